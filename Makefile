@@ -1,0 +1,75 @@
+# Everything a checkout needs: `make demo` and `make test` set up what is missing, then run.
+# Set-up is remembered in stamp files inside the virtual environment, so a second call starts at once
+# and an edit below csrc/ rebuilds the extension before anything runs.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Which kernels to build: auto (CUDA kernels if nvcc is found), 0 or 1.
+SPECDEC_CUDA ?= auto
+# Test processes, one torch thread each; more processes than cores only fight.
+WORKERS ?= 2
+# Extra arguments, e.g. `make test ARGS="-k tree"` or `make demo ARGS="--drafter draft"`.
+ARGS ?=
+
+BIN := $(VENV)/bin
+NATIVE_SOURCES := $(shell find csrc -type f | LC_ALL=C sort)
+FORMATTED := $(filter %.h %.cuh %.cpp %.cu,$(NATIVE_SOURCES))
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest python_tests
+
+REQUIREMENTS := $(VENV)/.requirements.stamp
+# One stamp per kernel choice: changing the choice rebuilds.
+BUILD := $(VENV)/.build-cuda-$(SPECDEC_CUDA).stamp
+
+export SPECDEC_CUDA
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-slow lint format wheel bench clean
+
+help: ## list the targets (default)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(BUILD) ## set up, then stream a marked completion and compare with Hugging Face generate
+	$(BIN)/specdec demo $(ARGS)
+
+test: $(BUILD) ## set up, then run the test suite
+	$(PYTEST) -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-slow: $(BUILD) ## set up, then run the tests marked slow, which `make test` leaves out
+	$(PYTEST) -m slow -n $(WORKERS) --dist worksteal $(ARGS)
+
+lint: $(REQUIREMENTS) ## check style and types of Python and C++ code, changing nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy specdec_ext
+	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
+
+format: $(REQUIREMENTS) ## rewrite Python and C++ code in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(FORMATTED)
+
+wheel: $(REQUIREMENTS) ## build a wheel into dist/
+	$(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+bench: $(BUILD) ## the demo's table for each drafter in float32 and bfloat16, over all bundled prompts
+	@for dtype in float32 bfloat16; do for drafter in ngram draft; do \
+	    $(BIN)/specdec demo --no-stream --prompts 0 --drafter $$drafter --dtype $$dtype $(ARGS) || exit 1; \
+	done; done
+
+# build/bundled holds the corpus and the training state of the bundled models: hours of work, kept.
+clean: ## remove what was built (not the virtual environment, not trained models)
+	rm -rf dist *.egg-info $(VENV)/.build-cuda-*.stamp
+	find specdec_ext -name '*.so' -delete
+	if [ -d build ]; then find build -mindepth 1 -maxdepth 1 ! -name bundled -exec rm -rf {} +; fi
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit("Python >= 3.10 is needed: make PYTHON=..." if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+$(REQUIREMENTS): requirements-dev.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --requirement requirements-dev.txt
+	touch $@
+
+$(BUILD): $(REQUIREMENTS) setup.py pyproject.toml $(NATIVE_SOURCES)
+	rm -f $(VENV)/.build-cuda-*.stamp
+	$(BIN)/python -m pip install --no-build-isolation --editable .
+	touch $@

@@ -1,0 +1,262 @@
+// CPU op verify_match: all rows walk in lock step, one depth per parallel loop; a task is one row's
+// visited node x one chunk of the vocabulary. Only visited nodes are read.
+//
+// The scan of a chunk works on blocks of kBlock tokens in plain loops that compilers vectorise:
+//   1. load as float32; largest key and largest |bits| (NaN detection) of the block;
+//   2. noise, unless even the largest possible noise leaves the block behind the best score so far:
+//      exact, because float addition is monotonic and a tie loses to the lower token already held
+//      (after top-k, top-p or min-p nearly every block is skipped);
+//   3. if the block improves on the best score, the first token that attains it.
+//
+// The same loop is compiled for several instruction sets and chosen at run time. All give the same
+// bits: float operations are elementwise with written-out rounding (rng.h), reductions are in
+// integers. SPECDEC_CPU_ISA=baseline|avx2|avx512 forces one.
+#include "specdec/verify_match.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <vector>
+
+#include "specdec/cpu_isa.h"
+#include "specdec/pick.h"
+#include "specdec/rng.h"
+
+namespace specdec::cpu {
+namespace {
+
+constexpr int64_t kBlock = 64;
+constexpr int64_t kGroups = kBlock / 4;
+constexpr int64_t kChunk = 8192;       // tokens of one task, a multiple of kBlock
+constexpr int64_t kGrainTokens = 32768;  // below this, waking a thread costs more than it saves
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+struct Float16 {
+  uint16_t bits;
+};
+
+SPECDEC_HOST_DEVICE float to_float(float value) { return value; }
+
+SPECDEC_HOST_DEVICE float to_float(BFloat16 value) {
+  return bits_to_float(static_cast<int32_t>(uint32_t{value.bits} << 16));
+}
+
+SPECDEC_HOST_DEVICE float to_float(Float16 value) {
+  const int32_t sign = (value.bits & 0x8000) << 16;
+  const int32_t magnitude = value.bits & 0x7FFF;
+  // Rebias the exponent from 15 to 127; infinity and NaN go to the top of float32's range.
+  const int32_t rebiased = (magnitude << 13) + (magnitude >= 0x7C00 ? 224 << 23 : 112 << 23);
+  const int32_t subnormal = float_to_bits(static_cast<float>(magnitude) * 0x1p-24f);
+  return bits_to_float(sign | (magnitude < 0x0400 ? subnormal : rebiased));
+}
+
+SPECDEC_HOST_DEVICE void add_noise(const NoiseStream& noise, int64_t first_token, float* scores) {
+  uint32_t bits[kBlock];
+  const uint32_t first_group = static_cast<uint32_t>(first_token / 4);
+  for (uint32_t group = 0; group < kGroups; ++group) {
+    const Philox4 words = noise.group_bits(first_group + group);
+    bits[4 * group] = words.lane[0];
+    bits[4 * group + 1] = words.lane[1];
+    bits[4 * group + 2] = words.lane[2];
+    bits[4 * group + 3] = words.lane[3];
+  }
+  for (int64_t i = 0; i < kBlock; ++i) scores[i] = exact_add(scores[i], gumbel(bits[i]));
+}
+
+SPECDEC_HOST_DEVICE int32_t largest_key(const float* scores) {
+  int32_t largest = INT32_MIN;
+  for (int64_t i = 0; i < kBlock; ++i) {
+    largest = std::max(largest, ordered_key(canonical_bits(scores[i])));
+  }
+  return largest;
+}
+
+// The best of tokens [begin, end); begin is a multiple of kBlock. No noise if `noise` is null.
+template <typename T>
+SPECDEC_HOST_DEVICE Pick scan_tokens(const void* logits, int64_t begin, int64_t end,
+                                     const NoiseStream* noise) {
+  const T* values = static_cast<const T*>(logits);
+  int32_t best_key = kMinusInfinityKey;
+  int64_t best_token = -1;
+  int32_t largest_magnitude = 0;
+  for (int64_t first = begin; first < end; first += kBlock) {
+    float scores[kBlock];
+    if (end - first >= kBlock) {
+      for (int64_t i = 0; i < kBlock; ++i) scores[i] = to_float(values[first + i]);
+    } else {
+      std::fill_n(scores, kBlock, bits_to_float(kMinusInfinityBits));
+      for (int64_t i = 0; i < end - first; ++i) scores[i] = to_float(values[first + i]);
+    }
+    for (int64_t i = 0; i < kBlock; ++i) {
+      largest_magnitude = std::max(largest_magnitude, float_to_bits(scores[i]) & 0x7FFFFFFF);
+    }
+    int32_t block_key = largest_key(scores);
+    if (noise != nullptr) {
+      const float bound = exact_add(bits_to_float(ordered_key(block_key)), kMaxGumbel);
+      if (ordered_key(canonical_bits(bound)) <= best_key) continue;
+      add_noise(*noise, first, scores);
+      block_key = largest_key(scores);
+    }
+    if (block_key > best_key) {
+      int64_t i = 0;
+      while (i < kBlock - 1 && ordered_key(canonical_bits(scores[i])) != block_key) ++i;
+      best_key = block_key;
+      best_token = first + i;
+    }
+  }
+  if (largest_magnitude > kInfinityBits) return kNaNPick;
+  return best_token < 0 ? kNoPick : make_pick(best_key, best_token);
+}
+
+using ScanFunction = Pick (*)(const void* logits, int64_t begin, int64_t end,
+                              const NoiseStream* noise);
+
+template <typename T>
+Pick scan_baseline(const void* logits, int64_t begin, int64_t end, const NoiseStream* noise) {
+  return scan_tokens<T>(logits, begin, end, noise);
+}
+
+#ifdef SPECDEC_X86
+template <typename T>
+SPECDEC_TARGET_AVX2 Pick scan_avx2(const void* logits, int64_t begin, int64_t end,
+                                   const NoiseStream* noise) {
+  return scan_tokens<T>(logits, begin, end, noise);
+}
+
+template <typename T>
+SPECDEC_TARGET_AVX512 Pick scan_avx512(const void* logits, int64_t begin, int64_t end,
+                                       const NoiseStream* noise) {
+  return scan_tokens<T>(logits, begin, end, noise);
+}
+#endif
+
+template <typename T>
+ScanFunction scan_for_isa() {
+#ifdef SPECDEC_X86
+  switch (cpu_isa()) {
+    case CpuIsa::kAvx512:
+      return scan_avx512<T>;
+    case CpuIsa::kAvx2:
+      return scan_avx2<T>;
+    case CpuIsa::kBaseline:
+      break;
+  }
+#endif
+  return scan_baseline<T>;
+}
+
+struct LogitsFormat {
+  ScanFunction scan;
+  int64_t element_size;
+};
+
+LogitsFormat logits_format(LogitsType type) {
+  switch (type) {
+    case LogitsType::kFloat32:
+      return {scan_for_isa<float>(), sizeof(float)};
+    case LogitsType::kBFloat16:
+      return {scan_for_isa<BFloat16>(), sizeof(BFloat16)};
+    case LogitsType::kFloat16:
+      return {scan_for_isa<Float16>(), sizeof(Float16)};
+  }
+  std::abort();  // not a LogitsType
+}
+
+// One row's walk, from the root to where it ends.
+struct Walk {
+  int64_t row;
+  int64_t node;
+  int64_t depth;
+  const std::byte* logits;  // of the visited node
+  NoiseStream noise;        // of the token drawn at this depth
+};
+
+class Walker {
+ public:
+  explicit Walker(const VerifyMatchParams& params)
+      : params_(params), format_(logits_format(params.logits_type)) {}
+
+  const LogitsFormat& format() const { return format_; }
+
+  void start(int64_t row) const {
+    std::fill_n(params_.path + row * params_.nodes, params_.nodes, -1);
+    params_.num_accepted[row] = -1;
+    params_.next_token[row] = -1;
+    params_.status[row] = static_cast<int64_t>(MatchStatus::kOk);
+  }
+
+  Walk at(int64_t row, int64_t node, int64_t depth) const {
+    const int64_t offset =
+        row * params_.logits_batch_stride + node * params_.logits_node_stride;
+    return {row, node, depth,
+            static_cast<const std::byte*>(params_.logits) + offset * format_.element_size,
+            NoiseStream::make(params_.seeds[row], params_.row_ids[row],
+                              params_.root_positions[row] + depth + 1)};
+  }
+
+  // Records the visited node and its pick; true if the walk goes on, at a child.
+  bool advance(Walk& walk, const Pick& pick) const {
+    const int64_t row = walk.row;
+    if (pick == kNaNPick || pick == kNoPick) {
+      params_.status[row] = static_cast<int64_t>(pick == kNaNPick ? MatchStatus::kNaN
+                                                                  : MatchStatus::kNoFiniteLogit);
+      params_.num_accepted[row] = walk.depth - 1;
+      return false;
+    }
+    const int64_t token = picked_token(pick);
+    params_.path[row * params_.nodes + walk.depth] = walk.node;
+    params_.num_accepted[row] = walk.depth;
+    for (int64_t child = walk.node + 1; child < params_.nodes; ++child) {
+      if (params_.parents(row, child) == walk.node && params_.tokens(row, child) == token) {
+        walk = at(row, child, walk.depth + 1);
+        return true;
+      }
+    }
+    params_.next_token[row] = token;
+    return false;
+  }
+
+ private:
+  const VerifyMatchParams& params_;
+  LogitsFormat format_;
+};
+
+}  // namespace
+
+void verify_match(const VerifyMatchParams& params, const ParallelFor& parallel_for) {
+  const Walker walker(params);
+  std::vector<Walk> walks;
+  walks.reserve(params.batch);
+  for (int64_t row = 0; row < params.batch; ++row) {
+    walker.start(row);
+    if (params.parents(row, 0) == kRootParent) walks.push_back(walker.at(row, 0, 0));
+  }
+
+  const ScanFunction scan = walker.format().scan;
+  const int64_t chunks = (params.vocab + kChunk - 1) / kChunk;
+  const int64_t grain = std::max<int64_t>(1, kGrainTokens / std::min(params.vocab, kChunk));
+  std::vector<Pick> picks(walks.size() * chunks);
+  while (!walks.empty()) {
+    const int64_t tasks = static_cast<int64_t>(walks.size()) * chunks;
+    parallel_for(tasks, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) {
+        const Walk& walk = walks[task / chunks];
+        const int64_t first = task % chunks * kChunk;
+        picks[task] = scan(walk.logits, first, std::min(first + kChunk, params.vocab),
+                           params.stochastic[walk.row] ? &walk.noise : nullptr);
+      }
+    });
+    size_t num_going_on = 0;
+    for (size_t i = 0; i < walks.size(); ++i) {
+      const auto first = picks.begin() + i * chunks;
+      const Pick pick = *std::max_element(first, first + chunks);
+      Walk walk = walks[i];
+      if (walker.advance(walk, pick)) walks[num_going_on++] = walk;
+    }
+    walks.resize(num_going_on);
+  }
+}
+
+}  // namespace specdec::cpu

@@ -1,0 +1,147 @@
+// Incremental n-gram index over the tokens of one sequence: drafts by copying what followed an
+// earlier occurrence of the last tokens (prompt lookup, Saxena 2023, with the most recent
+// occurrence in the place of the first one).
+//
+// Rule. Let the text be t[0..L). Occurrences are considered in this order: the longest n in
+// [min_ngram, max_ngram] whose last n tokens also end at an earlier position comes first, then
+// shorter n; within one n the most recent end position first; no position twice; at most
+// kMaxOccurrences. The continuation of the occurrence that ends at position e is
+// t[e+1], t[e+2], ...; at the end of the text it goes on in its own draft (the overlapping copy of
+// LZ77), so it never ends and repeats with period L-1-e. Continuations are merged into one trie:
+//
+//   branch 1 is the first continuation; every further continuation that leaves the trie before one
+//   of its leaves adds a branch. Each branch adds at most half (rounded up) of the nodes still
+//   free. After num_branches branches, or when no node or occurrence is left, the nodes still free
+//   deepen the first branch.
+//
+// Example: min_ngram = 1, max_ngram = 2, num_tokens = 5, num_branches = 2
+//
+//   position  0 1 2 3 4 5 6 7
+//   token     5 6 7 8 5 6 9 5       last 2 tokens (9 5): new. Last 1 token (5): ends at 4 and at 0
+//
+//   continuation of 4: 6 9 5 6 9 .. adds (5+1)/2 = 3 nodes: 6 9 5;  2 nodes are free
+//   continuation of 0: 6 7 8 5 6 .. shares 6, adds (2+1)/2 = 1 node: 7;  1 node is free
+//   the first branch gets the last node: 6
+//
+//   node      0 (root) 1 2 3 4 5
+//   token     5        6 9 5 7 6
+//   parent             0 1 2 1 3
+//
+// Structure. One NgramTable per n maps each distinct n-gram to the position where it last ended,
+// and links every position to the previous one where the same n-gram ended. A hit in the table is
+// verified against the tokens when a token is appended, so links are exact: hash collisions cost
+// time, never a wrong draft, and propose() hashes nothing.
+//
+// Cost. extend: max_ngram hash steps and one table operation per n (amortised) for each token.
+// propose: at most kMaxOccurrences links per n and as many walks down the trie, whatever the length
+// of the text. Memory: at most 8 + 24 * (max_ngram - min_ngram + 1) bytes per token, plus a
+// constant.
+//
+// Not thread-safe: while one thread extends an index, no other may use it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+namespace specdec {
+
+// A strided, possibly unaligned, view of int64 token ids that belong to somebody else.
+struct TokenView {
+  const std::byte* data;
+  int64_t count;
+  int64_t stride_bytes;
+
+  int64_t operator[](int64_t i) const {
+    int64_t token;
+    std::memcpy(&token, data + i * stride_bytes, sizeof(token));
+    return token;
+  }
+};
+
+// Largest token id: tokens are stored in 32 bits.
+inline constexpr int64_t kMaxTokenId = INT32_MAX;
+
+// Largest draft: nodes are numbered in 32 bits, the root included.
+inline constexpr int64_t kMaxDraftTokens = INT32_MAX - 1;
+
+// Throws std::invalid_argument unless 0 <= num_tokens <= kMaxDraftTokens and num_branches >= 1.
+void check_draft_size(int64_t num_tokens, int64_t num_branches);
+
+// The first index of `tokens` whose value is not in [0, kMaxTokenId].
+std::optional<int64_t> find_invalid_token(const TokenView& tokens);
+
+// The draft nodes of one tree, the root left out: entry i is tree node i + 1.
+struct NgramDraft {
+  std::vector<int64_t> tokens;
+  std::vector<int64_t> parents;  // 0 is the root; parents[i] <= i
+};
+
+// All occurrences of the n-grams of one length.
+class NgramTable {
+ public:
+  static constexpr int32_t kNone = -1;
+
+  NgramTable(int64_t length, uint64_t hash_multiplier);
+
+  // Adds the n-gram that ends at the last of `tokens`, which are all tokens of the text so far (at
+  // least `length`). `hash` is ngram_hash of it. Call once for every token.
+  void append(const std::vector<int32_t>& tokens, uint64_t hash);
+
+  // The last position before `end` where the same n-gram ended, or kNone.
+  int32_t previous(int32_t end) const {
+    const int64_t index = end - length_ + 1;
+    return index < 0 ? kNone : previous_[index];
+  }
+
+  int64_t length() const { return length_; }
+  int64_t memory_bytes() const;
+
+ private:
+  size_t home(uint64_t hash) const { return hash >> hash_shift_; }
+  size_t next(size_t slot) const { return (slot + 1) & (slots_.size() - 1); }
+  void grow(const std::vector<int32_t>& tokens);
+
+  int64_t length_;
+  uint64_t hash_multiplier_;
+  // Open addressing, linear probing, at most half full: the last end position of each distinct
+  // n-gram, or kNone. The size is 2^(64 - hash_shift_).
+  std::vector<int32_t> slots_;
+  int hash_shift_;
+  size_t num_used_ = 0;
+  std::vector<int32_t> previous_;  // [end - length + 1]
+};
+
+class NgramIndex {
+ public:
+  static constexpr int64_t kMaxNgram = 64;        // bounds the cost of verifying a hit
+  static constexpr int64_t kMaxOccurrences = 64;  // bounds the cost of a proposal
+  // 2^64 / golden ratio, odd. Tests pass other multipliers: with 0 all n-grams collide.
+  static constexpr uint64_t kHashMultiplier = 0x9E3779B97F4A7C15;
+
+  // Throws std::invalid_argument unless 1 <= min_ngram <= max_ngram <= kMaxNgram.
+  NgramIndex(int64_t min_ngram, int64_t max_ngram, uint64_t hash_multiplier = kHashMultiplier);
+
+  // Appends tokens. Throws std::invalid_argument for an id outside [0, kMaxTokenId] and
+  // std::length_error for more than 2^31 - 1 tokens in total; then nothing was appended. After
+  // std::bad_alloc the index can only be destroyed.
+  void extend(const TokenView& tokens);
+
+  // At most num_tokens draft nodes on at most num_branches paths by the rule above; none if the
+  // last min_ngram tokens did not occur before. Throws as check_draft_size does.
+  NgramDraft propose(int64_t num_tokens, int64_t num_branches) const;
+
+  int64_t size() const { return static_cast<int64_t>(tokens_.size()); }
+  int32_t last_token() const { return tokens_.back(); }
+  // Bytes allocated, unused capacity included.
+  int64_t memory_bytes() const;
+
+ private:
+  uint64_t hash_multiplier_;
+  std::vector<int32_t> tokens_;
+  std::vector<NgramTable> tables_;  // n = min_ngram .. max_ngram
+};
+
+}  // namespace specdec

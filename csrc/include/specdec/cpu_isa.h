@@ -1,0 +1,25 @@
+// The x86 instruction sets that hot CPU loops are compiled for, and which one this machine gets.
+// Other processors have one build: the baseline of theirs already has fused multiply-add.
+#pragma once
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define SPECDEC_X86
+#define SPECDEC_TARGET_AVX2 __attribute__((target("avx2,fma")))
+#define SPECDEC_TARGET_AVX512 \
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")))
+#endif
+
+namespace specdec::cpu {
+
+enum class CpuIsa { kBaseline, kAvx2, kAvx512 };
+
+const char* cpu_isa_name(CpuIsa isa);
+
+// The best that the processor has.
+CpuIsa best_cpu_isa();
+
+// The best that the processor has, or what SPECDEC_CPU_ISA asks for if the processor has that. Read
+// once per process.
+CpuIsa cpu_isa();
+
+}  // namespace specdec::cpu

@@ -1,0 +1,26 @@
+// The CUDA entry points: raw pointers in the params, a stream in, cudaError_t out.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <span>
+
+#include "specdec/kv_compact.h"
+#include "specdec/tree_mask.h"
+#include "specdec/verify_match.h"
+
+namespace specdec {
+
+cudaError_t launch_tree_mask(const TreeMaskParams& params, cudaStream_t stream);
+
+// Bytes of device memory that launch_verify_match needs; no initialisation.
+int64_t verify_match_workspace_bytes(const VerifyMatchParams& params);
+cudaError_t launch_verify_match(const VerifyMatchParams& params, void* workspace,
+                                cudaStream_t stream);
+
+// One launch per kMaxCachesPerLaunch tensors.
+constexpr int64_t kMaxCachesPerLaunch = 128;
+cudaError_t launch_kv_compact(std::span<const CacheTensor> caches, const KvMoves& moves,
+                              cudaStream_t stream);
+
+}  // namespace specdec

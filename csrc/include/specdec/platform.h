@@ -1,0 +1,88 @@
+// What differs between host and device compilers, in one place: qualifiers, bit casts and float32
+// operations whose rounding is spelt out.
+//
+// rng.h promises the same bits on every backend, so it may not leave contraction (a * b + c becoming
+// one rounding or two) to a compiler. On the device the _rn intrinsics are never contracted; on the
+// host the build passes -ffp-contract=off, and std::fma is exact with or without FMA hardware.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#ifdef __CUDACC__
+#define SPECDEC_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+// Small helpers are inlined by force: the CPU op builds its loop once per instruction set, and a
+// helper left out of line would be compiled for the baseline only.
+#define SPECDEC_HOST_DEVICE inline __attribute__((always_inline))
+#endif
+
+namespace specdec {
+
+// a * b + c with one rounding.
+SPECDEC_HOST_DEVICE float exact_fma(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  return __fmaf_rn(a, b, c);
+#else
+  return __builtin_fmaf(a, b, c);
+#endif
+}
+
+SPECDEC_HOST_DEVICE float exact_mul(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
+SPECDEC_HOST_DEVICE float exact_add(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fadd_rn(a, b);
+#else
+  return a + b;
+#endif
+}
+
+SPECDEC_HOST_DEVICE int32_t float_to_bits(float value) {
+#ifdef __CUDA_ARCH__
+  return __float_as_int(value);
+#else
+  int32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+#endif
+}
+
+SPECDEC_HOST_DEVICE float bits_to_float(int32_t bits) {
+#ifdef __CUDA_ARCH__
+  return __int_as_float(bits);
+#else
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+#endif
+}
+
+// A strided vector and a strided matrix that belong to somebody else. Strides count elements.
+template <typename T>
+struct View1 {
+  T* data;
+  int64_t stride;
+
+  SPECDEC_HOST_DEVICE T& operator[](int64_t i) const { return data[i * stride]; }
+};
+
+template <typename T>
+struct View2 {
+  T* data;
+  int64_t row_stride;
+  int64_t column_stride;
+
+  SPECDEC_HOST_DEVICE T& operator()(int64_t row, int64_t column) const {
+    return data[row * row_stride + column * column_stride];
+  }
+};
+
+}  // namespace specdec

@@ -1,0 +1,126 @@
+// Counter-based noise: the Gumbel value of (seed, row, position, token), the same bits on every
+// backend, whatever the tree, the launch or the order of evaluation.
+//
+//   bits = lane (token & 3) of Philox4x32-10(key = seed, counter = (token >> 2, position, row,
+//          purpose))
+//   v    = min((bits + 0.5) * 2^-32, 1 - 2^-24)
+//   g    = -log(-log1p(-v))
+//
+// v is small where g is large, so the tail that decides an arg-max has the full resolution of
+// float32: g runs from -2.8116 to 22.8738 without ties of many draws. (u = (bits + 0.5) * 2^-24 and
+// -log(-log(u)) reaches u = 1, and its ties are visible at vocabularies of 128k.)
+//
+// Numerics: float32 with the roundings written out (platform.h); no libm, no subnormals, no branch.
+// Error of g against float64 at the same float32 v: below 1.1e-6 (half an ulp at 16 is 9.5e-7), below
+// 3.5e-7 for g < 8. Rounding v to float32 adds less than 1e-6 above g = -1.5; below it the values are
+// coarse (0.025 at the very end), where only 1 draw in 88 lies and none decides an arg-max.
+// python_tests/test_rng.py measures both.
+//
+// Philox: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+#pragma once
+
+#include "specdec/platform.h"
+
+namespace specdec {
+
+// The fourth word of the counter keeps uses of one seed apart.
+enum class Purpose : uint32_t { kMatch = 0 };
+
+struct Philox4 {
+  uint32_t lane[4];
+};
+
+SPECDEC_HOST_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32);
+}
+
+SPECDEC_HOST_DEVICE Philox4 philox_round(const Philox4& c, uint32_t key0, uint32_t key1) {
+  constexpr uint32_t kMultiplier0 = 0xD2511F53, kMultiplier1 = 0xCD9E8D57;
+  return {{multiply_high(kMultiplier1, c.lane[2]) ^ c.lane[1] ^ key0, kMultiplier1 * c.lane[2],
+           multiply_high(kMultiplier0, c.lane[0]) ^ c.lane[3] ^ key1, kMultiplier0 * c.lane[0]}};
+}
+
+// Rounds are spelt out by recursion, because compilers don't vectorise a loop that contains one.
+template <int kRounds>
+SPECDEC_HOST_DEVICE Philox4 philox4x32(const Philox4& counter, uint32_t key0, uint32_t key1) {
+  constexpr uint32_t kWeyl0 = 0x9E3779B9, kWeyl1 = 0xBB67AE85;
+  const Philox4 next = philox_round(counter, key0, key1);
+  if constexpr (kRounds == 1) {
+    return next;
+  } else {
+    return philox4x32<kRounds - 1>(next, key0 + kWeyl0, key1 + kWeyl1);
+  }
+}
+
+// log(1 + f) for f in [sqrt(1/2) - 1, sqrt(2) - 1]: f - f^2/2 + f^3 * P(f), relative error of the
+// polynomial 3.2e-9 (weighted minimax fit of degree 8, coefficients rounded to float32).
+SPECDEC_HOST_DEVICE float log1p_core(float f) {
+  float p = 0x1.1457a6p-4f;
+  p = exact_fma(p, f, -0x1.de3c16p-4f);
+  p = exact_fma(p, f, 0x1.e6f06ap-4f);
+  p = exact_fma(p, f, -0x1.fc2208p-4f);
+  p = exact_fma(p, f, 0x1.233768p-3f);
+  p = exact_fma(p, f, -0x1.555c4ep-3f);
+  p = exact_fma(p, f, 0x1.99a4b6p-3f);
+  p = exact_fma(p, f, -0x1.000006p-2f);
+  p = exact_fma(p, f, 0x1.555548p-2f);
+  return exact_fma(exact_mul(f, f), exact_fma(p, f, -0.5f), f);
+}
+
+// x = mantissa * 2^exponent with mantissa in [sqrt(1/2), sqrt(2)); x is positive and normal.
+struct SplitFloat {
+  float mantissa;
+  int32_t exponent;
+};
+
+SPECDEC_HOST_DEVICE SplitFloat split_float(float x) {
+  constexpr int32_t kSqrtHalfBits = 0x3F3504F3;
+  const int32_t bits = float_to_bits(x);
+  const int32_t exponent = (bits - kSqrtHalfBits) >> 23;
+  return {bits_to_float(bits - exponent * (1 << 23)), exponent};
+}
+
+// An upper bound of gumbel(): g(0) = 33 log(2) = 22.8738, g(1) = 21.78.
+constexpr float kMaxGumbel = 22.875f;
+
+SPECDEC_HOST_DEVICE float gumbel(uint32_t bits) {
+  constexpr float kLog2 = 0x1.62e430p-1f;
+  constexpr float kLargestV = 1.0f - 0x1p-24f;
+  const float scaled = exact_mul(exact_add(static_cast<float>(bits), 0.5f), 0x1p-32f);
+  const float v = scaled < kLargestV ? scaled : kLargestV;
+
+  const SplitFloat survivor = split_float(exact_add(1.0f, -v));
+  // For 1 - v >= sqrt(1/2) the argument of log1p is -v itself: 1 - v would have rounded it away.
+  // Both are computed and then selected, so that the loop over tokens has no branch.
+  const float offset = exact_add(survivor.mantissa, -1.0f);
+  const float f = survivor.exponent == 0 ? -v : offset;
+  const float exponential =
+      -exact_fma(static_cast<float>(survivor.exponent), kLog2, log1p_core(f));
+
+  const SplitFloat split = split_float(exponential);
+  return -exact_fma(static_cast<float>(split.exponent), kLog2,
+                    log1p_core(exact_add(split.mantissa, -1.0f)));
+}
+
+// The noise of one (seed, row, position); a token selects the value.
+struct NoiseStream {
+  uint32_t key0;
+  uint32_t key1;
+  uint32_t position;
+  uint32_t row;
+
+  // Only the low 32 bits of position and row enter.
+  static SPECDEC_HOST_DEVICE NoiseStream make(int64_t seed, int64_t row, int64_t position) {
+    const uint64_t key = static_cast<uint64_t>(seed);
+    return {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32),
+            static_cast<uint32_t>(position), static_cast<uint32_t>(row)};
+  }
+
+  // The bits of tokens 4 * group .. 4 * group + 3.
+  SPECDEC_HOST_DEVICE Philox4 group_bits(uint32_t group) const {
+    return philox4x32<10>({{group, position, row, static_cast<uint32_t>(Purpose::kMatch)}}, key0,
+                          key1);
+  }
+};
+
+}  // namespace specdec

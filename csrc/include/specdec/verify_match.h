@@ -1,0 +1,38 @@
+// verify_match: walk a draft tree along tokens drawn from the target (verification.md, rule 1).
+#pragma once
+
+#include "specdec/parallel.h"
+#include "specdec/tree.h"
+
+namespace specdec {
+
+enum class LogitsType { kFloat32, kBFloat16, kFloat16 };
+
+enum class MatchStatus : int64_t { kOk = 0, kNaN = 1, kNoFiniteLogit = 2 };
+
+struct VerifyMatchParams {
+  const void* logits;  // [batch, nodes, vocab], last dimension contiguous
+  LogitsType logits_type;
+  int64_t logits_batch_stride;          // elements
+  int64_t logits_node_stride;           // elements
+  View2<const int64_t> tokens;          // [batch, nodes]
+  View2<const int64_t> parents;         // [batch, nodes]
+  View1<const int64_t> root_positions;  // [batch] unpadded tokens before the root
+  View1<const int64_t> seeds;           // [batch]
+  View1<const int64_t> row_ids;         // [batch]
+  View1<const bool> stochastic;         // [batch] false: greedy
+  int64_t batch;
+  int64_t nodes;  // 1 .. kMaxNodes
+  int64_t vocab;  // 1 .. 2^31 - 1
+
+  int64_t* path;          // [batch, nodes] visited node at each depth, -1 beyond
+  int64_t* num_accepted;  // [batch]        -1 inactive row
+  int64_t* next_token;    // [batch]        -1 inactive row or status != 0
+  int64_t* status;        // [batch]        MatchStatus
+};
+
+namespace cpu {
+void verify_match(const VerifyMatchParams& params, const ParallelFor& parallel_for);
+}  // namespace cpu
+
+}  // namespace specdec

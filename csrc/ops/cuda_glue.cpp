@@ -1,0 +1,62 @@
+#include "cuda_glue.h"
+
+#include <stdexcept>
+
+#ifdef SPECDEC_WITH_CUDA
+
+#include <dlfcn.h>
+
+namespace specdec::glue {
+namespace {
+
+using CurrentStreamFunction = AOTITorchError (*)(int32_t device_index, void** stream);
+
+// Looked up at the first use, so that one library loads under torch with and without CUDA: a weak
+// symbol would stay null on CUDA torch, which loads libtorch_cuda RTLD_LOCAL.
+CurrentStreamFunction current_stream_function() {
+  static const auto function = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    void* symbol = library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
+    return reinterpret_cast<CurrentStreamFunction>(symbol);
+  }();
+  return function;
+}
+
+}  // namespace
+
+CudaScope::CudaScope(const Tensor& tensor) : guard_(tensor.get_device_index()), stream_(nullptr) {
+  const CurrentStreamFunction current_stream = current_stream_function();
+  if (current_stream == nullptr) {
+    throw std::runtime_error(
+        "specdec_ext: libtorch_cuda.so with aoti_torch_get_current_cuda_stream is not loaded; "
+        "CUDA tensors need a CUDA build of torch >= 2.10");
+  }
+  void* stream = nullptr;
+  if (current_stream(tensor.get_device_index(), &stream) != AOTI_TORCH_SUCCESS) {
+    throw std::runtime_error("specdec_ext: torch could not give the current CUDA stream");
+  }
+  stream_ = static_cast<cudaStream_t>(stream);
+}
+
+void check_launch(const char* op, cudaError_t error) {
+  if (error != cudaSuccess) {
+    throw std::runtime_error("specdec::" + std::string(op) + ": CUDA launch failed: " +
+                             cudaGetErrorString(error));
+  }
+}
+
+}  // namespace specdec::glue
+
+#else
+
+namespace specdec::glue {
+
+void fail_without_cuda(const char* op) {
+  throw std::runtime_error("specdec::" + std::string(op) +
+                           ": this build of specdec_ext has no CUDA kernels; reinstall it where nvcc "
+                           "is in PATH (SPECDEC_CUDA=1 pip install --no-build-isolation .)");
+}
+
+}  // namespace specdec::glue
+
+#endif

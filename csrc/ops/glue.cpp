@@ -1,0 +1,141 @@
+#include "glue.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/c/shim.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "specdec/tree.h"
+
+namespace specdec::glue {
+namespace {
+
+int32_t dtype_of(const Tensor& tensor) {
+  int32_t dtype;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  return dtype;
+}
+
+struct DeviceId {
+  int32_t type;
+  int32_t index;
+
+  bool operator==(const DeviceId&) const = default;
+  std::string describe() const {
+    if (type == aoti_torch_device_type_cpu()) return "cpu";
+    if (type == aoti_torch_device_type_cuda()) return "cuda:" + std::to_string(index);
+    return "another device";
+  }
+};
+
+DeviceId device_of(const Tensor& tensor) {
+  DeviceId id;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &id.type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &id.index));
+  return id;
+}
+
+template <typename Sizes>
+std::string join(const Sizes& sizes) {
+  std::string text = "[";
+  for (const int64_t size : sizes) {
+    if (text.size() > 1) text += ", ";
+    text += std::to_string(size);
+  }
+  return text + "]";
+}
+
+Tensor empty(const Tensor& like, std::initializer_list<int64_t> shape, int32_t dtype) {
+  constexpr size_t kMaxDim = 4;
+  int64_t strides[kMaxDim];
+  int64_t stride = 1;
+  for (size_t i = shape.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= shape.begin()[i];
+  }
+  const DeviceId device = device_of(like);
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.begin(), strides, dtype,
+                               device.type, device.index, &handle));
+  return Tensor(handle);
+}
+
+}  // namespace
+
+void fail(const std::string& message) { throw std::invalid_argument(message); }
+
+std::string describe_shape(const Tensor& tensor) { return join(tensor.sizes()); }
+
+const char* dtype_name(int32_t dtype) {
+  if (dtype == aoti_torch_dtype_int64()) return "torch.int64";
+  if (dtype == aoti_torch_dtype_int32()) return "torch.int32";
+  if (dtype == aoti_torch_dtype_bool()) return "torch.bool";
+  if (dtype == aoti_torch_dtype_float32()) return "torch.float32";
+  if (dtype == aoti_torch_dtype_float64()) return "torch.float64";
+  if (dtype == aoti_torch_dtype_float16()) return "torch.float16";
+  if (dtype == aoti_torch_dtype_bfloat16()) return "torch.bfloat16";
+  return "another dtype";
+}
+
+std::string Argument::prefix() const {
+  return "specdec::" + std::string(op_) + ": argument " + name_;
+}
+
+const Argument& Argument::has_dtype(int32_t dtype) const {
+  const int32_t given = dtype_of(tensor_);
+  if (given != dtype) {
+    fail(prefix() + " must be " + dtype_name(dtype) + ", got " + dtype_name(given) +
+         "; convert it with .to(" + dtype_name(dtype) + ")");
+  }
+  return *this;
+}
+
+const Argument& Argument::has_dim(int64_t dim, const char* expected) const {
+  if (tensor_.dim() != dim) {
+    fail(prefix() + " must be " + expected + ", got shape " + describe_shape(tensor_));
+  }
+  return *this;
+}
+
+const Argument& Argument::has_shape(std::initializer_list<int64_t> shape,
+                                    const char* expected) const {
+  const auto sizes = tensor_.sizes();
+  if (!std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end())) {
+    fail(prefix() + " must be " + expected + " = " + join(shape) + ", got shape " +
+         describe_shape(tensor_));
+  }
+  return *this;
+}
+
+const Argument& Argument::is_on_device_of(const Argument& other) const {
+  const DeviceId given = device_of(tensor_), expected = device_of(other.tensor_);
+  if (given != expected) {
+    fail(prefix() + " must be on the device of " + other.name_ + ", " + expected.describe() +
+         ", got " + given.describe());
+  }
+  return *this;
+}
+
+void check_num_nodes(const Argument& argument, int64_t nodes) {
+  if (nodes < 1 || nodes > kMaxNodes) {
+    fail(argument.prefix() + " must have 1 to " + std::to_string(kMaxNodes) +
+         " nodes per row (node 0 is the root), got " + std::to_string(nodes));
+  }
+}
+
+Tensor empty_int64(const Tensor& like, std::initializer_list<int64_t> shape) {
+  return empty(like, shape, aoti_torch_dtype_int64());
+}
+
+Tensor empty_bytes(const Tensor& like, int64_t count) {
+  return empty(like, {count}, aoti_torch_dtype_uint8());
+}
+
+const ParallelFor kTorchParallelFor{
+    [](int64_t count, int64_t grain, ParallelFor::Body body, void* context) {
+      STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, count, grain, body, context));
+    }};
+
+}  // namespace specdec::glue

@@ -1,0 +1,68 @@
+// What every op's glue needs: argument checks whose messages name the argument, what was expected,
+// what was given; allocation; threads; the device.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <initializer_list>
+#include <string>
+
+#include "specdec/parallel.h"
+#include "specdec/platform.h"
+
+namespace specdec::glue {
+
+using torch::stable::Tensor;
+
+// Raises ValueError.
+[[noreturn]] void fail(const std::string& message);
+
+std::string describe_shape(const Tensor& tensor);
+const char* dtype_name(int32_t dtype);
+
+// An argument with its name. The checks return it, so that they chain.
+class Argument {
+ public:
+  Argument(const char* op, const char* name, const Tensor& tensor)
+      : op_(op), name_(name), tensor_(tensor) {}
+
+  const Argument& has_dtype(int32_t dtype) const;
+  // `expected` spells the shape out for the message: "[batch, nodes]".
+  const Argument& has_dim(int64_t dim, const char* expected) const;
+  const Argument& has_shape(std::initializer_list<int64_t> shape, const char* expected) const;
+  const Argument& is_on_device_of(const Argument& other) const;
+  // "specdec::op: argument name" for messages of further checks.
+  std::string prefix() const;
+
+  template <typename T>
+  View1<const T> view1() const {
+    return {static_cast<const T*>(tensor_.const_data_ptr()), tensor_.stride(0)};
+  }
+
+  template <typename T>
+  View2<const T> view2() const {
+    return {static_cast<const T*>(tensor_.const_data_ptr()), tensor_.stride(0), tensor_.stride(1)};
+  }
+
+ private:
+  const char* op_;
+  const char* name_;
+  const Tensor& tensor_;
+};
+
+// "nodes" must be in [1, kMaxNodes].
+void check_num_nodes(const Argument& argument, int64_t nodes);
+
+// An uninitialised contiguous int64 tensor on the device of `like`.
+Tensor empty_int64(const Tensor& like, std::initializer_list<int64_t> shape);
+Tensor empty_bytes(const Tensor& like, int64_t count);
+
+inline int64_t* int64_data(const Tensor& tensor) {
+  return static_cast<int64_t*>(tensor.mutable_data_ptr());
+}
+
+// Loops on torch's thread pool.
+extern const ParallelFor kTorchParallelFor;
+
+}  // namespace specdec::glue

@@ -1,0 +1,16 @@
+// The schemas of all ops, in one place. Implementations: one file per op beside this one; fake (meta)
+// implementations and the documented Python functions: specdec_ext/ops.py.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(specdec, m) {
+  m.def(
+      "tree_mask(Tensor parents, Tensor root_positions) -> (Tensor ancestors, Tensor depths, "
+      "Tensor positions, Tensor first_child, Tensor next_sibling, Tensor paths)");
+  m.def(
+      "verify_match(Tensor logits, Tensor tokens, Tensor parents, Tensor root_positions, "
+      "Tensor seeds, Tensor row_ids, Tensor stochastic) -> (Tensor path, Tensor num_accepted, "
+      "Tensor next_token, Tensor status)");
+  m.def(
+      "kv_compact(Tensor(a!)[] caches, Tensor path, Tensor num_accepted, Tensor source_starts, "
+      "Tensor target_starts) -> ()");
+}

@@ -1,0 +1,105 @@
+// Glue of verify_match: checks, outputs, dispatch to the device of `logits`.
+#include "specdec/verify_match.h"
+
+#include <tuple>
+
+#include "cuda_glue.h"
+#include "glue.h"
+#ifdef SPECDEC_WITH_CUDA
+#include "specdec/launchers.h"
+#endif
+
+namespace specdec::glue {
+namespace {
+
+void run(const VerifyMatchParams& params, [[maybe_unused]] const Tensor& logits) {
+  if (logits.is_cpu()) return cpu::verify_match(params, kTorchParallelFor);
+#ifdef SPECDEC_WITH_CUDA
+  const CudaScope scope(logits);
+  const Tensor workspace = empty_bytes(logits, verify_match_workspace_bytes(params));
+  check_launch("verify_match",
+               launch_verify_match(params, workspace.mutable_data_ptr(), scope.stream()));
+#else
+  fail_without_cuda("verify_match");
+#endif
+}
+
+LogitsType logits_type(const Argument& argument, const Tensor& logits) {
+  int32_t dtype;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(logits.get(), &dtype));
+  if (dtype == aoti_torch_dtype_float32()) return LogitsType::kFloat32;
+  if (dtype == aoti_torch_dtype_bfloat16()) return LogitsType::kBFloat16;
+  if (dtype == aoti_torch_dtype_float16()) return LogitsType::kFloat16;
+  fail(argument.prefix() + " must be torch.float32, torch.bfloat16 or torch.float16, got " +
+       dtype_name(dtype) + "; convert it with .to(torch.float32)");
+}
+
+void check_vocab(const Argument& argument, const Tensor& logits) {
+  const int64_t vocab = logits.size(2);
+  if (vocab < 1 || vocab > INT32_MAX) {
+    fail(argument.prefix() + " must have a vocabulary of 1 to 2^31 - 1 tokens, got shape " +
+         describe_shape(logits));
+  }
+  if (vocab > 1 && logits.stride(2) != 1) {
+    fail(argument.prefix() + " must be contiguous in its last dimension, got stride " +
+         std::to_string(logits.stride(2)) + "; call .contiguous() on it");
+  }
+}
+
+using VerifyMatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+VerifyMatchResult verify_match(const Tensor& logits, const Tensor& tokens, const Tensor& parents,
+                               const Tensor& root_positions, const Tensor& seeds,
+                               const Tensor& row_ids, const Tensor& stochastic) {
+  constexpr const char* kOp = "verify_match";
+  const Argument logits_arg(kOp, "logits", logits), tokens_arg(kOp, "tokens", tokens),
+      parents_arg(kOp, "parents", parents), positions_arg(kOp, "root_positions", root_positions),
+      seeds_arg(kOp, "seeds", seeds), row_ids_arg(kOp, "row_ids", row_ids),
+      stochastic_arg(kOp, "stochastic", stochastic);
+  const LogitsType type = logits_type(logits_arg, logits);
+  logits_arg.has_dim(3, "[batch, nodes, vocab]");
+  check_vocab(logits_arg, logits);
+  const int64_t batch = logits.size(0), nodes = logits.size(1);
+  check_num_nodes(logits_arg, nodes);
+  const int32_t int64 = aoti_torch_dtype_int64();
+  for (const Argument* argument : {&tokens_arg, &parents_arg}) {
+    argument->has_dtype(int64).has_shape({batch, nodes}, "[batch, nodes]");
+    argument->is_on_device_of(logits_arg);
+  }
+  for (const Argument* argument : {&positions_arg, &seeds_arg, &row_ids_arg}) {
+    argument->has_dtype(int64).has_shape({batch}, "[batch]").is_on_device_of(logits_arg);
+  }
+  stochastic_arg.has_dtype(aoti_torch_dtype_bool()).has_shape({batch}, "[batch]");
+  stochastic_arg.is_on_device_of(logits_arg);
+
+  VerifyMatchResult result{empty_int64(logits, {batch, nodes}), empty_int64(logits, {batch}),
+                           empty_int64(logits, {batch}), empty_int64(logits, {batch})};
+  if (batch > 0) {
+    run({.logits = logits.const_data_ptr(),
+         .logits_type = type,
+         .logits_batch_stride = logits.stride(0),
+         .logits_node_stride = logits.stride(1),
+         .tokens = tokens_arg.view2<int64_t>(),
+         .parents = parents_arg.view2<int64_t>(),
+         .root_positions = positions_arg.view1<int64_t>(),
+         .seeds = seeds_arg.view1<int64_t>(),
+         .row_ids = row_ids_arg.view1<int64_t>(),
+         .stochastic = stochastic_arg.view1<bool>(),
+         .batch = batch,
+         .nodes = nodes,
+         .vocab = logits.size(2),
+         .path = int64_data(std::get<0>(result)),
+         .num_accepted = int64_data(std::get<1>(result)),
+         .next_token = int64_data(std::get<2>(result)),
+         .status = int64_data(std::get<3>(result))},
+        logits);
+  }
+  return result;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(specdec, CPU, m) { m.impl("verify_match", TORCH_BOX(&verify_match)); }
+STABLE_TORCH_LIBRARY_IMPL(specdec, CUDA, m) { m.impl("verify_match", TORCH_BOX(&verify_match)); }
+
+}  // namespace specdec::glue

@@ -1,0 +1,56 @@
+"""``compare_runs``: equal, near-tie and bug are told apart."""
+
+import pytest
+import torch
+from tiny import prompts, tiny_model
+
+from specdec_ext import compare_runs
+
+
+@pytest.fixture
+def text():
+    model = tiny_model("llama")
+    ids, _ = prompts((6,))
+    return model, model.generate(ids, max_new_tokens=10, do_sample=False)[0]
+
+
+def test_equal(text):
+    model, first = text
+    assert compare_runs(model, first, first.clone(), 6).verdict == "equal"
+
+
+def test_a_wrong_token_is_a_bug(text):
+    model, first = text
+    second = first.clone()
+    second[9] = (second[9] + 1) % 97
+    verdict = compare_runs(model, first, second, 6)
+    assert (verdict.equal, verdict.position, verdict.verdict) == (False, 9, "bug")
+    assert verdict.gap > verdict.bound
+
+
+def test_a_text_that_stops_early_is_a_bug(text):
+    model, first = text
+    assert compare_runs(model, first, first[:-2], 6).verdict == "bug"
+
+
+def test_two_tokens_with_the_same_logits_are_a_near_tie(text):
+    """Make the runner-up's output row a copy of the winner's: their logits are equal everywhere."""
+    _, first = text
+    model = tiny_model.__wrapped__("llama")  # a fresh one: its weights are changed here
+    winner, twin = int(first[8]), (int(first[8]) + 1) % 97
+    with torch.no_grad():
+        model.lm_head.weight[twin] = model.lm_head.weight[winner]
+    second = first.clone()
+    second[8] = twin
+    verdict = compare_runs(model, first, second, 6)
+    assert (verdict.verdict, verdict.position) == ("near-tie", 8)
+
+
+def test_bad_arguments(text):
+    model, first = text
+    with pytest.raises(ValueError, match="unbatched"):
+        compare_runs(model, first[None], first, 6)
+    second = first.clone()
+    second[2] += 1
+    with pytest.raises(ValueError, match="within the prompt"):
+        compare_runs(model, first, second, 6)

@@ -1,0 +1,108 @@
+"""One seed, one text: seeded sampling is the same for every drafter, tree shape and with speculation off.
+
+Under the match rule the noise belongs to (seed, row, position, token); nothing about the draft enters it.
+The law of the draws themselves is tested in ``test_law.py``.
+"""
+
+import pytest
+import torch
+from tiny import SHAPES, ScriptedDrafter, generated, prompts, tiny_model
+
+import specdec_ext
+from specdec_ext import DraftModelDrafter, NgramDrafter
+
+LENGTHS = (12, 3, 9, 5, 12)
+WARPERS = {
+    "plain": dict(top_k=0),
+    "temperature": dict(temperature=0.7, top_k=0),
+    "top-k": dict(top_k=5),
+    "top-p": dict(top_k=0, top_p=0.8),
+    "min-p": dict(top_k=0, min_p=0.1, temperature=1.3),
+    "repetition-penalty": dict(top_k=0, repetition_penalty=1.3),
+}
+
+
+def sample(model, drafter, ids, mask, **kwargs):
+    kwargs = {"max_new_tokens": 20, "do_sample": True, "seed": 11, **kwargs}
+    return specdec_ext.generate(model, ids, attention_mask=mask, drafter=drafter, **kwargs)
+
+
+@pytest.mark.parametrize("warper", WARPERS)
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt2"])
+def test_the_text_does_not_depend_on_the_draft(name, warper):
+    model = tiny_model(name)
+    ids, mask = prompts(LENGTHS)
+    expected = sample(model, None, ids, mask, **WARPERS[warper])
+    drafters = [ScriptedDrafter(generated(expected, ids.shape[1]), shape) for shape in SHAPES]
+    drafters += [NgramDrafter(min_ngram=1), NgramDrafter(16, 1, 4, 4), DraftModelDrafter(model)]
+    for drafter in drafters:
+        assert torch.equal(sample(model, drafter, ids, mask, **WARPERS[warper]), expected), drafter
+
+
+def test_the_draws_of_a_draft_model_are_coupled_to_the_target():
+    """The target as its own draft model proposes, in sampling too, exactly what it then emits."""
+    model = tiny_model("llama")
+    ids, mask = prompts(LENGTHS)
+    out = sample(
+        model, DraftModelDrafter(model), ids, mask, temperature=0.9, return_dict_in_generate=True
+    )
+    assert out.speculation.acceptance_rate == 1.0
+
+
+def test_different_seeds_give_different_texts_and_one_seed_repeats():
+    model = tiny_model("llama")
+    ids, mask = prompts(LENGTHS)
+    first = sample(model, "ngram", ids, mask, seed=1)
+    assert torch.equal(first, sample(model, "ngram", ids, mask, seed=1))
+    assert not torch.equal(first, sample(model, "ngram", ids, mask, seed=2))
+
+
+def test_torch_manual_seed_reproduces():
+    model = tiny_model("llama")
+    ids, mask = prompts(LENGTHS)
+    texts = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        texts.append(sample(model, "ngram", ids, mask, seed=None))
+    assert torch.equal(*texts)
+    assert not torch.equal(texts[0], sample(model, "ngram", ids, mask, seed=None))
+
+
+def test_a_generator_is_a_source_of_the_seed():
+    model = tiny_model("llama")
+    ids, mask = prompts(LENGTHS)
+    texts = [
+        sample(model, "ngram", ids, mask, seed=None, generator=torch.Generator().manual_seed(3))
+        for _ in range(2)
+    ]
+    assert torch.equal(*texts)
+
+
+def test_a_row_does_not_depend_on_the_other_rows():
+    """Same row number, same seed: replacing the other prompts leaves row 0 as it was."""
+    model = tiny_model("llama")
+    ids, mask = prompts((12, 3, 9))
+    others, _ = prompts((12, 12, 12), seed=9)
+    alone = sample(model, "ngram", ids[:1], mask[:1])
+    together = sample(model, "ngram", ids, mask)
+    mixed = torch.cat([ids[:1], others[1:]])
+    assert torch.equal(together[0], alone[0])
+    assert torch.equal(sample(model, "ngram", mixed, None)[0], alone[0])
+
+
+def test_one_seed_per_row():
+    model = tiny_model("llama")
+    ids, mask = prompts((5,) * 3)
+    same = ids[:1].expand(3, -1)
+    texts = sample(model, "ngram", same, mask, seed=[4, 4, 5])
+    assert torch.equal(texts[2:], sample(model, None, same, mask, seed=[0, 0, 5])[2:])
+    assert not torch.equal(texts[0], texts[1])  # the row number belongs to the noise, too
+
+
+def test_sampling_with_top_k_1_is_greedy():
+    model = tiny_model("llama")
+    ids, mask = prompts(LENGTHS)
+    greedy = specdec_ext.generate(
+        model, ids, attention_mask=mask, max_new_tokens=20, do_sample=False
+    )
+    assert torch.equal(sample(model, "ngram", ids, mask, top_k=1), greedy)

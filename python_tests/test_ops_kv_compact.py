@@ -1,0 +1,212 @@
+"""``kv_compact``: the op equals its specification byte for byte; nothing else is touched."""
+
+import pytest
+import torch
+from op_cases import DEVICES, generator
+
+from specdec_ext import ops
+from specdec_ext.reference.kv_compact import kv_compact as kv_compact_reference
+
+CASES = {  # name: (batch, nodes, slots, [(heads, head_dim, dtype), ...])
+    "one-of-everything": (1, 1, 1, [(1, 1, torch.float32)]),
+    "llama-like": (2, 12, 60, [(8, 64, torch.bfloat16)] * 8),
+    "mixed": (3, 7, 33, [(1, 3, torch.float16), (4, 5, torch.float64), (2, 17, torch.int8)]),
+    "odd-bytes": (5, 19, 40, [(3, 7, torch.uint8)] * 2),
+    "many-caches": (2, 5, 16, [(1, 4, torch.float32)] * 131),
+    "max-nodes": (1, ops.MAX_NODES, 1500, [(1, 8, torch.float32)]),
+    "no-head-dim": (2, 3, 9, [(2, 0, torch.float32), (0, 4, torch.float32)]),
+    "no-caches": (2, 3, 9, []),
+    "empty-batch": (0, 3, 9, [(2, 4, torch.float32)]),
+}
+
+
+def random_cache(shape, dtype, seed):
+    cache = torch.randint(-100, 100, shape, generator=generator(seed))
+    return cache.to(dtype)
+
+
+def random_moves(batch, nodes, slots, seed):
+    """Ascending paths, as verify_match gives them, from anywhere to anywhere; some rows inactive."""
+    rng = generator(seed)
+    path = torch.full((batch, nodes), -1)
+    num_accepted = torch.randint(-1, nodes, (batch,), generator=rng)
+    for row, accepted in enumerate(num_accepted.tolist()):
+        chosen = torch.randperm(nodes, generator=rng)[: accepted + 1].sort().values
+        path[row, : accepted + 1] = chosen
+    source_starts = torch.randint(0, slots - nodes + 1, (batch,), generator=rng)
+    target_starts = torch.randint(0, slots - nodes + 1, (batch,), generator=rng)
+    return path, num_accepted, source_starts, target_starts
+
+
+def assert_same_caches(actual, expected):
+    for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        assert torch.equal(ours.cpu(), theirs.cpu()), f"caches[{index}]"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_reference(case, device):
+    batch, nodes, slots, layout = CASES[case]
+    for seed in range(3):
+        moves = random_moves(batch, nodes, slots, seed)
+        expected = [
+            random_cache((batch, heads, slots, dim), dtype, seed) for heads, dim, dtype in layout
+        ]
+        actual = [cache.clone().to(device) for cache in expected]
+        ops.kv_compact(actual, *(move.to(device) for move in moves))
+        kv_compact_reference(expected, *moves)
+        assert_same_caches(actual, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_worked_example(device):
+    """Slots hold their own number; nodes 0, 2, 5 of the tree at slot 3 move to 3, 4, 5."""
+    cache = torch.arange(10.0, device=device).view(1, 1, 10, 1)
+    path = torch.tensor([[0, 2, 5, -1, -1, -1]], device=device)
+    accepted, start = torch.tensor([2], device=device), torch.tensor([3], device=device)
+    ops.kv_compact([cache], path, accepted, start, start)
+    assert cache.flatten().tolist() == [0, 1, 2, 3, 5, 8, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("offset", [-3, -1, 0, 1, 3])
+def test_overlapping_ranges_in_both_directions(offset, device):
+    """Also a path that is not ascending: every load comes before every store."""
+    for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3]):
+        expected = torch.arange(12.0).view(1, 1, 12, 1).repeat(1, 2, 1, 3)
+        actual = expected.clone().to(device)
+        moves = torch.tensor([order]), torch.tensor([4]), torch.tensor([4]), torch.tensor([4 + offset])
+        ops.kv_compact([actual], *(move.to(device) for move in moves))
+        kv_compact_reference([expected], *moves)
+        assert_same_caches([actual], [expected])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda c: c[:, :, 1:-1, 2:],
+        lambda c: c.transpose(1, 2),
+        lambda c: c.transpose(0, 1),
+        lambda c: c[::2, 1:2],
+        lambda c: c.unflatten(3, (2, 4))[:, 3].movedim(2, 1),
+    ],
+    ids=["sliced", "slots-first", "heads-first", "every-second-row", "interleaved-heads"],
+)
+def test_strided_caches(view, device):
+    """Views of NaN-poisoned memory: all bytes around the view stay."""
+    poisoned = torch.full((6, 6, 6, 8), torch.nan)
+    expected = poisoned.clone()
+    target = view(expected)
+    assert target.untyped_storage().data_ptr() == expected.untyped_storage().data_ptr()
+    target.copy_(torch.randn(target.shape, generator=generator(0)))
+    actual = expected.clone().to(device)
+    batch, _, slots, _ = target.shape
+    moves = random_moves(batch, min(3, slots), slots, seed=1)
+    ops.kv_compact([view(actual)], *(move.to(device) for move in moves))
+    kv_compact_reference([view(expected)], *moves)
+    torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bits_of_nan_and_strided_moves_survive(device):
+    payload = torch.tensor([0x7FC12345, 0x7F812345, -1], dtype=torch.int32).view(torch.float32)
+    cache = payload[:, None].repeat(1, 4)[None, None].contiguous().to(device)
+    path = torch.tensor([[2, 9, 0, 9, 1, 9]], device=device)[:, ::2]
+    num_accepted = torch.tensor([1, 7], device=device)[::2]
+    zero = torch.zeros(2, dtype=torch.long, device=device)[::2]
+    ops.kv_compact([cache], path, num_accepted, zero, zero)
+    bits = cache[0, 0, :, 0].cpu().view(torch.int32).tolist()
+    assert bits == [-1, 0x7FC12345, -1]
+
+
+def test_threads_do_not_change_the_result():
+    moves = random_moves(6, 16, 200, seed=5)
+    caches = [random_cache((6, 8, 200, 64), torch.float32, i) for i in range(8)]
+    expected = [cache.clone() for cache in caches]
+    kv_compact_reference(expected, *moves)
+    torch.set_num_threads(2)
+    try:
+        ops.kv_compact(caches, *moves)
+    finally:
+        torch.set_num_threads(1)
+    assert_same_caches(caches, expected)
+
+
+def test_inference_tensors_and_unused_path_entries():
+    with torch.inference_mode():
+        cache = torch.randn(1, 2, 8, 4)
+    before = cache.clone()
+    path = torch.tensor([[0, 1, 10**12]])  # beyond num_accepted: never read
+    one = torch.tensor([1])
+    with torch.inference_mode():
+        ops.kv_compact([cache], path, one, one, one)
+    assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device):
+    moves = random_moves(2, 4, 10, seed=0)
+    caches = [random_cache((2, 2, 10, 3), torch.float32, i).to(device) for i in range(2)]
+    arguments = (caches, *(move.to(device) for move in moves))
+    torch.library.opcheck(torch.ops.specdec.kv_compact, arguments)
+
+
+def arguments(**changes):
+    valid = {
+        "caches": [torch.zeros(1, 2, 8, 4)],
+        "path": torch.tensor([[0, 1, 2]]),
+        "num_accepted": torch.tensor([2]),
+        "source_starts": torch.tensor([4]),
+        "target_starts": torch.tensor([4]),
+    }
+    return {**valid, **changes}
+
+
+BIG = 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"path": torch.zeros(3)}, r"argument path must be torch.int64, got torch.float32"),
+        ({"path": torch.zeros(3).long()}, r"argument path must be \[batch, nodes\], got shape \[3\]"),
+        ({"num_accepted": torch.tensor(2)}, r"argument num_accepted must be \[batch\] = \[1\], got"),
+        ({"caches": [torch.zeros(2, 8, 4)]}, r"argument caches\[0\] must be \[batch, heads, slots"),
+        (
+            {"caches": [torch.zeros(1, 1, 8, 4), torch.zeros(2, 1, 8, 4)]},
+            r"argument caches\[1\] must have the batch of path, 1, got shape \[2, 1, 8, 4\]",
+        ),
+        (
+            {"caches": [torch.zeros(1, 2, 4, 8).transpose(2, 3)]},
+            r"argument caches\[0\] must be contiguous in its last dimension, got stride 8",
+        ),
+        (
+            {"caches": [torch.zeros(1, 1, 8, 4).expand(1, 2, 8, 4)]},
+            r"argument caches\[0\] must not be an expanded tensor, got stride 0 in dimension 1",
+        ),
+        ({"num_accepted": torch.tensor([3])}, r"num_accepted\[0\] = 3; expected -1 .* to 2"),
+        ({"num_accepted": torch.tensor([-2])}, r"num_accepted\[0\] = -2; expected -1"),
+        ({"path": torch.tensor([[0, -1, 3]])}, r"path\[0, 1\] = -1; expected a node in \[0, 3\)"),
+        ({"path": torch.tensor([[0, 1, 3]])}, r"path\[0, 2\] = 3; expected a node in \[0, 3\)"),
+        ({"source_starts": torch.tensor([7])}, r"source_starts\[0\] = 7 with path\[0, 1\] = 1 is out"),
+        ({"source_starts": torch.tensor([-1])}, r"source_starts\[0\] = -1 with path\[0, 0\] = 0"),
+        ({"source_starts": torch.tensor([BIG])}, r"source_starts\[0\] = 9223372036854775807 with"),
+        ({"target_starts": torch.tensor([6])}, r"target_starts\[0\] = 6 with 3 slots to move; the"),
+        ({"target_starts": torch.tensor([-1])}, r"target_starts\[0\] = -1 with 3 slots to move"),
+        ({"target_starts": torch.tensor([BIG])}, r"target_starts\[0\] = 9223372036854775807"),
+    ],
+)
+def test_rejects(changes, message):
+    with pytest.raises(ValueError, match="specdec::kv_compact: " + message):
+        ops.kv_compact(**arguments(**changes))
+
+
+def test_nothing_is_written_when_a_later_row_is_wrong():
+    cache = torch.arange(2 * 8.0).view(2, 1, 8, 1)
+    before = cache.clone()
+    two = torch.tensor([2, 2])
+    path = torch.tensor([[0, 1, 2], [0, 1, 2]])
+    with pytest.raises(ValueError, match=r"source_starts\[1\] = 9"):
+        ops.kv_compact([cache], path, two, torch.tensor([3, 9]), torch.tensor([0, 0]))
+    assert torch.equal(cache, before)

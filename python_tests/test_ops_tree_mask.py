@@ -1,0 +1,160 @@
+"""``tree_mask``: the op equals its specification exactly, on every device this machine has.
+
+Also against the trees of the EAGLE authors' code, where those cases are at hand.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from op_cases import DEVICES, all_parents, assert_same, random_parents
+from safetensors.torch import load_file
+
+from specdec_ext import ops
+from specdec_ext.reference.tree_mask import tree_mask as tree_mask_reference
+
+NAMES = list(ops.TreeMask._fields)
+GOLDEN = sorted(
+    (Path(__file__).parents[1] / ".." / "shared" / "golden").glob("eagle*/case.safetensors")
+)
+
+CASES = {  # name: (batch, nodes)
+    "one-node": (3, 1),
+    "two-nodes": (2, 2),
+    "one-word": (2, 64),
+    "two-words": (3, 65),
+    "odd": (5, 19),
+    "many-rows": (111, 7),
+    "three-words": (2, 189),
+    "max-nodes": (1, ops.MAX_NODES),
+    "empty-batch": (0, 9),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("illegal", [0.0, 0.2], ids=["legal", "illegal-links"])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_reference(case, illegal, device):
+    batch, nodes = CASES[case]
+    parents = random_parents(batch, nodes, seed=nodes, illegal=illegal).to(device)
+    root_positions = torch.arange(batch, device=device) * 1000
+    actual = ops.tree_mask(parents, root_positions)
+    assert_same(actual, tree_mask_reference(parents.cpu(), root_positions.cpu()), NAMES)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5])
+def test_every_small_tree(nodes, device):
+    parents = all_parents(nodes)
+    root_positions = torch.arange(len(parents))
+    actual = ops.tree_mask(parents.to(device), root_positions.to(device))
+    assert_same(actual, tree_mask_reference(parents, root_positions), NAMES)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_chain_of_max_nodes(device):
+    parents = torch.arange(-1, ops.MAX_NODES - 1, device=device)[None]
+    mask = ops.tree_mask(parents, torch.tensor([7], device=device))
+    assert mask.depths[0, -1] == ops.MAX_NODES - 1
+    assert (mask.ancestors[0, -1] == -1).all()  # all bits of all words
+    assert torch.equal(mask.paths[0, -1], torch.arange(ops.MAX_NODES, device=device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_worked_example(device):
+    parents = torch.tensor([[-1, 0, 0, 1, 1, -2, 5], [-2, 0, 0, 1, 1, 2, 3]], device=device)
+    mask = ops.tree_mask(parents, torch.tensor([10, 20], device=device))
+    assert mask.depths.tolist() == [[0, 1, 1, 2, 2, -1, -1], [-1] * 7]
+    assert mask.positions.tolist() == [[10, 11, 11, 12, 12, 10, 10], [20] * 7]
+    assert mask.ancestors[0, :, 0].tolist() == [0b1, 0b11, 0b101, 0b1011, 0b10011, 0, 0]
+    assert mask.ancestors[1].tolist() == [[0]] * 7
+    assert mask.first_child.tolist() == [[1, 3, -1, -1, -1, -1, -1], [-1] * 7]
+    assert mask.next_sibling.tolist() == [[-1, 2, -1, 4, -1, -1, -1], [-1] * 7]
+    assert mask.paths[0, 4].tolist() == [0, 1, 4, -1, -1, -1, -1]
+    assert mask.paths[0, 5].tolist() == [-1] * 7
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_strided_inputs(device):
+    parents = random_parents(6, 11, seed=1, illegal=0.1)
+    root_positions = torch.arange(6) * 3
+    hostile = torch.full((12, 33), 12345, device=device)
+    hostile[::2, 1::3] = parents.to(device)
+    strided_positions = torch.stack([root_positions, root_positions + 99], dim=1).to(device)[:, 0]
+    actual = ops.tree_mask(hostile[::2, 1::3], strided_positions)
+    assert_same(actual, tree_mask_reference(parents, root_positions), NAMES)
+    shared_position = torch.tensor(5, device=device).expand(6)
+    actual = ops.tree_mask(parents.to(device), shared_position)
+    assert_same(actual, tree_mask_reference(parents, torch.full((6,), 5)), NAMES)
+
+
+def test_threads_do_not_change_the_result():
+    parents = random_parents(64, 64, seed=3, illegal=0.05)
+    root_positions = torch.arange(64)
+    expected = ops.tree_mask(parents, root_positions)
+    torch.set_num_threads(2)
+    try:
+        assert_same(ops.tree_mask(parents, root_positions), expected, NAMES)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_positions_are_always_legal_indices():
+    parents = random_parents(50, 30, seed=4, illegal=0.3)
+    mask = ops.tree_mask(parents, torch.zeros(50, dtype=torch.long))
+    assert (mask.positions >= 0).all() and (mask.positions < 30).all()
+
+
+@pytest.mark.parametrize("path", GOLDEN or [None], ids=lambda p: p.parent.name if p else "absent")
+def test_trees_of_the_eagle_authors(path):
+    """Masks, positions and leaf paths equal those of the published reference implementation."""
+    if path is None:
+        pytest.skip("../shared/golden is not there")
+    tensors = load_file(path)
+    for turn in range(3):
+        expected = tensors[f"round{turn}.tree_mask"][0, 0]
+        nodes = len(expected)
+        strict = expected & ~torch.eye(nodes, dtype=torch.bool)
+        # The parent is the ancestor with the largest number.
+        order = torch.arange(nodes)
+        parents = torch.where(strict, order, -1).amax(dim=1)[None]
+        mask = ops.tree_mask(parents, torch.tensor([0]))
+        bits = (mask.ancestors[0, :, order // 64] >> (order % 64)) & 1
+        assert torch.equal(bits.bool(), expected)
+        assert torch.equal(mask.positions[0], tensors[f"round{turn}.tree_position_ids"])
+        leaves = mask.paths[0][mask.first_child[0] == -1].tolist()
+        given = tensors[f"round{turn}.retrieve_indices"].tolist()
+        assert sorted(_unpadded(p) for p in leaves) == sorted(_unpadded(p) for p in given)
+
+
+def _unpadded(path: list[int]) -> list[int]:
+    return [node for node in path if node >= 0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(2, 5), (0, 3), (1, 70)])
+def test_opcheck(shape, device):
+    parents = random_parents(*shape, seed=0).to(device)
+    arguments = (parents, torch.zeros(shape[0], dtype=torch.long, device=device))
+    torch.library.opcheck(torch.ops.specdec.tree_mask, arguments)
+
+
+ONES = torch.ones(2, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("parents", "root_positions", "message"),
+    [
+        (ONES[None].int(), ONES[:1], r"parents must be torch.int64, got torch.int32; convert"),
+        (ONES, ONES, r"parents must be \[batch, nodes\], got shape \[2\]"),
+        (ONES.new_empty(1, 0), ONES[:1], r"parents must have 1 to 1024 nodes .* got 0"),
+        (ONES.new_empty(1, 1025), ONES[:1], r"parents must have 1 to 1024 nodes .* got 1025"),
+        (ONES[:, None], ONES[:1], r"root_positions must be \[batch\] = \[2\], got shape \[1\]"),
+        (ONES[:, None], ONES.float(), r"root_positions must be torch.int64, got torch.float32"),
+    ],
+)
+def test_rejects(parents, root_positions, message):
+    with pytest.raises(ValueError, match=r"specdec::tree_mask: argument " + message):
+        ops.tree_mask(parents, root_positions)
+
+

@@ -1,0 +1,76 @@
+"""``DraftTree``: construction, what is refused, and cutting to what a row may still emit."""
+
+import pytest
+import torch
+
+from specdec_ext import DraftTree
+
+ROOTS = torch.tensor([7, 8])
+
+
+def tree(tokens, parents):
+    return DraftTree(torch.tensor(tokens), torch.tensor(parents))
+
+
+def test_paths_share_prefixes():
+    made = DraftTree.from_paths(ROOTS, [[[1, 2, 3], [1, 4], [5]], [[6]]])
+    assert made.tokens.tolist() == [[7, 1, 2, 3, 4, 5], [8, 6, 0, 0, 0, 0]]
+    assert made.parents.tolist() == [[-1, 0, 1, 2, 1, 0], [-1, 0, -2, -2, -2, -2]]
+    assert not made.is_chain
+
+
+def test_paths_are_cut_at_the_node_budget():
+    made = DraftTree.from_paths(ROOTS[:1], [[[1, 2, 3], [4]]], max_nodes=3)
+    assert made.tokens.tolist() == [[7, 1, 2]]
+
+
+def test_no_paths_is_plain_decoding():
+    made = DraftTree.from_paths(ROOTS, [[], [[]]])
+    assert made.tokens.tolist() == [[7], [8]] and made.parents.tolist() == [[-1], [-1]]
+
+
+def test_chain_with_counts():
+    made = DraftTree.chain(ROOTS, torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([3, 1]))
+    assert made.parents.tolist() == [[-1, 0, 1, 2], [-1, 0, -2, -2]]
+    assert made.is_chain
+
+
+def test_an_empty_batch():
+    empty = torch.empty(0, dtype=torch.long)
+    assert DraftTree.root(empty).tokens.shape == (0, 1)
+    assert DraftTree.from_paths(empty, []).tokens.shape == (0, 1)
+
+
+def test_pruning_cuts_depth_and_unused_columns():
+    made = DraftTree.from_paths(ROOTS, [[[1, 2, 3], [4, 5]], [[6, 9]]])
+    cut = made.pruned([1, 0])
+    assert cut.tokens.tolist() == [[7, 1, 0, 0, 4], [8, 0, 0, 0, 0]]
+    assert cut.parents.tolist() == [[-1, 0, -2, -2, 0], [-1, -2, -2, -2, -2]]
+    assert made.pruned([0, 0]).num_nodes == 1
+    assert made.pruned([9, 9]).tokens.tolist() == made.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (tree([[7, 1], [8, 1]], [[-1, 1], [-1, 0]]), r"parents\[0, 1\] = 1"),
+        (tree([[7, 1], [8, 1]], [[-1, 0], [-1, -1]]), r"parents\[1, 1\] = -1"),
+        (tree([[7, 1], [8, 1]], [[-1, 0], [-2, -2]]), r"parents\[1, 0\] = -2"),
+        (tree([[7, 1], [8, 1]], [[-1, -3], [-1, 0]]), r"parents\[0, 1\] = -3"),
+        (tree([[7, 10], [8, 1]], [[-1, 0], [-1, 0]]), r"drafted token 10 \(row 0, node 1\)"),
+        (tree([[7, -1], [8, 1]], [[-1, 0], [-1, 0]]), "drafted token -1"),
+        (tree([[9, 1], [8, 1]], [[-1, 0], [-1, 0]]), "node 0 must be the last committed token"),
+        (tree([[7, 1]], [[-1, 0]]), "a row per unfinished row"),
+        (tree([[7, 1], [8, 1]], [[-1], [-1]]), "expected equal shapes"),
+        (tree([[7.0, 1.0], [8.0, 1.0]], [[-1, 0], [-1, 0]]), "torch.float32"),
+    ],
+)
+def test_a_broken_contract_is_named(made, message):
+    with pytest.raises(ValueError, match=message) as error:
+        made.validated(ROOTS, vocab_size=10, source="MyDrafter")
+    assert "MyDrafter" in str(error.value)
+
+
+def test_an_inactive_node_may_carry_any_token():
+    made = tree([[7, 99], [8, 1]], [[-1, -2], [-1, 0]])
+    assert made.validated(ROOTS, 10, "x").pruned([5, 5]).tokens.tolist() == [[7, 0], [8, 1]]

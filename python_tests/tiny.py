@@ -1,0 +1,166 @@
+"""Tiny random models and scripted drafters that the generation tests share."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import specdec_ext
+from specdec_ext import DraftTree
+
+VOCAB = 97
+_COMMON = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=0,
+)
+# name -> (model type, config overrides); windows are short enough to be left behind within a few tokens
+CONFIGS: dict[str, tuple[str, dict]] = {
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "mistral-window": ("mistral", {"sliding_window": 8}),
+    "gpt2": (
+        "gpt2",
+        {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256, "n_inner": 64},
+    ),
+    "gemma2-window": ("gemma2", {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}),
+    "gemma3-window": (
+        "gemma3_text",
+        {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "num_hidden_layers": 6},
+    ),
+    "phi": ("phi", {"partial_rotary_factor": 0.5}),
+}
+ARCHITECTURES = list(CONFIGS)
+
+
+@functools.cache
+def tiny_model(
+    name: str, attn_implementation: str | None = None, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """A random model whose greedy text is varied: weights scaled by fan-in instead of the usual 0.02."""
+    kind, overrides = CONFIGS[name]
+    config = AutoConfig.for_model(kind, **{**_COMMON, **overrides})
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                scale = 2.0 * parameter.shape[-1] ** -0.5
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.to(dtype).eval()
+
+
+def prompts(
+    lengths: tuple[int, ...], seed: int = 0, side: str = "left"
+) -> tuple[torch.LongTensor, torch.LongTensor]:
+    """(input_ids, attention_mask) of random prompts with these lengths, padded with token 0."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    ids = torch.zeros(len(lengths), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        text = torch.randint(1, VOCAB, (length,), generator=generator)
+        where = slice(width - length, width) if side == "left" else slice(0, length)
+        ids[row, where], mask[row, where] = text, 1
+    return ids, mask
+
+
+class ScriptedDrafter(specdec_ext.Drafter):
+    """Proposes what a function says from the known right continuation of each row.
+
+    Args:
+        answers: per original row the generated tokens that are right.
+        shape: ``shape(right, rng) -> paths``; ``right`` are the next right tokens (possibly none).
+    """
+
+    def __init__(self, answers: list[list[int]], shape, seed: int = 0):
+        self.answers, self.shape = answers, shape
+        self.random = random.Random(seed)
+
+    def propose(self, context):
+        paths = []
+        for row in context.rows:
+            done = len(context.generated[row])
+            paths.append(self.shape(self.answers[row][done : done + 6], self.random))
+        return DraftTree.from_paths(context.roots, paths)
+
+
+def wrong(token: int) -> int:
+    return (token + 1) % VOCAB
+
+
+def oracle_chain(right, rng):
+    return [right[:4]]
+
+
+def adversary_chain(right, rng):
+    return [[wrong(token) for token in right[:4]]]
+
+
+def random_chain(right, rng):
+    return [[rng.randrange(VOCAB) for _ in range(rng.randrange(5))]]
+
+
+def noisy_chain(right, rng):
+    return [[token if rng.random() < 0.7 else wrong(token) for token in right[:5]]]
+
+
+def oracle_tree(right, rng):
+    """The right path is the last of three, sharing a first node with the second."""
+    if len(right) < 3:
+        return [right]
+    return [[wrong(right[0]), right[1]], [right[0], wrong(right[1]), right[2]], right]
+
+
+def adversary_tree(right, rng):
+    return [[wrong(token) for token in right[:3]], [wrong(wrong(right[0]))]] if right else []
+
+
+def random_tree(right, rng):
+    """Random branches, some of them prefixes of the right text."""
+    paths = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 4))] for _ in range(3)]
+    paths.append(right[: rng.randrange(6)] + [rng.randrange(VOCAB)])
+    rng.shuffle(paths)
+    return paths
+
+
+SHAPES = [
+    oracle_chain,
+    adversary_chain,
+    random_chain,
+    noisy_chain,
+    oracle_tree,
+    adversary_tree,
+    random_tree,
+]
+
+
+def generated(sequences: torch.LongTensor, prompt_columns: int) -> list[list[int]]:
+    return sequences[:, prompt_columns:].tolist()
+
+
+# Names for parametrized tests: no drafter, the two that ship, and scripts from always right to always wrong.
+DRAFTERS = ["none", "ngram", "self", "oracle_chain", "adversary_chain", "noisy_chain", "oracle_tree", "random_tree"]
+
+
+def make_drafter(name: str, model: PreTrainedModel, answers: list[list[int]]) -> specdec_ext.Drafter | None:
+    """The drafter with this name of ``DRAFTERS`` or ``SHAPES``; ``answers`` as in ``ScriptedDrafter``."""
+    if name == "none":
+        return None
+    if name == "ngram":
+        return specdec_ext.NgramDrafter(min_ngram=1, num_branches=2)
+    if name == "self":
+        return specdec_ext.DraftModelDrafter(model)
+    return ScriptedDrafter(answers, {shape.__name__: shape for shape in SHAPES}[name])

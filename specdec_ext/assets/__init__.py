@@ -1,0 +1,68 @@
+"""The bundled pair of models and the prompts that go with them; nothing is downloaded.
+
+``tiny-python-target`` and ``tiny-python-draft`` are small Llama models of Python source with one tokenizer,
+made by ``training/bundled_models.py``; their model cards give the held-out perplexity. The prompts are
+beginnings of files that neither was trained on (``PROMPTS.md``, made by ``training/make_prompts.py``).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+__all__ = ["Prompt", "held_out_prompts", "load_draft", "load_target", "load_tokenizer"]
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Beginning of a real source file, cut inside a function or class body.
+
+    Attributes:
+        name: project and path of the file.
+        prompt: the text, whole lines.
+        license: SPDX identifier of the file's licence.
+    """
+
+    name: str
+    prompt: str
+    license: str
+
+
+def load_target(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The bundled target on the CPU, in eval mode; the file holds bfloat16 weights."""
+    return _load("tiny-python-target", dtype)
+
+
+def load_draft(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The bundled draft model of :func:`load_target`'s vocabulary, on the CPU, in eval mode."""
+    return _load("tiny-python-draft", dtype)
+
+
+def load_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer of both models (byte-level BPE, pads on the left)."""
+    return PreTrainedTokenizerFast.from_pretrained(_existing("tiny-python-target"))
+
+
+def held_out_prompts() -> list[Prompt]:
+    """The bundled prompts in their fixed order; at most 350 tokens each."""
+    return [Prompt(**entry) for entry in json.loads((FOLDER / "prompts.json").read_text("utf-8"))]
+
+
+def _load(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(_existing(name), dtype=dtype).eval()
+
+
+def _existing(name: str) -> Path:
+    folder = FOLDER / name
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"the bundled model {name} is missing from {FOLDER}; a checkout and a wheel have it, or make it "
+            "with training/bundled_models.py"
+        )
+    return folder

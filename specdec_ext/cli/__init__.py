@@ -1,0 +1,51 @@
+"""The command line ``specdec``: one module per command, each a thin layer over public functions.
+
+torch, transformers and the rest of the package are imported inside the commands, so that ``specdec --help``
+costs no more than it must.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from specdec_ext.cli.check import check
+from specdec_ext.cli.demo import demo
+from specdec_ext.cli.generate import generate
+from specdec_ext.cli.version import print_versions, version
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="specdec",
+    help="Speculative decoding that emits exactly what the model alone would have emitted.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+
+
+def _print_versions_and_exit(wanted: bool) -> None:
+    if wanted:
+        print_versions()
+        raise typer.Exit
+
+
+@app.callback()
+def specdec(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_versions_and_exit,
+            is_eager=True,
+            help="Versions, then exit.",
+        ),
+    ] = False,
+) -> None:
+    """Options before a command; none of them changes what a command does."""
+
+
+specdec.__doc__ = None  # the help text is the app's
+for command in (demo, generate, check, version):
+    app.command()(command)

@@ -1,0 +1,137 @@
+"""What the commands share: options, loading of models and drafters, prompts from files, errors of the user."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from torch import LongTensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from specdec_ext import ComparedRuns
+
+
+class Dtype(str, Enum):
+    """Floating point types a model can be loaded in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(help="Folder or hub id of a causal language model; the bundled one by default."),
+]
+DrafterOption = Annotated[
+    str,
+    typer.Option(
+        "--drafter",
+        help="none, ngram, draft (the bundled draft model), or folder or hub id of a draft model.",
+    ),
+]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Type of weights and activations.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="torch device of both models.")]
+MaxNewTokensOption = Annotated[
+    int, typer.Option("--max-new-tokens", min=1, help="Tokens to generate per prompt.")
+]
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Errors about what the user asked for become one line and exit code 2 instead of a traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def load_target(
+    model: str | None, dtype: Dtype, device: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model named on the command line, in eval mode, and its tokenizer; None names the bundled pair."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from specdec_ext import assets
+
+    kind = getattr(torch, dtype.value)
+    with user_errors():
+        if model is None:
+            return assets.load_target(kind).to(device), assets.load_tokenizer()
+        target = AutoModelForCausalLM.from_pretrained(model, dtype=kind).to(device).eval()
+        return target, AutoTokenizer.from_pretrained(model)
+
+
+def load_drafter(name: str, dtype: Dtype, device: str) -> Any:
+    """What ``generate(drafter=...)`` takes, for a name on the command line."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from specdec_ext import assets
+
+    kind = getattr(torch, dtype.value)
+    with user_errors():
+        if name == "none":
+            return None
+        if name == "draft":
+            return assets.load_draft(kind).to(device)
+        if "/" in name or Path(name).is_dir():
+            return AutoModelForCausalLM.from_pretrained(name, dtype=kind).to(device).eval()
+        return name  # a registered name, or one that generate refuses with the list of names
+
+
+def read_prompts(path: Path) -> list[tuple[str, str]]:
+    """(name, text) of each prompt in a file.
+
+    ``.json``: a list of texts or of objects; ``.jsonl``: an object per line; any other file is one prompt.
+    An object has ``prompt``, or ``turns`` of which the first counts, and perhaps ``name`` or ``question_id``.
+
+    Raises:
+        ValueError: if the file holds something else, or nothing.
+    """
+    text = path.read_text("utf-8")
+    if path.suffix == ".json":
+        entries = json.loads(text)
+    elif path.suffix == ".jsonl":
+        entries = [json.loads(line) for line in text.splitlines() if line.strip()]
+    else:
+        entries = [text]
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(
+            f"{path}: expected a list of prompts, got {type(entries).__name__} or nothing"
+        )
+    return [_named_prompt(entry, f"{path}, prompt {i}", str(i)) for i, entry in enumerate(entries)]
+
+
+def _named_prompt(entry: Any, where: str, default_name: str) -> tuple[str, str]:
+    if isinstance(entry, str):
+        entry = {"prompt": entry}
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where}: expected a text or an object, got {type(entry).__name__}")
+    turns = entry.get("turns") or [None]
+    prompt = entry.get("prompt", turns[0])
+    if not isinstance(prompt, str) or not prompt:
+        raise ValueError(f"{where}: expected a non-empty text under 'prompt' or 'turns'")
+    return str(entry.get("name", entry.get("question_id", default_name))), prompt
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, device: str) -> LongTensor:
+    """``[1, length]`` ids of one prompt."""
+    return tokenizer(prompt, return_tensors="pt")["input_ids"].to(device)
+
+
+def describe(compared: ComparedRuns, prompt_length: int) -> str:
+    """One line about a comparison: the verdict and, at a difference, where and how close."""
+    if compared.equal or compared.position is None:
+        return "equal"
+    where = f"at token {compared.position - prompt_length}"
+    verdict = "BUG" if compared.verdict == "bug" else compared.verdict
+    return f"{verdict} {where}: logit gap {compared.gap:.2g}, bound {compared.bound:.2g}"

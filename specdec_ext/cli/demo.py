@@ -1,0 +1,242 @@
+"""``specdec demo``: see speculation at work on the bundled models, then measure it against Hugging Face.
+
+Numbers are of one run: every contestant continues every prompt in turn with the same keywords, after a
+warm-up of each; medians over prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from specdec_ext.cli._common import (
+    DrafterOption,
+    Dtype,
+    DtypeOption,
+    MaxNewTokensOption,
+    describe,
+    encode,
+    load_drafter,
+    load_target,
+    user_errors,
+)
+from specdec_ext.cli._stream import TextStreamer, legend
+
+if TYPE_CHECKING:
+    from torch import LongTensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from specdec_ext import ComparedRuns
+    from specdec_ext.assets import Prompt
+    from specdec_ext.benchmark import Series
+
+HF = "HF generate"
+HF_LOOKUP = "HF generate, prompt_lookup_num_tokens=10"
+SHOWN_PROMPT_LINES = 6
+BAR_WIDTH = 20
+
+
+def demo(
+    prompts: Annotated[
+        int, typer.Option(min=0, help="Number of bundled prompts to measure; 0 for all of them.")
+    ] = 10,
+    max_new_tokens: MaxNewTokensOption = 128,
+    drafter: DrafterOption = "ngram",
+    dtype: DtypeOption = Dtype.float32,
+    stream: Annotated[bool, typer.Option(help="Show a completion before measuring.")] = True,
+) -> None:
+    """Stream a completion of real code with accepted drafts marked, then measure against HF generate."""
+    from specdec_ext import assets
+    from specdec_ext.benchmark import machine_line
+
+    target, tokenizer = load_target(None, dtype, "cpu")
+    proposer = load_drafter(drafter, dtype, "cpu")
+    held_out = assets.held_out_prompts()[: prompts or None]
+    console = Console(highlight=False)
+    with user_errors():
+        if stream:
+            _stream(console, target, tokenizer, proposer, held_out[0], max_new_tokens)
+        console.print(machine_line(target), soft_wrap=True)
+        encoded = [encode(tokenizer, each.prompt, "cpu") for each in held_out]
+        ours = f"specdec_ext, drafter={drafter}"
+        results = _measure(console, target, proposer, ours, encoded, max_new_tokens)
+    compared = _compare(target, results, [ids.shape[1] for ids in encoded])
+    console.print(_speed_table(results, compared, f"{len(held_out)} held-out prompts, greedy"))
+    if results[ours].total("drafts"):
+        console.print(_position_table(results[ours]))
+    _print_repetition(console, results[HF], [ids.shape[1] for ids in encoded])
+    if not _print_differences(console, compared, held_out, encoded):
+        raise typer.Exit(1)
+
+
+def _stream(
+    console: Console,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    proposer: Any,
+    prompt: Prompt,
+    max_new_tokens: int,
+) -> None:
+    import specdec_ext
+
+    console.print(f"{prompt.name}, a file the model never saw, continued by it", style="bold")
+    console.print(legend(console))
+    console.print()
+    shown = prompt.prompt.splitlines(keepends=True)[-SHOWN_PROMPT_LINES:]
+    console.print("...\n" + "".join(shown), style="dim", markup=False, end="", soft_wrap=True)
+    specdec_ext.generate(
+        target,
+        encode(tokenizer, prompt.prompt, "cpu"),
+        drafter=proposer,
+        streamer=TextStreamer(console, tokenizer, mark_drafted=True),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+    )
+    console.print("\n")
+
+
+def _measure(
+    console: Console,
+    target: PreTrainedModel,
+    proposer: Any,
+    ours: str,
+    encoded: list[LongTensor],
+    max_new_tokens: int,
+) -> dict[str, Series]:
+    import torch
+
+    import specdec_ext
+    from specdec_ext.benchmark import interleave
+
+    law = {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+    }
+
+    def hugging_face(ids: LongTensor, **kwargs: Any) -> Any:
+        return target.generate(ids, attention_mask=torch.ones_like(ids), **law, **kwargs)
+
+    def speculative(ids: LongTensor, drafter: Any) -> Any:
+        mask = torch.ones_like(ids)
+        return specdec_ext.generate(target, ids, attention_mask=mask, drafter=drafter, **law)
+
+    contestants: dict[str, Callable[[LongTensor], Any]] = {
+        HF: hugging_face,
+        HF_LOOKUP: lambda ids: hugging_face(ids, prompt_lookup_num_tokens=10),
+        "specdec_ext, drafter=none": lambda ids: speculative(ids, None),
+        ours: lambda ids: speculative(ids, proposer),
+    }
+    total = len(contestants) * len(encoded)
+    done = 0
+    with console.status("warming up") as status:
+
+        def progress(name: str) -> None:
+            nonlocal done
+            done += 1
+            status.update(f"measuring {done}/{total}: {name}")
+
+        return interleave(contestants, encoded, on_call=progress)
+
+
+def _compare(
+    target: PreTrainedModel, results: dict[str, Series], prompt_lengths: list[int]
+) -> dict[str, list[ComparedRuns]]:
+    """Every contestant's texts against those of HF generate."""
+    import specdec_ext
+
+    return {
+        name: [
+            specdec_ext.compare_runs(target, reference[0], text[0], length)
+            for reference, text, length in zip(
+                results[HF].texts, series.texts, prompt_lengths, strict=True
+            )
+        ]
+        for name, series in results.items()
+        if name != HF
+    }
+
+
+def _speed_table(
+    results: dict[str, Series], compared: dict[str, list[ComparedRuns]], title: str
+) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for heading in ("tokens/s (median)", "ratio", "mean acceptance length", "same text"):
+        table.add_column(heading, justify="right")
+    for name, series in results.items():
+        length = series.mean_acceptance_length
+        table.add_row(
+            name,
+            f"{series.median_tokens_per_second:.1f}",
+            f"{series.ratio_to(results[HF]):.2f}x",
+            "" if length is None else f"{length:.2f}",
+            _same_text(compared[name]) if name in compared else "",
+        )
+    return table
+
+
+def _same_text(compared: list[ComparedRuns]) -> str:
+    verdicts = [each.verdict for each in compared]
+    summary = f"{verdicts.count('equal')}/{len(verdicts)}"
+    for verdict in ("near-tie", "bug"):
+        if count := verdicts.count(verdict):
+            summary += f", {count} {verdict}" + ("s" if count > 1 else "")
+    return summary
+
+
+def _position_table(series: Series) -> Table:
+    proposed = _summed([stats.proposed_per_position for stats in series.speculation])
+    accepted = _summed([stats.accepted_per_position for stats in series.speculation])
+    table = Table(title=f"acceptance by position in the draft, {series.name}", title_justify="left")
+    for heading in ("position", "drafted", "accepted", "of all drafts"):
+        table.add_column(heading, justify="right")
+    table.add_column("of those drafted")
+    drafts = series.total("drafts")
+    for position, (tried, kept) in enumerate(zip(proposed, accepted, strict=True), start=1):
+        share = kept / tried
+        bar = "█" * round(BAR_WIDTH * share)
+        table.add_row(
+            str(position), str(tried), str(kept), f"{kept / drafts:.0%}", f"{share:4.0%} {bar}"
+        )
+    return table
+
+
+def _summed(lists: list[list[int]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*lists, fillvalue=0)]
+
+
+def _print_repetition(console: Console, series: Series, prompt_lengths: list[int]) -> None:
+    from specdec_ext.benchmark import unique_ngram_fraction
+
+    completions = [
+        text[0, length:].tolist() for text, length in zip(series.texts, prompt_lengths, strict=True)
+    ]
+    console.print(
+        f"unique 4-grams in the completions: {unique_ngram_fraction(completions):.0%} "
+        "(text that repeats itself is easy to guess and inflates ratios)",
+        soft_wrap=True,
+    )
+
+
+def _print_differences(
+    console: Console,
+    compared: dict[str, list[ComparedRuns]],
+    prompts: list[Prompt],
+    encoded: list[LongTensor],
+) -> bool:
+    """Name every difference from HF generate; whether none of them is a bug of specdec_ext."""
+    sound = True
+    for name, verdicts in compared.items():
+        for each, prompt, ids in zip(verdicts, prompts, encoded, strict=True):
+            if not each.equal:
+                console.print(
+                    f"{name}, {prompt.name}: {describe(each, ids.shape[1])}", soft_wrap=True
+                )
+                sound = sound and (each.verdict != "bug" or name == HF_LOOKUP)
+    return sound

@@ -1,0 +1,102 @@
+"""``specdec generate``: complete a prompt, streaming the text to standard output."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from specdec_ext.cli._common import (
+    DeviceOption,
+    DrafterOption,
+    Dtype,
+    DtypeOption,
+    MaxNewTokensOption,
+    ModelArgument,
+    encode,
+    load_drafter,
+    load_target,
+    user_errors,
+)
+from specdec_ext.cli._stream import TextStreamer
+
+
+def generate(
+    model: ModelArgument = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", help="Text to continue; standard input by default."),
+    ] = None,
+    drafter: DrafterOption = "ngram",
+    max_new_tokens: MaxNewTokensOption = 128,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Sample instead of greedy decoding.")
+    ] = False,
+    temperature: Annotated[float | None, typer.Option(help="With --sample.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="With --sample.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="With --sample.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="With --sample; one seed gives one text.")
+    ] = None,
+    show_drafts: Annotated[
+        bool, typer.Option("--show-drafts", help="Mark accepted draft tokens.")
+    ] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Speed and acceptance on standard error.")
+    ] = False,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
+) -> None:
+    """Complete a prompt; the text does not depend on the drafter."""
+    import specdec_ext
+
+    law = _law(sample, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    text = _prompt(prompt)
+    target, tokenizer = load_target(model, dtype, device)
+    proposer = load_drafter(drafter, dtype, device)
+    console = Console(highlight=False)
+    input_ids = encode(tokenizer, text, device)
+    began = time.perf_counter()
+    with user_errors():
+        output = specdec_ext.generate(
+            target,
+            input_ids,
+            drafter=proposer,
+            streamer=TextStreamer(console, tokenizer, mark_drafted=show_drafts),
+            max_new_tokens=max_new_tokens,
+            return_dict_in_generate=True,
+            **law,
+        )
+    seconds = time.perf_counter() - began
+    console.print()
+    if stats:
+        count = output.sequences.shape[1] - input_ids.shape[1]
+        speculation = output.speculation
+        typer.echo(
+            f"{count} tokens in {seconds:.2f} s ({count / seconds:.1f} tokens/s), "
+            f"{speculation.steps} steps, mean acceptance length {speculation.mean_acceptance_length:.2f}, "
+            f"{speculation.accepted_tokens} of {speculation.draft_tokens} draft tokens accepted",
+            err=True,
+        )
+
+
+def _law(sample: bool, **options: Any) -> dict[str, Any]:
+    """Keywords of ``generate`` that choose what is emitted; options without effect are refused."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if given and not sample:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise typer.BadParameter(f"{names} needs --sample: greedy decoding has nothing to draw")
+    return {"do_sample": sample, **given}
+
+
+def _prompt(prompt: str | None) -> str:
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise typer.BadParameter("give a prompt with --prompt, or pipe one into standard input")
+        prompt = sys.stdin.read()
+    if not prompt:
+        raise typer.BadParameter("the prompt is empty; there is nothing to continue")
+    return prompt

@@ -1,0 +1,35 @@
+"""``specdec version``: what is installed, and whether its CUDA kernels were built."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version as installed_version
+
+import typer
+
+
+def version() -> None:
+    """Print versions and whether the CUDA kernels were built."""
+    print_versions()
+
+
+def print_versions() -> None:
+    import specdec_ext
+
+    kernels = "built" if _cuda_kernels_built() else "not built (needs nvcc at build time)"
+    typer.echo(f"specdec_ext {specdec_ext.__version__}")
+    typer.echo(
+        f"torch {installed_version('torch')}, transformers {installed_version('transformers')}"
+    )
+    typer.echo(f"Python {platform.python_version()}")
+    typer.echo(f"CUDA kernels: {kernels}")
+
+
+def _cuda_kernels_built() -> bool:
+    import torch
+
+    from specdec_ext import ops  # loading it registers the ops
+
+    return torch._C._dispatch_has_kernel_for_dispatch_key(
+        f"specdec::{ops.tree_mask.__name__}", "CUDA"
+    )

@@ -1,0 +1,115 @@
+"""``Context``: the text of a call so far, as the loop writes it and drafters read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+class Context:
+    """Rows of text that grow at their own pace.
+
+    ``sequences`` are HF's columns: the prompt with its paddings, then generated tokens, padded on the right.
+    *Active* rows are the unfinished ones, in the order of ``rows``; every per-row tensor that a drafter
+    returns has one entry per active row in that order.
+
+    Attributes:
+        rows: original numbers of the active rows.
+        generated: tokens emitted so far, per original row.
+        max_length: columns at which every row ends.
+        draw: ``draw(logits [n, vocab], positions, rows) -> [n]``, the tokens that the target would emit
+            at these positions if these were its logits: the same processing, the same noise. Drafts made
+            with it agree with the target more often than independent samples do.
+    """
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        pad_token_id: int,
+        max_length: int,
+        draw: Callable[[Tensor, Sequence[int], Sequence[int]], Tensor],
+    ):
+        self.input_ids = input_ids
+        self.attention_mask = attention_mask
+        self.max_length = max_length
+        self.draw = draw
+        self.rows = list(range(len(input_ids)))
+        self.generated: list[list[int]] = [[] for _ in self.rows]
+        self._prompt_lengths = (
+            [input_ids.shape[1]] * len(input_ids)
+            if attention_mask is None
+            else attention_mask.bool().sum(dim=1).tolist()
+        )
+        self._prompt_texts: list[list[int]] | None = None
+        self._pad = pad_token_id
+        self._sequences = input_ids
+        self._written = [0] * len(input_ids)
+
+    @property
+    def prompt_columns(self) -> int:
+        return self.input_ids.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.input_ids.device
+
+    @property
+    def roots(self) -> Tensor:
+        """``[rows]`` last token of each active row."""
+        return torch.tensor([self.generated[row][-1] for row in self.rows], device=self.device)
+
+    @property
+    def root_positions(self) -> list[int]:
+        """Position (tokens before it, paddings not counted) of each active row's last token."""
+        return [self._prompt_lengths[row] + len(self.generated[row]) - 1 for row in self.rows]
+
+    @property
+    def remaining(self) -> list[int]:
+        """How many tokens each active row may still emit."""
+        return [self.max_length - self.columns(row) for row in self.rows]
+
+    def columns(self, row: int) -> int:
+        """Length in columns of original row ``row``."""
+        return self.prompt_columns + len(self.generated[row])
+
+    def prompt(self, row: int) -> list[int]:
+        """Prompt tokens of original row ``row`` without paddings."""
+        if self._prompt_texts is None:
+            texts = self.input_ids.tolist()
+            if self.attention_mask is not None:
+                masks = self.attention_mask.bool().tolist()
+                texts = [
+                    [token for token, kept in zip(text, mask, strict=True) if kept]
+                    for text, mask in zip(texts, masks, strict=True)
+                ]
+            self._prompt_texts = texts
+        return self._prompt_texts[row]
+
+    def text(self, row: int) -> list[int]:
+        """All tokens of original row ``row`` so far, paddings left out."""
+        return self.prompt(row) + self.generated[row]
+
+    def emit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """Append one token to each of these original rows."""
+        for row, token in zip(rows, tokens, strict=True):
+            self.generated[row].append(token)
+
+    def sequences(self, width: int | None = None) -> Tensor:
+        """``[batch, columns]`` ids up to the longest row (or ``width`` columns), shorter rows padded."""
+        longest = self.prompt_columns + max(map(len, self.generated), default=0)
+        if longest > self._sequences.shape[1]:
+            room = min(max(self.max_length, longest), longest + 256) - self._sequences.shape[1]
+            padding = self.input_ids.new_full((len(self.input_ids), room), self._pad)
+            self._sequences = torch.cat([self._sequences, padding], dim=1)
+        for row, written in enumerate(self._written):
+            new = self.generated[row][written:]
+            if new:
+                start = self.prompt_columns + written
+                self._sequences[row, start : start + len(new)] = torch.tensor(
+                    new, device=self.device
+                )
+                self._written[row] = written + len(new)
+        return self._sequences[:, : longest if width is None else width]

@@ -1,0 +1,62 @@
+"""N-gram drafter (prompt lookup): what followed the last time these tokens occurred.
+
+Saxena 2023 "Prompt Lookup Decoding"; here the longest match wins, among equals the most recent, and a copy
+that reaches the end of the text goes on in its own draft. The index is incremental and lives in C++
+(``csrc/host/ngram_index.h``).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from specdec_ext._host import NgramIndex
+from specdec_ext.context import Context
+from specdec_ext.drafters.base import Drafter
+from specdec_ext.tree import DraftTree
+
+
+class NgramDrafter(Drafter):
+    """Proposes continuations of earlier occurrences of the last tokens of the row itself.
+
+    Args:
+        num_draft_tokens: nodes to propose, the root not counted.
+        min_ngram, max_ngram: how many of the last tokens must, and may, match.
+        num_branches: 1 proposes a chain, more a tree of that many alternatives.
+    """
+
+    def __init__(
+        self,
+        num_draft_tokens: int = 8,
+        min_ngram: int = 2,
+        max_ngram: int = 6,
+        num_branches: int = 1,
+    ):
+        for name, value in (("num_draft_tokens", num_draft_tokens), ("num_branches", num_branches)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.num_draft_tokens, self.num_branches = num_draft_tokens, num_branches
+        self.min_ngram, self.max_ngram = min_ngram, max_ngram
+        self._indexes: list[NgramIndex] = []
+
+    def start(self, context: Context, model: PreTrainedModel) -> None:
+        self._indexes = []
+        for row in range(len(context.generated)):
+            index = NgramIndex(self.min_ngram, self.max_ngram)
+            index.extend(np.array(context.prompt(row), dtype=np.int64))
+            self._indexes.append(index)
+        self._known = [0] * len(self._indexes)
+
+    def propose(self, context: Context) -> DraftTree:
+        for row in context.rows:
+            new = context.generated[row][self._known[row] :]
+            self._indexes[row].extend(np.array(new, dtype=np.int64))
+            self._known[row] += len(new)
+        tokens, parents = NgramIndex.propose_batch(
+            [self._indexes[row] for row in context.rows], self.num_draft_tokens, self.num_branches
+        )
+        return DraftTree(
+            torch.from_numpy(tokens).to(context.device),
+            torch.from_numpy(parents).to(context.device),
+        )

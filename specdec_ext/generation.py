@@ -1,0 +1,300 @@
+"""``generate`` and ``custom_generate``: the door through which transformers' ``generate`` reaches our loop.
+
+``model.generate(custom_generate=callable)`` prepares everything (prompt, processors, stopping criteria,
+cache) and then calls us instead of its own loop. It drops some arguments on that path (streamer,
+tokenizer, stop_strings, assistant_model); ``generate`` carries them past it in a closure.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+from specdec_ext.context import Context
+from specdec_ext.drafters import Drafter, resolve_drafter
+from specdec_ext.loop import Decoder
+from specdec_ext.output import Recorder, SpeculativeOutput, TokenStream
+from specdec_ext.sampler import Sampler
+from specdec_ext.stopping import StopRule
+from specdec_ext.target import Target
+
+# Cache slots reserved for one draft block beside the text itself; a larger tree only makes the cache grow.
+BLOCK_SLOTS = 64
+
+# generation_config fields that change the algorithm: value that leaves it alone, and the way out.
+_REFUSED_CONFIG: dict[str, tuple[Any, str]] = {
+    "num_beams": (1, "beam search keeps several hypotheses; use model.generate for it"),
+    "num_beam_groups": (1, "group beam search is not a law over tokens; use model.generate for it"),
+    "penalty_alpha": (
+        None,
+        "contrastive search looks ahead at hidden states; use model.generate for it",
+    ),
+    "dola_layers": (None, "DoLa contrasts layers at every token; use model.generate for it"),
+    "constraints": (None, "constrained beam search is not supported; use model.generate for it"),
+    "force_words_ids": (
+        None,
+        "constrained beam search is not supported; use model.generate for it",
+    ),
+    "prompt_lookup_num_tokens": (
+        None,
+        "use drafter='ngram', or NgramDrafter(num_draft_tokens=...)",
+    ),
+    "assistant_early_exit": (None, "early-exit drafting is not supported; leave it out"),
+    "use_mtp": (None, "multi-token-prediction heads are not supported as drafters; leave it out"),
+    "speculation_type": (None, "choose the drafter with drafter=... instead"),
+    "token_healing": (False, "token healing rewrites the prompt; heal it before the call"),
+    "prefill_chunk_size": (None, "the prompt is run in one pass; leave it out"),
+    "use_cache": (True, "speculation needs the key/value cache; leave use_cache at True"),
+}
+_CACHE_IMPLEMENTATIONS = (None, "dynamic")
+_ALLOWED_MODEL_KWARGS = {
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "cache_position",
+}
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel,
+    inputs: Tensor | None = None,
+    *,
+    drafter: Any = "auto",
+    seed: int | Sequence[int] | None = None,
+    generator: torch.Generator | None = None,
+    streamer: Any = None,
+    tokenizer: Any = None,
+    stop_strings: str | list[str] | None = None,
+    assistant_model: PreTrainedModel | None = None,
+    synced_gpus: bool | None = None,
+    **kwargs: Any,
+) -> Tensor | SpeculativeOutput:
+    """``model.generate`` with speculation: the same arguments, the same text, fewer target passes.
+
+    Args:
+        model: a decoder-only Hugging Face causal language model.
+        inputs: ``[batch, length]`` prompt ids (or ``input_ids=``), left or right padded.
+        drafter: ``"auto"``, ``"ngram"``, a Hugging Face model of the same tokenizer (classic draft
+            model), a :class:`Drafter`, or None for plain decoding through the same loop.
+        seed: of the sampling noise, one for the call or one per row; by default drawn from
+            ``generator`` or from torch's global generator. One seed gives one text, whatever the drafter.
+        generator: source of the seed.
+        streamer: gets the prompt, then one ``[batch]`` tensor per column as soon as every unfinished
+            row has reached it.
+        tokenizer: needed with ``stop_strings``.
+        stop_strings: texts that end a row.
+        assistant_model: transformers' name for a draft model; same as ``drafter=assistant_model``.
+        synced_gpus: must be falsy.
+        **kwargs: everything else that ``model.generate`` takes.
+
+    Returns:
+        ``[batch, length]`` ids, or with ``return_dict_in_generate=True`` a :class:`SpeculativeOutput`.
+
+    Raises:
+        ValueError: for an argument that can't be honoured without changing the text, naming it and the
+            way out.
+    """
+    if assistant_model is not None:
+        if not (isinstance(drafter, str) and drafter == "auto"):
+            raise ValueError("assistant_model and drafter name two drafters; pass one of them")
+        drafter = assistant_model
+    if synced_gpus:
+        raise ValueError(
+            "synced_gpus=True is not supported: rows of different ranks advance at different paces"
+        )
+    if "custom_generate" in kwargs:
+        raise ValueError("custom_generate is how specdec_ext.generate works itself; leave it out")
+    config = kwargs.get("generation_config")
+    if config is not None and config.stop_strings is not None:
+        stop_strings = stop_strings if stop_strings is not None else config.stop_strings
+        kwargs["generation_config"] = copy.deepcopy(config)
+        kwargs["generation_config"].stop_strings = None
+    if model.generation_config.stop_strings is not None:
+        raise ValueError(
+            "model.generation_config.stop_strings is set, which transformers can't pass on without a "
+            "tokenizer; set it to None and pass stop_strings=... and tokenizer=... to this call"
+        )
+    hook = custom_generate(
+        drafter=drafter,
+        seed=seed,
+        generator=generator,
+        streamer=streamer,
+        tokenizer=tokenizer,
+        stop_strings=stop_strings,
+    )
+    text: Any = model.generate(inputs, custom_generate=hook, **kwargs)  # type: ignore[operator]
+    return text
+
+
+def custom_generate(
+    drafter: Any = "auto",
+    *,
+    seed: int | Sequence[int] | None = None,
+    generator: torch.Generator | None = None,
+    streamer: Any = None,
+    tokenizer: Any = None,
+    stop_strings: str | list[str] | None = None,
+) -> Callable[..., Tensor | SpeculativeOutput]:
+    """A callable for ``model.generate(..., custom_generate=...)``; arguments as in :func:`generate`.
+
+    ``model.generate`` loses its own ``streamer``, ``tokenizer`` and ``stop_strings`` on this path:
+    pass them here.
+    """
+    explicit = not (isinstance(drafter, str) and drafter == "auto")
+    resolved = resolve_drafter(drafter)
+    if stop_strings is not None and tokenizer is None:
+        raise ValueError("stop_strings needs tokenizer=..., to match texts against tokens")
+
+    def speculate(
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        assistant_model: PreTrainedModel | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor | SpeculativeOutput:
+        if assistant_model is not None:
+            raise ValueError(
+                "assistant_model is not used by a custom_generate; pass it as "
+                "custom_generate(drafter=assistant_model)"
+            )
+        _refuse(generation_config, model_kwargs)
+        criteria = StoppingCriteriaList(stopping_criteria)
+        if stop_strings is not None:
+            criteria.append(StopStringCriteria(tokenizer, stop_strings))
+        return _decode(
+            model,
+            input_ids,
+            logits_processor,
+            StopRule(criteria, generation_config),
+            generation_config,
+            resolved,
+            explicit,
+            _seeds(seed, generator, len(input_ids))
+            if generation_config.do_sample
+            else [0] * len(input_ids),
+            streamer,
+            **model_kwargs,
+        )
+
+    return speculate
+
+
+def _decode(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    stop: StopRule,
+    config: GenerationConfig,
+    drafter: Drafter | None,
+    explicit: bool,
+    seeds: list[int],
+    streamer: Any,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: Any = None,
+    **_: Any,
+) -> Tensor | SpeculativeOutput:
+    if attention_mask is not None and bool((attention_mask == 1).all()):
+        attention_mask = None
+    recorder = Recorder(config, len(input_ids))
+    target = Target(model, past_key_values, stop.max_length + BLOCK_SLOTS, recorder.forward_kwargs)
+    drafter = _served(target, drafter, explicit, len(input_ids))
+    target.check_positions(position_ids, attention_mask, input_ids)
+    sampler = Sampler(processors, config.do_sample, seeds, input_ids.device)
+    pad = config._pad_token_tensor
+    context = Context(
+        input_ids, attention_mask, 0 if pad is None else int(pad), stop.max_length, sampler.draw
+    )
+    stream = TokenStream(streamer, context) if streamer is not None else None
+    decoder = Decoder(target, drafter, sampler, stop, context, recorder, stream)
+    sequences = context.sequences(decoder.run())
+    if stream is not None:
+        stream.end()
+    if config.return_dict_in_generate:
+        return recorder.result(sequences, target.cache, decoder.stats, context.prompt_columns)
+    return sequences
+
+
+def _served(target: Target, drafter: Drafter | None, explicit: bool, batch: int) -> Drafter | None:
+    """The drafter, or None where only plain decoding is exact; refuses what cannot be served at all."""
+    if target.tree_refusal is None:
+        return drafter
+    name = type(target.model).__name__
+    if batch > 1:
+        raise ValueError(
+            f"{name} can't be decoded here with a batch of {batch}: {target.tree_refusal}; use model.generate"
+        )
+    if drafter is not None and explicit:
+        raise ValueError(
+            f"{name} can't be speculated on: {target.tree_refusal}. Pass drafter=None for plain decoding."
+        )
+    if drafter is not None:
+        warnings.warn(
+            f"{name} is decoded without speculation: {target.tree_refusal}. Pass drafter=None to say so.",
+            stacklevel=4,
+        )
+    return None
+
+
+def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    for name, (neutral, way_out) in _REFUSED_CONFIG.items():
+        value = getattr(config, name, neutral)
+        if value is not None and value != neutral:
+            raise ValueError(f"{name}={value!r} can't be combined with speculation: {way_out}")
+    if config.cache_implementation not in _CACHE_IMPLEMENTATIONS:
+        raise ValueError(
+            f"cache_implementation={config.cache_implementation!r} can't be rolled back; leave it out "
+            "(the cache is preallocated and rolled back by specdec_ext)"
+        )
+    surplus = sorted(
+        name
+        for name, value in model_kwargs.items()
+        if name not in _ALLOWED_MODEL_KWARGS and value is not None
+    )
+    if surplus:
+        raise ValueError(
+            f"model inputs {', '.join(surplus)} are not supported; only text prompts given as input_ids are"
+        )
+
+
+def _seeds(
+    seed: int | Sequence[int] | None, generator: torch.Generator | None, batch: int
+) -> list[int]:
+    """One seed per row."""
+    if seed is None:
+        device = "cpu" if generator is None else generator.device
+        seed = int(torch.randint(2**62, (), generator=generator, device=device))
+    elif generator is not None:
+        raise ValueError("seed and generator both choose the noise; pass one of them")
+    if isinstance(seed, int):
+        return [_checked_seed(seed)] * batch
+    seeds = [_checked_seed(each) for each in seed]
+    if len(seeds) != batch:
+        raise ValueError(
+            f"seed has {len(seeds)} entries; expected one int, or one per row of the batch of {batch} "
+            "(num_return_sequences included)"
+        )
+    return seeds
+
+
+def _checked_seed(seed: int) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must be an int of 64 bits or a list of them, got {seed!r}")
+    return seed

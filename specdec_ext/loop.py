@@ -1,0 +1,143 @@
+"""The decoding loop: propose, score, verify, commit. Written once for every drafter, tree and batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from specdec_ext.context import Context
+from specdec_ext.drafters.base import Drafter
+from specdec_ext.output import Recorder, TokenStream
+from specdec_ext.sampler import Accepted, Sampler
+from specdec_ext.stats import SpeculationStats
+from specdec_ext.stopping import StopRule
+from specdec_ext.target import Target, TargetOutput
+from specdec_ext.tree import INACTIVE, DraftTree
+
+
+class Decoder:
+    """One ``generate`` call: the four objects and the text they work on."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        sampler: Sampler,
+        stop: StopRule,
+        context: Context,
+        recorder: Recorder,
+        stream: TokenStream | None,
+    ):
+        self.target, self.drafter, self.sampler, self.stop = target, drafter, sampler, stop
+        self.context, self.recorder, self.stream = context, recorder, stream
+        self.stats = SpeculationStats(drafter=type(drafter).__name__ if drafter else "none")
+        self._ends: dict[int, int] = {}  # original row -> columns at which it ended
+        self._layout = list(context.rows)  # original row in each row of the cache
+
+    def run(self) -> int:
+        """Generate until every row has ended; returns the width of ``sequences``."""
+        context, target, drafter = self.context, self.target, self.drafter
+        tree = DraftTree.root(context.input_ids[:, -1])
+        with self._timed("prefill"):
+            output = target.prefill(context.input_ids, context.attention_mask)
+            self.recorder.prompt(output)
+            accepted = self._verify(tree, output)
+        if drafter is not None:
+            drafter.start(context, target.model)
+        while self._unfinished():
+            with self._timed("draft"):
+                tree = self._propose()
+            with self._timed("verify"):
+                output = target.forward(tree)
+                accepted = self._verify(tree, output)
+            with self._timed("commit"):
+                self._count(tree, accepted)
+                target.commit(accepted.path, accepted.num_accepted)
+                if drafter is not None:
+                    drafter.commit(context, accepted)
+        # The cache ends like sequences[:, :-1], its rows where the caller's rows are.
+        target.reorder([self._layout.index(row) for row in range(len(self._layout))], active=0)
+        target.finish(self._width() - 1)
+        return self._width()
+
+    def _propose(self) -> DraftTree:
+        roots = self.context.roots
+        if self.drafter is None:
+            return DraftTree.root(roots)
+        tree = self.drafter.propose(self.context)
+        tree = tree.validated(roots, self.target.vocab_size, type(self.drafter).__name__)
+        # The last token a row emits needs no key, so the deepest useful node is one short of the room left.
+        return tree.pruned([left - 1 for left in self.context.remaining])
+
+    def _verify(self, tree: DraftTree, output: TargetOutput) -> Accepted:
+        context, rows = self.context, list(self.context.rows)
+        before = [len(context.generated[row]) for row in rows]
+        accepted = self.sampler.verify(
+            tree, output.logits, context, self.stop, self.recorder.record_scores
+        )
+        self.recorder.step(
+            output,
+            accepted,
+            rows,
+            before,
+            self.target.start,
+            context.prompt_columns,
+            self.target.windows,
+        )
+        for row, ended in zip(rows, accepted.ended, strict=True):
+            if ended:
+                self._ends.setdefault(row, context.columns(row))
+        if self.stream is not None:
+            going = self._going()
+            columns = min(map(context.columns, going)) if going else self._width()
+            self.stream.advance(accepted, rows, columns)
+        return accepted
+
+    def _going(self) -> list[int]:
+        """Original rows that still have tokens to emit."""
+        everyone = range(len(self.context.generated))
+        if self.stop.pads:
+            return [row for row in everyone if row not in self._ends]
+        # Without an end-of-sequence id transformers lets finished rows run on until the last one ends.
+        limit = self._width() if len(self._ends) == len(everyone) else self.stop.max_length
+        return [row for row in everyone if self.context.columns(row) < limit]
+
+    def _width(self) -> int:
+        return max(self._ends.values())
+
+    def _unfinished(self) -> bool:
+        """Retire rows that ended; whether any row goes on."""
+        rows, going = self.context.rows, self._going()
+        if not going or len(going) == len(rows):
+            return bool(going)
+        # Finished rows swap places with active ones behind them: only rows that move are copied.
+        order = list(range(len(self._layout)))
+        active = 0
+        for i, row in enumerate(rows):
+            if row in going:
+                order[active], order[i] = order[i], order[active]
+                active += 1
+        self._layout = [self._layout[i] for i in order]
+        self.context.rows = self._layout[:active]
+        self.target.reorder(order, active)
+        return True
+
+    def _count(self, tree: DraftTree, accepted: Accepted) -> None:
+        for row, parents in enumerate(tree.parents.tolist()):
+            depths = [0] * len(parents)
+            for node in range(1, len(parents)):
+                if parents[node] != INACTIVE:
+                    depths[node] = depths[parents[node]] + 1
+            self.stats.count_step(
+                draft_tokens=sum(depth > 0 for depth in depths),
+                depth=max(depths),
+                num_accepted=accepted.drafted[row],
+                num_emitted=len(accepted.emitted[row]),
+            )
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.stats.seconds[phase] += time.perf_counter() - began

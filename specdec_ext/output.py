@@ -1,0 +1,202 @@
+"""What a call returns besides text: streamed tokens, scores, logits, hidden states, attentions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from specdec_ext.context import Context
+from specdec_ext.sampler import Accepted, RecordScores
+from specdec_ext.stats import SpeculationStats
+from specdec_ext.target import TargetOutput
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """HF's output of a decoder-only generation plus ``speculation``, the counters of the call."""
+
+    speculation: SpeculationStats | None = None
+
+
+class TokenStream:
+    """Feeds a streamer one ``[batch]`` tensor per column, as soon as every unfinished row has reached it.
+
+    A streamer with a method ``put_drafted(tokens, drafted)`` gets that instead of ``put``:
+    ``drafted [batch]`` says which of the tokens were accepted drafts.
+    """
+
+    def __init__(self, streamer: Any, context: Context):
+        self._streamer, self._context = streamer, context
+        self._next = 0
+        self._drafted: list[list[bool]] = [[] for _ in context.generated]
+        streamer.put(context.input_ids.cpu())
+
+    def advance(self, accepted: Accepted, rows: list[int], columns: int) -> None:
+        """Hand out what is final: the first ``columns`` columns of ``sequences``."""
+        for row, tokens, count in zip(rows, accepted.emitted, accepted.drafted, strict=True):
+            self._drafted[row].extend(j < count for j in range(len(tokens)))
+        final = self._context.sequences(columns)[:, self._context.prompt_columns :].cpu()
+        for column in range(self._next, final.shape[1]):
+            tokens = final[:, column]
+            if hasattr(self._streamer, "put_drafted"):
+                flags = [flag[column] if column < len(flag) else False for flag in self._drafted]
+                self._streamer.put_drafted(tokens, torch.tensor(flags))
+            else:
+                self._streamer.put(tokens)
+        self._next = final.shape[1]
+
+    def end(self) -> None:
+        self._streamer.end()
+
+
+class Recorder:
+    """Collects per-token outputs of ragged rows into transformers' tuples, one entry per generated token.
+
+    Entries of a row after its end are zeros.
+    """
+
+    def __init__(self, config: GenerationConfig, batch: int):
+        wanted = config.return_dict_in_generate
+        self._batch = batch
+        self._scores: list[Tensor] | None = [] if wanted and config.output_scores else None
+        self._logits: list[Tensor] | None = [] if wanted and config.output_logits else None
+        self._hidden: list[tuple[Tensor, ...]] | None = (
+            [] if wanted and config.output_hidden_states else None
+        )
+        self._attentions: list[tuple[Tensor, ...]] | None = (
+            [] if wanted and config.output_attentions else None
+        )
+
+    @property
+    def forward_kwargs(self) -> dict[str, bool]:
+        """What the target's forward has to be asked for."""
+        asked = {
+            "output_hidden_states": self._hidden is not None,
+            "output_attentions": self._attentions is not None,
+        }
+        return {name: True for name, value in asked.items() if value}
+
+    @property
+    def record_scores(self) -> RecordScores | None:
+        """What the sampler tells each token's scores to, or None if nobody wants them."""
+        return None if self._scores is None else self._score
+
+    def prompt(self, output: TargetOutput) -> None:
+        """Hidden states and attentions of the prompt pass are handed out whole (as ordinary tensors)."""
+        if self._hidden is not None:
+            self._hidden.append(tuple(layer.clone() for layer in output.hidden_states))
+        if self._attentions is not None:
+            if not output.attentions or output.attentions[0] is None:
+                raise ValueError(
+                    "output_attentions=True needs attn_implementation='eager': other implementations do not "
+                    "compute the weights"
+                )
+            self._attentions.append(tuple(layer.clone() for layer in output.attentions))
+
+    def step(
+        self,
+        output: TargetOutput,
+        accepted: Accepted,
+        rows: list[int],
+        before: list[int],
+        block_start: int,
+        prompt_columns: int,
+        windows: list[int | None],
+    ) -> None:
+        """Record what the tokens emitted in one step were chosen from.
+
+        Args:
+            output: of the target for the tree just verified.
+            before: per active row, how many tokens it had generated before the step.
+            block_start: the slot of node 0.
+            prompt_columns: columns before the first generated token.
+            windows: sliding window per attention layer, None for full attention.
+        """
+        if all(part is None for part in (self._logits, self._hidden, self._attentions)):
+            return
+        paths = accepted.path.tolist()
+        for i, row in enumerate(rows):
+            for j in range(len(accepted.emitted[i])):
+                step, node = before[i] + j, paths[i][j]
+                self._place(self._logits, step, row, output.logits[i, node].float())
+                if step == 0:
+                    continue  # the prompt pass: recorded whole
+                if self._hidden is not None:
+                    states = [layer[i, node : node + 1] for layer in output.hidden_states]
+                    self._place_layers(self._hidden, step, row, states)
+                if self._attentions is not None:
+                    # Columns of this row are slots up to its root, then the path through the block.
+                    own = prompt_columns + before[i] - 1
+                    slots = list(range(own)) + [block_start + k for k in paths[i][: j + 1]]
+                    weights = [
+                        _own_columns(
+                            layer[i, :, node : node + 1], slots, block_start, window, paths
+                        )
+                        for layer, window in zip(output.attentions, windows, strict=True)
+                    ]
+                    self._place_layers(self._attentions, step, row, weights)
+
+    def _score(
+        self, rows: Sequence[int], steps: Sequence[int], scores: Tensor
+    ) -> tuple[Tensor, ...]:
+        assert self._scores is not None
+        for row, step, value in zip(rows, steps, scores.float(), strict=True):
+            self._place(self._scores, step, row, value)
+        return tuple(self._scores)
+
+    def _place(self, store: list[Tensor] | None, step: int, row: int, value: Tensor) -> None:
+        if store is None:
+            return
+        while len(store) <= step:
+            store.append(self._zeros_like(value))
+        store[step][row] = value
+
+    def _zeros_like(self, value: Tensor) -> Tensor:
+        # not new_zeros: that would inherit being an inference tensor, which callers can't edit
+        return torch.zeros(self._batch, *value.shape, dtype=value.dtype, device=value.device)
+
+    def _place_layers(
+        self, store: list[tuple[Tensor, ...]], step: int, row: int, values: list[Tensor]
+    ) -> None:
+        while len(store) <= step:
+            store.append(())
+        if not store[step]:
+            store[step] = tuple(self._zeros_like(value) for value in values)
+        for layer, value in zip(store[step], values, strict=True):
+            layer[row] = value
+
+    def result(
+        self, sequences: Tensor, cache: Any, stats: SpeculationStats, prompt_columns: int
+    ) -> SpeculativeOutput:
+        steps = sequences.shape[1] - prompt_columns
+
+        def cut(store: list | None) -> tuple | None:
+            return None if store is None else tuple(store[:steps])
+
+        return SpeculativeOutput(
+            sequences=sequences,  # type: ignore[arg-type]
+            scores=cut(self._scores),
+            logits=cut(self._logits),
+            attentions=cut(self._attentions),
+            hidden_states=cut(self._hidden),
+            past_key_values=cache,
+            speculation=stats,
+        )
+
+
+def _own_columns(
+    weights: Tensor, slots: list[int], block_start: int, window: int | None, paths: list[list[int]]
+) -> Tensor:
+    """``[heads, 1, keys]`` over cache slots -> over the row's own columns, as plain decoding shows them."""
+    nodes = len(paths[0])
+    offset = block_start + nodes - weights.shape[-1]
+    if window is not None:
+        slots = slots[-window:]
+    index = torch.tensor(slots, device=weights.device) - offset
+    return weights.index_select(-1, index)

@@ -1,0 +1,1 @@
+"""Pure PyTorch specifications of the compiled ops: one module per op, no cleverness."""

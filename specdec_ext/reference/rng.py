@@ -1,0 +1,131 @@
+"""Specification of the noise: Gumbel values that belong to (seed, row, position, token).
+
+::
+
+    bits = lane (token & 3) of Philox4x32-10(key = seed,
+                                             counter = (token >> 2, position, row, purpose))
+    v = min((bits + 0.5) * 2^-32, 1 - 2^-24)
+    g = -log(-log1p(-v))
+
+Two functions turn bits into noise. :func:`gumbel_float64` is the formula. :func:`gumbel` is the float32
+algorithm of ``csrc/include/specdec/rng.h``, operation by operation, and gives its bits: a float32 fma
+with one rounding is emulated in float64 (:func:`fma32`).
+
+Source of Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PURPOSE_MATCH = 0
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+# log(1 + f) = f - f^2/2 + f^3 P(f): the coefficients of P, highest power first.
+_LOG1P_COEFFICIENTS = tuple(
+    float.fromhex(text)
+    for text in (
+        "0x1.1457a6p-4",
+        "-0x1.de3c16p-4",
+        "0x1.e6f06ap-4",
+        "-0x1.fc2208p-4",
+        "0x1.233768p-3",
+        "-0x1.555c4ep-3",
+        "0x1.99a4b6p-3",
+        "-0x1.000006p-2",
+        "0x1.555548p-2",
+    )
+)
+_LOG2 = float.fromhex("0x1.62e430p-1")
+_SQRT_HALF_BITS = 0x3F3504F3
+
+
+def philox4x32_10(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Philox4x32-10 on int64 tensors that hold 32-bit words: 4 words of counter, 2 of key."""
+    c0, c1, c2, c3 = counter
+    key0, key1 = key
+    for _ in range(10):
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            _high_word(product1) ^ c1 ^ key0,
+            product1 & _MASK,
+            _high_word(product0) ^ c3 ^ key1,
+            product0 & _MASK,
+        )
+        key0, key1 = (key0 + _WEYL[0]) & _MASK, (key1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def noise_bits(seed: Tensor, row: Tensor, position: Tensor, vocab: int) -> Tensor:
+    """The 32 bits of every token: ``[..., vocab]`` int64 for ``[...]`` int64 arguments."""
+    groups = torch.arange((vocab + 3) // 4, device=seed.device)
+    seed, row, position = (argument.unsqueeze(-1) for argument in (seed, row, position))
+    counter = (groups, position & _MASK, row & _MASK, torch.tensor(PURPOSE_MATCH))
+    lanes = philox4x32_10(counter, (seed & _MASK, _high_word(seed)))
+    lanes = torch.broadcast_tensors(*lanes)
+    return torch.stack(lanes, dim=-1).flatten(-2)[..., :vocab]
+
+
+def gumbel_noise(seed: Tensor, row: Tensor, position: Tensor, vocab: int) -> Tensor:
+    """The noise of every token: ``[..., vocab]`` float32 for ``[...]`` int64 arguments."""
+    return gumbel(noise_bits(seed, row, position, vocab))
+
+
+def uniform(bits: Tensor) -> Tensor:
+    """v in float32, in [2^-33, 1 - 2^-24]."""
+    return ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+
+
+def gumbel(bits: Tensor) -> Tensor:
+    """The float32 noise of 32-bit words (int64), with the bits of the compiled ops."""
+    v = uniform(bits)
+    mantissa, exponent = _split(1 - v)
+    f = torch.where(exponent == 0, -v, mantissa - 1)
+    exponential = -fma32(exponent.float(), _LOG2, _log1p_core(f))
+    mantissa, exponent = _split(exponential)
+    return -fma32(exponent.float(), _LOG2, _log1p_core(mantissa - 1))
+
+
+def gumbel_float64(bits: Tensor) -> Tensor:
+    """The formula in float64, to measure the error of :func:`gumbel` against."""
+    v = ((bits.double() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    return -torch.log(-torch.log1p(-v))
+
+
+def fma32(a: Tensor | float, b: Tensor | float, c: Tensor | float) -> Tensor:
+    """``a * b + c`` in float32 with one rounding.
+
+    The product of two float32 is exact in float64. The sum is rounded to odd in float64; rounding that
+    to float32 equals rounding the exact sum once, because 53 >= 24 + 2 bits (Boldo and Melquiond 2008).
+    """
+    a, b, c = (torch.as_tensor(x, dtype=torch.float32).double() for x in (a, b, c))
+    product = a * b
+    total = product + c
+    virtual = total - product
+    error = (product - (total - virtual)) + (c - virtual)
+    bits = total.view(torch.int64)
+    toward_error = torch.where((error > 0) == (total > 0), 1, -1)
+    odd = torch.where((error != 0) & (bits & 1 == 0), bits + toward_error, bits)
+    return odd.view(torch.float64).float()
+
+
+def _high_word(word64: Tensor) -> Tensor:
+    return (word64 >> 32) & _MASK
+
+
+def _split(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x = mantissa * 2^exponent with mantissa in [sqrt(1/2), sqrt(2))."""
+    bits = x.view(torch.int32)
+    exponent = (bits - _SQRT_HALF_BITS) >> 23
+    return (bits - exponent * (1 << 23)).view(torch.float32), exponent
+
+
+def _log1p_core(f: Tensor) -> Tensor:
+    p = torch.full_like(f, _LOG1P_COEFFICIENTS[0])
+    for coefficient in _LOG1P_COEFFICIENTS[1:]:
+        p = fma32(p, f, coefficient)
+    return fma32(f * f, fma32(p, f, -0.5), f)

@@ -1,0 +1,87 @@
+"""Specification of ``verify_match``: rule 1, "match".
+
+Starting at the root, ONE token is picked at each visited node from the processed target distribution:
+``argmax(logit + g)`` with the noise of :mod:`specdec_ext.reference.rng`, ties to the lowest token. The
+first child that carries it is descended into; else it is emitted and the walk ends. The law of what is
+emitted is the target's for every tree, because the tree never enters the draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from specdec_ext.reference.rng import gumbel_noise
+from specdec_ext.tree import ROOT_PARENT
+
+OK, NAN, NO_FINITE_LOGIT = 0, 1, 2
+
+
+def walk(
+    tokens: list[int], parents: list[int], pick: Callable[[int, int], int]
+) -> tuple[list[int], int]:
+    """The walk alone: visited nodes and the token that ends it.
+
+    Args:
+        tokens: of each node.
+        parents: of each node.
+        pick: ``pick(node, depth)`` draws the token of a visited node; it may raise to end the walk.
+    """
+    path = [0]
+    while True:
+        token = pick(path[-1], len(path) - 1)
+        for child in range(path[-1] + 1, len(tokens)):
+            if parents[child] == path[-1] and tokens[child] == token:
+                path.append(child)
+                break
+        else:
+            return path, token
+
+
+class _BadLogits(Exception):
+    def __init__(self, status: int, depth: int) -> None:
+        super().__init__(status)
+        self.status = status
+        self.depth = depth
+
+
+def verify_match(
+    logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    root_positions: Tensor,
+    seeds: Tensor,
+    row_ids: Tensor,
+    stochastic: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The outputs of ``specdec_ext.ops.verify_match``, in its order."""
+    batch, nodes, vocab = logits.shape
+    path = parents.new_full((batch, nodes), -1)
+    num_accepted, next_token = parents.new_full((batch,), -1), parents.new_full((batch,), -1)
+    status = parents.new_zeros(batch)
+    for row in range(batch):
+        if parents[row, 0] != ROOT_PARENT:
+            continue
+        visited: list[int] = []
+
+        def pick(node: int, depth: int, row: int = row, visited: list[int] = visited) -> int:
+            scores = logits[row, node].float()
+            if scores.isnan().any():
+                raise _BadLogits(NAN, depth)
+            if (scores == -torch.inf).all():
+                raise _BadLogits(NO_FINITE_LOGIT, depth)
+            visited.append(node)
+            if stochastic[row]:
+                position = root_positions[row] + depth + 1
+                scores = scores + gumbel_noise(seeds[row], row_ids[row], position, vocab)
+            return int((scores == scores.max()).nonzero()[0])
+
+        try:
+            _, next_token[row] = walk(tokens[row].tolist(), parents[row].tolist(), pick)
+        except _BadLogits as error:
+            status[row] = error.status
+        num_accepted[row] = len(visited) - 1
+        path[row, : len(visited)] = torch.tensor(visited, dtype=torch.long)
+    return path, num_accepted, next_token, status

@@ -1,0 +1,97 @@
+"""Counters of one ``generate`` call and the metrics derived from them.
+
+Definitions as in the literature's careful half: acceptance is counted per draft, the bonus or correction
+token is not an accepted draft, and a step without a draft counts as a step but not as a draft.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class SpeculationStats:
+    """What speculation did during one call.
+
+    A *step* is one row taking part in one target pass after the prompt; a *draft* is such a step in which
+    at least one token was proposed.
+
+    Attributes:
+        drafter: name of the drafter.
+        steps: row-steps, with and without drafts.
+        drafts: row-steps with at least one drafted token.
+        draft_tokens: drafted tokens (tree nodes without the root).
+        accepted_tokens: drafted tokens that were emitted.
+        emitted_tokens: tokens emitted by these steps; each row's first token comes from the prompt pass
+            and is not among them.
+        proposed_per_position: drafts that proposed a token at depth i + 1.
+        reached_per_position: those of them in which everything before depth i + 1 was accepted.
+        accepted_per_position: drafts whose token at depth i + 1 was accepted.
+        seconds: wall time by phase: ``prefill``, ``draft``, ``verify`` (target pass and walk), ``commit``.
+    """
+
+    drafter: str = "none"
+    steps: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    emitted_tokens: int = 0
+    proposed_per_position: list[int] = field(default_factory=list)
+    reached_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "commit": 0.0}
+    )
+
+    def count_step(
+        self, draft_tokens: int, depth: int, num_accepted: int, num_emitted: int
+    ) -> None:
+        """One row's step: ``draft_tokens`` proposed in a tree of ``depth`` levels below the root."""
+        self.steps += 1
+        self.emitted_tokens += num_emitted
+        if depth == 0:
+            return
+        self.drafts += 1
+        self.draft_tokens += draft_tokens
+        self.accepted_tokens += num_accepted
+        counters = (
+            self.proposed_per_position,
+            self.reached_per_position,
+            self.accepted_per_position,
+        )
+        for counter in counters:
+            counter.extend([0] * (depth - len(counter)))
+        for level in range(depth):
+            self.proposed_per_position[level] += 1
+            self.reached_per_position[level] += level <= num_accepted
+            self.accepted_per_position[level] += level < num_accepted
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens; always read together with the draft length."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens emitted per draft, the bonus or correction token included: ``1 + accepted / drafts``."""
+        return 1.0 + self.accepted_tokens / self.drafts if self.drafts else 1.0
+
+    @property
+    def emitted_per_step(self) -> float:
+        """Tokens emitted per target pass and row after the prompt, steps without drafts included."""
+        return self.emitted_tokens / self.steps if self.steps else 1.0
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """Share of all drafts whose first i tokens were accepted (unconditional), for i = 1, 2, ..."""
+        return [count / self.drafts for count in self.accepted_per_position]
+
+    @property
+    def conditional_acceptance(self) -> list[float]:
+        """P(position i accepted | position i - 1 accepted and a token proposed at i)."""
+        return [
+            accepted / reached if reached else 0.0
+            for accepted, reached in zip(
+                self.accepted_per_position, self.reached_per_position, strict=True
+            )
+        ]

@@ -1,0 +1,80 @@
+"""When a row ends: transformers' stopping criteria, evaluated token by token inside accepted blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteriaList
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
+
+ROW_INDEPENDENT = (StopStringCriteria, MaxTimeCriteria)
+
+
+class StopRule:
+    """The stopping criteria of a call, split by what they need.
+
+    Ends of sequence and the maximal length are decided from integers. Other criteria are called as plain
+    decoding would call them, once per emitted position in order, with ``[batch, columns]`` ids.
+
+    Attributes:
+        max_length: columns of ``sequences`` at which every row ends.
+        pads: whether finished rows are padded; transformers does so only if there is an end-of-sequence id
+            and lets finished rows run on otherwise.
+        needs_lockstep: whether a criterion is unknown and may keep state or mix rows, so that in a batch
+            all rows must advance together.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, config: GenerationConfig):
+        self.max_length = config.max_length
+        self._eos: set[int] = set()
+        self.pads = False
+        self._others = StoppingCriteriaList()
+        for criterion in criteria:
+            if type(criterion) is EosTokenCriteria:
+                self._eos.update(criterion.eos_token_id.flatten().tolist())
+            elif type(criterion) is MaxLengthCriteria:
+                self.max_length = min(self.max_length, criterion.max_length)
+            else:
+                self._others.append(criterion)
+            self.pads = self.pads or hasattr(criterion, "eos_token_id")
+        self.needs_lockstep = any(type(other) not in ROW_INDEPENDENT for other in self._others)
+
+    @property
+    def needs_ids(self) -> bool:
+        """Whether ``ended`` has to be given the sequences."""
+        return bool(self._others)
+
+    def ended(
+        self,
+        rows: Sequence[int],
+        tokens: Sequence[int],
+        columns: Sequence[int],
+        sequences: Callable[[], Tensor],
+        scores: tuple[Tensor, ...] | None,
+    ) -> list[bool]:
+        """Whether each row ends with the token it just emitted.
+
+        Args:
+            rows: original row numbers.
+            tokens: the token each row emitted.
+            columns: each row's length in columns, that token included.
+            sequences: gives ``[batch, at least max(columns)]`` ids; called only when a criterion needs them.
+            scores: processed scores so far, or None when they are not recorded.
+        """
+        ended = [
+            token in self._eos or length >= self.max_length
+            for token, length in zip(tokens, columns, strict=True)
+        ]
+        if self._others:
+            ids = sequences()
+            for length in sorted(set(columns)):
+                verdict = self._others(ids[:, :length], scores).tolist()
+                for i, row in enumerate(rows):
+                    ended[i] = ended[i] or (columns[i] == length and verdict[row])
+        return ended

@@ -1,0 +1,196 @@
+"""Key/value storage that can be rolled back: HF cache layers over preallocated buffers.
+
+A layer keeps ``[rows, heads, capacity, dim]`` buffers of which the first ``length`` slots count.
+Rolling back a chain is a smaller ``length``; a tree is compacted in the buffers by ``kv_compact``.
+A sliding-window layer keeps its whole history (so that rolling back is free there, too) and shows
+attention the last ``window - 1 + slack`` slots and the new ones; the mask decides the rest.
+
+The layers are swapped into the caller's own ``DynamicCache`` object, which therefore stays usable
+with ``model.generate`` and with later calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+GROWTH = (
+    256  # slots, at least; growing in steps keeps reallocation rare without doubling the memory
+)
+
+
+class RollbackLayer(DynamicLayer):
+    """One attention layer's keys and values, preallocated.
+
+    Attributes:
+        length: slots that hold written keys; what ``get_seq_length`` reports.
+        window: the sliding window in tokens, or None for full attention.
+        slack: further slots before the window that a ragged batch needs (its rows end at different slots).
+    """
+
+    is_croppable = True
+
+    def __init__(self, window: int | None = None):
+        self.key_buffer: Any = None  # [rows, heads, capacity, dim], None until the first update
+        self.value_buffer: Any = None
+        self.length = 0
+        super().__init__()
+        self.window = window
+        self.slack = 0
+        self._first_capacity = 0
+        self.is_sliding = window is not None
+
+    @property
+    def keys(self) -> Tensor | None:
+        return None if self.key_buffer is None else self.key_buffer[:, :, : self.length]
+
+    @keys.setter
+    def keys(self, value: Tensor | None) -> None:
+        # Cache.reorder_cache, batch_select_indices and batch_repeat_interleave assign here.
+        self.key_buffer = value
+        self.length = 0 if value is None else value.shape[2]
+
+    @property
+    def values(self) -> Tensor | None:
+        return None if self.value_buffer is None else self.value_buffer[:, :, : self.length]
+
+    @values.setter
+    def values(self, value: Tensor | None) -> None:
+        self.value_buffer = value
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.key_buffer = self._allocate(key_states, self._first_capacity)
+        self.value_buffer = self._allocate(value_states, self._first_capacity)
+        self.is_initialized = True
+
+    def reserve(self, slots: int) -> None:
+        """Make room for ``slots`` slots in all; what is stored stays."""
+        if self.key_buffer is None or self.value_buffer is None:
+            self._first_capacity = max(self._first_capacity, slots)
+            return
+        if self.key_buffer.shape[2] >= slots:
+            return
+        for name in ("key_buffer", "value_buffer"):
+            old = getattr(self, name)
+            grown = self._allocate(old, slots + max(GROWTH, slots // 4))
+            grown[:, :, : self.length] = old[:, :, : self.length]
+            setattr(self, name, grown)
+
+    @staticmethod
+    def _allocate(like: Tensor, slots: int) -> Tensor:
+        rows, heads, _, dim = like.shape
+        # Zeros, not garbage: a slot that stays unused is masked, but NaN times zero is NaN.
+        # A cache outlives the call: made in inference mode, nobody else could write to it.
+        with torch.inference_mode(False):
+            return torch.zeros(rows, heads, slots, dim, dtype=like.dtype, device=like.device)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append ``[active rows, heads, new, dim]`` to the first rows; returns what attention may see."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, stop = self.length, self.length + key_states.shape[2]
+        self.reserve(stop)
+        rows = key_states.shape[0]
+        self.key_buffer[:rows, :, start:stop] = key_states
+        self.value_buffer[:rows, :, start:stop] = value_states
+        self.length = stop
+        first = self._first_visible(start)
+        return self.key_buffer[:rows, :, first:stop], self.value_buffer[:rows, :, first:stop]
+
+    def _first_visible(self, length: int) -> int:
+        return 0 if self.window is None else max(0, length - (self.window - 1) - self.slack)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        first = self._first_visible(self.length)
+        return self.length + query_length - first, first
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1 if self.window is None else self.window
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` slots (negative, as in transformers 5.23)."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop takes the negative number of tokens to remove, got {tokens_to_remove}; "
+                "a positive value meant an absolute length in older transformers and is ambiguous"
+            )
+        self.length = max(0, self.length + tokens_to_remove)
+
+    def reset(self) -> None:
+        self.length = 0
+
+    def reorder_rows(self, order: Tensor) -> None:
+        """Row i becomes what row ``order[i]`` was; only rows that move are copied."""
+        moved = (order != torch.arange(len(order), device=order.device)).nonzero().flatten()
+        for buffer in (self.key_buffer, self.value_buffer):
+            if buffer is not None and len(moved):
+                buffer[moved] = buffer[order[moved]]
+
+
+def adopt_cache(cache: Cache | None, config: PreTrainedConfig) -> tuple[DynamicCache, str | None]:
+    """Swap the layers of ``cache`` for ``RollbackLayer`` in place, keeping what they hold.
+
+    Args:
+        cache: the caller's ``DynamicCache``, possibly empty, or None for a new one.
+        config: the text config of the model; gives the layer types of layers that do not exist yet.
+
+    Returns:
+        The cache and None, or the reason why its layers cannot be rolled back (they are then left alone).
+
+    Raises:
+        ValueError: for a cache class that is not a plain, resident ``DynamicCache``.
+    """
+    if cache is None:
+        cache = DynamicCache(config=config)
+    if type(cache) is not DynamicCache or cache.offloading:
+        kind = (
+            "an offloading cache" if getattr(cache, "offloading", False) else type(cache).__name__
+        )
+        raise ValueError(
+            f"past_key_values is {kind}; expected a transformers.DynamicCache (its layers are replaced in "
+            "place by ones that can be rolled back). Leave past_key_values and cache_implementation out, or "
+            "pass DynamicCache(config=model.config)."
+        )
+    if cache.layer_class_to_replicate is not None:
+        # Made without a config: layers would be appended one by one, all of the same class.
+        wanted = DynamicCache(config=config).layers
+        cache.layers.extend(DynamicLayer() for _ in range(len(cache.layers), len(wanted)))
+        cache.layer_class_to_replicate = None
+    foreign = [
+        type(layer).__name__
+        for layer in cache.layers
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, RollbackLayer)
+    ]
+    chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    if foreign or chunked:
+        names = ", ".join(sorted(set(foreign)) or ["chunked attention"])
+        return cache, f"cache layers of type {names} cannot be rolled back yet"
+    cache.layers = [_adopt_layer(layer) for layer in cache.layers]
+    return cache, None
+
+
+def _adopt_layer(layer: Any) -> RollbackLayer:
+    if isinstance(layer, RollbackLayer):
+        return layer
+    window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+    adopted = RollbackLayer(window)
+    if layer.get_seq_length() == 0:
+        return adopted
+    # A sliding layer has dropped what left its window; those slots stay zero, out of every window.
+    stored, total = layer.keys.shape[2], layer.get_seq_length()
+    adopted.reserve(total)
+    adopted.lazy_initialization(layer.keys, layer.values)
+    adopted.key_buffer[:, :, total - stored : total] = layer.keys
+    adopted.value_buffer[:, :, total - stored : total] = layer.values
+    adopted.length = total
+    return adopted

@@ -1,0 +1,118 @@
+"""Attention masks of a token block (a tree, or a padded prompt) through transformers' mask interface.
+
+A model builds its masks by calling the function registered for its attention implementation, once per
+kind of layer, with that kind's ``mask_function`` (causal, sliding window, ...) over positions. Ours wraps
+the registered one: outside a block pass it calls through; inside, it evaluates the same ``mask_function``
+at *token positions* while looking up visibility by *cache slot*, so one rule covers full and sliding
+layers, ragged rows, paddings and trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+
+SUPPORTED_IMPLEMENTATIONS = ("sdpa", "eager")
+
+
+@dataclass
+class BlockVisibility:
+    """What the queries of one forward pass may attend to.
+
+    Attributes:
+        committed: ``[rows, start]`` bool, slots before the block that hold text of the row.
+        block: ``[rows, nodes, nodes]`` bool, which nodes of the block each query sees, itself included.
+        query_positions: ``[rows, nodes]`` token positions of the queries.
+        key_positions: ``[rows, start + nodes]`` token positions of all slots.
+    """
+
+    committed: Tensor
+    block: Tensor
+    query_positions: Tensor
+    key_positions: Tensor
+
+    def mask(self, kv_offset: int, mask_function: Callable) -> Tensor:
+        """``[rows, 1, nodes, start + nodes - kv_offset]`` bool, True where attention is allowed."""
+        nodes = self.block.shape[1]
+        committed = self.committed[:, None, kv_offset:].expand(-1, nodes, -1)
+        allowed = torch.cat([committed, self.block], dim=-1)[:, None]
+        if mask_function is causal_mask_function:
+            return allowed  # every visible slot holds an ancestor, hence an earlier position
+        rows = torch.arange(len(self.block), device=self.block.device)
+        return allowed & mask_function(
+            rows[:, None, None, None],
+            torch.zeros_like(rows[:1])[None, :, None, None],
+            self.query_positions[:, None, :, None],
+            self.key_positions[:, None, None, kv_offset:],
+        )
+
+
+_ours: set[Callable] = set()
+_current: ContextVar[BlockVisibility | None] = ContextVar("specdec_block_visibility", default=None)
+
+
+@contextmanager
+def visibility(block: BlockVisibility) -> Iterator[None]:
+    """Within this context, models called in this thread build their masks from ``block``."""
+    _wrap_registered_functions()
+    token = _current.set(block)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def unpack_ancestors(ancestors: Tensor, nodes: int) -> Tensor:
+    """``[rows, nodes, words]`` packed bits -> ``[rows, nodes, nodes]`` bool with a true diagonal.
+
+    The diagonal keeps an inactive node's softmax defined; nothing ever reads its result.
+    """
+    bits = torch.arange(64, device=ancestors.device)
+    block = ((ancestors[..., None] >> bits) & 1).bool().flatten(2)[..., :nodes]
+    return block | torch.eye(nodes, dtype=torch.bool, device=ancestors.device)
+
+
+def _wrapped(original: Callable, additive: bool) -> Callable:
+    def block_mask(
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int = 0,
+        kv_offset: int = 0,
+        mask_function: Callable = causal_mask_function,
+        **kwargs: Any,
+    ) -> Tensor | None:
+        block = _current.get()
+        if block is None:
+            return original(
+                batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, **kwargs
+            )
+        mask = block.mask(kv_offset, mask_function)
+        if mask.shape[2:] != (q_length, kv_length):
+            raise RuntimeError(
+                f"the model asked for a mask of {q_length} queries x {kv_length} keys, the cache layer "
+                f"provides {tuple(mask.shape[2:])}; this model keeps its cache in a way that is not supported"
+            )
+        if additive:
+            dtype = kwargs.get("dtype", torch.float32)
+            return torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)
+        return mask
+
+    _ours.add(block_mask)
+    return block_mask
+
+
+def _wrap_registered_functions() -> None:
+    for name in SUPPORTED_IMPLEMENTATIONS:
+        registered = ALL_MASK_ATTENTION_FUNCTIONS[name]
+        if registered not in _ours:
+            # eager attention adds its mask to the scores: a boolean one would be silently wrong
+            AttentionMaskInterface.register(name, _wrapped(registered, additive=name == "eager"))

@@ -1,0 +1,173 @@
+"""``DraftTree``: the one shape in which every drafter proposes and the target verifies.
+
+Node 0 is the root, the last committed token of a row. A chain is a tree in which every node has one
+child; plain decoding is a tree of one node. Rows of a batch share ``nodes``; a row that proposes
+fewer leaves the rest inactive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+ROOT_PARENT = -1
+INACTIVE = -2
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """A batch of token trees.
+
+    Attributes:
+        tokens: ``[rows, nodes]`` int64; ``tokens[:, 0]`` are the roots.
+        parents: ``[rows, nodes]`` int64; ``parents[r, i] < i``, -1 for the root, -2 for an inactive node.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+
+    @classmethod
+    def root(cls, tokens: Tensor) -> DraftTree:
+        """Trees of one node each: plain decoding. ``tokens`` is ``[rows]``."""
+        tokens = tokens[:, None]
+        return cls(tokens, torch.full_like(tokens, ROOT_PARENT))
+
+    @classmethod
+    def chain(cls, roots: Tensor, drafts: Tensor, counts: Tensor | None = None) -> DraftTree:
+        """Chains: ``drafts [rows, length]`` after ``roots [rows]``; row r uses its first ``counts[r]``."""
+        length = drafts.shape[1]
+        order = torch.arange(-1, length, device=drafts.device)
+        parents = order.expand(len(drafts), -1)
+        if counts is not None:
+            parents = torch.where(order < counts[:, None], parents, INACTIVE)
+        return cls(torch.cat([roots[:, None], drafts], dim=1), parents)
+
+    @classmethod
+    def from_paths(
+        cls, roots: Tensor, paths: Sequence[Sequence[Sequence[int]]], max_nodes: int | None = None
+    ) -> DraftTree:
+        """Merge, per row, candidate continuations that may share prefixes.
+
+        Args:
+            roots: ``[rows]``.
+            paths: for every row a list of token sequences, best first; shared prefixes become shared nodes.
+            max_nodes: the root included; continuations beyond it are cut.
+        """
+        rows_tokens, rows_parents = [], []
+        for root, row_paths in zip(roots.tolist(), paths, strict=True):
+            tokens, parents = [root], [ROOT_PARENT]
+            children: dict[tuple[int, int], int] = {}
+            for path in row_paths:
+                node = 0
+                for token in path:
+                    key = (node, int(token))
+                    if key not in children:
+                        if max_nodes is not None and len(tokens) >= max_nodes:
+                            break
+                        children[key] = len(tokens)
+                        tokens.append(int(token))
+                        parents.append(node)
+                    node = children[key]
+            rows_tokens.append(tokens)
+            rows_parents.append(parents)
+        width = max(map(len, rows_tokens), default=1)
+        for tokens, parents in zip(rows_tokens, rows_parents, strict=True):
+            tokens.extend([0] * (width - len(tokens)))
+            parents.extend([INACTIVE] * (width - len(parents)))
+        return cls(
+            torch.tensor(rows_tokens, dtype=torch.long, device=roots.device).view(-1, width),
+            torch.tensor(rows_parents, dtype=torch.long, device=roots.device).view(-1, width),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes per row, root and inactive ones included."""
+        return self.tokens.shape[1]
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether no active node of any row has a sibling."""
+        if self.num_nodes == 1:
+            return True
+        previous = torch.arange(self.num_nodes - 1, device=self.parents.device)
+        parents = self.parents[:, 1:]
+        return bool(((parents == previous) | (parents == INACTIVE)).all())
+
+    def validated(self, roots: Tensor, vocab_size: int, source: str) -> DraftTree:
+        """This tree, after checking what a drafter returned against the contract of the class.
+
+        Args:
+            roots: ``[rows]``, the last committed token of each row.
+            vocab_size: drafted tokens must be in ``[0, vocab_size)``.
+            source: who made the tree, for the message.
+
+        Raises:
+            ValueError: naming the drafter, what was expected and what was given.
+        """
+        for name, tensor in (("tokens", self.tokens), ("parents", self.parents)):
+            if tensor.dtype != torch.long or tensor.ndim != 2 or len(tensor) != len(roots):
+                raise ValueError(
+                    f"{source} returned a DraftTree whose {name} are {tensor.dtype} {tuple(tensor.shape)}; "
+                    f"expected torch.int64 of shape ({len(roots)}, nodes), a row per unfinished row"
+                )
+        if self.tokens.shape != self.parents.shape or self.num_nodes < 1:
+            raise ValueError(
+                f"{source} returned a DraftTree with tokens {tuple(self.tokens.shape)} and parents "
+                f"{tuple(self.parents.shape)}; expected equal shapes with at least the root"
+            )
+        if not torch.equal(self.tokens[:, 0], roots):
+            raise ValueError(
+                f"{source} returned a DraftTree whose roots are {self.tokens[:, 0].tolist()}; node 0 must be "
+                f"the last committed token of each row, {roots.tolist()} (context.roots)"
+            )
+        order = torch.arange(self.num_nodes, device=self.parents.device)
+        legal = (self.parents < order) & (self.parents >= INACTIVE)
+        legal[:, 1:] &= self.parents[:, 1:] != ROOT_PARENT
+        legal[:, 0] = self.parents[:, 0] == ROOT_PARENT
+        if not legal.all():
+            row, node = (~legal).nonzero()[0].tolist()
+            raise ValueError(
+                f"{source} returned a DraftTree with parents[{row}, {node}] = {self.parents[row, node]}; "
+                "expected -1 for node 0, -2 for an inactive node, else the number of an earlier node"
+            )
+        active = self.parents != INACTIVE
+        wrong = active & ((self.tokens < 0) | (self.tokens >= vocab_size))
+        if wrong.any():
+            row, node = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"{source} drafted token {self.tokens[row, node]} (row {row}, node {node}); the target's "
+                f"vocabulary is [0, {vocab_size})"
+            )
+        return self
+
+    def pruned(self, max_depths: Sequence[int]) -> DraftTree:
+        """Without the nodes of row r deeper than ``max_depths[r]`` and without columns no row uses.
+
+        A drafter need not know how much a row may still emit; nodes beyond that would be paid for in
+        vain, and could ask a model for positions it does not have.
+        """
+        parents = self.parents.tolist()
+        width = 1
+        for row, limit in zip(parents, max_depths, strict=True):
+            depths = [0] * len(row)
+            for node in range(1, len(row)):
+                parent = row[node]
+                if parent == INACTIVE or depths[parent] < 0 or depths[parent] >= limit:
+                    row[node], depths[node] = INACTIVE, -1
+                else:
+                    depths[node] = depths[parent] + 1
+                    width = node + 1 if node >= width else width
+        if width == 1:
+            return DraftTree.root(self.tokens[:, 0])
+        new_parents = torch.tensor(parents, dtype=torch.long, device=self.parents.device)
+        # An inactive node's token is never read by the law, but it is embedded: keep it a legal id.
+        tokens = torch.where(new_parents == INACTIVE, 0, self.tokens)
+        return DraftTree(tokens[:, :width].contiguous(), new_parents[:, :width].contiguous())
