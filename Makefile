@@ -50,10 +50,9 @@ format: $(REQUIREMENTS) ## rewrite Python and C++ code in the project's style
 wheel: $(REQUIREMENTS) ## build a wheel into dist/
 	$(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
 
-bench: $(BUILD) ## the demo's table for each drafter in float32 and bfloat16, over all bundled prompts
-	@for dtype in float32 bfloat16; do for drafter in ngram draft; do \
-	    $(BIN)/specdec demo --no-stream --prompts 0 --drafter $$drafter --dtype $$dtype $(ARGS) || exit 1; \
-	done; done
+bench: $(BUILD) ## tokens per second of every way to generate, in float32 and bfloat16
+	$(BIN)/python profiling/bench_generate.py --dtype float32 $(ARGS)
+	$(BIN)/python profiling/bench_generate.py --dtype bfloat16 $(ARGS)
 
 # build/bundled holds the corpus and the training state of the bundled models: hours of work, kept.
 clean: ## remove what was built (not the virtual environment, not trained models)
@@ -62,14 +61,14 @@ clean: ## remove what was built (not the virtual environment, not trained models
 	if [ -d build ]; then find build -mindepth 1 -maxdepth 1 ! -name bundled -exec rm -rf {} +; fi
 
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; sys.exit("Python >= 3.10 is needed: make PYTHON=..." if sys.version_info < (3, 10) else 0)'
+	@$(PYTHON) -c 'import sys; sys.exit("Python >= 3.10 is needed: make PYTHON=..." if sys.version_info < (3, 10) else 0)'
 	$(PYTHON) -m venv $(VENV)
 
 $(REQUIREMENTS): requirements-dev.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --requirement requirements-dev.txt
-	touch $@
+	@touch $@
 
 $(BUILD): $(REQUIREMENTS) setup.py pyproject.toml $(NATIVE_SOURCES)
-	rm -f $(VENV)/.build-cuda-*.stamp
-	$(BIN)/python -m pip install --no-build-isolation --editable .
-	touch $@
+	@rm -f $(VENV)/.build-cuda-*.stamp
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable .
+	@touch $@

@@ -135,7 +135,9 @@ def write_ninja(nvcc: str | None, libraries: dict[str, Path]) -> Path:
         ops += compile_all("kernels/*.cu", "nvcc")
         link_rule, link_flags = "link_cuda", f"{link_flags} -ldl -Xlinker --exclude-libs,ALL"
     link(libraries["specdec_ext._ops"], ops, link_rule, link_flags)
-    host = compile_all("bindings/*.cpp", "cxx", host_flags) + compile_all("host/*.cpp", "cxx", include)
+    host = compile_all("bindings/*.cpp", "cxx", host_flags) + compile_all(
+        "host/*.cpp", "cxx", include
+    )
     link(libraries["specdec_ext._host"], host)
 
     path = BUILD / "build.ninja"
@@ -160,7 +162,13 @@ class NinjaBuild(build_ext):
             extension.name: BUILD / os.path.basename(self.get_ext_filename(extension.name))
             for extension in self.extensions
         }
-        command = [ninja_command(), "-f", str(write_ninja(find_nvcc(), libraries)), "-C", str(BUILD)]
+        command = [
+            ninja_command(),
+            "-f",
+            str(write_ninja(find_nvcc(), libraries)),
+            "-C",
+            str(BUILD),
+        ]
         if "MAX_JOBS" in os.environ:
             command += ["-j", os.environ["MAX_JOBS"]]
         subprocess.run(command, check=True)

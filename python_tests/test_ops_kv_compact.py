@@ -75,7 +75,12 @@ def test_overlapping_ranges_in_both_directions(offset, device):
     for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3]):
         expected = torch.arange(12.0).view(1, 1, 12, 1).repeat(1, 2, 1, 3)
         actual = expected.clone().to(device)
-        moves = torch.tensor([order]), torch.tensor([4]), torch.tensor([4]), torch.tensor([4 + offset])
+        moves = (
+            torch.tensor([order]),
+            torch.tensor([4]),
+            torch.tensor([4]),
+            torch.tensor([4 + offset]),
+        )
         ops.kv_compact([actual], *(move.to(device) for move in moves))
         kv_compact_reference([expected], *moves)
         assert_same_caches([actual], [expected])
@@ -170,8 +175,14 @@ BIG = 2**63 - 1
     ("changes", "message"),
     [
         ({"path": torch.zeros(3)}, r"argument path must be torch.int64, got torch.float32"),
-        ({"path": torch.zeros(3).long()}, r"argument path must be \[batch, nodes\], got shape \[3\]"),
-        ({"num_accepted": torch.tensor(2)}, r"argument num_accepted must be \[batch\] = \[1\], got"),
+        (
+            {"path": torch.zeros(3).long()},
+            r"argument path must be \[batch, nodes\], got shape \[3\]",
+        ),
+        (
+            {"num_accepted": torch.tensor(2)},
+            r"argument num_accepted must be \[batch\] = \[1\], got",
+        ),
         ({"caches": [torch.zeros(2, 8, 4)]}, r"argument caches\[0\] must be \[batch, heads, slots"),
         (
             {"caches": [torch.zeros(1, 1, 8, 4), torch.zeros(2, 1, 8, 4)]},
@@ -189,7 +200,10 @@ BIG = 2**63 - 1
         ({"num_accepted": torch.tensor([-2])}, r"num_accepted\[0\] = -2; expected -1"),
         ({"path": torch.tensor([[0, -1, 3]])}, r"path\[0, 1\] = -1; expected a node in \[0, 3\)"),
         ({"path": torch.tensor([[0, 1, 3]])}, r"path\[0, 2\] = 3; expected a node in \[0, 3\)"),
-        ({"source_starts": torch.tensor([7])}, r"source_starts\[0\] = 7 with path\[0, 1\] = 1 is out"),
+        (
+            {"source_starts": torch.tensor([7])},
+            r"source_starts\[0\] = 7 with path\[0, 1\] = 1 is out",
+        ),
         ({"source_starts": torch.tensor([-1])}, r"source_starts\[0\] = -1 with path\[0, 0\] = 0"),
         ({"source_starts": torch.tensor([BIG])}, r"source_starts\[0\] = 9223372036854775807 with"),
         ({"target_starts": torch.tensor([6])}, r"target_starts\[0\] = 6 with 3 slots to move; the"),

@@ -156,5 +156,3 @@ ONES = torch.ones(2, dtype=torch.long)
 def test_rejects(parents, root_positions, message):
     with pytest.raises(ValueError, match=r"specdec::tree_mask: argument " + message):
         ops.tree_mask(parents, root_positions)
-
-

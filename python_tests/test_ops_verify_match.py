@@ -141,10 +141,7 @@ def test_worked_example_with_noise():
     noise = gumbel_noise(torch.tensor(1), torch.tensor(0), torch.tensor(5), 4)
     result = ops.verify_match(**chain([[0.0] * 4], [9], stochastic=True))
     assert result.next_token.tolist() == [int(noise.argmax())]
-    assert noise.tolist() == pytest.approx(NOISE_OF_SEED_1, abs=1e-6)
-
-
-NOISE_OF_SEED_1 = [0.0, 0.0, 0.0, 0.0]
+    assert noise.tolist() == pytest.approx([1.3222663, -0.456811, -0.0891121, -0.0821371], abs=1e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -185,12 +182,37 @@ def test_a_single_possible_token_is_certain(stochastic, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_likely_first_token_does_not_hide_rare_ones(device):
+    """The CPU op skips noise where it can't win. Here thousands of unlikely tokens win half the time,
+    each by noise of about 10, after the first block has set a high score."""
+    batch, vocab = 60, 20_000
+    logits = torch.zeros(1, 1, vocab)
+    logits[..., 0] = torch.tensor(float(vocab)).log()
+    zeros = torch.zeros(batch, dtype=torch.long)
+    arguments = (
+        logits.expand(batch, 1, vocab),
+        zeros[:, None],
+        zeros[:, None] - 1,
+        zeros,
+        zeros,
+        torch.arange(batch),
+        torch.ones(batch, dtype=torch.bool),
+    )
+    result = ops.verify_match(*to(device, arguments))
+    assert_same(result, verify_match_reference(*arguments), NAMES)
+    assert 15 < (result.next_token == 0).sum() < 45
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_or_nothing_finite_at_a_visited_node(dtype, stochastic, device):
     finite = torch.full((70,), -torch.inf)
     finite[1] = 0  # the only possible token: the child is accepted
-    for status, bad in ((1, finite.clone().fill_(torch.nan)), (2, finite.clone().fill_(-torch.inf))):
+    for status, bad in (
+        (1, finite.clone().fill_(torch.nan)),
+        (2, finite.clone().fill_(-torch.inf)),
+    ):
         logits = torch.stack([finite, bad, finite])
         arguments = chain(logits, [0, 1, 1], stochastic)
         arguments["logits"] = arguments["logits"].to(dtype)
@@ -301,9 +323,9 @@ def test_threads_do_not_change_the_result():
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_instruction_sets_do_not_change_the_result(isa, tmp_path):
-    """A process per instruction set, because the choice is made once (one it lacks falls back)."""
+    """Another process, because the choice is made once; this one runs the best that there is."""
     script = tmp_path / "run.py"
     script.write_text(
         "import sys, torch\n"
@@ -365,7 +387,7 @@ def test_fake_shapes_match():
         ("logits", lambda t: t.double(), r"must be torch.float32, .* got torch.float64; convert"),
         ("logits", lambda t: t[0], r"must be \[batch, nodes, vocab\], got shape \[2, 6\]"),
         ("logits", lambda t: t[..., :0], r"must have a vocabulary of 1 to .* shape \[1, 2, 0\]"),
-        ("logits", lambda t: t[..., ::2], r"contiguous in its last dimension, got stride 2; call"),
+        ("logits", lambda t: t[..., ::2], r"must be contiguous in its last .*, got stride 2; call"),
         ("logits", lambda t: t[:, :0], r"must have 1 to 1024 nodes .* got 0"),
         ("tokens", lambda t: t[:, :1], r"must be \[batch, nodes\] = \[1, 2\], got shape \[1, 1\]"),
         ("tokens", lambda t: t.int(), r"must be torch.int64, got torch.int32; convert"),

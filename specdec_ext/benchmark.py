@@ -96,14 +96,19 @@ def interleave(
     results = {name: Series(name) for name in contestants}
     for run in contestants.values():
         run(prompts[0])
-    for prompt in prompts:
+    names = list(contestants)
+    for turn, prompt in enumerate(prompts):
+        # Everybody is first, and after everybody else, equally often.
+        order = names[turn % len(names) :] + names[: turn % len(names)]
         times: dict[str, list[float]] = {name: [] for name in contestants}
         outputs: dict[str, Any] = {}
         for _ in range(repeats):
-            for name, run in contestants.items():
+            for name in order:
                 on_call(name)
                 began = time.perf_counter()
-                outputs[name] = run(prompt)
+                outputs[name] = contestants[name](prompt)
+                if prompt.is_cuda:
+                    torch.cuda.synchronize(prompt.device)
                 times[name].append(time.perf_counter() - began)
         for name, output in outputs.items():
             series = results[name]

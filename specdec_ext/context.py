@@ -59,7 +59,11 @@ class Context:
     @property
     def roots(self) -> Tensor:
         """``[rows]`` last token of each active row."""
-        return torch.tensor([self.generated[row][-1] for row in self.rows], device=self.device)
+        return self.last_tokens(self.rows)
+
+    def last_tokens(self, rows: Sequence[int]) -> Tensor:
+        """``[len(rows)]`` last token of these original rows."""
+        return torch.tensor([self.generated[row][-1] for row in rows], device=self.device)
 
     @property
     def root_positions(self) -> list[int]:

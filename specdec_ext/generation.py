@@ -65,7 +65,10 @@ _ALLOWED_MODEL_KWARGS = {
     "past_key_values",
     "use_cache",
     "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
     "cache_position",
+    "cache_params",  # the cache's name in state space models, which Target refuses by name
 }
 
 
@@ -174,6 +177,10 @@ def custom_generate(
                 "assistant_model is not used by a custom_generate; pass it as "
                 "custom_generate(drafter=assistant_model)"
             )
+        if not input_ids.numel():
+            raise ValueError(
+                f"input_ids is {tuple(input_ids.shape)}; expected at least one row and one token"
+            )
         _refuse(generation_config, model_kwargs)
         criteria = StoppingCriteriaList(stopping_criteria)
         if stop_strings is not None:
@@ -211,6 +218,13 @@ def _decode(
     past_key_values: Any = None,
     **_: Any,
 ) -> Tensor | SpeculativeOutput:
+    columns = input_ids.shape[1]
+    # A mask of ones does not arrive here, only its length (transformers >= 5.20).
+    if getattr(config, "_mask_length", columns) != columns:
+        raise ValueError(
+            f"attention_mask has {config._mask_length} columns and input_ids {columns}; pass the whole text as "
+            "input_ids, the part in past_key_values included"
+        )
     if attention_mask is not None and bool((attention_mask == 1).all()):
         attention_mask = None
     recorder = Recorder(config, len(input_ids))
@@ -283,7 +297,7 @@ def _seeds(
         seed = int(torch.randint(2**62, (), generator=generator, device=device))
     elif generator is not None:
         raise ValueError("seed and generator both choose the noise; pass one of them")
-    if isinstance(seed, int):
+    if not isinstance(seed, (list, tuple)):
         return [_checked_seed(seed)] * batch
     seeds = [_checked_seed(each) for each in seed]
     if len(seeds) != batch:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.output import Recorder, TokenStream
@@ -57,9 +59,12 @@ class Decoder:
                 if drafter is not None:
                     drafter.commit(context, accepted)
         # The cache ends like sequences[:, :-1], its rows where the caller's rows are.
-        target.reorder([self._layout.index(row) for row in range(len(self._layout))], active=0)
-        target.finish(self._width() - 1)
-        return self._width()
+        width = self._width()
+        everyone = range(len(self._layout))
+        target.reorder([self._layout.index(row) for row in everyone], active=0)
+        columns = [min(context.columns(row), width) for row in everyone]
+        target.finish(context.last_tokens(everyone), torch.tensor(columns, device=context.device))
+        return width
 
     def _propose(self) -> DraftTree:
         roots = self.context.roots

@@ -40,7 +40,8 @@ def _load_library() -> None:
         torch.ops.load_library(LIBRARY_PATH)
     except OSError as error:
         raise ImportError(
-            f"specdec_ext's op library {LIBRARY_PATH} does not load under torch {torch.__version__}: {error}. "
+            f"specdec_ext's op library {LIBRARY_PATH} does not load under torch "
+            f"{torch.__version__}: {error}. "
             "It needs torch >= 2.10 and the platform it was built on; rebuild it with "
             "`pip install --no-build-isolation --force-reinstall --no-deps .`"
         ) from error

@@ -337,6 +337,8 @@ def export(
         windows=windows,
     )
     (folder / "README.md").write_text(card)
+    for path in folder.iterdir():
+        path.chmod(0o644)
     size = sum(path.stat().st_size for path in folder.iterdir())
     print(f"{folder}: {size / 1e6:.2f} MB, held-out perplexity {perplexity:.2f}")
 

@@ -26,7 +26,7 @@ namespace {
 
 constexpr int64_t kBlock = 64;
 constexpr int64_t kGroups = kBlock / 4;
-constexpr int64_t kChunk = 8192;       // tokens of one task, a multiple of kBlock
+constexpr int64_t kChunk = 8192;         // tokens of one task, a multiple of kBlock
 constexpr int64_t kGrainTokens = 32768;  // below this, waking a thread costs more than it saves
 
 struct BFloat16 {
@@ -188,8 +188,7 @@ class Walker {
   }
 
   Walk at(int64_t row, int64_t node, int64_t depth) const {
-    const int64_t offset =
-        row * params_.logits_batch_stride + node * params_.logits_node_stride;
+    const int64_t offset = row * params_.logits_batch_stride + node * params_.logits_node_stride;
     return {row, node, depth,
             static_cast<const std::byte*>(params_.logits) + offset * format_.element_size,
             NoiseStream::make(params_.seeds[row], params_.row_ids[row],
@@ -200,8 +199,8 @@ class Walker {
   bool advance(Walk& walk, const Pick& pick) const {
     const int64_t row = walk.row;
     if (pick == kNaNPick || pick == kNoPick) {
-      params_.status[row] = static_cast<int64_t>(pick == kNaNPick ? MatchStatus::kNaN
-                                                                  : MatchStatus::kNoFiniteLogit);
+      params_.status[row] =
+          static_cast<int64_t>(pick == kNaNPick ? MatchStatus::kNaN : MatchStatus::kNoFiniteLogit);
       params_.num_accepted[row] = walk.depth - 1;
       return false;
     }

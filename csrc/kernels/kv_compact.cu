@@ -8,8 +8,10 @@
 // One block per (cache, row, head). Slots are moved as columns of `Unit`s, the widest type that all
 // pointers, strides and slot sizes of the launch allow. As many columns as fit are staged in shared
 // memory for all accepted slots, then stored: within a column all loads come before all stores, so
-// sources and targets may overlap. Counts are read from device memory; a count outside the tree or a
-// slot outside the cache moves nothing, because a kernel can't raise.
+// sources and targets may overlap. One barrier does it: an element of the stage is written and read
+// by the same thread, and the next columns touch other bytes of the cache. Counts are read from
+// device memory; a count outside the tree or a slot outside the cache moves nothing, because a
+// kernel can't raise.
 //
 // Example: path [0, 2, 5], source = target = 100: slot 101 <- 102, slot 102 <- 105; slot 100 stays.
 //
@@ -78,7 +80,6 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t source = source_slot(moves, cache, row, i / width);
       if (source >= 0) *unit_at(target + i / width, first + i % width) = shared.stage[i];
     }
-    block_barrier();  // the stage is free again
   }
 }
 

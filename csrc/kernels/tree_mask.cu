@@ -1,19 +1,23 @@
 // tree_mask: parents of draft trees -> packed ancestor bits, depths, positions, child links, paths.
 //
 // In:  parents [batch, nodes], root_positions [batch]
-// Out: ancestors [batch, nodes, words], depths, positions, first_child, next_sibling [batch, nodes],
-//      paths [batch, nodes, nodes]        (meaning: specdec/tree_mask.h, example: reference/tree_mask.py)
+// Out: ancestors [batch, nodes, words], depths, positions, first_child, next_sibling [batch,
+// nodes],
+//      paths [batch, nodes, nodes]        (meaning: specdec/tree_mask.h, example:
+//      reference/tree_mask.py)
 //
 // One block per row, one thread per node (strided when nodes > kThreads):
 //   1. parents to shared memory, illegal links as inactive;
 //   2. depth by walking up; a walk that meets an inactive link makes the node inactive;
-//   3. with all depths known (barrier): child links by scanning later nodes, bits and path by walking
+//   3. with all depths known (barrier): child links by scanning later nodes, bits and path by
+//   walking
 //      up once more. A walk visits nodes in descending order, so the words of the bits are written
 //      from the last to the first, each once.
 //
 // Example, row [-1, 0, 0, 1]: node 3 walks 3 -> 1 -> 0: depth 2, bits 1011, path [0, 1, 3, -1].
 //
-// Bytes: 8 * nodes * (nodes + words + 5) written per row, 33 KB at 64 nodes; latency bound. No floats.
+// Bytes: 8 * nodes * (nodes + words + 5) written per row, 33 KB at 64 nodes; latency bound. No
+// floats.
 #include <algorithm>
 
 #include "specdec/cuda.cuh"
@@ -55,7 +59,8 @@ __device__ void write_links(Shared& shared, const TreeMaskParams& params, int64_
   params.next_sibling[row * params.nodes + node] = next_sibling;
 }
 
-__device__ void write_ancestry(Shared& shared, const TreeMaskParams& params, int64_t row, int node) {
+__device__ void write_ancestry(Shared& shared, const TreeMaskParams& params, int64_t row,
+                               int node) {
   int64_t* bits = params.ancestors + (row * params.nodes + node) * params.words;
   int64_t* path = params.paths + (row * params.nodes + node) * params.nodes;
   int depth = shared.depths[node];

@@ -1,25 +1,27 @@
-// verify_match: walk draft trees along tokens drawn from the target (verification.md, rule 1).
+// verify_match: walk draft trees along tokens drawn from the target. The rule and the meaning of
+// the arguments: specdec/verify_match.h.
 //
 // In:  logits [batch, nodes, vocab] f32/bf16/f16, tokens, parents [batch, nodes], seeds, row_ids,
 //      root_positions, stochastic [batch]
-// Out: path [batch, nodes], num_accepted, next_token, status [batch]       (specdec/verify_match.h)
+// Out: path [batch, nodes], num_accepted, next_token, status [batch]
 //
 // Two launches:
-//   pick: one block per (row, node, chunk of the vocabulary). A thread takes groups of 4 tokens, which
-//         share one Philox block, adds the noise and keeps its best pick; picks are reduced over the
-//         block. Inactive nodes are skipped.
+//   pick: one block per (row, node, chunk of the vocabulary). A thread takes groups of 4 tokens,
+//   which
+//         share one Philox block, adds the noise and keeps its best pick; picks are reduced over
+//         the block. Inactive nodes are skipped.
 //   walk: one warp per row. At the visited node the lanes reduce the picks of its chunks, then look
 //         for the first child that carries the token.
-// A pick is (key, ~token) in 64 bits (specdec/pick.h), so the result does not depend on the order of
-// any reduction and is bitwise repeatable; no atomics. NaN in a node that the walk does not visit ends
-// up in a pick that nobody reads.
+// A pick is (key, ~token) in 64 bits (specdec/pick.h), so the result does not depend on the order
+// of any reduction and is bitwise repeatable; no atomics. NaN in a node that the walk does not
+// visit ends up in a pick that nobody reads.
 //
 // Bytes: the logits once, batch * nodes * vocab * element size; with noise about 130 integer and
 // float operations per token, which bounds it. Numerics: specdec/rng.h, the bits of the CPU op.
-#include <algorithm>
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#include <algorithm>
 
 #include "specdec/cuda.cuh"
 #include "specdec/launchers.h"
@@ -107,9 +109,8 @@ __global__ void __launch_bounds__(kThreads)
 
   const T* logits = static_cast<const T*>(params.logits) + row * params.logits_batch_stride +
                     node * params.logits_node_stride;
-  const NoiseStream noise =
-      NoiseStream::make(params.seeds[row], params.row_ids[row],
-                        params.root_positions[row] + shared.depth + 1);
+  const NoiseStream noise = NoiseStream::make(params.seeds[row], params.row_ids[row],
+                                              params.root_positions[row] + shared.depth + 1);
   const bool stochastic = params.stochastic[row];
   const int64_t end = min((chunk + 1) * kChunk, params.vocab);
   Pick best = kNoPick;

@@ -40,8 +40,8 @@ CudaScope::CudaScope(const Tensor& tensor) : guard_(tensor.get_device_index()), 
 
 void check_launch(const char* op, cudaError_t error) {
   if (error != cudaSuccess) {
-    throw std::runtime_error("specdec::" + std::string(op) + ": CUDA launch failed: " +
-                             cudaGetErrorString(error));
+    throw std::runtime_error("specdec::" + std::string(op) +
+                             ": CUDA launch failed: " + cudaGetErrorString(error));
   }
 }
 
@@ -52,9 +52,10 @@ void check_launch(const char* op, cudaError_t error) {
 namespace specdec::glue {
 
 void fail_without_cuda(const char* op) {
-  throw std::runtime_error("specdec::" + std::string(op) +
-                           ": this build of specdec_ext has no CUDA kernels; reinstall it where nvcc "
-                           "is in PATH (SPECDEC_CUDA=1 pip install --no-build-isolation .)");
+  throw std::runtime_error(
+      "specdec::" + std::string(op) +
+      ": this build of specdec_ext has no CUDA kernels; reinstall it where nvcc "
+      "is in PATH (SPECDEC_CUDA=1 pip install --no-build-isolation .)");
 }
 
 }  // namespace specdec::glue

@@ -1,5 +1,5 @@
-// The CUDA side of the glue: current device and stream, and errors of launches. Without nvcc the ops
-// are registered for CUDA too, and say how to get the CUDA build.
+// The CUDA side of the glue: current device and stream, and errors of launches. Without nvcc the
+// ops are registered for CUDA too, and say how to get the CUDA build.
 #pragma once
 
 #include "glue.h"

@@ -56,9 +56,9 @@ Tensor empty(const Tensor& like, std::initializer_list<int64_t> shape, int32_t d
   }
   const DeviceId device = device_of(like);
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.begin(), strides, dtype,
-                               device.type, device.index, &handle));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()),
+                                                         shape.begin(), strides, dtype, device.type,
+                                                         device.index, &handle));
   return Tensor(handle);
 }
 

@@ -1,5 +1,5 @@
-// The schemas of all ops, in one place. Implementations: one file per op beside this one; fake (meta)
-// implementations and the documented Python functions: specdec_ext/ops.py.
+// The schemas of all ops, in one place. Implementations: one file per op beside this one; fake
+// (meta) implementations and the documented Python functions: specdec_ext/ops.py.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(specdec, m) {

@@ -8,30 +8,14 @@ beginnings of files that neither was trained on (``PROMPTS.md``, made by ``train
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["Prompt", "held_out_prompts", "load_draft", "load_target", "load_tokenizer"]
+__all__ = ["held_out_prompts", "load_draft", "load_target", "load_tokenizer"]
 
 FOLDER = Path(__file__).parent
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Beginning of a real source file, cut inside a function or class body.
-
-    Attributes:
-        name: project and path of the file.
-        prompt: the text, whole lines.
-        license: SPDX identifier of the file's licence.
-    """
-
-    name: str
-    prompt: str
-    license: str
 
 
 def load_target(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -49,9 +33,13 @@ def load_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(_existing("tiny-python-target"))
 
 
-def held_out_prompts() -> list[Prompt]:
-    """The bundled prompts in their fixed order; at most 350 tokens each."""
-    return [Prompt(**entry) for entry in json.loads((FOLDER / "prompts.json").read_text("utf-8"))]
+def held_out_prompts() -> list[dict[str, str]]:
+    """The bundled prompts in their fixed order, at most 350 tokens each.
+
+    Each is the beginning of a real source file, cut inside a function or class body: ``name`` (project and
+    path), ``prompt`` (the text) and ``license`` (SPDX identifier).
+    """
+    return json.loads((FOLDER / "prompts.json").read_text("utf-8"))
 
 
 def _load(name: str, dtype: torch.dtype) -> PreTrainedModel:

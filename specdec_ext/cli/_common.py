@@ -1,4 +1,4 @@
-"""What the commands share: options, loading of models and drafters, prompts from files, errors of the user."""
+"""What the commands share: options, loading of models and drafters, prompts from files, user errors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    import torch
     from torch import LongTensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from specdec_ext import ComparedRuns
+
+
+# A PreTrainedModel that can generate; transformers has no type that says both.
+Model = Any
 
 
 class Dtype(str, Enum):
@@ -55,37 +60,47 @@ def user_errors() -> Iterator[None]:
 
 def load_target(
     model: str | None, dtype: Dtype, device: str
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+) -> tuple[Model, PreTrainedTokenizerBase]:
     """The model named on the command line, in eval mode, and its tokenizer; None names the bundled pair."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from specdec_ext import assets
 
-    kind = getattr(torch, dtype.value)
     with user_errors():
         if model is None:
-            return assets.load_target(kind).to(device), assets.load_tokenizer()
-        target = AutoModelForCausalLM.from_pretrained(model, dtype=kind).to(device).eval()
-        return target, AutoTokenizer.from_pretrained(model)
+            target: Model = assets.load_target(_torch_dtype(dtype))
+            return target.to(device), assets.load_tokenizer()
+        return _load_model(model, dtype, device), AutoTokenizer.from_pretrained(model)
 
 
 def load_drafter(name: str, dtype: Dtype, device: str) -> Any:
     """What ``generate(drafter=...)`` takes, for a name on the command line."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     from specdec_ext import assets
 
-    kind = getattr(torch, dtype.value)
     with user_errors():
         if name == "none":
             return None
         if name == "draft":
-            return assets.load_draft(kind).to(device)
+            draft: Model = assets.load_draft(_torch_dtype(dtype))
+            return draft.to(device)
         if "/" in name or Path(name).is_dir():
-            return AutoModelForCausalLM.from_pretrained(name, dtype=kind).to(device).eval()
-        return name  # a registered name, or one that generate refuses with the list of names
+            return _load_model(name, dtype, device)
+        return name  # a name that generate knows, or refuses with a list of those it knows
+
+
+def _load_model(name: str, dtype: Dtype, device: str) -> Model:
+    from transformers import AutoModelForCausalLM
+
+    model: Model = AutoModelForCausalLM.from_pretrained(name, dtype=_torch_dtype(dtype))
+    return model.to(device).eval()
+
+
+def _torch_dtype(dtype: Dtype) -> torch.dtype:
+    import torch
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # a bar for each model loaded says nothing about generation
+    return getattr(torch, dtype.value)
 
 
 def read_prompts(path: Path) -> list[tuple[str, str]]:

@@ -48,7 +48,9 @@ class IncrementalDecoder:
         return text[len(told) :]
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        assert isinstance(text, str)  # a list only for a batch
+        return text
 
 
 class TextStreamer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -46,22 +46,18 @@ def check(
     the ways of computing that position differ by (half precision), and a bug otherwise.
     """
     import specdec_ext
-    from specdec_ext import assets
 
     with user_errors():
-        texts = (
-            read_prompts(prompts)
-            if prompts
-            else [(p.name, p.prompt) for p in assets.held_out_prompts()]
-        )
+        texts = read_prompts(prompts) if prompts else _bundled_prompts()
     target, tokenizer = load_target(model, dtype, device)
     proposer = load_drafter(drafter, dtype, device)
     console = Console(highlight=False)
-    table = Table("prompt", "drafter=none vs Hugging Face", f"drafter={drafter} vs none")
+    table = Table("prompt", "none vs HF generate", f"{drafter} vs none")
+    table.columns[0].overflow = "fold"
     verdicts: list[str] = []
     for name, text in texts:
         input_ids = encode(tokenizer, text, device)
-        law = {"max_new_tokens": max_new_tokens, "do_sample": False}
+        law: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
         with user_errors(), console.status(f"checking {name}"):
             reference = target.generate(input_ids, **law)[0]
             plain = specdec_ext.generate(target, input_ids, drafter=None, **law)[0]
@@ -78,3 +74,9 @@ def check(
     console.print(f"{len(texts)} prompts, {equal} pairs equal, {ties} near-ties, {bugs} bugs")
     if bugs:
         raise typer.Exit(1)
+
+
+def _bundled_prompts() -> list[tuple[str, str]]:
+    from specdec_ext import assets
+
+    return [(each["name"], each["prompt"]) for each in assets.held_out_prompts()]

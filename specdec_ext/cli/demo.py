@@ -6,8 +6,10 @@ warm-up of each; medians over prompts.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +21,7 @@ from specdec_ext.cli._common import (
     Dtype,
     DtypeOption,
     MaxNewTokensOption,
+    Model,
     describe,
     encode,
     load_drafter,
@@ -29,16 +32,16 @@ from specdec_ext.cli._stream import TextStreamer, legend
 
 if TYPE_CHECKING:
     from torch import LongTensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from specdec_ext import ComparedRuns
-    from specdec_ext.assets import Prompt
     from specdec_ext.benchmark import Series
 
 HF = "HF generate"
-HF_LOOKUP = "HF generate, prompt_lookup_num_tokens=10"
+HF_LOOKUP = "HF prompt lookup (10)"
 SHOWN_PROMPT_LINES = 6
 BAR_WIDTH = 20
+BUSY_SHARE = 0.2
 
 
 def demo(
@@ -62,11 +65,13 @@ def demo(
         if stream:
             _stream(console, target, tokenizer, proposer, held_out[0], max_new_tokens)
         console.print(machine_line(target), soft_wrap=True)
-        encoded = [encode(tokenizer, each.prompt, "cpu") for each in held_out]
-        ours = f"specdec_ext, drafter={drafter}"
+        _warn_if_busy(console)
+        encoded = [encode(tokenizer, each["prompt"], "cpu") for each in held_out]
+        ours = f"specdec, drafter={drafter}"
         results = _measure(console, target, proposer, ours, encoded, max_new_tokens)
+    title = f"medians over {len(held_out)} held-out prompts, {max_new_tokens} tokens each, greedy"
     compared = _compare(target, results, [ids.shape[1] for ids in encoded])
-    console.print(_speed_table(results, compared, f"{len(held_out)} held-out prompts, greedy"))
+    console.print(_speed_table(results, compared, title))
     if results[ours].total("drafts"):
         console.print(_position_table(results[ours]))
     _print_repetition(console, results[HF], [ids.shape[1] for ids in encoded])
@@ -76,22 +81,22 @@ def demo(
 
 def _stream(
     console: Console,
-    target: PreTrainedModel,
+    target: Model,
     tokenizer: PreTrainedTokenizerBase,
     proposer: Any,
-    prompt: Prompt,
+    prompt: dict[str, str],
     max_new_tokens: int,
 ) -> None:
     import specdec_ext
 
-    console.print(f"{prompt.name}, a file the model never saw, continued by it", style="bold")
+    console.print(f"{prompt['name']}, a file the model never saw, continued by it", style="bold")
     console.print(legend(console))
     console.print()
-    shown = prompt.prompt.splitlines(keepends=True)[-SHOWN_PROMPT_LINES:]
+    shown = prompt["prompt"].splitlines(keepends=True)[-SHOWN_PROMPT_LINES:]
     console.print("...\n" + "".join(shown), style="dim", markup=False, end="", soft_wrap=True)
     specdec_ext.generate(
         target,
-        encode(tokenizer, prompt.prompt, "cpu"),
+        encode(tokenizer, prompt["prompt"], "cpu"),
         drafter=proposer,
         streamer=TextStreamer(console, tokenizer, mark_drafted=True),
         max_new_tokens=max_new_tokens,
@@ -100,9 +105,37 @@ def _stream(
     console.print("\n")
 
 
+def _warn_if_busy(console: Console) -> None:
+    """Other processes distort ratios: threads of one matrix product wait for each other's cores."""
+    before = _processor_seconds()
+    time.sleep(0.5)
+    after = _processor_seconds()
+    if before is None or after is None:
+        return
+    total, idle = after[0] - before[0], after[1] - before[1]
+    busy = 1 - idle / total if total else 0.0
+    if busy > BUSY_SHARE:
+        console.print(
+            f"other processes use {busy:.0%} of this machine: the numbers below are not to be relied on "
+            "(with OMP_NUM_THREADS=1 they suffer least)",
+            style="yellow",
+            soft_wrap=True,
+        )
+
+
+def _processor_seconds() -> tuple[float, float] | None:
+    """(total, idle) time of all cores since boot in ticks, or None where Linux does not say."""
+    try:
+        fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+    except OSError:
+        return None
+    ticks = [float(field) for field in fields]  # user nice system idle iowait irq softirq steal
+    return sum(ticks), ticks[3] + ticks[4]
+
+
 def _measure(
     console: Console,
-    target: PreTrainedModel,
+    target: Model,
     proposer: Any,
     ours: str,
     encoded: list[LongTensor],
@@ -113,7 +146,7 @@ def _measure(
     import specdec_ext
     from specdec_ext.benchmark import interleave
 
-    law = {
+    law: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "do_sample": False,
         "return_dict_in_generate": True,
@@ -126,10 +159,10 @@ def _measure(
         mask = torch.ones_like(ids)
         return specdec_ext.generate(target, ids, attention_mask=mask, drafter=drafter, **law)
 
-    contestants: dict[str, Callable[[LongTensor], Any]] = {
+    contestants: dict[str, Callable[[Any], Any]] = {
         HF: hugging_face,
         HF_LOOKUP: lambda ids: hugging_face(ids, prompt_lookup_num_tokens=10),
-        "specdec_ext, drafter=none": lambda ids: speculative(ids, None),
+        "specdec, drafter=none": lambda ids: speculative(ids, None),
         ours: lambda ids: speculative(ids, proposer),
     }
     total = len(contestants) * len(encoded)
@@ -145,7 +178,7 @@ def _measure(
 
 
 def _compare(
-    target: PreTrainedModel, results: dict[str, Series], prompt_lengths: list[int]
+    target: Model, results: dict[str, Series], prompt_lengths: list[int]
 ) -> dict[str, list[ComparedRuns]]:
     """Every contestant's texts against those of HF generate."""
     import specdec_ext
@@ -167,7 +200,7 @@ def _speed_table(
 ) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("")
-    for heading in ("tokens/s (median)", "ratio", "mean acceptance length", "same text"):
+    for heading in ("tokens/s", "ratio", "acceptance length", "same text"):
         table.add_column(heading, justify="right")
     for name, series in results.items():
         length = series.mean_acceptance_length
@@ -227,7 +260,7 @@ def _print_repetition(console: Console, series: Series, prompt_lengths: list[int
 def _print_differences(
     console: Console,
     compared: dict[str, list[ComparedRuns]],
-    prompts: list[Prompt],
+    prompts: list[dict[str, str]],
     encoded: list[LongTensor],
 ) -> bool:
     """Name every difference from HF generate; whether none of them is a bug of specdec_ext."""
@@ -236,7 +269,7 @@ def _print_differences(
         for each, prompt, ids in zip(verdicts, prompts, encoded, strict=True):
             if not each.equal:
                 console.print(
-                    f"{name}, {prompt.name}: {describe(each, ids.shape[1])}", soft_wrap=True
+                    f"{name}, {prompt['name']}: {describe(each, ids.shape[1])}", soft_wrap=True
                 )
                 sound = sound and (each.verdict != "bug" or name == HF_LOOKUP)
     return sound

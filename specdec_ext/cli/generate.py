@@ -61,7 +61,7 @@ def generate(
     input_ids = encode(tokenizer, text, device)
     began = time.perf_counter()
     with user_errors():
-        output = specdec_ext.generate(
+        output: Any = specdec_ext.generate(
             target,
             input_ids,
             drafter=proposer,

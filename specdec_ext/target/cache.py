@@ -29,7 +29,9 @@ class RollbackLayer(DynamicLayer):
     Attributes:
         length: slots that hold written keys; what ``get_seq_length`` reports.
         window: the sliding window in tokens, or None for full attention.
-        slack: further slots before the window that a ragged batch needs (its rows end at different slots).
+        slack: further slots before the window that must be shown: rows of a ragged batch end at different
+            slots, and paddings between a row's tokens take slots of its window.
+        dropped: slots at the front whose keys were gone when a sliding layer was adopted.
     """
 
     is_croppable = True
@@ -41,6 +43,7 @@ class RollbackLayer(DynamicLayer):
         super().__init__()
         self.window = window
         self.slack = 0
+        self.dropped = 0
         self._first_capacity = 0
         self.is_sliding = window is not None
 
@@ -127,7 +130,10 @@ class RollbackLayer(DynamicLayer):
         self.length = max(0, self.length + tokens_to_remove)
 
     def reset(self) -> None:
-        self.length = 0
+        # The buffers go, too: the next conversation may have another number of rows.
+        self.key_buffer = self.value_buffer = None
+        self.is_initialized = False
+        self.length = self.slack = self.dropped = 0
 
     def reorder_rows(self, order: Tensor) -> None:
         """Row i becomes what row ``order[i]`` was; only rows that move are copied."""
@@ -192,5 +198,5 @@ def _adopt_layer(layer: Any) -> RollbackLayer:
     adopted.lazy_initialization(layer.keys, layer.values)
     adopted.key_buffer[:, :, total - stored : total] = layer.keys
     adopted.value_buffer[:, :, total - stored : total] = layer.values
-    adopted.length = total
+    adopted.length, adopted.dropped = total, total - stored
     return adopted

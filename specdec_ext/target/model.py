@@ -132,6 +132,8 @@ class Target:
         """Refuse positions other than those that count the tokens before, which rollback relies on."""
         if position_ids is None:
             return
+        if attention_mask is not None and attention_mask.shape != input_ids.shape:
+            return  # prefill refuses the mask
         rows, columns = input_ids.shape
         expected = torch.arange(columns, device=input_ids.device).expand(rows, -1)
         valid = torch.ones_like(input_ids, dtype=torch.bool)
@@ -139,8 +141,10 @@ class Target:
             valid = attention_mask.bool()
             expected = valid.cumsum(dim=1) - 1
         # With a filled cache and no mask transformers prepares more positions than columns.
-        given = position_ids[..., :columns].expand_as(expected)
-        if not torch.equal(given[valid], expected[valid]):
+        given = position_ids[..., :columns]
+        if given.shape[-1] < columns or not torch.equal(
+            given.expand_as(expected)[valid], expected[valid]
+        ):
             raise ValueError(
                 "position_ids do not count the unpadded tokens of each row from 0; other positions are not "
                 "supported, leave position_ids out"
@@ -164,6 +168,12 @@ class Target:
                 f"past_key_values holds {past} tokens and input_ids {columns}; pass the whole text, the part "
                 "in the cache included, with at least one new token"
             )
+        held = next((len(layer.key_buffer) for layer in self._layers if layer.length), rows)
+        if held != rows:
+            raise ValueError(
+                f"past_key_values holds {held} rows, input_ids {rows}; select or repeat the rows of the cache "
+                "first (batch_select_indices, batch_repeat_interleave)"
+            )
         valid = torch.ones_like(input_ids, dtype=torch.bool)
         if attention_mask is not None:
             valid = attention_mask.to(torch.bool)
@@ -176,6 +186,12 @@ class Target:
                 raise ValueError(
                     f"attention_mask row {int((~valid.any(1)).nonzero()[0])} has no token"
                 )
+        last = columns - 1 - valid.flip(1).long().argmax(dim=1)
+        if int(last.min()) < past:
+            raise ValueError(
+                f"row {int(last.argmin())} has no token after the {past} that past_key_values holds; give every "
+                "row a new token, or run the whole text without past_key_values"
+            )
         lengths = valid.sum(dim=1)
         padded = int(lengths.min()) < columns
         positions = (valid.cumsum(dim=1) - 1).clamp(min=0)
@@ -188,6 +204,7 @@ class Target:
         self._slot_positions = torch.cat([positions, lengths[:, None] + future], dim=1)
         self._prompt_length = columns
         self._first_position = lengths
+        self._whole_batch = self._slot_valid, self._slot_positions, self._first_position
         self._row_slots = torch.full_like(lengths, columns)
         self._start, self._padded = columns, padded
         self._aligned = True
@@ -208,10 +225,15 @@ class Target:
                 query_positions=positions[:, past:],
                 key_positions=positions,
             )
+        if self._holes and any(layer.dropped for layer in self._layers):
+            raise ValueError(
+                "past_key_values comes from a sliding-window cache that has dropped old tokens, and "
+                "attention_mask has paddings between tokens, so that a window may reach back to what was "
+                "dropped; run the whole text without past_key_values"
+            )
         for layer in self._layers:
             layer.reserve(min(self._max_slots, columns + FIRST_SLOTS))
-        self._set_slack(past)
-        last = valid.shape[1] - 1 - valid.flip(1).long().argmax(dim=1)
+            layer.slack = self._holes
         kept = torch.unique(last) - past
         output = self._forward(
             block,
@@ -231,14 +253,6 @@ class Target:
             if columns is None or (len(columns) == 1 and self._holes == 0)
             else columns
         }
-
-    def _set_slack(self, start: int) -> None:
-        """Slots before the window that sliding layers must show: ragged ends and paddings inside rows."""
-        slack = self._holes
-        if not self._aligned:
-            slack += start - int(self._row_slots.min())
-        for layer in self._layers:
-            layer.slack = slack
 
     def _forward(self, block: BlockVisibility | None, **inputs: Any) -> TargetOutput:
         # Inference mode saves a part of every small op. What the caller may keep is allocated outside of it:
@@ -282,7 +296,6 @@ class Target:
             query_positions=positions,
             key_positions=torch.cat([self._slot_positions[:, :start], positions], dim=1),
         )
-        self._set_slack(start)
         return self._forward(block, input_ids=tree.tokens, position_ids=positions)
 
     def commit(self, path: Tensor, num_accepted: Tensor) -> None:
@@ -324,6 +337,7 @@ class Target:
         self._aligned = min(lengths) == self._start
         for layer in self._layers:
             layer.length = self._start
+            layer.slack = self._holes + self._start - min(lengths)
 
     def reorder(self, order: Sequence[int], active: int) -> None:
         """Row i of the cache becomes what row ``order[i]`` was; the first ``active`` rows go on."""
@@ -337,10 +351,24 @@ class Target:
         if active:
             self._settle()
 
-    def finish(self, length: int) -> None:
-        """Leave the cache with ``length`` slots, laid out like ``sequences[:, :-1]``."""
+    def finish(self, last_tokens: Tensor, columns: Tensor) -> None:
+        """Leave the cache laid out like ``sequences[:, :-1]``.
+
+        Args:
+            last_tokens: ``[rows]`` of the whole batch, in the order the rows have in the cache now, which
+                must be that of the prompt.
+            columns: ``[rows]`` columns of each row, its last token included.
+        """
+        width = int(columns.max())
+        if int(columns.min()) < width:
+            # Nobody has read the last token of a row that ended early; the next turn needs its keys.
+            self._slot_valid, self._slot_positions, self._first_position = self._whole_batch
+            self._row_slots = columns - 1
+            self._settle()
+            self.forward(DraftTree.root(last_tokens))
+            self.commit(torch.zeros_like(columns)[:, None], torch.zeros_like(columns))
         for layer in self._layers:
-            layer.length, layer.slack = length, 0
+            layer.length, layer.slack = width - 1, 0
 
 
 def _pick_columns(logits: Tensor, wanted: Tensor, kept: Tensor) -> Tensor:

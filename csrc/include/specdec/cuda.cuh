@@ -1,6 +1,7 @@
 // The few CUDA facilities that kernels use, each behind one name, so that kernel files can also be
-// compiled for the host (kernels.md, "Running CUDA kernels without a GPU"): launches, shared memory,
-// barriers, warp reductions. Kernels use nothing else of the runtime but threadIdx, blockIdx, blockDim.
+// compiled for the host and run there without a GPU (csrc/emulation/cuda_runtime.h): launches,
+// shared memory, barriers, warp reductions. Kernels use nothing else of the runtime but threadIdx,
+// blockIdx, blockDim.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,14 +20,20 @@ struct LaunchConfig {
   cudaStream_t stream;
 };
 
-// The only place that launches. Errors of the configuration come back here, errors of the kernel with
-// a later call, as usual in CUDA.
+// The only place that launches. Errors of the configuration come back here, errors of the kernel
+// with a later call, as usual in CUDA.
 template <typename... Params, typename... Args>
 cudaError_t launch(void (*kernel)(Params...), const LaunchConfig& config, const Args&... args) {
   if (config.grid_x > INT32_MAX || config.grid_y > 65535) return cudaErrorInvalidConfiguration;
-  const dim3 grid(static_cast<unsigned>(config.grid_x), static_cast<unsigned>(config.grid_y));
-  kernel<<<grid, config.block, 0, config.stream>>>(args...);
+  const unsigned grid_x = static_cast<unsigned>(config.grid_x);
+  const unsigned grid_y = static_cast<unsigned>(config.grid_y);
+#ifdef __CUDACC__
+  kernel<<<dim3(grid_x, grid_y), config.block, 0, config.stream>>>(args...);
   return cudaGetLastError();
+#else
+  Emulation::run_grid([&] { kernel(args...); }, grid_x, grid_y, config.block);
+  return cudaSuccess;
+#endif
 }
 
 // An array in shared memory.
@@ -37,11 +44,15 @@ struct SharedArray {
   __device__ T& operator[](int64_t i) { return elements[i]; }
 };
 
-// The block's shared memory: one struct per kernel.
+// SPECDEC_SHARED: the block's shared memory, one struct per kernel. SPECDEC_GRID_CONSTANT: a
+// by-value kernel parameter that may be indexed dynamically without a copy in local memory.
+#ifdef __CUDACC__
 #define SPECDEC_SHARED(Type, name) __shared__ Type name
-
-// A by-value kernel parameter that may be indexed dynamically without a copy in local memory.
 #define SPECDEC_GRID_CONSTANT __grid_constant__
+#else
+#define SPECDEC_SHARED(Type, name) Type& name = Emulation::shared<Type>()
+#define SPECDEC_GRID_CONSTANT
+#endif
 
 __device__ __forceinline__ void block_barrier() { __syncthreads(); }
 

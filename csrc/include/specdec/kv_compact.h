@@ -1,4 +1,5 @@
-// kv_compact: move the accepted slots of a tree to the front of its block, in K and V of all layers.
+// kv_compact: move the accepted slots of a tree to the front of its block, in K and V of all
+// layers.
 #pragma once
 
 #include <optional>

@@ -1,10 +1,10 @@
 // Arg-max over a vocabulary in integers, so that the result does not depend on the order of the
 // reduction.
 //
-// The key of a float32 score orders like the float, with -0 = +0. A pick packs (key, ~token) into 64
-// bits: the larger pick has the larger score and, at equal scores, the lower token. Example: scores
-// 1.5 for tokens 7 and 9 give the keys 0xBFC00000 and the picks 0xBFC00000FFFFFFF8 (token 7, wins) and
-// 0xBFC00000FFFFFFF6.
+// The key of a float32 score orders like the float, with -0 = +0. A pick packs (key, ~token) into
+// 64 bits: the larger pick has the larger score and, at equal scores, the lower token. Example:
+// scores 1.5 for tokens 7 and 9 give the keys 0xBFC00000 and the picks 0xBFC00000FFFFFFF8 (token 7,
+// wins) and 0xBFC00000FFFFFFF6.
 #pragma once
 
 #include "specdec/platform.h"
@@ -26,7 +26,7 @@ constexpr int32_t kMinusInfinityKey = kMinusInfinityBits ^ 0x7FFFFFFF;
 
 using Pick = uint64_t;
 
-constexpr Pick kNoPick = 0;            // no score above -inf: loses to every pick
+constexpr Pick kNoPick = 0;              // no score above -inf: loses to every pick
 constexpr Pick kNaNPick = ~uint64_t{0};  // a score was NaN: wins over every pick
 
 // key > kMinusInfinityKey, token < 2^31.

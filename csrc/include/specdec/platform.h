@@ -1,9 +1,10 @@
 // What differs between host and device compilers, in one place: qualifiers, bit casts and float32
 // operations whose rounding is spelt out.
 //
-// rng.h promises the same bits on every backend, so it may not leave contraction (a * b + c becoming
-// one rounding or two) to a compiler. On the device the _rn intrinsics are never contracted; on the
-// host the build passes -ffp-contract=off, and std::fma is exact with or without FMA hardware.
+// rng.h promises the same bits on every backend, so it may not leave contraction (a * b + c
+// becoming one rounding or two) to a compiler. On the device the _rn intrinsics are never
+// contracted; on the host the build passes -ffp-contract=off, and std::fma is exact with or without
+// FMA hardware.
 #pragma once
 
 #include <cmath>

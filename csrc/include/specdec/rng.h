@@ -11,10 +11,10 @@
 // -log(-log(u)) reaches u = 1, and its ties are visible at vocabularies of 128k.)
 //
 // Numerics: float32 with the roundings written out (platform.h); no libm, no subnormals, no branch.
-// Error of g against float64 at the same float32 v: below 1.1e-6 (half an ulp at 16 is 9.5e-7), below
-// 3.5e-7 for g < 8. Rounding v to float32 adds less than 1e-6 above g = -1.5; below it the values are
-// coarse (0.025 at the very end), where only 1 draw in 88 lies and none decides an arg-max.
-// python_tests/test_rng.py measures both.
+// Error of g against float64 at the same float32 v: below 1.1e-6 (half an ulp at 16 is 9.5e-7),
+// below 3.5e-7 for g < 8. Rounding v to float32 adds less than 1e-6 above g = -1.5; below it the
+// values are coarse (0.025 at the very end), where only 1 draw in 88 lies and none decides an
+// arg-max. python_tests/test_rng.py measures both.
 //
 // Philox: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 #pragma once
@@ -94,8 +94,7 @@ SPECDEC_HOST_DEVICE float gumbel(uint32_t bits) {
   // Both are computed and then selected, so that the loop over tokens has no branch.
   const float offset = exact_add(survivor.mantissa, -1.0f);
   const float f = survivor.exponent == 0 ? -v : offset;
-  const float exponential =
-      -exact_fma(static_cast<float>(survivor.exponent), kLog2, log1p_core(f));
+  const float exponential = -exact_fma(static_cast<float>(survivor.exponent), kLog2, log1p_core(f));
 
   const SplitFloat split = split_float(exponential);
   return -exact_fma(static_cast<float>(split.exponent), kLog2,

@@ -1,4 +1,9 @@
-// verify_match: walk a draft tree along tokens drawn from the target (verification.md, rule 1).
+// verify_match: walk a draft tree along tokens drawn from the target.
+//
+// The match rule: at each visited node, starting at the root, draw one token from the node's
+// processed target distribution, as the arg-max of logit + Gumbel noise (greedy: no noise). If a
+// child carries the token, descend to the first one; otherwise emit the token and stop. What is
+// emitted has the target's law for every tree, because the tree never enters the draw.
 #pragma once
 
 #include "specdec/parallel.h"

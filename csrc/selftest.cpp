@@ -1,0 +1,273 @@
+// Self test of the torch-free library: the CPU ops against literal examples, and the CUDA kernels,
+// compiled for the host, against the CPU ops on random cases in three thread orders.
+//
+// The specification that the CPU ops are held to is specdec_ext/reference, by python_tests/.
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "cuda_runtime.h"
+#include "specdec/cpu_isa.h"
+#include "specdec/launchers.h"
+#include "specdec/rng.h"
+
+namespace specdec {
+namespace {
+
+int num_checks = 0;
+
+#define CHECK(condition)                                                                 \
+  do {                                                                                   \
+    ++num_checks;                                                                        \
+    if (!(condition)) {                                                                  \
+      std::fprintf(stderr, "%s:%d: check failed: %s\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                                      \
+    }                                                                                    \
+  } while (false)
+
+const ParallelFor kSerial{[](int64_t count, int64_t, ParallelFor::Body body, void* context) {
+  // Ranges of one: results must not depend on how the work is cut.
+  for (int64_t i = 0; i < count; ++i) body(i, i + 1, context);
+}};
+
+using Ints = std::vector<int64_t>;
+
+// Random trees; some links are inactive, forward or nonsense.
+Ints random_parents(int64_t batch, int64_t nodes, std::mt19937& random) {
+  Ints parents(batch * nodes);
+  for (int64_t i = 0; i < batch * nodes; ++i) {
+    const int64_t node = i % nodes;
+    parents[i] = node == 0 ? kRootParent : static_cast<int64_t>(random() % node);
+    if (random() % 8 == 0) parents[i] = static_cast<int64_t>(random() % (nodes + 4)) - 3;
+  }
+  return parents;
+}
+
+struct TreeMaskOutputs {
+  Ints ancestors, depths, positions, first_child, next_sibling, paths;
+  bool operator==(const TreeMaskOutputs&) const = default;
+};
+
+template <typename Run>
+TreeMaskOutputs run_tree_mask(const Ints& parents, int64_t batch, int64_t nodes, const Run& run) {
+  const int64_t words = (nodes + 63) / 64;
+  const Ints root_positions(batch, 100);
+  TreeMaskOutputs out;
+  out.ancestors.resize(batch * nodes * words);
+  out.paths.resize(batch * nodes * nodes);
+  for (Ints* output : {&out.depths, &out.positions, &out.first_child, &out.next_sibling}) {
+    output->resize(batch * nodes);
+  }
+  run(TreeMaskParams{.parents = {parents.data(), nodes, 1},
+                     .root_positions = {root_positions.data(), 1},
+                     .batch = batch,
+                     .nodes = nodes,
+                     .words = words,
+                     .ancestors = out.ancestors.data(),
+                     .depths = out.depths.data(),
+                     .positions = out.positions.data(),
+                     .first_child = out.first_child.data(),
+                     .next_sibling = out.next_sibling.data(),
+                     .paths = out.paths.data()});
+  return out;
+}
+
+void test_tree_mask() {
+  const auto on_cpu = [](const TreeMaskParams& params) { cpu::tree_mask(params, kSerial); };
+  const auto emulated = [](const TreeMaskParams& params) {
+    CHECK(launch_tree_mask(params, nullptr) == cudaSuccess);
+  };
+  const TreeMaskOutputs example = run_tree_mask({-1, 0, 0, 1, 1}, 1, 5, on_cpu);
+  CHECK((example.ancestors == Ints{1, 3, 5, 11, 19}));
+  CHECK((example.depths == Ints{0, 1, 1, 2, 2}));
+  CHECK((example.positions == Ints{100, 101, 101, 102, 102}));
+  CHECK((example.first_child == Ints{1, 3, -1, -1, -1}));
+  CHECK((example.next_sibling == Ints{-1, 2, -1, 4, -1}));
+
+  std::mt19937 random(1);
+  for (int64_t nodes : {1, 2, 31, 32, 33, 63, 64, 65, 130, 257, 1024}) {
+    const Ints parents = random_parents(3, nodes, random);
+    CHECK(run_tree_mask(parents, 3, nodes, emulated) == run_tree_mask(parents, 3, nodes, on_cpu));
+  }
+}
+
+struct MatchOutputs {
+  Ints path, num_accepted, next_token, status;
+  bool operator==(const MatchOutputs&) const = default;
+};
+
+struct MatchCase {
+  int64_t batch, nodes, vocab;
+  LogitsType type;
+  std::vector<uint16_t> half_logits;  // storage of the 16-bit types
+  std::vector<float> logits;
+  Ints tokens, parents, root_positions, seeds, row_ids;
+  std::unique_ptr<bool[]> stochastic;
+};
+
+MatchCase random_match_case(int64_t batch, int64_t nodes, int64_t vocab, LogitsType type,
+                            std::mt19937& random) {
+  MatchCase c{batch, nodes, vocab, type, {}, {}, {}, {}, {}, {}, {}, nullptr};
+  std::normal_distribution<float> normal(0, 3);
+  c.logits.resize(batch * nodes * vocab);
+  for (float& logit : c.logits) logit = random() % 4 == 0 ? -INFINITY : normal(random);
+  // A few NaN: some are visited, some are not.
+  for (int64_t i = 0; i < batch; ++i) c.logits[random() % c.logits.size()] = NAN;
+  if (type != LogitsType::kFloat32) {
+    for (int64_t i = 0; i < batch * nodes * vocab; ++i) {
+      c.half_logits.push_back(static_cast<uint16_t>(random()));
+    }
+  }
+  c.parents = random_parents(batch, nodes, random);
+  for (int64_t i = 0; i < batch * nodes; ++i) {
+    c.tokens.push_back(static_cast<int64_t>(random() % std::min<int64_t>(vocab, 5)));
+  }
+  c.stochastic = std::make_unique<bool[]>(batch);
+  for (int64_t row = 0; row < batch; ++row) {
+    c.root_positions.push_back(static_cast<int64_t>(random() % 5000));
+    c.seeds.push_back(static_cast<int64_t>(random() * 0x9E3779B97F4A7C15u));
+    c.row_ids.push_back(row);
+    c.stochastic[row] = random() % 2 == 0;
+  }
+  return c;
+}
+
+template <typename Run>
+MatchOutputs run_match(const MatchCase& c, const Run& run) {
+  MatchOutputs out{Ints(c.batch * c.nodes), Ints(c.batch), Ints(c.batch), Ints(c.batch)};
+  const bool wide = c.type == LogitsType::kFloat32;
+  run(VerifyMatchParams{
+      .logits = wide ? static_cast<const void*>(c.logits.data()) : c.half_logits.data(),
+      .logits_type = c.type,
+      .logits_batch_stride = c.nodes * c.vocab,
+      .logits_node_stride = c.vocab,
+      .tokens = {c.tokens.data(), c.nodes, 1},
+      .parents = {c.parents.data(), c.nodes, 1},
+      .root_positions = {c.root_positions.data(), 1},
+      .seeds = {c.seeds.data(), 1},
+      .row_ids = {c.row_ids.data(), 1},
+      .stochastic = {c.stochastic.get(), 1},
+      .batch = c.batch,
+      .nodes = c.nodes,
+      .vocab = c.vocab,
+      .path = out.path.data(),
+      .num_accepted = out.num_accepted.data(),
+      .next_token = out.next_token.data(),
+      .status = out.status.data()});
+  return out;
+}
+
+void test_verify_match() {
+  const auto on_cpu = [](const VerifyMatchParams& params) { cpu::verify_match(params, kSerial); };
+  const auto emulated = [](const VerifyMatchParams& params) {
+    std::vector<std::byte> workspace(verify_match_workspace_bytes(params), std::byte{0xAB});
+    CHECK(launch_verify_match(params, workspace.data(), nullptr) == cudaSuccess);
+  };
+  std::mt19937 random(2);
+  int64_t num_accepted = 0, num_bad = 0;
+  for (LogitsType type : {LogitsType::kFloat32, LogitsType::kBFloat16, LogitsType::kFloat16}) {
+    for (int64_t vocab : {1, 2, 3, 5, 64, 127, 4097, 9000}) {
+      const MatchCase c = random_match_case(4, vocab < 100 ? 19 : 3, vocab, type, random);
+      const MatchOutputs expected = run_match(c, on_cpu);
+      CHECK(run_match(c, emulated) == expected);
+      for (int64_t row = 0; row < c.batch; ++row) {
+        num_accepted += std::max<int64_t>(expected.num_accepted[row], 0);
+        num_bad += expected.status[row] != 0;
+      }
+    }
+  }
+  CHECK(num_accepted > 10);  // the cases are not vacuous
+  CHECK(num_bad > 3);
+}
+
+// One cache per entry of `layout`, filled with distinct bytes.
+struct Caches {
+  std::vector<std::vector<std::byte>> storage;
+  std::vector<CacheTensor> tensors;
+};
+
+Caches make_caches(int64_t batch, int64_t slots, const std::vector<std::pair<int, int>>& layout) {
+  Caches caches;
+  for (const auto& [heads, slot_bytes] : layout) {
+    auto& bytes = caches.storage.emplace_back(batch * heads * slots * slot_bytes);
+    for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::byte>(i * 37 + i / 251);
+    caches.tensors.push_back({.data = bytes.data(),
+                              .batch_stride = heads * slots * slot_bytes,
+                              .head_stride = slots * slot_bytes,
+                              .slot_stride = slot_bytes,
+                              .slots = slots,
+                              .heads = heads,
+                              .slot_bytes = slot_bytes});
+  }
+  return caches;
+}
+
+void test_kv_compact() {
+  std::mt19937 random(3);
+  const std::vector<std::vector<std::pair<int, int>>> layouts = {
+      {{1, 16}},
+      {{2, 256}, {3, 48}},
+      {{2, 8}, {1, 24}},
+      {{1, 7}},
+      {{2, 6}, {1, 2}},
+      {{3, 4}},
+      std::vector<std::pair<int, int>>(131, {1, 32})};
+  for (const auto& layout : layouts) {
+    for (int64_t nodes : {1, 5, 40, 1024}) {
+      const int64_t batch = 3, slots = nodes + 9;
+      Ints path(batch * nodes), accepted, sources, targets;
+      for (int64_t row = 0; row < batch; ++row) {
+        const auto begin = path.begin() + row * nodes;
+        std::iota(begin, begin + nodes, 0);
+        std::shuffle(begin, begin + nodes, random);
+        accepted.push_back(static_cast<int64_t>(random() % (nodes + 1)) - 1);
+        sources.push_back(static_cast<int64_t>(random() % 10));
+        targets.push_back(static_cast<int64_t>(random() % 10));
+      }
+      const KvMoves moves{.path = {path.data(), nodes, 1},
+                          .num_accepted = {accepted.data(), 1},
+                          .source_starts = {sources.data(), 1},
+                          .target_starts = {targets.data(), 1},
+                          .batch = batch,
+                          .nodes = nodes};
+      Caches expected = make_caches(batch, slots, layout);
+      Caches actual = make_caches(batch, slots, layout);
+      CHECK(!cpu::find_invalid_move(expected.tensors, moves));
+      cpu::kv_compact(expected.tensors, moves, kSerial);
+      CHECK(launch_kv_compact(actual.tensors, moves, nullptr) == cudaSuccess);
+      CHECK(actual.storage == expected.storage);
+    }
+  }
+}
+
+void test_rng() {
+  const auto words = [](Philox4 p) { return std::vector<uint32_t>(p.lane, p.lane + 4); };
+  CHECK((words(philox4x32<10>({{0, 0, 0, 0}}, 0, 0)) ==
+         std::vector<uint32_t>{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
+  CHECK(gumbel(0) < kMaxGumbel && gumbel(0) > 22.87f);
+  for (uint64_t bits = 0; bits < uint64_t{1} << 32; bits += 9973) {
+    const double v = std::min((static_cast<double>(bits) + 0.5) * 0x1p-32, 1 - 0x1p-24);
+    const double exact = -std::log(-std::log1p(-v));
+    const double error = std::abs(gumbel(static_cast<uint32_t>(bits)) - exact);
+    CHECK(error < (exact > -1.5 ? 1.1e-6 : 0.025));
+  }
+}
+
+}  // namespace
+}  // namespace specdec
+
+int main() {
+  using namespace specdec;
+  test_rng();
+  for (ThreadOrder order :
+       {ThreadOrder::kForward, ThreadOrder::kBackward, ThreadOrder::kShuffled}) {
+    Emulation::order = order;
+    test_tree_mask();
+    test_verify_match();
+    test_kv_compact();
+  }
+  std::printf("%d checks passed (CPU ops as %s, kernels emulated)\n", num_checks,
+              cpu::cpu_isa_name(cpu::cpu_isa()));
+}

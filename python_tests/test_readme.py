@@ -1,0 +1,45 @@
+"""What the README shows works: its drafter runs and is lossless, its names and commands exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import prompts, tiny_model
+from typer.testing import CliRunner
+
+import specdec_ext
+from specdec_ext.cli import app
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_drafter_of_the_readme():
+    (block,) = [block for block in BLOCKS if "class BigramDrafter" in block]
+    model = tiny_model("llama")
+    ids, mask = prompts((12, 3, 9))
+    inputs = dict(input_ids=ids, attention_mask=mask, do_sample=False)
+    names = dict(specdec_ext=specdec_ext, model=model, inputs=inputs)
+    exec(block, names)
+    assert torch.equal(names["out"], model.generate(**inputs, max_new_tokens=256))
+    out = specdec_ext.generate(
+        model,
+        **inputs,
+        drafter=names["BigramDrafter"](),
+        max_new_tokens=64,
+        return_dict_in_generate=True,
+    )
+    assert out.speculation.accepted_tokens > 0
+
+
+def test_the_calls_of_the_readme():
+    (block,) = [block for block in BLOCKS if "custom_generate" in block]
+    ids, _ = prompts((5,))
+    names = dict(model=tiny_model("llama"), draft_model=tiny_model("qwen3"), inputs={"input_ids": ids})
+    exec(block.replace("max_new_tokens=256", "max_new_tokens=8"), names)
+
+
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"^specdec (\w+)", README, re.MULTILINE))))
+def test_the_commands_of_the_readme(command):
+    assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
