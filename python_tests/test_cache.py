@@ -82,6 +82,17 @@ def test_crop_and_reset_as_in_transformers():
     assert layer.get_seq_length() == 0
 
 
+def test_cropping_back_to_dropped_tokens_is_refused():
+    config = tiny_model("mistral-window").config
+    cache = DynamicCache(config=config)
+    for index in range(3):
+        cache.update(*states(1, 20), index)  # window 8: the first 13 are dropped
+    adopt_cache(cache, config)
+    cache.crop(0)
+    with pytest.raises(ValueError, match=r"without its first 13 tokens; cropped to 18"):
+        cache.crop(-2)
+
+
 def test_batch_operations_of_the_cache_class():
     config = tiny_model("llama").config
     cache, refusal = adopt_cache(DynamicCache(config=config), config)
@@ -117,7 +128,7 @@ def test_adopting_twice_changes_nothing():
 
 def test_other_cache_classes_are_refused():
     config = tiny_model("llama").config
-    with pytest.raises(ValueError, match="StaticCache; expected a transformers.DynamicCache"):
+    with pytest.raises(ValueError, match=r"StaticCache; expected a transformers\.DynamicCache"):
         adopt_cache(StaticCache(config=config, max_cache_len=16), config)
     with pytest.raises(ValueError, match="offloading"):
         adopt_cache(DynamicCache(config=config, offloading=True), config)

@@ -69,7 +69,7 @@ def test_ngram_and_draft_models(reference, name, batch):
 
 def test_a_perfect_draft_is_accepted_whole(reference):
     """Four right tokens a step and the bonus: 23 tokens after the first take five target passes."""
-    ids, kwargs, expected = reference("llama", "one")
+    ids, kwargs, _ = reference("llama", "one")
     drafter = DraftModelDrafter(tiny_model("llama"), num_draft_tokens=4)
     stats = specdec_ext.generate(
         tiny_model("llama"), ids, drafter=drafter, return_dict_in_generate=True, **kwargs

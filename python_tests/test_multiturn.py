@@ -153,9 +153,7 @@ def eos_for(model, lengths) -> list[int]:
     ids, mask = prompts(lengths)
     rows = generated(plain(model, ids, mask), ids.shape[1])
     for first, second in itertools.product(rows[0][2:8], rows[1][:12]):
-        ends = {
-            min((row + [token]).index(token) for token in (first, second)) for row in rows
-        }
+        ends = {min([*row, token].index(token) for token in (first, second)) for row in rows}
         if len(ends) == len(rows) and max(ends) == NEW_TOKENS:
             return [first, second]
     raise AssertionError("no two tokens end these rows at three different columns")
@@ -339,14 +337,21 @@ def test_only_the_new_tokens(drafter):
         made = make_drafter(drafter, model, [[]])
         with pytest.raises(ValueError, match="the whole text"):
             specdec_ext.generate(
-                model, new, attention_mask=mask, past_key_values=cache, drafter=made, max_new_tokens=4
+                model,
+                new,
+                attention_mask=mask,
+                past_key_values=cache,
+                drafter=made,
+                max_new_tokens=4,
             )
 
 
 def test_a_text_that_the_cache_already_holds():
     model = tiny_model("llama")
     cache, expected = filled(model)
-    with pytest.raises(ValueError, match=r"past_key_values holds 20 tokens and input_ids 20; .* new token"):
+    with pytest.raises(
+        ValueError, match=r"past_key_values holds 20 tokens and input_ids 20; .* new token"
+    ):
         specdec_ext.generate(model, expected[:, :20], past_key_values=cache, max_new_tokens=4)
 
 
@@ -355,9 +360,7 @@ def test_a_cache_of_another_batch(rows):
     model = tiny_model("llama")
     cache, _ = filled(model, rows=3)
     with pytest.raises(ValueError, match=f"past_key_values holds 3 rows, input_ids {rows}"):
-        specdec_ext.generate(
-            model, question(1, rows, 30), past_key_values=cache, max_new_tokens=4
-        )
+        specdec_ext.generate(model, question(1, rows, 30), past_key_values=cache, max_new_tokens=4)
 
 
 def test_a_row_without_a_new_token():
@@ -367,7 +370,9 @@ def test_a_row_without_a_new_token():
     ids = torch.cat([expected, question(2, 2, 3)], dim=1)
     mask = torch.ones_like(ids)
     mask[1, -4:] = 0
-    with pytest.raises(ValueError, match="row 1 has no token after the 20 that past_key_values holds"):
+    with pytest.raises(
+        ValueError, match="row 1 has no token after the 20 that past_key_values holds"
+    ):
         specdec_ext.generate(
             model, ids, attention_mask=mask, past_key_values=cache, max_new_tokens=4
         )
@@ -400,5 +405,7 @@ def test_other_cache_classes(make, name):
     cache = make(model)
     if name == "QuantizedCache":
         cache.layers, cache.layer_class_to_replicate, cache.offloading = [], None, False
-    with pytest.raises(ValueError, match=rf"past_key_values is {name}; expected a transformers.DynamicCache"):
+    with pytest.raises(
+        ValueError, match=rf"past_key_values is {name}; expected a transformers.DynamicCache"
+    ):
         specdec_ext.generate(model, question(1), past_key_values=cache, max_new_tokens=4)

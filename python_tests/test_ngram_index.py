@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from specdec_ext._host import NgramIndex
+
 from specdec_ext.reference import ngram
 
 ALL_COLLIDE = 0

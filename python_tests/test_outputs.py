@@ -1,9 +1,9 @@
 """Scores, logits, hidden states and attentions are those of HF ``generate``; the counters add up.
 
 Claim: with ``return_dict_in_generate=True`` every recorded tensor has HF's place in the same tuples, HF's
-shape and, up to the end of its row, HF's values (float32; absolute tolerance 2e-4, since a block of tokens is
-scored at once), whatever is drafted, for full and sliding attention, alone and in a ragged batch. What follows
-a row's end is unspecified and not compared.
+shape and, up to the end of its row, HF's values (float32; absolute tolerance 2e-4, since a block of tokens
+is scored at once), whatever is drafted, for full and sliding attention, alone and in a ragged batch. What
+follows a row's end is unspecified and not compared.
 """
 
 import functools
@@ -48,7 +48,9 @@ def ends(sequences: torch.LongTensor, columns: int, eos: list[int]) -> list[int]
     return [next((i + 1 for i, t in enumerate(row) if t in eos), len(row)) for row in rows]
 
 
-def assert_rows_close(mine: torch.Tensor, theirs: torch.Tensor, step: int, lengths: list[int]) -> None:
+def assert_rows_close(
+    mine: torch.Tensor, theirs: torch.Tensor, step: int, lengths: list[int]
+) -> None:
     """Equal shapes, and equal values in the rows that were not over at ``step``."""
     assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
     alive = torch.tensor([step < length for length in lengths])
@@ -71,7 +73,9 @@ def assert_same_outputs(mine, theirs, lengths: list[int]) -> None:
                 assert_rows_close(a, b, step, lengths)
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "self", "noisy_chain", "oracle_tree", "random_tree"])
+@pytest.mark.parametrize(
+    "drafter", ["none", "ngram", "self", "noisy_chain", "oracle_tree", "random_tree"]
+)
 @every_batch
 @pytest.mark.parametrize("name", MODELS)
 def test_all_outputs_equal_those_of_hf(name, batch, drafter):
@@ -124,7 +128,7 @@ def test_rows_that_run_on_record_as_many_entries_as_hf(drafter):
 @pytest.mark.parametrize("drafter", ["none", "random_tree"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_padded_row_records_what_it_records_alone(side, drafter):
-    """Attention to columns of padding is zero; without these columns the weights are those of the row alone."""
+    """Attention to paddings is zero; without their columns the weights are those of the row alone."""
     lengths = (6, 3, 9)
     ids, mask = prompts(lengths, side=side)
     model = tiny_model("llama", attn_implementation="eager")
@@ -171,7 +175,9 @@ def test_scores_are_processed_and_logits_are_not(batch, sampling):
     plain = specdec_ext.generate(model, ids, drafter=None, **kwargs)
     answers = generated(plain.sequences, ids.shape[1])
     for drafter in DRAFTERS:
-        out = specdec_ext.generate(model, ids, drafter=make_drafter(drafter, model, answers), **kwargs)
+        out = specdec_ext.generate(
+            model, ids, drafter=make_drafter(drafter, model, answers), **kwargs
+        )
         assert torch.equal(out.sequences, plain.sequences)
         for step in range(NEW_TOKENS):
             assert (out.scores[step][:, [5, 6]] == -torch.inf).all()
@@ -224,7 +230,9 @@ def test_what_is_returned_may_be_edited_and_differentiated(drafter):
 # --- counters
 
 
-def stats_of(drafter, batch: str, model_name: str = "llama", **kwargs) -> tuple[SpeculationStats, int]:
+def stats_of(
+    drafter, batch: str, model_name: str = "llama", **kwargs
+) -> tuple[SpeculationStats, int]:
     """Counters of a call, and how many tokens it generated (paddings not counted)."""
     ids, mask = prompts(BATCHES[batch])
     model = tiny_model(model_name)
@@ -269,7 +277,11 @@ def test_counters_of_plain_decoding():
     assert stats.drafter == "none"
     assert (stats.steps, stats.emitted_tokens) == (count - 5, count - 5)
     assert (stats.drafts, stats.draft_tokens, stats.accepted_tokens) == (0, 0, 0)
-    assert (stats.mean_acceptance_length, stats.emitted_per_step, stats.acceptance_rate) == (1, 1, 0)
+    assert (stats.mean_acceptance_length, stats.emitted_per_step, stats.acceptance_rate) == (
+        1,
+        1,
+        0,
+    )
 
 
 def test_counters_of_an_oracle():
@@ -307,9 +319,9 @@ def test_reusing_one_drafter_begins_new_counters():
     model = tiny_model("llama")
     kwargs = dict(attention_mask=mask, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True)
     drafter = specdec_ext.NgramDrafter(min_ngram=1)
-    runs = [specdec_ext.generate(model, ids, drafter=drafter, **kwargs).speculation for _ in range(2)]
+    runs = [
+        specdec_ext.generate(model, ids, drafter=drafter, **kwargs).speculation for _ in range(2)
+    ]
     for stats in runs:
         stats.seconds = {}
     assert runs[0] == runs[1]
-
-

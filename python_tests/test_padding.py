@@ -48,7 +48,7 @@ def alone(name: str) -> list[list[int]]:
 
 
 def layout(kind: str) -> tuple[torch.LongTensor, torch.LongTensor]:
-    """The prompts of ``LENGTHS`` with their paddings in different places; paddings hold a token that bites."""
+    """The prompts of ``LENGTHS`` with paddings in different places; paddings hold a token that bites."""
     ids, mask = prompts(LENGTHS)
     width = {"left": 11, "right": 11, "wide": 23}.get(kind, 19)
     out_ids = torch.full((len(LENGTHS), width), 42)
@@ -195,9 +195,14 @@ def test_num_return_sequences(side, drafter):
     assert torch.equal(actual, expected)
     assert torch.equal(actual[:, :6], ids.repeat_interleave(3, dim=0))
     assert len({tuple(row) for row in generated(actual, 6)}) == 6
-    repeated = {**kwargs, "num_return_sequences": 1, "attention_mask": mask.repeat_interleave(3, dim=0)}
+    repeated = {
+        **kwargs,
+        "num_return_sequences": 1,
+        "attention_mask": mask.repeat_interleave(3, dim=0),
+    }
     assert torch.equal(
-        specdec_ext.generate(model, ids.repeat_interleave(3, dim=0), drafter=None, **repeated), actual
+        specdec_ext.generate(model, ids.repeat_interleave(3, dim=0), drafter=None, **repeated),
+        actual,
     )
 
 

@@ -210,9 +210,7 @@ def test_a_processor_with_state_is_called_as_by_plain_decoding(eos, drafter, bat
     """As often, in order, with the same ids: rejected drafts leave no trace, rows advance together."""
     ids, mask = prompts(BATCHES[batch])
     model = tiny_model("llama")
-    kwargs = dict(
-        attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=eos
-    )
+    kwargs = dict(attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=eos)
     theirs, mine = Counting(), Counting()
     expected = model.generate(ids, logits_processor=[theirs], **kwargs)
     made = make_drafter(drafter, model, generated(expected, ids.shape[1]))
@@ -267,8 +265,8 @@ def test_the_same_processors_in_the_generation_config():
     """Set on the config, not as keywords."""
     ids, mask = prompts(BATCHES["five-ragged"])
     model = tiny_model("llama")
-    config = GenerationConfig(pad_token_id=0, repetition_penalty=1.4, max_new_tokens=NEW_TOKENS, do_sample=False)
+    config = GenerationConfig(
+        pad_token_id=0, repetition_penalty=1.4, max_new_tokens=NEW_TOKENS, do_sample=False
+    )
     actual = specdec_ext.generate(model, ids, attention_mask=mask, generation_config=config)
     assert torch.equal(actual, hf_text("repetition-penalty", "five-ragged"))
-
-

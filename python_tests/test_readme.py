@@ -36,10 +36,14 @@ def test_the_drafter_of_the_readme():
 def test_the_calls_of_the_readme():
     (block,) = [block for block in BLOCKS if "custom_generate" in block]
     ids, _ = prompts((5,))
-    names = dict(model=tiny_model("llama"), draft_model=tiny_model("qwen3"), inputs={"input_ids": ids})
+    names = dict(
+        model=tiny_model("llama"), draft_model=tiny_model("qwen3"), inputs={"input_ids": ids}
+    )
     exec(block.replace("max_new_tokens=256", "max_new_tokens=8"), names)
 
 
-@pytest.mark.parametrize("command", sorted(set(re.findall(r"^specdec (\w+)", README, re.MULTILINE))))
+@pytest.mark.parametrize(
+    "command", sorted(set(re.findall(r"^specdec (\w+)", README, re.MULTILINE)))
+)
 def test_the_commands_of_the_readme(command):
     assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0

@@ -23,8 +23,8 @@ def test_nothing_counted_yet():
 
 
 def test_a_worked_example():
-    # (drafted nodes, depth, accepted, emitted): chains of 3 with 3, 1 and 0 accepted, one step without a draft,
-    # one tree of 5 nodes and depth 2 with 2 accepted
+    # (drafted nodes, depth, accepted, emitted): chains of 3 with 3, 1 and 0 accepted, one step without
+    # a draft, one tree of 5 nodes and depth 2 with 2 accepted
     stats = counted((3, 3, 3, 4), (3, 3, 1, 2), (3, 3, 0, 1), (0, 0, 0, 1), (5, 2, 2, 3))
     assert (stats.steps, stats.drafts, stats.draft_tokens) == (5, 4, 14)
     assert (stats.accepted_tokens, stats.emitted_tokens) == (6, 11)

@@ -42,7 +42,9 @@ def run(batch: str, drafter: str, **kwargs):
     def fresh() -> dict:
         return {name: value() if callable(value) else value for name, value in kwargs.items()}
 
-    ours = specdec_ext.generate(model, ids, drafter=make_drafter(drafter, model, answers), **fresh())
+    ours = specdec_ext.generate(
+        model, ids, drafter=make_drafter(drafter, model, answers), **fresh()
+    )
     return ours, model.generate(ids, **fresh())
 
 
@@ -64,12 +66,21 @@ def eos_of(case: str, answers: list[list[int]]) -> int | list[int]:
         "id-of-the-first-token": answers[0][0],
         "several-ids": [answers[row][3 + 4 * row] for row in range(len(answers))],
         "every-first-token": [row[0] for row in answers],
-        "far-apart": [answers[0][1]] + [answers[-1][NEW_TOKENS - 2]],
-        "never": next(token for token in range(1, VOCAB) if all(token not in row for row in answers)),
+        "far-apart": [answers[0][1], answers[-1][NEW_TOKENS - 2]],
+        "never": next(
+            token for token in range(1, VOCAB) if all(token not in row for row in answers)
+        ),
     }[case]
 
 
-EOS_CASES = ["one-id", "id-of-the-first-token", "several-ids", "every-first-token", "far-apart", "never"]
+EOS_CASES = [
+    "one-id",
+    "id-of-the-first-token",
+    "several-ids",
+    "every-first-token",
+    "far-apart",
+    "never",
+]
 
 
 @every_batch
@@ -84,9 +95,7 @@ def test_end_of_sequence(case, drafter, batch):
 def test_the_eos_cases_are_what_they_say():
     """Rows end early, late and on their first token: otherwise the equality above is empty."""
     answers = endless("five-ragged")[2]
-    ends = {
-        case: ends_of(answers, eos_of(case, answers)) for case in EOS_CASES
-    }
+    ends = {case: ends_of(answers, eos_of(case, answers)) for case in EOS_CASES}
     assert ends["one-id"][0] == 7 and max(ends["one-id"]) == NEW_TOKENS
     assert ends["id-of-the-first-token"][0] == 1
     assert len(set(ends["several-ids"])) > 2
@@ -147,7 +156,9 @@ class FrontRowOnly(specdec_ext.DraftModelDrafter):
         tree = super().propose(context)
         others = torch.tensor([row != 0 for row in context.rows])[:, None]
         tokens = (tree.tokens + others.long()) % VOCAB
-        return specdec_ext.DraftTree(torch.cat([tree.tokens[:, :1], tokens[:, 1:]], 1), tree.parents)
+        return specdec_ext.DraftTree(
+            torch.cat([tree.tokens[:, :1], tokens[:, 1:]], 1), tree.parents
+        )
 
 
 @every_drafter
@@ -176,7 +187,7 @@ def test_learned_positions_are_not_exceeded_by_the_row_in_front(eos, drafter):
 
 
 def test_a_row_far_ahead_waits_at_max_length():
-    """One row accepts five tokens a step, the other none: 120 tokens apart, more than the slack of the buffers."""
+    """One row accepts five tokens a step, the other none: 120 apart, more than the slack of the buffers."""
     model = tiny_model("llama")
     ids, mask = prompts((6, 6))
     kwargs = dict(attention_mask=mask, max_new_tokens=150, do_sample=False)
@@ -233,9 +244,13 @@ def stop_strings_of(case: str, answers: list[list[int]]) -> str | list[str]:
 @every_batch
 @every_drafter
 @pytest.mark.parametrize("eos", [True, False], ids=["eos", "no-eos"])
-@pytest.mark.parametrize("case", ["one-token", "two-tokens", "across-borders", "first-token", "several", "never"])
+@pytest.mark.parametrize(
+    "case", ["one-token", "two-tokens", "across-borders", "first-token", "several", "never"]
+)
 def test_stop_strings(case, eos, drafter, batch):
-    kwargs = dict(stop_strings=stop_strings_of(case, endless(batch)[2]), tokenizer=letters_tokenizer())
+    kwargs = dict(
+        stop_strings=stop_strings_of(case, endless(batch)[2]), tokenizer=letters_tokenizer()
+    )
     if eos:
         kwargs["eos_token_id"] = endless(batch)[2][0][15]
     kwargs["tokenizer"] = letters_tokenizer  # made by the call, as every callable
@@ -257,9 +272,15 @@ def test_a_stop_string_ends_the_row_with_the_token_that_completes_it():
 def test_stop_strings_in_the_generation_config():
     answers = endless("one")[2]
     ids, mask, _ = endless("one")
-    config = GenerationConfig(max_new_tokens=20, stop_strings=[stop_strings_of("two-tokens", answers)])
+    config = GenerationConfig(
+        max_new_tokens=20, stop_strings=[stop_strings_of("two-tokens", answers)]
+    )
     ours = specdec_ext.generate(
-        tiny_model("llama"), ids, attention_mask=mask, generation_config=config, tokenizer=letters_tokenizer()
+        tiny_model("llama"),
+        ids,
+        attention_mask=mask,
+        generation_config=config,
+        tokenizer=letters_tokenizer(),
     )
     assert ours[0, 7:].tolist() == answers[0][:8]
     assert config.stop_strings is not None  # the caller's object is left as it was
@@ -308,7 +329,7 @@ class EndsOnLowScore(StoppingCriteria):
 @pytest.mark.parametrize("eos", [True, False], ids=["eos", "no-eos"])
 @pytest.mark.parametrize("kind", [EndsOnMultiplesOfSeven, SaysTrueOrFalse])
 def test_custom_criteria_without_state(kind, eos, drafter, batch):
-    """Without an end-of-sequence id transformers pads nothing: finished rows run on until the last one ends."""
+    """Without an end-of-sequence id transformers pads nothing: finished rows run on to the last one's end."""
     kwargs = {"eos_token_id": endless(batch)[2][0][15]} if eos else {}
     ours, expected = run(batch, drafter, stopping_criteria=lambda: [kind()], **kwargs)
     assert torch.equal(ours, expected)

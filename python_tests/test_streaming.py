@@ -108,7 +108,7 @@ def test_the_contract_through_the_hook(drafter, batch):
 
 
 def test_stop_strings_that_end_rows_which_others_have_passed():
-    """No end-of-sequence id, and only row-independent criteria: rows are columns apart when the last one ends.
+    """No end-of-sequence id, only row-independent criteria: rows are columns apart when the last one ends.
 
     The row in front used to be streamed past the end of the returned text.
     """
@@ -152,7 +152,11 @@ def test_positions_are_put_as_soon_as_all_unfinished_rows_have_them(drafter):
         def propose(self, context):
             slowest = min(len(context.generated[row]) for row in context.rows)
             lags.append(slowest - (len(streamer.puts) - 1))
-            return specdec_ext.DraftTree.root(context.roots) if inner is None else inner.propose(context)
+            return (
+                specdec_ext.DraftTree.root(context.roots)
+                if inner is None
+                else inner.propose(context)
+            )
 
         def commit(self, context, accepted):
             if inner is not None:
@@ -184,7 +188,9 @@ def test_drafted_flags_agree_with_the_counters(drafter, batch):
 def test_paddings_of_finished_rows_are_not_drafted():
     answers = endless("five-ragged")[2]
     streamer = DraftedLog()
-    sequences = run("five-ragged", "oracle_chain", streamer, eos_token_id=answers[0][2], pad_token_id=5)
+    sequences = run(
+        "five-ragged", "oracle_chain", streamer, eos_token_id=answers[0][2], pad_token_id=5
+    )
     after_end = torch.stack(streamer.flags, dim=1)[0, 3:]
     assert (sequences[0, 15:] == 5).all() and not after_end.any()
 
@@ -222,7 +228,13 @@ def test_without_a_drafter_the_streamer_of_hf_gets_the_same():
     model = tiny_model("llama")
     # transformers' own call puts [batch] tensors, too
     model.generate(ids, streamer=theirs, **kwargs)
-    specdec_ext.generate(model, ids, streamer=mine, drafter=ScriptedDrafter(endless("five-ragged")[2], oracle_chain), **kwargs)
+    specdec_ext.generate(
+        model,
+        ids,
+        streamer=mine,
+        drafter=ScriptedDrafter(endless("five-ragged")[2], oracle_chain),
+        **kwargs,
+    )
     assert theirs.ends == mine.ends == 1 and len(theirs.puts) == len(mine.puts)
     for a, b in zip(theirs.puts, mine.puts, strict=True):
         assert torch.equal(a, b)
@@ -239,5 +251,3 @@ def test_an_error_in_the_streamer_reaches_the_caller_and_the_next_call_works():
         run("five-ragged", "random_tree", Broken())
     streamer = Log()
     streamer.check(run("five-ragged", "random_tree", streamer), 12)
-
-

@@ -131,7 +131,7 @@ def adversary_tree(right, rng):
 def random_tree(right, rng):
     """Random branches, some of them prefixes of the right text."""
     paths = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 4))] for _ in range(3)]
-    paths.append(right[: rng.randrange(6)] + [rng.randrange(VOCAB)])
+    paths.append([*right[: rng.randrange(6)], rng.randrange(VOCAB)])
     rng.shuffle(paths)
     return paths
 
@@ -152,10 +152,21 @@ def generated(sequences: torch.LongTensor, prompt_columns: int) -> list[list[int
 
 
 # Names for parametrized tests: no drafter, the two that ship, and scripts from always right to always wrong.
-DRAFTERS = ["none", "ngram", "self", "oracle_chain", "adversary_chain", "noisy_chain", "oracle_tree", "random_tree"]
+DRAFTERS = [
+    "none",
+    "ngram",
+    "self",
+    "oracle_chain",
+    "adversary_chain",
+    "noisy_chain",
+    "oracle_tree",
+    "random_tree",
+]
 
 
-def make_drafter(name: str, model: PreTrainedModel, answers: list[list[int]]) -> specdec_ext.Drafter | None:
+def make_drafter(
+    name: str, model: PreTrainedModel, answers: list[list[int]]
+) -> specdec_ext.Drafter | None:
     """The drafter with this name of ``DRAFTERS`` or ``SHAPES``; ``answers`` as in ``ScriptedDrafter``."""
     if name == "none":
         return None

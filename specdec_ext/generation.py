@@ -177,11 +177,11 @@ def custom_generate(
                 "assistant_model is not used by a custom_generate; pass it as "
                 "custom_generate(drafter=assistant_model)"
             )
+        _refuse(generation_config, model_kwargs)
         if not input_ids.numel():
             raise ValueError(
                 f"input_ids is {tuple(input_ids.shape)}; expected at least one row and one token"
             )
-        _refuse(generation_config, model_kwargs)
         criteria = StoppingCriteriaList(stopping_criteria)
         if stop_strings is not None:
             criteria.append(StopStringCriteria(tokenizer, stop_strings))
@@ -222,8 +222,8 @@ def _decode(
     # A mask of ones does not arrive here, only its length (transformers >= 5.20).
     if getattr(config, "_mask_length", columns) != columns:
         raise ValueError(
-            f"attention_mask has {config._mask_length} columns and input_ids {columns}; pass the whole text as "
-            "input_ids, the part in past_key_values included"
+            f"attention_mask has {config._mask_length} columns and input_ids {columns}; pass the whole text "
+            "as input_ids, the part in past_key_values included"
         )
     if attention_mask is not None and bool((attention_mask == 1).all()):
         attention_mask = None
@@ -308,7 +308,7 @@ def _seeds(
     return seeds
 
 
-def _checked_seed(seed: int) -> int:
+def _checked_seed(seed: Any) -> int:
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed must be an int of 64 bits or a list of them, got {seed!r}")
     return seed

@@ -70,8 +70,12 @@ class Decoder:
         roots = self.context.roots
         if self.drafter is None:
             return DraftTree.root(roots)
-        tree = self.drafter.propose(self.context)
-        tree = tree.validated(roots, self.target.vocab_size, type(self.drafter).__name__)
+        tree, name = self.drafter.propose(self.context), type(self.drafter).__name__
+        if not isinstance(tree, DraftTree):
+            raise TypeError(
+                f"{name}.propose returned a {type(tree).__name__}; expected a DraftTree"
+            )
+        tree = tree.validated(roots, self.target.vocab_size, name)
         # The last token a row emits needs no key, so the deepest useful node is one short of the room left.
         return tree.pruned([left - 1 for left in self.context.remaining])
 

@@ -39,8 +39,8 @@ class TokenStream:
 
     def advance(self, accepted: Accepted, rows: list[int], columns: int) -> None:
         """Hand out what is final: the first ``columns`` columns of ``sequences``."""
-        for row, tokens, count in zip(rows, accepted.emitted, accepted.drafted, strict=True):
-            self._drafted[row].extend(j < count for j in range(len(tokens)))
+        for row, emitted, count in zip(rows, accepted.emitted, accepted.drafted, strict=True):
+            self._drafted[row].extend(j < count for j in range(len(emitted)))
         final = self._context.sequences(columns)[:, self._context.prompt_columns :].cpu()
         for column in range(self._next, final.shape[1]):
             tokens = final[:, column]

@@ -134,11 +134,14 @@ class Sampler:
         path, num_accepted, next_token, status = self._match(scores, tree, positions, rows)
         if status.any():
             i = int(status.nonzero()[0])
-            position = positions[i] + int(num_accepted[i]) + 1
+            # num_accepted counts the nodes below the root before the bad one (-1 if that is the root);
+            # named is the position of the token that could not be drawn.
+            position = positions[i] + int(num_accepted[i]) + 2
             raise ValueError(
                 f"the target's processed logits of row {rows[i]} at position {position} "
-                f"{COMPLAINTS[int(status[i])]}. Check the model's weights and dtype, the prompt, and the logits "
-                "processors; InfNanRemoveLogitsProcessor (remove_invalid_values=True) replaces invalid values."
+                f"{COMPLAINTS[int(status[i])]}. Check the model's weights and dtype, the prompt, and the "
+                "logits processors; InfNanRemoveLogitsProcessor (remove_invalid_values=True) replaces "
+                "invalid values."
             )
         return path, num_accepted, next_token
 
@@ -180,8 +183,8 @@ class Sampler:
             logits: the target's raw logits at its nodes, ``[rows, nodes, vocab]``.
             context: the text; its active rows are the rows of ``tree``.
             stop: ends rows inside an accepted block.
-            record: is given the processed scores behind each token as it is emitted; what it answers goes to
-                the stopping criteria.
+            record: is given the processed scores behind each token as it is emitted; what it answers
+                goes to the stopping criteria.
 
         Raises:
             ValueError: a visited node has NaN or no finite logit; the row and position are named.

@@ -5,7 +5,7 @@ Three steps, each resumable; state lives under ``--work`` (default ``build/bundl
     python training/bundled_models.py prepare            # collect source files, train the tokenizer, tokenize
     python training/bundled_models.py train target --tokens 40e6
     python training/bundled_models.py train draft --tokens 40e6
-    python training/bundled_models.py export target      # bf16 safetensors + model card with held-out perplexity
+    python training/bundled_models.py export target      # bf16 safetensors, model card with perplexity
     python training/bundled_models.py export draft
 
 The text is what any machine with Python has: the standard library with its tests and the installed
@@ -282,11 +282,12 @@ Made for demonstrations, tests and benchmarks of `specdec_ext`; it is not a usef
 
 | | |
 |---|---|
-| architecture | Llama, {layers} layers, hidden {hidden}, {heads} heads over {kv_heads} KV heads, {parameters:,} parameters, bf16 |
+| architecture | Llama, {layers} layers, hidden {hidden}, {heads} heads over {kv_heads} KV heads, bf16 |
+| parameters | {parameters:,} |
 | vocabulary | {vocab} (byte-level BPE) |
-| training text | {train_tokens:,} tokens of Python source: standard library with tests, installed packages |
+| training text | {train_tokens:,} tokens of Python: standard library with tests, installed packages |
 | tokens seen | {seen:,} in windows of {context} |
-| held-out perplexity | {perplexity:.2f} per token over {windows} windows of {context} tokens from files never trained on |
+| held-out perplexity | {perplexity:.2f} per token ({windows} windows of {context}, unseen files) |
 
 ```
 python training/bundled_models.py prepare

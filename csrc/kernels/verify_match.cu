@@ -6,10 +6,9 @@
 // Out: path [batch, nodes], num_accepted, next_token, status [batch]
 //
 // Two launches:
-//   pick: one block per (row, node, chunk of the vocabulary). A thread takes groups of 4 tokens,
-//   which
-//         share one Philox block, adds the noise and keeps its best pick; picks are reduced over
-//         the block. Inactive nodes are skipped.
+//   pick: one block per (row, node, chunk of the vocabulary). A thread takes groups of 4 tokens
+//         (they share one Philox block), adds the noise and keeps its best pick; picks are reduced
+//         over the block. Inactive nodes are skipped.
 //   walk: one warp per row. At the visited node the lanes reduce the picks of its chunks, then look
 //         for the first child that carries the token.
 // A pick is (key, ~token) in 64 bits (specdec/pick.h), so the result does not depend on the order

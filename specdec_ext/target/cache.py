@@ -127,7 +127,14 @@ class RollbackLayer(DynamicLayer):
                 f"crop takes the negative number of tokens to remove, got {tokens_to_remove}; "
                 "a positive value meant an absolute length in older transformers and is ambiguous"
             )
-        self.length = max(0, self.length + tokens_to_remove)
+        length = max(0, self.length + tokens_to_remove)
+        reach = 0 if self.window is None else length - (self.window - 1)
+        if self.dropped and reach < self.dropped < length:
+            raise ValueError(
+                f"this sliding-window layer was taken over without its first {self.dropped} tokens; cropped "
+                f"to {length} its window of {self.window} would reach back to them"
+            )
+        self.length = length
 
     def reset(self) -> None:
         # The buffers go, too: the next conversation may have another number of rows.

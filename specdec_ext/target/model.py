@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from specdec_ext import ops
@@ -79,6 +79,7 @@ class Target:
         self.config = model.config.get_text_config(decoder=True)
         self._check_model()
         self.cache, self.tree_refusal = adopt_cache(past_key_values, self.config)
+        self.tree_refusal = self.tree_refusal or _slot_attention(self.config)
         # What can be rolled back: all layers or, for a refused cache, none.
         self._layers = [
             layer
@@ -119,7 +120,7 @@ class Target:
     @property
     def windows(self) -> list[int | None]:
         """Sliding window of each attention layer, None for full attention."""
-        return [layer.window for layer in self._layers]
+        return [getattr(layer, "window", None) for layer in self.cache.layers]
 
     @property
     def start(self) -> int:
@@ -171,16 +172,16 @@ class Target:
         held = next((len(layer.key_buffer) for layer in self._layers if layer.length), rows)
         if held != rows:
             raise ValueError(
-                f"past_key_values holds {held} rows, input_ids {rows}; select or repeat the rows of the cache "
-                "first (batch_select_indices, batch_repeat_interleave)"
+                f"past_key_values holds {held} rows, input_ids {rows}; select or repeat the rows of the "
+                "cache first (batch_select_indices, batch_repeat_interleave)"
             )
         valid = torch.ones_like(input_ids, dtype=torch.bool)
         if attention_mask is not None:
             valid = attention_mask.to(torch.bool)
             if valid.shape != input_ids.shape:
                 raise ValueError(
-                    f"attention_mask is {tuple(valid.shape)}, expected the shape of input_ids {(rows, columns)} "
-                    "(pass the whole text, the part in past_key_values included)"
+                    f"attention_mask is {tuple(valid.shape)}, expected the shape of input_ids "
+                    f"{(rows, columns)} (pass the whole text, the part in past_key_values included)"
                 )
             if not valid.any(dim=1).all():
                 raise ValueError(
@@ -189,8 +190,8 @@ class Target:
         last = columns - 1 - valid.flip(1).long().argmax(dim=1)
         if int(last.min()) < past:
             raise ValueError(
-                f"row {int(last.argmin())} has no token after the {past} that past_key_values holds; give every "
-                "row a new token, or run the whole text without past_key_values"
+                f"row {int(last.argmin())} has no token after the {past} that past_key_values holds; give "
+                "every row a new token, or run the whole text without past_key_values"
             )
         lengths = valid.sum(dim=1)
         padded = int(lengths.min()) < columns
@@ -242,6 +243,11 @@ class Target:
             attention_mask=attention_mask if padded and block is None else None,
             **self._logits_to_keep(kept if padded else None),
         )
+        if self.tree_refusal is None and self.cache.get_seq_length() != columns:
+            raise ValueError(
+                f"{type(self.model).__name__} keeps no keys and values in its cache, so every token would "
+                "need the whole text again; use model.generate"
+            )
         output.logits = _pick_columns(output.logits, last - past, kept)
         return output
 
@@ -369,6 +375,15 @@ class Target:
             self.commit(torch.zeros_like(columns)[:, None], torch.zeros_like(columns))
         for layer in self._layers:
             layer.length, layer.slack = width - 1, 0
+
+
+def _slot_attention(config: PreTrainedConfig) -> str | None:
+    """Why attention depends on where in the cache a token lies, if it does: then siblings can't share it."""
+    if getattr(config, "alibi", False):
+        return "it biases attention by the distance of cache slots (ALiBi)"
+    if "local" in getattr(config, "attention_layers", ()):
+        return "its local attention counts cache slots"
+    return None
 
 
 def _pick_columns(logits: Tensor, wanted: Tensor, kept: Tensor) -> Tensor:

@@ -1,0 +1,497 @@
+"""What can't be honoured is refused by name, with a way out; what goes wrong inside says where.
+
+Claim: every refusal of ``generate``, ``custom_generate``, the target, the drafters and ``DraftTree`` raises
+the exception below with the message below; a broken drafter or a broken model is named; and after any of it
+the next call works.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from tiny import VOCAB, ScriptedDrafter, generated, prompts, tiny_model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GenerationConfig,
+    LogitsProcessor,
+)
+
+import specdec_ext
+from specdec_ext import Drafter, DraftModelDrafter, DraftTree, NgramDrafter
+
+
+def call(rows: int = 1, model=None, **kwargs):
+    ids, _ = prompts((6,) * rows)
+    model = tiny_model("llama") if model is None else model
+    return specdec_ext.generate(model, ids, **{"max_new_tokens": 5, "do_sample": False, **kwargs})
+
+
+def other_model(kind: str, **overrides):
+    config = AutoConfig.for_model(
+        kind,
+        **{
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+            **overrides,
+        },
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+# --- arguments
+
+REFUSED = {
+    "num_beams": (2, "beam search keeps several hypotheses; use model.generate"),
+    "num_beam_groups": (2, "group beam search"),
+    "penalty_alpha": (0.6, "contrastive search"),
+    "dola_layers": ("low", "DoLa contrasts layers"),
+    "constraints": ([1], "constrained beam search"),
+    "force_words_ids": ([[3]], "constrained beam search"),
+    "prompt_lookup_num_tokens": (3, "use drafter='ngram'"),
+    "assistant_early_exit": (2, "early-exit drafting"),
+    "use_mtp": (True, "multi-token-prediction heads"),
+    "speculation_type": ("dflash", "choose the drafter with drafter="),
+    "prefill_chunk_size": (2, "run in one pass"),
+    "use_cache": (False, "leave use_cache at True"),
+}
+
+
+@pytest.mark.parametrize("door", ["generate", "hook", "config"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_modes_that_are_not_a_law_over_tokens(name, door):
+    value, way_out = REFUSED[name]
+    ids, _ = prompts((6,))
+    with pytest.raises(
+        ValueError, match=f"{name}=.* can't be combined with speculation: .*{way_out}"
+    ):
+        if door == "generate":
+            call(**{name: value})
+        elif door == "config":
+            call(generation_config=GenerationConfig(max_new_tokens=3, **{name: value}))
+        else:
+            hook = specdec_ext.custom_generate()
+            tiny_model("llama").generate(
+                ids, custom_generate=hook, max_new_tokens=3, **{name: value}
+            )
+
+
+@pytest.mark.parametrize("name", ["static", "offloaded"])
+def test_cache_implementations(name):
+    with pytest.raises(ValueError, match=f"cache_implementation='{name}' can't be rolled back"):
+        call(cache_implementation=name)
+
+
+ARGUMENTS = {
+    "two-drafters": (dict(assistant_model="m", drafter="ngram"), "name two drafters; pass one"),
+    "synced-gpus": (dict(synced_gpus=True), "synced_gpus=True is not supported"),
+    "custom-generate": (dict(custom_generate=print), "custom_generate is how .* leave it out"),
+    "stop-strings-without-tokenizer": (dict(stop_strings="ab"), "stop_strings needs tokenizer="),
+    "unknown": (dict(temprature=0.3), r"not used by the model: \['temprature'\]"),
+    "negative-length": (dict(max_new_tokens=0), "`max_new_tokens` must be greater than 0"),
+    "greedy-copies": (dict(num_return_sequences=2), "do not support `num_return_sequences`"),
+    "attentions-under-sdpa": (
+        dict(output_attentions=True, return_dict_in_generate=True),
+        "output_attentions=True needs attn_implementation='eager'",
+    ),
+    "mask-too-long": (
+        dict(attention_mask=torch.ones(1, 7)),
+        "attention_mask has 7 columns and input_ids 6; pass the whole text",
+    ),
+    "mask-of-another-shape": (
+        dict(attention_mask=torch.tensor([[0, 1, 1, 1]])),
+        r"attention_mask is \(1, 4\), expected the shape of input_ids \(1, 6\)",
+    ),
+    "positions-from-one": (
+        dict(position_ids=torch.arange(1, 7)[None]),
+        "position_ids do not count the unpadded tokens",
+    ),
+    "too-few-positions": (
+        dict(position_ids=torch.arange(5)[None]),
+        "position_ids do not count the unpadded tokens",
+    ),
+    "drafter-name": (
+        dict(drafter="eagle9"),
+        r"drafter='eagle9' is not known; expected one of \['auto'",
+    ),
+    "too-many-seeds": (
+        dict(do_sample=True, seed=[1, 2]),
+        "seed has 2 entries; expected one int, or one per row of the batch of 1",
+    ),
+    "seed-and-generator": (
+        dict(do_sample=True, seed=1, generator=torch.Generator()),
+        "seed and generator both choose the noise",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments(case):
+    kwargs, message = ARGUMENTS[case]
+    if "assistant_model" in kwargs:
+        kwargs = {**kwargs, "assistant_model": tiny_model("llama")}
+    with pytest.raises(ValueError, match=message):
+        call(**kwargs)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [1.5, "abc", True, 2**63, -(2**63) - 1, [1.5], [None], np.int64(3), torch.tensor(3)],
+    ids=repr,
+)
+def test_seeds_are_ints_of_64_bits(seed):
+    with pytest.raises(ValueError, match="seed must be an int of 64 bits or a list of them, got"):
+        call(do_sample=True, seed=seed)
+
+
+@pytest.mark.parametrize("drafter", [3, NgramDrafter, len], ids=repr)
+def test_things_that_are_no_drafter(drafter):
+    with pytest.raises(
+        TypeError, match=r"expected a name .* a Hugging Face model or a specdec_ext.Drafter"
+    ):
+        call(drafter=drafter)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (1, 0)], ids=str)
+def test_empty_inputs(shape):
+    with pytest.raises(ValueError, match=r"expected at least one row and one token"):
+        specdec_ext.generate(
+            tiny_model("llama"), torch.zeros(shape, dtype=torch.long), max_new_tokens=3
+        )
+
+
+def test_a_row_of_paddings_only():
+    mask = torch.tensor([[1] * 6, [0] * 6])
+    with pytest.raises(ValueError, match="row 1 has no token"):
+        call(2, attention_mask=mask)
+
+
+def test_embeddings_as_input():
+    with pytest.raises(
+        ValueError, match="model inputs inputs_embeds are not supported; only text prompts"
+    ):
+        specdec_ext.generate(
+            tiny_model("llama"), inputs_embeds=torch.zeros(1, 4, 32), max_new_tokens=3
+        )
+
+
+def test_stop_strings_on_the_model():
+    model = tiny_model("llama")
+    model.generation_config.stop_strings = ["x"]
+    try:
+        with pytest.raises(ValueError, match=r"model.generation_config.stop_strings is set"):
+            call()
+    finally:
+        model.generation_config.stop_strings = None
+
+
+# --- models
+
+
+def test_encoder_decoder_models():
+    config = AutoConfig.for_model("t5", d_model=32, num_layers=1, vocab_size=VOCAB, d_ff=64, d_kv=8)
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder model"):
+        specdec_ext.target.Target(model, None, 10)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "mamba", "rwkv"])
+def test_models_without_positions(kind):
+    overrides = {"attention_hidden_size": 32} if kind == "rwkv" else {}
+    model = other_model(kind, **overrides)
+    message = "takes no position_ids, which trees and ragged rows need; use model.generate"
+    for drafter in ("auto", None):
+        with pytest.raises(ValueError, match=message):
+            call(model=model, drafter=drafter)
+
+
+def test_attention_that_takes_no_tree_mask():
+    model = other_model("llama")
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(
+        ValueError, match="'flex_attention', which takes no tree mask; load it with attn_impl"
+    ):
+        call(model=model)
+
+
+def test_a_model_that_ignores_the_cache():
+    """It used to read each token alone, without the text before it, and to say something else in silence."""
+    model = other_model("openai-gpt", n_embd=32, n_layer=2, n_head=4)
+    for drafter in ("ngram", None):
+        with pytest.raises(
+            ValueError, match="OpenAIGPTLMHeadModel keeps no keys and values in its cache"
+        ):
+            call(model=model, drafter=drafter)
+
+
+PLAIN_ONLY = {
+    "convolutions": (
+        functools.partial(other_model, "lfm2", layer_types=["conv", "full_attention"]),
+        "cache layers of type LinearAttentionLayer cannot be rolled back yet",
+    ),
+    "chunks": (
+        functools.partial(
+            other_model, "llama4_text", head_dim=8, num_local_experts=2, intermediate_size_mlp=64
+        ),
+        "cache layers of type chunked attention cannot be rolled back yet",
+    ),
+    "alibi": (
+        functools.partial(other_model, "falcon", alibi=True, new_decoder_architecture=False),
+        r"it biases attention by the distance of cache slots \(ALiBi\)",
+    ),
+    "local-attention": (
+        functools.partial(
+            other_model,
+            "gpt_neo",
+            attention_types=[[["global", "local"], 1]],
+            num_layers=2,
+            num_heads=4,
+            window_size=8,
+        ),
+        "its local attention counts cache slots",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PLAIN_ONLY)
+def test_models_that_are_only_decoded_plainly(case):
+    make, reason = PLAIN_ONLY[case]
+    model = make()
+    ids, _ = prompts((6,))
+    expected = model.generate(ids, max_new_tokens=5, do_sample=False)
+    assert torch.equal(call(model=model, drafter=None), expected)
+    with pytest.warns(UserWarning, match=f"is decoded without speculation: {reason}"):
+        assert torch.equal(call(model=model), expected)
+    with pytest.raises(ValueError, match=f"can't be speculated on: {reason}. Pass drafter=None"):
+        call(model=model, drafter="ngram")
+    with pytest.raises(ValueError, match=f"can't be decoded here with a batch of 2: {reason}"):
+        call(2, model=model, drafter=None)
+    with pytest.raises(ValueError, match=f"can't be a draft model: {reason}"):
+        call(drafter=model)
+
+
+# --- drafters
+
+
+class Fixed(Drafter):
+    """Proposes what a function makes of the context, from its second call on."""
+
+    def __init__(self, make):
+        self.make, self.calls = make, 0
+
+    def propose(self, context):
+        self.calls += 1
+        return DraftTree.root(context.roots) if self.calls == 1 else self.make(context)
+
+
+def tree(context, tokens, parents):
+    """Rows of (root, *tokens) with these parents."""
+    rows = [[root, *tokens] for root in context.roots.tolist()]
+    return DraftTree(torch.tensor(rows), torch.tensor([parents] * len(rows)))
+
+
+BROKEN_TREES = {
+    "wrong-roots": (
+        lambda c: DraftTree.root((c.roots + 1) % VOCAB),
+        r"Fixed returned a DraftTree whose roots are .* must be the last committed token",
+    ),
+    "a-row-too-few": (
+        lambda c: DraftTree.root(c.roots[1:]),
+        r"tokens are torch.int64 \(1, 1\); expected torch.int64 of shape \(2, nodes\)",
+    ),
+    "int32": (
+        lambda c: DraftTree(c.roots[:, None].int(), torch.full((2, 1), -1)),
+        r"tokens are torch.int32 \(2, 1\)",
+    ),
+    "parents-of-another-shape": (
+        lambda c: DraftTree(c.roots[:, None], torch.full((2, 3), -1)),
+        r"tokens \(2, 1\) and parents \(2, 3\); expected equal shapes",
+    ),
+    "one-dimension": (lambda c: DraftTree(c.roots, c.roots), r"tokens are torch.int64 \(2,\)"),
+    "no-nodes": (
+        lambda c: DraftTree(c.roots[:, None][:, :0], c.roots[:, None][:, :0]),
+        "with at least the root",
+    ),
+    "root-without-minus-one": (lambda c: tree(c, [5], [0, 0]), r"parents\[0, 0\] = 0; expected -1"),
+    "two-roots": (lambda c: tree(c, [5], [-1, -1]), r"parents\[0, 1\] = -1"),
+    "a-later-parent": (lambda c: tree(c, [5, 6], [-1, 2, 0]), r"parents\[0, 1\] = 2"),
+    "its-own-parent": (lambda c: tree(c, [5], [-1, 1]), r"parents\[0, 1\] = 1"),
+    "parent-minus-three": (lambda c: tree(c, [5], [-1, -3]), r"parents\[0, 1\] = -3"),
+    "token-beyond-the-vocabulary": (
+        lambda c: tree(c, [5, VOCAB], [-1, 0, 0]),
+        r"Fixed drafted token 97 \(row 0, node 2\); the target's vocabulary is \[0, 97\)",
+    ),
+    "negative-token": (
+        lambda c: tree(c, [-1], [-1, 0]),
+        r"Fixed drafted token -1 \(row 0, node 1\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_TREES)
+def test_broken_trees(case):
+    make, message = BROKEN_TREES[case]
+    with pytest.raises(ValueError, match=message):
+        call(2, drafter=Fixed(make))
+
+
+@pytest.mark.parametrize("what", [None, torch.zeros(2), [1, 2]], ids=["none", "tensor", "list"])
+def test_something_else_than_a_tree(what):
+    message = f"Fixed.propose returned a {type(what).__name__}; expected a DraftTree"
+    with pytest.raises(TypeError, match=message):
+        call(2, drafter=Fixed(lambda context: what))
+
+
+def test_inactive_nodes_may_hold_any_token_and_lend_themselves_as_parents():
+    """Legal, if odd: a node below an inactive one is inactive, and nobody reads its token."""
+
+    def make(context):
+        return tree(context, [5000, -7, 8], [-1, -2, -2, 0])
+
+    expected = call(2, drafter=None)
+    assert torch.equal(call(2, drafter=Fixed(make)), expected)
+    below = Fixed(lambda context: tree(context, [9, 10], [-1, -2, 1]))
+    assert torch.equal(call(2, drafter=below), expected)
+
+
+def test_an_exception_inside_a_drafter_is_the_callers():
+    def broken(context):
+        raise KeyError("no such draft")
+
+    with pytest.raises(KeyError, match="no such draft"):
+        call(2, drafter=Fixed(broken))
+    assert call(2).shape == (2, 11)
+
+
+def test_a_drafter_without_propose():
+    class Idle(Drafter):
+        pass
+
+    with pytest.raises(NotImplementedError, match="Idle must define propose"):
+        call(drafter=Idle())
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: NgramDrafter(num_draft_tokens=0), "num_draft_tokens must be at least 1, got 0"),
+        (lambda: NgramDrafter(num_branches=0), "num_branches must be at least 1, got 0"),
+        (lambda: DraftModelDrafter(None, 0), "num_draft_tokens must be at least 1, got 0"),
+    ],
+)
+def test_arguments_of_drafters(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("vocabulary", [50, 120])
+def test_draft_models_of_another_vocabulary_size_draft_what_both_know(vocabulary):
+    """Embeddings are often padded to different sizes; not an error."""
+    draft = other_model("llama", vocab_size=vocabulary)
+    assert torch.equal(call(2, drafter=draft, max_new_tokens=20), call(2, max_new_tokens=20))
+
+
+# --- numbers
+
+
+class Poisoned(LogitsProcessor):
+    """Makes the scores invalid from a column on, in one row."""
+
+    def __init__(self, value: float, row: int, column: int):
+        self.value, self.row, self.column = value, row, column
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] >= self.column:
+            scores[self.row] = self.value
+        return scores
+
+
+@pytest.mark.parametrize("shape", ["none", "oracle", "ngram"])
+@pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampling"])
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        (float("nan"), "contain NaN"),
+        (-float("inf"), "are all -inf: the logits processors left no token"),
+    ],
+    ids=["nan", "minus-inf"],
+)
+@pytest.mark.parametrize("column", [6, 9])
+def test_a_processor_that_leaves_nothing(column, value, message, sampling, shape):
+    """Row 1 is padded by two columns: the position counts its tokens."""
+    ids, mask = prompts((6, 4, 6))
+    kwargs = dict(attention_mask=mask, do_sample=sampling, max_new_tokens=8)
+    if sampling:
+        kwargs["seed"] = 4
+    model = tiny_model("llama")
+    plain = specdec_ext.generate(model, ids, drafter=None, **kwargs)
+    drafter = {
+        "none": None,
+        "ngram": "ngram",
+        "oracle": ScriptedDrafter(generated(plain, 6), lambda right, rng: [right[:5]]),
+    }[shape]
+    position = column - 2
+    with pytest.raises(ValueError, match=rf"logits of row 1 at position {position} {message}"):
+        specdec_ext.generate(
+            model, ids, drafter=drafter, logits_processor=[Poisoned(value, 1, column)], **kwargs
+        )
+    assert torch.equal(specdec_ext.generate(model, ids, drafter=drafter, **kwargs), plain)
+
+
+@pytest.fixture
+def broken_model():
+    """One embedding is NaN: everything that follows token 13 is."""
+    model = other_model("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[13] = float("nan")
+    return model
+
+
+@pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampling"])
+def test_nan_weights(broken_model, sampling):
+    ids, mask = prompts((6, 3))
+    ids[1, -1] = 13
+    with pytest.raises(
+        ValueError, match=r"logits of row 1 at position 3 contain NaN. Check the model's weights"
+    ):
+        specdec_ext.generate(
+            broken_model, ids, attention_mask=mask, do_sample=sampling, max_new_tokens=3
+        )
+
+
+def test_the_row_that_is_named_is_the_callers():
+    """Rows that end are moved behind the others; the message still counts as the caller does."""
+    model = tiny_model("llama")
+    ids, mask = prompts((6, 6, 6))
+    rows = generated(model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False), 6)
+    assert rows[0][1] not in rows[2][:6]
+    with pytest.raises(ValueError, match="logits of row 2 at position 11 contain NaN"):
+        specdec_ext.generate(
+            model,
+            ids,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=8,
+            eos_token_id=[rows[0][1]],
+            logits_processor=[Poisoned(float("nan"), 2, 11)],
+        )
+
+
+def test_remove_invalid_values_is_the_way_out(broken_model):
+    """The message names it, so it has to work."""
+    ids, mask = prompts((6, 3))
+    ids[1, -1] = 13
+    kwargs = dict(
+        attention_mask=mask, do_sample=False, max_new_tokens=4, remove_invalid_values=True
+    )
+    expected = broken_model.generate(ids, **kwargs)
+    assert torch.equal(specdec_ext.generate(broken_model, ids, **kwargs), expected)
