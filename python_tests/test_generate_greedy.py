@@ -103,6 +103,17 @@ def test_learned_positions_are_never_exceeded():
     assert torch.equal(specdec_ext.generate(model, ids, drafter=drafter, **kwargs), expected)
 
 
+@pytest.mark.parametrize("prompt", [20, 40], ids=["prompt-fits", "prompt-does-not-fit"])
+def test_a_draft_model_with_fewer_positions_stops_drafting(prompt):
+    """Its table of learned positions ends at 32, the text does not."""
+    model, short = tiny_model("gpt2"), tiny_model("gpt2-short")
+    ids, mask = prompts((prompt, prompt - 5))
+    kwargs = dict(attention_mask=mask, max_new_tokens=30, do_sample=False)
+    with pytest.warns(UserWarning, match="has 32 positions"):
+        actual = specdec_ext.generate(model, ids, drafter=short, **kwargs)
+    assert torch.equal(actual, model.generate(ids, **kwargs))
+
+
 def test_a_tree_of_more_than_64_nodes():
     """Two words of ancestor bits."""
     model = tiny_model("llama")

@@ -31,7 +31,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "mistral-window": ("mistral", {"sliding_window": 8}),
     "gpt2": (
         "gpt2",
-        {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256, "n_inner": 64},
+        {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 64},
     ),
     "gemma2-window": ("gemma2", {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}),
     "gemma3-window": (
@@ -41,6 +41,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "phi": ("phi", {"partial_rotary_factor": 0.5}),
 }
 ARCHITECTURES = list(CONFIGS)
+CONFIGS["gpt2-short"] = ("gpt2", {**CONFIGS["gpt2"][1], "max_position_embeddings": 32})
 
 
 @functools.cache

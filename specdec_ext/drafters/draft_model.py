@@ -7,6 +7,8 @@ match rule in both cases.
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -20,6 +22,9 @@ from specdec_ext.tree import DraftTree
 
 class DraftModelDrafter(Drafter):
     """Drafts a chain with a Hugging Face causal language model.
+
+    Rows that have grown to the draft model's ``max_position_embeddings`` are no longer drafted for; a
+    warning says so.
 
     Args:
         model: the draft model; same tokenizer as the target.
@@ -47,9 +52,13 @@ class DraftModelDrafter(Drafter):
             raise ValueError(
                 f"{type(self.model).__name__} can't be a draft model: {self._target.tree_refusal}"
             )
+        self._max_positions = getattr(self._target.config, "max_position_embeddings", None)
+        self._warned = False
         self._rows = list(context.rows)
         self._layout = list(context.rows)
-        self._target.prefill(self._legal(context.input_ids), context.attention_mask)
+        self._drafts = self._room(context) > 0
+        if self._drafts:
+            self._target.prefill(self._legal(context.input_ids), context.attention_mask)
         # Tokens of each row that the draft cache holds, counted from the first generated one.
         self._cached = {row: 0 for row in context.rows}
         self._drafted = 0
@@ -58,11 +67,32 @@ class DraftModelDrafter(Drafter):
         """A token the draft model has no embedding for can't be read; the draft is a guess anyway."""
         return tokens.clamp(max=self._vocab_size - 1)
 
+    def _room(self, context: Context) -> int:
+        """How many tokens can be drafted before the longest row runs out of the model's positions."""
+        if self._max_positions is None:
+            return self.num_draft_tokens
+        room = self._max_positions - 1 - max(context.root_positions)
+        if room < 1 and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the draft model {type(self.model).__name__} has {self._max_positions} positions and the "
+                "text is longer: from here on it is decoded without drafts. Use drafter='ngram' or a draft "
+                "model with a longer context.",
+                stacklevel=2,
+            )
+        return room
+
     def propose(self, context: Context) -> DraftTree:
+        room = self._room(context)
+        # The longest row only grows and rows share a forward pass: once out of room, out for good.
+        self._drafts = self._drafts and room > 0
+        if not self._drafts:
+            self._drafted = 0
+            return DraftTree.root(context.roots)
         self._follow_rows(context.rows)
         logits = self._catch_up(context)
         # All rows draft in step: one that has no room left must not ask for positions beyond its last.
-        length = min(self.num_draft_tokens, min(context.remaining) - 1)
+        length = min(self.num_draft_tokens, min(context.remaining) - 1, room)
         positions = torch.tensor(context.root_positions, device=context.device)
         drafts: list[Tensor] = []
         for step in range(length):
