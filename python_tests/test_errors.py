@@ -105,11 +105,11 @@ ARGUMENTS = {
     ),
     "mask-too-long": (
         dict(attention_mask=torch.ones(1, 7)),
-        "attention_mask has 7 columns and input_ids 6; pass the whole text",
+        r"attention_mask is \(1, 7\), input_ids \(1, 6\); pass the whole text",
     ),
     "mask-of-another-shape": (
         dict(attention_mask=torch.tensor([[0, 1, 1, 1]])),
-        r"attention_mask is \(1, 4\), expected the shape of input_ids \(1, 6\)",
+        r"attention_mask is \(1, 4\), input_ids \(1, 6\); pass the whole text",
     ),
     "positions-from-one": (
         dict(position_ids=torch.arange(1, 7)[None]),

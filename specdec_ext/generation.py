@@ -218,12 +218,15 @@ def _decode(
     past_key_values: Any = None,
     **_: Any,
 ) -> Tensor | SpeculativeOutput:
-    columns = input_ids.shape[1]
-    # A mask of ones does not arrive here, only its length (transformers >= 5.20).
-    if getattr(config, "_mask_length", columns) != columns:
+    rows, columns = input_ids.shape
+    # Of a mask of ones transformers >= 5.20 hands over only the length.
+    masked: tuple[int, ...] = (rows, getattr(config, "_mask_length", columns))
+    if attention_mask is not None:
+        masked = tuple(attention_mask.shape)
+    if masked != (rows, columns):
         raise ValueError(
-            f"attention_mask has {config._mask_length} columns and input_ids {columns}; pass the whole text "
-            "as input_ids, the part in past_key_values included"
+            f"attention_mask is {masked}, input_ids {(rows, columns)}; pass the whole text as input_ids, "
+            "the part in past_key_values included"
         )
     if attention_mask is not None and bool((attention_mask == 1).all()):
         attention_mask = None

@@ -178,11 +178,6 @@ class Target:
         valid = torch.ones_like(input_ids, dtype=torch.bool)
         if attention_mask is not None:
             valid = attention_mask.to(torch.bool)
-            if valid.shape != input_ids.shape:
-                raise ValueError(
-                    f"attention_mask is {tuple(valid.shape)}, expected the shape of input_ids "
-                    f"{(rows, columns)} (pass the whole text, the part in past_key_values included)"
-                )
             if not valid.any(dim=1).all():
                 raise ValueError(
                     f"attention_mask row {int((~valid.any(1)).nonzero()[0])} has no token"
