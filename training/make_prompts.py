@@ -6,7 +6,7 @@
 Each file below is one of the held-out texts and is found by the hash of its content. The choice was
 made by kind (library code, tests, scientific code; classes, functions, doctests) and by licence, before
 any speed was measured. A prompt is the longest run of whole lines from the top of the file that fits
-``MAX_TOKENS`` and ends inside a body. Held out by file is not enough, as text gets copied between files:
+``MAX_TOKENS`` and ends with one that opens a block. Held out by file is not enough, as text gets copied between files:
 a prompt and its true continuation may share at most ``MAX_SEEN`` of their runs of ``RUN`` tokens with the
 training text.
 """
@@ -68,15 +68,19 @@ authors'. Neither bundled model was trained on these files. Made by `training/ma
 
 
 def cut(text: str, tokenizer: PreTrainedTokenizerFast) -> str:
-    """The longest beginning of whole lines that fits and is followed by an indented line."""
+    """The longest beginning of whole lines that fits and ends with one that opens a block.
+
+    There is always something to write then: after the end of a body a file might as well end. The
+    last line break is left to the model, whose tokens join it with the indentation that follows.
+    """
     lines = text.splitlines(keepends=True)
     best = ""
     for count in range(1, len(lines)):
         candidate = "".join(lines[:count])
         if len(tokenizer(candidate)["input_ids"]) > MAX_TOKENS:
             break
-        if lines[count - 1].strip() and lines[count].startswith((" ", "\t")):
-            best = candidate
+        if lines[count - 1].rstrip().endswith(":") and lines[count].startswith((" ", "\t")):
+            best = candidate.rstrip()
     return best
 
 

@@ -28,7 +28,7 @@ class NgramDrafter(Drafter):
 
     def __init__(
         self,
-        num_draft_tokens: int = 8,
+        num_draft_tokens: int = 10,
         min_ngram: int = 2,
         max_ngram: int = 6,
         num_branches: int = 1,
