@@ -6,9 +6,9 @@
 Each file below is one of the held-out texts and is found by the hash of its content. The choice was
 made by kind (library code, tests, scientific code; classes, functions, doctests) and by licence, before
 any speed was measured. A prompt is the longest run of whole lines from the top of the file that fits
-``MAX_TOKENS`` and ends with one that opens a block. Held out by file is not enough, as text gets copied between files:
-a prompt and its true continuation may share at most ``MAX_SEEN`` of their runs of ``RUN`` tokens with the
-training text.
+``MAX_TOKENS`` and ends with one that opens a block. Held out by file is not enough, as text gets copied
+between files: a prompt and its true continuation may share at most ``MAX_SEEN`` of their runs of ``RUN``
+tokens with the training text.
 """
 
 from __future__ import annotations
