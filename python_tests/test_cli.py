@@ -64,15 +64,15 @@ def test_version_names_what_is_installed(arguments):
 # --- assets -----------------------------------------------------------------------------------------
 
 
-def test_held_out_prompts_fit_and_end_inside_a_body():
+def test_held_out_prompts_fit_and_end_where_a_block_opens():
     tokenizer = assets.load_tokenizer()
     prompts = assets.held_out_prompts()
     assert len(prompts) >= 12
     assert len({each["name"] for each in prompts}) == len(prompts)
     for each in prompts:
         assert each["license"] in ("PSF-2.0", "BSD-3-Clause", "Apache-2.0", "MIT")
-        assert 200 < len(tokenizer(each["prompt"])["input_ids"]) <= 350, each["name"]
-        assert each["prompt"].endswith("\n")
+        assert 100 < len(tokenizer(each["prompt"])["input_ids"]) <= 350, each["name"]
+        assert each["prompt"].endswith(":")
         assert re.search(r"^\s*(def|class) ", each["prompt"], re.MULTILINE), each["name"]
     assert (assets.FOLDER / "prompts.json").stat().st_size <= 60_000
 
