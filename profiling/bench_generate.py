@@ -46,14 +46,6 @@ def contestants(target: Any, draft: Any, kwargs: dict[str, Any]) -> dict[str, An
     }
 
 
-def classify(target: Any, texts: list, reference: list, prompts: list) -> dict[str, int]:
-    counts = {"equal": 0, "near-tie": 0, "bug": 0}
-    for text, expected, prompt in zip(texts, reference, prompts, strict=True):
-        verdict = specdec_ext.compare_runs(target, text[0], expected[0], prompt.shape[1]).verdict
-        counts[verdict] += 1
-    return counts
-
-
 def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     import matplotlib
 
@@ -106,17 +98,15 @@ def main(
                 "mean_acceptance_length": series.mean_acceptance_length,
                 "emitted_per_step": series.emitted_per_step,
                 "acceptance_per_position": series.acceptance_per_position,
-                "texts": (
-                    {} if temperature else classify(target, series.texts, results[HF].texts, ids)
+                "same_text": (
+                    ""
+                    if temperature
+                    else benchmark.same_text(series.compared_to(results[HF], target))
                 ),
                 "tokens_per_second_by_prompt": series.tokens_per_second,
             }
         )
-    completions = [
-        text[0, prompt.shape[1] :].tolist()
-        for text, prompt in zip(results[HF].texts, ids, strict=True)
-    ]
-    unique = benchmark.unique_ngram_fraction(completions)
+    unique = results[HF].unique_4grams
     show(rows, machine, unique)
     if out is not None:
         report = {
@@ -135,11 +125,6 @@ def show(rows: list[dict[str, Any]], machine: str, unique: float) -> None:
     for column in ("", "tokens/s", "ratio", "acceptance length", "emitted/step", "same text"):
         table.add_column(column, justify="left" if not column else "right")
     for row in rows:
-        counts = row["texts"]
-        same = f"{counts['equal']}/{sum(counts.values())}" if counts else ""
-        for kind in ("near-tie", "bug"):
-            if counts.get(kind):
-                same += f", {counts[kind]} {kind}"
 
         def number(key: str, row: dict[str, Any] = row) -> str:
             return "" if row[key] is None else f"{row[key]:.2f}"
@@ -150,7 +135,7 @@ def show(rows: list[dict[str, Any]], machine: str, unique: float) -> None:
             f"{row['ratio']:.2f}x",
             number("mean_acceptance_length"),
             number("emitted_per_step"),
-            same,
+            row["same_text"],
         )
     console = Console(width=130)
     console.print(table)

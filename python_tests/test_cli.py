@@ -326,7 +326,7 @@ def test_demo_fails_on_a_bug_and_names_it(monkeypatch):
     def bug(model, first, second, prompt_length, **_):
         return specdec_ext.ComparedRuns(False, prompt_length + 1, "bug", 3.0, 0.5)
 
-    monkeypatch.setattr(specdec_ext, "compare_runs", bug)
+    monkeypatch.setattr("specdec_ext.benchmark.compare_runs", bug)
     result = run("demo", "--prompts", "1", "--max-new-tokens", "4", "--no-stream")
     assert result.exit_code == 1
     assert "0/1, 1 bug" in result.output

@@ -206,9 +206,8 @@ def test_hf_goes_on_with_the_cache_of_a_ragged_batch(drafter):
     assert torch.equal(plain(model, ids, mask, past_key_values=cache), plain(model, ids, mask))
 
 
-@few_drafters
-def test_a_ragged_batch_filled_by_hf(drafter):
-    model = tiny_model("llama")
+def ragged_batch_filled_by_hf(model):
+    """(cache that HF's generate left, whole text with a new question, its mask); rows differ in length."""
     lengths = (9, 4, 7)
     eos = eos_for(model, lengths)
     ids, mask = prompts(lengths)
@@ -216,8 +215,15 @@ def test_a_ragged_batch_filled_by_hf(drafter):
     *_, text_mask = conversation(model, lengths, eos)
     ids = torch.cat([first.sequences, question(5, 3)], dim=1)
     mask = torch.cat([text_mask, torch.ones(3, 5, dtype=torch.long)], dim=1)
+    return first.past_key_values, ids, mask
+
+
+@few_drafters
+def test_a_ragged_batch_filled_by_hf(drafter):
+    model = tiny_model("llama")
+    cache, ids, mask = ragged_batch_filled_by_hf(model)
     expected = plain(model, ids, mask)
-    actual = ours(model, ids, drafter, expected, mask, past_key_values=first.past_key_values)
+    actual = ours(model, ids, drafter, expected, mask, past_key_values=cache)
     assert torch.equal(actual, expected)
 
 
@@ -381,15 +387,9 @@ def test_a_row_without_a_new_token():
 def test_a_window_that_dropped_what_a_padded_row_still_sees():
     """HF's sliding layers keep as many slots as the window is long, paddings included; ours count tokens."""
     model = tiny_model("mistral-window")
-    lengths = (9, 4, 7)
-    eos = eos_for(model, lengths)
-    ids, mask = prompts(lengths)
-    first = plain(model, ids, mask, eos_token_id=eos, return_dict_in_generate=True)
-    *_, text_mask = conversation(model, lengths, eos)
-    ids = torch.cat([first.sequences, question(5, 3)], dim=1)
-    mask = torch.cat([text_mask, torch.ones(3, 5, dtype=torch.long)], dim=1)
+    cache, ids, mask = ragged_batch_filled_by_hf(model)
     with pytest.raises(ValueError, match="sliding-window cache that has dropped"):
-        ours(model, ids, "none", ids, mask, past_key_values=first.past_key_values)
+        ours(model, ids, "none", ids, mask, past_key_values=cache)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,11 @@ def test_an_empty_batch():
     assert DraftTree.from_paths(empty, []).tokens.shape == (0, 1)
 
 
+def test_depths():
+    made = tree([[7, 1, 2, 3, 4], [8, 1, 2, 3, 4]], [[-1, 0, 1, 0, -2], [-1, -2, 1, 0, 3]])
+    assert made.depths == [[0, 1, 2, 1, -1], [0, -1, -1, 1, 2]]
+
+
 def test_pruning_cuts_depth_and_unused_columns():
     made = DraftTree.from_paths(ROOTS, [[[1, 2, 3], [4, 5]], [[6, 9]]])
     cut = made.pruned([1, 0])

@@ -16,7 +16,7 @@ from specdec_ext.sampler import Accepted, Sampler
 from specdec_ext.stats import SpeculationStats
 from specdec_ext.stopping import StopRule
 from specdec_ext.target import Target, TargetOutput
-from specdec_ext.tree import INACTIVE, DraftTree
+from specdec_ext.tree import DraftTree
 
 
 class Decoder:
@@ -134,11 +134,7 @@ class Decoder:
         return True
 
     def _count(self, tree: DraftTree, accepted: Accepted) -> None:
-        for row, parents in enumerate(tree.parents.tolist()):
-            depths = [0] * len(parents)
-            for node in range(1, len(parents)):
-                if parents[node] != INACTIVE:
-                    depths[node] = depths[parents[node]] + 1
+        for row, depths in enumerate(tree.depths):
             self.stats.count_step(
                 draft_tokens=sum(depth > 0 for depth in depths),
                 depth=max(depths),

@@ -121,6 +121,7 @@ class Recorder:
         if all(part is None for part in (self._logits, self._hidden, self._attentions)):
             return
         paths = accepted.path.tolist()
+        block_end = block_start + accepted.path.shape[1]
         for i, row in enumerate(rows):
             for j in range(len(accepted.emitted[i])):
                 step, node = before[i] + j, paths[i][j]
@@ -135,9 +136,7 @@ class Recorder:
                     own = prompt_columns + before[i] - 1
                     slots = list(range(own)) + [block_start + k for k in paths[i][: j + 1]]
                     weights = [
-                        _own_columns(
-                            layer[i, :, node : node + 1], slots, block_start, window, paths
-                        )
+                        _own_columns(layer[i, :, node : node + 1], slots, block_end, window)
                         for layer, window in zip(output.attentions, windows, strict=True)
                     ]
                     self._place_layers(self._attentions, step, row, weights)
@@ -190,12 +189,9 @@ class Recorder:
         )
 
 
-def _own_columns(
-    weights: Tensor, slots: list[int], block_start: int, window: int | None, paths: list[list[int]]
-) -> Tensor:
+def _own_columns(weights: Tensor, slots: list[int], block_end: int, window: int | None) -> Tensor:
     """``[heads, 1, keys]`` over cache slots -> over the row's own columns, as plain decoding shows them."""
-    nodes = len(paths[0])
-    offset = block_start + nodes - weights.shape[-1]
+    offset = block_end - weights.shape[-1]
     if window is not None:
         slots = slots[-window:]
     index = torch.tensor(slots, device=weights.device) - offset

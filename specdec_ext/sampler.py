@@ -197,9 +197,7 @@ class Sampler:
         else:
             scores = logits.to(torch.float32, copy=True)
             walk = _StepwiseWalk(self, tree, scores, context)
-        lockstep = len(context.generated) > 1 and (
-            stop.needs_lockstep or (self._needs_lockstep and not self._pure)
-        )
+        lockstep = len(context.generated) > 1 and (stop.needs_lockstep or self._needs_lockstep)
         return self._follow(walk, scores, context, stop, lockstep, record)
 
     def _follow(

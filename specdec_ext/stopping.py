@@ -45,11 +45,6 @@ class StopRule:
             self.pads = self.pads or hasattr(criterion, "eos_token_id")
         self.needs_lockstep = any(type(other) not in ROW_INDEPENDENT for other in self._others)
 
-    @property
-    def needs_ids(self) -> bool:
-        """Whether ``ended`` has to be given the sequences."""
-        return bool(self._others)
-
     def ended(
         self,
         rows: Sequence[int],

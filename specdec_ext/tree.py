@@ -101,6 +101,18 @@ class DraftTree:
         parents = self.parents[:, 1:]
         return bool(((parents == previous) | (parents == INACTIVE)).all())
 
+    @cached_property
+    def depths(self) -> list[list[int]]:
+        """Depth of every node: 0 for the root, -1 for an inactive node and for all below one."""
+        depths = []
+        for parents in self.parents.tolist():
+            row = [0 if parents[0] == ROOT_PARENT else -1]
+            for parent in parents[1:]:
+                above = -1 if parent == INACTIVE else row[parent]
+                row.append(-1 if above < 0 else above + 1)
+            depths.append(row)
+        return depths
+
     def validated(self, roots: Tensor, vocab_size: int, source: str) -> DraftTree:
         """This tree, after checking what a drafter returned against the contract of the class.
 
@@ -154,20 +166,14 @@ class DraftTree:
         A drafter need not know how much a row may still emit; nodes beyond that would be paid for in
         vain, and could ask a model for positions it does not have.
         """
-        parents = self.parents.tolist()
-        width = 1
-        for row, limit in zip(parents, max_depths, strict=True):
-            depths = [0] * len(row)
-            for node in range(1, len(row)):
-                parent = row[node]
-                if parent == INACTIVE or depths[parent] < 0 or depths[parent] >= limit:
-                    row[node], depths[node] = INACTIVE, -1
-                else:
-                    depths[node] = depths[parent] + 1
-                    width = node + 1 if node >= width else width
+        kept = [
+            [node == 0 or 0 < depth <= limit for node, depth in enumerate(row)]
+            for row, limit in zip(self.depths, max_depths, strict=True)
+        ]
+        width = max((node + 1 for row in kept for node, keep in enumerate(row) if keep), default=1)
         if width == 1:
             return DraftTree.root(self.tokens[:, 0])
-        new_parents = torch.tensor(parents, dtype=torch.long, device=self.parents.device)
+        keep = torch.tensor(kept, device=self.parents.device)[:, :width]
         # An inactive node's token is never read by the law, but it is embedded: keep it a legal id.
-        tokens = torch.where(new_parents == INACTIVE, 0, self.tokens)
-        return DraftTree(tokens[:, :width].contiguous(), new_parents[:, :width].contiguous())
+        tokens = torch.where(keep, self.tokens[:, :width], 0)
+        return DraftTree(tokens, torch.where(keep, self.parents[:, :width], INACTIVE))

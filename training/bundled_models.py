@@ -41,6 +41,7 @@ END_OF_TEXT = "<|endoftext|>"
 MAX_FILE_BYTES = 120_000
 HELD_OUT_ONE_IN = 50
 CORPUS_TOKENS_LIMIT = 60_000_000
+CONTEXT = 512  # tokens per training window
 
 ARCHITECTURES = {
     "target": dict(
@@ -200,7 +201,7 @@ def train(
     tokens: float = 40e6,
     lr: float = 3e-3,
     batch: int = 8,
-    context: int = 512,
+    context: int = CONTEXT,
     save_every: int = 200,
     work: Work = DEFAULT_WORK,
 ) -> None:
@@ -301,12 +302,12 @@ python training/bundled_models.py export {kind}
 def export(
     kind: Annotated[str, typer.Argument(help="target or draft")],
     windows: int = 200,
+    context: int = CONTEXT,
     assets: Path = Path("specdec_ext/assets"),
     work: Work = DEFAULT_WORK,
 ) -> None:
     """Write the bf16 checkpoint, the tokenizer and the model card; prints the held-out perplexity."""
     state = torch.load(work / kind / "state.pt", weights_only=True)
-    context = 512
     model = make_model(kind, context)
     model.load_state_dict(state["model"])
     model = model.to(torch.bfloat16).eval()

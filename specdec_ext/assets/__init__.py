@@ -36,7 +36,7 @@ def load_tokenizer() -> PreTrainedTokenizerFast:
 def held_out_prompts() -> list[dict[str, str]]:
     """The bundled prompts in their fixed order, at most 350 tokens each.
 
-    Each is the beginning of a real source file, cut inside a function or class body: ``name`` (project and
+    Each is the beginning of a real source file, cut where a block opens: ``name`` (project and
     path), ``prompt`` (the text) and ``license`` (SPDX identifier).
     """
     return json.loads((FOLDER / "prompts.json").read_text("utf-8"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,11 +69,19 @@ def demo(
         ours = f"specdec, drafter={drafter}"
         results = _measure(console, target, proposer, ours, encoded, max_new_tokens)
     title = f"medians over {len(held_out)} held-out prompts, {max_new_tokens} tokens each, greedy"
-    compared = _compare(target, results, [ids.shape[1] for ids in encoded])
+    compared = {
+        name: series.compared_to(results[HF], target)
+        for name, series in results.items()
+        if name != HF
+    }
     console.print(_speed_table(results, compared, title))
     if results[ours].total("drafts"):
         console.print(_position_table(results[ours]))
-    _print_repetition(console, results[HF], [ids.shape[1] for ids in encoded])
+    console.print(
+        f"unique 4-grams in the completions: {results[HF].unique_4grams:.0%} "
+        "(text that repeats itself is easy to guess and inflates ratios)",
+        soft_wrap=True,
+    )
     if not _print_differences(console, compared, held_out, encoded):
         raise typer.Exit(1)
 
@@ -177,27 +184,11 @@ def _measure(
         return interleave(contestants, encoded, on_call=progress)
 
 
-def _compare(
-    target: Model, results: dict[str, Series], prompt_lengths: list[int]
-) -> dict[str, list[ComparedRuns]]:
-    """Every contestant's texts against those of HF generate."""
-    import specdec_ext
-
-    return {
-        name: [
-            specdec_ext.compare_runs(target, reference[0], text[0], length)
-            for reference, text, length in zip(
-                results[HF].texts, series.texts, prompt_lengths, strict=True
-            )
-        ]
-        for name, series in results.items()
-        if name != HF
-    }
-
-
 def _speed_table(
     results: dict[str, Series], compared: dict[str, list[ComparedRuns]], title: str
 ) -> Table:
+    from specdec_ext.benchmark import same_text
+
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for heading in ("tokens/s", "ratio", "acceptance length", "same text"):
@@ -209,23 +200,14 @@ def _speed_table(
             f"{series.median_tokens_per_second:.1f}",
             f"{series.ratio_to(results[HF]):.2f}x",
             "" if length is None else f"{length:.2f}",
-            _same_text(compared[name]) if name in compared else "",
+            same_text(compared[name]) if name in compared else "",
         )
     return table
 
 
-def _same_text(compared: list[ComparedRuns]) -> str:
-    verdicts = [each.verdict for each in compared]
-    summary = f"{verdicts.count('equal')}/{len(verdicts)}"
-    for verdict in ("near-tie", "bug"):
-        if count := verdicts.count(verdict):
-            summary += f", {count} {verdict}" + ("s" if count > 1 else "")
-    return summary
-
-
 def _position_table(series: Series) -> Table:
-    proposed = _summed([stats.proposed_per_position for stats in series.speculation])
-    accepted = _summed([stats.accepted_per_position for stats in series.speculation])
+    proposed = series.total_per_position("proposed_per_position")
+    accepted = series.total_per_position("accepted_per_position")
     table = Table(title=f"acceptance by position in the draft, {series.name}", title_justify="left")
     for heading in ("position", "drafted", "accepted", "of all drafts"):
         table.add_column(heading, justify="right")
@@ -238,23 +220,6 @@ def _position_table(series: Series) -> Table:
             str(position), str(tried), str(kept), f"{kept / drafts:.0%}", f"{share:4.0%} {bar}"
         )
     return table
-
-
-def _summed(lists: list[list[int]]) -> list[int]:
-    return [sum(column) for column in zip_longest(*lists, fillvalue=0)]
-
-
-def _print_repetition(console: Console, series: Series, prompt_lengths: list[int]) -> None:
-    from specdec_ext.benchmark import unique_ngram_fraction
-
-    completions = [
-        text[0, length:].tolist() for text, length in zip(series.texts, prompt_lengths, strict=True)
-    ]
-    console.print(
-        f"unique 4-grams in the completions: {unique_ngram_fraction(completions):.0%} "
-        "(text that repeats itself is easy to guess and inflates ratios)",
-        soft_wrap=True,
-    )
 
 
 def _print_differences(

@@ -133,8 +133,6 @@ class Target:
         """Refuse positions other than those that count the tokens before, which rollback relies on."""
         if position_ids is None:
             return
-        if attention_mask is not None and attention_mask.shape != input_ids.shape:
-            return  # prefill refuses the mask
         rows, columns = input_ids.shape
         expected = torch.arange(columns, device=input_ids.device).expand(rows, -1)
         valid = torch.ones_like(input_ids, dtype=torch.bool)
