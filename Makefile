@@ -22,7 +22,7 @@ BUILD := $(VENV)/.build-cuda-$(SPECDEC_CUDA).stamp
 
 export SPECDEC_CUDA
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format wheel bench clean
+.PHONY: help demo test test-slow lint format wheel bench kernel-report clean
 
 help: ## list the targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ wheel: $(REQUIREMENTS) ## build a wheel into dist/
 bench: $(BUILD) ## tokens per second of every way to generate, in float32 and bfloat16
 	$(BIN)/python profiling/bench_generate.py --dtype float32 $(ARGS)
 	$(BIN)/python profiling/bench_generate.py --dtype bfloat16 $(ARGS)
+
+kernel-report: $(REQUIREMENTS) ## registers, spills and occupancy of every kernel on every architecture; needs nvcc
+	$(BIN)/python profiling/kernel_report.py $(ARGS)
 
 # build/bundled holds the corpus and the training state of the bundled models: hours of work, kept.
 clean: ## remove what was built (not the virtual environment, not trained models)

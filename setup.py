@@ -88,6 +88,12 @@ def gencode_flags() -> str:
     return " ".join(flags)
 
 
+def nvcc_command(nvcc: str) -> str:
+    """Compiles a .cu file for all architectures; sources and outputs are to follow."""
+    cxx = os.environ.get("CXX", "c++")
+    return f"{nvcc} -ccbin {cxx} {NVCC_FLAGS} {gencode_flags()} -I{ROOT}/csrc/include"
+
+
 def write_ninja(nvcc: str | None, libraries: dict[str, Path]) -> Path:
     """build.ninja for `libraries` (extension name -> shared library)."""
     torch = package_dir("torch")
@@ -113,8 +119,7 @@ def write_ninja(nvcc: str | None, libraries: dict[str, Path]) -> Path:
             "rule link_cuda",
             f"  command = {nvcc} -ccbin {cxx} -cudart static -shared $in -o $out $flags",
             "rule nvcc",
-            f"  command = {nvcc} -ccbin {cxx} {NVCC_FLAGS} {gencode_flags()} {include} "
-            "-MD -MF $out.d -c $in -o $out",
+            f"  command = {nvcc_command(nvcc)} -MD -MF $out.d -c $in -o $out",
             "  deps = gcc",
             "  depfile = $out.d",
         ]
@@ -180,10 +185,11 @@ class NinjaBuild(build_ext):
             shutil.copyfile(library, target)
 
 
-setup(
-    ext_modules=[
-        Extension("specdec_ext._ops", sources=[], py_limited_api=True),
-        Extension("specdec_ext._host", sources=[]),
-    ],
-    cmdclass={"build_ext": NinjaBuild},
-)
+if __name__ == "__main__":
+    setup(
+        ext_modules=[
+            Extension("specdec_ext._ops", sources=[], py_limited_api=True),
+            Extension("specdec_ext._host", sources=[]),
+        ],
+        cmdclass={"build_ext": NinjaBuild},
+    )

@@ -1,0 +1,306 @@
+"""What the compiler made of every kernel: registers, shared memory, spills, occupancy, vector loads.
+
+    make kernel-report                              # every csrc/kernels/*.cu, every default architecture
+    TORCH_CUDA_ARCH_LIST=9.0 python profiling/kernel_report.py
+
+Compiles with the flags of setup.py and reads ptxas' report, the generated PTX (block sizes) and, where
+cuobjdump is installed, the machine code (128-bit global loads). Needs nvcc, no GPU. Writes
+``kernels.json`` and ``kernels.md`` below ``--out``; exits with 1 if a kernel uses local memory: it spills
+registers or has a stack frame.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated
+
+import typer
+from occupancy import occupancy
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+NO_DISASSEMBLER = "128-bit loads: not counted, cuobjdump is not installed."
+
+
+@dataclass(frozen=True)
+class PtxasEntry:
+    """What ptxas says about one kernel on one architecture; sizes in bytes, registers per thread."""
+
+    symbol: str
+    arch: str
+    registers: int
+    shared: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+
+
+@dataclass(frozen=True)
+class Kernel(PtxasEntry):
+    """One kernel on one architecture.
+
+    Attributes:
+        source: file name.
+        name: demangled and short.
+        block: threads per block from ``__launch_bounds__``, or None.
+        dynamic_shared: whether it uses dynamic shared memory, whose size only a launch knows.
+        occupancy: theoretical, with static shared memory alone; None without ``block``.
+        wide_loads: 128-bit global loads in the machine code, cp.async included; None if not disassembled.
+        global_loads: all of them.
+    """
+
+    source: str
+    name: str
+    block: int | None
+    dynamic_shared: bool
+    occupancy: float | None
+    wide_loads: int | None
+    global_loads: int | None
+
+    @property
+    def touches_local_memory(self) -> bool:
+        return bool(self.stack or self.spill_stores or self.spill_loads)
+
+
+def parse_ptxas(text: str) -> list[PtxasEntry]:
+    """The entry functions in what ``ptxas -v`` prints."""
+    pattern = re.compile(
+        r"Compiling entry function '(?P<symbol>\w+)' for '(?P<arch>sm_\w+)'\n"
+        r".*Function properties for (?P=symbol)\n"
+        r" *(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+        r"(?P<loads>\d+) bytes spill loads\n"
+        r".*Used (?P<registers>\d+) registers(?P<rest>.*)"
+    )
+    entries = []
+    for match in pattern.finditer(text):
+        shared = re.search(r"(\d+) bytes smem", match["rest"])
+        entries.append(
+            PtxasEntry(
+                symbol=match["symbol"],
+                arch=match["arch"],
+                registers=int(match["registers"]),
+                shared=int(shared[1]) if shared else 0,
+                stack=int(match["stack"]),
+                spill_stores=int(match["stores"]),
+                spill_loads=int(match["loads"]),
+            )
+        )
+    announced = text.count("Compiling entry function")
+    if len(entries) != announced:
+        raise ValueError(
+            f"ptxas announced {announced} kernels, but {len(entries)} reports were understood: "
+            "its output has changed, adapt parse_ptxas"
+        )
+    return entries
+
+
+def parse_ptx(text: str) -> dict[str, tuple[int | None, bool]]:
+    """Kernels of one PTX file: symbol -> threads per block if declared, uses dynamic shared memory."""
+    dynamic = re.findall(r"^\.extern \.shared .*?(\w+)\[\];", text, re.MULTILINE)
+    kernels = {}
+    for match in re.finditer(r"\.entry (\w+)\((.*?)^\}", text, re.MULTILINE | re.DOTALL):
+        bounds = re.search(r"^\.(?:max|req)ntid (\d+)(?:, (\d+), (\d+))?", match[2], re.MULTILINE)
+        block = None
+        if bounds:
+            x, y, z = (int(size or 1) for size in bounds.groups())
+            block = x * y * z
+        uses_dynamic = any(re.search(rf"\b{name}\b", match[2]) for name in dynamic)
+        kernels[match[1]] = (block, uses_dynamic)
+    return kernels
+
+
+def parse_sass(text: str) -> dict[tuple[str, str], tuple[int, int]]:
+    """``cuobjdump --dump-sass``: (symbol, architecture) -> 128-bit global loads, all global loads."""
+    counts: dict[tuple[str, str], Counter[bool]] = {}
+    arch, current = "", Counter[bool]()
+    for line in text.splitlines():
+        if found := re.match(r"\s*code for (sm_\w+)", line):
+            arch = found[1]
+        elif found := re.match(r"\s*Function : (\w+)", line):
+            current = counts.setdefault((found[1], arch), Counter())
+        elif found := re.search(r"\bLDG(?:STS)?\.([\w.]+)", line):
+            current["128" in found[1].split(".")] += 1
+    return {key: (count[True], count.total()) for key, count in counts.items()}
+
+
+def short_name(demangled: str) -> str:
+    """``void specdec::(anonymous namespace)::pick<__half>(Params, bool)`` -> ``pick<f16>``."""
+    name = re.sub(r"(\w+|\(anonymous namespace\))::", "", demangled.removeprefix("void "))
+    depth = 0
+    for end, letter in enumerate(name):
+        depth += (letter == "<") - (letter == ">")
+        if letter == "(" and depth == 0:
+            name = name[:end]
+            break
+    for long, short in (("__nv_bfloat16", "bf16"), ("__half", "f16"), ("float", "f32")):
+        name = re.sub(rf"\b{long}\b", short, name)
+    return re.sub(r"\(\w+\)(?=-?\d)", "", name)  # the type of a constant: (int)4, (bool)1
+
+
+def demangle(symbols: Iterable[str]) -> dict[str, str]:
+    names = list(symbols)
+    done = run(["c++filt"], input="\n".join(names))
+    return dict(zip(names, map(short_name, done.stdout.splitlines()), strict=True))
+
+
+def run(command: list[str], **kwargs: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, capture_output=True, text=True, **kwargs)
+    if done.returncode != 0:
+        sys.exit(f"{shlex.join(command)} failed:\n{done.stdout}{done.stderr}")
+    return done
+
+
+def compile_kernels(source: Path, nvcc_command: list[str], cuobjdump: str | None) -> list[Kernel]:
+    """Compile one file for all architectures of the command and read what came out."""
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = ["--keep", "--keep-dir", folder, "-o", f"{folder}/kernels.o"]
+        report = run([*nvcc_command, "-c", str(source), *outputs]).stderr
+        ptx = {}
+        for path in Path(folder).glob("*.ptx"):
+            text = path.read_text()
+            (target,) = re.findall(r"^\.target (sm_\w+)", text, re.MULTILINE)
+            ptx[target] = parse_ptx(text)
+        sass = {}
+        if cuobjdump:
+            sass = parse_sass(run([cuobjdump, "--dump-sass", f"{folder}/kernels.o"]).stdout)
+    entries = parse_ptxas(report)
+    names = demangle({entry.symbol for entry in entries})
+    kernels = []
+    for entry in entries:
+        block, dynamic_shared = ptx[entry.arch][entry.symbol]
+        wide_loads, global_loads = sass.get((entry.symbol, entry.arch), (None, None))
+        share = None
+        if block:
+            share = occupancy(entry.arch, block, entry.registers, entry.shared)
+        kernels.append(
+            Kernel(
+                **asdict(entry),
+                source=source.name,
+                name=names[entry.symbol],
+                block=block,
+                dynamic_shared=dynamic_shared,
+                occupancy=share,
+                wide_loads=wide_loads,
+                global_loads=global_loads,
+            )
+        )
+    return kernels
+
+
+HEADER = ["source", "kernel", "block", "shared", "stack", "spills"]
+
+
+def table_rows(kernels: list[Kernel], archs: list[str]) -> list[list[str]]:
+    """A row per kernel: what rarely depends on the architecture as a range, then a cell for each."""
+    grouped: dict[tuple[str, str], dict[str, Kernel]] = {}
+    for kernel in kernels:
+        grouped.setdefault((kernel.source, kernel.name), {})[kernel.arch] = kernel
+    return [
+        [
+            source,
+            name,
+            span(kernel.block for kernel in each.values()),
+            span(kernel.shared for kernel in each.values())
+            + ("+" if any(kernel.dynamic_shared for kernel in each.values()) else ""),
+            span(kernel.stack for kernel in each.values()),
+            span(kernel.spill_stores + kernel.spill_loads for kernel in each.values()),
+            *(cell(each[arch]) if arch in each else "" for arch in archs),
+        ]
+        for (source, name), each in sorted(grouped.items())
+    ]
+
+
+def span(values: Iterable[int | None]) -> str:
+    known = sorted({value for value in values if value is not None})
+    if not known:
+        return "-"
+    return str(known[0]) if len(known) == 1 else f"{known[0]}-{known[-1]}"
+
+
+def cell(kernel: Kernel) -> str:
+    """Registers, occupancy, 128-bit of all global loads."""
+    share = "-" if kernel.occupancy is None else f"{kernel.occupancy:.0%}"
+    if kernel.dynamic_shared:
+        share = f"≤{share}"
+    loads = "-" if kernel.wide_loads is None else f"{kernel.wide_loads}/{kernel.global_loads}"
+    return f"{kernel.registers} {share} {loads}"
+
+
+def markdown(kernels: list[Kernel], archs: list[str], compiler: str, notes: list[str]) -> str:
+    header = [*HEADER, *archs]
+    lines = [
+        "# Kernels as compiled",
+        "",
+        f"Made by `make kernel-report` with {compiler}. Below an architecture: registers per thread,",
+        "theoretical occupancy, 128-bit of all global loads. Shared memory (static; + and dynamic),",
+        "stack frame and spills in bytes.",
+        *notes,
+        "",
+        "| " + " | ".join(header) + " |",
+        "|" + "---|" * len(header),
+        *("| " + " | ".join(row) + " |" for row in table_rows(kernels, archs)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder of kernels.json and kernels.md")] = ROOT
+    / "profiling"
+    / "results",
+) -> None:
+    build = SimpleNamespace(**runpy.run_path(str(ROOT / "setup.py")))
+    nvcc = build.find_nvcc()
+    if nvcc is None:
+        print("kernel_report needs nvcc (13.0 or later for all architectures); no GPU is needed")
+        raise typer.Exit(2)
+    # Spills are to be shown here; in the build they are errors.
+    command = shlex.split(build.nvcc_command(nvcc).replace(",--warning-as-error", ""))
+    cuobjdump = shutil.which("cuobjdump")
+    sources = sorted((ROOT / "csrc" / "kernels").glob("*.cu"))
+    jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+    with ThreadPoolExecutor(jobs) as pool:
+        compiled = pool.map(lambda source: compile_kernels(source, command, cuobjdump), sources)
+        kernels = [kernel for each in compiled for kernel in each]
+    archs = sorted({kernel.arch for kernel in kernels}, key=lambda arch: int(arch[3:].rstrip("af")))
+    compiler = run([nvcc, "--version"]).stdout.splitlines()[-2].split(", V")[-1]
+    notes = [] if cuobjdump else [NO_DISASSEMBLER]
+
+    table = Table(title=f"nvcc {compiler}", title_justify="left", title_style="")
+    for column in [*HEADER, *archs]:
+        table.add_column(column, justify="left" if column in ("source", "kernel") else "right")
+    for row in table_rows(kernels, archs):
+        table.add_row(*row)
+    console = Console(width=170)
+    console.print(table)
+    console.print(
+        "below an architecture: registers, occupancy, 128-bit of all global loads", *notes, sep="\n"
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "kernels.md").write_text(markdown(kernels, archs, f"nvcc {compiler}", notes))
+    # Symbols contain a hash of the build folder.
+    values = [{k: v for k, v in asdict(each).items() if k != "symbol"} for each in kernels]
+    report = {"nvcc": compiler, "archs": archs, "kernels": values}
+    (out / "kernels.json").write_text(json.dumps(report, indent=1) + "\n")
+    if bad := [kernel for kernel in kernels if kernel.touches_local_memory]:
+        for kernel in bad:
+            console.print(f"{kernel.source}: {kernel.name} uses local memory on {kernel.arch}")
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
