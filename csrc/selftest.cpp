@@ -10,6 +10,7 @@
 
 #include "cuda_runtime.h"
 #include "specdec/cpu_isa.h"
+#include "specdec/exp.h"
 #include "specdec/launchers.h"
 #include "specdec/rng.h"
 
@@ -255,12 +256,24 @@ void test_rng() {
   }
 }
 
+void test_exp() {
+  CHECK(exp_nonpositive(0) == 1 && exp_nonpositive(-INFINITY) == 0);
+  const int32_t end = float_to_bits(-88.0f);
+  for (int64_t bits = float_to_bits(-0x1p-30f); bits < end; bits += 1009) {
+    const float x = bits_to_float(static_cast<int32_t>(bits));
+    const double exact = x < kSmallestExponent ? 0 : std::exp(static_cast<double>(x));
+    CHECK(std::abs(exp_nonpositive(x) - exact) <= 8.1e-8 * exact);
+    CHECK(exp_nonpositive(std::nextafter(x, -INFINITY)) <= exp_nonpositive(x));
+  }
+}
+
 }  // namespace
 }  // namespace specdec
 
 int main() {
   using namespace specdec;
   test_rng();
+  test_exp();
   for (ThreadOrder order :
        {ThreadOrder::kForward, ThreadOrder::kBackward, ThreadOrder::kShuffled}) {
     Emulation::order = order;

@@ -14,7 +14,6 @@
 #include "specdec/verify_match.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <vector>
 
 #include "specdec/cpu_isa.h"
@@ -28,29 +27,6 @@ constexpr int64_t kBlock = 64;
 constexpr int64_t kGroups = kBlock / 4;
 constexpr int64_t kChunk = 8192;         // tokens of one task, a multiple of kBlock
 constexpr int64_t kGrainTokens = 32768;  // below this, waking a thread costs more than it saves
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-struct Float16 {
-  uint16_t bits;
-};
-
-SPECDEC_HOST_DEVICE float to_float(float value) { return value; }
-
-SPECDEC_HOST_DEVICE float to_float(BFloat16 value) {
-  return bits_to_float(static_cast<int32_t>(uint32_t{value.bits} << 16));
-}
-
-SPECDEC_HOST_DEVICE float to_float(Float16 value) {
-  const int32_t sign = (value.bits & 0x8000) << 16;
-  const int32_t magnitude = value.bits & 0x7FFF;
-  // Rebias the exponent from 15 to 127; infinity and NaN go to the top of float32's range.
-  const int32_t rebiased = (magnitude << 13) + (magnitude >= 0x7C00 ? 224 << 23 : 112 << 23);
-  const int32_t subnormal = float_to_bits(static_cast<float>(magnitude) * 0x1p-24f);
-  return bits_to_float(sign | (magnitude < 0x0400 ? subnormal : rebiased));
-}
 
 SPECDEC_HOST_DEVICE void add_noise(const NoiseStream& noise, int64_t first_token, float* scores) {
   uint32_t bits[kBlock];
@@ -153,15 +129,8 @@ struct LogitsFormat {
 };
 
 LogitsFormat logits_format(LogitsType type) {
-  switch (type) {
-    case LogitsType::kFloat32:
-      return {scan_for_isa<float>(), sizeof(float)};
-    case LogitsType::kBFloat16:
-      return {scan_for_isa<BFloat16>(), sizeof(BFloat16)};
-    case LogitsType::kFloat16:
-      return {scan_for_isa<Float16>(), sizeof(Float16)};
-  }
-  std::abort();  // not a LogitsType
+  return with_logits_type(
+      type, []<typename T>(T) -> LogitsFormat { return {scan_for_isa<T>(), sizeof(T)}; });
 }
 
 // One row's walk, from the root to where it ends.

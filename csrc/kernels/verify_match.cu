@@ -17,9 +17,6 @@
 //
 // Bytes: the logits once, batch * nodes * vocab * element size; with noise about 130 integer and
 // float operations per token, which bounds it. Numerics: specdec/rng.h, the bits of the CPU op.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 
 #include "specdec/cuda.cuh"
@@ -34,10 +31,6 @@ constexpr int kThreads = 256;
 constexpr int kGroup = 4;  // tokens per Philox block
 constexpr int64_t kChunk = 4096;
 static_assert(kChunk % (kThreads * kGroup) == 0, "threads of a block share the chunk evenly");
-
-__device__ __forceinline__ float to_float(float value) { return value; }
-__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
-__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
 
 template <typename T>
 struct alignas(kGroup * sizeof(T)) AlignedGroup {
@@ -205,15 +198,8 @@ cudaError_t launch_verify_match(const VerifyMatchParams& params, void* workspace
                                 cudaStream_t stream) {
   if (params.nodes < 1 || params.nodes > kMaxNodes) return cudaErrorInvalidValue;
   Pick* picks = static_cast<Pick*>(workspace);
-  switch (params.logits_type) {
-    case LogitsType::kFloat32:
-      return launch_typed<float>(params, picks, stream);
-    case LogitsType::kBFloat16:
-      return launch_typed<__nv_bfloat16>(params, picks, stream);
-    case LogitsType::kFloat16:
-      return launch_typed<__half>(params, picks, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_logits_type(params.logits_type,
+                          [&]<typename T>(T) { return launch_typed<T>(params, picks, stream); });
 }
 
 }  // namespace specdec

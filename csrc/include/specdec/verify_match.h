@@ -6,12 +6,11 @@
 // emitted has the target's law for every tree, because the tree never enters the draw.
 #pragma once
 
+#include "specdec/logits.h"
 #include "specdec/parallel.h"
 #include "specdec/tree.h"
 
 namespace specdec {
-
-enum class LogitsType { kFloat32, kBFloat16, kFloat16 };
 
 enum class MatchStatus : int64_t { kOk = 0, kNaN = 1, kNoFiniteLogit = 2 };
 
