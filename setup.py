@@ -8,6 +8,10 @@ Two shared libraries come out of ``csrc/``:
   torch >= 2.10, with and without CUDA, and for every Python), loaded by ``specdec_ext.ops``;
 - ``specdec_ext/_host.*.so``: the pybind11 module for host-side state.
 
+A third one is not part of the package and built on demand (``ninja -C build/native emulated``, or
+``emulated-sanitized`` with AddressSanitizer and UBSan): the ops with CPU tensors in and out, computed by
+the CUDA kernels compiled for the host (``csrc/emulation``). The tests use it.
+
 torch's own BuildExtension is not used because it refuses ``.cu`` files under a torch without CUDA.
 
 Environment: ``SPECDEC_CUDA=auto|0|1`` (auto: nvcc is found), ``TORCH_CUDA_ARCH_LIST``, ``CXX``,
@@ -28,6 +32,9 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 BUILD = ROOT / "build" / "native"
+# Emulated kernels: -O1, because the sources are templates over templates and only tests run them.
+EMULATED_FLAGS = "-O1 -g1 -DSPECDEC_EMULATED -DSPECDEC_WITH_CUDA -Wno-unknown-pragmas"
+SANITIZE_FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all"
 DEFAULT_CUDA_ARCHS = "8.0;8.9;9.0;10.0;12.0"
 TORCH_TARGET_VERSION = "0x020a000000000000"  # the stable ABI of torch 2.10
 
@@ -99,7 +106,8 @@ def write_ninja(nvcc: str | None, libraries: dict[str, Path]) -> Path:
     torch = package_dir("torch")
     cxx = os.environ.get("CXX", "c++")
     include = f"-I{ROOT}/csrc/include"
-    ops_flags = f"{include} -isystem {torch}/include -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"
+    stable_abi = f"-isystem {torch}/include -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"
+    ops_flags = f"{include} {stable_abi}"
     if nvcc:
         ops_flags += f" -DSPECDEC_WITH_CUDA {cuda_include(nvcc)}"
     host_flags = (
@@ -124,10 +132,10 @@ def write_ninja(nvcc: str | None, libraries: dict[str, Path]) -> Path:
             "  depfile = $out.d",
         ]
 
-    def compile_all(pattern: str, rule: str, flags: str = "") -> list[str]:
+    def compile_all(pattern: str, rule: str, flags: str = "", folder: str = "") -> list[str]:
         objects = []
         for source in sorted(glob(str(ROOT / "csrc" / pattern))):
-            objects.append(os.path.relpath(source, ROOT / "csrc") + ".o")
+            objects.append(os.path.join(folder, os.path.relpath(source, ROOT / "csrc") + ".o"))
             lines.extend([f"build {objects[-1]}: {rule} {source}", f"  flags = {flags}"])
         return objects
 
@@ -144,6 +152,18 @@ def write_ninja(nvcc: str | None, libraries: dict[str, Path]) -> Path:
         "host/*.cpp", "cxx", include
     )
     link(libraries["specdec_ext._host"], host)
+    lines.append(f"default {' '.join(map(str, libraries.values()))}")
+
+    for target, sanitize in (("emulated", ""), ("emulated-sanitized", SANITIZE_FLAGS)):
+        flags = f"-I{ROOT}/csrc/emulation {include} {stable_abi} {EMULATED_FLAGS} {sanitize}"
+        objects = [
+            *compile_all("ops/*.cpp", "cxx", flags, target),
+            *compile_all("emulation/*.cpp", "cxx", flags, target),
+            *compile_all("kernels/*.cu", "cxx", f"-x c++ {flags}", target),
+        ]
+        library = BUILD / f"lib{target}.so"
+        link(library, objects, flags=f"{sanitize} -L{torch}/lib -ltorch_cpu")
+        lines.append(f"build {target}: phony {library}")
 
     path = BUILD / "build.ninja"
     BUILD.mkdir(parents=True, exist_ok=True)

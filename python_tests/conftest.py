@@ -1,9 +1,32 @@
-"""Test helpers live beside the tests."""
+"""Test helpers live beside the tests; ``device`` is where an op runs."""
 
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)  # two pytest workers share two cores
+
+import emulation  # noqa: E402
+from op_cases import DEVICES  # noqa: E402
+
+from specdec_ext.ops import _library  # noqa: E402
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "emulated: an op's CUDA kernels, run on the host")
+    if not hasattr(config, "workerinput"):  # once, not in every xdist worker
+        emulation.build()
+
+
+@pytest.fixture(
+    params=[pytest.param("emulated", marks=pytest.mark.emulated), *DEVICES],
+)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the ops under test run; the emulated kernels take CPU tensors."""
+    if request.param != "emulated":
+        return request.param
+    monkeypatch.setattr(_library, "native", emulation.emulated_ops)
+    return "cpu"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Devices of torch; the fixture `device` adds "emulated".
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 

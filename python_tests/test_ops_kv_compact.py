@@ -43,7 +43,6 @@ def assert_same_caches(actual, expected):
         assert torch.equal(ours.cpu(), theirs.cpu()), f"caches[{index}]"
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_reference(case, device):
     batch, nodes, slots, layout = CASES[case]
@@ -58,7 +57,6 @@ def test_equals_reference(case, device):
         assert_same_caches(actual, expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_worked_example(device):
     """Slots hold their own number; nodes 0, 2, 5 of the tree at slot 3 move to 3, 4, 5."""
     cache = torch.arange(10.0, device=device).view(1, 1, 10, 1)
@@ -68,7 +66,6 @@ def test_worked_example(device):
     assert cache.flatten().tolist() == [0, 1, 2, 3, 5, 8, 6, 7, 8, 9]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("offset", [-3, -1, 0, 1, 3])
 def test_overlapping_ranges_in_both_directions(offset, device):
     """Also a path that is not ascending: every load comes before every store."""
@@ -86,7 +83,6 @@ def test_overlapping_ranges_in_both_directions(offset, device):
         assert_same_caches([actual], [expected])
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "view",
     [
@@ -113,7 +109,6 @@ def test_strided_caches(view, device):
     torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_bits_of_nan_and_strided_moves_survive(device):
     payload = torch.tensor([0x7FC12345, 0x7F812345, -1], dtype=torch.int32).view(torch.float32)
     cache = payload[:, None].repeat(1, 4)[None, None].contiguous().to(device)

@@ -31,7 +31,6 @@ CASES = {  # name: (batch, nodes)
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("illegal", [0.0, 0.2], ids=["legal", "illegal-links"])
 @pytest.mark.parametrize("case", CASES)
 def test_equals_reference(case, illegal, device):
@@ -42,7 +41,6 @@ def test_equals_reference(case, illegal, device):
     assert_same(actual, tree_mask_reference(parents.cpu(), root_positions.cpu()), NAMES)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5])
 def test_every_small_tree(nodes, device):
     parents = all_parents(nodes)
@@ -51,7 +49,6 @@ def test_every_small_tree(nodes, device):
     assert_same(actual, tree_mask_reference(parents, root_positions), NAMES)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_chain_of_max_nodes(device):
     parents = torch.arange(-1, ops.MAX_NODES - 1, device=device)[None]
     mask = ops.tree_mask(parents, torch.tensor([7], device=device))
@@ -60,7 +57,6 @@ def test_chain_of_max_nodes(device):
     assert torch.equal(mask.paths[0, -1], torch.arange(ops.MAX_NODES, device=device))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_worked_example(device):
     parents = torch.tensor([[-1, 0, 0, 1, 1, -2, 5], [-2, 0, 0, 1, 1, 2, 3]], device=device)
     mask = ops.tree_mask(parents, torch.tensor([10, 20], device=device))
@@ -74,7 +70,6 @@ def test_worked_example(device):
     assert mask.paths[0, 5].tolist() == [-1] * 7
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_strided_inputs(device):
     parents = random_parents(6, 11, seed=1, illegal=0.1)
     root_positions = torch.arange(6) * 3

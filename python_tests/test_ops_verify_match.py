@@ -75,7 +75,6 @@ def to(device, arguments):
     return tuple(argument.to(device) for argument in arguments)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("illegal", [0.0, 0.2], ids=["legal", "illegal-links"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
@@ -91,7 +90,6 @@ def test_cases_reach_deep_into_trees():
     assert set(result.num_accepted.tolist()) >= {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_every_small_tree(stochastic, device):
     """All trees of 4 nodes x all tokens in a vocabulary of 2, root token aside."""
@@ -113,7 +111,6 @@ def test_every_small_tree(stochastic, device):
     assert_same(actual, verify_match_reference(*arguments), NAMES)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_worked_example(device):
     """Root 7 with children 3 and 5; 5 has the child 1. Greedy: 5, then 1, then the bonus token 2."""
     picks = [5, 0, 1, 2]  # the arg-max at each node
@@ -144,7 +141,6 @@ def test_worked_example_with_noise():
     assert noise.tolist() == pytest.approx([1.3222663, -0.456811, -0.0891121, -0.0821371], abs=1e-6)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_first_of_duplicate_siblings(device):
     arguments = chain([[0, 1], [1, 0], [0, 1], [0, 1]], [0, 1, 1, 0])
     arguments["parents"] = torch.tensor([[-1, 0, 0, 1]])
@@ -152,7 +148,6 @@ def test_first_of_duplicate_siblings(device):
     assert result.path.tolist() == [[0, 1, 3, -1]]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("logits", "token"),
     [
@@ -172,7 +167,6 @@ def test_ties_go_to_the_lowest_token(logits, token, device):
     assert result.next_token.tolist() == [token]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_a_single_possible_token_is_certain(stochastic, device):
     logits = torch.full((1, 300), -torch.inf)
@@ -181,7 +175,6 @@ def test_a_single_possible_token_is_certain(stochastic, device):
     assert result.next_token.tolist() == [123] and result.status.tolist() == [0]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_likely_first_token_does_not_hide_rare_ones(device):
     """The CPU op skips noise where it can't win. Here thousands of unlikely tokens win half the time,
     each by noise of about 10, after the first block has set a high score."""
@@ -203,7 +196,6 @@ def test_a_likely_first_token_does_not_hide_rare_ones(device):
     assert 15 < (result.next_token == 0).sum() < 45
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_or_nothing_finite_at_a_visited_node(dtype, stochastic, device):
@@ -226,7 +218,6 @@ def test_nan_or_nothing_finite_at_a_visited_node(dtype, stochastic, device):
         assert at_root.status.tolist() == [status]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("place", [0, 63, 64, 8191, 8192, 9000])
 def test_a_single_nan_is_found_wherever_it_is(place, device):
     for sign in (1, -1):
@@ -236,7 +227,6 @@ def test_a_single_nan_is_found_wherever_it_is(place, device):
         assert result.status.tolist() == [1] and result.next_token.tolist() == [-1]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_unvisited_nodes_may_hold_nan(device):
     arguments = random_arguments(40, 20, 30, illegal=0.1, seed=8)
     expected = verify_match_reference(*arguments)
@@ -248,7 +238,6 @@ def test_unvisited_nodes_may_hold_nan(device):
     assert_same(actual, expected, NAMES)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_strided_inputs(dtype, device):
     """Logits sliced out of a NaN-filled buffer at an odd offset; everything else strided too."""
@@ -264,7 +253,6 @@ def test_strided_inputs(dtype, device):
     assert_same(actual, verify_match_reference(*arguments), NAMES)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_expanded_inputs(device):
     arguments = random_arguments(1, 6, 50, seed=4)
     expanded = tuple(a.expand(9, *a.shape[1:]) for a in arguments[:-2])
@@ -273,7 +261,6 @@ def test_expanded_inputs(device):
     assert_same(actual, verify_match_reference(*expanded), NAMES)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_one_token_tree_is_plain_decoding(device):
     """For one seed the text is the same for every tree, and the same as without one."""
     vocab, length, rows = 5, 24, 8
@@ -350,7 +337,6 @@ def test_instruction_sets_do_not_change_the_result(isa, tmp_path):
     assert run.stdout.splitlines() == [str(lists) for lists in expected]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_all_float16_values(device):
     """Conversion of every finite half and bfloat16, subnormals included: the op's arg-max of a pair
     of neighbours is the larger one."""

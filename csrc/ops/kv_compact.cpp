@@ -3,32 +3,24 @@
 
 #include <vector>
 
-#include "cuda_glue.h"
-#include "glue.h"
-#ifdef SPECDEC_WITH_CUDA
-#include "specdec/launchers.h"
-#endif
+#include "dispatch.h"
 
 namespace specdec::glue {
 namespace {
 
 constexpr const char* kOp = "kv_compact";
 
-void run(const std::vector<CacheTensor>& caches, const KvMoves& moves,
-         [[maybe_unused]] const Tensor& path) {
-  if (path.is_cpu()) {
-    // Every index is checked before the first byte is written.
-    if (const auto problem = cpu::find_invalid_move(caches, moves)) {
-      fail("specdec::kv_compact: " + *problem);
-    }
-    return cpu::kv_compact(caches, moves, kTorchParallelFor);
-  }
-#ifdef SPECDEC_WITH_CUDA
-  const CudaScope scope(path);
-  check_launch(kOp, launch_kv_compact(caches, moves, scope.stream()));
-#else
-  fail_without_cuda(kOp);
-#endif
+void run(const std::vector<CacheTensor>& caches, const KvMoves& moves, const Tensor& path) {
+  dispatch(
+      kOp, path,
+      [&] {
+        // Every index is checked before the first byte is written.
+        if (const auto problem = cpu::find_invalid_move(caches, moves)) {
+          fail("specdec::kv_compact: " + *problem);
+        }
+        cpu::kv_compact(caches, moves, kTorchParallelFor);
+      },
+      [&](auto stream) { return launch_kv_compact(caches, moves, stream); });
 }
 
 CacheTensor cache_tensor(const Tensor& cache, size_t index, int64_t batch, const Argument& path) {
@@ -94,7 +86,6 @@ void kv_compact(const std::vector<Tensor>& caches, const Tensor& path, const Ten
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specdec, CPU, m) { m.impl("kv_compact", TORCH_BOX(&kv_compact)); }
-STABLE_TORCH_LIBRARY_IMPL(specdec, CUDA, m) { m.impl("kv_compact", TORCH_BOX(&kv_compact)); }
+SPECDEC_REGISTER(kv_compact)
 
 }  // namespace specdec::glue

@@ -1,8 +1,8 @@
 // The schemas of all ops, in one place. Implementations: one file per op beside this one; fake
-// (meta) implementations and the documented Python functions: specdec_ext/ops.py.
-#include <torch/csrc/stable/library.h>
+// (meta) implementations and the documented Python functions: specdec_ext/ops.
+#include "register.h"
 
-STABLE_TORCH_LIBRARY(specdec, m) {
+SPECDEC_SCHEMAS(m) {
   m.def(
       "tree_mask(Tensor parents, Tensor root_positions) -> (Tensor ancestors, Tensor depths, "
       "Tensor positions, Tensor first_child, Tensor next_sibling, Tensor paths)");

@@ -3,23 +3,15 @@
 
 #include <tuple>
 
-#include "cuda_glue.h"
-#include "glue.h"
-#ifdef SPECDEC_WITH_CUDA
-#include "specdec/launchers.h"
-#endif
+#include "dispatch.h"
 
 namespace specdec::glue {
 namespace {
 
-void run(const TreeMaskParams& params, [[maybe_unused]] const Tensor& parents) {
-  if (parents.is_cpu()) return cpu::tree_mask(params, kTorchParallelFor);
-#ifdef SPECDEC_WITH_CUDA
-  const CudaScope scope(parents);
-  check_launch("tree_mask", launch_tree_mask(params, scope.stream()));
-#else
-  fail_without_cuda("tree_mask");
-#endif
+void run(const TreeMaskParams& params, const Tensor& parents) {
+  dispatch(
+      "tree_mask", parents, [&] { cpu::tree_mask(params, kTorchParallelFor); },
+      [&](auto stream) { return launch_tree_mask(params, stream); });
 }
 
 using TreeMaskResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -56,7 +48,6 @@ TreeMaskResult tree_mask(const Tensor& parents, const Tensor& root_positions) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specdec, CPU, m) { m.impl("tree_mask", TORCH_BOX(&tree_mask)); }
-STABLE_TORCH_LIBRARY_IMPL(specdec, CUDA, m) { m.impl("tree_mask", TORCH_BOX(&tree_mask)); }
+SPECDEC_REGISTER(tree_mask)
 
 }  // namespace specdec::glue

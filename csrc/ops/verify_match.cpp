@@ -3,25 +3,18 @@
 
 #include <tuple>
 
-#include "cuda_glue.h"
-#include "glue.h"
-#ifdef SPECDEC_WITH_CUDA
-#include "specdec/launchers.h"
-#endif
+#include "dispatch.h"
 
 namespace specdec::glue {
 namespace {
 
-void run(const VerifyMatchParams& params, [[maybe_unused]] const Tensor& logits) {
-  if (logits.is_cpu()) return cpu::verify_match(params, kTorchParallelFor);
-#ifdef SPECDEC_WITH_CUDA
-  const CudaScope scope(logits);
-  const Tensor workspace = empty_bytes(logits, verify_match_workspace_bytes(params));
-  check_launch("verify_match",
-               launch_verify_match(params, workspace.mutable_data_ptr(), scope.stream()));
-#else
-  fail_without_cuda("verify_match");
-#endif
+void run(const VerifyMatchParams& params, const Tensor& logits) {
+  dispatch(
+      "verify_match", logits, [&] { cpu::verify_match(params, kTorchParallelFor); },
+      [&](auto stream) {
+        const Tensor workspace = empty_bytes(logits, verify_match_workspace_bytes(params));
+        return launch_verify_match(params, workspace.mutable_data_ptr(), stream);
+      });
 }
 
 LogitsType logits_type(const Argument& argument, const Tensor& logits) {
@@ -99,7 +92,6 @@ VerifyMatchResult verify_match(const Tensor& logits, const Tensor& tokens, const
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specdec, CPU, m) { m.impl("verify_match", TORCH_BOX(&verify_match)); }
-STABLE_TORCH_LIBRARY_IMPL(specdec, CUDA, m) { m.impl("verify_match", TORCH_BOX(&verify_match)); }
+SPECDEC_REGISTER(verify_match)
 
 }  // namespace specdec::glue

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import version as installed_version
-from pathlib import Path
 
 import typer
 
@@ -28,5 +27,6 @@ def print_versions() -> None:
 
 def _cuda_kernels_built() -> bool:
     """Ops are registered for CUDA in every build; GPU code, in an ELF section of its own, is in some."""
-    library = Path(__file__).parent.parent / "_ops.abi3.so"
-    return b".nv_fatbin" in library.read_bytes()
+    from specdec_ext.ops import LIBRARY_PATH
+
+    return b".nv_fatbin" in LIBRARY_PATH.read_bytes()

@@ -13,8 +13,6 @@ namespace specdec {
 
 cudaError_t launch_tree_mask(const TreeMaskParams& params, cudaStream_t stream);
 
-// Bytes of device memory that launch_verify_match needs; no initialisation.
-int64_t verify_match_workspace_bytes(const VerifyMatchParams& params);
 cudaError_t launch_verify_match(const VerifyMatchParams& params, void* workspace,
                                 cudaStream_t stream);
 

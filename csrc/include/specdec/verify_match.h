@@ -35,6 +35,9 @@ struct VerifyMatchParams {
   int64_t* status;        // [batch]        MatchStatus
 };
 
+// Bytes of device memory that launch_verify_match needs; no initialisation.
+int64_t verify_match_workspace_bytes(const VerifyMatchParams& params);
+
 namespace cpu {
 void verify_match(const VerifyMatchParams& params, const ParallelFor& parallel_for);
 }  // namespace cpu

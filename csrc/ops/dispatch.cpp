@@ -1,12 +1,24 @@
-#include "cuda_glue.h"
+#include "dispatch.h"
 
 #include <stdexcept>
 
-#ifdef SPECDEC_WITH_CUDA
-
+#if defined(SPECDEC_WITH_CUDA) && !defined(SPECDEC_EMULATED)
 #include <dlfcn.h>
+#endif
 
 namespace specdec::glue {
+
+#ifdef SPECDEC_WITH_CUDA
+
+void check_launch(const char* op, cudaError_t error) {
+  if (error != cudaSuccess) {
+    throw std::runtime_error("specdec::" + std::string(op) +
+                             ": CUDA launch failed: " + cudaGetErrorString(error));
+  }
+}
+
+#ifndef SPECDEC_EMULATED
+
 namespace {
 
 using CurrentStreamFunction = AOTITorchError (*)(int32_t device_index, void** stream);
@@ -24,32 +36,23 @@ CurrentStreamFunction current_stream_function() {
 
 }  // namespace
 
-CudaScope::CudaScope(const Tensor& tensor) : guard_(tensor.get_device_index()), stream_(nullptr) {
-  const CurrentStreamFunction current_stream = current_stream_function();
-  if (current_stream == nullptr) {
+cudaStream_t current_stream(int32_t device_index) {
+  const CurrentStreamFunction function = current_stream_function();
+  if (function == nullptr) {
     throw std::runtime_error(
         "specdec_ext: libtorch_cuda.so with aoti_torch_get_current_cuda_stream is not loaded; "
         "CUDA tensors need a CUDA build of torch >= 2.10");
   }
   void* stream = nullptr;
-  if (current_stream(tensor.get_device_index(), &stream) != AOTI_TORCH_SUCCESS) {
+  if (function(device_index, &stream) != AOTI_TORCH_SUCCESS) {
     throw std::runtime_error("specdec_ext: torch could not give the current CUDA stream");
   }
-  stream_ = static_cast<cudaStream_t>(stream);
+  return static_cast<cudaStream_t>(stream);
 }
 
-void check_launch(const char* op, cudaError_t error) {
-  if (error != cudaSuccess) {
-    throw std::runtime_error("specdec::" + std::string(op) +
-                             ": CUDA launch failed: " + cudaGetErrorString(error));
-  }
-}
-
-}  // namespace specdec::glue
+#endif
 
 #else
-
-namespace specdec::glue {
 
 void fail_without_cuda(const char* op) {
   throw std::runtime_error(
@@ -58,6 +61,6 @@ void fail_without_cuda(const char* op) {
       "is in PATH (SPECDEC_CUDA=1 pip install --no-build-isolation .)");
 }
 
-}  // namespace specdec::glue
-
 #endif
+
+}  // namespace specdec::glue

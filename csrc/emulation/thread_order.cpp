@@ -1,0 +1,6 @@
+// A C function for tests (python_tests/emulation.py).
+#include "cuda_runtime.h"
+
+extern "C" __attribute__((visibility("default"))) void specdec_set_thread_order(int order) {
+  specdec::Emulation::order = static_cast<specdec::ThreadOrder>(order);
+}

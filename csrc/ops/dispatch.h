@@ -1,0 +1,42 @@
+// dispatch: run an op where its tensors are.
+#pragma once
+
+#include "glue.h"
+#include "register.h"
+
+#ifdef SPECDEC_WITH_CUDA
+#include <torch/csrc/stable/accelerator.h>
+
+#include "specdec/launchers.h"
+#endif
+
+namespace specdec::glue {
+
+#ifdef SPECDEC_WITH_CUDA
+// torch's current stream on the current device.
+cudaStream_t current_stream(int32_t device_index);
+// Raises RuntimeError unless the launch succeeded.
+void check_launch(const char* op, cudaError_t error);
+#else
+[[noreturn]] void fail_without_cuda(const char* op);
+#endif
+
+// Calls on_cpu() or on_cuda(stream), which answers with a cudaError_t; `tensor` says where.
+// `on_cuda` is a generic lambda, [&](auto stream) { return launch_op(params, stream); }: without
+// nvcc it is never instantiated, so it may name launchers that are not there.
+template <typename OnCpu, typename OnCuda>
+void dispatch(const char* op, [[maybe_unused]] const Tensor& tensor,
+              [[maybe_unused]] const OnCpu& on_cpu, [[maybe_unused]] const OnCuda& on_cuda) {
+#if defined(SPECDEC_EMULATED)
+  check_launch(op, on_cuda(cudaStream_t{nullptr}));
+#elif defined(SPECDEC_WITH_CUDA)
+  if (tensor.is_cpu()) return on_cpu();
+  const torch::stable::accelerator::DeviceGuard guard(tensor.get_device_index());
+  check_launch(op, on_cuda(current_stream(tensor.get_device_index())));
+#else
+  if (!tensor.is_cpu()) fail_without_cuda(op);
+  on_cpu();
+#endif
+}
+
+}  // namespace specdec::glue

@@ -1,0 +1,36 @@
+"""The compiled ops, ``torch.ops.specdec.*``, as documented Python functions.
+
+Importing this package loads the op library and registers fake (meta) implementations, so the ops work
+under ``torch.compile`` and ``torch.export``. Every op has a specification in plain PyTorch under
+``specdec_ext.reference`` with the same name and arguments; schemas are in ``csrc/ops/schemas.cpp``.
+
+Shapes: ``batch`` rows, ``nodes`` per row (the root included, 1 to 1024), ``vocab`` tokens. All index
+tensors are int64. ``parents[b, i] < i``; -1 is the root (node 0) and -2 an inactive node. A node whose
+parent is not an earlier active node counts as inactive; a row whose node 0 is inactive is inactive.
+
+Errors: ValueError names the argument, what was expected and what was given.
+"""
+
+from specdec_ext.ops._library import LIBRARY_PATH
+from specdec_ext.ops.cache import kv_compact
+from specdec_ext.ops.tree import MAX_NODES, TreeMask, tree_mask
+from specdec_ext.ops.verify import (
+    STATUS_NAN,
+    STATUS_NO_FINITE_LOGIT,
+    STATUS_OK,
+    MatchResult,
+    verify_match,
+)
+
+__all__ = [
+    "LIBRARY_PATH",
+    "MAX_NODES",
+    "STATUS_NAN",
+    "STATUS_NO_FINITE_LOGIT",
+    "STATUS_OK",
+    "MatchResult",
+    "TreeMask",
+    "kv_compact",
+    "tree_mask",
+    "verify_match",
+]

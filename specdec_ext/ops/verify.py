@@ -1,0 +1,82 @@
+"""Verification: which draft tokens the target would have emitted itself, and its next token."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec_ext.ops import _library
+
+STATUS_OK = 0
+STATUS_NAN = 1
+STATUS_NO_FINITE_LOGIT = 2
+
+
+class MatchResult(NamedTuple):
+    """What a verification step accepted.
+
+    Attributes:
+        path: ``[batch, nodes]``; the visited node at depth d for d <= num_accepted (node 0 first),
+            -1 beyond.
+        num_accepted: ``[batch]`` accepted draft tokens; -1 for an inactive row.
+        next_token: ``[batch]``; the bonus token at a leaf, the correction elsewhere; -1 for an inactive
+            row or where ``status`` is not 0.
+        status: ``[batch]``; 0 ok, 1 the logits of the visited node contain NaN, 2 none of them is above
+            -inf. Then ``path`` and ``num_accepted`` are what was walked before that node.
+    """
+
+    path: Tensor
+    num_accepted: Tensor
+    next_token: Tensor
+    status: Tensor
+
+
+def verify_match(
+    logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    root_positions: Tensor,
+    seeds: Tensor,
+    row_ids: Tensor,
+    stochastic: Tensor,
+) -> MatchResult:
+    """Walk each tree along tokens drawn from the target: rule 1, "match", exact for every tree.
+
+    At the visited node, starting at the root, one token is picked: the arg-max of the processed logit
+    plus Gumbel noise (greedy: no noise), ties to the lowest token id. The first child that carries it
+    is descended into; without one the pick is ``next_token`` and the walk ends. The noise belongs to
+    (seed, row id, absolute position, token), so it does not depend on the tree.
+
+    Args:
+        logits: ``[batch, nodes, vocab]`` float32, bfloat16 or float16: the target's logits after all
+            processors. The last dimension is contiguous. On the CPU only visited nodes are read; what
+            the others hold never matters.
+        tokens: ``[batch, nodes]`` int64.
+        parents: ``[batch, nodes]`` int64.
+        root_positions: ``[batch]`` int64; how many unpadded tokens precede the root. The token drawn
+            at depth d has position ``root_positions + d + 1``.
+        seeds: ``[batch]`` int64.
+        row_ids: ``[batch]`` int64; which stream of its seed a row uses.
+        stochastic: ``[batch]`` bool; False is greedy.
+    """
+    return MatchResult(
+        *_library.native.verify_match(
+            logits, tokens, parents, root_positions, seeds, row_ids, stochastic
+        )
+    )
+
+
+@torch.library.register_fake("specdec::verify_match")
+def _verify_match_fake(
+    logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    root_positions: Tensor,
+    seeds: Tensor,
+    row_ids: Tensor,
+    stochastic: Tensor,
+) -> tuple[Tensor, ...]:
+    batch, nodes, _ = logits.shape
+    return parents.new_empty(batch, nodes), *(parents.new_empty(batch) for _ in range(3))
