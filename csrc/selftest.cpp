@@ -4,6 +4,7 @@
 // The specification that the CPU ops are held to is specdec_ext/reference, by python_tests/.
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include <numeric>
 #include <random>
 #include <vector>

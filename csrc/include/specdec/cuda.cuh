@@ -1,7 +1,47 @@
-// The few CUDA facilities that kernels use, each behind one name, so that kernel files can also be
-// compiled for the host and run there without a GPU (csrc/emulation/cuda_runtime.h): launches,
-// shared memory, barriers, warp reductions. Kernels use nothing else of the runtime but threadIdx,
-// blockIdx, blockDim.
+// The CUDA facilities that kernels use, each behind one name, so that a kernel file compiles twice:
+// by nvcc (bodies in cuda_device.cuh: intrinsics and PTX) and as C++ for the host, where it runs
+// without a GPU and is checked (bodies in csrc/emulation/device_api.h). Beside these names kernels
+// use threadIdx, blockIdx, blockDim, gridDim and the types of cuda_bf16.h and cuda_fp16.h.
+//
+//   launch(kernel, config, args...)       the only launch, see LaunchConfig
+//   resident_blocks(kernel, block, dynamic_shared_bytes, &n)    most blocks of a cooperative launch
+//
+//   Shared memory
+//   SPECDEC_SHARED(Struct, name)          the block's static shared memory; the members of Struct
+//   are
+//                                         SharedArray<T, N>, SharedValue<T> and Mbarrier
+//   SPECDEC_DYNAMIC_SHARED(T, name)       SharedSpan<T> over config.dynamic_shared_bytes, 128-byte
+//                                         aligned; name.subspan(first, count), name.as<U>()
+//   array[i], value                       read, assign, += and so on; copy an element into a
+//   variable
+//                                         of its type (not auto) to use it otherwise
+//   array.pointer(i), value.pointer()     raw addresses, for the functions below
+//   load_shared<Vec>(p), store_shared(p, vec)    aligned vectors: uint4, float4, uint2, ...
+//
+//   Threads of a block or warp; `lanes` names the lanes that take part and defaults to all 32
+//   block_barrier()                       orders memory; threads that have ended count as arrived
+//   named_barrier(id, num_threads)        the same for num_threads threads; id 1..15, whole warps
+//   warp_barrier(lanes)                   the same for lanes of a warp
+//   shuffle(v, lane, lanes), shuffle_xor, shuffle_up, shuffle_down      no memory order, as in CUDA
+//   ballot(p, lanes), warp_any, warp_all, warp_max, warp_min, warp_sum  (butterfly: fixed order)
+//
+//   Memory, through any address
+//   load_global<Vec>(p), store_global(p, vec)                           aligned vectors
+//   atomic_add, atomic_max, atomic_exchange(p, v), atomic_compare_exchange(p, expected, desired)
+//                                         relaxed, the old value; 32- and 64-bit integers
+//   fetch_add_acq_rel(p, v), load_acquire(p), store_release(p, v)       device scope
+//   thread_fence()                        device scope, orders relaxed atomics as in C++
+//   spin_until(condition)                 the only way to spin; condition() reads with load_acquire
+//   grid_barrier(barrier)                 all blocks of a cooperative launch
+//
+//   Asynchronous copies and tensor cores
+//   cp_async_16(shared, global, valid)    16 bytes, zeros where not valid; cp_async_commit(),
+//                                         cp_async_wait<N>(): all groups but the latest N are there
+//   ldmatrix_x4(r, row), ldmatrix_x4_trans      row: this lane's 16-byte row of 8x8 16-bit matrices
+//   mma_m16n8k16<T>(c, a, b)              c += a b, T = __nv_bfloat16 or __half, c in float32
+//   pack<T>(low, high), unpack<T>(pair)   two 16-bit floats in a register of these
+//   mbarrier_init(b, count), mbarrier_arrive(b), mbarrier_arrive_expect(b, bytes),
+//   mbarrier_wait(b, parity), bulk_copy(shared, global, bytes, b)       sm_90; below, a trap
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,53 +53,21 @@ namespace specdec {
 constexpr int kWarpSize = 32;
 constexpr uint32_t kFullWarp = 0xFFFFFFFF;
 
-struct LaunchConfig {
-  int64_t grid_x;
-  int64_t grid_y;
-  int block;
-  cudaStream_t stream;
-};
+}  // namespace specdec
 
-// The only place that launches. Errors of the configuration come back here, errors of the kernel
-// with a later call, as usual in CUDA.
-template <typename... Params, typename... Args>
-cudaError_t launch(void (*kernel)(Params...), const LaunchConfig& config, const Args&... args) {
-  if (config.grid_x > INT32_MAX || config.grid_y > 65535) return cudaErrorInvalidConfiguration;
-  const unsigned grid_x = static_cast<unsigned>(config.grid_x);
-  const unsigned grid_y = static_cast<unsigned>(config.grid_y);
 #ifdef __CUDACC__
-  kernel<<<dim3(grid_x, grid_y), config.block, 0, config.stream>>>(args...);
-  return cudaGetLastError();
+#include "specdec/cuda_device.cuh"
 #else
-  Emulation::run_grid([&] { kernel(args...); }, grid_x, grid_y, config.block);
-  return cudaSuccess;
-#endif
-}
-
-// An array in shared memory.
-template <typename T, int kSize>
-struct SharedArray {
-  T elements[kSize];
-
-  __device__ T& operator[](int64_t i) { return elements[i]; }
-};
-
-// SPECDEC_SHARED: the block's shared memory, one struct per kernel. SPECDEC_GRID_CONSTANT: a
-// by-value kernel parameter that may be indexed dynamically without a copy in local memory.
-#ifdef __CUDACC__
-#define SPECDEC_SHARED(Type, name) __shared__ Type name
-#define SPECDEC_GRID_CONSTANT __grid_constant__
-#else
-#define SPECDEC_SHARED(Type, name) Type& name = Emulation::shared<Type>()
-#define SPECDEC_GRID_CONSTANT
+#include "device_api.h"
 #endif
 
-__device__ __forceinline__ void block_barrier() { __syncthreads(); }
+namespace specdec {
 
 template <typename T>
 __device__ __forceinline__ T warp_max(T value) {
+#pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    const T other = __shfl_xor_sync(kFullWarp, value, offset);
+    const T other = shuffle_xor(value, offset);
     value = other > value ? other : value;
   }
   return value;
@@ -67,11 +75,44 @@ __device__ __forceinline__ T warp_max(T value) {
 
 template <typename T>
 __device__ __forceinline__ T warp_min(T value) {
+#pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    const T other = __shfl_xor_sync(kFullWarp, value, offset);
+    const T other = shuffle_xor(value, offset);
     value = other < value ? other : value;
   }
   return value;
+}
+
+// The order of additions is the same in all lanes and launches.
+template <typename T>
+__device__ __forceinline__ T warp_sum(T value) {
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) value += shuffle_xor(value, offset);
+  return value;
+}
+
+// In device memory, zero before its first use and never reset after. The words are on lines of
+// their own: blocks that wait read `generation` only.
+struct GridBarrier {
+  alignas(128) uint32_t arrived;
+  alignas(128) uint32_t generation;
+};
+
+// Waits for all blocks of a cooperative launch; what they wrote before is visible after. To be
+// called by all threads.
+__device__ __forceinline__ void grid_barrier(GridBarrier* barrier) {
+  require_cooperative("grid_barrier");
+  block_barrier();
+  if (threadIdx.x == 0) {
+    const uint32_t generation = load_acquire(&barrier->generation);
+    if (fetch_add_acq_rel(&barrier->arrived, 1u) == gridDim.x * gridDim.y - 1) {
+      barrier->arrived = 0;  // nobody else touches it before the generation changes
+      store_release(&barrier->generation, generation + 1);
+    } else {
+      spin_until([=] { return load_acquire(&barrier->generation) != generation; });
+    }
+  }
+  block_barrier();
 }
 
 }  // namespace specdec

@@ -1,0 +1,164 @@
+#include "block.h"
+
+#include <bit>
+#include <cstdio>
+#include <cstring>
+
+namespace specdec::emulation {
+namespace {
+
+bool same_place(Location a, Location b) {
+  return a.line() == b.line() && a.column() == b.column() &&
+         std::strcmp(a.file_name(), b.file_name()) == 0;
+}
+
+std::string hexadecimal(uint32_t lanes) {
+  char text[16];
+  std::snprintf(text, sizeof(text), "0x%08X", lanes);
+  return text;
+}
+
+}  // namespace
+
+Block::Block(Thread* threads, unsigned num_threads)
+    : threads_(threads),
+      num_threads_(num_threads),
+      warps_((num_threads + 31) / 32),
+      copies_(num_threads) {
+  for (unsigned i = 0; i < num_threads; ++i) threads_[i].block = this;
+}
+
+void Block::reset(unsigned x, unsigned y) {
+  x_ = x;
+  y_ = y;
+  num_live_ = num_threads_;
+  num_at_barrier_ = 0;
+  for (unsigned warp = 0; warp < warps_.size(); ++warp) {
+    const unsigned lanes = std::min(num_threads_ - warp * 32, 32u);
+    warps_[warp] = {.live = 0xFFFFFFFF >> (32 - lanes), .meeting = 0};
+  }
+  shared_.reset();
+  copies_.reset();
+}
+
+void Block::barrier(Location where) {
+  Grid& grid = Grid::current();
+  if (num_at_barrier_++ == 0) barrier_site_ = where;
+  if (!same_place(where, barrier_site_)) {
+    grid.fail("divergent barrier: block_barrier (" + describe(where) +
+              ") while other threads wait at block_barrier (" + describe(barrier_site_) + ")");
+  }
+  grid.park({.what = "block_barrier", .where = where});
+  if (num_at_barrier_ == num_live_) release_barrier();
+  grid.yield();
+}
+
+// All live threads are at the barrier, so whoever waits, waits there.
+void Block::release_barrier() {
+  num_at_barrier_ = 0;
+  for (unsigned i = 0; i < num_threads_; ++i) {
+    if (threads_[i].state == Thread::State::kWaiting) Grid::current().release(threads_[i]);
+  }
+}
+
+void Block::named_barrier(int id, int num_threads, Location where) {
+  Grid& grid = Grid::current();
+  if (id < 1 || id >= static_cast<int>(named_.size())) {
+    grid.fail("named_barrier " + std::to_string(id) + ": the id must be 1 to 15");
+  }
+  NamedBarrier& barrier = named_[static_cast<size_t>(id)];
+  if (num_threads < 32 || num_threads % 32 != 0 || num_threads > static_cast<int>(num_threads_)) {
+    grid.fail("named_barrier for " + std::to_string(num_threads) +
+              " threads: must be whole warps of the block's " + std::to_string(num_threads_));
+  }
+  if (barrier.waiting.empty()) barrier.num_threads = num_threads;
+  if (barrier.num_threads != num_threads) {
+    grid.fail("named_barrier " + std::to_string(id) + " for " + std::to_string(num_threads) +
+              " threads while others wait there for " + std::to_string(barrier.num_threads));
+  }
+  barrier.waiting.push_back(&grid.self());
+  grid.park({.what = "named_barrier", .where = where, .id = id});
+  if (static_cast<int>(barrier.waiting.size()) == num_threads) {
+    for (Thread* thread : barrier.waiting) grid.release(*thread);
+    barrier.waiting.clear();
+  }
+  grid.yield();
+}
+
+void Block::meet(const Meeting& meeting, void* operand) {
+  Grid& grid = Grid::current();
+  Thread& self = grid.self();
+  if ((meeting.lanes >> self.lane() & 1) == 0) {
+    grid.fail(std::string(meeting.what) + " for lanes " + hexadecimal(meeting.lanes) +
+              ", to which lane " + std::to_string(self.lane()) + " does not belong");
+  }
+  const uint32_t absent = meeting.lanes & ~warps_[self.warp()].live;
+  if (absent != 0 && meeting.needs_all_lanes) {
+    grid.fail("divergent " + std::string(meeting.what) + " (" + describe(meeting.where) +
+              "): lane " + std::to_string(std::countr_zero(absent)) + " has ended");
+  }
+  self.meeting = &meeting;
+  self.operand = operand;
+  warps_[self.warp()].meeting |= 1u << self.lane();
+  grid.park({.what = meeting.what, .where = meeting.where, .lanes = meeting.lanes});
+  try_meeting(self.warp(), meeting);
+  grid.yield();
+}
+
+// Completes a meeting whose live lanes have all arrived.
+void Block::try_meeting(unsigned warp_index, const Meeting& meeting) {
+  Grid& grid = Grid::current();
+  Warp& warp = warps_[warp_index];
+  const uint32_t present = meeting.lanes & warp.live;
+  if ((present & ~warp.meeting) != 0) return;
+  LaneOperands operands{};
+  for (uint32_t rest = present; rest != 0; rest &= rest - 1) {
+    const unsigned lane = static_cast<unsigned>(std::countr_zero(rest));
+    Thread& thread = threads_[warp_index * 32 + lane];
+    if (thread.meeting->lanes != meeting.lanes) return;  // it meets others first
+    if (std::strcmp(thread.meeting->what, meeting.what) != 0 ||
+        (meeting.needs_all_lanes && !same_place(thread.meeting->where, meeting.where))) {
+      grid.fail("divergent " + std::string(meeting.what) + " (" + describe(meeting.where) +
+                "): lane " + std::to_string(lane) + " is at " + thread.meeting->what + " (" +
+                describe(thread.meeting->where) + ")");
+    }
+    operands[lane] = thread.operand;
+  }
+  if (meeting.complete != nullptr) meeting.complete(operands);
+  warp.meeting &= ~present;
+  for (uint32_t rest = present; rest != 0; rest &= rest - 1) {
+    grid.release(threads_[warp_index * 32 + static_cast<unsigned>(std::countr_zero(rest))]);
+  }
+}
+
+void Block::end_thread(Thread& self) {
+  Warp& warp = warps_[self.warp()];
+  warp.live &= ~(1u << self.lane());
+  if (--num_live_ > 0 && num_at_barrier_ == num_live_) release_barrier();
+  for (uint32_t rest = warp.meeting; rest != 0; rest &= rest - 1) {
+    const unsigned lane = static_cast<unsigned>(std::countr_zero(rest));
+    const Meeting& meeting = *threads_[self.warp() * 32 + lane].meeting;
+    if ((meeting.lanes >> self.lane() & 1) == 0) continue;
+    if (meeting.needs_all_lanes) {
+      Grid::current().fail("divergent " + std::string(meeting.what) + " (" +
+                           describe(meeting.where) + "): the thread ends while lane " +
+                           std::to_string(lane) + " waits for it there");
+    }
+    return try_meeting(self.warp(), meeting);
+  }
+}
+
+std::string Block::describe_wait(const Thread& thread) const {
+  const Wait& wait = thread.wait;
+  std::string text = std::string("at ") + wait.what;
+  if (wait.id != 0) {
+    const NamedBarrier& barrier = named_[static_cast<size_t>(wait.id)];
+    text += " " + std::to_string(wait.id) + " with " + std::to_string(barrier.waiting.size()) +
+            " of " + std::to_string(barrier.num_threads) + " threads";
+  }
+  if (wait.lanes != 0) text += " for lanes " + hexadecimal(wait.lanes);
+  if (wait.object != nullptr) text += " " + copies_.describe(wait.object);
+  return text + " (" + describe(wait.where) + ")";
+}
+
+}  // namespace specdec::emulation

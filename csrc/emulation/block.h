@@ -1,0 +1,76 @@
+// A block of an emulated launch: its shared memory and the places where its threads meet.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "async.h"
+#include "grid.h"
+#include "shared_memory.h"
+
+namespace specdec::emulation {
+
+// The operands of the lanes that meet, by lane; null for a lane that does not take part.
+using LaneOperands = std::array<void*, 32>;
+
+// A meeting of lanes. The last that arrives computes the results of all of them.
+struct Meeting {
+  const char* what;
+  Location where;
+  uint32_t lanes;
+  void (*complete)(const LaneOperands& operands);  // or null
+  // Lanes that have ended, or never were: a barrier or vote goes on without them, but there is no
+  // value that a shuffle could read.
+  bool needs_all_lanes;
+};
+
+class Block {
+ public:
+  Block(Thread* threads, unsigned num_threads);
+
+  unsigned x() const { return x_; }
+  unsigned y() const { return y_; }
+  SharedMemory& shared() { return shared_; }
+  AsyncCopies& copies() { return copies_; }
+
+  // Back to the state before any thread ran.
+  void reset(unsigned x, unsigned y);
+
+  // Called by the running thread; return when all others have arrived.
+  void barrier(Location where);
+  void named_barrier(int id, int num_threads, Location where);
+  void meet(const Meeting& meeting, void* operand);
+  // The running thread has ended.
+  void end_thread(Thread& self);
+
+  std::string describe_wait(const Thread& thread) const;
+
+ private:
+  struct NamedBarrier {
+    int num_threads = 0;
+    std::vector<Thread*> waiting;
+  };
+  struct Warp {
+    uint32_t live = 0, meeting = 0;  // lanes that have not ended, that wait for other lanes
+  };
+
+  void release_barrier();
+  void try_meeting(unsigned warp, const Meeting& meeting);
+
+  unsigned x_ = 0, y_ = 0;
+  Thread* threads_;
+  unsigned num_threads_;
+  unsigned num_live_ = 0, num_at_barrier_ = 0;
+  Location barrier_site_;
+  std::vector<Warp> warps_;
+  std::array<NamedBarrier, 16> named_;
+  SharedMemory shared_;
+  AsyncCopies copies_;
+};
+
+// Of the running thread.
+inline Block& block() { return *Grid::current().self().block; }
+
+}  // namespace specdec::emulation

@@ -1,0 +1,263 @@
+// The host side of specdec/cuda.cuh, where every name is explained: kernels compiled as C++ run in
+// the emulator (grid.h) through these bodies.
+#pragma once
+
+#include <bit>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "block.h"
+#include "cuda_bf16.h"
+#include "cuda_fp16.h"
+#include "cuda_runtime.h"
+#include "shared_access.h"
+#include "warp.h"
+
+#define SPECDEC_GRID_CONSTANT
+
+namespace specdec {
+
+using emulation::Location;
+
+struct LaunchConfig {
+  int64_t grid_x;
+  int64_t grid_y;
+  int block;
+  cudaStream_t stream;
+  int64_t dynamic_shared_bytes = 0;
+  bool cooperative = false;
+  Location where = Location::current();  // of the braces
+};
+
+// A few more than two, so that splits over blocks are uneven.
+template <typename Kernel>
+cudaError_t resident_blocks(Kernel*, int /*block*/, int64_t /*dynamic_shared_bytes*/,
+                            int64_t* num_blocks) {
+  *num_blocks = 5;
+  return cudaSuccess;
+}
+
+// Throws EmulationError where the kernel breaks a rule.
+template <typename... Params, typename... Args>
+cudaError_t launch(void (*kernel)(Params...), const LaunchConfig& config, const Args&... args) {
+  const cudaError_t error = emulation::check_launch(
+      config.grid_x, config.grid_y, config.block, config.dynamic_shared_bytes, config.cooperative);
+  if (error != cudaSuccess) return error;
+  emulation::Grid::run({.kernel = [&] { kernel(args...); },
+                        .grid_x = static_cast<unsigned>(config.grid_x),
+                        .grid_y = static_cast<unsigned>(config.grid_y),
+                        .block = static_cast<unsigned>(config.block),
+                        .dynamic_shared_bytes = config.dynamic_shared_bytes,
+                        .cooperative = config.cooperative,
+                        .where = config.where});
+  return cudaSuccess;
+}
+
+inline void block_barrier(Location where = Location::current()) {
+  emulation::block().barrier(where);
+}
+inline void named_barrier(int id, int num_threads, Location where = Location::current()) {
+  emulation::block().named_barrier(id, num_threads, where);
+}
+inline void warp_barrier(uint32_t lanes = kFullWarp, Location where = Location::current()) {
+  emulation::warp_barrier(lanes, where);
+}
+inline void thread_fence() {}
+
+template <typename T>
+T shuffle_from(const char* what, T value, int lane, uint32_t lanes, Location where) {
+  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= 8);
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  bits = emulation::shuffle(what, bits, lane, lanes, where);
+  std::memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+template <typename T>
+T shuffle(T value, int lane, uint32_t lanes = kFullWarp, Location where = Location::current()) {
+  return shuffle_from("shuffle", value, lane & 31, lanes, where);
+}
+template <typename T>
+T shuffle_xor(T value, int mask, uint32_t lanes = kFullWarp, Location where = Location::current()) {
+  const int self = threadIdx.x % kWarpSize, lane = self ^ mask;
+  return shuffle_from("shuffle_xor", value, lane < kWarpSize ? lane : self, lanes, where);
+}
+template <typename T>
+T shuffle_up(T value, int distance, uint32_t lanes = kFullWarp,
+             Location where = Location::current()) {
+  const int self = threadIdx.x % kWarpSize, lane = self - distance;
+  return shuffle_from("shuffle_up", value, lane >= 0 ? lane : self, lanes, where);
+}
+template <typename T>
+T shuffle_down(T value, int distance, uint32_t lanes = kFullWarp,
+               Location where = Location::current()) {
+  const int self = threadIdx.x % kWarpSize, lane = self + distance;
+  return shuffle_from("shuffle_down", value, lane < kWarpSize ? lane : self, lanes, where);
+}
+
+inline uint32_t ballot(bool predicate, uint32_t lanes = kFullWarp,
+                       Location where = Location::current()) {
+  return emulation::vote("ballot", predicate, lanes, where);
+}
+inline bool warp_any(bool predicate, uint32_t lanes = kFullWarp,
+                     Location where = Location::current()) {
+  return emulation::vote("warp_any", predicate, lanes, where) != 0;
+}
+inline bool warp_all(bool predicate, uint32_t lanes = kFullWarp,
+                     Location where = Location::current()) {
+  return emulation::vote("warp_all", !predicate, lanes, where) == 0;
+}
+
+template <typename Vec>
+Vec load_global(const void* address) {
+  emulation::check_aligned(address, alignof(Vec), "the address of load_global");
+  return *static_cast<const Vec*>(address);
+}
+template <typename Vec>
+void store_global(void* address, Vec value) {
+  emulation::check_aligned(address, alignof(Vec), "the address of store_global");
+  *static_cast<Vec*>(address) = value;
+}
+template <typename Vec>
+Vec load_shared(const void* address, Location where = Location::current()) {
+  emulation::check_aligned(address, alignof(Vec), "the address of load_shared");
+  emulation::shared_memory().read(address, sizeof(Vec), where);
+  Vec value;
+  std::memcpy(&value, address, sizeof(Vec));
+  return value;
+}
+template <typename Vec>
+void store_shared(void* address, Vec value, Location where = Location::current()) {
+  emulation::check_aligned(address, alignof(Vec), "the address of store_shared");
+  emulation::shared_memory().write(address, sizeof(Vec), where);
+  std::memcpy(address, &value, sizeof(Vec));
+}
+
+// One thread runs at a time, so an atomic operation is an ordinary one between two checks.
+template <typename T, typename Update>
+T atomic_update(T* address, const Update& update, Location where) {
+  static_assert(std::is_integral_v<T> && (sizeof(T) == 4 || sizeof(T) == 8));
+  emulation::check_aligned(address, sizeof(T), "the address of an atomic");
+  emulation::shared_memory().atomic(address, sizeof(T), where);
+  const T old = *address;
+  *address = update(old);
+  return old;
+}
+template <typename T>
+T atomic_add(T* address, std::type_identity_t<T> value, Location where = Location::current()) {
+  using Unsigned = std::make_unsigned_t<T>;  // wraps around
+  return atomic_update(
+      address,
+      [&](T old) {
+        return static_cast<T>(static_cast<Unsigned>(old) + static_cast<Unsigned>(value));
+      },
+      where);
+}
+template <typename T>
+T atomic_max(T* address, std::type_identity_t<T> value, Location where = Location::current()) {
+  return atomic_update(address, [&](T old) { return old > value ? old : value; }, where);
+}
+template <typename T>
+T atomic_exchange(T* address, std::type_identity_t<T> value, Location where = Location::current()) {
+  return atomic_update(address, [&](T) { return value; }, where);
+}
+template <typename T>
+T atomic_compare_exchange(T* address, std::type_identity_t<T> expected,
+                          std::type_identity_t<T> desired, Location where = Location::current()) {
+  return atomic_update(address, [&](T old) { return old == expected ? desired : old; }, where);
+}
+inline uint32_t fetch_add_acq_rel(uint32_t* address, uint32_t value,
+                                  Location where = Location::current()) {
+  return atomic_add(address, value, where);
+}
+template <typename T>
+T load_acquire(const T* address, Location where = Location::current()) {
+  return atomic_update(const_cast<T*>(address), [](T old) { return old; }, where);
+}
+template <typename T>
+void store_release(T* address, std::type_identity_t<T> value,
+                   Location where = Location::current()) {
+  atomic_update(address, [&](T) { return value; }, where);
+}
+
+template <typename Condition>
+void spin_until(const Condition& condition, Location where = Location::current()) {
+  for (bool first = true; !condition(); first = false) {
+    emulation::Grid::current().poll({.what = "spin_until", .where = where}, first);
+  }
+}
+
+inline void require_cooperative(const char* what) {
+  emulation::Grid& grid = emulation::Grid::current();
+  if (!grid.launch().cooperative)
+    grid.fail(std::string(what) + " in a launch that is not cooperative");
+}
+
+inline void cp_async_16(void* shared, const void* global, bool valid,
+                        Location where = Location::current()) {
+  emulation::block().copies().copy(shared, valid ? global : nullptr, 16, where);
+}
+inline void cp_async_commit() { emulation::block().copies().commit(); }
+template <int kGroups>
+void cp_async_wait() {
+  emulation::block().copies().wait(kGroups);
+}
+
+inline void ldmatrix_x4(uint32_t (&r)[4], const void* row, Location where = Location::current()) {
+  emulation::ldmatrix("ldmatrix_x4", r, row, false, where);
+}
+inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row,
+                              Location where = Location::current()) {
+  emulation::ldmatrix("ldmatrix_x4_trans", r, row, true, where);
+}
+
+template <typename T>
+uint32_t pack(float low, float high) {
+  static_assert(std::is_same_v<T, __nv_bfloat16> || std::is_same_v<T, __half>);
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __float2bfloat16(low).bits | uint32_t{__float2bfloat16(high).bits} << 16;
+  } else {
+    return __float2half(low).bits | uint32_t{__float2half(high).bits} << 16;
+  }
+}
+template <typename T>
+float2 unpack(uint32_t pair) {
+  static_assert(std::is_same_v<T, __nv_bfloat16> || std::is_same_v<T, __half>);
+  const T low{static_cast<uint16_t>(pair)}, high{static_cast<uint16_t>(pair >> 16)};
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return {__bfloat162float(low), __bfloat162float(high)};
+  } else {
+    return {__half2float(low), __half2float(high)};
+  }
+}
+
+template <typename T>
+void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                  Location where = Location::current()) {
+  emulation::mma(c, a, b, &unpack<T>, where);
+}
+
+struct alignas(8) Mbarrier {
+  uint64_t state;
+};
+
+inline void mbarrier_init(Mbarrier* barrier, int count, Location where = Location::current()) {
+  emulation::block().copies().init(barrier, count, where);
+}
+inline void mbarrier_arrive(Mbarrier* barrier, Location where = Location::current()) {
+  emulation::block().copies().arrive(barrier, 0, where);
+}
+inline void mbarrier_arrive_expect(Mbarrier* barrier, int bytes,
+                                   Location where = Location::current()) {
+  emulation::block().copies().arrive(barrier, bytes, where);
+}
+inline void mbarrier_wait(Mbarrier* barrier, int parity, Location where = Location::current()) {
+  emulation::block().copies().wait(barrier, parity, where);
+}
+inline void bulk_copy(void* shared, const void* global, int bytes, Mbarrier* barrier,
+                      Location where = Location::current()) {
+  emulation::block().copies().bulk_copy(shared, global, bytes, barrier, where);
+}
+
+}  // namespace specdec

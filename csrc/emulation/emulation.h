@@ -1,0 +1,24 @@
+// Control of the emulator: the order of threads, and the error that a broken kernel ends with.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+
+namespace specdec {
+
+// Which of the threads that can run does: the first, the last, or a pseudo-random one. A thread
+// runs until it waits or ends, so warps drift apart as far as barriers let them.
+enum class ThreadOrder { kForward, kBackward, kShuffled };
+
+struct Emulation {
+  inline static ThreadOrder order = ThreadOrder::kForward;
+  inline static uint64_t seed = 0;  // of kShuffled
+};
+
+// Thrown by launch(): the kernel broke a rule of CUDA. The message names the kernel, the block and
+// the thread. The next launch finds the emulator as new.
+class EmulationError : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+}  // namespace specdec

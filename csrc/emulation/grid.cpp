@@ -1,0 +1,232 @@
+#include "grid.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <exception>
+#include <mutex>
+
+#include "block.h"
+#include "cuda_runtime.h"
+
+namespace specdec::emulation {
+namespace {
+
+// Stacks are kept for later launches. A failed launch leaves frames on them that nobody will ever
+// return from, so those stacks are given up.
+std::vector<std::unique_ptr<Fiber>> all_fibers;
+std::vector<Fiber*> free_fibers;
+
+}  // namespace
+
+cudaError_t check_launch(int64_t grid_x, int64_t grid_y, int block, int64_t dynamic_shared_bytes,
+                         bool cooperative) {
+  if (grid_x < 1 || grid_x > INT32_MAX || grid_y < 1 || grid_y > 65535 || block < 1 ||
+      block > static_cast<int>(Grid::kMaxThreadsPerBlock)) {
+    return cudaErrorInvalidConfiguration;
+  }
+  if (dynamic_shared_bytes < 0 ||
+      dynamic_shared_bytes > static_cast<int64_t>(SharedMemory::kMaxBytes)) {
+    return cudaErrorInvalidValue;
+  }
+  if (cooperative && grid_x * grid_y > Grid::kMaxResidentThreads / block) {
+    throw EmulationError("a cooperative launch of " + std::to_string(grid_x * grid_y) +
+                         " blocks with " + std::to_string(block) +
+                         " threads: all are resident at once, and the emulator holds at most " +
+                         std::to_string(Grid::kMaxResidentThreads) +
+                         " threads; launch resident_blocks() blocks");
+  }
+  return cudaSuccess;
+}
+
+void Grid::run(const Launch& launch) {
+  static std::mutex one_launch_at_a_time;
+  const std::lock_guard lock(one_launch_at_a_time);
+  Grid grid(launch);
+  gridDim = {launch.grid_x, launch.grid_y, 1};
+  blockDim = {launch.block, 1, 1};
+  if (launch.cooperative) return grid.run_threads();
+  for (unsigned y = 0; y < launch.grid_y; ++y) {
+    for (unsigned x = 0; x < launch.grid_x; ++x) {
+      grid.blocks_[0]->reset(x, y);
+      grid.run_threads();
+    }
+  }
+}
+
+Grid::Grid(const Launch& launch)
+    : launch_(launch),
+      threads_(size_t{launch.block} * (launch.cooperative ? launch.grid_x * launch.grid_y : 1)),
+      ready_(static_cast<unsigned>(threads_.size())),
+      random_(Emulation::seed) {
+  current_ = this;
+  for (unsigned slot = 0; slot < threads_.size(); ++slot) {
+    threads_[slot].slot = slot;
+    threads_[slot].index = slot % launch.block;
+  }
+  for (size_t first = 0; first < threads_.size(); first += launch.block) {
+    const unsigned block = static_cast<unsigned>(first / launch.block);
+    blocks_.push_back(std::make_unique<Block>(&threads_[first], launch.block));
+    blocks_.back()->reset(block % launch.grid_x, block / launch.grid_x);
+  }
+}
+
+Grid::~Grid() { current_ = nullptr; }
+
+void Grid::run_threads() {
+  for (Thread& thread : threads_) {
+    thread.state = Thread::State::kFresh;
+    ready_.insert(thread.slot);
+  }
+  leave(next_thread());
+  if (exception_) {
+    free_fibers.clear();
+    all_fibers.clear();
+    std::rethrow_exception(exception_);
+  }
+}
+
+// Continues with `next`, or with the caller of the launch if there is none. Returns when somebody
+// continues the fiber that called.
+void Grid::leave(Thread* next) {
+  Fiber* const left = fiber_;
+  Fiber* target = &caller_;
+  if (next != nullptr) {
+    self_ = next;
+    threadIdx = {next->index, 0, 0};
+    blockIdx = {next->block->x(), next->block->y(), 0};
+    if (next->state == Thread::State::kFresh) {
+      if (free_fibers.empty()) {
+        all_fibers.push_back(std::make_unique<Fiber>(&Grid::fiber_main));
+        free_fibers.push_back(all_fibers.back().get());
+      }
+      next->fiber = free_fibers.back();
+      free_fibers.pop_back();
+    }
+    next->state = Thread::State::kReady;
+    target = next->fiber;
+  }
+  if (target == left) return;
+  fiber_ = target;
+  left->switch_to(*target);
+}
+
+// A fiber runs one fresh thread after another, as long as they come.
+void Grid::fiber_main() {
+  Fiber::on_entry();
+  for (;;) {
+    Thread* next = nullptr;
+    try {
+      current_->launch_.kernel();
+      next = current_->end_thread();
+    } catch (...) {
+      current_->exception_ = std::current_exception();
+    }
+    current_->leave(next);
+  }
+}
+
+// The thread to continue with.
+Thread* Grid::end_thread() {
+  self_->state = Thread::State::kDone;
+  progress_ = true;
+  self_->block->end_thread(*self_);
+  free_fibers.push_back(self_->fiber);  // a fresh thread will take over this very stack
+  return next_thread();
+}
+
+void Grid::park(const Wait& wait) {
+  self_->wait = wait;
+  self_->state = Thread::State::kWaiting;
+  progress_ = true;
+}
+
+void Grid::yield() { leave(next_thread()); }
+
+void Grid::poll(const Wait& wait, bool first) {
+  self_->wait = wait;
+  self_->state = Thread::State::kWaiting;
+  polling_.push_back(self_);
+  progress_ |= first;
+  yield();
+}
+
+void Grid::release(Thread& thread) {
+  thread.state = Thread::State::kReady;
+  ready_.insert(thread.slot);
+}
+
+// Null when all threads have ended.
+Thread* Grid::next_thread() {
+  int slot = ready_.take(Emulation::order, random_);
+  if (slot == ReadySet::kNone && progress_ && !polling_.empty()) {
+    progress_ = false;
+    for (Thread* thread : polling_) release(*thread);
+    polling_.clear();
+    slot = ready_.take(Emulation::order, random_);
+  }
+  for (size_t i = 0; slot == ReadySet::kNone && i < blocks_.size();) {
+    if (blocks_[i]->copies().land_one()) {
+      slot = ready_.take(Emulation::order, random_);
+    } else {
+      ++i;
+    }
+  }
+  if (slot != ReadySet::kNone) return &threads_[static_cast<size_t>(slot)];
+  const auto done = [](const Thread& thread) { return thread.state == Thread::State::kDone; };
+  if (!std::all_of(threads_.begin(), threads_.end(), done)) {
+    exception_ = std::make_exception_ptr(
+        EmulationError("emulated kernel " + kernel() + ": deadlock: " + describe_waits()));
+  }
+  return nullptr;
+}
+
+void Grid::fail(const std::string& what) const {
+  throw EmulationError("emulated kernel " + kernel() + ", " + describe(*self_) + ": " + what);
+}
+
+std::string Grid::kernel() const {
+  const std::string launched = "launched at " + describe(launch_.where);
+  if (kernel_name_ != nullptr) return std::string(kernel_name_) + ", " + launched;
+  return launched + " in " + launch_.where.function_name();
+}
+
+// Neighbours that wait for the same thing are one entry of the list.
+std::string Grid::describe_waits() const {
+  constexpr int kMaxGroups = 16;
+  const auto what = [](const Thread& thread) {
+    return thread.state == Thread::State::kDone ? "ended" : thread.block->describe_wait(thread);
+  };
+  std::string text = "no thread can run";
+  int groups = 0;
+  for (size_t first = 0, end; first < threads_.size(); first = end) {
+    const Thread& thread = threads_[first];
+    const std::string wait = what(thread);
+    for (end = first + 1; end < threads_.size() && threads_[end].block == thread.block;) {
+      if (what(threads_[end]) != wait) break;
+      ++end;
+    }
+    if (++groups > kMaxGroups) return text + "; and more";
+    text += "; " + describe(thread);
+    if (end > first + 1) text += " to " + std::to_string(threads_[end - 1].index);
+    text += " " + wait;
+  }
+  return text;
+}
+
+void check_aligned(const void* address, size_t bytes, const char* what) {
+  if (reinterpret_cast<uintptr_t>(address) % bytes == 0) return;
+  Grid::current().fail(std::string(what) + " is not aligned to " + std::to_string(bytes) +
+                       " bytes");
+}
+
+std::string describe(Location where) {
+  const std::string path = where.file_name();
+  return path.substr(path.find_last_of('/') + 1) + ":" + std::to_string(where.line());
+}
+
+std::string describe(const Thread& thread) {
+  return "block (" + std::to_string(thread.block->x()) + ", " + std::to_string(thread.block->y()) +
+         "), thread " + std::to_string(thread.index);
+}
+
+}  // namespace specdec::emulation

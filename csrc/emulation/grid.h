@@ -1,0 +1,128 @@
+// A launch in progress: its threads are fibers, and one scheduler runs all of them in turn on the
+// calling thread.
+//
+// The blocks of an ordinary launch run one after another. Those of a cooperative launch are
+// resident at once in the same scheduler, not on threads of the operating system: the run is
+// deterministic, a deadlock is seen because nobody can run, and the sanitizers need no memory
+// model.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <source_location>
+#include <string>
+#include <vector>
+
+#include "cuda_runtime_api.h"
+#include "emulation.h"
+#include "fiber.h"
+#include "ready_set.h"
+
+namespace specdec::emulation {
+
+using Location = std::source_location;
+
+class Block;
+
+// What a thread waits for, in the words of the message about a deadlock.
+struct Wait {
+  const char* what = nullptr;
+  Location where;
+  uint32_t lanes = 0;            // of a meeting of lanes
+  int id = 0;                    // of a named barrier
+  const void* object = nullptr;  // an Mbarrier
+};
+
+struct Meeting;
+
+struct Thread {
+  enum class State : uint8_t { kFresh, kReady, kWaiting, kDone };
+
+  Block* block;
+  unsigned index;  // in the block
+  unsigned slot;   // in the grid
+  State state;
+  Wait wait;
+  const Meeting* meeting;  // that this lane waits at, and what it brings, on its own stack
+  void* operand;
+  Fiber* fiber;
+
+  unsigned lane() const { return index % 32; }
+  unsigned warp() const { return index / 32; }
+};
+
+struct Launch {
+  std::function<void()> kernel;
+  unsigned grid_x, grid_y, block;
+  int64_t dynamic_shared_bytes;
+  bool cooperative;
+  Location where;
+};
+
+// What CUDA would say to the configuration of a launch, in the range of values the emulator has.
+cudaError_t check_launch(int64_t grid_x, int64_t grid_y, int block, int64_t dynamic_shared_bytes,
+                         bool cooperative);
+
+class Grid {
+ public:
+  static constexpr unsigned kMaxThreadsPerBlock = 1024;
+  // Of a cooperative launch. Each waiting thread holds a stack, two of the system's memory
+  // mappings.
+  static constexpr unsigned kMaxResidentThreads = 16 * 1024;
+
+  // Runs a launch to its end. Throws EmulationError.
+  static void run(const Launch& launch);
+  static Grid& current() { return *current_; }
+
+  explicit Grid(const Launch& launch);
+  ~Grid();
+
+  const Launch& launch() const { return launch_; }
+  Thread& self() { return *self_; }
+
+  // Called by the running thread: waits until released, and lets others run meanwhile.
+  void park(const Wait& wait);
+  void yield();
+  // Gives way until all others wait; `first` of a new spin. A spin that nobody can end is an error.
+  void poll(const Wait& wait, bool first);
+  [[noreturn]] void fail(const std::string& what) const;
+
+  void release(Thread& thread);
+  uint64_t random() { return random_.next(); }
+  void name_kernel(const char* name) { kernel_name_ = name; }
+
+ private:
+  void run_threads();
+  Thread* next_thread();
+  void leave(Thread* next);
+  Thread* end_thread();
+  [[noreturn]] static void fiber_main();
+  std::string kernel() const;
+  std::string describe_waits() const;
+
+  inline static Grid* current_ = nullptr;
+
+  const Launch& launch_;
+  const char* kernel_name_ = nullptr;
+  std::vector<Thread> threads_;
+  std::vector<std::unique_ptr<Block>> blocks_;
+  ReadySet ready_;
+  RandomBits random_;
+  std::vector<Thread*> polling_;
+  bool progress_ = false;  // since all polling threads were asked
+
+  Thread* self_ = nullptr;
+  Fiber caller_;
+  Fiber* fiber_ = &caller_;  // that runs now
+  std::exception_ptr exception_;
+};
+
+// Fails unless `address` is a multiple of `bytes`.
+void check_aligned(const void* address, size_t bytes, const char* what);
+
+std::string describe(Location where);        // file:line
+std::string describe(const Thread& thread);  // block and thread
+
+}  // namespace specdec::emulation
