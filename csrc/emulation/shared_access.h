@@ -150,6 +150,11 @@ namespace emulation {
 void* static_shared(size_t bytes, const char* kernel);
 SharedSpan<std::byte> dynamic_shared(const char* kernel);
 
+template <typename T>
+SharedSpan<T> dynamic_shared_as(const char* kernel) {
+  return dynamic_shared(kernel).as<T>();
+}
+
 }  // namespace emulation
 }  // namespace specdec
 
@@ -159,4 +164,4 @@ SharedSpan<std::byte> dynamic_shared(const char* kernel);
 
 #define SPECDEC_DYNAMIC_SHARED(T, name) \
   const ::specdec::SharedSpan<T> name = \
-      ::specdec::emulation::dynamic_shared(__PRETTY_FUNCTION__).as<T>()
+      ::specdec::emulation::dynamic_shared_as<T>(__PRETTY_FUNCTION__)
