@@ -1,11 +1,21 @@
-"""Speculative decoding for Hugging Face models that emits what the model alone would have emitted."""
+"""Speculative decoding for Hugging Face models that emits what the model alone would have emitted.
 
-from specdec_ext.comparison import ComparedRuns, compare_runs
-from specdec_ext.drafters import Drafter, DraftModelDrafter, NgramDrafter
-from specdec_ext.generation import custom_generate, generate
-from specdec_ext.output import SpeculativeOutput
-from specdec_ext.stats import SpeculationStats
-from specdec_ext.tree import DraftTree
+Names are imported at their first use: ``specdec_ext.ops`` and ``specdec_ext.reference`` need torch alone, and
+do not wait for transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specdec_ext.comparison import ComparedRuns, compare_runs
+    from specdec_ext.drafters import Drafter, DraftModelDrafter, NgramDrafter
+    from specdec_ext.generation import custom_generate, generate
+    from specdec_ext.output import SpeculativeOutput
+    from specdec_ext.stats import SpeculationStats
+    from specdec_ext.tree import DraftTree
 
 __version__ = "0.1.0"
 
@@ -21,3 +31,25 @@ __all__ = [
     "custom_generate",
     "generate",
 ]
+
+_MODULES = {
+    "comparison": ("ComparedRuns", "compare_runs"),
+    "drafters": ("Drafter", "DraftModelDrafter", "NgramDrafter"),
+    "generation": ("custom_generate", "generate"),
+    "output": ("SpeculativeOutput",),
+    "stats": ("SpeculationStats",),
+    "tree": ("DraftTree",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value  # found without this function from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +14,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec_ext import machine
 from specdec_ext.comparison import ComparedRuns, compare_runs
 from specdec_ext.stats import SpeculationStats
 
@@ -164,33 +161,5 @@ def unique_ngram_fraction(texts: Sequence[Sequence[int]], n: int = 4) -> float:
 
 def machine_line(model: PreTrainedModel) -> str:
     """Processor, threads, versions, dtype and commit: what a number needs to mean something."""
-    if model.device.type == "cuda":
-        processor = torch.cuda.get_device_name(model.device)
-    else:
-        processor = (
-            f"{_processor_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-        )
-    return (
-        f"{processor} | torch {torch.__version__} | transformers {transformers.__version__} | "
-        f"{str(model.dtype).removeprefix('torch.')} | commit {_commit()}"
-    )
-
-
-def _processor_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def _commit() -> str:
-    """Short hash of the source tree this package runs from, with a + if it has changes."""
-    root = Path(__file__).parent.parent
-    if not (root / ".git").exists():
-        return "none (installed)"
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+"], cwd=root, capture_output=True, text=True
-    )
-    return described.stdout.strip() or "none"
+    dtype = str(model.dtype).removeprefix("torch.")
+    return machine.machine_line(model.device, f"transformers {transformers.__version__}", dtype)
