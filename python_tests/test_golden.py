@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specdec_ext import ops
+
 GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/meta.json"))
 TREES = [name for name in CASES if name.startswith("eagle")]
@@ -66,7 +68,7 @@ def test_trees_are_consistent(case):
         mask, depths = this["tree_mask"][0, 0], this["tree_position_ids"]
         assert torch.equal(mask.sum(1) - 1, depths)
         assert torch.equal(mask.int() @ mask.int() > 0, mask), "an ancestor's ancestor is missing"
-        paths = {tuple(row[row >= 0].tolist()) for row in this["retrieve_indices"]}
+        paths = {tuple(unpadded(row)) for row in this["retrieve_indices"]}
         leaves = (mask.sum(0) == 1).nonzero().flatten().tolist()
         assert paths == {tuple(mask[leaf].nonzero().flatten().tolist()) for leaf in leaves}
 
@@ -82,3 +84,26 @@ def test_chains_are_consistent(case):
     assert tensors["draft_tokens"].shape == (1, meta["depth"])
     reachable = torch.arange(config["draft_vocab_size"]) + weights["d2t"]
     assert torch.isin(tensors["draft_tokens"], reachable).all()
+
+
+@pytest.mark.parametrize("case", TREES)
+def test_masks_of_the_eagle_authors(case, device):
+    """Masks, positions and leaf paths equal those of the published reference implementation."""
+    tensors, _, meta, _ = load(case)
+    for number in range(meta["rounds"]):
+        expected = tensors[f"round{number}.tree_mask"][0, 0]
+        order = torch.arange(len(expected))
+        # The parent is the ancestor with the largest number.
+        strict = expected & (order < order[:, None])
+        parents = torch.where(strict, order, -1).amax(dim=1)[None]
+        shape = ops.tree_mask(parents.to(device), torch.tensor([0], device=device))
+        bits = (shape.ancestors[0, :, order // 64].cpu() >> (order % 64)) & 1
+        assert torch.equal(bits.bool(), expected)
+        assert torch.equal(shape.positions[0].cpu(), tensors[f"round{number}.tree_position_ids"])
+        leaves = shape.paths[0][shape.first_child[0] == -1].cpu()
+        given = tensors[f"round{number}.retrieve_indices"]
+        assert sorted(map(unpadded, leaves)) == sorted(map(unpadded, given))
+
+
+def unpadded(path: torch.Tensor) -> list[int]:
+    return path[path >= 0].tolist()

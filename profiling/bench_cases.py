@@ -1,0 +1,319 @@
+"""Every op with the inputs it meets: what ``bench_ops.py`` times and ``gpu_check.py`` repeats and replays.
+
+A ``Case`` is a row of one of the tables at the end; ``make`` gives its ``Work``: arguments on a device, the
+PyTorch formulation, and the bytes that one pass over everything the op needs would move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch_ops
+from torch import Tensor
+from torch_ops import LEVELS
+
+from specdec_ext import ops
+
+ACCEPTED = 4  # draft tokens accepted in the verification cases: 5 nodes are visited
+MOVED = 8  # tokens that kv_compact moves
+TOP_K, DRAFT_DEPTH = 10, 5  # of the dynamic trees: 10 + 4 * 100 candidates
+
+
+@dataclass(frozen=True)
+class Model:
+    """The dimensions of a model that ops see."""
+
+    vocab: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+
+
+MODELS = {
+    "llama3-8b": Model(128_256, 32, 32, 8, 128, 4096, 14_336),
+    "llama3-70b": Model(128_256, 80, 64, 8, 128, 8192, 28_672),
+    "qwen3-32b": Model(151_936, 64, 64, 8, 128, 5120, 25_600),
+    "small": Model(4096, 6, 4, 2, 64, 256, 704),
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """One op call, ready to run.
+
+    Attributes:
+        arguments: of the op; tensors, lists of tensors and numbers.
+        baseline: the PyTorch formulation, without arguments.
+        moved_bytes: every needed input read once, every output written once. An op that reads less, as
+            verify_match on the CPU, shows more than 100 % of the bandwidth.
+    """
+
+    arguments: tuple[Any, ...]
+    baseline: Callable[[], Any]
+    moved_bytes: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the benchmark.
+
+    Attributes:
+        op: name in the table; the function in ``specdec_ext.ops`` is its first word.
+        nodes: per row; for linear and sample_filter the rows.
+    """
+
+    op: str
+    name: str
+    dtype: torch.dtype
+    batch: int
+    nodes: int
+    build: Callable[[Case, Inputs], Work]
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    prefix: int = 0
+
+    @property
+    def function(self) -> str:
+        return self.op.split()[0]
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} at {self.prefix}" if self.prefix else self.name
+
+    @property
+    def is_built(self) -> bool:
+        return hasattr(ops, self.function)
+
+    @property
+    def model(self) -> Model:
+        return MODELS[self.name]
+
+    def reduced(self) -> Case:
+        """The same code on little data."""
+        nodes, prefix = min(self.nodes, MOVED), min(self.prefix, 64)
+        return replace(self, name="small", batch=1, nodes=nodes, prefix=prefix)
+
+    def make(self, device: torch.device, seed: int = 0) -> Work:
+        """Arguments and baseline; another seed gives other values of the same shapes."""
+        return self.build(self, Inputs(device, seed))
+
+    def run(self, arguments: Iterable[Any]) -> Any:
+        return getattr(ops, self.function)(*arguments)
+
+
+class Inputs:
+    """Seeded tensors on one device."""
+
+    def __init__(self, device: torch.device, seed: int):
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, device=self.device, dtype=dtype)
+
+    def integers(self, high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=self.generator, device=self.device)
+
+    def permutation(self, count: int) -> Tensor:
+        return torch.randperm(count, generator=self.generator, device=self.device)
+
+    def full(self, value: float, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.full(shape, value, dtype=dtype, device=self.device)
+
+    def parents(self, batch: int, nodes: int) -> Tensor:
+        """A spine of LEVELS nodes with the other nodes hanging from it, in every row."""
+        spine = min(nodes, LEVELS)
+        order = torch.arange(nodes, device=self.device)
+        parents = torch.where(order < spine, order - 1, order % max(1, spine - 1))
+        return parents.expand(batch, nodes).contiguous()
+
+    def rows(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """``root_positions``, ``seeds``, ``row_ids``."""
+        positions = 1000 + self.integers(1000, batch)
+        return positions, self.integers(1 << 30, batch), torch.arange(batch, device=self.device)
+
+
+def bytes_of(*tensors: Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def tree_mask(case: Case, inputs: Inputs) -> Work:
+    arguments = (inputs.parents(case.batch, case.nodes), inputs.rows(case.batch)[0])
+    outputs = ops.tree_mask(*arguments)
+    return Work(arguments, lambda: torch_ops.tree_mask(*arguments), bytes_of(*arguments, *outputs))
+
+
+def build_dynamic_tree(case: Case, inputs: Inputs) -> Work:
+    """The candidates of EAGLE-2: the best TOP_K of each level have TOP_K children each."""
+    parents = [inputs.full(-1, case.batch, TOP_K)]
+    scores = [-inputs.normal(case.batch, TOP_K).abs()]
+    first = 0
+    for _ in range(DRAFT_DEPTH - 1):
+        width = scores[-1].shape[1]
+        beam = inputs.permutation(width)[:TOP_K].sort().values
+        parents.append((first + beam).repeat_interleave(TOP_K).expand(case.batch, -1))
+        steps = -inputs.normal(case.batch, TOP_K * TOP_K).abs()
+        scores.append(scores[-1][:, beam].repeat_interleave(TOP_K, 1) + steps)
+        first += width
+    candidates = torch.cat(scores, 1), torch.cat(parents, 1)
+    tokens = inputs.integers(case.model.vocab, *candidates[0].shape)
+    roots = inputs.integers(case.model.vocab, case.batch)
+    arguments = (candidates[0], tokens, candidates[1], roots, case.nodes)
+    return Work(
+        arguments,
+        lambda: torch_ops.build_dynamic_tree(*arguments),
+        bytes_of(*arguments[:4]) + 3 * 8 * case.batch * case.nodes,
+    )
+
+
+def verify_match(stochastic: bool) -> Callable[[Case, Inputs], Work]:
+    baseline = torch_ops.verify_match_sampled if stochastic else torch_ops.verify_match_greedy
+
+    def build(case: Case, inputs: Inputs) -> Work:
+        logits, tokens, parents = verification_inputs(case, inputs)
+        flags = inputs.full(stochastic, case.batch, dtype=torch.bool)
+        arguments = (logits, tokens, parents, *inputs.rows(case.batch), flags)
+        return Work(arguments, lambda: baseline(*arguments), bytes_of(logits))
+
+    return build
+
+
+def verification_inputs(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits that certainly accept the first ACCEPTED nodes of the spine and certainly no further one."""
+    vocab = case.model.vocab
+    parents = inputs.parents(case.batch, case.nodes)
+    # Siblings differ; the last token stands in no tree and is what node ACCEPTED wants.
+    tokens = torch.stack([inputs.permutation(vocab - 1)[: case.nodes] for _ in range(case.batch)])
+    logits = inputs.normal(case.batch, case.nodes, vocab, dtype=case.dtype)
+    wanted = torch.cat([tokens[:, 1 : ACCEPTED + 1], torch.full_like(tokens[:, :1], vocab - 1)], 1)
+    logits[:, : ACCEPTED + 1].scatter_(2, wanted[..., None], 60.0)
+    return logits, tokens, parents
+
+
+def verify_sampled_draft(rule: str) -> Callable[[Case, Inputs], Work]:
+    """Rules 2 to 4; the draft's law gives each child a tenth, whatever else it holds."""
+    baseline = getattr(torch_ops, rule)
+
+    def build(case: Case, inputs: Inputs) -> Work:
+        logits, tokens, parents = verification_inputs(case, inputs)
+        draft = inputs.normal(*logits.shape).softmax(-1)
+        rows = torch.arange(case.batch, device=inputs.device)[:, None]
+        draft[rows, parents[:, 1:], tokens[:, 1:]] = 0.1
+        draft /= draft.sum(-1, keepdim=True)
+        arguments = (logits, draft, tokens, parents, *inputs.rows(case.batch))
+        return Work(arguments, lambda: baseline(*arguments), bytes_of(logits, draft))
+
+    return build
+
+
+def sample_filter(case: Case, inputs: Inputs) -> Work:
+    rows, vocab = case.nodes, case.model.vocab
+    logits = inputs.normal(rows, vocab, dtype=case.dtype) * 4
+    arguments = (
+        logits,
+        inputs.full(0.8, rows, dtype=torch.float32),
+        inputs.full(50, rows),
+        inputs.full(0.95, rows, dtype=torch.float32),
+        inputs.full(0.02, rows, dtype=torch.float32),
+    )
+    return Work(
+        arguments, lambda: torch_ops.sample_filter(*arguments), bytes_of(logits) + 4 * rows * vocab
+    )
+
+
+def kv_compact(case: Case, inputs: Inputs) -> Work:
+    """MOVED tokens of every layer's keys and values, from scattered slots to slots in front of them."""
+    model, slots = case.model, 512
+    shape = (case.batch, model.kv_heads, slots, model.head_dim)
+    caches = [inputs.normal(*shape, dtype=case.dtype) for _ in range(2 * model.layers)]
+    path = inputs.full(-1, case.batch, case.nodes)
+    path[:, :MOVED] = torch.stack(
+        [inputs.permutation(case.nodes)[:MOVED].sort().values for _ in range(case.batch)]
+    )
+    starts = inputs.full(slots - case.nodes, case.batch)
+    arguments = (caches, path, inputs.full(MOVED - 1, case.batch), starts, starts - MOVED)
+    row = model.kv_heads * model.head_dim * case.dtype.itemsize
+    return Work(
+        arguments,
+        lambda: torch_ops.kv_compact(*arguments, count=MOVED),
+        2 * case.batch * MOVED * len(caches) * row,
+    )
+
+
+def tree_attention(case: Case, inputs: Inputs) -> Work:
+    model, prefix, batch = case.model, case.prefix, case.batch
+    query = inputs.normal(batch, model.heads, case.nodes, model.head_dim, dtype=case.dtype)
+    shape = (batch, model.kv_heads, prefix + case.nodes, model.head_dim)
+    key, value = (inputs.normal(*shape, dtype=case.dtype) for _ in range(2))
+    parents = inputs.parents(batch, case.nodes)
+    lengths, scale = inputs.full(prefix, batch), model.head_dim**-0.5
+    ancestors = ops.tree_mask(parents, lengths).ancestors
+    places = (inputs.full(0, batch), lengths, lengths)
+    arguments = (query, key, value, ancestors, *places, None, scale, 0, 0.0)
+    seen = torch_ops.tree_mask(parents, lengths)[0][:, None]
+    mask = torch.cat([seen.new_ones(batch, 1, case.nodes, prefix), seen], -1)
+    return Work(
+        arguments,
+        lambda: torch_ops.tree_attention(query, key, value, mask, scale),
+        bytes_of(query, query, key, value),
+    )
+
+
+def linear(case: Case, inputs: Inputs) -> Work:
+    model = case.model
+    rows = inputs.normal(case.nodes, model.hidden, dtype=case.dtype)
+    weight = inputs.normal(model.intermediate, model.hidden, dtype=case.dtype)
+    return Work(
+        (rows, weight, None),
+        lambda: torch_ops.linear(rows, weight),
+        bytes_of(rows, weight) + case.dtype.itemsize * case.nodes * model.intermediate,
+    )
+
+
+I64, F32, BF16 = torch.int64, torch.float32, torch.bfloat16
+LARGE_VOCABS = ("llama3-8b", "qwen3-32b", "small")  # llama3-70b's vocabulary is llama3-8b's
+
+CASES = [
+    Case("tree_mask", "small", I64, 1, 64, tree_mask),
+    Case("tree_mask", "small", I64, 32, 64, tree_mask),
+    Case("build_dynamic_tree", "llama3-8b", F32, 1, 60, build_dynamic_tree),
+    Case("build_dynamic_tree", "llama3-8b", F32, 32, 60, build_dynamic_tree),
+    *(
+        Case(f"verify_match {law}", name, BF16, 1, nodes, verify_match(law == "sampled"))
+        for law in ("greedy", "sampled")
+        for name in LARGE_VOCABS
+        for nodes in (8, 64)
+    ),
+    *(
+        Case(op, name, BF16, 1, nodes, verify_sampled_draft(op))
+        for op, nodes in (("verify_rejection", 8), ("verify_block", 8), ("verify_recursive", 64))
+        for name in LARGE_VOCABS
+    ),
+    *(
+        Case("sample_filter", name, BF16, 1, nodes, sample_filter)
+        for name in LARGE_VOCABS
+        for nodes in (8, 64)
+    ),
+    *(Case("kv_compact", name, BF16, 1, 64, kv_compact) for name in MODELS),
+    *(
+        Case("tree_attention", name, BF16, 1, nodes, tree_attention, prefix=prefix)
+        for name in MODELS
+        for nodes, prefix in ((16, 2048), (64, 8192))
+    ),
+    *(
+        Case("linear", name, dtype, 1, rows, linear, devices=("cpu",))
+        for name in ("llama3-8b", "small")
+        for dtype in (F32, BF16)
+        for rows in (1, 8)
+    ),
+    *(
+        Case("linear", name, BF16, 1, 8, linear, devices=("cpu",))
+        for name in ("llama3-70b", "qwen3-32b")
+    ),
+]
+OPS = list(dict.fromkeys(case.function for case in CASES))

@@ -1,0 +1,180 @@
+"""Microseconds and bandwidth of every op, with cold caches, against PyTorch's own.
+
+    python profiling/bench_ops.py                                    # all ops of this build, best device
+    python profiling/bench_ops.py --device cpu --op verify_match --op linear
+    python profiling/bench_ops.py --device cuda --compile --cupy --out profiling/results/ops_h200
+
+GB/s counts every needed input read once and every output written once; %copy and %read hold it against the
+device's own copying and reading, measured in the same run. An op that need not read everything, as
+verify_match on the CPU, can pass 100 %. ``--cupy`` times once more with CuPy's benchmark helper, with warm
+caches, beside our own timer with warm caches: an independent check of the timer. Needs torch alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_cases import CASES, OPS, Case, Work
+from text_table import format_table
+from timing import Bandwidth, Stopwatch
+
+from specdec_ext.machine import machine_line
+
+TEXT = ("op", "case", "dtype")
+CPU_SECONDS = 4.0  # per case; the table says how many calls that were
+
+
+def measure(
+    case: Case, work: Work, stopwatch: Stopwatch, bandwidth: Bandwidth, options: argparse.Namespace
+) -> dict[str, Any]:
+    """One row of the table."""
+
+    def ours() -> Any:
+        return case.run(work.arguments)
+
+    contestants = {"ours": ours, "torch": work.baseline}
+    if options.compile:
+        contestants["compile"] = torch.compile(work.baseline)
+    primers = None
+    if options.device == "cpu":
+        small = case.reduced().make(stopwatch.device)
+        primers = {"ours": lambda: case.run(small.arguments), "torch": small.baseline}
+    times = stopwatch.time(contestants, options.repeats, primers=primers, seconds=options.seconds)
+    median = times["ours"].median
+    rate = work.moved_bytes / median / 1e3
+    row: dict[str, Any] = {
+        "op": case.op,
+        "case": case.label,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "batch": case.batch,
+        "nodes": case.nodes,
+        "calls": len(times["ours"].calls),
+        "median_us": median,
+        "p10_us": times["ours"].quantile(0.1),
+        "p90_us": times["ours"].quantile(0.9),
+        "gb_per_s": rate,
+        "copy_percent": 100 * rate / bandwidth.copy,
+        "read_percent": 100 * rate / bandwidth.read,
+        "torch_us": times["torch"].median,
+    }
+    if options.compile:
+        row["compile_us"] = times["compile"].median
+    if options.cupy:
+        warm = stopwatch.time({"ours": ours}, options.repeats, warm=True)["ours"]
+        row |= {"warm_us": warm.median, "cupy_us": cupy_median(ours, options.repeats)}
+    return row
+
+
+def cupy_median(run: Any, repeats: int) -> float:
+    from cupyx.profiler import benchmark
+
+    times = benchmark(run, n_repeat=repeats, n_warmup=3).gpu_times[0]
+    return 1e6 * float(sorted(times.tolist())[len(times) // 2])
+
+
+def table(rows: Iterable[dict[str, Any]], options: argparse.Namespace) -> str:
+    header = ["op", "case", "dtype", "batch", "nodes", "calls", "median", "p10", "p90 us"]
+    header += ["GB/s", "%copy", "%read", "vs torch"]
+    header += ["vs compile"] if options.compile else []
+    header += ["warm", "cupy us"] if options.cupy else []
+    lines = []
+    for row in rows:
+        line = [str(row[name]) for name in ("op", "case", "dtype", "batch", "nodes", "calls")]
+        line += [f"{row[name]:.1f}" for name in ("median_us", "p10_us", "p90_us")]
+        line += [f"{row[name]:.0f}" for name in ("gb_per_s", "copy_percent", "read_percent")]
+        line += [f"{row['torch_us'] / row['median_us']:.1f}x"]
+        line += [f"{row['compile_us'] / row['median_us']:.1f}x"] if options.compile else []
+        line += [f"{row[name]:.1f}" for name in ("warm_us", "cupy_us")] if options.cupy else []
+        lines.append(line)
+    return format_table(header, lines, left=TEXT)
+
+
+def chosen_cases(names: list[str], models: list[str], device: str) -> tuple[list[Case], list[str]]:
+    """The cases to run, and ops left out because this build lacks them.
+
+    Raises:
+        SystemExit: for an op or model that doesn't exist, and for an op asked for that isn't built.
+    """
+    for kind, given, known in (
+        ("op", names, OPS),
+        ("model", models, sorted({case.name for case in CASES})),
+    ):
+        if unknown := set(given) - set(known):
+            sys.exit(f"--{kind} {' '.join(sorted(unknown))}: expected some of {' '.join(known)}")
+    cases = [
+        case
+        for case in CASES
+        if device in case.devices
+        and (not names or case.function in names)
+        and (not models or case.name in models)
+    ]
+    missing = list(dict.fromkeys(case.function for case in cases if not case.is_built))
+    if names and missing:
+        sys.exit(f"--op {' '.join(missing)}: not in this build of specdec_ext; rebuild it")
+    return [case for case in cases if case.is_built], missing
+
+
+def write(out: Path, rows: list[dict[str, Any]], report: dict[str, Any]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps({**report, "rows": rows}, indent=1) + "\n")
+    with out.with_suffix(".csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=best)
+    parser.add_argument("--op", action="append", default=[], help="may be repeated")
+    parser.add_argument("--model", action="append", default=[], help="may be repeated")
+    parser.add_argument("--repeats", type=int, default=100, help="calls per case, at least 5")
+    parser.add_argument("--threads", type=int, help="of the CPU ops and of torch")
+    parser.add_argument("--compile", action="store_true", help="also against torch.compile")
+    parser.add_argument("--cupy", action="store_true", help="check the timer with CuPy's")
+    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.csv")
+    options = parser.parse_args(arguments)
+    if options.device == "cpu" and options.compile:
+        parser.error("--compile compares CUDA work; use it with --device cuda")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a GPU and a CUDA build of torch; use --device cpu")
+    if options.cupy and options.device != "cuda":
+        parser.error("--cupy times CUDA work; use it with --device cuda")
+    options.seconds = CPU_SECONDS if options.device == "cpu" else float("inf")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    cases, missing = chosen_cases(options.op, options.model, options.device)
+    device = torch.device(options.device)
+    stopwatch = Stopwatch(device)
+    bandwidth = stopwatch.bandwidth()
+    machine = machine_line(device)
+    print(f"{machine}\ncopy {bandwidth.copy:.0f} GB/s, read {bandwidth.read:.0f} GB/s")
+    if missing:
+        print(f"not in this build: {' '.join(missing)}")
+    rows = []
+    for case in cases:
+        print(f"{case.op} {case.label} ...", file=sys.stderr)
+        rows.append(measure(case, case.make(device), stopwatch, bandwidth, options))
+    print(table(rows, options))
+    if options.out and rows:
+        speeds = {"copy_gb_per_s": bandwidth.copy, "read_gb_per_s": bandwidth.read}
+        write(options.out, rows, {"machine": machine, **speeds, "not_built": missing})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Aligned plain text: the tables of scripts that must run where nothing but torch is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def format_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()
+) -> str:
+    """One line per row under the header; numbers to the right, the columns named in ``left`` to the left."""
+    table = [list(header), *map(list, rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    lines = []
+    for row in table:
+        cells = [
+            text.ljust(width) if name in left else text.rjust(width)
+            for name, text, width in zip(header, row, widths, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "-" * max(map(len, lines)))
+    return "\n".join(lines)
+
+
+def format_markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in (header, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])

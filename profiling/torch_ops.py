@@ -1,0 +1,195 @@
+"""The ops as one would write them with PyTorch's own, the baselines of ``bench_ops.py``.
+
+Sound formulations, not strawmen: batched over rows and nodes, no host synchronisation except in
+``verify_recursive``, whose walk has no fixed length. They need legal inputs (no inactive rows, trees of at
+most ``LEVELS`` levels), return what costs time to make, and are compared with the ops by a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+LEVELS = 8  # of the benchmark's trees, the root's included
+
+
+def tree_mask(parents: Tensor, root_positions: Tensor) -> tuple[Tensor, ...]:
+    """Ancestors (as booleans), depths, positions, first_child, next_sibling, paths."""
+    batch, nodes = parents.shape
+    order = torch.arange(nodes, device=parents.device)
+    is_child = parents[:, None, :] == order[:, None]  # [batch, parent, child]
+    reached = (is_child.mT | (order[:, None] == order)).float()
+    for _ in range((LEVELS - 1).bit_length()):
+        reached = (reached @ reached).clamp(max=1)
+    ancestors = reached > 0
+    depths = ancestors.sum(-1) - 1
+    later = (parents[:, :, None] == parents[:, None, :]) & (order > order[:, None])
+    slots = torch.where(ancestors, depths[:, None, :], nodes)
+    paths = torch.full((batch, nodes, nodes + 1), -1, device=parents.device)
+    paths.scatter_(2, slots, order.expand(batch, nodes, nodes))
+    positions = root_positions[:, None] + depths
+    return ancestors, depths, positions, _first(is_child), _first(later), paths[..., :nodes]
+
+
+def _first(flags: Tensor) -> Tensor:
+    """Index of the first True in the last dimension, or -1."""
+    return torch.where(flags.any(-1), flags.int().argmax(-1), -1)
+
+
+def build_dynamic_tree(
+    scores: Tensor, tokens: Tensor, parents: Tensor, root_tokens: Tensor, nodes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    chosen = scores.topk(nodes - 1).indices.sort().values
+    batch, candidates = scores.shape
+    node_of = torch.zeros(batch, candidates + 1, dtype=torch.int64, device=scores.device)
+    node_of.scatter_(1, chosen, torch.arange(1, nodes, device=scores.device).expand_as(chosen))
+    # Parent -1, the root, finds the extra entry at the end: node 0.
+    tree_parents = node_of.gather(1, parents.gather(1, chosen) % (candidates + 1))
+    return (
+        torch.cat([root_tokens[:, None], tokens.gather(1, chosen)], 1),
+        torch.cat([torch.full_like(root_tokens, -1)[:, None], tree_parents], 1),
+        chosen,
+    )
+
+
+def verify_match_greedy(
+    logits: Tensor, tokens: Tensor, parents: Tensor, *_: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``num_accepted``, ``next_token``."""
+    return _walk(logits.argmax(-1), tokens, parents)
+
+
+def verify_match_sampled(
+    logits: Tensor, tokens: Tensor, parents: Tensor, *_: Tensor
+) -> tuple[Tensor, Tensor]:
+    noise = torch.empty_like(logits, dtype=torch.float32).exponential_().log_()
+    return _walk((logits - noise).argmax(-1), tokens, parents)
+
+
+def _walk(picks: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
+    node = torch.zeros_like(picks[:, :1])
+    accepted = torch.zeros_like(picks[:, 0])
+    for _ in range(LEVELS - 1):
+        carries = (parents == node) & (tokens == picks.gather(1, node))
+        found = carries.any(1)
+        node = torch.where(found[:, None], carries.int().argmax(1, keepdim=True), node)
+        accepted += found
+    return accepted, picks.gather(1, node)[:, 0]
+
+
+def verify_rejection(
+    logits: Tensor, draft_probs: Tensor, tokens: Tensor, *_: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A chain: accept while u * draft < target, then draw from the residual."""
+    target = logits.float().softmax(-1)
+    of_token, of_draft = _chain_probs(target, draft_probs, tokens)
+    accepted = (torch.rand_like(of_token) * of_draft < of_token).int().cumprod(1).sum(1)
+    return accepted, _correction(target, draft_probs, accepted, torch.ones_like(target[..., 0]))
+
+
+def verify_block(
+    logits: Tensor, draft_probs: Tensor, tokens: Tensor, *_: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A chain by block verification (Sun et al. 2024): accept the last i with u_i < h_i."""
+    target = logits.float().softmax(-1)
+    of_token, of_draft = _chain_probs(target, draft_probs, tokens)
+    keep = torch.ones_like(target[..., 0])
+    for i in range(of_token.shape[1]):
+        keep[:, i + 1] = (keep[:, i] * of_token[:, i] / of_draft[:, i]).clamp(max=1)
+    residual = (keep[..., None] * target - draft_probs).clamp(min=0).sum(-1)[:, 1:-1]
+    bound = torch.cat([residual / (residual + 1 - keep[:, 1:-1]), keep[:, -1:]], 1)
+    passed = torch.rand_like(bound) < bound.nan_to_num(1.0)
+    order = torch.arange(1, bound.shape[1] + 1, device=bound.device)
+    accepted = (passed * order).amax(1)
+    return accepted, _correction(target, draft_probs, accepted, keep)
+
+
+def _chain_probs(target: Tensor, draft_probs: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    drafted = tokens[:, 1:, None]
+    return target[:, :-1].gather(2, drafted)[..., 0], draft_probs[:, :-1].gather(2, drafted)[..., 0]
+
+
+def _correction(target: Tensor, draft_probs: Tensor, node: Tensor, keep: Tensor) -> Tensor:
+    """A token from the residual at ``node``, or from the target at the last node."""
+    rows = torch.arange(len(node), device=node.device)
+    is_last = node == target.shape[1] - 1
+    draft = torch.where(is_last[:, None], 0, draft_probs[rows, node])
+    law = (keep[rows, node, None] * target[rows, node] - draft).clamp(min=0)
+    return (law / torch.empty_like(law).exponential_()).argmax(-1)
+
+
+def verify_recursive(
+    logits: Tensor, draft_probs: Tensor, tokens: Tensor, parents: Tensor, *_: Tensor
+) -> tuple[list[int], list[int]]:
+    """Row by row, sibling by sibling; every verdict is read by the host."""
+    target = logits.float().softmax(-1)
+    walked = [
+        _walk_recursively(target[row], draft_probs[row], tokens[row], parents[row])
+        for row in range(len(tokens))
+    ]
+    return [accepted for accepted, _ in walked], [token for _, token in walked]
+
+
+def _walk_recursively(
+    target: Tensor, draft_probs: Tensor, tokens: Tensor, parents: Tensor
+) -> tuple[int, int]:
+    node, depth = 0, 0
+    ids, links = tokens.tolist(), parents.tolist()
+    while True:
+        law, draft = target[node], draft_probs[node].clone()
+        for child in (i for i, parent in enumerate(links) if parent == node):
+            token = ids[child]
+            if bool(torch.rand((), device=law.device) * draft[token] < law[token]):
+                node, depth = child, depth + 1
+                break
+            rest = (law - draft).clamp(min=0)
+            law = rest / rest.sum()
+            draft[token] = 0
+            draft /= draft.sum()
+        else:
+            return depth, int(torch.multinomial(law, 1))
+
+
+def sample_filter(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """All four filters on, after one sort."""
+    scores = logits.float() / temperature[:, None]
+    ordered, order = scores.sort(dim=-1, descending=True)
+    ordered = ordered.masked_fill(ordered < ordered.gather(1, top_k[:, None] - 1), -torch.inf)
+    probs = ordered.softmax(-1)
+    ordered = ordered.masked_fill(probs.cumsum(-1) - probs >= top_p[:, None], -torch.inf)
+    probs = ordered.softmax(-1)
+    ordered = ordered.masked_fill(probs < min_p[:, None] * probs[:, :1], -torch.inf)
+    return torch.empty_like(scores).scatter_(1, order, ordered)
+
+
+def kv_compact(
+    caches: Sequence[Tensor],
+    path: Tensor,
+    num_accepted: Tensor,
+    source_starts: Tensor,
+    target_starts: Tensor,
+    count: int,
+) -> None:
+    """``count`` tokens in every row: what the host must know here, it would have to wait for."""
+    sources = (source_starts[:, None] + path[:, :count])[:, None, :, None]
+    steps = torch.arange(count, device=path.device)
+    targets = (target_starts[:, None] + steps)[:, None, :, None]
+    for cache in caches:
+        shape = (*cache.shape[:2], count, cache.shape[3])
+        cache.scatter_(2, targets.expand(shape), cache.gather(2, sources.expand(shape)))
+
+
+def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Under a ready mask ``[batch, 1, nodes, keys]``."""
+    attended = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scale, enable_gqa=True
+    )
+    return attended.transpose(1, 2)
+
+
+linear = functional.linear
