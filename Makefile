@@ -22,7 +22,7 @@ BUILD := $(VENV)/.build-cuda-$(SPECDEC_CUDA).stamp
 
 export SPECDEC_CUDA
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format wheel bench kernel-report clean
+.PHONY: help demo test test-slow lint format wheel bench kernel-report gpu-check clean
 
 help: ## list the targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,10 @@ bench: $(BUILD) ## tokens per second of every way to generate, in float32 and bf
 
 kernel-report: $(REQUIREMENTS) ## registers, spills and occupancy of every kernel on every architecture; needs nvcc
 	$(BIN)/python profiling/kernel_report.py $(ARGS)
+
+# Runs with the python3 of the machine: one with a GPU may have no index to install from.
+gpu-check: ## build, tests, sanitizer and benchmarks on this machine's GPU; ARGS=--dry-run for the plan
+	$(PYTHON) profiling/gpu_check.py $(ARGS)
 
 # build/bundled holds the corpus and the training state of the bundled models: hours of work, kept.
 clean: ## remove what was built (not the virtual environment, not trained models)

@@ -40,7 +40,8 @@ def measure(
         return case.run(work.arguments)
 
     contestants = {"ours": ours, "torch": work.baseline}
-    if options.compile:
+    compiled = options.compile and case.op != "verify_recursive"  # which the host walks
+    if compiled:
         contestants["compile"] = torch.compile(work.baseline)
     primers = None
     if options.device == "cpu":
@@ -64,7 +65,7 @@ def measure(
         "read_percent": 100 * rate / bandwidth.read,
         "torch_us": times["torch"].median,
     }
-    if options.compile:
+    if compiled:
         row["compile_us"] = times["compile"].median
     if options.cupy:
         warm = stopwatch.time({"ours": ours}, options.repeats, warm=True)["ours"]
@@ -90,14 +91,21 @@ def table(rows: Iterable[dict[str, Any]], options: argparse.Namespace) -> str:
         line += [f"{row[name]:.1f}" for name in ("median_us", "p10_us", "p90_us")]
         line += [f"{row[name]:.0f}" for name in ("gb_per_s", "copy_percent", "read_percent")]
         line += [f"{row['torch_us'] / row['median_us']:.1f}x"]
-        line += [f"{row['compile_us'] / row['median_us']:.1f}x"] if options.compile else []
+        if options.compile:
+            known = "compile_us" in row
+            line += [f"{row['compile_us'] / row['median_us']:.1f}x" if known else "-"]
         line += [f"{row[name]:.1f}" for name in ("warm_us", "cupy_us")] if options.cupy else []
         lines.append(line)
     return format_table(header, lines, left=TEXT)
 
 
-def chosen_cases(names: list[str], models: list[str], device: str) -> tuple[list[Case], list[str]]:
+def chosen_cases(
+    names: list[str], models: list[str], device: str, largest: bool = False
+) -> tuple[list[Case], list[str]]:
     """The cases to run, and ops left out because this build lacks them.
+
+    Args:
+        largest: of each op only the last, largest case.
 
     Raises:
         SystemExit: for an op or model that doesn't exist, and for an op asked for that isn't built.
@@ -115,6 +123,8 @@ def chosen_cases(names: list[str], models: list[str], device: str) -> tuple[list
         and (not names or case.function in names)
         and (not models or case.name in models)
     ]
+    if largest:
+        cases = list({case.op: case for case in cases}.values())
     missing = list(dict.fromkeys(case.function for case in cases if not case.is_built))
     if names and missing:
         sys.exit(f"--op {' '.join(missing)}: not in this build of specdec_ext; rebuild it")
@@ -125,7 +135,9 @@ def write(out: Path, rows: list[dict[str, Any]], report: dict[str, Any]) -> None
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(json.dumps({**report, "rows": rows}, indent=1) + "\n")
     with out.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer = csv.DictWriter(
+            file, fieldnames=dict.fromkeys(name for row in rows for name in row)
+        )
         writer.writeheader()
         writer.writerows(rows)
 
@@ -138,14 +150,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default=best)
     parser.add_argument("--op", action="append", default=[], help="may be repeated")
     parser.add_argument("--model", action="append", default=[], help="may be repeated")
+    parser.add_argument("--largest", action="store_true", help="one case per op: the last")
     parser.add_argument("--repeats", type=int, default=100, help="calls per case, at least 5")
     parser.add_argument("--threads", type=int, help="of the CPU ops and of torch")
     parser.add_argument("--compile", action="store_true", help="also against torch.compile")
     parser.add_argument("--cupy", action="store_true", help="check the timer with CuPy's")
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.csv")
     options = parser.parse_args(arguments)
-    if options.device == "cpu" and options.compile:
-        parser.error("--compile compares CUDA work; use it with --device cuda")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a GPU and a CUDA build of torch; use --device cpu")
     if options.cupy and options.device != "cuda":
@@ -158,7 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
-    cases, missing = chosen_cases(options.op, options.model, options.device)
+    cases, missing = chosen_cases(options.op, options.model, options.device, options.largest)
     device = torch.device(options.device)
     stopwatch = Stopwatch(device)
     bandwidth = stopwatch.bandwidth()

@@ -4,13 +4,13 @@
     TORCH_CUDA_ARCH_LIST=9.0 python profiling/kernel_report.py
 
 Compiles with the flags of setup.py and reads ptxas' report, the generated PTX (block sizes) and, where
-cuobjdump is installed, the machine code (128-bit global loads). Needs nvcc, no GPU. Writes
-``kernels.json`` and ``kernels.md`` below ``--out``; exits with 1 if a kernel uses local memory: it spills
-registers or has a stack frame.
+cuobjdump is installed, the machine code (128-bit global loads). Needs nvcc, no GPU. Writes ``<out>.json`` and
+``<out>.md``; exits with 1 if a kernel uses local memory: it spills registers or has a stack frame.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -26,12 +26,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated
 
-import typer
 from occupancy import occupancy
-from rich.console import Console
-from rich.table import Table
+from text_table import format_markdown, format_table
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_DISASSEMBLER = "128-bit loads: not counted, cuobjdump is not installed."
@@ -242,65 +239,64 @@ def cell(kernel: Kernel) -> str:
 
 
 def markdown(kernels: list[Kernel], archs: list[str], compiler: str, notes: list[str]) -> str:
-    header = [*HEADER, *archs]
-    lines = [
-        "# Kernels as compiled",
-        "",
-        f"Made by `make kernel-report` with {compiler}. Below an architecture: registers per thread,",
-        "theoretical occupancy, 128-bit of all global loads. Shared memory (static; + and dynamic),",
-        "stack frame and spills in bytes.",
-        *notes,
-        "",
-        "| " + " | ".join(header) + " |",
-        "|" + "---|" * len(header),
-        *("| " + " | ".join(row) + " |" for row in table_rows(kernels, archs)),
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(
+        [
+            "# Kernels as compiled",
+            "",
+            f"Made by `make kernel-report` with {compiler}. Below an architecture: registers per thread,",
+            "theoretical occupancy, 128-bit of all global loads. Shared memory (static; + and dynamic),",
+            "stack frame and spills in bytes.",
+            *notes,
+            "",
+            format_markdown([*HEADER, *archs], table_rows(kernels, archs)),
+            "",
+        ]
+    )
 
 
-def main(
-    out: Annotated[Path, typer.Option(help="folder of kernels.json and kernels.md")] = ROOT
-    / "profiling"
-    / "results",
-) -> None:
-    build = SimpleNamespace(**runpy.run_path(str(ROOT / "setup.py")))
-    nvcc = build.find_nvcc()
-    if nvcc is None:
-        print("kernel_report needs nvcc (13.0 or later for all architectures); no GPU is needed")
-        raise typer.Exit(2)
+def compile_all(nvcc: str, nvcc_command: str) -> list[Kernel]:
     # Spills are to be shown here; in the build they are errors.
-    command = shlex.split(build.nvcc_command(nvcc).replace(",--warning-as-error", ""))
+    command = shlex.split(nvcc_command.replace(",--warning-as-error", ""))
     cuobjdump = shutil.which("cuobjdump")
     sources = sorted((ROOT / "csrc" / "kernels").glob("*.cu"))
     jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
     with ThreadPoolExecutor(jobs) as pool:
         compiled = pool.map(lambda source: compile_kernels(source, command, cuobjdump), sources)
-        kernels = [kernel for each in compiled for kernel in each]
-    archs = sorted({kernel.arch for kernel in kernels}, key=lambda arch: int(arch[3:].rstrip("af")))
-    compiler = run([nvcc, "--version"]).stdout.splitlines()[-2].split(", V")[-1]
-    notes = [] if cuobjdump else [NO_DISASSEMBLER]
+        return [kernel for each in compiled for kernel in each]
 
-    table = Table(title=f"nvcc {compiler}", title_justify="left", title_style="")
-    for column in [*HEADER, *archs]:
-        table.add_column(column, justify="left" if column in ("source", "kernel") else "right")
-    for row in table_rows(kernels, archs):
-        table.add_row(*row)
-    console = Console(width=170)
-    console.print(table)
-    console.print(
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = ROOT / "profiling" / "results" / "kernels"
+    parser.add_argument("--out", type=Path, default=default, help="write OUT.json and OUT.md")
+    out = parser.parse_args().out
+    build = SimpleNamespace(**runpy.run_path(str(ROOT / "setup.py")))
+    nvcc = build.find_nvcc()
+    if nvcc is None:
+        print("kernel_report needs nvcc (13.0 or later for all architectures); no GPU is needed")
+        return 2
+    kernels = compile_all(nvcc, build.nvcc_command(nvcc))
+    archs = sorted({kernel.arch for kernel in kernels}, key=lambda arch: int(arch[3:].rstrip("af")))
+    version = run([nvcc, "--version"]).stdout.splitlines()[-2].split(", V")[-1]
+    notes = [] if kernels[0].wide_loads is not None else [NO_DISASSEMBLER]
+    print(format_table([*HEADER, *archs], table_rows(kernels, archs), left=("source", "kernel")))
+    print(
         "below an architecture: registers, occupancy, 128-bit of all global loads", *notes, sep="\n"
     )
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "kernels.md").write_text(markdown(kernels, archs, f"nvcc {compiler}", notes))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".md").write_text(markdown(kernels, archs, f"nvcc {version}", notes))
     # Symbols contain a hash of the build folder.
     values = [{k: v for k, v in asdict(each).items() if k != "symbol"} for each in kernels]
-    report = {"nvcc": compiler, "archs": archs, "kernels": values}
-    (out / "kernels.json").write_text(json.dumps(report, indent=1) + "\n")
-    if bad := [kernel for kernel in kernels if kernel.touches_local_memory]:
-        for kernel in bad:
-            console.print(f"{kernel.source}: {kernel.name} uses local memory on {kernel.arch}")
-        raise typer.Exit(1)
+    report = {"nvcc": version, "archs": archs, "kernels": values}
+    out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    bad = [kernel for kernel in kernels if kernel.touches_local_memory]
+    for kernel in bad:
+        print(f"{kernel.source}: {kernel.name} uses local memory on {kernel.arch}")
+    print(f"{len(kernels)} kernels on {', '.join(archs)}: {len(bad)} use local memory")
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    sys.exit(main())

@@ -17,7 +17,8 @@ from specdec_ext.ops import _library  # noqa: E402
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "emulated: an op's CUDA kernels, run on the host")
-    if not hasattr(config, "workerinput"):  # once, not in every xdist worker
+    wanted = "not emulated" not in config.option.markexpr
+    if wanted and not hasattr(config, "workerinput"):  # once, not in every xdist worker
         emulation.build()
 
 

@@ -32,10 +32,9 @@ def only(*ops: str) -> list[str]:
 
 
 def test_tree_mask_formulation():
-    (parents, positions), ours, theirs = (lambda w, a, b: (w.arguments, a, b))(
-        *outcome("tree_mask")
-    )
-    bits = (ours.ancestors[..., :1] >> torch.arange(parents.shape[1])) & 1
+    work, ours, theirs = outcome("tree_mask")
+    nodes = work.arguments[0].shape[1]
+    bits = (ours.ancestors[..., :1] >> torch.arange(nodes)) & 1
     for mine, other in zip((bits.bool(), *ours[1:]), theirs, strict=True):
         assert torch.equal(mine, other)
 
@@ -193,11 +192,17 @@ def test_unknown_names_are_errors(arguments, message):
         bench_ops.main(["--device", "cpu", *arguments])
 
 
-@pytest.mark.parametrize("flag", ["--compile", "--cupy"])
-def test_flags_of_the_gpu_are_errors_on_the_cpu(flag, capsys):
+def test_cupy_is_an_error_on_the_cpu(capsys):
     with pytest.raises(SystemExit):
-        bench_ops.main(["--device", "cpu", flag])
-    assert f"{flag}" in capsys.readouterr().err
+        bench_ops.main(["--device", "cpu", "--cupy"])
+    assert "--cupy times CUDA work; use it with --device cuda" in capsys.readouterr().err
+
+
+def test_largest_is_one_case_per_op():
+    cases, _ = bench_ops.chosen_cases([], ["llama3-8b"], "cpu", largest=True)
+    assert [case.op for case in cases] == list(dict.fromkeys(case.op for case in cases))
+    sizes = {case.op: case.nodes for case in cases}
+    assert sizes["verify_match greedy"] == 64
 
 
 def test_every_op_has_cases_of_all_sizes():

@@ -1,0 +1,126 @@
+"""Every op of the benchmark once, 250 times, or in a CUDA graph.
+
+    python profiling/op_checks.py once               # for compute-sanitizer: each case runs one time
+    python profiling/op_checks.py repeat             # 250 runs give the same bits
+    python profiling/op_checks.py replay             # a captured graph computes anew when inputs change
+
+Prints PASS or FAIL and the case per line; exits with 1 if any failed, or if an op is missing from the build.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from bench_cases import CASES, Case
+from torch import Tensor
+
+REPEATS = 250
+REPLAYS = 3
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in nested tuples and lists."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for each in value for tensor in tensors_in(each)]
+    return []
+
+
+def same_bits(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    """Of the values: NaN equals itself, -0.0 isn't 0.0."""
+    as_bytes = [
+        [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
+        for tensors in (ours, theirs)
+    ]
+    return all(torch.equal(a, b) for a, b in zip(*as_bytes, strict=True))
+
+
+def outcome(case: Case, arguments: tuple[Any, ...]) -> list[Tensor]:
+    """What a run returns and what it leaves in its arguments."""
+    return [*tensors_in(case.run(arguments)), *tensors_in(arguments)]
+
+
+def once(case: Case, device: torch.device) -> str | None:
+    case.run(case.make(device).arguments)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return None
+
+
+def repeat(case: Case, device: torch.device) -> str | None:
+    """Why the case fails, or None."""
+    arguments = case.make(device).arguments
+    originals = [tensor.clone() for tensor in tensors_in(arguments)]
+    first = [tensor.clone() for tensor in outcome(case, arguments)]
+    for number in range(1, REPEATS):
+        for tensor, original in zip(tensors_in(arguments), originals, strict=True):
+            tensor.copy_(original)
+        if not same_bits(outcome(case, arguments), first):
+            return f"run {number} of {REPEATS} differs from the first"
+    return None
+
+
+def replay(case: Case, device: torch.device) -> str | None:
+    """Why the case fails, or None."""
+    arguments = case.make(device).arguments
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        case.run(arguments)  # what happens at a first call only must not happen in the capture
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = outcome(case, arguments)
+    for seed in range(1, REPLAYS + 1):
+        fresh = case.make(device, seed).arguments
+        for tensor, value in zip(tensors_in(arguments), tensors_in(fresh), strict=True):
+            tensor.copy_(value)
+        graph.replay()
+        if not same_bits(captured, outcome(case, fresh)):
+            return f"replay with the inputs of seed {seed} differs from a plain call"
+    return None
+
+
+CHECKS: dict[str, Callable[[Case, torch.device], str | None]] = {
+    "once": once,
+    "repeat": repeat,
+    "replay": replay,
+}
+
+
+def run_checks(name: str, device: torch.device, cases: list[Case]) -> bool:
+    """Print a line per case; whether all passed."""
+    passed = True
+    for case in cases:
+        why: str | None = "the op is not in this build"
+        if case.is_built:
+            try:
+                why = CHECKS[name](case, device)
+            except RuntimeError as error:  # a CUDA error; those that follow it fail the same way
+                why = f"{type(error).__name__}: {error}"
+        verdict = "PASS" if why is None else f"FAIL ({why})"
+        print(f"{verdict} {name} {case.op} {case.label}, {case.nodes} nodes", flush=True)
+        passed &= why is None
+    return passed
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("check", choices=CHECKS)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--model", help="the cases of this model only")
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    cases = [
+        case for case in CASES if device.type in case.devices and options.model in (None, case.name)
+    ]
+    sys.exit(0 if run_checks(options.check, device, cases) else 1)
+
+
+if __name__ == "__main__":
+    main()
