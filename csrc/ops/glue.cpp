@@ -125,8 +125,33 @@ void check_num_nodes(const Argument& argument, int64_t nodes) {
   }
 }
 
+LogitsType check_logits_type(const Argument& argument, const Tensor& logits) {
+  const int32_t dtype = dtype_of(logits);
+  if (dtype == aoti_torch_dtype_float32()) return LogitsType::kFloat32;
+  if (dtype == aoti_torch_dtype_bfloat16()) return LogitsType::kBFloat16;
+  if (dtype == aoti_torch_dtype_float16()) return LogitsType::kFloat16;
+  fail(argument.prefix() + " must be torch.float32, torch.bfloat16 or torch.float16, got " +
+       dtype_name(dtype) + "; convert it with .to(torch.float32)");
+}
+
+void check_vocab(const Argument& argument, const Tensor& logits, int64_t max_vocab) {
+  const int64_t last = logits.dim() - 1, vocab = logits.size(last);
+  if (vocab < 1 || vocab > max_vocab) {
+    fail(argument.prefix() + " must have a vocabulary of 1 to " + std::to_string(max_vocab) +
+         " tokens, got shape " + describe_shape(logits));
+  }
+  if (vocab > 1 && logits.stride(last) != 1) {
+    fail(argument.prefix() + " must be contiguous in its last dimension, got stride " +
+         std::to_string(logits.stride(last)) + "; call .contiguous() on it");
+  }
+}
+
 Tensor empty_int64(const Tensor& like, std::initializer_list<int64_t> shape) {
   return empty(like, shape, aoti_torch_dtype_int64());
+}
+
+Tensor empty_float(const Tensor& like, std::initializer_list<int64_t> shape) {
+  return empty(like, shape, aoti_torch_dtype_float32());
 }
 
 Tensor empty_bytes(const Tensor& like, int64_t count) {

@@ -8,6 +8,7 @@
 #include <initializer_list>
 #include <string>
 
+#include "specdec/logits.h"
 #include "specdec/parallel.h"
 #include "specdec/platform.h"
 
@@ -54,8 +55,13 @@ class Argument {
 // "nodes" must be in [1, kMaxNodes].
 void check_num_nodes(const Argument& argument, int64_t nodes);
 
-// An uninitialised contiguous int64 tensor on the device of `like`.
+LogitsType check_logits_type(const Argument& argument, const Tensor& logits);
+// The last dimension must be contiguous and have 1 to `max_vocab` tokens.
+void check_vocab(const Argument& argument, const Tensor& logits, int64_t max_vocab);
+
+// Uninitialised contiguous tensors on the device of `like`.
 Tensor empty_int64(const Tensor& like, std::initializer_list<int64_t> shape);
+Tensor empty_float(const Tensor& like, std::initializer_list<int64_t> shape);
 Tensor empty_bytes(const Tensor& like, int64_t count);
 
 inline int64_t* int64_data(const Tensor& tensor) {

@@ -11,6 +11,9 @@ SPECDEC_SCHEMAS(m) {
       "Tensor seeds, Tensor row_ids, Tensor stochastic) -> (Tensor path, Tensor num_accepted, "
       "Tensor next_token, Tensor status)");
   m.def(
+      "sample_filter(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p) "
+      "-> Tensor");
+  m.def(
       "kv_compact(Tensor(a!)[] caches, Tensor path, Tensor num_accepted, Tensor source_starts, "
       "Tensor target_starts) -> ()");
 }

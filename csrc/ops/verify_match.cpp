@@ -17,28 +17,6 @@ void run(const VerifyMatchParams& params, const Tensor& logits) {
       });
 }
 
-LogitsType logits_type(const Argument& argument, const Tensor& logits) {
-  int32_t dtype;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(logits.get(), &dtype));
-  if (dtype == aoti_torch_dtype_float32()) return LogitsType::kFloat32;
-  if (dtype == aoti_torch_dtype_bfloat16()) return LogitsType::kBFloat16;
-  if (dtype == aoti_torch_dtype_float16()) return LogitsType::kFloat16;
-  fail(argument.prefix() + " must be torch.float32, torch.bfloat16 or torch.float16, got " +
-       dtype_name(dtype) + "; convert it with .to(torch.float32)");
-}
-
-void check_vocab(const Argument& argument, const Tensor& logits) {
-  const int64_t vocab = logits.size(2);
-  if (vocab < 1 || vocab > INT32_MAX) {
-    fail(argument.prefix() + " must have a vocabulary of 1 to 2^31 - 1 tokens, got shape " +
-         describe_shape(logits));
-  }
-  if (vocab > 1 && logits.stride(2) != 1) {
-    fail(argument.prefix() + " must be contiguous in its last dimension, got stride " +
-         std::to_string(logits.stride(2)) + "; call .contiguous() on it");
-  }
-}
-
 using VerifyMatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 VerifyMatchResult verify_match(const Tensor& logits, const Tensor& tokens, const Tensor& parents,
@@ -49,9 +27,9 @@ VerifyMatchResult verify_match(const Tensor& logits, const Tensor& tokens, const
       parents_arg(kOp, "parents", parents), positions_arg(kOp, "root_positions", root_positions),
       seeds_arg(kOp, "seeds", seeds), row_ids_arg(kOp, "row_ids", row_ids),
       stochastic_arg(kOp, "stochastic", stochastic);
-  const LogitsType type = logits_type(logits_arg, logits);
+  const LogitsType type = check_logits_type(logits_arg, logits);
   logits_arg.has_dim(3, "[batch, nodes, vocab]");
-  check_vocab(logits_arg, logits);
+  check_vocab(logits_arg, logits, INT32_MAX);
   const int64_t batch = logits.size(0), nodes = logits.size(1);
   check_num_nodes(logits_arg, nodes);
   const int32_t int64 = aoti_torch_dtype_int64();

@@ -13,6 +13,7 @@ Errors: ValueError names the argument, what was expected and what was given.
 
 from specdec_ext.ops._library import LIBRARY_PATH
 from specdec_ext.ops.cache import kv_compact
+from specdec_ext.ops.sample import sample_filter
 from specdec_ext.ops.tree import MAX_NODES, TreeMask, tree_mask
 from specdec_ext.ops.verify import (
     STATUS_NAN,
@@ -31,6 +32,7 @@ __all__ = [
     "MatchResult",
     "TreeMask",
     "kv_compact",
+    "sample_filter",
     "tree_mask",
     "verify_match",
 ]

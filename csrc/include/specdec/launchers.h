@@ -6,6 +6,7 @@
 #include <span>
 
 #include "specdec/kv_compact.h"
+#include "specdec/sample_filter.h"
 #include "specdec/tree_mask.h"
 #include "specdec/verify_match.h"
 
@@ -15,6 +16,8 @@ cudaError_t launch_tree_mask(const TreeMaskParams& params, cudaStream_t stream);
 
 cudaError_t launch_verify_match(const VerifyMatchParams& params, void* workspace,
                                 cudaStream_t stream);
+
+cudaError_t launch_sample_filter(const SampleFilterParams& params, cudaStream_t stream);
 
 // One launch per kMaxCachesPerLaunch tensors.
 constexpr int64_t kMaxCachesPerLaunch = 128;

@@ -46,6 +46,14 @@ SPECDEC_HOST_DEVICE float exact_add(float a, float b) {
 #endif
 }
 
+SPECDEC_HOST_DEVICE float exact_div(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fdiv_rn(a, b);
+#else
+  return a / b;
+#endif
+}
+
 SPECDEC_HOST_DEVICE int32_t float_to_bits(float value) {
 #ifdef __CUDA_ARCH__
   return __float_as_int(value);
