@@ -9,6 +9,7 @@
 #include <random>
 #include <vector>
 
+#include "cpu/philox.h"
 #include "cuda_runtime.h"
 #include "specdec/cpu_isa.h"
 #include "specdec/exp.h"
@@ -165,7 +166,9 @@ void test_verify_match() {
   const auto on_cpu = [](const VerifyMatchParams& params) { cpu::verify_match(params, kSerial); };
   const auto emulated = [](const VerifyMatchParams& params) {
     std::vector<std::byte> workspace(verify_match_workspace_bytes(params), std::byte{0xAB});
-    CHECK(launch_verify_match(params, workspace.data(), nullptr) == cudaSuccess);
+    std::vector<uint32_t> counters(params.batch);
+    CHECK(launch_verify_match(params, counters.data(), workspace.data(), nullptr) == cudaSuccess);
+    for (const uint32_t counter : counters) CHECK(counter == 0);
   };
   std::mt19937 random(2);
   int64_t num_accepted = 0, num_bad = 0;
@@ -257,6 +260,35 @@ void test_rng() {
   }
 }
 
+// The bound holds, also for larger bits because it never rises, and is no looser than promised.
+void test_gumbel_bound() {
+  float last = kMaxGumbel;
+  const auto check = [&](uint32_t bits) {
+    const float bound = gumbel_bound(bits), noise = gumbel(bits);
+    CHECK(noise <= bound && bound <= last);
+    CHECK(noise < 5 || bound - noise < 0.07f);
+    last = bound;
+  };
+  for (uint32_t bits = 0; bits < 100'000; ++bits) check(bits);
+  for (uint64_t bits = 100'000; bits < uint64_t{1} << 32; bits += 4999) {
+    check(static_cast<uint32_t>(bits));
+  }
+  check(UINT32_MAX);
+}
+
+void test_bulk_bits() {
+  const NoiseStream noise = NoiseStream::make(-0x123456789ABCDEF, 1LL << 31, (1LL << 32) - 2);
+  for (int isa = 0; isa <= static_cast<int>(cpu::best_cpu_isa()); ++isa) {
+    for (uint32_t first_group : {0u, 12345u, UINT32_MAX - 40}) {
+      uint32_t bits[cpu::kBulkTokens];
+      cpu::bulk_bits(static_cast<cpu::CpuIsa>(isa))(noise, first_group, bits);
+      for (uint32_t i = 0; i < cpu::kBulkTokens; ++i) {
+        CHECK(bits[i] == noise.group_bits(first_group + i / 4).lane[i % 4]);
+      }
+    }
+  }
+}
+
 void test_exp() {
   CHECK(exp_nonpositive(0) == 1 && exp_nonpositive(-INFINITY) == 0);
   const int32_t end = float_to_bits(-88.0f);
@@ -274,6 +306,8 @@ void test_exp() {
 int main() {
   using namespace specdec;
   test_rng();
+  test_gumbel_bound();
+  test_bulk_bits();
   test_exp();
   for (ThreadOrder order :
        {ThreadOrder::kForward, ThreadOrder::kBackward, ThreadOrder::kShuffled}) {

@@ -25,7 +25,11 @@ CASES = {  # name: (batch, nodes, vocab)
     "vocab-63": (7, 12, 63),
     "vocab-64": (7, 12, 64),
     "vocab-65": (7, 12, 65),
+    "vocab-2047": (2, 9, 2047),
+    "vocab-2048": (2, 9, 2048),
+    "vocab-2049": (2, 9, 2049),
     "several-chunks": (2, 5, 8192 * 2 + 3),
+    "several-groups": (3, 70, 33),
     "many-rows": (130, 4, 9),
     "max-nodes": (1, ops.MAX_NODES, 3),
     "empty-batch": (0, 3, 10),
@@ -253,6 +257,53 @@ def test_strided_inputs(dtype, device):
     assert_same(actual, verify_match_reference(*arguments), NAMES)
 
 
+def test_many_rows_of_many_nodes(device):
+    """Enough blocks for CUDA to take the largest groups of nodes, the last of them with one node."""
+    arguments = random_arguments(100, 33, 5, seed=13)
+    assert_same(ops.verify_match(*to(device, arguments)), verify_match_reference(*arguments), NAMES)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_logits_start_anywhere(dtype, device):
+    """CUDA loads 16 bytes at a time: every remainder of a row's address, a vocabulary of any length."""
+    nodes, vocab = 17, 2100
+    for offset in range(16 // dtype.itemsize):
+        arguments = random_arguments(1, nodes, vocab + offset, dtype=dtype, seed=offset)
+        width = vocab + 16 + (offset if offset % 3 else 1)
+        buffer = torch.full((nodes * width + offset,), torch.nan, dtype=dtype)
+        rows = buffer[offset:].view(1, nodes, width)[..., : vocab + offset]
+        rows.copy_(arguments[0])
+        actual = ops.verify_match(rows.to(device), *to(device, arguments[1:]))
+        assert_same(actual, verify_match_reference(*arguments), NAMES)
+
+
+def test_nodes_in_any_order_of_depth(device):
+    """Depth-first numbering, a chain and a star: the same noise at a depth wherever its nodes are."""
+    nodes = 45
+    depth_first = torch.tensor([-1, *(i - 1 if i % 5 else 0 for i in range(1, nodes))])
+    parents = torch.stack(
+        [depth_first, torch.arange(-1, nodes - 1), -(torch.arange(nodes) == 0).long()]
+    )
+    _, _, _, positions, seeds, row_ids, _ = random_arguments(3, 1, 1, seed=11)
+    for vocab in (3, 5):
+        logits = torch.randn(3, nodes, vocab, generator=generator(vocab))
+        tokens = torch.zeros(3, nodes, dtype=torch.long)
+        logits[..., 0] += 9
+        arguments = (logits, tokens, parents, positions, seeds, row_ids, torch.ones(3).bool())
+        actual = ops.verify_match(*to(device, arguments))
+        assert_same(actual, verify_match_reference(*arguments), NAMES)
+        assert actual.num_accepted[1] > 8
+
+
+def test_counters_are_left_at_zero_for_the_next_call(device):
+    arguments = to(device, random_arguments(6, 40, 2500, illegal=0.1, seed=12))
+    counters = torch.zeros(9, dtype=torch.int32, device=arguments[0].device)
+    expected = ops.verify_match(*arguments)
+    for _ in range(3):
+        assert_same(ops.verify_match(*arguments, counters), expected, NAMES)
+        assert not counters.any()
+
+
 def test_expanded_inputs(device):
     arguments = random_arguments(1, 6, 50, seed=4)
     expanded = tuple(a.expand(9, *a.shape[1:]) for a in arguments[:-2])
@@ -337,6 +388,7 @@ def test_instruction_sets_do_not_change_the_result(isa, tmp_path):
     assert run.stdout.splitlines() == [str(lists) for lists in expected]
 
 
+@pytest.mark.parametrize("device", DEVICES)  # emulated kernels have the CPU op's conversion
 def test_all_float16_values(device):
     """Conversion of every finite half and bfloat16, subnormals included: the op's arg-max of a pair
     of neighbours is the larger one."""
@@ -382,10 +434,13 @@ def test_fake_shapes_match():
         ("seeds", lambda t: t.expand(2), r"must be \[batch\] = \[1\], got shape \[2\]"),
         ("row_ids", lambda t: t.double(), r"must be torch.int64, got torch.float64"),
         ("stochastic", lambda t: t.long(), r"must be torch.bool, got torch.int64"),
+        ("counters", lambda t: t.long(), r"must be torch.int32, got torch.int64; convert"),
+        ("counters", lambda t: t[:0], r"must be contiguous with at least batch = 1 .* shape \[0\]"),
+        ("counters", lambda t: t[None], r"must be \[batch\] or longer, got shape \[1, 1\]"),
     ],
 )
 def test_rejects(name, change, message):
-    arguments = chain(torch.zeros(2, 6), [0, 1])
+    arguments = chain(torch.zeros(2, 6), [0, 1], counters=torch.zeros(1, dtype=torch.int32))
     arguments[name] = change(arguments[name])
     with pytest.raises(ValueError, match=rf"specdec::verify_match: argument {name} {message}"):
         ops.verify_match(**arguments)

@@ -8,8 +8,9 @@ SPECDEC_SCHEMAS(m) {
       "Tensor positions, Tensor first_child, Tensor next_sibling, Tensor paths)");
   m.def(
       "verify_match(Tensor logits, Tensor tokens, Tensor parents, Tensor root_positions, "
-      "Tensor seeds, Tensor row_ids, Tensor stochastic) -> (Tensor path, Tensor num_accepted, "
-      "Tensor next_token, Tensor status)");
+      "Tensor seeds, Tensor row_ids, Tensor stochastic, Tensor(a!)? counters=None) -> (Tensor "
+      "path, "
+      "Tensor num_accepted, Tensor next_token, Tensor status)");
   m.def(
       "sample_filter(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p) "
       "-> Tensor");

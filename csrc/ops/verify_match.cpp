@@ -1,6 +1,9 @@
 // Glue of verify_match: checks, outputs, dispatch to the device of `logits`.
 #include "specdec/verify_match.h"
 
+#include <torch/csrc/stable/ops.h>
+
+#include <optional>
 #include <tuple>
 
 #include "dispatch.h"
@@ -8,20 +11,38 @@
 namespace specdec::glue {
 namespace {
 
-void run(const VerifyMatchParams& params, const Tensor& logits) {
+void run(const VerifyMatchParams& params, const Tensor& logits,
+         const std::optional<Tensor>& given_counters) {
   dispatch(
       "verify_match", logits, [&] { cpu::verify_match(params, kTorchParallelFor); },
       [&](auto stream) {
+        const Tensor counters = given_counters
+                                    ? *given_counters
+                                    : torch::stable::new_zeros(logits, {params.batch},
+                                                               torch::headeronly::ScalarType::Int);
         const Tensor workspace = empty_bytes(logits, verify_match_workspace_bytes(params));
-        return launch_verify_match(params, workspace.mutable_data_ptr(), stream);
+        return launch_verify_match(params, static_cast<uint32_t*>(counters.mutable_data_ptr()),
+                                   workspace.mutable_data_ptr(), stream);
       });
+}
+
+void check_counters(const Argument& argument, const Argument& logits, const Tensor& counters,
+                    int64_t batch) {
+  argument.has_dtype(aoti_torch_dtype_int32()).has_dim(1, "[batch] or longer");
+  argument.is_on_device_of(logits);
+  if (counters.size(0) < batch || (batch > 1 && counters.stride(0) != 1)) {
+    fail(argument.prefix() + " must be contiguous with at least batch = " + std::to_string(batch) +
+         " elements, got shape " + describe_shape(counters) + " with stride " +
+         std::to_string(counters.stride(0)));
+  }
 }
 
 using VerifyMatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 VerifyMatchResult verify_match(const Tensor& logits, const Tensor& tokens, const Tensor& parents,
                                const Tensor& root_positions, const Tensor& seeds,
-                               const Tensor& row_ids, const Tensor& stochastic) {
+                               const Tensor& row_ids, const Tensor& stochastic,
+                               const std::optional<Tensor>& counters) {
   constexpr const char* kOp = "verify_match";
   const Argument logits_arg(kOp, "logits", logits), tokens_arg(kOp, "tokens", tokens),
       parents_arg(kOp, "parents", parents), positions_arg(kOp, "root_positions", root_positions),
@@ -42,6 +63,7 @@ VerifyMatchResult verify_match(const Tensor& logits, const Tensor& tokens, const
   }
   stochastic_arg.has_dtype(aoti_torch_dtype_bool()).has_shape({batch}, "[batch]");
   stochastic_arg.is_on_device_of(logits_arg);
+  if (counters) check_counters(Argument(kOp, "counters", *counters), logits_arg, *counters, batch);
 
   VerifyMatchResult result{empty_int64(logits, {batch, nodes}), empty_int64(logits, {batch}),
                            empty_int64(logits, {batch}), empty_int64(logits, {batch})};
@@ -63,7 +85,7 @@ VerifyMatchResult verify_match(const Tensor& logits, const Tensor& tokens, const
          .num_accepted = int64_data(std::get<1>(result)),
          .next_token = int64_data(std::get<2>(result)),
          .status = int64_data(std::get<3>(result))},
-        logits);
+        logits, counters);
   }
   return result;
 }

@@ -41,6 +41,7 @@ def verify_match(
     seeds: Tensor,
     row_ids: Tensor,
     stochastic: Tensor,
+    counters: Tensor | None = None,
 ) -> MatchResult:
     """Walk each tree along tokens drawn from the target: rule 1, "match", exact for every tree.
 
@@ -60,10 +61,13 @@ def verify_match(
         seeds: ``[batch]`` int64.
         row_ids: ``[batch]`` int64; which stream of its seed a row uses.
         stochastic: ``[batch]`` bool; False is greedy.
+        counters: ``[batch]`` or longer, int32, contiguous, zero before and after. On CUDA the blocks of a
+            row count themselves in here, which makes the op one kernel launch; without it each call
+            allocates and clears its own. Calls that may run at the same time need different ones.
     """
     return MatchResult(
         *_library.native.verify_match(
-            logits, tokens, parents, root_positions, seeds, row_ids, stochastic
+            logits, tokens, parents, root_positions, seeds, row_ids, stochastic, counters
         )
     )
 
@@ -77,6 +81,7 @@ def _verify_match_fake(
     seeds: Tensor,
     row_ids: Tensor,
     stochastic: Tensor,
+    counters: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     batch, nodes, _ = logits.shape
     return parents.new_empty(batch, nodes), *(parents.new_empty(batch) for _ in range(3))

@@ -147,6 +147,26 @@ __device__ __forceinline__ bool warp_all(bool predicate, uint32_t lanes = kFullW
   return __all_sync(lanes, predicate);
 }
 
+// 32-bit integers have an instruction (sm_80); other types take the templates in cuda.cuh.
+__device__ __forceinline__ int32_t warp_max(int32_t value) {
+  return __reduce_max_sync(kFullWarp, value);
+}
+__device__ __forceinline__ uint32_t warp_max(uint32_t value) {
+  return __reduce_max_sync(kFullWarp, value);
+}
+__device__ __forceinline__ int32_t warp_min(int32_t value) {
+  return __reduce_min_sync(kFullWarp, value);
+}
+__device__ __forceinline__ uint32_t warp_min(uint32_t value) {
+  return __reduce_min_sync(kFullWarp, value);
+}
+__device__ __forceinline__ int32_t warp_sum(int32_t value) {
+  return __reduce_add_sync(kFullWarp, value);
+}
+__device__ __forceinline__ uint32_t warp_sum(uint32_t value) {
+  return __reduce_add_sync(kFullWarp, value);
+}
+
 template <typename Vec>
 __device__ __forceinline__ Vec load_global(const void* address) {
   return *static_cast<const Vec*>(address);

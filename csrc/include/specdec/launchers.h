@@ -14,8 +14,9 @@ namespace specdec {
 
 cudaError_t launch_tree_mask(const TreeMaskParams& params, cudaStream_t stream);
 
-cudaError_t launch_verify_match(const VerifyMatchParams& params, void* workspace,
-                                cudaStream_t stream);
+// counters: [batch], zero before and after; launches that may run at the same time need their own.
+cudaError_t launch_verify_match(const VerifyMatchParams& params, uint32_t* counters,
+                                void* workspace, cudaStream_t stream);
 
 cudaError_t launch_sample_filter(const SampleFilterParams& params, cudaStream_t stream);
 

@@ -74,6 +74,18 @@ SPECDEC_HOST_DEVICE float bits_to_float(int32_t bits) {
 #endif
 }
 
+// The larger one; NaN if one of them is.
+SPECDEC_HOST_DEVICE float max_or_nan(float a, float b) {
+#ifdef __CUDA_ARCH__
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+#else
+  if (a != a) return a;
+  return b <= a ? a : b;
+#endif
+}
+
 // A strided vector and a strided matrix that belong to somebody else. Strides count elements.
 template <typename T>
 struct View1 {

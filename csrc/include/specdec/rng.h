@@ -34,21 +34,25 @@ SPECDEC_HOST_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32);
 }
 
+constexpr uint32_t kPhiloxMultiplier0 = 0xD2511F53, kPhiloxMultiplier1 = 0xCD9E8D57;
+constexpr uint32_t kPhiloxWeyl0 = 0x9E3779B9, kPhiloxWeyl1 = 0xBB67AE85;
+constexpr int kPhiloxRounds = 10;
+
 SPECDEC_HOST_DEVICE Philox4 philox_round(const Philox4& c, uint32_t key0, uint32_t key1) {
-  constexpr uint32_t kMultiplier0 = 0xD2511F53, kMultiplier1 = 0xCD9E8D57;
-  return {{multiply_high(kMultiplier1, c.lane[2]) ^ c.lane[1] ^ key0, kMultiplier1 * c.lane[2],
-           multiply_high(kMultiplier0, c.lane[0]) ^ c.lane[3] ^ key1, kMultiplier0 * c.lane[0]}};
+  return {{multiply_high(kPhiloxMultiplier1, c.lane[2]) ^ c.lane[1] ^ key0,
+           kPhiloxMultiplier1 * c.lane[2],
+           multiply_high(kPhiloxMultiplier0, c.lane[0]) ^ c.lane[3] ^ key1,
+           kPhiloxMultiplier0 * c.lane[0]}};
 }
 
 // Rounds are spelt out by recursion, because compilers don't vectorise a loop that contains one.
 template <int kRounds>
 SPECDEC_HOST_DEVICE Philox4 philox4x32(const Philox4& counter, uint32_t key0, uint32_t key1) {
-  constexpr uint32_t kWeyl0 = 0x9E3779B9, kWeyl1 = 0xBB67AE85;
   const Philox4 next = philox_round(counter, key0, key1);
   if constexpr (kRounds == 1) {
     return next;
   } else {
-    return philox4x32<kRounds - 1>(next, key0 + kWeyl0, key1 + kWeyl1);
+    return philox4x32<kRounds - 1>(next, key0 + kPhiloxWeyl0, key1 + kPhiloxWeyl1);
   }
 }
 
@@ -101,6 +105,17 @@ SPECDEC_HOST_DEVICE float gumbel(uint32_t bits) {
                     log1p_core(exact_add(split.mantissa, -1.0f)));
 }
 
+// An upper bound of gumbel(b) for every b >= bits, at most 0.07 above where gumbel(bits) > 5:
+// -log(-log1p(-v)) <= -log(v), and the bits of a float read as an integer are a lower bound of its
+// logarithm, linear between powers of two. The last digit of the factor is rounded up, by more than
+// the errors of gumbel() and of this computation.
+SPECDEC_HOST_DEVICE float gumbel_bound(uint32_t bits) {
+  constexpr int32_t kOneBits = 127 << 23;
+  constexpr float kLog2RoundedUp = 0.69315f;
+  const float v = exact_mul(exact_add(static_cast<float>(bits), 0.5f), 0x1p-32f);
+  return exact_mul(static_cast<float>(kOneBits - float_to_bits(v)), kLog2RoundedUp * 0x1p-23f);
+}
+
 // The noise of one (seed, row, position); a token selects the value.
 struct NoiseStream {
   uint32_t key0;
@@ -117,8 +132,8 @@ struct NoiseStream {
 
   // The bits of tokens 4 * group .. 4 * group + 3.
   SPECDEC_HOST_DEVICE Philox4 group_bits(uint32_t group) const {
-    return philox4x32<10>({{group, position, row, static_cast<uint32_t>(Purpose::kMatch)}}, key0,
-                          key1);
+    return philox4x32<kPhiloxRounds>(
+        {{group, position, row, static_cast<uint32_t>(Purpose::kMatch)}}, key0, key1);
   }
 };
 
