@@ -13,7 +13,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 NATIVE_SOURCES := $(shell find csrc -type f | LC_ALL=C sort)
-FORMATTED := $(filter %.h %.cuh %.cpp %.cu,$(NATIVE_SOURCES))
+FORMATTED := $(filter %.h %.cuh %.cpp %.cu,$(NATIVE_SOURCES)) $(wildcard profiling/*.cu python_tests/*.c)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest python_tests
 
 REQUIREMENTS := $(VENV)/.requirements.stamp

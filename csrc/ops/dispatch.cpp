@@ -4,6 +4,7 @@
 
 #if defined(SPECDEC_WITH_CUDA) && !defined(SPECDEC_EMULATED)
 #include <dlfcn.h>
+#include <nvtx3/nvToolsExt.h>
 #endif
 
 namespace specdec::glue {
@@ -34,7 +35,23 @@ CurrentStreamFunction current_stream_function() {
   return function;
 }
 
+nvtxDomainHandle_t nvtx_domain() {
+  static const nvtxDomainHandle_t domain = nvtxDomainCreateA("specdec");
+  return domain;
+}
+
 }  // namespace
+
+NvtxRange::NvtxRange(const char* name) {
+  nvtxEventAttributes_t event{};
+  event.version = NVTX_VERSION;
+  event.size = NVTX_EVENT_ATTRIB_STRUCT_SIZE;
+  event.messageType = NVTX_MESSAGE_TYPE_ASCII;
+  event.message.ascii = name;
+  nvtxDomainRangePushEx(nvtx_domain(), &event);
+}
+
+NvtxRange::~NvtxRange() { nvtxDomainRangePop(nvtx_domain()); }
 
 cudaStream_t current_stream(int32_t device_index) {
   const CurrentStreamFunction function = current_stream_function();

@@ -1,0 +1,72 @@
+"""The Nsight script: its command lines, the work they profile, and what it says where Nsight is missing."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+
+import nsight
+import pytest
+
+
+def command_line(*arguments: str) -> str:
+    options = nsight.parse([*arguments, "--device", "cuda", "--out", "/tmp/report"])
+    command = nsight.profiler_command(options.tool, options, nsight.workload_command(options))
+    return (
+        shlex.join(command).replace(sys.executable, "python").replace(nsight.__file__, "nsight.py")
+    )
+
+
+def test_nsys_records_a_generate_call_between_the_profiler_calls():
+    assert command_line("nsys", "generate") == (
+        "nsys profile --trace=cuda,nvtx,osrt --cuda-graph-trace=node --capture-range=cudaProfilerApi "
+        "--capture-range-end=stop --force-overwrite=true --output=/tmp/report "
+        "python nsight.py none generate --device cuda --repeats 5"
+    )
+
+
+def test_ncu_records_the_kernels_inside_an_ops_range():
+    arguments = ["ncu", "verify_match sampled", "--model", "llama3-8b", "--nodes", "64"]
+    assert command_line(*arguments) == (
+        "ncu --set=full --import-source=yes --profile-from-start=off --nvtx "
+        "--nvtx-include=specdec@verify_match/ --launch-count=20 --force-overwrite "
+        "--export=/tmp/report python nsight.py none 'verify_match sampled' --model llama3-8b "
+        "--nodes 64 --device cuda --repeats 5"
+    )
+
+
+@pytest.mark.parametrize("phase", nsight.PHASES)
+def test_ncu_records_one_phase_of_a_generate_call(phase):
+    text = command_line("ncu", "generate", "--phase", phase, "--launches", "3")
+    assert f"--nvtx-include=specdec@{phase}/ --launch-count=3" in text
+
+
+@pytest.mark.parametrize("tool, needs", [("nsys", "Nsight Systems"), ("ncu", "Nsight Compute")])
+def test_without_the_tool_it_prints_the_command_and_what_it_needs(tool, needs, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert nsight.main([tool, "kv_compact"]) == 2
+    command, reason = capsys.readouterr().out.splitlines()
+    assert command.startswith(f"{tool} ") and "build/profiles" in command
+    assert reason.startswith(f"not run: needs {needs}")
+
+
+def test_a_tool_that_fails_fails_the_script(tmp_path, monkeypatch, capsys):
+    fake = tmp_path / "ncu"
+    fake.write_text("#!/bin/sh\nexit 7\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert nsight.main(["ncu", "kv_compact", "--out", str(tmp_path / "out" / "report")]) == 7
+    assert "ncu --import" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("work", ["tree_mask", "generate"])
+def test_the_work_runs_without_a_profiler(work):
+    assert nsight.main(["none", work, "--device", "cpu", "--repeats", "1"]) == 0
+
+
+def test_unknown_work_lists_what_there_is():
+    with pytest.raises(SystemExit, match="there are: generate; 'tree_mask' llama3-8b, 64 nodes"):
+        nsight.main(["nsys", "matmul"])
+    with pytest.raises(SystemExit, match="'kv_compact' llama3-8b, 64 nodes"):
+        nsight.main(["nsys", "kv_compact", "--nodes", "3"])
