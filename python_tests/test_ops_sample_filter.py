@@ -11,7 +11,6 @@ import sys
 import pytest
 import torch
 from op_cases import generator
-from transformers.generation import logits_process as hf
 
 from specdec_ext import ops
 from specdec_ext.reference.exp import exp_nonpositive
@@ -76,6 +75,9 @@ def assert_same_bits(actual, expected):
 
 def warped(logits, temperature, top_k, top_p, min_p):
     """Transformers' chain on one row of float32 scores."""
+    # Here, so that the tests on CUDA need torch alone (make gpu-check).
+    from transformers.generation import logits_process as hf
+
     scores = hf.TemperatureLogitsWarper(float(temperature))(None, logits[None].float())
     if top_k > 0:
         scores = hf.TopKLogitsWarper(int(top_k))(None, scores)
