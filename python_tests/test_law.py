@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from specdec_ext import ops
+from specdec_ext.filters import fuse_filters
 from specdec_ext.reference.verify_match import walk
 
 Text = tuple[int, ...]
@@ -169,6 +170,7 @@ PROCESSORS = {
         ]
     ),
 }
+PROCESSORS["all-fused"] = fuse_filters(PROCESSORS["all"], torch.device("cpu"))
 DRAFTS = [4, 7, 4, 2]  # nodes 1 .. 4; node 3 is a child of node 1, the others of the root
 PARENTS = [-1, 0, 0, 1, 0]
 

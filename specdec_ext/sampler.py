@@ -18,12 +18,14 @@ from transformers.generation import logits_process as hf
 
 from specdec_ext import ops
 from specdec_ext.context import Context
+from specdec_ext.filters import SampleFilter, fuse_filters
 from specdec_ext.stopping import StopRule
 from specdec_ext.tree import DraftTree
 
 # Functions of one row's scores alone: all nodes of a tree may go through them at once.
 PURE = frozenset(
     {
+        SampleFilter,
         hf.TemperatureLogitsWarper,
         hf.TopKLogitsWarper,
         hf.TopPLogitsWarper,
@@ -97,14 +99,14 @@ class Sampler:
         seeds: Sequence[int],
         device: torch.device,
     ):
-        self._processors: Any = processors
+        self._processors: Any = fuse_filters(processors, device)
         self._stochastic = stochastic
         self._seeds = list(seeds)
         self._device = device
-        kinds = {type(processor) for processor in processors}
+        kinds = {type(processor) for processor in self._processors}
         self._pure = kinds <= PURE
         self._needs_lockstep = not kinds <= ROW_INDEPENDENT
-        self._shared_processors = [each for each in processors if type(each) in PURE]
+        self._shared_processors = [each for each in self._processors if type(each) in PURE]
         self._row_tensors: tuple[list[int], tuple[Tensor, Tensor, Tensor]] | None = None
 
     def _rows(self, rows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,7 +163,8 @@ class Sampler:
         """``[n, vocab]`` through processors that do not look at the text."""
         if not processors:
             return logits
-        scores, no_text = logits.float(), logits.new_empty(len(logits), 0).long()
+        scores = logits if isinstance(processors[0], SampleFilter) else logits.float()
+        no_text = logits.new_empty(len(logits), 0).long()
         for processor in processors:
             scores = processor(no_text, scores)
         return scores

@@ -1,0 +1,67 @@
+"""Transformers' temperature, top-k, top-p and min-p warpers, computed by one op over all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+from specdec_ext import ops
+
+# The warpers in the order in which the op applies them; the attribute that holds the op's parameter of the
+# same name, and the value of it that is off.
+STAGES: dict[type, tuple[str, float]] = {
+    hf.TemperatureLogitsWarper: ("temperature", 1.0),
+    hf.TopKLogitsWarper: ("top_k", 0),
+    hf.TopPLogitsWarper: ("top_p", 1.0),
+    hf.MinPLogitsWarper: ("min_p", 0.0),
+}
+DTYPES = {"top_k": torch.int64}  # the others are float32
+_ORDER = list(STAGES)
+
+
+class SampleFilter(LogitsProcessor):
+    """What a run of warpers does, as ``ops.sample_filter``; scores may also be 16-bit logits."""
+
+    def __init__(self, warpers: Iterable[Any], device: torch.device):
+        values = dict(STAGES.values())
+        for warper in warpers:
+            name, _ = STAGES[type(warper)]
+            values[name] = getattr(warper, name)
+        self._parameters = [
+            torch.tensor([value], dtype=DTYPES.get(name, torch.float32), device=device)
+            for name, value in values.items()
+        ]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        rows = len(scores)
+        return ops.sample_filter(scores, *(value.expand(rows) for value in self._parameters))
+
+
+def fuse_filters(processors: Iterable[Any], device: torch.device) -> LogitsProcessorList:
+    """The same list, each run of warpers that stands in the op's order as one :class:`SampleFilter`."""
+    fused: list[Any] = []
+    run: list[Any] = []
+    for processor in processors:
+        if run and not (_is_stage(processor) and _stage(run[-1]) < _stage(processor)):
+            fused.append(SampleFilter(run, device))
+            run = []
+        (run if _is_stage(processor) else fused).append(processor)
+    return LogitsProcessorList(fused + ([SampleFilter(run, device)] if run else []))
+
+
+def _is_stage(processor: Any) -> bool:
+    """Whether the op does exactly this; subclasses may do anything."""
+    return (
+        type(processor) in STAGES
+        and getattr(processor, "filter_value", -torch.inf) == -torch.inf
+        and getattr(processor, "min_tokens_to_keep", 1) == 1
+    )
+
+
+def _stage(warper: Any) -> int:
+    return _ORDER.index(type(warper))
