@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from xml.etree.ElementTree import ParseError
 
 from gpu_steps import BUILD, RESULTS, ROOT, Failed, Step, plan, read_last_line
