@@ -44,9 +44,14 @@ class Result:
     output: str  # the end of it if the step failed
 
 
+def portable(text: str) -> str:
+    """Without the places of this machine: reports are committed."""
+    return text.replace(f"{ROOT}/", "").replace(sys.executable, "python3")
+
+
 def run_step(step: Step, results: list[Result]) -> Result:
     """Run one step unless one that it needs has failed."""
-    command = shlex.join(step.command)
+    command = portable(shlex.join(step.command))
     if any(result.step == step.needs and not result.passed for result in results):
         return Result(step.name, False, 0.0, step.seconds, f"needs {step.needs}", command, "")
     began = time.monotonic()
@@ -70,7 +75,7 @@ def run_step(step: Step, results: list[Result]) -> Result:
     except (Failed, OSError, ParseError) as error:
         summary, passed = str(error), False
     seconds = time.monotonic() - began
-    kept = "" if passed else output[-TAIL:]
+    kept = "" if passed else portable(output[-TAIL:])
     return Result(step.name, passed, seconds, step.seconds, summary, command, kept)
 
 
@@ -101,7 +106,7 @@ def card_slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower().removeprefix("nvidia")).strip("_")
 
 
-def report_markdown(machine: str, results: list[Result]) -> str:
+def report_markdown(machine: str, results: list[Result], planned: int) -> str:
     total = sum(result.seconds for result in results)
     header = ["step", "", "seconds", "budget", "summary"]
     rows = [
@@ -116,17 +121,17 @@ def report_markdown(machine: str, results: list[Result]) -> str:
     ]
     passed = sum(result.passed for result in results)
     return (
-        f"# GPU check\n\n{machine}\n\n{passed} of {len(results)} steps passed in {total:.0f} s.\n\n"
+        f"# GPU check\n\n{machine}\n\n{passed} of {planned} steps passed in {total:.0f} s.\n\n"
         f"{format_markdown(header, rows)}\n"
     )
 
 
-def write_report(stem: Path, machine: str, results: list[Result]) -> None:
+def write_report(stem: Path, machine: str, results: list[Result], planned: int) -> None:
     """After every step: a run that is cut off leaves what it found."""
-    passed = all(result.passed for result in results)
+    passed = len(results) == planned and all(result.passed for result in results)
     values = {"machine": machine, "passed": passed, "steps": [asdict(each) for each in results]}
     stem.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(report_markdown(machine, results))
+    stem.with_suffix(".md").write_text(report_markdown(machine, results, planned))
 
 
 def show_plan(steps: list[Step]) -> None:
@@ -134,7 +139,7 @@ def show_plan(steps: list[Step]) -> None:
     print(format_table(["step", "seconds", "needs"], rows, left=("step", "needs")))
     for step in steps:
         settings = "".join(f"{key}={value} " for key, value in step.environment.items())
-        print(f"\n{step.name}:\n  {settings}{shlex.join(step.command)}".replace(f"{ROOT}/", ""))
+        print(f"\n{step.name}:\n  {settings}{portable(shlex.join(step.command))}")
     total = sum(step.seconds for step in steps)
     print(
         f"\nat most {total} s of {LIMIT} s; writes profiling/results/gpu_check_<card>.json and .md"
@@ -162,15 +167,16 @@ def main(arguments: list[str] | None = None) -> int:
     print(machine)
     BUILD.mkdir(parents=True, exist_ok=True)
     results: list[Result] = []
-    for step in plan(card_slug(name), f"{major}.{minor}"):
+    steps = plan(card_slug(name), f"{major}.{minor}")
+    for step in steps:
         print(f"{step.name} ...", end=" ", flush=True)
         result = run_step(step, results)
         results.append(result)
         print(f"{'pass' if result.passed else 'FAIL'}, {result.seconds:.0f} s: {result.summary}")
         if not result.passed:
             print(result.output)
-        write_report(RESULTS / f"gpu_check_{card_slug(name)}", machine, results)
-    print(report_markdown(machine, results))
+        write_report(RESULTS / f"gpu_check_{card_slug(name)}", machine, results, len(steps))
+    print(report_markdown(machine, results, len(steps)))
     return 0 if all(result.passed for result in results) else 1
 
 

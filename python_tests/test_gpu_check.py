@@ -265,8 +265,8 @@ def test_the_report_counts_and_lists():
         gpu_check.Result("build", True, 61.2, 120, "for 9.0", "setup.py", ""),
         gpu_check.Result("memcheck", False, 3.0, 25, "2 findings", "compute-sanitizer", "Invalid"),
     ]
-    text = gpu_check.report_markdown("H200 | torch 2.11", results)
-    assert "1 of 2 steps passed in 64 s." in text
+    text = gpu_check.report_markdown("H200 | torch 2.11", results, planned=3)
+    assert "1 of 3 steps passed in 64 s." in text
     assert "| memcheck | FAIL | 3 | 25 | 2 findings |" in text
 
 
@@ -315,6 +315,19 @@ def test_bits_are_compared_not_values():
     assert same(1.0, 1.0) and same(float("nan"), float("nan"))
     assert not same(0.0, -0.0)
     assert op_checks.same_bits([torch.tensor([True])], [torch.tensor([True])])
+
+
+def test_a_run_that_is_cut_off_has_not_passed(tmp_path):
+    results = [gpu_check.Result("build", True, 61.2, 120, "for 9.0", "setup.py", "")]
+    for planned, passed in ((2, False), (1, True)):
+        gpu_check.write_report(tmp_path / "report", "H200", results, planned)
+        assert json.loads((tmp_path / "report.json").read_text())["passed"] is passed
+
+
+def test_reports_name_no_place_on_this_machine(tmp_path):
+    step = sh(f"echo FAIL {ROOT}/csrc/op.cu; exit 1")
+    result = gpu_check.run_step(step, [])
+    assert result.output == "FAIL csrc/op.cu\n" and str(ROOT) not in result.command
 
 
 def test_json_report_is_written(monkeypatch, tmp_path, capsys):
