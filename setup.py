@@ -158,7 +158,7 @@ def write_ninja(nvcc: str | None, libraries: dict[str, Path]) -> Path:
         flags = f"-I{ROOT}/csrc/emulation {include} {stable_abi} {EMULATED_FLAGS} {sanitize}"
         objects = [
             *compile_all("ops/*.cpp", "cxx", flags, target),
-            *compile_all("emulation/*.cpp", "cxx", flags, target),
+            *compile_all("emulation/*.cpp", "cxx", f"{flags} -O2", target),
             *compile_all("kernels/*.cu", "cxx", f"-x c++ {flags}", target),
         ]
         library = BUILD / f"lib{target}.so"

@@ -1,30 +1,42 @@
 #include "async.h"
 
+#include <algorithm>
 #include <cstring>
+#include <utility>
 
-#include "block.h"
+#include "shared_memory.h"
 
 namespace specdec::emulation {
 namespace {
 
 [[noreturn]] void fail(const std::string& what) { Grid::current().fail(what); }
 
+unsigned running_thread() { return Grid::current().self().index; }
+
 }  // namespace
+
+void AsyncCopies::reset() {
+  for (Thread& thread : threads_) {
+    thread.copies.clear();
+    thread.group = 0;
+  }
+  mbarriers_.clear();
+  in_flight_.clear();
+}
+
+void AsyncCopies::end_block() const {
+  if (in_flight_.empty()) return;
+  fail("the block ends before its bulk_copy" + at(in_flight_.back().where) + " does");
+}
 
 bool AsyncCopies::lands_at_once() const {
   if (Emulation::order == ThreadOrder::kShuffled) return Grid::current().random() % 2 == 0;
   return Emulation::order == ThreadOrder::kForward;
 }
 
-void AsyncCopies::reset() {
-  for (auto& groups : groups_) groups.assign(1, Group());
-  mbarriers_.clear();
-  in_flight_.clear();
-}
-
-void AsyncCopies::land(Copy& copy) {
-  if (copy.landed) return;
-  copy.landed = true;
+void AsyncCopies::move(Copy& copy) {
+  if (copy.moved) return;
+  copy.moved = true;
   if (copy.source == nullptr) {
     std::memset(copy.target, 0, copy.bytes);
   } else {
@@ -32,92 +44,114 @@ void AsyncCopies::land(Copy& copy) {
   }
 }
 
-void AsyncCopies::copy(void* target, const void* source, size_t bytes, Location) {
-  check_aligned(target, bytes, "the target of cp_async_16");
-  if (source != nullptr) check_aligned(source, bytes, "the source of cp_async_16");
-  Copy copy{static_cast<std::byte*>(target), static_cast<const std::byte*>(source), bytes, false};
-  if (lands_at_once()) land(copy);
-  groups_[Grid::current().self().index].back().push_back(copy);
+void AsyncCopies::copy(void* target, const void* source, Location where) {
+  check_aligned(source, 16, "the source of cp_async_16", where);
+  shared_.start_copy(target, 16, where, 16, "the target of cp_async_16");
+  Thread& self = threads_[running_thread()];
+  self.copies.push_back({static_cast<std::byte*>(target), static_cast<const std::byte*>(source), 16,
+                         false, self.group});
+  if (lands_at_once()) move(self.copies.back());
 }
 
-void AsyncCopies::commit() { groups_[Grid::current().self().index].emplace_back(); }
+void AsyncCopies::commit() { ++threads_[running_thread()].group; }
 
-void AsyncCopies::wait(int num_groups) {
-  std::deque<Group>& groups = groups_[Grid::current().self().index];
-  while (groups.size() - 1 > static_cast<size_t>(num_groups)) {
-    for (Copy& copy : groups.front()) land(copy);
-    groups.pop_front();
+void AsyncCopies::wait_groups(int num_groups) {
+  Thread& self = threads_[running_thread()];
+  const auto first_open =
+      std::find_if(self.copies.begin(), self.copies.end(),
+                   [&](const Copy& copy) { return copy.group >= self.group - num_groups; });
+  for (auto copy = self.copies.begin(); copy != first_open; ++copy) {
+    move(*copy);
+    const unsigned thread = running_thread();
+    shared_.end_copy(copy->target, copy->bytes, thread, clocks_.stamp(thread));
   }
+  self.copies.erase(self.copies.begin(), first_open);
 }
 
-MbarrierState& AsyncCopies::state(const void* mbarrier, const char* what) {
+AsyncCopies::Mbarrier& AsyncCopies::use(const void* mbarrier, AccessKind kind, Location where,
+                                        const char* what) {
   const auto found = mbarriers_.find(mbarrier);
-  if (found == mbarriers_.end()) fail(std::string(what) + " before mbarrier_init");
+  if (found == mbarriers_.end()) fail(std::string(what) + at(where) + " before mbarrier_init");
+  shared_.access(mbarrier, 8, kind, where);
   return found->second;
 }
 
-void AsyncCopies::init(const void* mbarrier, int count, Location) {
-  check_aligned(mbarrier, 8, "an Mbarrier");
-  if (count < 1) fail("mbarrier_init with count " + std::to_string(count));
-  const bool is_new = mbarriers_.emplace(mbarrier, MbarrierState{count, count, 0, 0, {}}).second;
-  if (!is_new) fail("mbarrier_init of an Mbarrier that is initialised already");
+void AsyncCopies::init(const void* mbarrier, int count, Location where) {
+  shared_.access(mbarrier, 8, AccessKind::kWrite, where, 8, "an Mbarrier");
+  if (count < 1) fail("mbarrier_init" + at(where) + " with count " + std::to_string(count));
+  if (mbarriers_.size() == Clocks::kMaxMbarriers) fail("more than 64 mbarriers in a block");
+  Mbarrier barrier{};
+  barrier.actor = clocks_.num_threads() + static_cast<unsigned>(mbarriers_.size());
+  barrier.count = barrier.pending = count;
+  if (!mbarriers_.emplace(mbarrier, std::move(barrier)).second) {
+    fail("mbarrier_init" + at(where) + " of an Mbarrier that is in use");
+  }
 }
 
-void AsyncCopies::arrive(const void* mbarrier, int bytes, Location) {
-  MbarrierState& barrier = state(mbarrier, "mbarrier_arrive");
+void AsyncCopies::arrive(const void* mbarrier, int bytes, Location where) {
+  Mbarrier& barrier = use(mbarrier, AccessKind::kAtomicUpdate, where, "mbarrier_arrive");
   if (barrier.pending == 0) {
-    fail("mbarrier_arrive after all " + std::to_string(barrier.count) +
-         " arrivals of the phase, which waits for " + std::to_string(barrier.pending_bytes) +
-         " bytes");
+    fail("mbarrier_arrive" + at(where) + " after all " + std::to_string(barrier.count) +
+         " arrivals of the phase, in which " + std::to_string(barrier.pending_bytes) +
+         " bytes are outstanding");
   }
+  clocks_.release(running_thread(), barrier.arriving);
   --barrier.pending;
   barrier.pending_bytes += bytes;
   complete_phase(barrier);
 }
 
-void AsyncCopies::complete_phase(MbarrierState& barrier) {
+void AsyncCopies::complete_phase(Mbarrier& barrier) {
   if (barrier.pending > 0 || barrier.pending_bytes > 0) return;
-  if (barrier.pending_bytes < 0) fail("more bytes were copied than mbarrier_arrive_expect said");
+  if (barrier.pending_bytes < 0) {
+    fail("bulk copies of a phase brought " + std::to_string(-barrier.pending_bytes) +
+         " bytes more than mbarrier_arrive_expect announced");
+  }
   barrier.pending = barrier.count;
+  barrier.completed = barrier.arriving;
   ++barrier.phase;
-  for (Thread* thread : barrier.waiting) Grid::current().release(*thread);
+  for (emulation::Thread* thread : barrier.waiting) Grid::current().release(*thread);
   barrier.waiting.clear();
 }
 
 void AsyncCopies::wait(const void* mbarrier, int parity, Location where) {
   Grid& grid = Grid::current();
-  // A phase may be over, and the next one too, before a waiting thread runs again; then it waits
-  // on.
-  while (state(mbarrier, "mbarrier_wait").phase % 2 == static_cast<unsigned>(parity)) {
-    state(mbarrier, "mbarrier_wait").waiting.push_back(&grid.self());
+  Mbarrier& barrier = use(mbarrier, AccessKind::kAtomicRead, where, "mbarrier_wait");
+  // Two phases may be over before a waiting thread runs again; then it waits on, as on the device.
+  while (barrier.phase % 2 == static_cast<unsigned>(parity)) {
+    barrier.waiting.push_back(&grid.self());
     grid.park({.what = "mbarrier_wait", .where = where, .object = mbarrier});
     grid.yield();
   }
+  clocks_.acquire(running_thread(), barrier.completed);
 }
 
 void AsyncCopies::bulk_copy(void* target, const void* source, int bytes, const void* mbarrier,
-                            Location) {
-  state(mbarrier, "bulk_copy");
-  check_aligned(target, 16, "the target of bulk_copy");
-  check_aligned(source, 16, "the source of bulk_copy");
+                            Location where) {
+  use(mbarrier, AccessKind::kAtomicUpdate, where, "bulk_copy");
+  check_aligned(source, 16, "the source of bulk_copy", where);
   if (bytes < 16 || bytes % 16 != 0) {
-    fail("bulk_copy of " + std::to_string(bytes) + " bytes, must be a multiple of 16");
+    fail("bulk_copy" + at(where) + " of " + std::to_string(bytes) +
+         " bytes, must be a multiple of 16");
   }
-  const Copy copy{static_cast<std::byte*>(target), static_cast<const std::byte*>(source),
-                  static_cast<size_t>(bytes), false};
-  in_flight_.push_back({copy, mbarrier});
+  const size_t size = static_cast<size_t>(bytes);
+  shared_.start_copy(target, size, where, 16, "the target of bulk_copy");
+  const Copy copy{static_cast<std::byte*>(target), static_cast<const std::byte*>(source), size,
+                  false, 0};
   if (lands_at_once()) {
-    const BulkCopy bulk = in_flight_.back();
-    in_flight_.pop_back();
-    land(bulk);
+    land({copy, mbarrier, where});
+  } else {
+    in_flight_.push_back({copy, mbarrier, where});
   }
 }
 
-void AsyncCopies::land(const BulkCopy& bulk) {
-  Copy copy = bulk.copy;
-  land(copy);
-  MbarrierState& barrier = state(bulk.mbarrier, "bulk_copy");
-  barrier.pending_bytes -= static_cast<int64_t>(copy.bytes);
+void AsyncCopies::land(BulkCopy bulk) {
+  Mbarrier& barrier = mbarriers_.at(bulk.mbarrier);
+  move(bulk.copy);
+  const Stamp stamp = clocks_.new_stamp();
+  shared_.end_copy(bulk.copy.target, bulk.copy.bytes, barrier.actor, stamp);
+  clocks_.add(barrier.actor, stamp, barrier.arriving);
+  barrier.pending_bytes -= static_cast<int64_t>(bulk.copy.bytes);
   complete_phase(barrier);
 }
 
@@ -131,10 +165,10 @@ bool AsyncCopies::land_one() {
 }
 
 std::string AsyncCopies::describe(const void* mbarrier) const {
-  const MbarrierState& barrier = mbarriers_.at(mbarrier);
-  return "of phase " + std::to_string(barrier.phase) + " with " +
+  const Mbarrier& barrier = mbarriers_.at(mbarrier);
+  return "for phase " + std::to_string(barrier.phase) + ", which has " +
          std::to_string(barrier.count - barrier.pending) + " of " + std::to_string(barrier.count) +
-         " arrivals and " + std::to_string(barrier.pending_bytes) + " bytes outstanding";
+         " arrivals and waits for " + std::to_string(barrier.pending_bytes) + " bytes";
 }
 
 }  // namespace specdec::emulation

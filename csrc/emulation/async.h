@@ -2,44 +2,34 @@
 //
 // A copy lands as late as CUDA allows or at once, by the order of the threads: as late in kBackward
 // (cp.async at the wait that covers it, a bulk copy when no thread can run), at once in kForward,
-// either in kShuffled. Its destination counts as unwritten until then.
+// either in kShuffled. Whether it has landed or not, only those may read its target that waited.
 #pragma once
 
-#include <deque>
 #include <map>
 #include <string>
 #include <vector>
 
+#include "clocks.h"
 #include "grid.h"
+#include "shadow.h"
 
 namespace specdec::emulation {
 
-struct Copy {
-  std::byte* target;
-  const std::byte* source;  // null: zeros
-  size_t bytes;
-  bool landed;
-};
-
-// What an Mbarrier in shared memory stands for.
-struct MbarrierState {
-  int count;              // arrivals per phase
-  int pending;            // of the current phase
-  int64_t pending_bytes;  // may be negative while the phase is open: copies landed unannounced
-  unsigned phase;
-  std::vector<Thread*> waiting;
-};
+class SharedMemory;
 
 class AsyncCopies {
  public:
-  explicit AsyncCopies(unsigned num_threads) : groups_(num_threads) {}
+  AsyncCopies(Clocks& clocks, SharedMemory& shared)
+      : clocks_(clocks), shared_(shared), threads_(clocks.num_threads()) {}
 
   void reset();
+  // All threads have ended.
+  void end_block() const;
 
-  // cp.async of the running thread.
-  void copy(void* target, const void* source, size_t bytes, Location where);
+  // cp.async of the running thread; no source: zeros. wait: all but the latest groups.
+  void copy(void* target, const void* source, Location where);
   void commit();
-  void wait(int num_groups);
+  void wait_groups(int num_groups);
 
   void init(const void* mbarrier, int count, Location where);
   // `bytes` more are expected in the current phase.
@@ -52,21 +42,45 @@ class AsyncCopies {
   std::string describe(const void* mbarrier) const;
 
  private:
-  using Group = std::vector<Copy>;
+  struct Copy {
+    std::byte* target;
+    const std::byte* source;
+    size_t bytes;
+    bool moved;
+    int group;
+  };
+  struct Thread {
+    std::vector<Copy> copies;
+    int group = 0;  // that is open
+  };
+  // What an Mbarrier in shared memory stands for.
+  struct Mbarrier {
+    unsigned actor;         // of its copies
+    int count;              // arrivals per phase
+    int pending;            // of them, in the current phase
+    int64_t pending_bytes;  // negative while copies have landed unannounced
+    unsigned phase;
+    Knowledge arriving, completed;  // what those release who arrive, and did in completed phases
+    std::vector<emulation::Thread*> waiting;
+  };
   struct BulkCopy {
     Copy copy;
     const void* mbarrier;
+    Location where;
   };
 
-  MbarrierState& state(const void* mbarrier, const char* what);
-  void land(Copy& copy);
-  void land(const BulkCopy& bulk);
-  void complete_phase(MbarrierState& state);
   bool lands_at_once() const;
+  static void move(Copy& copy);
+  // After a check that the running thread may use it so.
+  Mbarrier& use(const void* mbarrier, AccessKind kind, Location where, const char* what);
+  void land(BulkCopy bulk);
+  void complete_phase(Mbarrier& barrier);
 
-  std::vector<std::deque<Group>> groups_;  // per thread; the last one is open
-  std::map<const void*, MbarrierState> mbarriers_;
-  std::deque<BulkCopy> in_flight_;
+  Clocks& clocks_;
+  SharedMemory& shared_;
+  std::vector<Thread> threads_;
+  std::map<const void*, Mbarrier> mbarriers_;
+  std::vector<BulkCopy> in_flight_;
 };
 
 }  // namespace specdec::emulation

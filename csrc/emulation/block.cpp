@@ -7,9 +7,11 @@
 namespace specdec::emulation {
 namespace {
 
+bool same_text(const char* a, const char* b) { return a == b || std::strcmp(a, b) == 0; }
+
 bool same_place(Location a, Location b) {
   return a.line() == b.line() && a.column() == b.column() &&
-         std::strcmp(a.file_name(), b.file_name()) == 0;
+         same_text(a.file_name(), b.file_name());
 }
 
 std::string hexadecimal(uint32_t lanes) {
@@ -18,13 +20,27 @@ std::string hexadecimal(uint32_t lanes) {
   return text;
 }
 
+// Lane `lane` is at `other`, where all must be at `meeting`.
+void check_same(const Meeting& meeting, const Meeting& other, unsigned lane) {
+  const bool is_barrier = meeting.complete == nullptr;
+  if (same_text(other.what, meeting.what) &&
+      (is_barrier || same_place(other.where, meeting.where))) {
+    return;
+  }
+  Grid::current().fail("divergent " + std::string(meeting.what) + at(meeting.where) + ": lane " +
+                       std::to_string(lane) + " is at " + other.what + at(other.where));
+}
+
 }  // namespace
 
 Block::Block(Thread* threads, unsigned num_threads)
     : threads_(threads),
       num_threads_(num_threads),
       warps_((num_threads + 31) / 32),
-      copies_(num_threads) {
+      clocks_(num_threads),
+      shared_(clocks_),
+      atomics_(clocks_),
+      copies_(clocks_, shared_) {
   for (unsigned i = 0; i < num_threads; ++i) threads_[i].block = this;
 }
 
@@ -37,7 +53,9 @@ void Block::reset(unsigned x, unsigned y) {
     const unsigned lanes = std::min(num_threads_ - warp * 32, 32u);
     warps_[warp] = {.live = 0xFFFFFFFF >> (32 - lanes), .meeting = 0};
   }
+  clocks_.reset();
   shared_.reset();
+  atomics_.reset();
   copies_.reset();
 }
 
@@ -45,8 +63,8 @@ void Block::barrier(Location where) {
   Grid& grid = Grid::current();
   if (num_at_barrier_++ == 0) barrier_site_ = where;
   if (!same_place(where, barrier_site_)) {
-    grid.fail("divergent barrier: block_barrier (" + describe(where) +
-              ") while other threads wait at block_barrier (" + describe(barrier_site_) + ")");
+    grid.fail("divergent barrier: block_barrier" + at(where) +
+              " while other threads wait at block_barrier" + at(barrier_site_));
   }
   grid.park({.what = "block_barrier", .where = where});
   if (num_at_barrier_ == num_live_) release_barrier();
@@ -56,6 +74,8 @@ void Block::barrier(Location where) {
 // All live threads are at the barrier, so whoever waits, waits there.
 void Block::release_barrier() {
   num_at_barrier_ = 0;
+  clocks_.join_block();
+  shared_.forget_accesses();
   for (unsigned i = 0; i < num_threads_; ++i) {
     if (threads_[i].state == Thread::State::kWaiting) Grid::current().release(threads_[i]);
   }
@@ -79,10 +99,22 @@ void Block::named_barrier(int id, int num_threads, Location where) {
   barrier.waiting.push_back(&grid.self());
   grid.park({.what = "named_barrier", .where = where, .id = id});
   if (static_cast<int>(barrier.waiting.size()) == num_threads) {
+    join(barrier.waiting);
     for (Thread* thread : barrier.waiting) grid.release(*thread);
     barrier.waiting.clear();
   }
   grid.yield();
+}
+
+void Block::join(const std::vector<Thread*>& threads) {
+  std::vector<uint32_t> masks(warps_.size());
+  for (const Thread* thread : threads) masks[thread->warp()] |= 1u << thread->lane();
+  std::vector<Lanes> participants;
+  for (unsigned warp = 0; warp < masks.size(); ++warp) {
+    const bool whole = masks[warp] == warps_[warp].live;
+    if (masks[warp] != 0) participants.push_back({warp, masks[warp], whole});
+  }
+  clocks_.join(participants);
 }
 
 void Block::meet(const Meeting& meeting, void* operand) {
@@ -94,8 +126,8 @@ void Block::meet(const Meeting& meeting, void* operand) {
   }
   const uint32_t absent = meeting.lanes & ~warps_[self.warp()].live;
   if (absent != 0 && meeting.needs_all_lanes) {
-    grid.fail("divergent " + std::string(meeting.what) + " (" + describe(meeting.where) +
-              "): lane " + std::to_string(std::countr_zero(absent)) + " has ended");
+    grid.fail("divergent " + std::string(meeting.what) + at(meeting.where) + ": lane " +
+              std::to_string(std::countr_zero(absent)) + " has ended");
   }
   self.meeting = &meeting;
   self.operand = operand;
@@ -107,44 +139,46 @@ void Block::meet(const Meeting& meeting, void* operand) {
 
 // Completes a meeting whose live lanes have all arrived.
 void Block::try_meeting(unsigned warp_index, const Meeting& meeting) {
-  Grid& grid = Grid::current();
   Warp& warp = warps_[warp_index];
   const uint32_t present = meeting.lanes & warp.live;
   if ((present & ~warp.meeting) != 0) return;
   LaneOperands operands{};
   for (uint32_t rest = present; rest != 0; rest &= rest - 1) {
     const unsigned lane = static_cast<unsigned>(std::countr_zero(rest));
-    Thread& thread = threads_[warp_index * 32 + lane];
+    const Thread& thread = threads_[warp_index * 32 + lane];
     if (thread.meeting->lanes != meeting.lanes) return;  // it meets others first
-    if (std::strcmp(thread.meeting->what, meeting.what) != 0 ||
-        (meeting.needs_all_lanes && !same_place(thread.meeting->where, meeting.where))) {
-      grid.fail("divergent " + std::string(meeting.what) + " (" + describe(meeting.where) +
-                "): lane " + std::to_string(lane) + " is at " + thread.meeting->what + " (" +
-                describe(thread.meeting->where) + ")");
-    }
+    check_same(meeting, *thread.meeting, lane);
     operands[lane] = thread.operand;
   }
-  if (meeting.complete != nullptr) meeting.complete(operands);
+  if (meeting.complete != nullptr) {
+    meeting.complete(operands);
+  } else {
+    const Lanes lanes{warp_index, present, present == warp.live};
+    clocks_.join({&lanes, 1});
+  }
   warp.meeting &= ~present;
   for (uint32_t rest = present; rest != 0; rest &= rest - 1) {
-    grid.release(threads_[warp_index * 32 + static_cast<unsigned>(std::countr_zero(rest))]);
+    const unsigned lane = static_cast<unsigned>(std::countr_zero(rest));
+    Grid::current().release(threads_[warp_index * 32 + lane]);
   }
 }
 
 void Block::end_thread(Thread& self) {
   Warp& warp = warps_[self.warp()];
   warp.live &= ~(1u << self.lane());
-  if (--num_live_ > 0 && num_at_barrier_ == num_live_) release_barrier();
+  --num_live_;
+  if (num_live_ == 0) copies_.end_block();
+  if (num_live_ > 0 && num_at_barrier_ == num_live_) release_barrier();
   for (uint32_t rest = warp.meeting; rest != 0; rest &= rest - 1) {
     const unsigned lane = static_cast<unsigned>(std::countr_zero(rest));
     const Meeting& meeting = *threads_[self.warp() * 32 + lane].meeting;
-    if ((meeting.lanes >> self.lane() & 1) == 0) continue;
-    if (meeting.needs_all_lanes) {
-      Grid::current().fail("divergent " + std::string(meeting.what) + " (" +
-                           describe(meeting.where) + "): the thread ends while lane " +
-                           std::to_string(lane) + " waits for it there");
+    const bool is_expected = (meeting.lanes >> self.lane() & 1) != 0;
+    if (is_expected && meeting.needs_all_lanes) {
+      Grid::current().fail("divergent " + std::string(meeting.what) + at(meeting.where) +
+                           ": the thread ends while lane " + std::to_string(lane) +
+                           " waits for it there");
     }
-    return try_meeting(self.warp(), meeting);
+    if (is_expected && (warp.meeting >> lane & 1) != 0) try_meeting(self.warp(), meeting);
   }
 }
 
@@ -158,7 +192,7 @@ std::string Block::describe_wait(const Thread& thread) const {
   }
   if (wait.lanes != 0) text += " for lanes " + hexadecimal(wait.lanes);
   if (wait.object != nullptr) text += " " + copies_.describe(wait.object);
-  return text + " (" + describe(wait.where) + ")";
+  return text + at(wait.where);
 }
 
 }  // namespace specdec::emulation

@@ -7,20 +7,23 @@
 #include <vector>
 
 #include "async.h"
+#include "clocks.h"
 #include "grid.h"
 #include "shared_memory.h"
+#include "sync_variables.h"
 
 namespace specdec::emulation {
 
 // The operands of the lanes that meet, by lane; null for a lane that does not take part.
 using LaneOperands = std::array<void*, 32>;
 
-// A meeting of lanes. The last that arrives computes the results of all of them.
+// A meeting of lanes. The last that arrives computes the results of all of them, with `complete`;
+// without one the meeting is a barrier and orders memory.
 struct Meeting {
   const char* what;
   Location where;
   uint32_t lanes;
-  void (*complete)(const LaneOperands& operands);  // or null
+  void (*complete)(const LaneOperands& operands);
   // Lanes that have ended, or never were: a barrier or vote goes on without them, but there is no
   // value that a shuffle could read.
   bool needs_all_lanes;
@@ -33,6 +36,7 @@ class Block {
   unsigned x() const { return x_; }
   unsigned y() const { return y_; }
   SharedMemory& shared() { return shared_; }
+  SyncVariables& atomics() { return atomics_; }
   AsyncCopies& copies() { return copies_; }
 
   // Back to the state before any thread ran.
@@ -57,6 +61,7 @@ class Block {
   };
 
   void release_barrier();
+  void join(const std::vector<Thread*>& threads);
   void try_meeting(unsigned warp, const Meeting& meeting);
 
   unsigned x_ = 0, y_ = 0;
@@ -66,7 +71,9 @@ class Block {
   Location barrier_site_;
   std::vector<Warp> warps_;
   std::array<NamedBarrier, 16> named_;
+  Clocks clocks_;
   SharedMemory shared_;
+  SyncVariables atomics_;
   AsyncCopies copies_;
 };
 

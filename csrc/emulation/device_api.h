@@ -63,7 +63,9 @@ inline void named_barrier(int id, int num_threads, Location where = Location::cu
 inline void warp_barrier(uint32_t lanes = kFullWarp, Location where = Location::current()) {
   emulation::warp_barrier(lanes, where);
 }
-inline void thread_fence() {}
+inline void thread_fence() {
+  emulation::block().atomics().fence(emulation::Grid::current().self().index);
+}
 
 template <typename T>
 T shuffle_from(const char* what, T value, int lane, uint32_t lanes, Location where) {
@@ -110,75 +112,91 @@ inline bool warp_all(bool predicate, uint32_t lanes = kFullWarp,
 }
 
 template <typename Vec>
-Vec load_global(const void* address) {
-  emulation::check_aligned(address, alignof(Vec), "the address of load_global");
+Vec load_global(const void* address, Location where = Location::current()) {
+  emulation::check_aligned(address, alignof(Vec), "the address of load_global", where);
   return *static_cast<const Vec*>(address);
 }
 template <typename Vec>
-void store_global(void* address, Vec value) {
-  emulation::check_aligned(address, alignof(Vec), "the address of store_global");
+void store_global(void* address, Vec value, Location where = Location::current()) {
+  emulation::check_aligned(address, alignof(Vec), "the address of store_global", where);
   *static_cast<Vec*>(address) = value;
 }
 template <typename Vec>
 Vec load_shared(const void* address, Location where = Location::current()) {
-  emulation::check_aligned(address, alignof(Vec), "the address of load_shared");
-  emulation::shared_memory().read(address, sizeof(Vec), where);
+  emulation::shared_memory().access(address, sizeof(Vec), emulation::AccessKind::kRead, where,
+                                    alignof(Vec), "the address of load_shared");
   Vec value;
   std::memcpy(&value, address, sizeof(Vec));
   return value;
 }
 template <typename Vec>
 void store_shared(void* address, Vec value, Location where = Location::current()) {
-  emulation::check_aligned(address, alignof(Vec), "the address of store_shared");
-  emulation::shared_memory().write(address, sizeof(Vec), where);
+  emulation::shared_memory().access(address, sizeof(Vec), emulation::AccessKind::kWrite, where,
+                                    alignof(Vec), "the address of store_shared");
   std::memcpy(address, &value, sizeof(Vec));
 }
 
-// One thread runs at a time, so an atomic operation is an ordinary one between two checks.
-template <typename T, typename Update>
-T atomic_update(T* address, const Update& update, Location where) {
+// One thread runs at a time, so an atomic operation is an ordinary one after its checks.
+template <typename T>
+void check_atomic(const T* address, emulation::AccessKind kind, Location where) {
   static_assert(std::is_integral_v<T> && (sizeof(T) == 4 || sizeof(T) == 8));
-  emulation::check_aligned(address, sizeof(T), "the address of an atomic");
-  emulation::shared_memory().atomic(address, sizeof(T), where);
+  emulation::check_aligned(address, sizeof(T), "the address of an atomic", where);
+  emulation::shared_memory().access(address, sizeof(T), kind, where);
+}
+template <typename T, typename Function>
+T atomic_update(T* address, const Function& function, emulation::MemoryOrder order,
+                Location where) {
+  check_atomic(address, emulation::AccessKind::kAtomicUpdate, where);
+  emulation::block().atomics().update(threadIdx.x, address, order);
   const T old = *address;
-  *address = update(old);
+  *address = function(old);
   return old;
+}
+
+// Wraps around.
+template <typename T>
+T wrapping_sum(T a, T b) {
+  using Unsigned = std::make_unsigned_t<T>;
+  return static_cast<T>(static_cast<Unsigned>(a) + static_cast<Unsigned>(b));
 }
 template <typename T>
 T atomic_add(T* address, std::type_identity_t<T> value, Location where = Location::current()) {
-  using Unsigned = std::make_unsigned_t<T>;  // wraps around
-  return atomic_update(
-      address,
-      [&](T old) {
-        return static_cast<T>(static_cast<Unsigned>(old) + static_cast<Unsigned>(value));
-      },
-      where);
+  const auto add = [&](T old) { return wrapping_sum(old, value); };
+  return atomic_update(address, add, emulation::MemoryOrder::kRelaxed, where);
 }
 template <typename T>
 T atomic_max(T* address, std::type_identity_t<T> value, Location where = Location::current()) {
-  return atomic_update(address, [&](T old) { return old > value ? old : value; }, where);
+  const auto max = [&](T old) { return old > value ? old : value; };
+  return atomic_update(address, max, emulation::MemoryOrder::kRelaxed, where);
 }
 template <typename T>
 T atomic_exchange(T* address, std::type_identity_t<T> value, Location where = Location::current()) {
-  return atomic_update(address, [&](T) { return value; }, where);
+  const auto exchange = [&](T) { return value; };
+  return atomic_update(address, exchange, emulation::MemoryOrder::kRelaxed, where);
 }
 template <typename T>
 T atomic_compare_exchange(T* address, std::type_identity_t<T> expected,
                           std::type_identity_t<T> desired, Location where = Location::current()) {
-  return atomic_update(address, [&](T old) { return old == expected ? desired : old; }, where);
+  const auto exchange = [&](T old) { return old == expected ? desired : old; };
+  return atomic_update(address, exchange, emulation::MemoryOrder::kRelaxed, where);
 }
 inline uint32_t fetch_add_acq_rel(uint32_t* address, uint32_t value,
                                   Location where = Location::current()) {
-  return atomic_add(address, value, where);
+  const auto add = [&](uint32_t old) { return wrapping_sum(old, value); };
+  return atomic_update(address, add, emulation::MemoryOrder::kAcquireRelease, where);
 }
 template <typename T>
 T load_acquire(const T* address, Location where = Location::current()) {
-  return atomic_update(const_cast<T*>(address), [](T old) { return old; }, where);
+  check_atomic(address, emulation::AccessKind::kAtomicRead, where);
+  emulation::block().atomics().load_acquire(threadIdx.x, address);
+  return *address;
 }
 template <typename T>
 void store_release(T* address, std::type_identity_t<T> value,
                    Location where = Location::current()) {
-  atomic_update(address, [&](T) { return value; }, where);
+  check_atomic(address, emulation::AccessKind::kAtomicUpdate, where);
+  emulation::block().atomics().store_release(threadIdx.x, address);
+  *address = value;
 }
 
 template <typename Condition>
@@ -196,12 +214,12 @@ inline void require_cooperative(const char* what) {
 
 inline void cp_async_16(void* shared, const void* global, bool valid,
                         Location where = Location::current()) {
-  emulation::block().copies().copy(shared, valid ? global : nullptr, 16, where);
+  emulation::block().copies().copy(shared, valid ? global : nullptr, where);
 }
 inline void cp_async_commit() { emulation::block().copies().commit(); }
 template <int kGroups>
 void cp_async_wait() {
-  emulation::block().copies().wait(kGroups);
+  emulation::block().copies().wait_groups(kGroups);
 }
 
 inline void ldmatrix_x4(uint32_t (&r)[4], const void* row, Location where = Location::current()) {

@@ -155,6 +155,11 @@ void Grid::release(Thread& thread) {
   ready_.insert(thread.slot);
 }
 
+bool Grid::land_one_copy() {
+  return std::any_of(blocks_.begin(), blocks_.end(),
+                     [](const auto& block) { return block->copies().land_one(); });
+}
+
 // Null when all threads have ended.
 Thread* Grid::next_thread() {
   int slot = ready_.take(Emulation::order, random_);
@@ -164,13 +169,7 @@ Thread* Grid::next_thread() {
     polling_.clear();
     slot = ready_.take(Emulation::order, random_);
   }
-  for (size_t i = 0; slot == ReadySet::kNone && i < blocks_.size();) {
-    if (blocks_[i]->copies().land_one()) {
-      slot = ready_.take(Emulation::order, random_);
-    } else {
-      ++i;
-    }
-  }
+  while (slot == ReadySet::kNone && land_one_copy()) slot = ready_.take(Emulation::order, random_);
   if (slot != ReadySet::kNone) return &threads_[static_cast<size_t>(slot)];
   const auto done = [](const Thread& thread) { return thread.state == Thread::State::kDone; };
   if (!std::all_of(threads_.begin(), threads_.end(), done)) {
@@ -181,11 +180,12 @@ Thread* Grid::next_thread() {
 }
 
 void Grid::fail(const std::string& what) const {
-  throw EmulationError("emulated kernel " + kernel() + ", " + describe(*self_) + ": " + what);
+  throw EmulationError("emulated kernel " + kernel() + ", " + describe(*self_->block) +
+                       ", thread " + std::to_string(self_->index) + ": " + what);
 }
 
 std::string Grid::kernel() const {
-  const std::string launched = "launched at " + describe(launch_.where);
+  const std::string launched = "launched at " + file_and_line(launch_.where);
   if (kernel_name_ != nullptr) return std::string(kernel_name_) + ", " + launched;
   return launched + " in " + launch_.where.function_name();
 }
@@ -206,27 +206,22 @@ std::string Grid::describe_waits() const {
       ++end;
     }
     if (++groups > kMaxGroups) return text + "; and more";
-    text += "; " + describe(thread);
-    if (end > first + 1) text += " to " + std::to_string(threads_[end - 1].index);
+    text += "; " + describe(*thread.block);
+    text += end == first + 1 ? ", thread " + std::to_string(thread.index)
+                             : ", threads " + std::to_string(thread.index) + " to " +
+                                   std::to_string(threads_[end - 1].index);
     text += " " + wait;
   }
   return text;
 }
 
-void check_aligned(const void* address, size_t bytes, const char* what) {
+void check_aligned(const void* address, size_t bytes, const char* what, Location where) {
   if (reinterpret_cast<uintptr_t>(address) % bytes == 0) return;
-  Grid::current().fail(std::string(what) + " is not aligned to " + std::to_string(bytes) +
-                       " bytes");
+  Grid::current().fail(what + at(where) + " is not aligned to " + std::to_string(bytes) + " bytes");
 }
 
-std::string describe(Location where) {
-  const std::string path = where.file_name();
-  return path.substr(path.find_last_of('/') + 1) + ":" + std::to_string(where.line());
-}
-
-std::string describe(const Thread& thread) {
-  return "block (" + std::to_string(thread.block->x()) + ", " + std::to_string(thread.block->y()) +
-         "), thread " + std::to_string(thread.index);
+std::string describe(const Block& block) {
+  return "block (" + std::to_string(block.x()) + ", " + std::to_string(block.y()) + ")";
 }
 
 }  // namespace specdec::emulation

@@ -11,18 +11,16 @@
 #include <exception>
 #include <functional>
 #include <memory>
-#include <source_location>
 #include <string>
 #include <vector>
 
 #include "cuda_runtime_api.h"
 #include "emulation.h"
 #include "fiber.h"
+#include "location.h"
 #include "ready_set.h"
 
 namespace specdec::emulation {
-
-using Location = std::source_location;
 
 class Block;
 
@@ -96,6 +94,7 @@ class Grid {
  private:
   void run_threads();
   Thread* next_thread();
+  bool land_one_copy();
   void leave(Thread* next);
   Thread* end_thread();
   [[noreturn]] static void fiber_main();
@@ -119,10 +118,9 @@ class Grid {
   std::exception_ptr exception_;
 };
 
-// Fails unless `address` is a multiple of `bytes`.
-void check_aligned(const void* address, size_t bytes, const char* what);
+// Fails unless `address`, which is what `what` says, is a multiple of `bytes`.
+void check_aligned(const void* address, size_t bytes, const char* what, Location where);
 
-std::string describe(Location where);        // file:line
-std::string describe(const Thread& thread);  // block and thread
+std::string describe(const Block& block);
 
 }  // namespace specdec::emulation

@@ -73,11 +73,11 @@ class SharedElement {
 
  private:
   T load() const {
-    emulation::shared_memory().read(address_, sizeof(T), where_);
+    emulation::shared_memory().access(address_, sizeof(T), emulation::AccessKind::kRead, where_);
     return *address_;
   }
   T store(T value) const {
-    emulation::shared_memory().write(address_, sizeof(T), where_);
+    emulation::shared_memory().access(address_, sizeof(T), emulation::AccessKind::kWrite, where_);
     return *address_ = value;
   }
 
@@ -100,11 +100,11 @@ template <typename T>
 class SharedValue {
  public:
   operator T() const {
-    emulation::shared_memory().read(&element_, sizeof(T), {});
+    emulation::shared_memory().access(&element_, sizeof(T), emulation::AccessKind::kRead, {});
     return element_;
   }
   T operator=(T value) {
-    emulation::shared_memory().write(&element_, sizeof(T), {});
+    emulation::shared_memory().access(&element_, sizeof(T), emulation::AccessKind::kWrite, {});
     return element_ = value;
   }
   T* pointer() { return &element_; }
@@ -133,8 +133,8 @@ class SharedSpan {
 
   // As many U as fit into the span's bytes.
   template <typename U>
-  SharedSpan<U> as() const {
-    emulation::check_aligned(data_, alignof(U), "a SharedSpan cast to another type");
+  SharedSpan<U> as(emulation::Location where = emulation::Location::current()) const {
+    emulation::check_aligned(data_, alignof(U), "a SharedSpan cast to another type", where);
     return SharedSpan<U>(reinterpret_cast<U*>(data_),
                          size_ * static_cast<int64_t>(sizeof(T)) / static_cast<int64_t>(sizeof(U)));
   }

@@ -6,7 +6,7 @@
 #include <memory>
 #include <new>
 
-#include "grid.h"
+#include "shadow.h"
 
 namespace specdec::emulation {
 
@@ -42,20 +42,45 @@ class SharedMemory {
   static constexpr size_t kMaxStaticBytes = 48 * 1024;
   static constexpr size_t kMaxBytes = 227 * 1024;
 
+  explicit SharedMemory(Clocks& clocks)
+      : static_{"static", {}, Shadow(clocks)}, dynamic_{"dynamic", {}, Shadow(clocks)} {}
+
   void* static_block(size_t bytes);
   std::byte* dynamic_block();
-  int64_t dynamic_bytes() const { return static_cast<int64_t>(dynamic_.size()); }
-  // Fills everything with 0xAB.
+  // Nothing was ever written: all bytes are 0xAB.
   void reset();
+  // All threads have passed a barrier.
+  void forget_accesses();
 
-  // Accesses of the running thread. Addresses that are not in this block's shared memory are legal:
-  // an atomic may work on device memory.
-  void read(const void* address, size_t bytes, Location where);
-  void write(const void* address, size_t bytes, Location where);
-  void atomic(const void* address, size_t bytes, Location where);
+  // An access of the running thread to checked memory; to device memory it may do what it likes.
+  void access(const void* address, size_t bytes, AccessKind kind, Location where);
+  // The same where the address must be in shared memory and a multiple of `alignment`; `what` does
+  // it.
+  void access(const void* address, size_t bytes, AccessKind kind, Location where, size_t alignment,
+              const char* what);
+  // An asynchronous copy of the running thread to checked memory, and its end.
+  void start_copy(const void* target, size_t bytes, Location where, size_t alignment,
+                  const char* what);
+  void end_copy(const void* target, size_t bytes, unsigned actor, Stamp stamp);
 
  private:
-  HeapBlock static_, dynamic_;
+  struct Region {
+    const char* name;
+    HeapBlock memory;
+    Shadow shadow;
+
+    size_t offset(const void* address) const {
+      return static_cast<size_t>(static_cast<const std::byte*>(address) - memory.data());
+    }
+    void allocate(size_t bytes);
+    void reset();
+  };
+
+  Region* find(const void* address);
+  Region& require(const void* address, size_t bytes, size_t alignment, const char* what,
+                  Location where);
+
+  Region static_, dynamic_;
 };
 
 }  // namespace specdec::emulation

@@ -133,6 +133,9 @@ uint32_t vote(const char* what, bool predicate, uint32_t lanes, Location where) 
 
 void ldmatrix(const char* what, uint32_t (&r)[4], const void* row, bool transposed,
               Location where) {
+  Grid::current().self().block->shared().access(
+      row, 16, AccessKind::kRead, where, 16,
+      transposed ? "the row of ldmatrix_x4_trans" : "the row of ldmatrix_x4");
   MatrixOperand operand{row, r};
   meet({what, where, kAllLanes, transposed ? &complete_ldmatrix<true> : &complete_ldmatrix<false>,
         true},

@@ -4,7 +4,7 @@
 //   x = n log(2) + r with |r| <= log(2) / 2;  e^r = 1 + r + r^2 P(r);  e^x = 2^n e^r
 //
 // Error below 1 unit in the last place (8.1e-8 relative), and never decreasing in x: both were
-// checked for every float32 in the range, and are sampled by csrc/selftest.cpp.
+// checked for every float32 in the range, and are sampled by csrc/selftest/numbers.cpp.
 #pragma once
 
 #include "specdec/platform.h"

@@ -1,0 +1,109 @@
+// What the emulator remembers about each byte of a block's shared memory, to find races and reads
+// of memory that was never written.
+//
+// For every cell: the last plain write, and the reads and atomic operations since then. An access
+// is a race if it conflicts with one of these that did not happen before it (clocks.h). Cells are
+// words of four bytes; a word that is accessed in part becomes four cells.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "clocks.h"
+#include "location.h"
+
+namespace specdec::emulation {
+
+enum class AccessKind : uint8_t { kRead, kAtomicRead, kAtomicUpdate, kWrite };
+
+struct Access {
+  AccessKind kind;
+  unsigned thread;
+  Location where;
+};
+
+// Sets of accesses to a cell. Cells that are accessed alike share one set: a set is its newest
+// access and the set before it.
+class AccessSets {
+ public:
+  using Id = uint32_t;
+  static constexpr Id kEmpty = 0;
+
+  struct Set {
+    Id rest;
+    Id last_successor;  // the set that was last made by adding to this one
+    Stamp stamp;
+    uint16_t thread;
+    AccessKind kind;
+    Location where;
+    Stamp newest_read, newest_atomic_read, newest_atomic_update;  // of the whole set, 0: none
+
+    // The newest stamp among the accesses that conflict with one of this kind.
+    Stamp newest_conflict(AccessKind with) const {
+      if (with == AccessKind::kAtomicRead) return 0;
+      if (with == AccessKind::kRead) return newest_atomic_update;
+      if (with == AccessKind::kAtomicUpdate) return newest_read;
+      return std::max({newest_read, newest_atomic_read, newest_atomic_update});
+    }
+  };
+
+  AccessSets() { clear(); }
+  // Makes all sets empty.
+  void clear();
+  const Set* find(Id id) const { return id <= cleared_ ? nullptr : &sets_[id - cleared_]; }
+  Id add(Id id, const Access& access, Stamp stamp);
+
+ private:
+  std::vector<Set> sets_;  // sets_[0]: the empty one
+  Id cleared_ = 0;         // ids up to here are of former sets
+};
+
+struct ShadowCell {
+  Stamp write_stamp = 0;  // 0: never written
+  AccessSets::Id accesses = AccessSets::kEmpty;
+  uint16_t writer = 0;     // an actor
+  bool in_flight = false;  // an asynchronous copy that nobody has waited for
+  bool split = false;      // of a word: its four cells are used instead
+  Location where;          // of the write
+};
+
+class Shadow {
+ public:
+  explicit Shadow(Clocks& clocks) : clocks_(clocks) {}
+
+  // All `bytes` were never written.
+  void reset(size_t bytes);
+  // All threads have passed a barrier.
+  void forget_accesses() { sets_.clear(); }
+
+  // Record an access. False if it is illegal; problem() says why.
+  bool access(size_t offset, size_t bytes, const Access& access);
+  // A copy that `access.thread` starts; it ends as a write of `actor`.
+  bool start_copy(size_t offset, size_t bytes, const Access& access);
+  void end_copy(size_t offset, size_t bytes, unsigned actor, Stamp stamp);
+  const std::string& problem() const { return problem_; }
+
+ private:
+  ShadowCell& next_cell(size_t& offset, size_t end);
+  bool is_legal(const ShadowCell& cell, const Access& access);
+  std::string describe_problem(const ShadowCell& cell, const Access& access) const;
+  bool is_ordered(AccessSets::Id id, const Access& access);
+  void record(ShadowCell& cell, const Access& access);
+
+  Clocks& clocks_;
+  AccessSets sets_;
+  std::vector<ShadowCell> words_, bytes_;
+  // The latest question whose answer was yes: neighbouring cells ask the same again.
+  struct Ordered {
+    AccessSets::Id id = AccessSets::kEmpty;
+    unsigned thread = 0;
+    AccessKind kind = AccessKind::kRead;
+    uint64_t version = 0;  // of the clocks
+    bool operator==(const Ordered&) const = default;
+  } ordered_;
+  std::string problem_;
+};
+
+}  // namespace specdec::emulation

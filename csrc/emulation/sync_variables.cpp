@@ -1,0 +1,44 @@
+#include "sync_variables.h"
+
+namespace specdec::emulation {
+
+void SyncVariables::reset() {
+  released_.clear();
+  for (Thread& thread : threads_) {
+    thread.fence = 0;
+    thread.read_relaxed.clear();
+  }
+}
+
+void SyncVariables::load_acquire(unsigned thread, const void* address) {
+  const auto found = released_.find(address);
+  if (found != released_.end()) clocks_.acquire(thread, found->second);
+}
+
+// A store ends what was released through former values.
+void SyncVariables::store_release(unsigned thread, const void* address) {
+  Knowledge& released = released_[address];
+  released = {};
+  clocks_.release(thread, released);
+}
+
+// A read-modify-write keeps what was released through the value that it replaces.
+void SyncVariables::update(unsigned thread, const void* address, MemoryOrder order) {
+  if (order == MemoryOrder::kAcquireRelease) {
+    load_acquire(thread, address);
+    clocks_.release(thread, released_[address]);
+    return;
+  }
+  Thread& self = threads_[thread];
+  if (released_.contains(address)) self.read_relaxed.push_back(address);
+  if (self.fence != 0) clocks_.release_until(thread, self.fence, released_[address]);
+}
+
+void SyncVariables::fence(unsigned thread) {
+  Thread& self = threads_[thread];
+  for (const void* address : self.read_relaxed) load_acquire(thread, address);
+  self.read_relaxed.clear();
+  self.fence = clocks_.cut(thread);
+}
+
+}  // namespace specdec::emulation

@@ -1,0 +1,39 @@
+// The memory order of atomic operations: what a thread learns when it reads a value that another
+// thread of the block wrote. Rules of C++, which are PTX's: a release makes what happened before it
+// known to the acquire that reads its value; relaxed operations do so only together with fences.
+//
+// Atomics in device memory order accesses to shared memory too; chains through other blocks are not
+// followed.
+#pragma once
+
+#include <unordered_map>
+#include <vector>
+
+#include "clocks.h"
+
+namespace specdec::emulation {
+
+enum class MemoryOrder { kRelaxed, kAcquireRelease };
+
+class SyncVariables {
+ public:
+  explicit SyncVariables(Clocks& clocks) : clocks_(clocks), threads_(clocks.num_threads()) {}
+  void reset();
+
+  void load_acquire(unsigned thread, const void* address);
+  void store_release(unsigned thread, const void* address);
+  void update(unsigned thread, const void* address, MemoryOrder order);
+  void fence(unsigned thread);
+
+ private:
+  struct Thread {
+    Stamp fence = 0;                        // of the segment before the latest fence, 0: none
+    std::vector<const void*> read_relaxed;  // since then, with something to learn
+  };
+
+  Clocks& clocks_;
+  std::unordered_map<const void*, Knowledge> released_;  // by the values that are there now
+  std::vector<Thread> threads_;
+};
+
+}  // namespace specdec::emulation

@@ -1,0 +1,27 @@
+// What the parts of the self test share.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+
+namespace specdec {
+
+inline int num_checks = 0;
+
+#define CHECK(condition)                                                                 \
+  do {                                                                                   \
+    ++::specdec::num_checks;                                                             \
+    if (!(condition)) {                                                                  \
+      std::fprintf(stderr, "%s:%d: check failed: %s\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                                      \
+    }                                                                                    \
+  } while (false)
+
+void test_numbers();              // numbers.cpp
+void test_ops();                  // ops.cpp
+void test_number_formats();       // emulator_features.cpp
+void test_emulator_features();    // emulator_features.cpp
+void test_emulator_copies();      // emulator_copies.cpp
+void test_emulator_finds_bugs();  // emulator_bugs.cpp
+
+}  // namespace specdec

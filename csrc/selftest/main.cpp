@@ -1,0 +1,22 @@
+// Self test of the torch-free library: the emulator of CUDA on kernels that are right and on
+// kernels with planted bugs, the CPU ops against literal examples, and the CUDA kernels, compiled
+// for the host, against the CPU ops; emulated kernels in three thread orders.
+#include "check.h"
+#include "cuda_runtime.h"
+#include "specdec/cpu_isa.h"
+
+int main() {
+  using namespace specdec;
+  test_numbers();
+  test_number_formats();
+  for (ThreadOrder order :
+       {ThreadOrder::kForward, ThreadOrder::kBackward, ThreadOrder::kShuffled}) {
+    Emulation::order = order;
+    test_emulator_features();
+    test_emulator_copies();
+    test_emulator_finds_bugs();
+    test_ops();
+  }
+  std::printf("%d checks passed (CPU ops as %s, kernels emulated)\n", num_checks,
+              cpu::cpu_isa_name(cpu::cpu_isa()));
+}
