@@ -22,7 +22,7 @@ BUILD := $(VENV)/.build-cuda-$(SPECDEC_CUDA).stamp
 
 export SPECDEC_CUDA
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format wheel bench kernel-report gpu-check clean
+.PHONY: help demo test test-slow lint format wheel bench bench-ops kernel-report gpu-check clean
 
 help: ## list the targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ wheel: $(REQUIREMENTS) ## build a wheel into dist/
 bench: $(BUILD) ## tokens per second of every way to generate, in float32 and bfloat16
 	$(BIN)/python profiling/bench_generate.py --dtype float32 $(ARGS)
 	$(BIN)/python profiling/bench_generate.py --dtype bfloat16 $(ARGS)
+
+bench-ops: $(BUILD) ## microseconds and bandwidth of every op, against PyTorch's own
+	$(BIN)/python profiling/bench_ops.py $(ARGS)
 
 kernel-report: $(REQUIREMENTS) ## registers, spills and occupancy of every kernel on every architecture; needs nvcc
 	$(BIN)/python profiling/kernel_report.py $(ARGS)

@@ -66,6 +66,8 @@ class Case:
     Attributes:
         op: name in the table; the function in ``specdec_ext.ops`` is its first word.
         nodes: per row; for linear and sample_filter the rows.
+        prefix: committed tokens, for tree_attention.
+        keywords: keyword-only arguments of the op.
     """
 
     op: str
@@ -76,6 +78,7 @@ class Case:
     build: Callable[[Case, Inputs], Work]
     devices: tuple[str, ...] = ("cpu", "cuda")
     prefix: int = 0
+    keywords: Callable[[Model], dict[str, Any]] = lambda model: {}
 
     @property
     def function(self) -> str:
@@ -103,7 +106,7 @@ class Case:
         return self.build(self, Inputs(device, seed))
 
     def run(self, arguments: Iterable[Any]) -> Any:
-        return getattr(ops, self.function)(*arguments)
+        return getattr(ops, self.function)(*arguments, **self.keywords(self.model))
 
 
 class Inputs:
@@ -177,7 +180,8 @@ def verify_match(stochastic: bool) -> Callable[[Case, Inputs], Work]:
     def build(case: Case, inputs: Inputs) -> Work:
         logits, tokens, parents = verification_inputs(case, inputs)
         flags = inputs.full(stochastic, case.batch, dtype=torch.bool)
-        arguments = (logits, tokens, parents, *inputs.rows(case.batch), flags)
+        counters = inputs.full(0, case.batch, dtype=torch.int32)
+        arguments = (logits, tokens, parents, *inputs.rows(case.batch), flags, counters)
         return Work(arguments, lambda: baseline(*arguments), bytes_of(logits))
 
     return build
@@ -251,17 +255,20 @@ def tree_attention(case: Case, inputs: Inputs) -> Work:
     shape = (batch, model.kv_heads, prefix + case.nodes, model.head_dim)
     key, value = (inputs.normal(*shape, dtype=case.dtype) for _ in range(2))
     parents = inputs.parents(batch, case.nodes)
-    lengths, scale = inputs.full(prefix, batch), model.head_dim**-0.5
+    lengths = inputs.full(prefix, batch)
     ancestors = ops.tree_mask(parents, lengths).ancestors
-    places = (inputs.full(0, batch), lengths, lengths)
-    arguments = (query, key, value, ancestors, *places, None, scale, 0, 0.0)
+    arguments = (query, key, value, ancestors, inputs.full(0, batch), lengths, lengths.clone())
     seen = torch_ops.tree_mask(parents, lengths)[0][:, None]
     mask = torch.cat([seen.new_ones(batch, 1, case.nodes, prefix), seen], -1)
     return Work(
         arguments,
-        lambda: torch_ops.tree_attention(query, key, value, mask, scale),
+        lambda: torch_ops.tree_attention(query, key, value, mask, **softmax_scale(model)),
         bytes_of(query, query, key, value),
     )
+
+
+def softmax_scale(model: Model) -> dict[str, float]:
+    return {"scale": model.head_dim**-0.5}
 
 
 def linear(case: Case, inputs: Inputs) -> Work:
@@ -301,7 +308,16 @@ CASES = [
     ),
     *(Case("kv_compact", name, BF16, 1, 64, kv_compact) for name in MODELS),
     *(
-        Case("tree_attention", name, BF16, 1, nodes, tree_attention, prefix=prefix)
+        Case(
+            "tree_attention",
+            name,
+            BF16,
+            1,
+            nodes,
+            tree_attention,
+            prefix=prefix,
+            keywords=softmax_scale,
+        )
         for name in MODELS
         for nodes, prefix in ((16, 2048), (64, 8192))
     ),

@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 import gpu_check
+import gpu_steps
 import op_checks
 import pytest
 import torch
 from bench_cases import CASES, Case
-from gpu_check import Failed, Step
+from gpu_steps import Failed, Step
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ def test_every_op_test_file_is_in_the_plan():
     (step,) = [step for step in gpu_check.plan("h200", "9.0") if step.name == "op tests"]
     for path in (ROOT / "python_tests").glob("test_ops_*.py"):
         named = f"python_tests/{path.name}" in step.command
-        assert named == (path.name not in gpu_check.CPU_ONLY)
+        assert named == (path.name not in gpu_steps.CPU_ONLY)
 
 
 IMPORTS = """
@@ -122,12 +123,12 @@ DIVERGENCE = """\
 
 
 def test_sanitizer_output_without_findings():
-    assert gpu_check.read_sanitizer(MEMCHECK) == "2 cases, nothing found"
+    assert gpu_steps.read_sanitizer(MEMCHECK) == "2 cases, nothing found"
     race = MEMCHECK.replace(
         "ERROR SUMMARY: 0 errors",
         "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
     )
-    assert gpu_check.read_sanitizer(race) == "2 cases, nothing found"
+    assert gpu_steps.read_sanitizer(race) == "2 cases, nothing found"
 
 
 @pytest.mark.parametrize(
@@ -143,17 +144,17 @@ def test_sanitizer_output_without_findings():
 )
 def test_sanitizer_output_with_findings(output, message):
     with pytest.raises(Failed) as failed:
-        gpu_check.read_sanitizer(output)
+        gpu_steps.read_sanitizer(output)
     assert str(failed.value).startswith(message)
 
 
 def test_planted_bugs_must_be_found_by_every_tool():
     found = OUT_OF_BOUNDS + RACE + DIVERGENCE
-    assert gpu_check.read_planted(found) == "found by memcheck, racecheck, synccheck"
+    assert gpu_steps.read_planted(found) == "found by memcheck, racecheck, synccheck"
     with pytest.raises(Failed, match=r"\[1, 1, 0\]; each has a bug to find"):
-        gpu_check.read_planted(found.replace("16 errors", "0 errors"))
+        gpu_steps.read_planted(found.replace("16 errors", "0 errors"))
     with pytest.raises(Failed, match=r"\[\]; each has a bug to find"):
-        gpu_check.read_planted("nvcc: command not found")
+        gpu_steps.read_planted("nvcc: command not found")
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
@@ -198,20 +199,20 @@ def test_pytests_report(tmp_path, old, new, message):
     path = tmp_path / "junit.xml"
     path.write_text(JUNIT.replace(old, new) if old else JUNIT)
     if message is None:
-        assert gpu_check.read_junit(path, FILES) == "3 tests in 2 files"
+        assert gpu_steps.read_junit(path, FILES) == "3 tests in 2 files"
     else:
         with pytest.raises(Failed) as failed:
-            gpu_check.read_junit(path, FILES)
+            gpu_steps.read_junit(path, FILES)
         assert str(failed.value) == message
 
 
 def test_a_benchmark_needs_rows_and_every_op():
     table = "H200 | torch\ncopy 4300 GB/s\nop  us\n------\na    1\nb    2\n"
-    assert gpu_check.read_table(table) == "2 cases"
+    assert gpu_steps.read_table(table) == "2 cases"
     with pytest.raises(Failed, match="no row was measured"):
-        gpu_check.read_table("H200 | torch\n")
+        gpu_steps.read_table("H200 | torch\n")
     with pytest.raises(Failed, match="not in this build: linear"):
-        gpu_check.read_table(f"not in this build: linear\n{table}")
+        gpu_steps.read_table(f"not in this build: linear\n{table}")
 
 
 # --- running and reporting --------------------------------------------------------------------------
@@ -219,7 +220,7 @@ def test_a_benchmark_needs_rows_and_every_op():
 
 def sh(text: str, **kwargs) -> Step:
     return Step(
-        "step", kwargs.pop("seconds", 20), ["sh", "-c", text], gpu_check.read_checks, **kwargs
+        "step", kwargs.pop("seconds", 20), ["sh", "-c", text], gpu_steps.read_checks, **kwargs
     )
 
 
@@ -264,8 +265,8 @@ def test_the_report_counts_and_lists():
         gpu_check.Result("build", True, 61.2, 120, "for 9.0", "setup.py", ""),
         gpu_check.Result("memcheck", False, 3.0, 25, "2 findings", "compute-sanitizer", "Invalid"),
     ]
-    text = gpu_check.report_markdown("H200 | torch 2.11", results)
-    assert "1 of 2 steps passed in 64 s." in text
+    text = gpu_check.report_markdown("H200 | torch 2.11", results, planned=3)
+    assert "1 of 3 steps passed in 64 s." in text
     assert "| memcheck | FAIL | 3 | 25 | 2 findings |" in text
 
 
@@ -316,9 +317,22 @@ def test_bits_are_compared_not_values():
     assert op_checks.same_bits([torch.tensor([True])], [torch.tensor([True])])
 
 
+def test_a_run_that_is_cut_off_has_not_passed(tmp_path):
+    results = [gpu_check.Result("build", True, 61.2, 120, "for 9.0", "setup.py", "")]
+    for planned, passed in ((2, False), (1, True)):
+        gpu_check.write_report(tmp_path / "report", "H200", results, planned)
+        assert json.loads((tmp_path / "report.json").read_text())["passed"] is passed
+
+
+def test_reports_name_no_place_on_this_machine(tmp_path):
+    step = sh(f"echo FAIL {ROOT}/csrc/op.cu; exit 1")
+    result = gpu_check.run_step(step, [])
+    assert result.output == "FAIL csrc/op.cu\n" and str(ROOT) not in result.command
+
+
 def test_json_report_is_written(monkeypatch, tmp_path, capsys):
-    steps = [Step("one", 5, ["echo", "PASS a"], gpu_check.read_checks)]
-    steps.append(Step("two", 5, ["echo", "FAIL b"], gpu_check.read_checks))
+    steps = [Step("one", 5, ["echo", "PASS a"], gpu_steps.read_checks)]
+    steps.append(Step("two", 5, ["echo", "FAIL b"], gpu_steps.read_checks))
     monkeypatch.setattr(gpu_check, "missing_parts", list)
     monkeypatch.setattr(gpu_check, "plan", lambda card, capability: steps)
     monkeypatch.setattr(gpu_check, "RESULTS", tmp_path)

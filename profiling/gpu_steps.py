@@ -1,0 +1,175 @@
+"""The steps of the GPU check and how their output is read. Nothing here needs torch or a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "profiling" / "results"
+BUILD = ROOT / "build" / "gpu_check"
+TOOLS = ("memcheck", "racecheck", "synccheck")
+CPU_ONLY = ("test_ops_linear.py",)
+
+
+class Failed(Exception):
+    """A step's own verdict on its output."""
+
+
+# What a step's output says: a summary for the table, or Failed.
+Reader = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of the check.
+
+    Attributes:
+        seconds: budget; beyond it the command is stopped.
+        needs: a step without which this one can't run.
+    """
+
+    name: str
+    seconds: int
+    command: list[str]
+    read: Reader
+    needs: str | None = None
+    folder: Path = ROOT
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def read_checks(output: str) -> str:
+    """The PASS and FAIL lines of op_checks.py."""
+    verdicts = Counter(re.findall(r"^(PASS|FAIL)\b", output, re.MULTILINE))
+    if verdicts["FAIL"]:
+        lines = [line for line in output.splitlines() if line.startswith("FAIL")]
+        raise Failed(f"{verdicts['FAIL']} of {verdicts.total()} cases: {lines[0]}")
+    if not verdicts["PASS"]:
+        raise Failed("no case ran")
+    return f"{verdicts['PASS']} cases"
+
+
+def read_junit(path: Path, test_files: list[str]) -> str:
+    """pytest's XML report: every test file ran something, and nothing failed or was skipped."""
+    report = ElementTree.parse(path).getroot()
+    outcomes: Counter[str] = Counter()
+    ran: Counter[str] = Counter()
+    problems = []
+    for case in report.iter("testcase"):
+        verdict = next((child.tag for child in case if child.tag != "system-out"), "passed")
+        outcomes[verdict] += 1
+        ran[case.get("classname", "").split(".")[-1]] += verdict == "passed"
+        if verdict != "passed":
+            problems.append(f"{verdict} {case.get('classname')}::{case.get('name')}")
+    silent = [name for name in test_files if not ran[Path(name).stem]]
+    if problems:
+        raise Failed(f"{len(problems)} of {outcomes.total()} tests: {problems[0]}")
+    if silent:
+        raise Failed(f"no test on CUDA passed in {', '.join(silent)}")
+    return f"{outcomes['passed']} tests in {len(test_files)} files"
+
+
+def sanitizer_findings(output: str) -> list[int]:
+    """How many errors or hazards each of compute-sanitizer's summaries counts."""
+    summary = r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)"
+    return [int(count) for count in re.findall(summary, output, re.MULTILINE)]
+
+
+def read_sanitizer(output: str) -> str:
+    findings = sanitizer_findings(output)
+    if len(findings) != 1:
+        raise Failed(f"{len(findings)} summaries of compute-sanitizer instead of one")
+    if findings[0]:
+        first = re.search(r"^=+ ((?:Invalid|Error|Race|Barrier|Program).*)$", output, re.MULTILINE)
+        raise Failed(f"{findings[0]} findings" + (f", first: {first[1]}" if first else ""))
+    return f"{read_checks(output)}, nothing found"
+
+
+def read_planted(output: str) -> str:
+    """Every tool must find the bug made for it."""
+    findings = sanitizer_findings(output)
+    if len(findings) != len(TOOLS) or not all(findings):
+        raise Failed(f"findings by {', '.join(TOOLS)}: {findings}; each has a bug to find")
+    return f"found by {', '.join(TOOLS)}"
+
+
+def read_last_line(output: str) -> str:
+    return output.strip().splitlines()[-1] if output.strip() else ""
+
+
+def read_table(output: str) -> str:
+    """bench_ops.py's table: a header, a rule, a row per case."""
+    lines = output.splitlines()
+    rules = [number for number, line in enumerate(lines) if line and not line.strip("-")]
+    rows = len(lines) - rules[0] - 1 if rules else 0
+    missing = [line for line in lines if line.startswith("not in this build")]
+    if not rows or missing:
+        raise Failed(missing[0] if missing else "no row was measured")
+    return f"{rows} cases"
+
+
+def plan(card: str, capability: str) -> list[Step]:
+    """All steps for a card, "h200", of a compute capability, "9.0"."""
+    on_card = {"TORCH_CUDA_ARCH_LIST": capability, "SPECDEC_CUDA": "1"}
+    golden = ROOT / "python_tests" / "golden"
+    checksums = ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"]
+    build = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    report = script("kernel_report.py", "--out", str(RESULTS / f"kernels_{card}"))
+    bench = script("bench_ops.py", "--device", "cuda", "--out")
+    timed = [*bench, str(RESULTS / f"ops_{card}"), "--cupy"]
+    compiled = [*bench, str(RESULTS / f"ops_{card}_compile"), "--compile"]
+    compiled += ["--model", "llama3-8b", "--largest"]
+    return [
+        Step("golden", 5, checksums, lambda output: "reference cases complete", folder=golden),
+        Step("build", 110, build, lambda output: f"for {capability}", environment=on_card),
+        Step("kernel report", 25, report, read_last_line, environment=on_card),
+        op_tests(100),
+        Step("repeats", 20, script("op_checks.py", "repeat"), read_checks, "build"),
+        Step("graph replay", 15, script("op_checks.py", "replay"), read_checks, "build"),
+        planted_bugs(20),
+        *(sanitized_ops(tool, 40) for tool in TOOLS),
+        Step("benchmark", 45, timed, read_table, "build"),
+        Step("against torch.compile", 60, compiled, read_table, "build"),
+    ]
+
+
+def script(name: str, *arguments: str) -> list[str]:
+    return [sys.executable, str(ROOT / "profiling" / name), *arguments]
+
+
+def op_tests(seconds: int) -> Step:
+    """The CUDA cases of every op's test file and of the reference cases."""
+    paths = sorted((ROOT / "python_tests").glob("test_ops_*.py"))
+    files = [path.name for path in paths if path.name not in CPU_ONLY] + ["test_golden.py"]
+    junit = BUILD / "junit.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "cuda", "-p", "no:cacheprovider"]
+    command += ["-m", "not slow and not emulated", f"--junitxml={junit}"]
+    command += ["-n", "4"] if importlib.util.find_spec("xdist") else []
+    command += [f"python_tests/{name}" for name in files]
+    return Step("op tests", seconds, command, lambda output: read_junit(junit, files), "build")
+
+
+def sanitizer(tool: str) -> list[str]:
+    return ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=specdec"]
+
+
+def sanitized_ops(tool: str, seconds: int) -> Step:
+    command = [*sanitizer(tool), *script("op_checks.py", "once", "--model", "small")]
+    # Every tensor is an allocation of its own, or memcheck would see the ends of torch's pool only.
+    environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    return Step(tool, seconds, command, read_sanitizer, "build", environment=environment)
+
+
+def planted_bugs(seconds: int) -> Step:
+    source, program = ROOT / "profiling" / "planted_bugs.cu", BUILD / "planted_bugs"
+    commands = [shlex.join(["nvcc", "-arch=native", str(source), "-o", str(program)])]
+    commands += [shlex.join([*sanitizer(tool), str(program), tool]) for tool in TOOLS]
+    # The program and the tools exit as they like: the findings count.
+    return Step("planted bugs", seconds, ["sh", "-c", "; ".join([*commands, "true"])], read_planted)
