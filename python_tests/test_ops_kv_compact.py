@@ -1,10 +1,12 @@
 """``kv_compact``: the op equals its specification byte for byte; nothing else is touched."""
 
+import emulation
 import pytest
 import torch
 from op_cases import DEVICES, generator
 
 from specdec_ext import ops
+from specdec_ext.ops import _library
 from specdec_ext.reference.kv_compact import kv_compact as kv_compact_reference
 
 CASES = {  # name: (batch, nodes, slots, [(heads, head_dim, dtype), ...])
@@ -13,6 +15,7 @@ CASES = {  # name: (batch, nodes, slots, [(heads, head_dim, dtype), ...])
     "mixed": (3, 7, 33, [(1, 3, torch.float16), (4, 5, torch.float64), (2, 17, torch.int8)]),
     "odd-bytes": (5, 19, 40, [(3, 7, torch.uint8)] * 2),
     "many-caches": (2, 5, 16, [(1, 4, torch.float32)] * 131),
+    "several-launches": (1, 4, 9, [(1, 1, torch.int8)] * 515),
     "max-nodes": (1, ops.MAX_NODES, 1500, [(1, 8, torch.float32)]),
     "no-head-dim": (2, 3, 9, [(2, 0, torch.float32), (0, 4, torch.float32)]),
     "no-caches": (2, 3, 9, []),
@@ -109,6 +112,101 @@ def test_strided_caches(view, device):
     torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
+def scattered(caches, page_size, seed, *, spare=3):
+    """The same slots in pools of pages, each page anywhere: (pools, page table). Unused pages hold 77."""
+    batch, _, slots, _ = caches[0].shape
+    row_pages = -(-slots // page_size)
+    places = torch.randperm(batch * row_pages + spare, generator=generator(seed))
+    page_table = places[: batch * row_pages].view(batch, row_pages)
+    pools = []
+    for cache in caches:
+        heads, head_dim = cache.shape[1], cache.shape[3]
+        padded = cache.new_zeros(batch, heads, row_pages * page_size, head_dim)
+        padded[:, :, :slots] = cache
+        pool = cache.new_full((len(places), heads, page_size, head_dim), 77)
+        pool[page_table] = padded.unflatten(2, (row_pages, page_size)).transpose(1, 2)
+        pools.append(pool)
+    return pools, page_table
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 100])
+@pytest.mark.parametrize("case", ["one-of-everything", "llama-like", "odd-bytes", "max-nodes"])
+def test_paged_equals_static_on_a_scattered_copy(case, page_size, device):
+    batch, nodes, slots, layout = CASES[case]
+    moves = random_moves(batch, nodes, slots, seed=page_size)
+    static = [
+        random_cache((batch, heads, slots, dim), dtype, page_size) for heads, dim, dtype in layout
+    ]
+    pools, page_table = scattered(static, page_size, seed=1)
+    pools = [pool.to(device) for pool in pools]
+    ops.kv_compact(pools, *(move.to(device) for move in moves), page_table.to(device))
+    kv_compact_reference(static, *moves)
+    assert_same_caches(pools, scattered(static, page_size, seed=1)[0])
+
+
+@pytest.mark.parametrize("offset", [-5, -2, 0, 2, 5])
+def test_paged_ranges_that_overlap_across_pages(offset, device):
+    for order in ([0, 1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1, 0], [2, 0, 4, 6, 1, 5, 3]):
+        pools, page_table = scattered([torch.arange(24.0).view(1, 1, 24, 1)], 4, seed=2)
+        expected = [pool.clone() for pool in pools]
+        moves = (
+            torch.tensor([order]),
+            torch.tensor([6]),
+            torch.tensor([8]),
+            torch.tensor([8 + offset]),
+        )
+        actual = [pool.to(device) for pool in pools]
+        ops.kv_compact(actual, *(move.to(device) for move in moves), page_table.to(device))
+        kv_compact_reference(expected, *moves, page_table)
+        assert_same_caches(actual, expected)
+
+
+def test_paged_worked_example(device):
+    """The kernel's: pages of 64, page table [7, 3]; nodes 0, 2, 5 of the tree at slot 100."""
+    pool = torch.arange(8 * 64.0, device=device).view(8, 1, 64, 1)
+    page_table = torch.tensor([[7, 3]], device=device)
+    path = torch.tensor([[0, 2, 5, -1, -1, -1]], device=device)
+    two, start = torch.tensor([2], device=device), torch.tensor([100], device=device)
+    expected = pool.cpu().clone()
+    expected[3, 0, [37, 38]] = pool[3, 0, [38, 41]].cpu()
+    ops.kv_compact([pool], path, two, start, start, page_table)
+    assert torch.equal(pool.cpu(), expected)
+
+
+def test_paged_rows_may_share_pages_that_are_only_read(device):
+    """A common prefix; strided table, entries that no slot needs."""
+    pool = torch.arange(6 * 4.0, device=device).view(6, 1, 4, 1)
+    table = torch.tensor([[5, 9, 0, 9, -1, 9], [5, 9, 3, 9, 10**12, 9]], device=device)[:, ::2]
+    path = torch.tensor([[0, 1], [0, 1]], device=device)
+    one, source = torch.tensor([1, 1], device=device), torch.tensor([2, 2], device=device)
+    ops.kv_compact([pool], path, one, source, source + 3, table)
+    assert pool[0].flatten().tolist() == [0, 22, 23, 3]
+    assert pool[3].flatten().tolist() == [12, 22, 23, 15]
+    assert pool[5].flatten().tolist() == [20, 21, 22, 23]
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("page", [-1, 4, 2**62, -(2**63)])
+@pytest.mark.parametrize("start", [-(2**63), -3, 16, 2**63 - 1])
+def test_kernels_skip_moves_that_they_cannot_make(start, page, monkeypatch):
+    """The CPU op raises instead. Row 0 has legal moves; row 1 a bad start or a bad page."""
+    monkeypatch.setattr(_library, "native", emulation.emulated_ops)
+    pool = torch.arange(4 * 8.0).view(4, 1, 8, 1)
+    expected = pool.clone()
+    expected[2, 0, 0:2] = pool[2, 0, 1:3]
+    path, one = torch.tensor([[1, 2, -1], [0, 1, -1]]), torch.tensor([1, 1])
+    starts = torch.tensor([0, start])
+    legal = torch.tensor([[2, 0], [1, 3]])
+    for sources, targets, table in (
+        (starts, torch.zeros(2).long(), legal),
+        (torch.tensor([0, 3]), starts, legal),
+        (torch.tensor([0, 3]), torch.zeros(2).long(), torch.tensor([[2, 0], [page, 3]])),
+    ):
+        actual = [pool.clone()]
+        ops.kv_compact(actual, path, one, sources, targets, table)
+        assert_same_caches(actual, [expected])
+
+
 def test_bits_of_nan_and_strided_moves_survive(device):
     payload = torch.tensor([0x7FC12345, 0x7F812345, -1], dtype=torch.int32).view(torch.float32)
     cache = payload[:, None].repeat(1, 4)[None, None].contiguous().to(device)
@@ -150,6 +248,8 @@ def test_opcheck(device):
     caches = [random_cache((2, 2, 10, 3), torch.float32, i).to(device) for i in range(2)]
     arguments = (caches, *(move.to(device) for move in moves))
     torch.library.opcheck(torch.ops.specdec.kv_compact, arguments)
+    page_table = torch.tensor([[1], [0]], device=device)
+    torch.library.opcheck(torch.ops.specdec.kv_compact, (*arguments, page_table))
 
 
 def arguments(**changes):
@@ -209,6 +309,42 @@ BIG = 2**63 - 1
 def test_rejects(changes, message):
     with pytest.raises(ValueError, match="specdec::kv_compact: " + message):
         ops.kv_compact(**arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"page_table": torch.zeros(1, 2)}, r"argument page_table must be torch.int64, got"),
+        ({"page_table": torch.tensor([0])}, r"argument page_table must be \[batch, pages\], got"),
+        (
+            {"page_table": torch.zeros(2, 2).long()},
+            r"argument page_table must be \[batch, pages\] = \[1, 2\], got shape \[2, 2\]",
+        ),
+        (
+            {"caches": [torch.zeros(3, 2, 4, 4), torch.zeros(3, 2, 8, 4)]},
+            r"argument caches\[1\] must have the page size of caches\[0\], 4, because they share",
+        ),
+        ({"caches": [torch.zeros(2, 8, 4)]}, r"argument caches\[0\] must be \[pages, heads, page_"),
+        (
+            {"page_table": torch.tensor([[7, 3]])},
+            r"page_table\[0, 1\] = 3 holds slot 4; expected a page in \[0, 3\)",
+        ),
+        (
+            {"page_table": torch.tensor([[0, -1]])},
+            r"page_table\[0, 1\] = -1 holds slot 4; expected",
+        ),
+        (
+            {"page_table": torch.tensor([[9, 1]]), "target_starts": torch.tensor([3])},
+            r"page_table\[0, 0\] = 9 holds slot 3; expected",
+        ),
+        ({"source_starts": torch.tensor([6])}, r"source_starts\[0\] = 6 .* slots 0 to 7"),
+        ({"page_table": torch.zeros(1, 0).long()}, r"source_starts\[0\] = 4 with path\[0, 0\]"),
+    ],
+)
+def test_rejects_pages(changes, message):
+    paged = {"caches": [torch.zeros(3, 2, 4, 4)], "page_table": torch.tensor([[2, 0]])}
+    with pytest.raises(ValueError, match="specdec::kv_compact: " + message):
+        ops.kv_compact(**arguments(**{**paged, **changes}))
 
 
 def test_nothing_is_written_when_a_later_row_is_wrong():

@@ -1,5 +1,7 @@
-// CPU op kv_compact: one task per (cache, row, head). A task loads all accepted slots into a buffer
-// of its thread and then stores them, so sources and targets may overlap in any way.
+// CPU op kv_compact: one task per (cache, row). A task works out its moves once, then loads all of
+// them into a buffer of its thread and stores them, head by head: sources and targets may overlap
+// in any way. Slots that stay where they are cost nothing; usually that is the accepted start of a
+// path.
 #include "specdec/kv_compact.h"
 
 #include <algorithm>
@@ -9,37 +11,135 @@
 namespace specdec::cpu {
 namespace {
 
-void move_head(const CacheTensor& cache, const KvMoves& moves, int64_t row, int64_t head) {
-  const int64_t count = moves.num_accepted[row] + 1;
-  std::byte* slots = cache.data + row * cache.batch_stride + head * cache.head_stride;
-  std::byte* target = slots + moves.target_starts[row] * cache.slot_stride;
+constexpr int64_t kGrainBytes = 1 << 16;  // below this, waking a thread costs more than it saves
 
-  thread_local std::vector<std::byte> buffer;
-  if (buffer.size() < static_cast<size_t>(count * cache.slot_bytes)) {
-    buffer.resize(count * cache.slot_bytes);
-  }
-  for (int64_t depth = 0; depth < count; ++depth) {
-    const int64_t source = moves.source_starts[row] + moves.path(row, depth);
-    std::memcpy(buffer.data() + depth * cache.slot_bytes, slots + source * cache.slot_stride,
-                cache.slot_bytes);
-  }
-  for (int64_t depth = 0; depth < count; ++depth) {
-    std::memcpy(target + depth * cache.slot_stride, buffer.data() + depth * cache.slot_bytes,
-                cache.slot_bytes);
-  }
+// Offsets from the first slot of the cache, in bytes.
+struct Move {
+  int64_t source;
+  int64_t target;
+};
+
+// Memory of one thread, kept between calls.
+struct Scratch {
+  std::vector<Move> moves;
+  std::vector<std::byte> slots;
+};
+
+int64_t source_slot(const KvMoves& moves, int64_t row, int64_t depth) {
+  return moves.source_starts[row] + moves.path(row, depth);
 }
 
-bool moves_anything(const KvMoves& moves, int64_t row) {
-  const int64_t shift = moves.source_starts[row] - moves.target_starts[row];
+void list_moves(const CacheTensor& cache, const KvMoves& moves, int64_t row,
+                std::vector<Move>& list) {
+  list.clear();
   for (int64_t depth = 0; depth <= moves.num_accepted[row]; ++depth) {
-    if (shift + moves.path(row, depth) != depth) return true;
+    const int64_t source = source_slot(moves, row, depth),
+                  target = moves.target_starts[row] + depth;
+    if (source == target) continue;
+    list.push_back(
+        {slot_offset(cache, moves, row, source), slot_offset(cache, moves, row, target)});
   }
-  return false;
 }
 
-std::string describe(const char* name, int64_t row, int64_t depth, int64_t value) {
-  return std::string(name) + "[" + std::to_string(row) + ", " + std::to_string(depth) +
+void move_row(const CacheTensor& cache, const KvMoves& moves, int64_t row, Scratch& scratch) {
+  list_moves(cache, moves, row, scratch.moves);
+  const size_t size = cache.slot_bytes;
+  scratch.slots.resize(std::max(scratch.slots.size(), scratch.moves.size() * size));
+  for (int32_t head = 0; head < cache.heads; ++head) {
+    std::byte* data = cache.data + head * cache.head_stride;
+    std::byte* buffer = scratch.slots.data();
+    for (const Move& move : scratch.moves) {
+      std::memcpy(buffer, data + move.source, size);
+      buffer += size;
+    }
+    buffer = scratch.slots.data();
+    for (const Move& move : scratch.moves) {
+      std::memcpy(data + move.target, buffer, size);
+      buffer += size;
+    }
+  }
+}
+
+int64_t num_moves(const KvMoves& moves) {
+  int64_t count = 0;
+  for (int64_t row = 0; row < moves.batch; ++row) {
+    for (int64_t depth = 0; depth <= moves.num_accepted[row]; ++depth) {
+      count += source_slot(moves, row, depth) != moves.target_starts[row] + depth;
+    }
+  }
+  return count;
+}
+
+std::string element(const char* name, int64_t row, int64_t column, int64_t value) {
+  return std::string(name) + "[" + std::to_string(row) + ", " + std::to_string(column) +
          "] = " + std::to_string(value);
+}
+
+std::string element(const char* name, int64_t row, int64_t value) {
+  return std::string(name) + "[" + std::to_string(row) + "] = " + std::to_string(value);
+}
+
+// The bounds that hold for every cache.
+struct Bounds {
+  int64_t slots;  // of a row
+  int64_t page_size;
+  int64_t pages;
+};
+
+Bounds find_bounds(std::span<const CacheTensor> caches, const KvMoves& moves) {
+  Bounds bounds{INT64_MAX, INT64_MAX, INT64_MAX};
+  for (const CacheTensor& cache : caches) {
+    bounds.slots = std::min(bounds.slots, moves.row_pages * cache.page_size);
+    bounds.page_size = std::min(bounds.page_size, cache.page_size);
+    bounds.pages = std::min(bounds.pages, cache.pages);
+  }
+  return bounds;
+}
+
+// The page of a slot below bounds.slots. Caches with page tables have one page size.
+std::optional<std::string> find_invalid_page(const KvMoves& moves, const Bounds& bounds,
+                                             int64_t row, int64_t slot) {
+  if (moves.page_table.data == nullptr) return std::nullopt;
+  const int64_t index = slot / bounds.page_size, page = moves.page(row, index);
+  if (page >= 0 && page < bounds.pages) return std::nullopt;
+  return element("page_table", row, index, page) + " holds slot " + std::to_string(slot) +
+         "; expected a page in [0, " + std::to_string(bounds.pages) + ")";
+}
+
+std::optional<std::string> find_invalid_source(const KvMoves& moves, const Bounds& bounds,
+                                               int64_t row, int64_t depth) {
+  const int64_t node = moves.path(row, depth), start = moves.source_starts[row];
+  if (node < 0 || node >= moves.nodes) {
+    return element("path", row, depth, node) + "; expected a node in [0, " +
+           std::to_string(moves.nodes) + "), because " +
+           element("num_accepted", row, moves.num_accepted[row]);
+  }
+  // Compared in this form because start + node may overflow.
+  if (start < -node || start >= bounds.slots - node) {
+    return element("source_starts", row, start) + " with " + element("path", row, depth, node) +
+           " is outside the smallest cache, slots 0 to " + std::to_string(bounds.slots - 1);
+  }
+  return find_invalid_page(moves, bounds, row, start + node);
+}
+
+std::optional<std::string> find_invalid_row(const KvMoves& moves, const Bounds& bounds,
+                                            int64_t row) {
+  const int64_t accepted = moves.num_accepted[row], target = moves.target_starts[row];
+  if (accepted < -1 || accepted >= moves.nodes) {
+    return element("num_accepted", row, accepted) + "; expected -1 (inactive row) to " +
+           std::to_string(moves.nodes - 1) + ", the last column of path";
+  }
+  for (int64_t depth = 0; depth <= accepted; ++depth) {
+    if (auto problem = find_invalid_source(moves, bounds, row, depth)) return problem;
+  }
+  if (accepted >= 0 && (target < 0 || target >= bounds.slots - accepted)) {
+    return element("target_starts", row, target) + " with " + std::to_string(accepted + 1) +
+           " slots to move; the smallest cache has slots 0 to " + std::to_string(bounds.slots - 1);
+  }
+  for (int64_t depth = 0; depth <= accepted; ++depth) {
+    if (auto problem = find_invalid_page(moves, bounds, row, target + depth)) return problem;
+  }
+  return std::nullopt;
 }
 
 }  // namespace
@@ -47,67 +147,24 @@ std::string describe(const char* name, int64_t row, int64_t depth, int64_t value
 std::optional<std::string> find_invalid_move(std::span<const CacheTensor> caches,
                                              const KvMoves& moves) {
   if (caches.empty()) return std::nullopt;
-  const int64_t slots = std::min_element(caches.begin(), caches.end(), [](auto& a, auto& b) {
-                          return a.slots < b.slots;
-                        })->slots;
+  const Bounds bounds = find_bounds(caches, moves);
   for (int64_t row = 0; row < moves.batch; ++row) {
-    const int64_t accepted = moves.num_accepted[row];
-    if (accepted < -1 || accepted >= moves.nodes) {
-      return "num_accepted[" + std::to_string(row) + "] = " + std::to_string(accepted) +
-             "; expected -1 (inactive row) to " + std::to_string(moves.nodes - 1) +
-             ", the last column of path";
-    }
-    if (accepted < 0) continue;
-    for (int64_t depth = 0; depth <= accepted; ++depth) {
-      const int64_t node = moves.path(row, depth);
-      if (node < 0 || node >= moves.nodes) {
-        return describe("path", row, depth, node) + "; expected a node in [0, " +
-               std::to_string(moves.nodes) + "), because num_accepted[" + std::to_string(row) +
-               "] = " + std::to_string(accepted);
-      }
-      // Compared in this form because start + node may overflow.
-      const int64_t start = moves.source_starts[row];
-      if (start < -node || start >= slots - node) {
-        return "source_starts[" + std::to_string(row) + "] = " + std::to_string(start) + " with " +
-               describe("path", row, depth, node) + " is outside the smallest cache, slots 0 to " +
-               std::to_string(slots - 1);
-      }
-    }
-    const int64_t target = moves.target_starts[row];
-    if (target < 0 || target >= slots - accepted) {
-      return "target_starts[" + std::to_string(row) + "] = " + std::to_string(target) + " with " +
-             std::to_string(accepted + 1) + " slots to move; the smallest cache has slots 0 to " +
-             std::to_string(slots - 1);
-    }
+    if (auto problem = find_invalid_row(moves, bounds, row)) return problem;
   }
   return std::nullopt;
 }
 
 void kv_compact(std::span<const CacheTensor> caches, const KvMoves& moves,
                 const ParallelFor& parallel_for) {
-  struct RowOfCache {
-    const CacheTensor* cache;
-    int64_t row;
-  };
-  std::vector<RowOfCache> work;
-  work.reserve(caches.size() * moves.batch);
+  const int64_t count = num_moves(moves), tasks = static_cast<int64_t>(caches.size()) * moves.batch;
+  if (count == 0 || tasks == 0) return;
   int64_t bytes = 0;
-  for (int64_t row = 0; row < moves.batch; ++row) {
-    if (!moves_anything(moves, row)) continue;
-    for (const CacheTensor& cache : caches) {
-      work.push_back({&cache, row});
-      bytes += (moves.num_accepted[row] + 1) * cache.heads * cache.slot_bytes;
-    }
-  }
-  if (work.empty()) return;
-  constexpr int64_t kGrainBytes = 1 << 16;
-  const int64_t count = static_cast<int64_t>(work.size());
-  const int64_t grain = kGrainBytes / (bytes / count + 1) + 1;
-  parallel_for(count, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      for (int64_t head = 0; head < work[i].cache->heads; ++head) {
-        move_head(*work[i].cache, moves, work[i].row, head);
-      }
+  for (const CacheTensor& cache : caches) bytes += count * cache.heads * cache.slot_bytes;
+  const int64_t grain = kGrainBytes / (bytes / tasks + 1) + 1;
+  parallel_for(tasks, grain, [&](int64_t begin, int64_t end) {
+    thread_local Scratch scratch;
+    for (int64_t task = begin; task < end; ++task) {
+      move_row(caches[task / moves.batch], moves, task % moves.batch, scratch);
     }
   });
 }

@@ -1,6 +1,7 @@
 // Glue of kv_compact: checks, the table of caches, dispatch to the device of `path`.
 #include "specdec/kv_compact.h"
 
+#include <optional>
 #include <vector>
 
 #include "dispatch.h"
@@ -23,41 +24,76 @@ void run(const std::vector<CacheTensor>& caches, const KvMoves& moves, const Ten
       [&](auto stream) { return launch_kv_compact(caches, moves, stream); });
 }
 
-CacheTensor cache_tensor(const Tensor& cache, size_t index, int64_t batch, const Argument& path) {
-  const std::string name = "caches[" + std::to_string(index) + "]";
-  const Argument argument(kOp, name.c_str(), cache);
-  argument.has_dim(4, "[batch, heads, slots, head_dim]").is_on_device_of(path);
-  const auto sizes = cache.sizes(), strides = cache.strides();
-  if (sizes[0] != batch) {
-    fail(argument.prefix() + " must have the batch of path, " + std::to_string(batch) +
-         ", got shape " + describe_shape(cache));
+// What the first dimensions of a cache must be.
+struct CacheShape {
+  const char* dims;   // spelt out, for the message
+  int64_t batch;      // of a cache without pages
+  int64_t page_size;  // of one with pages, as the first cache has it
+  bool paged;
+};
+
+void check_shape(const Argument& argument, const Tensor& cache, const CacheShape& shape) {
+  argument.has_dim(4, shape.dims);
+  if (!shape.paged && cache.size(0) != shape.batch) {
+    fail(argument.prefix() + " must have the batch of path, " + std::to_string(shape.batch) +
+         ", got shape " + describe_shape(cache) + "; pools of pages need a page_table");
   }
-  if (sizes[3] > 1 && strides[3] != 1) {
+  if (shape.paged && cache.size(2) != shape.page_size) {
+    fail(argument.prefix() + " must have the page size of caches[0], " +
+         std::to_string(shape.page_size) + ", because they share a page_table; got shape " +
+         describe_shape(cache));
+  }
+  if (cache.size(3) > 1 && cache.stride(3) != 1) {
     fail(argument.prefix() + " must be contiguous in its last dimension, got stride " +
-         std::to_string(strides[3]) + "; lay the cache out as [..., head_dim]");
+         std::to_string(cache.stride(3)) + "; lay the cache out as [..., head_dim]");
   }
   for (int dim = 0; dim < 3; ++dim) {
-    if (sizes[dim] > 1 && strides[dim] == 0) {
+    if (cache.size(dim) > 1 && cache.stride(dim) == 0) {
       fail(argument.prefix() + " must not be an expanded tensor, got stride 0 in dimension " +
            std::to_string(dim) + "; it is written in place, so give it memory of its own");
     }
   }
-  const int64_t element = static_cast<int64_t>(cache.element_size());
-  if (sizes[1] > INT32_MAX || sizes[3] > INT32_MAX / element) {
+  if (cache.size(1) > INT32_MAX ||
+      cache.size(3) > INT32_MAX / static_cast<int64_t>(cache.element_size())) {
     fail(argument.prefix() + " must have fewer than 2^31 heads and bytes per slot, got shape " +
          describe_shape(cache));
   }
+}
+
+CacheTensor cache_tensor(const Tensor& cache) {
+  const int64_t element = static_cast<int64_t>(cache.element_size());
   return {.data = static_cast<std::byte*>(cache.mutable_data_ptr()),
-          .batch_stride = strides[0] * element,
-          .head_stride = strides[1] * element,
-          .slot_stride = strides[2] * element,
-          .slots = sizes[2],
-          .heads = static_cast<int32_t>(sizes[1]),
-          .slot_bytes = static_cast<int32_t>(sizes[3] * element)};
+          .page_stride = cache.stride(0) * element,
+          .head_stride = cache.stride(1) * element,
+          .slot_stride = cache.stride(2) * element,
+          .pages = cache.size(0),
+          .page_size = cache.size(2),
+          .heads = static_cast<int32_t>(cache.size(1)),
+          .slot_bytes = static_cast<int32_t>(cache.size(3) * element)};
+}
+
+std::vector<CacheTensor> cache_tensors(const std::vector<Tensor>& caches, const Argument& path,
+                                       int64_t batch, bool paged) {
+  const CacheShape shape{
+      .dims = paged ? "[pages, heads, page_size, head_dim]" : "[batch, heads, slots, head_dim]",
+      .batch = batch,
+      .page_size = paged && !caches.empty() && caches[0].dim() == 4 ? caches[0].size(2) : 0,
+      .paged = paged};
+  std::vector<CacheTensor> table;
+  table.reserve(caches.size());
+  for (size_t i = 0; i < caches.size(); ++i) {
+    const std::string name = "caches[" + std::to_string(i) + "]";
+    const Argument argument(kOp, name.c_str(), caches[i]);
+    argument.is_on_device_of(path);
+    check_shape(argument, caches[i], shape);
+    table.push_back(cache_tensor(caches[i]));
+  }
+  return table;
 }
 
 void kv_compact(const std::vector<Tensor>& caches, const Tensor& path, const Tensor& num_accepted,
-                const Tensor& source_starts, const Tensor& target_starts) {
+                const Tensor& source_starts, const Tensor& target_starts,
+                const std::optional<Tensor>& page_table) {
   const Argument path_arg(kOp, "path", path), accepted_arg(kOp, "num_accepted", num_accepted),
       sources_arg(kOp, "source_starts", source_starts),
       targets_arg(kOp, "target_starts", target_starts);
@@ -68,20 +104,23 @@ void kv_compact(const std::vector<Tensor>& caches, const Tensor& path, const Ten
   for (const Argument* argument : {&accepted_arg, &sources_arg, &targets_arg}) {
     argument->has_dtype(int64).has_shape({batch}, "[batch]").is_on_device_of(path_arg);
   }
-  std::vector<CacheTensor> table;
-  table.reserve(caches.size());
-  for (size_t i = 0; i < caches.size(); ++i) {
-    table.push_back(cache_tensor(caches[i], i, batch, path_arg));
+  KvMoves moves{.path = path_arg.view2<int64_t>(),
+                .num_accepted = accepted_arg.view1<int64_t>(),
+                .source_starts = sources_arg.view1<int64_t>(),
+                .target_starts = targets_arg.view1<int64_t>(),
+                .page_table = {},
+                .row_pages = 1,
+                .batch = batch,
+                .nodes = nodes};
+  if (page_table) {
+    const Argument table_arg(kOp, "page_table", *page_table);
+    table_arg.has_dtype(int64).has_dim(2, "[batch, pages]").is_on_device_of(path_arg);
+    moves.row_pages = page_table->size(1);
+    table_arg.has_shape({batch, moves.row_pages}, "[batch, pages]");
+    moves.page_table = table_arg.view2<int64_t>();
   }
-  if (batch == 0 || table.empty()) return;
-  run(table,
-      {.path = path_arg.view2<int64_t>(),
-       .num_accepted = accepted_arg.view1<int64_t>(),
-       .source_starts = sources_arg.view1<int64_t>(),
-       .target_starts = targets_arg.view1<int64_t>(),
-       .batch = batch,
-       .nodes = nodes},
-      path);
+  const auto table = cache_tensors(caches, path_arg, batch, page_table.has_value());
+  if (batch > 0 && !table.empty()) run(table, moves, path);
 }
 
 }  // namespace

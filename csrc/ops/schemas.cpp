@@ -16,5 +16,5 @@ SPECDEC_SCHEMAS(m) {
       "-> Tensor");
   m.def(
       "kv_compact(Tensor(a!)[] caches, Tensor path, Tensor num_accepted, Tensor source_starts, "
-      "Tensor target_starts) -> ()");
+      "Tensor target_starts, Tensor? page_table=None) -> ()");
 }

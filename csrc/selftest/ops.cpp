@@ -182,10 +182,11 @@ Caches make_caches(int64_t batch, int64_t slots, const std::vector<std::pair<int
     auto& bytes = caches.storage.emplace_back(batch * heads * slots * slot_bytes);
     for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::byte>(i * 37 + i / 251);
     caches.tensors.push_back({.data = bytes.data(),
-                              .batch_stride = heads * slots * slot_bytes,
+                              .page_stride = heads * slots * slot_bytes,
                               .head_stride = slots * slot_bytes,
                               .slot_stride = slot_bytes,
-                              .slots = slots,
+                              .pages = batch,
+                              .page_size = slots,
                               .heads = heads,
                               .slot_bytes = slot_bytes});
   }
@@ -218,6 +219,8 @@ void test_kv_compact() {
                           .num_accepted = {accepted.data(), 1},
                           .source_starts = {sources.data(), 1},
                           .target_starts = {targets.data(), 1},
+                          .page_table = {},
+                          .row_pages = 1,
                           .batch = batch,
                           .nodes = nodes};
       Caches expected = make_caches(batch, slots, layout);

@@ -16,6 +16,7 @@ def kv_compact(
     num_accepted: Tensor,
     source_starts: Tensor,
     target_starts: Tensor,
+    page_table: Tensor | None = None,
 ) -> None:
     """Move the accepted slots of a tree to the front of its block, in place, in all caches at once.
 
@@ -24,17 +25,21 @@ def kv_compact(
 
     Args:
         caches: K and V of all layers, each ``[batch, heads, slots, head_dim]`` of any dtype with a
-            contiguous last dimension; heads, slots, head_dim and dtype may differ between tensors.
+            contiguous last dimension; heads, slots, head_dim and dtype may differ between tensors. With
+            a page table pools of pages, ``[pages, heads, page_size, head_dim]``, of one page size.
         path: ``[batch, nodes]`` int64, as from :func:`verify_match`.
         num_accepted: ``[batch]`` int64; -1 moves nothing.
         source_starts: ``[batch]`` int64; the slot of node 0.
         target_starts: ``[batch]`` int64; where node ``path[b, 0]`` goes.
+        page_table: ``[batch, pages]`` int64 or None; slot s of row b is slot ``s % page_size`` of page
+            ``page_table[b, s // page_size]``. A page into which a row moves something is in no other
+            row's table; pages that are only read may be shared. Entries that no slot needs are not read.
 
     Raises:
-        ValueError: on the CPU also for a slot outside a cache, before anything is written. On CUDA the
-            counts stay on the device and such a move is skipped.
+        ValueError: on the CPU also for a slot or page outside a cache, before anything is written. On
+            CUDA the counts stay on the device and such a move is skipped.
     """
-    _library.native.kv_compact(caches, path, num_accepted, source_starts, target_starts)
+    _library.native.kv_compact(caches, path, num_accepted, source_starts, target_starts, page_table)
 
 
 @torch.library.register_fake("specdec::kv_compact")
@@ -44,5 +49,6 @@ def _kv_compact_fake(
     num_accepted: Tensor,
     source_starts: Tensor,
     target_starts: Tensor,
+    page_table: Tensor | None = None,
 ) -> None:
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 
@@ -13,12 +14,15 @@ def kv_compact(
     num_accepted: Tensor,
     source_starts: Tensor,
     target_starts: Tensor,
+    page_table: Tensor | None = None,
 ) -> None:
     """What ``specdec_ext.ops.kv_compact`` does, in place."""
+    if page_table is None:
+        page_table = torch.arange(len(path))[:, None]
     for row, accepted in enumerate(num_accepted.tolist()):
-        if accepted < 0:
-            continue
         sources = source_starts[row] + path[row, : accepted + 1]
-        target = int(target_starts[row])
+        targets = target_starts[row] + torch.arange(accepted + 1)
         for cache in caches:
-            cache[row, :, target : target + accepted + 1] = cache[row][:, sources].clone()
+            page_size = cache.shape[2]
+            moved = cache[page_table[row, sources // page_size], :, sources % page_size]
+            cache[page_table[row, targets // page_size], :, targets % page_size] = moved

@@ -1,5 +1,9 @@
 // kv_compact: move the accepted slots of a tree to the front of its block, in K and V of all
 // layers.
+//
+// Caches are pools of pages; slot s of a row is slot s % page_size of its page s / page_size.
+// Without a page table row b has one page, number b, so an ordinary cache [batch, heads, slots,
+// head_dim] is the pool with one page per row.
 #pragma once
 
 #include <optional>
@@ -11,14 +15,15 @@
 
 namespace specdec {
 
-// One cache tensor [batch, heads, slots, head_dim] with a contiguous last dimension. Strides count
-// bytes.
+// One cache tensor [pages, heads, page_size, head_dim] with a contiguous last dimension. Strides
+// count bytes.
 struct CacheTensor {
   std::byte* data;
-  int64_t batch_stride;
+  int64_t page_stride;
   int64_t head_stride;
   int64_t slot_stride;
-  int64_t slots;
+  int64_t pages;
+  int64_t page_size;
   int32_t heads;
   int32_t slot_bytes;  // head_dim * element size
 };
@@ -28,9 +33,26 @@ struct KvMoves {
   View1<const int64_t> num_accepted;   // [batch]        -1: the row moves nothing
   View1<const int64_t> source_starts;  // [batch]        slot of node 0
   View1<const int64_t> target_starts;  // [batch]        slot that node path[b, 0] moves to
+  View2<const int64_t> page_table;     // [batch, row_pages] or null
+  int64_t row_pages;                   // 1 without a page table
   int64_t batch;
   int64_t nodes;
+
+  SPECDEC_HOST_DEVICE int64_t page(int64_t row, int64_t index) const {
+    return page_table.data == nullptr ? row : page_table(row, index);
+  }
 };
+
+// The bytes between the first slot of a cache and a slot of a row, or -1 if the row or the cache
+// has no such slot.
+SPECDEC_HOST_DEVICE int64_t slot_offset(const CacheTensor& cache, const KvMoves& moves, int64_t row,
+                                        int64_t slot) {
+  if (slot < 0 || slot >= moves.row_pages * cache.page_size) return -1;
+  const int64_t index = slot / cache.page_size;
+  const int64_t page = moves.page(row, index);
+  if (page < 0 || page >= cache.pages) return -1;
+  return page * cache.page_stride + (slot - index * cache.page_size) * cache.slot_stride;
+}
 
 namespace cpu {
 

@@ -20,8 +20,8 @@ cudaError_t launch_verify_match(const VerifyMatchParams& params, uint32_t* count
 
 cudaError_t launch_sample_filter(const SampleFilterParams& params, cudaStream_t stream);
 
-// One launch per kMaxCachesPerLaunch tensors.
-constexpr int64_t kMaxCachesPerLaunch = 128;
+// One launch per kMaxCachesPerLaunch tensors: keys and values of 256 layers.
+constexpr int64_t kMaxCachesPerLaunch = 512;
 cudaError_t launch_kv_compact(std::span<const CacheTensor> caches, const KvMoves& moves,
                               cudaStream_t stream);
 
