@@ -46,7 +46,8 @@ def measure(
     primers = None
     if options.device == "cpu":
         small = case.reduced().make(stopwatch.device)
-        primers = {"ours": lambda: case.run(small.arguments), "torch": small.baseline}
+        primers = dict.fromkeys(contestants, small.baseline)
+        primers["ours"] = lambda: case.run(small.arguments)
     times = stopwatch.time(contestants, options.repeats, primers=primers, seconds=options.seconds)
     median = times["ours"].median
     rate = work.moved_bytes / median / 1e3

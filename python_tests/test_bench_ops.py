@@ -171,6 +171,18 @@ def test_a_run_prints_the_machine_and_writes_json_and_csv(tmp_path, monkeypatch,
     assert line["op"] == "kv_compact" and float(line["median_us"]) == row["median_us"]
 
 
+def test_compiled_formulations_have_a_column(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(timing, "LARGE", 1 << 16)
+    monkeypatch.setattr(timing, "last_level_cache_bytes", lambda device: 1 << 16)
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    options = ["--device", "cpu", "--op", "verify_match", "--model", "small", "--repeats", "5"]
+    bench_ops.main([*options, "--compile", "--largest", "--out", str(tmp_path / "ops")])
+    assert "vs compile" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "ops.json").read_text())["rows"]
+    assert [row["op"] for row in rows] == ["verify_match greedy", "verify_match sampled"]
+    assert all(row["nodes"] == 64 and row["compile_us"] > 0 for row in rows)
+
+
 def test_an_op_that_is_not_built_is_an_error_only_when_named(monkeypatch):
     monkeypatch.delattr(bench_cases.ops, "kv_compact")
     with pytest.raises(SystemExit, match="--op kv_compact: not in this build"):
