@@ -19,6 +19,7 @@ from specdec_ext import ops
 
 ACCEPTED = 4  # draft tokens accepted in the verification cases: 5 nodes are visited
 MOVED = 8  # tokens that kv_compact moves
+PAGE_SIZE = 16  # slots of a page
 TOP_K, DRAFT_DEPTH = 10, 5  # of the dynamic trees: 10 + 4 * 100 candidates
 
 
@@ -85,6 +86,10 @@ class Case:
         return self.op.split()[0]
 
     @property
+    def paged(self) -> bool:
+        return self.op.endswith(" paged")
+
+    @property
     def label(self) -> str:
         return f"{self.name} at {self.prefix}" if self.prefix else self.name
 
@@ -134,6 +139,15 @@ class Inputs:
         order = torch.arange(nodes, device=self.device)
         parents = torch.where(order < spine, order - 1, order % max(1, spine - 1))
         return parents.expand(batch, nodes).contiguous()
+
+    def cache_layout(self, case: Case, slots: int) -> tuple[tuple[int, ...], Tensor | None]:
+        """Shape of a key or value cache of so many slots per row, and the page table if it is paged."""
+        model = case.model
+        if not case.paged:
+            return (case.batch, model.kv_heads, slots, model.head_dim), None
+        pages = -(-slots // PAGE_SIZE)
+        table = self.permutation(case.batch * pages).view(case.batch, pages)
+        return (case.batch * pages, model.kv_heads, PAGE_SIZE, model.head_dim), table
 
     def rows(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """``root_positions``, ``seeds``, ``row_ids``."""
@@ -233,37 +247,38 @@ def sample_filter(case: Case, inputs: Inputs) -> Work:
 def kv_compact(case: Case, inputs: Inputs) -> Work:
     """MOVED tokens of every layer's keys and values, from scattered slots to slots in front of them."""
     model, slots = case.model, 512
-    shape = (case.batch, model.kv_heads, slots, model.head_dim)
+    shape, page_table = inputs.cache_layout(case, slots)
     caches = [inputs.normal(*shape, dtype=case.dtype) for _ in range(2 * model.layers)]
     path = inputs.full(-1, case.batch, case.nodes)
     path[:, :MOVED] = torch.stack(
         [inputs.permutation(case.nodes)[:MOVED].sort().values for _ in range(case.batch)]
     )
     starts = inputs.full(slots - case.nodes, case.batch)
-    arguments = (caches, path, inputs.full(MOVED - 1, case.batch), starts, starts - MOVED)
+    places = (starts, starts - MOVED)
+    accepted = inputs.full(MOVED - 1, case.batch)
     row = model.kv_heads * model.head_dim * case.dtype.itemsize
     return Work(
-        arguments,
-        lambda: torch_ops.kv_compact(*arguments, count=MOVED),
+        (caches, path, accepted, *places, page_table),
+        lambda: torch_ops.kv_compact(caches, path[:, :MOVED], *places, page_table),
         2 * case.batch * MOVED * len(caches) * row,
     )
 
 
 def tree_attention(case: Case, inputs: Inputs) -> Work:
-    model, prefix, batch = case.model, case.prefix, case.batch
-    query = inputs.normal(batch, model.heads, case.nodes, model.head_dim, dtype=case.dtype)
-    shape = (batch, model.kv_heads, prefix + case.nodes, model.head_dim)
+    model, prefix, batch, nodes = case.model, case.prefix, case.batch, case.nodes
+    query = inputs.normal(batch, model.heads, nodes, model.head_dim, dtype=case.dtype)
+    shape, page_table = inputs.cache_layout(case, prefix + nodes)
     key, value = (inputs.normal(*shape, dtype=case.dtype) for _ in range(2))
-    parents = inputs.parents(batch, case.nodes)
-    lengths = inputs.full(prefix, batch)
+    parents, lengths = inputs.parents(batch, nodes), inputs.full(prefix, batch)
     ancestors = ops.tree_mask(parents, lengths).ancestors
-    arguments = (query, key, value, ancestors, inputs.full(0, batch), lengths, lengths.clone())
+    places = (inputs.full(0, batch), lengths, lengths.clone())
     seen = torch_ops.tree_mask(parents, lengths)[0][:, None]
-    mask = torch.cat([seen.new_ones(batch, 1, case.nodes, prefix), seen], -1)
+    mask = torch.cat([seen.new_ones(batch, 1, nodes, prefix), seen], -1)
+    scale = softmax_scale(model)
     return Work(
-        arguments,
-        lambda: torch_ops.tree_attention(query, key, value, mask, **softmax_scale(model)),
-        bytes_of(query, query, key, value),
+        (query, key, value, ancestors, *places, page_table),
+        lambda: torch_ops.tree_attention(query, key, value, mask, page_table, **scale),
+        bytes_of(query, query) + 2 * batch * (prefix + nodes) * bytes_of(key[:1, :, 0]),
     )
 
 
@@ -307,18 +322,14 @@ CASES = [
         for nodes in (8, 64)
     ),
     *(Case("kv_compact", name, BF16, 1, 64, kv_compact) for name in MODELS),
+    *(Case("kv_compact paged", name, BF16, 1, 64, kv_compact) for name in ("llama3-8b", "small")),
     *(
-        Case(
-            "tree_attention",
-            name,
-            BF16,
-            1,
-            nodes,
-            tree_attention,
-            prefix=prefix,
-            keywords=softmax_scale,
+        Case(op, name, BF16, 1, nodes, tree_attention, prefix=prefix, keywords=softmax_scale)
+        for op, names in (
+            ("tree_attention", MODELS),
+            ("tree_attention paged", ("llama3-8b", "small")),
         )
-        for name in MODELS
+        for name in names
         for nodes, prefix in ((16, 2048), (64, 8192))
     ),
     *(

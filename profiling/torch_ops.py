@@ -170,22 +170,37 @@ def sample_filter(
 def kv_compact(
     caches: Sequence[Tensor],
     path: Tensor,
-    num_accepted: Tensor,
     source_starts: Tensor,
     target_starts: Tensor,
-    count: int,
+    page_table: Tensor | None,
 ) -> None:
-    """``count`` tokens in every row: what the host must know here, it would have to wait for."""
-    sources = (source_starts[:, None] + path[:, :count])[:, None, :, None]
-    steps = torch.arange(count, device=path.device)
-    targets = (target_starts[:, None] + steps)[:, None, :, None]
+    """``path`` is cut to the accepted tokens, equally many in all rows: the host had to wait for that."""
+    steps = torch.arange(path.shape[1], device=path.device)
+    sources, targets = source_starts[:, None] + path, target_starts[:, None] + steps
+    rows = torch.arange(len(path), device=path.device)[:, None]
     for cache in caches:
-        shape = (*cache.shape[:2], count, cache.shape[3])
-        cache.scatter_(2, targets.expand(shape), cache.gather(2, sources.expand(shape)))
+        if page_table is None:
+            cache[rows, :, targets] = cache[rows, :, sources]
+        else:
+            size = cache.shape[2]
+            moved = cache[page_table[rows, sources // size], :, sources % size]
+            cache[page_table[rows, targets // size], :, targets % size] = moved
 
 
-def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Under a ready mask ``[batch, 1, nodes, keys]``."""
+def tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    page_table: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Under a ready mask ``[batch, 1, nodes, keys]``; pages are gathered first."""
+    if page_table is not None:
+        slots = mask.shape[-1]
+        key, value = (
+            pool[page_table].transpose(1, 2).flatten(2, 3)[:, :, :slots] for pool in (key, value)
+        )
     attended = functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale, enable_gqa=True
     )

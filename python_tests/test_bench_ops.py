@@ -70,8 +70,9 @@ def test_sample_filter_formulation(op):
     torch.testing.assert_close(ours, theirs)
 
 
-def test_kv_compact_formulation():
-    case = SMALL["kv_compact"]
+@pytest.mark.parametrize("op", ["kv_compact", "kv_compact paged"])
+def test_kv_compact_formulation(op):
+    case = SMALL[op]
     work, same, before = (case.make(CPU, seed=3) for _ in range(3))
     case.run(work.arguments)
     same.baseline()
@@ -82,7 +83,7 @@ def test_kv_compact_formulation():
         assert not torch.equal(mine, original)
 
 
-@pytest.mark.parametrize("op", only("tree_attention", "linear"))
+@pytest.mark.parametrize("op", only("tree_attention", "tree_attention paged", "linear"))
 def test_formulations_in_floating_point(op):
     _, ours, theirs = outcome(op)
     torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
@@ -159,7 +160,8 @@ def test_a_run_prints_the_machine_and_writes_json_and_csv(tmp_path, monkeypatch,
     printed = capsys.readouterr().out
     assert "torch" in printed.splitlines()[0] and "%copy" in printed
     report = json.loads((tmp_path / "ops.json").read_text())
-    (row,) = report["rows"]
+    row, paged = report["rows"]
+    assert paged["op"] == "kv_compact paged"
     assert (row["op"], row["case"], row["dtype"], row["calls"]) == (
         "kv_compact", "small", "bfloat16", 5,
     )  # fmt: skip
@@ -167,7 +169,7 @@ def test_a_run_prints_the_machine_and_writes_json_and_csv(tmp_path, monkeypatch,
     moved = 2 * 8 * 2 * 64 * 2 * 12
     assert row["gb_per_s"] == pytest.approx(moved / row["median_us"] / 1e3)
     assert row["copy_percent"] == pytest.approx(100 * row["gb_per_s"] / report["copy_gb_per_s"])
-    (line,) = csv.DictReader((tmp_path / "ops.csv").open())
+    line, _ = csv.DictReader((tmp_path / "ops.csv").open())
     assert line["op"] == "kv_compact" and float(line["median_us"]) == row["median_us"]
 
 
