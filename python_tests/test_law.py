@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 
 import pytest
 import torch
+from laws import Target, Text, chi_square_excess, continued, random_target
 from op_cases import DEVICES, generator
 from transformers import (
     LogitsProcessor,
@@ -29,11 +29,6 @@ from transformers import (
 from specdec_ext import ops
 from specdec_ext.filters import fuse_filters
 from specdec_ext.reference.verify_match import walk
-
-Text = tuple[int, ...]
-Law = dict[Text, Fraction]
-Target = Callable[[Text], list[Fraction]]  # prefix -> probabilities
-
 
 # Exact laws
 
@@ -61,35 +56,6 @@ def enumerate_walks(tokens: list[int], parents: list[int], target: Target) -> It
                     pending.append(((*picks, token), weight * probability))
         else:
             yield (*(tokens[node] for node in path[1:]), next_token), weight
-
-
-def continued(emitted: Iterator, target: Target, length: int) -> Law:
-    """The law of the first `length` tokens when the target writes on after what was emitted."""
-    law: Law = Counter()
-    pending = list(emitted)
-    while pending:
-        text, weight = pending.pop()
-        if len(text) >= length:
-            law[text[:length]] += weight
-            continue
-        for token, probability in enumerate(target(text)):
-            if probability:
-                pending.append(((*text, token), weight * probability))
-    return dict(law)
-
-
-def random_target(vocab: int, rng: random.Random) -> Target:
-    """Random rational distributions, zeros included, for every prefix."""
-    table: dict[Text, list[Fraction]] = {}
-
-    def target(prefix: Text) -> list[Fraction]:
-        if prefix not in table:
-            weights = [rng.randint(0, 5) for _ in range(vocab)]
-            weights[rng.randrange(vocab)] += 1
-            table[prefix] = [Fraction(weight, sum(weights)) for weight in weights]
-        return table[prefix]
-
-    return target
 
 
 def random_tree(nodes: int, max_depth: int, vocab: int, rng: random.Random):
@@ -226,26 +192,6 @@ def expected_law(logits: torch.Tensor) -> torch.Tensor:
         law[token, VOCAB] = 0
         law[token, :VOCAB] = probabilities[0, token] * probabilities[node]
     return law
-
-
-def chi_square_excess(counts: torch.Tensor, law: torch.Tensor) -> float:
-    """The chi-square statistic over its critical value at four standard deviations (p = 3e-5).
-
-    Cells expected less than 5 times are pooled. Above 1 the law is refuted.
-    """
-    assert (counts[law == 0] == 0).all(), "a token of probability zero was emitted"
-    expected = law * counts.sum()
-    rare = expected < 5
-    observed = torch.cat([counts[~rare], counts[rare].sum()[None]]).double()
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    kept = expected > 0
-    statistic = ((observed - expected)[kept] ** 2 / expected[kept]).sum().item()
-    freedom = int(kept.sum()) - 1
-    if freedom == 0:
-        return 0.0
-    # Wilson and Hilferty: the cube root of chi-square / freedom is nearly normal.
-    variance = 2 / (9 * freedom)
-    return statistic / (freedom * (1 - variance + 4 * variance**0.5) ** 3)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -40,7 +40,7 @@ SPECDEC_TARGET_AVX512 void bits_avx512(const NoiseStream& noise, uint32_t first_
         _mm512_add_epi32(deal, _mm512_set1_epi32(static_cast<int>(first_group + v * kGroups)));
     word1[v] = _mm512_set1_epi32(static_cast<int>(noise.position));
     word2[v] = _mm512_set1_epi32(static_cast<int>(noise.row));
-    word3[v] = _mm512_set1_epi32(static_cast<int>(Purpose::kMatch));
+    word3[v] = _mm512_set1_epi32(static_cast<int>(noise.purpose));
   }
   uint32_t key0 = noise.key0, key1 = noise.key1;
   for (int round = 0; round < kPhiloxRounds; ++round) {
@@ -86,7 +86,7 @@ SPECDEC_TARGET_AVX2 void bits_avx2(const NoiseStream& noise, uint32_t first_grou
       word0[v] = _mm256_add_epi32(deal, _mm256_set1_epi32(static_cast<int>(first)));
       word1[v] = _mm256_set1_epi32(static_cast<int>(noise.position));
       word2[v] = _mm256_set1_epi32(static_cast<int>(noise.row));
-      word3[v] = _mm256_set1_epi32(static_cast<int>(Purpose::kMatch));
+      word3[v] = _mm256_set1_epi32(static_cast<int>(noise.purpose));
     }
     uint32_t key0 = noise.key0, key1 = noise.key1;
     for (int round = 0; round < kPhiloxRounds; ++round) {

@@ -15,6 +15,18 @@ SPECDEC_SCHEMAS(m) {
       "sample_filter(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p) "
       "-> Tensor");
   m.def(
+      "verify_rejection(Tensor logits, Tensor draft_probs, Tensor tokens, Tensor parents, "
+      "Tensor root_positions, Tensor seeds, Tensor row_ids) -> (Tensor path, "
+      "Tensor num_accepted, Tensor next_token, Tensor status)");
+  m.def(
+      "verify_recursive(Tensor logits, Tensor draft_probs, Tensor tokens, Tensor parents, "
+      "Tensor root_positions, Tensor seeds, Tensor row_ids) -> (Tensor path, "
+      "Tensor num_accepted, Tensor next_token, Tensor status)");
+  m.def(
+      "verify_block(Tensor logits, Tensor draft_probs, Tensor tokens, Tensor parents, "
+      "Tensor root_positions, Tensor seeds, Tensor row_ids) -> (Tensor path, "
+      "Tensor num_accepted, Tensor next_token, Tensor status)");
+  m.def(
       "kv_compact(Tensor(a!)[] caches, Tensor path, Tensor num_accepted, Tensor source_starts, "
       "Tensor target_starts, Tensor? page_table=None) -> ()");
 }

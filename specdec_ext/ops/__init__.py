@@ -22,6 +22,7 @@ from specdec_ext.ops.verify import (
     MatchResult,
     verify_match,
 )
+from specdec_ext.ops.verify_sampled import verify_block, verify_recursive, verify_rejection
 
 __all__ = [
     "LIBRARY_PATH",
@@ -34,5 +35,8 @@ __all__ = [
     "kv_compact",
     "sample_filter",
     "tree_mask",
+    "verify_block",
     "verify_match",
+    "verify_recursive",
+    "verify_rejection",
 ]

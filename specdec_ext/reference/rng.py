@@ -5,7 +5,8 @@
     bits = lane (token & 3) of Philox4x32-10(key = seed,
                                              counter = (token >> 2, position, row, purpose))
     v = min((bits + 0.5) * 2^-32, 1 - 2^-24)
-    g = -log(-log1p(-v))
+    e = -log1p(-v)
+    g = -log(e)
 
 Two functions turn bits into noise. :func:`gumbel_float64` is the formula. :func:`gumbel` is the float32
 algorithm of ``csrc/include/specdec/rng.h``, operation by operation, and gives its bits: a float32 fma
@@ -20,6 +21,9 @@ import torch
 from torch import Tensor
 
 PURPOSE_MATCH = 0
+PURPOSE_DRAFT = 1  # the drafter's own draws
+PURPOSE_ACCEPT = 2  # accepting a draft token; the index is its place among its siblings
+PURPOSE_RESIDUAL = 3  # the token that ends a round
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -60,14 +64,27 @@ def philox4x32_10(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple
     return c0, c1, c2, c3
 
 
-def noise_bits(seed: Tensor, row: Tensor, position: Tensor, vocab: int) -> Tensor:
+def noise_bits(
+    seed: Tensor, row: Tensor, position: Tensor, vocab: int, purpose: int = PURPOSE_MATCH
+) -> Tensor:
     """The 32 bits of every token: ``[..., vocab]`` int64 for ``[...]`` int64 arguments."""
     groups = torch.arange((vocab + 3) // 4, device=seed.device)
     seed, row, position = (argument.unsqueeze(-1) for argument in (seed, row, position))
-    counter = (groups, position & _MASK, row & _MASK, torch.tensor(PURPOSE_MATCH))
+    counter = (groups, position & _MASK, row & _MASK, torch.tensor(purpose))
     lanes = philox4x32_10(counter, (seed & _MASK, _high_word(seed)))
     lanes = torch.broadcast_tensors(*lanes)
     return torch.stack(lanes, dim=-1).flatten(-2)[..., :vocab]
+
+
+def round_bits(
+    seed: Tensor, row: Tensor, root_position: Tensor, depth: int, purpose: int, count: int
+) -> Tensor:
+    """The bits of a node ``depth`` levels below the root of a round, for indices below ``count``.
+
+    Root position and depth are separate words of the counter. Their sum, the absolute position, comes
+    again in the next round, and noise used twice biases block verification.
+    """
+    return noise_bits(seed, row, root_position, count, purpose | depth << 8)
 
 
 def gumbel_noise(seed: Tensor, row: Tensor, position: Tensor, vocab: int) -> Tensor:
@@ -80,14 +97,23 @@ def uniform(bits: Tensor) -> Tensor:
     return ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
 
 
-def gumbel(bits: Tensor) -> Tensor:
-    """The float32 noise of 32-bit words (int64), with the bits of the compiled ops."""
+def exponential(bits: Tensor) -> Tensor:
+    """Float32 exponential values of 32-bit words (int64), with the bits of the compiled ops."""
     v = uniform(bits)
     mantissa, exponent = _split(1 - v)
     f = torch.where(exponent == 0, -v, mantissa - 1)
-    exponential = -fma32(exponent.float(), _LOG2, _log1p_core(f))
-    mantissa, exponent = _split(exponential)
+    return -fma32(exponent.float(), _LOG2, _log1p_core(f))
+
+
+def gumbel(bits: Tensor) -> Tensor:
+    """The float32 noise of 32-bit words (int64), with the bits of the compiled ops."""
+    mantissa, exponent = _split(exponential(bits))
     return -fma32(exponent.float(), _LOG2, _log1p_core(mantissa - 1))
+
+
+def accept_uniform(bits: Tensor) -> Tensor:
+    """Float32 on the midpoint grid (k + 0.5) * 2^-23, strictly between 0 and 1."""
+    return ((bits >> 9).float() + 0.5) * 2.0**-23
 
 
 def gumbel_float64(bits: Tensor) -> Tensor:

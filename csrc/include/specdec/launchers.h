@@ -9,6 +9,7 @@
 #include "specdec/sample_filter.h"
 #include "specdec/tree_mask.h"
 #include "specdec/verify_match.h"
+#include "specdec/verify_sampled.h"
 
 namespace specdec {
 
@@ -17,6 +18,9 @@ cudaError_t launch_tree_mask(const TreeMaskParams& params, cudaStream_t stream);
 // counters: [batch], zero before and after; launches that may run at the same time need their own.
 cudaError_t launch_verify_match(const VerifyMatchParams& params, uint32_t* counters,
                                 void* workspace, cudaStream_t stream);
+
+cudaError_t launch_verify_sampled(const VerifySampledParams& params, void* workspace,
+                                  cudaStream_t stream);
 
 cudaError_t launch_sample_filter(const SampleFilterParams& params, cudaStream_t stream);
 

@@ -4,7 +4,11 @@
 //   bits = lane (token & 3) of Philox4x32-10(key = seed, counter = (token >> 2, position, row,
 //          purpose))
 //   v    = min((bits + 0.5) * 2^-32, 1 - 2^-24)
-//   g    = -log(-log1p(-v))
+//   e    = -log1p(-v)
+//   g    = -log(e)
+//
+// arg-max(logit + g) and arg-max(weight / e) draw from the same law (weight = exp(logit)); the
+// second, an exponential race, suits weights that can be zero.
 //
 // v is small where g is large, so the tail that decides an arg-max has the full resolution of
 // float32: g runs from -2.8116 to 22.8738 without ties of many draws. (u = (bits + 0.5) * 2^-24 and
@@ -23,8 +27,17 @@
 
 namespace specdec {
 
-// The fourth word of the counter keeps uses of one seed apart.
-enum class Purpose : uint32_t { kMatch = 0 };
+// The fourth word of the counter keeps uses of one seed apart: the purpose in its low 8 bits and,
+// for the purposes of a speculative round, a depth above. kMatch is keyed by the absolute position
+// of the drawn token, the others by (position of the round's root, depth of the node below it).
+// Root and depth may not be added up: a round verifies draft tokens that it then rejects, the next
+// round comes to the same absolute positions, and noise used twice biases block verification.
+enum class Purpose : uint32_t {
+  kMatch = 0,
+  kDraft = 1,     // the drafter's own draws; index: token >> 2
+  kAccept = 2,    // accepting a draft token; index: its place among its siblings, lane 0
+  kResidual = 3,  // the token that ends the round; index: token >> 2
+};
 
 struct Philox4 {
   uint32_t lane[4];
@@ -84,10 +97,8 @@ SPECDEC_HOST_DEVICE SplitFloat split_float(float x) {
   return {bits_to_float(bits - exponent * (1 << 23)), exponent};
 }
 
-// An upper bound of gumbel(): g(0) = 33 log(2) = 22.8738, g(1) = 21.78.
-constexpr float kMaxGumbel = 22.875f;
-
-SPECDEC_HOST_DEVICE float gumbel(uint32_t bits) {
+// -log1p(-v).
+SPECDEC_HOST_DEVICE float exponential(uint32_t bits) {
   constexpr float kLog2 = 0x1.62e430p-1f;
   constexpr float kLargestV = 1.0f - 0x1p-24f;
   const float scaled = exact_mul(exact_add(static_cast<float>(bits), 0.5f), 0x1p-32f);
@@ -98,9 +109,21 @@ SPECDEC_HOST_DEVICE float gumbel(uint32_t bits) {
   // Both are computed and then selected, so that the loop over tokens has no branch.
   const float offset = exact_add(survivor.mantissa, -1.0f);
   const float f = survivor.exponent == 0 ? -v : offset;
-  const float exponential = -exact_fma(static_cast<float>(survivor.exponent), kLog2, log1p_core(f));
+  return -exact_fma(static_cast<float>(survivor.exponent), kLog2, log1p_core(f));
+}
 
-  const SplitFloat split = split_float(exponential);
+// A lower bound of exponential(b) for every b >= bits: v <= -log1p(-v), and where 1 - v >=
+// sqrt(1/2) the polynomial only adds to v.
+SPECDEC_HOST_DEVICE float exponential_bound(uint32_t bits) {
+  return exact_mul(exact_add(static_cast<float>(bits), 0.5f), 0x1p-32f);
+}
+
+// An upper bound of gumbel(): g(0) = 33 log(2) = 22.8738, g(1) = 21.78.
+constexpr float kMaxGumbel = 22.875f;
+
+SPECDEC_HOST_DEVICE float gumbel(uint32_t bits) {
+  constexpr float kLog2 = 0x1.62e430p-1f;
+  const SplitFloat split = split_float(exponential(bits));
   return -exact_fma(static_cast<float>(split.exponent), kLog2,
                     log1p_core(exact_add(split.mantissa, -1.0f)));
 }
@@ -116,12 +139,18 @@ SPECDEC_HOST_DEVICE float gumbel_bound(uint32_t bits) {
   return exact_mul(static_cast<float>(kOneBits - float_to_bits(v)), kLog2RoundedUp * 0x1p-23f);
 }
 
-// The noise of one (seed, row, position); a token selects the value.
+// On the midpoint grid (k + 0.5) * 2^-23, without rounding: strictly between 0 and 1.
+SPECDEC_HOST_DEVICE float uniform(uint32_t bits) {
+  return exact_mul(exact_add(static_cast<float>(bits >> 9), 0.5f), 0x1p-23f);
+}
+
+// The noise of one (seed, row, position, purpose); a token or another index selects the value.
 struct NoiseStream {
   uint32_t key0;
   uint32_t key1;
   uint32_t position;
   uint32_t row;
+  uint32_t purpose = static_cast<uint32_t>(Purpose::kMatch);
 
   // Only the low 32 bits of position and row enter.
   static SPECDEC_HOST_DEVICE NoiseStream make(int64_t seed, int64_t row, int64_t position) {
@@ -130,10 +159,18 @@ struct NoiseStream {
             static_cast<uint32_t>(position), static_cast<uint32_t>(row)};
   }
 
+  // The noise of a node `depth` levels below the root of a round.
+  static SPECDEC_HOST_DEVICE NoiseStream make_round(int64_t seed, int64_t row,
+                                                    int64_t root_position, int64_t depth,
+                                                    Purpose purpose) {
+    NoiseStream stream = make(seed, row, root_position);
+    stream.purpose = static_cast<uint32_t>(purpose) | static_cast<uint32_t>(depth) << 8;
+    return stream;
+  }
+
   // The bits of tokens 4 * group .. 4 * group + 3.
   SPECDEC_HOST_DEVICE Philox4 group_bits(uint32_t group) const {
-    return philox4x32<kPhiloxRounds>(
-        {{group, position, row, static_cast<uint32_t>(Purpose::kMatch)}}, key0, key1);
+    return philox4x32<kPhiloxRounds>({{group, position, row, purpose}}, key0, key1);
   }
 };
 

@@ -1,0 +1,369 @@
+"""Rules 2, 3 and 4 are lossless: the law of what is emitted equals the law of the target.
+
+Exact: every draft, every accepting or rejecting branch and every last token of the specification is
+enumerated in rational arithmetic. Statistical: chi-square on over 1e6 draws with fixed seeds through the
+compiled ops. Both tests are shown to have teeth: the faults that such code is known for fail them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+
+import pytest
+import torch
+from laws import Target, Text, chi_square_excess, continued, random_target
+from op_cases import DEVICES, generator
+
+from specdec_ext import ops
+from specdec_ext.reference import verify_sampled as reference
+
+RULES = {
+    "rejection": reference.rejection,
+    "recursive": reference.recursive,
+    "block": reference.block,
+}
+
+# Exact laws
+
+
+def prefix_of(node: int, tokens: list[int], parents: list[int]) -> Text:
+    """The draft tokens on the path from the root to a node, the root's aside."""
+    return () if node == 0 else (*prefix_of(parents[node], tokens, parents), tokens[node])
+
+
+def drafts(parents: list[int], draft: Target) -> Iterator[tuple[list[int], Fraction]]:
+    """(tokens, probability) of a tree whose siblings are drawn without replacement, in order."""
+    pending: list[tuple[list[int], Fraction]] = [([-1], Fraction(1))]
+    while pending:
+        tokens, weight = pending.pop()
+        node = len(tokens)
+        if node == len(parents):
+            yield tokens, weight
+            continue
+        if parents[node] < 0:
+            pending.append(([*tokens, 0], weight))
+            continue
+        law = draft(prefix_of(parents[node], tokens, parents))
+        siblings = [tokens[i] for i in range(1, node) if parents[i] == parents[node]]
+        rest = [0 if token in siblings else p for token, p in enumerate(law)]
+        if sum(rest) == 0:
+            pending.append(([*tokens, -1], weight))  # nothing is left to draw
+        for token, probability in enumerate(rest):
+            if probability:
+                pending.append(([*tokens, token], weight * probability / sum(rest)))
+
+
+class _MoreDecisions(Exception):
+    """The walk asks for a decision that is not made yet; carries the probability of accepting."""
+
+
+def enumerate_walks(
+    rule: Callable, parents: list[int], target: Target, draft: Target, draw: Callable = drafts
+) -> Iterator[tuple[Text, Fraction, int]]:
+    """(emitted tokens, probability, accepted tokens) of all drafts, decisions and last tokens."""
+    for tokens, draft_weight in draw(parents, draft):
+        pending: list[tuple[tuple[bool, ...], Fraction]] = [((), draft_weight)]
+        while pending:
+            decisions, weight = pending.pop()
+            made = iter(decisions)
+
+            def accept(depth, ordinal, t, d, made=made):
+                if t <= 0 or t >= d:  # u * d < t for no u or for all
+                    return t > 0
+                decision = next(made, None)
+                if decision is None:
+                    raise _MoreDecisions(Fraction(t) / d)
+                return decision
+
+            def law_of(laws, tokens=tokens):
+                return lambda node: laws(prefix_of(node, tokens, parents))
+
+            try:
+                path, law = rule(tokens, parents, law_of(target), law_of(draft), accept)
+            except _MoreDecisions as request:
+                (probability,) = request.args
+                pending.append(((*decisions, True), weight * probability))
+                pending.append(((*decisions, False), weight * (1 - probability)))
+                continue
+            text = prefix_of(path[-1], tokens, parents)
+            for token, probability in enumerate(law):
+                if probability:
+                    yield (*text, token), weight * probability, len(path) - 1
+
+
+def emitted(walks: Iterator) -> Iterator[tuple[Text, Fraction]]:
+    return ((text, weight) for text, weight, _ in walks)
+
+
+def plain(target: Target, length: int):
+    return continued(iter([((), Fraction(1))]), target, length)
+
+
+TREES = {  # name: (parents, vocab, length of the compared texts)
+    "root": ([-1], 3, 2),
+    "chain-1": ([-1, 0], 6, 2),
+    "chain-2": ([-1, 0, 1], 4, 3),
+    "chain-3": ([-1, 0, 1, 2], 3, 4),
+    "chain-3-vocab-2": ([-1, 0, 1, 2], 2, 4),
+    "siblings-2": ([-1, 0, 0], 6, 1),
+    "siblings-3": ([-1, 0, 0, 0], 5, 1),
+    "more-siblings-than-tokens": ([-1, 0, 0, 0, 0], 3, 1),
+    "binary": ([-1, 0, 0, 1, 1], 3, 3),
+    "both-sides": ([-1, 0, 0, 1, 2], 3, 3),
+    "deep": ([-1, 0, 1, 1, 2], 3, 4),
+    "inactive-nodes": ([-1, -2, 0, 2, -2, 2], 3, 3),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("tree", TREES)
+def test_exact_law(tree, rule):
+    parents, vocab, length = TREES[tree]
+    rng = random.Random(len(tree))
+    for _ in range(4):
+        target, draft = random_target(vocab, rng), random_target(vocab, rng)
+        walks = enumerate_walks(RULES[rule], parents, target, draft)
+        assert continued(emitted(walks), target, length) == plain(target, length)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_draft_law_itself_is_always_accepted(rule):
+    target = random_target(3, random.Random(1))
+    for _, _, accepted in enumerate_walks(RULES[rule], [-1, 0, 1], target, target):
+        assert accepted == 2
+
+
+def test_block_accepts_at_least_as_much():
+    rng = random.Random(5)
+    gains = []
+    for parents, vocab in (([-1, 0], 4), ([-1, 0, 1], 3), ([-1, 0, 1, 2], 3)):
+        for _ in range(5):
+            target, draft = random_target(vocab, rng), random_target(vocab, rng)
+            expected = {
+                rule: sum(
+                    weight * accepted
+                    for _, weight, accepted in enumerate_walks(RULES[rule], parents, target, draft)
+                )
+                for rule in ("block", "rejection")
+            }
+            gains.append(expected["block"] - expected["rejection"])
+    assert min(gains) == 0 and max(gains) > Fraction(1, 100)
+    assert gains[:5] == [0] * 5  # one token: the two rules are the same
+
+
+def test_more_siblings_accept_more():
+    rng = random.Random(6)
+    target, draft = random_target(4, rng), random_target(4, rng)
+
+    def acceptance(parents):
+        walks = enumerate_walks(reference.recursive, parents, target, draft)
+        return sum(weight for _, weight, accepted in walks if accepted)
+
+    assert acceptance([-1, 0]) < acceptance([-1, 0, 0]) < acceptance([-1, 0, 0, 0])
+
+
+def is_lossless(rule: Callable, parents: list[int], draw: Callable = drafts) -> bool:
+    rng = random.Random(11)
+    for _ in range(5):
+        target, draft = random_target(3, rng), random_target(3, rng)
+        walks = enumerate_walks(rule, parents, target, draft, draw)
+        if continued(emitted(walks), target, 2) != plain(target, 2):
+            return False
+    return True
+
+
+def test_the_exact_test_sees_siblings_without_a_residual(monkeypatch):
+    """Each sibling against the same target: right for the first, biased with the second."""
+    monkeypatch.setattr(reference, "_normalised_difference", lambda target, draft: target)
+    assert not is_lossless(reference.recursive, [-1, 0, 0])
+
+
+def test_the_exact_test_sees_a_correction_from_the_target(monkeypatch):
+    monkeypatch.setattr(reference, "_normalised_difference", lambda target, draft: target)
+    assert not is_lossless(reference.rejection, [-1, 0])
+
+
+def test_the_exact_test_sees_a_draft_law_that_keeps_drawn_tokens(monkeypatch):
+    monkeypatch.setattr(reference, "_without", lambda draft, token: draft)
+    assert not is_lossless(reference.recursive, [-1, 0, 0])
+    assert is_lossless(reference.recursive, [-1, 0, 1])  # chains have no second sibling
+
+
+def test_the_exact_test_sees_siblings_in_another_order():
+    """Siblings sorted by token, as after a re-ranking by score, are no draws in order."""
+
+    def sorted_drafts(parents, draft):
+        for (_, *siblings), weight in drafts(parents, draft):
+            yield [-1, *sorted(siblings)], weight
+
+    assert is_lossless(reference.recursive, [-1, 0, 0])
+    assert not is_lossless(reference.recursive, [-1, 0, 0], sorted_drafts)
+
+
+def test_the_exact_test_sees_deterministic_siblings():
+    """The two most likely tokens, with the probabilities of a law that they were not drawn from."""
+
+    def best_drafts(parents, draft):
+        law = draft(())
+        yield [-1, *sorted(range(len(law)), key=lambda token: -law[token])[:2]], Fraction(1)
+
+    assert not is_lossless(reference.recursive, [-1, 0, 0], best_drafts)
+
+
+def test_the_exact_test_sees_a_block_residual_without_keep(monkeypatch):
+    def difference(target, draft):
+        return [max(t / sum(target) - d, 0) for t, d in zip(target, draft, strict=True)]
+
+    assert is_lossless(reference.block, [-1, 0, 1])
+    monkeypatch.setattr(reference, "_positive_difference", difference)
+    assert not is_lossless(reference.block, [-1, 0, 1])
+
+
+# Statistical laws through the compiled ops
+
+VOCAB = 5
+LENGTH = 3  # of the compared texts
+NUM_DRAWS = 1 << 20
+ROWS = 1 << 18
+TARGET = torch.randn(VOCAB, VOCAB, generator=generator(1)) * 1.5  # logits after each token
+DRAFT = (TARGET + torch.randn(VOCAB, VOCAB, generator=generator(2))).softmax(dim=-1)
+SHAPES = {
+    "rejection": [-1, 0, 1, 2],
+    "block": [-1, 0, 1, 2],
+    "recursive": [-1, 0, 0, 0, 1, 1, 2],
+}
+
+
+def draw_tree(parents: list[int], roots: torch.Tensor, rng: torch.Generator) -> torch.Tensor:
+    """Tokens ``[rows, nodes]`` whose siblings are drawn without replacement from DRAFT."""
+    tokens = torch.zeros(len(roots), len(parents), dtype=torch.long)
+    tokens[:, 0] = roots
+    for node in range(len(parents)):
+        children = [child for child, parent in enumerate(parents) if parent == node]
+        if children:
+            noise = torch.rand(len(roots), VOCAB, generator=rng, dtype=torch.double).log()
+            order = (DRAFT[tokens[:, node]] / -noise).argsort(dim=-1, descending=True)
+            tokens[:, children] = order[:, : len(children)]
+    return tokens
+
+
+def verify(rule, parents, tokens, positions, draft_probs, seed, device="cpu"):
+    rows = len(tokens)
+    arguments = (
+        TARGET[tokens],
+        draft_probs,
+        tokens,
+        torch.tensor(parents).expand(rows, -1),
+        positions,
+        torch.full((rows,), seed),
+        torch.arange(rows),
+    )
+    result = getattr(ops, f"verify_{rule}")(*(argument.to(device) for argument in arguments))
+    return ops.MatchResult(*(part.cpu() for part in result))
+
+
+def append(texts, lengths, tokens, result):
+    """Write what a round emitted behind the texts; the new lengths."""
+    rows = torch.arange(len(texts))
+    for depth in range(tokens.shape[1]):
+        accepted = depth < result.num_accepted
+        node = result.path[:, depth + 1] if depth + 1 < tokens.shape[1] else result.path[:, 0]
+        token = torch.where(accepted, tokens[rows, node.clamp(min=0)], result.next_token)
+        places = (lengths + depth).clamp(max=texts.shape[1] - 1)
+        texts[rows, places] = torch.where(depth <= result.num_accepted, token, texts[rows, places])
+    return lengths + result.num_accepted + 1
+
+
+def write(rule, rows, seed, *, rounds=1, keyed=True, draft_of=None, device="cpu") -> torch.Tensor:
+    """Texts ``[rows, 1 + LENGTH]`` of `rounds` rounds; the target itself writes what is missing."""
+    rng = generator(seed)
+    parents = SHAPES[rule]
+    texts = torch.zeros(rows, 1 + LENGTH + len(parents), dtype=torch.long)
+    lengths = torch.ones(rows, dtype=torch.long)
+    for _ in range(rounds):
+        lengths = lengths.clamp(max=LENGTH + 1)
+        tokens = draw_tree(parents, texts[torch.arange(rows), lengths - 1], rng)
+        positions = lengths - 1 if keyed else torch.zeros_like(lengths)
+        draft_probs = (DRAFT if draft_of is None else draft_of)[tokens]
+        result = verify(rule, parents, tokens, positions, draft_probs, seed, device)
+        lengths = append(texts, lengths, tokens, result)
+    step = TARGET.double().softmax(dim=-1)
+    for place in range(1, LENGTH + 1):
+        drawn = torch.multinomial(step[texts[:, place - 1]], 1, generator=rng)[:, 0]
+        texts[:, place] = torch.where(place < lengths, texts[:, place], drawn)
+    return texts[:, : LENGTH + 1]
+
+
+def excess(texts: torch.Tensor) -> float:
+    """Above 1: the texts do not have the target's law."""
+    step = TARGET.double().softmax(dim=-1)
+    law = step[0]
+    for _ in range(LENGTH - 1):
+        law = (law.view(-1, VOCAB, 1) * step).flatten()
+    cells = texts[:, 1:] @ (VOCAB ** torch.arange(LENGTH - 1, -1, -1))
+    return chi_square_excess(torch.bincount(cells, minlength=VOCAB**LENGTH), law)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rule", SHAPES)
+def test_law_of_the_op(rule, device):
+    turns = NUM_DRAWS // ROWS
+    assert excess(torch.cat([write(rule, ROWS, turn, device=device) for turn in range(turns)])) < 1
+
+
+def test_law_of_rounds_with_one_seed():
+    """The noise of a round is keyed by its root, so rounds that verified the same positions agree."""
+    assert excess(write("block", ROWS // 4, 5, rounds=3)) < 1
+
+
+def test_the_statistical_test_sees_noise_used_in_two_rounds():
+    assert excess(write("block", ROWS // 4, 5, rounds=3, keyed=False)) > 1
+
+
+@pytest.mark.parametrize("rule", SHAPES)
+def test_the_statistical_test_sees_a_wrong_draft_law(rule):
+    """Drafts verified as if they had been drawn at another temperature."""
+    assert excess(write(rule, ROWS // 4, 6, draft_of=DRAFT**1.1)) > 1
+
+
+def test_law_of_the_drafts():
+    """draw_drafts draws without replacement and in order: the law of ordered triples."""
+    rows, probs = 1 << 16, torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
+    zeros = torch.zeros(rows, dtype=torch.long)
+    drawn = reference.draw_drafts(probs.expand(rows, -1), 3, 2, zeros, zeros, torch.arange(rows))
+    law = torch.zeros(5, 5, 5, dtype=torch.double)
+    for a, b, c in itertools.permutations([0, 2, 3, 4], 3):
+        law[a, b, c] = probs[a] * probs[b] / (1 - probs[a]) * probs[c] / (1 - probs[a] - probs[b])
+    cells = drawn @ torch.tensor([25, 5, 1])
+    assert chi_square_excess(torch.bincount(cells, minlength=125), law.flatten()) < 1
+    assert (
+        chi_square_excess(torch.bincount(cells, minlength=125), law.transpose(0, 1).flatten()) > 1
+    )
+
+
+def test_drafts_that_run_out():
+    probs = torch.tensor([[0.0, 2.0, torch.nan, -1.0], [0.0, 0.0, 0.0, 0.0]])
+    zeros = torch.zeros(2, dtype=torch.long)
+    assert reference.draw_drafts(probs, 3, 0, zeros, zeros, zeros).tolist() == [
+        [1, -1, -1],
+        [-1, -1, -1],
+    ]
+
+
+def test_law_with_the_ops_own_draft_noise():
+    """Drafting, accepting and drawing from one seed: their noise is independent."""
+    rows = 1 << 16
+    zeros, row_ids = torch.zeros(rows, dtype=torch.long), torch.arange(rows)
+    tokens = torch.zeros(rows, 3, dtype=torch.long)
+    for depth in range(2):
+        tokens[:, depth + 1 :] = reference.draw_drafts(
+            DRAFT[tokens[:, depth]], 1, depth, zeros, zeros, row_ids
+        )
+    result = verify("rejection", [-1, 0, 1], tokens, zeros, DRAFT[tokens], 0)
+    texts = torch.zeros(rows, 6, dtype=torch.long)
+    append(texts, torch.ones(rows, dtype=torch.long), tokens, result)
+    law = TARGET[0].double().softmax(dim=-1)
+    assert chi_square_excess(torch.bincount(texts[:, 1], minlength=VOCAB), law) < 1

@@ -1,0 +1,266 @@
+"""Specification of ``verify_rejection``, ``verify_recursive`` and ``verify_block``: rules 2, 4 and 3.
+
+The rules are written over plain sequences of numbers, so that they run in float64 against the compiled
+ops and in rational arithmetic, branch by branch, in the tests of their law. The randomness of a walk comes
+in through ``accept(depth, ordinal, target, draft)``, which says whether ``u * draft < target`` for a
+uniform u that belongs to the child number ``ordinal`` of the node at ``depth``.
+
+The compiled ops keep one scale per node instead of normalised copies of its laws (``residual.h``) and
+compute in float32: a decision can differ where u is within about 1e-6 of its threshold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_ext.reference import rng
+from specdec_ext.reference.verify_match import NAN, NO_FINITE_LOGIT, OK
+from specdec_ext.tree import ROOT_PARENT
+
+Law = Sequence[Any]  # numbers: float or Fraction
+Laws = Callable[[int], Law]  # of a node
+Accept = Callable[[int, int, Any, Any], bool]
+Walk = tuple[list[int], Law]  # accepted nodes, law of the next token
+Stream = tuple[Tensor, Tensor, Tensor]  # seed, row id, root position
+Rule = Callable[[list[int], list[int], Laws, Laws, Accept], Walk]
+
+
+def recursive(
+    tokens: list[int], parents: list[int], target: Laws, draft: Laws, accept: Accept
+) -> Walk:
+    """Rule 4: siblings drawn without replacement from ``draft``, tried in the order of their draws.
+
+    Args:
+        tokens: of each node.
+        parents: of each node.
+        target: ``target(node)`` is the law to be preserved; it may raise to end the walk.
+        draft: ``draft(node)`` is the law that the children of a node were drawn from, or all zeros.
+        accept: the random decision, see the module's docstring.
+    """
+    return _rejection_walk(tokens, parents, target, draft, accept, max_children=len(tokens))
+
+
+def rejection(
+    tokens: list[int], parents: list[int], target: Laws, draft: Laws, accept: Accept
+) -> Walk:
+    """Rule 2: the same for the first child of every node alone."""
+    return _rejection_walk(tokens, parents, target, draft, accept, max_children=1)
+
+
+def _rejection_walk(
+    tokens: list[int],
+    parents: list[int],
+    target: Laws,
+    draft: Laws,
+    accept: Accept,
+    max_children: int,
+) -> Walk:
+    path = [0]
+    while True:
+        node, depth = path[-1], len(path) - 1
+        children = _children(parents, node)[:max_children]
+        residual = target(node)
+        remaining = draft(node) if children else []
+        for ordinal, child in enumerate(children):
+            token = tokens[child]
+            if not _can_be_drawn(token, remaining):
+                continue
+            if accept(depth, ordinal, residual[token], remaining[token]):
+                path.append(child)
+                break
+            residual = _normalised_difference(residual, remaining)
+            remaining = _without(remaining, token)
+        else:
+            return path, residual
+
+
+def block(tokens: list[int], parents: list[int], target: Laws, draft: Laws, accept: Accept) -> Walk:
+    """Rule 3: the last prefix i of the chain of first children with u_i < h_i (Sun et al. 2024)."""
+    path, keeps, laws = [0], [1], [target(0)]
+    at_end = False
+    while not at_end and keeps[-1] > 0:
+        node, keep, law = path[-1], keeps[-1], laws[-1]
+        children = _children(parents, node)[:1]
+        if not children or not _can_be_drawn(tokens[children[0]], draft(node)):
+            at_end = True
+        else:
+            token = tokens[children[0]]
+            path.append(children[0])
+            keeps.append(min(keep * law[token] / draft(node)[token], 1))
+            laws.append(target(path[-1]) if keeps[-1] > 0 else [])
+    if at_end and (len(path) == 1 or accept(len(path) - 2, 0, keeps[-1], 1)):
+        return path, laws[-1]
+    if len(path) > 1:
+        path.pop()  # not accepted, or of target probability 0
+    while True:
+        keep, law = keeps[len(path) - 1], laws[len(path) - 1]
+        residual = _positive_difference([keep * t for t in law], draft(path[-1]))
+        mass = sum(residual)
+        total = mass + 1 - keep
+        if len(path) == 1 or total == 0 or accept(len(path) - 2, 0, mass, total):
+            return path, [r / mass for r in residual] if mass > 0 else law
+        path.pop()
+
+
+def _children(parents: list[int], node: int) -> list[int]:
+    return [child for child in range(node + 1, len(parents)) if parents[child] == node]
+
+
+def _can_be_drawn(token: int, remaining: Law) -> bool:
+    return 0 <= token < len(remaining) and remaining[token] > 0
+
+
+def _positive_difference(target: Law, draft: Law) -> Law:
+    return [max(t - d, 0) for t, d in zip(target, draft, strict=True)]
+
+
+def _normalised_difference(target: Law, draft: Law) -> Law:
+    """norm(max(target - draft, 0)); the target itself if that is 0 everywhere."""
+    difference = _positive_difference(target, draft)
+    mass = sum(difference)
+    return [d / mass for d in difference] if mass > 0 else target
+
+
+def _without(draft: Law, token: int) -> Law:
+    """draft(token) <- 0, renormalised; all zeros if nothing is left."""
+    rest = [0 if v == token else d for v, d in enumerate(draft)]
+    mass = sum(rest)
+    return [d / mass for d in rest] if mass > 0 else rest
+
+
+# Over tensors, with the random numbers of the ops
+
+
+def verify_recursive(*arguments: Tensor) -> tuple[Tensor, ...]:
+    """The outputs of ``specdec_ext.ops.verify_recursive``, in its order."""
+    return _verify(recursive, *arguments)
+
+
+def verify_rejection(*arguments: Tensor) -> tuple[Tensor, ...]:
+    """The outputs of ``specdec_ext.ops.verify_rejection``, in its order."""
+    return _verify(rejection, *arguments)
+
+
+def verify_block(*arguments: Tensor) -> tuple[Tensor, ...]:
+    """The outputs of ``specdec_ext.ops.verify_block``, in its order."""
+    return _verify(block, *arguments)
+
+
+def _verify(
+    rule: Rule,
+    logits: Tensor,
+    draft_probs: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    root_positions: Tensor,
+    seeds: Tensor,
+    row_ids: Tensor,
+) -> tuple[Tensor, ...]:
+    batch, nodes, vocab = logits.shape
+    path = parents.new_full((batch, nodes), -1)
+    num_accepted, next_token = parents.new_full((batch,), -1), parents.new_full((batch,), -1)
+    status = parents.new_zeros(batch)
+    for row in range(batch):
+        if parents[row, 0] != ROOT_PARENT:
+            continue
+        stream: Stream = (seeds[row], row_ids[row], root_positions[row])
+        examined: list[int] = []
+
+        def target(node: int, row: int = row, examined: list[int] = examined) -> Law:
+            law = target_law(logits[row, node])
+            examined.append(node)
+            return law
+
+        def draft(node: int, row: int = row) -> Law:
+            return draft_law(draft_probs[row, node]).tolist()
+
+        def accept(depth: int, ordinal: int, t: float, d: float, stream: Stream = stream) -> bool:
+            bits = rng.round_bits(*stream, depth, rng.PURPOSE_ACCEPT, 4 * ordinal + 1)
+            return bool(rng.accept_uniform(bits[-1]).double() * d < t)
+
+        try:
+            accepted, law = rule(tokens[row].tolist(), parents[row].tolist(), target, draft, accept)
+        except BadLogits as error:
+            status[row], accepted = error.status, examined
+        else:
+            bits = rng.round_bits(*stream, len(accepted) - 1, rng.PURPOSE_RESIDUAL, vocab)
+            next_token[row] = race(torch.tensor(law, dtype=torch.float64), bits)
+        num_accepted[row] = len(accepted) - 1
+        path[row, : len(accepted)] = torch.tensor(accepted, dtype=torch.long)
+    return path, num_accepted, next_token, status
+
+
+class BadLogits(Exception):
+    """The logits of an examined node hold NaN or nothing above -inf."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+def target_law(logits: Tensor) -> Law:
+    """Softmax in float64; +inf counts as the largest float32."""
+    logits = logits.float()
+    status = NAN if logits.isnan().any() else NO_FINITE_LOGIT if logits.max() == -torch.inf else OK
+    if status != OK:
+        raise BadLogits(status)
+    return logits.clamp(max=torch.finfo(torch.float32).max).double().softmax(dim=-1).tolist()
+
+
+def draft_law(draft_probs: Tensor) -> Tensor:
+    """``[..., vocab]`` normalised in float64, with 0 for NaN, infinities and negative entries.
+
+    All zeros if the mass is outside 2^-64 .. 2^64: then nothing counts as drawn.
+    """
+    probs = draft_probs.double()
+    probs = torch.where((probs > 0) & probs.isfinite(), probs, 0)
+    mass = probs.sum(dim=-1, keepdim=True)
+    return torch.where((mass >= 2.0**-64) & (mass <= 2.0**64), probs / mass, 0)
+
+
+def race(law: Tensor, bits: Tensor) -> Tensor:
+    """The arg-max of law / exponential, ties to the lowest token: a draw from the law.
+
+    Tokens of weight 0 never win. The order of all quotients is an order of draws without replacement.
+    """
+    quotients = law / rng.exponential(bits).double()
+    return quotients.max(dim=-1).indices
+
+
+def draw_drafts(
+    draft_probs: Tensor,
+    count: int,
+    depth: int,
+    root_positions: Tensor,
+    seeds: Tensor,
+    row_ids: Tensor,
+) -> Tensor:
+    """How a drafter draws the children of a node, without replacement and in the order to keep.
+
+    One exponential race: the tokens with the largest ``draft_probs / exponential``, best first. Nodes at
+    one depth of a row may share the noise, because a walk visits one of them.
+
+    Args:
+        draft_probs: ``[batch, ..., vocab]``; what the verification is given for this node.
+        count: children to draw.
+        depth: of the node.
+        root_positions: ``[batch]``; of the round, as for the verification.
+        seeds: ``[batch]``.
+        row_ids: ``[batch]``.
+
+    Returns:
+        ``[batch, ..., count]`` int64; -1 where fewer tokens have a positive probability.
+    """
+    vocab = draft_probs.shape[-1]
+    bits = rng.round_bits(seeds, row_ids, root_positions, depth, rng.PURPOSE_DRAFT, vocab)
+    bits = bits.view(len(bits), *[1] * (draft_probs.ndim - 2), vocab)
+    weights = draft_law(draft_probs)
+    quotients, order = (weights / rng.exponential(bits).double()).sort(
+        dim=-1, descending=True, stable=True
+    )
+    drawn = torch.where(quotients > 0, order, -1)[..., :count]
+    return torch.nn.functional.pad(drawn, (0, count - drawn.shape[-1]), value=-1)
