@@ -7,6 +7,9 @@ SPECDEC_SCHEMAS(m) {
       "tree_mask(Tensor parents, Tensor root_positions) -> (Tensor ancestors, Tensor depths, "
       "Tensor positions, Tensor first_child, Tensor next_sibling, Tensor paths)");
   m.def(
+      "build_dynamic_tree(Tensor scores, Tensor tokens, Tensor parents, Tensor root_tokens, int "
+      "nodes) -> (Tensor tree_tokens, Tensor tree_parents, Tensor selected)");
+  m.def(
       "verify_match(Tensor logits, Tensor tokens, Tensor parents, Tensor root_positions, "
       "Tensor seeds, Tensor row_ids, Tensor stochastic, Tensor(a!)? counters=None) -> (Tensor "
       "path, "

@@ -79,6 +79,59 @@ void test_tree_mask() {
   }
 }
 
+struct DynamicTreeOutputs {
+  Ints tokens, parents, selected;
+  bool operator==(const DynamicTreeOutputs&) const = default;
+};
+
+template <typename Run>
+DynamicTreeOutputs run_dynamic_tree(const std::vector<float>& scores, const Ints& parents,
+                                    int64_t batch, int64_t nodes, const Run& run) {
+  const int64_t candidates = static_cast<int64_t>(scores.size()) / batch;
+  Ints tokens(scores.size()), root_tokens(batch, 7);
+  std::iota(tokens.begin(), tokens.end(), 10);
+  DynamicTreeOutputs out{Ints(batch * nodes), Ints(batch * nodes), Ints(batch * nodes)};
+  run(BuildDynamicTreeParams{.scores = {scores.data(), candidates, 1},
+                             .tokens = {tokens.data(), candidates, 1},
+                             .parents = {parents.data(), candidates, 1},
+                             .root_tokens = {root_tokens.data(), 1},
+                             .batch = batch,
+                             .candidates = candidates,
+                             .nodes = nodes,
+                             .tree_tokens = out.tokens.data(),
+                             .tree_parents = out.parents.data(),
+                             .selected = out.selected.data()});
+  return out;
+}
+
+void test_build_dynamic_tree() {
+  const auto on_cpu = [](const BuildDynamicTreeParams& params) {
+    cpu::build_dynamic_tree(params, kSerial);
+  };
+  const auto emulated = [](const BuildDynamicTreeParams& params) {
+    CHECK(launch_build_dynamic_tree(params, nullptr) == cudaSuccess);
+  };
+  const DynamicTreeOutputs example =
+      run_dynamic_tree({-0.5f, -0.9f, -0.5f, -3.0f, -0.1f}, {-1, -1, 0, 0, 1}, 1, 4, on_cpu);
+  CHECK((example.tokens == Ints{7, 10, 11, 12}));
+  CHECK((example.parents == Ints{-1, 0, 0, 1}));
+  CHECK((example.selected == Ints{-1, 0, 1, 2}));
+
+  std::mt19937 random(4);
+  for (int64_t candidates : {1, 31, 128, 129, 710, 4096}) {
+    std::vector<float> scores(2 * candidates);
+    Ints parents(2 * candidates);
+    for (int64_t i = 0; i < 2 * candidates; ++i) {
+      scores[i] = random() % 9 == 0 ? NAN : -static_cast<float>(random() % 40);
+      parents[i] = static_cast<int64_t>(random() % (i % candidates + 1)) - 1 - (random() % 9 == 0);
+    }
+    for (int64_t nodes : {1, 2, 60, 1024}) {
+      CHECK(run_dynamic_tree(scores, parents, 2, nodes, emulated) ==
+            run_dynamic_tree(scores, parents, 2, nodes, on_cpu));
+    }
+  }
+}
+
 struct MatchOutputs {
   Ints path, num_accepted, next_token, status;
   bool operator==(const MatchOutputs&) const = default;
@@ -237,6 +290,7 @@ void test_kv_compact() {
 
 void test_ops() {
   test_tree_mask();
+  test_build_dynamic_tree();
   test_verify_match();
   test_kv_compact();
 }

@@ -14,7 +14,14 @@ Errors: ValueError names the argument, what was expected and what was given.
 from specdec_ext.ops._library import LIBRARY_PATH
 from specdec_ext.ops.cache import kv_compact
 from specdec_ext.ops.sample import sample_filter
-from specdec_ext.ops.tree import MAX_NODES, TreeMask, tree_mask
+from specdec_ext.ops.tree import (
+    MAX_CANDIDATES,
+    MAX_NODES,
+    DynamicTree,
+    TreeMask,
+    build_dynamic_tree,
+    tree_mask,
+)
 from specdec_ext.ops.verify import (
     STATUS_NAN,
     STATUS_NO_FINITE_LOGIT,
@@ -26,12 +33,15 @@ from specdec_ext.ops.verify_sampled import verify_block, verify_recursive, verif
 
 __all__ = [
     "LIBRARY_PATH",
+    "MAX_CANDIDATES",
     "MAX_NODES",
     "STATUS_NAN",
     "STATUS_NO_FINITE_LOGIT",
     "STATUS_OK",
+    "DynamicTree",
     "MatchResult",
     "TreeMask",
+    "build_dynamic_tree",
     "kv_compact",
     "sample_filter",
     "tree_mask",

@@ -10,6 +10,7 @@ from torch import Tensor
 from specdec_ext.ops import _library
 
 MAX_NODES = 1024
+MAX_CANDIDATES = 4096
 
 
 class TreeMask(NamedTuple):
@@ -35,6 +36,44 @@ class TreeMask(NamedTuple):
     paths: Tensor
 
 
+class DynamicTree(NamedTuple):
+    """The tree of a dynamic draft. Nodes after the root are in ascending order of their candidates.
+
+    Attributes:
+        tokens: ``[batch, nodes]``; 0 where a node is absent.
+        parents: ``[batch, nodes]``; -1 for node 0, -2 where a node is absent.
+        selected: ``[batch, nodes]``; the candidate of each node; -1 for node 0 and absent nodes.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    selected: Tensor
+
+
+def build_dynamic_tree(
+    scores: Tensor, tokens: Tensor, parents: Tensor, root_tokens: Tensor, nodes: int
+) -> DynamicTree:
+    """Select the best candidates of a dynamic draft (EAGLE-2) as a tree.
+
+    A candidate's effective score is the lowest score on its path from the root: its own score, unless a
+    caller gives a child a better one than its parent. The ``nodes - 1`` best are selected in the order
+    (effective score descending, index ascending), in which parents precede their children, so every
+    selection is a tree. With fewer eligible candidates the last nodes are absent.
+
+    Args:
+        scores: ``[batch, candidates]`` float32, cumulative log-probabilities, up to 4096 per row. NaN and
+            -inf are not eligible, nor are candidates below one that is not.
+        tokens: ``[batch, candidates]`` int64.
+        parents: ``[batch, candidates]`` int64; the candidate's parent, which comes before it, or -1 for the
+            root. Anything else, such as -2 for an absent candidate, makes it not eligible.
+        root_tokens: ``[batch]`` int64; the last committed token, or -1 for an inactive row.
+        nodes: of the tree, the root included.
+    """
+    return DynamicTree(
+        *_library.native.build_dynamic_tree(scores, tokens, parents, root_tokens, nodes)
+    )
+
+
 def tree_mask(parents: Tensor, root_positions: Tensor) -> TreeMask:
     """Derive masks, depths, positions, child links and paths from the parents of draft trees.
 
@@ -51,3 +90,10 @@ def _tree_mask_fake(parents: Tensor, root_positions: Tensor) -> tuple[Tensor, ..
     like_nodes = [parents.new_empty(batch, nodes) for _ in range(4)]
     ancestors = parents.new_empty(batch, nodes, (nodes + 63) // 64)
     return ancestors, *like_nodes, parents.new_empty(batch, nodes, nodes)
+
+
+@torch.library.register_fake("specdec::build_dynamic_tree")
+def _build_dynamic_tree_fake(
+    scores: Tensor, tokens: Tensor, parents: Tensor, root_tokens: Tensor, nodes: int
+) -> tuple[Tensor, ...]:
+    return tuple(parents.new_empty(len(parents), nodes) for _ in range(3))

@@ -5,6 +5,7 @@
 
 #include <span>
 
+#include "specdec/build_dynamic_tree.h"
 #include "specdec/kv_compact.h"
 #include "specdec/sample_filter.h"
 #include "specdec/tree_mask.h"
@@ -12,6 +13,8 @@
 #include "specdec/verify_sampled.h"
 
 namespace specdec {
+
+cudaError_t launch_build_dynamic_tree(const BuildDynamicTreeParams& params, cudaStream_t stream);
 
 cudaError_t launch_tree_mask(const TreeMaskParams& params, cudaStream_t stream);
 
