@@ -11,12 +11,6 @@
 namespace specdec::glue {
 namespace {
 
-int32_t dtype_of(const Tensor& tensor) {
-  int32_t dtype;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
-  return dtype;
-}
-
 struct DeviceId {
   int32_t type;
   int32_t index;
@@ -46,23 +40,13 @@ std::string join(const Sizes& sizes) {
   return text + "]";
 }
 
-Tensor empty(const Tensor& like, std::initializer_list<int64_t> shape, int32_t dtype) {
-  constexpr size_t kMaxDim = 4;
-  int64_t strides[kMaxDim];
-  int64_t stride = 1;
-  for (size_t i = shape.size(); i-- > 0;) {
-    strides[i] = stride;
-    stride *= shape.begin()[i];
-  }
-  const DeviceId device = device_of(like);
-  AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()),
-                                                         shape.begin(), strides, dtype, device.type,
-                                                         device.index, &handle));
-  return Tensor(handle);
-}
-
 }  // namespace
+
+int32_t dtype_of(const Tensor& tensor) {
+  int32_t dtype;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  return dtype;
+}
 
 void fail(const std::string& message) { throw std::invalid_argument(message); }
 
@@ -146,16 +130,33 @@ void check_vocab(const Argument& argument, const Tensor& logits, int64_t max_voc
   }
 }
 
+Tensor empty(const Tensor& like, std::span<const int64_t> shape, int32_t dtype) {
+  constexpr size_t kMaxDim = 16;
+  if (shape.size() > kMaxDim) fail("specdec: a tensor has more than 16 dimensions");
+  int64_t strides[kMaxDim];
+  int64_t stride = 1;
+  for (size_t i = shape.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= shape[i];
+  }
+  const DeviceId device = device_of(like);
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()),
+                                                         shape.data(), strides, dtype, device.type,
+                                                         device.index, &handle));
+  return Tensor(handle);
+}
+
 Tensor empty_int64(const Tensor& like, std::initializer_list<int64_t> shape) {
-  return empty(like, shape, aoti_torch_dtype_int64());
+  return empty(like, {shape.begin(), shape.size()}, aoti_torch_dtype_int64());
 }
 
 Tensor empty_float(const Tensor& like, std::initializer_list<int64_t> shape) {
-  return empty(like, shape, aoti_torch_dtype_float32());
+  return empty(like, {shape.begin(), shape.size()}, aoti_torch_dtype_float32());
 }
 
 Tensor empty_bytes(const Tensor& like, int64_t count) {
-  return empty(like, {count}, aoti_torch_dtype_uint8());
+  return empty(like, {&count, 1}, aoti_torch_dtype_uint8());
 }
 
 const ParallelFor kTorchParallelFor{

@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <initializer_list>
+#include <span>
 #include <string>
 
 #include "specdec/logits.h"
@@ -20,6 +21,7 @@ using torch::stable::Tensor;
 [[noreturn]] void fail(const std::string& message);
 
 std::string describe_shape(const Tensor& tensor);
+int32_t dtype_of(const Tensor& tensor);
 const char* dtype_name(int32_t dtype);
 
 // An argument with its name. The checks return it, so that they chain.
@@ -60,6 +62,7 @@ LogitsType check_logits_type(const Argument& argument, const Tensor& logits);
 void check_vocab(const Argument& argument, const Tensor& logits, int64_t max_vocab);
 
 // Uninitialised contiguous tensors on the device of `like`.
+Tensor empty(const Tensor& like, std::span<const int64_t> shape, int32_t dtype);
 Tensor empty_int64(const Tensor& like, std::initializer_list<int64_t> shape);
 Tensor empty_float(const Tensor& like, std::initializer_list<int64_t> shape);
 Tensor empty_bytes(const Tensor& like, int64_t count);

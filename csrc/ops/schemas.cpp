@@ -32,4 +32,5 @@ SPECDEC_SCHEMAS(m) {
   m.def(
       "kv_compact(Tensor(a!)[] caches, Tensor path, Tensor num_accepted, Tensor source_starts, "
       "Tensor target_starts, Tensor? page_table=None) -> ()");
+  m.def("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor");
 }

@@ -13,6 +13,7 @@ Errors: ValueError names the argument, what was expected and what was given.
 
 from specdec_ext.ops._library import LIBRARY_PATH
 from specdec_ext.ops.cache import kv_compact
+from specdec_ext.ops.linear import linear
 from specdec_ext.ops.sample import sample_filter
 from specdec_ext.ops.tree import (
     MAX_CANDIDATES,
@@ -43,6 +44,7 @@ __all__ = [
     "TreeMask",
     "build_dynamic_tree",
     "kv_compact",
+    "linear",
     "sample_filter",
     "tree_mask",
     "verify_block",

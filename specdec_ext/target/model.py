@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,12 @@ from transformers.cache_utils import Cache
 
 from specdec_ext import ops
 from specdec_ext.target.cache import RollbackLayer, adopt_cache
+from specdec_ext.target.linears import (
+    MAX_PROMPT_ROWS,
+    MAX_ROWS,
+    plain_linears,
+    row_invariant_linears,
+)
 from specdec_ext.target.masks import (
     SUPPORTED_IMPLEMENTATIONS,
     BlockVisibility,
@@ -78,6 +84,7 @@ class Target:
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
         self._check_model()
+        self._linears = plain_linears(model)
         self.cache, self.tree_refusal = adopt_cache(past_key_values, self.config)
         self.tree_refusal = self.tree_refusal or _slot_attention(self.config)
         # What can be rolled back: all layers or, for a refused cache, none.
@@ -231,6 +238,7 @@ class Target:
         kept = torch.unique(last) - past
         output = self._forward(
             block,
+            MAX_PROMPT_ROWS,
             input_ids=input_ids[:, past:],
             position_ids=positions[:, past:],
             attention_mask=attention_mask if padded and block is None else None,
@@ -253,10 +261,18 @@ class Target:
             else columns
         }
 
-    def _forward(self, block: BlockVisibility | None, **inputs: Any) -> TargetOutput:
+    def _forward(
+        self, block: BlockVisibility | None, max_rows: int = MAX_ROWS, **inputs: Any
+    ) -> TargetOutput:
+        """One pass of the model; of up to ``max_rows`` tokens with row-invariant linears."""
         # Inference mode saves a part of every small op. What the caller may keep is allocated outside of it:
         # the cache (RollbackLayer._allocate) and recorded outputs (Recorder copies them).
-        with torch.inference_mode(), nullcontext() if block is None else visibility(block):
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode())
+            if block is not None:
+                stack.enter_context(visibility(block))
+            if inputs["input_ids"].numel() <= max_rows:
+                stack.enter_context(row_invariant_linears(self._linears))
             output: Any = self.model(past_key_values=self.cache, **inputs, **self._forward_kwargs)
         return TargetOutput(
             output.logits,

@@ -1,0 +1,92 @@
+// CPU op linear: passes of up to 32 rows, each one parallel loop over tiles of output columns. The
+// inputs are copied into the order in which the kernels read them (linear_kernel.h); the weights
+// are read where they are.
+//
+// Bits: AVX2 and AVX-512 agree, unless a bfloat16 or a partial sum is subnormal and the processor
+// has vdpbf16ps. SPECDEC_CPU_ISA=baseline|avx2|avx512 forces an instruction set.
+#include "specdec/linear.h"
+
+#include <cstring>
+#include <vector>
+
+#include "specdec/cpu_isa.h"
+
+#define SPECDEC_LINEAR_TARGET
+#include "linear_kernel.h"
+
+namespace specdec::cpu {
+namespace {
+
+// Multiply-adds below which waking a thread costs more than it saves. A row counts as kMinRows
+// rows, because fewer are no faster: the weights have to be read.
+constexpr int64_t kGrain = 1 << 18;
+constexpr int64_t kMinRows = 4;
+
+LinearCode code_for_isa(LinearType type) {
+#ifdef SPECDEC_X86
+  switch (cpu_isa()) {
+    case CpuIsa::kAvx512:
+      return linear_avx512(type);
+    case CpuIsa::kAvx2:
+      return linear_avx2(type);
+    case CpuIsa::kBaseline:
+      break;
+  }
+#endif
+  return linear_baseline(type);
+}
+
+struct alignas(kStepBytes) Step {
+  std::byte bytes[kStepBytes];
+};
+
+int64_t num_steps(int64_t row_bytes) {
+  return std::max<int64_t>(1, (row_bytes + kStepBytes - 1) / kStepBytes);
+}
+
+// See LinearPass.
+void pack(const LinearParams& params, int64_t first_row, int64_t rows, int64_t block_rows,
+          int64_t element_size, std::vector<Step>& packed) {
+  const int64_t row_bytes = params.in_features * element_size;
+  const int64_t steps = num_steps(row_bytes);
+  if (packed.size() < static_cast<size_t>(rows * steps)) packed.resize(rows * steps);
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t row = first_row + r, first = r / block_rows * block_rows;
+    const int64_t stride = std::min(block_rows, rows - first);
+    const int64_t offset = row / params.inner_rows * params.outer_stride +
+                           row % params.inner_rows * params.inner_stride;
+    const std::byte* input = static_cast<const std::byte*>(params.input) + offset * element_size;
+    Step* target = packed.data() + first * steps + (r - first);
+    for (int64_t step = 0; step < row_bytes / kStepBytes; ++step) {
+      std::memcpy(target[step * stride].bytes, input + step * kStepBytes, kStepBytes);
+    }
+    if (const int64_t left = row_bytes % kStepBytes) {
+      Step& last = target[(steps - 1) * stride];
+      std::memset(last.bytes, 0, kStepBytes);
+      std::memcpy(last.bytes, input + row_bytes - left, left);
+    }
+  }
+}
+
+}  // namespace
+
+void linear(const LinearParams& params, const ParallelFor& parallel_for) {
+  thread_local std::vector<Step> packed;
+  const LinearCode code = code_for_isa(params.type);
+  const int64_t element_size =
+      params.type == LinearType::kFloat32 ? sizeof(float) : sizeof(BFloat16);
+  const int64_t steps = num_steps(params.in_features * element_size);
+  for (int64_t row = 0; row < params.rows; row += kPassRows) {
+    const int64_t rows = std::min(kPassRows, params.rows - row);
+    const int64_t block_rows = even_part(rows, code.max_rows);
+    pack(params, row, rows, block_rows, element_size, packed);
+    const LinearPass pass{params, row, rows, block_rows, steps, packed.data()->bytes};
+    const int64_t tiles = (params.out_features + kTileOuts - 1) / kTileOuts;
+    const int64_t tile_work = kTileOuts * (params.in_features + 1) * std::max(rows, kMinRows);
+    parallel_for(tiles, kGrain / tile_work + 1, [&](int64_t begin, int64_t end) {
+      code.run(pass, begin * kTileOuts, std::min(end * kTileOuts, params.out_features));
+    });
+  }
+}
+
+}  // namespace specdec::cpu

@@ -1,0 +1,94 @@
+// linear with AVX2 and FMA: the 16 lanes are two registers.
+#include "specdec/cpu_isa.h"
+
+#ifdef SPECDEC_X86
+
+#include <immintrin.h>
+
+#include <cstring>
+
+#define SPECDEC_LINEAR_TARGET SPECDEC_TARGET_AVX2
+#include "linear_kernel.h"
+
+namespace specdec::cpu {
+namespace {
+
+struct Avx2 {
+  using Vector = __m256;
+  static constexpr int kParts = 2;
+
+  SPECDEC_LINEAR_INLINE static Vector zero() { return _mm256_setzero_ps(); }
+  SPECDEC_LINEAR_INLINE static Vector load_lanes(const float* p) { return _mm256_load_ps(p); }
+  SPECDEC_LINEAR_INLINE static void store_lanes(Vector v, float* p) { _mm256_store_ps(p, v); }
+
+  SPECDEC_LINEAR_INLINE static void total(const Vector (&four)[4][2], float* out) {
+    __m256 by8[4];
+    SPECDEC_UNROLL for (int i = 0; i < 4; ++i) by8[i] = _mm256_add_ps(four[i][0], four[i][1]);
+    // Four lanes of the elements 0 and 1, and of 2 and 3.
+    const __m256 a = _mm256_add_ps(_mm256_permute2f128_ps(by8[0], by8[1], 0x20),
+                                   _mm256_permute2f128_ps(by8[0], by8[1], 0x31));
+    const __m256 b = _mm256_add_ps(_mm256_permute2f128_ps(by8[2], by8[3], 0x20),
+                                   _mm256_permute2f128_ps(by8[2], by8[3], 0x31));
+    // Two lanes of each: elements 0, 2 in the lower half, 1, 3 in the upper.
+    const __m256 by2 = _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xEE));
+    const __m256 sums = _mm256_add_ps(by2, _mm256_permute_ps(by2, 0xB1));
+    _mm_storeu_ps(out, _mm_unpacklo_ps(_mm_permute_ps(_mm256_castps256_ps128(sums), 0x08),
+                                       _mm_permute_ps(_mm256_extractf128_ps(sums, 1), 0x08)));
+  }
+};
+
+// 12 of the 16 registers hold sums.
+struct Float32 : Avx2 {
+  using Element = float;
+  using Operand = __m256;
+  static constexpr int kMaxRows = 3;
+  static constexpr int num_outs(int rows) { return rows == 1 ? 6 : rows == 2 ? 3 : 2; }
+
+  SPECDEC_LINEAR_INLINE static Operand load(const float* p) { return _mm256_loadu_ps(p); }
+  SPECDEC_LINEAR_INLINE static Operand load_first(const float* p, int64_t count) {
+    alignas(32) float padded[8] = {};
+    std::memcpy(padded, p, count * sizeof(float));
+    return _mm256_load_ps(padded);
+  }
+  SPECDEC_LINEAR_INLINE static void keep(Operand& x) { asm("" : "+x"(x)); }
+  SPECDEC_LINEAR_INLINE static void multiply_add(Vector& sums, Operand w, Operand x) {
+    sums = _mm256_fmadd_ps(w, x, sums);
+  }
+};
+
+// An operand takes two registers, so 8 hold sums.
+struct BFloat16Split : Avx2 {
+  using Element = BFloat16;
+  struct Operand {
+    __m256 odd, even;
+  };
+  static constexpr int kMaxRows = 2;
+  static constexpr int num_outs(int rows) { return rows == 1 ? 4 : 2; }
+
+  SPECDEC_LINEAR_INLINE static Operand load(const BFloat16* p) {
+    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return {_mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-0x10000))),
+            _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16))};
+  }
+  SPECDEC_LINEAR_INLINE static Operand load_first(const BFloat16* p, int64_t count) {
+    alignas(32) BFloat16 padded[16] = {};
+    std::memcpy(padded, p, count * sizeof(BFloat16));
+    return load(padded);
+  }
+  SPECDEC_LINEAR_INLINE static void keep(Operand&) {}
+  SPECDEC_LINEAR_INLINE static void multiply_add(Vector& sums, const Operand& w, const Operand& x) {
+    sums = _mm256_fmadd_ps(w.odd, x.odd, sums);
+    sums = _mm256_fmadd_ps(w.even, x.even, sums);
+  }
+};
+
+}  // namespace
+
+LinearCode linear_avx2(LinearType type) {
+  return type == LinearType::kFloat32 ? LinearKernel<Float32>::code()
+                                      : LinearKernel<BFloat16Split>::code();
+}
+
+}  // namespace specdec::cpu
+
+#endif

@@ -1,0 +1,111 @@
+// linear with AVX-512; bfloat16 with vdpbf16ps where the processor has it.
+#include "specdec/cpu_isa.h"
+
+#ifdef SPECDEC_X86
+
+#include <immintrin.h>
+
+// GCC 12 warns about its own intrinsics (bug 105593).
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+
+#define SPECDEC_LINEAR_TARGET                                 \
+  __attribute__((                                             \
+      target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16," \
+             "avx2,fma,prefer-vector-width=512")))
+#include "linear_kernel.h"
+
+namespace specdec::cpu {
+namespace {
+
+// 24 or fewer of the 32 registers hold sums.
+struct Avx512 {
+  using Vector = __m512;
+  static constexpr int kParts = 1;
+  static constexpr int kMaxRows = 8;
+  static constexpr int num_outs(int rows) {
+    return rows <= 2 ? 8 : rows == 3 ? 6 : rows <= 6 ? 4 : 3;
+  }
+
+  SPECDEC_LINEAR_INLINE static Vector zero() { return _mm512_setzero_ps(); }
+  SPECDEC_LINEAR_INLINE static Vector load_lanes(const float* p) { return _mm512_load_ps(p); }
+  SPECDEC_LINEAR_INLINE static void store_lanes(Vector v, float* p) { _mm512_store_ps(p, v); }
+
+  SPECDEC_LINEAR_INLINE static void total(const Vector (&four)[4][1], float* out) {
+    const __m512 a = four[0][0], b = four[1][0], c = four[2][0], d = four[3][0];
+    const __m512 ab =
+        _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+    const __m512 cd =
+        _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
+    // Four lanes of each element, side by side.
+    const __m512 by4 =
+        _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+    const __m512 by2 = _mm512_add_ps(by4, _mm512_permute_ps(by4, 0x4E));
+    const __m512 sums = _mm512_add_ps(by2, _mm512_permute_ps(by2, 0xB1));
+    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, sums)));
+  }
+};
+
+struct Float32 : Avx512 {
+  using Element = float;
+  using Operand = __m512;
+  SPECDEC_LINEAR_INLINE static Operand load(const float* p) { return _mm512_loadu_ps(p); }
+  SPECDEC_LINEAR_INLINE static Operand load_first(const float* p, int64_t count) {
+    return _mm512_maskz_loadu_ps((1u << count) - 1, p);
+  }
+  SPECDEC_LINEAR_INLINE static void keep(Operand& x) { asm("" : "+v"(x)); }
+  SPECDEC_LINEAR_INLINE static void multiply_add(Vector& sums, Operand w, Operand x) {
+    sums = _mm512_fmadd_ps(w, x, sums);
+  }
+};
+
+// vdpbf16ps is two fused multiply-adds, odd elements first, with subnormals taken as zero.
+struct BFloat16Dot : Avx512 {
+  using Element = BFloat16;
+  using Operand = __m512i;
+  SPECDEC_LINEAR_INLINE static Operand load(const BFloat16* p) { return _mm512_loadu_si512(p); }
+  SPECDEC_LINEAR_INLINE static Operand load_first(const BFloat16* p, int64_t count) {
+    return _mm512_maskz_loadu_epi16((1u << count) - 1, p);
+  }
+  SPECDEC_LINEAR_INLINE static void keep(Operand& x) { asm("" : "+v"(x)); }
+  SPECDEC_LINEAR_INLINE static void multiply_add(Vector& sums, Operand w, Operand x) {
+    sums = _mm512_dpbf16_ps(sums, (__m512bh)w, (__m512bh)x);
+  }
+};
+
+struct BFloat16Split : Avx512 {
+  using Element = BFloat16;
+  struct Operand {
+    __m512 odd, even;
+  };
+  static constexpr int num_outs(int rows) {
+    return rows <= 2 ? 6 : rows <= 4 ? 4 : rows <= 6 ? 3 : 2;
+  }
+
+  SPECDEC_LINEAR_INLINE static Operand split(__m512i pairs) {
+    return {_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-0x10000))),
+            _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))};
+  }
+  SPECDEC_LINEAR_INLINE static Operand load(const BFloat16* p) {
+    return split(_mm512_loadu_si512(p));
+  }
+  SPECDEC_LINEAR_INLINE static Operand load_first(const BFloat16* p, int64_t count) {
+    return split(_mm512_maskz_loadu_epi16((1u << count) - 1, p));
+  }
+  SPECDEC_LINEAR_INLINE static void keep(Operand&) {}
+  SPECDEC_LINEAR_INLINE static void multiply_add(Vector& sums, const Operand& w, const Operand& x) {
+    sums = _mm512_fmadd_ps(w.odd, x.odd, sums);
+    sums = _mm512_fmadd_ps(w.even, x.even, sums);
+  }
+};
+
+}  // namespace
+
+LinearCode linear_avx512(LinearType type) {
+  if (type == LinearType::kFloat32) return LinearKernel<Float32>::code();
+  return __builtin_cpu_supports("avx512bf16") ? LinearKernel<BFloat16Dot>::code()
+                                              : LinearKernel<BFloat16Split>::code();
+}
+
+}  // namespace specdec::cpu
+
+#endif

@@ -1,0 +1,81 @@
+// linear in plain C++ that compilers vectorise. A baseline without fused multiply-add (x86-64)
+// multiplies and adds with two roundings: bits of its own, the same for every number of rows.
+#include <cstring>
+
+#define SPECDEC_LINEAR_TARGET
+#include "linear_kernel.h"
+
+namespace specdec::cpu {
+namespace {
+
+struct Lanes {
+  float value[kLanes];
+};
+
+SPECDEC_LINEAR_INLINE void multiply_add_lane(float& sum, float w, float x) {
+#ifdef __FP_FAST_FMAF
+  sum = exact_fma(w, x, sum);
+#else
+  sum = exact_add(sum, exact_mul(w, x));
+#endif
+}
+
+template <class T>
+struct Portable {
+  using Element = T;
+  using Vector = Lanes;
+  static constexpr int kParts = 1;
+  static constexpr int kMaxRows = 2;
+  static constexpr int num_outs(int) { return 2; }
+  struct Operand {
+    T element[kStepBytes / sizeof(T)];
+  };
+
+  SPECDEC_LINEAR_INLINE static Operand load(const T* p) {
+    Operand operand;
+    std::memcpy(&operand, p, sizeof(operand));
+    return operand;
+  }
+  SPECDEC_LINEAR_INLINE static Operand load_first(const T* p, int64_t count) {
+    Operand operand = {};
+    std::memcpy(&operand, p, count * sizeof(T));
+    return operand;
+  }
+  SPECDEC_LINEAR_INLINE static void keep(Operand&) {}
+  SPECDEC_LINEAR_INLINE static void multiply_add(Vector& sums, const Operand& w, const Operand& x) {
+    constexpr int64_t kPerLane = kStepBytes / sizeof(T) / kLanes;
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      for (int64_t i = (lane + 1) * kPerLane; i-- > lane * kPerLane;) {
+        multiply_add_lane(sums.value[lane], to_float(w.element[i]), to_float(x.element[i]));
+      }
+    }
+  }
+
+  SPECDEC_LINEAR_INLINE static Vector zero() { return {}; }
+  SPECDEC_LINEAR_INLINE static Vector load_lanes(const float* p) {
+    Vector v;
+    std::memcpy(&v, p, sizeof(v));
+    return v;
+  }
+  SPECDEC_LINEAR_INLINE static void store_lanes(const Vector& v, float* p) {
+    std::memcpy(p, &v, sizeof(v));
+  }
+  SPECDEC_LINEAR_INLINE static void total(const Vector (&four)[4][1], float* out) {
+    for (int i = 0; i < 4; ++i) {
+      Vector v = four[i][0];
+      for (int64_t distance = kLanes / 2; distance > 0; distance /= 2) {
+        for (int64_t lane = 0; lane < distance; ++lane) v.value[lane] += v.value[lane + distance];
+      }
+      out[i] = v.value[0];
+    }
+  }
+};
+
+}  // namespace
+
+LinearCode linear_baseline(LinearType type) {
+  return type == LinearType::kFloat32 ? LinearKernel<Portable<float>>::code()
+                                      : LinearKernel<Portable<BFloat16>>::code();
+}
+
+}  // namespace specdec::cpu

@@ -1,0 +1,254 @@
+// The loops of `linear`, written once and compiled for each instruction set. The including file
+// defines SPECDEC_LINEAR_TARGET, a target attribute or nothing, and formats: the vector code of one
+// element type on one instruction set.
+//
+//   Element      storage type; 64 bytes of it are a step, one or two elements for each of 16 lanes
+//   Vector       16 / kParts lanes in a register; kParts of them are the sums of an output element
+//   Operand      what one Vector takes of a step
+//   kMaxRows     largest number of input rows in a register block
+//   num_outs(r)  weight rows in a register block of r input rows; divides kTileOuts
+//   load(p), load_first(p, count)             the Operand at p; of fewer elements, zeros behind
+//   them keep(operand)                             keeps it in a register, see step()
+//   multiply_add(vector, weights, inputs)
+//   zero(), load_lanes(p), store_lanes(v, p)
+//   total(four elements' vectors, out)        the sums over the lanes
+//
+// Loops, outermost first: tiles of kTileOuts weight rows, chunks of in_features, blocks of input
+// rows, blocks of weight rows. A block's chunk of inputs stays in L1 while the tile's weights pass
+// by (kChunkBytes x kMaxRows = 16 KiB), and the tile's chunk of weights in L2 until the other
+// blocks of input rows have used it. Between chunks the lanes wait in memory, which changes no bit
+// of them.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <utility>
+
+#include "specdec/linear.h"
+#include "specdec/logits.h"
+
+#define SPECDEC_LINEAR_INLINE inline __attribute__((always_inline)) SPECDEC_LINEAR_TARGET
+#define SPECDEC_UNROLL _Pragma("GCC unroll 32")
+
+namespace specdec::cpu {
+
+constexpr int64_t kLanes = 16;
+constexpr int64_t kStepBytes = 64;
+constexpr int64_t kChunkBytes = 2048;  // of one row
+constexpr int64_t kTileOuts = 24;
+constexpr int64_t kPassRows = 32;
+
+// Up to kPassRows rows of a product, with the inputs in the order in which a block reads them:
+// [blocks of block_rows rows][steps][rows of the block][kStepBytes], zeros beyond in_features.
+// Unpacked, rows whose stride is a multiple of 4 KiB would evict each other from L1.
+struct LinearPass {
+  const LinearParams& params;
+  int64_t first_row;
+  int64_t rows;
+  int64_t block_rows;  // the last block may have fewer
+  int64_t steps;
+  const std::byte* inputs;
+};
+
+// The code of one element type on one instruction set; run writes the pass's rows of
+// output[:, first_out:end_out].
+struct LinearCode {
+  int64_t max_rows;
+  void (*run)(const LinearPass& pass, int64_t first_out, int64_t end_out);
+};
+
+LinearCode linear_baseline(LinearType type);
+LinearCode linear_avx2(LinearType type);
+LinearCode linear_avx512(LinearType type);
+
+// The size of the largest part when `total` is cut into as few parts of at most `limit` as
+// possible, as evenly as it goes.
+inline int64_t even_part(int64_t total, int64_t limit) {
+  const int64_t parts = (total + limit - 1) / limit;
+  return (total + parts - 1) / parts;
+}
+
+SPECDEC_HOST_DEVICE void store_rounded(float value, float* out) { *out = value; }
+
+SPECDEC_HOST_DEVICE void store_rounded(float value, BFloat16* out) {
+  const uint32_t bits = static_cast<uint32_t>(float_to_bits(value));
+  const uint32_t to_nearest_even = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+  const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
+  out->bits = static_cast<uint16_t>(is_nan ? 0x7FC0 : to_nearest_even);
+}
+
+template <class F>
+class LinearKernel {
+ public:
+  static LinearCode code() { return {F::kMaxRows, run}; }
+
+ private:
+  using Element = typename F::Element;
+  using Vector = typename F::Vector;
+  using Operand = typename F::Operand;
+  static constexpr int kParts = F::kParts;
+  static constexpr int64_t kStep = kStepBytes / sizeof(Element);
+  static constexpr int64_t kPart = kStep / kParts;
+  static constexpr int64_t kPartLanes = kLanes / kParts;
+
+  // A chunk of in_features for a tile of weight rows.
+  struct Chunk {
+    const LinearParams& params;
+    int64_t first_out;
+    int64_t num_outs;
+    int64_t first;  // element of in_features
+    int64_t count;
+    int64_t next;  // elements from a weight row's chunk to what to prefetch meanwhile
+    bool is_first;
+    bool is_last;
+  };
+
+  using BlockFunction = void (*)(const Chunk&, const Element* inputs, int64_t row, float* lanes);
+
+  template <size_t... kIndex>
+  static constexpr auto functions_by_rows(std::index_sequence<kIndex...>) {
+    return std::array<BlockFunction, sizeof...(kIndex)>{run_block<kIndex + 1>...};
+  }
+
+  SPECDEC_LINEAR_TARGET static void run(const LinearPass& pass, int64_t first_out,
+                                        int64_t end_out) {
+    alignas(64) float lanes[kPassRows * kTileOuts * kLanes];
+    const LinearParams& params = pass.params;
+    const int64_t chunk = even_part(pass.steps, kChunkBytes / kStepBytes) * kStep;
+    for (int64_t out = first_out; out < end_out; out += kTileOuts) {
+      const int64_t num_outs = std::min(kTileOuts, end_out - out);
+      for (int64_t first = 0; first < pass.steps * kStep; first += chunk) {
+        const bool is_last = first + chunk >= params.in_features;
+        // After a tile's last chunk comes the next tile's first; after the last tile, nothing.
+        const int64_t next = !is_last                    ? chunk
+                             : out + kTileOuts < end_out ? kTileOuts * params.weight_stride - first
+                                                         : 0;
+        run_chunk(pass, lanes,
+                  {params, out, num_outs, first, std::min(chunk, params.in_features - first), next,
+                   first == 0, is_last});
+      }
+    }
+  }
+
+  SPECDEC_LINEAR_TARGET static void run_chunk(const LinearPass& pass, float* lanes,
+                                              const Chunk& chunk) {
+    static constexpr auto kFunctions = functions_by_rows(std::make_index_sequence<F::kMaxRows>());
+    const Element* inputs = reinterpret_cast<const Element*>(pass.inputs);
+    for (int64_t row = 0; row < pass.rows; row += pass.block_rows) {
+      const int64_t rows = std::min(pass.block_rows, pass.rows - row);
+      kFunctions[rows - 1](chunk, inputs + row * pass.steps * kStep + rows * chunk.first,
+                           pass.first_row + row, lanes + row * kTileOuts * kLanes);
+    }
+  }
+
+  // One block of kRows input rows x the tile. `lanes` [kRows, kTileOuts, kLanes].
+  template <int kRows>
+  SPECDEC_LINEAR_TARGET static void run_block(const Chunk& chunk, const Element* inputs,
+                                              int64_t row, float* lanes) {
+    constexpr int kOuts = F::num_outs(kRows);
+    static_assert(kTileOuts % kOuts == 0);
+    int64_t out = 0;
+    for (; out + kOuts <= chunk.num_outs; out += kOuts) {
+      multiply<kRows, kOuts>(chunk, inputs, row, out, lanes + out * kLanes);
+    }
+    for (; out < chunk.num_outs; ++out) {
+      multiply<kRows, 1>(chunk, inputs, row, out, lanes + out * kLanes);
+    }
+  }
+
+  template <int kRows, int kOuts>
+  using Sums = Vector[kRows][kOuts][kParts];
+
+  // The register block: kRows input rows x kOuts weight rows of the tile, from `out` on.
+  template <int kRows, int kOuts>
+  SPECDEC_LINEAR_INLINE static void multiply(const Chunk& chunk, const Element* inputs, int64_t row,
+                                             int64_t out, float* lanes) {
+    const Element* weights[kOuts];
+    for (int i = 0; i < kOuts; ++i) {
+      weights[i] = static_cast<const Element*>(chunk.params.weight) +
+                   (chunk.first_out + out + i) * chunk.params.weight_stride + chunk.first;
+    }
+    Sums<kRows, kOuts> sums;
+    begin<kRows, kOuts>(chunk.is_first, lanes, sums);
+    const int64_t count = chunk.count, next = chunk.next;
+    int64_t k = 0;
+    for (; k + kStep <= count; k += kStep) {
+      // Into L2. The hardware's own prefetching ends at each 4 KiB and restarts with each row:
+      // measured, half of the bandwidth.
+      SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
+        __builtin_prefetch(weights[i] + k + next, 0, 2);
+      }
+      step<kRows, kOuts>(inputs + kRows * k, weights, k, kStep, sums);
+    }
+    if (k < count) step<kRows, kOuts>(inputs + kRows * k, weights, k, count - k, sums);
+    if (chunk.is_last) {
+      finish<kRows, kOuts>(chunk.params, row, chunk.first_out + out, sums);
+    } else {
+      SPECDEC_UNROLL for (int i = 0; i < kRows * kOuts * kParts; ++i) {
+        F::store_lanes(sums[i / kParts / kOuts][i / kParts % kOuts][i % kParts],
+                       lanes + lane_offset(i, kOuts));
+      }
+    }
+  }
+
+  // Of vector i, counted over rows, weight rows and parts.
+  static constexpr int64_t lane_offset(int i, int outs) {
+    return (i / kParts / outs * kTileOuts + i / kParts % outs) * kLanes + i % kParts * kPartLanes;
+  }
+
+  template <int kRows, int kOuts>
+  SPECDEC_LINEAR_INLINE static void begin(bool is_first, const float* lanes,
+                                          Sums<kRows, kOuts>& sums) {
+    SPECDEC_UNROLL for (int i = 0; i < kRows * kOuts * kParts; ++i) {
+      sums[i / kParts / kOuts][i / kParts % kOuts][i % kParts] =
+          is_first ? F::zero() : F::load_lanes(lanes + lane_offset(i, kOuts));
+    }
+  }
+
+  // `count` elements, kStep or the last few.
+  template <int kRows, int kOuts>
+  SPECDEC_LINEAR_INLINE static void step(const Element* inputs, const Element* const* weights,
+                                         int64_t k, int64_t count, Sums<kRows, kOuts>& sums) {
+    SPECDEC_UNROLL for (int part = 0; part < kParts; ++part) {
+      const int64_t left = count - part * kPart;
+      Operand w[kOuts];
+      SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
+        const Element* p = weights[i] + k + part * kPart;
+        w[i] = left >= kPart ? F::load(p) : F::load_first(p, std::max<int64_t>(left, 0));
+      }
+      SPECDEC_UNROLL for (int r = 0; r < kRows; ++r) {
+        Operand x = F::load(inputs + r * kStep + part * kPart);
+        F::keep(x);  // or compilers load it again for every multiply_add
+        SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) F::multiply_add(sums[r][i][part], w[i], x);
+      }
+    }
+  }
+
+  template <int kRows, int kOuts>
+  SPECDEC_LINEAR_INLINE static void finish(const LinearParams& params, int64_t row, int64_t out,
+                                           const Sums<kRows, kOuts>& sums) {
+    const Element* bias = params.bias ? static_cast<const Element*>(params.bias) + out : nullptr;
+    SPECDEC_UNROLL for (int r = 0; r < kRows; ++r) {
+      Element* output =
+          static_cast<Element*>(params.output) + (row + r) * params.out_features + out;
+      SPECDEC_UNROLL for (int first = 0; first < kOuts; first += 4) {
+        Vector four[4][kParts];
+        SPECDEC_UNROLL for (int i = 0; i < 4 * kParts; ++i) {
+          const int element = first + i / kParts;
+          four[i / kParts][i % kParts] =
+              element < kOuts ? sums[r][element % kOuts][i % kParts] : F::zero();
+        }
+        float totals[4];
+        F::total(four, totals);
+        SPECDEC_UNROLL for (int i = 0; i < 4; ++i) {
+          if (first + i == kOuts) break;
+          store_rounded(bias ? totals[i] + to_float(bias[first + i]) : totals[i],
+                        output + first + i);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace specdec::cpu

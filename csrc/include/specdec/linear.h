@@ -1,0 +1,44 @@
+// linear: input @ weight.T + bias for few input rows, where a row of the result is the same bits
+// whatever rows are computed with it. (A matrix library picks its order of summation by the number
+// of rows, so that a token's logits depend on how many tokens are scored together.)
+//
+// Every output element is summed in one order, in float32, with fused multiply-add, by 16 lanes:
+//
+//   float32:  lane l takes the elements l, l + 16, l + 32, ... of in_features
+//   bfloat16: lane l takes 2l + 1, 2l, 2l + 33, 2l + 32, 2l + 65, ... (pairs, as vdpbf16ps does)
+//
+// in_features is padded with zeros to a whole number of lanes. Then lane l is added to lane l + 8,
+// the 8 sums to each other at distance 4, then 2, then 1; the bias is added; the sum is rounded
+// once.
+#pragma once
+
+#include "specdec/parallel.h"
+#include "specdec/platform.h"
+
+namespace specdec {
+
+enum class LinearType { kFloat32, kBFloat16 };
+
+struct LinearParams {
+  LinearType type;  // of input, weight, bias and output
+  // [rows, in_features], last dimension contiguous. Row r starts at element
+  // r / inner_rows * outer_stride + r % inner_rows * inner_stride.
+  const void* input;
+  int64_t inner_rows;
+  int64_t outer_stride;
+  int64_t inner_stride;
+  const void* weight;     // [out_features, in_features], last dimension contiguous
+  int64_t weight_stride;  // elements
+  const void* bias;       // [out_features] contiguous, or null
+  int64_t rows;
+  int64_t in_features;
+  int64_t out_features;
+
+  void* output;  // [rows, out_features] contiguous
+};
+
+namespace cpu {
+void linear(const LinearParams& params, const ParallelFor& parallel_for);
+}  // namespace cpu
+
+}  // namespace specdec

@@ -1,0 +1,101 @@
+// Glue of linear: checks, output. The op exists for CPU tensors only.
+#include "specdec/linear.h"
+
+#include <optional>
+#include <vector>
+
+#include "glue.h"
+#include "register.h"
+
+#ifndef SPECDEC_EMULATED  // there is no kernel to emulate
+
+namespace specdec::glue {
+namespace {
+
+constexpr const char* kOp = "linear";
+
+LinearType linear_type(const Argument& argument, const Tensor& input) {
+  const int32_t dtype = dtype_of(input);
+  if (dtype == aoti_torch_dtype_float32()) return LinearType::kFloat32;
+  if (dtype == aoti_torch_dtype_bfloat16()) return LinearType::kBFloat16;
+  fail(argument.prefix() + " must be torch.float32 or torch.bfloat16, got " + dtype_name(dtype) +
+       "; convert it or use torch.nn.functional.linear");
+}
+
+void check_last_dim(const Argument& argument, const Tensor& tensor) {
+  const int64_t last = tensor.dim() - 1;
+  if (tensor.size(last) > 1 && tensor.stride(last) != 1) {
+    fail(argument.prefix() + " must be contiguous in its last dimension, got stride " +
+         std::to_string(tensor.stride(last)) + "; call .contiguous() on it");
+  }
+}
+
+// Merges the dimensions before the last into rows with at most two strides.
+void describe_rows(const Argument& argument, const Tensor& input, LinearParams& params) {
+  int64_t outer_rows = 1;
+  params.inner_rows = 1;
+  for (int64_t dim = input.dim() - 2; dim >= 0; --dim) {
+    const int64_t size = input.size(dim), stride = input.stride(dim);
+    if (size == 1) continue;
+    if (params.inner_rows == 1) {
+      params.inner_rows = size;
+      params.inner_stride = stride;
+    } else if (outer_rows == 1 && stride == params.inner_rows * params.inner_stride) {
+      params.inner_rows *= size;
+    } else if (outer_rows == 1) {
+      outer_rows = size;
+      params.outer_stride = stride;
+    } else if (stride == outer_rows * params.outer_stride) {
+      outer_rows *= size;
+    } else {
+      fail(argument.prefix() + " of shape " + describe_shape(input) +
+           " has rows at three or more independent strides; call .contiguous() on it");
+    }
+  }
+  params.rows = outer_rows * params.inner_rows;
+}
+
+Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  const Argument input_arg(kOp, "input", input), weight_arg(kOp, "weight", weight);
+  if (!input.is_cpu()) {
+    fail(input_arg.prefix() + " must be on the CPU; elsewhere use torch.nn.functional.linear");
+  }
+  LinearParams params{};
+  params.type = linear_type(input_arg, input);
+  if (input.dim() < 1) fail(input_arg.prefix() + " must be [..., in_features], got shape []");
+  check_last_dim(input_arg, input);
+  params.in_features = input.size(input.dim() - 1);
+  weight_arg.has_dtype(dtype_of(input)).has_dim(2, "[out_features, in_features]");
+  params.out_features = weight.size(0);
+  weight_arg.has_shape({params.out_features, params.in_features}, "[out_features, in_features]");
+  weight_arg.is_on_device_of(input_arg);
+  check_last_dim(weight_arg, weight);
+  if (bias) {
+    const Argument bias_arg(kOp, "bias", *bias);
+    bias_arg.has_dtype(dtype_of(input)).has_shape({params.out_features}, "[out_features]");
+    bias_arg.is_on_device_of(input_arg);
+    check_last_dim(bias_arg, *bias);
+    params.bias = bias->const_data_ptr();
+  }
+  const auto sizes = input.sizes();
+  std::vector<int64_t> shape(sizes.begin(), sizes.end());
+  shape.back() = params.out_features;
+  const Tensor output = empty(input, shape, dtype_of(input));
+  if (output.numel() > 0) {
+    describe_rows(input_arg, input, params);
+    params.input = input.const_data_ptr();
+    params.weight = weight.const_data_ptr();
+    params.weight_stride = weight.stride(0);
+    params.output = output.mutable_data_ptr();
+    cpu::linear(params, kTorchParallelFor);
+  }
+  return output;
+}
+
+}  // namespace
+
+SPECDEC_REGISTER(linear)
+
+}  // namespace specdec::glue
+
+#endif
