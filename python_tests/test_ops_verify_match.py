@@ -257,9 +257,11 @@ def test_strided_inputs(dtype, device):
     assert_same(actual, verify_match_reference(*arguments), NAMES)
 
 
-def test_many_rows_of_many_nodes(device):
-    """Enough blocks for CUDA to take the largest groups of nodes, the last of them with one node."""
-    arguments = random_arguments(100, 33, 5, seed=13)
+@pytest.mark.parametrize("shape", [(100, 33, 5), (2, 130, 6145)], ids=["many-rows", "many-chunks"])
+def test_many_nodes(shape, device):
+    """How the CUDA kernel cuts its work: enough blocks for the largest groups of nodes, the last of them
+    with one node; more chunks of the vocabulary than it has threads per node to reduce their picks."""
+    arguments = random_arguments(*shape, seed=13)
     assert_same(ops.verify_match(*to(device, arguments)), verify_match_reference(*arguments), NAMES)
 
 
