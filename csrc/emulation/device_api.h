@@ -206,10 +206,10 @@ void spin_until(const Condition& condition, Location where = Location::current()
   }
 }
 
-inline void require_cooperative(const char* what) {
-  emulation::Grid& grid = emulation::Grid::current();
-  if (!grid.launch().cooperative)
-    grid.fail(std::string(what) + " in a launch that is not cooperative");
+inline void require_cooperative(const char* what, Location where) {
+  const emulation::Grid& grid = emulation::Grid::current();
+  if (grid.launch().cooperative) return;
+  grid.fail(what + emulation::at(where) + " in a launch that is not cooperative");
 }
 
 inline void cp_async_16(void* shared, const void* global, bool valid,

@@ -6,8 +6,10 @@
 
 namespace specdec {
 
-// Which of the threads that can run does: the first, the last, or a pseudo-random one. A thread
-// runs until it waits or ends, so warps drift apart as far as barriers let them.
+// Which of the threads that can run does: the first, the last, or the first in a pseudo-random
+// order that is drawn for every block. (With fixed ranks threads drift apart as far as barriers let
+// them, which shows more than choosing anew each time: Burckhardt et al., "A randomized scheduler
+// with probabilistic guarantees of finding bugs", ASPLOS 2010.)
 enum class ThreadOrder { kForward, kBackward, kShuffled };
 
 struct Emulation {

@@ -1,8 +1,6 @@
 #include "grid.h"
 
 #include <algorithm>
-#include <cstdio>
-#include <exception>
 #include <mutex>
 
 #include "block.h"
@@ -15,6 +13,14 @@ namespace {
 // return from, so those stacks are given up.
 std::vector<std::unique_ptr<Fiber>> all_fibers;
 std::vector<Fiber*> free_fibers;
+
+// Shuffled, a few blocks of an ordinary launch run at once, so that what one of them leaves to
+// another in device memory is seen half-done if its order is not kept.
+uint64_t num_resident_blocks(const Launch& launch) {
+  const uint64_t num_blocks = uint64_t{launch.grid_x} * launch.grid_y;
+  if (launch.cooperative) return num_blocks;
+  return Emulation::order == ThreadOrder::kShuffled ? std::min<uint64_t>(num_blocks, 4) : 1;
+}
 
 }  // namespace
 
@@ -41,47 +47,64 @@ cudaError_t check_launch(int64_t grid_x, int64_t grid_y, int block, int64_t dyna
 void Grid::run(const Launch& launch) {
   static std::mutex one_launch_at_a_time;
   const std::lock_guard lock(one_launch_at_a_time);
-  Grid grid(launch);
   gridDim = {launch.grid_x, launch.grid_y, 1};
   blockDim = {launch.block, 1, 1};
-  if (launch.cooperative) return grid.run_threads();
-  for (unsigned y = 0; y < launch.grid_y; ++y) {
-    for (unsigned x = 0; x < launch.grid_x; ++x) {
-      grid.blocks_[0]->reset(x, y);
-      grid.run_threads();
-    }
+  Grid grid(launch);
+  const uint64_t num_blocks = uint64_t{launch.grid_x} * launch.grid_y;
+  for (uint64_t first = 0; first < num_blocks; first += grid.blocks_.size()) {
+    grid.run_blocks(first, std::min<uint64_t>(num_blocks - first, grid.blocks_.size()));
   }
 }
 
 Grid::Grid(const Launch& launch)
     : launch_(launch),
-      threads_(size_t{launch.block} * (launch.cooperative ? launch.grid_x * launch.grid_y : 1)),
-      ready_(static_cast<unsigned>(threads_.size())),
+      threads_(launch.block * num_resident_blocks(launch)),
+      by_rank_(threads_.size()),
+      ready_(threads_.size()),
       random_(Emulation::seed) {
   current_ = this;
   for (unsigned slot = 0; slot < threads_.size(); ++slot) {
-    threads_[slot].slot = slot;
     threads_[slot].index = slot % launch.block;
+    threads_[slot].state = Thread::State::kDone;
   }
-  for (size_t first = 0; first < threads_.size(); first += launch.block) {
-    const unsigned block = static_cast<unsigned>(first / launch.block);
-    blocks_.push_back(std::make_unique<Block>(&threads_[first], launch.block));
-    blocks_.back()->reset(block % launch.grid_x, block / launch.grid_x);
+  for (size_t slot = 0; slot < threads_.size(); slot += launch.block) {
+    blocks_.push_back(std::make_unique<Block>(&threads_[slot], launch.block));
   }
 }
 
 Grid::~Grid() { current_ = nullptr; }
 
-void Grid::run_threads() {
-  for (Thread& thread : threads_) {
-    thread.state = Thread::State::kFresh;
-    ready_.insert(thread.slot);
+// Runs the blocks first .. first + count - 1 to their end, counted from the last one in kBackward.
+void Grid::run_blocks(uint64_t first, uint64_t count) {
+  const uint64_t num_blocks = uint64_t{launch_.grid_x} * launch_.grid_y;
+  for (uint64_t i = 0; i < count; ++i) {
+    const bool backward = Emulation::order == ThreadOrder::kBackward;
+    const uint64_t block = backward ? num_blocks - 1 - first - i : first + i;
+    blocks_[i]->reset(static_cast<unsigned>(block % launch_.grid_x),
+                      static_cast<unsigned>(block / launch_.grid_x));
   }
+  rank_threads(count * launch_.block);
   leave(next_thread());
   if (exception_) {
     free_fibers.clear();
     all_fibers.clear();
     std::rethrow_exception(exception_);
+  }
+}
+
+// Makes the first threads ready and orders them.
+void Grid::rank_threads(size_t num_threads) {
+  for (size_t i = 0; i < num_threads; ++i) {
+    const bool backward = Emulation::order == ThreadOrder::kBackward;
+    by_rank_[i] = &threads_[backward ? num_threads - 1 - i : i];
+  }
+  if (Emulation::order == ThreadOrder::kShuffled) {
+    for (size_t i = num_threads; i > 1; --i) std::swap(by_rank_[i - 1], by_rank_[random() % i]);
+  }
+  for (unsigned rank = 0; rank < num_threads; ++rank) {
+    by_rank_[rank]->rank = rank;
+    by_rank_[rank]->state = Thread::State::kFresh;
+    ready_.insert(rank);
   }
 }
 
@@ -152,7 +175,7 @@ void Grid::poll(const Wait& wait, bool first) {
 
 void Grid::release(Thread& thread) {
   thread.state = Thread::State::kReady;
-  ready_.insert(thread.slot);
+  ready_.insert(thread.rank);
 }
 
 bool Grid::land_one_copy() {
@@ -162,15 +185,15 @@ bool Grid::land_one_copy() {
 
 // Null when all threads have ended.
 Thread* Grid::next_thread() {
-  int slot = ready_.take(Emulation::order, random_);
-  if (slot == ReadySet::kNone && progress_ && !polling_.empty()) {
+  std::optional<unsigned> rank = ready_.take();
+  if (!rank && progress_ && !polling_.empty()) {
     progress_ = false;
     for (Thread* thread : polling_) release(*thread);
     polling_.clear();
-    slot = ready_.take(Emulation::order, random_);
+    rank = ready_.take();
   }
-  while (slot == ReadySet::kNone && land_one_copy()) slot = ready_.take(Emulation::order, random_);
-  if (slot != ReadySet::kNone) return &threads_[static_cast<size_t>(slot)];
+  while (!rank && land_one_copy()) rank = ready_.take();
+  if (rank) return by_rank_[*rank];
   const auto done = [](const Thread& thread) { return thread.state == Thread::State::kDone; };
   if (!std::all_of(threads_.begin(), threads_.end(), done)) {
     exception_ = std::make_exception_ptr(

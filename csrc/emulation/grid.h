@@ -40,7 +40,7 @@ struct Thread {
 
   Block* block;
   unsigned index;  // in the block
-  unsigned slot;   // in the grid
+  unsigned rank;   // those that can run do so in this order
   State state;
   Wait wait;
   const Meeting* meeting;  // that this lane waits at, and what it brings, on its own stack
@@ -92,7 +92,8 @@ class Grid {
   void name_kernel(const char* name) { kernel_name_ = name; }
 
  private:
-  void run_threads();
+  void run_blocks(uint64_t first, uint64_t count);
+  void rank_threads(size_t num_threads);
   Thread* next_thread();
   bool land_one_copy();
   void leave(Thread* next);
@@ -107,6 +108,7 @@ class Grid {
   const char* kernel_name_ = nullptr;
   std::vector<Thread> threads_;
   std::vector<std::unique_ptr<Block>> blocks_;
+  std::vector<Thread*> by_rank_;
   ReadySet ready_;
   RandomBits random_;
   std::vector<Thread*> polling_;

@@ -1,11 +1,10 @@
-// The threads that can run, and pseudo-random bits to choose among them.
+// The threads that can run, by rank, and pseudo-random bits to rank them.
 #pragma once
 
 #include <bit>
 #include <cstdint>
+#include <optional>
 #include <vector>
-
-#include "emulation.h"
 
 namespace specdec::emulation {
 
@@ -25,12 +24,10 @@ class RandomBits {
   uint64_t state_;
 };
 
-// A set of small integers as bits, with one bit per word above, so that choosing is fast.
+// A set of small integers as bits, with one bit per word above, so that taking the first is fast.
 class ReadySet {
  public:
-  static constexpr int kNone = -1;
-
-  explicit ReadySet(unsigned capacity)
+  explicit ReadySet(size_t capacity)
       : words_((capacity + 63) / 64), summary_((words_.size() + 63) / 64) {}
 
   void insert(unsigned i) {
@@ -38,54 +35,20 @@ class ReadySet {
     summary_[i / 4096] |= uint64_t{1} << i / 64 % 64;
   }
 
-  // Takes one out, kNone if there is none.
-  int take(ThreadOrder order, RandomBits& random) {
-    int i = kNone;
-    switch (order) {
-      case ThreadOrder::kForward:
-        i = first_from(0);
-        break;
-      case ThreadOrder::kBackward:
-        i = last();
-        break;
-      case ThreadOrder::kShuffled:
-        i = first_from(static_cast<unsigned>(random.next() % (words_.size() * 64)));
-        if (i == kNone) i = first_from(0);
-        break;
+  // Takes the first one out.
+  std::optional<unsigned> take() {
+    for (size_t s = 0; s < summary_.size(); ++s) {
+      if (summary_[s] == 0) continue;
+      const size_t w = s * 64 + static_cast<size_t>(std::countr_zero(summary_[s]));
+      const int bit = std::countr_zero(words_[w]);
+      words_[w] &= words_[w] - 1;
+      if (words_[w] == 0) summary_[s] &= summary_[s] - 1;
+      return static_cast<unsigned>(w * 64) + static_cast<unsigned>(bit);
     }
-    if (i != kNone) erase(static_cast<unsigned>(i));
-    return i;
+    return std::nullopt;
   }
 
  private:
-  void erase(unsigned i) {
-    words_[i / 64] &= ~(uint64_t{1} << i % 64);
-    if (words_[i / 64] == 0) summary_[i / 4096] &= ~(uint64_t{1} << i / 64 % 64);
-  }
-
-  int first_from(unsigned begin) const {
-    const uint64_t rest = words_[begin / 64] >> begin % 64;
-    if (rest != 0) return static_cast<int>(begin) + std::countr_zero(rest);
-    const unsigned next_word = begin / 64 + 1;
-    for (unsigned s = next_word / 64; s < summary_.size(); ++s) {
-      uint64_t candidates = summary_[s];
-      if (s == next_word / 64) candidates &= ~uint64_t{0} << next_word % 64;
-      if (candidates == 0) continue;
-      const unsigned word = s * 64 + static_cast<unsigned>(std::countr_zero(candidates));
-      return static_cast<int>(word * 64) + std::countr_zero(words_[word]);
-    }
-    return kNone;
-  }
-
-  int last() const {
-    for (size_t s = summary_.size(); s-- > 0;) {
-      if (summary_[s] == 0) continue;
-      const size_t word = s * 64 + 63 - static_cast<size_t>(std::countl_zero(summary_[s]));
-      return static_cast<int>(word * 64) + 63 - std::countl_zero(words_[word]);
-    }
-    return kNone;
-  }
-
   std::vector<uint64_t> words_, summary_;
 };
 

@@ -99,6 +99,9 @@ class SharedArray {
 template <typename T>
 class SharedValue {
  public:
+  SharedValue(const SharedValue&) = delete;  // `auto x = value` is no copy of the element
+  SharedValue& operator=(const SharedValue&) = delete;
+
   operator T() const {
     emulation::shared_memory().access(&element_, sizeof(T), emulation::AccessKind::kRead, {});
     return element_;

@@ -35,8 +35,10 @@ void SharedMemory::forget_accesses() {
 }
 
 void* SharedMemory::static_block(size_t bytes) {
-  if (bytes > kMaxStaticBytes) {
-    fail("static shared memory of " + std::to_string(bytes) + " bytes, at most 49152 are possible");
+  const auto dynamic_bytes = static_cast<size_t>(Grid::current().launch().dynamic_shared_bytes);
+  if (bytes > kMaxStaticBytes || bytes + dynamic_bytes > kMaxBytes) {
+    fail("static shared memory of " + std::to_string(bytes) + " bytes, besides " +
+         std::to_string(dynamic_bytes) + " dynamic ones: at most 48 KB, and 227 KB together");
   }
   if (static_.memory.size() == 0) static_.allocate(bytes);
   if (static_.memory.size() != bytes) fail("two static shared memories in one kernel");

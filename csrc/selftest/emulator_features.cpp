@@ -246,6 +246,13 @@ void test_configuration() {
   CHECK(launch(dynamic_memory, {1, 65536, 32, nullptr}, &out) == cudaErrorInvalidConfiguration);
   CHECK(launch(dynamic_memory, {1, 1, 1025, nullptr}, &out) == cudaErrorInvalidConfiguration);
   CHECK(launch(dynamic_memory, {1, 1, 32, nullptr, 233 * 1024}, &out) == cudaErrorInvalidValue);
+  std::string message;
+  try {
+    launch(dynamic_memory, {17, 1, 1024, nullptr, 0, true}, &out);
+  } catch (const EmulationError& error) {
+    message = error.what();
+  }
+  CHECK(message.find("17 blocks with 1024 threads") != std::string::npos);
 }
 
 }  // namespace

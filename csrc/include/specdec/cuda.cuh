@@ -64,20 +64,20 @@ constexpr uint32_t kFullWarp = 0xFFFFFFFF;
 namespace specdec {
 
 template <typename T>
-__device__ __forceinline__ T warp_max(T value) {
+__device__ __forceinline__ T warp_max(T value, Location where = Location::current()) {
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    const T other = shuffle_xor(value, offset);
+    const T other = shuffle_xor(value, offset, kFullWarp, where);
     value = other > value ? other : value;
   }
   return value;
 }
 
 template <typename T>
-__device__ __forceinline__ T warp_min(T value) {
+__device__ __forceinline__ T warp_min(T value, Location where = Location::current()) {
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    const T other = shuffle_xor(value, offset);
+    const T other = shuffle_xor(value, offset, kFullWarp, where);
     value = other < value ? other : value;
   }
   return value;
@@ -85,9 +85,10 @@ __device__ __forceinline__ T warp_min(T value) {
 
 // The order of additions is the same in all lanes and launches.
 template <typename T>
-__device__ __forceinline__ T warp_sum(T value) {
+__device__ __forceinline__ T warp_sum(T value, Location where = Location::current()) {
 #pragma unroll
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) value += shuffle_xor(value, offset);
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2)
+    value += shuffle_xor(value, offset, kFullWarp, where);
   return value;
 }
 
@@ -100,19 +101,20 @@ struct GridBarrier {
 
 // Waits for all blocks of a cooperative launch; what they wrote before is visible after. To be
 // called by all threads.
-__device__ __forceinline__ void grid_barrier(GridBarrier* barrier) {
-  require_cooperative("grid_barrier");
-  block_barrier();
+__device__ __forceinline__ void grid_barrier(GridBarrier* barrier,
+                                             Location where = Location::current()) {
+  require_cooperative("grid_barrier", where);
+  block_barrier(where);
   if (threadIdx.x == 0) {
     const uint32_t generation = load_acquire(&barrier->generation);
     if (fetch_add_acq_rel(&barrier->arrived, 1u) == gridDim.x * gridDim.y - 1) {
       barrier->arrived = 0;  // nobody else touches it before the generation changes
       store_release(&barrier->generation, generation + 1);
     } else {
-      spin_until([=] { return load_acquire(&barrier->generation) != generation; });
+      spin_until([=] { return load_acquire(&barrier->generation) != generation; }, where);
     }
   }
-  block_barrier();
+  block_barrier(where);
 }
 
 }  // namespace specdec

@@ -110,7 +110,12 @@ class SharedSpan {
   T* data_;
 };
 
-__device__ __forceinline__ void block_barrier() { __syncthreads(); }
+// Where a function was called: known on the host only, for the messages of the emulator.
+struct Location {
+  __device__ static constexpr Location current() { return {}; }
+};
+
+__device__ __forceinline__ void block_barrier(Location = {}) { __syncthreads(); }
 
 __device__ __forceinline__ void named_barrier(int id, int num_threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
@@ -121,19 +126,22 @@ __device__ __forceinline__ void warp_barrier(uint32_t lanes = kFullWarp) { __syn
 __device__ __forceinline__ void thread_fence() { __threadfence(); }
 
 template <typename T>
-__device__ __forceinline__ T shuffle(T value, int lane, uint32_t lanes = kFullWarp) {
+__device__ __forceinline__ T shuffle(T value, int lane, uint32_t lanes = kFullWarp, Location = {}) {
   return __shfl_sync(lanes, value, lane);
 }
 template <typename T>
-__device__ __forceinline__ T shuffle_xor(T value, int mask, uint32_t lanes = kFullWarp) {
+__device__ __forceinline__ T shuffle_xor(T value, int mask, uint32_t lanes = kFullWarp,
+                                         Location = {}) {
   return __shfl_xor_sync(lanes, value, mask);
 }
 template <typename T>
-__device__ __forceinline__ T shuffle_up(T value, int distance, uint32_t lanes = kFullWarp) {
+__device__ __forceinline__ T shuffle_up(T value, int distance, uint32_t lanes = kFullWarp,
+                                        Location = {}) {
   return __shfl_up_sync(lanes, value, distance);
 }
 template <typename T>
-__device__ __forceinline__ T shuffle_down(T value, int distance, uint32_t lanes = kFullWarp) {
+__device__ __forceinline__ T shuffle_down(T value, int distance, uint32_t lanes = kFullWarp,
+                                          Location = {}) {
   return __shfl_down_sync(lanes, value, distance);
 }
 
@@ -256,13 +264,13 @@ __device__ __forceinline__ void store_release(T* address, std::type_identity_t<T
 }
 
 template <typename Condition>
-__device__ __forceinline__ void spin_until(const Condition& condition) {
+__device__ __forceinline__ void spin_until(const Condition& condition, Location = {}) {
   while (!condition()) {
   }
 }
 
-// Known on the host only; see csrc/emulation.
-__device__ __forceinline__ void require_cooperative(const char* /*what*/) {}
+// Checked on the host only.
+__device__ __forceinline__ void require_cooperative(const char* /*what*/, Location) {}
 
 }  // namespace specdec
 
