@@ -310,7 +310,7 @@ def excess(texts: torch.Tensor) -> float:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rule", SHAPES)
 def test_law_of_the_op(rule, device):
-    turns = NUM_DRAWS // ROWS
+    turns = 1 if rule == "rejection" else NUM_DRAWS // ROWS  # rejection is recursive on a chain
     assert excess(torch.cat([write(rule, ROWS, turn, device=device) for turn in range(turns)])) < 1
 
 

@@ -9,6 +9,7 @@ int main() {
   using namespace specdec;
   test_numbers();
   test_number_formats();
+  test_sampled_walk();
   for (ThreadOrder order :
        {ThreadOrder::kForward, ThreadOrder::kBackward, ThreadOrder::kShuffled}) {
     Emulation::order = order;
