@@ -200,7 +200,8 @@ def test_kernels_skip_moves_that_they_cannot_make(start, page, monkeypatch):
     for sources, targets, table in (
         (starts, torch.zeros(2).long(), legal),
         (torch.tensor([0, 3]), starts, legal),
-        (torch.tensor([0, 3]), torch.zeros(2).long(), torch.tensor([[2, 0], [page, 3]])),
+        (torch.tensor([0, 8]), torch.zeros(2).long(), torch.tensor([[2, 0], [1, page]])),
+        (torch.zeros(2).long(), torch.tensor([0, 8]), torch.tensor([[2, 0], [1, page]])),
     ):
         actual = [pool.clone()]
         ops.kv_compact(actual, path, one, sources, targets, table)
@@ -336,6 +337,14 @@ def test_rejects(changes, message):
         (
             {"page_table": torch.tensor([[9, 1]]), "target_starts": torch.tensor([3])},
             r"page_table\[0, 0\] = 9 holds slot 3; expected",
+        ),
+        (
+            {
+                "page_table": torch.tensor([[1, 9]]),
+                "source_starts": torch.tensor([0]),
+                "target_starts": torch.tensor([2]),
+            },
+            r"page_table\[0, 1\] = 9 holds slot 4; expected",
         ),
         ({"source_starts": torch.tensor([6])}, r"source_starts\[0\] = 6 .* slots 0 to 7"),
         ({"page_table": torch.zeros(1, 0).long()}, r"source_starts\[0\] = 4 with path\[0, 0\]"),
