@@ -21,12 +21,12 @@ INF, NAN = torch.inf, torch.nan
 
 CASES = {  # name: (rows, vocab, standard deviation of the logits)
     "one-of-everything": (1, 1, 1.0),
-    "vocab-2": (9, 2, 1.0),
-    "vocab-63": (5, 63, 3.0),
-    "vocab-64": (5, 64, 3.0),
-    "vocab-65": (5, 65, 3.0),
-    "vocab-1001": (7, 1001, 0.01),
-    "vocab-4100": (3, 4100, 5.0),
+    "vocab-2": (4, 2, 1.0),
+    "vocab-63": (3, 63, 3.0),
+    "vocab-64": (3, 64, 3.0),
+    "vocab-65": (3, 65, 3.0),
+    "vocab-1001": (3, 1001, 0.01),
+    "vocab-4100": (2, 4100, 5.0),
     "vocab-9001": (2, 9001, 40.0),
     "empty": (0, 10, 1.0),
 }
@@ -238,16 +238,16 @@ def test_strided_inputs(dtype, device):
 
 def test_expanded_inputs(device):
     arguments = tuple(
-        argument.expand(7, *argument.shape[1:]) for argument in random_arguments(1, 40)
+        argument.expand(3, *argument.shape[1:]) for argument in random_arguments(1, 40)
     )
     actual = ops.sample_filter(*to(device, arguments))
     assert_same_bits(actual, sample_filter_reference(*arguments))
 
 
 def test_a_row_does_not_depend_on_the_others(device):
-    arguments = random_arguments(6, 301, seed=9)
+    arguments = random_arguments(3, 301, seed=9)
     together = ops.sample_filter(*to(device, arguments)).cpu()
-    for row in range(6):
+    for row in range(3):
         alone = ops.sample_filter(*to(device, (part[row : row + 1] for part in arguments)))
         assert_same_bits(alone, together[row : row + 1])
 
