@@ -32,7 +32,7 @@ CPU_SECONDS = 4.0  # per case; the table says how many calls that were
 
 
 def measure(
-    case: Case, work: Work, stopwatch: Stopwatch, bandwidth: Bandwidth, options: argparse.Namespace
+    case: Case, work: Work, stopwatch: Stopwatch, options: argparse.Namespace
 ) -> dict[str, Any]:
     """One row of the table."""
 
@@ -50,7 +50,6 @@ def measure(
         primers["ours"] = lambda: case.run(small.arguments)
     times = stopwatch.time(contestants, options.repeats, primers=primers, seconds=options.seconds)
     median = times["ours"].median
-    rate = work.moved_bytes / median / 1e3
     row: dict[str, Any] = {
         "op": case.op,
         "case": case.label,
@@ -61,9 +60,7 @@ def measure(
         "median_us": median,
         "p10_us": times["ours"].quantile(0.1),
         "p90_us": times["ours"].quantile(0.9),
-        "gb_per_s": rate,
-        "copy_percent": 100 * rate / bandwidth.copy,
-        "read_percent": 100 * rate / bandwidth.read,
+        "gb_per_s": work.moved_bytes / median / 1e3,
         "torch_us": times["torch"].median,
     }
     if compiled:
@@ -72,6 +69,12 @@ def measure(
         warm = stopwatch.time({"ours": ours}, options.repeats, warm=True)["ours"]
         row |= {"warm_us": warm.median, "cupy_us": cupy_median(ours, options.repeats)}
     return row
+
+
+def add_shares(rows: list[dict[str, Any]], bandwidth: Bandwidth) -> None:
+    for row in rows:
+        row["copy_percent"] = 100 * row["gb_per_s"] / bandwidth.copy
+        row["read_percent"] = 100 * row["gb_per_s"] / bandwidth.read
 
 
 def cupy_median(run: Any, repeats: int) -> float:
@@ -173,15 +176,19 @@ def main(arguments: list[str] | None = None) -> None:
     cases, missing = chosen_cases(options.op, options.model, options.device, options.largest)
     device = torch.device(options.device)
     stopwatch = Stopwatch(device)
-    bandwidth = stopwatch.bandwidth()
     machine = machine_line(device)
-    print(f"{machine}\ncopy {bandwidth.copy:.0f} GB/s, read {bandwidth.read:.0f} GB/s")
-    if missing:
-        print(f"not in this build: {' '.join(missing)}")
+    print(machine)
+    before = stopwatch.bandwidth()
     rows = []
     for case in cases:
         print(f"{case.op} {case.label} ...", file=sys.stderr)
-        rows.append(measure(case, case.make(device), stopwatch, bandwidth, options))
+        rows.append(measure(case, case.make(device), stopwatch, options))
+    # Measured twice, because other work on the machine comes and goes.
+    bandwidth = before.best(stopwatch.bandwidth())
+    add_shares(rows, bandwidth)
+    print(f"copy {bandwidth.copy:.0f} GB/s, read {bandwidth.read:.0f} GB/s")
+    if missing:
+        print(f"not in this build: {' '.join(missing)}")
     print(table(rows, options))
     if options.out and rows:
         speeds = {"copy_gb_per_s": bandwidth.copy, "read_gb_per_s": bandwidth.read}

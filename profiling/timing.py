@@ -43,6 +43,9 @@ class Bandwidth:
     copy: float
     read: float
 
+    def best(self, other: Bandwidth) -> Bandwidth:
+        return Bandwidth(max(self.copy, other.copy), max(self.read, other.read))
+
 
 class Stopwatch:
     """Times calls on one device."""
