@@ -33,4 +33,8 @@ SPECDEC_SCHEMAS(m) {
       "kv_compact(Tensor(a!)[] caches, Tensor path, Tensor num_accepted, Tensor source_starts, "
       "Tensor target_starts, Tensor? page_table=None) -> ()");
   m.def("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor");
+  m.def(
+      "tree_attention(Tensor query, Tensor key, Tensor value, Tensor ancestors, "
+      "Tensor prefix_starts, Tensor prefix_lengths, Tensor block_starts, Tensor? page_table, "
+      "float scale, int window, float softcap) -> Tensor");
 }

@@ -12,6 +12,7 @@ Errors: ValueError names the argument, what was expected and what was given.
 """
 
 from specdec_ext.ops._library import LIBRARY_PATH
+from specdec_ext.ops.attention import tree_attention
 from specdec_ext.ops.cache import kv_compact
 from specdec_ext.ops.linear import linear
 from specdec_ext.ops.sample import sample_filter
@@ -46,6 +47,7 @@ __all__ = [
     "kv_compact",
     "linear",
     "sample_filter",
+    "tree_attention",
     "tree_mask",
     "verify_block",
     "verify_match",

@@ -8,6 +8,7 @@
 #include "specdec/build_dynamic_tree.h"
 #include "specdec/kv_compact.h"
 #include "specdec/sample_filter.h"
+#include "specdec/tree_attention.h"
 #include "specdec/tree_mask.h"
 #include "specdec/verify_match.h"
 #include "specdec/verify_sampled.h"
@@ -31,5 +32,8 @@ cudaError_t launch_sample_filter(const SampleFilterParams& params, cudaStream_t 
 constexpr int64_t kMaxCachesPerLaunch = 512;
 cudaError_t launch_kv_compact(std::span<const CacheTensor> caches, const KvMoves& moves,
                               cudaStream_t stream);
+
+cudaError_t launch_tree_attention(const TreeAttentionParams& params, void* workspace,
+                                  cudaStream_t stream);
 
 }  // namespace specdec

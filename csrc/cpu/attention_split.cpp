@@ -1,0 +1,227 @@
+#include "attention_split.h"
+
+namespace specdec::cpu {
+namespace {
+
+static_assert(kTileKeys == 32, "the ancestors among a tile of nodes are a uint32_t");
+
+class SplitAttention {
+ public:
+  SplitAttention(const TreeAttentionParams& params, const AttentionSizes& sizes,
+                 const AttentionTask& task, const AttentionPartial& out)
+      : params_(params),
+        sizes_(sizes),
+        tiles_(attention_tiles()),
+        task_(task),
+        row_(params, task.row),
+        split_{task.split * kSplitKeys, (task.split + 1) * kSplitKeys},
+        prefix_(row_.seen().intersection({0, row_.prefix_length()}).intersection(split_)),
+        out_(out) {
+    thread_local FloatBuffer tile, queries, scores, node_scores;
+    tile_ = tile.at_least(kTileKeys * sizes.padded_dim);
+    queries_ = queries.at_least(sizes.padded_rows * params.head_dim);
+    scores_ = scores.at_least(sizes.padded_rows * kSplitKeys);
+    node_scores_ = node_scores.at_least(sizes.padded_rows * kTileKeys);
+  }
+
+  void run() {
+    load_queries();
+    for_each_prefix_tile([this](const Range& tile) { score_prefix(tile); });
+    for_each_node_tile([this](int64_t tile, uint32_t nodes) { score_nodes(tile, nodes); });
+    for (int64_t row = 0; row < sizes_.rows; ++row) {
+      const Range seen = seen_in_split(row / sizes_.group);
+      out_.stats[row] = tiles_.softmax({params_.scale, params_.softcap}, seen.begin - split_.begin,
+                                       seen.end - split_.begin, scores_ + row * kSplitKeys);
+    }
+    std::fill_n(out_.values, sizes_.padded_rows * sizes_.padded_dim, 0.0f);
+    for_each_prefix_tile([this](const Range& tile) { add_prefix_values(tile); });
+    for_each_node_tile([this](int64_t tile, uint32_t nodes) { add_node_values(tile, nodes); });
+  }
+
+ private:
+  const void* key_or_value(const KvTensor& tensor, int64_t slot) const {
+    const int64_t offset = params_.offset(tensor, params_.place(task_.row, slot), task_.kv_head);
+    return static_cast<const std::byte*>(tensor.data) + offset * element_size(params_.type);
+  }
+
+  // Tiles begin at multiples of kTileKeys; visits the part of each that some node sees.
+  template <typename Visit>
+  void for_each_prefix_tile(const Visit& visit) const {
+    for (int64_t begin = prefix_.begin; begin < prefix_.end;) {
+      const int64_t end = std::min(prefix_.end, begin / kTileKeys * kTileKeys + kTileKeys);
+      visit(Range{begin, end});
+      begin = end;
+    }
+  }
+
+  // Visits the tiles of nodes that matter to this split, with the nodes that any row needs as bits.
+  template <typename Visit>
+  void for_each_node_tile(const Visit& visit) const {
+    if (split_.end <= row_.prefix_length()) return;
+    for (int64_t tile = 0; tile < row_.num_tiles(); ++tile) {
+      uint32_t nodes = 0;
+      for (int64_t node = 0; node < params_.nodes; ++node) {
+        const uint32_t ancestors = row_.ancestors(node, tile);
+        const int64_t first = row_.position_of_tile(node, tile);
+        const Range positions{first, first + std::popcount(ancestors)};
+        if (!positions.intersection(seen_in_split(node)).is_empty()) nodes |= ancestors;
+      }
+      if (nodes != 0) visit(tile, nodes);
+    }
+  }
+
+  // Visits the ancestors in a tile that a node sees in this split, in order, with their positions.
+  template <typename Visit>
+  void for_each_ancestor(int64_t node, int64_t tile, const Visit& visit) const {
+    const Range seen = seen_in_split(node);
+    int64_t position = row_.position_of_tile(node, tile);
+    for (uint32_t bits = row_.ancestors(node, tile); bits != 0; bits &= bits - 1, ++position) {
+      if (position >= seen.begin && position < seen.end) visit(std::countr_zero(bits), position);
+    }
+  }
+
+  // Never before the split, so that it can be counted from there; may be empty.
+  Range seen_in_split(int64_t node) const {
+    const Range seen = row_.seen_by(node).intersection(split_);
+    return seen.is_empty() ? Range{split_.begin, split_.begin} : seen;
+  }
+
+  void load_queries() {
+    for (int64_t row = 0; row < sizes_.rows; ++row) {
+      const int64_t head = task_.kv_head * sizes_.group + row % sizes_.group;
+      const int64_t offset = task_.row * params_.query_batch_stride +
+                             head * params_.query_head_stride +
+                             row / sizes_.group * params_.query_node_stride;
+      tiles_.load_row(
+          params_.type,
+          static_cast<const std::byte*>(params_.query) + offset * element_size(params_.type),
+          params_.head_dim, queries_ + row * params_.head_dim);
+    }
+    std::fill(queries_ + sizes_.rows * params_.head_dim,
+              queries_ + sizes_.padded_rows * params_.head_dim, 0.0f);
+  }
+
+  void multiply_queries(const void* const* keys, float* out, int64_t out_stride) {
+    tiles_.load_columns(params_.type, keys, params_.head_dim, tile_);
+    tiles_.dot_products(queries_, tile_, params_.head_dim, sizes_.padded_rows, out, out_stride);
+  }
+
+  // Asks for what is needed next, a tile's work ahead: with few query rows the loops would
+  // otherwise wait for memory. After the keys of the split come its values, then the keys of the
+  // next split. Inlined by force, because GCC takes a function that only prefetches for one without
+  // effects.
+  __attribute__((always_inline)) void prefetch(const KvTensor& tensor,
+                                               const Range& positions) const {
+    constexpr int64_t kLineBytes = 64;
+    const int64_t row_bytes = params_.head_dim * element_size(params_.type);
+    for (int64_t position = positions.begin; position < positions.end; ++position) {
+      const auto* row =
+          static_cast<const std::byte*>(key_or_value(tensor, row_.prefix_slot(position)));
+      for (int64_t byte = 0; byte < row_bytes; byte += kLineBytes) {
+        __builtin_prefetch(row + byte, 0, 2);
+      }
+    }
+  }
+
+  Range next_tile(const Range& tile, int64_t end) const {
+    return Range{tile.end, tile.end + kTileKeys}.intersection({0, end});
+  }
+
+  void score_prefix(const Range& tile) {
+    prefetch(params_.key, next_tile(tile, prefix_.end));
+    if (tile.end == prefix_.end) {
+      prefetch(params_.value, next_tile({prefix_.begin, prefix_.begin}, prefix_.end));
+    }
+    const int64_t tile_begin = tile.begin / kTileKeys * kTileKeys;
+    const void* keys[kTileKeys] = {};
+    for (int64_t position = tile.begin; position < tile.end; ++position) {
+      keys[position - tile_begin] = key_or_value(params_.key, row_.prefix_slot(position));
+    }
+    multiply_queries(keys, scores_ + (tile_begin - split_.begin), kSplitKeys);
+  }
+
+  void score_nodes(int64_t tile, uint32_t nodes) {
+    const void* keys[kTileKeys] = {};
+    for (; nodes != 0; nodes &= nodes - 1) {
+      const int64_t bit = std::countr_zero(nodes);
+      keys[bit] = key_or_value(params_.key, row_.node_slot(tile * kTileKeys + bit));
+    }
+    multiply_queries(keys, node_scores_, kTileKeys);
+    for (int64_t row = 0; row < sizes_.rows; ++row) {
+      for_each_ancestor(row / sizes_.group, tile, [&](int64_t bit, int64_t position) {
+        scores_[row * kSplitKeys + position - split_.begin] = node_scores_[row * kTileKeys + bit];
+      });
+    }
+  }
+
+  void add_prefix_values(const Range& tile) {
+    prefetch(params_.value, next_tile(tile, prefix_.end));
+    if (tile.end == split_.end) prefetch(params_.key, next_tile(tile, row_.prefix_length()));
+    for (int64_t position = tile.begin; position < tile.end; ++position) {
+      tiles_.load_row(params_.type, key_or_value(params_.value, row_.prefix_slot(position)),
+                      params_.head_dim, tile_ + (position - tile.begin) * sizes_.padded_dim);
+    }
+    if (all_nodes_see(tile)) {
+      tiles_.multiply_add(scores_ + (tile.begin - split_.begin), kSplitKeys, tile_,
+                          tile.end - tile.begin, sizes_.padded_dim, sizes_.padded_rows,
+                          out_.values);
+      return;
+    }
+    for (int64_t row = 0; row < sizes_.rows; ++row) {
+      const Range seen = seen_in_split(row / sizes_.group).intersection(tile);
+      for (int64_t position = seen.begin; position < seen.end; ++position) {
+        add_value(row, position, tile_ + (position - tile.begin) * sizes_.padded_dim);
+      }
+    }
+  }
+
+  void add_node_values(int64_t tile, uint32_t nodes) {
+    for (; nodes != 0; nodes &= nodes - 1) {
+      const int64_t bit = std::countr_zero(nodes);
+      tiles_.load_row(params_.type,
+                      key_or_value(params_.value, row_.node_slot(tile * kTileKeys + bit)),
+                      params_.head_dim, tile_ + bit * sizes_.padded_dim);
+    }
+    for (int64_t row = 0; row < sizes_.rows; ++row) {
+      for_each_ancestor(row / sizes_.group, tile, [&](int64_t bit, int64_t position) {
+        add_value(row, position, tile_ + bit * sizes_.padded_dim);
+      });
+    }
+  }
+
+  void add_value(int64_t row, int64_t position, const float* value) {
+    tiles_.multiply_add_row(scores_[row * kSplitKeys + position - split_.begin], value,
+                            out_.values + row * sizes_.padded_dim, sizes_.padded_dim);
+  }
+
+  // Only active nodes count: what an inactive one would add up is never read.
+  bool all_nodes_see(const Range& tile) const {
+    for (int64_t node = 0; node < params_.nodes; ++node) {
+      const Range seen = row_.seen_by(node);
+      if (!seen.is_empty() && seen.begin > tile.begin) return false;
+    }
+    return true;
+  }
+
+  const TreeAttentionParams& params_;
+  const AttentionSizes& sizes_;
+  const AttentionTiles& tiles_;
+  const AttentionTask& task_;
+  TreeRow row_;
+  Range split_;
+  Range prefix_;  // of this split, what some node sees of the prefix
+  AttentionPartial out_;
+  float* tile_;     // keys as columns [head_dim, kTileKeys], then values [kTileKeys, padded_dim]
+  float* queries_;  // [padded_rows, head_dim]
+  float* scores_;   // [padded_rows, kSplitKeys] by position in the split, then weights
+  float* node_scores_;  // [padded_rows, kTileKeys] of the nodes of a tile
+};
+
+}  // namespace
+
+void attend_split(const TreeAttentionParams& params, const AttentionSizes& sizes,
+                  const AttentionTask& task, const AttentionPartial& out) {
+  SplitAttention(params, sizes, task, out).run();
+}
+
+}  // namespace specdec::cpu

@@ -1,0 +1,124 @@
+// One task of the CPU op tree_attention: all nodes and all query heads of one key-value head, over
+// one split of the positions of a row.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <vector>
+
+#include "attention_tiles.h"
+#include "specdec/tree_attention.h"
+
+namespace specdec::cpu {
+
+// A half-open range of positions.
+struct Range {
+  int64_t begin;
+  int64_t end;
+
+  bool is_empty() const { return begin >= end; }
+  Range intersection(const Range& other) const {
+    return {std::max(begin, other.begin), std::min(end, other.end)};
+  }
+};
+
+// What the nodes of a row see, and in which slots it is.
+class TreeRow {
+ public:
+  TreeRow(const TreeAttentionParams& params, int64_t row)
+      : params_(params), row_(row), prefix_length_(params.prefix_lengths[row]) {}
+
+  int64_t prefix_length() const { return prefix_length_; }
+  int64_t prefix_slot(int64_t position) const { return params_.prefix_starts[row_] + position; }
+  int64_t node_slot(int64_t node) const { return params_.block_starts[row_] + node; }
+
+  // The ancestors of a node among the kTileKeys nodes of a tile, as bits.
+  uint32_t ancestors(int64_t node, int64_t tile) const {
+    return static_cast<uint32_t>(params_.ancestor_word(row_, node, tile / 2) >> tile % 2 * 32);
+  }
+  int64_t num_tiles() const { return 2 * params_.words; }
+
+  // The position of the first ancestor in a tile; for all tiles: one beyond the node itself.
+  int64_t position_of_tile(int64_t node, int64_t tile) const {
+    int64_t position = prefix_length_;
+    for (int64_t i = 0; i < tile; ++i) position += std::popcount(ancestors(node, i));
+    return position;
+  }
+
+  // The positions that a node sees; empty for an inactive node.
+  Range seen_by(int64_t node) const {
+    const int64_t end = position_of_tile(node, num_tiles());
+    if (end == prefix_length_) return {0, 0};
+    return {params_.window > 0 ? std::max<int64_t>(0, end - params_.window) : 0, end};
+  }
+
+  // The smallest range with all positions that any node sees.
+  Range seen() const {
+    Range all{INT64_MAX, 0};
+    for (int64_t node = 0; node < params_.nodes; ++node) {
+      const Range range = seen_by(node);
+      if (range.is_empty()) continue;
+      all = {std::min(all.begin, range.begin), std::max(all.end, range.end)};
+    }
+    return all.is_empty() ? Range{0, 0} : all;
+  }
+
+ private:
+  const TreeAttentionParams& params_;
+  int64_t row_;
+  int64_t prefix_length_;
+};
+
+// The sizes that all tasks share. A query row is (node, head of the group), in this order.
+struct AttentionSizes {
+  explicit AttentionSizes(const TreeAttentionParams& params)
+      : group(params.heads / params.kv_heads),
+        rows(params.nodes * group),
+        padded_rows(round_up(rows, kRowBlock)),
+        padded_dim(round_up(params.head_dim, kColumnBlock)) {}
+
+  int64_t partial_floats() const { return padded_rows * (padded_dim + 2); }
+
+  int64_t group;
+  int64_t rows;
+  int64_t padded_rows;
+  int64_t padded_dim;
+};
+
+// What a task leaves: statistics and weighted sum of values of each query row.
+struct AttentionPartial {
+  AttentionPartial(float* memory, const AttentionSizes& sizes)
+      : values(memory),
+        stats(reinterpret_cast<SoftmaxStats*>(memory + sizes.padded_rows * sizes.padded_dim)) {}
+
+  float* values;        // [padded_rows, padded_dim]
+  SoftmaxStats* stats;  // [padded_rows]
+};
+
+struct AttentionTask {
+  int64_t row;
+  int64_t kv_head;
+  int64_t split;
+};
+
+void attend_split(const TreeAttentionParams& params, const AttentionSizes& sizes,
+                  const AttentionTask& task, const AttentionPartial& out);
+
+// Memory that keeps its largest size, aligned for the widest vectors.
+class FloatBuffer {
+ public:
+  float* at_least(int64_t count) {
+    const size_t lines = static_cast<size_t>(count + kLineFloats - 1) / kLineFloats;
+    if (lines_.size() < lines) lines_.resize(lines);
+    return lines_.front().values;
+  }
+
+ private:
+  static constexpr int64_t kLineFloats = 16;
+  struct alignas(64) Line {
+    float values[kLineFloats];
+  };
+  std::vector<Line> lines_;
+};
+
+}  // namespace specdec::cpu

@@ -1,0 +1,40 @@
+// attention_tiles.h for the processor's baseline, and the choice among the instruction sets.
+#include "attention_tiles_isa.h"
+
+#define SPECDEC_TILES_TARGET
+
+namespace specdec::cpu {
+namespace {
+
+constexpr int64_t kBlockRows = 2;
+
+void transpose_block(const float* in, int64_t stride, float* out) {
+  for (int64_t row = 0; row < kBlock; ++row) {
+    for (int64_t column = 0; column < kBlock; ++column) {
+      out[column * kTileKeys + row] = in[row * stride + column];
+    }
+  }
+}
+
+}  // namespace
+}  // namespace specdec::cpu
+
+#include "attention_tiles_impl.h"
+
+namespace specdec::cpu {
+
+const AttentionTiles& attention_tiles() {
+#ifdef SPECDEC_X86
+  switch (cpu_isa()) {
+    case CpuIsa::kAvx512:
+      return attention_tiles_avx512();
+    case CpuIsa::kAvx2:
+      return attention_tiles_avx2();
+    case CpuIsa::kBaseline:
+      break;
+  }
+#endif
+  return kTiles;
+}
+
+}  // namespace specdec::cpu

@@ -1,0 +1,225 @@
+// The loops of attention_tiles.h, for one instruction set. The including file defines
+//   SPECDEC_TILES_TARGET   the target attribute, or nothing
+//   kBlockRows             rows whose sums stay in registers, with kColumnBlock columns each
+//   transpose_block        out[d * kTileKeys + i] = in[i * stride + d] for i and d below kBlock
+// Plain loops that compilers vectorise; inner loops have 32 iterations or more, because shorter
+// ones are unrolled to scalars before they reach the vectoriser.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "attention_tiles.h"
+#include "specdec/tanh.h"
+
+namespace specdec::cpu {
+namespace {
+
+constexpr int64_t kLanes = 32;
+
+template <typename T>
+SPECDEC_HOST_DEVICE void convert_row(const void* row, int64_t count, float* out) {
+  const T* values = static_cast<const T*>(row);
+  for (int64_t i = 0; i < count; ++i) out[i] = to_float(values[i]);
+}
+
+SPECDEC_TILES_TARGET void load_row(FloatType type, const void* row, int64_t count, float* out) {
+  switch (type) {
+    case FloatType::kFloat32:
+      return convert_row<float>(row, count, out);
+    case FloatType::kBFloat16:
+      return convert_row<BFloat16>(row, count, out);
+    case FloatType::kFloat16:
+      return convert_row<Float16>(row, count, out);
+  }
+}
+
+SPECDEC_TILES_TARGET void load_columns(FloatType type, const void* const* rows, int64_t head_dim,
+                                       float* out) {
+  constexpr int64_t kMaxStagedDim = 128;  // dimensions staged at a time: 16 keys stay in L1
+  alignas(64) float stage[kBlock][kMaxStagedDim] = {};
+  for (int64_t key = 0; key < kTileKeys; key += kBlock) {
+    for (int64_t dim = 0; dim < head_dim; dim += kMaxStagedDim) {
+      const int64_t count = std::min(kMaxStagedDim, head_dim - dim);
+      for (int64_t i = 0; i < kBlock; ++i) {
+        if (rows[key + i] == nullptr) {
+          std::fill_n(stage[i], count, 0.0f);
+        } else {
+          const auto* row = static_cast<const std::byte*>(rows[key + i]);
+          load_row(type, row + dim * element_size(type), count, stage[i]);
+        }
+      }
+      for (int64_t d = 0; d < count; d += kBlock) {
+        transpose_block(&stage[0][d], kMaxStagedDim, out + (dim + d) * kTileKeys + key);
+      }
+    }
+  }
+}
+
+using BlockSums = float[kBlockRows][kColumnBlock];
+
+// sums[r, j] += a[r, k] * b[k, j] for k in [begin, end), one after the other.
+SPECDEC_HOST_DEVICE void add_products(const float* a, int64_t a_stride, const float* b,
+                                      int64_t b_stride, int64_t begin, int64_t end,
+                                      BlockSums& sums) {
+  for (int64_t k = begin; k < end; ++k) {
+    for (int64_t r = 0; r < kBlockRows; ++r) {
+      const float factor = a[r * a_stride + k];
+      for (int64_t j = 0; j < kColumnBlock; ++j) {
+        sums[r][j] = exact_fma(factor, b[k * b_stride + j], sums[r][j]);
+      }
+    }
+  }
+}
+
+// The same, from nothing.
+SPECDEC_HOST_DEVICE void set_products(const float* a, int64_t a_stride, const float* b,
+                                      int64_t b_stride, int64_t begin, int64_t end,
+                                      BlockSums& sums) {
+  for (int64_t r = 0; r < kBlockRows; ++r) {
+    const float factor = a[r * a_stride + begin];
+    for (int64_t j = 0; j < kColumnBlock; ++j) {
+      sums[r][j] = exact_mul(factor, b[begin * b_stride + j]);
+    }
+  }
+  add_products(a, a_stride, b, b_stride, begin + 1, end, sums);
+}
+
+SPECDEC_TILES_TARGET void dot_products(const float* queries, const float* keys, int64_t head_dim,
+                                       int64_t rows, float* out, int64_t out_stride) {
+  static_assert(kTileKeys == kColumnBlock);
+  for (int64_t row = 0; row < rows; row += kBlockRows) {
+    BlockSums totals;
+    set_products(queries + row * head_dim, head_dim, keys, kTileKeys, 0,
+                 std::min(kDimBlock, head_dim), totals);
+    for (int64_t dim = kDimBlock; dim < head_dim; dim += kDimBlock) {
+      BlockSums sums;
+      set_products(queries + row * head_dim, head_dim, keys, kTileKeys, dim,
+                   std::min(dim + kDimBlock, head_dim), sums);
+      for (int64_t r = 0; r < kBlockRows; ++r) {
+        for (int64_t j = 0; j < kColumnBlock; ++j) {
+          totals[r][j] = exact_add(totals[r][j], sums[r][j]);
+        }
+      }
+    }
+    for (int64_t r = 0; r < kBlockRows; ++r) {
+      for (int64_t j = 0; j < kColumnBlock; ++j) out[(row + r) * out_stride + j] = totals[r][j];
+    }
+  }
+}
+
+SPECDEC_TILES_TARGET void multiply_add(const float* weights, int64_t weight_stride,
+                                       const float* values, int64_t count, int64_t columns,
+                                       int64_t rows, float* out) {
+  for (int64_t column = 0; column < columns; column += kColumnBlock) {
+    for (int64_t row = 0; row < rows; row += kBlockRows) {
+      BlockSums sums;
+      for (int64_t r = 0; r < kBlockRows; ++r) {
+        std::copy_n(out + (row + r) * columns + column, kColumnBlock, sums[r]);
+      }
+      add_products(weights + row * weight_stride, weight_stride, values + column, columns, 0, count,
+                   sums);
+      for (int64_t r = 0; r < kBlockRows; ++r) {
+        std::copy_n(sums[r], kColumnBlock, out + (row + r) * columns + column);
+      }
+    }
+  }
+}
+
+SPECDEC_TILES_TARGET void multiply_add_row(float weight, const float* row, float* out,
+                                           int64_t columns) {
+  for (int64_t j = 0; j < columns; ++j) out[j] = exact_fma(weight, row[j], out[j]);
+}
+
+SPECDEC_HOST_DEVICE float larger(float a, float b) { return a > b ? a : b; }
+
+// exp(score - maximum); NaN stays NaN.
+SPECDEC_HOST_DEVICE float softmax_weight(float score, float maximum) {
+  const float x = exact_add(score, -maximum);
+  return x == x ? exp_nonpositive(x) : x;
+}
+
+SPECDEC_TILES_TARGET SoftmaxStats softmax(const ScoreRule& rule, int64_t first, int64_t end,
+                                          float* row) {
+  constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+  const int64_t lanes_begin = first / kLanes * kLanes, lanes_end = round_up(end, kLanes);
+  std::fill_n(row, lanes_begin, 0.0f);
+  std::fill_n(row + lanes_end, kSplitKeys - lanes_end, 0.0f);
+
+  for (int64_t i = lanes_begin; i < lanes_end; ++i) row[i] = exact_mul(row[i], rule.scale);
+  if (rule.softcap > 0) {
+    for (int64_t i = lanes_begin; i < lanes_end; ++i) {
+      row[i] = exact_mul(rule.softcap, tanh_approx(row[i] / rule.softcap));
+    }
+  }
+  for (int64_t i = lanes_begin; i < first; ++i) row[i] = kMinusInfinity;
+  for (int64_t i = end; i < lanes_end; ++i) row[i] = kMinusInfinity;
+
+  float maxima[kLanes];
+  std::fill_n(maxima, kLanes, kMinusInfinity);
+  for (int64_t i = lanes_begin; i < lanes_end; i += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane)
+      maxima[lane] = larger(row[i + lane], maxima[lane]);
+  }
+  float maximum = kMinusInfinity;
+  for (const float lane : maxima) maximum = larger(lane, maximum);
+
+  // If all scores are -inf, their weights are 0 and not NaN: another split may hold finite ones.
+  const float shift = maximum == kMinusInfinity ? 0.0f : maximum;
+  float sums[kLanes] = {};
+  for (int64_t i = lanes_begin; i < lanes_end; i += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      row[i + lane] = softmax_weight(row[i + lane], shift);
+      sums[lane] = exact_add(sums[lane], row[i + lane]);
+    }
+  }
+  float sum = 0;
+  for (const float lane : sums) sum = exact_add(sum, lane);
+  return {maximum, sum};
+}
+
+SPECDEC_TILES_TARGET void merge(const SoftmaxStats& later, const float* later_values,
+                                SoftmaxStats* stats, float* values, int64_t columns) {
+  const float maximum = larger(later.maximum, stats->maximum);
+  if (maximum == -std::numeric_limits<float>::infinity()) {
+    stats->sum = exact_add(stats->sum, later.sum);  // both are 0, or NaN
+    return;
+  }
+  const float earlier_weight = softmax_weight(stats->maximum, maximum);
+  const float later_weight = softmax_weight(later.maximum, maximum);
+  *stats = {maximum, exact_fma(later.sum, later_weight, exact_mul(stats->sum, earlier_weight))};
+  for (int64_t j = 0; j < columns; ++j) {
+    values[j] = exact_fma(later_values[j], later_weight, exact_mul(values[j], earlier_weight));
+  }
+}
+
+template <typename T>
+SPECDEC_HOST_DEVICE void convert_quotients(const float* values, float sum, int64_t count,
+                                           void* out) {
+  for (int64_t i = 0; i < count; ++i) from_float(values[i] / sum, static_cast<T*>(out) + i);
+}
+
+SPECDEC_TILES_TARGET void store_quotients(FloatType type, const float* values, float sum,
+                                          int64_t count, void* out) {
+  switch (type) {
+    case FloatType::kFloat32:
+      return convert_quotients<float>(values, sum, count, out);
+    case FloatType::kBFloat16:
+      return convert_quotients<BFloat16>(values, sum, count, out);
+    case FloatType::kFloat16:
+      return convert_quotients<Float16>(values, sum, count, out);
+  }
+}
+
+constexpr AttentionTiles kTiles{.load_row = load_row,
+                                .load_columns = load_columns,
+                                .dot_products = dot_products,
+                                .multiply_add = multiply_add,
+                                .multiply_add_row = multiply_add_row,
+                                .softmax = softmax,
+                                .merge = merge,
+                                .store_quotients = store_quotients};
+
+}  // namespace
+}  // namespace specdec::cpu

@@ -1,0 +1,14 @@
+// What the builds of attention_tiles.h for the instruction sets share.
+#pragma once
+
+#include "attention_tiles.h"
+#include "specdec/cpu_isa.h"
+
+namespace specdec::cpu {
+
+constexpr int64_t kBlock = 16;  // keys and dimensions that are transposed at a time
+
+const AttentionTiles& attention_tiles_avx2();
+const AttentionTiles& attention_tiles_avx512();
+
+}  // namespace specdec::cpu

@@ -1,0 +1,104 @@
+// tree_attention: attention of the nodes of draft trees over the committed tokens and over their
+// own ancestors.
+//
+// A node at depth d of a row whose prefix has P tokens sees an ordered list of keys: positions
+// 0 .. P - 1 of the prefix, then its ancestor at depth j as position P + j, for j = 0 .. d
+// (itself). A window keeps the last `window` of them. Its output is softmax(scores) times the
+// values of that list, and depends on nothing but that list: not on the other nodes, their number,
+// the batch, or on where the slots lie.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "specdec/float_types.h"
+#include "specdec/parallel.h"
+#include "specdec/tree.h"
+
+namespace specdec {
+
+// Keys or values: [batch, kv_heads, slots, head_dim], or pools of pages
+// [num_pages, kv_heads, page_size, head_dim]; the last dimension is contiguous.
+struct KvTensor {
+  const void* data;
+  int64_t page_stride;  // elements, as all strides; of a batch row or a page
+  int64_t head_stride;
+  int64_t slot_stride;
+};
+
+// What the CUDA kernels take. Rows of query, key and value must also be multiples of 16 bytes, and
+// aligned to 16.
+constexpr int64_t kMaxCudaTreeNodes = 128;
+constexpr int64_t kMaxCudaHeadDim = 256;
+constexpr int64_t kMaxCudaGroup = 16;  // heads / kv_heads
+
+struct TreeAttentionParams {
+  const void* query;  // [batch, heads, nodes, head_dim], last dimension contiguous
+  FloatType type;     // of query, key, value and output
+  int64_t query_batch_stride;
+  int64_t query_head_stride;
+  int64_t query_node_stride;
+  KvTensor key;
+  KvTensor value;
+  View2<const int64_t> page_table;  // [batch, pages]; data is null: one page per row
+  int64_t num_pages;                // of key and value; without a page table: batch
+  int64_t page_size;                // slots of a page; without a page table: slots of a row
+  int64_t pages_per_row;            // columns of the page table; without one: 1
+  const int64_t* ancestors;         // [batch, nodes, words] bits of the node and its ancestors
+  int64_t ancestors_batch_stride;
+  int64_t ancestors_node_stride;
+  int64_t ancestors_word_stride;
+  View1<const int64_t> prefix_starts;   // [batch] slot of position 0
+  View1<const int64_t> prefix_lengths;  // [batch] committed tokens
+  View1<const int64_t> block_starts;    // [batch] slot of node 0
+  int64_t batch;
+  int64_t heads;
+  int64_t kv_heads;  // divides heads
+  int64_t nodes;     // 1 .. kMaxNodes
+  int64_t words;     // ceil(nodes / 64)
+  int64_t head_dim;
+  float scale;     // of the dot products
+  int64_t window;  // keys with query position - key position < window are seen; 0: all
+  float softcap;   // scores become softcap * tanh(scores / softcap); 0: unchanged
+
+  void* output;  // [batch, nodes, heads, head_dim]; zeros for a node without bits
+
+  SPECDEC_HOST_DEVICE uint64_t ancestor_word(int64_t row, int64_t node, int64_t word) const {
+    return static_cast<uint64_t>(
+        ancestors[row * ancestors_batch_stride + node * ancestors_node_stride +
+                  word * ancestors_word_stride]);
+  }
+
+  SPECDEC_HOST_DEVICE int64_t slots_per_row() const { return page_size * pages_per_row; }
+
+  // Where a slot of a row is: the one place that knows about pages. Slots are below 2^31.
+  struct Place {
+    int64_t page;
+    int64_t slot;
+  };
+  SPECDEC_HOST_DEVICE Place place(int64_t row, int64_t slot) const {
+    if (page_table.data == nullptr) return {row, slot};
+    const uint32_t index = static_cast<uint32_t>(slot), size = static_cast<uint32_t>(page_size);
+    return {page_table(row, index / size), index % size};
+  }
+  SPECDEC_HOST_DEVICE int64_t offset(const KvTensor& tensor, const Place& at,
+                                     int64_t kv_head) const {
+    return at.page * tensor.page_stride + kv_head * tensor.head_stride +
+           at.slot * tensor.slot_stride;
+  }
+};
+
+// Bytes of device memory that launch_tree_attention needs; no initialisation.
+int64_t tree_attention_workspace_bytes(const TreeAttentionParams& params);
+
+namespace cpu {
+
+// What is wrong with the slots that would be read, or nothing. Reads no key and no value.
+std::optional<std::string> find_invalid_slot(const TreeAttentionParams& params);
+
+// The slots must be valid.
+void tree_attention(const TreeAttentionParams& params, const ParallelFor& parallel_for);
+
+}  // namespace cpu
+
+}  // namespace specdec
