@@ -15,6 +15,11 @@ BIN := $(VENV)/bin
 NATIVE_SOURCES := $(shell find csrc -type f | LC_ALL=C sort)
 FORMATTED := $(filter %.h %.cuh %.cpp %.cu,$(NATIVE_SOURCES)) $(wildcard profiling/*.cu python_tests/*.c)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest python_tests
+PARALLEL := -n $(WORKERS) --dist worksteal
+# The CUDA kernels, compiled for the host, run under AddressSanitizer and UBSan. Their runtime has to be in
+# the process first, and needs libstdc++ to see exceptions; Python never frees all it has.
+SANITIZERS = ASAN_OPTIONS=detect_leaks=0 \
+  LD_PRELOAD="$$(c++ -print-file-name=libasan.so):$$(c++ -print-file-name=libstdc++.so.6)"
 
 REQUIREMENTS := $(VENV)/.requirements.stamp
 # One stamp per kernel choice: changing the choice rebuilds.
@@ -31,10 +36,12 @@ demo: $(BUILD) ## set up, then stream a marked completion and compare with Huggi
 	$(BIN)/specdec demo $(ARGS)
 
 test: $(BUILD) ## set up, then run the test suite
-	$(PYTEST) -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
+	$(PYTEST) -m "not slow and not emulated" $(PARALLEL) $(ARGS)
+	$(SANITIZERS) $(PYTEST) -m "emulated and not slow" $(PARALLEL) $(ARGS) $(if $(ARGS),|| test $$? = 5)
 
 test-slow: $(BUILD) ## set up, then run the tests marked slow, which `make test` leaves out
-	$(PYTEST) -m slow -n $(WORKERS) --dist worksteal $(ARGS)
+	$(PYTEST) -m "slow and not emulated" $(PARALLEL) $(ARGS)
+	$(SANITIZERS) $(PYTEST) -m "slow and emulated" $(PARALLEL) $(ARGS) || test $$? = 5
 
 lint: $(REQUIREMENTS) ## check style and types of Python and C++ code, changing nothing
 	$(BIN)/ruff check .

@@ -5,6 +5,8 @@ kind of layer, with that kind's ``mask_function`` (causal, sliding window, ...) 
 the registered one: outside a block pass it calls through; inside, it evaluates the same ``mask_function``
 at *token positions* while looking up visibility by *cache slot*, so one rule covers full and sliding
 layers, ragged rows, paddings and trees.
+
+Where the rule is one that ``tree_attention`` knows, the mask carries it (``attention.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from specdec_ext.target.attention import (
+    MaskRule,
+    TreeBlock,
+    attach_rule,
+    wrap_registered_function,
+)
 
 SUPPORTED_IMPLEMENTATIONS = ("sdpa", "eager")
 
@@ -32,12 +45,14 @@ class BlockVisibility:
         block: ``[rows, nodes, nodes]`` bool, which nodes of the block each query sees, itself included.
         query_positions: ``[rows, nodes]`` token positions of the queries.
         key_positions: ``[rows, start + nodes]`` token positions of all slots.
+        tree: the same block as ``tree_attention`` takes it, or None if the rows' text has holes.
     """
 
     committed: Tensor
     block: Tensor
     query_positions: Tensor
     key_positions: Tensor
+    tree: TreeBlock | None = None
 
     def mask(self, kv_offset: int, mask_function: Callable) -> Tensor:
         """``[rows, 1, nodes, start + nodes - kv_offset]`` bool, True where attention is allowed."""
@@ -80,6 +95,34 @@ def unpack_ancestors(ancestors: Tensor, nodes: int) -> Tensor:
     return block | torch.eye(nodes, dtype=torch.bool, device=ancestors.device)
 
 
+def causal_window(mask_function: Callable) -> int | None:
+    """The window of a causal mask function, 0 for none; None for any other function.
+
+    transformers builds mask functions as closures; which one it is, its code objects tell.
+    """
+    if mask_function is causal_mask_function:
+        return 0
+    template = sliding_window_causal_mask_function(1)
+    parts, template_parts = _captured(mask_function), _captured(template)
+    if getattr(mask_function, "__code__", None) is not template.__code__ or len(parts) != len(
+        template_parts
+    ):
+        return None
+    overlay, causal = parts
+    if (
+        causal is not causal_mask_function
+        or getattr(overlay, "__code__", None) is not template_parts[0].__code__
+    ):
+        return None
+    return _captured(overlay)
+
+
+def _captured(function: Callable) -> Any:
+    """The one variable that a closure captured, or None."""
+    cells = getattr(function, "__closure__", None) or ()
+    return cells[0].cell_contents if len(cells) == 1 else None
+
+
 def _wrapped(original: Callable, additive: bool) -> Callable:
     def block_mask(
         batch_size: int,
@@ -104,6 +147,9 @@ def _wrapped(original: Callable, additive: bool) -> Callable:
         if additive:
             dtype = kwargs.get("dtype", torch.float32)
             return torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)
+        window = causal_window(mask_function)
+        if block.tree is not None and window is not None:
+            attach_rule(mask, MaskRule(block.tree, window))
         return mask
 
     _ours.add(block_mask)
@@ -111,6 +157,7 @@ def _wrapped(original: Callable, additive: bool) -> Callable:
 
 
 def _wrap_registered_functions() -> None:
+    wrap_registered_function()
     for name in SUPPORTED_IMPLEMENTATIONS:
         registered = ALL_MASK_ATTENTION_FUNCTIONS[name]
         if registered not in _ours:

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from specdec_ext import ops
+from specdec_ext.target.attention import IMPLEMENTATION, TreeBlock
 from specdec_ext.target.cache import RollbackLayer, adopt_cache
 from specdec_ext.target.linears import (
     MAX_PROMPT_ROWS,
@@ -40,6 +41,8 @@ from specdec_ext.tree import DraftTree
 # Slots reserved beyond the prompt at first; longer calls grow in steps instead of paying up front for a
 # max_length that is rarely reached.
 FIRST_SLOTS = 2048
+# What Target knows of each row from the prompt on.
+_PER_ROW = ("_slot_valid", "_slot_positions", "_first_position", "_first_slot")
 
 
 @dataclass
@@ -205,13 +208,13 @@ class Target:
         self._slot_positions = torch.cat([positions, lengths[:, None] + future], dim=1)
         self._prompt_length = columns
         self._first_position = lengths
-        self._whole_batch = self._slot_valid, self._slot_positions, self._first_position
+        self._first_slot = valid.long().argmax(dim=1)
+        self._whole_batch = [getattr(self, name) for name in _PER_ROW]
         self._row_slots = torch.full_like(lengths, columns)
         self._start, self._padded = columns, padded
         self._aligned = True
         # A window counts tokens, slots also count paddings between a row's tokens.
-        first_token = valid.long().argmax(dim=1)
-        self._holes = int((columns - first_token - lengths).max()) if padded else 0
+        self._holes = int((columns - self._first_slot - lengths).max()) if padded else 0
 
         block: BlockVisibility | None = None
         if padded and (past or self._holes) and self.tree_refusal is None:
@@ -285,7 +288,8 @@ class Target:
         nodes, start = tree.num_nodes, self._start
         self._block = tree
         root_positions = self.row_positions
-        if nodes == 1 and self._aligned and (self.tree_refusal or not self._padded):
+        by_op = self._attends_by_op()
+        if nodes == 1 and self._aligned and (self.tree_refusal or not (self._padded or by_op)):
             # Plain decoding: transformers' own masks, none where there is no padding.
             mask = self._slot_valid[:, : start + 1].long() if self._padded else None
             return self._forward(
@@ -310,8 +314,19 @@ class Target:
             block=unpack_ancestors(ancestors, nodes),
             query_positions=positions,
             key_positions=torch.cat([self._slot_positions[:, :start], positions], dim=1),
+            tree=TreeBlock(ancestors, self._first_slot, self._row_slots - self._first_slot, start)
+            if by_op
+            else None,
         )
         return self._forward(block, input_ids=tree.tokens, position_ids=positions)
+
+    def _attends_by_op(self) -> bool:
+        """Whether ``tree_attention`` computes attention: it takes text without holes only."""
+        return (
+            self.tree_refusal is None
+            and self._holes == 0
+            and self.config._attn_implementation == IMPLEMENTATION
+        )
 
     def commit(self, path: Tensor, num_accepted: Tensor) -> None:
         """Keep the root and the accepted nodes of the block just scored, forget the rest.
@@ -361,7 +376,7 @@ class Target:
         for layer in self._layers:
             layer.reorder_rows(index)
         kept = index[:active]
-        for name in ("_slot_valid", "_slot_positions", "_first_position", "_row_slots"):
+        for name in (*_PER_ROW, "_row_slots"):
             setattr(self, name, getattr(self, name)[kept])
         if active:
             self._settle()
@@ -377,7 +392,8 @@ class Target:
         width = int(columns.max())
         if int(columns.min()) < width:
             # Nobody has read the last token of a row that ended early; the next turn needs its keys.
-            self._slot_valid, self._slot_positions, self._first_position = self._whole_batch
+            for name, tensor in zip(_PER_ROW, self._whole_batch, strict=True):
+                setattr(self, name, tensor)
             self._row_slots = columns - 1
             self._settle()
             self.forward(DraftTree.root(last_tokens))

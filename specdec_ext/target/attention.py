@@ -1,0 +1,122 @@
+"""``tree_attention`` behind transformers' attention interface.
+
+The function registered for "sdpa" is wrapped: within a block pass, where the layer's mask follows a rule
+that the op knows (causal, sliding window), the op computes attention from the tree itself instead of a
+mask of queries x keys. Its result for a token depends on nothing but the tokens before it, so a token
+scored in a tree gets the bits that plain decoding gives it.
+
+What a mask stands for travels as an attribute of the mask tensor. A model that changes its mask on the way
+loses the attribute and gets the original function with the mask it made; so does a layer with anything that
+the op does not compute (position bias, value heads of another size).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from specdec_ext import ops
+
+IMPLEMENTATION = "sdpa"
+CUDA_HEAD_DIMS = (64, 80, 96, 128, 256)
+CUDA_MAX_NODES = 128
+
+
+@dataclass
+class TreeBlock:
+    """A block of draft trees over contiguous committed text, by cache slot (``ops.tree_attention``).
+
+    Attributes:
+        ancestors: ``[rows, nodes, words]`` packed ancestor bits.
+        prefix_starts: ``[rows]`` slot of the first token of each row.
+        prefix_lengths: ``[rows]`` committed tokens.
+        start: the slot of node 0, the same for all rows.
+    """
+
+    ancestors: Tensor
+    prefix_starts: Tensor
+    prefix_lengths: Tensor
+    start: int
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int
+    ) -> Tensor:
+        """``[rows, nodes, heads, head_dim]``; ``key`` and ``value`` end with the block's slots."""
+        first = self.start + query.shape[2] - key.shape[2]
+        return ops.tree_attention(
+            query,
+            key,
+            value,
+            self.ancestors,
+            self.prefix_starts - first,
+            self.prefix_lengths,
+            torch.full_like(self.prefix_lengths, self.start - first),
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            window=window,
+        )
+
+
+def _op_covers(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the op takes these tensors."""
+    covered = (
+        query.dtype == key.dtype == value.dtype
+        and query.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and query.shape[-1] == key.shape[-1] == value.shape[-1]
+        and query.shape[1] % key.shape[1] == 0
+    )
+    if query.is_cuda:
+        return covered and query.shape[-1] in CUDA_HEAD_DIMS and query.shape[2] <= CUDA_MAX_NODES
+    return covered and query.device.type == "cpu"
+
+
+@dataclass
+class MaskRule:
+    """What a boolean mask stands for: the tree block and the layer's window (0: all tokens)."""
+
+    block: TreeBlock
+    window: int
+
+
+def attach_rule(mask: Tensor, rule: MaskRule) -> None:
+    mask.specdec_rule = rule  # type: ignore[attr-defined]
+
+
+# Arguments of the attention function that change its result and that the op does not have.
+_FOREIGN = ("position_bias", "cache", "softcap")
+_ours: set[Callable] = set()
+
+
+def wrap_registered_function() -> None:
+    """Put ``tree_attention`` in front of what is registered for "sdpa"."""
+    original = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
+    if original in _ours:
+        return
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        rule: MaskRule | None = getattr(attention_mask, "specdec_rule", None)
+        if (
+            rule is None
+            or dropout
+            or any(kwargs.get(name) is not None for name in _FOREIGN)
+            or not _op_covers(query, key, value)
+        ):
+            return original(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return rule.block.attend(query, key, value, scaling, rule.window), None
+
+    _ours.add(attention)
+    AttentionInterface.register(IMPLEMENTATION, attention)
