@@ -107,17 +107,18 @@ class Sampler:
         self._pure = kinds <= PURE
         self._needs_lockstep = not kinds <= ROW_INDEPENDENT
         self._shared_processors = [each for each in self._processors if type(each) in PURE]
-        self._row_tensors: tuple[list[int], tuple[Tensor, Tensor, Tensor]] | None = None
+        self._row_tensors: tuple[list[int], tuple[Tensor, ...]] | None = None
 
-    def _rows(self, rows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Seeds, row numbers and the stochastic flag of these rows, as the op takes them."""
+    def _rows(self, rows: list[int]) -> tuple[Tensor, ...]:
+        """Seeds, row numbers, stochastic flags and counters of these rows, as the op takes them."""
         if self._row_tensors is None or self._row_tensors[0] != rows:
             seeds = torch.tensor(
                 [self._seeds[row] for row in rows], dtype=torch.long, device=self._device
             )
             numbers = torch.tensor(rows, dtype=torch.long, device=self._device)
             flags = torch.full((len(rows),), self._stochastic, device=self._device)
-            self._row_tensors = (list(rows), (seeds, numbers, flags))
+            counters = torch.zeros(len(rows), dtype=torch.int32, device=self._device)
+            self._row_tensors = (list(rows), (seeds, numbers, flags, counters))
         return self._row_tensors[1]
 
     def _match(
