@@ -103,23 +103,22 @@ def causal_window(mask_function: Callable) -> int | None:
     if mask_function is causal_mask_function:
         return 0
     template = sliding_window_causal_mask_function(1)
-    parts, template_parts = _captured(mask_function), _captured(template)
-    if getattr(mask_function, "__code__", None) is not template.__code__ or len(parts) != len(
-        template_parts
-    ):
+    if _code(mask_function) is not _code(template):
         return None
-    overlay, causal = parts
-    if (
-        causal is not causal_mask_function
-        or getattr(overlay, "__code__", None) is not template_parts[0].__code__
-    ):
-        return None
-    return _captured(overlay)
+    match _captured(mask_function), _captured(template):
+        case (overlay, causal), (known_overlay, _):
+            if causal is causal_mask_function and _code(overlay) is _code(known_overlay):
+                return _captured(overlay)
+    return None
+
+
+def _code(function: Callable) -> Any:
+    return getattr(function, "__code__", None)
 
 
 def _captured(function: Callable) -> Any:
     """The one variable that a closure captured, or None."""
-    cells = getattr(function, "__closure__", None) or ()
+    cells: Any = getattr(function, "__closure__", None) or ()
     return cells[0].cell_contents if len(cells) == 1 else None
 
 
