@@ -42,6 +42,17 @@ CpuIsa best_cpu_isa() {
   return CpuIsa::kBaseline;
 }
 
+bool cpu_has_avx512_bf16() {
+#ifdef SPECDEC_X86
+  static const bool has = cpu_isa() == CpuIsa::kAvx512 &&
+                          std::getenv("SPECDEC_CPU_ISA") == nullptr &&
+                          __builtin_cpu_supports("avx512bf16");
+  return has;
+#else
+  return false;
+#endif
+}
+
 CpuIsa cpu_isa() {
   static const CpuIsa isa = choose();
   return isa;

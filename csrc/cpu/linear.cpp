@@ -2,8 +2,8 @@
 // inputs are copied into the order in which the kernels read them (linear_kernel.h); the weights
 // are read where they are.
 //
-// Bits: AVX2 and AVX-512 agree, unless a bfloat16 or a partial sum is subnormal and the processor
-// has vdpbf16ps. SPECDEC_CPU_ISA=baseline|avx2|avx512 forces an instruction set.
+// Bits: AVX2 and AVX-512 agree, with and without vdpbf16ps, unless a bfloat16 or a partial sum is
+// subnormal, which vdpbf16ps takes as zero. SPECDEC_CPU_ISA=baseline|avx2|avx512 forces one.
 #include "specdec/linear.h"
 
 #include <cstring>

@@ -102,8 +102,8 @@ struct BFloat16Split : Avx512 {
 
 LinearCode linear_avx512(LinearType type) {
   if (type == LinearType::kFloat32) return LinearKernel<Float32>::code();
-  return __builtin_cpu_supports("avx512bf16") ? LinearKernel<BFloat16Dot>::code()
-                                              : LinearKernel<BFloat16Split>::code();
+  return cpu_has_avx512_bf16() ? LinearKernel<BFloat16Dot>::code()
+                               : LinearKernel<BFloat16Split>::code();
 }
 
 }  // namespace specdec::cpu

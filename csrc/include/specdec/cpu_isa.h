@@ -22,4 +22,8 @@ CpuIsa best_cpu_isa();
 // once per process.
 CpuIsa cpu_isa();
 
+// Whether to use AVX-512's bfloat16 products: cpu_isa() is AVX-512, the processor has them, and
+// SPECDEC_CPU_ISA=avx512 does not ask for AVX-512 alone.
+bool cpu_has_avx512_bf16();
+
 }  // namespace specdec::cpu
