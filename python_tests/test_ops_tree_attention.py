@@ -33,13 +33,13 @@ SHAPES = {
     "no-prefix": Shape(prefixes=(0, 0), nodes=7),
     "one-committed": Shape(prefixes=(1,), nodes=3, head_dim=80),
     "tile-edges": Shape(prefixes=(63, 64, 65), nodes=4),
-    "split-edges": Shape(prefixes=(255, 256, 257), nodes=9, head_dim=96),
+    "split-edges": Shape(prefixes=(255, 256, 257), nodes=3, heads=1, head_dim=96),
     "tree-across-splits": Shape(prefixes=(253,), nodes=20),
     "group-7": Shape(prefixes=(40, 9), nodes=5, heads=14, kv_heads=2),
     "group-16": Shape(prefixes=(70,), nodes=3, heads=16),
     "no-group": Shape(prefixes=(70,), nodes=6, heads=3, kv_heads=3, head_dim=128),
     "two-words": Shape(prefixes=(100,), nodes=67, heads=1),
-    "three-splits": Shape(prefixes=(600, 20), nodes=6, heads=4, kv_heads=2, head_dim=128),
+    "three-splits": Shape(prefixes=(600, 20), nodes=3, kv_heads=2, head_dim=128),
     "two-row-blocks": Shape(prefixes=(40,), nodes=36, heads=4),
     "dim-256": Shape(prefixes=(90,), nodes=5, head_dim=256),
 }
@@ -184,16 +184,16 @@ def test_two_chains_equal_decoding_token_by_token(options, dtype, device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prefix", [1020, 8190, 9214])
-def test_long_prefixes_equal_decoding_token_by_token(prefix, device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("prefix", [1020, 8190])
+def test_long_prefixes_equal_decoding_token_by_token(prefix, dtype, device):
     """From position 8192 on the CUDA kernels' splits are longer."""
-    for dtype in DTYPES:
-        shape = Shape(prefixes=(prefix,), nodes=9, heads=1)
-        case = replace(random_case(shape, dtype, seed=3), parents=two_chains(9))
-        together = run(static_arguments(case), device)
-        decoded = decode_path(case, 0, 8, 0, 0.0, device)
-        assert torch.equal(together[0, path_to(case, 0, 8)], decoded)
-        assert_as_accurate_as_torch(static_arguments(case), device)
+    case = random_case(Shape(prefixes=(prefix,), nodes=7, heads=1), dtype, seed=3)
+    case = replace(case, parents=two_chains(7))
+    together = run(static_arguments(case), device)
+    decoded = decode_path(case, 0, 6, 0, 0.0, device)
+    assert torch.equal(together[0, path_to(case, 0, 6)], decoded)
+    assert_as_accurate_as_torch(static_arguments(case), device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -216,12 +216,12 @@ def test_a_node_does_not_depend_on_later_ones(dtype, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_in_a_rejected_sibling_does_not_matter(dtype, device):
-    case = random_case(Shape(prefixes=(50,), nodes=20), dtype, seed=9)
+    case = random_case(Shape(prefixes=(35,), nodes=12), dtype, seed=9)
     arguments = static_arguments(case)
     clean = run(arguments, device)
-    for node in (3, 11):
+    for node in (1, 3):
         sees = (case.ancestors[0, :, 0] >> node & 1).bool()
-        assert 0 < sees.sum() < 20
+        assert 1 < sees.sum() < 12
         for name in ("key", "value"):
             poisoned = arguments[name].clone()
             poisoned[:, :, arguments["block_starts"][0] + node] = torch.nan

@@ -30,9 +30,10 @@ def tree_attention(
 
     The output of a node depends on the ordered list of (position, key, value) that it sees and on
     nothing else: batch, number of nodes, the other nodes and where the slots lie do not change a bit of
-    it, and what is in slots that it does not see never matters, NaN included. On the CPU that holds
-    for every tree, thread count and instruction set, so a node equals plain decoding of its path, token by
-    token, bit for bit. On CUDA see the header of ``csrc/kernels/tree_attention.cu``.
+    it, so a node equals plain decoding of its path, token by token, bit for bit. That holds on the CPU
+    (for every number of threads and instruction set, which share their bits) and on CUDA. What is in
+    slots that a node does not see never matters, NaN included. One exception, on CUDA: NaN in a value
+    that a window hides from some nodes of a row, but not from others, reaches all of them.
 
     Args:
         query: ``[batch, heads, nodes, head_dim]`` float32, bfloat16 or float16. On CUDA at most 128 nodes
