@@ -156,9 +156,10 @@ def planned(checkout: Path, *arguments: str) -> list[str]:
         "--editable": "build",
         "-m pytest": "pytest",
     }
-    return [
+    found = [
         step for line in plan.splitlines() for pattern, step in steps.items() if pattern in line
     ]
+    return list(dict.fromkeys(found))  # pytest runs twice: emulated kernels need a sanitizer
 
 
 @needs_make
