@@ -24,8 +24,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from specdec_ext import ops
 
 IMPLEMENTATION = "sdpa"
-CUDA_HEAD_DIMS = (64, 80, 96, 128, 256)
+# What the CUDA kernels have room for.
 CUDA_MAX_NODES = 128
+CUDA_MAX_HEAD_DIM = 256
+CUDA_MAX_GROUP = 16
 
 
 @dataclass
@@ -64,14 +66,22 @@ class TreeBlock:
 
 def _op_covers(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the op takes these tensors."""
+    _, heads, nodes, head_dim = query.shape
     covered = (
         query.dtype == key.dtype == value.dtype
         and query.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and query.shape[-1] == key.shape[-1] == value.shape[-1]
-        and query.shape[1] % key.shape[1] == 0
+        and head_dim == key.shape[-1] == value.shape[-1]
+        and heads % key.shape[1] == 0
+        and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
     )
     if query.is_cuda:
-        return covered and query.shape[-1] in CUDA_HEAD_DIMS and query.shape[2] <= CUDA_MAX_NODES
+        return (
+            covered
+            and nodes <= CUDA_MAX_NODES
+            and head_dim <= CUDA_MAX_HEAD_DIM
+            and head_dim % 8 == 0
+            and heads // key.shape[1] <= CUDA_MAX_GROUP
+        )
     return covered and query.device.type == "cpu"
 
 
