@@ -84,7 +84,10 @@ def test_without_a_gpu_it_says_what_it_needs(capsys, monkeypatch):
 
 def test_make_gpu_check_uses_the_python_of_the_machine():
     plan = subprocess.run(
-        ["make", "-n", "gpu-check", "ARGS=--dry-run"], cwd=ROOT, capture_output=True, text=True
+        ["make", "--no-print-directory", "-n", "gpu-check", "ARGS=--dry-run"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert plan.stdout.split() == ["python3", "profiling/gpu_check.py", "--dry-run"]
 
