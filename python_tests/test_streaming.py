@@ -145,9 +145,9 @@ def test_positions_are_put_as_soon_as_all_unfinished_rows_have_them(drafter):
     inner = make_drafter(drafter, tiny_model("llama"), answers)
 
     class Watching(specdec_ext.Drafter):
-        def start(self, context, model):
+        def start(self, context, model, output):
             if inner is not None:
-                inner.start(context, model)
+                inner.start(context, model, output)
 
         def propose(self, context):
             slowest = min(len(context.generated[row]) for row in context.rows)
@@ -158,9 +158,9 @@ def test_positions_are_put_as_soon_as_all_unfinished_rows_have_them(drafter):
                 else inner.propose(context)
             )
 
-        def commit(self, context, accepted):
+        def commit(self, context, accepted, output):
             if inner is not None:
-                inner.commit(context, accepted)
+                inner.commit(context, accepted, output)
 
     sequences = run("five-ragged", Watching(), streamer, eos_token_id=eos)
     streamer.check(sequences, 12)

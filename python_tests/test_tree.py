@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec_ext import DraftTree
+from specdec_ext import DraftTree, TreeConfig
 
 ROOTS = torch.tensor([7, 8])
 
@@ -79,3 +79,29 @@ def test_a_broken_contract_is_named(made, message):
 def test_an_inactive_node_may_carry_any_token():
     made = tree([[7, 99], [8, 1]], [[-1, -2], [-1, 0]])
     assert made.validated(ROOTS, 10, "x").pruned([5, 5]).tokens.tolist() == [[7, 0], [8, 1]]
+
+
+def test_tree_configs():
+    assert TreeConfig(depth=4).num_nodes == 5
+    assert TreeConfig(depth=4).num_candidates == 4
+    dynamic = TreeConfig(depth=5, top_k=6, num_nodes=26)
+    assert (dynamic.num_nodes, dynamic.num_candidates) == (26, 6 + 4 * 36)
+    static = TreeConfig(choices=[(0, 0), (1,), (0,), (0, 2), (0,)])
+    assert static.choices == ((0,), (1,), (0, 0), (0, 2))
+    assert (static.depth, static.top_k, static.num_nodes, static.num_candidates) == (2, 3, 5, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"depth": 0}, "depth must be at least 1, got 0"),
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"num_nodes": 1}, "counts the root and must be at least 2, got 1"),
+        ({"choices": ()}, "expected non-empty paths"),
+        ({"choices": ((0,), (0, -1))}, "ranks that start at 0"),
+        ({"choices": ((0,), (1, 0))}, r"the path \(1, 0\) without its parent \(1,\)"),
+    ],
+)
+def test_tree_configs_that_make_no_tree(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        TreeConfig(**arguments)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from specdec_ext.generation import custom_generate, generate
     from specdec_ext.output import SpeculativeOutput
     from specdec_ext.stats import SpeculationStats
-    from specdec_ext.tree import DraftTree
+    from specdec_ext.tree import DraftTree, TreeConfig
 
 __version__ = "0.1.0"
 
@@ -27,6 +27,7 @@ __all__ = [
     "NgramDrafter",
     "SpeculationStats",
     "SpeculativeOutput",
+    "TreeConfig",
     "compare_runs",
     "custom_generate",
     "generate",
@@ -38,7 +39,7 @@ _MODULES = {
     "generation": ("custom_generate", "generate"),
     "output": ("SpeculativeOutput",),
     "stats": ("SpeculationStats",),
-    "tree": ("DraftTree",),
+    "tree": ("DraftTree", "TreeConfig"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -233,6 +233,8 @@ def _decode(
     recorder = Recorder(config, len(input_ids))
     target = Target(model, past_key_values, stop.max_length + BLOCK_SLOTS, recorder.forward_kwargs)
     drafter = _served(target, drafter, explicit, len(input_ids))
+    if drafter is not None:
+        target.tap(drafter.feature_layers(model))
     target.check_positions(position_ids, attention_mask, input_ids)
     sampler = Sampler(processors, config.do_sample, seeds, input_ids.device)
     pad = config._pad_token_tensor

@@ -47,7 +47,7 @@ class Decoder:
             self.recorder.prompt(output)
             accepted = self._verify(tree, output)
         if drafter is not None:
-            drafter.start(context, target.model)
+            drafter.start(context, target.model, output)
         while self._unfinished():
             with self._timed("draft"):
                 tree = self._propose()
@@ -58,7 +58,7 @@ class Decoder:
                 self._count(tree, accepted)
                 target.commit(accepted.path, accepted.num_accepted)
                 if drafter is not None:
-                    drafter.commit(context, accepted)
+                    drafter.commit(context, accepted, output)
         # The cache ends like sequences[:, :-1], its rows where the caller's rows are.
         width = self._width()
         everyone = range(len(self._layout))

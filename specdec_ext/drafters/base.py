@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from specdec_ext.context import Context
 from specdec_ext.sampler import Accepted
+from specdec_ext.target import TargetOutput
 from specdec_ext.tree import DraftTree
 
 
@@ -18,8 +19,23 @@ class Drafter:
     One object may serve many calls one after the other; ``start`` begins each.
     """
 
-    def start(self, context: Context, model: PreTrainedModel) -> None:
-        """A call begins; ``context`` has the prompt and each row's first token, ``model`` is the target."""
+    def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
+        """Hidden states of the target that ``TargetOutput.features`` is to hold, side by side.
+
+        Indices into transformers' ``hidden_states``: 0 the embeddings, i the input of layer i, -1 the last
+        hidden state, after the final norm. None by default, which costs nothing.
+        """
+        return ()
+
+    def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
+        """A call begins.
+
+        Args:
+            context: the prompt and each row's first token.
+            model: the target.
+            output: of the pass over the prompt; its rows and columns are those of ``context.input_ids``,
+                without the columns that the caller's cache held already.
+        """
 
     def propose(self, context: Context) -> DraftTree:
         """A tree for each active row, in the order of ``context.rows``; its roots are ``context.roots``.
@@ -30,5 +46,11 @@ class Drafter:
             f"{type(self).__name__} must define propose(context) -> DraftTree"
         )
 
-    def commit(self, context: Context, accepted: Accepted) -> None:
-        """The step is over: what was emitted and which nodes were accepted, per active row."""
+    def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
+        """The step is over.
+
+        Args:
+            context: the text, what was emitted included.
+            accepted: what was emitted and which nodes were accepted, per active row.
+            output: of the pass over the tree, per node: ``accepted.path`` names the nodes that count.
+        """

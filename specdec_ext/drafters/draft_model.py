@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.sampler import Accepted
-from specdec_ext.target import Target
+from specdec_ext.target import Target, TargetOutput
 from specdec_ext.tree import DraftTree
 
 
@@ -37,7 +37,7 @@ class DraftModelDrafter(Drafter):
         self.model = model
         self.num_draft_tokens = num_draft_tokens
 
-    def start(self, context: Context, model: PreTrainedModel) -> None:
+    def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
         vocabularies = [
             each.config.get_text_config(decoder=True).vocab_size for each in (model, self.model)
         ]
@@ -131,7 +131,7 @@ class DraftModelDrafter(Drafter):
         self._target.commit(torch.where(path <= last[:, None], path, -1), last)
         return logits[torch.arange(len(last), device=last.device), last]
 
-    def commit(self, context: Context, accepted: Accepted) -> None:
+    def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
         """Rejected drafts leave the draft cache; it holds the root and all drafts but the last."""
         if self._drafted < 1:
             return

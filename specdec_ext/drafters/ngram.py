@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from specdec_ext._host import NgramIndex
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
+from specdec_ext.target import TargetOutput
 from specdec_ext.tree import DraftTree
 
 
@@ -40,7 +41,7 @@ class NgramDrafter(Drafter):
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
         self._indexes: list[NgramIndex] = []
 
-    def start(self, context: Context, model: PreTrainedModel) -> None:
+    def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
         self._indexes = []
         for row in range(len(context.generated)):
             index = NgramIndex(self.min_ngram, self.max_ngram)

@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache
 from specdec_ext import ops
 from specdec_ext.target.attention import IMPLEMENTATION, TreeBlock
 from specdec_ext.target.cache import RollbackLayer, adopt_cache
+from specdec_ext.target.features import FeatureTap
 from specdec_ext.target.linears import (
     MAX_PROMPT_ROWS,
     MAX_ROWS,
@@ -51,11 +52,15 @@ class TargetOutput:
 
     Attributes:
         logits: ``[rows, nodes, vocab]``, of a prompt ``[rows, 1, vocab]`` at each row's last token.
+        features: ``[rows, nodes, width]``, the hidden states that :meth:`Target.tap` asked for side by
+            side; of a prompt ``[rows, columns, width]`` for the columns that were run (not those that a
+            given cache held already), with paddings.
         hidden_states: ``[rows, nodes, hidden]`` of every layer, if asked for.
         attentions: ``[rows, heads, nodes, keys]`` of every layer, if asked for and given.
     """
 
     logits: Tensor
+    features: Tensor | None = None
     hidden_states: tuple[Tensor, ...] = ()
     attentions: tuple[Tensor, ...] = ()
 
@@ -98,6 +103,7 @@ class Target:
         ]
         self._max_slots = max_slots
         self._forward_kwargs = {"use_cache": True, "return_dict": True, **(forward_kwargs or {})}
+        self._tap = FeatureTap(model, self.config, ())
         self._start = 0  # the common slot of the next block
         self._block: DraftTree | None = None
 
@@ -136,6 +142,15 @@ class Target:
     def start(self) -> int:
         """The slot at which the next block begins."""
         return self._start
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """Let every pass return these hidden states as ``TargetOutput.features``.
+
+        Args:
+            layers: indices into transformers' ``hidden_states``: 0 the embeddings, i the input of layer
+                i, -1 the last hidden state after the final norm, which is what ``lm_head`` reads.
+        """
+        self._tap = FeatureTap(self.model, self.config, layers)
 
     def check_positions(
         self, position_ids: Tensor | None, attention_mask: Tensor | None, input_ids: Tensor
@@ -276,9 +291,11 @@ class Target:
                 stack.enter_context(visibility(block))
             if inputs["input_ids"].numel() <= max_rows:
                 stack.enter_context(row_invariant_linears(self._linears))
+            features = stack.enter_context(self._tap.recording())
             output: Any = self.model(past_key_values=self.cache, **inputs, **self._forward_kwargs)
         return TargetOutput(
             output.logits,
+            torch.cat(features, dim=-1) if features else None,
             tuple(output.get("hidden_states") or ()),
             tuple(output.get("attentions") or ()),
         )

@@ -1,0 +1,102 @@
+"""Features handed to drafters are transformers' own hidden states, on the prompt and in trees."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from tiny import ARCHITECTURES, VOCAB, prompts, tiny_model
+
+import specdec_ext
+from specdec_ext.target import Target
+from specdec_ext.tree import DraftTree
+
+LAYERS = (0, 1, 2, -1)
+# Our linears sum in another order than torch's; another layer's states differ by about 1.
+CLOSE = {"rtol": 1e-3, "atol": 1e-4}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_equal_output_hidden_states(name):
+    model = tiny_model(name)
+    ids, mask = prompts((5, 9))
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    target = Target(model, None, 64)
+    target.tap(LAYERS)
+    features = target.prefill(ids, mask).features
+    valid = mask.bool()
+    torch.testing.assert_close(
+        features[valid], torch.cat([expected[layer] for layer in LAYERS], dim=-1)[valid], **CLOSE
+    )
+
+
+def test_of_every_node_of_a_tree():
+    model = tiny_model("llama")
+    ids, _ = prompts((6,))
+    target = Target(model, None, 64)
+    target.tap((1, -1))
+    target.prefill(ids, None)
+    tree = DraftTree.from_paths(torch.tensor([3]), [[[4, 5], [7]]])
+    features = target.forward(tree).features
+    for node, path in enumerate(([3], [3, 4], [3, 4, 5], [3, 7])):
+        text = torch.cat([ids, torch.tensor([path])], dim=1)
+        with torch.no_grad():
+            expected = model(text, output_hidden_states=True).hidden_states
+        torch.testing.assert_close(
+            features[0, node], torch.cat([expected[1][0, -1], expected[-1][0, -1]]), **CLOSE
+        )
+
+
+def test_no_hook_stays_behind():
+    model = tiny_model("llama")
+    for ids in (prompts((4,))[0], torch.tensor([[10**6]])):
+        target = Target(model, None, 64)
+        target.tap(LAYERS)
+        with nullcontext() if int(ids.max()) < VOCAB else pytest.raises(IndexError):
+            target.prefill(ids, None)
+    for module in model.modules():
+        assert not module._forward_pre_hooks and not module._forward_hooks
+
+
+class Watching(specdec_ext.Drafter):
+    """Proposes the right text and keeps what it is told."""
+
+    def __init__(self, answer):
+        self.answer, self.features = answer, []
+
+    def feature_layers(self, model):
+        return (2,)
+
+    def start(self, context, model, output):
+        self.features.append(output.features[0])
+
+    def propose(self, context):
+        done = len(context.generated[0])
+        return DraftTree.from_paths(context.roots, [[[1], self.answer[done : done + 3]]])
+
+    def commit(self, context, accepted, output):
+        path = accepted.path[0]
+        self.features.append(output.features[0, path[path >= 0]])
+
+
+def test_a_drafter_gets_the_features_of_all_committed_text():
+    model = tiny_model("llama")
+    ids, _ = prompts((7,))
+    expected = specdec_ext.generate(model, ids, drafter=None, max_new_tokens=14)
+    drafter = Watching(expected[0, 7:].tolist())
+    assert torch.equal(
+        specdec_ext.generate(model, ids, drafter=drafter, max_new_tokens=14), expected
+    )
+    features = torch.cat(drafter.features)
+    with torch.no_grad():
+        states = model(expected, output_hidden_states=True).hidden_states[2][0]
+    assert len(features) == expected.shape[1] - 1
+    torch.testing.assert_close(features, states[:-1], **CLOSE)
+
+
+@pytest.mark.parametrize("layer", [3, 99, -2])
+def test_a_layer_that_is_not_there(layer):
+    with pytest.raises(ValueError, match=f"features of layer {layer}.*layers 0 to 2"):
+        Target(tiny_model("llama"), None, 64).tap((layer,))

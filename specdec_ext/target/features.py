@@ -1,0 +1,86 @@
+"""``FeatureTap``: hidden states of chosen layers, taken while the model runs.
+
+``output_hidden_states=True`` would keep the states of every layer: for a long prompt more memory than the
+cache. Hooks on the tapped layers keep what is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+class FeatureTap:
+    """The hidden states ``layers`` of one model.
+
+    Args:
+        model: a causal language model.
+        config: its text config.
+        layers: indices into transformers' ``hidden_states``: i is the input of decoder layer i, -1 the last
+            hidden state, after the final norm.
+
+    Raises:
+        ValueError: for a layer that the model does not have, or a model without a list of layers.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: PreTrainedConfig, layers: Sequence[int]):
+        self._sources: list[nn.Module] = []
+        self._layers = list(layers)
+        if not layers:
+            return
+        decoder: Any = model.get_decoder()
+        blocks = _decoder_layers(decoder, config.num_hidden_layers)
+        for layer in layers:
+            if not -1 <= layer < config.num_hidden_layers:
+                raise ValueError(
+                    f"features of layer {layer} were asked for; {type(model).__name__} has layers 0 to "
+                    f"{config.num_hidden_layers - 1}, and -1 is its last hidden state"
+                )
+            if layer >= 0 and blocks is None:
+                raise ValueError(
+                    f"{type(model).__name__} has no list of {config.num_hidden_layers} layers to take "
+                    "features from; use a drafter that needs none, such as 'ngram'"
+                )
+            self._sources.append(decoder if layer == -1 or blocks is None else blocks[layer])
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Tensor]]:
+        """A list that the pass inside fills with ``[rows, columns, hidden]``, in the order of ``layers``."""
+        states: list[Tensor] = []
+        taken: dict[int, Tensor] = {}
+
+        def before(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, index: int
+        ) -> None:
+            taken[index] = args[0] if args else kwargs["hidden_states"]
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any, *, index: int) -> None:
+            taken[index] = output[0]
+
+        handles = []
+        for index, (layer, source) in enumerate(zip(self._layers, self._sources, strict=True)):
+            if layer == -1:
+                handles.append(source.register_forward_hook(partial(after, index=index)))
+            else:
+                hook = partial(before, index=index)
+                handles.append(source.register_forward_pre_hook(hook, with_kwargs=True))
+        try:
+            yield states
+            states.extend(taken[index] for index in range(len(handles)))
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _decoder_layers(decoder: nn.Module, count: int) -> nn.ModuleList | None:
+    lists = [
+        child
+        for child in decoder.children()
+        if isinstance(child, nn.ModuleList) and len(child) == count
+    ]
+    return lists[0] if len(lists) == 1 else None
