@@ -8,6 +8,7 @@ match rule in both cases.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from specdec_ext.drafters.base import Drafter
 from specdec_ext.sampler import Accepted
 from specdec_ext.target import Target, TargetOutput
 from specdec_ext.tree import DraftTree
+
+# How many tokens the draft model reads in one pass after the prompt.
+BLOCK_TOKENS = 256
 
 
 class DraftModelDrafter(Drafter):
@@ -56,12 +60,12 @@ class DraftModelDrafter(Drafter):
         self._warned = False
         self._rows = list(context.rows)
         self._layout = list(context.rows)
-        self._drafts = self._room(context) > 0
-        if self._drafts:
+        self._in_room = self._room(context) > 0
+        if self._in_room:
             self._target.prefill(self._legal(context.input_ids), context.attention_mask)
         # Tokens of each row that the draft cache holds, counted from the first generated one.
         self._cached = {row: 0 for row in context.rows}
-        self._drafted = 0
+        self._drafts: list[list[int]] = []  # of the step under way, per active row
 
     def _legal(self, tokens: Tensor) -> Tensor:
         """A token the draft model has no embedding for can't be read; the draft is a guess anyway."""
@@ -85,9 +89,8 @@ class DraftModelDrafter(Drafter):
     def propose(self, context: Context) -> DraftTree:
         room = self._room(context)
         # The longest row only grows and rows share a forward pass: once out of room, out for good.
-        self._drafts = self._drafts and room > 0
-        if not self._drafts:
-            self._drafted = 0
+        self._in_room = self._in_room and room > 0
+        if not self._in_room:
             return DraftTree.root(context.roots)
         self._follow_rows(context.rows)
         logits = self._catch_up(context)
@@ -101,44 +104,59 @@ class DraftModelDrafter(Drafter):
             )
             drafts.append(tokens)
             if step + 1 < length:
-                logits = self._advance(DraftTree.root(tokens))
-        # Of a chain of n drafts the first n - 1 are in the draft cache now, after the root.
-        self._drafted = length
-        roots = context.roots
+                logits = self._advance(tokens[:, None].tolist())
         if not drafts:
-            return DraftTree.root(roots)
-        return DraftTree.chain(roots, torch.stack(drafts, dim=1))
+            return DraftTree.root(context.roots)
+        chain = torch.stack(drafts, dim=1)
+        self._drafts = chain.tolist()
+        return DraftTree.chain(context.roots, chain)
 
     def _catch_up(self, context: Context) -> Tensor:
-        """Read the tokens committed since the last call; logits after the last of them."""
+        """Read the tokens committed since the last call; logits after the last of them.
+
+        That is a handful per row, or many after steps in which nobody asked for a draft.
+        """
         pending = [context.generated[row][self._cached[row] :] for row in context.rows]
-        width = max(map(len, pending))
-        padded = torch.tensor(
-            [new + [0] * (width - len(new)) for new in pending], device=context.device
-        )
-        counts = torch.tensor([len(new) for new in pending], device=context.device)
-        tree = DraftTree.chain(self._legal(padded[:, 0]), self._legal(padded[:, 1:]), counts - 1)
         for row, new in zip(context.rows, pending, strict=True):
             self._cached[row] += len(new)
-        return self._advance(tree, counts - 1)
+        after: list[Tensor | None] = [None] * len(pending)
+        for begin in range(0, max(map(len, pending)), BLOCK_TOKENS):
+            block = [new[begin : begin + BLOCK_TOKENS] for new in pending]
+            for i, logits in enumerate(self._advance(block)):
+                after[i] = logits if block[i] else after[i]
+        return torch.stack([logits for logits in after if logits is not None])
 
-    def _advance(self, tree: DraftTree, last: Tensor | None = None) -> Tensor:
-        """Run a chain and keep its first ``last[r] + 1`` nodes; ``[rows, vocab]`` logits after them."""
-        if last is None:
-            last = torch.zeros(tree.num_rows, dtype=torch.long, device=tree.tokens.device)
+    def _advance(self, tokens: list[list[int]]) -> Tensor:
+        """Read these tokens of each row; ``[rows, vocab]`` logits after the last (none read: garbage)."""
+        width = max(map(len, tokens))
+        device = self.model.device
+        padded = torch.tensor([new + [0] * (width - len(new)) for new in tokens], device=device)
+        counts = torch.tensor([len(new) for new in tokens], device=device)
+        padded = self._legal(padded)
+        # A row that reads nothing runs one token, too, which is not committed.
+        tree = DraftTree.chain(padded[:, 0], padded[:, 1:], (counts - 1).clamp(min=0))
         logits = self._target.forward(tree).logits
-        path = torch.arange(tree.num_nodes, device=last.device).expand(tree.num_rows, -1)
-        self._target.commit(torch.where(path <= last[:, None], path, -1), last)
-        return logits[torch.arange(len(last), device=last.device), last]
+        path = torch.arange(width, device=device).expand(len(tokens), -1)
+        self._target.commit(torch.where(path < counts[:, None], path, -1), counts - 1)
+        return logits[torch.arange(len(tokens), device=device), (counts - 1).clamp(min=0)]
 
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
-        """Rejected drafts leave the draft cache; it holds the root and all drafts but the last."""
-        if self._drafted < 1:
+        """Drafts that the text does not go on with leave the draft cache.
+
+        The tree that was verified may hold more than this chain, or less. What was emitted decides: the
+        cache holds the root and all drafts but the last, and those at the head of the new text stay. The
+        new root is read again even if it was drafted: the next draft needs the logits after it.
+        """
+        if not self._drafts:
             return
-        written = self._drafted - 1
-        kept = accepted.num_accepted.clamp(max=written)
-        self._target.rewind(written - kept)
-        for row, count in zip(context.rows, kept.tolist(), strict=True):
+        written = len(self._drafts[0]) - 1
+        kept = [
+            _common_prefix(drafts[:written], emitted[:-1])
+            for drafts, emitted in zip(self._drafts, accepted.emitted, strict=True)
+        ]
+        self._drafts = []
+        self._target.rewind(written - torch.tensor(kept, device=self.model.device))
+        for row, count in zip(context.rows, kept, strict=True):
             self._cached[row] += count
 
     def _follow_rows(self, rows: list[int]) -> None:
@@ -150,3 +168,9 @@ class DraftModelDrafter(Drafter):
         self._layout = [self._layout[i] for i in order]
         self._target.reorder(order, len(rows))
         self._rows = list(rows)
+
+
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens the two begin with in common."""
+    differ = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(differ, min(len(first), len(second)))
