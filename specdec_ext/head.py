@@ -17,7 +17,7 @@ See :mod:`specdec_ext.reference.draft_head` for all of it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -140,6 +140,27 @@ class HeadConfig:
 
 
 @dataclass(frozen=True)
+class HeadRecord:
+    """What a checkpoint tells about a head beside what it computes.
+
+    Attributes:
+        format: of the checkpoint, in words.
+        layers_from: what ``HeadConfig.feature_layers`` was taken from, in words.
+        target_name: the target it was made for.
+        tokenizer_fingerprint: of that target's tokenizer (``checkpoints.tokenizer_fingerprint``).
+        tied: its ``lm_head`` is an embedding that it shares with the target.
+        ignored: tensors of the file that this head has no use for.
+    """
+
+    format: str = "none"
+    layers_from: str = "HeadConfig"
+    target_name: str | None = None
+    tokenizer_fingerprint: str | None = None
+    tied: bool = False
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class DraftHead:
     """A head's config and tensors.
 
@@ -148,11 +169,13 @@ class DraftHead:
         tensors: exactly those of ``config.tensor_shapes()``; ``draft_to_target`` is int64 and holds the
             target's id of each draft id, the others have one floating-point dtype.
         source: where it was read from, for messages.
+        record: what its checkpoint told about it.
     """
 
     config: HeadConfig
     tensors: Mapping[str, Tensor]
     source: str = "a head made in memory"
+    record: HeadRecord = HeadRecord()
 
     def __post_init__(self) -> None:
         expected = self.config.tensor_shapes()
@@ -174,4 +197,4 @@ class DraftHead:
             name: tensor.to(device, dtype if tensor.is_floating_point() else None)
             for name, tensor in self.tensors.items()
         }
-        return DraftHead(self.config, tensors, self.source)
+        return replace(self, tensors=tensors)

@@ -1,0 +1,206 @@
+"""Configs of EAGLE heads in every published layout -> ``HeadConfig``.
+
+Layouts differ in where a field stands and in what its absence means:
+
+    SafeAILab (EAGLE-1, EAGLE-3)   all at the top; no rope_theta means 10000, never the target's
+    SpecForge, SGLang, vLLM        the same, and ``eagle_config``; P-EAGLE adds ``mask_hidden`` and a token id
+    speculators                    the decoder's fields in ``transformer_layer_config``; no
+                                   ``norm_before_residual`` means True for eagle3 and False for peagle
+
+Where a tensor shows whether an option is on, the tensor decides; a config that says otherwise then shows up
+as a missing or surplus tensor. Only ``norm_output`` and ``norm_before_residual`` leave no trace in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from specdec_ext.checkpoints.decoder import rope_parameters, sizes, sliding_windows
+from specdec_ext.checkpoints.fields import MAX_SIZE, Fields
+from specdec_ext.checkpoints.taps import recorded_layers
+from specdec_ext.head import HeadConfig, HeadRecord
+
+Shapes = Mapping[str, tuple[int, ...]]
+# vLLM's order of looking for P-EAGLE's mask token.
+_MASK_TOKEN_FIELDS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+_MAX_FEATURES = 256
+
+
+def head_config(
+    kind: Literal["eagle1", "eagle3"],
+    config: Fields,
+    shapes: Shapes,
+    mask_token_id: int | None = None,
+) -> tuple[HeadConfig, HeadRecord]:
+    """What a head computes.
+
+    Args:
+        kind: of the head.
+        config: its config.json.
+        shapes: of its tensors, by our names.
+        mask_token_id: of P-EAGLE, in place of the config's.
+
+    Raises:
+        ValueError: for fields that are missing, of the wrong type, absurd or contradictory.
+    """
+    layout = config.text("speculators_model_type")
+    if layout not in (None, "eagle3", "peagle"):
+        raise ValueError(
+            f"{config.where}: speculators_model_type is {layout!r}; supported are 'eagle3' and 'peagle'"
+        )
+    decoder = config if layout is None else config.section("transformer_layer_config")
+    size = sizes(decoder)
+    features, layers_from = _features(kind, config, shapes, size["hidden_size"])
+    vocabulary, tied = _vocabulary(kind, config, shapes, size["vocab_size"])
+    found = HeadConfig(
+        kind=kind,
+        **size,
+        **features,
+        **vocabulary,
+        **_attention_flags(kind, layout, decoder, shapes),
+        **_norm_flags(layout, config, shapes),
+        rms_norm_eps=decoder.number("rms_norm_eps", 1e-5),
+        max_positions=decoder.integer("max_position_embeddings", 2048),
+        rope_parameters=rope_parameters(decoder),
+        sliding_windows=sliding_windows(decoder, size["num_layers"]),
+        logit_scale=config.number("logit_scale", 1.0),
+        mask_token_id=_mask_token_id(config, layout, shapes, mask_token_id),
+    )
+    record = HeadRecord(
+        format=_format(kind, layout, config),
+        layers_from=layers_from,
+        target_name=_target_name(config),
+        tokenizer_fingerprint=config.section("specdec_ext").text("tokenizer_fingerprint"),
+        tied=tied,
+    )
+    return found, record
+
+
+def _features(kind: str, config: Fields, shapes: Shapes, hidden: int) -> tuple[dict[str, Any], str]:
+    """What the head takes from the target, and where that was found."""
+    target_hidden = config.integer("target_hidden_size", hidden)
+    declared = config.section("eagle_config").optional_flag("use_aux_hidden_state")
+    fields: dict[str, Any] = {"target_hidden_size": target_hidden}
+    fields["fc_bias"] = _flag(
+        config.optional_flag("bias") if kind == "eagle1" else None, shapes, "fc.bias"
+    )
+    if kind == "eagle1" or declared is False:
+        fields |= {"feature_layers": (-1,), "num_features": 1, "has_fc": kind == "eagle1"}
+        fields["fc_bias"] &= fields["has_fc"]
+        return fields, "the last hidden state, which heads of this kind are fed"
+    layers, layers_from = recorded_layers(config)
+    count = _num_features(config, layers, shapes, target_hidden)
+    return {**fields, "feature_layers": layers, "num_features": count}, layers_from
+
+
+def _vocabulary(
+    kind: str, config: Fields, shapes: Shapes, vocab: int
+) -> tuple[dict[str, Any], bool]:
+    """Vocabularies and who has the embeddings; whether ``lm_head`` is one of them.
+
+    SGLang's rule: an EAGLE-3 head without ``draft_vocab_size`` has the target's ``lm_head``, one with
+    ``tie_word_embeddings`` its embedding. Any other must have its own.
+    """
+    declared = config.optional_integer("draft_vocab_size")
+    own = "lm_head.weight" in shapes
+    full = declared in (None, vocab)
+    tied = kind == "eagle3" and full and not own and config.flag("tie_word_embeddings", False)
+    leans = kind == "eagle1" or declared is None or tied
+    fields = {
+        "draft_vocab_size": declared or vocab,
+        "own_embedding": "embed_tokens.weight" in shapes,
+        "own_lm_head": own or not leans,
+    }
+    return fields, tied
+
+
+def _norm_flags(layout: str | None, config: Fields, shapes: Shapes) -> dict[str, Any]:
+    nested = config.section("eagle_config").optional_flag("norm_before_fc")
+    before_fc = config.optional_flag("norm_before_fc") if nested is None else nested
+    each = config.optional_flag("fc_norm")
+    each = config.optional_flag("use_aux_norm") if each is None else each
+    return {
+        "norm_before_fc": _flag(before_fc, shapes, "input_norm.weight"),
+        "fc_norm": _flag(each, shapes, "fc_norm.0.weight"),
+        "norm_before_residual": config.flag("norm_before_residual", layout == "eagle3"),
+        "norm_output": config.flag("norm_output", False),
+    }
+
+
+def _num_features(
+    config: Fields, feature_layers: tuple[int, ...] | None, shapes: Shapes, target_hidden: int
+) -> int:
+    """How many hidden states ``fc`` takes: as the config counts them, else as ``fc`` is wide."""
+    declared = config.optional_integer("num_aux_hidden_states", high=_MAX_FEATURES)
+    if feature_layers is not None:
+        if declared not in (None, len(feature_layers)):
+            raise ValueError(
+                f"{config.where}: num_aux_hidden_states is {declared}, but the layers are {feature_layers}"
+            )
+        return len(feature_layers)
+    width = shapes.get("fc.weight", (0, 3 * target_hidden))[-1]
+    return declared or min(max(width // target_hidden, 1), _MAX_FEATURES)
+
+
+def _flag(declared: bool | None, shapes: Shapes, *names: str) -> bool:
+    return any(name in shapes for name in names) if declared is None else declared
+
+
+def _attention_flags(
+    kind: str, layout: str | None, decoder: Fields, shapes: Shapes
+) -> dict[str, Any]:
+    """Biases and per-head norms; outside of speculators the tensors alone say whether they exist."""
+    qkv = o = qk_norm = None
+    if kind == "eagle1":
+        qkv = decoder.optional_flag("qkv_bias")
+    elif layout is not None:
+        qkv = o = decoder.flag("attention_bias", False)
+        qk_norm = decoder.text("model_type") == "qwen3"
+    prefix = [name for name in shapes if name.startswith("layers.")]
+    return {
+        "qkv_bias": _flag(
+            qkv, shapes, *_ending(prefix, "q_proj.bias", "k_proj.bias", "v_proj.bias")
+        ),
+        "o_bias": _flag(o, shapes, *_ending(prefix, "o_proj.bias")),
+        "qk_norm": _flag(qk_norm, shapes, *_ending(prefix, "q_norm.weight", "k_norm.weight")),
+    }
+
+
+def _ending(names: Iterable[str], *endings: str) -> list[str]:
+    return [name for name in names if name.endswith(endings)]
+
+
+def _mask_token_id(
+    config: Fields, layout: str | None, shapes: Shapes, given: int | None
+) -> int | None:
+    """The token of P-EAGLE's parallel slots; None for a head that drafts one token at a time."""
+    if "mask_hidden" not in shapes and layout != "peagle":
+        return None
+    if given is not None:
+        return given
+    places = [(config.section("dflash_config"), "mask_token_id")]
+    for fields, name in [*places, *((config, name) for name in _MASK_TOKEN_FIELDS)]:
+        token = fields.optional_integer(name, low=0, high=MAX_SIZE)
+        if token is not None:
+            return token
+    raise ValueError(
+        f"{config.where} has mask_hidden, so the head drafts in parallel, but no token for it; "
+        f"expected one of {', '.join(_MASK_TOKEN_FIELDS)}, or pass mask_token_id=..."
+    )
+
+
+def _target_name(config: Fields) -> str | None:
+    verifier = config.section("speculators_config").section("verifier")
+    return config.section("specdec_ext").text("target_name") or verifier.text("name_or_path")
+
+
+def _format(kind: str, layout: str | None, config: Fields) -> str:
+    if layout is not None:
+        return f"speculators {layout}"
+    if kind == "eagle1":
+        return "SafeAILab EAGLE-1"
+    published_by_others = "eagle_config" in config or any(
+        "Eagle" in name for name in config.texts("architectures")
+    )
+    return "SpecForge/SGLang EAGLE-3" if published_by_others else "SafeAILab EAGLE-3"

@@ -1,0 +1,97 @@
+"""``Fields``: the values of a config.json, each taken with the type and range that it must have.
+
+A config is somebody else's file: a number may be a text, a size negative or larger than any memory. What is
+read through ``Fields`` is of the type that was asked for, or an error says where it stands and what it is.
+A field that is null counts as absent, as in transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+# Larger than any model has; sizes below it can be multiplied without thought.
+MAX_SIZE = 2**24
+
+
+class Fields:
+    """A JSON object.
+
+    Args:
+        values: the object.
+        where: what it is called in messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str):
+        self.values, self.where = values, where
+
+    def __contains__(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def section(self, name: str) -> Fields:
+        """An object inside this one; an empty one if it is absent."""
+        value = self._get(name, {})
+        if not isinstance(value, dict):
+            raise self._error(name, "an object")
+        return Fields(value, f"{self.where}: {name}")
+
+    def integer(
+        self, name: str, default: int | None = None, low: int = 1, high: int = MAX_SIZE
+    ) -> int:
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self._error(name, f"an integer from {low} to {high}")
+        return value
+
+    def optional_integer(self, name: str, low: int = 1, high: int = MAX_SIZE) -> int | None:
+        return self.integer(name, low=low, high=high) if name in self else None
+
+    def number(self, name: str, default: float | None = None, above: float = 0.0) -> float:
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self._error(name, f"a number above {above:g}")
+        if not (math.isfinite(value) and value > above):
+            raise self._error(name, f"a finite number above {above:g}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self._error(name, "true or false")
+        return value
+
+    def optional_flag(self, name: str) -> bool | None:
+        return self.flag(name, False) if name in self else None
+
+    def text(self, name: str) -> str | None:
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, str):
+            raise self._error(name, "a text")
+        return value
+
+    def texts(self, name: str) -> list[str]:
+        value = self._get(name, [])
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise self._error(name, "a list of texts")
+        return value
+
+    def integers(self, name: str) -> list[int] | None:
+        value = self.values.get(name)
+        if value is None:
+            return None
+        whole = isinstance(value, list) and all(type(each) is int for each in value)
+        if not whole or not value:
+            raise self._error(name, "a list of integers")
+        return value
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def _error(self, name: str, expected: str) -> ValueError:
+        if name not in self:
+            return ValueError(f"{self.where} has no {name}; expected {expected}")
+        given = repr(self.values[name])
+        given = given if len(given) <= 80 else given[:77] + "..."
+        return ValueError(f"{self.where}: {name} is {given}; expected {expected}")

@@ -1,0 +1,101 @@
+"""``load_draft``: a checkpoint of any supported layout as a ``DraftHead``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec_ext.checkpoints.eagle import head_config
+from specdec_ext.checkpoints.files import Checkpoint, open_checkpoint
+from specdec_ext.checkpoints.names import canonical_names, eagle_kind
+from specdec_ext.checkpoints.tensors import head_tensors
+from specdec_ext.head import DraftHead, HeadConfig, HeadRecord
+
+# What no tensor shows, and so a caller may know better than a config.json.
+OVERRIDES = (
+    "feature_layers",
+    "logit_scale",
+    "mask_token_id",
+    "norm_before_residual",
+    "norm_output",
+    "rms_norm_eps",
+    "rope_parameters",
+    "sliding_windows",
+)
+
+
+def load_draft(
+    path: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    dtype: torch.dtype | None = None,
+    **overrides: Any,
+) -> DraftHead:
+    """Read a draft head.
+
+    Layouts: SafeAILab EAGLE-1 (which EAGLE-2 shares) and EAGLE-3, SpecForge/SGLang, vLLM ``speculators``
+    (eagle3, peagle). The tensors say which one it is.
+
+    Args:
+        path: folder, weight file with a config.json beside it, or hub id ``"org/name"``.
+        revision: branch, tag or commit on the hub.
+        token: for the hub.
+        dtype: of the weights; by default the checkpoint's own.
+        **overrides: fields of ``HeadConfig`` that stand above the checkpoint's, of ``OVERRIDES``. Those that
+            checkpoints are known to get wrong: ``feature_layers`` (two spellings, see ``checkpoints.taps``)
+            and ``norm_output`` (in SpecForge before September 2026 it meant something else).
+
+    Raises:
+        OSError: if there is no such checkpoint.
+        ValueError: if it is damaged, contradicts itself, or is of a kind that is not supported.
+    """
+    unknown = sorted(overrides.keys() - set(OVERRIDES))
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)} can't be overridden; only {', '.join(OVERRIDES)} can"
+        )
+    return _eagle(open_checkpoint(path, revision, token), dtype, overrides)
+
+
+def _eagle(
+    checkpoint: Checkpoint, dtype: torch.dtype | None, overrides: dict[str, Any]
+) -> DraftHead:
+    source = checkpoint.source
+    names = canonical_names(checkpoint.tensors, source)
+    stored = {ours: checkpoint.tensors[name] for ours, name in names.items()}
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    kind, mask_token_id = eagle_kind(names, source), overrides.get("mask_token_id")
+    config, record = head_config(kind, checkpoint.config, shapes, mask_token_id)
+    config, record = _overridden(config, record, overrides, source)
+    tied = record.tied and config.own_embedding
+    if tied:
+        config = replace(config, own_lm_head=False)
+    tensors, ignored = head_tensors(config, stored, names, source, dtype)
+    if tied:
+        config = replace(config, own_lm_head=True)
+        tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
+    if config.mask_token_id is not None and config.mask_token_id >= config.vocab_size:
+        raise ValueError(
+            f"{source}: the mask token is {config.mask_token_id}; the vocabulary has {config.vocab_size}"
+        )
+    record = replace(record, ignored=ignored, tied=record.tied and not tied)
+    return DraftHead(config, tensors, source, record)
+
+
+def _overridden(
+    config: HeadConfig, record: HeadRecord, overrides: dict[str, Any], source: str
+) -> tuple[HeadConfig, HeadRecord]:
+    layers = overrides.get("feature_layers")
+    if layers is not None:
+        layers = tuple(layers)
+        if len(layers) != config.num_features:
+            raise ValueError(
+                f"feature_layers={layers}; {source} takes {config.num_features} hidden states of the target"
+            )
+        overrides = {**overrides, "feature_layers": layers}
+        record = replace(record, layers_from="feature_layers=... of the caller")
+    return replace(config, **overrides), record
