@@ -1,7 +1,7 @@
 """``DraftModelDrafter`` beside other drafters, and what its cache holds.
 
-Claim: whatever tree the loop verifies in a step, and whether or not the draft model was asked, its next draft is
-what the draft model would write after the text from scratch.
+Claim: whatever tree the loop verifies in a step, and whether or not the draft model was asked, its next
+draft is what the draft model would write after the text from scratch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,12 @@ class Checked(DraftModelDrafter):
         for row, drafts in zip(context.rows, tree.tokens[:, 1:].tolist(), strict=True):
             text = torch.tensor([context.text(row)])
             if length:
-                written = self.model.generate(text, do_sample=False, max_new_tokens=length)
+                written = self.model.generate(
+                    text,
+                    attention_mask=torch.ones_like(text),  # token 0 is a word here
+                    do_sample=False,
+                    max_new_tokens=length,
+                )
                 assert drafts == written[0, text.shape[1] :].tolist()
         return tree
 
