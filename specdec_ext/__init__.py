@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from specdec_ext.checkpoints import load_draft, save_draft
     from specdec_ext.comparison import ComparedRuns, compare_runs
     from specdec_ext.drafters import Drafter, DraftModelDrafter, NgramDrafter
     from specdec_ext.generation import custom_generate, generate
@@ -31,9 +32,12 @@ __all__ = [
     "compare_runs",
     "custom_generate",
     "generate",
+    "load_draft",
+    "save_draft",
 ]
 
 _MODULES = {
+    "checkpoints": ("load_draft", "save_draft"),
     "comparison": ("ComparedRuns", "compare_runs"),
     "drafters": ("Drafter", "DraftModelDrafter", "NgramDrafter"),
     "generation": ("custom_generate", "generate"),

@@ -41,9 +41,8 @@ def sizes(decoder: Fields) -> dict[str, Any]:
 
 def rope_parameters(decoder: Fields) -> dict[str, Any]:
     """Transformers' ``rope_parameters`` from it or from the older ``rope_theta`` and ``rope_scaling``."""
-    values = (
-        dict(decoder.section("rope_scaling").values) | decoder.section("rope_parameters").values
-    )
+    values = dict(decoder.section("rope_scaling").values)
+    values.update(decoder.section("rope_parameters").values)
     rope = Fields(values, f"{decoder.where}: rope_parameters")
     kind = rope.text("rope_type") or rope.text("type") or "default"
     kind = {"su": "longrope"}.get(kind, kind)
