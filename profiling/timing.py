@@ -60,6 +60,12 @@ class Stopwatch:
     def cool(self) -> None:
         torch.sum(self._buffer, dim=0, out=self._sum)
 
+    def reader(self, size: int) -> Run:
+        """A call that reads ``size`` bytes: what an op that reads as much could take at best."""
+        source = torch.ones(max(1, size // 4), device=self.device)
+        result = torch.empty((), device=self.device)
+        return lambda: torch.amax(source, dim=0, out=result)
+
     def time(
         self,
         contestants: Mapping[str, Run],
