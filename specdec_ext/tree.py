@@ -67,6 +67,16 @@ class TreeConfig:
                 f"num_nodes counts the root and must be at least 2, got {self.num_nodes}"
             )
 
+    @cached_property
+    def links(self) -> tuple[tuple[int, int], ...]:
+        """Of a chain or static tree, (parent node, rank) of nodes 1, 2, ...; of a dynamic tree nothing."""
+        if self.choices is not None:
+            number = {path: node for node, path in enumerate(((), *self.choices))}
+            return tuple((number[path[:-1]], path[-1]) for path in self.choices)
+        if self.top_k == 1 and self.num_nodes is not None:
+            return tuple((node, 0) for node in range(min(self.depth, self.num_nodes - 1)))
+        return ()
+
     @property
     def num_candidates(self) -> int:
         """Nodes that are scored before the best are kept, the root not counted."""

@@ -1,0 +1,183 @@
+"""Specification of ``draft_head``: a draft head reads what was committed and drafts a tree.
+
+A row's text is x[0] .. x[T]; the target has features g[0] .. g[T-1] of all but the last token. Element t of
+the head's sequence is (embedding of x[t+1], g[t]) at position t: the head knows what the target sampled.
+
+    extend   new elements go through the head and into its cache; the output of the last one, T-1, gives the
+             distribution of x[T+1], the children of the root x[T]
+    draft    a node at depth d runs at position T+d-1 as the element (embedding of its token, feedback of its
+             parent), sees the committed elements, its ancestors and itself, and gives the distribution of its
+             children
+
+One element with embedding e (Li et al. 2024, 2025; :mod:`specdec_ext.reference.draft_head_layers`)::
+
+    h = fc(cat(e, g))                           eagle1; drafting: fc(cat(e, feedback))
+    h = fc(fc_norm_i(input_norm(g)_i))          eagle3; drafting: feedback. Without fc: h is the normed g
+    h = h + attention(h)                        eagle1, layer 0
+    h = r + attention(cat(input_layernorm(e), hidden_norm(h)))    eagle3, layer 0, with
+        r = hidden_norm(h) if norm_before_residual else h
+    h = h + attention(input_layernorm(h))       other layers
+    h = h + down(silu(gate(u)) * up(u)), u = post_attention_layernorm(h)    every layer
+    eagle1: logits = lm_head(h), feedback = h
+    eagle3: logits = lm_head(norm(h)), feedback = norm(h) if norm_output else h
+
+P-EAGLE drafts without feedback: the children of nodes at depth d > 0 have the distribution of mask element d,
+(embedding of the mask token, ``mask_hidden``) at position T+d-1, whatever the node. Mask elements follow the
+committed ones causally.
+
+Which nodes are drafted: :mod:`specdec_ext.reference.draft_levels`.
+
+Numerics: activations have the dtype of the weights; norms, rotation, attention's scores and weights, and
+logits are float32, or float64 where the weights are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdec_ext.head import DraftHead
+from specdec_ext.reference.draft_head_layers import HeadLayers, wide
+from specdec_ext.reference.draft_levels import Level, dynamic_tree, static_tree
+from specdec_ext.tree import INACTIVE, ROOT_PARENT, TreeConfig
+
+# New elements run this many at a time: the scores of a long prompt would not fit in memory.
+CHUNK = 256
+
+
+def draft_head(
+    head: DraftHead,
+    embedding: Tensor,
+    lm_head: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tokens: Tensor,
+    features: Tensor,
+    counts: Tensor,
+    lengths: Tensor,
+    positions: Tensor,
+    roots: Tensor,
+    tree: TreeConfig,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Extend the head's cache and draft. Floating-point tensors are of one dtype, the two tables aside.
+
+    Args:
+        head: its tensors.
+        embedding: ``[vocab, hidden]``, the head's own or the target's.
+        lm_head: ``[draft_vocab, hidden]``, likewise.
+        cosines, sines: ``[positions, rotary / 2]``, see :func:`specdec_ext.rope.rope_tables`.
+        keys, values: ``[layers, rows, kv_heads, capacity, head_dim]``, written in place: new elements of row
+            r at slots ``lengths[r]`` and up, behind them drafted nodes, of which nothing is to be kept.
+        tokens: ``[rows, new]`` int64, of element i x[t+1].
+        features: ``[rows, new, feature_width]``, of element i g[t].
+        counts: ``[rows]`` int64, new elements that count; a row with none gets its root only.
+        lengths: ``[rows]`` int64, elements in the cache.
+        positions: ``[rows]`` int64, position of the first new element.
+        roots: ``[rows]`` int64, the last committed tokens.
+        tree: the shape to draft.
+
+    Returns:
+        ``(tokens, parents, scores)``, each ``[rows, tree.num_nodes]``: as in ``DraftTree``, and each node's
+        cumulative log-probability over the draft vocabulary, 0 for the root and -inf where a node is absent.
+    """
+    assert tree.num_nodes is not None
+    shape = len(roots), tree.num_nodes
+    drafted_tokens, drafted_parents = roots.new_zeros(shape), roots.new_full(shape, INACTIVE)
+    scores = torch.full(shape, -torch.inf, dtype=wide(keys.dtype), device=keys.device)
+    drafted_tokens[:, 0], drafted_parents[:, 0], scores[:, 0] = roots, ROOT_PARENT, 0
+    for row, (count, length, position, root) in enumerate(
+        torch.stack([counts, lengths, positions, roots], dim=1).tolist()
+    ):
+        if count == 0:
+            continue
+        cache = keys[:, row], values[:, row]
+        layers = HeadLayers(head, cosines, sines, *cache, first_position=position - length)
+        draft = _Draft(head, layers, embedding, lm_head, length, position)
+        level = draft.extend(tokens[row, :count], features[row, :count])
+        if head.config.mask_token_id is not None:
+            draft.run_masks(head.config.mask_token_id, tree.depth - 1)
+        if tree.links:
+            drafted = static_tree(draft, level, root, tree.links)
+        else:
+            drafted = dynamic_tree(draft, level, root, tree)
+        size = len(drafted[0])
+        for whole, part in zip((drafted_tokens, drafted_parents, scores), drafted, strict=True):
+            whole[row, :size] = part
+    return drafted_tokens, drafted_parents, scores
+
+
+class _Draft:
+    """The draft of one row.
+
+    Args:
+        length: slots in use.
+        position: of the next element.
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        layers: HeadLayers,
+        embedding: Tensor,
+        lm_head: Tensor,
+        length: int,
+        position: int,
+    ):
+        self._head, self._layers = head, layers
+        self._embedding, self._lm_head = embedding, lm_head
+        self._used, self._position = length, position
+        self._mask_log_probs: list[Tensor] | None = None
+
+    def extend(self, tokens: Tensor, features: Tensor) -> Level:
+        """Append committed elements; the level of the root, which is the last of them."""
+        for chunk, chunk_features in zip(tokens.split(CHUNK), features.split(CHUNK), strict=True):
+            embeddings = self._embedding[chunk]
+            hidden = self._layers.combine(embeddings, chunk_features)
+            output, seen = self._append(embeddings, hidden)
+        return self._level(output[-1:], seen[-1:])
+
+    def run_masks(self, token: int, count: int) -> None:
+        """Let :meth:`run` take every level's distribution from the mask elements of P-EAGLE."""
+        mask = torch.full((count,), token, device=self._embedding.device)
+        embeddings = self._embedding[mask]
+        features = self._head.tensors["mask_hidden"].expand(count, -1)
+        output, seen = self._append(embeddings, self._layers.combine(embeddings, features))
+        self._mask_log_probs = list(self._level(output, seen).log_probs.split(1))
+
+    def _append(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Run elements that follow each other: ``(output, slots that each sees)``."""
+        new, device = len(hidden), hidden.device
+        slots = self._used + torch.arange(new, device=device)
+        positions = self._position + torch.arange(new, device=device)
+        self._used, self._position = self._used + new, self._position + new
+        seen = torch.arange(self._used, device=device) <= slots[:, None]
+        return self._layers.forward(embeddings, hidden, slots, positions, seen), seen
+
+    def run(self, level: Level, parents: Sequence[int], tokens: Tensor) -> Level:
+        """The next level: node i is a child of node ``parents[i]`` of ``level`` and has ``tokens[i]``."""
+        new, device = len(tokens), tokens.device
+        if self._mask_log_probs is not None:
+            log_probs = self._mask_log_probs.pop(0).expand(new, -1)
+            return Level(log_probs, level.feedback, level.seen)
+        embeddings = self._embedding[tokens]
+        hidden = self._layers.feed_back(embeddings, level.feedback[parents])
+        slots = self._used + torch.arange(new, device=device)
+        positions = torch.full((new,), self._position, device=device)
+        self._used, self._position = self._used + new, self._position + 1
+        itself = torch.eye(new, dtype=torch.bool, device=device)
+        seen = torch.cat([level.seen[parents], itself], dim=1)
+        return self._level(self._layers.forward(embeddings, hidden, slots, positions, seen), seen)
+
+    def _level(self, output: Tensor, seen: Tensor) -> Level:
+        logits, feedback = self._layers.output(output, self._lm_head)
+        logits = torch.where(logits.isnan(), -torch.inf, logits)
+        return Level(logits.log_softmax(dim=-1), feedback, seen)
+
+    def target_ids(self, ids: Tensor) -> Tensor:
+        """Draft vocabulary -> the target's."""
+        mapping = self._head.tensors.get("draft_to_target")
+        return ids if mapping is None else mapping[ids]
