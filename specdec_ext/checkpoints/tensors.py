@@ -144,14 +144,15 @@ def _draft_to_target(stored: Mapping[str, StoredTensor], config: HeadConfig, sou
         index = int(bad.nonzero()[0])
         raise ValueError(
             f"{source}: d2t[{index}] is {int(values[index])}, so draft id {index} is target id "
-            f"{int(targets[index])}; the target's vocabulary has {config.vocab_size}"
+            f"{int(targets[index])}; the target's vocabulary has {config.vocab_size} (files hold offsets; "
+            "does it hold ids?)"
         )
     back = (targets.diff() <= 0).nonzero()
     if len(back):
         index = int(back[0])
         raise ValueError(
             f"{source}: d2t maps draft ids {index} and {index + 1} to {targets[index : index + 2].tolist()}; "
-            "expected ascending target ids (does it hold ids instead of offsets?)"
+            "expected ascending target ids"
         )
     if "t2d" in stored:
         _check_mask(stored["t2d"], targets, config, source)
