@@ -104,7 +104,7 @@ GOOD = {
     "draft vocabulary": ("eagle3", {"draft_vocab_size": 40}),
     "target's lm_head": ("eagle3", {"own_lm_head": False}),
     "no fc": ("eagle3", {"has_fc": False, "num_features": 1, "feature_layers": (-1,)}),
-    "first and last layer": ("eagle3", {"feature_layers": (0, 1, 7)}),
+    "first and last layer": ("eagle3", {"feature_layers": (0, 7, 8)}),
 }
 
 
@@ -154,12 +154,12 @@ BAD = {
         r"is \[98, 32\]; expected \[97, 32\]",
     ),
     "layer outside": (
-        {"feature_layers": (2, 4, 8)},
+        {"feature_layers": (2, 4, 9)},
         {},
-        r"\[2, 4, 8\] \(HeadConfig\), the target has layers 0 to 7; pass feature_layers",
+        r"\[2, 4, 9\] \(HeadConfig\), the target has layers 0 to 7; pass feature_layers",
     ),
     "shallow target": ({}, {"num_hidden_layers": 3}, r"are \[2, 1, 0\] for a target of 3 layers"),
-    "very shallow target": ({}, {"num_hidden_layers": 2}, "the target has layers 0 to 1"),
+    "very shallow target": ({}, {"num_hidden_layers": 1}, "the target has layers 0 to 0"),
 }
 
 
@@ -174,7 +174,7 @@ def test_pairs_that_cannot_work(case):
 
 def test_every_reason_is_named_at_once():
     with pytest.raises(ValueError, match=r"width 24.*layers 0 to 7"):
-        check_pair(random_head(target_hidden_size=24, feature_layers=(2, 4, 8)), target())
+        check_pair(random_head(target_hidden_size=24, feature_layers=(2, 4, 9)), target())
 
 
 def test_a_tied_head_needs_a_tied_target():

@@ -106,7 +106,20 @@ def test_a_drafter_gets_the_features_of_all_committed_text():
     torch.testing.assert_close(features, states[:-1], **CLOSE)
 
 
-@pytest.mark.parametrize("layer", [3, 99, -2])
+@pytest.mark.parametrize("name", ["llama", "gemma2-window", "gpt2"])
+def test_the_output_of_the_last_layer_is_what_the_final_norm_takes(name):
+    """Published heads for gpt-oss are fed it: 36 of 36 layers."""
+    model = tiny_model(name)
+    ids, _ = prompts((7,))
+    target = Target(model, None, 64)
+    target.tap((3, -1))
+    before, after = target.prefill(ids, None).features.chunk(2, dim=-1)
+    norm = model.get_decoder().ln_f if name == "gpt2" else model.get_decoder().norm
+    torch.testing.assert_close(norm(before.clone()), after.clone(), rtol=0, atol=0)
+    assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("layer", [4, 99, -2])
 def test_a_layer_that_is_not_there(layer):
     with pytest.raises(ValueError, match=f"features of layer {layer}.*layers 0 to 2"):
         Target(tiny_model("llama"), None, 64).tap((layer,))

@@ -94,7 +94,7 @@ def _largest_target_id(head: DraftHead) -> int:
 def _layer_problems(head: DraftHead, model: PreTrainedModel) -> Iterator[str]:
     count = _text_config(model).num_hidden_layers
     layers = head.config.resolved_feature_layers(count)
-    outside = [layer for layer in layers if not -1 <= layer < count]
+    outside = [layer for layer in layers if not -1 <= layer <= count]
     if outside:
         yield (
             f"it reads inputs of layers {list(layers)} ({head.record.layers_from}), the target has layers 0 "

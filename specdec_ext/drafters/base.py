@@ -23,7 +23,8 @@ class Drafter:
         """Hidden states of the target that ``TargetOutput.features`` is to hold, side by side.
 
         Indices into transformers' ``hidden_states``: 0 the embeddings, i the input of layer i, -1 the last
-        hidden state, after the final norm. None by default, which costs nothing.
+        hidden state, after the final norm; and of n layers n, the output of the last one, before that norm.
+        None by default, which costs nothing.
         """
         return ()
 

@@ -22,7 +22,8 @@ class FeatureTap:
         model: a causal language model.
         config: its text config.
         layers: indices into transformers' ``hidden_states``: i is the input of decoder layer i, -1 the last
-            hidden state, after the final norm.
+            hidden state, after the final norm. Of n layers, n is the output of the last one, before that
+            norm, which transformers has no index for.
 
     Raises:
         ValueError: for a layer that the model does not have, or a model without a list of layers.
@@ -36,17 +37,22 @@ class FeatureTap:
         decoder: Any = model.get_decoder()
         blocks = _decoder_layers(decoder, config.num_hidden_layers)
         for layer in layers:
-            if not -1 <= layer < config.num_hidden_layers:
+            if not -1 <= layer <= config.num_hidden_layers:
                 raise ValueError(
                     f"features of layer {layer} were asked for; {type(model).__name__} has layers 0 to "
-                    f"{config.num_hidden_layers - 1}, and -1 is its last hidden state"
+                    f"{config.num_hidden_layers - 1}, {config.num_hidden_layers} is the output of the last "
+                    "one, and -1 its last hidden state"
                 )
             if layer >= 0 and blocks is None:
                 raise ValueError(
                     f"{type(model).__name__} has no list of {config.num_hidden_layers} layers to take "
                     "features from; use a drafter that needs none, such as 'ngram'"
                 )
-            self._sources.append(decoder if layer == -1 or blocks is None else blocks[layer])
+            if layer == -1 or blocks is None:
+                self._sources.append(decoder)
+            else:
+                self._sources.append(blocks[min(layer, config.num_hidden_layers - 1)])
+        self._after = {-1, config.num_hidden_layers}  # outputs; the others are inputs
 
     @contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
@@ -60,11 +66,11 @@ class FeatureTap:
             taken[index] = args[0] if args else kwargs["hidden_states"]
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any, *, index: int) -> None:
-            taken[index] = output[0]
+            taken[index] = output if isinstance(output, Tensor) else output[0]
 
         handles = []
         for index, (layer, source) in enumerate(zip(self._layers, self._sources, strict=True)):
-            if layer == -1:
+            if layer in self._after:
                 handles.append(source.register_forward_hook(partial(after, index=index)))
             else:
                 hook = partial(before, index=index)
