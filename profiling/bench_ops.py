@@ -7,8 +7,9 @@
 GB/s counts every needed input read once and every output written once; %copy and %read hold it against the
 device's own copying and reading, the best measured in the same run. ``vs read`` is the time in which PyTorch
 reads as many bytes, taken in turn with the op's own, over the op's: it means the same while other work comes
-and goes. An op that need not read everything, as verify_match on the CPU, can pass 100 %. ``--cupy`` times once more with CuPy's benchmark helper, with warm
-caches, beside our own timer with warm caches: an independent check of the timer. Needs torch alone.
+and goes. An op that need not read everything, as verify_match on the CPU, can pass 100 %. ``--cupy`` times
+once more with CuPy's benchmark helper, with warm caches, beside our own timer: an independent
+check of it. Needs torch alone.
 """
 
 from __future__ import annotations
