@@ -14,7 +14,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from heads import assert_same_head, random_head, read_folder, write_folder
+from checkpoint_cases import assert_same_head, random_head, read_folder, write_folder
 from safetensors.torch import load_file, save_file
 
 from specdec_ext import assets

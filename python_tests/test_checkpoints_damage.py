@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from heads import random_head, read_folder, write_folder
+from checkpoint_cases import random_head, read_folder, write_folder
 from safetensors.torch import save_file
 
 from specdec_ext.checkpoints import load_draft, save_draft

@@ -10,7 +10,7 @@ import functools
 
 import pytest
 import torch
-from heads import random_head
+from checkpoint_cases import random_head
 from tiny import VOCAB, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -105,6 +105,7 @@ GOOD = {
     "target's lm_head": ("eagle3", {"own_lm_head": False}),
     "no fc": ("eagle3", {"has_fc": False, "num_features": 1, "feature_layers": (-1,)}),
     "first and last layer": ("eagle3", {"feature_layers": (0, 7, 8)}),
+    "last hidden state beside others": ("eagle3", {"feature_layers": (1, 2, -1)}),
 }
 
 

@@ -1,7 +1,16 @@
 """Draft heads in the formats in which they are published, read into and written from ``DraftHead``."""
 
+from specdec_ext.checkpoints.calibrate import Calibration, Trial, calibrate
 from specdec_ext.checkpoints.load import load_draft
 from specdec_ext.checkpoints.pair import check_pair, tokenizer_fingerprint
 from specdec_ext.checkpoints.save import save_draft
 
-__all__ = ["check_pair", "load_draft", "save_draft", "tokenizer_fingerprint"]
+__all__ = [
+    "Calibration",
+    "Trial",
+    "calibrate",
+    "check_pair",
+    "load_draft",
+    "save_draft",
+    "tokenizer_fingerprint",
+]

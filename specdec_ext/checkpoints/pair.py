@@ -100,7 +100,7 @@ def _layer_problems(head: DraftHead, model: PreTrainedModel) -> Iterator[str]:
             f"it reads inputs of layers {list(layers)} ({head.record.layers_from}), the target has layers 0 "
             f"to {count - 1}; pass feature_layers=... to load_draft"
         )
-    elif list(layers) != sorted(set(layers)):
+    elif head.config.feature_layers is None and list(layers) != sorted(set(layers)):
         yield (
             f"its default layers 2, n // 2 and n - 3 are {list(layers)} for a target of {count} layers; pass "
             "feature_layers=... to load_draft"
