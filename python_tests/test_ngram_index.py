@@ -144,6 +144,15 @@ def test_worked_example(case):
     assert draft(index, num_tokens, num_branches) == (tokens, parents)
 
 
+@settings(deadline=None)
+@given(drafting_cases())
+def test_match_length(case):
+    text, min_ngram, max_ngram, _, _ = case
+    lengths = range(min_ngram, max_ngram + 1)
+    matching = [n for n in lengths if ngram.find_occurrences(text, n, n)]
+    assert index_of(text, min_ngram, max_ngram).match_length() == max(matching, default=0)
+
+
 @pytest.mark.parametrize("period", [1, 2, 3, 19, 99])
 def test_periodic_text_is_drafted_to_full_length(period):
     num_tokens = 4 * period + 3

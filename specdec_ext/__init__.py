@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from specdec_ext.checkpoints import load_draft, save_draft
     from specdec_ext.comparison import ComparedRuns, compare_runs
     from specdec_ext.drafters import Drafter, DraftModelDrafter, NgramDrafter
+    from specdec_ext.drafters.suffix import SuffixDrafter, SuffixHistory
     from specdec_ext.generation import custom_generate, generate
     from specdec_ext.output import SpeculativeOutput
     from specdec_ext.stats import SpeculationStats
@@ -28,6 +29,8 @@ __all__ = [
     "NgramDrafter",
     "SpeculationStats",
     "SpeculativeOutput",
+    "SuffixDrafter",
+    "SuffixHistory",
     "TreeConfig",
     "compare_runs",
     "custom_generate",
@@ -40,6 +43,7 @@ _MODULES = {
     "checkpoints": ("load_draft", "save_draft"),
     "comparison": ("ComparedRuns", "compare_runs"),
     "drafters": ("Drafter", "DraftModelDrafter", "NgramDrafter"),
+    "drafters.suffix": ("SuffixDrafter", "SuffixHistory"),
     "generation": ("custom_generate", "generate"),
     "output": ("SpeculativeOutput",),
     "stats": ("SpeculationStats",),

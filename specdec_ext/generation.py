@@ -92,8 +92,8 @@ def generate(
     Args:
         model: a decoder-only Hugging Face causal language model.
         inputs: ``[batch, length]`` prompt ids (or ``input_ids=``), left or right padded.
-        drafter: ``"auto"``, ``"ngram"``, a Hugging Face model of the same tokenizer (classic draft
-            model), a :class:`Drafter`, or None for plain decoding through the same loop.
+        drafter: ``"auto"``, ``"ngram"``, ``"suffix"``, a Hugging Face model of the same tokenizer (classic
+            draft model), a :class:`Drafter`, or None for plain decoding through the same loop.
         seed: of the sampling noise, one for the call or one per row; by default drawn from
             ``generator`` or from torch's global generator. One seed gives one text, whatever the drafter.
         generator: source of the seed.

@@ -1,6 +1,7 @@
 #include "ngram_index.h"
 
 #include <algorithm>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -162,13 +163,6 @@ void check_draft_size(int64_t num_tokens, int64_t num_branches) {
   }
 }
 
-std::optional<int64_t> find_invalid_token(const TokenView& tokens) {
-  for (int64_t i = 0; i < tokens.count; ++i) {
-    if (tokens[i] < 0 || tokens[i] > kMaxTokenId) return i;
-  }
-  return std::nullopt;
-}
-
 NgramTable::NgramTable(int64_t length, uint64_t hash_multiplier)
     : length_(length),
       hash_multiplier_(hash_multiplier),
@@ -225,11 +219,7 @@ NgramIndex::NgramIndex(int64_t min_ngram, int64_t max_ngram, uint64_t hash_multi
 }
 
 void NgramIndex::extend(const TokenView& tokens) {
-  if (const auto i = find_invalid_token(tokens)) {
-    throw std::invalid_argument("tokens[" + std::to_string(*i) + "] is " +
-                                std::to_string(tokens[*i]) + ": token ids must be in [0, " +
-                                std::to_string(kMaxTokenId) + "]; leave padding out");
-  }
+  check_tokens(tokens);
   if (tokens.count > INT32_MAX - size()) {
     throw std::length_error("an n-gram index holds at most 2147483647 tokens: it has " +
                             std::to_string(size()) + " and was given " +
@@ -265,6 +255,14 @@ NgramDraft NgramIndex::propose(int64_t num_tokens, int64_t num_branches) const {
   }
   trie.deepen({tokens_, *first});
   return trie.release();
+}
+
+int64_t NgramIndex::match_length() const {
+  const auto last = static_cast<int32_t>(tokens_.size()) - 1;
+  for (auto table = tables_.rbegin(); table != tables_.rend(); ++table) {
+    if (table->previous(last) != NgramTable::kNone) return table->length();
+  }
+  return 0;
 }
 
 int64_t NgramIndex::memory_bytes() const {

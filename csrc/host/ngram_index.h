@@ -42,36 +42,17 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
-#include <optional>
 #include <vector>
 
+#include "tokens.h"
+
 namespace specdec {
-
-// A strided, possibly unaligned, view of int64 token ids that belong to somebody else.
-struct TokenView {
-  const std::byte* data;
-  int64_t count;
-  int64_t stride_bytes;
-
-  int64_t operator[](int64_t i) const {
-    int64_t token;
-    std::memcpy(&token, data + i * stride_bytes, sizeof(token));
-    return token;
-  }
-};
-
-// Largest token id: tokens are stored in 32 bits.
-inline constexpr int64_t kMaxTokenId = INT32_MAX;
 
 // Largest draft: nodes are numbered in 32 bits, the root included.
 inline constexpr int64_t kMaxDraftTokens = INT32_MAX - 1;
 
 // Throws std::invalid_argument unless 0 <= num_tokens <= kMaxDraftTokens and num_branches >= 1.
 void check_draft_size(int64_t num_tokens, int64_t num_branches);
-
-// The first index of `tokens` whose value is not in [0, kMaxTokenId].
-std::optional<int64_t> find_invalid_token(const TokenView& tokens);
 
 // The draft nodes of one tree, the root left out: entry i is tree node i + 1.
 struct NgramDraft {
@@ -132,6 +113,9 @@ class NgramIndex {
   // At most num_tokens draft nodes on at most num_branches paths by the rule above; none if the
   // last min_ngram tokens did not occur before. Throws as check_draft_size does.
   NgramDraft propose(int64_t num_tokens, int64_t num_branches) const;
+
+  // The largest n in [min_ngram, max_ngram] whose last n tokens occurred before, or 0.
+  int64_t match_length() const;
 
   int64_t size() const { return static_cast<int64_t>(tokens_.size()); }
   int32_t last_token() const { return tokens_.back(); }

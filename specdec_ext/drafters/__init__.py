@@ -1,8 +1,11 @@
-"""Drafters and how a ``drafter=`` argument names one."""
+"""Drafters and how a ``drafter=`` argument names one.
+
+A drafter that only some calls use is imported when it is named.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -13,7 +16,12 @@ from specdec_ext.drafters.ngram import NgramDrafter
 
 __all__ = ["DraftModelDrafter", "Drafter", "NgramDrafter", "resolve_drafter"]
 
-_BY_NAME: dict[str, Callable[[], Drafter]] = {"auto": NgramDrafter, "ngram": NgramDrafter}
+# Name -> module of this package and class, which is made without arguments.
+_BY_NAME = {
+    "auto": ("ngram", "NgramDrafter"),
+    "ngram": ("ngram", "NgramDrafter"),
+    "suffix": ("suffix", "SuffixDrafter"),
+}
 
 
 def resolve_drafter(drafter: Any) -> Drafter | None:
@@ -31,7 +39,9 @@ def resolve_drafter(drafter: Any) -> Drafter | None:
                 f"drafter={drafter!r} is not known; expected one of {sorted(_BY_NAME)}, None, a Hugging Face "
                 "model or a specdec_ext.Drafter"
             )
-        return _BY_NAME[drafter]()
+        module, name = _BY_NAME[drafter]
+        named: Drafter = getattr(import_module(f"{__name__}.{module}"), name)()
+        return named
     if isinstance(drafter, PreTrainedModel):
         return DraftModelDrafter(drafter)
     raise TypeError(

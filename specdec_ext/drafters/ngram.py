@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 from specdec_ext._host import NgramIndex
 from specdec_ext.context import Context
-from specdec_ext.drafters.base import Drafter
+from specdec_ext.drafters.retrieval import RetrievalDrafter
 from specdec_ext.target import TargetOutput
 from specdec_ext.tree import DraftTree
 
 
-class NgramDrafter(Drafter):
+class NgramDrafter(RetrievalDrafter):
     """Proposes continuations of earlier occurrences of the last tokens of the row itself.
 
     Args:
@@ -54,10 +54,15 @@ class NgramDrafter(Drafter):
             new = context.generated[row][self._known[row] :]
             self._indexes[row].extend(np.array(new, dtype=np.int64))
             self._known[row] += len(new)
+        self._drafted = [self._indexes[row] for row in context.rows]
         tokens, parents = NgramIndex.propose_batch(
-            [self._indexes[row] for row in context.rows], self.num_draft_tokens, self.num_branches
+            self._drafted, self.num_draft_tokens, self.num_branches
         )
         return DraftTree(
             torch.from_numpy(tokens).to(context.device),
             torch.from_numpy(parents).to(context.device),
         )
+
+    @property
+    def match_lengths(self) -> list[int]:
+        return [index.match_length() for index in self._drafted]

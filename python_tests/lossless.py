@@ -1,0 +1,50 @@
+"""What every drafter is held to: the text of ``drafter=None``, greedy and seeded, alone and in a batch."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from tiny import prompts, tiny_model
+
+import specdec_ext
+from specdec_ext import Drafter, SpeculationStats
+
+NEW_TOKENS = 32
+BATCHES = {"one": (7,), "five-ragged": (12, 3, 9, 5, 12)}
+DECODING: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 20, "seed": 3},
+}
+
+every_batch = pytest.mark.parametrize("batch", BATCHES)
+every_decoding = pytest.mark.parametrize("decoding", DECODING)
+
+
+def generate(drafter: Drafter | None, batch: str, decoding: str, **kwargs: Any) -> Any:
+    """The tiny Llama's output for one of ``BATCHES``."""
+    ids, mask = prompts(BATCHES[batch])
+    kwargs = {"max_new_tokens": NEW_TOKENS, **DECODING[decoding], **kwargs}
+    return specdec_ext.generate(
+        tiny_model("llama"),
+        ids,
+        attention_mask=mask,
+        drafter=drafter,
+        return_dict_in_generate=True,
+        **kwargs,
+    )
+
+
+@functools.cache
+def plain_text(batch: str, decoding: str) -> torch.Tensor:
+    """What ``drafter=None`` generates."""
+    return generate(None, batch, decoding).sequences
+
+
+def check_same_text(drafter: Drafter, batch: str, decoding: str) -> SpeculationStats:
+    """Generate with ``drafter``, compare with plain decoding, and tell how it went."""
+    output = generate(drafter, batch, decoding)
+    assert torch.equal(output.sequences, plain_text(batch, decoding))
+    return output.speculation

@@ -1,0 +1,194 @@
+"""Suffix decoding: what followed the last tokens most often, in the request and in past outputs.
+
+SuffixDecoding (Oliaro et al. 2024). ``specdec_ext.reference.suffix`` specifies the rule; sorted suffixes
+(``csrc/host/suffix_index.h``) answer how often any string occurred.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+from transformers import PreTrainedModel
+
+from specdec_ext._host import SuffixHistory as NativeHistory
+from specdec_ext._host import SuffixIndex, propose_suffix
+from specdec_ext.context import Context
+from specdec_ext.drafters.retrieval import RetrievalDrafter
+from specdec_ext.sampler import Accepted
+from specdec_ext.target import TargetOutput
+from specdec_ext.tree import DraftTree
+
+FILE_FORMAT = "specdec_ext suffix history 1"
+
+
+class SuffixHistory:
+    """Past outputs to draft from. Drafters, calls and threads may share one.
+
+    What one request generated is drafted to others, so share it where requests may know of each other: how
+    fast a text comes tells whether it was generated before.
+
+    Args:
+        max_tokens: bound on what is held; each output counts as a token more. Without room the oldest
+            outputs leave, an eighth of all at once. A token takes 8 to 10 bytes (``nbytes``).
+    """
+
+    def __init__(self, max_tokens: int = 1_000_000):
+        self._outputs = NativeHistory(max_tokens)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Append an output.
+
+        Raises:
+            ValueError: for an id outside ``[0, 2**31 - 1]``; nothing is added then.
+        """
+        self._outputs.add(np.array(tokens, dtype=np.int64), [len(tokens)])
+
+    def __len__(self) -> int:
+        """Outputs held."""
+        return len(self._outputs)
+
+    @property
+    def max_tokens(self) -> int:
+        return self._outputs.max_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return self._outputs.num_tokens
+
+    @property
+    def largest_token(self) -> int:
+        """No token ever added is larger; -1 before the first."""
+        return self._outputs.largest_token
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self._outputs.nbytes
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all outputs to a safetensors file that only its owner may read.
+
+        What was at ``path`` stays until all is written.
+        """
+        tokens, counts = self._outputs.outputs()
+        contents = save({"tokens": tokens, "counts": counts}, {"format": FILE_FORMAT})
+        with NamedTemporaryFile(dir=Path(path).parent, delete=False) as file:
+            try:
+                file.write(contents)
+                file.close()
+                os.replace(file.name, path)
+            finally:
+                Path(file.name).unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], max_tokens: int = 1_000_000) -> SuffixHistory:
+        """Read what :meth:`save` wrote; with less room the oldest outputs are left out.
+
+        Raises:
+            ValueError: for a file that ``save`` did not write, or that was damaged since.
+        """
+        try:
+            with safe_open(path, "numpy") as file:
+                found = (file.metadata() or {}).get("format")
+                names = sorted(file.keys())
+                if found != FILE_FORMAT or names != ["counts", "tokens"]:
+                    raise ValueError(
+                        f"{path} has format {found!r} and tensors {names}; expected {FILE_FORMAT!r} with "
+                        "'counts' and 'tokens', as SuffixHistory.save writes it"
+                    )
+                tokens, counts = file.get_tensor("tokens"), file.get_tensor("counts")
+        except SafetensorError as error:
+            raise ValueError(
+                f"{path} is no safetensors file, or not all of one: {error}"
+            ) from error
+        history = cls(max_tokens)
+        try:
+            history._outputs.add(tokens, counts.tolist())
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} holds no token history: {error}") from error
+        return history
+
+
+class SuffixDrafter(RetrievalDrafter):
+    """Proposes the most frequent continuations of the last tokens.
+
+    Args:
+        num_draft_tokens: nodes to propose at most, the root not counted.
+        max_match: how many of the last tokens are looked up, at most 63.
+        factor, offset: a match of m tokens proposes at most ``factor * m + offset`` nodes.
+        min_probability: of the path to a proposed token, as counted; at least 0.01.
+        tree: whether alternatives are proposed, too. False proposes a chain.
+        history: outputs of earlier requests. Those of this drafter's calls are added as they end. By
+            default the drafter has its own.
+
+    Raises:
+        ValueError: for an argument out of its range.
+    """
+
+    def __init__(
+        self,
+        num_draft_tokens: int = 16,
+        max_match: int = 24,
+        factor: float = 1.0,
+        offset: float = 0.0,
+        min_probability: float = 0.1,
+        tree: bool = True,
+        history: SuffixHistory | None = None,
+    ):
+        self._rule = dict(
+            num_draft_tokens=num_draft_tokens,
+            max_match=max_match,
+            factor=factor,
+            offset=offset,
+            min_probability=min_probability,
+            tree=tree,
+        )
+        propose_suffix([], None, **self._rule)  # checks the rule
+        self.history = SuffixHistory() if history is None else history
+
+    def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        if self.history.largest_token >= vocab_size:
+            raise ValueError(
+                f"history holds token {self.history.largest_token}, but {type(model).__name__} has a "
+                f"vocabulary of {vocab_size}: it is the history of another model"
+            )
+        self._requests = []
+        for row in range(len(context.generated)):
+            request = SuffixIndex()
+            request.append(np.array(context.prompt(row), dtype=np.int64))
+            self._requests.append(request)
+        self._known = [0] * len(self._requests)
+        self._unfinished = set(context.rows)
+
+    def propose(self, context: Context) -> DraftTree:
+        for row in context.rows:
+            new = context.generated[row][self._known[row] :]
+            self._requests[row].append(np.array(new, dtype=np.int64))
+            self._known[row] += len(new)
+        tokens, parents, matches, _ = propose_suffix(
+            [self._requests[row] for row in context.rows], self.history._outputs, **self._rule
+        )
+        self._match_lengths: list[int] = matches.tolist()
+        return DraftTree(
+            torch.from_numpy(tokens).to(context.device),
+            torch.from_numpy(parents).to(context.device),
+        )
+
+    @property
+    def match_lengths(self) -> list[int]:
+        return self._match_lengths
+
+    def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
+        """Outputs that ended become history; rows that transformers lets run on count up to their end."""
+        for row, ended in zip(context.rows, accepted.ended, strict=True):
+            if ended and row in self._unfinished:
+                self._unfinished.remove(row)
+                self.history.add(context.generated[row])
