@@ -44,7 +44,7 @@ def greedy_text(prompt: str, max_new_tokens: int) -> str:
 # --- help and version -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["demo", "generate", "check", "version"])
+@pytest.mark.parametrize("command", ["demo", "generate", "check", "inspect", "version"])
 def test_every_command_is_listed_and_explains_itself(command):
     assert command in words(run("--help").output)
     result = run(command, "--help")

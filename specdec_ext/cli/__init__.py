@@ -13,6 +13,7 @@ import typer
 from specdec_ext.cli.check import check
 from specdec_ext.cli.demo import demo
 from specdec_ext.cli.generate import generate
+from specdec_ext.cli.inspect import inspect
 from specdec_ext.cli.version import print_versions, version
 
 __all__ = ["app"]
@@ -47,5 +48,5 @@ def specdec(
 
 
 specdec.__doc__ = None  # the help text is the app's
-for command in (demo, generate, check, version):
+for command in (demo, generate, check, inspect, version):
     app.command()(command)

@@ -1,0 +1,194 @@
+"""``specdec inspect``: what a draft checkpoint is, what it costs, and whether it belongs to a target."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from specdec_ext.cli._common import (
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    Model,
+    encode,
+    load_target,
+    user_errors,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from specdec_ext.checkpoints import Calibration
+    from specdec_ext.head import DraftHead
+
+# Of the calibration text; the costs grow with it, the certainty soon does not.
+_MAX_TOKENS = 512
+# Share of right first tokens under which no reading is right.
+_HOPELESS = 0.02
+
+
+def inspect(
+    path: Annotated[str, typer.Argument(help="Folder, weight file or hub id of a draft head.")],
+    target: Annotated[
+        str | None, typer.Option(help="Folder or hub id of the model it is to draft for.")
+    ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Text on which to try both spellings of the tapped layers; needs --target.",
+        ),
+    ] = None,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
+) -> None:
+    """Show a head's format, config and memory; with --target the verdict on the pair.
+
+    The exit code is 1 if the pair can't work. The target's weights are read for --calibrate only; --dtype and
+    --device are theirs.
+    """
+    if calibrate is not None and target is None:
+        raise typer.BadParameter("--calibrate needs --target: the target's text is what is tried")
+    import specdec_ext
+
+    console = Console(highlight=False)
+    with user_errors():
+        head = specdec_ext.load_draft(path)
+    console.print(_summary(head))
+    console.print(_config(head))
+    if target is None:
+        return
+    works = _verdict(console, head, target)
+    if calibrate is not None:
+        text = calibrate.read_text("utf-8")
+        with console.status("calibrating"):
+            found = _calibrated(head, text, *load_target(target, dtype, device), device)
+        console.print(_trials(found, head))
+        works = True
+    if not works:
+        raise typer.Exit(1)
+
+
+def _summary(head: DraftHead) -> Table:
+    config, record = head.config, head.record
+    storages = {tensor.data_ptr(): tensor for tensor in head.tensors.values()}
+    weights = [tensor for tensor in storages.values() if tensor.is_floating_point()]
+    count = sum(tensor.numel() for tensor in weights)
+    size = weights[0].element_size()
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * size
+    table = Table(show_header=False, title=head.source, title_justify="left")
+    table.add_row("format", record.format)
+    table.add_row("parameters", f"{count:,}")
+    table.add_row(
+        "weights", f"{_bytes(count * size)} ({str(weights[0].dtype).removeprefix('torch.')})"
+    )
+    table.add_row("keys and values", f"{_bytes(per_token)} per token")
+    layers = config.feature_layers
+    table.add_row(
+        "hidden states read",
+        record.layers_from
+        if layers is None
+        else f"{', '.join(map(str, layers))} ({record.layers_from})",
+    )
+    table.add_row("made for", record.target_name or "not recorded")
+    if record.ignored:
+        table.add_row("tensors without use", ", ".join(record.ignored))
+    return table
+
+
+def _bytes(count: int) -> str:
+    value, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
+    unit = next(units)
+    while value >= 1024 and (larger := next(units, None)) is not None:
+        value, unit = value / 1024, larger
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _config(head: DraftHead) -> Table:
+    table = Table("option", "value")
+    for field in fields(head.config):
+        value: Any = getattr(head.config, field.name)
+        text = ", ".join(f"{k}={v}" for k, v in value.items()) if hasattr(value, "items") else value
+        table.add_row(field.name, str(text))
+    return table
+
+
+def _verdict(console: Console, head: DraftHead, target: str) -> bool:
+    """Print what speaks against the pair; False if it can't work."""
+    from specdec_ext.checkpoints import check_pair
+
+    with user_errors():
+        model, tokenizer = _without_weights(target, head.record.tokenizer_fingerprint is not None)
+    try:
+        doubts = check_pair(head, model, tokenizer)
+    except ValueError as error:
+        console.print(f"can't work: {error}", style="red", markup=False)
+        return False
+    for doubt in doubts:
+        console.print(f"looks wrong: {doubt}", style="yellow", markup=False)
+    if not doubts:
+        console.print(f"fits {target}", markup=False)
+    return True
+
+
+def _without_weights(
+    target: str, with_tokenizer: bool
+) -> tuple[Model, PreTrainedTokenizerBase | None]:
+    """The model as its config describes it, and its tokenizer if it is asked for."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(target)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return model, AutoTokenizer.from_pretrained(target) if with_tokenizer else None
+
+
+def _calibrated(
+    head: DraftHead, text: str, model: Model, tokenizer: PreTrainedTokenizerBase, device: str
+) -> Calibration:
+    from specdec_ext.checkpoints import calibrate
+
+    with user_errors():
+        return calibrate(head, model, encode(tokenizer, text, device)[:, :_MAX_TOKENS])
+
+
+def _trials(found: Calibration, head: DraftHead) -> Table:
+    count = found.trials[0].drafts
+    table = Table(
+        "hidden states",
+        "norm_output",
+        "first token",
+        "second token",
+        "accepted of 2",
+        title=f"agreement with the target on {count} drafts",
+        title_justify="left",
+    )
+    chosen = found.head.config
+    for trial in sorted(found.trials, key=lambda trial: -trial.score):
+        best = trial.norm_output == chosen.norm_output and chosen.feature_layers in (
+            trial.feature_layers,
+            None,
+        )
+        table.add_row(
+            ", ".join(map(str, trial.feature_layers)),
+            str(trial.norm_output),
+            f"{trial.first:.1%}",
+            f"{trial.second:.1%}",
+            f"{trial.score:.2f}",
+            style="bold" if best else None,
+        )
+    if max(trial.first for trial in found.trials) < _HOPELESS:
+        table.caption = "no reading agrees with the target: the head was made for another one"
+    elif found.head is head:
+        table.caption = "the checkpoint is read right"
+    else:
+        reading = f"feature_layers={chosen.feature_layers}, norm_output={chosen.norm_output}"
+        table.caption = f"pass {reading} to load_draft"
+    return table
