@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 import specdec_ext
-from specdec_ext import sampler
+from specdec_ext import processors
 from specdec_ext.filters import SampleFilter, fuse_filters
 
 CPU = torch.device("cpu")
@@ -111,7 +111,7 @@ def test_the_text_is_that_of_the_warpers(kwargs, drafter, monkeypatch):
     )
     fused = text()
     assert calls
-    monkeypatch.setattr(sampler, "fuse_filters", lambda processors, device: processors)
+    monkeypatch.setattr(processors, "fuse_filters", lambda processors, device: processors)
     calls.clear()
     assert torch.equal(fused, text())
     assert not calls

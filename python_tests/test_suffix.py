@@ -23,7 +23,7 @@ def context_of(texts: list[list[int]], prompt: int = 1) -> Context:
     """A call whose rows have these texts, the first ``prompt`` tokens of which are the prompt."""
     width = max(len(text) for text in texts)
     ids = torch.tensor([text[:prompt] for text in texts])
-    context = Context(ids, None, 0, prompt + width + 100, draw=None)
+    context = Context(ids, None, 0, prompt + width + 100, draw=None, sample=None)
     context.generated = [text[prompt:] for text in texts]
     return context
 
@@ -73,7 +73,7 @@ def test_a_row_in_a_batch_is_drafted_for_as_if_alone():
 def test_paddings_are_no_text():
     """Token 0 pads: looked up as text, 0 0 0 would be the longest match."""
     ids, mask = torch.tensor([[0, 0, 0, 5, 0]]), torch.tensor([[0, 0, 0, 1, 1]])
-    context = Context(ids, mask, 0, 50, draw=None)
+    context = Context(ids, mask, 0, 50, draw=None, sample=None)
     context.generated = [[5]]
     drafter = started(SuffixDrafter(), context)
     assert drafter.propose(context).tokens.tolist() == [[5, 0]]

@@ -22,6 +22,9 @@ class Context:
         draw: ``draw(logits [n, vocab], positions, rows) -> [n]``, the tokens that the target would emit
             at these positions if these were its logits: the same processing, the same noise. Drafts made
             with it agree with the target more often than independent samples do.
+        sample: ``sample(logits [n, vocab], depth, root_positions, rows) -> ([n], [n, vocab])``, independent
+            draws at ``depth`` of a round's tree and what they were drawn from, for
+            ``DraftTree.draft_probs``; see :meth:`specdec_ext.sampler.Sampler.sample`.
     """
 
     def __init__(
@@ -31,11 +34,12 @@ class Context:
         pad_token_id: int,
         max_length: int,
         draw: Callable[[Tensor, Sequence[int], Sequence[int]], Tensor],
+        sample: Callable[[Tensor, int, Sequence[int], Sequence[int]], tuple[Tensor, Tensor]],
     ):
         self.input_ids = input_ids
         self.attention_mask = attention_mask
         self.max_length = max_length
-        self.draw = draw
+        self.draw, self.sample = draw, sample
         self.rows = list(range(len(input_ids)))
         self.generated: list[list[int]] = [[] for _ in self.rows]
         self._prompt_lengths = (

@@ -26,7 +26,7 @@ from specdec_ext.context import Context
 from specdec_ext.drafters import Drafter, resolve_drafter
 from specdec_ext.loop import Decoder
 from specdec_ext.output import Recorder, SpeculativeOutput, TokenStream
-from specdec_ext.sampler import Sampler
+from specdec_ext.sampler import VERIFICATIONS, Sampler
 from specdec_ext.stopping import StopRule
 from specdec_ext.target import Target
 
@@ -78,6 +78,7 @@ def generate(
     inputs: Tensor | None = None,
     *,
     drafter: Any = "auto",
+    verification: str = "match",
     seed: int | Sequence[int] | None = None,
     generator: torch.Generator | None = None,
     streamer: Any = None,
@@ -94,6 +95,10 @@ def generate(
         inputs: ``[batch, length]`` prompt ids (or ``input_ids=``), left or right padded.
         drafter: ``"auto"``, ``"ngram"``, ``"suffix"``, a Hugging Face model of the same tokenizer (classic
             draft model), a :class:`Drafter`, or None for plain decoding through the same loop.
+        verification: how drafts are accepted when sampling. ``"match"`` is exact for all drafters, and one
+            seed gives one text. ``"rejection"``, ``"block"`` (chains) and ``"recursive"`` (trees) need a
+            drafter that samples, ``DraftModelDrafter(model, sampled=True)``; they keep the law of the
+            text, but for one seed it depends on the drafter. Greedy decoding is the same under all.
         seed: of the sampling noise, one for the call or one per row; by default drawn from
             ``generator`` or from torch's global generator. One seed gives one text, whatever the drafter.
         generator: source of the seed.
@@ -134,6 +139,7 @@ def generate(
         )
     hook = custom_generate(
         drafter=drafter,
+        verification=verification,
         seed=seed,
         generator=generator,
         streamer=streamer,
@@ -147,6 +153,7 @@ def generate(
 def custom_generate(
     drafter: Any = "auto",
     *,
+    verification: str = "match",
     seed: int | Sequence[int] | None = None,
     generator: torch.Generator | None = None,
     streamer: Any = None,
@@ -160,6 +167,10 @@ def custom_generate(
     """
     explicit = not (isinstance(drafter, str) and drafter == "auto")
     resolved = resolve_drafter(drafter)
+    if verification not in VERIFICATIONS:
+        raise ValueError(
+            f"verification={verification!r} is not known; expected one of {list(VERIFICATIONS)}"
+        )
     if stop_strings is not None and tokenizer is None:
         raise ValueError("stop_strings needs tokenizer=..., to match texts against tokens")
 
@@ -196,6 +207,7 @@ def custom_generate(
             _seeds(seed, generator, len(input_ids))
             if generation_config.do_sample
             else [0] * len(input_ids),
+            verification,
             streamer,
             **model_kwargs,
         )
@@ -212,6 +224,7 @@ def _decode(
     drafter: Drafter | None,
     explicit: bool,
     seeds: list[int],
+    verification: str,
     streamer: Any,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
@@ -236,10 +249,21 @@ def _decode(
     if drafter is not None:
         target.tap(drafter.feature_layers(model))
     target.check_positions(position_ids, attention_mask, input_ids)
-    sampler = Sampler(processors, config.do_sample, seeds, input_ids.device)
+    sampler = Sampler(processors, config.do_sample, seeds, input_ids.device, verification)
+    if sampler.needs_draft_probs and drafter is not None and not drafter.sampled:
+        raise ValueError(
+            f"verification={verification!r} needs a drafter that samples its drafts from known "
+            f"probabilities, such as DraftModelDrafter(model, sampled=True); {type(drafter).__name__} does "
+            "not. Use verification='match', the default"
+        )
     pad = config._pad_token_tensor
     context = Context(
-        input_ids, attention_mask, 0 if pad is None else int(pad), stop.max_length, sampler.draw
+        input_ids,
+        attention_mask,
+        0 if pad is None else int(pad),
+        stop.max_length,
+        sampler.draw,
+        sampler.sample,
     )
     stream = TokenStream(streamer, context) if streamer is not None else None
     decoder = Decoder(target, drafter, sampler, stop, context, recorder, stream)

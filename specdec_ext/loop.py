@@ -62,7 +62,8 @@ class Decoder:
         # The cache ends like sequences[:, :-1], its rows where the caller's rows are.
         width = self._width()
         everyone = range(len(self._layout))
-        target.reorder([self._layout.index(row) for row in everyone], active=0)
+        places = {row: i for i, row in enumerate(self._layout)}
+        target.reorder([places[row] for row in everyone], active=0)
         columns = [min(context.columns(row), width) for row in everyone]
         target.finish(context.last_tokens(everyone), torch.tensor(columns, device=context.device))
         return width
@@ -78,7 +79,9 @@ class Decoder:
             )
         tree = tree.validated(roots, self.target.vocab_size, name)
         # The last token a row emits needs no key, so the deepest useful node is one short of the room left.
-        return tree.pruned([left - 1 for left in self.context.remaining])
+        tree = tree.pruned([left - 1 for left in self.context.remaining])
+        self.sampler.check(tree, name)
+        return tree
 
     def _verify(self, tree: DraftTree, output: TargetOutput) -> Accepted:
         context, rows = self.context, list(self.context.rows)
@@ -123,9 +126,9 @@ class Decoder:
             return bool(going)
         # Finished rows swap places with active ones behind them: only rows that move are copied.
         order = list(range(len(self._layout)))
-        active = 0
+        active, kept = 0, set(going)
         for i, row in enumerate(rows):
-            if row in going:
+            if row in kept:
                 order[active], order[i] = order[i], order[active]
                 active += 1
         self._layout = [self._layout[i] for i in order]

@@ -1,60 +1,38 @@
-"""``Sampler``: the processed target distribution and the one verification entry (rule 1, match).
+"""``Sampler``: the processed target distribution and the one verification entry.
 
-At each visited node one token is drawn from the processed target distribution; a child that carries it is
-descended into, otherwise it is emitted and the walk ends. Greedy decoding is the same with no noise.
-Noise belongs to (seed, row, position, token), so the text does not depend on the drafter.
+Rule 1, match, is the default. At each visited node one token is drawn from the processed target distribution;
+a child that carries it is descended into, otherwise it is emitted and the walk ends. Greedy decoding is the
+same with no noise. Noise belongs to (seed, row, position, token), so the text does not depend on the drafter.
+
+Rules 2 to 4 (:mod:`specdec_ext.ops.verify_sampled`) keep the law, not the text: they are for trees with
+``draft_probs``, and their noise belongs to (seed, row, position of the round's root, depth). A step without
+drafts is plain decoding by rule 1 under all of them, and so is greedy decoding, which is their common limit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
-from transformers.generation import logits_process as hf
 
 from specdec_ext import ops
 from specdec_ext.context import Context
-from specdec_ext.filters import SampleFilter, fuse_filters
+from specdec_ext.processors import Processors
+from specdec_ext.reference import rng
 from specdec_ext.stopping import StopRule
 from specdec_ext.tree import DraftTree
+from specdec_ext.walks import FinishedWalk, StepwiseWalk, Walk
 
-# Functions of one row's scores alone: all nodes of a tree may go through them at once.
-PURE = frozenset(
-    {
-        SampleFilter,
-        hf.TemperatureLogitsWarper,
-        hf.TopKLogitsWarper,
-        hf.TopPLogitsWarper,
-        hf.MinPLogitsWarper,
-        hf.TypicalLogitsWarper,
-        hf.EpsilonLogitsWarper,
-        hf.EtaLogitsWarper,
-        hf.LogitNormalization,
-        hf.InfNanRemoveLogitsProcessor,
-        hf.SuppressTokensLogitsProcessor,
-    }
-)
-# Functions of one row's prefix and scores, without memory: rows may be at different lengths.
-ROW_INDEPENDENT = PURE | frozenset(
-    {
-        hf.MinLengthLogitsProcessor,
-        hf.MinNewTokensLengthLogitsProcessor,
-        hf.RepetitionPenaltyLogitsProcessor,
-        hf.EncoderRepetitionPenaltyLogitsProcessor,
-        hf.NoRepeatNGramLogitsProcessor,
-        hf.EncoderNoRepeatNGramLogitsProcessor,
-        hf.SequenceBiasLogitsProcessor,
-        hf.NoBadWordsLogitsProcessor,
-        hf.ForcedBOSTokenLogitsProcessor,
-        hf.ForcedEOSTokenLogitsProcessor,
-        hf.ExponentialDecayLengthPenalty,
-        hf.SuppressTokensAtBeginLogitsProcessor,
-    }
-)
+# The rules beside "match", for drafts that were sampled from known probabilities.
+RULES: dict[str, Callable[..., ops.MatchResult]] = {
+    "rejection": ops.verify_rejection,
+    "block": ops.verify_block,
+    "recursive": ops.verify_recursive,
+}
+VERIFICATIONS = ("match", *RULES)
 COMPLAINTS = {
     ops.STATUS_NAN: "contain NaN",
     ops.STATUS_NO_FINITE_LOGIT: "are all -inf: the logits processors left no token to choose",
@@ -90,6 +68,10 @@ class Sampler:
         stochastic: sampling or greedy.
         seeds: one per row of the batch.
         device: of the logits.
+        verification: one of ``VERIFICATIONS``; greedy decoding has no use for it.
+
+    Raises:
+        ValueError: for a rule beside "match" together with a processor that may keep state.
     """
 
     def __init__(
@@ -98,16 +80,40 @@ class Sampler:
         stochastic: bool,
         seeds: Sequence[int],
         device: torch.device,
+        verification: str = "match",
     ):
-        self._processors: Any = fuse_filters(processors, device)
+        self._processors = Processors(processors, device)
         self._stochastic = stochastic
         self._seeds = list(seeds)
         self._device = device
-        kinds = {type(processor) for processor in self._processors}
-        self._pure = kinds <= PURE
-        self._needs_lockstep = not kinds <= ROW_INDEPENDENT
-        self._shared_processors = [each for each in self._processors if type(each) in PURE]
+        self._verification = verification if stochastic else "match"
         self._row_tensors: tuple[list[int], tuple[Tensor, ...]] | None = None
+        if self.needs_draft_probs and self._processors.with_memory:
+            raise ValueError(
+                f"verification={verification!r} can't be combined with the logits processors "
+                f"{', '.join(self._processors.with_memory)}: they may keep state, and this rule scores "
+                "drafted tokens that are never emitted. Use verification='match', the default"
+            )
+
+    @property
+    def needs_draft_probs(self) -> bool:
+        """Whether trees must say what their tokens were sampled from."""
+        return self._verification != "match"
+
+    def check(self, tree: DraftTree, source: str) -> None:
+        """Refuse a tree that the rule can't verify; ``source`` is who made it, for the message."""
+        if not self.needs_draft_probs or tree.num_nodes == 1:
+            return
+        if tree.draft_probs is None:
+            raise ValueError(
+                f"{source} returned a DraftTree without draft_probs, which verification="
+                f"{self._verification!r} needs; use verification='match', the default"
+            )
+        if self._verification != "recursive" and not tree.is_chain:
+            raise ValueError(
+                f"{source} returned a tree in which nodes have several children; verification="
+                f"{self._verification!r} is for chains, use 'recursive' or 'match'"
+            )
 
     def _rows(self, rows: list[int]) -> tuple[Tensor, ...]:
         """Seeds, row numbers, stochastic flags and counters of these rows, as the op takes them."""
@@ -124,7 +130,7 @@ class Sampler:
     def _match(
         self, scores: Tensor, tree: DraftTree, positions: Sequence[int], rows: list[int]
     ) -> ops.MatchResult:
-        """The op; ``positions`` are those of the roots."""
+        """Rule 1; ``positions`` are those of the roots."""
         root_positions = torch.tensor(positions, dtype=torch.long, device=self._device)
         return ops.verify_match(
             scores, tree.tokens, tree.parents, root_positions, *self._rows(rows)
@@ -133,8 +139,22 @@ class Sampler:
     def _walk_tree(
         self, scores: Tensor, tree: DraftTree, positions: Sequence[int], rows: list[int]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``_match`` with its status turned into an error."""
-        path, num_accepted, next_token, status = self._match(scores, tree, positions, rows)
+        """What the rule accepts of a tree, its status turned into an error."""
+        if self._by_match(tree):
+            result = self._match(scores, tree, positions, rows)
+        else:
+            root_positions = torch.tensor(positions, dtype=torch.long, device=self._device)
+            seeds, numbers, *_ = self._rows(rows)
+            result = RULES[self._verification](
+                scores,
+                tree.draft_probs,
+                tree.tokens,
+                tree.parents,
+                root_positions,
+                seeds,
+                numbers,
+            )
+        path, num_accepted, next_token, status = result
         if status.any():
             i = int(status.nonzero()[0])
             # num_accepted counts the nodes below the root before the bad one (-1 if that is the root);
@@ -148,6 +168,14 @@ class Sampler:
             )
         return path, num_accepted, next_token
 
+    def _by_match(self, tree: DraftTree) -> bool:
+        return not self.needs_draft_probs or tree.num_nodes == 1
+
+    def _pick(self, scores: Tensor, positions: Sequence[int], rows: list[int]) -> list[int]:
+        """Tokens drawn from ``scores [n, vocab]`` after these positions."""
+        roots = DraftTree.root(torch.zeros(len(scores), dtype=torch.long, device=scores.device))
+        return self._walk_tree(scores[:, None], roots, positions, rows)[2].tolist()
+
     def draw(self, logits: Tensor, positions: Sequence[int], rows: Sequence[int]) -> Tensor:
         """The tokens the target would emit at ``positions`` if ``logits [n, vocab]`` were its own.
 
@@ -156,19 +184,36 @@ class Sampler:
         """
         roots = DraftTree.root(torch.zeros(len(logits), dtype=torch.long, device=logits.device))
         before = [position - 1 for position in positions]
-        scores = self._processed(self._shared_processors, logits)
+        scores = self._processors.shared(logits)
         return self._match(scores[:, None], roots, before, list(rows)).next_token.clamp(min=0)
 
-    @staticmethod
-    def _processed(processors: Sequence[Any], logits: Tensor) -> Tensor:
-        """``[n, vocab]`` through processors that do not look at the text."""
-        if not processors:
-            return logits
-        scores = logits if isinstance(processors[0], SampleFilter) else logits.float()
-        no_text = logits.new_empty(len(logits), 0).long()
-        for processor in processors:
-            scores = processor(no_text, scores)
-        return scores
+    def sample(
+        self, logits: Tensor, depth: int, root_positions: Sequence[int], rows: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Independent draws from the law that the target would have if ``logits [n, vocab]`` were its own.
+
+        The noise is the drafter's stream: (seed, row, position of the round's root, depth), which no
+        verification uses. Processors that look at the text are left out; greedy draws the arg-max.
+
+        Args:
+            logits: of the node whose child is drawn.
+            depth: of that node, 0 for the root.
+            root_positions: of the round.
+            rows: original rows.
+
+        Returns:
+            ``[n]`` tokens, -1 where the law is NaN or empty, and the law, ``[n, vocab]`` float32: what
+            ``DraftTree.draft_probs`` is to hold for the node.
+        """
+        scores = self._processors.shared(logits).float()
+        if self._stochastic:
+            law = scores.softmax(dim=-1)
+        else:
+            law = torch.zeros_like(scores).scatter(1, scores.argmax(dim=-1, keepdim=True), 1.0)
+        seeds, numbers, *_ = self._rows(list(rows))
+        positions = torch.tensor(root_positions, dtype=torch.long, device=self._device)
+        bits = rng.round_bits(seeds, numbers, positions, depth, rng.PURPOSE_DRAFT, 2)
+        return _invert(law, bits), law
 
     def verify(
         self,
@@ -178,7 +223,7 @@ class Sampler:
         stop: StopRule,
         record: RecordScores | None = None,
     ) -> Accepted:
-        """Emit what plain decoding would emit, as far as ``tree`` reaches.
+        """Emit what plain decoding would emit (of rules 2 to 4: could emit), as far as ``tree`` reaches.
 
         Writes the emitted tokens into ``context``.
 
@@ -194,19 +239,21 @@ class Sampler:
             ValueError: a visited node has NaN or no finite logit; the row and position are named.
         """
         rows, positions = context.rows, context.root_positions
-        if self._pure:
-            scores = self._processed(self._processors, logits.flatten(0, 1)).view(logits.shape)
-            walked = self._walk_tree(scores, tree, positions, rows)
-            walk: _Walk = _FinishedWalk(tree, *walked)
+        walk: Walk
+        if self._processors.pure or not self._by_match(tree):
+            scores = self._processors.on_tree(logits, tree, context)
+            walk = FinishedWalk(tree, *self._walk_tree(scores, tree, positions, rows))
         else:
             scores = logits.to(torch.float32, copy=True)
-            walk = _StepwiseWalk(self, tree, scores, context)
-        lockstep = len(context.generated) > 1 and (stop.needs_lockstep or self._needs_lockstep)
+            walk = StepwiseWalk(self._processors, self._pick, tree, scores, context)
+        lockstep = len(context.generated) > 1 and (
+            stop.needs_lockstep or bool(self._processors.with_memory)
+        )
         return self._follow(walk, scores, context, stop, lockstep, record)
 
     def _follow(
         self,
-        walk: _Walk,
+        walk: Walk,
         scores: Tensor,
         context: Context,
         stop: StopRule,
@@ -251,94 +298,10 @@ class Sampler:
         )
 
 
-class _FinishedWalk:
-    """The walk when the op has already done all of it."""
-
-    def __init__(self, tree: DraftTree, path: Tensor, num_accepted: Tensor, next_token: Tensor):
-        self._path = path
-        self._lengths = num_accepted.tolist()
-        self._next = next_token.tolist()
-        self._drafted: list[list[int]] = []
-        if tree.num_nodes > 1:
-            self._drafted = tree.tokens.gather(1, path.clamp(min=0)).tolist()
-        self._depth = 0
-
-    def nodes(self, alive: list[int]) -> list[int]:
-        """The node at which each of these rows stands."""
-        return self._path[alive, self._depth].tolist()
-
-    def level(self, alive: list[int]) -> tuple[list[int], list[bool]]:
-        """Picks at this level and whether a drafted child carries them."""
-        self._depth += 1
-        descends = [self._depth <= self._lengths[i] for i in alive]
-        picks = [
-            self._drafted[i][self._depth] if descend else self._next[i]
-            for i, descend in zip(alive, descends, strict=True)
-        ]
-        return picks, descends
-
-    def path(self) -> Tensor:
-        return self._path
-
-
-class _StepwiseWalk:
-    """The walk node by node, for processors that need the text: exactly the calls of plain decoding."""
-
-    def __init__(self, sampler: Sampler, tree: DraftTree, scores: Tensor, context: Context):
-        self._sampler, self._scores, self._context = sampler, scores, context
-        self._batch = len(context.generated)
-        self._tokens, self._parents = tree.tokens.tolist(), tree.parents.tolist()
-        self._paths = [[0] for _ in context.rows]
-        self._positions = context.root_positions
-        self._depth = 0
-
-    def nodes(self, alive: list[int]) -> list[int]:
-        return [self._paths[i][-1] for i in alive]
-
-    def level(self, alive: list[int]) -> tuple[list[int], list[bool]]:
-        rows = [self._context.rows[i] for i in alive]
-        index = torch.tensor(alive), torch.tensor(self.nodes(alive))
-        raw = self._scores[index]
-        ids = self._context.sequences()
-        columns = [self._context.columns(row) for row in rows]
-        processed = torch.empty_like(raw)
-        for width in sorted(set(columns)):
-            # Row b of the batch at index b, as processors that know their rows expect.
-            members = [j for j, length in enumerate(columns) if length == width]
-            batch = raw.new_zeros(self._batch, raw.shape[-1])
-            numbers = torch.tensor([rows[j] for j in members])
-            batch[numbers] = raw[members]
-            processed[members] = self._sampler._processors(ids[:, :width], batch)[numbers].to(
-                raw.dtype
-            )
-        self._scores[index] = processed
-        roots = DraftTree.root(torch.zeros(len(alive), dtype=torch.long, device=raw.device))
-        positions = [self._positions[i] + self._depth for i in alive]
-        picks = self._sampler._walk_tree(processed[:, None], roots, positions, rows)[2].tolist()
-        self._depth += 1
-        descends = []
-        for i, token in zip(alive, picks, strict=True):
-            child = self._child(i, token)
-            descends.append(child is not None)
-            if child is not None:
-                self._paths[i].append(child)
-        return picks, descends
-
-    def _child(self, i: int, token: int) -> int | None:
-        parent = self._paths[i][-1]
-        return next(
-            (
-                node
-                for node in range(parent + 1, len(self._parents[i]))
-                if self._parents[i][node] == parent and self._tokens[i][node] == token
-            ),
-            None,
-        )
-
-    def path(self) -> Tensor:
-        width = len(self._tokens[0])
-        padded = [path + [-1] * (width - len(path)) for path in self._paths]
-        return torch.tensor(padded, device=self._scores.device)
-
-
-_Walk = _FinishedWalk | _StepwiseWalk
+def _invert(law: Tensor, bits: Tensor) -> Tensor:
+    """``[n]`` tokens at which the running sum of ``law [n, vocab]`` passes a uniform of 52 bits."""
+    sums = torch.where(law > 0, law, 0).double().cumsum(dim=-1)
+    uniform = ((bits[:, :1] << 20 | bits[:, 1:] >> 12).double() + 0.5) * 2.0**-52
+    total = sums[:, -1:]
+    tokens = torch.searchsorted(sums, uniform * total, right=True).clamp(max=law.shape[-1] - 1)
+    return torch.where(total > 0, tokens, -1)[:, 0]

@@ -92,10 +92,14 @@ class DraftTree:
     Attributes:
         tokens: ``[rows, nodes]`` int64; ``tokens[:, 0]`` are the roots.
         parents: ``[rows, nodes]`` int64; ``parents[r, i] < i``, -1 for the root, -2 for an inactive node.
+        draft_probs: ``[rows, nodes, vocab]`` float32 over the target's vocabulary, or None. At each node the
+            law that its children were sampled from, without replacement and in node order; what leaves
+            hold is never read. Verification rules other than "match" need it.
     """
 
     tokens: Tensor
     parents: Tensor
+    draft_probs: Tensor | None = None
 
     @classmethod
     def root(cls, tokens: Tensor) -> DraftTree:
@@ -104,14 +108,25 @@ class DraftTree:
         return cls(tokens, torch.full_like(tokens, ROOT_PARENT))
 
     @classmethod
-    def chain(cls, roots: Tensor, drafts: Tensor, counts: Tensor | None = None) -> DraftTree:
-        """Chains: ``drafts [rows, length]`` after ``roots [rows]``; row r uses its first ``counts[r]``."""
+    def chain(
+        cls,
+        roots: Tensor,
+        drafts: Tensor,
+        counts: Tensor | None = None,
+        draft_probs: Tensor | None = None,
+    ) -> DraftTree:
+        """Chains: ``drafts [rows, length]`` after ``roots [rows]``; row r uses its first ``counts[r]``.
+
+        ``draft_probs`` is ``[rows, length, vocab]``, what each draft was sampled from.
+        """
         length = drafts.shape[1]
         order = torch.arange(-1, length, device=drafts.device)
         parents = order.expand(len(drafts), -1)
         if counts is not None:
             parents = torch.where(order < counts[:, None], parents, INACTIVE)
-        return cls(torch.cat([roots[:, None], drafts], dim=1), parents)
+        if draft_probs is not None:
+            draft_probs = torch.nn.functional.pad(draft_probs, (0, 0, 0, 1))  # the last is a leaf
+        return cls(torch.cat([roots[:, None], drafts], dim=1), parents, draft_probs)
 
     @classmethod
     def from_paths(
@@ -225,7 +240,29 @@ class DraftTree:
                 f"{source} drafted token {self.tokens[row, node]} (row {row}, node {node}); the target's "
                 f"vocabulary is [0, {vocab_size})"
             )
+        self._check_draft_probs(vocab_size, source)
         return self
+
+    def _check_draft_probs(self, vocab_size: int, source: str) -> None:
+        if self.draft_probs is None:
+            return
+        expected = (*self.tokens.shape, vocab_size)
+        if self.draft_probs.dtype != torch.float32 or self.draft_probs.shape != expected:
+            raise ValueError(
+                f"{source} returned a DraftTree whose draft_probs are {self.draft_probs.dtype} "
+                f"{tuple(self.draft_probs.shape)}; expected torch.float32 of shape {expected}"
+            )
+        rows = torch.arange(self.num_rows, device=self.parents.device)[:, None]
+        tokens = self.tokens.clamp(0, vocab_size - 1)  # an inactive node's token may be anything
+        drawn_from = self.draft_probs[rows, self.parents.clamp(min=0), tokens]
+        wrong = (self.parents >= 0) & ~(drawn_from > 0)
+        if wrong.any():
+            row, node = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"{source} returned a DraftTree in which token {self.tokens[row, node]} (row {row}, node "
+                f"{node}) has draft probability {drawn_from[row, node]:g}; draft_probs must hold, at a "
+                "node's parent, the law that the node was sampled from"
+            )
 
     def pruned(self, max_depths: Sequence[int]) -> DraftTree:
         """Without the nodes of row r deeper than ``max_depths[r]`` and without columns no row uses.
@@ -243,4 +280,6 @@ class DraftTree:
         keep = torch.tensor(kept, device=self.parents.device)[:, :width]
         # An inactive node's token is never read by the law, but it is embedded: keep it a legal id.
         tokens = torch.where(keep, self.tokens[:, :width], 0)
-        return DraftTree(tokens, torch.where(keep, self.parents[:, :width], INACTIVE))
+        draft_probs = None if self.draft_probs is None else self.draft_probs[:, :width]
+        parents = torch.where(keep, self.parents[:, :width], INACTIVE)
+        return DraftTree(tokens, parents, draft_probs)

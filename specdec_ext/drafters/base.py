@@ -17,7 +17,13 @@ class Drafter:
     """Base class of all drafters. Only ``propose`` has to be written.
 
     One object may serve many calls one after the other; ``start`` begins each.
+
+    Attributes:
+        sampled: whether its trees hold ``draft_probs``, without which ``verification="match"`` is the only
+            rule.
     """
+
+    sampled: bool = False
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         """Hidden states of the target that ``TargetOutput.features`` is to hold, side by side.

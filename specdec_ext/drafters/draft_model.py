@@ -1,8 +1,9 @@
 """Classic draft model (Leviathan et al. 2023; Chen et al. 2023): a smaller model of the same vocabulary.
 
-Its draws use the target's processing and the target's own noise (``Context.draw``), so in sampling, too,
-it proposes the token that the target would emit wherever the two distributions agree; verification is the
-match rule in both cases.
+By default its draws use the target's processing and the target's own noise (``Context.draw``), so in
+sampling, too, it proposes the token that the target would emit wherever the two distributions agree; the
+match rule verifies them. Opt-in are independent draws from known probabilities (``Context.sample``), which
+the other rules verify.
 """
 
 from __future__ import annotations
@@ -33,13 +34,27 @@ class DraftModelDrafter(Drafter):
     Args:
         model: the draft model; same tokenizer as the target.
         num_draft_tokens: length of the chain.
+        sampled: draw independently of the target's noise and say from which probabilities, for
+            ``generate(verification="rejection")`` or ``"block"``.
+        min_confidence: a row's draft ends with the first token to which the draft model gives less than this
+            probability (softmax of its logits before any processing); 0 never ends it.
     """
 
-    def __init__(self, model: PreTrainedModel, num_draft_tokens: int = 4):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_draft_tokens: int = 4,
+        *,
+        sampled: bool = False,
+        min_confidence: float = 0.0,
+    ):
         if num_draft_tokens < 1:
             raise ValueError(f"num_draft_tokens must be at least 1, got {num_draft_tokens}")
+        if not 0 <= min_confidence <= 1:
+            raise ValueError(f"min_confidence is a probability, 0 (off) to 1, got {min_confidence}")
         self.model = model
         self.num_draft_tokens = num_draft_tokens
+        self.sampled, self.min_confidence = sampled, min_confidence
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
         vocabularies = [
@@ -49,8 +64,7 @@ class DraftModelDrafter(Drafter):
             raise ValueError(
                 f"the draft model is on {self.model.device}, the target on {model.device}; move one of them"
             )
-        # Embeddings are often padded to different sizes; only tokens that both know are drafted.
-        self._vocab_size = min(vocabularies)
+        self._target_size, self._draft_size = vocabularies
         self._target = Target(self.model, None, context.max_length + self.num_draft_tokens)
         if self._target.tree_refusal is not None:
             raise ValueError(
@@ -69,7 +83,7 @@ class DraftModelDrafter(Drafter):
 
     def _legal(self, tokens: Tensor) -> Tensor:
         """A token the draft model has no embedding for can't be read; the draft is a guess anyway."""
-        return tokens.clamp(max=self._vocab_size - 1)
+        return tokens.clamp(max=self._draft_size - 1)
 
     def _room(self, context: Context) -> int:
         """How many tokens can be drafted before the longest row runs out of the model's positions."""
@@ -96,20 +110,43 @@ class DraftModelDrafter(Drafter):
         logits = self._catch_up(context)
         # All rows draft in step: one that has no room left must not ask for positions beyond its last.
         length = min(self.num_draft_tokens, min(context.remaining) - 1, room)
-        positions = torch.tensor(context.root_positions, device=context.device)
-        drafts: list[Tensor] = []
-        for step in range(length):
-            tokens = context.draw(
-                logits[:, : self._vocab_size], (positions + step + 1).tolist(), context.rows
-            )
-            drafts.append(tokens)
-            if step + 1 < length:
-                logits = self._advance(tokens[:, None].tolist())
-        if not drafts:
+        chain: list[Tensor] = []
+        laws: list[Tensor] = []
+        going = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+        counts = torch.zeros_like(going, dtype=torch.long)
+        for depth in range(length):
+            if depth:
+                logits = self._advance(chain[-1][:, None].tolist())
+            scores = self._for_target(logits)
+            tokens, law = self._draw(context, scores, depth)
+            going = going & (tokens >= 0)
+            counts += going
+            chain.append(tokens.clamp(min=0))
+            laws.extend([] if law is None else [law])
+            if self.min_confidence:
+                confidence = scores.float().softmax(dim=-1).gather(1, chain[-1][:, None])[:, 0]
+                going = going & (confidence >= self.min_confidence)
+            if not going.any():
+                break
+        if not chain:
             return DraftTree.root(context.roots)
-        chain = torch.stack(drafts, dim=1)
-        self._drafts = chain.tolist()
-        return DraftTree.chain(context.roots, chain)
+        drafts = torch.stack(chain, dim=1)
+        self._drafts = drafts.tolist()
+        draft_probs = torch.stack(laws, dim=1) if laws else None
+        return DraftTree.chain(context.roots, drafts, counts, draft_probs)
+
+    def _for_target(self, logits: Tensor) -> Tensor:
+        """``[rows, target's vocabulary]``; embeddings are often padded to different sizes."""
+        missing = max(0, self._target_size - self._draft_size)
+        logits = logits[:, : self._target_size]
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+
+    def _draw(self, context: Context, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+        """The drafts below nodes at ``depth`` and, of sampled ones, their law."""
+        if self.sampled:
+            return context.sample(logits, depth, context.root_positions, context.rows)
+        positions = [position + depth + 1 for position in context.root_positions]
+        return context.draw(logits, positions, context.rows), None
 
     def _catch_up(self, context: Context) -> Tensor:
         """Read the tokens committed since the last call; logits after the last of them.
@@ -163,8 +200,9 @@ class DraftModelDrafter(Drafter):
         """Rows that ended leave the draft cache, too."""
         if rows == self._rows:
             return
-        order = [self._layout.index(row) for row in rows]
-        order += [i for i in range(len(self._layout)) if i not in order]
+        places = {row: i for i, row in enumerate(self._layout)}
+        order = [places.pop(row) for row in rows]
+        order += places.values()
         self._layout = [self._layout[i] for i in order]
         self._target.reorder(order, len(rows))
         self._rows = list(rows)

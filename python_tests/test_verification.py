@@ -1,0 +1,392 @@
+"""``generate(verification=...)``: drafts sampled from known probabilities, verified by rules 2, 3 and 4.
+
+Claims: the law of the text is the target's, through the whole loop and for every rule, whatever the draft
+model and the logits processors (chi-square over the rows of one call, all with the same prompt, against the
+law that the target's own logits give); one seed gives one text; greedy decoding knows no rules; and what a
+rule can't verify is refused by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+from laws import chi_square_excess
+from op_cases import generator
+from tiny import prompts, tiny_model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
+
+import specdec_ext
+from specdec_ext import Drafter, DraftModelDrafter, DraftTree, NgramDrafter
+
+VOCAB = 4
+LENGTH = 4  # of the compared texts: one from the prompt, then rounds of two drafts
+ROWS = 1 << 13
+PROMPT = [1, 3]
+WARPERS = {
+    "plain": {},
+    "filters": dict(temperature=1.4, top_k=3, top_p=0.9),
+    "repetition-penalty": dict(repetition_penalty=1.6),
+    "bad-words": dict(bad_words_ids=[[2, 3], [1, 1]], temperature=0.8),
+}
+
+
+@functools.cache
+def small_model(seed: int) -> PreTrainedModel:
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=VOCAB,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    rng = generator(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=rng) * 0.4)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+class SampledTree(Drafter):
+    """Two children of the root and one grandchild, drawn without replacement from a fixed law per token."""
+
+    sampled = True
+
+    def __init__(self):
+        self.random = generator(3)
+        self.laws = torch.randn(VOCAB, VOCAB, generator=self.random).softmax(dim=-1)
+
+    def propose(self, context):
+        noise = torch.rand(len(context.rows), 2, VOCAB, generator=self.random)
+        children = (self.laws[context.roots] / -noise[:, 0].log()).argsort(1, descending=True)
+        grandchild = (self.laws[children[:, 0]] / -noise[:, 1].log()).argmax(1, keepdim=True)
+        tokens = torch.cat([context.roots[:, None], children[:, :2], grandchild], dim=1)
+        parents = torch.tensor([-1, 0, 0, 1]).expand_as(tokens)
+        return DraftTree(tokens, parents, self.laws[tokens])
+
+
+def sample(drafter, rule, rows=ROWS, length=LENGTH, seed=7, **kwargs):
+    ids = torch.tensor(PROMPT).expand(rows, -1)
+    return specdec_ext.generate(
+        small_model(1),
+        ids,
+        attention_mask=torch.ones_like(ids),
+        drafter=drafter,
+        verification=rule,
+        max_new_tokens=length,
+        **{"do_sample": True, "top_k": 0, "seed": seed, **kwargs},
+    )
+
+
+def exact_law(**kwargs) -> torch.Tensor:
+    """``[VOCAB ** LENGTH]`` probabilities of the texts: transformers' scores of every prefix."""
+    law = torch.ones(1, dtype=torch.double)
+    for length in range(LENGTH):
+        prefixes = torch.tensor(
+            [[*PROMPT, *p] for p in itertools.product(range(VOCAB), repeat=length)]
+        )
+        out = small_model(1).generate(
+            prefixes,
+            attention_mask=torch.ones_like(prefixes),
+            max_new_tokens=1,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **{"do_sample": True, "top_k": 0, **kwargs},
+        )
+        law = (law[:, None] * out.scores[0].double().softmax(dim=-1)).flatten()
+    return law
+
+
+def excess(texts: torch.Tensor, law: torch.Tensor) -> float:
+    """Above 1: the texts do not have this law."""
+    cells = texts[:, len(PROMPT) :] @ (VOCAB ** torch.arange(LENGTH - 1, -1, -1))
+    return chi_square_excess(torch.bincount(cells, minlength=VOCAB**LENGTH), law)
+
+
+def draft_model(**kwargs) -> DraftModelDrafter:
+    return DraftModelDrafter(small_model(2), num_draft_tokens=2, sampled=True, **kwargs)
+
+
+CASES = {
+    "rejection": ("rejection", draft_model, "filters"),
+    "block": ("block", draft_model, "plain"),
+    "block-filters": ("block", draft_model, "filters"),
+    "block-repetition-penalty": ("block", draft_model, "repetition-penalty"),
+    "block-that-stops-early": (
+        "block",
+        functools.partial(draft_model, min_confidence=0.25),
+        "plain",
+    ),
+    "recursive": ("recursive", SampledTree, "plain"),
+    "recursive-bad-words": ("recursive", SampledTree, "bad-words"),
+    "recursive-chain": ("recursive", draft_model, "repetition-penalty"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_law_of_the_text(case):
+    rule, drafter, warpers = CASES[case]
+    texts = sample(drafter(), rule, **WARPERS[warpers])
+    assert excess(texts, exact_law(**WARPERS[warpers])) < 1
+
+
+class WrongLaw(SampledTree):
+    """Says another temperature than it drew at."""
+
+    def propose(self, context):
+        tree = super().propose(context)
+        law = (tree.draft_probs**2.5).softmax(dim=-1)
+        return DraftTree(tree.tokens, tree.parents, law)
+
+
+class SortedSiblings(SampledTree):
+    """Siblings in the order of their probability, as after a re-ranking, not in that of their draws."""
+
+    def propose(self, context):
+        tree = super().propose(context)
+        first, second = tree.tokens[:, 1], tree.tokens[:, 2]
+        law = tree.draft_probs[:, 0]
+        better = law.gather(1, first[:, None]) >= law.gather(1, second[:, None])
+        pair = torch.where(better, tree.tokens[:, 1:3], tree.tokens[:, [2, 1]])
+        tokens = torch.cat([tree.tokens[:, :1], pair], dim=1)
+        return DraftTree(tokens, tree.parents[:, :3].contiguous(), self.laws[tokens])
+
+
+@pytest.mark.parametrize("drafter", [WrongLaw, SortedSiblings])
+def test_the_law_test_sees(drafter):
+    assert excess(sample(drafter(), "recursive"), exact_law()) > 1
+
+
+def test_the_law_test_sees_a_chain_whose_probabilities_are_another_nodes():
+    class Swapped(DraftModelDrafter):
+        def propose(self, context):
+            tree = super().propose(context)
+            if tree.draft_probs is None:
+                return tree
+            return DraftTree(tree.tokens, tree.parents, tree.draft_probs.roll(1, dims=0))
+
+    drafter = Swapped(small_model(2), num_draft_tokens=2, sampled=True)
+    assert excess(sample(drafter, "block"), exact_law()) > 1
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "recursive"])
+def test_one_seed_gives_one_text(rule):
+    texts = [sample(draft_model(), rule, rows=64, length=12, seed=seed) for seed in (5, 5, 6)]
+    assert torch.equal(texts[0], texts[1])
+    assert not torch.equal(texts[0], texts[2])
+
+
+def test_the_target_as_its_own_draft_model_is_always_accepted():
+    drafter = DraftModelDrafter(small_model(1), num_draft_tokens=3, sampled=True)
+    out = sample(
+        drafter, "rejection", rows=32, length=16, temperature=0.7, return_dict_in_generate=True
+    )
+    assert out.speculation.acceptance_rate == 1.0
+
+
+def test_block_accepts_more_than_rejection():
+    rates = {
+        rule: sample(
+            DraftModelDrafter(small_model(2), num_draft_tokens=4, sampled=True),
+            rule,
+            rows=512,
+            length=16,
+            return_dict_in_generate=True,
+        ).speculation.mean_acceptance_length
+        for rule in ("rejection", "block")
+    }
+    assert rates["block"] > rates["rejection"] > 1.2
+
+
+def test_recorded_scores_are_the_targets():
+    kwargs = dict(temperature=0.6, repetition_penalty=1.3)
+    out = sample(
+        draft_model(),
+        "block",
+        rows=3,
+        length=6,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **kwargs,
+    )
+    for step, scores in enumerate(out.scores):
+        prefix = out.sequences[:, : len(PROMPT) + step]
+        expected = small_model(1).generate(
+            prefix,
+            attention_mask=torch.ones_like(prefix),
+            max_new_tokens=1,
+            do_sample=True,
+            top_k=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **kwargs,
+        )
+        torch.testing.assert_close(scores, expected.scores[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("drafter", [NgramDrafter(min_ngram=1), "sampled", None])
+@pytest.mark.parametrize("rule", ["rejection", "block", "recursive"])
+def test_greedy_decoding_knows_no_rules(rule, drafter):
+    model = tiny_model("llama")
+    ids, mask = prompts((12, 3, 9))
+    kwargs = dict(attention_mask=mask, max_new_tokens=16, do_sample=False)
+    if drafter == "sampled":
+        drafter = DraftModelDrafter(model, sampled=True)
+    out = specdec_ext.generate(
+        model, ids, drafter=drafter, verification=rule, return_dict_in_generate=True, **kwargs
+    )
+    assert torch.equal(out.sequences, model.generate(ids, **kwargs))
+    if isinstance(drafter, DraftModelDrafter):
+        assert (
+            out.speculation.acceptance_rate == 1.0
+        )  # in the limit of no noise it draws the arg-max
+
+
+def test_sampled_drafts_under_the_match_rule_do_not_change_the_text():
+    assert torch.equal(
+        sample(draft_model(), "match", rows=16, length=12),
+        sample(None, "match", rows=16, length=12),
+    )
+
+
+def test_without_a_drafter_all_rules_are_plain_sampling():
+    expected = sample(None, "match", rows=4, length=12)
+    assert torch.equal(sample(None, "block", rows=4, length=12), expected)
+
+
+# --- refusals
+
+
+class WithMemory(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+class Without(SampledTree):
+    def propose(self, context):
+        tree = super().propose(context)
+        return DraftTree(tree.tokens, tree.parents)
+
+
+class OfWrongShape(SampledTree):
+    def propose(self, context):
+        tree = super().propose(context)
+        return DraftTree(tree.tokens, tree.parents, tree.draft_probs[:, :2])
+
+
+class Impossible(SampledTree):
+    def propose(self, context):
+        tree = super().propose(context)
+        tree.draft_probs[:, 0] = 0
+        return tree
+
+
+class SamplesGarbage(DraftModelDrafter):
+    """A draft model whose logits are NaN from the second token on."""
+
+    def _advance(self, tokens):
+        return super()._advance(tokens) * (torch.nan if len(tokens[0]) == 1 else 1.0)
+
+
+REFUSED = {
+    "unknown rule": (dict(rule="lossy"), "verification='lossy' is not known; expected one of"),
+    "a drafter that does not sample": (
+        dict(drafter="ngram"),
+        "needs a drafter that samples its drafts .* NgramDrafter does not. Use verification='match'",
+    ),
+    "a draft model that does not sample": (
+        dict(drafter=DraftModelDrafter(small_model(2))),
+        "DraftModelDrafter.model, sampled=True.; DraftModelDrafter does not",
+    ),
+    "a processor that may keep state": (
+        dict(logits_processor=LogitsProcessorList([WithMemory()])),
+        "verification='block' can't be combined with the logits processors WithMemory: they may keep",
+    ),
+    "a tree without probabilities": (
+        dict(drafter=Without(), rule="recursive"),
+        "Without returned a DraftTree without draft_probs, which verification='recursive' needs",
+    ),
+    "a tree under a rule for chains": (
+        dict(drafter=SampledTree()),
+        "SampledTree returned a tree in which nodes have several children; verification='block' is for",
+    ),
+    "probabilities of another shape": (
+        dict(drafter=OfWrongShape(), rule="recursive"),
+        r"draft_probs are torch.float32 \(2, 2, 4\); expected torch.float32 of shape \(2, 4, 4\)",
+    ),
+    "a token that can't have been drawn": (
+        dict(drafter=Impossible(), rule="recursive"),
+        r"token \d \(row 0, node 1\) has draft probability 0; draft_probs must hold",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    kwargs, message = REFUSED[case]
+    kwargs = {"drafter": draft_model(), "rule": "block", **kwargs}
+    with pytest.raises(ValueError, match=message):
+        sample(rows=2, length=8, **kwargs)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, float("nan")])
+def test_min_confidence_is_a_probability(value):
+    with pytest.raises(ValueError, match="min_confidence is a probability"):
+        DraftModelDrafter(small_model(2), min_confidence=value)
+
+
+def test_a_draft_model_that_breaks_down_only_stops_drafting():
+    drafter = SamplesGarbage(small_model(2), num_draft_tokens=3, sampled=True)
+    out = sample(drafter, "block", rows=8, length=12, return_dict_in_generate=True)
+    assert out.sequences.shape == (8, len(PROMPT) + 12)
+    assert out.speculation.draft_tokens <= out.speculation.drafts  # one token each, no second one
+
+
+# --- early stop
+
+
+def test_drafts_end_with_the_first_token_of_low_confidence():
+    """Each row's draft is the longest head of the full one in which all but the last are confident."""
+    model = draft = tiny_model("llama")
+    ids, mask = prompts((12, 3, 9, 5))
+
+    class Compared(DraftModelDrafter):
+        def propose(self, context):
+            tree = super().propose(context)
+            lengths.append([])
+            for row, depths in enumerate(tree.depths):
+                drafts = tree.tokens[row, 1 : max(depths) + 1].tolist()
+                text = torch.tensor([context.text(context.rows[row]) + drafts])
+                law = draft(text).logits[0, -len(drafts) - 1 : -1].softmax(dim=-1)
+                confident = [law[i, token] >= 0.2 for i, token in enumerate(drafts)]
+                full = min(5, min(context.remaining) - 1)
+                assert all(confident[:-1]) and (len(drafts) == full or not confident[-1])
+                lengths[-1].append(len(drafts))
+            assert tree.num_nodes == 1 + max(lengths[-1])  # drafting stops with the last row
+            return tree
+
+    lengths: list[list[int]] = []
+    drafter = Compared(draft, num_draft_tokens=5, min_confidence=0.2)
+    specdec_ext.generate(
+        model, ids, attention_mask=mask, drafter=drafter, max_new_tokens=24, do_sample=False
+    )
+    seen = {length for step in lengths for length in step}
+    assert {1, 2, 3} <= seen and any(max(step) > min(step) for step in lengths)
