@@ -1,104 +1,94 @@
-"""Draft heads that the tests share: those of the golden cases, and random ones of every kind."""
+"""Draft heads of every kind, a batch of rows to run them on, and a head trained for a tiny target."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
-from torch import Tensor
+from heads import random_head
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from specdec_ext.head import DraftHead, HeadConfig
+from specdec_ext.head import DraftHead
 from specdec_ext.reference.draft_head import draft_head
+from specdec_ext.reference.draft_head_layers import HeadLayers
 from specdec_ext.rope import rope_tables
 from specdec_ext.tree import TreeConfig
 
-_COMMON: dict[str, Any] = dict(
-    kind="eagle3",
-    hidden_size=24,
-    intermediate_size=40,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    num_layers=1,
-    vocab_size=97,
-    draft_vocab_size=61,
-    target_hidden_size=32,
-    num_features=3,
-    feature_layers=(1, 2, -1),
-)
-_SHARED: dict[str, Any] = (
-    dict(  # what a head without fc or of EAGLE-1 needs to fit a target of width 32
-        hidden_size=32, draft_vocab_size=97, num_features=1, feature_layers=(-1,)
-    )
-)
-# name -> fields of HeadConfig that differ; every option that changes a result is in one of them
-CONFIGS: dict[str, dict[str, Any]] = {
-    "eagle1": {**_SHARED, "kind": "eagle1", "own_lm_head": False, "fc_bias": True},
-    "eagle1-two-layers": {
-        **_SHARED,
-        "kind": "eagle1",
-        "own_lm_head": False,
-        "qkv_bias": True,
-        "num_layers": 2,
-        "sliding_windows": (None, None),
-    },
-    "eagle3": {"own_embedding": True},
-    "eagle3.1": {"own_embedding": True, "fc_norm": True, "norm_output": True},
-    "qk-norm-window": {
-        "own_embedding": True,
-        "qk_norm": True,
-        "num_layers": 2,
-        "sliding_windows": (5, None),
-        "norm_before_residual": True,
-        "norm_before_fc": True,
-        "qkv_bias": True,
-        "o_bias": True,
-    },
-    "no-fc": {**_SHARED, "has_fc": False, "logit_scale": 0.5},
-    "p-eagle": {
-        "own_embedding": True,
-        "num_layers": 2,
-        "sliding_windows": (None, None),
-        "mask_token_id": 3,
-        "rope_parameters": {
-            "rope_type": "linear",
-            "rope_theta": 500.0,
-            "factor": 2.0,
-            "partial_rotary_factor": 0.5,
+# A head of width 24 for a target of width 32; the others have the target's.
+_NARROW = {"hidden_size": 24, "own_embedding": True, "draft_vocab_size": 61}
+_LAYERS = {"feature_layers": (0, 1, 2)}
+# name -> (kind, options); every option is in one of them
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle1": ("eagle1", {"fc_bias": True}),
+    "eagle1-two-layers": ("eagle1", {"qkv_bias": True, "num_layers": 2, "own_embedding": True}),
+    "eagle3": ("eagle3", {**_LAYERS, **_NARROW}),
+    "eagle3.1": ("eagle3", {**_LAYERS, "fc_norm": True, "norm_output": True}),
+    "qk-norm-window": (
+        "eagle3",
+        {
+            **_LAYERS,
+            **_NARROW,
+            "qk_norm": True,
+            "num_layers": 2,
+            "sliding_windows": (5, None),
+            "norm_before_residual": True,
+            "norm_before_fc": True,
+            "qkv_bias": True,
+            "o_bias": True,
         },
-    },
+    ),
+    "no-fc": (
+        "eagle3",
+        {"num_features": 1, "feature_layers": (-1,), "has_fc": False, "logit_scale": 0.5},
+    ),
+    "p-eagle": (
+        "eagle3",
+        {
+            **_LAYERS,
+            "num_layers": 2,
+            "mask_token_id": 3,
+            "rope_parameters": {
+                "rope_type": "linear",
+                "rope_theta": 500.0,
+                "factor": 2.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+}
+TREES = {
+    "chain": TreeConfig(depth=4),
+    "static": TreeConfig(choices=((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))),
+    "dynamic": TreeConfig(depth=4, top_k=3, num_nodes=9),
 }
 
 
-def config(name: str, **changes: Any) -> HeadConfig:
-    return HeadConfig(**{**_COMMON, **CONFIGS[name], **changes})
+def head_of(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any):
+    family, known = KINDS[kind]
+    return random_head(family, dtype, seed, **{**known, **options})
 
 
-def random_head(
-    name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
-) -> DraftHead:
-    """Weights scaled by fan-in, so that distributions are neither flat nor one-hot."""
-    shape = config(name, **changes)
+def dtype_of(head: DraftHead) -> torch.dtype:
+    return next(tensor.dtype for tensor in head.tensors.values() if tensor.is_floating_point())
+
+
+def elements(head: DraftHead, rows: int, new: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random ``(tokens [rows, new], features [rows, new, width])``."""
     generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for key, size in shape.tensor_shapes().items():
-        values = torch.randn(size, generator=generator, dtype=torch.float64)
-        if key == "draft_to_target":
-            order = torch.randperm(shape.vocab_size, generator=generator)
-            tensors[key] = order[: shape.draft_vocab_size].sort().values
-        elif "norm" in key:
-            tensors[key] = 1 + 0.2 * values
-        elif key.endswith("bias"):
-            tensors[key] = 0.3 * values
-        else:
-            tensors[key] = values * (2.0 if len(size) > 1 else 1.0) * size[-1] ** -0.5
-    return DraftHead(shape, tensors).to("cpu", dtype)
+    tokens = torch.randint(head.config.vocab_size, (rows, new), generator=generator)
+    features = torch.randn(rows, new, head.config.feature_width, generator=generator)
+    return tokens, features.to(dtype_of(head))
 
 
 @dataclasses.dataclass
 class Run:
-    """A head on a batch of rows with all that ``draft_head`` takes."""
+    """The specification at work on a batch of rows.
+
+    Caches start full of NaN: what is read without having been written shows.
+    """
 
     head: DraftHead
     embedding: Tensor
@@ -120,27 +110,25 @@ class Run:
         lm_head: Tensor | None = None,
         first_position: int = 0,
     ) -> Run:
-        """Empty caches; where the head has no embedding or lm_head of its own, random ones unless given."""
-        shape = head.config
-        dtype = next(t.dtype for t in head.tensors.values() if t.is_floating_point())
+        """Weights that the head does not have are given or random."""
+        config, dtype = head.config, dtype_of(head)
         generator = torch.Generator().manual_seed(7)
-        for name in ("embedding", "lm_head"):
-            rows_of = shape.vocab_size if name == "embedding" else shape.draft_vocab_size
-            values = torch.randn(rows_of, shape.hidden_size, generator=generator).to(dtype)
-            key = "embed_tokens.weight" if name == "embedding" else "lm_head.weight"
-            if name == "embedding":
-                embedding = head.tensors.get(key, values if embedding is None else embedding)
-            else:
-                lm_head = head.tensors.get(key, values if lm_head is None else lm_head)
-        size = shape.num_layers, rows, shape.num_kv_heads, capacity, shape.head_dim
-        tables = rope_tables(
-            shape,
-            first_position + capacity,
-            torch.float64 if dtype == torch.float64 else torch.float32,
+        others = []
+        for count, given in ((config.vocab_size, embedding), (config.draft_vocab_size, lm_head)):
+            random = torch.randn(count, config.hidden_size, generator=generator).to(dtype)
+            others.append(random if given is None else given)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        size = config.num_layers, rows, config.num_kv_heads, capacity, config.head_dim
+        return cls(
+            head,
+            head.tensors.get("embed_tokens.weight", others[0]),
+            head.tensors.get("lm_head.weight", others[1]),
+            *rope_tables(config, first_position + capacity, wide),
+            torch.full(size, torch.nan, dtype=dtype),
+            torch.full(size, torch.nan, dtype=dtype),
+            torch.zeros(rows, dtype=torch.long),
+            torch.full((rows,), first_position),
         )
-        keys, values = (torch.full(size, torch.nan, dtype=dtype) for _ in range(2))
-        zeros = torch.zeros(rows, dtype=torch.long)
-        return cls(head, embedding, lm_head, *tables, keys, values, zeros, zeros + first_position)
 
     def draft(
         self, tree: TreeConfig, tokens: Tensor, features: Tensor, counts: Tensor | None = None
@@ -149,7 +137,6 @@ class Run:
         rows, new = tokens.shape
         if counts is None:
             counts = torch.full((rows,), new)
-        last = tokens.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
         drafted = draft_head(
             self.head,
             self.embedding,
@@ -163,60 +150,51 @@ class Run:
             counts,
             self.lengths,
             self.positions,
-            last,
+            tokens.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0],
             tree,
         )
         self.lengths, self.positions = self.lengths + counts, self.positions + counts
         return drafted
 
 
-def elements(head: DraftHead, rows: int, new: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Random ``(tokens [rows, new], features [rows, new, width])``."""
-    generator = torch.Generator().manual_seed(seed)
-    dtype = next(t.dtype for t in head.tensors.values() if t.is_floating_point())
-    tokens = torch.randint(head.config.vocab_size, (rows, new), generator=generator)
-    features = torch.randn(rows, new, head.config.feature_width, generator=generator)
-    return tokens, features.to(dtype)
+@functools.cache
+def trained_head(model: PreTrainedModel, texts: tuple[tuple[int, ...], ...]) -> DraftHead:
+    """An EAGLE-3 head that knows these texts by heart: its drafts are accepted.
 
-
-def golden_head(weights: dict[str, Tensor], raw: dict[str, Any]) -> DraftHead:
-    """The head of a golden case."""
-    layer = raw.get("transformer_layer_config", raw)
-    tensors = {
-        name.replace("midlayer.", "layers.0."): tensor
-        for name, tensor in weights.items()
-        if name not in ("t2d", "d2t")
-    }
-    if "d2t" in weights:
-        tensors["draft_to_target"] = weights["d2t"] + torch.arange(len(weights["d2t"]))
-    vocab, hidden, heads = (
-        layer[key] for key in ("vocab_size", "hidden_size", "num_attention_heads")
-    )
-    draft_vocab = raw.get("draft_vocab_size", vocab)
-    if draft_vocab == vocab:
-        tensors.pop("draft_to_target", None)
-    is_eagle3 = "layers.0.hidden_norm.weight" in tensors
-    shape = HeadConfig(
-        kind="eagle3" if is_eagle3 else "eagle1",
-        hidden_size=hidden,
-        intermediate_size=layer["intermediate_size"],
-        num_heads=heads,
-        num_kv_heads=layer["num_key_value_heads"],
-        head_dim=layer.get("head_dim", hidden // heads),
-        num_layers=layer["num_hidden_layers"],
-        vocab_size=vocab,
-        draft_vocab_size=draft_vocab,
-        target_hidden_size=raw.get("target_hidden_size") or hidden,
-        num_features=3 if is_eagle3 else 1,
-        rms_norm_eps=layer["rms_norm_eps"],
-        sliding_windows=(None,) * layer["num_hidden_layers"],
-        own_embedding="embed_tokens.weight" in tensors,
-        own_lm_head="lm_head.weight" in tensors,
-        fc_bias="fc.bias" in tensors,
-        qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
-        fc_norm="fc_norm.0.weight" in tensors,
-        norm_before_fc="input_norm.weight" in tensors,
-        norm_before_residual=raw.get("norm_before_residual", False),
-        norm_output=raw.get("norm_output", False),
-    )
-    return DraftHead(shape, tensors)
+    Training-time test (Li et al. 2025): at unrolled step i an element is at position t + i and sees the
+    committed elements up to t and its own line of earlier steps.
+    """
+    unrolled, steps = 3, 90
+    head = head_of("eagle3", num_layers=1, draft_vocab_size=97, hidden_size=32)
+    tensors = {name: nn.Parameter(tensor) for name, tensor in head.tensors.items()}
+    head = dataclasses.replace(head, tensors=tensors)
+    ids = torch.tensor(texts)
+    with torch.no_grad():
+        states = model(ids, output_hidden_states=True).hidden_states
+    features = torch.cat([states[layer] for layer in head.config.feature_layers or ()], dim=-1)
+    rows, length = len(texts), len(texts[0]) - unrolled - 1
+    tables = rope_tables(head.config, length + unrolled)
+    order = torch.arange(length)
+    optimizer = torch.optim.Adam(tensors.values(), lr=1e-2)
+    size = 1, head.config.num_kv_heads, unrolled * length, head.config.head_dim
+    for _ in range(steps):
+        loss = torch.zeros(())
+        for row in range(rows):
+            layers = HeadLayers(head, *tables, torch.zeros(size), torch.zeros(size), 0)
+            seen = order <= order[:, None]
+            own_embeddings = tensors["embed_tokens.weight"][ids[row]]
+            hidden = layers.combine(own_embeddings[1:][:length], features[row, :length])
+            for step in range(unrolled):
+                if step > 0:
+                    seen = torch.cat([seen, torch.eye(length, dtype=torch.bool)], dim=1)
+                embeddings = own_embeddings[1 + step :][:length]
+                slots = step * length + order
+                output = layers.forward(embeddings, hidden, slots, order + step, seen)
+                logits, hidden = layers.output(output, tensors["lm_head.weight"])
+                target = ids[row, 2 + step :][:length]
+                loss = loss + nn.functional.cross_entropy(logits, target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    trained = {name: tensor.detach() for name, tensor in tensors.items()}
+    return dataclasses.replace(head, tensors=trained)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specdec_ext.checkpoints import load_draft, save_draft
     from specdec_ext.comparison import ComparedRuns, compare_runs
-    from specdec_ext.drafters import Drafter, DraftModelDrafter, NgramDrafter
+    from specdec_ext.drafters import Drafter, DraftModelDrafter, HeadDrafter, NgramDrafter
     from specdec_ext.drafters.suffix import SuffixDrafter, SuffixHistory
     from specdec_ext.generation import custom_generate, generate
     from specdec_ext.output import SpeculativeOutput
@@ -26,6 +26,7 @@ __all__ = [
     "DraftModelDrafter",
     "DraftTree",
     "Drafter",
+    "HeadDrafter",
     "NgramDrafter",
     "SpeculationStats",
     "SpeculativeOutput",
@@ -42,7 +43,7 @@ __all__ = [
 _MODULES = {
     "checkpoints": ("load_draft", "save_draft"),
     "comparison": ("ComparedRuns", "compare_runs"),
-    "drafters": ("Drafter", "DraftModelDrafter", "NgramDrafter"),
+    "drafters": ("Drafter", "DraftModelDrafter", "HeadDrafter", "NgramDrafter"),
     "drafters.suffix": ("SuffixDrafter", "SuffixHistory"),
     "generation": ("custom_generate", "generate"),
     "output": ("SpeculativeOutput",),

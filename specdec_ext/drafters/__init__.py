@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.draft_model import DraftModelDrafter
+from specdec_ext.drafters.head import HeadDrafter
 from specdec_ext.drafters.ngram import NgramDrafter
 
-__all__ = ["DraftModelDrafter", "Drafter", "NgramDrafter", "resolve_drafter"]
+__all__ = ["DraftModelDrafter", "Drafter", "HeadDrafter", "NgramDrafter", "resolve_drafter"]
 
 # Name -> module of this package and class, which is made without arguments.
 _BY_NAME = {

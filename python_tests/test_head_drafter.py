@@ -1,0 +1,321 @@
+"""``HeadDrafter`` emits what plain decoding emits, and gives its head what the specification asks for.
+
+The second claim is what speed hangs on and what emitted text can't show: every tree that is proposed must be
+the one that a fresh head drafts from the whole text so far and transformers' own hidden states of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import random
+
+import pytest
+import torch
+from head_cases import KINDS, TREES, Run, head_of, trained_head
+from heads import random_head
+from tiny import noisy_chain, prompts, tiny_model
+from transformers import DynamicCache
+
+import specdec_ext
+from specdec_ext import DraftTree, HeadDrafter, TreeConfig
+from specdec_ext.drafters.head import default_tree
+
+LENGTHS = (5, 9, 3, 7, 8)
+NEW = 14
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 20, "seed": 5}
+
+
+@functools.cache
+def plain(lengths: tuple[int, ...] = LENGTHS, side: str = "left", new: int = NEW, **options):
+    """``(input_ids, attention_mask, sequences)`` of plain decoding."""
+    ids, mask = prompts(lengths, side=side)
+    sequences = specdec_ext.generate(
+        tiny_model("llama"),
+        ids,
+        attention_mask=mask,
+        drafter=None,
+        max_new_tokens=new,
+        **options,
+    )
+    return ids, mask, sequences
+
+
+def answers(sequences, columns):
+    return sequences[:, columns:].tolist()
+
+
+class Watched(specdec_ext.Drafter):
+    """Proposes mostly right tokens, whatever the head says, and keeps what the head says.
+
+    So rows move on by several tokens per step and at their own pace, with a head that knows nothing.
+    """
+
+    def __init__(self, drafter: HeadDrafter, right: list[list[int]], every: int = 1):
+        self.drafter, self.right, self.every = drafter, right, every
+        self.trees: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+        self.random, self.steps = random.Random(3), 0
+
+    def feature_layers(self, model):
+        return self.drafter.feature_layers(model)
+
+    def start(self, context, model, output):
+        self.drafter.start(context, model, output)
+
+    def commit(self, context, accepted, output):
+        self.drafter.commit(context, accepted, output)
+
+    def propose(self, context):
+        if self.steps % self.every == 0:
+            tree = self.drafter.propose(context)
+            for i, row in enumerate(context.rows):
+                drafted = tree.tokens[i].tolist(), tree.parents[i].tolist()
+                self.trees[row, len(context.generated[row])] = drafted
+        self.steps += 1
+        paths = []
+        for row in context.rows:
+            done = len(context.generated[row])
+            paths.append(noisy_chain(self.right[row][done : done + 6], self.random))
+        return DraftTree.from_paths(context.roots, paths)
+
+
+def expected_tree(head, tree, model, text, held=0):
+    """What a fresh head drafts after ``text``, of which the first ``held`` tokens have no features."""
+    ids = torch.tensor([text])
+    with torch.no_grad():
+        states = model(ids, output_hidden_states=True).hidden_states
+    layers = head.config.feature_layers
+    features = torch.cat([states[layer] for layer in layers], dim=-1)[:, held:-1]
+    run = Run.start(
+        head,
+        1,
+        embedding=model.get_input_embeddings().weight.detach(),
+        lm_head=model.get_output_embeddings().weight.detach(),
+        first_position=held,
+    )
+    tokens, parents, _ = run.draft(tree, ids[:, held + 1 :], features)
+    return tokens[0].tolist(), parents[0].tolist()
+
+
+def assert_as_specified(watched, model, prompt_texts, sequences, columns, held=None):
+    """Every tree that was proposed is the expected one; there are some after long accepts."""
+    drafter = watched.drafter
+    for (row, done), (tokens, parents) in watched.trees.items():
+        if len(tokens) == 1:
+            continue
+        text = prompt_texts[row] + sequences[row, columns : columns + done].tolist()
+        expected = expected_tree(
+            drafter.head, drafter.tree, model, text, 0 if held is None else held[row]
+        )
+        assert (tokens, parents) == expected, f"row {row} after {done} tokens"
+    assert sum(len(tokens) > 1 for tokens, _ in watched.trees.values()) > 2 * len(prompt_texts)
+
+
+def texts_of(ids, mask):
+    return [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_lossless(kind, tree):
+    model, drafter = tiny_model("llama"), HeadDrafter(head_of(kind), TREES[tree])
+    for options in ({}, SAMPLED):
+        ids, mask, expected = plain(new=8, **options)
+        given = specdec_ext.generate(
+            model, ids, attention_mask=mask, drafter=drafter, max_new_tokens=8, **options
+        )
+        assert torch.equal(given, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_single_row_is_lossless(kind):
+    drafter = HeadDrafter(head_of(kind))
+    ids, _, expected = plain((6,))
+    given = specdec_ext.generate(tiny_model("llama"), ids, drafter=drafter, max_new_tokens=NEW)
+    assert torch.equal(given, expected)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_proposals_are_those_of_a_fresh_head(kind, side):
+    model = tiny_model("llama")
+    tree = TREES[["chain", "static", "dynamic"][len(kind) % 3]]
+    ids, mask, sequences = plain((5, 9, 3), side)
+    watched = Watched(HeadDrafter(head_of(kind), tree), answers(sequences, ids.shape[1]))
+    given = specdec_ext.generate(
+        model, ids, attention_mask=mask, drafter=watched, max_new_tokens=NEW
+    )
+    assert torch.equal(given, sequences)
+    assert_as_specified(watched, model, texts_of(ids, mask), sequences, ids.shape[1])
+
+
+def test_a_head_that_is_asked_now_and_then_catches_up():
+    model = tiny_model("llama")
+    ids, mask, sequences = plain((5, 9, 3), new=30)
+    drafter = HeadDrafter(head_of("eagle3.1"), TREES["dynamic"])
+    watched = Watched(drafter, answers(sequences, ids.shape[1]), every=2)
+    specdec_ext.generate(model, ids, attention_mask=mask, drafter=watched, max_new_tokens=30)
+    assert_as_specified(watched, model, texts_of(ids, mask), sequences, ids.shape[1])
+
+
+def test_rows_that_end_leave_the_others_alone():
+    """One row ends after 4 tokens, in the middle of what could be accepted; the others go on as before."""
+    model = tiny_model("llama")
+    ids, mask, sequences = plain((5, 9, 3))
+    columns = ids.shape[1]
+    stop = int(sequences[0, columns + 3])
+    options = {"eos_token_id": stop, "pad_token_id": 0, "max_new_tokens": NEW}
+    expected = specdec_ext.generate(model, ids, attention_mask=mask, drafter=None, **options)
+    assert not torch.equal(expected, sequences[:, : expected.shape[1]])
+    right = answers(sequences, columns)
+    watched = Watched(HeadDrafter(head_of("qk-norm-window"), TREES["static"]), right)
+    given = specdec_ext.generate(model, ids, attention_mask=mask, drafter=watched, **options)
+    assert torch.equal(given, expected)
+    assert_as_specified(watched, model, texts_of(ids, mask), sequences, columns)
+    ended = min(row.index(stop) + 1 if stop in row else NEW for row in right)
+    assert max(done for row, done in watched.trees if row == 0) <= ended
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_second_turn_begins_where_the_cache_ends(side):
+    """The first turn's text has no features: the head begins behind it, at the right positions."""
+    model = tiny_model("llama")
+    ids, mask, _ = plain((5, 9, 3), side)
+    cache = DynamicCache(config=model.config)
+    turn = specdec_ext.generate(
+        model, ids, attention_mask=mask, past_key_values=cache, drafter=None, max_new_tokens=5
+    )
+    question, _ = prompts((4, 4, 4), seed=9)
+    ids = torch.cat([turn, question], dim=1)
+    mask = torch.cat([mask, torch.ones(3, ids.shape[1] - mask.shape[1], dtype=torch.long)], dim=1)
+    expected = specdec_ext.generate(
+        model, ids, attention_mask=mask, drafter=None, max_new_tokens=NEW
+    )
+    held = mask[:, : cache.get_seq_length()].sum(dim=1).tolist()
+    watched = Watched(
+        HeadDrafter(head_of("qk-norm-window"), TREES["dynamic"]), answers(expected, ids.shape[1])
+    )
+    given = specdec_ext.generate(
+        model,
+        ids,
+        attention_mask=mask,
+        past_key_values=cache,
+        drafter=watched,
+        max_new_tokens=NEW,
+    )
+    assert torch.equal(given, expected)
+    assert_as_specified(watched, model, texts_of(ids, mask), expected, ids.shape[1], held)
+
+
+def added(values):
+    """Sum of numbers, or of lists of numbers by position."""
+    if isinstance(values[0], list):
+        return [sum(column) for column in itertools.zip_longest(*values, fillvalue=0)]
+    return sum(values)
+
+
+def test_a_trained_head_is_accepted_as_often_alone_as_in_a_batch():
+    model = tiny_model("llama")
+    ids, mask, sequences = plain(new=30)
+    texts = [
+        text + sequences[row, ids.shape[1] :].tolist()
+        for row, text in enumerate(texts_of(ids, mask))
+    ]
+    shortest = min(map(len, texts))
+    head = trained_head(model, tuple(tuple(text[:shortest]) for text in texts))
+    for tree in TREES.values():
+        drafter = HeadDrafter(head, tree)
+
+        def run(row_ids, row_mask, drafter=drafter):
+            return specdec_ext.generate(
+                model,
+                row_ids,
+                attention_mask=row_mask,
+                drafter=drafter,
+                max_new_tokens=30,
+                return_dict_in_generate=True,
+            )
+
+        batch = run(ids, mask)
+        assert torch.equal(batch.sequences, sequences)
+        alone = [
+            run(torch.tensor([text[:length]]), None).speculation
+            for text, length in zip(texts, LENGTHS, strict=True)
+        ]
+        stats = batch.speculation
+        for name in ("steps", "accepted_tokens", "draft_tokens", "accepted_per_position"):
+            assert getattr(stats, name) == added([getattr(each, name) for each in alone]), name
+        assert stats.accepted_tokens / stats.steps > 1
+        # The last level, where keys and values of several drafted levels count, is accepted, too.
+        assert min(stats.accepted_per_position[:3]) > 10
+
+
+def test_cache_and_tables_grow(monkeypatch):
+    monkeypatch.setattr("specdec_ext.drafters.head_cache.STEP", 1)
+    model = tiny_model("llama")
+    ids, mask, sequences = plain((5, 9, 3))
+    head = head_of("qk-norm-window", max_positions=8)
+    watched = Watched(HeadDrafter(head, TREES["static"]), answers(sequences, ids.shape[1]))
+    specdec_ext.generate(model, ids, attention_mask=mask, drafter=watched, max_new_tokens=NEW)
+    assert_as_specified(watched, model, texts_of(ids, mask), sequences, ids.shape[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_dtypes_of_the_target(dtype):
+    """In float16 the CPU computes the head in float32; the text stays the target's."""
+    model = tiny_model("llama", dtype=dtype)
+    ids, mask = prompts((5, 9))
+    drafter = HeadDrafter(head_of("eagle1"), TREES["dynamic"])
+    given = specdec_ext.generate(model, ids, attention_mask=mask, drafter=drafter, max_new_tokens=8)
+    assert given.shape == (2, 17)
+
+
+def test_one_drafter_serves_several_targets():
+    """A head that shares the target's embedding takes the new target's when the target changes."""
+    drafter = HeadDrafter(head_of("eagle1"), TREES["chain"])
+    ids, _ = prompts((6,))
+    for name in ("llama", "qwen3", "llama"):
+        model = tiny_model(name)
+        expected = specdec_ext.generate(model, ids, drafter=None, max_new_tokens=10)
+        assert torch.equal(
+            specdec_ext.generate(model, ids, drafter=drafter, max_new_tokens=10), expected
+        )
+        assert drafter._bound.embedding.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+
+
+def test_a_pair_that_does_not_fit():
+    model = tiny_model("llama")
+    ids, _ = prompts((4,))
+    wide = random_head("eagle3", target_hidden_size=48, feature_layers=(0, 1, 2))
+    with pytest.raises(ValueError, match="features of width 48, the target's have 32"):
+        specdec_ext.generate(model, ids, drafter=HeadDrafter(wide), max_new_tokens=4)
+    with pytest.raises(ValueError, match="layers"):
+        beyond = dataclasses.replace(head_of("eagle1").config, feature_layers=(5,))
+        head = dataclasses.replace(head_of("eagle1"), config=beyond)
+        specdec_ext.generate(model, ids, drafter=HeadDrafter(head), max_new_tokens=4)
+
+
+def test_a_shared_weight_that_is_not_plain():
+    class Packed(torch.nn.Parameter):
+        """Stands for the tensor subclasses of quantisation libraries."""
+
+    model = tiny_model("gpt2")
+    embedding = model.get_input_embeddings()
+    plain_weight = embedding.weight
+    try:
+        embedding.weight = torch.nn.Parameter(plain_weight.detach(), requires_grad=False)
+        embedding.weight.__class__ = Packed
+        with pytest.raises(
+            ValueError, match=r"no embedding of its own and the target's is a Packed"
+        ):
+            HeadDrafter(head_of("eagle1")).feature_layers(model)
+    finally:
+        embedding.weight = plain_weight
+
+
+def test_default_trees():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert [default_tree(cpu, rows).depth for rows in (1, 2)] == [5, 3]
+    assert default_tree(cuda, 1) == TreeConfig(depth=6, top_k=10, num_nodes=60)
+    assert default_tree(cuda, 8) == TreeConfig(depth=3)

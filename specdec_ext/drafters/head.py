@@ -1,0 +1,165 @@
+"""Draft heads of the EAGLE family: EAGLE-1, EAGLE-2, EAGLE-3, EAGLE 3.1 and P-EAGLE.
+
+A head reads the target's hidden states of the text and continues them (Li et al. 2024 "EAGLE", "EAGLE-2";
+Li et al. 2025 "EAGLE-3"); :mod:`specdec_ext.reference.draft_head` says how.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec_ext.checkpoints.pair import check_pair
+from specdec_ext.context import Context
+from specdec_ext.drafters.base import Drafter
+from specdec_ext.drafters.head_binding import BoundHead
+from specdec_ext.drafters.head_cache import Elements, HeadCache, of_active_rows
+from specdec_ext.head import DraftHead
+from specdec_ext.reference.draft_head import draft_head
+from specdec_ext.sampler import Accepted
+from specdec_ext.target import TargetOutput
+from specdec_ext.tree import DraftTree, TreeConfig
+
+
+def default_tree(device: torch.device, num_rows: int) -> TreeConfig:
+    """The shape that is drafted if none is asked for.
+
+    On a GPU a pass of the target over 60 nodes takes hardly longer than one over a single node as long as the
+    batch is small: the tree of EAGLE's own evaluations, 60 nodes on six levels (Li et al. 2024, 2025).
+    Where every node costs time, on the CPU and in larger batches, a chain accepts most per node.
+    """
+    if device.type == "cpu":
+        return TreeConfig(depth=5 if num_rows == 1 else 3)
+    return TreeConfig(depth=6, top_k=10, num_nodes=60) if num_rows <= 4 else TreeConfig(depth=3)
+
+
+class HeadDrafter(Drafter):
+    """Drafts with a head that was trained for the target.
+
+    The head computes in the target's dtype (in float32 where that is float16 on the CPU). A weight that it
+    shares with the target is used as it is: without a factor on embeddings (Gemma), without bias or soft
+    cap of logits. Its rope tables reach as far as the text, past what the head was trained for: drafts may
+    get worse there, nothing fails. Of text in a caller's ``past_key_values`` there are no features; the head
+    begins behind it.
+
+    Args:
+        head: from :func:`specdec_ext.checkpoints.load_draft`.
+        tree: the shape to draft; None for :func:`default_tree`.
+    """
+
+    def __init__(self, head: DraftHead, tree: TreeConfig | None = None):
+        self.head, self.tree = head, tree
+        self._bound: BoundHead | None = None
+
+    def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
+        """The head's tapped layers, after a check that head and target fit.
+
+        Raises:
+            ValueError: if they do not, naming what.
+        """
+        for doubt in check_pair(self.head, model):
+            warnings.warn(doubt, stacklevel=2)
+        if self._bound is None or not self._bound.serves(model):
+            self._bound = BoundHead.bind(self.head, model)
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        return self.head.config.resolved_feature_layers(layers)
+
+    def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
+        assert self._bound is not None and output.features is not None
+        num_rows = len(context.generated)
+        self._tree = self.tree or default_tree(self._bound.device, num_rows)
+        prompt, first_positions = _prompt_elements(context, output.features)
+        self._pending = [prompt]
+        self._cache = HeadCache(
+            self.head.config, first_positions, self._bound.device, self._bound.dtype
+        )
+
+    def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
+        """Keep the features of the committed nodes; the head reads them when it drafts next."""
+        assert output.features is not None
+        width = max(map(len, accepted.emitted))
+        nodes = accepted.path[:, :width].clamp(min=0)
+        features = output.features.gather(
+            1, nodes[..., None].expand(-1, -1, output.features.shape[2])
+        )
+        tokens = [emitted + [0] * (width - len(emitted)) for emitted in accepted.emitted]
+        self._pending.append(
+            Elements(
+                list(context.rows),
+                torch.tensor(tokens, device=features.device),
+                features,
+                [len(emitted) for emitted in accepted.emitted],
+            )
+        )
+
+    def propose(self, context: Context) -> DraftTree:
+        if max(context.remaining) < 2 or not self._pending:  # a row's last token needs no draft
+            return DraftTree.root(context.roots)
+        everyone = range(len(context.generated))
+        new = of_active_rows(self._pending, context.rows, len(everyone))
+        self._pending = []
+        tokens, parents = self._draft(new, context.last_tokens(everyone))
+        if len(context.rows) < len(everyone):
+            tokens, parents = tokens[context.rows], parents[context.rows]
+        return DraftTree(tokens.to(context.device), parents.to(context.device))
+
+    @torch.inference_mode()
+    def _draft(self, new: Elements, roots: Tensor) -> tuple[Tensor, Tensor]:
+        """Read ``new`` and draft for every row of the batch: ``(tokens, parents)``."""
+        assert self._bound is not None
+        bound, cache, tree = self._bound, self._cache, self._tree
+        cache.reserve(new.counts, _draft_slots(tree), tree.depth)
+        counts, lengths, positions = torch.tensor(
+            [new.counts, cache.lengths, cache.positions()], device=bound.device
+        )
+        tokens, parents, _ = draft_head(
+            bound.head,
+            bound.embedding,
+            bound.lm_head,
+            cache.cosines,
+            cache.sines,
+            cache.keys,
+            cache.values,
+            new.tokens.to(bound.device),
+            new.features.to(bound.device, bound.dtype),
+            counts,
+            lengths,
+            positions,
+            roots.to(bound.device),
+            tree,
+        )
+        cache.lengths = [a + b for a, b in zip(cache.lengths, new.counts, strict=True)]
+        return tokens, parents
+
+
+def _draft_slots(tree: TreeConfig) -> int:
+    """Slots for the keys of drafted nodes: a level has at most as many nodes as the widest."""
+    if tree.choices is None:
+        return tree.top_k * tree.depth
+    return max(Counter(map(len, tree.choices)).values()) * tree.depth
+
+
+def _prompt_elements(context: Context, features: Tensor) -> tuple[Elements, list[int]]:
+    """Elements of the prompt and each row's first position.
+
+    Args:
+        features: ``[rows, columns run, width]``, of the last columns of the prompt.
+    """
+    ids, rows = context.input_ids, list(context.rows)
+    held = ids.shape[1] - features.shape[1]
+    first = context.last_tokens(rows)[:, None]
+    if context.attention_mask is None:
+        tokens = torch.cat([ids[:, held + 1 :], first], dim=1)
+        return Elements(rows, tokens, features, [tokens.shape[1]] * len(rows)), [held] * len(rows)
+    valid = context.attention_mask.bool()
+    counts = valid[:, held:].sum(dim=1)
+    # Each row's tokens move to the left, in their order.
+    order = (~valid[:, held:]).long().argsort(dim=1, stable=True)[:, : int(counts.max())]
+    features = features.gather(1, order[..., None].expand(-1, -1, features.shape[2]))
+    tokens = torch.cat([ids[:, held:].gather(1, order)[:, 1:], first], dim=1)
+    tokens.scatter_(1, counts[:, None] - 1, first)
+    return Elements(rows, tokens, features, counts.tolist()), valid[:, :held].sum(dim=1).tolist()

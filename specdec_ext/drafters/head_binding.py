@@ -1,0 +1,91 @@
+"""A draft head at a target: its tensors where the target computes, and the two that it may share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specdec_ext.head import DraftHead
+
+
+@dataclass(frozen=True)
+class BoundHead:
+    """A head that can run beside one target.
+
+    Attributes:
+        head: on the target's device in the dtype of the draft.
+        embedding: ``[vocab, hidden]``, likewise.
+        lm_head: ``[draft_vocab, hidden]``, likewise.
+        shared: the target's weights behind the two, None where the head has its own.
+    """
+
+    head: DraftHead
+    embedding: Tensor
+    lm_head: Tensor
+    shared: tuple[Tensor | None, Tensor | None]
+
+    @classmethod
+    def bind(cls, head: DraftHead, model: PreTrainedModel) -> BoundHead:
+        """Bring a head to a target; tensors that fit are not copied.
+
+        Raises:
+            ValueError: where the head shares a weight that the target does not have as plain numbers.
+        """
+        device, dtype = _home(model)
+        shared = _shared_weights(head, model)
+        head = head.to(device, dtype)
+        own = head.tensors.get("embed_tokens.weight"), head.tensors.get("lm_head.weight")
+        embedding, lm_head = (
+            mine if theirs is None else theirs.detach().to(device, dtype)
+            for mine, theirs in zip(own, shared, strict=True)
+        )
+        assert embedding is not None and lm_head is not None  # one of the two is always there
+        return cls(head, embedding, lm_head, shared)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    def serves(self, model: PreTrainedModel) -> bool:
+        """Whether binding to this target would give the same."""
+        weights = _shared_weights(self.head, model)
+        same = all(mine is theirs for mine, theirs in zip(self.shared, weights, strict=True))
+        return same and (self.device, self.dtype) == _home(model)
+
+
+def _home(model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
+    """Where and in which dtype the head computes: as the target, but never in float16 on the CPU."""
+    slow = model.device.type == "cpu" and model.dtype == torch.float16
+    return model.device, torch.float32 if slow else model.dtype
+
+
+def _shared_weights(head: DraftHead, model: PreTrainedModel) -> tuple[Tensor | None, Tensor | None]:
+    config = head.config
+    return (
+        None if config.own_embedding else _weight("embedding", model.get_input_embeddings(), head),
+        None if config.own_lm_head else _weight("lm_head", model.get_output_embeddings(), head),
+    )
+
+
+def _weight(name: str, module: nn.Module | None, head: DraftHead) -> Tensor:
+    weight: Any = getattr(module, "weight", None)
+    plain = type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point()
+    if not plain or weight.is_meta:
+        found = f"a {type(weight).__name__}"
+        if isinstance(weight, Tensor):
+            found += f" of {weight.dtype} on {weight.device}"
+        raise ValueError(
+            f"{head.source} has no {name} of its own and the target's is {found}; expected a plain "
+            f"floating-point tensor. Leave {name} out of quantisation and offloading, or take a head that "
+            "has its own"
+        )
+    tensor: Tensor = weight
+    return tensor
