@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 import torch
-from heads import random_head
+from checkpoint_cases import random_head
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 

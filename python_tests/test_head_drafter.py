@@ -13,8 +13,8 @@ import random
 
 import pytest
 import torch
+from checkpoint_cases import random_head
 from head_cases import KINDS, TREES, Run, head_of, trained_head
-from heads import random_head
 from tiny import noisy_chain, prompts, tiny_model
 from transformers import DynamicCache
 
