@@ -1,6 +1,6 @@
 // CPU op linear: passes of up to 32 rows, each one parallel loop over tiles of output columns. The
 // inputs are copied into the order in which the kernels read them (linear_kernel.h); the weights
-// are read where they are.
+// are read where they are. linear_blocks hands the products over while they are in the cache.
 //
 // Bits: AVX2 and AVX-512 agree, with and without vdpbf16ps, unless a bfloat16 or a partial sum is
 // subnormal, which vdpbf16ps takes as zero. SPECDEC_CPU_ISA=baseline|avx2|avx512 forces one.
@@ -9,6 +9,7 @@
 #include <cstring>
 #include <vector>
 
+#include "linear_blocks.h"
 #include "specdec/cpu_isa.h"
 
 #define SPECDEC_LINEAR_TARGET
@@ -34,6 +35,10 @@ LinearCode code_for_isa(LinearType type) {
   }
 #endif
   return linear_baseline(type);
+}
+
+int64_t bytes_of(LinearType type) {
+  return type == LinearType::kFloat32 ? sizeof(float) : sizeof(BFloat16);
 }
 
 struct alignas(kStepBytes) Step {
@@ -68,25 +73,63 @@ void pack(const LinearParams& params, int64_t first_row, int64_t rows, int64_t b
   }
 }
 
-}  // namespace
-
-void linear(const LinearParams& params, const ParallelFor& parallel_for) {
+// Calls compute(pass) for passes of up to kPassRows rows.
+template <typename Compute>
+void for_each_pass(const LinearParams& params, const LinearCode& code, const Compute& compute) {
   thread_local std::vector<Step> packed;
-  const LinearCode code = code_for_isa(params.type);
-  const int64_t element_size =
-      params.type == LinearType::kFloat32 ? sizeof(float) : sizeof(BFloat16);
+  const int64_t element_size = bytes_of(params.type);
   const int64_t steps = num_steps(params.in_features * element_size);
   for (int64_t row = 0; row < params.rows; row += kPassRows) {
     const int64_t rows = std::min(kPassRows, params.rows - row);
     const int64_t block_rows = even_part(rows, code.max_rows);
     pack(params, row, rows, block_rows, element_size, packed);
-    const LinearPass pass{params, row, rows, block_rows, steps, packed.data()->bytes};
+    compute(LinearPass{params, row, rows, block_rows, steps, packed.data()->bytes});
+  }
+}
+
+// Tasks of `outs` output columns that are worth a thread.
+int64_t grain(const LinearPass& pass, int64_t outs) {
+  const int64_t work = outs * (pass.params.in_features + 1) * std::max(pass.rows, kMinRows);
+  return kGrain / work + 1;
+}
+
+}  // namespace
+
+void linear(const LinearParams& params, const ParallelFor& parallel_for) {
+  const LinearCode code = code_for_isa(params.type);
+  for_each_pass(params, code, [&](const LinearPass& pass) {
     const int64_t tiles = (params.out_features + kTileOuts - 1) / kTileOuts;
-    const int64_t tile_work = kTileOuts * (params.in_features + 1) * std::max(rows, kMinRows);
-    parallel_for(tiles, kGrain / tile_work + 1, [&](int64_t begin, int64_t end) {
+    parallel_for(tiles, grain(pass, kTileOuts), [&](int64_t begin, int64_t end) {
       code.run(pass, begin * kTileOuts, std::min(end * kTileOuts, params.out_features));
     });
-  }
+  });
+}
+
+void linear_blocks(const LinearParams& params, const LinearVisitor& visit,
+                   const ParallelFor& parallel_for) {
+  static_assert(kLinearBlockOuts % kTileOuts == 0);
+  const LinearCode code = code_for_isa(params.type);
+  const int64_t element_size = bytes_of(params.type);
+  for_each_pass(params, code, [&](const LinearPass& pass) {
+    const auto compute = [&](int64_t block) {
+      alignas(64) float values[kPassRows * kLinearBlockOuts];
+      const int64_t first = block * kLinearBlockOuts;
+      LinearParams part = params;
+      part.weight = static_cast<const std::byte*>(params.weight) +
+                    first * params.weight_stride * element_size;
+      part.out_features = std::min(kLinearBlockOuts, params.out_features - first);
+      part.output = values;
+      part.output_stride = kLinearBlockOuts;
+      part.float_output = true;
+      code.run({part, 0, pass.rows, pass.block_rows, pass.steps, pass.inputs}, 0,
+               part.out_features);
+      visit({pass.first_row, pass.rows, block, part.out_features, values});
+    };
+    const int64_t blocks = num_linear_blocks(params.out_features);
+    parallel_for(blocks, grain(pass, kLinearBlockOuts), [&](int64_t begin, int64_t end) {
+      for (int64_t block = begin; block < end; ++block) compute(block);
+    });
+  });
 }
 
 }  // namespace specdec::cpu

@@ -230,8 +230,7 @@ class LinearKernel {
                                            const Sums<kRows, kOuts>& sums) {
     const Element* bias = params.bias ? static_cast<const Element*>(params.bias) + out : nullptr;
     SPECDEC_UNROLL for (int r = 0; r < kRows; ++r) {
-      Element* output =
-          static_cast<Element*>(params.output) + (row + r) * params.out_features + out;
+      const int64_t output = (row + r) * params.output_stride + out;
       SPECDEC_UNROLL for (int first = 0; first < kOuts; first += 4) {
         Vector four[4][kParts];
         SPECDEC_UNROLL for (int i = 0; i < 4 * kParts; ++i) {
@@ -243,8 +242,12 @@ class LinearKernel {
         F::total(four, totals);
         SPECDEC_UNROLL for (int i = 0; i < 4; ++i) {
           if (first + i == kOuts) break;
-          store_rounded(bias ? totals[i] + to_float(bias[first + i]) : totals[i],
-                        output + first + i);
+          const float sum = bias ? totals[i] + to_float(bias[first + i]) : totals[i];
+          if (params.float_output) {
+            static_cast<float*>(params.output)[output + first + i] = sum;
+          } else {
+            store_rounded(sum, static_cast<Element*>(params.output) + output + first + i);
+          }
         }
       }
     }

@@ -87,6 +87,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Ten
     params.weight = weight.const_data_ptr();
     params.weight_stride = weight.stride(0);
     params.output = output.mutable_data_ptr();
+    params.output_stride = params.out_features;
     cpu::linear(params, kTorchParallelFor);
   }
   return output;

@@ -32,6 +32,11 @@ SPECDEC_SCHEMAS(m) {
   m.def(
       "kv_compact(Tensor(a!)[] caches, Tensor path, Tensor num_accepted, Tensor source_starts, "
       "Tensor target_starts, Tensor? page_table=None) -> ()");
+  m.def(
+      "draft_head(Tensor[] weights, int[] layout, float[] scalars, Tensor cosines, Tensor sines, "
+      "Tensor(a!) keys, Tensor(b!) values, Tensor tokens, Tensor features, Tensor counts, "
+      "Tensor lengths, Tensor positions, Tensor roots, Tensor choices, int depth, int top_k, "
+      "int nodes) -> (Tensor tokens, Tensor parents, Tensor scores)");
   m.def("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor");
   m.def(
       "tree_attention(Tensor query, Tensor key, Tensor value, Tensor ancestors, "

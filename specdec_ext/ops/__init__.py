@@ -14,6 +14,7 @@ Errors: ValueError names the argument, what was expected and what was given.
 from specdec_ext.ops._library import LIBRARY_PATH
 from specdec_ext.ops.attention import tree_attention
 from specdec_ext.ops.cache import kv_compact
+from specdec_ext.ops.draft import HeadDraft, PackedHead, draft_head
 from specdec_ext.ops.linear import linear
 from specdec_ext.ops.sample import sample_filter
 from specdec_ext.ops.tree import (
@@ -41,9 +42,12 @@ __all__ = [
     "STATUS_NO_FINITE_LOGIT",
     "STATUS_OK",
     "DynamicTree",
+    "HeadDraft",
     "MatchResult",
+    "PackedHead",
     "TreeMask",
     "build_dynamic_tree",
+    "draft_head",
     "kv_compact",
     "linear",
     "sample_filter",

@@ -34,7 +34,9 @@ struct LinearParams {
   int64_t in_features;
   int64_t out_features;
 
-  void* output;  // [rows, out_features] contiguous
+  void* output;  // [rows, out_features], last dimension contiguous
+  int64_t output_stride;
+  bool float_output;  // output is float32, the sums before they are rounded to the type
 };
 
 namespace cpu {

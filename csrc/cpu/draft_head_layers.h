@@ -1,0 +1,95 @@
+// The layers of a draft head over elements of several rows. Products are linear's, attention is
+// tree_attention's, so an element has the same bits whatever runs with it.
+#pragma once
+
+#include <span>
+
+#include "attention_split.h"
+#include "draft_head_rows.h"
+#include "specdec/draft_head.h"
+#include "specdec/linear.h"
+
+namespace specdec::cpu {
+
+struct DraftElement {
+  int64_t row;
+  int64_t token;
+  const void* features;  // [feature_width], or [hidden] feedback; null: zeros
+  int64_t slot;
+  int64_t position;
+};
+
+// What elements see: `batch` rows of `nodes` consecutive elements each, in the terms of
+// specdec/tree_attention.h.
+struct DraftAttention {
+  int64_t batch;
+  int64_t nodes;
+  const int64_t* rows;            // [batch] of the cache
+  const int64_t* prefix_lengths;  // [batch] slots from 0 on that all see
+  const int64_t* ancestors;       // [batch, nodes, words] bits of the slots behind these
+  int64_t words;
+
+  int64_t elements() const { return batch * nodes; }
+};
+
+// Memory for elements of the head's type that keeps its largest size.
+class ElementBuffer {
+ public:
+  std::byte* at_least(int64_t bytes) {
+    data_ = reinterpret_cast<std::byte*>(floats_.at_least(bytes / sizeof(float) + 1));
+    return data_;
+  }
+  std::byte* data() const { return data_; }
+
+ private:
+  FloatBuffer floats_;
+  std::byte* data_ = nullptr;
+};
+
+// Elements pass in two steps, because of most new ones only keys and values are needed:
+//   read    through all layers but the last, and in the last until its keys and values are cached
+//   finish  the rest of the last layer, for those that read() was asked to keep
+class DraftLayers {
+ public:
+  void begin(const DraftHeadParams& params, const ParallelFor& parallel_for);
+  // The next elements, in order of rows and slots. `attention` covers them in their order, and is
+  // used by layers before the last. Where keep_at[i] is not negative, element i is kept there.
+  void read(std::span<const DraftElement> elements, bool are_drafted,
+            std::span<const DraftAttention> attention, std::span<const int64_t> keep_at,
+            int64_t num_kept);
+  // What was kept: writes normed(), the input of lm_head, and feedback(), both [kept, hidden].
+  void finish(std::span<const DraftElement> kept, const DraftAttention& attention);
+  const void* normed() const;
+  const std::byte* feedback(int64_t i) const;
+
+ private:
+  struct Rows {           // of a layer
+    std::byte* attended;  // [n, attended] input of its projections
+    std::byte* residual;  // [n, hidden] becomes its output
+  };
+
+  std::byte* row(std::byte* data, int64_t i, int64_t width) const {
+    return data + i * width * size_;
+  }
+  void multiply(const HeadMatrix& matrix, const void* input, int64_t rows, void* output);
+  void norm(const void* weight, const void* x, int64_t rows, int64_t width, void* out,
+            int64_t out_stride) const;
+  Rows first_inputs(std::span<const DraftElement> elements, bool are_drafted);
+  void copy_features(const void* features, std::byte* out);
+  void cache_keys_and_values(int64_t layer, std::span<const DraftElement> elements,
+                             const std::byte* attended);
+  void run_layer(int64_t layer, std::span<const DraftElement> elements,
+                 std::span<const DraftAttention> attention, const Rows& rows);
+  void attend(int64_t layer, const DraftAttention& attention, const void* queries, void* out);
+  Rotation rotation(int64_t position) const;
+
+  const DraftHeadParams* params_ = nullptr;
+  const HeadWeights* head_ = nullptr;
+  const ParallelFor* parallel_for_ = nullptr;
+  const DraftHeadRows* rows_ = nullptr;
+  int64_t size_ = 0;  // bytes of an element of the type
+  ElementBuffer features_, embeddings_, attended_, residual_, kept_attended_, kept_residual_;
+  ElementBuffer projected_, queries_, heads_, inner_, normed_;
+};
+
+}  // namespace specdec::cpu

@@ -1,0 +1,111 @@
+#include "draft_head_logits.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <functional>
+#include <limits>
+
+#include "linear_blocks.h"
+#include "specdec/exp.h"
+
+namespace specdec::cpu {
+namespace {
+
+template <typename T>
+void grow_to(std::vector<T>& vector, int64_t size) {
+  if (std::ssize(vector) < size) vector.resize(size);
+}
+
+}  // namespace
+
+void DraftLogits::reserve(int64_t rows, int64_t blocks) {
+  grow_to(sums_, rows * blocks);
+  grow_to(picks_, rows * blocks * top_k_);
+  grow_to(num_picks_, rows * blocks);
+  grow_to(best_, blocks * top_k_);
+  grow_to(children_, rows * top_k_);
+  grow_to(counts_, rows);
+  floors_.assign(rows, kNoPick);
+}
+
+std::optional<std::string> DraftLogits::compute(const HeadWeights& head, const void* hidden,
+                                                int64_t rows, int64_t top_k,
+                                                const ParallelFor& parallel_for) {
+  top_k_ = std::min(top_k, head.draft_vocab);
+  const int64_t blocks = num_linear_blocks(head.draft_vocab);
+  reserve(rows, blocks);
+  LinearParams params{};
+  params.type = head.type == FloatType::kFloat32 ? LinearType::kFloat32 : LinearType::kBFloat16;
+  params.input = hidden;
+  params.inner_rows = rows;
+  params.inner_stride = head.hidden;
+  params.weight = head.lm_head;
+  params.weight_stride = head.hidden;
+  params.rows = rows;
+  params.in_features = head.hidden;
+  params.out_features = head.draft_vocab;
+  const auto visitor = [&](const LinearBlock& block) {
+    for (int64_t r = 0; r < block.rows; ++r) {
+      visit(head, blocks, block.first_row + r, block.index, block.outs,
+            block.values + r * kLinearBlockOuts);
+    }
+  };
+  linear_blocks(params, visitor, parallel_for);
+  for (int64_t row = 0; row < rows; ++row) {
+    if (auto problem = merge(head, blocks, row)) return problem;
+  }
+  return std::nullopt;
+}
+
+void DraftLogits::visit(const HeadWeights& head, int64_t blocks, int64_t row, int64_t block,
+                        int64_t outs, float* logits) {
+  static const DraftHeadRows& rows = draft_head_rows();
+  const int64_t index = row * blocks + block;
+  sums_[index] = rows.sum_logits(head.logit_scale, outs, logits);
+  // A block with top_k picks above the floor raises it: what is below can't be among the best.
+  std::atomic_ref<Pick> floor(floors_[row]);
+  BestPicks best{picks_.data() + index * top_k_, top_k_, 0, floor.load(std::memory_order_relaxed)};
+  rows.pick_logits(logits, outs, block * kLinearBlockOuts, &best);
+  num_picks_[index] = best.count;
+  const Pick bar = best.bar();
+  Pick known = floor.load(std::memory_order_relaxed);
+  while (known < bar && !floor.compare_exchange_weak(known, bar, std::memory_order_relaxed)) {
+  }
+}
+
+std::optional<std::string> DraftLogits::merge(const HeadWeights& head, int64_t blocks,
+                                              int64_t row) {
+  counts_[row] = 0;
+  const LogitSum* sums = sums_.data() + row * blocks;
+  LogitSum total{-std::numeric_limits<float>::infinity(), 0.0f};
+  int64_t count = 0;
+  for (int64_t block = 0; block < blocks; ++block) {
+    total.largest = std::max(total.largest, sums[block].largest);
+    const Pick* picks = picks_.data() + (row * blocks + block) * top_k_;
+    std::copy_n(picks, num_picks_[row * blocks + block], best_.data() + count);
+    count += num_picks_[row * blocks + block];
+  }
+  if (count == 0) return std::nullopt;
+  for (int64_t block = 0; block < blocks; ++block) {
+    const float weight = exp_nonpositive(sums[block].largest - total.largest);
+    total.sum += sums[block].sum * weight;
+  }
+  const float log_sum = std::log(total.sum);
+  if (std::isnan(log_sum)) return std::nullopt;
+  const int64_t kept = std::min(count, top_k_);
+  std::partial_sort(best_.begin(), best_.begin() + kept, best_.begin() + count, std::greater<>());
+  for (int64_t i = 0; i < kept; ++i) {
+    const int64_t id = picked_token(best_[i]);
+    const int64_t token = head.draft_to_target ? head.draft_to_target[id] : id;
+    if (token < 0 || token >= head.vocab) {
+      return "draft_to_target[" + std::to_string(id) + "] = " + std::to_string(token) +
+             "; expected a token in [0, " + std::to_string(head.vocab) + ")";
+    }
+    children_[row * top_k_ + i] = {token, pick_score(best_[i]) - total.largest - log_sum};
+  }
+  counts_[row] = kept;
+  return std::nullopt;
+}
+
+}  // namespace specdec::cpu

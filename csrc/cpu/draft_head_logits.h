@@ -1,0 +1,45 @@
+// The children of drafted nodes: the best draft tokens of a hidden state, with their
+// log-probabilities, without storing the logits.
+#pragma once
+
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "draft_head_rows.h"
+#include "draft_head_tree.h"
+
+namespace specdec::cpu {
+
+// lm_head is multiplied by all hidden states block by block (linear_blocks.h). Of each block stay
+// its largest logit, its sum of exponentials and its best logits; they are merged in the order of
+// the blocks, so nothing depends on the other rows or on the threads.
+class DraftLogits {
+ public:
+  // Of `hidden` [rows, hidden] contiguous. What is wrong with draft_to_target, or nothing.
+  std::optional<std::string> compute(const HeadWeights& head, const void* hidden, int64_t rows,
+                                     int64_t top_k, const ParallelFor& parallel_for);
+
+  // Best first; equal logits by draft token. A NaN is no logit; with one of +inf there are none.
+  std::span<const DraftChild> children(int64_t row) const {
+    return {children_.data() + row * top_k_, static_cast<size_t>(counts_[row])};
+  }
+
+ private:
+  void reserve(int64_t rows, int64_t blocks);
+  void visit(const HeadWeights& head, int64_t blocks, int64_t row, int64_t block, int64_t outs,
+             float* logits);
+  std::optional<std::string> merge(const HeadWeights& head, int64_t blocks, int64_t row);
+
+  int64_t top_k_;
+  std::vector<LogitSum> sums_;      // [rows, blocks]
+  std::vector<Pick> picks_;         // [rows, blocks, top_k]
+  std::vector<int64_t> num_picks_;  // [rows, blocks]
+  std::vector<Pick> floors_;        // [rows] a lower bound of the best, known to all threads
+  std::vector<Pick> best_;
+  std::vector<DraftChild> children_;  // [rows, top_k]
+  std::vector<int64_t> counts_;       // [rows]
+};
+
+}  // namespace specdec::cpu

@@ -1,0 +1,47 @@
+// draft_head_rows.h for every instruction set, and the choice among them.
+#include "draft_head_rows.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "specdec/cpu_isa.h"
+#include "specdec/exp.h"
+
+#define SPECDEC_ROWS_ISA baseline
+#define SPECDEC_ROWS_TARGET
+#include "draft_head_rows_impl.h"
+
+#ifdef SPECDEC_X86
+
+#undef SPECDEC_ROWS_ISA
+#undef SPECDEC_ROWS_TARGET
+#define SPECDEC_ROWS_ISA avx2
+#define SPECDEC_ROWS_TARGET SPECDEC_TARGET_AVX2
+#include "draft_head_rows_impl.h"
+
+#undef SPECDEC_ROWS_ISA
+#undef SPECDEC_ROWS_TARGET
+#define SPECDEC_ROWS_ISA avx512
+#define SPECDEC_ROWS_TARGET SPECDEC_TARGET_AVX512
+#include "draft_head_rows_impl.h"
+
+#endif
+
+namespace specdec::cpu {
+
+const DraftHeadRows& draft_head_rows() {
+#ifdef SPECDEC_X86
+  switch (cpu_isa()) {
+    case CpuIsa::kAvx512:
+      return avx512::kRows;
+    case CpuIsa::kAvx2:
+      return avx2::kRows;
+    case CpuIsa::kBaseline:
+      break;
+  }
+#endif
+  return baseline::kRows;
+}
+
+}  // namespace specdec::cpu

@@ -1,0 +1,77 @@
+// The loops of the CPU op draft_head over one row, built once per instruction set. All builds give
+// the same bits: operations are elementwise float32 with written-out roundings, sums are taken in
+// kRowLanes lanes, lane l over the elements l, l + kRowLanes, ..., and then over the lanes by
+// halves. Results are rounded to the type once.
+#pragma once
+
+#include "specdec/float_types.h"
+#include "specdec/pick.h"
+
+namespace specdec::cpu {
+
+constexpr int64_t kRowLanes = 32;
+
+// The rotation of a position: of element i with element i + half.
+struct Rotation {
+  const float* cosines;  // [half]
+  const float* sines;    // [half]
+  int64_t half;
+};
+
+// A weight [count] and the epsilon of a root mean square norm; without a weight there is no norm.
+struct RowNorm {
+  const void* weight;
+  float eps;
+};
+
+// Of logits: the largest, and the sum of exp(logit - largest), which is NaN if the largest is +inf.
+struct LogitSum {
+  float largest;
+  float sum;
+};
+
+// The score of a pick.
+SPECDEC_HOST_DEVICE float pick_score(Pick pick) {
+  const uint32_t key = static_cast<uint32_t>(pick >> 32) ^ 0x80000000u;
+  return bits_to_float(ordered_key(static_cast<int32_t>(key)));
+}
+
+// The best logits so far, in the order of picks (pick.h).
+struct BestPicks {
+  Pick* picks;  // [capacity], descending
+  int64_t capacity;
+  int64_t count;
+  Pick floor;  // picks below it are of no interest
+
+  // What a pick must exceed to enter.
+  SPECDEC_HOST_DEVICE Pick bar() const {
+    return count == capacity && picks[count - 1] > floor ? picks[count - 1] : floor;
+  }
+  SPECDEC_HOST_DEVICE void insert(Pick pick) {
+    int64_t i = count < capacity ? count++ : capacity - 1;
+    for (; i > 0 && picks[i - 1] < pick; --i) picks[i] = picks[i - 1];
+    picks[i] = pick;
+  }
+};
+
+struct DraftHeadRows {
+  // out = x / sqrt(mean(x^2) + eps) * weight
+  void (*norm)(FloatType type, const void* x, const RowNorm& norm, int64_t count, void* out);
+  // out = x, normed and rotated; a head
+  void (*rotate)(FloatType type, const void* x, const RowNorm& norm, const Rotation& rotation,
+                 int64_t head_dim, void* out);
+  // x += y
+  void (*add)(FloatType type, const void* y, int64_t count, void* x);
+  // out = silu(gate) * up, of [2, count]: gate, then up
+  void (*gate)(FloatType type, const void* gate_up, int64_t count, void* out);
+  // Multiplies by scale in place, NaN becomes -inf, and sums up. `logits` has room up to a multiple
+  // of kRowLanes.
+  LogitSum (*sum_logits)(float scale, int64_t count, float* logits);
+  // Adds logits above -inf to the best, of which none is NaN; logit i is that of token first + i.
+  void (*pick_logits)(const float* logits, int64_t count, int64_t first, BestPicks* best);
+};
+
+// Those of the instruction set that cpu_isa() chose.
+const DraftHeadRows& draft_head_rows();
+
+}  // namespace specdec::cpu

@@ -1,0 +1,174 @@
+// The loops of draft_head_rows.h for one instruction set: included once for each by
+// draft_head_rows.cpp, which defines SPECDEC_ROWS_ISA, a namespace, and SPECDEC_ROWS_TARGET, a
+// target attribute or nothing. Plain loops that compilers vectorise.
+
+namespace specdec::cpu::SPECDEC_ROWS_ISA {
+namespace {
+
+SPECDEC_HOST_DEVICE float sum_lanes(float* lanes) {
+  for (int64_t distance = kRowLanes / 2; distance > 0; distance /= 2) {
+    for (int64_t lane = 0; lane < distance; ++lane) {
+      lanes[lane] = exact_add(lanes[lane], lanes[lane + distance]);
+    }
+  }
+  return lanes[0];
+}
+
+template <typename T>
+SPECDEC_HOST_DEVICE float inverse_root_mean_square(const T* x, int64_t count, float eps) {
+  float sums[kRowLanes] = {};
+  int64_t i = 0;
+  for (; i + kRowLanes <= count; i += kRowLanes) {
+    for (int64_t lane = 0; lane < kRowLanes; ++lane) {
+      const float value = to_float(x[i + lane]);
+      sums[lane] = exact_fma(value, value, sums[lane]);
+    }
+  }
+  for (int64_t lane = 0; i + lane < count; ++lane) {
+    const float value = to_float(x[i + lane]);
+    sums[lane] = exact_fma(value, value, sums[lane]);
+  }
+  return 1.0f / std::sqrt(exact_add(sum_lanes(sums) / static_cast<float>(count), eps));
+}
+
+template <typename T>
+SPECDEC_HOST_DEVICE void norm_row(const T* __restrict x, const RowNorm& norm, int64_t count,
+                                  T* __restrict out) {
+  const float inverse = inverse_root_mean_square(x, count, norm.eps);
+  const T* __restrict weight = static_cast<const T*>(norm.weight);
+  for (int64_t i = 0; i < count; ++i) {
+    from_float(exact_mul(exact_mul(to_float(x[i]), inverse), to_float(weight[i])), out + i);
+  }
+}
+
+template <typename T>
+SPECDEC_HOST_DEVICE float normed(const T* x, const T* weight, float inverse, int64_t i) {
+  const float value = to_float(x[i]);
+  return weight == nullptr ? value : exact_mul(exact_mul(value, inverse), to_float(weight[i]));
+}
+
+template <typename T>
+SPECDEC_HOST_DEVICE void rotate_row(const T* __restrict x, const RowNorm& norm,
+                                    const Rotation& rotation, int64_t head_dim, T* __restrict out) {
+  const T* __restrict weight = static_cast<const T*>(norm.weight);
+  const float inverse = weight ? inverse_root_mean_square(x, head_dim, norm.eps) : 1.0f;
+  const int64_t half = rotation.half;
+  for (int64_t i = 0; i < half; ++i) {
+    const float cosine = rotation.cosines[i], sine = rotation.sines[i];
+    const float first = normed(x, weight, inverse, i);
+    const float second = normed(x, weight, inverse, half + i);
+    from_float(exact_add(exact_mul(first, cosine), -exact_mul(second, sine)), out + i);
+    from_float(exact_add(exact_mul(second, cosine), exact_mul(first, sine)), out + half + i);
+  }
+  for (int64_t i = 2 * half; i < head_dim; ++i) from_float(normed(x, weight, inverse, i), out + i);
+}
+
+template <typename T>
+SPECDEC_HOST_DEVICE void add_row(const T* __restrict y, int64_t count, T* __restrict x) {
+  for (int64_t i = 0; i < count; ++i) from_float(exact_add(to_float(x[i]), to_float(y[i])), x + i);
+}
+
+// x / (1 + exp(-x)), with an exponential that cannot overflow.
+SPECDEC_HOST_DEVICE float silu(float x) {
+  const float magnitude = bits_to_float(float_to_bits(x) & 0x7FFFFFFF);
+  const float e = exp_nonpositive(-magnitude);
+  return exact_mul(x, (x < 0.0f ? e : 1.0f) / exact_add(1.0f, e));
+}
+
+template <typename T>
+SPECDEC_HOST_DEVICE void gate_row(const T* __restrict gate_up, int64_t count, T* __restrict out) {
+  for (int64_t i = 0; i < count; ++i) {
+    from_float(exact_mul(silu(to_float(gate_up[i])), to_float(gate_up[count + i])), out + i);
+  }
+}
+
+SPECDEC_ROWS_TARGET void norm(FloatType type, const void* x, const RowNorm& norm, int64_t count,
+                              void* out) {
+  if (type == FloatType::kFloat32) {
+    return norm_row(static_cast<const float*>(x), norm, count, static_cast<float*>(out));
+  }
+  norm_row(static_cast<const BFloat16*>(x), norm, count, static_cast<BFloat16*>(out));
+}
+
+SPECDEC_ROWS_TARGET void rotate(FloatType type, const void* x, const RowNorm& norm,
+                                const Rotation& rotation, int64_t head_dim, void* out) {
+  if (type == FloatType::kFloat32) {
+    return rotate_row(static_cast<const float*>(x), norm, rotation, head_dim,
+                      static_cast<float*>(out));
+  }
+  rotate_row(static_cast<const BFloat16*>(x), norm, rotation, head_dim,
+             static_cast<BFloat16*>(out));
+}
+
+SPECDEC_ROWS_TARGET void add(FloatType type, const void* y, int64_t count, void* x) {
+  if (type == FloatType::kFloat32) {
+    return add_row(static_cast<const float*>(y), count, static_cast<float*>(x));
+  }
+  add_row(static_cast<const BFloat16*>(y), count, static_cast<BFloat16*>(x));
+}
+
+SPECDEC_ROWS_TARGET void gate(FloatType type, const void* gate_up, int64_t count, void* out) {
+  if (type == FloatType::kFloat32) {
+    return gate_row(static_cast<const float*>(gate_up), count, static_cast<float*>(out));
+  }
+  gate_row(static_cast<const BFloat16*>(gate_up), count, static_cast<BFloat16*>(out));
+}
+
+SPECDEC_ROWS_TARGET LogitSum sum_logits(float scale, int64_t count, float* logits) {
+  constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+  const int64_t padded = (count + kRowLanes - 1) / kRowLanes * kRowLanes;
+  float maxima[kRowLanes];
+  std::fill_n(maxima, kRowLanes, kMinusInfinity);
+  for (int64_t i = 0; i < count; ++i) {
+    const float logit = exact_mul(logits[i], scale);
+    logits[i] = logit == logit ? logit : kMinusInfinity;
+  }
+  std::fill_n(logits + count, padded - count, kMinusInfinity);
+  for (int64_t i = 0; i < padded; i += kRowLanes) {
+    for (int64_t lane = 0; lane < kRowLanes; ++lane) {
+      const float logit = logits[i + lane];
+      maxima[lane] = logit > maxima[lane] ? logit : maxima[lane];
+    }
+  }
+  float largest = kMinusInfinity;
+  for (const float lane : maxima) largest = lane > largest ? lane : largest;
+  if (largest == -kMinusInfinity) return {largest, std::numeric_limits<float>::quiet_NaN()};
+  if (largest == kMinusInfinity) return {largest, 0.0f};  // other blocks may have more
+  float sums[kRowLanes] = {};
+  for (int64_t i = 0; i < padded; i += kRowLanes) {
+    for (int64_t lane = 0; lane < kRowLanes; ++lane) {
+      sums[lane] = exact_add(sums[lane], exp_nonpositive(exact_add(logits[i + lane], -largest)));
+    }
+  }
+  return {largest, sum_lanes(sums)};
+}
+
+SPECDEC_ROWS_TARGET void pick_logits(const float* logits, int64_t count, int64_t first,
+                                     BestPicks* best) {
+  constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+  for (int64_t begin = 0; begin < count; begin += kRowLanes) {
+    const int64_t end = std::min(begin + kRowLanes, count);
+    Pick bar = best->bar();
+    const float lowest = bar == kNoPick ? kMinusInfinity : pick_score(bar);
+    int32_t candidates = 0;
+    for (int64_t i = begin; i < end; ++i) candidates |= logits[i] >= lowest;
+    if (candidates == 0) continue;
+    for (int64_t i = begin; i < end; ++i) {
+      if (!(logits[i] > kMinusInfinity && logits[i] >= lowest)) continue;
+      const Pick pick = make_pick(ordered_key(canonical_bits(logits[i])), first + i);
+      if (pick <= bar) continue;
+      best->insert(pick);
+      bar = best->bar();
+    }
+  }
+}
+
+constexpr DraftHeadRows kRows{.norm = norm,
+                              .rotate = rotate,
+                              .add = add,
+                              .gate = gate,
+                              .sum_logits = sum_logits,
+                              .pick_logits = pick_logits};
+
+}  // namespace
+}  // namespace specdec::cpu::SPECDEC_ROWS_ISA

@@ -1,0 +1,531 @@
+"""``draft_head``: one call drafts what the specification drafts, and a row depends on nothing but itself.
+
+In float32 tokens and parents are equal and scores close. In bfloat16 the error of the scores against the
+specification in float64 is at most twice that of the specification in bfloat16. The op has no CUDA kernel;
+the claims are about batches, calls, threads, instruction sets and layouts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from head_cases import CONFIGS, Run, elements, golden_head, random_head
+from op_cases import generator
+from test_golden import CHAINS, TREES, load
+from torch import Tensor
+
+from specdec_ext import ops
+from specdec_ext.head import DraftHead
+from specdec_ext.tree import TreeConfig
+
+DTYPES = [torch.float32, torch.bfloat16]
+STATIC = TreeConfig(
+    choices=(
+        (0,),
+        (1,),
+        (3,),
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (0, 0, 0),
+        (0, 0, 2),
+        (1, 0, 1),
+        (1, 0, 1, 0),
+    )
+)
+SHAPES = {
+    "chain": TreeConfig(4),
+    "cut-chain": TreeConfig(6, num_nodes=3),
+    "padded-chain": TreeConfig(2, num_nodes=5),
+    "static": STATIC,
+    "dynamic": TreeConfig(4, 3, 12),
+    "wide": TreeConfig(2, 63, 40),  # more children than the draft vocabulary of 61 has tokens
+}
+# Of three rows in three calls. 70 elements are more than a chunk.
+ROUNDS = [(9, [9, 4, 7]), (3, [1, 3, 0]), (70, [2, 70, 1])]
+ODD_SIZES: dict[str, dict[str, Any]] = {
+    "odd": dict(
+        hidden_size=48,
+        num_heads=3,
+        num_kv_heads=1,
+        head_dim=20,
+        intermediate_size=77,
+        vocab_size=101,
+        draft_vocab_size=101,
+        target_hidden_size=17,
+    ),
+    "ones": dict(
+        hidden_size=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=2,
+        intermediate_size=1,
+        vocab_size=1,
+        draft_vocab_size=1,
+        target_hidden_size=1,
+        num_features=1,
+        feature_layers=(1,),
+    ),
+    # Several blocks of lm_head, the last one not full.
+    "vocabulary": dict(vocab_size=2000, draft_vocab_size=1201),
+}
+
+
+@dataclasses.dataclass
+class OpRun(Run):
+    """A :class:`Run` through the op."""
+
+    def draft(
+        self, tree: TreeConfig, tokens: Tensor, features: Tensor, counts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if counts is None:
+            counts = torch.full((len(tokens),), tokens.shape[1])
+        drafted = ops.draft_head(**self.arguments(tokens, features, counts), tree=tree)
+        self.lengths, self.positions = self.lengths + counts, self.positions + counts
+        return drafted
+
+    def arguments(self, tokens: Tensor, features: Tensor, counts: Tensor) -> dict[str, Any]:
+        """All of the op's but the tree."""
+        roots = torch.zeros_like(counts)
+        if tokens.shape[1] > 0:
+            roots = tokens.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
+        return dict(
+            head=ops.PackedHead.pack(self.head, self.embedding, self.lm_head),
+            cosines=self.cosines,
+            sines=self.sines,
+            keys=self.keys,
+            values=self.values,
+            tokens=tokens,
+            features=features,
+            counts=counts,
+            lengths=self.lengths,
+            positions=self.positions,
+            roots=roots,
+        )
+
+
+def poisoned(features: Tensor, counts: list[int]) -> Tensor:
+    """NaN in the elements that do not count."""
+    padding = torch.arange(features.shape[1]) >= torch.tensor(counts)[:, None]
+    return features.masked_fill(padding[..., None], torch.nan)
+
+
+def committed(run: Run) -> list[Tensor]:
+    """Keys and values of each row that are in use."""
+    return [
+        cache[:, row, :, :length]
+        for row, length in enumerate(run.lengths.tolist())
+        for cache in (run.keys, run.values)
+    ]
+
+
+def assert_equal_drafts(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def assert_same_draft(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    assert_equal_drafts(actual[:2], expected[:2])
+    torch.testing.assert_close(actual[2], expected[2], rtol=2e-5, atol=2e-3)
+
+
+def check_against_reference(head: DraftHead, tree: TreeConfig) -> None:
+    ours, theirs = (kind.start(head, rows=3, capacity=150) for kind in (OpRun, Run))
+    for seed, (new, counts) in enumerate(ROUNDS):
+        tokens, features = elements(head, 3, new, seed)
+        drafted = ours.draft(tree, tokens, poisoned(features, counts), torch.tensor(counts))
+        assert_same_draft(drafted, theirs.draft(tree, tokens, features, torch.tensor(counts)))
+    for actual, expected in zip(committed(ours), committed(theirs), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tree", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equals_reference(name, tree):
+    check_against_reference(random_head(name), tree)
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+@pytest.mark.parametrize("sizes", ODD_SIZES)
+@pytest.mark.parametrize("name", ["eagle3.1", "qk-norm-window"])
+def test_odd_sizes(name, sizes, tree):
+    check_against_reference(random_head(name, **ODD_SIZES[sizes]), SHAPES[tree])
+
+
+def test_all_norms_of_the_features():
+    """Of all, then of each."""
+    check_against_reference(random_head("eagle3.1", norm_before_fc=True), SHAPES["chain"])
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("kind", ["window", "p-eagle"])
+def test_windows_and_many_levels(kind, layers):
+    """A window of one sees the element alone. 70 levels are more than a word of bits."""
+    if kind == "window":
+        head = random_head("eagle3", num_layers=layers, sliding_windows=(1, 3)[:layers])
+        check_against_reference(head, STATIC)
+    else:
+        options = dict(num_layers=layers, sliding_windows=(None,) * layers)
+        head = random_head("p-eagle", vocab_size=500, draft_vocab_size=500, **options)
+        ours, theirs = (kind.start(head, rows=2, capacity=200) for kind in (OpRun, Run))
+        for new in (5, 2):
+            tokens, features = elements(head, 2, new)
+            drafts = [run.draft(TreeConfig(70), tokens, features) for run in (ours, theirs)]
+            assert_same_draft(*drafts)
+
+
+def test_worked_example():
+    """EAGLE-1 that knows the last token only: its layer adds nothing, its fc keeps the embedding, and
+    token t is embedded as the unit vector t."""
+    probabilities = torch.tensor(
+        [[0.1, 0.9, 0, 0], [0, 0.3, 0.6, 0.1], [0.02, 0, 0.08, 0.9], [1.0, 0, 0, 0]]
+    )
+    head = random_head(
+        "eagle1",
+        hidden_size=4,
+        target_hidden_size=4,
+        vocab_size=4,
+        draft_vocab_size=4,
+        fc_bias=False,
+    )
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in head.tensors.items()}
+    tensors["fc.weight"] = torch.eye(4, 8)
+    run = OpRun.start(
+        DraftHead(head.config, tensors),
+        rows=1,
+        embedding=torch.eye(4),
+        lm_head=probabilities.log().nan_to_num(neginf=-200.0).T.contiguous(),
+    )
+    tree = TreeConfig(depth=3, top_k=2, num_nodes=6)
+    tokens, parents, scores = run.draft(tree, torch.tensor([[0]]), torch.zeros(1, 1, 4))
+    # 0 ┬ 1 (.9) ┬ 2 (.54) ┬ 3 (.486)
+    #   │          │         └ 2 (.0432)
+    #   │          └ 1 (.27) ┬ 2 (.162)
+    #   │                    └ 1 (.081)
+    #   └ 0 (.1) ┬ 1 (.09)
+    #            └ 0 (.01)
+    assert tokens[0].tolist() == [0, 1, 2, 1, 3, 2]
+    assert parents[0].tolist() == [-1, 0, 1, 1, 2, 3]
+    expected = torch.tensor([1, 0.9, 0.54, 0.27, 0.486, 0.162])
+    torch.testing.assert_close(scores[0].exp(), expected)
+
+
+def test_equal_scores_go_to_the_lower_token():
+    """Across the blocks of 384 in which lm_head is multiplied; one of the signs is the better one."""
+    head = random_head("eagle3", vocab_size=2000, draft_vocab_size=1500)
+    drafts = []
+    for sign in (1, -1):
+        lm_head = torch.zeros(1500, head.config.hidden_size)
+        lm_head[[1499, 700, 399, 3]] = sign * torch.ones(24)
+        lm_head[5] = -sign * torch.ones(24)
+        tied = DraftHead(head.config, {**head.tensors, "lm_head.weight": lm_head})
+        tokens, _, _ = OpRun.start(tied, 1).draft(TreeConfig(1, 6, 7), *elements(head, 1, 3))
+        drafts.append(tokens[0, 1:].tolist())
+    expected = [[3, 399, 700, 1499, 0, 1], [5, 0, 1, 2, 4, 6]]
+    tokens = head.tensors["draft_to_target"][torch.tensor(expected)]
+    assert sorted(drafts) == sorted(tokens.tolist())
+
+
+def path_scores(drafted: tuple[Tensor, ...]) -> dict[tuple[int, ...], float]:
+    """Score by path of tokens, of a batch of one."""
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(drafted[0][0].tolist(), drafted[1][0].tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return dict(zip(paths, drafted[2][0].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bfloat16_error_is_at_most_twice_the_references(name):
+    """A tree with all paths over a vocabulary of 3 is the same in every dtype, up to the order of siblings.
+    The mean error, because the largest is one path's chance."""
+    tree = TreeConfig(
+        choices=[path for n in (1, 2, 3) for path in itertools.product(range(3), repeat=n)]
+    )
+    errors: dict[str, list[float]] = {"op": [], "reference": []}
+    for seed in range(6):
+        head = random_head(
+            name, seed, torch.bfloat16, vocab_size=7, draft_vocab_size=3, own_lm_head=True
+        )
+        embedding = torch.randn(7, head.config.hidden_size, generator=generator(seed)).bfloat16()
+        exact_head = head.to("cpu", torch.float64)
+        runs = {
+            "op": OpRun.start(head, 1, embedding=embedding),
+            "reference": Run.start(head, 1, embedding=embedding),
+            "exact": Run.start(exact_head, 1, embedding=embedding.double()),
+        }
+        tokens, features = elements(head, 1, 12, seed)
+        scores = {
+            key: path_scores(run.draft(tree, tokens, features.to(run.embedding.dtype)))
+            for key, run in runs.items()
+        }
+        exact = scores.pop("exact")
+        for key, ours in scores.items():
+            assert ours.keys() == exact.keys()
+            errors[key] += [abs(ours[path] - exact[path]) for path in exact]
+    assert sum(errors["op"]) <= 2 * sum(errors["reference"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
+@pytest.mark.parametrize("name", ["eagle1-two-layers", "eagle3.1", "qk-norm-window", "p-eagle"])
+def test_a_row_does_not_depend_on_the_others(name, tree, dtype):
+    head = random_head(name, dtype=dtype)
+    together = OpRun.start(head, rows=3)
+    alone = [OpRun.start(head, rows=1) for _ in range(3)]
+    for seed, (new, counts) in enumerate(ROUNDS):
+        tokens, features = elements(head, 3, new, seed)
+        drafted = together.draft(SHAPES[tree], tokens, features, torch.tensor(counts))
+        for row, (run, count) in enumerate(zip(alone, counts, strict=True)):
+            part = slice(row, row + 1)
+            own = run.draft(SHAPES[tree], tokens[part, :count], features[part, :count])
+            if count > 0:
+                assert_equal_drafts([each[part] for each in drafted], own)
+    own_caches = [cache for run in alone for cache in committed(run)]
+    for ours, theirs in zip(committed(together), own_caches, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "name", ["eagle1", "eagle1-two-layers", "eagle3", "qk-norm-window", "p-eagle"]
+)
+def test_elements_in_several_calls(name, dtype):
+    """Also with other trees between, whose nodes leave their keys and values behind."""
+    head = random_head(name, dtype=dtype)
+    tokens, features = elements(head, 2, 100)
+    whole, parts = OpRun.start(head, rows=2), OpRun.start(head, rows=2)
+    expected = whole.draft(SHAPES["dynamic"], tokens, features)
+    ends = [0, 1, 2, 40, 41, 99, 100]
+    for i, (begin, end) in enumerate(itertools.pairwise(ends)):
+        tree = SHAPES["dynamic"] if end == 100 else SHAPES[("static", "chain", "wide")[i % 3]]
+        drafted = parts.draft(tree, tokens[:, begin:end], features[:, begin:end])
+    assert_equal_drafts(drafted, expected)
+    for ours, theirs in zip(committed(parts), committed(whole), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_threads_do_not_change_the_result(dtype):
+    sizes = dict(hidden_size=128, intermediate_size=512, vocab_size=3000, draft_vocab_size=3000)
+    head = random_head("eagle3", dtype=dtype, **sizes)
+    tokens, features = elements(head, 4, 40)
+    expected = OpRun.start(head, rows=4).draft(SHAPES["dynamic"], tokens, features)
+    torch.set_num_threads(2)
+    try:
+        for _ in range(10):
+            drafted = OpRun.start(head, rows=4).draft(SHAPES["dynamic"], tokens, features)
+            assert_equal_drafts(drafted, expected)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("name", ["eagle3.1", "qk-norm-window"])
+def test_layouts(name):
+    """Any strides; nothing else is read or written."""
+    head = random_head(name)
+    tokens, features = elements(head, 3, 6)
+    run, strided = OpRun.start(head, rows=3), OpRun.start(head, rows=3)
+    expected = run.draft(STATIC, tokens, features)
+    layers, rows, kv_heads, capacity, head_dim = run.keys.shape
+    wide = torch.full((capacity, rows, 2, layers, kv_heads, head_dim + 3), 7.0)
+    wide[..., 1:-2] = torch.nan
+    strided.keys, strided.values = wide.permute(2, 3, 1, 4, 0, 5)[..., 1:-2]
+    everywhere = torch.full((6, 2, 3, features.shape[2] + 5), torch.nan)
+    everywhere[:, 1, :, 2:-3] = features.mT.permute(2, 0, 1)
+    columns = torch.full((6, 7), -1)
+    columns[:, 2:5] = tokens.T
+    tables = torch.full((2, *run.cosines.shape[:1], run.cosines.shape[1] + 1), torch.nan)
+    tables[:, :, 1:] = torch.stack([run.cosines, run.sines])
+    strided.cosines, strided.sines = tables[:, :, 1:]
+    numbers = torch.full((3, 4), 6)
+    numbers[:, 1] = 0
+    strided.lengths, strided.positions = numbers[:, 1], numbers[:, 1]
+    drafted = strided.draft(
+        STATIC, columns[:, 2:5].T, everywhere[:, 1, :, 2:-3].transpose(0, 1), numbers[:, 2]
+    )
+    assert_equal_drafts(drafted, expected)
+    for ours, theirs in zip(committed(strided), committed(run), strict=True):
+        assert torch.equal(ours, theirs)
+    assert (wide[..., :1] == 7).all() and (wide[..., -2:] == 7).all()
+
+
+def test_only_slots_of_the_draft_are_written():
+    """The new elements', and one for each of the 5 nodes below the root that have children."""
+    head = random_head("eagle3")
+    tokens, features = elements(head, 2, 3)
+    run = OpRun.start(head, rows=2, capacity=12)
+    run.lengths = torch.tensor([2, 4])
+    run.keys[:, :, :, :4] = run.values[:, :, :, :4] = 0
+    before = run.keys.clone()
+    run.draft(STATIC, tokens, features, torch.tensor([2, 3]))
+    changed = ~((run.keys == before) | (run.keys.isnan() & before.isnan())).all(-1).all(2)[0]
+    assert changed[0].nonzero().flatten().tolist() == [2, 3, *range(4, 9)]
+    assert changed[1].nonzero().flatten().tolist() == [4, 5, 6, *range(7, 12)]
+
+
+def test_absolute_positions():
+    """Rotation is relative: a text that begins later drafts the same."""
+    head = random_head("eagle3")
+    tokens, features = elements(head, 2, 8)
+    drafts = [
+        OpRun.start(head, rows=2, first_position=first).draft(STATIC, tokens, features)
+        for first in (0, 300)
+    ]
+    assert_same_draft(*drafts)
+
+
+@pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
+@pytest.mark.parametrize("name", ["eagle1-two-layers", "eagle3", "p-eagle"])
+def test_nan_features_leave_the_root_alone(name, tree):
+    head = random_head(name)
+    tokens, features = elements(head, 3, 5)
+    expected = OpRun.start(head, rows=3).draft(SHAPES[tree], tokens, features)
+    features[1, 2] = torch.nan
+    drafted = OpRun.start(head, rows=3).draft(SHAPES[tree], tokens, features)
+    for row in (0, 2):
+        assert_equal_drafts([each[row] for each in drafted], [each[row] for each in expected])
+    assert drafted[0][1].tolist() == [tokens[1, -1], *[0] * (len(drafted[0][1]) - 1)]
+    assert drafted[1][1].tolist() == [-1, *[-2] * (len(drafted[0][1]) - 1)]
+    assert drafted[2][1].tolist() == [0.0, *[-torch.inf] * (len(drafted[0][1]) - 1)]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_weights_that_are_no_numbers(value):
+    """NaN logits are no candidates, as in the specification; infinite ones leave nothing to draft."""
+    head = random_head("eagle3")
+    best = OpRun.start(head, rows=1).draft(TreeConfig(1, 3, 4), *elements(head, 1, 4))[0][0, 1]
+    row = (head.tensors["draft_to_target"] == best).nonzero().item()
+    head.tensors["lm_head.weight"][row] = value
+    drafts = [
+        kind.start(head, rows=1).draft(SHAPES["dynamic"], *elements(head, 1, 4))
+        for kind in (OpRun, Run)
+    ]
+    assert_same_draft(*drafts)
+    assert best not in drafts[0][0][0, 1:]
+
+
+@pytest.mark.parametrize("tree", SHAPES.values(), ids=SHAPES)
+def test_all_weights_nan(tree):
+    head = random_head("eagle3")
+    for tensor in head.tensors.values():
+        if tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+    _, parents, _ = OpRun.start(head, rows=2).draft(tree, *elements(head, 2, 4))
+    assert (parents[:, 1:] == -2).all()
+
+
+def test_an_unlikely_subtree_is_absent():
+    """Candidates of probability 0 end a path; its row goes on without them."""
+    head = random_head("eagle3", vocab_size=9, draft_vocab_size=9)
+    lm_head = head.tensors["lm_head.weight"]
+    lm_head[2:] = -torch.inf  # times both signs: NaN, no candidates
+    for tree in SHAPES.values():
+        drafts = [
+            kind.start(head, rows=2).draft(tree, *elements(head, 2, 4)) for kind in (OpRun, Run)
+        ]
+        assert_same_draft(*drafts)
+
+
+@pytest.mark.parametrize(("rows", "new"), [(0, 3), (2, 0), (0, 0)])
+def test_empty(rows, new):
+    head = random_head("eagle3")
+    tokens, parents, scores = OpRun.start(head, rows).draft(STATIC, *elements(head, rows, new))
+    assert tokens.shape == parents.shape == scores.shape == (rows, 11)
+    assert (parents[:, 0] == -1).all() and (parents[:, 1:] == -2).all()
+
+
+@pytest.mark.parametrize("case", [name for name in TREES if name != "eagle1_nobias"])
+def test_trees_of_the_eagle_authors(case):
+    """Without the case whose stored embedding is not the one its drafts were made with."""
+    tensors, weights, meta, raw = load(case)
+    run = OpRun.start(
+        golden_head(weights, raw).to("cpu", torch.float32),
+        rows=1,
+        capacity=200,
+        embedding=tensors["target_embed_tokens.weight"],
+        lm_head=tensors["target_lm_head.weight"] if "eagle1" in case else None,
+    )
+    tree = TreeConfig(meta["depth"] + 1, meta["top_k"], meta["total_tokens"])
+    for number in range(meta["rounds"]):
+        features = tensors[f"round{number}.features"]
+        text = tensors[f"round{number}.input_ids"]
+        tokens, parents, _ = run.draft(tree, text[:, -features.shape[1] :], features)
+        assert torch.equal(tokens, tensors[f"round{number}.draft_tokens"])
+        ancestors = tensors[f"round{number}.tree_mask"][0, 0]
+        order = torch.arange(len(ancestors))
+        strict = ancestors & (order < order[:, None])
+        assert torch.equal(parents[0], torch.where(strict, order, -1).amax(dim=1))
+
+
+@pytest.mark.parametrize("case", CHAINS)
+def test_chains_of_speculators(case):
+    tensors, weights, meta, raw = load(case)
+    run = OpRun.start(golden_head(weights, raw).to("cpu", torch.float32), rows=1)
+    tokens, _, _ = run.draft(
+        TreeConfig(meta["depth"]), tensors["input_ids"][:, 1:], tensors["features"]
+    )
+    assert torch.equal(tokens[:, 1:], tensors["draft_tokens"])
+
+
+def isa_drafts() -> list[tuple[Tensor, ...]]:
+    """What the instruction sets are compared on."""
+    return [
+        tuple(OpRun.start(head, rows=2).draft(SHAPES["dynamic"], *elements(head, 2, 40)))
+        for dtype in DTYPES
+        for head in (
+            random_head("qk-norm-window", dtype=dtype),
+            random_head("p-eagle", dtype=dtype),
+        )
+    ]
+
+
+def test_instruction_sets(tmp_path):
+    """Other processes, because the choice is made once. The baseline of x86 has its own bits in linear, and
+    bfloat16 may round elsewhere then."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from test_ops_draft_head import isa_drafts\n"
+        "torch.save(isa_drafts(), sys.argv[1])\n"
+    )
+    processes = {}
+    for isa in ("baseline", "avx2", "avx512"):
+        environment = {
+            **os.environ,
+            "SPECDEC_CPU_ISA": isa,
+            "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path]),
+        }
+        command = [sys.executable, script, tmp_path / f"{isa}.pt"]
+        processes[isa] = subprocess.Popen(command, env=environment)
+    for isa, process in processes.items():
+        assert process.wait() == 0
+        theirs = torch.load(tmp_path / f"{isa}.pt")
+        for index, (drafted, ours) in enumerate(zip(theirs, isa_drafts(), strict=True)):
+            if isa != "baseline":
+                assert_equal_drafts(drafted, ours)
+            elif index < 2:
+                assert_same_draft(drafted, ours)
+            else:
+                torch.testing.assert_close(drafted[2][:, 1], ours[2][:, 1], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("name", ["eagle1", "p-eagle"])
+def test_opcheck(name):
+    head = random_head(name)
+    tokens, features = elements(head, 2, 4)
+    arguments = OpRun.start(head, rows=2).arguments(tokens, features, torch.tensor([4, 2]))
+    packed = arguments.pop("head")
+    tensors = [tensor.nan_to_num() for tensor in arguments.values()]
+    for links, depth, top_k, nodes in ((((0, 0), (1, 0)), 2, 1, 3), ((), 2, 2, 5)):
+        choices = torch.tensor(links, dtype=torch.long).view(-1, 2)
+        torch.library.opcheck(
+            torch.ops.specdec.draft_head,
+            (packed.weights, packed.layout, packed.scalars, *tensors, choices, depth, top_k, nodes),
+        )

@@ -1,0 +1,251 @@
+"""Drafting with a head of the EAGLE family: one call per draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec_ext.head import DraftHead, HeadConfig
+from specdec_ext.ops import _library
+from specdec_ext.tree import TreeConfig
+
+
+class HeadDraft(NamedTuple):
+    """Trees as in :class:`specdec_ext.DraftTree`, with scores.
+
+    Attributes:
+        tokens: ``[rows, nodes]`` int64; 0 where a node is absent.
+        parents: ``[rows, nodes]`` int64; -1 for node 0, -2 where a node is absent.
+        scores: ``[rows, nodes]`` float32; cumulative log-probability over the draft vocabulary, 0 for
+            node 0 and -inf where a node is absent.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    scores: Tensor
+
+
+@dataclass(frozen=True)
+class PackedHead:
+    """A draft head as the op reads it; made once per head and target.
+
+    Attributes:
+        config: of the head.
+        weights: in the order of ``csrc/ops/draft_head.cpp``; what the head has not is an empty tensor.
+        layout: sizes and flags.
+        scalars: ``[rms_norm_eps, logit_scale]``.
+    """
+
+    config: HeadConfig
+    weights: list[Tensor]
+    layout: list[int]
+    scalars: list[float]
+
+    @classmethod
+    def pack(cls, head: DraftHead, embedding: Tensor, lm_head: Tensor) -> PackedHead:
+        """Lay the head's weights out for the op.
+
+        Projections with the same input become one matrix each, a copy; the others, embedding and lm_head
+        are used where they are if they are contiguous.
+
+        Args:
+            head: its tensors in float32 or bfloat16, on the CPU.
+            embedding: ``[vocab, hidden]`` of the same dtype, the head's own or the target's.
+            lm_head: ``[draft_vocab, hidden]``, likewise.
+
+        Raises:
+            ValueError: for a shape, dtype or device that is not as above.
+        """
+        config = head.config
+        dtype = head.tensors["layers.0.mlp.down_proj.weight"].dtype
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"{head.source} has weights in {dtype}; the CPU op takes torch.float32 and "
+                "torch.bfloat16: convert it with DraftHead.to"
+            )
+        shapes = {
+            "embedding": (embedding, (config.vocab_size, config.hidden_size)),
+            "lm_head": (lm_head, (config.draft_vocab_size, config.hidden_size)),
+        }
+        for name, (tensor, shape) in shapes.items():
+            if tensor.shape != shape or tensor.dtype != dtype or not tensor.device.type == "cpu":
+                raise ValueError(
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; expected {dtype} "
+                    f"{shape} on the CPU, for {head.source}"
+                )
+        weights = [embedding, lm_head, *_head_weights(head, dtype)]
+        for index in range(config.num_layers):
+            weights += _layer_weights(head, index, dtype)
+        layout = [
+            config.kind == "eagle1",
+            config.norm_before_residual,
+            config.norm_output,
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.num_features,
+            config.feature_width,
+            -1 if config.mask_token_id is None else config.mask_token_id,
+            *(window or 0 for window in config.sliding_windows),
+        ]
+        return cls(
+            config,
+            [tensor.detach().contiguous() for tensor in weights],
+            [int(number) for number in layout],
+            [config.rms_norm_eps, config.logit_scale],
+        )
+
+
+def _joined(head: DraftHead, names: Sequence[str], dtype: torch.dtype) -> Tensor:
+    """The tensors one below the other, or an empty one if the head has none of them."""
+    tensors = [head.tensors[name] for name in names if name in head.tensors]
+    return torch.cat(tensors) if len(tensors) > 1 else (*tensors, torch.empty(0, dtype=dtype))[0]
+
+
+def _head_weights(head: DraftHead, dtype: torch.dtype) -> list[Tensor]:
+    draft_to_target = head.tensors.get("draft_to_target", torch.empty(0, dtype=torch.long))
+    groups = [
+        ["input_norm.weight"],
+        [f"fc_norm.{index}.weight" for index in range(head.config.num_features)],
+        ["fc.weight"],
+        ["fc.bias"],
+        ["layers.0.hidden_norm.weight"],
+        ["norm.weight"],
+        ["mask_hidden"],
+    ]
+    return [draft_to_target, *(_joined(head, group, dtype) for group in groups)]
+
+
+def _layer_weights(head: DraftHead, index: int, dtype: torch.dtype) -> list[Tensor]:
+    projections = [f"self_attn.{name}_proj" for name in "qkv"]
+    groups = [
+        ["input_layernorm.weight"],
+        [f"{name}.weight" for name in projections],
+        [f"{name}.bias" for name in projections],
+        ["self_attn.q_norm.weight"],
+        ["self_attn.k_norm.weight"],
+        ["self_attn.o_proj.weight"],
+        ["self_attn.o_proj.bias"],
+        ["post_attention_layernorm.weight"],
+        ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+        ["mlp.down_proj.weight"],
+    ]
+    return [_joined(head, [f"layers.{index}.{name}" for name in group], dtype) for group in groups]
+
+
+@cache
+def _choices(tree: TreeConfig) -> Tensor:
+    """``[choices, 2]``: (parent, rank) of the nodes of a chain or static tree, none of a dynamic one."""
+    return torch.tensor(tree.links, dtype=torch.long).view(-1, 2)
+
+
+@cache
+def _depth(tree: TreeConfig) -> int:
+    """Levels below the root; fewer than ``tree.depth`` in a chain that ``num_nodes`` cuts off."""
+    depths = [0]
+    for parent, _ in tree.links:
+        depths.append(depths[parent] + 1)
+    return max(depths) if tree.links else tree.depth
+
+
+def draft_head(
+    head: PackedHead,
+    cosines: Tensor,
+    sines: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tokens: Tensor,
+    features: Tensor,
+    counts: Tensor,
+    lengths: Tensor,
+    positions: Tensor,
+    roots: Tensor,
+    tree: TreeConfig,
+) -> HeadDraft:
+    """Extend a head's cache by what was committed, and draft a tree below it. CPU only.
+
+    The specification is :func:`specdec_ext.reference.draft_head.draft_head`. A row of the result depends
+    on that row alone and has the same bits alone, in any batch, with any number of threads, and whether its
+    elements come in one call or in several. Products accumulate in float32, norms, rotation, softmax and
+    logits are float32, and what goes from one product to the next is rounded to the dtype once.
+
+    Args:
+        head: as :meth:`PackedHead.pack` made it; its dtype is that of features, keys and values.
+        cosines: ``[positions, rotary / 2]`` float32 (:func:`specdec_ext.rope.rope_tables`), for all positions
+            up to that of the last level.
+        sines: likewise.
+        keys: ``[layers, rows, kv_heads, capacity, head_dim]``, the head's cache, written in place: the
+            new elements at slots ``lengths[r]`` and up. What lies behind them after the call, drafted
+            nodes, is of no use.
+        values: likewise.
+        tokens: ``[rows, new]`` int64; element i of row r is this token with ``features[r, i]``, those of
+            the position before it.
+        features: ``[rows, new, feature_width]``, contiguous in the last dimension.
+        counts: ``[rows]`` int64, elements that count; what lies behind them is not read. A row with none
+            gets its root alone.
+        lengths: ``[rows]`` int64, slots in use.
+        positions: ``[rows]`` int64, position of the first new element.
+        roots: ``[rows]`` int64, the last committed tokens.
+        tree: what to draft. ``capacity`` must have room for the new elements and, behind them, for
+            the nodes that are expanded: at most ``top_k`` for each level but the last.
+
+    Raises:
+        ValueError: naming the argument. Nothing is written then, unless ``draft_to_target`` has a token
+            outside the target's vocabulary.
+    """
+    return HeadDraft(
+        *_library.native.draft_head(
+            head.weights,
+            head.layout,
+            head.scalars,
+            cosines,
+            sines,
+            keys,
+            values,
+            tokens,
+            features,
+            counts,
+            lengths,
+            positions,
+            roots,
+            _choices(tree),
+            _depth(tree),
+            tree.top_k,
+            tree.num_nodes,
+        )
+    )
+
+
+@torch.library.register_fake("specdec::draft_head")
+def _draft_head_fake(
+    weights: list[Tensor],
+    layout: list[int],
+    scalars: list[float],
+    cosines: Tensor,
+    sines: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tokens: Tensor,
+    features: Tensor,
+    counts: Tensor,
+    lengths: Tensor,
+    positions: Tensor,
+    roots: Tensor,
+    choices: Tensor,
+    depth: int,
+    top_k: int,
+    nodes: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (features.shape[0], nodes)
+    return (
+        roots.new_empty(shape),
+        roots.new_empty(shape),
+        torch.empty(shape, dtype=torch.float32, device=features.device),
+    )
