@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from specdec_ext.checkpoints import load_draft, save_draft
     from specdec_ext.comparison import ComparedRuns, compare_runs
     from specdec_ext.drafters import Drafter, DraftModelDrafter, HeadDrafter, NgramDrafter
+    from specdec_ext.drafters.lookahead import LookaheadDrafter
     from specdec_ext.drafters.suffix import SuffixDrafter, SuffixHistory
     from specdec_ext.generation import custom_generate, generate
     from specdec_ext.output import SpeculativeOutput
@@ -27,6 +28,7 @@ __all__ = [
     "DraftTree",
     "Drafter",
     "HeadDrafter",
+    "LookaheadDrafter",
     "NgramDrafter",
     "SpeculationStats",
     "SpeculativeOutput",
@@ -44,6 +46,7 @@ _MODULES = {
     "checkpoints": ("load_draft", "save_draft"),
     "comparison": ("ComparedRuns", "compare_runs"),
     "drafters": ("Drafter", "DraftModelDrafter", "HeadDrafter", "NgramDrafter"),
+    "drafters.lookahead": ("LookaheadDrafter",),
     "drafters.suffix": ("SuffixDrafter", "SuffixHistory"),
     "generation": ("custom_generate", "generate"),
     "output": ("SpeculativeOutput",),

@@ -7,7 +7,7 @@ fewer leaves the rest inactive.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -85,6 +85,43 @@ class TreeConfig:
         return self.top_k + (self.depth - 1) * self.top_k**2
 
 
+class TreeBuilder:
+    """The tree of one row as it grows: equal paths share their nodes.
+
+    Args:
+        root: its token.
+        max_nodes: the root included; what goes beyond is left out.
+
+    Attributes:
+        tokens, parents: of every node, the root first.
+    """
+
+    def __init__(self, root: int, max_nodes: int | None = None):
+        self.tokens, self.parents = [root], [ROOT_PARENT]
+        self._max_nodes = max_nodes
+        self._children: dict[tuple[int, int], int] = {}
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of ``node`` with this token, made if need be; None if there is no room for it."""
+        key = (node, int(token))
+        if key not in self._children:
+            if len(self.tokens) == self._max_nodes:
+                return None
+            self._children[key] = len(self.tokens)
+            self.tokens.append(key[1])
+            self.parents.append(node)
+        return self._children[key]
+
+    def add(self, path: Iterable[int], node: int = 0) -> int:
+        """Make room for ``path`` below ``node``; the last node of it that there is."""
+        for token in path:
+            below = self.child(node, token)
+            if below is None:
+                break
+            node = below
+        return node
+
+
 @dataclass(frozen=True)
 class DraftTree:
     """A batch of token trees.
@@ -139,30 +176,27 @@ class DraftTree:
             paths: for every row a list of token sequences, best first; shared prefixes become shared nodes.
             max_nodes: the root included; continuations beyond it are cut.
         """
-        rows_tokens, rows_parents = [], []
+        builders = []
         for root, row_paths in zip(roots.tolist(), paths, strict=True):
-            tokens, parents = [root], [ROOT_PARENT]
-            children: dict[tuple[int, int], int] = {}
+            builders.append(TreeBuilder(root, max_nodes))
             for path in row_paths:
-                node = 0
-                for token in path:
-                    key = (node, int(token))
-                    if key not in children:
-                        if max_nodes is not None and len(tokens) >= max_nodes:
-                            break
-                        children[key] = len(tokens)
-                        tokens.append(int(token))
-                        parents.append(node)
-                    node = children[key]
-            rows_tokens.append(tokens)
-            rows_parents.append(parents)
-        width = max(map(len, rows_tokens), default=1)
-        for tokens, parents in zip(rows_tokens, rows_parents, strict=True):
-            tokens.extend([0] * (width - len(tokens)))
-            parents.extend([INACTIVE] * (width - len(parents)))
+                builders[-1].add(path)
+        return cls.from_builders(builders, roots.device)
+
+    @classmethod
+    def from_builders(
+        cls, builders: Sequence[TreeBuilder], device: torch.device | None = None
+    ) -> DraftTree:
+        """The trees that these hold, a row each."""
+        width = max((len(builder.tokens) for builder in builders), default=1)
+        tokens, parents = [], []
+        for builder in builders:
+            unused = width - len(builder.tokens)
+            tokens.append([*builder.tokens, *[0] * unused])
+            parents.append([*builder.parents, *[INACTIVE] * unused])
         return cls(
-            torch.tensor(rows_tokens, dtype=torch.long, device=roots.device).view(-1, width),
-            torch.tensor(rows_parents, dtype=torch.long, device=roots.device).view(-1, width),
+            torch.tensor(tokens, dtype=torch.long, device=device).view(-1, width),
+            torch.tensor(parents, dtype=torch.long, device=device).view(-1, width),
         )
 
     @property

@@ -39,7 +39,8 @@ DrafterOption = Annotated[
     str,
     typer.Option(
         "--drafter",
-        help="none, ngram, suffix, draft (the bundled draft model), or folder or hub id of a draft model.",
+        help="none, ngram, suffix, lookahead, draft (the bundled draft model), or folder or hub id of a "
+        "draft model.",
     ),
 ]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Type of weights and activations.")]

@@ -22,6 +22,7 @@ _BY_NAME = {
     "auto": ("ngram", "NgramDrafter"),
     "ngram": ("ngram", "NgramDrafter"),
     "suffix": ("suffix", "SuffixDrafter"),
+    "lookahead": ("lookahead", "LookaheadDrafter"),
 }
 
 
