@@ -77,7 +77,7 @@ def context_of(texts: list[list[int]], max_length: int = 100) -> Context:
     width = max(map(len, texts)) - 1
     ids = torch.tensor([[0] * (width - len(text) + 1) + text[:-1] for text in texts])
     mask = torch.tensor([[0] * (width - len(text) + 1) + [1] * (len(text) - 1) for text in texts])
-    context = Context(ids, mask, 0, max_length, draw=None)
+    context = Context(ids, mask, 0, max_length, draw=None, sample=None)
     context.generated = [text[-1:] for text in texts]
     return context
 
