@@ -93,9 +93,9 @@ def generate(
     Args:
         model: a decoder-only Hugging Face causal language model.
         inputs: ``[batch, length]`` prompt ids (or ``input_ids=``), left or right padded.
-        drafter: ``"auto"``, ``"ngram"``, ``"suffix"``, ``"lookahead"``, a Hugging Face model of the same
-            tokenizer (classic draft model), a :class:`Drafter`, or None for plain decoding through the same
-            loop.
+        drafter: ``"auto"``, ``"ngram"``, ``"suffix"``, ``"lookahead"``, folder or hub id of a draft head, a
+            Hugging Face model of the same tokenizer (classic draft model), a :class:`Drafter`, or None for
+            plain decoding through the same loop.
         verification: how drafts are accepted when sampling. ``"match"`` is exact for all drafters, and one
             seed gives one text. ``"rejection"``, ``"block"`` (chains) and ``"recursive"`` (trees) need a
             drafter that samples, ``DraftModelDrafter(model, sampled=True)``; they keep the law of the

@@ -1,7 +1,7 @@
 """Draft heads in the formats in which they are published, read into and written from ``DraftHead``."""
 
 from specdec_ext.checkpoints.calibrate import Calibration, Trial, calibrate
-from specdec_ext.checkpoints.load import load_draft
+from specdec_ext.checkpoints.load import is_draft, load_draft
 from specdec_ext.checkpoints.pair import check_pair, tokenizer_fingerprint
 from specdec_ext.checkpoints.save import save_draft
 
@@ -10,6 +10,7 @@ __all__ = [
     "Trial",
     "calibrate",
     "check_pair",
+    "is_draft",
     "load_draft",
     "save_draft",
     "tokenizer_fingerprint",

@@ -8,6 +8,7 @@ header claims absurd sizes is refused before memory is asked for.
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -211,7 +212,8 @@ def _read_safetensor(path: Path, name: str) -> Tensor:
 
 def _pickled(path: Path) -> dict[str, StoredTensor]:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        # Files of before 2020 are no zip archives and can't be mapped.
+        content = torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except UnpicklingError as error:
         raise ValueError(
             f"{path} is refused: it is no torch file, or holds objects other than tensors, and reading such "

@@ -10,7 +10,7 @@ import torch
 
 from specdec_ext.checkpoints.eagle import head_config
 from specdec_ext.checkpoints.files import Checkpoint, open_checkpoint
-from specdec_ext.checkpoints.names import canonical_names, eagle_kind
+from specdec_ext.checkpoints.names import canonical_names, eagle_kind, is_head
 from specdec_ext.checkpoints.tensors import head_tensors
 from specdec_ext.head import DraftHead, HeadConfig, HeadRecord
 
@@ -59,6 +59,17 @@ def load_draft(
             f"{', '.join(unknown)} can't be overridden; only {', '.join(OVERRIDES)} can"
         )
     return _eagle(open_checkpoint(path, revision, token), dtype, overrides)
+
+
+def is_draft(path: str | Path) -> bool:
+    """Whether a checkpoint is a draft head (a whole model is none); hub ids are fetched.
+
+    Raises:
+        OSError: if there is no such checkpoint.
+        ValueError: if its files can't be read.
+    """
+    checkpoint = open_checkpoint(path)
+    return is_head(canonical_names(checkpoint.tensors, checkpoint.source))
 
 
 def _eagle(

@@ -24,11 +24,13 @@ _OTHER_KINDS = (
         r"\.(qweight|qzeros|weight_packed|weight_scale\w*|weight_scale_inv|scales|absmax|g_idx)$",
         "a quantised checkpoint",
     ),
-    (r"(kv_a_proj_with_mqa|kv_b_proj|q_a_proj)\.", "a head with latent attention (MLA)"),
+    (r"(kv_a_proj_with_mqa|kv_b_proj|q_a_proj)\.", "a model with latent attention (MLA)"),
     (r"(^|\.)(enorm|hnorm|eh_proj|pre_fc_norm_embedding|pre_fc_norm_hidden)\.", "an MTP head"),
     (r"^hidden_norm\.|^context_norm\.", "a DFlash head"),
-    (r"\.experts?\.", "a head with a mixture of experts"),
+    (r"\.experts?\.", "a model with a mixture of experts"),
 )
+# At least one of them is in every head of the EAGLE family.
+_MARKS = {"fc.weight", "layers.0.hidden_norm.weight", "d2t", "mask_hidden"}
 SUPPORTED = "EAGLE-1, EAGLE-2, EAGLE-3, EAGLE 3.1, P-EAGLE and Medusa"
 
 
@@ -64,11 +66,9 @@ def eagle_kind(names: Iterable[str], source: str) -> Literal["eagle1", "eagle3"]
             raise ValueError(
                 f"{source} is {kind} (it has {example}), which is not supported; supported are {SUPPORTED}"
             )
-    if {"layers.0.hidden_norm.weight", "d2t", "mask_hidden"} & names:
-        return "eagle3"
-    if "fc.weight" in names:
-        return "eagle3" if "norm.weight" in names else "eagle1"
-    if is_language_model(names):
+    if is_head(names):
+        return "eagle3" if {*_MARKS - {"fc.weight"}, "norm.weight"} & names else "eagle1"
+    if {"embed_tokens.weight", "transformer.wte.weight"} & names:
         raise ValueError(
             f"{source} is a language model, or a head that has lost its fc.weight and hidden_norm; a "
             "language model is a drafter when it is loaded with transformers and passed as a model"
@@ -79,8 +79,6 @@ def eagle_kind(names: Iterable[str], source: str) -> Literal["eagle1", "eagle3"]
     )
 
 
-def is_language_model(names: Iterable[str]) -> bool:
-    """Whether tensors with our names are those of a whole model."""
-    names = set(names)
-    embeds = bool({"embed_tokens.weight", "transformer.wte.weight"} & names)
-    return embeds and "fc.weight" not in names and "layers.0.hidden_norm.weight" not in names
+def is_head(names: Iterable[str]) -> bool:
+    """Whether tensors with our names are those of a draft head, be it one that is not supported."""
+    return bool(_MARKS & set(names))

@@ -40,7 +40,7 @@ DrafterOption = Annotated[
     typer.Option(
         "--drafter",
         help="none, ngram, suffix, lookahead, draft (the bundled draft model), or folder or hub id of a "
-        "draft model.",
+        "draft head or a draft model.",
     ),
 ]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Type of weights and activations.")]
@@ -77,6 +77,8 @@ def load_target(
 def load_drafter(name: str, dtype: Dtype, device: str) -> Any:
     """What ``generate(drafter=...)`` takes, for a name on the command line."""
     from specdec_ext import assets
+    from specdec_ext.checkpoints import is_draft
+    from specdec_ext.drafters import resolve_drafter
 
     with user_errors():
         if name == "none":
@@ -84,9 +86,9 @@ def load_drafter(name: str, dtype: Dtype, device: str) -> Any:
         if name == "draft":
             draft: Model = assets.load_draft(_torch_dtype(dtype))
             return draft.to(device)
-        if "/" in name or Path(name).is_dir():
+        if ("/" in name or Path(name).exists()) and not is_draft(name):
             return _load_model(name, dtype, device)
-        return name  # a name that generate knows, or refuses with a list of those it knows
+        return resolve_drafter(name)
 
 
 def _load_model(name: str, dtype: Dtype, device: str) -> Model:

@@ -6,6 +6,7 @@ A drafter that only some calls use is imported when it is named.
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -14,6 +15,7 @@ from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.draft_model import DraftModelDrafter
 from specdec_ext.drafters.head import HeadDrafter
 from specdec_ext.drafters.ngram import NgramDrafter
+from specdec_ext.head import DraftHead
 
 __all__ = ["DraftModelDrafter", "Drafter", "HeadDrafter", "NgramDrafter", "resolve_drafter"]
 
@@ -29,24 +31,43 @@ _BY_NAME = {
 def resolve_drafter(drafter: Any) -> Drafter | None:
     """What ``generate(drafter=...)`` accepts -> a ``Drafter``, or None for plain decoding.
 
+    A draft head is named by its folder or hub id, or is a ``DraftHead`` already.
+
     Raises:
-        ValueError: for an unknown name.
-        TypeError: for an object that is neither a drafter nor a model.
+        ValueError: for an unknown name, or a checkpoint that can't be used.
+        OSError: for a path or hub id with nothing behind it.
+        TypeError: for an object that is neither a drafter, a head nor a model.
     """
     if drafter is None or isinstance(drafter, Drafter):
         return drafter
-    if isinstance(drafter, str):
-        if drafter not in _BY_NAME:
-            raise ValueError(
-                f"drafter={drafter!r} is not known; expected one of {sorted(_BY_NAME)}, None, a Hugging Face "
-                "model or a specdec_ext.Drafter"
-            )
-        module, name = _BY_NAME[drafter]
-        named: Drafter = getattr(import_module(f"{__name__}.{module}"), name)()
-        return named
+    if isinstance(drafter, (str, Path)):
+        return _named(str(drafter))
+    if isinstance(drafter, DraftHead):
+        return _of_head(drafter)
     if isinstance(drafter, PreTrainedModel):
         return DraftModelDrafter(drafter)
     raise TypeError(
-        f"drafter is a {type(drafter).__name__}; expected a name ({sorted(_BY_NAME)}), None, a Hugging Face "
-        "model or a specdec_ext.Drafter"
+        f"drafter is a {type(drafter).__name__}; expected a name ({sorted(_BY_NAME)}), a folder or hub id "
+        "of a draft head, None, a Hugging Face model or a specdec_ext.Drafter"
     )
+
+
+def _named(name: str) -> Drafter:
+    if name in _BY_NAME:
+        module, class_name = _BY_NAME[name]
+        drafter: Drafter = getattr(import_module(f"{__name__}.{module}"), class_name)()
+        return drafter
+    if "/" not in name and not Path(name).exists():
+        raise ValueError(
+            f"drafter={name!r} is not known; expected one of {sorted(_BY_NAME)}, a folder or hub id "
+            "of a draft head, None, a Hugging Face model or a specdec_ext.Drafter"
+        )
+    from specdec_ext.checkpoints import load_draft
+
+    return _of_head(load_draft(name))
+
+
+def _of_head(head: DraftHead) -> Drafter:
+    from specdec_ext.drafters.head import HeadDrafter
+
+    return HeadDrafter(head)
