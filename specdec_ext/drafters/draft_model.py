@@ -1,4 +1,4 @@
-"""Classic draft model (Leviathan et al. 2023; Chen et al. 2023): a smaller model of the same vocabulary.
+"""Classic draft model (Leviathan et al. 2023; Chen et al. 2023): a smaller model.
 
 By default its draws use the target's processing and the target's own noise (``Context.draw``), so in
 sampling, too, it proposes the token that the target would emit wherever the two distributions agree; the
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
+from specdec_ext.drafters.vocabulary import Vocabulary, match_vocabularies
 from specdec_ext.sampler import Accepted
 from specdec_ext.target import Target, TargetOutput
 from specdec_ext.tree import DraftTree
@@ -32,12 +34,16 @@ class DraftModelDrafter(Drafter):
     warning says so.
 
     Args:
-        model: the draft model; same tokenizer as the target.
+        model: the draft model.
         num_draft_tokens: length of the chain.
         sampled: draw independently of the target's noise and say from which probabilities, for
             ``generate(verification="rejection")`` or ``"block"``.
         min_confidence: a row's draft ends with the first token to which the draft model gives less than this
             probability (softmax of its logits before any processing); 0 never ends it.
+        tokenizer: of the draft model.
+        target_tokenizer: of the target. Where the two differ, only tokens that both have are drafted, and
+            the draft model reads the text of others with its own tokenizer. Without tokenizers the ids are
+            taken to mean the same to both models.
     """
 
     def __init__(
@@ -47,25 +53,34 @@ class DraftModelDrafter(Drafter):
         *,
         sampled: bool = False,
         min_confidence: float = 0.0,
+        tokenizer: Any = None,
+        target_tokenizer: Any = None,
     ):
         if num_draft_tokens < 1:
             raise ValueError(f"num_draft_tokens must be at least 1, got {num_draft_tokens}")
         if not 0 <= min_confidence <= 1:
             raise ValueError(f"min_confidence is a probability, 0 (off) to 1, got {min_confidence}")
+        if (tokenizer is None) != (target_tokenizer is None):
+            raise ValueError(
+                "tokenizer and target_tokenizer are needed together, to compare the two vocabularies; pass "
+                "both, or neither if draft model and target have the same tokenizer"
+            )
         self.model = model
         self.num_draft_tokens = num_draft_tokens
+        self._tokenizers = (target_tokenizer, tokenizer)
+        self._vocabularies: dict[tuple[int, ...], Vocabulary] = {}  # made once per pair of sizes
         self.sampled, self.min_confidence = sampled, min_confidence
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
-        vocabularies = [
-            each.config.get_text_config(decoder=True).vocab_size for each in (model, self.model)
-        ]
         if model.device != self.model.device:
             raise ValueError(
                 f"the draft model is on {self.model.device}, the target on {model.device}; move one of them"
             )
-        self._target_size, self._draft_size = vocabularies
-        self._target = Target(self.model, None, context.max_length + self.num_draft_tokens)
+        self._vocabulary = self._match_vocabularies(model)
+        texts = [self._vocabulary.read(context.prompt(row)) for row in context.rows]
+        width = max(map(len, texts))
+        growth = (context.max_length - context.prompt_columns) * self._vocabulary.expansion
+        self._target = Target(self.model, None, width + growth + self.num_draft_tokens)
         if self._target.tree_refusal is not None:
             raise ValueError(
                 f"{type(self.model).__name__} can't be a draft model: {self._target.tree_refusal}"
@@ -74,22 +89,42 @@ class DraftModelDrafter(Drafter):
         self._warned = False
         self._rows = list(context.rows)
         self._layout = list(context.rows)
-        self._in_room = self._room(context) > 0
-        if self._in_room:
-            self._target.prefill(self._legal(context.input_ids), context.attention_mask)
-        # Tokens of each row that the draft cache holds, counted from the first generated one.
+        # Of each row: tokens in the draft cache, and generated tokens of the target that they stand for.
+        self._lengths = dict(zip(context.rows, map(len, texts), strict=True))
         self._cached = {row: 0 for row in context.rows}
         self._drafts: list[list[int]] = []  # of the step under way, per active row
+        self._in_room = self._room(self._pending(context)) > 0
+        if self._in_room:
+            ids = [[0] * (width - len(text)) + text for text in texts]
+            mask = [[0] * (width - len(text)) + [1] * len(text) for text in texts]
+            device = self.model.device
+            self._target.prefill(
+                torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+            )
 
-    def _legal(self, tokens: Tensor) -> Tensor:
-        """A token the draft model has no embedding for can't be read; the draft is a guess anyway."""
-        return tokens.clamp(max=self._draft_size - 1)
+    def _match_vocabularies(self, target: PreTrainedModel) -> Vocabulary:
+        target_size, draft_size = sizes = tuple(
+            model.config.get_text_config(decoder=True).vocab_size for model in (target, self.model)
+        )
+        if sizes not in self._vocabularies:
+            self._vocabularies[sizes] = match_vocabularies(
+                target_size, draft_size, *self._tokenizers, self.model.device
+            )
+        return self._vocabularies[sizes]
 
-    def _room(self, context: Context) -> int:
+    def _pending(self, context: Context) -> list[list[int]]:
+        """What each active row's draft cache does not hold yet."""
+        new = [context.generated[row][self._cached[row] :] for row in context.rows]
+        return [self._vocabulary.read(tokens) for tokens in new]
+
+    def _room(self, pending: list[list[int]]) -> int:
         """How many tokens can be drafted before the longest row runs out of the model's positions."""
         if self._max_positions is None:
             return self.num_draft_tokens
-        room = self._max_positions - 1 - max(context.root_positions)
+        lengths = [
+            self._lengths[row] + len(new) for row, new in zip(self._rows, pending, strict=True)
+        ]
+        room = self._max_positions - max(lengths)
         if room < 1 and not self._warned:
             self._warned = True
             warnings.warn(
@@ -101,13 +136,18 @@ class DraftModelDrafter(Drafter):
         return room
 
     def propose(self, context: Context) -> DraftTree:
-        room = self._room(context)
-        # The longest row only grows and rows share a forward pass: once out of room, out for good.
-        self._in_room = self._in_room and room > 0
         if not self._in_room:
             return DraftTree.root(context.roots)
         self._follow_rows(context.rows)
-        logits = self._catch_up(context)
+        pending = self._pending(context)
+        room = self._room(pending)
+        # The longest row only grows and rows share a forward pass: once out of room, out for good.
+        self._in_room = room > 0
+        if not self._in_room:
+            return DraftTree.root(context.roots)
+        logits = self._catch_up(pending)
+        for row in context.rows:
+            self._cached[row] = len(context.generated[row])
         # All rows draft in step: one that has no room left must not ask for positions beyond its last.
         length = min(self.num_draft_tokens, min(context.remaining) - 1, room)
         chain: list[Tensor] = []
@@ -116,8 +156,10 @@ class DraftModelDrafter(Drafter):
         counts = torch.zeros_like(going, dtype=torch.long)
         for depth in range(length):
             if depth:
-                logits = self._advance(chain[-1][:, None].tolist())
-            scores = self._for_target(logits)
+                # One token each: only a row without a choice (NaN) can have drafted one to be spelt out.
+                read = [self._vocabulary.read([token])[-1:] for token in chain[-1].tolist()]
+                logits = self._advance(read)
+            scores = self._vocabulary.for_target(logits)
             tokens, law = self._draw(context, scores, depth)
             going = going & (tokens >= 0)
             counts += going
@@ -135,12 +177,6 @@ class DraftModelDrafter(Drafter):
         draft_probs = torch.stack(laws, dim=1) if laws else None
         return DraftTree.chain(context.roots, drafts, counts, draft_probs)
 
-    def _for_target(self, logits: Tensor) -> Tensor:
-        """``[rows, target's vocabulary]``; embeddings are often padded to different sizes."""
-        missing = max(0, self._target_size - self._draft_size)
-        logits = logits[:, : self._target_size]
-        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-
     def _draw(self, context: Context, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         """The drafts below nodes at ``depth`` and, of sampled ones, their law."""
         if self.sampled:
@@ -148,14 +184,11 @@ class DraftModelDrafter(Drafter):
         positions = [position + depth + 1 for position in context.root_positions]
         return context.draw(logits, positions, context.rows), None
 
-    def _catch_up(self, context: Context) -> Tensor:
+    def _catch_up(self, pending: list[list[int]]) -> Tensor:
         """Read the tokens committed since the last call; logits after the last of them.
 
         That is a handful per row, or many after steps in which nobody asked for a draft.
         """
-        pending = [context.generated[row][self._cached[row] :] for row in context.rows]
-        for row, new in zip(context.rows, pending, strict=True):
-            self._cached[row] += len(new)
         after: list[Tensor | None] = [None] * len(pending)
         for begin in range(0, max(map(len, pending)), BLOCK_TOKENS):
             block = [new[begin : begin + BLOCK_TOKENS] for new in pending]
@@ -169,12 +202,13 @@ class DraftModelDrafter(Drafter):
         device = self.model.device
         padded = torch.tensor([new + [0] * (width - len(new)) for new in tokens], device=device)
         counts = torch.tensor([len(new) for new in tokens], device=device)
-        padded = self._legal(padded)
         # A row that reads nothing runs one token, too, which is not committed.
         tree = DraftTree.chain(padded[:, 0], padded[:, 1:], (counts - 1).clamp(min=0))
         logits = self._target.forward(tree).logits
         path = torch.arange(width, device=device).expand(len(tokens), -1)
         self._target.commit(torch.where(path < counts[:, None], path, -1), counts - 1)
+        for row, new in zip(self._rows, tokens, strict=True):
+            self._lengths[row] += len(new)
         return logits[torch.arange(len(tokens), device=device), (counts - 1).clamp(min=0)]
 
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
@@ -195,6 +229,7 @@ class DraftModelDrafter(Drafter):
         self._target.rewind(written - torch.tensor(kept, device=self.model.device))
         for row, count in zip(context.rows, kept, strict=True):
             self._cached[row] += count
+            self._lengths[row] -= written - count
 
     def _follow_rows(self, rows: list[int]) -> None:
         """Rows that ended leave the draft cache, too."""

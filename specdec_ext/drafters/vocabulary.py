@@ -1,0 +1,195 @@
+"""Token ids of a target <-> token ids of a draft model that may have another tokenizer.
+
+With different vocabularies only tokens that both have are drafted (token-level intersection; Timor et al.
+2025, "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous
+Vocabularies"). That leaves the law as it is: a token that is never drafted has draft probability 0.
+
+What is the same token: special tokens of the same role (end of sequence, unknown, ...) or with the same
+string, other tokens that stand for the same bytes. Byte-level and metaspace vocabularies spell these
+differently: ``Ġthe`` and ``▁the`` are both " the".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# A token without counterpart is read as at most this many of the draft model's; of more, the last ones.
+MAX_EXPANSION = 8
+ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
+
+
+class Vocabulary:
+    """The same ids on both sides. Embeddings are often padded to different sizes.
+
+    Args:
+        target_size: of the target's logits.
+        draft_size: of the draft model's.
+
+    Attributes:
+        expansion: how many of the draft model's tokens one of the target's is read as, at most.
+    """
+
+    expansion = 1
+
+    def __init__(self, target_size: int, draft_size: int):
+        self.target_size, self.draft_size = target_size, draft_size
+
+    def read(self, tokens: Sequence[int]) -> list[int]:
+        """What the draft model reads for these tokens of the target; never nothing for something.
+
+        A token that it has no embedding for is read as its last one: a draft is a guess anyway.
+        """
+        return [min(token, self.draft_size - 1) for token in tokens]
+
+    def for_target(self, logits: Tensor) -> Tensor:
+        """``[n, draft_size]`` logits -> ``[n, target_size]``, -inf where the draft model has no token."""
+        missing = self.target_size - self.draft_size
+        if missing > 0:
+            return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        return logits[:, : self.target_size]
+
+
+class SharedVocabulary(Vocabulary):
+    """Different ids: tokens that both tokenizers have are translated, the text of others is read anew.
+
+    Args:
+        target_size: of the target's logits.
+        draft_size: of the draft model's.
+        target_tokenizer: a transformers tokenizer.
+        draft_tokenizer: a transformers tokenizer.
+        device: of the logits.
+
+    Raises:
+        ValueError: the two share no token.
+    """
+
+    expansion = MAX_EXPANSION
+
+    def __init__(
+        self,
+        target_size: int,
+        draft_size: int,
+        target_tokenizer: Any,
+        draft_tokenizer: Any,
+        device: torch.device,
+    ):
+        super().__init__(target_size, draft_size)
+        self._target_tokenizer, self._draft_tokenizer = target_tokenizer, draft_tokenizer
+        drafts = token_keys(draft_tokenizer, draft_size)
+        self._to_draft = {
+            token: drafts[key]
+            for key, token in token_keys(target_tokenizer, target_size).items()
+            if key in drafts
+        }
+        if not self._to_draft:
+            raise ValueError(
+                "the tokenizers of the draft model and of the target share no token; use another draft "
+                "model, or drafter='ngram'"
+            )
+        self._target_ids = torch.tensor(list(self._to_draft), device=device)
+        self._draft_ids = torch.tensor(list(self._to_draft.values()), device=device)
+        wanted = (draft_tokenizer.unk_token_id, draft_tokenizer.eos_token_id, 0)
+        self._filler = next(token for token in wanted if token is not None)
+
+    @property
+    def num_shared(self) -> int:
+        """How many tokens can be drafted."""
+        return len(self._to_draft)
+
+    def read(self, tokens: Sequence[int]) -> list[int]:
+        """Translated where possible; runs of tokens without counterpart are decoded and encoded."""
+        ids: list[int] = []
+        for known, group in groupby(tokens, key=self._to_draft.__contains__):
+            run = list(group)
+            ids.extend([self._to_draft[token] for token in run] if known else self._read_anew(run))
+        return ids
+
+    def _read_anew(self, run: list[int]) -> list[int]:
+        text = self._target_tokenizer.decode(run, skip_special_tokens=True)
+        ids = self._draft_tokenizer.encode(text, add_special_tokens=False)
+        ids = [token for token in ids if token < self.draft_size]
+        return ids[-MAX_EXPANSION * len(run) :] or [self._filler]
+
+    def for_target(self, logits: Tensor) -> Tensor:
+        translated = logits.new_full((len(logits), self.target_size), -torch.inf)
+        translated[:, self._target_ids] = logits[:, self._draft_ids]
+        return translated
+
+
+def match_vocabularies(
+    target_size: int,
+    draft_size: int,
+    target_tokenizer: Any,
+    draft_tokenizer: Any,
+    device: torch.device,
+) -> Vocabulary:
+    """:class:`Vocabulary` if the ids mean the same on both sides, else :class:`SharedVocabulary`.
+
+    Without tokenizers (None) they are taken to mean the same.
+    """
+    if target_tokenizer is None:
+        return Vocabulary(target_size, draft_size)
+    both = min(target_size, draft_size)
+    target, draft = (
+        {token: text for text, token in tokenizer.get_vocab().items() if token < both}
+        for tokenizer in (target_tokenizer, draft_tokenizer)
+    )
+    if target == draft:
+        return Vocabulary(target_size, draft_size)
+    return SharedVocabulary(target_size, draft_size, target_tokenizer, draft_tokenizer, device)
+
+
+def token_keys(tokenizer: Any, size: int) -> dict[Hashable, int]:
+    """What each token below ``size`` stands for: equal keys of two tokenizers are the same token."""
+    keys: dict[Hashable, int] = {}
+    used = set()
+    for role in ROLES:
+        token = getattr(tokenizer, f"{role}_token_id")
+        if token is not None and token < size and token not in used:
+            keys["role", role] = token
+            used.add(token)
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    special = set(tokenizer.all_special_ids)
+    spelling = _spelling(vocabulary)
+    for text, token in sorted(vocabulary.items(), key=lambda entry: entry[1]):
+        if token < size and token not in used:
+            key = ("special", text) if token in special else ("text", spelling(text))
+            keys.setdefault(key, token)
+    return keys
+
+
+def _spelling(vocabulary: Iterable[str]) -> Any:
+    """``token string -> bytes`` as this vocabulary spells them."""
+    starts = [text[:1] for text in vocabulary]
+    byte_level, metaspace = starts.count("Ġ"), starts.count("▁")
+    if byte_level > metaspace:
+        return _byte_level
+    return _metaspace if metaspace else str.encode
+
+
+def _byte_level(text: str) -> bytes:
+    if all(character in _BYTE_ALPHABET for character in text):
+        return bytes(_BYTE_ALPHABET[character] for character in text)
+    return text.encode()  # added tokens are spelled plainly
+
+
+def _metaspace(text: str) -> bytes:
+    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+        return bytes([int(text[3:5], 16)])
+    return text.replace("▁", " ").encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's: printable Latin-1 stands for itself, the other bytes are U+0100 and up, in order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    shifted = {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | shifted
+
+
+_BYTE_ALPHABET = _byte_alphabet()
