@@ -59,25 +59,25 @@ def test_spellings_of_the_same_bytes():
 def test_special_tokens_are_matched_by_role_and_then_by_string():
     first = token_keys(
         tokenizer(
-            ["<s>", "</s>", "<tool>", "a"],
+            ["<s>", "</s>", "<tool>", "a", "<think>"],
             bos_token="<s>",
             eos_token="</s>",
             pad_token="</s>",
-            additional_special_tokens=["<tool>"],
+            additional_special_tokens=["<tool>", "<think>"],
         ),
-        4,
+        5,
     )
     second = token_keys(
         tokenizer(
-            ["a", "<tool>", "<end>", "<begin>", "<s>"],
+            ["a", "<tool>", "<end>", "<begin>", "<s>", "<think>"],
             bos_token="<begin>",
             eos_token="<end>",
             additional_special_tokens=["<tool>"],
         ),
-        5,
+        6,
     )
     matched = {first[key]: second[key] for key in first.keys() & second.keys()}
-    assert matched == {0: 3, 1: 2, 2: 1, 3: 0}  # the text "<s>" of the second is no beginning
+    assert matched == {0: 3, 1: 2, 2: 1, 3: 0}  # "<s>" and "<think>" of the second are text
 
 
 def test_ids_beyond_the_embeddings_are_left_out():
