@@ -1,8 +1,14 @@
 """Counters and derived metrics against hand-counted examples (definitions: ``specdec_ext/stats.py``)."""
 
-import pytest
+import warnings
 
-from specdec_ext import SpeculationStats
+import pytest
+from tiny import ScriptedDrafter, adversary_chain, generated, prompts, tiny_model, wrong
+
+import specdec_ext
+from specdec_ext import DraftModelDrafter, SpeculationStats
+from specdec_ext.drafters import HeadDrafter
+from specdec_ext.stats import ALARM_WINDOW, DraftAlarm
 
 
 def counted(*steps):
@@ -48,3 +54,66 @@ def test_a_draft_cut_by_the_end_of_the_text_has_no_bonus():
     # both drafted tokens accepted, the second one is the end of the text: two emitted, two from the draft
     stats = counted((2, 2, 2, 2))
     assert (stats.accepted_tokens, stats.emitted_tokens, stats.emitted_per_step) == (2, 2, 2)
+
+
+# --- the alarm
+
+
+def warned(accepted_firsts, advice="Check it."):
+    """Messages after these drafts of three tokens, all of them accepted or none."""
+    stats = SpeculationStats(drafter="ModelBased")
+    alarm = DraftAlarm(stats, advice)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for accepted in accepted_firsts:
+            stats.count_step(3, 3, 3 * accepted, 3 * accepted + 1)
+            alarm.check()
+    return [str(warning.message) for warning in caught]
+
+
+def test_the_alarm_rings_once():
+    (message,) = warned([0] * 5 * ALARM_WINDOW)
+    assert message.startswith("ModelBased: of the last 100 drafts 0 had their first token accepted")
+    assert message.endswith("Check it.")
+    assert len(warned([1] + [0] * (ALARM_WINDOW - 1))) == 1
+
+
+def test_the_alarm_stays_silent():
+    assert not warned([0] * (ALARM_WINDOW - 1))  # too few to tell
+    assert not warned([1, 1] + [0] * (ALARM_WINDOW - 2))
+    assert not warned([0] * 5 * ALARM_WINDOW, advice="")
+    assert not warned([])
+
+
+def test_the_alarm_sees_a_head_that_dies_later():
+    assert len(warned([1] * ALARM_WINDOW + [0] * ALARM_WINDOW)) == 1
+
+
+class DeadModel(DraftModelDrafter):
+    """Everything it drafts is wrong by one, as from another vocabulary."""
+
+    def propose(self, context):
+        tree = super().propose(context)
+        tree.tokens[:, 1:] = wrong(tree.tokens[:, 1:])
+        return tree
+
+
+def drafted(drafter):
+    ids, mask = prompts((6,) * 8)
+    kwargs = dict(attention_mask=mask, max_new_tokens=20, do_sample=False)
+    return specdec_ext.generate(tiny_model("llama"), ids, drafter=drafter, **kwargs)
+
+
+def test_a_call_with_a_dead_draft_model_warns_once():
+    with pytest.warns(UserWarning, match="DeadModel: of the last .* same tokenizer") as caught:
+        drafted(DeadModel(tiny_model("llama")))
+    assert len(caught) == 1
+    assert "tapped layers" in HeadDrafter.dead_draft_advice
+
+
+def test_a_call_with_other_drafters_does_not_warn():
+    answers = generated(drafted(None), 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drafted(DraftModelDrafter(tiny_model("llama")))
+        drafted(ScriptedDrafter(answers, adversary_chain))  # always wrong, not made of a model

@@ -13,7 +13,7 @@ from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.output import Recorder, TokenStream
 from specdec_ext.sampler import Accepted, Sampler
-from specdec_ext.stats import SpeculationStats
+from specdec_ext.stats import DraftAlarm, SpeculationStats
 from specdec_ext.stopping import StopRule
 from specdec_ext.target import Target, TargetOutput
 from specdec_ext.tree import DraftTree
@@ -35,6 +35,7 @@ class Decoder:
         self.target, self.drafter, self.sampler, self.stop = target, drafter, sampler, stop
         self.context, self.recorder, self.stream = context, recorder, stream
         self.stats = SpeculationStats(drafter=type(drafter).__name__ if drafter else "none")
+        self._alarm = DraftAlarm(self.stats, drafter.dead_draft_advice if drafter else "")
         self._ends: dict[int, int] = {}  # original row -> columns at which it ended
         self._layout = list(context.rows)  # original row in each row of the cache
 
@@ -144,6 +145,7 @@ class Decoder:
                 num_accepted=accepted.drafted[row],
                 num_emitted=len(accepted.emitted[row]),
             )
+        self._alarm.check()
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

@@ -6,7 +6,13 @@ token is not an accepted draft, and a step without a draft counts as a step but 
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
+
+# A draft whose first token is hardly ever accepted: a model that was made for the target gets many times this
+# share, one that reads the wrong layers or another vocabulary gets next to nothing.
+ALARM_WINDOW = 100  # drafts
+ALARM_SHARE = 0.02
 
 
 @dataclass
@@ -95,3 +101,32 @@ class SpeculationStats:
                 self.accepted_per_position, self.reached_per_position, strict=True
             )
         ]
+
+
+class DraftAlarm:
+    """Warns, once per call, when over a window of drafts almost no first token was accepted.
+
+    Args:
+        stats: of the call.
+        advice: what to check, :attr:`Drafter.dead_draft_advice`; "" never warns.
+    """
+
+    def __init__(self, stats: SpeculationStats, advice: str):
+        self._stats, self._advice = stats, advice
+        self._drafts = self._accepted = 0  # before the window
+
+    def check(self) -> None:
+        """After each step."""
+        drafts = self._stats.drafts - self._drafts
+        if not self._advice or drafts < ALARM_WINDOW:
+            return
+        accepted = self._stats.accepted_per_position[0] - self._accepted
+        self._drafts += drafts
+        self._accepted += accepted
+        if accepted < ALARM_SHARE * drafts:
+            warnings.warn(
+                f"{self._stats.drafter}: of the last {drafts} drafts {accepted} had their first token "
+                f"accepted, so drafting only costs time (the text is right all the same). {self._advice}",
+                stacklevel=2,
+            )
+            self._advice = ""

@@ -21,9 +21,12 @@ class Drafter:
     Attributes:
         sampled: whether its trees hold ``draft_probs``, without which ``verification="match"`` is the only
             rule.
+        dead_draft_advice: what to check when almost no draft is accepted; "" where that is nothing unusual,
+            as in looking up repetitions.
     """
 
     sampled: bool = False
+    dead_draft_advice: str = ""
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         """Hidden states of the target that ``TargetOutput.features`` is to hold, side by side.

@@ -46,6 +46,12 @@ class DraftModelDrafter(Drafter):
             taken to mean the same to both models.
     """
 
+    dead_draft_advice = (
+        "Check that both models have the same tokenizer (otherwise pass tokenizer= and target_tokenizer= to "
+        "DraftModelDrafter), that the draft model's weights were loaded, that it knows the language and the "
+        "chat template of the prompt, and that sampling is not so hot that nothing can be foreseen."
+    )
+
     def __init__(
         self,
         model: PreTrainedModel,

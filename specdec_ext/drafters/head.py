@@ -51,6 +51,13 @@ class HeadDrafter(Drafter):
         tree: the shape to draft; None for :func:`default_tree`.
     """
 
+    dead_draft_advice = (
+        "Check the tapped layers (the two spellings of their numbers differ by one; "
+        "specdec_ext.checkpoints.calibrate decides), the reading of norm_output, that the head was trained "
+        "for this very target (a fine-tuned or requantised one is another) and with its tokenizer, and that "
+        "sampling is not so hot that nothing can be foreseen."
+    )
+
     def __init__(self, head: DraftHead, tree: TreeConfig | None = None):
         self.head, self.tree = head, tree
         self._bound: BoundHead | None = None
