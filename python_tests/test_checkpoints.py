@@ -495,9 +495,45 @@ def test_overrides_stand_above_the_checkpoint(tmp_path):
     assert {tensor.dtype for tensor in head.tensors.values()} == {torch.bfloat16}
 
 
-def test_what_tensors_show_is_not_overridden(tmp_path):
+def test_mixed_types_can_be_converted(tmp_path):
+    """Old EAGLE-1 files have a float32 embedding beside float16 weights."""
+    head = random_head("eagle1", torch.float16, own_embedding=True)
+    config, tensors = read_folder(save_draft(head, tmp_path))
+    tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"].float()
+    write_folder(tmp_path, config, tensors)
+    assert_same_head(load_draft(tmp_path, dtype=torch.float16), head)
+
+
+def test_none_overrides_nothing(tmp_path):
+    head = random_head(norm_output=True, feature_layers=(2, 3, 4))
+    save_draft(head, tmp_path)
+    assert_same_head(load_draft(tmp_path, feature_layers=None, norm_output=None), head)
+
+
+def test_other_overrides(tmp_path):
     save_draft(random_head(), tmp_path)
-    with pytest.raises(ValueError, match="hidden_size can't be overridden; only feature_layers, "):
-        load_draft(tmp_path, hidden_size=3)
-    with pytest.raises(ValueError, match=r"feature_layers=.* takes 3 hidden states"):
-        load_draft(tmp_path, feature_layers=(1, 2))
+    rope = {"type": "linear", "factor": 2}
+    config = load_draft(tmp_path, rope_parameters=rope, sliding_windows=[7], logit_scale=2).config
+    assert config.rope_parameters == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2}
+    assert config.sliding_windows == (7,)
+    assert config.logit_scale == 2
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ({"hidden_size": 3}, "hidden_size can't be overridden; only feature_layers, "),
+        ({"feature_layers": (1, 2)}, r"feature_layers=.* takes 3 different hidden states"),
+        ({"feature_layers": (1, 2, 2)}, "takes 3 different hidden states"),
+        ({"feature_layers": (-2, 1, 2)}, "counted from 0, or -1 for the last"),
+        ({"sliding_windows": (1, 2)}, "for each of the 1 layers"),
+        ({"sliding_windows": (0,)}, "a number of tokens or None"),
+        ({"norm_output": "no"}, "norm_output is 'no'; expected true or false"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "rope_type is 'spiral'"),
+    ],
+)
+def test_overrides_are_checked(tmp_path, overrides, message):
+    save_draft(random_head(), tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_draft(tmp_path, **overrides)

@@ -154,6 +154,11 @@ DAMAGE = {
         drop("layers.1.mlp.down_proj.weight"),
         r"lacks layers\.1\.mlp\.down_proj\.weight",
     ),
+    "the target's number of layers": (
+        "eagle3",
+        field("num_hidden_layers", 36),
+        r"lacks layers\.1\.input_layernorm.* and 295 more\. Nothing",
+    ),
     "no mask_hidden": ("peagle", drop("mask_hidden"), "lacks mask_hidden"),
     "one fc_norm of three": ("fc_norm", drop("fc_norm.1.weight"), r"lacks fc_norm\.1\.weight"),
     "fc_norm declared, not there": (

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from specdec_ext.checkpoints.decoder import rope_parameters
 from specdec_ext.checkpoints.eagle import head_config
+from specdec_ext.checkpoints.fields import Fields
 from specdec_ext.checkpoints.files import Checkpoint, open_checkpoint
 from specdec_ext.checkpoints.names import canonical_names, eagle_kind, is_head
 from specdec_ext.checkpoints.tensors import head_tensors
@@ -45,9 +47,10 @@ def load_draft(
         revision: branch, tag or commit on the hub.
         token: for the hub.
         dtype: of the weights; by default the checkpoint's own.
-        **overrides: fields of ``HeadConfig`` that stand above the checkpoint's, of ``OVERRIDES``. Those that
-            checkpoints are known to get wrong: ``feature_layers`` (two spellings, see ``checkpoints.taps``)
-            and ``norm_output`` (in SpecForge before September 2026 it meant something else).
+        **overrides: fields of ``HeadConfig`` that stand above the checkpoint's, of ``OVERRIDES``; None leaves
+            the checkpoint's. Two are known to be wrong at times: ``feature_layers`` (two spellings, see
+            ``checkpoints.taps``) and ``norm_output`` (in SpecForge before September 2026 it meant something
+            else).
 
     Raises:
         OSError: if there is no such checkpoint.
@@ -100,13 +103,28 @@ def _eagle(
 def _overridden(
     config: HeadConfig, record: HeadRecord, overrides: dict[str, Any], source: str
 ) -> tuple[HeadConfig, HeadRecord]:
-    layers = overrides.get("feature_layers")
-    if layers is not None:
-        layers = tuple(layers)
-        if len(layers) != config.num_features:
+    """The config with a caller's values, which are checked like those of a file."""
+    given = Fields(overrides, "load_draft")
+    for name in ("norm_before_residual", "norm_output"):
+        given.flag(name, False)
+    for name in ("logit_scale", "rms_norm_eps"):
+        given.number(name, 1.0)
+    checked = {name: value for name, value in overrides.items() if value is not None}
+    if "rope_parameters" in given:
+        checked["rope_parameters"] = rope_parameters(given)
+    if "sliding_windows" in given:
+        checked["sliding_windows"] = windows = tuple(overrides["sliding_windows"])
+        if len(windows) != config.num_layers or not all(w is None or w > 0 for w in windows):
             raise ValueError(
-                f"feature_layers={layers}; {source} takes {config.num_features} hidden states of the target"
+                f"sliding_windows={windows}; expected, for each of the {config.num_layers} layers of "
+                f"{source}, a number of tokens or None"
             )
-        overrides = {**overrides, "feature_layers": layers}
+    if "feature_layers" in given:
+        checked["feature_layers"] = layers = tuple(overrides["feature_layers"])
+        if len(set(layers)) != config.num_features or min(layers) < -1:
+            raise ValueError(
+                f"feature_layers={layers}; {source} takes {config.num_features} different hidden states of "
+                "the target, counted from 0, or -1 for the last"
+            )
         record = replace(record, layers_from="feature_layers=... of the caller")
-    return replace(config, **overrides), record
+    return replace(config, **checked), record
