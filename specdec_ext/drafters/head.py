@@ -19,7 +19,6 @@ from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.head_binding import BoundHead
 from specdec_ext.drafters.head_cache import Elements, HeadCache, of_active_rows
 from specdec_ext.head import DraftHead
-from specdec_ext.reference.draft_head import draft_head
 from specdec_ext.sampler import Accepted
 from specdec_ext.target import TargetOutput
 from specdec_ext.tree import DraftTree, TreeConfig
@@ -123,10 +122,7 @@ class HeadDrafter(Drafter):
         counts, lengths, positions = torch.tensor(
             [new.counts, cache.lengths, cache.positions()], device=bound.device
         )
-        tokens, parents, _ = draft_head(
-            bound.head,
-            bound.embedding,
-            bound.lm_head,
+        tokens, parents, _ = bound.draft(
             cache.cosines,
             cache.sines,
             cache.keys,

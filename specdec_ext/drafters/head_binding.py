@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specdec_ext import ops
 from specdec_ext.head import DraftHead
+from specdec_ext.reference.draft_head import draft_head
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,17 @@ class BoundHead:
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
+
+    @cached_property
+    def draft(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+        """``draft_head`` with this head, to be called with the tables and what follows them.
+
+        The op where it exists, for two dtypes on the CPU; elsewhere the specification.
+        """
+        if self.device.type == "cpu" and self.dtype in (torch.float32, torch.bfloat16):
+            packed = ops.PackedHead.pack(self.head, self.embedding, self.lm_head)
+            return partial(ops.draft_head, packed)
+        return partial(draft_head, self.head, self.embedding, self.lm_head)
 
     def serves(self, model: PreTrainedModel) -> bool:
         """Whether binding to this target would give the same."""
