@@ -10,9 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 ROOT_PARENT = -1
 INACTIVE = -2
@@ -317,3 +322,31 @@ class DraftTree:
         draft_probs = None if self.draft_probs is None else self.draft_probs[:, :width]
         parents = torch.where(keep, self.parents[:, :width], INACTIVE)
         return DraftTree(tokens, parents, draft_probs)
+
+    def render(
+        self, tokenizer: Any = None, row: int = 0, path: Sequence[int] | Tensor | None = None
+    ) -> str:
+        """Row ``row`` as text, a line per node; see :class:`specdec_ext.tree_view.TreeView`.
+
+        ::
+
+            0: 'The' ✓
+            ├─ 1: ' cat' ✓
+            │  └─ 3: ' sat'
+            └─ 2: ' dog'
+        """
+        from specdec_ext.tree_view import TreeView, render
+
+        return render(TreeView(self, tokenizer, row, path))
+
+    def plot(
+        self,
+        tokenizer: Any = None,
+        row: int = 0,
+        path: Sequence[int] | Tensor | None = None,
+        ax: Axes | None = None,
+    ) -> Figure:
+        """Row ``row`` as a matplotlib figure, drawn into ``ax`` if given; arguments as in :meth:`render`."""
+        from specdec_ext.tree_view import TreeView, plot
+
+        return plot(TreeView(self, tokenizer, row, path), ax)
