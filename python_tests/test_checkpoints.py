@@ -351,6 +351,23 @@ SPELLINGS = {
         {},
         settings(rope_scaling=None, target_hidden_size=None, sliding_window=None),
     ),
+    "text-of-a-vision-model": (
+        "eagle",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": [2, 1, 1],
+            }
+        },
+        settings(rope_scaling={"type": "mrope", "mrope_section": [2, 1, 1]}),
+    ),
+    "window-that-is-off": ("eagle", {}, settings(sliding_window=512, use_sliding_window=False)),
+    "reused-lm-head": (
+        "eagle",
+        {"own_lm_head": False},
+        settings(draft_vocab_size=97, reuse_target_lm_head=True),
+    ),
     "buffers": ("eagle", {}, with_buffers),
     "unused-fc": ("eagle", EAGLE["no-features"], fc_that_is_not_run),
     "silent-residual": (

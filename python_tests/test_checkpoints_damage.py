@@ -340,6 +340,16 @@ DAMAGE = {
         field("rope_scaling", {"type": "linear"}),
         "rope_parameters has no factor",
     ),
+    "longrope without factors": (
+        "eagle3",
+        field("rope_scaling", {"rope_type": "longrope", "factor": 2.0}),
+        "rope_parameters .* can't be used: ",
+    ),
+    "longrope with factors of another width": (
+        "eagle3",
+        field("rope_scaling", {"type": "su", "short_factor": [1.0], "long_factor": [1.0] * 3}),
+        "rope_parameters .* can't be used: ",
+    ),
     "theta negative": ("eagle3", field("rope_theta", -1.0), "rope_theta is -1.0"),
     "window without size": (
         "windows",
@@ -392,6 +402,11 @@ DAMAGE = {
         r"num_aux_hidden_states is 4, but the layers",
     ),
     "no mask token": ("peagle", no_field("mask_token_id"), "pass mask_token_id="),
+    "a P-EAGLE that lost mask_hidden": (
+        "eagle3",
+        both(field("architectures", ["PEagleDraftModel"]), field("ptd_token_id", 3)),
+        "lacks mask_hidden",
+    ),
     "mask token outside": (
         "peagle",
         field("mask_token_id", 97),

@@ -28,6 +28,8 @@ PUBLISHED = {
     "Kimi K2.5": ({"eagle_config": {IDS: [1, 29, 57]}}, (2, 30, 58), 61),
     "gpt-oss v2": ({"eagle_config": {IDS: [1, 17, 32]}}, (2, 18, 33), 36),
     "gpt-oss v3": ({"eagle_config": {IDS: [24, 30, 36]}}, (24, 30, 36), 36),
+    "SpecForge, Kimi K2.5": ({"eagle_config": {IDS: [2, 30, 58]}}, (2, 30, 58), 61),
+    "SpecForge, Gemma 3 27B": ({"eagle_config": {IDS: [1, 29, 61]}}, (2, 30, 62), 62),
     "SpecForge default, 32 layers": ({"eagle_config": {IDS: [1, 15, 28]}}, (2, 16, 29), 32),
     "speculators, 32 layers": (
         {"speculators_model_type": "eagle3", IDS: [2, 16, 29]},

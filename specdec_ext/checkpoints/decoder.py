@@ -8,6 +8,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specdec_ext.checkpoints.fields import Fields
 
+# "su" is an old name. Of text the three positions of "mrope" are one, so it is the ordinary rotation.
+_ROPE_ALIASES = {"su": "longrope", "mrope": "default"}
+
 
 def sizes(decoder: Fields) -> dict[str, Any]:
     """The fields of ``HeadConfig`` that say how large a decoder layer is."""
@@ -45,7 +48,7 @@ def rope_parameters(decoder: Fields) -> dict[str, Any]:
     values.update(decoder.section("rope_parameters").values)
     rope = Fields(values, f"{decoder.where}: rope_parameters")
     kind = rope.text("rope_type") or rope.text("type") or "default"
-    kind = {"su": "longrope"}.get(kind, kind)
+    kind = _ROPE_ALIASES.get(kind, kind)
     supported = ["default", *ROPE_INIT_FUNCTIONS]
     if kind not in supported:
         raise ValueError(f"{rope.where}: rope_type is {kind!r}; expected one of {supported}")

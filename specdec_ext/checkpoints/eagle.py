@@ -99,14 +99,16 @@ def _vocabulary(
 ) -> tuple[dict[str, Any], bool]:
     """Vocabularies and who has the embeddings; whether ``lm_head`` is one of them.
 
-    SGLang's rule: an EAGLE-3 head without ``draft_vocab_size`` has the target's ``lm_head``, one with
-    ``tie_word_embeddings`` its embedding. Any other must have its own.
+    An EAGLE-3 head has the target's ``lm_head`` if there is no ``draft_vocab_size`` (SGLang) or if
+    ``reuse_target_lm_head`` says so (SpecForge), and its embedding with ``tie_word_embeddings`` (SGLang). Any
+    other must have its own.
     """
     declared = config.optional_integer("draft_vocab_size")
     own = "lm_head.weight" in shapes
     full = declared in (None, vocab)
     tied = kind == "eagle3" and full and not own and config.flag("tie_word_embeddings", False)
-    leans = kind == "eagle1" or declared is None or tied
+    reuses = full and config.flag("reuse_target_lm_head", False)
+    leans = kind == "eagle1" or declared is None or reuses or tied
     fields = {
         "draft_vocab_size": declared or vocab,
         "own_embedding": "embed_tokens.weight" in shapes,
@@ -175,7 +177,8 @@ def _mask_token_id(
     config: Fields, layout: str | None, shapes: Shapes, given: int | None
 ) -> int | None:
     """The token of P-EAGLE's parallel slots; None for a head that drafts one token at a time."""
-    if "mask_hidden" not in shapes and layout != "peagle":
+    named = layout == "peagle" or any("peagle" in n.lower() for n in config.texts("architectures"))
+    if "mask_hidden" not in shapes and not named:
         return None
     if given is not None:
         return given
@@ -185,7 +188,7 @@ def _mask_token_id(
         if token is not None:
             return token
     raise ValueError(
-        f"{config.where} has mask_hidden, so the head drafts in parallel, but no token for it; "
+        f"{config.where} is that of a head that drafts in parallel, but has no token for it; "
         f"expected one of {', '.join(_MASK_TOKEN_FIELDS)}, or pass mask_token_id=..."
     )
 

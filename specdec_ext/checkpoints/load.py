@@ -15,6 +15,7 @@ from specdec_ext.checkpoints.files import Checkpoint, open_checkpoint
 from specdec_ext.checkpoints.names import canonical_names, eagle_kind, is_head
 from specdec_ext.checkpoints.tensors import head_tensors
 from specdec_ext.head import DraftHead, HeadConfig, HeadRecord
+from specdec_ext.rope import rope_tables
 
 # What no tensor shows, and so a caller may know better than a config.json.
 OVERRIDES = (
@@ -85,6 +86,7 @@ def _eagle(
     kind, mask_token_id = eagle_kind(names, source), overrides.get("mask_token_id")
     config, record = head_config(kind, checkpoint.config, shapes, mask_token_id)
     config, record = _overridden(config, record, overrides, source)
+    _check_rope(config, source)
     tied = record.tied and config.own_embedding
     if tied:
         config = replace(config, own_lm_head=False)
@@ -98,6 +100,26 @@ def _eagle(
         )
     record = replace(record, ignored=ignored, tied=record.tied and not tied)
     return DraftHead(config, tensors, source, record)
+
+
+def _check_rope(config: HeadConfig, source: str) -> None:
+    """Each rope type has fields of its own; whether they make sense, transformers finds out."""
+    try:
+        usable = all(bool(table.isfinite().all()) for table in rope_tables(config, 2))
+        reason = "its angles are not finite"
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        usable, reason = False, f"{type(error).__name__}: {error}"
+    if not usable:
+        raise ValueError(
+            f"{source}: rope_parameters {dict(config.rope_parameters)} can't be used: {reason}"
+        )
 
 
 def _overridden(
