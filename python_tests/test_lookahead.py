@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from lossless import check_same_text, every_batch, every_decoding, generate
-from tiny import VOCAB, prompts, tiny_model
+from tiny import VOCAB, counting_model, prompts, tiny_model
 
 import specdec_ext
 from specdec_ext import DraftTree, LookaheadDrafter
@@ -164,19 +162,6 @@ def test_a_row_in_a_batch_is_drafted_for_as_if_alone():
 def test_the_text_of_plain_decoding(batch, decoding, settings):
     stats = check_same_text(LookaheadDrafter(**settings), batch, decoding)
     assert settings.get("window", 5) == 0 or stats.draft_tokens > 0
-
-
-def counting_model():
-    """A Llama that continues n with n + 1: no attention, no MLP, and logits that look up the last token."""
-    model = copy.deepcopy(tiny_model("llama"))
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        embeddings = torch.nn.functional.normalize(model.model.embed_tokens.weight, dim=-1)
-        model.model.embed_tokens.weight.copy_(embeddings)
-        model.lm_head.weight.copy_(embeddings.roll(1, dims=0))
-    return model
 
 
 def count(window: int, guesses: int = 5):

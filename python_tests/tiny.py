@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 
@@ -61,6 +62,20 @@ def tiny_model(
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.to(dtype).eval()
+
+
+@functools.cache
+def counting_model() -> PreTrainedModel:
+    """A Llama that continues n with n + 1: no attention, no MLP, and logits that look up the last token."""
+    model = copy.deepcopy(tiny_model("llama"))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        embeddings = torch.nn.functional.normalize(model.model.embed_tokens.weight, dim=-1)
+        model.model.embed_tokens.weight.copy_(embeddings)
+        model.lm_head.weight.copy_(embeddings.roll(1, dims=0))
+    return model
 
 
 def prompts(

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from specdec_ext.comparison import ComparedRuns, compare_runs
     from specdec_ext.drafters import Drafter, DraftModelDrafter, HeadDrafter, NgramDrafter
     from specdec_ext.drafters.lookahead import LookaheadDrafter
+    from specdec_ext.drafters.medusa import MedusaDrafter
     from specdec_ext.drafters.suffix import SuffixDrafter, SuffixHistory
     from specdec_ext.generation import custom_generate, generate
+    from specdec_ext.medusa import MedusaHeads
     from specdec_ext.output import SpeculativeOutput
     from specdec_ext.stats import SpeculationStats
     from specdec_ext.tree import DraftTree, TreeConfig
@@ -29,6 +31,8 @@ __all__ = [
     "Drafter",
     "HeadDrafter",
     "LookaheadDrafter",
+    "MedusaDrafter",
+    "MedusaHeads",
     "NgramDrafter",
     "SpeculationStats",
     "SpeculativeOutput",
@@ -47,8 +51,10 @@ _MODULES = {
     "comparison": ("ComparedRuns", "compare_runs"),
     "drafters": ("Drafter", "DraftModelDrafter", "HeadDrafter", "NgramDrafter"),
     "drafters.lookahead": ("LookaheadDrafter",),
+    "drafters.medusa": ("MedusaDrafter",),
     "drafters.suffix": ("SuffixDrafter", "SuffixHistory"),
     "generation": ("custom_generate", "generate"),
+    "medusa": ("MedusaHeads",),
     "output": ("SpeculativeOutput",),
     "stats": ("SpeculationStats",),
     "tree": ("DraftTree", "TreeConfig"),

@@ -47,11 +47,11 @@ def head_tensors(
     floating = [name for name in expected if name != "d2t"]
     for name in expected:
         _check_shape(f"{source}: {names[name]}", name, stored[name], expected[name])
-    _check_dtypes({names[name]: stored[name].dtype for name in floating}, dtype, source)
+    check_dtypes({names[name]: stored[name].dtype for name in floating}, dtype, source)
     tensors = {}
     for name in floating:
         tensor = stored[name].read()
-        if not _is_finite(tensor):
+        if not is_finite(tensor):
             raise ValueError(
                 f"{source}: {names[name]} holds NaN or infinity; the checkpoint is damaged or its training "
                 "has diverged"
@@ -115,7 +115,7 @@ def _check_shape(where: str, name: str, tensor: StoredTensor, expected: tuple[in
         )
 
 
-def _check_dtypes(
+def check_dtypes(
     found: Mapping[str, torch.dtype | None], wanted: torch.dtype | None, source: str
 ) -> None:
     examples = {dtype: name for name, dtype in found.items()}
@@ -130,7 +130,7 @@ def _check_dtypes(
         raise ValueError(f"{source} mixes types: {mixed}; pass dtype=... to convert them to one")
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     """Without a temporary as large as an embedding."""
     return all(bool(part.isfinite().all()) for part in tensor.split(4096))
 

@@ -1,0 +1,169 @@
+"""Medusa (Cai et al. 2024): a head for each of the next tokens, and a tree of their best guesses.
+
+The heads do not see each other's guesses: whatever the path to a node, its children are the best of the same
+distribution. Trees: a static one, a chain, or the best nodes by the product of their probabilities, the
+selection of EAGLE-2 (Li et al. 2024), which is exact here as no path changes a distribution.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+from transformers import PreTrainedModel
+
+from specdec_ext import ops
+from specdec_ext.context import Context
+from specdec_ext.drafters.base import Drafter
+from specdec_ext.medusa import MedusaHeads, likely_choices
+from specdec_ext.ops.tree import MAX_CANDIDATES, MAX_NODES
+from specdec_ext.sampler import Accepted
+from specdec_ext.target import TargetOutput
+from specdec_ext.tree import INACTIVE, ROOT_PARENT, DraftTree, TreeConfig
+
+
+def default_tree(device: torch.device, num_heads: int) -> TreeConfig:
+    """The shape that is drafted if none is asked for: 16 nodes on the CPU, 64 elsewhere.
+
+    The best tree for heads whose first guesses are right in 60 % of all cases, a fifth less for each further
+    head and a third for each further rank. That is assumed, not measured: for heads whose accuracies are
+    known :func:`specdec_ext.medusa.likely_choices` makes a better one.
+    """
+    accuracies = [[0.6 * 0.8**head * 3.0**-rank for rank in range(10)] for head in range(num_heads)]
+    return TreeConfig(choices=likely_choices(accuracies, 16 if device.type == "cpu" else 64))
+
+
+class MedusaDrafter(Drafter):
+    """Drafts with Medusa heads that were trained for the target.
+
+    The heads compute in the target's dtype (in float32 where that is float16 on the CPU).
+
+    Args:
+        heads: from :func:`specdec_ext.checkpoints.load_draft`.
+        tree: the shape to draft, of at most as many levels as there are heads; None for
+            :func:`default_tree`.
+    """
+
+    def __init__(self, heads: MedusaHeads, tree: TreeConfig | None = None):
+        self.heads, self.tree = heads, tree
+        if tree is not None:
+            _check_tree(tree, heads)
+
+    def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
+        """The last hidden state, after a check that heads and target fit.
+
+        Raises:
+            ValueError: if they do not, naming what.
+        """
+        target, mine = model.config.get_text_config(decoder=True), self.heads.config
+        for name in ("hidden_size", "vocab_size"):
+            theirs = getattr(target, name)
+            # Embeddings are often padded; what matters is that no id beyond the target's is drafted.
+            fits = theirs >= mine.vocab_size if name == "vocab_size" else theirs == mine.hidden_size
+            if not fits:
+                raise ValueError(
+                    f"{self.heads.source} has {name} {getattr(mine, name)}, {type(model).__name__} "
+                    f"{theirs}: they were made for another target"
+                )
+        return (-1,)
+
+    def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
+        assert output.features is not None
+        half = model.device.type == "cpu" and model.dtype == torch.float16
+        self._heads = self.heads.to(model.device, torch.float32 if half else model.dtype)
+        self._tree = self.tree or default_tree(model.device, self.heads.config.num_heads)
+        columns = torch.full((len(context.generated),), output.features.shape[1] - 1)
+        if context.attention_mask is not None:
+            valid = context.attention_mask.bool()[:, -output.features.shape[1] :].cpu()
+            columns = (valid * torch.arange(valid.shape[1])).argmax(dim=1)
+        self._keep(list(context.rows), output.features, columns)
+
+    def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
+        assert output.features is not None
+        nodes = accepted.path.gather(1, accepted.num_accepted[:, None])[:, 0]
+        self._keep(list(context.rows), output.features, nodes)
+
+    def _keep(self, rows: list[int], features: Tensor, nodes: Tensor) -> None:
+        """The hidden states before each row's root: ``features[i, nodes[i]]``."""
+        self._rows = rows
+        self._states = features[torch.arange(len(rows)), nodes.to(features.device)]
+
+    def propose(self, context: Context) -> DraftTree:
+        if max(context.remaining) < 2:  # a row's last token needs no draft
+            return DraftTree.root(context.roots)
+        states = self._states
+        if self._rows != context.rows:
+            states = states[[self._rows.index(row) for row in context.rows]]
+        log_probs, tokens = self._guesses(states)
+        if self._tree.links:
+            return self._static_tree(context.roots, tokens)
+        return self._dynamic_tree(context.roots, log_probs, tokens)
+
+    def _guesses(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and target ids of the best guesses, ``[rows, heads, ranks]``, best first."""
+        config, tensors = self._heads.config, self._heads.tensors
+        product = ops.linear if states.device.type == "cpu" else linear
+        states = states.to(tensors["lm_heads.0.weight"].dtype)
+        best = []
+        for head in range(self._tree.depth):
+            x = states
+            for layer in range(config.num_layers):
+                block = f"blocks.{head}.{layer}"
+                x = x + silu(product(x, tensors[f"{block}.weight"], tensors.get(f"{block}.bias")))
+            lm_head = tensors[f"lm_heads.{0 if config.shared_lm_head else head}.weight"]
+            log_probs = product(x, lm_head, None).float().log_softmax(dim=-1)
+            best.append(log_probs.topk(min(self._tree.top_k, config.draft_vocab_size), dim=-1))
+        ids = torch.stack([each.indices for each in best], dim=1)
+        if "draft_to_target" in tensors:
+            ids = tensors["draft_to_target"][ids]
+        return torch.stack([each.values for each in best], dim=1), ids
+
+    def _static_tree(self, roots: Tensor, guesses: Tensor) -> DraftTree:
+        """Every row the tree of ``self._tree.links``; a rank beyond the draft vocabulary is left out."""
+        depths, parents, slots = [0], [ROOT_PARENT], []
+        for parent, rank in self._tree.links:
+            known = rank < guesses.shape[2] and parents[parent] != INACTIVE
+            depths.append(depths[parent] + 1)
+            parents.append(parent if known else INACTIVE)
+            slots.append((depths[parent], rank if known else 0))
+        heads, ranks = torch.tensor(slots, device=roots.device).unbind(dim=1)
+        tokens = torch.cat([roots[:, None], guesses[:, heads, ranks]], dim=1)
+        return DraftTree(tokens, torch.tensor(parents, device=roots.device).expand_as(tokens))
+
+    def _dynamic_tree(self, roots: Tensor, log_probs: Tensor, guesses: Tensor) -> DraftTree:
+        """Each row its own best nodes."""
+        rows, ranks = log_probs.shape[0], log_probs.shape[2]
+        scores, tokens, parents = [log_probs[:, 0]], [guesses[:, 0]], []
+        parents.append(torch.full_like(guesses[:, 0], ROOT_PARENT))
+        first = 0  # candidate that the level before begins with
+        for head in range(1, self._tree.depth):
+            order = scores[-1].sort(dim=1, descending=True, stable=True).indices
+            frontier = order[:, : self._tree.top_k]
+            above = scores[-1].gather(1, frontier)
+            parents.append((first + frontier).repeat_interleave(ranks, dim=1))
+            first += scores[-1].shape[1]
+            scores.append((above[:, :, None] + log_probs[:, head, None]).flatten(1))
+            tokens.append(guesses[:, head, None].expand(rows, frontier.shape[1], ranks).flatten(1))
+        assert self._tree.num_nodes is not None
+        tree = ops.build_dynamic_tree(
+            torch.cat(scores, dim=1),
+            torch.cat(tokens, dim=1),
+            torch.cat(parents, dim=1),
+            roots,
+            self._tree.num_nodes,
+        )
+        return DraftTree(tree.tokens, tree.parents)
+
+
+def _check_tree(tree: TreeConfig, heads: MedusaHeads) -> None:
+    if tree.depth > heads.config.num_heads:
+        raise ValueError(
+            f"tree has depth {tree.depth}, but {heads.source} has {heads.config.num_heads} heads, one for "
+            "each level; pass a smaller depth"
+        )
+    nodes = tree.num_nodes or 0
+    if not tree.links and (tree.num_candidates > MAX_CANDIDATES or nodes > MAX_NODES):
+        raise ValueError(
+            f"tree has {tree.num_candidates} candidates for {nodes} nodes; a dynamic tree may have "
+            f"{MAX_CANDIDATES} and {MAX_NODES}: pass a smaller top_k, depth or num_nodes"
+        )
