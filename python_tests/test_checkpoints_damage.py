@@ -172,6 +172,16 @@ DAMAGE = {
         r"it has input_norm\.weight",
     ),
     "bias declared, not there": ("eagle1", field("bias", True), r"lacks fc\.bias"),
+    "attention_bias, but none of o_proj": (
+        "speculators",
+        both(
+            field("transformer_layer_config.attention_bias", True),
+            put("layers.0.self_attn.q_proj.bias", 32),
+            put("layers.0.self_attn.k_proj.bias", 16),
+            put("layers.0.self_attn.v_proj.bias", 16),
+        ),
+        r"lacks layers\.0\.self_attn\.o_proj\.bias\.",
+    ),
     "bias in one of three": (
         "eagle3",
         put("midlayer.self_attn.k_proj.bias", 16),

@@ -10,12 +10,13 @@ import re
 import pytest
 import torch
 from checkpoint_cases import random_head
+from test_medusa import random_heads
 from tiny import prompts, tiny_model
 from typer.testing import CliRunner
 
 import specdec_ext
-from specdec_ext import assets, save_draft
-from specdec_ext.checkpoints import is_draft
+from specdec_ext import assets, load_draft, save_draft
+from specdec_ext.checkpoints import is_draft, save_medusa
 from specdec_ext.cli import app
 from specdec_ext.drafters import resolve_drafter
 from specdec_ext.drafters.head import HeadDrafter
@@ -39,6 +40,22 @@ def test_a_folder_is_a_drafter(folder):
         )
         assert torch.equal(drafted.sequences, plain)
         assert drafted.speculation.draft_tokens > 0
+
+
+def test_a_folder_of_medusa_heads_is_a_drafter(tmp_path):
+    save_medusa(random_heads(), tmp_path)
+    assert is_draft(tmp_path)
+    ids, _ = prompts((5,))
+    law = {"max_new_tokens": 12, "do_sample": False}
+    plain = specdec_ext.generate(tiny_model("llama"), ids, drafter=None, **law)
+    for drafter in (tmp_path, load_draft(tmp_path)):
+        drafted = specdec_ext.generate(
+            tiny_model("llama"), ids, drafter=drafter, return_dict_in_generate=True, **law
+        )
+        assert torch.equal(drafted.sequences, plain)
+        assert drafted.speculation.draft_tokens > 0
+    with pytest.raises(ValueError, match="holds Medusa heads, which have no norm_output"):
+        load_draft(tmp_path, norm_output=True)
 
 
 def test_what_a_head_is_named_by(folder, monkeypatch):

@@ -6,11 +6,13 @@ that can't work is an error that names every reason; a pair that looks wrong is 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
 import torch
 from checkpoint_cases import random_head
+from test_medusa import random_heads
 from tiny import VOCAB, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -208,6 +210,19 @@ def test_another_target_is_told(recorded, name, same):
     assert [f"was made for {recorded}, the target is {name}; " in doubt for doubt in doubts] == (
         [] if same else [True]
     )
+
+
+def test_medusa_heads_and_their_target():
+    heads = random_heads()
+    assert check_pair(heads, target()) == []
+    with pytest.raises(
+        ValueError, match=r"width 32, the target's have 64.*up to 96, the target has 90"
+    ):
+        check_pair(heads, target(hidden_size=64, vocab_size=90))
+    heads = dataclasses.replace(heads, target_name="org/other")
+    model = target(bos_token_id=2)
+    model.config._name_or_path = "org/this"
+    assert "was made for org/other, the target is org/this" in check_pair(heads, model)[0]
 
 
 def test_tokens_that_the_head_does_not_know_are_told():

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from checkpoint_cases import random_head
+from test_medusa import random_heads
 from typer.testing import CliRunner
 
 from specdec_ext import assets, save_draft
-from specdec_ext.checkpoints import Calibration, Trial
+from specdec_ext.checkpoints import Calibration, Trial, save_medusa
 from specdec_ext.cli import app
 from specdec_ext.cli.inspect import _trials
 
@@ -49,6 +50,15 @@ def test_a_head_alone():
         "rope_parameters rope_theta=10000.0, rope_type=default",
     ):
         assert expected in text
+
+
+def test_medusa_heads(tmp_path):
+    save_medusa(random_heads(hidden_size=256, vocab_size=4096, draft_vocab_size=4096), tmp_path)
+    code, text = run(tmp_path, "--target", TARGET)
+    assert code == 0, text
+    assert "format Medusa" in text and "num_heads 3" in text and "fits" in text
+    code, text = run(tmp_path, "--target", TARGET, "--calibrate", __file__)
+    assert code == 2 and "nothing to calibrate" in text
 
 
 def test_a_good_pair(tmp_path):

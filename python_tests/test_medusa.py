@@ -269,8 +269,11 @@ def test_targets_in_half_precision(dtype):
 
 def test_heads_of_another_target():
     for changes, message in (
-        ({"hidden_size": 16}, "has hidden_size 16, LlamaForCausalLM 32"),
-        ({"vocab_size": 98, "draft_vocab_size": 98}, "has vocab_size 98, LlamaForCausalLM 97"),
+        ({"hidden_size": 16}, "features of width 16, the target's have 32"),
+        (
+            {"vocab_size": 98, "draft_vocab_size": 98},
+            "token ids up to 97, the target has 97 tokens",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             check_same_text(MedusaDrafter(random_heads(**changes)), "one", "greedy")

@@ -2,6 +2,7 @@
 
 from specdec_ext.checkpoints.calibrate import Calibration, Trial, calibrate
 from specdec_ext.checkpoints.load import is_draft, load_draft
+from specdec_ext.checkpoints.medusa import save_medusa
 from specdec_ext.checkpoints.pair import check_pair, tokenizer_fingerprint
 from specdec_ext.checkpoints.save import save_draft
 
@@ -13,5 +14,6 @@ __all__ = [
     "is_draft",
     "load_draft",
     "save_draft",
+    "save_medusa",
     "tokenizer_fingerprint",
 ]

@@ -1,4 +1,4 @@
-"""``load_draft``: a checkpoint of any supported layout as a ``DraftHead``."""
+"""``load_draft``: a checkpoint of any supported layout as a ``DraftHead`` or ``MedusaHeads``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from specdec_ext.checkpoints.decoder import rope_parameters
 from specdec_ext.checkpoints.eagle import head_config
 from specdec_ext.checkpoints.fields import Fields
 from specdec_ext.checkpoints.files import Checkpoint, open_checkpoint
+from specdec_ext.checkpoints.medusa import looks_like_medusa, read_medusa
 from specdec_ext.checkpoints.names import canonical_names, eagle_kind, is_head
 from specdec_ext.checkpoints.tensors import head_tensors
 from specdec_ext.head import DraftHead, HeadConfig, HeadRecord
+from specdec_ext.medusa import MedusaHeads
 from specdec_ext.rope import rope_tables
 
 # What no tensor shows, and so a caller may know better than a config.json.
@@ -37,11 +39,11 @@ def load_draft(
     token: str | bool | None = None,
     dtype: torch.dtype | None = None,
     **overrides: Any,
-) -> DraftHead:
-    """Read a draft head.
+) -> DraftHead | MedusaHeads:
+    """Read a draft head, or Medusa heads.
 
     Layouts: SafeAILab EAGLE-1 (which EAGLE-2 shares) and EAGLE-3, SpecForge/SGLang, vLLM ``speculators``
-    (eagle3, peagle). The tensors say which one it is.
+    (eagle3, peagle), Medusa. The tensors say which one it is.
 
     Args:
         path: folder, weight file with a config.json beside it, or hub id ``"org/name"``.
@@ -62,7 +64,14 @@ def load_draft(
         raise ValueError(
             f"{', '.join(unknown)} can't be overridden; only {', '.join(OVERRIDES)} can"
         )
-    return _eagle(open_checkpoint(path, revision, token), dtype, overrides)
+    checkpoint = open_checkpoint(path, revision, token)
+    if not looks_like_medusa(checkpoint.tensors):
+        return _eagle(checkpoint, dtype, overrides)
+    if overrides:
+        raise ValueError(
+            f"{checkpoint.source} holds Medusa heads, which have no {', '.join(overrides)}"
+        )
+    return read_medusa(checkpoint.tensors, checkpoint.config, checkpoint.source, dtype)
 
 
 def is_draft(path: str | Path) -> bool:
@@ -73,7 +82,8 @@ def is_draft(path: str | Path) -> bool:
         ValueError: if its files can't be read.
     """
     checkpoint = open_checkpoint(path)
-    return is_head(canonical_names(checkpoint.tensors, checkpoint.source))
+    names = canonical_names(checkpoint.tensors, checkpoint.source)
+    return is_head(names) or looks_like_medusa(checkpoint.tensors)
 
 
 def _eagle(

@@ -15,10 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec_ext.head import DraftHead
+from specdec_ext.medusa import MedusaHeads
 
 
 def check_pair(
-    head: DraftHead, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
+    head: DraftHead | MedusaHeads,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> list[str]:
     """Check a head against the target it is to draft for.
 
@@ -33,12 +36,17 @@ def check_pair(
     Raises:
         ValueError: for a pair that can't work: sizes, vocabularies or tapped layers that do not fit.
     """
-    problems = [*_size_problems(head, model), *_layer_problems(head, model)]
+    if isinstance(head, MedusaHeads):
+        problems = list(_medusa_problems(head, model))
+        doubts = _target_doubts(head.source, head.target_name, head.config.vocab_size, model)
+    else:
+        problems = [*_size_problems(head, model), *_layer_problems(head, model)]
+        doubts = _doubts(head, model, tokenizer)
     if problems:
         raise ValueError(
             f"{head.source} can't draft for {_name(model) or type(model).__name__}: {'; '.join(problems)}"
         )
-    return list(_doubts(head, model, tokenizer))
+    return list(doubts)
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -66,6 +74,17 @@ def _size_problems(head: DraftHead, model: PreTrainedModel) -> Iterator[str]:
         yield f"it drafts token ids up to {largest}, the target has {vocab} tokens"
 
 
+def _medusa_problems(heads: MedusaHeads, model: PreTrainedModel) -> Iterator[str]:
+    target = _text_config(model)
+    if target.hidden_size != heads.config.hidden_size:
+        yield (
+            f"it reads features of width {heads.config.hidden_size}, the target's have {target.hidden_size}"
+        )
+    vocab = _rows(model.get_input_embeddings(), target.vocab_size)
+    if (largest := _largest_target_id(heads)) >= vocab:
+        yield f"it drafts token ids up to {largest}, the target has {vocab} tokens"
+
+
 def _lm_head_problems(head: DraftHead, model: PreTrainedModel, hidden: int) -> Iterator[str]:
     lm_head = model.get_output_embeddings()
     if lm_head is None:
@@ -86,9 +105,9 @@ def _rows(module: Any, otherwise: int) -> int:
     return len(weight) if isinstance(weight, Tensor) and weight.ndim == 2 else otherwise
 
 
-def _largest_target_id(head: DraftHead) -> int:
+def _largest_target_id(head: DraftHead | MedusaHeads) -> int:
     targets = head.tensors.get("draft_to_target")
-    return head.config.draft_vocab_size - 1 if targets is None else int(targets[-1])
+    return head.config.draft_vocab_size - 1 if targets is None else int(targets.max())
 
 
 def _layer_problems(head: DraftHead, model: PreTrainedModel) -> Iterator[str]:
@@ -110,21 +129,23 @@ def _layer_problems(head: DraftHead, model: PreTrainedModel) -> Iterator[str]:
 def _doubts(
     head: DraftHead, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> Iterator[str]:
-    recorded, name = head.record.target_name, _name(model)
-    if recorded and name and _base_name(recorded) != _base_name(name):
-        yield (
-            f"{head.source} was made for {recorded}, the target is {name}; a fine-tuned or other model "
-            "accepts fewer of its drafts"
-        )
-    vocab = _text_config(model).vocab_size
-    if head.config.vocab_size != vocab:
-        yield (
-            f"{head.source} was made for a vocabulary of {head.config.vocab_size} tokens, the target has "
-            f"{vocab}"
-        )
+    yield from _target_doubts(head.source, head.record.target_name, head.config.vocab_size, model)
     fingerprint = head.record.tokenizer_fingerprint
     if fingerprint and tokenizer is not None and tokenizer_fingerprint(tokenizer) != fingerprint:
         yield f"{head.source} was made for another tokenizer; ids that mean other tokens are drafted"
+
+
+def _target_doubts(
+    source: str, recorded: str | None, vocab_size: int, model: PreTrainedModel
+) -> Iterator[str]:
+    name, vocab = _name(model), _text_config(model).vocab_size
+    if recorded and name and _base_name(recorded) != _base_name(name):
+        yield (
+            f"{source} was made for {recorded}, the target is {name}; a fine-tuned or other model accepts "
+            "fewer of its drafts"
+        )
+    if vocab_size != vocab:
+        yield (f"{source} was made for a vocabulary of {vocab_size} tokens, the target has {vocab}")
 
 
 def _text_config(model: PreTrainedModel) -> Any:

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 
     from specdec_ext.checkpoints import Calibration
     from specdec_ext.head import DraftHead
+    from specdec_ext.medusa import MedusaHeads
 
 # Of the calibration text; the costs grow with it, the certainty soon does not.
 _MAX_TOKENS = 512
+_UNKNOWN = "not recorded"
 # Share of right first tokens under which no reading is right.
 _HOPELESS = 0.02
 
@@ -56,16 +58,19 @@ def inspect(
     if calibrate is not None and target is None:
         raise typer.BadParameter("--calibrate needs --target: the target's text is what is tried")
     import specdec_ext
+    from specdec_ext.head import DraftHead
 
     console = Console(highlight=False)
     with user_errors():
         head = specdec_ext.load_draft(path)
+    if calibrate is not None and not isinstance(head, DraftHead):
+        raise typer.BadParameter(f"{path} holds Medusa heads, which have nothing to calibrate")
     console.print(_summary(head))
     console.print(_config(head))
     if target is None:
         return
     works = _verdict(console, head, target)
-    if calibrate is not None:
+    if calibrate is not None and isinstance(head, DraftHead):
         text = calibrate.read_text("utf-8")
         with console.status("calibrating"):
             found = _calibrated(head, text, *load_target(target, dtype, device), device)
@@ -75,31 +80,46 @@ def inspect(
         raise typer.Exit(1)
 
 
-def _summary(head: DraftHead) -> Table:
-    config, record = head.config, head.record
+def _summary(head: DraftHead | MedusaHeads) -> Table:
+    from specdec_ext.head import DraftHead
+
     storages = {tensor.data_ptr(): tensor for tensor in head.tensors.values()}
     weights = [tensor for tensor in storages.values() if tensor.is_floating_point()]
-    count = sum(tensor.numel() for tensor in weights)
-    size = weights[0].element_size()
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * size
+    count, size = sum(tensor.numel() for tensor in weights), weights[0].element_size()
+    rows = {
+        "parameters": f"{count:,}",
+        "weights": f"{_bytes(count * size)} ({str(weights[0].dtype).removeprefix('torch.')})",
+        **(_head_rows(head, size) if isinstance(head, DraftHead) else _medusa_rows(head)),
+    }
     table = Table(show_header=False, title=head.source, title_justify="left")
-    table.add_row("format", record.format)
-    table.add_row("parameters", f"{count:,}")
-    table.add_row(
-        "weights", f"{_bytes(count * size)} ({str(weights[0].dtype).removeprefix('torch.')})"
-    )
-    table.add_row("keys and values", f"{_bytes(per_token)} per token")
-    layers = config.feature_layers
-    table.add_row(
-        "hidden states read",
-        record.layers_from
-        if layers is None
-        else f"{', '.join(map(str, layers))} ({record.layers_from})",
-    )
-    table.add_row("made for", record.target_name or "not recorded")
-    if record.ignored:
-        table.add_row("tensors without use", ", ".join(record.ignored))
+    for name, value in rows.items():
+        table.add_row(name, value)
     return table
+
+
+def _head_rows(head: DraftHead, size: int) -> dict[str, str]:
+    config, record = head.config, head.record
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * size
+    layers = config.feature_layers
+    states = (
+        f"{', '.join(map(str, layers))} ({record.layers_from})" if layers else record.layers_from
+    )
+    rows = {
+        "format": record.format,
+        "keys and values": f"{_bytes(per_token)} per token",
+        "hidden states read": states,
+        "made for": record.target_name or _UNKNOWN,
+    }
+    return rows | ({"tensors without use": ", ".join(record.ignored)} if record.ignored else {})
+
+
+def _medusa_rows(heads: MedusaHeads) -> dict[str, str]:
+    return {
+        "format": "Medusa",
+        "keys and values": "none",
+        "hidden states read": "the last one",
+        "made for": heads.target_name or _UNKNOWN,
+    }
 
 
 def _bytes(count: int) -> str:
@@ -110,7 +130,7 @@ def _bytes(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
-def _config(head: DraftHead) -> Table:
+def _config(head: DraftHead | MedusaHeads) -> Table:
     table = Table("option", "value")
     for field in fields(head.config):
         value: Any = getattr(head.config, field.name)
@@ -119,12 +139,14 @@ def _config(head: DraftHead) -> Table:
     return table
 
 
-def _verdict(console: Console, head: DraftHead, target: str) -> bool:
+def _verdict(console: Console, head: DraftHead | MedusaHeads, target: str) -> bool:
     """Print what speaks against the pair; False if it can't work."""
     from specdec_ext.checkpoints import check_pair
+    from specdec_ext.head import DraftHead
 
+    recorded = isinstance(head, DraftHead) and head.record.tokenizer_fingerprint is not None
     with user_errors():
-        model, tokenizer = _without_weights(target, head.record.tokenizer_fingerprint is not None)
+        model, tokenizer = _without_weights(target, with_tokenizer=recorded)
     try:
         doubts = check_pair(head, model, tokenizer)
     except ValueError as error:

@@ -16,6 +16,7 @@ from specdec_ext.drafters.draft_model import DraftModelDrafter
 from specdec_ext.drafters.head import HeadDrafter
 from specdec_ext.drafters.ngram import NgramDrafter
 from specdec_ext.head import DraftHead
+from specdec_ext.medusa import MedusaHeads
 
 __all__ = ["DraftModelDrafter", "Drafter", "HeadDrafter", "NgramDrafter", "resolve_drafter"]
 
@@ -31,7 +32,7 @@ _BY_NAME = {
 def resolve_drafter(drafter: Any) -> Drafter | None:
     """What ``generate(drafter=...)`` accepts -> a ``Drafter``, or None for plain decoding.
 
-    A draft head is named by its folder or hub id, or is a ``DraftHead`` already.
+    A draft head is named by its folder or hub id, or is a ``DraftHead`` or ``MedusaHeads`` already.
 
     Raises:
         ValueError: for an unknown name, or a checkpoint that can't be used.
@@ -42,7 +43,7 @@ def resolve_drafter(drafter: Any) -> Drafter | None:
         return drafter
     if isinstance(drafter, (str, Path)):
         return _named(str(drafter))
-    if isinstance(drafter, DraftHead):
+    if isinstance(drafter, (DraftHead, MedusaHeads)):
         return _of_head(drafter)
     if isinstance(drafter, PreTrainedModel):
         return DraftModelDrafter(drafter)
@@ -67,7 +68,9 @@ def _named(name: str) -> Drafter:
     return _of_head(load_draft(name))
 
 
-def _of_head(head: DraftHead) -> Drafter:
-    from specdec_ext.drafters.head import HeadDrafter
+def _of_head(head: DraftHead | MedusaHeads) -> Drafter:
+    if isinstance(head, DraftHead):
+        return HeadDrafter(head)
+    from specdec_ext.drafters.medusa import MedusaDrafter
 
-    return HeadDrafter(head)
+    return MedusaDrafter(head)

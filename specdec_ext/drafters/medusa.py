@@ -7,12 +7,15 @@ selection of EAGLE-2 (Li et al. 2024), which is exact here as no path changes a 
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 from transformers import PreTrainedModel
 
 from specdec_ext import ops
+from specdec_ext.checkpoints.pair import check_pair
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.medusa import MedusaHeads, likely_choices
@@ -55,16 +58,8 @@ class MedusaDrafter(Drafter):
         Raises:
             ValueError: if they do not, naming what.
         """
-        target, mine = model.config.get_text_config(decoder=True), self.heads.config
-        for name in ("hidden_size", "vocab_size"):
-            theirs = getattr(target, name)
-            # Embeddings are often padded; what matters is that no id beyond the target's is drafted.
-            fits = theirs >= mine.vocab_size if name == "vocab_size" else theirs == mine.hidden_size
-            if not fits:
-                raise ValueError(
-                    f"{self.heads.source} has {name} {getattr(mine, name)}, {type(model).__name__} "
-                    f"{theirs}: they were made for another target"
-                )
+        for doubt in check_pair(self.heads, model):
+            warnings.warn(doubt, stacklevel=2)
         return (-1,)
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
