@@ -113,6 +113,21 @@ def test_a_window_that_would_be_cut_is_left_out(room, nodes):
     assert tree.pruned([room - 1]).num_nodes == nodes
 
 
+def test_a_step_in_which_nobody_asks_moves_no_window():
+    """Beside another drafter: nodes of the tree before are none of the tree that was verified instead."""
+    context = context_of([[3, 5, 6]])
+    drafter = started(LookaheadDrafter(window=4, ngram=3), context)
+    other = TargetOutput(torch.zeros(1, 1, VOCAB))  # of a tree of one node
+    drafter.commit(context, None, other)
+    tree = drafter.propose(context)
+    drafter.commit(context, None, TargetOutput(torch.zeros(1, tree.num_nodes, VOCAB)))
+    levels = list(drafter._windows[0].levels)
+    context.emit([0], [5])
+    drafter.commit(context, None, other)
+    assert drafter._windows[0].levels == levels
+    assert drafter.propose(context).num_nodes > 1
+
+
 def test_text_of_the_row_itself_is_guessed():
     context = context_of([[1, 2, 3]])
     drafter = started(LookaheadDrafter(window=0, ngram=3), context)

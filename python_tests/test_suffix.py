@@ -9,6 +9,7 @@ import pytest
 import torch
 from lossless import check_same_text, every_batch, every_decoding, generate, plain_text
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch_file
 from tiny import VOCAB, prompts, tiny_model
 
 import specdec_ext
@@ -161,6 +162,11 @@ def write(path, tokens, counts, file_format=FILE_FORMAT):
     save_file({"tokens": tokens, "counts": counts}, path, {"format": file_format})
 
 
+def write_bfloat16(path):
+    tensors = {"tokens": torch.zeros(3, dtype=torch.bfloat16), "counts": torch.tensor([3])}
+    save_torch_file(tensors, path, {"format": FILE_FORMAT})
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -180,9 +186,11 @@ def write(path, tokens, counts, file_format=FILE_FORMAT):
             lambda path: write(path, np.arange(3) * 2**31, np.array([3])),
             r"tokens\[1\] is 2147483648",
         ),
-        (lambda path: write(path, np.arange(3.0), np.array([3])), "dtype float64"),
-        (lambda path: write(path, np.zeros((2, 2), np.int64), np.array([4])), "got 2 dim"),
-        (lambda path: write(path, np.arange(3), np.array([1.5, 1.5])), "holds no token history"),
+        (lambda path: write(path, np.arange(3.0), np.array([3])), "tokens is F64"),
+        (lambda path: write(path, np.zeros((2, 2), np.int64), np.array([4])), r"I64 \[2, 2\]"),
+        (lambda path: write(path, np.arange(3), np.array([1.5, 1.5])), "counts is F64"),
+        # numpy knows no such type
+        (lambda path: write_bfloat16(path), "tokens is BF16"),
         (lambda path: write(path, np.arange(3), np.array([3]), "other"), "has format 'other'"),
         (lambda path: save_file({"x": np.arange(3)}, path), r"format None and tensors \['x'\]"),
     ],
@@ -197,8 +205,13 @@ def test_files_that_are_no_history(tmp_path, damage, message):
 
 
 def test_a_missing_file():
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="/nonexistent/history"):
         SuffixHistory.load("/nonexistent/history")
+
+
+def test_a_folder(tmp_path):
+    with pytest.raises(IsADirectoryError, match=f"{tmp_path} is a folder"):
+        SuffixHistory.load(tmp_path)
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):

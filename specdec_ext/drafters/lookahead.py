@@ -136,11 +136,12 @@ class LookaheadDrafter(Drafter):
         for pool, text in zip(self._pools, texts, strict=True):
             pool.add_text(text)
         self._known = [len(generated) for generated in context.generated]
+        # (row, node) of every last element of the tree under way, one window after the other.
+        self._last: list[tuple[int, int]] = []
 
     def propose(self, context: Context) -> DraftTree:
         trees = []
-        # (row of the tree, node) of every last element, the windows one after the other.
-        self._last: list[tuple[int, int]] = []
+        self._last = []
         self._advancing: list[int] = []
         for i, (row, room) in enumerate(zip(context.rows, context.remaining, strict=True)):
             self._learn(context, row)
@@ -167,9 +168,10 @@ class LookaheadDrafter(Drafter):
             self._pools[row].add_text(context.text(row)[-(len(new) + before) :])
 
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
-        if not self._last:
+        if not self._last:  # no window, or nobody asked for this tree
             return
         rows, nodes = torch.tensor(self._last, device=output.logits.device).unbind(dim=1)
+        self._last = []
         choices = output.logits[rows, nodes].argmax(dim=-1).tolist()
         ends = [0]
         for row in self._advancing:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,17 +93,16 @@ class SuffixHistory:
         """Read what :meth:`save` wrote; with less room the oldest outputs are left out.
 
         Raises:
+            OSError: if there is no such file.
             ValueError: for a file that ``save`` did not write, or that was damaged since.
         """
+        if Path(path).is_dir():
+            raise IsADirectoryError(
+                f"{path} is a folder; expected a file that SuffixHistory.save wrote"
+            )
         try:
             with safe_open(path, "numpy") as file:
-                found = (file.metadata() or {}).get("format")
-                names = sorted(file.keys())
-                if found != FILE_FORMAT or names != ["counts", "tokens"]:
-                    raise ValueError(
-                        f"{path} has format {found!r} and tensors {names}; expected {FILE_FORMAT!r} with "
-                        "'counts' and 'tokens', as SuffixHistory.save writes it"
-                    )
+                _check_contents(file, path)
                 tokens, counts = file.get_tensor("tokens"), file.get_tensor("counts")
         except SafetensorError as error:
             raise ValueError(
@@ -111,9 +111,26 @@ class SuffixHistory:
         history = cls(max_tokens)
         try:
             history._outputs.add(tokens, counts.tolist())
-        except (TypeError, ValueError) as error:
+        except ValueError as error:
             raise ValueError(f"{path} holds no token history: {error}") from error
         return history
+
+
+def _check_contents(file: Any, path: str | os.PathLike[str]) -> None:
+    """Format, names, dtypes and shapes, before a tensor is read: numpy lacks some of the dtypes."""
+    found, names = (file.metadata() or {}).get("format"), sorted(file.keys())
+    if found != FILE_FORMAT or names != ["counts", "tokens"]:
+        raise ValueError(
+            f"{path} has format {found!r} and tensors {names}; expected {FILE_FORMAT!r} with 'counts' and "
+            "'tokens', as SuffixHistory.save writes it"
+        )
+    for name in names:
+        part = file.get_slice(name)
+        dtype, shape = part.get_dtype(), part.get_shape()
+        if dtype != "I64" or len(shape) != 1:
+            raise ValueError(
+                f"{path} holds no token history: {name} is {dtype} {shape}; expected I64 [n]"
+            )
 
 
 class SuffixDrafter(RetrievalDrafter):
