@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from head_cases import CONFIGS, Run, elements, golden_head, random_head
+from head_cases import KINDS, Run, elements, head_of
 from op_cases import generator
-from test_golden import CHAINS, TREES, load
+from test_golden import CHAINS, GOLDEN, TREES, load
 from torch import Tensor
 
 from specdec_ext import ops
+from specdec_ext.checkpoints import load_draft
 from specdec_ext.head import DraftHead
 from specdec_ext.tree import TreeConfig
 
@@ -147,21 +148,21 @@ def check_against_reference(head: DraftHead, tree: TreeConfig) -> None:
 
 
 @pytest.mark.parametrize("tree", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", KINDS)
 def test_equals_reference(name, tree):
-    check_against_reference(random_head(name), tree)
+    check_against_reference(head_of(name), tree)
 
 
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])
 @pytest.mark.parametrize("sizes", ODD_SIZES)
 @pytest.mark.parametrize("name", ["eagle3.1", "qk-norm-window"])
 def test_odd_sizes(name, sizes, tree):
-    check_against_reference(random_head(name, **ODD_SIZES[sizes]), SHAPES[tree])
+    check_against_reference(head_of(name, **ODD_SIZES[sizes]), SHAPES[tree])
 
 
 def test_all_norms_of_the_features():
     """Of all, then of each."""
-    check_against_reference(random_head("eagle3.1", norm_before_fc=True), SHAPES["chain"])
+    check_against_reference(head_of("eagle3.1", norm_before_fc=True), SHAPES["chain"])
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -169,11 +170,11 @@ def test_all_norms_of_the_features():
 def test_windows_and_many_levels(kind, layers):
     """A window of one sees the element alone. 70 levels are more than a word of bits."""
     if kind == "window":
-        head = random_head("eagle3", num_layers=layers, sliding_windows=(1, 3)[:layers])
+        head = head_of("eagle3", num_layers=layers, sliding_windows=(1, 3)[:layers])
         check_against_reference(head, STATIC)
     else:
         options = dict(num_layers=layers, sliding_windows=(None,) * layers)
-        head = random_head("p-eagle", vocab_size=500, draft_vocab_size=500, **options)
+        head = head_of("p-eagle", vocab_size=500, draft_vocab_size=500, **options)
         ours, theirs = (kind.start(head, rows=2, capacity=200) for kind in (OpRun, Run))
         for new in (5, 2):
             tokens, features = elements(head, 2, new)
@@ -187,7 +188,7 @@ def test_worked_example():
     probabilities = torch.tensor(
         [[0.1, 0.9, 0, 0], [0, 0.3, 0.6, 0.1], [0.02, 0, 0.08, 0.9], [1.0, 0, 0, 0]]
     )
-    head = random_head(
+    head = head_of(
         "eagle1",
         hidden_size=4,
         target_hidden_size=4,
@@ -219,7 +220,7 @@ def test_worked_example():
 
 def test_equal_scores_go_to_the_lower_token():
     """Across the blocks of 384 in which lm_head is multiplied; one of the signs is the better one."""
-    head = random_head("eagle3", vocab_size=2000, draft_vocab_size=1500)
+    head = head_of("eagle3", vocab_size=2000, draft_vocab_size=1500)
     drafts = []
     for sign in (1, -1):
         lm_head = torch.zeros(1500, head.config.hidden_size)
@@ -241,7 +242,7 @@ def path_scores(drafted: tuple[Tensor, ...]) -> dict[tuple[int, ...], float]:
     return dict(zip(paths, drafted[2][0].tolist(), strict=True))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", KINDS)
 def test_bfloat16_error_is_at_most_twice_the_references(name):
     """A tree with all paths over a vocabulary of 3 is the same in every dtype, up to the order of siblings.
     The mean error, because the largest is one path's chance."""
@@ -250,7 +251,7 @@ def test_bfloat16_error_is_at_most_twice_the_references(name):
     )
     errors: dict[str, list[float]] = {"op": [], "reference": []}
     for seed in range(6):
-        head = random_head(
+        head = head_of(
             name, seed, torch.bfloat16, vocab_size=7, draft_vocab_size=3, own_lm_head=True
         )
         embedding = torch.randn(7, head.config.hidden_size, generator=generator(seed)).bfloat16()
@@ -276,7 +277,7 @@ def test_bfloat16_error_is_at_most_twice_the_references(name):
 @pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
 @pytest.mark.parametrize("name", ["eagle1-two-layers", "eagle3.1", "qk-norm-window", "p-eagle"])
 def test_a_row_does_not_depend_on_the_others(name, tree, dtype):
-    head = random_head(name, dtype=dtype)
+    head = head_of(name, dtype=dtype)
     together = OpRun.start(head, rows=3)
     alone = [OpRun.start(head, rows=1) for _ in range(3)]
     for seed, (new, counts) in enumerate(ROUNDS):
@@ -298,7 +299,7 @@ def test_a_row_does_not_depend_on_the_others(name, tree, dtype):
 )
 def test_elements_in_several_calls(name, dtype):
     """Also with other trees between, whose nodes leave their keys and values behind."""
-    head = random_head(name, dtype=dtype)
+    head = head_of(name, dtype=dtype)
     tokens, features = elements(head, 2, 100)
     whole, parts = OpRun.start(head, rows=2), OpRun.start(head, rows=2)
     expected = whole.draft(SHAPES["dynamic"], tokens, features)
@@ -314,7 +315,7 @@ def test_elements_in_several_calls(name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_threads_do_not_change_the_result(dtype):
     sizes = dict(hidden_size=128, intermediate_size=512, vocab_size=3000, draft_vocab_size=3000)
-    head = random_head("eagle3", dtype=dtype, **sizes)
+    head = head_of("eagle3", dtype=dtype, **sizes)
     tokens, features = elements(head, 4, 40)
     expected = OpRun.start(head, rows=4).draft(SHAPES["dynamic"], tokens, features)
     torch.set_num_threads(2)
@@ -329,7 +330,7 @@ def test_threads_do_not_change_the_result(dtype):
 @pytest.mark.parametrize("name", ["eagle3.1", "qk-norm-window"])
 def test_layouts(name):
     """Any strides; nothing else is read or written."""
-    head = random_head(name)
+    head = head_of(name)
     tokens, features = elements(head, 3, 6)
     run, strided = OpRun.start(head, rows=3), OpRun.start(head, rows=3)
     expected = run.draft(STATIC, tokens, features)
@@ -358,7 +359,7 @@ def test_layouts(name):
 
 def test_only_slots_of_the_draft_are_written():
     """The new elements', and one for each of the 5 nodes below the root that have children."""
-    head = random_head("eagle3")
+    head = head_of("eagle3")
     tokens, features = elements(head, 2, 3)
     run = OpRun.start(head, rows=2, capacity=12)
     run.lengths = torch.tensor([2, 4])
@@ -372,7 +373,7 @@ def test_only_slots_of_the_draft_are_written():
 
 def test_absolute_positions():
     """Rotation is relative: a text that begins later drafts the same."""
-    head = random_head("eagle3")
+    head = head_of("eagle3")
     tokens, features = elements(head, 2, 8)
     drafts = [
         OpRun.start(head, rows=2, first_position=first).draft(STATIC, tokens, features)
@@ -384,7 +385,7 @@ def test_absolute_positions():
 @pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
 @pytest.mark.parametrize("name", ["eagle1-two-layers", "eagle3", "p-eagle"])
 def test_nan_features_leave_the_root_alone(name, tree):
-    head = random_head(name)
+    head = head_of(name)
     tokens, features = elements(head, 3, 5)
     expected = OpRun.start(head, rows=3).draft(SHAPES[tree], tokens, features)
     features[1, 2] = torch.nan
@@ -399,7 +400,7 @@ def test_nan_features_leave_the_root_alone(name, tree):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_weights_that_are_no_numbers(value):
     """NaN logits are no candidates, as in the specification; infinite ones leave nothing to draft."""
-    head = random_head("eagle3")
+    head = head_of("eagle3")
     best = OpRun.start(head, rows=1).draft(TreeConfig(1, 3, 4), *elements(head, 1, 4))[0][0, 1]
     row = (head.tensors["draft_to_target"] == best).nonzero().item()
     head.tensors["lm_head.weight"][row] = value
@@ -413,7 +414,7 @@ def test_weights_that_are_no_numbers(value):
 
 @pytest.mark.parametrize("tree", SHAPES.values(), ids=SHAPES)
 def test_all_weights_nan(tree):
-    head = random_head("eagle3")
+    head = head_of("eagle3")
     for tensor in head.tensors.values():
         if tensor.is_floating_point():
             tensor.fill_(torch.nan)
@@ -423,7 +424,7 @@ def test_all_weights_nan(tree):
 
 def test_an_unlikely_subtree_is_absent():
     """Candidates of probability 0 end a path; its row goes on without them."""
-    head = random_head("eagle3", vocab_size=9, draft_vocab_size=9)
+    head = head_of("eagle3", vocab_size=9, draft_vocab_size=9)
     lm_head = head.tensors["lm_head.weight"]
     lm_head[2:] = -torch.inf  # times both signs: NaN, no candidates
     for tree in SHAPES.values():
@@ -435,7 +436,7 @@ def test_an_unlikely_subtree_is_absent():
 
 @pytest.mark.parametrize(("rows", "new"), [(0, 3), (2, 0), (0, 0)])
 def test_empty(rows, new):
-    head = random_head("eagle3")
+    head = head_of("eagle3")
     tokens, parents, scores = OpRun.start(head, rows).draft(STATIC, *elements(head, rows, new))
     assert tokens.shape == parents.shape == scores.shape == (rows, 11)
     assert (parents[:, 0] == -1).all() and (parents[:, 1:] == -2).all()
@@ -444,9 +445,9 @@ def test_empty(rows, new):
 @pytest.mark.parametrize("case", [name for name in TREES if name != "eagle1_nobias"])
 def test_trees_of_the_eagle_authors(case):
     """Without the case whose stored embedding is not the one its drafts were made with."""
-    tensors, weights, meta, raw = load(case)
+    tensors, _, meta, _ = load(case)
     run = OpRun.start(
-        golden_head(weights, raw).to("cpu", torch.float32),
+        load_draft(GOLDEN / case / "draft", dtype=torch.float32),
         rows=1,
         capacity=200,
         embedding=tensors["target_embed_tokens.weight"],
@@ -466,8 +467,8 @@ def test_trees_of_the_eagle_authors(case):
 
 @pytest.mark.parametrize("case", CHAINS)
 def test_chains_of_speculators(case):
-    tensors, weights, meta, raw = load(case)
-    run = OpRun.start(golden_head(weights, raw).to("cpu", torch.float32), rows=1)
+    tensors, _, meta, _ = load(case)
+    run = OpRun.start(load_draft(GOLDEN / case / "draft", dtype=torch.float32), rows=1)
     tokens, _, _ = run.draft(
         TreeConfig(meta["depth"]), tensors["input_ids"][:, 1:], tensors["features"]
     )
@@ -480,8 +481,8 @@ def isa_drafts() -> list[tuple[Tensor, ...]]:
         tuple(OpRun.start(head, rows=2).draft(SHAPES["dynamic"], *elements(head, 2, 40)))
         for dtype in DTYPES
         for head in (
-            random_head("qk-norm-window", dtype=dtype),
-            random_head("p-eagle", dtype=dtype),
+            head_of("qk-norm-window", dtype=dtype),
+            head_of("p-eagle", dtype=dtype),
         )
     ]
 
@@ -518,7 +519,7 @@ def test_instruction_sets(tmp_path):
 
 @pytest.mark.parametrize("name", ["eagle1", "p-eagle"])
 def test_opcheck(name):
-    head = random_head(name)
+    head = head_of(name)
     tokens, features = elements(head, 2, 4)
     arguments = OpRun.start(head, rows=2).arguments(tokens, features, torch.tensor([4, 2]))
     packed = arguments.pop("head")

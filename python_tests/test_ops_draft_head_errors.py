@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from head_cases import Run, elements, random_head
+from head_cases import Run, elements, head_of
 from test_ops_draft_head import OpRun
 
 from specdec_ext import ops
@@ -91,7 +91,7 @@ BAD_ARGUMENTS: list[tuple[str, Any, str]] = [
 
 
 def valid_arguments() -> dict[str, Any]:
-    head = random_head("qk-norm-window")
+    head = head_of("qk-norm-window")
     run = OpRun.start(head, rows=3)
     return run.arguments(*elements(head, 3, 4), torch.full((3,), 4))
 
@@ -248,7 +248,7 @@ def test_rejects_packed_heads(change, message):
 
 
 def test_rejects_what_eagle1_has_not():
-    head = random_head("eagle1")
+    head = head_of("eagle1")
     run = OpRun.start(head, rows=1)
     arguments = run.arguments(*elements(head, 1, 4), torch.tensor([4]))
     for index, name in ((7, "hidden_norm"), (8, "norm"), (10, "input_layernorm")):
@@ -287,7 +287,7 @@ def test_rejects_what_eagle1_has_not():
     ],
 )
 def test_pack_rejects(dtype, change, message):
-    head = random_head("eagle3", dtype=dtype)
+    head = head_of("eagle3", dtype=dtype)
     run = Run.start(head, rows=1)
     tensors = {"embedding": run.embedding, "lm_head": run.lm_head}
     tensors |= {name: torch.zeros(shape) for name, shape in change.items()}
@@ -296,7 +296,7 @@ def test_pack_rejects(dtype, change, message):
 
 
 def test_packing_shares_what_needs_no_copy():
-    head = random_head("eagle3")
+    head = head_of("eagle3")
     run = Run.start(head, rows=1)
     packed = ops.PackedHead.pack(head, run.embedding, run.lm_head)
     assert packed.weights[0].data_ptr() == run.embedding.data_ptr()

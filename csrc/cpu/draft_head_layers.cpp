@@ -218,10 +218,13 @@ void DraftLayers::run_layer(int64_t layer, std::span<const DraftElement> element
 void DraftLayers::attend(int64_t layer, const DraftAttention& attention, const void* queries,
                          void* out) {
   static constexpr int64_t kZero = 0;
-  const int64_t width = head_->heads * head_->head_dim;
+  const int64_t width = head_->heads * head_->head_dim, first = attention.rows[0];
+  // Rows of the cache that do not follow each other are found as pages that hold all slots.
+  const bool are_pages = attention.rows[attention.batch - 1] - first != attention.batch - 1;
   const auto of_layer = [&](const HeadCache& cache) -> KvTensor {
-    return {static_cast<const std::byte*>(cache.data) + layer * cache.layer_stride * size_,
-            cache.row_stride, cache.head_stride, cache.slot_stride};
+    const int64_t offset = layer * cache.layer_stride + (are_pages ? 0 : first * cache.row_stride);
+    return {static_cast<const std::byte*>(cache.data) + offset * size_, cache.row_stride,
+            cache.head_stride, cache.slot_stride};
   };
   tree_attention({.query = queries,
                   .type = head_->type,
@@ -230,8 +233,7 @@ void DraftLayers::attend(int64_t layer, const DraftAttention& attention, const v
                   .query_node_stride = width,
                   .key = of_layer(params_->keys),
                   .value = of_layer(params_->values),
-                  // A row of the cache is a page that holds all slots.
-                  .page_table = {attention.rows, 1, 0},
+                  .page_table = {are_pages ? attention.rows : nullptr, 1, 0},
                   .num_pages = params_->rows,
                   .page_size = params_->capacity,
                   .pages_per_row = 1,

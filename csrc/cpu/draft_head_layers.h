@@ -24,7 +24,7 @@ struct DraftElement {
 struct DraftAttention {
   int64_t batch;
   int64_t nodes;
-  const int64_t* rows;            // [batch] of the cache
+  const int64_t* rows;            // [batch] of the cache, ascending
   const int64_t* prefix_lengths;  // [batch] slots from 0 on that all see
   const int64_t* ancestors;       // [batch, nodes, words] bits of the slots behind these
   int64_t words;

@@ -36,7 +36,7 @@ class PackedHead:
 
     Attributes:
         config: of the head.
-        weights: in the order of ``csrc/ops/draft_head.cpp``; what the head has not is an empty tensor.
+        weights: in the order of ``csrc/ops/draft_head_weights.h``; what the head has not is an empty tensor.
         layout: sizes and flags.
         scalars: ``[rms_norm_eps, logit_scale]``.
     """
