@@ -327,6 +327,7 @@ DAMAGE = {
         "norm_output is 'false'; expected true or false",
     ),
     "eps is NaN": ("eagle3", field("rms_norm_eps", float("nan")), "rms_norm_eps is nan"),
+    "eps is infinite": ("eagle3", field("rms_norm_eps", float("inf")), "a finite number above 0"),
     "eps negative": ("eagle3", field("rms_norm_eps", -1e-5), "expected a finite number above 0"),
     "heads do not divide": (
         "eagle3",

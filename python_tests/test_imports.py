@@ -12,7 +12,8 @@ import sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"transformers", "tokenizers", "safetensors", "typer", "rich", "nvtx"}:
+        others = "transformers tokenizers safetensors huggingface_hub typer rich nvtx"
+        if name.partition(".")[0] in others.split():
             raise ImportError(f"{name} is out of reach")
 
 sys.meta_path.insert(0, Refuse())

@@ -90,6 +90,7 @@ def test_calibration(tmp_path):
         for norm_output in ("True", "False"):
             assert re.search(rf"{layers}\W+{norm_output}\W+\d+\.\d%", text)
     assert "no reading agrees with the target" in text
+    assert "ambiguous norm_output" in text
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,13 @@ def _head_rows(head: DraftHead, size: int) -> dict[str, str]:
         "hidden states read": states,
         "made for": record.target_name or _UNKNOWN,
     }
-    return rows | ({"tensors without use": ", ".join(record.ignored)} if record.ignored else {})
+    if record.ignored:
+        rows["tensors without use"] = ", ".join(record.ignored)
+    if config.norm_output and not record.format.startswith("speculators"):
+        rows["ambiguous"] = (
+            "norm_output, which SpecForge has used in two senses; --calibrate decides"
+        )
+    return rows
 
 
 def _medusa_rows(heads: MedusaHeads) -> dict[str, str]:
