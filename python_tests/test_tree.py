@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from specdec_ext import DraftTree, TreeConfig
 
@@ -22,6 +24,45 @@ def test_paths_share_prefixes():
 def test_paths_are_cut_at_the_node_budget():
     made = DraftTree.from_paths(ROOTS[:1], [[[1, 2, 3], [4]]], max_nodes=3)
     assert made.tokens.tolist() == [[7, 1, 2]]
+
+
+def test_merged_trees_share_equal_paths():
+    first = tree([[7, 1, 2, 5], [8, 1, 9, 9]], [[-1, 0, 1, 0], [-1, 0, -2, -2]])
+    second = tree([[7, 9, 1, 2, 4], [8, 9, 3, 4, 9]], [[-1, -2, 0, 2, 2], [-1, -2, 1, 0, -2]])
+    made = DraftTree.merged([first, second])
+    # 3 of row 1 hangs below an inactive node
+    assert made.tokens.tolist() == [[7, 1, 2, 5, 4], [8, 1, 4, 0, 0]]
+    assert made.parents.tolist() == [[-1, 0, 1, 0, 1], [-1, 0, 0, -2, -2]]
+    cut = DraftTree.merged([first, second], max_nodes=3)
+    assert cut.tokens.tolist() == [[7, 1, 2], [8, 1, 4]]
+    assert DraftTree.merged([first]).tokens.tolist() == [[7, 1, 2, 5], [8, 1, 0, 0]]
+
+
+def test_a_cut_node_takes_what_is_below_it_along():
+    first = tree([[7, 1, 2]], [[-1, 0, 1]])
+    second = tree([[7, 3, 1, 2, 5]], [[-1, 0, 0, 2, 1]])
+    assert DraftTree.merged([first, second], max_nodes=3).tokens.tolist() == [[7, 1, 2]]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.lists(st.integers(0, 3), max_size=4), max_size=5), min_size=1, max_size=3)
+)
+def test_merged_trees_have_all_paths_once(paths):
+    trees = [DraftTree.from_paths(ROOTS[:1], [each]) for each in paths]
+    made = DraftTree.merged(trees).validated(ROOTS[:1], 8, "test")
+    found = [()]
+    for token, parent in zip(
+        made.tokens[0, 1:].tolist(), made.parents[0, 1:].tolist(), strict=True
+    ):
+        found.append((*found[parent], token))
+    prefixes = {tuple(path[:i]) for each in paths for path in each for i in range(len(path) + 1)}
+    assert sorted(found) == sorted(prefixes | {()})
+
+
+def test_trees_of_other_rows_are_not_merged():
+    with pytest.raises(ValueError, match="roots 7 and 8 are no trees of one row"):
+        DraftTree.merged([DraftTree.root(ROOTS), DraftTree.root(ROOTS.flip(0))])
 
 
 def test_no_paths_is_plain_decoding():

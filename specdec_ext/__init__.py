@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from specdec_ext.checkpoints import load_draft, save_draft
     from specdec_ext.comparison import ComparedRuns, compare_runs
     from specdec_ext.drafters import Drafter, DraftModelDrafter, HeadDrafter, NgramDrafter
+    from specdec_ext.drafters.combined import CombinedDrafter
     from specdec_ext.drafters.lookahead import LookaheadDrafter
     from specdec_ext.drafters.medusa import MedusaDrafter
     from specdec_ext.drafters.suffix import SuffixDrafter, SuffixHistory
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CombinedDrafter",
     "ComparedRuns",
     "DraftModelDrafter",
     "DraftTree",
@@ -50,6 +52,7 @@ _MODULES = {
     "checkpoints": ("load_draft", "save_draft"),
     "comparison": ("ComparedRuns", "compare_runs"),
     "drafters": ("Drafter", "DraftModelDrafter", "HeadDrafter", "NgramDrafter"),
+    "drafters.combined": ("CombinedDrafter",),
     "drafters.lookahead": ("LookaheadDrafter",),
     "drafters.medusa": ("MedusaDrafter",),
     "drafters.suffix": ("SuffixDrafter", "SuffixHistory"),

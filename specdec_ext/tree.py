@@ -204,6 +204,31 @@ class DraftTree:
             torch.tensor(parents, dtype=torch.long, device=device).view(-1, width),
         )
 
+    @classmethod
+    def merged(cls, trees: Sequence[DraftTree], max_nodes: int | None = None) -> DraftTree:
+        """One tree per row of all paths in the trees of that row; equal paths share their nodes.
+
+        Deterministic trees only: of merged ones nothing says what their nodes were sampled from.
+
+        Args:
+            trees: of the same rows, the most important first; at least one.
+            max_nodes: the root included; the last nodes of the last trees are left out.
+        """
+        builders = [TreeBuilder(root, max_nodes) for root in trees[0].tokens[:, 0].tolist()]
+        for tree in trees:
+            rows = zip(builders, tree.tokens.tolist(), tree.parents.tolist(), strict=True)
+            for builder, tokens, parents in rows:
+                if tokens[0] != builder.tokens[0]:
+                    raise ValueError(
+                        f"trees with the roots {builder.tokens[0]} and {tokens[0]} are no trees of one row"
+                    )
+                places: dict[int, int] = {0: 0}  # node of the tree -> node of the merged one
+                for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+                    place = builder.child(places[parent], token) if parent in places else None
+                    if place is not None:
+                        places[node] = place
+        return cls.from_builders(builders, trees[0].tokens.device)
+
     @property
     def num_rows(self) -> int:
         return self.tokens.shape[0]

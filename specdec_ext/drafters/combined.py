@@ -1,0 +1,105 @@
+"""``CombinedDrafter``: copy where the text repeats itself, ask a model where it is new.
+
+A copy costs microseconds and behind a long match is rarely wrong; a model drafts anything and has to run. So
+the retrieval drafter is asked first and takes over the rows in which it has a long match. Only if a row is
+left does the model-based one draft; it reads what was emitted meanwhile when it is asked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec_ext.context import Context
+from specdec_ext.drafters.base import Drafter
+from specdec_ext.drafters.lookahead import LookaheadDrafter
+from specdec_ext.drafters.retrieval import RetrievalDrafter
+from specdec_ext.sampler import Accepted
+from specdec_ext.target import TargetOutput
+from specdec_ext.tree import INACTIVE, DraftTree
+
+
+class CombinedDrafter(Drafter):
+    """Proposes what ``retrieval`` does behind a long match, else what ``model_based`` does.
+
+    The trees of both become one, whose nodes are numbered anew: of the target's output ``model_based`` may
+    read the accepted path alone, as draft heads and draft models do.
+
+    Args:
+        retrieval: an ``NgramDrafter`` or a ``SuffixDrafter``.
+        model_based: a head's drafter, a ``DraftModelDrafter`` or any other.
+        min_match: tokens that must match for ``retrieval`` to take a row over.
+        max_nodes: of a row, the root included. Where the tree of ``model_based`` leaves room, what
+            ``retrieval`` has behind a shorter match is added to it. None adds nothing.
+
+    Raises:
+        TypeError: if ``retrieval`` does not tell its match lengths.
+        ValueError: for an argument out of its range, or a drafter that needs the nodes it proposed.
+    """
+
+    def __init__(
+        self,
+        retrieval: RetrievalDrafter,
+        model_based: Drafter,
+        min_match: int = 3,
+        max_nodes: int | None = None,
+    ):
+        if not isinstance(retrieval, RetrievalDrafter):
+            raise TypeError(
+                f"retrieval is a {type(retrieval).__name__}; expected a drafter that tells how long its "
+                "matches are: NgramDrafter, SuffixDrafter or another RetrievalDrafter"
+            )
+        if isinstance(model_based, LookaheadDrafter):
+            raise ValueError(
+                "LookaheadDrafter goes on from the target's logits at the nodes that it proposed, which are "
+                "numbered anew here; use it alone"
+            )
+        if min_match < 1:
+            raise ValueError(f"min_match must be at least 1, got {min_match}")
+        if max_nodes is not None and max_nodes < 2:
+            raise ValueError(
+                f"max_nodes counts the root and must be at least 2, got {max_nodes}; None adds no nodes to "
+                "the tree of model_based"
+            )
+        self.retrieval, self.model_based = retrieval, model_based
+        self.min_match, self.max_nodes = min_match, max_nodes
+        self.dead_draft_advice = model_based.dead_draft_advice
+
+    def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
+        return self.model_based.feature_layers(model)
+
+    def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
+        self.retrieval.start(context, model, output)
+        self.model_based.start(context, model, output)
+
+    def propose(self, context: Context) -> DraftTree:
+        copied = self.retrieval.propose(context)
+        taken = [length >= self.min_match for length in self.retrieval.match_lengths]
+        if all(taken):
+            return copied
+        drafted = self.model_based.propose(context)
+        if self.max_nodes is None and not any(taken):
+            return DraftTree(drafted.tokens, drafted.parents)
+        left = [not each for each in taken]
+        own_rows = _only(drafted, left)
+        if self.max_nodes is None:
+            return DraftTree.merged([own_rows, _only(copied, taken)])
+        # A row that was taken over keeps its whole tree, the others are filled up.
+        filled = DraftTree.merged(
+            [own_rows, _only(copied, left)], max(self.max_nodes, drafted.num_nodes)
+        )
+        return DraftTree.merged([filled, _only(copied, taken)])
+
+    def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
+        self.retrieval.commit(context, accepted, output)
+        self.model_based.commit(context, accepted, output)
+
+
+def _only(tree: DraftTree, rows: Sequence[bool]) -> DraftTree:
+    """The trees of these rows; of the others their roots."""
+    kept = torch.tensor(rows, device=tree.parents.device)[:, None]
+    parents = torch.where(kept, tree.parents, INACTIVE)
+    parents[:, 0] = tree.parents[:, 0]
+    return DraftTree(tree.tokens, parents)
