@@ -238,6 +238,14 @@ def test_both_spellings_of_the_layers_are_written(tmp_path):
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 17, 32]
 
 
+def test_the_targets_width_is_written_where_it_differs(tmp_path):
+    """SafeAILab's code takes the field, whatever its value, to mean that the file has an embedding."""
+    save_draft(random_head(), tmp_path)
+    assert "target_hidden_size" not in read_folder(tmp_path)[0]
+    save_draft(random_head(target_hidden_size=24), tmp_path)
+    assert read_folder(tmp_path)[0]["target_hidden_size"] == 24
+
+
 @pytest.mark.parametrize("layout", ["eagle", "speculators"])
 def test_target_and_tokenizer_are_recorded(tmp_path, layout):
     tokenizer = assets.load_tokenizer()
@@ -344,7 +352,7 @@ SPELLINGS = {
     "safeailab": (
         "eagle",
         {"draft_vocab_size": 40},
-        without("eagle_config", "target_hidden_size", "num_aux_hidden_states", "norm_output"),
+        without("eagle_config", "num_aux_hidden_states", "norm_output"),
     ),
     "nulls": (
         "eagle",

@@ -116,12 +116,14 @@ def _eagle(config: HeadConfig, record: HeadRecord) -> dict[str, Any]:
             # Both spellings on purpose: vLLM reads the first, inputs, and SGLang the second, outputs.
             written["eagle_aux_hidden_state_layer_ids"] = list(layers)
             nested["eagle_aux_hidden_state_layer_ids"] = [layer - 1 for layer in layers]
+    if config.target_hidden_size != config.hidden_size:
+        # With this field SafeAILab's code expects an embedding in the file, whatever its value.
+        written["target_hidden_size"] = config.target_hidden_size
     leans = not config.own_lm_head and not record.tied
     return {
         **written,
         "architectures": ["LlamaForCausalLMEagle3"],
         "attention_bias": False,
-        "target_hidden_size": config.target_hidden_size,
         "draft_vocab_size": None if leans else config.draft_vocab_size,
         "eagle_config": nested,
         "norm_before_fc": config.norm_before_fc,
@@ -134,6 +136,7 @@ def _eagle(config: HeadConfig, record: HeadRecord) -> dict[str, Any]:
 def _speculators(config: HeadConfig, record: HeadRecord) -> dict[str, Any]:
     window = next((size for size in config.sliding_windows if size is not None), None)
     parallel = config.mask_token_id is not None
+    same_width = config.target_hidden_size == config.hidden_size
     kind = "peagle" if parallel else "eagle3"
     decoder = {
         **_decoder(config),
@@ -154,7 +157,7 @@ def _speculators(config: HeadConfig, record: HeadRecord) -> dict[str, Any]:
         "speculators_version": _SPECULATORS_VERSION,
         "transformer_layer_config": decoder,
         "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.target_hidden_size,
+        "target_hidden_size": None if same_width else config.target_hidden_size,
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
