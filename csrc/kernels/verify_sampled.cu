@@ -7,9 +7,7 @@
 // Out: path [batch, nodes], num_accepted, next_token, status [batch]
 //
 // Two launches:
-//   statistics: one warp per (row, node, segment of 1024 tokens). The logits stay in registers
-//         between the maximum and the sum. Inactive nodes are skipped, and so are leaves' draft
-//         laws.
+//   statistics (sampled_statistics.cuh): maximum and sums of both laws, by node and segment.
 //   walk: a few blocks per row. Thread 0 decides; the block computes the passes that it asks for.
 //         Statistics are merged from the first launch. A pass of residual masses (a rejected child
 //         with a sibling left, a prefix that block verification tries) reads both laws of one node,
@@ -26,175 +24,15 @@
 // in the second.
 #include <algorithm>
 
-#include "specdec/cuda.cuh"
+#include "sampled_statistics.cuh"
 #include "specdec/launchers.h"
-#include "specdec/sampled_walk.h"
 
 namespace specdec {
 namespace {
 
-constexpr int kStatisticsThreads = 256;
-constexpr int kStatisticsWarps = kStatisticsThreads / kWarpSize;
 constexpr int kWalkThreads = 512;
 constexpr int kWalkWarps = kWalkThreads / kWarpSize;
 constexpr int kTargetBlocks = 128;  // of the walk, about one per multiprocessor
-constexpr int kGroup = 4;           // tokens of a thread in a row of a segment
-constexpr int kSegmentRows = kSegment / kSumLanes;
-static_assert(kSumLanes == kGroup * kWarpSize && kSumColumns == kWarpSize);
-
-// Which vector loads are aligned.
-struct Alignment {
-  bool logits;
-  bool draft;
-};
-
-struct Workspace {
-  Pick* picks;                 // [batch, slices]
-  NodeStatistics* statistics;  // [batch, nodes, segments]
-  uint32_t* arrivals;          // [batch] zeroed by the first launch
-  int64_t segments;
-  int64_t slices;  // blocks per row in the second launch
-};
-
-template <typename T>
-struct alignas(kGroup * sizeof(T)) AlignedGroup {
-  T values[kGroup];
-};
-
-// values[i] = convert(data[first + i]), `missing` beyond the vocabulary.
-template <typename T, typename F>
-__device__ __forceinline__ void load_group(const T* data, int64_t first, int64_t vocab,
-                                           bool aligned, float missing, float (&values)[kGroup],
-                                           const F& convert) {
-  if (aligned && first + kGroup <= vocab) {
-    const auto group = load_global<AlignedGroup<T>>(data + first);
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) values[i] = convert(group.values[i]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      values[i] = first + i < vocab ? convert(data[first + i]) : missing;
-    }
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ void load_logits(const T* logits, int64_t first, int64_t vocab,
-                                            Alignment aligned, float (&values)[kGroup]) {
-  load_group(logits, first, vocab, aligned.logits, bits_to_float(kMinusInfinityBits), values,
-             [](T value) { return to_float(value); });
-}
-
-__device__ __forceinline__ void load_draft(const float* draft, int64_t first, int64_t vocab,
-                                           Alignment aligned, float (&values)[kGroup]) {
-  load_group(draft, first, vocab, aligned.draft, 0.0f, values,
-             [](float value) { return draft_weight(value); });
-}
-
-// By halving, the order of residual.h; in all lanes.
-__device__ __forceinline__ float warp_sum_by_halving(float value) {
-#pragma unroll
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    value = exact_add(value, shuffle_xor(value, offset));
-  }
-  return value;
-}
-
-__device__ __forceinline__ float sum_lanes(float (&lanes)[kGroup]) {
-#pragma unroll
-  for (int i = 0; i < kGroup; ++i) lanes[i] = warp_sum_by_halving(lanes[i]);
-  return exact_add(exact_add(lanes[0], lanes[2]), exact_add(lanes[1], lanes[3]));
-}
-
-// Orders like the float, NaN above everything.
-__device__ __forceinline__ int32_t max_key(float value) {
-  return value != value ? INT32_MAX : ordered_key(float_to_bits(value));
-}
-
-// The value that has the key; NaN for that of NaN.
-__device__ __forceinline__ float key_value(int32_t key) { return bits_to_float(ordered_key(key)); }
-
-// Of the tokens first .. first + 1023, by a warp; draft may be null.
-template <typename T>
-__device__ NodeStatistics segment_statistics(const T* logits, const float* draft, int64_t first,
-                                             int64_t vocab, Alignment aligned) {
-  float values[kSegmentRows][kGroup];
-  int32_t largest = kMinusInfinityKey;
-  first += kGroup * (threadIdx.x % kWarpSize);
-#pragma unroll
-  for (int row = 0; row < kSegmentRows; ++row) {
-    load_logits(logits, first + row * kSumLanes, vocab, aligned, values[row]);
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) largest = max(largest, max_key(values[row][i]));
-  }
-  const float max_logit = key_value(warp_max(largest));
-  const float reference = finite_reference(max_logit);
-  float target_lanes[kGroup] = {}, draft_lanes[kGroup] = {};
-#pragma unroll
-  for (int row = 0; row < kSegmentRows; ++row) {
-    float weights[kGroup] = {};
-    if (draft != nullptr) load_draft(draft, first + row * kSumLanes, vocab, aligned, weights);
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      target_lanes[i] = exact_add(target_lanes[i], target_weight(values[row][i], reference));
-      draft_lanes[i] = exact_add(draft_lanes[i], weights[i]);
-    }
-  }
-  const float target_mass = sum_lanes(target_lanes);
-  return {max_logit, target_mass, sum_lanes(draft_lanes)};
-}
-
-__device__ bool is_active(const ParentsRow& parents, int64_t node) {
-  for (; node > 0; node = parents[node]) {
-    if (!parents.link_is_legal(node)) return false;
-  }
-  return parents.row_is_active();
-}
-
-struct StatisticsShared {
-  SharedValue<bool> active;
-  SharedValue<bool> has_child;
-};
-
-template <typename T>
-__global__ void __launch_bounds__(kStatisticsThreads)
-    statistics_kernel(const SPECDEC_GRID_CONSTANT VerifySampledParams params,
-                      const SPECDEC_GRID_CONSTANT Workspace workspace, Alignment aligned) {
-  SPECDEC_SHARED(StatisticsShared, shared);
-  const int64_t blocks_per_node = (workspace.segments + kStatisticsWarps - 1) / kStatisticsWarps;
-  const int64_t part = blockIdx.x % blocks_per_node;
-  const int64_t node = blockIdx.x / blocks_per_node % params.nodes;
-  const int64_t row = blockIdx.x / blocks_per_node / params.nodes;
-  const int warp = threadIdx.x / kWarpSize;
-  const int lane = threadIdx.x % kWarpSize;
-
-  if (node == 0 && part == 0 && threadIdx.x == 0) workspace.arrivals[row] = 0;
-  if (warp == 0) {
-    bool child = false;
-    for (int64_t later = node + 1 + lane; later < params.nodes; later += kWarpSize) {
-      child |= params.parents(row, later) == node;
-    }
-    const bool has_child = warp_any(child);
-    if (lane == 0) {
-      shared.active = is_active({&params.parents(row, 0), params.parents.column_stride}, node);
-      shared.has_child = has_child;
-    }
-  }
-  block_barrier();  // all threads know the node
-  const int64_t segment = part * kStatisticsWarps + warp;
-  if (!shared.active || segment >= workspace.segments) return;
-
-  const T* logits = static_cast<const T*>(params.logits) + row * params.logits_batch_stride +
-                    node * params.logits_node_stride;
-  const float* draft =
-      params.draft_probs + row * params.draft_batch_stride + node * params.draft_node_stride;
-  const NodeStatistics statistics = segment_statistics(logits, shared.has_child ? draft : nullptr,
-                                                       segment * kSegment, params.vocab, aligned);
-  if (lane == 0) {
-    workspace.statistics[(row * params.nodes + node) * workspace.segments + segment] = statistics;
-  }
-}
-
 // What the walk wants of its block.
 struct Step {
   Pass pass;
@@ -215,34 +53,17 @@ struct WalkShared {
 
 using Walk = SampledWalk<SharedArray<WalkLevel, kMaxNodes>&, SharedArray<int32_t, kMaxNodes>&>;
 
-// By a warp: its lanes are the columns of the sums.
-__device__ NodeStatistics merge_statistics(const NodeStatistics* statistics, int64_t segments) {
-  const int lane = threadIdx.x % kWarpSize;
-  int32_t largest = kMinusInfinityKey;
-  for (int64_t i = lane; i < segments; i += kWarpSize) {
-    largest = max(largest, max_key(statistics[i].max));
-  }
-  const float max_logit = key_value(warp_max(largest));
-  const float reference = finite_reference(max_logit);
-  float target_mass = 0.0f, draft_mass = 0.0f;
-  for (int64_t i = lane; i < segments; i += kWarpSize) {
-    target_mass = exact_add(target_mass, rescaled_mass(statistics[i], reference));
-    draft_mass = exact_add(draft_mass, statistics[i].draft_mass);
-  }
-  return {max_logit, warp_sum_by_halving(target_mass), warp_sum_by_halving(draft_mass)};
-}
-
 // The laws of the node that a step looks at.
 template <typename T>
 struct NodeLaws {
   const T* logits;
   const float* draft;
   int64_t vocab;
-  Alignment aligned;
+  LawAlignment aligned;
   ResidualLaw law;
 
   __device__ NodeLaws(const VerifySampledParams& params, int64_t row, const Step& step,
-                      Alignment alignment)
+                      LawAlignment alignment)
       : logits(static_cast<const T*>(params.logits) + row * params.logits_batch_stride +
                step.node * params.logits_node_stride),
         draft(params.draft_probs + row * params.draft_batch_stride +
@@ -361,7 +182,7 @@ __device__ Step share_step(const Walk& walk, WalkShared& shared) {
 }
 
 // Leaves a slice's pick for the row's last block; true there, with thread 0's `pick` that of all.
-__device__ bool arrive_last(const Workspace& workspace, int64_t row, int64_t slice,
+__device__ bool arrive_last(const SampledWorkspace& workspace, int64_t row, int64_t slice,
                             WalkShared& shared, Pick& pick) {
   if (threadIdx.x == 0) {
     Pick* picks = workspace.picks + row * workspace.slices;
@@ -381,7 +202,7 @@ __device__ bool arrive_last(const Workspace& workspace, int64_t row, int64_t sli
 template <typename T>
 __global__ void __launch_bounds__(kWalkThreads)
     walk_kernel(const SPECDEC_GRID_CONSTANT VerifySampledParams params,
-                const SPECDEC_GRID_CONSTANT Workspace workspace, Alignment aligned) {
+                const SPECDEC_GRID_CONSTANT SampledWorkspace workspace, LawAlignment aligned) {
   SPECDEC_SHARED(WalkShared, shared);
   const int64_t slice = blockIdx.x % workspace.slices;
   const int64_t row = blockIdx.x / workspace.slices;
@@ -427,20 +248,9 @@ int64_t num_slices(const VerifySampledParams& params) {
 }
 
 template <typename T>
-Alignment alignment(const VerifySampledParams& params) {
-  const auto aligned = [](const void* data, size_t size, int64_t stride0, int64_t stride1) {
-    return reinterpret_cast<uintptr_t>(data) % (kGroup * size) == 0 && stride0 % kGroup == 0 &&
-           stride1 % kGroup == 0;
-  };
-  return {aligned(params.logits, sizeof(T), params.logits_batch_stride, params.logits_node_stride),
-          aligned(params.draft_probs, sizeof(float), params.draft_batch_stride,
-                  params.draft_node_stride)};
-}
-
-template <typename T>
-cudaError_t launch_typed(const VerifySampledParams& params, const Workspace& workspace,
+cudaError_t launch_typed(const VerifySampledParams& params, const SampledWorkspace& workspace,
                          cudaStream_t stream) {
-  const Alignment aligned = alignment<T>(params);
+  const LawAlignment aligned = law_alignment<T>(params);
   const int64_t blocks_per_node = (workspace.segments + kStatisticsWarps - 1) / kStatisticsWarps;
   const cudaError_t error =
       launch(statistics_kernel<T>,
@@ -467,7 +277,7 @@ cudaError_t launch_verify_sampled(const VerifySampledParams& params, void* works
   Pick* picks = static_cast<Pick*>(workspace);
   auto* statistics = reinterpret_cast<NodeStatistics*>(picks + params.batch * slices);
   auto* arrivals = reinterpret_cast<uint32_t*>(statistics + params.batch * params.nodes * segments);
-  const Workspace parts{picks, statistics, arrivals, segments, slices};
+  const SampledWorkspace parts{picks, statistics, arrivals, segments, slices};
   return with_logits_type(params.logits_type, [&]<typename T>(T) -> cudaError_t {
     return launch_typed<T>(params, parts, stream);
   });
