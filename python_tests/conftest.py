@@ -31,3 +31,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         return request.param
     monkeypatch.setattr(_library, "native", emulation.emulated_ops)
     return "cpu"
+
+
+@pytest.fixture
+def emulated(request: pytest.FixtureRequest) -> bool:
+    """Whether ``device`` stands for the emulated kernels, on which cases have to be small."""
+    return request.node.callspec.params["device"] == "emulated"

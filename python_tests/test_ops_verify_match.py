@@ -179,10 +179,10 @@ def test_a_single_possible_token_is_certain(stochastic, device):
     assert result.next_token.tolist() == [123] and result.status.tolist() == [0]
 
 
-def test_a_likely_first_token_does_not_hide_rare_ones(device):
+def test_a_likely_first_token_does_not_hide_rare_ones(device, emulated):
     """The CPU op skips noise where it can't win. Here thousands of unlikely tokens win half the time,
     each by noise of about 10, after the first block has set a high score."""
-    batch, vocab = 60, 20_000
+    batch, vocab = 8 if emulated else 60, 20_000
     logits = torch.zeros(1, 1, vocab)
     logits[..., 0] = torch.tensor(float(vocab)).log()
     zeros = torch.zeros(batch, dtype=torch.long)
@@ -197,7 +197,7 @@ def test_a_likely_first_token_does_not_hide_rare_ones(device):
     )
     result = ops.verify_match(*to(device, arguments))
     assert_same(result, verify_match_reference(*arguments), NAMES)
-    assert 15 < (result.next_token == 0).sum() < 45
+    assert batch / 4 < (result.next_token == 0).sum() < batch * 3 / 4
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
@@ -314,9 +314,9 @@ def test_expanded_inputs(device):
     assert_same(actual, verify_match_reference(*expanded), NAMES)
 
 
-def test_one_token_tree_is_plain_decoding(device):
+def test_one_token_tree_is_plain_decoding(device, emulated):
     """For one seed the text is the same for every tree, and the same as without one."""
-    vocab, length, rows = 5, 24, 8
+    vocab, length, rows = (5, 8, 4) if emulated else (5, 24, 8)
     table = torch.randn(vocab, vocab, generator=generator(6))  # logits depend on the last token
     seeds, row_ids = torch.full((rows,), 42), torch.arange(rows)
     stochastic = torch.tensor([True, False] * (rows // 2))
