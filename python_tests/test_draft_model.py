@@ -115,3 +115,20 @@ def test_a_long_pause_is_caught_up_in_blocks(monkeypatch):
     made = AskedLate(model, answers)
     assert torch.equal(greedy(model, made, max_new_tokens=40).sequences, expected)
     assert made.asked > 3
+
+
+def test_drafts_end_where_the_draft_models_positions_end():
+    """Rejected drafts take no positions: with 32 of them the last draft is of the 32nd token."""
+    roots_of_drafts = []
+
+    class Watched(DraftModelDrafter):
+        def propose(self, context):
+            tree = super().propose(context)
+            if tree.num_nodes > 1:
+                roots_of_drafts.append(max(context.root_positions))
+            return tree
+
+    drafter = Watched(tiny_model("gpt2-short"))
+    with pytest.warns(UserWarning, match="has 32 positions and the text is longer"):
+        greedy(tiny_model("gpt2"), drafter, max_new_tokens=40)
+    assert roots_of_drafts[-1] == 30

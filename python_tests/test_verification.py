@@ -148,6 +148,18 @@ def test_law_of_the_text(case):
     assert excess(texts, exact_law(**WARPERS[warpers])) < 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("warpers", WARPERS)
+@pytest.mark.parametrize("case", ["rejection", "block", "block-that-stops-early", "recursive"])
+def test_law_of_the_text_with_more_draws(case, warpers):
+    """Every rule with all processors, 2^17 texts each."""
+    rule, drafter, _ = CASES[case]
+    texts = [
+        sample(drafter(), rule, rows=2 * ROWS, seed=seed, **WARPERS[warpers]) for seed in range(8)
+    ]
+    assert excess(torch.cat(texts), exact_law(**WARPERS[warpers])) < 1
+
+
 class WrongLaw(SampledTree):
     """Says another temperature than it drew at."""
 
