@@ -7,7 +7,8 @@ from tiny import ScriptedDrafter, adversary_chain, generated, prompts, tiny_mode
 
 import specdec_ext
 from specdec_ext import DraftModelDrafter, SpeculationStats
-from specdec_ext.drafters import HeadDrafter
+from specdec_ext.drafters.head import HeadDrafter
+from specdec_ext.drafters.medusa import MedusaDrafter
 from specdec_ext.stats import ALARM_WINDOW, DraftAlarm
 
 
@@ -109,6 +110,7 @@ def test_a_call_with_a_dead_draft_model_warns_once():
         drafted(DeadModel(tiny_model("llama")))
     assert len(caught) == 1
     assert "tapped layers" in HeadDrafter.dead_draft_advice
+    assert "tokenizer" in MedusaDrafter.dead_draft_advice
 
 
 def test_a_call_with_other_drafters_does_not_warn():

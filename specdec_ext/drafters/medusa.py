@@ -47,6 +47,11 @@ class MedusaDrafter(Drafter):
             :func:`default_tree`.
     """
 
+    dead_draft_advice = (
+        "Check that the heads were trained for this very target (a fine-tuned or requantised one is another) "
+        "and with its tokenizer, and that sampling is not so hot that nothing can be foreseen."
+    )
+
     def __init__(self, heads: MedusaHeads, tree: TreeConfig | None = None):
         self.heads, self.tree = heads, tree
         if tree is not None:
