@@ -145,6 +145,14 @@ def test_the_right_feedback_is_found(step, right):
     assert by_reading[(2, 3, 4), not right].second == 0.0
 
 
+def test_a_head_that_reads_the_last_token_is_given_it():
+    """EAGLE-1 whose ``fc`` takes the embedding alone: the target's own table does the rest."""
+    head = silent(random_head("eagle1", hidden_size=WIDTH, target_hidden_size=WIDTH))
+    head.tensors["fc.weight"][:, :WIDTH] = torch.eye(WIDTH)
+    (trial,) = calibrate(head, lookup_target(1), torch.arange(20) + 5).trials
+    assert trial.first == trial.second == 1.0
+
+
 def test_a_head_that_says_no_norm_output_is_not_asked_again():
     found = calibrate(counting_head(1, norm_output=False), lookup_target(1), torch.arange(9))
     assert {trial.norm_output for trial in found.trials} == {False}
