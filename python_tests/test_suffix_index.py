@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import asdict
 
+import bench_suffix
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -298,6 +299,13 @@ def test_nbytes_is_bounded_while_outputs_come_and_go():
         assert history.num_tokens + len(history) <= 5000
         assert history.nbytes <= 10 * 5000 + 8 * len(history) + 4096
     assert history.num_tokens > 5000 * 3 // 4 - 300
+
+
+def test_benchmark(capsys):
+    bench_suffix.main(tokens=20_000, vocabulary=300)
+    printed = capsys.readouterr().out
+    assert "history of 17500 tokens in 35 outputs" in printed
+    assert "path" in printed and "tree" in printed
 
 
 # ---------------------------------------------------------------- bad arguments

@@ -20,9 +20,9 @@ from specdec_ext.medusa import MedusaHeads
 
 __all__ = ["DraftModelDrafter", "Drafter", "HeadDrafter", "NgramDrafter", "resolve_drafter"]
 
-# Name -> module of this package and class, which is made without arguments.
+# Name -> module of this package and what makes the drafter, called without arguments.
 _BY_NAME = {
-    "auto": ("ngram", "NgramDrafter"),
+    "auto": ("combined", "auto_drafter"),
     "ngram": ("ngram", "NgramDrafter"),
     "suffix": ("suffix", "SuffixDrafter"),
     "lookahead": ("lookahead", "LookaheadDrafter"),
