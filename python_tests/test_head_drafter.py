@@ -15,12 +15,13 @@ import pytest
 import torch
 from checkpoint_cases import random_head
 from head_cases import KINDS, TREES, Run, head_of, trained_head
-from tiny import noisy_chain, prompts, tiny_model
+from tiny import noisy_chain, prompts, tiny_model, wrong
 from transformers import DynamicCache
 
 import specdec_ext
 from specdec_ext import DraftTree, HeadDrafter, TreeConfig
 from specdec_ext.drafters.head import default_tree
+from specdec_ext.drafters.head_cache import Elements, of_active_rows
 
 LENGTHS = (5, 9, 3, 7, 8)
 NEW = 14
@@ -47,9 +48,10 @@ def answers(sequences, columns):
 
 
 class Watched(specdec_ext.Drafter):
-    """Proposes mostly right tokens, whatever the head says, and keeps what the head says.
+    """Proposes mostly right tokens, behind wrong ones, and keeps what the head would have proposed.
 
-    So rows move on by several tokens per step and at their own pace, with a head that knows nothing.
+    So rows move on by several tokens per step, along any nodes and at their own pace, with a head that knows
+    nothing.
     """
 
     def __init__(self, drafter: HeadDrafter, right: list[list[int]], every: int = 1):
@@ -76,7 +78,9 @@ class Watched(specdec_ext.Drafter):
         paths = []
         for row in context.rows:
             done = len(context.generated[row])
-            paths.append(noisy_chain(self.right[row][done : done + 6], self.random))
+            [right] = noisy_chain(self.right[row][done : done + 6], self.random)
+            detours = [[wrong(token) for token in right[:2]], [*right[:1], wrong(0)]]
+            paths.append([*detours, right])
         return DraftTree.from_paths(context.roots, paths)
 
 
@@ -193,9 +197,10 @@ def test_a_second_turn_begins_where_the_cache_ends(side):
         model, ids, attention_mask=mask, drafter=None, max_new_tokens=NEW
     )
     held = mask[:, : cache.get_seq_length()].sum(dim=1).tolist()
-    watched = Watched(
-        HeadDrafter(head_of("qk-norm-window"), TREES["dynamic"]), answers(expected, ids.shape[1])
-    )
+    # A rope type for which positions are more than distances.
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+    head = head_of("qk-norm-window", max_positions=8, rope_parameters=rope)
+    watched = Watched(HeadDrafter(head, TREES["dynamic"]), answers(expected, ids.shape[1]))
     given = specdec_ext.generate(
         model,
         ids,
@@ -251,14 +256,26 @@ def test_a_trained_head_is_accepted_as_often_alone_as_in_a_batch():
         assert min(stats.accepted_per_position[:3]) > 10
 
 
-def test_cache_and_tables_grow(monkeypatch):
+@pytest.mark.parametrize("tree", TREES)
+def test_cache_and_tables_grow(tree, monkeypatch):
     monkeypatch.setattr("specdec_ext.drafters.head_cache.STEP", 1)
     model = tiny_model("llama")
     ids, mask, sequences = plain((5, 9, 3))
     head = head_of("qk-norm-window", max_positions=8)
-    watched = Watched(HeadDrafter(head, TREES["static"]), answers(sequences, ids.shape[1]))
+    watched = Watched(HeadDrafter(head, TREES[tree]), answers(sequences, ids.shape[1]))
     specdec_ext.generate(model, ids, attention_mask=mask, drafter=watched, max_new_tokens=NEW)
     assert_as_specified(watched, model, texts_of(ids, mask), sequences, ids.shape[1])
+
+
+def test_rows_that_ended_are_not_read():
+    tokens, features = torch.arange(6).view(3, 2), torch.rand(3, 2, 4)
+    steps = [
+        Elements([0, 1, 2], tokens, features, [2, 1, 2]),
+        Elements([2, 0], tokens[:2], features[:2], [1, 2]),
+    ]
+    new = of_active_rows(steps, [2], 4)
+    assert new.counts == [0, 0, 3, 0] and new.tokens[2].tolist() == [4, 5, 0]
+    assert torch.equal(new.features[2], torch.cat([features[2], features[0, :1]]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
