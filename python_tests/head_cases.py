@@ -164,7 +164,7 @@ def trained_head(model: PreTrainedModel, texts: tuple[tuple[int, ...], ...]) -> 
     Training-time test (Li et al. 2025): at unrolled step i an element is at position t + i and sees the
     committed elements up to t and its own line of earlier steps.
     """
-    unrolled, steps = 3, 90
+    unrolled, steps = 3, 70
     head = head_of("eagle3", num_layers=1, draft_vocab_size=97, hidden_size=32)
     tensors = {name: nn.Parameter(tensor) for name, tensor in head.tensors.items()}
     head = dataclasses.replace(head, tensors=tensors)

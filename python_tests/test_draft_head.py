@@ -208,6 +208,29 @@ def test_a_window_ends_where_it_should(window):
         assert torch.equal(scores, expected) == (back >= window)
 
 
+def test_a_window_counts_positions_not_slots():
+    """Drafted siblings have keys of their own but share a position: they push nothing out of the window."""
+    head = double("eagle3", sliding_windows=(2,))
+    chain = drafted(head, TreeConfig(depth=5))
+    longest = tuple((0,) * depth for depth in range(1, 6))
+    bushy = TreeConfig(choices=(*longest, (1,), (2,), (1, 0), (2, 0), (1, 0, 0), (2, 0, 0)))
+    nodes = [0, *(1 + bushy.choices.index(path) for path in longest)]
+    tokens, _, scores = drafted(head, bushy)
+    assert torch.equal(tokens[:, nodes], chain[0])
+    torch.testing.assert_close(scores[:, nodes], chain[2], **CLOSE)
+
+
+def test_ties_go_to_the_lower_id():
+    head = double("eagle1")
+    run = Run.start(head, 1)
+    run.lm_head = torch.zeros_like(run.lm_head)
+    tokens, parents, scores = run.draft(TreeConfig(3, 4, 12), *elements(head, 1, 4))
+    assert tokens[0, 1:].tolist() == [0, 1, 2, 3] * 2 + [0, 1, 2]
+    assert parents[0].tolist() == [-1, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2]
+    step = -torch.tensor(97.0, dtype=torch.float64).log()
+    torch.testing.assert_close(scores[0], step * torch.tensor([0] + [1] * 4 + [2] * 7))
+
+
 def test_only_tokens_of_the_draft_vocabulary():
     head = double("eagle3")
     reachable = head.tensors["draft_to_target"]
