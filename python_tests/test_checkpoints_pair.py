@@ -135,18 +135,6 @@ BAD = {
         {},
         "no embedding of its own, and its width is 16, the target's 32",
     ),
-    "no fc, other width": (
-        {
-            "has_fc": False,
-            "num_features": 1,
-            "feature_layers": (-1,),
-            "hidden_size": 16,
-            "head_dim": 4,
-            "own_embedding": True,
-        },
-        {},
-        "it has no fc, so its width 16",
-    ),
     "target with more tokens": (
         {"own_embedding": True},
         {"vocab_size": 98},

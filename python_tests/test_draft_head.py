@@ -231,6 +231,31 @@ def test_ties_go_to_the_lower_id():
     torch.testing.assert_close(scores[0], step * torch.tensor([0] + [1] * 4 + [2] * 7))
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("eagle3", {"sliding_windows": (None, 4)}, r"sliding_windows=\(None, 4\).*num_layers=1"),
+        ("eagle3", {"feature_layers": (1, 2)}, r"feature_layers=\(1, 2\).*num_features=3"),
+        ("eagle3", {"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
+        ("eagle1", {"has_fc": False}, "EAGLE-1 head has an fc"),
+        ("eagle1", {"hidden_size": 40}, "target_hidden_size=32 .* the width hidden_size=40"),
+        ("no-fc", {"hidden_size": 40}, "target_hidden_size=32 .* the width hidden_size=40"),
+    ],
+    ids=str,
+)
+def test_a_config_that_contradicts_itself(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        head_of(kind, **options)
+
+
+def test_default_feature_layers():
+    layers = {
+        kind: head_of(kind, feature_layers=None).config.resolved_feature_layers(32)
+        for kind in ("eagle1", "eagle3", "no-fc")
+    }
+    assert layers == {"eagle1": (-1,), "eagle3": (2, 16, 29), "no-fc": (-1,)}
+
+
 def test_only_tokens_of_the_draft_vocabulary():
     head = double("eagle3")
     reachable = head.tensors["draft_to_target"]

@@ -228,7 +228,7 @@ def test_a_trained_head_is_accepted_as_often_alone_as_in_a_batch():
         for row, text in enumerate(texts_of(ids, mask))
     ]
     shortest = min(map(len, texts))
-    head = trained_head(model, tuple(tuple(text[:shortest]) for text in texts[:3]))
+    head = trained_head(model, tuple(tuple(text[:shortest]) for text in texts))
     for tree in TREES.values():
         drafter = HeadDrafter(head, tree)
 

@@ -35,7 +35,7 @@ class HeadConfig:
         target_hidden_size: width of one tapped feature.
         num_features: how many are tapped, side by side.
         feature_layers: the tapped hidden states (``Drafter.feature_layers``), or None where the checkpoint
-            does not say: EAGLE-3's default for the target's depth.
+            does not say: the default for the target's depth.
         has_fc: whether ``fc`` maps the features to ``hidden_size``. False: they are taken as they are.
         rope_parameters: as in transformers: ``rope_type``, ``rope_theta``, and what the type needs.
         sliding_windows: per layer, tokens that are seen, None for all.
@@ -78,14 +78,49 @@ class HeadConfig:
     logit_scale: float = 1.0
     mask_token_id: int | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself; sizes are compared with the tensors by :class:`DraftHead`.
+
+        Raises:
+            ValueError: naming the fields.
+        """
+        feeds_features_back = self.kind == "eagle1" or not self.has_fc
+        for holds, rule in (
+            (
+                len(self.sliding_windows) == self.num_layers,
+                f"sliding_windows={self.sliding_windows} must have an entry for each of the "
+                f"num_layers={self.num_layers} layers",
+            ),
+            (
+                len(self.feature_layers or ()) in (0, self.num_features),
+                f"feature_layers={self.feature_layers} must be num_features={self.num_features} layers",
+            ),
+            (
+                self.num_heads % self.num_kv_heads == 0,
+                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}",
+            ),
+            (self.has_fc or self.kind != "eagle1", "an EAGLE-1 head has an fc; has_fc is False"),
+            (
+                self.feature_width == self.hidden_size or not feeds_features_back,
+                f"num_features={self.num_features} of target_hidden_size={self.target_hidden_size} must have "
+                f"the width hidden_size={self.hidden_size}, which an EAGLE-1 head or one without fc feeds "
+                "back in their place",
+            ),
+        ):
+            if not holds:
+                raise ValueError(rule)
+
     @property
     def feature_width(self) -> int:
         return self.num_features * self.target_hidden_size
 
     def resolved_feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """``feature_layers``, or EAGLE-3's default: the inputs of layers 2, n // 2 and n - 3."""
+        """``feature_layers``, or the default: a single one is the last hidden state, three are EAGLE-3's, the
+        inputs of layers 2, n // 2 and n - 3."""
         if self.feature_layers is not None:
             return self.feature_layers
+        if self.num_features == 1:
+            return (-1,)
         return 2, num_target_layers // 2, num_target_layers - 3
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:

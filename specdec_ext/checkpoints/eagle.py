@@ -53,7 +53,7 @@ def head_config(
     size = sizes(decoder)
     features, layers_from = _features(kind, config, shapes, size["hidden_size"])
     vocabulary, tied = _vocabulary(kind, config, shapes, size["vocab_size"])
-    found = HeadConfig(
+    fields: dict[str, Any] = dict(
         kind=kind,
         **size,
         **features,
@@ -67,6 +67,10 @@ def head_config(
         logit_scale=config.number("logit_scale", 1.0),
         mask_token_id=_mask_token_id(config, layout, shapes, mask_token_id),
     )
+    try:
+        found = HeadConfig(**fields)
+    except ValueError as error:
+        raise ValueError(f"{config.where}: {error}") from None
     record = HeadRecord(
         format=_format(kind, layout, config),
         layers_from=layers_from,

@@ -60,8 +60,6 @@ def _size_problems(head: DraftHead, model: PreTrainedModel) -> Iterator[str]:
     hidden, vocab = target.hidden_size, _rows(model.get_input_embeddings(), target.vocab_size)
     if hidden != config.target_hidden_size:
         yield f"it reads features of width {config.target_hidden_size}, the target's have {hidden}"
-    if not config.has_fc and config.hidden_size != config.target_hidden_size:
-        yield f"it has no fc, so its width {config.hidden_size} must be that of the features"
     if not config.own_embedding and hidden != config.hidden_size:
         yield (
             f"it has no embedding of its own, and its width is {config.hidden_size}, the target's {hidden}"
