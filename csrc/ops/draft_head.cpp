@@ -32,16 +32,15 @@ void check_choices(const DraftShape& shape) {
   std::vector<int64_t> depths(shape.num_choices + 1);
   for (int64_t i = 0; i < shape.num_choices; ++i) {
     const int64_t parent = shape.choices(i, 0), rank = shape.choices(i, 1);
-    const auto expect = [&](bool holds, const std::string& expected) {
-      if (holds) return;
+    const auto fail_node = [&](const std::string& expected) {
       fail_draft_head("choices", "has the node (" + std::to_string(parent) + ", " +
                                      std::to_string(rank) + ") in row " + std::to_string(i) +
                                      "; expected " + expected);
     };
-    expect(parent >= 0 && parent <= i, "an earlier node as parent, in " + half_open(0, i + 1));
-    expect(rank >= 0 && rank < shape.top_k, "a rank in " + half_open(0, shape.top_k));
+    if (parent < 0 || parent > i) fail_node("an earlier node as parent, in " + half_open(0, i + 1));
+    if (rank < 0 || rank >= shape.top_k) fail_node("a rank in " + half_open(0, shape.top_k));
     depths[i + 1] = depths[parent] + 1;
-    expect(depths[i + 1] >= depths[i], "level order");
+    if (depths[i + 1] < depths[i]) fail_node("level order");
   }
   if (depths.back() != shape.depth) {
     fail_draft_head("depth", "must be the depth of choices, " + std::to_string(depths.back()) +
@@ -52,7 +51,8 @@ void check_choices(const DraftShape& shape) {
 DraftShape read_shape(const Tensor& choices, int64_t depth, int64_t top_k, int64_t nodes,
                       const Argument& features) {
   const Argument argument(kOp, "choices", choices);
-  argument.has_dtype(aoti_torch_dtype_int64()).has_shape({choices.size(0), 2}, "[choices, 2]");
+  argument.has_dtype(aoti_torch_dtype_int64()).has_dim(2, "[choices, 2]");
+  argument.has_shape({choices.size(0), 2}, "[choices, 2]");
   argument.is_on_device_of(features);
   const auto in_range = [](const char* name, int64_t given, int64_t low, int64_t high) {
     if (given >= low && given <= high) return;
@@ -99,27 +99,30 @@ HeadCache read_cache(const char* name, const Tensor& cache, const HeadWeights& h
 // Every number that addresses memory.
 void check_rows(const DraftHeadParams& params, int64_t num_new, int64_t num_positions) {
   const int64_t slots = draft_slots(params.shape, params.head.is_parallel());
+  const int64_t levels = params.shape.depth - 1;  // below that of the last new element
+  const auto text = [](int64_t number) { return std::to_string(number); };
   for (int64_t row = 0; row < params.rows; ++row) {
-    const auto in_range = [&](const char* name, int64_t given, int64_t end,
-                              const std::string& reason = "") {
-      if (given >= 0 && given < end) return;
-      fail_draft_head(name, "has " + std::to_string(given) + " in row " + std::to_string(row) +
-                                "; expected " + half_open(0, std::max<int64_t>(end, 0)) + reason);
-    };
     const int64_t count = params.counts[row];
-    in_range("counts", count, num_new + 1);
-    in_range("roots", params.roots[row], params.head.vocab);
+    const auto check = [&](const char* name, int64_t given, int64_t end, const auto& reason) {
+      if (given >= 0 && given < end) return;
+      fail_draft_head(name, "has " + text(given) + " in row " + text(row) + "; expected " +
+                                half_open(0, std::max<int64_t>(end, 0)) + reason());
+    };
+    const auto no_reason = [] { return ""; };
+    check("counts", count, num_new + 1, no_reason);
+    check("roots", params.roots[row], params.head.vocab, no_reason);
     if (count == 0) continue;
-    in_range("lengths", params.lengths[row], params.capacity - count - slots + 1,
-             ": a capacity of " + std::to_string(params.capacity) + " slots less " +
-                 std::to_string(count) + " new elements and " + std::to_string(slots) +
-                 " of the draft; grow keys and values");
-    in_range("positions", params.positions[row], num_positions - count - params.shape.depth + 2,
-             ": cosines and sines have " + std::to_string(num_positions) + " positions, for " +
-                 std::to_string(count) + " new elements and " +
-                 std::to_string(params.shape.depth - 1) + " levels; make longer tables");
-    for (int64_t i = 0; i < count; ++i)
-      in_range("tokens", params.tokens(row, i), params.head.vocab);
+    check("lengths", params.lengths[row], params.capacity - count - slots + 1, [&] {
+      return ": a capacity of " + text(params.capacity) + " slots less " + text(count) +
+             " new elements and " + text(slots) + " of the draft; grow keys and values";
+    });
+    check("positions", params.positions[row], num_positions - count - levels + 1, [&] {
+      return ": cosines and sines have " + text(num_positions) + " positions, for " + text(count) +
+             " new elements and " + text(levels) + " levels; make longer tables";
+    });
+    for (int64_t i = 0; i < count; ++i) {
+      check("tokens", params.tokens(row, i), params.head.vocab, no_reason);
+    }
   }
 }
 

@@ -1,0 +1,232 @@
+"""Microseconds of a draft by an EAGLE-3 head on the CPU: the op, and the same head in PyTorch, in turn.
+
+    python profiling/bench_draft_head.py                            # all cases, all threads
+    python profiling/bench_draft_head.py --case small --threads 1 --repeats 200
+    python profiling/bench_draft_head.py --out profiling/results/draft_head_cpu
+
+A call is what a decoding step asks for: NEW committed elements go into a cache of --context others, then a
+chain or a dynamic tree is drafted. Caches are flushed before each call, as the target's weights do it, unless
+--warm. GB/s counts the head's weights once for each level, and the cache; %read holds it against this
+machine's reading (``timing.py``). In float32 both must draft the same trees.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from text_table import format_table
+from timing import Stopwatch
+from torch import Tensor
+from torch_draft_head import TorchHead
+
+from specdec_ext import ops
+from specdec_ext.head import DraftHead, HeadConfig
+from specdec_ext.machine import machine_line
+from specdec_ext.rope import rope_tables
+from specdec_ext.tree import TreeConfig
+
+NEW = 3  # committed elements per draft: two accepted tokens and the bonus
+CHAIN = TreeConfig(depth=5)
+TREE = TreeConfig(depth=5, top_k=8, num_nodes=41)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    head_dim: int
+    draft_vocab: int
+    dtype: torch.dtype
+    tree: TreeConfig
+    rows: int = 1
+
+    @property
+    def config(self) -> HeadConfig:
+        return HeadConfig(
+            kind="eagle3",
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_heads=self.hidden // self.head_dim,
+            num_kv_heads=2,
+            head_dim=self.head_dim,
+            num_layers=1,
+            vocab_size=2 * self.draft_vocab,
+            draft_vocab_size=self.draft_vocab,
+            target_hidden_size=self.hidden,
+            num_features=3,
+        )
+
+
+SIZES = {"large": (1024, 3584, 128, 16_384), "small": (256, 704, 64, 4096)}
+CASES = [
+    Case("large", *SIZES["large"], torch.bfloat16, CHAIN),
+    Case("large", *SIZES["large"], torch.bfloat16, TREE),
+    *(
+        Case("small", *SIZES["small"], dtype, tree)
+        for dtype in (torch.float32, torch.bfloat16)
+        for tree in (CHAIN, TREE)
+    ),
+    Case("small", *SIZES["small"], torch.float32, CHAIN, rows=8),
+]
+
+
+def random_head(config: HeadConfig, dtype: torch.dtype) -> DraftHead:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, shape in config.tensor_shapes().items():
+        if name == "draft_to_target":
+            order = torch.randperm(config.vocab_size, generator=generator)
+            tensors[name] = order[: config.draft_vocab_size].sort().values
+        elif "norm" in name:
+            tensors[name] = torch.ones(shape)
+        else:
+            tensors[name] = torch.randn(shape, generator=generator) * 2 * shape[-1] ** -0.5
+    return DraftHead(config, tensors).to("cpu", dtype)
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A case's calls, and the bytes of one."""
+
+    runs: dict[str, Callable[[], Any]]
+    moved_bytes: int
+
+
+def contest(case: Case, context: int) -> Contest:
+    config, dtype = case.config, case.dtype
+    head = random_head(config, dtype)
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    embedding, lm_head = normal(config.vocab_size, case.hidden), head.tensors["lm_head.weight"]
+    capacity = context + NEW + case.tree.depth * case.tree.top_k
+    cosines, sines = rope_tables(config, capacity)
+    shape = (1, case.rows, config.num_kv_heads, capacity, case.head_dim)
+    keys, values = normal(*shape), normal(*shape)
+    tokens = torch.randint(config.vocab_size, (case.rows, NEW), generator=generator)
+    features = normal(case.rows, NEW, config.feature_width)
+    packed = ops.PackedHead.pack(head, embedding, lm_head)
+    lengths = torch.full((case.rows,), context)
+    counts = torch.full((case.rows,), NEW)
+
+    def ours() -> Any:
+        return ops.draft_head(
+            packed,
+            cosines,
+            sines,
+            keys,
+            values,
+            tokens,
+            features,
+            counts,
+            lengths,
+            lengths,
+            tokens[:, -1],
+            case.tree,
+        )
+
+    modules = TorchHead(head, embedding, lm_head, cosines, sines, keys.clone(), values.clone())
+
+    def theirs() -> tuple[Tensor, Tensor]:
+        return modules.draft(tokens, features, context, case.tree)
+
+    if dtype == torch.float32:
+        for name, given, expected in zip(("tokens", "parents"), ours(), theirs(), strict=False):
+            if not torch.equal(given, expected):
+                raise SystemExit(f"{case.name}: the op and PyTorch draft different {name}")
+    weights = {name: t.numel() * t.element_size() for name, t in head.tensors.items()}
+    per_level = sum(
+        size for name, size in weights.items() if name not in ("fc.weight", "draft_to_target")
+    )
+    cache = 2 * keys[:, :, :, :context].numel() * keys.element_size()
+    moved = weights["fc.weight"] + case.tree.depth * (per_level + cache)
+    return Contest({"ours": ours, "torch": theirs}, moved)
+
+
+def measure(
+    case: Case, context: int, repeats: int, warm: bool, stopwatch: Stopwatch
+) -> dict[str, Any]:
+    work = contest(case, context)
+    times = stopwatch.time(work.runs, repeats, warm=warm)
+    row: dict[str, Any] = {
+        "case": case.name,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "draft": f"tree {case.tree.num_nodes}"
+        if case.tree.top_k > 1
+        else f"chain {case.tree.depth}",
+        "rows": case.rows,
+        "context": context,
+        "moved_mb": work.moved_bytes / 1e6,
+    }
+    for name, each in times.items():
+        row |= {f"{name}_us": each.median, f"{name}_p10_us": each.quantile(0.1)}
+    row["gb_per_s"] = work.moved_bytes / row["ours_us"] / 1e3
+    row["p10_gb_per_s"] = work.moved_bytes / row["ours_p10_us"] / 1e3
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    header = ["case", "dtype", "draft", "rows", "MB", "median", "p10 us", "GB/s", "%read"]
+    header += ["p10 %read", "torch us", "vs torch", "p10"]
+    return format_table(
+        header,
+        [
+            [
+                *(str(row[name]) for name in ("case", "dtype", "draft", "rows")),
+                *(
+                    f"{row[name]:.0f}"
+                    for name in ("moved_mb", "ours_us", "ours_p10_us", "gb_per_s")
+                ),
+                *(f"{row[name]:.0f}" for name in ("read_percent", "p10_read_percent", "torch_us")),
+                f"{row['torch_us'] / row['ours_us']:.1f}x",
+                f"{row['torch_p10_us'] / row['ours_p10_us']:.1f}x",
+            ]
+            for row in rows
+        ],
+        left=("case", "dtype", "draft"),
+    )
+
+
+def main(
+    case: Annotated[list[str] | None, typer.Option(help="large or small; may be repeated")] = None,
+    context: Annotated[int, typer.Option(help="elements in the cache")] = 512,
+    repeats: Annotated[int, typer.Option(help="calls of each, at least 5")] = 60,
+    threads: Annotated[int | None, typer.Option(help="of the op and of torch")] = None,
+    warm: Annotated[bool, typer.Option(help="leave the caches as the last call left them")] = False,
+    out: Annotated[Path | None, typer.Option(help="write OUT.json")] = None,
+) -> None:
+    if threads:
+        torch.set_num_threads(threads)
+    chosen = [each for each in CASES if not case or each.name in case]
+    if not chosen:
+        raise typer.BadParameter(f"{case}: expected some of {sorted(SIZES)}", param_hint="--case")
+    stopwatch = Stopwatch(torch.device("cpu"))
+    machine = machine_line(torch.device("cpu"))
+    bandwidth = stopwatch.bandwidth()
+    rows = [measure(each, context, repeats, warm, stopwatch) for each in chosen]
+    bandwidth = bandwidth.best(stopwatch.bandwidth())
+    for row in rows:
+        row["read_percent"] = 100 * row["gb_per_s"] / bandwidth.read
+        row["p10_read_percent"] = 100 * row["p10_gb_per_s"] / bandwidth.read
+    print(machine)
+    print(f"read {bandwidth.read:.0f} GB/s, caches {'warm' if warm else 'flushed'}")
+    print(table(rows))
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        report = {"machine": machine, "read_gb_per_s": bandwidth.read, "warm": warm, "rows": rows}
+        out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
