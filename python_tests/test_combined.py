@@ -56,6 +56,8 @@ class Recalls(Says, RetrievalDrafter):
         ]
         return super().propose(context)
 
+    longest_match = 9
+
     @property
     def match_lengths(self):
         return self._match_lengths
@@ -213,7 +215,9 @@ def test_bad_arguments():
     for arguments, error, message in (
         ((model, ngram), TypeError, "retrieval is a DraftModelDrafter; expected .* NgramDrafter"),
         ((ngram, LookaheadDrafter()), ValueError, "LookaheadDrafter goes on .* use it alone"),
-        ((ngram, model, 0), ValueError, "min_match must be at least 1, got 0"),
+        ((ngram, model, 0), ValueError, "min_match must be in .* got 0"),
+        ((ngram, model, 7), ValueError, r"in \[1, 6\], .* this NgramDrafter looks for, got 7"),
+        ((SuffixDrafter(max_match=5), model, 6), ValueError, r"in \[1, 5\]"),
         ((ngram, model, 3, 1), ValueError, "max_nodes counts the root .* got 1"),
     ):
         with pytest.raises(error, match=message):

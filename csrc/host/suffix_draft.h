@@ -36,7 +36,7 @@ struct SuffixDraft {
 };
 
 // Past outputs, oldest first; the oldest leave when there is no room. Safe to use from many
-// threads.
+// threads. After std::bad_alloc a history can only be destroyed.
 class SuffixHistory {
  public:
   // Throws std::invalid_argument unless 2 <= max_tokens <= SuffixIndex::kMaxSize.

@@ -57,8 +57,11 @@ class CombinedDrafter(Drafter):
                 "LookaheadDrafter goes on from the target's logits at the nodes that it proposed, which are "
                 "numbered anew here; use it alone"
             )
-        if min_match < 1:
-            raise ValueError(f"min_match must be at least 1, got {min_match}")
+        if not 1 <= min_match <= retrieval.longest_match:
+            raise ValueError(
+                f"min_match must be in [1, {retrieval.longest_match}], the longest match that this "
+                f"{type(retrieval).__name__} looks for, got {min_match}"
+            )
         if max_nodes is not None and max_nodes < 2:
             raise ValueError(
                 f"max_nodes counts the root and must be at least 2, got {max_nodes}; None adds no nodes to "

@@ -64,5 +64,9 @@ class NgramDrafter(RetrievalDrafter):
         )
 
     @property
+    def longest_match(self) -> int:
+        return self.max_ngram
+
+    @property
     def match_lengths(self) -> list[int]:
         return [index.match_length() for index in self._drafted]

@@ -9,6 +9,11 @@ class RetrievalDrafter(Drafter):
     """Base class of the drafters that look up what followed the last tokens."""
 
     @property
+    def longest_match(self) -> int:
+        """No match length is larger."""
+        raise NotImplementedError(f"{type(self).__name__} must define longest_match")
+
+    @property
     def match_lengths(self) -> list[int]:
         """Of the last ``propose``, per row of its tree: how many of the row's last tokens precede the copy.
 

@@ -200,6 +200,10 @@ class SuffixDrafter(RetrievalDrafter):
         )
 
     @property
+    def longest_match(self) -> int:
+        return int(self._rule["max_match"])
+
+    @property
     def match_lengths(self) -> list[int]:
         return self._match_lengths
 
