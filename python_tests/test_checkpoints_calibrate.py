@@ -153,6 +153,15 @@ def test_a_head_that_reads_the_last_token_is_given_it():
     assert trial.first == trial.second == 1.0
 
 
+def test_second_tokens_count_after_first_ones_that_the_text_has():
+    """After a first token that the text does not have, the target was asked about another text."""
+    head = silent(random_head("eagle1", fc_bias=True, hidden_size=WIDTH, target_hidden_size=WIDTH))
+    head.tensors["fc.bias"][8] = 1.0  # so it drafts 9, whatever it reads
+    (trial,) = calibrate(head, lookup_target(1), torch.full((20,), 8)).trials
+    assert trial.first == 1.0, "the target, too, says 9 after 8"
+    assert trial.second == 0.0, "but 8 is what the text goes on with"
+
+
 def test_a_head_that_says_no_norm_output_is_not_asked_again():
     found = calibrate(counting_head(1, norm_output=False), lookup_target(1), torch.arange(9))
     assert {trial.norm_output for trial in found.trials} == {False}
