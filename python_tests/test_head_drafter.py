@@ -15,7 +15,7 @@ import pytest
 import torch
 from checkpoint_cases import random_head
 from head_cases import KINDS, TREES, Run, head_of, trained_head
-from tiny import noisy_chain, prompts, tiny_model, wrong
+from tiny import ARCHITECTURES, noisy_chain, prompts, tiny_model, wrong
 from transformers import DynamicCache
 
 import specdec_ext
@@ -138,6 +138,19 @@ def test_a_single_row_is_lossless(kind):
     ids, _, expected = plain((6,))
     given = specdec_ext.generate(tiny_model("llama"), ids, drafter=drafter, max_new_tokens=NEW)
     assert torch.equal(given, expected)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_target_is_served(name):
+    """Windows, scaled embeddings, soft caps, partial rotation, another list of layers."""
+    model = tiny_model(name)
+    ids, mask = prompts(LENGTHS)
+    drafter = HeadDrafter(head_of("eagle3"), TREES["static"])
+    texts = [
+        specdec_ext.generate(model, ids, attention_mask=mask, drafter=each, max_new_tokens=10)
+        for each in (None, drafter)
+    ]
+    assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -335,4 +348,5 @@ def test_default_trees():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert [default_tree(cpu, rows).depth for rows in (1, 2)] == [5, 3]
     assert default_tree(cuda, 1) == TreeConfig(depth=6, top_k=10, num_nodes=60)
+    assert default_tree(cuda, 1, parallel=True) == TreeConfig(depth=7)
     assert default_tree(cuda, 8) == TreeConfig(depth=3)

@@ -24,16 +24,24 @@ from specdec_ext.target import TargetOutput
 from specdec_ext.tree import DraftTree, TreeConfig
 
 
-def default_tree(device: torch.device, num_rows: int) -> TreeConfig:
+def default_tree(device: torch.device, num_rows: int, parallel: bool = False) -> TreeConfig:
     """The shape that is drafted if none is asked for.
 
     On a GPU a pass of the target over 60 nodes takes hardly longer than one over a single node as long as the
-    batch is small: the tree of EAGLE's own evaluations, 60 nodes on six levels (Li et al. 2024, 2025).
-    Where every node costs time, on the CPU and in larger batches, a chain accepts most per node.
+    batch is small: the tree of EAGLE's own evaluations, 60 nodes on six levels (Li et al. 2024, 2025), or the
+    chain of seven that P-EAGLE is evaluated with. Where every node costs time, on the CPU and in larger
+    batches, a short chain accepts most per node.
+
+    Args:
+        device: of the target.
+        num_rows: of the batch.
+        parallel: whether the head drafts all levels at once (P-EAGLE).
     """
     if device.type == "cpu":
         return TreeConfig(depth=5 if num_rows == 1 else 3)
-    return TreeConfig(depth=6, top_k=10, num_nodes=60) if num_rows <= 4 else TreeConfig(depth=3)
+    if num_rows > 4:
+        return TreeConfig(depth=3)
+    return TreeConfig(depth=7) if parallel else TreeConfig(depth=6, top_k=10, num_nodes=60)
 
 
 class HeadDrafter(Drafter):
@@ -77,7 +85,8 @@ class HeadDrafter(Drafter):
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
         assert self._bound is not None and output.features is not None
         num_rows = len(context.generated)
-        self._tree = self.tree or default_tree(self._bound.device, num_rows)
+        parallel = self.head.config.mask_token_id is not None
+        self._tree = self.tree or default_tree(self._bound.device, num_rows, parallel)
         prompt, first_positions = _prompt_elements(context, output.features)
         self._pending = [prompt]
         self._cache = HeadCache(
