@@ -172,27 +172,30 @@ def trained_head(model: PreTrainedModel, texts: tuple[tuple[int, ...], ...]) -> 
     with torch.no_grad():
         states = model(ids, output_hidden_states=True).hidden_states
     features = torch.cat([states[layer] for layer in head.config.feature_layers or ()], dim=-1)
+    # All texts side by side; each sees its own elements.
     rows, length = len(texts), len(texts[0]) - unrolled - 1
     tables = rope_tables(head.config, length + unrolled)
-    order = torch.arange(length)
+    positions = torch.arange(length).repeat(rows)
+    row = torch.arange(rows).repeat_interleave(length)
+    causal = (row == row[:, None]) & (positions <= positions[:, None])
+    order = torch.arange(rows * length)
+    itself = torch.eye(len(order), dtype=torch.bool)
+    size = 1, head.config.num_kv_heads, unrolled * len(order), head.config.head_dim
     optimizer = torch.optim.Adam(tensors.values(), lr=1e-2)
-    size = 1, head.config.num_kv_heads, unrolled * length, head.config.head_dim
     for _ in range(steps):
+        layers = HeadLayers(head, *tables, torch.zeros(size), torch.zeros(size), 0)
         loss = torch.zeros(())
-        for row in range(rows):
-            layers = HeadLayers(head, *tables, torch.zeros(size), torch.zeros(size), 0)
-            seen = order <= order[:, None]
-            own_embeddings = tensors["embed_tokens.weight"][ids[row]]
-            hidden = layers.combine(own_embeddings[1:][:length], features[row, :length])
-            for step in range(unrolled):
-                if step > 0:
-                    seen = torch.cat([seen, torch.eye(length, dtype=torch.bool)], dim=1)
-                embeddings = own_embeddings[1 + step :][:length]
-                slots = step * length + order
-                output = layers.forward(embeddings, hidden, slots, order + step, seen)
-                logits, hidden = layers.output(output, tensors["lm_head.weight"])
-                target = ids[row, 2 + step :][:length]
-                loss = loss + nn.functional.cross_entropy(logits, target)
+        for step in range(unrolled):
+            tokens = ids[:, 1 + step :][:, :length].flatten()
+            embeddings = tensors["embed_tokens.weight"][tokens]
+            if step == 0:
+                hidden = layers.combine(embeddings, features[:, :length].flatten(0, 1))
+            seen = torch.cat([causal] + [itself] * step, dim=1)
+            slots = step * len(order) + order
+            output = layers.forward(embeddings, hidden, slots, positions + step, seen)
+            logits, hidden = layers.output(output, tensors["lm_head.weight"])
+            targets = ids[:, 2 + step :][:, :length].flatten()
+            loss = loss + nn.functional.cross_entropy(logits, targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

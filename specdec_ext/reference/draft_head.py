@@ -25,7 +25,7 @@ P-EAGLE drafts without feedback: the children of nodes at depth d > 0 have the d
 (embedding of the mask token, ``mask_hidden``) at position T+d-1, whatever the node. Mask elements follow the
 committed ones causally.
 
-Which nodes are drafted: :mod:`specdec_ext.reference.draft_levels`.
+Which nodes are drafted: :mod:`specdec_ext.reference.draft_head_tree`.
 
 Numerics: activations have the dtype of the weights; norms, rotation, attention's scores and weights, and
 logits are float32, or float64 where the weights are.
@@ -40,7 +40,7 @@ from torch import Tensor
 
 from specdec_ext.head import DraftHead
 from specdec_ext.reference.draft_head_layers import HeadLayers, wide
-from specdec_ext.reference.draft_levels import Level, dynamic_tree, static_tree
+from specdec_ext.reference.draft_head_tree import Level, dynamic_tree, static_tree
 from specdec_ext.tree import INACTIVE, ROOT_PARENT, TreeConfig
 
 # New elements run this many at a time: the scores of a long prompt would not fit in memory.
