@@ -23,8 +23,6 @@ from specdec_ext import (
     TreeConfig,
 )
 from specdec_ext.context import Context
-from specdec_ext.drafters import resolve_drafter
-from specdec_ext.drafters.combined import auto_drafter
 from specdec_ext.drafters.retrieval import RetrievalDrafter
 
 
@@ -222,15 +220,6 @@ def test_bad_arguments():
     ):
         with pytest.raises(error, match=message):
             CombinedDrafter(*arguments)
-
-
-def test_auto():
-    """n-grams alone, or with what is known to draft for the target."""
-    assert type(resolve_drafter("auto")) is NgramDrafter
-    model = DraftModelDrafter(tiny_model("llama"))
-    combined = auto_drafter(model)
-    assert isinstance(combined, CombinedDrafter) and combined.model_based is model
-    assert type(combined.retrieval) is NgramDrafter
 
 
 def test_a_dead_head_is_still_noticed():

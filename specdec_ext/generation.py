@@ -24,6 +24,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from specdec_ext.context import Context
 from specdec_ext.drafters import Drafter, resolve_drafter
+from specdec_ext.drafters.auto import auto_drafter
 from specdec_ext.loop import Decoder
 from specdec_ext.output import Recorder, SpeculativeOutput, TokenStream
 from specdec_ext.sampler import VERIFICATIONS, Sampler
@@ -93,9 +94,10 @@ def generate(
     Args:
         model: a decoder-only Hugging Face causal language model.
         inputs: ``[batch, length]`` prompt ids (or ``input_ids=``), left or right padded.
-        drafter: ``"auto"``, ``"ngram"``, ``"suffix"``, ``"lookahead"``, folder or hub id of a draft head, a
-            Hugging Face model of the same tokenizer (classic draft model), a :class:`Drafter`, or None for
-            plain decoding through the same loop.
+        drafter: ``"ngram"``, ``"suffix"``, ``"lookahead"``, folder or hub id of a draft head, a Hugging Face
+            model of the same tokenizer (classic draft model), a :class:`Drafter`, or None for plain decoding
+            through the same loop. ``"auto"``: the head that ``model.config.specdec_ext_draft`` names, behind
+            n-gram copies; of other models n-gram alone.
         verification: how drafts are accepted when sampling. ``"match"`` is exact for all drafters, and one
             seed gives one text. ``"rejection"``, ``"block"`` (chains) and ``"recursive"`` (trees) need a
             drafter that samples, ``DraftModelDrafter(model, sampled=True)``; they keep the law of the
@@ -167,7 +169,7 @@ def custom_generate(
     pass them here.
     """
     explicit = not (isinstance(drafter, str) and drafter == "auto")
-    resolved = resolve_drafter(drafter)
+    resolved = resolve_drafter(drafter) if explicit else None
     if verification not in VERIFICATIONS:
         raise ValueError(
             f"verification={verification!r} is not known; expected one of {list(VERIFICATIONS)}"
@@ -203,7 +205,7 @@ def custom_generate(
             logits_processor,
             StopRule(criteria, generation_config),
             generation_config,
-            resolved,
+            resolved if explicit else auto_drafter(model),
             explicit,
             _seeds(seed, generator, len(input_ids))
             if generation_config.do_sample

@@ -83,6 +83,8 @@ def load_drafter(name: str, dtype: Dtype, device: str) -> Any:
     with user_errors():
         if name == "none":
             return None
+        if name == "auto":
+            return name
         if name == "draft":
             draft: Model = assets.load_draft(_torch_dtype(dtype))
             return draft.to(device)

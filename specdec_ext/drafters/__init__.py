@@ -22,15 +22,16 @@ __all__ = ["DraftModelDrafter", "Drafter", "HeadDrafter", "NgramDrafter", "resol
 
 # Name -> module of this package and what makes the drafter, called without arguments.
 _BY_NAME = {
-    "auto": ("combined", "auto_drafter"),
     "ngram": ("ngram", "NgramDrafter"),
     "suffix": ("suffix", "SuffixDrafter"),
     "lookahead": ("lookahead", "LookaheadDrafter"),
 }
+# What ``generate`` takes; "auto" depends on the model (:mod:`specdec_ext.drafters.auto`).
+NAMES = ["auto", *sorted(_BY_NAME)]
 
 
 def resolve_drafter(drafter: Any) -> Drafter | None:
-    """What ``generate(drafter=...)`` accepts -> a ``Drafter``, or None for plain decoding.
+    """What ``generate(drafter=...)`` accepts, "auto" aside -> a ``Drafter``, or None for plain decoding.
 
     A draft head is named by its folder or hub id, or is a ``DraftHead`` or ``MedusaHeads`` already.
 
@@ -48,7 +49,7 @@ def resolve_drafter(drafter: Any) -> Drafter | None:
     if isinstance(drafter, PreTrainedModel):
         return DraftModelDrafter(drafter)
     raise TypeError(
-        f"drafter is a {type(drafter).__name__}; expected a name ({sorted(_BY_NAME)}), a folder or hub id "
+        f"drafter is a {type(drafter).__name__}; expected a name ({NAMES}), a folder or hub id "
         "of a draft head, None, a Hugging Face model or a specdec_ext.Drafter"
     )
 
@@ -60,7 +61,7 @@ def _named(name: str) -> Drafter:
         return drafter
     if "/" not in name and not Path(name).exists():
         raise ValueError(
-            f"drafter={name!r} is not known; expected one of {sorted(_BY_NAME)}, a folder or hub id "
+            f"drafter={name!r} is not known; expected one of {NAMES}, a folder or hub id "
             "of a draft head, None, a Hugging Face model or a specdec_ext.Drafter"
         )
     from specdec_ext.checkpoints import load_draft

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.lookahead import LookaheadDrafter
-from specdec_ext.drafters.ngram import NgramDrafter
 from specdec_ext.drafters.retrieval import RetrievalDrafter
 from specdec_ext.sampler import Accepted
 from specdec_ext.target import TargetOutput
@@ -99,12 +98,6 @@ class CombinedDrafter(Drafter):
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
         self.retrieval.commit(context, accepted, output)
         self.model_based.commit(context, accepted, output)
-
-
-def auto_drafter(model_based: Drafter | None = None) -> Drafter:
-    """What ``drafter="auto"`` stands for: n-grams, and a model where they don't match if one is known."""
-    retrieval = NgramDrafter()
-    return retrieval if model_based is None else CombinedDrafter(retrieval, model_based)
 
 
 def _only(tree: DraftTree, rows: Sequence[bool]) -> DraftTree:
