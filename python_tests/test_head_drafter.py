@@ -167,6 +167,30 @@ def test_proposals_are_those_of_a_fresh_head(kind, side):
     assert_as_specified(watched, model, texts_of(ids, mask), sequences, ids.shape[1])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_proposals_at_random(seed):
+    """Any kind, tree, batch, padding and pace; rows end where they may."""
+    choose = random.Random(seed)
+    model, kind = tiny_model(choose.choice(["llama", "qwen3"])), choose.choice(list(KINDS))
+    lengths = [choose.randint(1, 40) for _ in range(choose.randint(1, 6))]
+    ids, mask = prompts(tuple(lengths), seed, choose.choice(["left", "right"]))
+    options = {"max_new_tokens": choose.randint(2, 60), "pad_token_id": 0}
+    sequences = specdec_ext.generate(model, ids, attention_mask=mask, drafter=None, **options)
+    if choose.random() < 0.5:
+        options["eos_token_id"] = choose.choice(sequences[0, ids.shape[1] :].tolist())
+    expected = specdec_ext.generate(model, ids, attention_mask=mask, drafter=None, **options)
+    tree = TREES[choose.choice(list(TREES))]
+    right = answers(sequences, ids.shape[1])
+    watched = Watched(HeadDrafter(head_of(kind, seed), tree), right, every=choose.randint(1, 3))
+    given = specdec_ext.generate(model, ids, attention_mask=mask, drafter=watched, **options)
+    assert torch.equal(given, expected)
+    for (row, done), drafted in watched.trees.items():
+        if len(drafted[0]) > 1:
+            text = texts_of(ids, mask)[row] + right[row][:done]
+            assert drafted == expected_tree(watched.drafter.head, tree, model, text), (row, done)
+
+
 def test_a_head_that_is_asked_now_and_then_catches_up():
     model = tiny_model("llama")
     ids, mask, sequences = plain((5, 9, 3), new=30)

@@ -21,9 +21,9 @@ One element with embedding e (Li et al. 2024, 2025; :mod:`specdec_ext.reference.
     eagle1: logits = lm_head(h), feedback = h
     eagle3: logits = lm_head(norm(h)), feedback = norm(h) if norm_output else h
 
-P-EAGLE drafts without feedback: the children of nodes at depth d > 0 have the distribution of mask element d,
-(embedding of the mask token, ``mask_hidden``) at position T+d-1, whatever the node. Mask elements follow the
-committed ones causally.
+P-EAGLE (arXiv 2602.01469) drafts without feedback: the children of nodes at depth d > 0 have the distribution
+of mask element d, (embedding of the mask token, ``mask_hidden``) at position T+d-1, whatever the node. Mask
+elements follow the committed ones causally.
 
 Which nodes are drafted: :mod:`specdec_ext.reference.draft_head_tree`.
 
