@@ -15,6 +15,7 @@ import random
 import re
 import struct
 import tracemalloc
+import warnings
 from pathlib import Path
 
 import pytest
@@ -509,6 +510,12 @@ def index_of(folder: Path, weight_map) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
+def nested(*parts: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that its layout is a prototype
+        return torch.nested.nested_tensor(list(parts))
+
+
 def text(name, content):
     return lambda folder: (folder / name).write_text(content)
 
@@ -578,6 +585,10 @@ FILES = {
         lambda f: as_torch_file(f, {"fc.weight": torch.eye(3).to_sparse()}),
         "fc.weight is not a dense tensor",
     ),
+    "torch file of nested tensors": (
+        lambda f: as_torch_file(f, {"fc.weight": nested(torch.ones(2), torch.ones(3))}),
+        "fc.weight is not a dense tensor",
+    ),
     "tensor without bytes": (
         lambda f: as_torch_file(f, {"fc.weight": torch.ones(1).expand(2**20, 2**20)}),
         "the file has too few bytes",
@@ -592,13 +603,14 @@ FILES = {
     ),
     "index without file": (
         lambda f: index_of(f, {"fc.weight": "gone.safetensors"}),
-        "lists gone.safetensors, which is",
+        "lists 'gone.safetensors', which is",
     ),
     "index of fewer": (
         lambda f: index_of(f, {"fc.weight": "part.safetensors"}),
         "and its files differ: d2t, ",
     ),
     "index of nothing": (lambda f: index_of(f, 3), "weight_map is 3; expected an object"),
+    "index without map": (lambda f: index_of(f, None), "index.json lists no tensors"),
 }
 
 
@@ -617,6 +629,14 @@ def test_a_path_to_nothing():
         OSError, match="'no/such/folder' is neither a file nor a folder here, and the"
     ):
         load_draft("no/such/folder")
+
+
+def test_an_empty_path_is_not_the_working_directory(tmp_path, folder, monkeypatch):
+    """A variable that is not set must not start whatever head lies around."""
+    write_folder(tmp_path, *parts("eagle3", folder))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="path of the checkpoint is empty"):
+        load_draft("")
 
 
 # --- anything at all ---------------------------------------------------------------------------------

@@ -149,6 +149,14 @@ DAMAGED = {
         lambda t: {name.replace("1.", "2.", 1): each for name, each in t.items()},
         "lacks blocks.1.0.bias",
     ),
+    "a misspelt name": (
+        lambda t: t | {"blocks.0.layers.0.extra.weight": torch.zeros(4, 4)},
+        "has blocks.0.layers.0.extra.weight beside them",
+    ),
+    "no vocabulary": (
+        lambda t: t | {"0.1.weight": torch.zeros(0, 4), "1.1.weight": torch.zeros(0, 4)},
+        r"0.1.weight is \[0, 4\]; expected a matrix",
+    ),
     "surplus": (lambda t: t | {"extra": torch.zeros(1)}, "has extra beside them"),
     "wrong shape": (
         lambda t: t | {"1.0.linear.weight": torch.zeros(4, 5)},

@@ -85,6 +85,10 @@ def open_checkpoint(
         OSError: for a path or hub id with nothing behind it.
         ValueError: for files that can't be read.
     """
+    if not str(path):
+        raise ValueError(
+            "the path of the checkpoint is empty; expected a folder, a file or a hub id"
+        )
     given = Path(path)
     if given.is_file():
         folder, weights = given.parent, given
@@ -164,10 +168,12 @@ def _stored_tensors(weights: Path) -> dict[str, StoredTensor]:
 def _sharded(index: Path) -> dict[str, StoredTensor]:
     """The tensors of all files that an index lists."""
     listed = Fields(read_json(index), str(index)).section("weight_map").values
+    if not listed:
+        raise ValueError(f"{index} lists no tensors; expected weight_map with the file of each")
     tensors: dict[str, StoredTensor] = {}
     for name in _file_names(listed.values(), index):
         if not (index.parent / name).is_file():
-            raise OSError(f"{index} lists {name}, which is missing")
+            raise OSError(f"{index} lists {name!r}, which is missing")
         shard = _stored_tensors(index.parent / name)
         if shard.keys() & tensors.keys():
             raise ValueError(f"{index}: {min(shard.keys() & tensors.keys())} is in two files")
@@ -228,7 +234,9 @@ def _pickled(path: Path) -> dict[str, StoredTensor]:
     for name, value in content.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{path}: {name} is a {type(value).__name__}; expected a tensor")
-        if value.layout is not torch.strided or value.is_quantized or value.device.type != "cpu":
+        # A nested tensor has no shape to ask for.
+        odd = value.is_nested or value.is_quantized or value.layout is not torch.strided
+        if odd or value.device.type != "cpu":
             raise ValueError(f"{path}: {name} is not a dense tensor")
         # A pickle chooses strides: a few bytes can pose as a tensor of any size.
         if value.numel() * value.element_size() > value.untyped_storage().nbytes():

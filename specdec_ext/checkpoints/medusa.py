@@ -33,6 +33,7 @@ _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
 _LM_HEAD = re.compile(r"(\d+)\.(\d+)\.weight")
 _VLLM_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 _VLLM_LM_HEAD = re.compile(r"lm_heads\.(\d+)\.weight")
+_OUR_BLOCK = re.compile(r"blocks\.(\d+)\.(\d+)\.(weight|bias)")
 _PREFIXES = ("medusa_head.", "medusa_heads.")
 
 
@@ -128,26 +129,26 @@ def _config(
     stored: Mapping[str, StoredTensor], names: Mapping[str, str], config: Fields, source: str
 ) -> MedusaConfig:
     """What the tensors' names and shapes say."""
-    blocks = [name.split(".") for name in stored if name.startswith("blocks.")]
+    blocks = [match.groups() for name in stored if (match := _OUR_BLOCK.fullmatch(name))]
     lm_heads = [name for name in stored if name.startswith("lm_heads.")]
     if not blocks or not lm_heads:
         raise ValueError(f"{source} has no {'blocks' if not blocks else 'lm_head'} of Medusa heads")
-    for name in (f"blocks.{blocks[0][1]}.{blocks[0][2]}.weight", lm_heads[0]):
-        if name in stored and len(stored[name].shape) != 2:
+    for name in (f"blocks.{blocks[0][0]}.{blocks[0][1]}.weight", lm_heads[0]):
+        if name in stored and (len(stored[name].shape) != 2 or 0 in stored[name].shape):
             raise ValueError(
                 f"{source}: {names[name]} is {list(stored[name].shape)}; expected a matrix"
             )
     draft_vocab_size, hidden_size = stored[lm_heads[0]].shape
-    num_heads = len({head for _, head, *_ in blocks})
+    num_heads = len({head for head, _, _ in blocks})
     # A map of the whole vocabulary truncates nothing; vLLM does not read it.
     vocab_size = config.integer("vocab_size") if "draft_to_target" in stored else draft_vocab_size
     return MedusaConfig(
         num_heads=num_heads,
-        num_layers=len({layer for _, _, layer, _ in blocks}),
+        num_layers=len({layer for _, layer, _ in blocks}),
         hidden_size=hidden_size,
         vocab_size=vocab_size,
         draft_vocab_size=draft_vocab_size,
-        bias=any(kind == "bias" for *_, kind in blocks),
+        bias=any(kind == "bias" for _, _, kind in blocks),
         shared_lm_head=config.flag("original_lm_head", False),
     )
 
