@@ -5,10 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_cases import random_head
+from test_medusa import random_heads
 from tiny import prompts, tiny_model
 from typer.testing import CliRunner
 
 import specdec_ext
+from specdec_ext import assets
+from specdec_ext.checkpoints import save_medusa
 from specdec_ext.cli import app
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -33,13 +37,31 @@ def test_the_drafter_of_the_readme():
     assert out.speculation.accepted_tokens > 0
 
 
-def test_the_calls_of_the_readme():
+def test_the_calls_of_the_readme(tmp_path):
     (block,) = [block for block in BLOCKS if "custom_generate" in block]
+    head = specdec_ext.save_draft(random_head(feature_layers=(1, 2, 3)), tmp_path)
     ids, _ = prompts((5,))
     names = dict(
         model=tiny_model("llama"), draft_model=tiny_model("qwen3"), inputs={"input_ids": ids}
     )
-    exec(block.replace("max_new_tokens=256", "max_new_tokens=8"), names)
+    block = block.replace("max_new_tokens=256", "max_new_tokens=8")
+    exec(re.sub(r'drafter="\w+/[^"]+"', f"drafter={str(head)!r}", block), names)
+
+
+def test_the_drafters_of_the_readme(tmp_path):
+    (block,) = [block for block in BLOCKS if "SuffixHistory(" in block]
+    head = specdec_ext.save_draft(random_head(feature_layers=(1, 2, 3)), tmp_path / "head")
+    save_medusa(random_heads(), tmp_path / "medusa")
+    names = dict(
+        specdec_ext=specdec_ext,
+        draft_model=tiny_model("qwen3"),
+        tokenizer=assets.load_tokenizer(),
+        draft_tokenizer=assets.load_tokenizer(),
+    )
+    for line in block.splitlines():
+        folder = tmp_path / "medusa" if "Medusa" in line else head
+        made = eval(line.replace("folder or hub id", str(folder)), names)
+        assert isinstance(made, specdec_ext.Drafter)
 
 
 @pytest.mark.parametrize(
