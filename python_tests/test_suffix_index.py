@@ -304,7 +304,7 @@ def test_nbytes_is_bounded_while_outputs_come_and_go():
 def test_benchmark(capsys):
     bench_suffix.main(tokens=20_000, vocabulary=300)
     printed = capsys.readouterr().out
-    assert "history of 17500 tokens in 35 outputs" in printed
+    assert "history of 19500 tokens in 39 outputs" in printed
     assert "path" in printed and "tree" in printed
 
 
