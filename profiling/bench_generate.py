@@ -42,7 +42,14 @@ def contestants(target: Any, draft: Any, kwargs: dict[str, Any]) -> dict[str, An
         "specdec none": ours(None),
         "specdec n-gram": ours("ngram"),
         "specdec n-gram tree": ours(specdec_ext.NgramDrafter(num_draft_tokens=12, num_branches=3)),
+        "specdec suffix": ours("suffix"),
+        "specdec lookahead": ours("lookahead"),
         "specdec draft model": ours(draft),
+        "specdec n-gram + draft model": ours(
+            specdec_ext.CombinedDrafter(
+                specdec_ext.NgramDrafter(), specdec_ext.DraftModelDrafter(draft)
+            )
+        ),
     }
 
 
