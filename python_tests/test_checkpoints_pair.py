@@ -140,7 +140,7 @@ BAD = {
         {"vocab_size": 98},
         "embedding has 97 tokens, the target 98",
     ),
-    "target with fewer tokens": ({}, {"vocab_size": 90}, "token ids up to 96, the target has 90"),
+    "target with fewer tokens": ({}, {"vocab_size": 96}, "token ids up to 96, the target has 96"),
     "lm_head of another size": (
         {"own_lm_head": False},
         {"vocab_size": 98},
@@ -204,9 +204,9 @@ def test_medusa_heads_and_their_target():
     heads = random_heads()
     assert check_pair(heads, target()) == []
     with pytest.raises(
-        ValueError, match=r"width 32, the target's have 64.*up to 96, the target has 90"
+        ValueError, match=r"width 32, the target's have 64.*up to 96, the target has 96"
     ):
-        check_pair(heads, target(hidden_size=64, vocab_size=90))
+        check_pair(heads, target(hidden_size=64, vocab_size=96))
     heads = dataclasses.replace(heads, target_name="org/other")
     model = target(bos_token_id=2)
     model.config._name_or_path = "org/this"
