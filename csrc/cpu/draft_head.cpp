@@ -49,18 +49,16 @@ class DraftRun {
     w_.layers.begin(params_, parallel_for_);
     w_.trees.begin(params_.shape, head_.is_parallel(), batch());
     DraftAttention attention = read_new();
-    while (true) {
-      if (!head_.is_parallel() || w_.trees.level() == 0) {
-        w_.layers.finish(w_.kept, attention);
-        const auto problem = w_.logits.compute(head_, w_.layers.normed(), std::ssize(w_.kept),
-                                               params_.shape.top_k, parallel_for_);
-        if (problem) return problem;
-      }
+    std::optional<std::string> problem = find_children(attention);
+    while (!problem) {
       const int64_t lists = attention.nodes;
       w_.trees.grow([&](int64_t b, int64_t list) { return w_.logits.children(b * lists + list); });
       if (w_.trees.is_complete()) break;
-      if (!head_.is_parallel()) attention = read_frontier();
+      if (head_.is_parallel()) continue;  // the children of all levels are there
+      attention = read_frontier();
+      problem = find_children(attention);
     }
+    if (problem) return problem;
     for (int64_t b = 0; b < batch(); ++b) {
       const int64_t row = w_.rows[b], first = row * params_.shape.nodes;
       w_.trees.finish(b, params_.roots[row], params_.tree_tokens + first,
@@ -83,6 +81,13 @@ class DraftRun {
       params_.tree_parents[row * nodes] = kRootParent;
       params_.tree_scores[row * nodes] = 0.0f;
     }
+  }
+
+  // Of what was kept.
+  std::optional<std::string> find_children(const DraftAttention& attention) {
+    w_.layers.finish(w_.kept, attention);
+    return w_.logits.compute(head_, w_.layers.normed(), std::ssize(w_.kept), params_.shape.top_k,
+                             parallel_for_);
   }
 
   DraftElement new_element(int64_t row, int64_t i) const {

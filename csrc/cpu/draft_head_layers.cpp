@@ -56,7 +56,7 @@ void DraftLayers::read(std::span<const DraftElement> elements, bool are_drafted,
                        int64_t num_kept) {
   const int64_t count = std::ssize(elements), hidden = head_->hidden;
   const int64_t last = std::ssize(head_->layers) - 1;
-  Rows rows = first_inputs(elements, are_drafted);
+  Rows rows = first_rows(elements, are_drafted);
   for (int64_t layer = 0;; ++layer) {
     cache_keys_and_values(layer, elements, rows.attended);
     if (layer == last) break;
@@ -87,23 +87,23 @@ void DraftLayers::finish(std::span<const DraftElement> kept, const DraftAttentio
   }
 }
 
-// The inputs of layer 0.
-DraftLayers::Rows DraftLayers::first_inputs(std::span<const DraftElement> elements,
-                                            bool are_drafted) {
+// Embeddings and features; EAGLE-1's fc takes an element's one behind the other.
+DraftLayers::Inputs DraftLayers::gather(std::span<const DraftElement> elements, bool are_drafted) {
   const int64_t count = std::ssize(elements), hidden = head_->hidden;
-  const HeadWeights& head = *head_;
-  // EAGLE-1's fc takes the embedding and then the features.
-  const int64_t before = head.is_eagle1 ? hidden : 0;
-  const int64_t width = before + (are_drafted ? hidden : head.feature_width);
-  std::byte* features = features_.at_least(count * width * size_);
-  std::byte* embeddings = head.is_eagle1 ? features : embeddings_.at_least(count * hidden * size_);
+  const int64_t features = are_drafted ? hidden : head_->feature_width;
+  Inputs inputs;
+  inputs.features_stride = features + (head_->is_eagle1 ? hidden : 0);
+  inputs.features = features_.at_least(count * inputs.features_stride * size_);
+  inputs.embeddings = embeddings_.at_least(count * hidden * size_);
   for (int64_t i = 0; i < count; ++i) {
-    std::memcpy(row(embeddings, i, head.is_eagle1 ? width : hidden),
-                static_cast<const std::byte*>(head.embedding) + elements[i].token * hidden * size_,
-                hidden * size_);
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    std::byte* target = row(features, i, width) + before * size_;
+    const auto* embedding =
+        static_cast<const std::byte*>(head_->embedding) + elements[i].token * hidden * size_;
+    std::memcpy(row(inputs.embeddings, i, hidden), embedding, hidden * size_);
+    std::byte* target = row(inputs.features, i, inputs.features_stride);
+    if (head_->is_eagle1) {
+      std::memcpy(target, embedding, hidden * size_);
+      target += hidden * size_;
+    }
     if (!are_drafted) {
       copy_features(elements[i].features, target);
     } else if (elements[i].features == nullptr) {
@@ -112,18 +112,27 @@ DraftLayers::Rows DraftLayers::first_inputs(std::span<const DraftElement> elemen
       std::memcpy(target, elements[i].features, hidden * size_);
     }
   }
+  return inputs;
+}
+
+// The inputs of layer 0.
+DraftLayers::Rows DraftLayers::first_rows(std::span<const DraftElement> elements,
+                                          bool are_drafted) {
+  const HeadWeights& head = *head_;
+  const int64_t count = std::ssize(elements), hidden = head.hidden;
+  const Inputs inputs = gather(elements, are_drafted);
   const Rows rows{attended_.at_least(count * head.attended(true) * size_),
                   residual_.at_least(count * hidden * size_)};
   if (head.fc.weight != nullptr && (head.is_eagle1 || !are_drafted)) {
-    multiply(head.fc, features, count, rows.residual);
+    multiply(head.fc, inputs.features, count, rows.residual);
   } else {
-    std::memcpy(rows.residual, features, count * hidden * size_);
+    std::memcpy(rows.residual, inputs.features, count * hidden * size_);
   }
   if (head.is_eagle1) {
     std::memcpy(rows.attended, rows.residual, count * hidden * size_);
     return rows;
   }
-  norm(head.layers[0].input_norm, embeddings, count, hidden, rows.attended, 2 * hidden);
+  norm(head.layers[0].input_norm, inputs.embeddings, count, hidden, rows.attended, 2 * hidden);
   std::byte* second = rows.attended + hidden * size_;
   norm(head.hidden_norm, rows.residual, count, hidden, second, 2 * hidden);
   if (head.norm_before_residual) {

@@ -63,6 +63,11 @@ class DraftLayers {
   const std::byte* feedback(int64_t i) const;
 
  private:
+  struct Inputs {
+    std::byte* embeddings;    // [n, hidden]
+    std::byte* features;      // [n, features_stride], the input of fc
+    int64_t features_stride;  // elements
+  };
   struct Rows {           // of a layer
     std::byte* attended;  // [n, attended] input of its projections
     std::byte* residual;  // [n, hidden] becomes its output
@@ -74,7 +79,8 @@ class DraftLayers {
   void multiply(const HeadMatrix& matrix, const void* input, int64_t rows, void* output);
   void norm(const void* weight, const void* x, int64_t rows, int64_t width, void* out,
             int64_t out_stride) const;
-  Rows first_inputs(std::span<const DraftElement> elements, bool are_drafted);
+  Inputs gather(std::span<const DraftElement> elements, bool are_drafted);
+  Rows first_rows(std::span<const DraftElement> elements, bool are_drafted);
   void copy_features(const void* features, std::byte* out);
   void cache_keys_and_values(int64_t layer, std::span<const DraftElement> elements,
                              const std::byte* attended);
