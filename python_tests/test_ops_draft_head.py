@@ -49,8 +49,9 @@ SHAPES = {
     "dynamic": TreeConfig(4, 3, 12),
     "wide": TreeConfig(2, 63, 40),  # more children than the draft vocabulary of 61 has tokens
 }
-# Of three rows in three calls. 70 elements are more than a chunk.
-ROUNDS = [(9, [9, 4, 7]), (3, [1, 3, 0]), (70, [2, 70, 1])]
+# Of three rows in four calls: rows in the middle and in front have nothing new, 70 elements are more than a
+# chunk.
+ROUNDS = [(9, [9, 4, 7]), (3, [1, 0, 3]), (2, [0, 2, 1]), (70, [2, 70, 1])]
 ODD_SIZES: dict[str, dict[str, Any]] = {
     "odd": dict(
         hidden_size=48,

@@ -18,6 +18,7 @@ inline int num_checks = 0;
   } while (false)
 
 void test_numbers();              // numbers.cpp
+void test_draft_head();           // draft_head.cpp
 void test_ops();                  // ops.cpp
 void test_sampled_walk();         // sampled_walk.cpp
 void test_number_formats();       // emulator_features.cpp
