@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -10,6 +11,7 @@ from tiny import ARCHITECTURES, VOCAB, prompts, tiny_model
 
 import specdec_ext
 from specdec_ext.target import Target
+from specdec_ext.target.features import FeatureTap
 from specdec_ext.tree import DraftTree
 
 LAYERS = (0, 1, 2, -1)
@@ -50,6 +52,23 @@ def test_of_every_node_of_a_tree():
         torch.testing.assert_close(
             features[0, node], torch.cat([expected[1][0, -1], expected[-1][0, -1]]), **CLOSE
         )
+
+
+def test_other_threads_are_not_recorded():
+    """Hooks sit on modules, and a model may serve several threads at once."""
+    model = tiny_model("llama")
+    tap = FeatureTap(model, model.config, LAYERS)
+    mine, others = torch.tensor([[1, 2, 3]]), torch.tensor([[4, 5], [6, 7]])
+    with torch.no_grad():
+        with tap.recording() as alone:
+            model(mine)
+        with tap.recording() as states:
+            model(mine)
+            other = threading.Thread(target=model, args=(others,))
+            other.start()
+            other.join()
+    assert len(states) == len(LAYERS)
+    assert all(torch.equal(a, b) for a, b in zip(states, alone, strict=True))
 
 
 def test_no_hook_stays_behind():

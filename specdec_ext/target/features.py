@@ -6,6 +6,7 @@ cache. Hooks on the tapped layers keep what is asked for.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -56,17 +57,23 @@ class FeatureTap:
 
     @contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
-        """A list that the pass inside fills with ``[rows, columns, hidden]``, in the order of ``layers``."""
+        """A list that the pass inside fills with ``[rows, columns, hidden]``, in the order of ``layers``.
+
+        Passes of the same model in other threads are not recorded.
+        """
         states: list[Tensor] = []
         taken: dict[int, Tensor] = {}
+        thread = threading.get_ident()
 
         def before(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, index: int
         ) -> None:
-            taken[index] = args[0] if args else kwargs["hidden_states"]
+            if threading.get_ident() == thread:
+                taken[index] = args[0] if args else kwargs["hidden_states"]
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any, *, index: int) -> None:
-            taken[index] = output if isinstance(output, Tensor) else output[0]
+            if threading.get_ident() == thread:
+                taken[index] = output if isinstance(output, Tensor) else output[0]
 
         handles = []
         for index, (layer, source) in enumerate(zip(self._layers, self._sources, strict=True)):
