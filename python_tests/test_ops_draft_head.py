@@ -235,6 +235,17 @@ def test_equal_scores_go_to_the_lower_token():
     assert sorted(drafts) == sorted(tokens.tolist())
 
 
+def test_equal_scores_of_a_level_go_to_the_lower_candidate():
+    """Three tokens share all probability at every node: of nine equal candidates the first three go on."""
+    head = head_of("eagle3")
+    lm_head = torch.full((61, head.config.hidden_size), torch.nan)
+    lm_head[:3] = 0
+    tied = DraftHead(head.config, {**head.tensors, "lm_head.weight": lm_head})
+    _, parents, _ = OpRun.start(tied, 1).draft(TreeConfig(3, 3, 22), *elements(head, 1, 3))
+    expected = [node for level in ([0], [1, 2, 3], [4, 5, 6]) for node in level for _ in range(3)]
+    assert parents[0].tolist() == [-1, *expected]
+
+
 def path_scores(drafted: tuple[Tensor, ...]) -> dict[tuple[int, ...], float]:
     """Score by path of tokens, of a batch of one."""
     paths: list[tuple[int, ...]] = []
