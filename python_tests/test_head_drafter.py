@@ -132,6 +132,32 @@ def test_every_kind_is_lossless(kind, tree):
         assert torch.equal(given, expected)
 
 
+@pytest.mark.parametrize("draft_vocab", [40, 90])
+def test_a_target_with_more_tokens_than_the_head_was_made_for(draft_vocab):
+    """Embeddings get padded. The target's 97 are read, of the head's 90 all or a part are drafted."""
+    head = random_head(vocab_size=90, draft_vocab_size=draft_vocab, feature_layers=(0, 1, 2))
+    model, (ids, mask, sequences) = tiny_model("llama"), plain((5, 9, 3))
+    watched = Watched(HeadDrafter(head, TREES["dynamic"]), answers(sequences, ids.shape[1]))
+    with pytest.warns(UserWarning, match="made for a vocabulary of 90 tokens, the target has 97"):
+        given = specdec_ext.generate(
+            model, ids, attention_mask=mask, drafter=watched, max_new_tokens=NEW
+        )
+    assert torch.equal(given, sequences) and int(given.max()) >= 90
+    assert_as_specified(watched, model, texts_of(ids, mask), sequences, ids.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("org/name",), r"head is a str; expected a DraftHead: load_draft\(path\) reads one"),
+        ((head_of("eagle3"), 5), "tree is a int; expected a TreeConfig"),
+    ],
+)
+def test_other_arguments(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        HeadDrafter(*arguments)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_single_row_is_lossless(kind):
     drafter = HeadDrafter(head_of(kind))

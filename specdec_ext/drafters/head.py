@@ -56,6 +56,9 @@ class HeadDrafter(Drafter):
     Args:
         head: from :func:`specdec_ext.checkpoints.load_draft`.
         tree: the shape to draft; None for :func:`default_tree`.
+
+    Raises:
+        TypeError: for something else in their place.
     """
 
     dead_draft_advice = (
@@ -66,6 +69,14 @@ class HeadDrafter(Drafter):
     )
 
     def __init__(self, head: DraftHead, tree: TreeConfig | None = None):
+        if not isinstance(head, DraftHead):
+            raise TypeError(
+                f"head is a {type(head).__name__}; expected a DraftHead: load_draft(path) reads one"
+            )
+        if tree is not None and not isinstance(tree, TreeConfig):
+            raise TypeError(
+                f"tree is a {type(tree).__name__}; expected a TreeConfig, such as TreeConfig(depth=5)"
+            )
         self.head, self.tree = head, tree
         self._bound: BoundHead | None = None
 

@@ -55,7 +55,8 @@ class PackedHead:
 
         Args:
             head: its tensors in float32 or bfloat16, on the CPU.
-            embedding: ``[vocab, hidden]`` of the same dtype, the head's own or the target's.
+            embedding: ``[tokens, hidden]`` of the same dtype, the head's own or the target's, which may have
+                more tokens or fewer than the head was made for: vocabularies are often padded.
             lm_head: ``[draft_vocab, hidden]``, likewise.
 
         Raises:
@@ -69,7 +70,7 @@ class PackedHead:
                 "torch.bfloat16: convert it with DraftHead.to"
             )
         shapes = {
-            "embedding": (embedding, (config.vocab_size, config.hidden_size)),
+            "embedding": (embedding, (len(embedding), config.hidden_size)),
             "lm_head": (lm_head, (config.draft_vocab_size, config.hidden_size)),
         }
         for name, (tensor, shape) in shapes.items():
@@ -78,7 +79,8 @@ class PackedHead:
                     f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; expected {dtype} "
                     f"{shape} on the CPU, for {head.source}"
                 )
-        weights = [embedding, lm_head, *_head_weights(head, dtype)]
+        weights = [embedding, lm_head, _draft_to_target(head, len(embedding))]
+        weights += _head_weights(head, dtype)
         for index in range(config.num_layers):
             weights += _layer_weights(head, index, dtype)
         layout = [
@@ -109,8 +111,14 @@ def _joined(head: DraftHead, names: Sequence[str], dtype: torch.dtype) -> Tensor
     return torch.cat(tensors) if len(tensors) > 1 else (*tensors, torch.empty(0, dtype=dtype))[0]
 
 
+def _draft_to_target(head: DraftHead, num_tokens: int) -> Tensor:
+    """The target's ids, empty if the draft's are the same and as many."""
+    count = head.config.draft_vocab_size
+    same = torch.arange(0 if count == num_tokens else count)
+    return head.tensors.get("draft_to_target", same)
+
+
 def _head_weights(head: DraftHead, dtype: torch.dtype) -> list[Tensor]:
-    draft_to_target = head.tensors.get("draft_to_target", torch.empty(0, dtype=torch.long))
     groups = [
         ["input_norm.weight"],
         [f"fc_norm.{index}.weight" for index in range(head.config.num_features)],
@@ -120,7 +128,7 @@ def _head_weights(head: DraftHead, dtype: torch.dtype) -> list[Tensor]:
         ["norm.weight"],
         ["mask_hidden"],
     ]
-    return [draft_to_target, *(_joined(head, group, dtype) for group in groups)]
+    return [_joined(head, group, dtype) for group in groups]
 
 
 def _layer_weights(head: DraftHead, index: int, dtype: torch.dtype) -> list[Tensor]:
