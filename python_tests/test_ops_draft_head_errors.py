@@ -295,6 +295,19 @@ def test_pack_rejects(dtype, change, message):
         ops.PackedHead.pack(head, **tensors)
 
 
+@pytest.mark.parametrize("windows", [(0, None), (5, -1)])
+def test_pack_rejects_windows(windows):
+    head = head_of("qk-norm-window")
+    run = Run.start(head, rows=1)
+    head = dataclasses.replace(
+        head, config=dataclasses.replace(head.config, sliding_windows=windows)
+    )
+    with pytest.raises(
+        ValueError, match=r"has sliding_windows=.*; expected positive numbers, or None"
+    ):
+        ops.PackedHead.pack(head, run.embedding, run.lm_head)
+
+
 def test_packing_shares_what_needs_no_copy():
     head = head_of("eagle3")
     run = Run.start(head, rows=1)

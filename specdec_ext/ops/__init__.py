@@ -2,7 +2,8 @@
 
 Importing this package loads the op library and registers fake (meta) implementations, so the ops work
 under ``torch.compile`` and ``torch.export``. Every op has a specification in plain PyTorch under
-``specdec_ext.reference`` with the same name and arguments; schemas are in ``csrc/ops/schemas.cpp``.
+``specdec_ext.reference`` with the same name and arguments (``draft_head`` takes its head packed); schemas
+are in ``csrc/ops/schemas.cpp``.
 
 Shapes: ``batch`` rows, ``nodes`` per row (the root included, 1 to 1024), ``vocab`` tokens. All index
 tensors are int64. ``parents[b, i] < i``; -1 is the root (node 0) and -2 an inactive node. A node whose

@@ -60,7 +60,7 @@ class PackedHead:
             lm_head: ``[draft_vocab, hidden]``, likewise.
 
         Raises:
-            ValueError: for a shape, dtype or device that is not as above.
+            ValueError: for a shape, dtype or device that is not as above, and for impossible windows.
         """
         config = head.config
         dtype = head.tensors["layers.0.mlp.down_proj.weight"].dtype
@@ -68,6 +68,12 @@ class PackedHead:
             raise ValueError(
                 f"{head.source} has weights in {dtype}; the CPU op takes torch.float32 and "
                 "torch.bfloat16: convert it with DraftHead.to"
+            )
+        windows = config.sliding_windows
+        if any(window is not None and window < 1 for window in windows):
+            raise ValueError(
+                f"{head.source} has sliding_windows={windows}; expected positive numbers, or None for "
+                "layers that see all"
             )
         shapes = {
             "embedding": (embedding, (len(embedding), config.hidden_size)),
@@ -95,7 +101,7 @@ class PackedHead:
             config.num_features,
             config.feature_width,
             -1 if config.mask_token_id is None else config.mask_token_id,
-            *(window or 0 for window in config.sliding_windows),
+            *(window or 0 for window in windows),
         ]
         return cls(
             config,
@@ -108,7 +114,9 @@ class PackedHead:
 def _joined(head: DraftHead, names: Sequence[str], dtype: torch.dtype) -> Tensor:
     """The tensors one below the other, or an empty one if the head has none of them."""
     tensors = [head.tensors[name] for name in names if name in head.tensors]
-    return torch.cat(tensors) if len(tensors) > 1 else (*tensors, torch.empty(0, dtype=dtype))[0]
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
 
 
 def _draft_to_target(head: DraftHead, num_tokens: int) -> Tensor:
