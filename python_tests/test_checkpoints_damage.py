@@ -422,7 +422,7 @@ DAMAGE = {
     "mask token outside": (
         "peagle",
         field("mask_token_id", 97),
-        "the mask token is 97; the vocabulary has 97",
+        r"mask_token_id=97 must be in \[0, vocab_size=97\)",
     ),
     "speculators dflash": (
         "speculators",

@@ -237,6 +237,9 @@ def test_ties_go_to_the_lower_id():
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
+        ("eagle3", {"sliding_windows": (0,)}, r"sliding_windows=\(0,\) must be positive"),
+        ("eagle3", {"rope_parameters": {"rope_type": "default"}}, "must have a rope_theta"),
+        ("peagle", {"mask_token_id": -1}, "mask_token_id=-1 must be in"),
         ("eagle3", {"sliding_windows": (None, 4)}, r"sliding_windows=\(None, 4\).*num_layers=1"),
         ("eagle3", {"feature_layers": (1, 2)}, r"feature_layers=\(1, 2\).*num_features=3"),
         ("eagle3", {"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),

@@ -99,6 +99,18 @@ class HeadConfig:
                 self.num_heads % self.num_kv_heads == 0,
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}",
             ),
+            (
+                all(window is None or window > 0 for window in self.sliding_windows),
+                f"sliding_windows={self.sliding_windows} must be positive, or None for all tokens",
+            ),
+            (
+                "rope_theta" in self.rope_parameters,
+                f"rope_parameters={dict(self.rope_parameters)} must have a rope_theta",
+            ),
+            (
+                self.mask_token_id is None or 0 <= self.mask_token_id < self.vocab_size,
+                f"mask_token_id={self.mask_token_id} must be in [0, vocab_size={self.vocab_size})",
+            ),
             (self.has_fc or self.kind != "eagle1", "an EAGLE-1 head has an fc; has_fc is False"),
             (
                 self.feature_width == self.hidden_size or not feeds_features_back,
@@ -225,6 +237,16 @@ class DraftHead:
                 raise ValueError(
                     f"{self.source}: {name} is {tuple(self.tensors[name].shape)}; expected {shape}"
                 )
+        targets = self.tensors.get("draft_to_target")
+        if targets is None or targets.is_meta:
+            return
+        ascending = bool((targets.diff() > 0).all()) and int(targets[0]) >= 0
+        if not ascending or int(targets[-1]) >= self.config.vocab_size:
+            raise ValueError(
+                f"{self.source}: draft_to_target must hold ascending target ids in [0, "
+                f"{self.config.vocab_size}); it begins with {targets[:4].tolist()} and ends with "
+                f"{int(targets[-1])} (files hold offsets, a DraftHead ids)"
+            )
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> DraftHead:
         """The same head on a device, its floating-point tensors in ``dtype``."""

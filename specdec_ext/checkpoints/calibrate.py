@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 
 from specdec_ext.checkpoints.pair import check_pair
 from specdec_ext.head import DraftHead
-from specdec_ext.reference.draft_head import draft_head
+from specdec_ext.head_binding import BoundHead
 from specdec_ext.rope import rope_tables
 from specdec_ext.target.features import FeatureTap
 from specdec_ext.tree import TreeConfig
@@ -148,21 +147,15 @@ def _drafts(
     head: DraftHead, model: PreTrainedModel, text: Tensor, features: Tensor, ends: list[int]
 ) -> Tensor:
     """``[drafts, 2]``: after the first ``end + 1`` tokens of the text, for each of ``ends``."""
-    dtype = model.dtype
-    if model.device.type == "cpu" and dtype == torch.float16:
-        dtype = torch.float32  # float16 has no fast products on CPUs
-    config, head = head.config, head.to(model.device, dtype)
-    embedding, lm_head = _embeddings(head, model, dtype)
-    cosines, sines = (table.to(model.device) for table in rope_tables(config, len(text) + 2))
+    bound, config = BoundHead.bind(head, model), head.config
+    dtype, device = bound.dtype, bound.device
+    cosines, sines = (table.to(device) for table in rope_tables(config, len(text) + 2))
     shape = config.num_layers, 1, config.num_kv_heads, len(text) + 2, config.head_dim
-    keys, values = (torch.zeros(shape, dtype=dtype, device=model.device) for _ in range(2))
+    keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
     drafted, start = [], 0
     for end in ends:
         counts, starts = (torch.tensor([n], device=text.device) for n in (end - start, start))
-        tokens, _, _ = draft_head(
-            head,
-            embedding,
-            lm_head,
+        tokens, _, _ = bound.draft(
             cosines,
             sines,
             keys,
@@ -178,16 +171,3 @@ def _drafts(
         drafted.append(tokens[0, 1:])
         start = end
     return torch.stack(drafted)
-
-
-def _embeddings(
-    head: DraftHead, model: PreTrainedModel, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Embedding and ``lm_head`` of the head, the target's where it has none."""
-    targets: tuple[Any, Any] = model.get_input_embeddings(), model.get_output_embeddings()
-    names = "embed_tokens.weight", "lm_head.weight"
-    embedding, lm_head = (
-        head.tensors[name] if name in head.tensors else module.weight.to(dtype)
-        for name, module in zip(names, targets, strict=True)
-    )
-    return embedding, lm_head

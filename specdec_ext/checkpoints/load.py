@@ -104,10 +104,6 @@ def _eagle(
     if tied:
         config = replace(config, own_lm_head=True)
         tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
-    if config.mask_token_id is not None and config.mask_token_id >= config.vocab_size:
-        raise ValueError(
-            f"{source}: the mask token is {config.mask_token_id}; the vocabulary has {config.vocab_size}"
-        )
     record = replace(record, ignored=ignored, tied=record.tied and not tied)
     return DraftHead(config, tensors, source, record)
 

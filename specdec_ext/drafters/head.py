@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from specdec_ext.checkpoints.pair import check_pair
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
-from specdec_ext.drafters.head_binding import BoundHead
+from specdec_ext.head_binding import BoundHead
 from specdec_ext.drafters.head_cache import Elements, HeadCache, of_active_rows
 from specdec_ext.head import DraftHead
 from specdec_ext.sampler import Accepted

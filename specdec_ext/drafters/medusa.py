@@ -18,6 +18,7 @@ from specdec_ext import ops
 from specdec_ext.checkpoints.pair import check_pair
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
+from specdec_ext.head_binding import draft_home
 from specdec_ext.medusa import MedusaHeads, likely_choices
 from specdec_ext.ops.tree import MAX_CANDIDATES, MAX_NODES
 from specdec_ext.sampler import Accepted
@@ -54,6 +55,7 @@ class MedusaDrafter(Drafter):
 
     def __init__(self, heads: MedusaHeads, tree: TreeConfig | None = None):
         self.heads, self.tree = heads, tree
+        self._home: tuple[torch.device, torch.dtype] | None = None
         if tree is not None:
             _check_tree(tree, heads)
 
@@ -69,8 +71,9 @@ class MedusaDrafter(Drafter):
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
         assert output.features is not None
-        half = model.device.type == "cpu" and model.dtype == torch.float16
-        self._heads = self.heads.to(model.device, torch.float32 if half else model.dtype)
+        home = draft_home(model)
+        if self._home != home:
+            self._heads, self._home = self.heads.to(*home), home
         self._tree = self.tree or default_tree(model.device, self.heads.config.num_heads)
         columns = torch.full((len(context.generated),), output.features.shape[1] - 1)
         if context.attention_mask is not None:

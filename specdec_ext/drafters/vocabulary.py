@@ -111,7 +111,10 @@ class SharedVocabulary(Vocabulary):
 
     def _read_anew(self, run: list[int]) -> list[int]:
         text = self._target_tokenizer.decode(run, skip_special_tokens=True)
-        ids = self._draft_tokenizer.encode(text, add_special_tokens=False)
+        try:
+            ids = self._draft_tokenizer.encode(text, add_special_tokens=False)
+        except Exception:  # what tokenizers raises for text that it has no token for
+            ids = []
         ids = [token for token in ids if token < self.draft_size]
         return ids[-MAX_EXPANSION * len(run) :] or [self._filler]
 

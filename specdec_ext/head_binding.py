@@ -39,7 +39,7 @@ class BoundHead:
         Raises:
             ValueError: where the head shares a weight that the target does not have as plain numbers.
         """
-        device, dtype = _home(model)
+        device, dtype = draft_home(model)
         shared = _shared_weights(head, model)
         head = head.to(device, dtype)
         own = head.tensors.get("embed_tokens.weight"), head.tensors.get("lm_head.weight")
@@ -73,10 +73,10 @@ class BoundHead:
         """Whether binding to this target would give the same."""
         weights = _shared_weights(self.head, model)
         same = all(mine is theirs for mine, theirs in zip(self.shared, weights, strict=True))
-        return same and (self.device, self.dtype) == _home(model)
+        return same and (self.device, self.dtype) == draft_home(model)
 
 
-def _home(model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
+def draft_home(model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
     """Where and in which dtype the head computes: as the target, but never in float16 on the CPU."""
     slow = model.device.type == "cpu" and model.dtype == torch.float16
     return model.device, torch.float32 if slow else model.dtype
