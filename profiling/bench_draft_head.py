@@ -29,7 +29,7 @@ from specdec_ext import ops
 from specdec_ext.head import DraftHead, HeadConfig
 from specdec_ext.machine import machine_line
 from specdec_ext.rope import rope_tables
-from specdec_ext.tree import TreeConfig
+from specdec_ext.tree_config import TreeConfig
 
 NEW = 3  # committed elements per draft: two accepted tokens and the bonus
 CHAIN = TreeConfig(depth=5)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from specdec_ext import ops
 from specdec_ext.head import DraftHead
-from specdec_ext.tree import TreeConfig
+from specdec_ext.tree_config import TreeConfig
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

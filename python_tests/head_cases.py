@@ -15,7 +15,7 @@ from specdec_ext.head import DraftHead
 from specdec_ext.reference.draft_head import draft_head
 from specdec_ext.reference.draft_head_layers import HeadLayers
 from specdec_ext.rope import rope_tables
-from specdec_ext.tree import TreeConfig
+from specdec_ext.tree_config import TreeConfig
 
 # A head of width 24 for a target of width 32; the others have the target's.
 _NARROW = {"hidden_size": 24, "own_embedding": True, "draft_vocab_size": 61}

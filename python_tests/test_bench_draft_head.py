@@ -13,7 +13,7 @@ import bench_draft_head
 from bench_draft_head import CASES, Case, contest
 from timing import Bandwidth
 
-from specdec_ext.tree import TreeConfig
+from specdec_ext.tree_config import TreeConfig
 
 
 def tiny(tree: TreeConfig, dtype: torch.dtype = torch.float32, rows: int = 2) -> Case:

@@ -11,7 +11,8 @@ from test_golden import CHAINS, GOLDEN, load
 from test_golden import TREES as GOLDEN_TREES
 
 from specdec_ext.checkpoints import load_draft
-from specdec_ext.tree import INACTIVE, ROOT_PARENT, TreeConfig
+from specdec_ext.tree import INACTIVE, ROOT_PARENT
+from specdec_ext.tree_config import TreeConfig
 
 DTYPES = [torch.float32, torch.float64]
 # The weights stored with this case are not those its drafts were made with: EAGLE-1 copies the target's
@@ -85,7 +86,9 @@ def test_every_tensor_counts(kind):
     head = double(kind)
     scores = drafted(head, DYNAMIC)[2]
     for name, tensor in head.tensors.items():
-        other = tensor.flip(0) if name == "draft_to_target" else tensor + 0.1 * tensor.flip(0)
+        other = tensor + 0.1 * tensor.flip(0)
+        if name == "draft_to_target":  # other ids, ascending as well
+            other = head.config.vocab_size - 1 - tensor.flip(0)
         tensors = {**head.tensors, name: other}
         changed = drafted(dataclasses.replace(head, tensors=tensors), DYNAMIC)
         assert not torch.equal(changed[2], scores), name
@@ -239,7 +242,7 @@ def test_ties_go_to_the_lower_id():
     [
         ("eagle3", {"sliding_windows": (0,)}, r"sliding_windows=\(0,\) must be positive"),
         ("eagle3", {"rope_parameters": {"rope_type": "default"}}, "must have a rope_theta"),
-        ("peagle", {"mask_token_id": -1}, "mask_token_id=-1 must be in"),
+        ("p-eagle", {"mask_token_id": -1}, "mask_token_id=-1 must be in"),
         ("eagle3", {"sliding_windows": (None, 4)}, r"sliding_windows=\(None, 4\).*num_layers=1"),
         ("eagle3", {"feature_layers": (1, 2)}, r"feature_layers=\(1, 2\).*num_features=3"),
         ("eagle3", {"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),

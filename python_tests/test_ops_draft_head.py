@@ -24,7 +24,7 @@ from torch import Tensor
 from specdec_ext import ops
 from specdec_ext.checkpoints import load_draft
 from specdec_ext.head import DraftHead
-from specdec_ext.tree import TreeConfig
+from specdec_ext.tree_config import TreeConfig
 
 DTYPES = [torch.float32, torch.bfloat16]
 STATIC = TreeConfig(

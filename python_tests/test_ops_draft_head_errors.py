@@ -11,7 +11,7 @@ from head_cases import Run, elements, head_of
 from test_ops_draft_head import OpRun
 
 from specdec_ext import ops
-from specdec_ext.tree import TreeConfig
+from specdec_ext.tree_config import TreeConfig
 
 # Argument, change of a valid one, message.
 BAD_ARGUMENTS: list[tuple[str, Any, str]] = [
@@ -293,19 +293,6 @@ def test_pack_rejects(dtype, change, message):
     tensors |= {name: torch.zeros(shape) for name, shape in change.items()}
     with pytest.raises(ValueError, match=message):
         ops.PackedHead.pack(head, **tensors)
-
-
-@pytest.mark.parametrize("windows", [(0, None), (5, -1)])
-def test_pack_rejects_windows(windows):
-    head = head_of("qk-norm-window")
-    run = Run.start(head, rows=1)
-    head = dataclasses.replace(
-        head, config=dataclasses.replace(head.config, sliding_windows=windows)
-    )
-    with pytest.raises(
-        ValueError, match=r"has sliding_windows=.*; expected positive numbers, or None"
-    ):
-        ops.PackedHead.pack(head, run.embedding, run.lm_head)
 
 
 def test_packing_shares_what_needs_no_copy():

@@ -47,6 +47,14 @@ def letters(tokens: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
+def test_text_that_the_draft_tokenizer_refuses_is_a_filler():
+    """WordLevel without an unknown token raises for a word that it does not have."""
+    target, draft = tokenizer(["a", "b", "c"]), tokenizer(["b", "a"])
+    vocabulary = match_vocabularies(3, 2, target, draft, CPU)
+    ids = vocabulary.read([0, 2, 1])
+    assert (ids[0], ids[-1]) == (1, 0) and len(ids) == 3
+
+
 def test_spellings_of_the_same_bytes():
     byte_level = token_keys(tokenizer(["Ġthe", "the", "Ã©", "Ġ", "Ċ", "Ġx"]), 6)
     metaspace = token_keys(tokenizer(["▁the", "the", "é", "▁", "<0x0A>", "▁y"]), 6)

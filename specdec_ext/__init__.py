@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from specdec_ext.medusa import MedusaHeads
     from specdec_ext.output import SpeculativeOutput
     from specdec_ext.stats import SpeculationStats
-    from specdec_ext.tree import DraftTree, TreeConfig
+    from specdec_ext.tree import DraftTree
+    from specdec_ext.tree_config import TreeConfig
 
 __version__ = "0.1.0"
 
@@ -60,7 +61,8 @@ _MODULES = {
     "medusa": ("MedusaHeads",),
     "output": ("SpeculativeOutput",),
     "stats": ("SpeculationStats",),
-    "tree": ("DraftTree", "TreeConfig"),
+    "tree": ("DraftTree",),
+    "tree_config": ("TreeConfig",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from specdec_ext.head import DraftHead
 from specdec_ext.head_binding import BoundHead
 from specdec_ext.rope import rope_tables
 from specdec_ext.target.features import FeatureTap
-from specdec_ext.tree import TreeConfig
+from specdec_ext.tree_config import TreeConfig
 
 _PAIR = TreeConfig(depth=2)
 

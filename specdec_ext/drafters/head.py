@@ -16,12 +16,13 @@ from transformers import PreTrainedModel
 from specdec_ext.checkpoints.pair import check_pair
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
-from specdec_ext.head_binding import BoundHead
 from specdec_ext.drafters.head_cache import Elements, HeadCache, of_active_rows
 from specdec_ext.head import DraftHead
+from specdec_ext.head_binding import BoundHead
 from specdec_ext.sampler import Accepted
 from specdec_ext.target import TargetOutput
-from specdec_ext.tree import DraftTree, TreeConfig
+from specdec_ext.tree import DraftTree
+from specdec_ext.tree_config import TreeConfig
 
 
 def default_tree(device: torch.device, num_rows: int, parallel: bool = False) -> TreeConfig:

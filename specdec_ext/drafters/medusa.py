@@ -20,10 +20,10 @@ from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.head_binding import draft_home
 from specdec_ext.medusa import MedusaHeads, likely_choices
-from specdec_ext.ops.tree import MAX_CANDIDATES, MAX_NODES
 from specdec_ext.sampler import Accepted
 from specdec_ext.target import TargetOutput
-from specdec_ext.tree import INACTIVE, ROOT_PARENT, DraftTree, TreeConfig
+from specdec_ext.tree import INACTIVE, ROOT_PARENT, DraftTree
+from specdec_ext.tree_config import TreeConfig
 
 
 def default_tree(device: torch.device, num_heads: int) -> TreeConfig:
@@ -163,10 +163,4 @@ def _check_tree(tree: TreeConfig, heads: MedusaHeads) -> None:
         raise ValueError(
             f"tree has depth {tree.depth}, but {heads.source} has {heads.config.num_heads} heads, one for "
             "each level; pass a smaller depth"
-        )
-    nodes = tree.num_nodes or 0
-    if not tree.links and (tree.num_candidates > MAX_CANDIDATES or nodes > MAX_NODES):
-        raise ValueError(
-            f"tree has {tree.num_candidates} candidates for {nodes} nodes; a dynamic tree may have "
-            f"{MAX_CANDIDATES} and {MAX_NODES}: pass a smaller top_k, depth or num_nodes"
         )

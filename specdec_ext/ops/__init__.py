@@ -19,8 +19,6 @@ from specdec_ext.ops.draft import HeadDraft, PackedHead, draft_head
 from specdec_ext.ops.linear import linear
 from specdec_ext.ops.sample import sample_filter
 from specdec_ext.ops.tree import (
-    MAX_CANDIDATES,
-    MAX_NODES,
     DynamicTree,
     TreeMask,
     build_dynamic_tree,
@@ -34,6 +32,7 @@ from specdec_ext.ops.verify import (
     verify_match,
 )
 from specdec_ext.ops.verify_sampled import verify_block, verify_recursive, verify_rejection
+from specdec_ext.tree_config import MAX_CANDIDATES, MAX_NODES
 
 __all__ = [
     "LIBRARY_PATH",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec_ext.head import DraftHead, HeadConfig
 from specdec_ext.ops import _library
-from specdec_ext.tree import TreeConfig
+from specdec_ext.tree_config import TreeConfig
 
 
 class HeadDraft(NamedTuple):
@@ -60,7 +60,7 @@ class PackedHead:
             lm_head: ``[draft_vocab, hidden]``, likewise.
 
         Raises:
-            ValueError: for a shape, dtype or device that is not as above, and for impossible windows.
+            ValueError: for a shape, dtype or device that is not as above.
         """
         config = head.config
         dtype = head.tensors["layers.0.mlp.down_proj.weight"].dtype
@@ -70,11 +70,6 @@ class PackedHead:
                 "torch.bfloat16: convert it with DraftHead.to"
             )
         windows = config.sliding_windows
-        if any(window is not None and window < 1 for window in windows):
-            raise ValueError(
-                f"{head.source} has sliding_windows={windows}; expected positive numbers, or None for "
-                "layers that see all"
-            )
         shapes = {
             "embedding": (embedding, (len(embedding), config.hidden_size)),
             "lm_head": (lm_head, (config.draft_vocab_size, config.hidden_size)),

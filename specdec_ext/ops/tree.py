@@ -9,9 +9,6 @@ from torch import Tensor
 
 from specdec_ext.ops import _library
 
-MAX_NODES = 1024
-MAX_CANDIDATES = 4096
-
 
 class TreeMask(NamedTuple):
     """The shape of a batch of draft trees.

@@ -41,7 +41,8 @@ from torch import Tensor
 from specdec_ext.head import DraftHead
 from specdec_ext.reference.draft_head_layers import HeadLayers, wide
 from specdec_ext.reference.draft_head_tree import Level, dynamic_tree, static_tree
-from specdec_ext.tree import INACTIVE, ROOT_PARENT, TreeConfig
+from specdec_ext.tree import INACTIVE, ROOT_PARENT
+from specdec_ext.tree_config import TreeConfig
 
 # New elements run this many at a time: the scores of a long prompt would not fit in memory.
 CHUNK = 256
