@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "profiling" / "results"
 BUILD = ROOT / "build" / "gpu_check"
 TOOLS = ("memcheck", "racecheck", "synccheck")
-CPU_ONLY = ("test_ops_linear.py",)
+CPU_ONLY = ("test_ops_linear.py", "test_ops_draft_head.py", "test_ops_draft_head_errors.py")
 
 
 class Failed(Exception):
