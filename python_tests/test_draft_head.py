@@ -257,6 +257,15 @@ def test_a_config_that_contradicts_itself(kind, options, message):
         head_of(kind, **options)
 
 
+@pytest.mark.parametrize("wrong", [-1, 97])
+def test_draft_ids_without_a_target_id(wrong):
+    head = head_of("eagle3")
+    targets = head.tensors["draft_to_target"].clone()
+    targets[0 if wrong < 0 else -1] = wrong
+    with pytest.raises(ValueError, match=rf"draft_to_target holds ids .*{wrong}.*\[0, 97\)"):
+        dataclasses.replace(head, tensors={**head.tensors, "draft_to_target": targets})
+
+
 def test_default_feature_layers():
     layers = {
         kind: head_of(kind, feature_layers=None).config.resolved_feature_layers(32)

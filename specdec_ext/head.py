@@ -17,11 +17,10 @@ See :mod:`specdec_ext.reference.draft_head` for all of it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
+from specdec_ext.draft_weights import DraftWeights
 
 
 @dataclass(frozen=True)
@@ -208,50 +207,14 @@ class HeadRecord:
 
 
 @dataclass(frozen=True)
-class DraftHead:
+class DraftHead(DraftWeights):
     """A head's config and tensors.
 
     Attributes:
         config: what it computes.
-        tensors: exactly those of ``config.tensor_shapes()``; ``draft_to_target`` is int64 and holds the
-            target's id of each draft id, the others have one floating-point dtype.
-        source: where it was read from, for messages.
         record: what its checkpoint told about it.
     """
 
     config: HeadConfig
-    tensors: Mapping[str, Tensor]
     source: str = "a head made in memory"
     record: HeadRecord = HeadRecord()
-
-    def __post_init__(self) -> None:
-        expected = self.config.tensor_shapes()
-        missing = sorted(expected.keys() - self.tensors.keys())
-        surplus = sorted(self.tensors.keys() - expected.keys())
-        if missing or surplus:
-            raise ValueError(
-                f"{self.source}: missing tensors {missing or 'none'}, surplus tensors {surplus or 'none'}"
-            )
-        for name, shape in expected.items():
-            if tuple(self.tensors[name].shape) != shape:
-                raise ValueError(
-                    f"{self.source}: {name} is {tuple(self.tensors[name].shape)}; expected {shape}"
-                )
-        targets = self.tensors.get("draft_to_target")
-        if targets is None or targets.is_meta:
-            return
-        ascending = bool((targets.diff() > 0).all()) and int(targets[0]) >= 0
-        if not ascending or int(targets[-1]) >= self.config.vocab_size:
-            raise ValueError(
-                f"{self.source}: draft_to_target must hold ascending target ids in [0, "
-                f"{self.config.vocab_size}); it begins with {targets[:4].tolist()} and ends with "
-                f"{int(targets[-1])} (files hold offsets, a DraftHead ids)"
-            )
-
-    def to(self, device: torch.device | str, dtype: torch.dtype) -> DraftHead:
-        """The same head on a device, its floating-point tensors in ``dtype``."""
-        tensors = {
-            name: tensor.to(device, dtype if tensor.is_floating_point() else None)
-            for name, tensor in self.tensors.items()
-        }
-        return replace(self, tensors=tensors)

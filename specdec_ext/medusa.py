@@ -10,12 +10,11 @@ Where the target's own head gives the next token, head i gives the one 2 + i aft
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
-from torch import Tensor
+from specdec_ext.draft_weights import DraftWeights
 
 
 @dataclass(frozen=True)
@@ -56,43 +55,17 @@ class MedusaConfig:
 
 
 @dataclass(frozen=True)
-class MedusaHeads:
+class MedusaHeads(DraftWeights):
     """The heads of one target.
 
     Attributes:
         config: what they compute.
-        tensors: exactly those of ``config.tensor_shapes()``; ``draft_to_target`` is int64 and holds the
-            target's id of each draft id, the others have one floating-point dtype.
-        source: where they were read from, for messages.
         target_name: hub id or path of the target, if the checkpoint says.
     """
 
     config: MedusaConfig
-    tensors: Mapping[str, Tensor]
     source: str = "heads made in memory"
     target_name: str | None = None
-
-    def __post_init__(self) -> None:
-        expected = self.config.tensor_shapes()
-        missing = sorted(expected.keys() - self.tensors.keys())
-        surplus = sorted(self.tensors.keys() - expected.keys())
-        if missing or surplus:
-            raise ValueError(
-                f"{self.source}: missing tensors {missing or 'none'}, surplus tensors {surplus or 'none'}"
-            )
-        for name, shape in expected.items():
-            if tuple(self.tensors[name].shape) != shape:
-                raise ValueError(
-                    f"{self.source}: {name} is {tuple(self.tensors[name].shape)}; expected {shape}"
-                )
-
-    def to(self, device: torch.device | str, dtype: torch.dtype) -> MedusaHeads:
-        """The same heads on a device, their floating-point tensors in ``dtype``."""
-        tensors = {
-            name: tensor.to(device, dtype if tensor.is_floating_point() else None)
-            for name, tensor in self.tensors.items()
-        }
-        return MedusaHeads(self.config, tensors, self.source, self.target_name)
 
 
 def likely_choices(
