@@ -10,9 +10,11 @@ import copy
 import pytest
 import torch
 from checkpoint_cases import random_head
+from test_medusa import random_heads
 from tiny import prompts, tiny_model
 
 import specdec_ext
+from specdec_ext.checkpoints import save_medusa
 from specdec_ext.drafters import NgramDrafter, auto
 from specdec_ext.drafters.combined import CombinedDrafter
 from specdec_ext.drafters.head import HeadDrafter
@@ -70,6 +72,16 @@ def test_calls_share_weights_alone(model):
     assert first.retrieval is not second.retrieval
     assert first.model_based is not second.model_based
     assert first.model_based._bound is second.model_based._bound
+
+
+def test_calls_share_medusa_heads_in_the_dtype_of_the_target(model, tmp_path):
+    model = model.to(torch.bfloat16)
+    save_medusa(random_heads(), tmp_path / "medusa")
+    model.config.specdec_ext_draft = str(tmp_path / "medusa")
+    first, second = (auto.auto_drafter(model).model_based for _ in range(2))
+    assert first is not second and first._heads is second._heads
+    first.feature_layers(model)
+    assert first._heads is second._heads
 
 
 @pytest.mark.parametrize("named", ["", 3, ["head"]])

@@ -65,6 +65,7 @@ def proposed(heads: MedusaHeads, tree: TreeConfig, states: torch.Tensor):
     context = context_of(len(states))
     drafter = MedusaDrafter(heads, tree)
     features = torch.stack([torch.full_like(states, 9.0), states], dim=1)
+    drafter.feature_layers(tiny_model("llama"))
     drafter.start(context, tiny_model("llama"), TargetOutput(None, features))
     return drafter.propose(context)
 
@@ -198,6 +199,7 @@ def test_the_last_committed_node_is_read():
     context = Context(ids, mask, 0, 50, draw=None, sample=None)
     context.generated = [[8], [10]]
     drafter = MedusaDrafter(heads, CHAIN)
+    drafter.feature_layers(counting_model())
     drafter.start(context, counting_model(), TargetOutput(None, embeddings[ids]))
     tree = drafter.propose(context)
     assert tree.tokens.tolist() == [[8, 9, 10, 11], [10, 11, 12, 13]]

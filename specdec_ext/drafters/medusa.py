@@ -60,20 +60,20 @@ class MedusaDrafter(Drafter):
             _check_tree(tree, heads)
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
-        """The last hidden state, after a check that heads and target fit.
+        """The last hidden state, after a check that heads and target fit; brings the heads to the target.
 
         Raises:
             ValueError: if they do not, naming what.
         """
         for doubt in check_pair(self.heads, model):
             warnings.warn(doubt, stacklevel=2)
+        home = draft_home(model)
+        if self._home != home:
+            self._heads, self._home = self.heads.to(*home), home
         return (-1,)
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
         assert output.features is not None
-        home = draft_home(model)
-        if self._home != home:
-            self._heads, self._home = self.heads.to(*home), home
         self._tree = self.tree or default_tree(model.device, self.heads.config.num_heads)
         columns = torch.full((len(context.generated),), output.features.shape[1] - 1)
         if context.attention_mask is not None:
