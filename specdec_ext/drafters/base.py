@@ -33,7 +33,8 @@ class Drafter:
 
         Indices into transformers' ``hidden_states``: 0 the embeddings, i the input of layer i, -1 the last
         hidden state, after the final norm; and of n layers n, the output of the last one, before that norm.
-        None by default, which costs nothing.
+        None by default, which costs nothing. Asked before the prompt is run, once per call: the place to
+        refuse a target, and to prepare what later calls can use again.
         """
         return ()
 
