@@ -38,6 +38,11 @@ cudaError_t resident_blocks(Kernel*, int /*block*/, int64_t /*dynamic_shared_byt
   return cudaSuccess;
 }
 
+inline cudaError_t has_bulk_copies(bool* answer) {
+  *answer = Emulation::has_bulk_copies;
+  return cudaSuccess;
+}
+
 // Throws EmulationError where the kernel breaks a rule.
 template <typename... Params, typename... Args>
 cudaError_t launch(void (*kernel)(Params...), const LaunchConfig& config, const Args&... args) {
@@ -254,6 +259,11 @@ template <typename T>
 void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                   Location where = Location::current()) {
   emulation::mma(c, a, b, &unpack<T>, where);
+}
+
+inline void fma_m16n8k16(float (&c)[4], const float (&a_low)[4], const float (&a_high)[4],
+                         const float (&b)[4], Location where = Location::current()) {
+  emulation::fma_m16n8k16(c, a_low, a_high, b, where);
 }
 
 struct alignas(8) Mbarrier {

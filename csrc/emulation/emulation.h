@@ -15,6 +15,7 @@ enum class ThreadOrder { kForward, kBackward, kShuffled };
 struct Emulation {
   inline static ThreadOrder order = ThreadOrder::kForward;
   inline static uint64_t seed = 0;  // of kShuffled
+  inline static bool has_bulk_copies = true;  // false: the GPU is older than sm_90
 };
 
 // Thrown by launch(): the kernel broke a rule of CUDA. The message names the kernel, the block and

@@ -3,4 +3,7 @@
 
 extern "C" __attribute__((visibility("default"))) void specdec_set_thread_order(int order) {
   specdec::Emulation::order = static_cast<specdec::ThreadOrder>(order);
+  // Copies land latest in this order, so an older GPU's are tried in it.
+  specdec::Emulation::has_bulk_copies =
+      specdec::Emulation::order != specdec::ThreadOrder::kBackward;
 }

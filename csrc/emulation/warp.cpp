@@ -1,5 +1,6 @@
 #include "warp.h"
 
+#include <cmath>
 #include <cstring>
 
 #include "block.h"
@@ -113,6 +114,25 @@ void complete_mma(const LaneOperands& operands) {
   }
 }
 
+struct FmaOperand {
+  float* c;
+  const float *a_low, *a_high, *b;
+};
+
+void complete_fma(const LaneOperands& operands) {
+  for (size_t l = 0; l < 32; ++l) {
+    float* c = static_cast<FmaOperand*>(operands[l])->c;
+    for (size_t i = 0; i < 4; ++i) {
+      const size_t quad = l / 4 * 4, column = l % 4 * 2 + i % 2;
+      for (size_t k = 0; k < 16; ++k) {
+        const auto& left = *static_cast<const FmaOperand*>(operands[quad + k / 4]);
+        const auto& right = *static_cast<const FmaOperand*>(operands[column * 4 + k / 4]);
+        c[i] = std::fma((i < 2 ? left.a_low : left.a_high)[k % 4], right.b[k % 4], c[i]);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void warp_barrier(uint32_t lanes, Location where) {
@@ -146,6 +166,12 @@ void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], float2 (
          Location where) {
   MmaOperand operand{c, a, b, unpack};
   meet({"mma_m16n8k16", where, kAllLanes, &complete_mma, true}, &operand);
+}
+
+void fma_m16n8k16(float (&c)[4], const float (&a_low)[4], const float (&a_high)[4],
+                  const float (&b)[4], Location where) {
+  FmaOperand operand{c, a_low, a_high, b};
+  meet({"fma_m16n8k16", where, kAllLanes, &complete_fma, true}, &operand);
 }
 
 }  // namespace specdec::emulation

@@ -14,5 +14,8 @@ uint32_t vote(const char* what, bool predicate, uint32_t lanes, Location where);
 void ldmatrix(const char* what, uint32_t (&r)[4], const void* row, bool transposed, Location where);
 void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], float2 (*unpack)(uint32_t),
          Location where);
+// On float32, in the layout that cuda.cuh gives.
+void fma_m16n8k16(float (&c)[4], const float (&a_low)[4], const float (&a_high)[4],
+                  const float (&b)[4], Location where);
 
 }  // namespace specdec::emulation

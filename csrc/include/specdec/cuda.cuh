@@ -39,9 +39,13 @@
 //                                         cp_async_wait<N>(): all groups but the latest N are there
 //   ldmatrix_x4(r, row), ldmatrix_x4_trans      row: this lane's 16-byte row of 8x8 16-bit matrices
 //   mma_m16n8k16<T>(c, a, b)              c += a b, T = __nv_bfloat16 or __half, c in float32
+//   fma_m16n8k16(c, a_low, a_high, b)     the same on float32: a lane has four neighbours along k, at
+//                                         4 (lane % 4), of rows lane / 4 and 8 below of a, and of
+//                                         column lane / 4 of b; c is added to in the order of k
 //   pack<T>(low, high), unpack<T>(pair)   two 16-bit floats in a register of these
-//   mbarrier_init(b, count), mbarrier_arrive(b), mbarrier_arrive_expect(b, bytes),
-//   mbarrier_wait(b, parity), bulk_copy(shared, global, bytes, b)       sm_90; below, a trap
+//   mbarrier_init(b, count), mbarrier_arrive(b), mbarrier_wait(b, parity)
+//   mbarrier_arrive_expect(b, bytes), bulk_copy(shared, global, bytes, b)     sm_90; below, a trap
+//   has_bulk_copies(&answer)              whether the current device has these two (host)
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,7 +1,7 @@
 // The device side of cuda.cuh, where every name is explained, continued: tensor cores and
-// asynchronous copies in PTX. sm_80 has cp.async, ldmatrix and mma.sync; mbarriers that count bytes
-// and bulk copies came with sm_90, and a kernel that reaches them on an older GPU traps: launchers
-// choose by compute capability.
+// asynchronous copies in PTX. sm_80 has cp.async, mbarriers, ldmatrix and mma.sync; mbarriers that
+// count bytes and bulk copies came with sm_90, and a kernel that reaches them on an older GPU traps:
+// launchers ask has_bulk_copies.
 #pragma once
 
 namespace specdec {
@@ -58,6 +58,22 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[
   }
 }
 
+__device__ __forceinline__ void fma_m16n8k16(float (&c)[4], const float (&a_low)[4],
+                                             const float (&a_high)[4], const float (&b)[4]) {
+  const int lane = threadIdx.x % kWarpSize, quad = lane / 4 * 4, column = lane % 4 * 2;
+#pragma unroll
+  for (int k = 0; k < 16; ++k) {
+    const float low = shuffle(a_low[k % 4], quad + k / 4);
+    const float high = shuffle(a_high[k % 4], quad + k / 4);
+    const float even = shuffle(b[k % 4], column * 4 + k / 4);
+    const float odd = shuffle(b[k % 4], column * 4 + 4 + k / 4);
+    c[0] = __fmaf_rn(low, even, c[0]);
+    c[1] = __fmaf_rn(low, odd, c[1]);
+    c[2] = __fmaf_rn(high, even, c[2]);
+    c[3] = __fmaf_rn(high, odd, c[3]);
+  }
+}
+
 // Round to nearest even; the low half of the register holds `low`, as the fragments of mma want it.
 template <typename T>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
@@ -87,39 +103,50 @@ struct alignas(8) Mbarrier {
   uint64_t state;
 };
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-
 __device__ __forceinline__ void mbarrier_init(Mbarrier* barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count)
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count)
                : "memory");
+#if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // bulk copies see it initialised
+#endif
 }
 
 __device__ __forceinline__ void mbarrier_arrive(Mbarrier* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
-               : "memory");
-}
-
-__device__ __forceinline__ void mbarrier_arrive_expect(Mbarrier* barrier, int bytes) {
   asm volatile(
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
-      "r"(bytes)
+      "{\n"
+      ".reg .b64 state;\n"
+      "mbarrier.arrive.shared.b64 state, [%0];\n"
+      "}" ::"r"(shared_address(barrier))
       : "memory");
 }
 
+// The instruction of sm_90 sleeps for a while before it answers.
 __device__ __forceinline__ void mbarrier_wait(Mbarrier* barrier, int parity) {
   uint32_t done;
   do {
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+#if __CUDA_ARCH__ >= 900
+        "mbarrier.try_wait.parity.shared.b64 done, [%1], %2;\n"
+#else
+        "mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n"
+#endif
         "selp.u32 %0, 1, 0, done;\n"
         "}"
         : "=r"(done)
         : "r"(shared_address(barrier)), "r"(parity)
         : "memory");
   } while (!done);
+}
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+__device__ __forceinline__ void mbarrier_arrive_expect(Mbarrier* barrier, int bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
 }
 
 __device__ __forceinline__ void bulk_copy(void* shared, const void* global, int bytes,
@@ -133,12 +160,19 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, int 
 
 #else
 
-__device__ __forceinline__ void mbarrier_init(Mbarrier*, int) { __trap(); }
-__device__ __forceinline__ void mbarrier_arrive(Mbarrier*) { __trap(); }
 __device__ __forceinline__ void mbarrier_arrive_expect(Mbarrier*, int) { __trap(); }
-__device__ __forceinline__ void mbarrier_wait(Mbarrier*, int) { __trap(); }
 __device__ __forceinline__ void bulk_copy(void*, const void*, int, Mbarrier*) { __trap(); }
 
 #endif
+
+inline cudaError_t has_bulk_copies(bool* answer) {
+  int device = 0, major = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  }
+  *answer = major >= 9;
+  return error;
+}
 
 }  // namespace specdec

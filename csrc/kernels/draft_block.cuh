@@ -1,0 +1,129 @@
+// What the phases of the fused draft_head share: the roles of a block's threads, its shared memory,
+// and the rows of a pass.
+//
+// A block has kConsumerWarps warps that compute and one that streams weights to them
+// (draft_ring.cuh). All blocks of the grid walk through the phases together (draft_plan.h); after
+// each of them the consumers wait for those of all blocks, and the producer does not: it runs ahead
+// as far as the ring goes, so the weights of the next phase arrive while the grid waits.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "specdec/cuda.cuh"
+#include "specdec/draft_kernel.h"
+#include "draft_fragments.cuh"
+
+namespace specdec {
+
+constexpr int kConsumerWarps = 8;
+constexpr int kConsumers = kConsumerWarps * kWarpSize;
+constexpr int kDraftThreads = kConsumers + kWarpSize;
+constexpr int kMaxStages = 12;
+constexpr int kConsumerBarrier = 1;  // of named_barrier
+
+// A stage of the ring: a slice of the rows of a tile. The distance of rows is an odd number of half
+// lines of banks, so that the 8 lanes that load 16 bytes at a time, four from each of two rows,
+// touch all banks once.
+constexpr int kStageRowBytes = kSliceBytes + 64;
+constexpr int kStageBytes = kTileOuts * kStageRowBytes;
+// What consumer warps add up together: [warp][tile][row][out of tile] floats.
+constexpr int kTileValues = kPassRows * kTileOuts;
+constexpr int kPanelValues = kPanelTiles * kTileValues;
+constexpr int kReduceBytes = kConsumerWarps * kPanelValues * 4;
+
+// An element of the pass; lists as in draft_kernel.h. Of a batch row without new elements nothing
+// may be kept, and its numbers address nothing.
+struct PassRow {
+  int batch_row;
+  int place;          // of a frontier: among the nodes of its batch row; else among its new elements
+  int list;           // -1: a new element that only others attend to
+  int memory;         // its row in residual, projected and so on
+  bool is_active;     // its batch row has new elements
+  int64_t slot;       // of its keys and values
+  int64_t position;
+  int64_t token;
+  const void* hidden;  // [feature_width] features as they come, or [hidden] feedback of its parent
+};
+
+// The rows of the left factor of a product: one or two segments of `width` elements each.
+struct InputSegments {
+  int count;
+  int width;
+  const void* norms[2];  // [width] weights of their RMS norms, or null: as they are
+};
+
+struct DraftShared {
+  Mbarrier full[kMaxStages];   // the weights are there
+  Mbarrier empty[kMaxStages];  // all consumer warps are done with them
+  SharedArray<int, kMaxDraftBatch + 1> first_element;  // of a batch row, among all new elements
+  SharedArray<PassRow, kPassRows> rows;
+  SharedArray<const void*, 2 * kPassRows> inputs;  // [segment][row] of the product
+  SharedArray<float, 2 * kPassRows> inverses;      // [segment][row] 1 / root mean square
+  SharedArray<uint64_t, kPassRows * kMaxDraftTopK> picks;  // best of this block's logits
+  SharedArray<ExpSum, kPassRows> logit_sums;               // of this block's logits
+  SharedArray<ExpSum, kConsumerWarps * kPassRows> warp_sums;  // of attention
+  SharedArray<int, 4> flags;                                  // for what a phase has to tell
+};
+
+// A consumer's or the producer's view of its block.
+template <typename T>
+struct DraftBlock {
+  const DraftKernelParams& params;
+  DraftShared& shared;
+  SharedSpan<unsigned char> stages;  // [num_stages][kStageBytes]
+  SharedSpan<float> reduce;          // [kConsumerWarps][kPanelValues]
+  int num_stages;
+
+  __device__ __forceinline__ int warp() const { return static_cast<int>(threadIdx.x) / kWarpSize; }
+  __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kWarpSize; }
+  __device__ __forceinline__ int index() const { return static_cast<int>(blockIdx.x); }
+  __device__ __forceinline__ int count() const { return static_cast<int>(gridDim.x); }
+  // Consumers only; orders their shared and global memory.
+  __device__ __forceinline__ void sync() const { named_barrier(kConsumerBarrier, kConsumers); }
+
+  // Row i of scratch memory with rows of `width` elements.
+  __device__ __forceinline__ T* row(void* memory, int64_t i, int64_t width) const {
+    return static_cast<T*>(memory) + i * width;
+  }
+};
+
+// In a row of panel values (draft_product.cuh) a lane has those of tiles lane / 8 and 4 + lane / 8,
+// column lane % 8. `out` is -1 where there is none.
+struct PanelValues {
+  int64_t out[2];
+  float value[2];
+};
+
+// Sums the panels that all consumer warps hold and hands each row to one warp: use(row, values)
+// with the value of tile lane / 8 (+ 4), column lane % 8 in values[0 (1)]. The order of the sum is
+// that of the warps.
+template <typename T, typename Use>
+__device__ __forceinline__ void reduce_panel(const DraftBlock<T>& block, int num_rows,
+                                             const float (&c)[kPanelTiles][4], const Use& use) {
+  const int lane = block.lane();
+  const int own = block.warp() * kPanelValues + lane / 4 * kTileOuts + lane % 4 * 2;
+#pragma unroll
+  for (int tile = 0; tile < kPanelTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      block.reduce[own + tile * kTileValues + i / 2 * 8 * kTileOuts + i % 2] = c[tile][i];
+    }
+  }
+  block.sync();  // all panels are there
+  for (int row = block.warp(); row < num_rows; row += kConsumerWarps) {
+    float values[2] = {0, 0};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = (half * 4 + lane / 8) * kTileValues + row * kTileOuts + lane % 8;
+#pragma unroll
+      for (int warp = 0; warp < kConsumerWarps; ++warp) {
+        values[half] = exact_add(values[half], block.reduce[warp * kPanelValues + at]);
+      }
+    }
+    use(row, values);
+  }
+  block.sync();  // before anyone writes the next ones
+}
+
+}  // namespace specdec
