@@ -97,6 +97,20 @@ struct Vector {
   }
 };
 
+__device__ __forceinline__ float load_float(const float* at) { return *at; }
+__device__ __forceinline__ float load_float(const __nv_bfloat16* at) {
+  return __bfloat162float(*at);
+}
+__device__ __forceinline__ float load_float(const __half* at) { return __half2float(*at); }
+
+__device__ __forceinline__ void store_float(float* at, float value) { *at = value; }
+__device__ __forceinline__ void store_float(__nv_bfloat16* at, float value) {
+  *at = __float2bfloat16_rn(value);
+}
+__device__ __forceinline__ void store_float(__half* at, float value) {
+  *at = __float2half_rn(value);
+}
+
 // Elements k and on of a row of `width`, aligned to 16 bytes; zeros beyond its end.
 template <typename T>
 __device__ __forceinline__ Vector<T> load_vector(const void* row, int k, int width) {

@@ -1,0 +1,166 @@
+// A product of the fused draft_head: up to 16 rows times a weight matrix whose tiles come through
+// the ring.
+//
+//   out[row, o] = scale[o] * sum over k of input[row, k] weight[o, k] + bias[o]
+//
+// A block takes its tiles in panels of kPanelTiles. It goes through k in slices, as stages hold
+// them; of every slice a warp takes kShare neighbours, loads them of all input rows into registers,
+// normed if they are to be, and multiplies them by every tile of the panel. At the end the warps'
+// sums are added up (reduce_panel). So the order of a sum is fixed by its length and the type of the
+// weights: by nothing of the block, the other rows or the other outputs.
+//
+// Input rows are read from global memory once per panel, which is num_rows * ins elements for
+// kPanelTiles * kTileOuts * ins of weights. Shared memory: a lane's 16 bytes of weights at a time,
+// without bank conflicts (draft_block.cuh).
+#pragma once
+
+#include "draft_ring.cuh"
+
+namespace specdec {
+
+template <typename T, typename W>
+struct ProductShape {
+  static constexpr int kSlice = kSliceBytes / static_cast<int>(sizeof(W));  // k of a stage
+  static constexpr int kShare = kSlice / kConsumerWarps;                    // of it a warp's
+  static constexpr int kLane = kVectorElements<W>;  // neighbours that a lane loads
+  static constexpr int kSteps = kShare / (4 * kLane);
+  static constexpr int kInputVectors = kLane / kVectorElements<T>;
+  static_assert(kSteps == 4 && kInputVectors >= 1);
+};
+
+// The k that a lane has of a warp's share, of the rows lane / 4 and lane / 4 + 8.
+template <typename T, typename W>
+struct ShareOfInputs {
+  using Shape = ProductShape<T, W>;
+  Vector<T> low[Shape::kSteps][Shape::kInputVectors];
+  Vector<T> high[Shape::kSteps][Shape::kInputVectors];
+};
+
+template <typename T>
+__device__ __forceinline__ Vector<T> load_input(const DraftBlock<T>& block,
+                                                const InputSegments& segments, int num_rows,
+                                                int row, int k) {
+  const int segment = k >= segments.width ? 1 : 0;
+  if (row >= num_rows || segment >= segments.count) return {make_uint4(0, 0, 0, 0)};
+  const int at = k - segment * segments.width;
+  const void* data = block.shared.inputs[segment * kPassRows + row];
+  const Vector<T> values = load_vector<T>(data, at, segments.width);
+  const void* norm = segment == 0 ? segments.norms[0] : segments.norms[1];
+  if (norm == nullptr || at >= segments.width) return values;
+  return normed(values, load_vector<T>(norm, at, segments.width),
+                block.shared.inverses[segment * kPassRows + row]);
+}
+
+template <typename T, typename W>
+__device__ __forceinline__ void load_share(const DraftBlock<T>& block,
+                                           const InputSegments& segments, int num_rows, int first,
+                                           ShareOfInputs<T, W>& inputs) {
+  using Shape = ProductShape<T, W>;
+  const int row = block.lane() / 4, within = block.lane() % 4 * Shape::kLane;
+#pragma unroll
+  for (int step = 0; step < Shape::kSteps; ++step) {
+#pragma unroll
+    for (int i = 0; i < Shape::kInputVectors; ++i) {
+      const int k = first + step * 4 * Shape::kLane + within + i * kVectorElements<T>;
+      inputs.low[step][i] = load_input(block, segments, num_rows, row, k);
+      inputs.high[step][i] = load_input(block, segments, num_rows, row + 8, k);
+    }
+  }
+}
+
+// c += inputs times the warp's share of a tile.
+template <typename T, typename W>
+__device__ __forceinline__ void multiply_share(const ShareOfInputs<T, W>& inputs,
+                                               const SharedSpan<unsigned char>& stage, int warp,
+                                               int lane, int num_outs, int first, int ins,
+                                               float (&c)[4]) {
+  using Shape = ProductShape<T, W>;
+  // Rows that the tile has not were not copied: their lanes read the last one.
+  const int row = min(lane / 4, num_outs - 1);
+  const int at = row * kStageRowBytes + warp * (kSliceBytes / kConsumerWarps) + lane % 4 * 16;
+#pragma unroll
+  for (int step = 0; step < Shape::kSteps; ++step) {
+    const bool is_inside = first + (step * 4 + lane % 4) * Shape::kLane < ins;
+    uint4 bytes = make_uint4(0, 0, 0, 0);
+    if (is_inside) bytes = load_shared<uint4>(stage.pointer(at + step * 64));
+#pragma unroll
+    for (int quad = 0; quad < Shape::kLane / 4; ++quad) {
+      const int vector = quad / kVectorQuads<T>, part = quad % kVectorQuads<T>;
+      multiply<T>(c, inputs.low[step][vector].quad(part), inputs.high[step][vector].quad(part),
+                  weight_quad<T, W>(bytes, quad));
+    }
+  }
+}
+
+// use(row, PanelValues) by all lanes of the warp that has the row. shared.inputs and inverses
+// describe the inputs.
+template <typename T, typename W, typename Use>
+__device__ __forceinline__ void multiply_rows(const DraftBlock<T>& block, RingReader<T>& ring,
+                                              const DraftMatrix& matrix, bool is_paired,
+                                              const InputSegments& segments, int num_rows,
+                                              const Use& use) {
+  using Shape = ProductShape<T, W>;
+  const TileSchedule tiles{matrix.outs, is_paired};
+  const int64_t end = tiles.first_tile(block.index() + 1, block.count());
+  for (int64_t panel = tiles.first_tile(block.index(), block.count()); panel < end;
+       panel += kPanelTiles) {
+    float c[kPanelTiles][4] = {};
+    for (int slice = 0; slice < matrix.ins; slice += Shape::kSlice) {
+      const int first = slice + block.warp() * Shape::kShare;
+      ShareOfInputs<T, W> inputs;
+      load_share(block, segments, num_rows, first, inputs);
+#pragma unroll
+      for (int tile = 0; tile < kPanelTiles; ++tile) {
+        if (panel + tile >= end) break;
+        const SharedSpan<unsigned char> stage = ring.wait();
+        if (first < matrix.ins) {
+          multiply_share(inputs, stage, block.warp(), block.lane(), tiles.num_outs(panel + tile),
+                         first, matrix.ins, c[tile]);
+        }
+        ring.release();
+      }
+    }
+    reduce_panel(block, num_rows, c, [&](int row, const float(&sums)[2]) {
+      PanelValues values;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t tile = panel + half * 4 + block.lane() / 8;
+        const int column = block.lane() % 8;
+        const bool exists = tile < end && column < tiles.num_outs(tile);
+        const int64_t out = exists ? tiles.first_out(tile) + column : -1;
+        values.out[half] = out;
+        values.value[half] = sums[half];
+        if (!exists) continue;
+        if (matrix.scale) values.value[half] = exact_mul(values.value[half], matrix.scale[out]);
+        if (matrix.bias) {
+          values.value[half] = exact_add(
+              values.value[half], load_float(static_cast<const T*>(matrix.bias) + out));
+        }
+      }
+      use(row, values);
+    });
+  }
+}
+
+// The producer's side of multiply_rows.
+template <typename T, typename W>
+__device__ __forceinline__ void stream_matrix(const DraftBlock<T>& block, RingWriter<T>& ring,
+                                              const DraftMatrix& matrix, bool is_paired) {
+  const TileSchedule tiles{matrix.outs, is_paired};
+  const int64_t row_bytes = int64_t{matrix.ins} * static_cast<int>(sizeof(W));
+  const int64_t end = tiles.first_tile(block.index() + 1, block.count());
+  for (int64_t panel = tiles.first_tile(block.index(), block.count()); panel < end;
+       panel += kPanelTiles) {
+    const int64_t panel_end = min(panel + kPanelTiles, end);
+    for (int64_t slice = 0; slice < row_bytes; slice += kSliceBytes) {
+      const int bytes = static_cast<int>(min(row_bytes - slice, int64_t{kSliceBytes}));
+      for (int64_t tile = panel; tile < panel_end; ++tile) {
+        ring.write(static_cast<const unsigned char*>(matrix.weight) +
+                       tiles.first_out(tile) * row_bytes + slice,
+                   tiles.num_outs(tile), row_bytes, bytes);
+      }
+    }
+  }
+}
+
+}  // namespace specdec
