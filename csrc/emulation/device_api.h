@@ -38,6 +38,13 @@ cudaError_t resident_blocks(Kernel*, int /*block*/, int64_t /*dynamic_shared_byt
   return cudaSuccess;
 }
 
+// That of the smallest GPU, sm_89, less some static memory.
+template <typename Kernel>
+cudaError_t dynamic_shared_limit(Kernel*, int64_t* bytes) {
+  *bytes = 96 * 1024;
+  return cudaSuccess;
+}
+
 inline cudaError_t has_bulk_copies(bool* answer) {
   *answer = Emulation::has_bulk_copies;
   return cudaSuccess;

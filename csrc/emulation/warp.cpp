@@ -116,7 +116,8 @@ void complete_mma(const LaneOperands& operands) {
 
 struct FmaOperand {
   float* c;
-  const float *a_low, *a_high, *b;
+  const float* a[2];  // of row lane / 4 and 8 below
+  const float* b;
 };
 
 void complete_fma(const LaneOperands& operands) {
@@ -127,7 +128,7 @@ void complete_fma(const LaneOperands& operands) {
       for (size_t k = 0; k < 16; ++k) {
         const auto& left = *static_cast<const FmaOperand*>(operands[quad + k / 4]);
         const auto& right = *static_cast<const FmaOperand*>(operands[column * 4 + k / 4]);
-        c[i] = std::fma((i < 2 ? left.a_low : left.a_high)[k % 4], right.b[k % 4], c[i]);
+        c[i] = std::fma(left.a[i / 2][k % 4], right.b[k % 4], c[i]);
       }
     }
   }
@@ -170,7 +171,7 @@ void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], float2 (
 
 void fma_m16n8k16(float (&c)[4], const float (&a_low)[4], const float (&a_high)[4],
                   const float (&b)[4], Location where) {
-  FmaOperand operand{c, a_low, a_high, b};
+  FmaOperand operand{c, {a_low, a_high}, b};
   meet({"fma_m16n8k16", where, kAllLanes, &complete_fma, true}, &operand);
 }
 

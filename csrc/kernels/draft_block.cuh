@@ -54,8 +54,8 @@ struct InputSegments {
 };
 
 struct DraftShared {
-  Mbarrier full[kMaxStages];   // the weights are there
-  Mbarrier empty[kMaxStages];  // all consumer warps are done with them
+  SharedArray<Mbarrier, kMaxStages> full;   // the weights are there
+  SharedArray<Mbarrier, kMaxStages> empty;  // all consumer warps are done with them
   SharedArray<int, kMaxDraftBatch + 1> first_element;  // of a batch row, among all new elements
   SharedArray<PassRow, kPassRows> rows;
   SharedArray<const void*, 2 * kPassRows> inputs;  // [segment][row] of the product

@@ -29,7 +29,7 @@ struct RingPosition {
 
 template <typename T>
 __device__ __forceinline__ void init_ring(const DraftBlock<T>& block) {
-  if (threadIdx.x < block.num_stages) {
+  if (static_cast<int>(threadIdx.x) < block.num_stages) {
     mbarrier_init(&block.shared.full[threadIdx.x], 1);
     mbarrier_init(&block.shared.empty[threadIdx.x], kConsumerWarps);
   }

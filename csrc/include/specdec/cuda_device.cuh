@@ -44,6 +44,21 @@ cudaError_t resident_blocks(Kernel* kernel, int block, int64_t dynamic_shared_by
   return error;
 }
 
+template <typename Kernel>
+cudaError_t dynamic_shared_limit(Kernel* kernel, int64_t* bytes) {
+  int device = 0, limit = 0;
+  cudaFuncAttributes attributes{};
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  if (error == cudaSuccess) {
+    error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+  }
+  *bytes = limit - static_cast<int64_t>(attributes.sharedSizeBytes);
+  return error;
+}
+
 // Errors of the configuration come back here, errors of the kernel with a later call, as usual.
 template <typename... Params, typename... Args>
 cudaError_t launch(void (*kernel)(Params...), const LaunchConfig& config, const Args&... args) {

@@ -1,0 +1,15 @@
+// silu(x) = x / (1 + exp(-x)), the same bits on every backend, with an exponential that cannot
+// overflow.
+#pragma once
+
+#include "specdec/exp.h"
+
+namespace specdec {
+
+SPECDEC_HOST_DEVICE float silu(float x) {
+  const float magnitude = bits_to_float(float_to_bits(x) & 0x7FFFFFFF);
+  const float e = exp_nonpositive(-magnitude);
+  return exact_mul(x, exact_div(x < 0.0f ? e : 1.0f, exact_add(1.0f, e)));
+}
+
+}  // namespace specdec

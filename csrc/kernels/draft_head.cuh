@@ -1,0 +1,187 @@
+// draft_head on CUDA: the whole draft, from new elements to the finished tree, in one cooperative
+// launch. What it computes: specdec_ext/reference/draft_head.py. In which order: draft_plan.h. From
+// which memory: draft_kernel.h.
+//
+// One block per multiprocessor: kConsumerWarps warps walk through the phases, the last warp streams
+// the weights of all of them through the ring (draft_ring.cuh).
+//
+//   products   draft_product.cuh  every block has its tiles of the matrix and all rows of the pass
+//   others     draft_rotate.cuh, draft_attention.cuh, draft_logits.cuh, draft_grow.cuh
+//
+// Barriers: consumers of all blocks meet after each phase, so a phase reads what any block wrote in
+// an earlier one. Inside a phase consumers of a block meet at block.sync().
+//
+// Numerics: products accumulate in float32; norms, rotation, softmax and logits are float32; what
+// goes from one product to the next is rounded to the head's type once, as on the CPU. Sums have an
+// order of their own: a launch is bitwise repeatable, and a row does not depend on the others. Only
+// the sum over the vocabulary is taken block by block.
+//
+// Bytes: those of the weights, once for a pass of 16 rows, and the keys and values of the context.
+#pragma once
+
+#include "draft_attention.cuh"
+#include "draft_begin.cuh"
+#include "draft_grow.cuh"
+#include "draft_logits.cuh"
+#include "draft_product.cuh"
+#include "draft_rotate.cuh"
+#include "draft_rows.cuh"
+#include "specdec/launchers.h"
+#include "specdec/silu.h"
+
+namespace specdec {
+
+template <typename T>
+__device__ __forceinline__ float rounded(float value) {
+  T element;
+  store_float(&element, value);
+  return load_float(&element);
+}
+
+// What is done with the outputs of a product; all lanes of a warp together.
+template <typename T>
+__device__ __forceinline__ void use_outputs(const DraftBlock<T>& block, DraftOp op, int first_out,
+                                            int i, const PanelValues& values) {
+  const DraftKernelParams& params = block.params;
+  if (op == DraftOp::kLogits) return add_logits(block, i, values);
+  const PassRow row = block.shared.rows[i];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t out = values.out[half];
+    const float value = rounded<T>(values.value[half]);
+    if (op == DraftOp::kGateUp) {
+      // The same outputs of up are in the tile behind, eight lanes on.
+      const float up = shuffle_xor(value, kTileOuts);
+      if (out >= 0 && block.lane() / kTileOuts % 2 == 0) {
+        T* inner = block.row(params.scratch.inner, row.memory, params.intermediate);
+        store_float(inner + out, exact_mul(silu(value), up));
+      }
+      continue;
+    }
+    if (out < 0) continue;
+    if (op == DraftOp::kProjections) {
+      T* projected = block.row(params.scratch.projected, row.memory, params.projection_outs());
+      store_float(projected + first_out + out, value);
+      continue;
+    }
+    T* residual = block.row(params.scratch.residual, row.memory, params.hidden) + out;
+    const bool adds = op != DraftOp::kFc;
+    store_float(residual, adds ? exact_add(load_float(residual), value) : value);
+  }
+}
+
+template <typename T, typename W>
+__device__ __forceinline__ void run_product(const DraftBlock<T>& block, RingReader<T>& ring,
+                                            const DraftPass& pass, DraftOp op, int layer) {
+  const PhaseProduct product = phase_product<T, W>(block, pass, op, layer);
+  const InputSegments segments = prepare_inputs(block, pass, op, layer);
+  if (op == DraftOp::kLogits) begin_logits(block, pass);
+  multiply_rows<T, W>(block, ring, product.matrix, product.is_paired, segments, pass.num_rows,
+                      [&](int row, const PanelValues& values) {
+                        use_outputs(block, op, product.first_out, row, values);
+                      });
+  if (op == DraftOp::kLogits) finish_logits(block, pass);
+}
+
+template <typename T, typename W>
+__device__ __forceinline__ void consume(const DraftBlock<T>& block, int num_new) {
+  RingReader<T> ring(block);
+  for (DraftCursor cursor(block.params.plan, num_new); !cursor.is_done();) {
+    const DraftPass pass = cursor.pass();
+    const DraftOp op = cursor.op();
+    const int layer = cursor.layer();
+    if (cursor.begins_pass()) load_pass_rows(block, pass);
+    if (op == DraftOp::kGather) {
+      gather_features(block, pass);
+    } else if (op == DraftOp::kRotate) {
+      rotate_heads(block, pass, layer);
+    } else if (op == DraftOp::kAttend) {
+      attend(block, pass, layer);
+    } else if (op == DraftOp::kGrow) {
+      grow(block, pass);
+    } else {
+      run_product<T, W>(block, ring, pass, op, layer);
+    }
+    cursor.next();
+    if (cursor.is_done()) break;
+    block.sync();
+    if (threadIdx.x == 0) meet_grid(static_cast<GridBarrier*>(block.params.sync.barrier));
+    block.sync();
+  }
+}
+
+template <typename T, typename W>
+__device__ __forceinline__ void produce(const DraftBlock<T>& block, int num_new,
+                                        bool has_bulk_copies) {
+  RingWriter<T> ring(block, has_bulk_copies);
+  for (DraftCursor cursor(block.params.plan, num_new); !cursor.is_done(); cursor.next()) {
+    if (!is_product(cursor.op())) continue;
+    const PhaseProduct product =
+        phase_product<T, W>(block, cursor.pass(), cursor.op(), cursor.layer());
+    stream_matrix<T, W>(block, ring, product.matrix, product.is_paired);
+  }
+  ring.finish();
+}
+
+template <typename T, typename W>
+__global__ void __launch_bounds__(kDraftThreads, 1)
+    draft_head_kernel(SPECDEC_GRID_CONSTANT const DraftKernelParams params, int num_stages,
+                      bool has_bulk_copies) {
+  SPECDEC_SHARED(DraftShared, shared);
+  SPECDEC_DYNAMIC_SHARED(unsigned char, memory);
+  const int ring_bytes = num_stages * kStageBytes;
+  const DraftBlock<T> block{params, shared, memory.subspan(0, ring_bytes),
+                            memory.subspan(ring_bytes, kReduceBytes).template as<float>(),
+                            num_stages};
+  init_ring(block);
+  begin_draft(block);
+  block_barrier();  // the ring, and which elements there are
+  const int num_new = shared.first_element[params.plan.batch];
+  if (num_new == 0) return;  // trees of their roots alone
+  if (block.warp() == kConsumerWarps) {
+    produce<T, W>(block, num_new, has_bulk_copies);
+  } else {
+    consume<T, W>(block, num_new);
+  }
+}
+
+template <typename T, typename W>
+struct DraftLaunch {
+  // Stages that fit, and the bytes of a block with them.
+  static cudaError_t shape(int* num_stages, int64_t* shared_bytes) {
+    int64_t limit = 0;
+    const cudaError_t error = dynamic_shared_limit(draft_head_kernel<T, W>, &limit);
+    const int64_t fit = (limit - kReduceBytes) / kStageBytes;
+    *num_stages = static_cast<int>(fit < kMaxStages ? fit : kMaxStages);
+    *shared_bytes = *num_stages * int64_t{kStageBytes} + kReduceBytes;
+    return error;
+  }
+
+  static cudaError_t blocks(int64_t* blocks) {
+    int num_stages = 0;
+    int64_t shared_bytes = 0;
+    const cudaError_t error = shape(&num_stages, &shared_bytes);
+    if (error != cudaSuccess) return error;
+    return resident_blocks(draft_head_kernel<T, W>, kDraftThreads, shared_bytes, blocks);
+  }
+
+  static cudaError_t run(const DraftKernelParams& params, cudaStream_t stream) {
+    int num_stages = 0;
+    int64_t shared_bytes = 0, num_blocks = 0;
+    bool bulk = false;
+    cudaError_t error = shape(&num_stages, &shared_bytes);
+    if (error == cudaSuccess) error = blocks(&num_blocks);
+    if (error == cudaSuccess) error = has_bulk_copies(&bulk);
+    if (error != cudaSuccess) return error;
+    return launch(draft_head_kernel<T, W>,
+                  {.grid_x = num_blocks,
+                   .grid_y = 1,
+                   .block = kDraftThreads,
+                   .stream = stream,
+                   .dynamic_shared_bytes = shared_bytes,
+                   .cooperative = true},
+                  params, num_stages, bulk);
+  }
+};
+
+}  // namespace specdec

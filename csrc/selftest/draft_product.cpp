@@ -1,0 +1,187 @@
+// Products of the fused draft_head against sums in double: every type of weights, odd sizes, pairs,
+// one and two normed segments, any number of rows and blocks; the bits depend on neither.
+#include <cmath>
+#include <random>
+#include <vector>
+
+#include "check.h"
+#include "kernels/draft_product.cuh"
+
+namespace specdec {
+namespace {
+
+struct Case {
+  int ins, outs, num_rows, segments;
+  bool is_paired, is_normed;
+};
+
+struct Inputs {
+  const void* data[2 * kPassRows];
+};
+
+template <typename T, typename W>
+__global__ void product_kernel(SPECDEC_GRID_CONSTANT const DraftKernelParams params, DraftMatrix matrix,
+                               bool is_paired, InputSegments segments, Inputs inputs, int num_rows,
+                               int num_stages, bool has_bulk_copies, float* out) {
+  SPECDEC_SHARED(DraftShared, shared);
+  SPECDEC_DYNAMIC_SHARED(unsigned char, memory);
+  const int ring_bytes = num_stages * kStageBytes;
+  const DraftBlock<T> block{params, shared, memory.subspan(0, ring_bytes),
+                            memory.subspan(ring_bytes, kReduceBytes).template as<float>(),
+                            num_stages};
+  init_ring(block);
+  block_barrier();
+  if (block.warp() == kConsumerWarps) {
+    RingWriter<T> ring(block, has_bulk_copies);
+    for (int i = 0; i < 2; ++i) stream_matrix<T, W>(block, ring, matrix, is_paired);
+    ring.finish();
+    return;
+  }
+  for (int at = block.warp(); at < 2 * kPassRows; at += kConsumerWarps) {
+    if (at / kPassRows >= segments.count || at % kPassRows >= num_rows) continue;
+    const float inverse =
+        inverse_root_mean_square<T>(inputs.data[at], segments.width, params.eps);
+    if (block.lane() == 0) {
+      block.shared.inputs[at] = inputs.data[at];
+      block.shared.inverses[at] = inverse;
+    }
+  }
+  block.sync();
+  RingReader<T> ring(block);
+  for (int i = 0; i < 2; ++i) {  // twice: the second time the ring is somewhere in its middle
+    multiply_rows<T, W>(block, ring, matrix, is_paired, segments, num_rows,
+                        [&](int row, const PanelValues& values) {
+                          for (int half = 0; half < 2; ++half) {
+                            if (values.out[half] < 0) continue;
+                            out[row * matrix.outs + values.out[half]] = values.value[half];
+                          }
+                        });
+  }
+}
+
+// A number near `value` that T has, and its bits at `to`.
+template <typename T>
+float put(float value, T* to) {
+  store_float(to, value);
+  return load_float(to);
+}
+float put(float value, Int8* to) {
+  const float whole = std::round(value * 40.0f);
+  to->bits = static_cast<uint8_t>(static_cast<int8_t>(whole));
+  return whole;
+}
+float put(float value, Float8* to) {
+  const int code = static_cast<int>(std::abs(value) * 60.0f) % 0x7F;  // subnormals, too
+  to->bits = static_cast<uint8_t>(code | (value < 0 ? 0x80 : 0));
+  const int exponent = code >> 3, fraction = code & 7;
+  const float magnitude = exponent == 0 ? std::ldexp(fraction / 8.0f, -6)
+                                        : std::ldexp(1.0f + fraction / 8.0f, exponent - 7);
+  return value < 0 ? -magnitude : magnitude;
+}
+
+template <typename T>
+struct Factors {
+  std::vector<std::vector<T>> rows;        // [segment * kPassRows + row]
+  std::vector<T> norms[2], bias;
+  std::vector<float> scale;
+};
+
+template <typename T, typename W>
+void check_product(const Case& c, double tolerance) {
+  std::mt19937 random(static_cast<unsigned>(c.ins * 31 + c.outs * 7 + c.num_rows));
+  std::normal_distribution<float> normal;
+  const int width = c.ins / c.segments;
+  const float eps = 1e-5f;
+  Factors<T> f;
+  std::vector<W> weight(static_cast<size_t>(c.ins) * c.outs);
+  std::vector<double> weights(weight.size());
+  for (size_t i = 0; i < weight.size(); ++i) weights[i] = put(normal(random), &weight[i]);
+  std::vector<std::vector<double>> left(c.num_rows, std::vector<double>(c.ins));
+  for (int segment = 0; segment < c.segments; ++segment) {
+    f.norms[segment].resize(width);
+    for (T& value : f.norms[segment]) put(normal(random), &value);
+  }
+  f.rows.assign(2 * kPassRows, {});
+  Inputs inputs{};
+  for (int segment = 0; segment < c.segments; ++segment) {
+    for (int row = 0; row < c.num_rows; ++row) {
+      std::vector<T>& data = f.rows[segment * kPassRows + row];
+      data.resize(width);
+      double squares = 0;
+      for (T& value : data) squares += std::pow(put(normal(random), &value), 2);
+      const double inverse = 1 / std::sqrt(squares / width + eps);
+      for (int k = 0; k < width; ++k) {
+        double value = load_float(&data[k]);
+        if (c.is_normed) {
+          T element;
+          value = put(static_cast<float>(value * inverse * load_float(&f.norms[segment][k])),
+                      &element);
+        }
+        left[row][segment * width + k] = value;
+      }
+      inputs.data[segment * kPassRows + row] = data.data();
+    }
+  }
+  f.bias.resize(c.outs);
+  f.scale.resize(c.outs);
+  for (int out = 0; out < c.outs; ++out) {
+    put(normal(random), &f.bias[out]);
+    f.scale[out] = std::abs(normal(random));
+  }
+  DraftKernelParams params{};
+  params.eps = eps;
+  const DraftMatrix matrix{weight.data(), f.scale.data(), f.bias.data(), c.outs, c.ins};
+  const InputSegments segments{
+      c.segments, width,
+      {c.is_normed ? f.norms[0].data() : nullptr,
+       c.is_normed && c.segments > 1 ? f.norms[1].data() : nullptr}};
+  std::vector<float> first;
+  for (const int num_blocks : {1, 3}) {
+    for (const bool bulk : {true, false}) {
+      std::vector<float> out(static_cast<size_t>(c.num_rows) * c.outs, NAN);
+      const int num_stages = 3;
+      CHECK(launch(product_kernel<T, W>,
+                   {.grid_x = num_blocks,
+                    .grid_y = 1,
+                    .block = kDraftThreads,
+                    .stream = nullptr,
+                    .dynamic_shared_bytes = num_stages * kStageBytes + kReduceBytes,
+                    .cooperative = false},
+                   params, matrix, c.is_paired, segments, inputs, c.num_rows, num_stages, bulk,
+                   out.data()) == cudaSuccess);
+      if (first.empty()) first = out;
+      CHECK(out == first);
+    }
+  }
+  for (int row = 0; row < c.num_rows; ++row) {
+    for (int out = 0; out < c.outs; ++out) {
+      double sum = 0, magnitude = 0;
+      for (int k = 0; k < c.ins; ++k) {
+        const double product = left[row][k] * weights[static_cast<size_t>(out) * c.ins + k];
+        sum += product;
+        magnitude += std::abs(product);
+      }
+      const double expected = sum * f.scale[out] + load_float(&f.bias[out]);
+      const double bound = tolerance * (magnitude * f.scale[out] + std::abs(expected) + 1e-3);
+      CHECK(std::abs(first[static_cast<size_t>(row) * c.outs + out] - expected) <= bound);
+    }
+  }
+}
+
+}  // namespace
+
+void test_draft_product() {
+  // Norms are rounded to 16 bits on both sides, so a tie may fall either way: 2^-8 or 2^-11.
+  check_product<float, float>({24, 21, 3, 1, false, true}, 1e-6);
+  check_product<float, float>({1048, 70, 16, 2, false, true}, 1e-6);
+  check_product<float, float>({64, 46, 9, 1, true, false}, 1e-6);
+  check_product<__nv_bfloat16, __nv_bfloat16>({2080, 33, 16, 1, false, false}, 1e-6);
+  check_product<__nv_bfloat16, __nv_bfloat16>({48, 130, 8, 2, true, true}, 8e-3);
+  check_product<__half, __half>({1032, 17, 1, 1, false, true}, 1e-3);
+  check_product<__nv_bfloat16, Int8>({2064, 20, 5, 1, false, false}, 1e-6);
+  check_product<__half, Int8>({64, 9, 16, 2, false, true}, 1e-3);
+  check_product<__nv_bfloat16, Float8>({96, 24, 10, 1, true, true}, 8e-3);
+  check_product<__half, Float8>({4112, 8, 2, 1, false, false}, 1e-6);
+}
+
+}  // namespace specdec
