@@ -1,5 +1,6 @@
 // Products of the fused draft_head against sums in double: every type of weights, odd sizes, pairs,
 // one and two normed segments, any number of rows and blocks; the bits depend on neither.
+#include <algorithm>
 #include <cmath>
 #include <random>
 #include <vector>
@@ -66,7 +67,7 @@ float put(float value, T* to) {
   return load_float(to);
 }
 float put(float value, Int8* to) {
-  const float whole = std::round(value * 40.0f);
+  const float whole = std::clamp(std::round(value * 60.0f), -128.0f, 127.0f);
   to->bits = static_cast<uint8_t>(static_cast<int8_t>(whole));
   return whole;
 }
