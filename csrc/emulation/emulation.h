@@ -14,7 +14,7 @@ enum class ThreadOrder { kForward, kBackward, kShuffled };
 
 struct Emulation {
   inline static ThreadOrder order = ThreadOrder::kForward;
-  inline static uint64_t seed = 0;  // of kShuffled
+  inline static uint64_t seed = 0;            // of kShuffled
   inline static bool has_bulk_copies = true;  // false: the GPU is older than sm_90
 };
 

@@ -10,9 +10,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "draft_fragments.cuh"
 #include "specdec/cuda.cuh"
 #include "specdec/draft_kernel.h"
-#include "draft_fragments.cuh"
 
 namespace specdec {
 
@@ -36,11 +36,11 @@ constexpr int kReduceBytes = kConsumerWarps * kPanelValues * 4;
 // may be kept, and its numbers address nothing.
 struct PassRow {
   int batch_row;
-  int place;          // of a frontier: among the nodes of its batch row; else among its new elements
-  int list;           // -1: a new element that only others attend to
-  int memory;         // its row in residual, projected and so on
-  bool is_active;     // its batch row has new elements
-  int64_t slot;       // of its keys and values
+  int place;       // of a frontier: among the nodes of its batch row; else among its new elements
+  int list;        // -1: a new element that only others attend to
+  int memory;      // its row in residual, projected and so on
+  bool is_active;  // its batch row has new elements
+  int64_t slot;    // of its keys and values
   int64_t position;
   int64_t token;
   const void* hidden;  // [feature_width] features as they come, or [hidden] feedback of its parent
@@ -54,14 +54,14 @@ struct InputSegments {
 };
 
 struct DraftShared {
-  SharedArray<Mbarrier, kMaxStages> full;   // the weights are there
-  SharedArray<Mbarrier, kMaxStages> empty;  // all consumer warps are done with them
+  SharedArray<Mbarrier, kMaxStages> full;              // the weights are there
+  SharedArray<Mbarrier, kMaxStages> empty;             // all consumer warps are done with them
   SharedArray<int, kMaxDraftBatch + 1> first_element;  // of a batch row, among all new elements
   SharedArray<PassRow, kPassRows> rows;
-  SharedArray<const void*, 2 * kPassRows> inputs;  // [segment][row] of the product
-  SharedArray<float, 2 * kPassRows> inverses;      // [segment][row] 1 / root mean square
-  SharedArray<uint64_t, kPassRows * kMaxDraftTopK> picks;  // best of this block's logits
-  SharedArray<ExpSum, kPassRows> logit_sums;               // of this block's logits
+  SharedArray<const void*, 2 * kPassRows> inputs;             // [segment][row] of the product
+  SharedArray<float, 2 * kPassRows> inverses;                 // [segment][row] 1 / root mean square
+  SharedArray<uint64_t, kPassRows * kMaxDraftTopK> picks;     // best of this block's logits
+  SharedArray<ExpSum, kPassRows> logit_sums;                  // of this block's logits
   SharedArray<ExpSum, kConsumerWarps * kPassRows> warp_sums;  // of attention
   SharedArray<int, 4> flags;                                  // for what a phase has to tell
 };

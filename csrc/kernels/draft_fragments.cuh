@@ -2,13 +2,14 @@
 //
 // A product sums over k, and its result does not change if both factors list their k in another
 // order. So a lane takes 16 bytes of neighbours along k from memory as they are, at 16 (lane % 4)
-// of each 64 bytes of a row, and calls every four of them a quad: the k that mma.m16n8k16 expects at
-// its lane. Rows are row-major as torch has them: of the left factor, activations or queries, rows
-// lane / 4 and lane / 4 + 8; of the right one, weights or keys, row lane / 4. Example, bfloat16,
-// lane 5: elements 8 .. 15 of row 1 (and 9), which are two quads.
+// of each 64 bytes of a row, and calls every four of them a quad: the k that mma.m16n8k16 expects
+// at its lane. Rows are row-major as torch has them: of the left factor, activations or queries,
+// rows lane / 4 and lane / 4 + 8; of the right one, weights or keys, row lane / 4. Example,
+// bfloat16, lane 5: elements 8 .. 15 of row 1 (and 9), which are two quads.
 //
-// The result is the fragment of mma: c[0], c[1] are row lane / 4, columns 2 (lane % 4) and the next,
-// c[2], c[3] the same of row lane / 4 + 8. float32 goes through fma_m16n8k16, all else is common.
+// The result is the fragment of mma: c[0], c[1] are row lane / 4, columns 2 (lane % 4) and the
+// next, c[2], c[3] the same of row lane / 4 + 8. float32 goes through fma_m16n8k16, all else is
+// common.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -19,14 +19,16 @@
 // Bytes: those of the weights, once for a pass of 16 rows, and the keys and values of the context.
 #pragma once
 
+#include <algorithm>
+
 #include "draft_attention.cuh"
 #include "draft_begin.cuh"
 #include "draft_grow.cuh"
+#include "draft_launch.cuh"
 #include "draft_logits.cuh"
 #include "draft_product.cuh"
 #include "draft_rotate.cuh"
 #include "draft_rows.cuh"
-#include "specdec/launchers.h"
 #include "specdec/silu.h"
 
 namespace specdec {
@@ -145,43 +147,47 @@ __global__ void __launch_bounds__(kDraftThreads, 1)
   }
 }
 
-template <typename T, typename W>
-struct DraftLaunch {
-  // Stages that fit, and the bytes of a block with them.
-  static cudaError_t shape(int* num_stages, int64_t* shared_bytes) {
-    int64_t limit = 0;
-    const cudaError_t error = dynamic_shared_limit(draft_head_kernel<T, W>, &limit);
-    const int64_t fit = (limit - kReduceBytes) / kStageBytes;
-    *num_stages = static_cast<int>(fit < kMaxStages ? fit : kMaxStages);
-    *shared_bytes = *num_stages * int64_t{kStageBytes} + kReduceBytes;
-    return error;
-  }
-
-  static cudaError_t blocks(int64_t* blocks) {
-    int num_stages = 0;
-    int64_t shared_bytes = 0;
-    const cudaError_t error = shape(&num_stages, &shared_bytes);
-    if (error != cudaSuccess) return error;
-    return resident_blocks(draft_head_kernel<T, W>, kDraftThreads, shared_bytes, blocks);
-  }
-
-  static cudaError_t run(const DraftKernelParams& params, cudaStream_t stream) {
-    int num_stages = 0;
-    int64_t shared_bytes = 0, num_blocks = 0;
-    bool bulk = false;
-    cudaError_t error = shape(&num_stages, &shared_bytes);
-    if (error == cudaSuccess) error = blocks(&num_blocks);
-    if (error == cudaSuccess) error = has_bulk_copies(&bulk);
-    if (error != cudaSuccess) return error;
-    return launch(draft_head_kernel<T, W>,
-                  {.grid_x = num_blocks,
-                   .grid_y = 1,
-                   .block = kDraftThreads,
-                   .stream = stream,
-                   .dynamic_shared_bytes = shared_bytes,
-                   .cooperative = true},
-                  params, num_stages, bulk);
-  }
+// Stages of the ring that fit, and the dynamic shared memory of a block with them.
+struct DraftBlockMemory {
+  int num_stages;
+  int64_t bytes;
 };
+
+template <typename T, typename W>
+cudaError_t block_memory(DraftBlockMemory* memory) {
+  int64_t limit = 0;
+  const cudaError_t error = dynamic_shared_limit(draft_head_kernel<T, W>, &limit);
+  const int64_t fit = (limit - kReduceBytes) / kStageBytes;
+  memory->num_stages = static_cast<int>(std::min<int64_t>(fit, kMaxStages));
+  memory->bytes = memory->num_stages * int64_t{kStageBytes} + kReduceBytes;
+  return error;
+}
+
+template <typename T, typename W>
+cudaError_t DraftLaunch<T, W>::blocks(int64_t* num_blocks) {
+  DraftBlockMemory memory;
+  const cudaError_t error = block_memory<T, W>(&memory);
+  if (error != cudaSuccess) return error;
+  return resident_blocks(draft_head_kernel<T, W>, kDraftThreads, memory.bytes, num_blocks);
+}
+
+template <typename T, typename W>
+cudaError_t DraftLaunch<T, W>::run(const DraftKernelParams& params, cudaStream_t stream) {
+  DraftBlockMemory memory;
+  int64_t num_blocks = 0;
+  bool bulk = false;
+  cudaError_t error = block_memory<T, W>(&memory);
+  if (error == cudaSuccess) error = blocks(&num_blocks);
+  if (error == cudaSuccess) error = has_bulk_copies(&bulk);
+  if (error != cudaSuccess) return error;
+  return launch(draft_head_kernel<T, W>,
+                {.grid_x = num_blocks,
+                 .grid_y = 1,
+                 .block = kDraftThreads,
+                 .stream = stream,
+                 .dynamic_shared_bytes = memory.bytes,
+                 .cooperative = true},
+                params, memory.num_stages, bulk);
+}
 
 }  // namespace specdec

@@ -6,8 +6,8 @@
 // A block takes its tiles in panels of kPanelTiles. It goes through k in slices, as stages hold
 // them; of every slice a warp takes kShare neighbours, loads them of all input rows into registers,
 // normed if they are to be, and multiplies them by every tile of the panel. At the end the warps'
-// sums are added up (reduce_panel). So the order of a sum is fixed by its length and the type of the
-// weights: by nothing of the block, the other rows or the other outputs.
+// sums are added up (reduce_panel). So the order of a sum is fixed by its length and the type of
+// the weights: by nothing of the block, the other rows or the other outputs.
 //
 // Input rows are read from global memory once per panel, which is num_rows * ins elements for
 // kPanelTiles * kTileOuts * ins of weights. Shared memory: a lane's 16 bytes of weights at a time,
@@ -120,7 +120,7 @@ __device__ __forceinline__ void multiply_rows(const DraftBlock<T>& block, RingRe
         ring.release();
       }
     }
-    reduce_panel(block, num_rows, c, [&](int row, const float(&sums)[2]) {
+    reduce_panel(block, num_rows, c, [&](int row, const float (&sums)[2]) {
       PanelValues values;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -133,8 +133,8 @@ __device__ __forceinline__ void multiply_rows(const DraftBlock<T>& block, RingRe
         if (!exists) continue;
         if (matrix.scale) values.value[half] = exact_mul(values.value[half], matrix.scale[out]);
         if (matrix.bias) {
-          values.value[half] = exact_add(
-              values.value[half], load_float(static_cast<const T*>(matrix.bias) + out));
+          values.value[half] =
+              exact_add(values.value[half], load_float(static_cast<const T*>(matrix.bias) + out));
         }
       }
       use(row, values);

@@ -1,14 +1,15 @@
 // The ring of weights in a block's shared memory.
 //
-// A stage holds a slice, kSliceBytes of each row, of one tile. The producer warp fills stages in the
-// order in which consumers take them: of each product its panels, of a panel its slices, of a slice
-// its tiles. Weights are never written, so it waits for nothing but free stages, and while the grid
-// is at a barrier the ring fills with what comes after it.
+// A stage holds a slice, kSliceBytes of each row, of one tile. The producer warp fills stages in
+// the order in which consumers take them: of each product its panels, of a panel its slices, of a
+// slice its tiles. Weights are never written, so it waits for nothing but free stages, and while
+// the grid is at a barrier the ring fills with what comes after it.
 //
-// full[stage] completes when the bytes are there, empty[stage] when all consumer warps are done with
-// them; both sides count rounds through the ring alike, and the parity of a round tells its phase
-// from the one before. With bulk copies (sm_90) the hardware counts the bytes. With cp.async the
-// producer's lanes wait for their own copies, kLag stages behind the newest, and one arrives for all.
+// full[stage] completes when the bytes are there, empty[stage] when all consumer warps are done
+// with them; both sides count rounds through the ring alike, and the parity of a round tells its
+// phase from the one before. With bulk copies (sm_90) the hardware counts the bytes. With cp.async
+// the producer's lanes wait for their own copies, kLag stages behind the newest, and one arrives
+// for all.
 #pragma once
 
 #include "draft_block.cuh"
@@ -91,8 +92,8 @@ class RingWriter {
   static constexpr int kLag = 2;  // below the least number of stages
 
   __device__ __forceinline__ void copy_bulk(const SharedSpan<unsigned char>& stage,
-                                            const unsigned char* rows, int num_rows,
-                                            int64_t stride, int bytes) {
+                                            const unsigned char* rows, int num_rows, int64_t stride,
+                                            int bytes) {
     Mbarrier* full = &block_.shared.full[at_.stage];
     const int row = block_.lane();
     if (row == 0) mbarrier_arrive_expect(full, num_rows * bytes);

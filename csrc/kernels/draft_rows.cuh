@@ -29,8 +29,8 @@ __device__ __forceinline__ void fill_new(const DraftBlock<T>& block, int place, 
   row.position = params.positions[b] + place;
   if (place < count) {
     row.token = params.tokens(b, place);
-    row.hidden = offset_by<T>(params.features, b * params.features_row_stride +
-                                                   place * params.features_item_stride);
+    row.hidden = offset_by<T>(params.features,
+                              b * params.features_row_stride + place * params.features_item_stride);
   } else {
     row.token = params.mask_token;
     row.hidden = params.mask_features;
@@ -133,8 +133,8 @@ __device__ __forceinline__ PhaseProduct phase_product(const DraftBlock<T>& block
   if (op == DraftOp::kDown) return {weights.down};
   if (op == DraftOp::kLogits) return {params.lm_head};
   PhaseProduct product{weights.projections};
-  const bool only_caches = pass.kind == PassKind::kNew && layer == params.plan.num_layers - 1 &&
-                           !has_lists(block, pass);
+  const bool only_caches =
+      pass.kind == PassKind::kNew && layer == params.plan.num_layers - 1 && !has_lists(block, pass);
   if (only_caches) {
     DraftMatrix& matrix = product.matrix;
     product.first_out = params.query_outs();

@@ -1,12 +1,13 @@
 // Products of the fused draft_head against sums in double: every type of weights, odd sizes, pairs,
 // one and two normed segments, any number of rows and blocks; the bits depend on neither.
+#include "kernels/draft_product.cuh"
+
 #include <algorithm>
 #include <cmath>
 #include <random>
 #include <vector>
 
 #include "check.h"
-#include "kernels/draft_product.cuh"
 
 namespace specdec {
 namespace {
@@ -21,9 +22,10 @@ struct Inputs {
 };
 
 template <typename T, typename W>
-__global__ void product_kernel(SPECDEC_GRID_CONSTANT const DraftKernelParams params, DraftMatrix matrix,
-                               bool is_paired, InputSegments segments, Inputs inputs, int num_rows,
-                               int num_stages, bool has_bulk_copies, float* out) {
+__global__ void product_kernel(SPECDEC_GRID_CONSTANT const DraftKernelParams params,
+                               DraftMatrix matrix, bool is_paired, InputSegments segments,
+                               Inputs inputs, int num_rows, int num_stages, bool has_bulk_copies,
+                               float* out) {
   SPECDEC_SHARED(DraftShared, shared);
   SPECDEC_DYNAMIC_SHARED(unsigned char, memory);
   const int ring_bytes = num_stages * kStageBytes;
@@ -40,8 +42,7 @@ __global__ void product_kernel(SPECDEC_GRID_CONSTANT const DraftKernelParams par
   }
   for (int at = block.warp(); at < 2 * kPassRows; at += kConsumerWarps) {
     if (at / kPassRows >= segments.count || at % kPassRows >= num_rows) continue;
-    const float inverse =
-        inverse_root_mean_square<T>(inputs.data[at], segments.width, params.eps);
+    const float inverse = inverse_root_mean_square<T>(inputs.data[at], segments.width, params.eps);
     if (block.lane() == 0) {
       block.shared.inputs[at] = inputs.data[at];
       block.shared.inverses[at] = inverse;
@@ -82,7 +83,7 @@ float put(float value, Float8* to) {
 
 template <typename T>
 struct Factors {
-  std::vector<std::vector<T>> rows;        // [segment * kPassRows + row]
+  std::vector<std::vector<T>> rows;  // [segment * kPassRows + row]
   std::vector<T> norms[2], bias;
   std::vector<float> scale;
 };
@@ -115,8 +116,8 @@ void check_product(const Case& c, double tolerance) {
         double value = load_float(&data[k]);
         if (c.is_normed) {
           T element;
-          value = put(static_cast<float>(value * inverse * load_float(&f.norms[segment][k])),
-                      &element);
+          value =
+              put(static_cast<float>(value * inverse * load_float(&f.norms[segment][k])), &element);
         }
         left[row][segment * width + k] = value;
       }
@@ -132,10 +133,10 @@ void check_product(const Case& c, double tolerance) {
   DraftKernelParams params{};
   params.eps = eps;
   const DraftMatrix matrix{weight.data(), f.scale.data(), f.bias.data(), c.outs, c.ins};
-  const InputSegments segments{
-      c.segments, width,
-      {c.is_normed ? f.norms[0].data() : nullptr,
-       c.is_normed && c.segments > 1 ? f.norms[1].data() : nullptr}};
+  const InputSegments segments{c.segments,
+                               width,
+                               {c.is_normed ? f.norms[0].data() : nullptr,
+                                c.is_normed && c.segments > 1 ? f.norms[1].data() : nullptr}};
   std::vector<float> first;
   for (const int num_blocks : {1, 3}) {
     for (const bool bulk : {true, false}) {

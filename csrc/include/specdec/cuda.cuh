@@ -33,7 +33,8 @@
 //   fetch_add_acq_rel(p, v), load_acquire(p), store_release(p, v)       device scope
 //   thread_fence()                        device scope, orders relaxed atomics as in C++
 //   spin_until(condition)                 the only way to spin; condition() reads with load_acquire
-//   grid_barrier(barrier)                 all blocks of a cooperative launch; meet_grid(barrier): the
+//   grid_barrier(barrier)                 all blocks of a cooperative launch; meet_grid(barrier):
+//   the
 //                                         same for one thread of each
 //
 //   Asynchronous copies and tensor cores
@@ -41,7 +42,8 @@
 //                                         cp_async_wait<N>(): all groups but the latest N are there
 //   ldmatrix_x4(r, row), ldmatrix_x4_trans      row: this lane's 16-byte row of 8x8 16-bit matrices
 //   mma_m16n8k16<T>(c, a, b)              c += a b, T = __nv_bfloat16 or __half, c in float32
-//   fma_m16n8k16(c, a_low, a_high, b)     the same on float32: a lane has four neighbours along k, at
+//   fma_m16n8k16(c, a_low, a_high, b)     the same on float32: a lane has four neighbours along k,
+//   at
 //                                         4 (lane % 4), of rows lane / 4 and 8 below of a, and of
 //                                         column lane / 4 of b; c is added to in the order of k
 //   pack<T>(low, high), unpack<T>(pair)   two 16-bit floats in a register of these

@@ -1,7 +1,7 @@
 // The device side of cuda.cuh, where every name is explained, continued: tensor cores and
 // asynchronous copies in PTX. sm_80 has cp.async, mbarriers, ldmatrix and mma.sync; mbarriers that
-// count bytes and bulk copies came with sm_90, and a kernel that reaches them on an older GPU traps:
-// launchers ask has_bulk_copies.
+// count bytes and bulk copies came with sm_90, and a kernel that reaches them on an older GPU
+// traps: launchers ask has_bulk_copies.
 #pragma once
 
 namespace specdec {

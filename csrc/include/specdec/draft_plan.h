@@ -53,9 +53,9 @@ SPECDEC_HOST_DEVICE bool is_product(DraftOp op) {
 // What the order depends on.
 struct DraftPlan {
   int num_layers;
-  bool gathers;     // the features of new elements are normed
-  bool has_fc;      // for new elements
-  bool feeds_fc;    // for drafted ones, too: EAGLE-1
+  bool gathers;      // the features of new elements are normed
+  bool has_fc;       // for new elements
+  bool feeds_fc;     // for drafted ones, too: EAGLE-1
   bool is_parallel;  // P-EAGLE: the kept elements give all levels
   int batch;
   int depth;                       // levels below the root

@@ -6,6 +6,7 @@
 #include <span>
 
 #include "specdec/build_dynamic_tree.h"
+#include "specdec/draft_kernel.h"
 #include "specdec/kv_compact.h"
 #include "specdec/sample_filter.h"
 #include "specdec/tree_attention.h"
@@ -32,6 +33,12 @@ cudaError_t launch_sample_filter(const SampleFilterParams& params, cudaStream_t 
 constexpr int64_t kMaxCachesPerLaunch = 512;
 cudaError_t launch_kv_compact(std::span<const CacheTensor> caches, const KvMoves& moves,
                               cudaStream_t stream);
+
+// Blocks of the fused draft_head on this device; scratch memory depends on them.
+cudaError_t draft_head_blocks(FloatType type, DraftWeightType weights, int64_t* num_blocks);
+// float32 has weights of its own type only. One launch at a time may use params.sync.
+cudaError_t launch_draft_head(const DraftKernelParams& params, FloatType type,
+                              DraftWeightType weights, cudaStream_t stream);
 
 cudaError_t launch_tree_attention(const TreeAttentionParams& params, void* workspace,
                                   cudaStream_t stream);

@@ -1,0 +1,34 @@
+// The launch of the fused draft_head (draft_head.cuh) for the types of a head.
+#include "draft_launch.cuh"
+#include "specdec/launchers.h"
+
+namespace specdec {
+namespace {
+
+// function(DraftLaunch<T, W>{}); an error for types that have no kernel.
+template <typename Function>
+cudaError_t with_types(FloatType type, DraftWeightType weights, const Function& function) {
+  const auto with_weights = [&](auto element) -> cudaError_t {
+    using T = decltype(element);
+    if (weights == DraftWeightType::kInt8) return function(DraftLaunch<T, Int8>{});
+    if (weights == DraftWeightType::kFloat8) return function(DraftLaunch<T, Float8>{});
+    return function(DraftLaunch<T, T>{});
+  };
+  if (type == FloatType::kBFloat16) return with_weights(__nv_bfloat16{});
+  if (type == FloatType::kFloat16) return with_weights(__half{});
+  if (weights != DraftWeightType::kSame) return cudaErrorInvalidValue;
+  return function(DraftLaunch<float, float>{});
+}
+
+}  // namespace
+
+cudaError_t draft_head_blocks(FloatType type, DraftWeightType weights, int64_t* num_blocks) {
+  return with_types(type, weights, [&](auto launch) { return launch.blocks(num_blocks); });
+}
+
+cudaError_t launch_draft_head(const DraftKernelParams& params, FloatType type,
+                              DraftWeightType weights, cudaStream_t stream) {
+  return with_types(type, weights, [&](auto launch) { return launch.run(params, stream); });
+}
+
+}  // namespace specdec

@@ -1,0 +1,9 @@
+// draft_head in the two 16-bit types with weights in 8-bit integers.
+#include "draft_head.cuh"
+
+namespace specdec {
+
+template struct DraftLaunch<__nv_bfloat16, Int8>;
+template struct DraftLaunch<__half, Int8>;
+
+}  // namespace specdec

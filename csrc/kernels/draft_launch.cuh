@@ -1,0 +1,16 @@
+// The entry points of the fused draft_head for one pair of types. Each pair is compiled in one of
+// draft_head_*.cu, because a pair takes a compiler half a minute.
+#pragma once
+
+#include "draft_fragments.cuh"
+#include "specdec/draft_kernel.h"
+
+namespace specdec {
+
+template <typename T, typename W>
+struct DraftLaunch {
+  static cudaError_t blocks(int64_t* num_blocks);
+  static cudaError_t run(const DraftKernelParams& params, cudaStream_t stream);
+};
+
+}  // namespace specdec
