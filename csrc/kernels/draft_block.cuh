@@ -28,7 +28,8 @@ constexpr int kConsumerBarrier = 1;  // of named_barrier
 constexpr int kStageRowBytes = kSliceBytes + 64;
 constexpr int kStageBytes = kTileOuts * kStageRowBytes;
 // What consumer warps add up together: [warp][tile][row][out of tile] floats.
-constexpr int kTileValues = kPassRows * kTileOuts;
+constexpr int kTileRows = 16;  // the M of mma.m16n8k16
+constexpr int kTileValues = kTileRows * kTileOuts;
 constexpr int kPanelValues = kPanelTiles * kTileValues;
 constexpr int kReduceBytes = kConsumerWarps * kPanelValues * 4;
 
@@ -98,6 +99,7 @@ struct PanelValues {
 // Sums the panels that all consumer warps hold and hands each row to one warp: use(row, values)
 // with the value of tile lane / 8 (+ 4), column lane % 8 in values[0 (1)]. The order of the sum is
 // that of the warps.
+// At most kTileRows rows.
 template <typename T, typename Use>
 __device__ __forceinline__ void reduce_panel(const DraftBlock<T>& block, int num_rows,
                                              const float (&c)[kPanelTiles][4], const Use& use) {
@@ -111,7 +113,7 @@ __device__ __forceinline__ void reduce_panel(const DraftBlock<T>& block, int num
     }
   }
   block.sync();  // all panels are there
-  for (int row = block.warp(); row < num_rows; row += kConsumerWarps) {
+  for (int row = block.warp(); row < min(num_rows, kTileRows); row += kConsumerWarps) {
     float values[2] = {0, 0};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

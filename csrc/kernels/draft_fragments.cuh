@@ -18,6 +18,7 @@
 #include <type_traits>
 
 #include "specdec/cuda.cuh"
+#include "specdec/platform.h"
 
 namespace specdec {
 

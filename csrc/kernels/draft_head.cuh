@@ -16,7 +16,7 @@
 // order of their own: a launch is bitwise repeatable, and a row does not depend on the others. Only
 // the sum over the vocabulary is taken block by block.
 //
-// Bytes: those of the weights, once for a pass of 16 rows, and the keys and values of the context.
+// Bytes: those of the weights, once for a pass of 32 rows, and the keys and values of the context.
 #pragma once
 
 #include <algorithm>

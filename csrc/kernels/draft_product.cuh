@@ -1,4 +1,4 @@
-// A product of the fused draft_head: up to 16 rows times a weight matrix whose tiles come through
+// A product of the fused draft_head: up to 32 rows times a weight matrix whose tiles come through
 // the ring.
 //
 //   out[row, o] = scale[o] * sum over k of input[row, k] weight[o, k] + bias[o]
@@ -20,15 +20,17 @@ namespace specdec {
 
 template <typename T, typename W>
 struct ProductShape {
-  static constexpr int kSlice = kSliceBytes / static_cast<int>(sizeof(W));  // k of a stage
-  static constexpr int kShare = kSlice / kConsumerWarps;                    // of it a warp's
-  static constexpr int kLane = kVectorElements<W>;  // neighbours that a lane loads
+  // Of a weight row in a stage; half as much where inputs or products take more registers.
+  static constexpr int kBytes = sizeof(W) == 2 ? kSliceBytes : kSliceBytes / 2;
+  static constexpr int kSlice = kBytes / static_cast<int>(sizeof(W));
+  static constexpr int kShare = kSlice / kConsumerWarps;  // a warp's k of a slice
+  static constexpr int kLane = kVectorElements<W>;        // neighbours that a lane loads
   static constexpr int kSteps = kShare / (4 * kLane);
   static constexpr int kInputVectors = kLane / kVectorElements<T>;
-  static_assert(kSteps == 4 && kInputVectors >= 1);
+  static_assert(kShare % (4 * kLane) == 0 && kInputVectors >= 1);
 };
 
-// The k that a lane has of a warp's share, of the rows lane / 4 and lane / 4 + 8.
+// The k that a lane has of a warp's share, of rows lane / 4 and lane / 4 + 8.
 template <typename T, typename W>
 struct ShareOfInputs {
   using Shape = ProductShape<T, W>;
@@ -53,10 +55,10 @@ __device__ __forceinline__ Vector<T> load_input(const DraftBlock<T>& block,
 
 template <typename T, typename W>
 __device__ __forceinline__ void load_share(const DraftBlock<T>& block,
-                                           const InputSegments& segments, int num_rows, int first,
-                                           ShareOfInputs<T, W>& inputs) {
+                                           const InputSegments& segments, int num_rows,
+                                           int first_row, int first, ShareOfInputs<T, W>& inputs) {
   using Shape = ProductShape<T, W>;
-  const int row = block.lane() / 4, within = block.lane() % 4 * Shape::kLane;
+  const int row = first_row + block.lane() / 4, within = block.lane() % 4 * Shape::kLane;
 #pragma unroll
   for (int step = 0; step < Shape::kSteps; ++step) {
 #pragma unroll
@@ -68,16 +70,16 @@ __device__ __forceinline__ void load_share(const DraftBlock<T>& block,
   }
 }
 
-// c += inputs times the warp's share of a tile.
-template <typename T, typename W>
-__device__ __forceinline__ void multiply_share(const ShareOfInputs<T, W>& inputs,
+// c[row tile][tile] += inputs times the warp's share of a tile of weights.
+template <typename T, typename W, int kRowTiles>
+__device__ __forceinline__ void multiply_share(const ShareOfInputs<T, W> (&inputs)[kRowTiles],
                                                const SharedSpan<unsigned char>& stage, int warp,
-                                               int lane, int num_outs, int first, int ins,
-                                               float (&c)[4]) {
+                                               int lane, int num_outs, int first, int ins, int tile,
+                                               float (&c)[kRowTiles][kPanelTiles][4]) {
   using Shape = ProductShape<T, W>;
   // Rows that the tile has not were not copied: their lanes read the last one.
   const int row = min(lane / 4, num_outs - 1);
-  const int at = row * kStageRowBytes + warp * (kSliceBytes / kConsumerWarps) + lane % 4 * 16;
+  const int at = row * kStageRowBytes + warp * (Shape::kBytes / kConsumerWarps) + lane % 4 * 16;
 #pragma unroll
   for (int step = 0; step < Shape::kSteps; ++step) {
     const bool is_inside = first + (step * 4 + lane % 4) * Shape::kLane < ins;
@@ -86,59 +88,91 @@ __device__ __forceinline__ void multiply_share(const ShareOfInputs<T, W>& inputs
 #pragma unroll
     for (int quad = 0; quad < Shape::kLane / 4; ++quad) {
       const int vector = quad / kVectorQuads<T>, part = quad % kVectorQuads<T>;
-      multiply<T>(c, inputs.low[step][vector].quad(part), inputs.high[step][vector].quad(part),
-                  weight_quad<T, W>(bytes, quad));
+      const Quad<T> weights = weight_quad<T, W>(bytes, quad);
+#pragma unroll
+      for (int rows = 0; rows < kRowTiles; ++rows) {
+        multiply<T>(c[rows][tile], inputs[rows].low[step][vector].quad(part),
+                    inputs[rows].high[step][vector].quad(part), weights);
+      }
     }
   }
 }
 
-// use(row, PanelValues) by all lanes of the warp that has the row. shared.inputs and inverses
-// describe the inputs.
-template <typename T, typename W, typename Use>
-__device__ __forceinline__ void multiply_rows(const DraftBlock<T>& block, RingReader<T>& ring,
-                                              const DraftMatrix& matrix, bool is_paired,
-                                              const InputSegments& segments, int num_rows,
-                                              const Use& use) {
+// The outputs that a lane has of a row of sums: scaled, with the bias.
+template <typename T>
+__device__ __forceinline__ PanelValues panel_values(const DraftMatrix& matrix,
+                                                    const TileSchedule& tiles, int64_t panel,
+                                                    int64_t end, int lane, const float (&sums)[2]) {
+  PanelValues values;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t tile = panel + half * 4 + lane / kTileOuts;
+    const int column = lane % kTileOuts;
+    const bool exists = tile < end && column < tiles.num_outs(tile);
+    const int64_t out = exists ? tiles.first_out(tile) + column : -1;
+    float value = sums[half];
+    if (exists && matrix.scale) value = exact_mul(value, matrix.scale[out]);
+    if (exists && matrix.bias) {
+      value = exact_add(value, load_float(static_cast<const T*>(matrix.bias) + out));
+    }
+    values.out[half] = out;
+    values.value[half] = value;
+  }
+  return values;
+}
+
+// use(row, PanelValues) by all lanes of the warp that has the row; num_rows is at most kRowTiles *
+// kTileRows. shared.inputs and inverses describe the inputs.
+template <int kRowTiles, typename T, typename W, typename Use>
+__device__ __forceinline__ void multiply_row_tiles(const DraftBlock<T>& block, RingReader<T>& ring,
+                                                   const DraftMatrix& matrix, bool is_paired,
+                                                   const InputSegments& segments, int num_rows,
+                                                   const Use& use) {
   using Shape = ProductShape<T, W>;
   const TileSchedule tiles{matrix.outs, is_paired};
   const int64_t end = tiles.first_tile(block.index() + 1, block.count());
   for (int64_t panel = tiles.first_tile(block.index(), block.count()); panel < end;
        panel += kPanelTiles) {
-    float c[kPanelTiles][4] = {};
+    float c[kRowTiles][kPanelTiles][4] = {};
     for (int slice = 0; slice < matrix.ins; slice += Shape::kSlice) {
       const int first = slice + block.warp() * Shape::kShare;
-      ShareOfInputs<T, W> inputs;
-      load_share(block, segments, num_rows, first, inputs);
+      ShareOfInputs<T, W> inputs[kRowTiles];
+#pragma unroll
+      for (int rows = 0; rows < kRowTiles; ++rows) {
+        load_share(block, segments, num_rows, rows * kTileRows, first, inputs[rows]);
+      }
 #pragma unroll
       for (int tile = 0; tile < kPanelTiles; ++tile) {
         if (panel + tile >= end) break;
         const SharedSpan<unsigned char> stage = ring.wait();
         if (first < matrix.ins) {
-          multiply_share(inputs, stage, block.warp(), block.lane(), tiles.num_outs(panel + tile),
-                         first, matrix.ins, c[tile]);
+          multiply_share<T, W>(inputs, stage, block.warp(), block.lane(),
+                               tiles.num_outs(panel + tile), first, matrix.ins, tile, c);
         }
         ring.release();
       }
     }
-    reduce_panel(block, num_rows, c, [&](int row, const float (&sums)[2]) {
-      PanelValues values;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int64_t tile = panel + half * 4 + block.lane() / 8;
-        const int column = block.lane() % 8;
-        const bool exists = tile < end && column < tiles.num_outs(tile);
-        const int64_t out = exists ? tiles.first_out(tile) + column : -1;
-        values.out[half] = out;
-        values.value[half] = sums[half];
-        if (!exists) continue;
-        if (matrix.scale) values.value[half] = exact_mul(values.value[half], matrix.scale[out]);
-        if (matrix.bias) {
-          values.value[half] =
-              exact_add(values.value[half], load_float(static_cast<const T*>(matrix.bias) + out));
-        }
-      }
-      use(row, values);
-    });
+    for (int rows = 0; rows < kRowTiles; ++rows) {
+      const int first_row = rows * kTileRows;
+      reduce_panel(block, num_rows - first_row, c[rows], [&](int row, const float (&sums)[2]) {
+        use(first_row + row, panel_values<T>(matrix, tiles, panel, end, block.lane(), sums));
+      });
+    }
+  }
+}
+
+// Of a row the same bits in either way.
+template <typename T, typename W, typename Use>
+__device__ __forceinline__ void multiply_rows(const DraftBlock<T>& block, RingReader<T>& ring,
+                                              const DraftMatrix& matrix, bool is_paired,
+                                              const InputSegments& segments, int num_rows,
+                                              const Use& use) {
+  static_assert(kPassRows == 2 * kTileRows);
+  if (num_rows <= kTileRows) {
+    multiply_row_tiles<1, T, W>(block, ring, matrix, is_paired, segments, num_rows, use);
+  } else {
+    multiply_row_tiles<2, T, W>(block, ring, matrix, is_paired, segments, num_rows, use);
   }
 }
 
@@ -152,8 +186,9 @@ __device__ __forceinline__ void stream_matrix(const DraftBlock<T>& block, RingWr
   for (int64_t panel = tiles.first_tile(block.index(), block.count()); panel < end;
        panel += kPanelTiles) {
     const int64_t panel_end = min(panel + kPanelTiles, end);
-    for (int64_t slice = 0; slice < row_bytes; slice += kSliceBytes) {
-      const int bytes = static_cast<int>(min(row_bytes - slice, int64_t{kSliceBytes}));
+    constexpr int64_t kBytes = ProductShape<T, W>::kBytes;
+    for (int64_t slice = 0; slice < row_bytes; slice += kBytes) {
+      const int bytes = static_cast<int>(min(row_bytes - slice, kBytes));
       for (int64_t tile = panel; tile < panel_end; ++tile) {
         ring.write(static_cast<const unsigned char*>(matrix.weight) +
                        tiles.first_out(tile) * row_bytes + slice,

@@ -2,17 +2,17 @@
 // which the kernel, the producer of its weights and the tests walk alike, and the tiles of weights
 // that every block streams.
 //
-// Elements go in passes of up to 16 rows (the M of mma.m16n8k16) through the phases
+// Elements go in passes of up to 32 rows, two tiles of mma.m16n8k16, through the phases
 //
 //   gather | fc | of each layer: projections | rotate | attend | output | gate_up | down
 //   and at the end: logits | grow
 //
 // and the grid waits for all of a phase before the next. A draft is a sequence of passes:
 //
-//   new       16 new elements, until the last layer has their keys and values
+//   new       32 new elements, until the last layer has their keys and values
 //   kept      of each row the last new element, of a parallel head the mask elements too: the rest
 //             of the last layer and the logits; behind the last pass grow makes the first level
-//   frontier  16 nodes that are expanded, through everything; behind the last pass of a level grow
+//   frontier  32 nodes that are expanded, through everything; behind the last pass of a level grow
 //             makes the next one
 //
 // so of most new elements only what others attend to is computed. A pass streams the weights of its
@@ -23,10 +23,10 @@
 
 namespace specdec {
 
-constexpr int kPassRows = 16;
+constexpr int kPassRows = 32;
 constexpr int kTileOuts = 8;       // weight rows of a tile, the N of mma.m16n8k16
 constexpr int kPanelTiles = 8;     // tiles that share one reading of their inputs
-constexpr int kSliceBytes = 2048;  // of a weight row in a stage of the ring
+constexpr int kSliceBytes = 2048;  // of a weight row, at most, in a stage of the ring
 constexpr int kMaxDraftLayers = 8;
 constexpr int kMaxDraftDepth = 64;
 constexpr int kMaxDraftBatch = 128;
