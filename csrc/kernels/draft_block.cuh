@@ -19,7 +19,7 @@ namespace specdec {
 constexpr int kConsumerWarps = 8;
 constexpr int kConsumers = kConsumerWarps * kWarpSize;
 constexpr int kDraftThreads = kConsumers + kWarpSize;
-constexpr int kMaxStages = 12;
+constexpr int kMaxStages = 24;
 constexpr int kConsumerBarrier = 1;  // of named_barrier
 
 // A stage of the ring: a slice of the rows of a tile. The distance of rows is an odd number of half
