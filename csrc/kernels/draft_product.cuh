@@ -20,9 +20,11 @@ namespace specdec {
 
 template <typename T, typename W>
 struct ProductShape {
-  static constexpr int kSlice = kSliceBytes / static_cast<int>(sizeof(W));  // k of a stage
-  static constexpr int kShare = kSlice / kConsumerWarps;                    // of it a warp's
-  static constexpr int kLane = kVectorElements<W>;  // neighbours that a lane loads
+  // Of a weight row in a stage; half as much where inputs or products take more registers.
+  static constexpr int kBytes = sizeof(W) == 2 ? kSliceBytes : kSliceBytes / 2;
+  static constexpr int kSlice = kBytes / static_cast<int>(sizeof(W));
+  static constexpr int kShare = kSlice / kConsumerWarps;  // a warp's k of a slice
+  static constexpr int kLane = kVectorElements<W>;        // neighbours that a lane loads
   static constexpr int kSteps = kShare / (4 * kLane);
   static constexpr int kInputVectors = kLane / kVectorElements<T>;
   static_assert(kShare % (4 * kLane) == 0 && kInputVectors >= 1);
@@ -77,7 +79,7 @@ __device__ __forceinline__ void multiply_share(const ShareOfInputs<T, W> (&input
   using Shape = ProductShape<T, W>;
   // Rows that the tile has not were not copied: their lanes read the last one.
   const int row = min(lane / 4, num_outs - 1);
-  const int at = row * kStageRowBytes + warp * (kSliceBytes / kConsumerWarps) + lane % 4 * 16;
+  const int at = row * kStageRowBytes + warp * (Shape::kBytes / kConsumerWarps) + lane % 4 * 16;
 #pragma unroll
   for (int step = 0; step < Shape::kSteps; ++step) {
     const bool is_inside = first + (step * 4 + lane % 4) * Shape::kLane < ins;
@@ -184,8 +186,9 @@ __device__ __forceinline__ void stream_matrix(const DraftBlock<T>& block, RingWr
   for (int64_t panel = tiles.first_tile(block.index(), block.count()); panel < end;
        panel += kPanelTiles) {
     const int64_t panel_end = min(panel + kPanelTiles, end);
-    for (int64_t slice = 0; slice < row_bytes; slice += kSliceBytes) {
-      const int bytes = static_cast<int>(min(row_bytes - slice, int64_t{kSliceBytes}));
+    constexpr int64_t kBytes = ProductShape<T, W>::kBytes;
+    for (int64_t slice = 0; slice < row_bytes; slice += kBytes) {
+      const int bytes = static_cast<int>(min(row_bytes - slice, kBytes));
       for (int64_t tile = panel; tile < panel_end; ++tile) {
         ring.write(static_cast<const unsigned char*>(matrix.weight) +
                        tiles.first_out(tile) * row_bytes + slice,

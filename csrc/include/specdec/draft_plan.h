@@ -26,7 +26,7 @@ namespace specdec {
 constexpr int kPassRows = 32;
 constexpr int kTileOuts = 8;       // weight rows of a tile, the N of mma.m16n8k16
 constexpr int kPanelTiles = 8;     // tiles that share one reading of their inputs
-constexpr int kSliceBytes = 1024;  // of a weight row in a stage of the ring
+constexpr int kSliceBytes = 1024;  // of a weight row, at most, in a stage of the ring
 constexpr int kMaxDraftLayers = 8;
 constexpr int kMaxDraftDepth = 64;
 constexpr int kMaxDraftBatch = 128;
