@@ -30,12 +30,6 @@ struct LogitSum {
   float sum;
 };
 
-// The score of a pick.
-SPECDEC_HOST_DEVICE float pick_score(Pick pick) {
-  const uint32_t key = static_cast<uint32_t>(pick >> 32) ^ 0x80000000u;
-  return bits_to_float(ordered_key(static_cast<int32_t>(key)));
-}
-
 // The best logits so far, in the order of picks (pick.h).
 struct BestPicks {
   Pick* picks;  // [capacity], descending

@@ -80,9 +80,10 @@ struct DraftScratch {
   int64_t* tokens;        // [batch, candidates]
   int64_t* parents;       // [batch, candidates] candidate, kRootParent or kInactiveParent
   int32_t* places;        // [batch, candidates] of a static tree's candidate in its frontier, or -1
-  DraftNode* nodes;       // [2, batch, max_width], of the levels in turn
-  uint64_t* ancestors;    // [2, batch, max_width, words] slots that a node sees, its own included,
-                          // counted from the first behind the committed ones
+  DraftNode* nodes;       // [2, batch, frontier_width], of the levels in turn
+  uint64_t* ancestors;    // [2, batch, frontier_width, words] slots that a node sees, its own
+                          // included, counted from the first behind the committed ones; of a
+                          // parallel head none
   int64_t* selected;      // [batch, tree nodes]
 };
 

@@ -59,17 +59,20 @@ struct DraftPlan {
   bool is_parallel;  // P-EAGLE: the kept elements give all levels
   int batch;
   int depth;                       // levels below the root
-  int16_t widths[kMaxDraftDepth];  // nodes of a row that are expanded for the level below depth i
+  // Nodes of a row that are expanded for the level below depth i; of level 0 one, the root.
+  int16_t widths[kMaxDraftDepth];
 
   SPECDEC_HOST_DEVICE int kept_width() const { return is_parallel ? depth : 1; }
-  // Elements of a row in a pass that is not of new ones.
-  SPECDEC_HOST_DEVICE int max_width() const {
-    int width = kept_width();
-    for (int level = 1; level < depth && !is_parallel; ++level) {
+  // The most nodes of a row that are expanded for a level.
+  SPECDEC_HOST_DEVICE int frontier_width() const {
+    int width = 1;
+    for (int level = 1; level < depth; ++level) {
       width = widths[level] > width ? widths[level] : width;
     }
     return width;
   }
+  // Elements of a row in a pass that is not of new ones.
+  SPECDEC_HOST_DEVICE int max_width() const { return is_parallel ? depth : frontier_width(); }
 };
 
 enum class PassKind : uint8_t { kNew, kKept, kFrontier };

@@ -37,4 +37,9 @@ SPECDEC_HOST_DEVICE Pick make_pick(int32_t key, int64_t token) {
 
 SPECDEC_HOST_DEVICE int64_t picked_token(Pick pick) { return ~static_cast<uint32_t>(pick); }
 
+SPECDEC_HOST_DEVICE float pick_score(Pick pick) {
+  const uint32_t key = static_cast<uint32_t>(pick >> 32) ^ 0x80000000u;
+  return bits_to_float(ordered_key(static_cast<int32_t>(key)));
+}
+
 }  // namespace specdec
