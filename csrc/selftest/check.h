@@ -22,6 +22,7 @@ void test_draft_head();           // draft_head.cpp
 void test_ops();                  // ops.cpp
 void test_sampled_walk();         // sampled_walk.cpp
 void test_number_formats();       // emulator_features.cpp
+void test_draft_tree_phases();    // draft_tree_phases.cpp
 void test_emulator_features();    // emulator_features.cpp
 void test_emulator_copies();      // emulator_copies.cpp
 void test_emulator_finds_bugs();  // emulator_bugs.cpp

@@ -1,0 +1,223 @@
+// The trees of the fused draft_head, level by level: children from what all blocks found of the
+// logits, candidates, the nodes that are expanded next, and at the end the tree. What it must come
+// to: csrc/cpu/draft_head_tree.h and draft_head_logits.h.
+//
+// One block has a batch row and nobody else touches its tree, so steps are divided by barriers of
+// the block: a warp merges a list of children, a thread has a candidate, a warp chooses the best.
+//
+// An illegal number in draft_to_target sets the score of the root to NaN and counts as no child, so
+// that nothing is read through it; at the end such a tree is the root alone.
+#pragma once
+
+#include "draft_logits.cuh"
+#include "draft_tree.cuh"
+#include "dynamic_tree.cuh"
+
+namespace specdec {
+
+static_assert(kTreeWords * 4 <= kReduceBytes);
+constexpr int kTreeItems = static_cast<int>(kMaxCandidates) / kConsumers;
+
+// The sum over the parts of all blocks, in an order of its own. By all lanes of a warp together.
+__device__ __forceinline__ ExpSum merge_sums(const ExpSum* parts, int count) {
+  const int lane = threadIdx.x % kWarpSize;
+  float largest = bits_to_float(kMinusInfinityBits);
+  for (int i = lane; i < count; i += kWarpSize) {
+    if (parts[i].largest > largest) largest = parts[i].largest;
+  }
+  largest = warp_max(largest);
+  if (largest == bits_to_float(kMinusInfinityBits)) return {largest, 0.0f};
+  float sum = 0;
+  for (int i = lane; i < count; i += kWarpSize) {
+    sum = exact_add(sum, rescaled_sum(parts[i], largest));
+  }
+  return {largest, warp_sum(sum)};
+}
+
+// The children of a list, best first. One warp; returns false where draft_to_target is illegal.
+__device__ __forceinline__ bool find_children(const DraftKernelParams& params, int64_t list,
+                                              int num_blocks) {
+  const DraftScratch& scratch = params.scratch;
+  const int lane = threadIdx.x % kWarpSize, top_k = params.top_k;
+  const Pick* picks = scratch.picks + list * num_blocks * top_k;
+  const Pick pick = merge_picks(num_blocks, top_k, [&](int block, int place) {
+    return picks[static_cast<int64_t>(block) * top_k + place];
+  });
+  const ExpSum total = merge_sums(scratch.logit_sums + list * num_blocks, num_blocks);
+  bool is_legal = true;
+  if (lane < top_k) {
+    const float log_sum = logf(total.sum);
+    bool exists = pick != kNoPick && log_sum == log_sum;
+    int64_t token = exists ? picked_token(pick) : 0;
+    if (exists && params.draft_to_target != nullptr) token = params.draft_to_target[token];
+    is_legal = token >= 0 && token < params.vocab;
+    exists = exists && is_legal;
+    const float log_prob = exact_add(exact_add(pick_score(pick), -total.largest), -log_sum);
+    scratch.child_tokens[list * top_k + lane] = token;
+    scratch.child_scores[list * top_k + lane] =
+        exists ? log_prob : bits_to_float(kMinusInfinityBits);
+  }
+  return warp_all(is_legal);
+}
+
+// The candidates of a level from the children of its nodes, of which node i has list
+// first_list + i, or of a parallel head all have first_list.
+__device__ __forceinline__ void add_candidates(const DraftTreeRow& tree, int level,
+                                               int64_t first_list) {
+  const DraftKernelParams& params = tree.params;
+  const DraftScratch& scratch = params.scratch;
+  const int begin = tree.level_begin(level);
+  for (int i = begin + static_cast<int>(threadIdx.x); i < tree.level_end(level); i += kConsumers) {
+    int64_t place = 0, rank;
+    if (tree.is_dynamic()) {
+      place = (i - begin) / params.top_k;
+      rank = (i - begin) % params.top_k;
+    } else {
+      const int64_t parent = tree.choice_parent(i);
+      if (parent >= 0) place = tree.places()[parent];
+      rank = params.choices(i, 1);
+    }
+    const DraftNode node = tree.nodes(level)[place];
+    const int64_t list = first_list + (params.plan.is_parallel ? 0 : place);
+    const int64_t child = list * params.top_k + rank;
+    const float score = exact_add(node.score, scratch.child_scores[child]);
+    const bool exists = node.is_alive && score > bits_to_float(kMinusInfinityBits);
+    tree.scores()[i] = exists ? score : bits_to_float(kMinusInfinityBits);
+    tree.tokens()[i] = exists ? scratch.child_tokens[child] : 0;
+    tree.parents()[i] = exists ? node.candidate : kInactiveParent;
+  }
+}
+
+// A candidate that is expanded, under node `parent` of its level.
+__device__ __forceinline__ DraftNode expanded(const DraftTreeRow& tree, int candidate, int parent) {
+  const bool exists = tree.parents()[candidate] != kInactiveParent;
+  return {.token = tree.tokens()[candidate],
+          .candidate = candidate,
+          .parent = parent,
+          .score = tree.scores()[candidate],
+          .is_alive = exists};
+}
+
+// The nodes of the next level that are expanded: of a dynamic tree the best, of a static one those
+// with children. Where there are fewer, the rest is not alive.
+__device__ __forceinline__ void choose_nodes(const DraftTreeRow& tree, int level) {
+  const DraftKernelParams& params = tree.params;
+  const int begin = tree.level_begin(level), top_k = params.top_k;
+  DraftNode* nodes = tree.nodes(level + 1);
+  if (!tree.is_dynamic()) {
+    for (int i = begin + static_cast<int>(threadIdx.x); i < tree.level_end(level);
+         i += kConsumers) {
+      if (tree.places()[i] < 0) continue;
+      const int64_t parent = tree.choice_parent(i);
+      nodes[tree.places()[i]] = expanded(tree, i, parent < 0 ? 0 : tree.places()[parent]);
+    }
+    return;
+  }
+  if (threadIdx.x >= kWarpSize) return;
+  // A node's candidates are neighbours, best first, like its children.
+  const int width = (tree.level_end(level) - begin) / top_k;
+  const Pick pick = merge_picks(width, top_k, [&](int node, int place) {
+    const int candidate = begin + node * top_k + place;
+    return pick_of(tree.scores()[candidate], candidate);
+  });
+  if (static_cast<int>(threadIdx.x) >= top_k) return;
+  const int candidate = static_cast<int>(picked_token(pick));
+  nodes[threadIdx.x] = pick == kNoPick ? DraftNode{0, static_cast<int32_t>(kRootParent), 0,
+                                                   bits_to_float(kMinusInfinityBits), 0}
+                                       : expanded(tree, candidate, (candidate - begin) / top_k);
+}
+
+// What the parent sees, and the own slot.
+__device__ __forceinline__ void see_ancestors(const DraftTreeRow& tree, int next) {
+  const DraftKernelParams& params = tree.params;
+  const int words = params.words;
+  for (int i = threadIdx.x; i < params.plan.widths[next] * words; i += kConsumers) {
+    const int place = i / words, word = i % words;
+    const DraftNode node = tree.nodes(next)[place];
+    uint64_t bits = 0;
+    if (node.is_alive) {
+      bits = tree.ancestors(next - 1)[static_cast<int64_t>(node.parent) * words + word];
+      const int slot = params.first_slots[next] + place;
+      if (slot / 64 == word) bits |= uint64_t{1} << slot % 64;
+    }
+    tree.ancestors(next)[i] = bits;
+  }
+}
+
+// Over the root alone, which is there already.
+template <typename T>
+__device__ __forceinline__ void finish_tree(const DraftBlock<T>& block, const DraftTreeRow& tree) {
+  const DraftKernelParams& params = tree.params;
+  if (!tree.is_dynamic()) {
+    for (int i = threadIdx.x; i < params.num_candidates; i += kConsumers) {
+      if (tree.parents()[i] == kInactiveParent) continue;
+      tree.tree_tokens()[i + 1] = tree.tokens()[i];
+      tree.tree_parents()[i + 1] = tree.parents()[i] + 1;
+      tree.tree_scores()[i + 1] = tree.scores()[i];
+    }
+    return;
+  }
+  const int64_t pitch = params.num_candidates;
+  const BuildDynamicTreeParams selection{.scores = {params.scratch.scores, pitch, 1},
+                                         .tokens = {params.scratch.tokens, pitch, 1},
+                                         .parents = {params.scratch.parents, pitch, 1},
+                                         .root_tokens = params.roots,
+                                         .batch = params.plan.batch,
+                                         .candidates = pitch,
+                                         .nodes = params.nodes,
+                                         .tree_tokens = params.tree_tokens,
+                                         .tree_parents = params.tree_parents,
+                                         .selected = params.scratch.selected};
+  const auto sync = [&] { block.sync(); };
+  DynamicTree<kTreeItems, decltype(sync)>(selection, tree.row, block.reduce.template as<uint32_t>(),
+                                          kConsumers, sync)
+      .build();
+  block.sync();  // all nodes are selected
+  const int64_t* selected = params.scratch.selected + tree.row * params.nodes;
+  for (int node = 1 + static_cast<int>(threadIdx.x); node < params.nodes; node += kConsumers) {
+    if (selected[node] >= 0) tree.tree_scores()[node] = tree.scores()[selected[node]];
+  }
+}
+
+// The level below `level`.
+template <typename T>
+__device__ __forceinline__ void grow_level(const DraftBlock<T>& block, const DraftTreeRow& tree,
+                                           int level, int64_t first_list) {
+  const DraftPlan& plan = tree.params.plan;
+  add_candidates(tree, level, first_list);
+  block.sync();  // all candidates of the level are there
+  if (level + 1 < plan.depth) {
+    choose_nodes(tree, level);
+    block.sync();  // the nodes of the next level are
+    if (!plan.is_parallel) see_ancestors(tree, level + 1);
+  } else if (const float root = *tree.tree_scores(); root == root) {
+    finish_tree(block, tree);
+  }
+}
+
+// Behind the last pass of a level: its children; of a parallel head, whose lists are one of each
+// level, those of all levels.
+template <typename T>
+__device__ __forceinline__ void grow(const DraftBlock<T>& block, const DraftPass& pass) {
+  const DraftKernelParams& params = block.params;
+  const DraftPlan& plan = params.plan;
+  const int lists = plan.is_parallel ? plan.depth : plan.widths[pass.level];
+  for (int row = block.index(); row < plan.batch; row += block.count()) {
+    const int first = block.shared.first_element[row], end = block.shared.first_element[row + 1];
+    if (first == end) continue;
+    const DraftTreeRow tree(params, row);
+    const int64_t first_list = static_cast<int64_t>(row) * lists;
+    for (int i = block.warp(); i < lists; i += kConsumerWarps) {
+      const bool is_legal = find_children(params, first_list + i, block.count());
+      if (!is_legal && block.lane() == 0) *tree.tree_scores() = NAN;
+    }
+    block.sync();  // the children of all lists are there
+    const int levels = plan.is_parallel ? plan.depth : pass.level + 1;
+    for (int level = pass.level; level < levels; ++level) {
+      grow_level(block, tree, level, first_list + (plan.is_parallel ? level : 0));
+    }
+    block.sync();  // block.reduce is free
+  }
+}
+
+}  // namespace specdec

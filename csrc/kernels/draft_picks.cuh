@@ -1,0 +1,66 @@
+// The best of many scores, found by one warp: lane i has the i-th best.
+#pragma once
+
+#include "specdec/cuda.cuh"
+#include "specdec/pick.h"
+
+namespace specdec {
+
+// kNoPick for -inf and NaN.
+__device__ __forceinline__ Pick pick_of(float score, int64_t token) {
+  if (!(score > bits_to_float(kMinusInfinityBits))) return kNoPick;
+  return make_pick(ordered_key(canonical_bits(score)), token);
+}
+
+// All functions are called by all lanes together.
+class WarpPicks {
+ public:
+  // The best `count` (1 .. 32) so far: lane i has the i-th.
+  __device__ __forceinline__ WarpPicks(int count, Pick own) : last_(count - 1), own_(own) {}
+
+  __device__ __forceinline__ Pick own() const { return own_; }
+
+  // Adds a pick of each lane. Returns whether one of them was among the best then. Those that enter
+  // do so one after the other, which is cheap because soon few do.
+  __device__ __forceinline__ bool add(Pick pick) {
+    const int lane = threadIdx.x % kWarpSize;
+    bool any = false;
+    while (true) {
+      const uint32_t entering = ballot(pick > shuffle(own_, last_));
+      if (entering == 0) return any;
+      const int source = __ffs(static_cast<int>(entering)) - 1;
+      const Pick next = shuffle(pick, source);
+      const int place = __popc(ballot(own_ > next));
+      const Pick above = shuffle_up(own_, 1);
+      own_ = lane < place ? own_ : lane == place ? next : above;
+      if (lane == source) pick = kNoPick;
+      any = true;
+    }
+  }
+
+ private:
+  int last_;
+  Pick own_;
+};
+
+// The best `count` of lists that have their best ones first, kNoPick behind the last, and no pick
+// twice: load(list, place), place < count. As many places are read as matter.
+template <typename Load>
+__device__ __forceinline__ Pick merge_picks(int num_lists, int count, const Load& load) {
+  const int lane = threadIdx.x % kWarpSize;
+  WarpPicks best(count, kNoPick);
+  bool any = true;
+  for (int place = 0; place < count && any; ++place) {
+    any = false;
+    Pick next = lane < num_lists ? load(lane, place) : kNoPick;
+    for (int list = lane; list - lane < num_lists; list += kWarpSize) {
+      const Pick pick = next;
+      const int after = list + kWarpSize;  // is on its way while this one is inserted
+      next = after < num_lists ? load(after, place) : kNoPick;
+      any |= best.add(pick);
+    }
+  }
+  return best.own();
+}
+
+}  // namespace specdec

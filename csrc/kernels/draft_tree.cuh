@@ -1,0 +1,62 @@
+// The tree of a batch row while the fused draft_head drafts it, in scratch memory. Block
+// `batch row % blocks` does everything about it: it writes the root before the first phase
+// (draft_begin.cuh) and lets it grow (draft_grow.cuh).
+#pragma once
+
+#include "draft_block.cuh"
+
+namespace specdec {
+
+struct DraftTreeRow {
+  const DraftKernelParams& params;
+  int64_t row;
+  int64_t frontier_width;  // that of the plan
+
+  __device__ __forceinline__ DraftTreeRow(const DraftKernelParams& all, int64_t batch_row)
+      : params(all), row(batch_row), frontier_width(all.plan.frontier_width()) {}
+
+  // Candidates of the tree, level by level.
+  __device__ __forceinline__ int level_begin(int level) const {
+    return level == 0 ? 0 : params.level_ends[level - 1];
+  }
+  __device__ __forceinline__ int level_end(int level) const { return params.level_ends[level]; }
+  __device__ __forceinline__ bool is_dynamic() const { return params.num_choices == 0; }
+  __device__ __forceinline__ int64_t choice_parent(int candidate) const {
+    return params.choices(candidate, 0) - 1;  // a candidate or kRootParent
+  }
+  __device__ __forceinline__ float* scores() const { return of_row(params.scratch.scores); }
+  __device__ __forceinline__ int64_t* tokens() const { return of_row(params.scratch.tokens); }
+  __device__ __forceinline__ int64_t* parents() const { return of_row(params.scratch.parents); }
+  __device__ __forceinline__ int32_t* places() const { return of_row(params.scratch.places); }
+
+  // The nodes of a level that are expanded.
+  __device__ __forceinline__ DraftNode* nodes(int level) const {
+    return params.scratch.nodes + first_node(level);
+  }
+  __device__ __forceinline__ uint64_t* ancestors(int level) const {
+    return params.scratch.ancestors + first_node(level) * params.words;
+  }
+
+  // The outputs.
+  __device__ __forceinline__ int64_t* tree_tokens() const {
+    return params.tree_tokens + row * params.nodes;
+  }
+  __device__ __forceinline__ int64_t* tree_parents() const {
+    return params.tree_parents + row * params.nodes;
+  }
+  // NaN in place of the root's 0: there was an illegal number, and the root stays alone.
+  __device__ __forceinline__ float* tree_scores() const {
+    return params.tree_scores + row * params.nodes;
+  }
+
+ private:
+  template <typename Value>
+  __device__ __forceinline__ Value* of_row(Value* memory) const {
+    return memory + row * params.num_candidates;
+  }
+  __device__ __forceinline__ int64_t first_node(int level) const {
+    return (static_cast<int64_t>(level % 2) * params.plan.batch + row) * frontier_width;
+  }
+};
+
+}  // namespace specdec
