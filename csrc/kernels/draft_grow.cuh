@@ -3,7 +3,8 @@
 // to: csrc/cpu/draft_head_tree.h and draft_head_logits.h.
 //
 // One block has a batch row and nobody else touches its tree, so steps are divided by barriers of
-// the block: a warp merges a list of children, a thread has a candidate, a warp chooses the best.
+// the block: a warp merges a list of children, a thread has a candidate. block.reduce holds what a
+// dynamic tree's candidates are compared by.
 //
 // An illegal number in draft_to_target sets the score of the root to NaN and counts as no child, so
 // that nothing is read through it; at the end such a tree is the root alone.
@@ -15,7 +16,7 @@
 
 namespace specdec {
 
-static_assert(kTreeWords * 4 <= kReduceBytes);
+static_assert(kTreeWords * 4 <= kReduceBytes && kMaxDraftTopK * kMaxDraftTopK * 8 <= kReduceBytes);
 constexpr int kTreeItems = static_cast<int>(kMaxCandidates) / kConsumers;
 
 // The sum over the parts of all blocks, in an order of its own. By all lanes of a warp together.
@@ -60,71 +61,62 @@ __device__ __forceinline__ bool find_children(const DraftKernelParams& params, i
   return warp_all(is_legal);
 }
 
+// A candidate's place in the order of its level: (score descending, index ascending), what does not
+// exist last. All are different.
+__device__ __forceinline__ uint64_t candidate_rank(float score, int64_t parent, int candidate) {
+  const uint64_t key = candidate_key(score, parent, candidate);
+  return key << 32 | ~static_cast<uint32_t>(candidate);
+}
+
 // The candidates of a level from the children of its nodes, of which node i has list
-// first_list + i, or of a parallel head all have first_list.
+// first_list + i, or of a parallel head all have first_list. ranks: of a dynamic tree's.
 __device__ __forceinline__ void add_candidates(const DraftTreeRow& tree, int level,
-                                               int64_t first_list) {
+                                               int64_t first_list,
+                                               const SharedSpan<uint64_t>& ranks) {
   const DraftKernelParams& params = tree.params;
   const DraftScratch& scratch = params.scratch;
   const int begin = tree.level_begin(level);
   for (int i = begin + static_cast<int>(threadIdx.x); i < tree.level_end(level); i += kConsumers) {
-    int64_t place = 0, rank;
-    if (tree.is_dynamic()) {
-      place = (i - begin) / params.top_k;
-      rank = (i - begin) % params.top_k;
-    } else {
-      const int64_t parent = tree.choice_parent(i);
-      if (parent >= 0) place = tree.places()[parent];
-      rank = params.choices(i, 1);
-    }
+    const int64_t place = tree.parent_place(i, begin);
+    const int64_t rank = tree.is_dynamic() ? (i - begin) % params.top_k : params.choices(i, 1);
     const DraftNode node = tree.nodes(level)[place];
     const int64_t list = first_list + (params.plan.is_parallel ? 0 : place);
     const int64_t child = list * params.top_k + rank;
-    const float score = exact_add(node.score, scratch.child_scores[child]);
-    const bool exists = node.is_alive && score > bits_to_float(kMinusInfinityBits);
-    tree.scores()[i] = exists ? score : bits_to_float(kMinusInfinityBits);
+    const float sum = exact_add(node.score, scratch.child_scores[child]);
+    const bool exists = node.is_alive && sum > bits_to_float(kMinusInfinityBits);
+    const float score = exists ? sum : bits_to_float(kMinusInfinityBits);
+    const int64_t parent = exists ? node.candidate : kInactiveParent;
+    tree.scores()[i] = score;
     tree.tokens()[i] = exists ? scratch.child_tokens[child] : 0;
-    tree.parents()[i] = exists ? node.candidate : kInactiveParent;
+    tree.parents()[i] = parent;
+    if (tree.is_dynamic()) ranks[i - begin] = candidate_rank(score, parent, i);
   }
 }
 
-// A candidate that is expanded, under node `parent` of its level.
-__device__ __forceinline__ DraftNode expanded(const DraftTreeRow& tree, int candidate, int parent) {
-  const bool exists = tree.parents()[candidate] != kInactiveParent;
-  return {.token = tree.tokens()[candidate],
-          .candidate = candidate,
-          .parent = parent,
-          .score = tree.scores()[candidate],
-          .is_alive = exists};
-}
-
-// The nodes of the next level that are expanded: of a dynamic tree the best, of a static one those
-// with children. Where there are fewer, the rest is not alive.
-__device__ __forceinline__ void choose_nodes(const DraftTreeRow& tree, int level) {
-  const DraftKernelParams& params = tree.params;
-  const int begin = tree.level_begin(level), top_k = params.top_k;
-  DraftNode* nodes = tree.nodes(level + 1);
-  if (!tree.is_dynamic()) {
-    for (int i = begin + static_cast<int>(threadIdx.x); i < tree.level_end(level);
-         i += kConsumers) {
-      if (tree.places()[i] < 0) continue;
-      const int64_t parent = tree.choice_parent(i);
-      nodes[tree.places()[i]] = expanded(tree, i, parent < 0 ? 0 : tree.places()[parent]);
+// The nodes of the next level that are expanded: of a dynamic tree the best, each of which counts
+// those that are better; of a static one those with children. Where there are fewer, the rest is
+// not alive.
+__device__ __forceinline__ void choose_nodes(const DraftTreeRow& tree, int level,
+                                             const SharedSpan<uint64_t>& ranks) {
+  const int begin = tree.level_begin(level), count = tree.level_end(level) - begin;
+  for (int i = threadIdx.x; i < count; i += kConsumers) {
+    int place = 0;
+    if (tree.is_dynamic()) {
+      const uint64_t own = ranks[i];
+      for (int other = 0; other < count; ++other) place += ranks[other] > own ? 1 : 0;
+      if (place >= tree.params.top_k) continue;
+    } else {
+      place = tree.places()[begin + i];
+      if (place < 0) continue;
     }
-    return;
+    const int candidate = begin + i;
+    const bool exists = tree.parents()[candidate] != kInactiveParent;
+    tree.nodes(level + 1)[place] = {.token = tree.tokens()[candidate],
+                                    .candidate = candidate,
+                                    .parent = tree.parent_place(candidate, begin),
+                                    .score = tree.scores()[candidate],
+                                    .is_alive = exists};
   }
-  if (threadIdx.x >= kWarpSize) return;
-  // A node's candidates are neighbours, best first, like its children.
-  const int width = (tree.level_end(level) - begin) / top_k;
-  const Pick pick = merge_picks(width, top_k, [&](int node, int place) {
-    const int candidate = begin + node * top_k + place;
-    return pick_of(tree.scores()[candidate], candidate);
-  });
-  if (static_cast<int>(threadIdx.x) >= top_k) return;
-  const int candidate = static_cast<int>(picked_token(pick));
-  nodes[threadIdx.x] = pick == kNoPick ? DraftNode{0, static_cast<int32_t>(kRootParent), 0,
-                                                   bits_to_float(kMinusInfinityBits), 0}
-                                       : expanded(tree, candidate, (candidate - begin) / top_k);
 }
 
 // What the parent sees, and the own slot.
@@ -184,10 +176,11 @@ template <typename T>
 __device__ __forceinline__ void grow_level(const DraftBlock<T>& block, const DraftTreeRow& tree,
                                            int level, int64_t first_list) {
   const DraftPlan& plan = tree.params.plan;
-  add_candidates(tree, level, first_list);
+  const auto ranks = block.reduce.template as<uint64_t>();
+  add_candidates(tree, level, first_list, ranks);
   block.sync();  // all candidates of the level are there
   if (level + 1 < plan.depth) {
-    choose_nodes(tree, level);
+    choose_nodes(tree, level, ranks);
     block.sync();  // the nodes of the next level are
     if (!plan.is_parallel) see_ancestors(tree, level + 1);
   } else if (const float root = *tree.tree_scores(); root == root) {
@@ -216,7 +209,6 @@ __device__ __forceinline__ void grow(const DraftBlock<T>& block, const DraftPass
     for (int level = pass.level; level < levels; ++level) {
       grow_level(block, tree, level, first_list + (plan.is_parallel ? level : 0));
     }
-    block.sync();  // block.reduce is free
   }
 }
 

@@ -47,17 +47,21 @@ class WarpPicks {
 // twice: load(list, place), place < count. As many places are read as matter.
 template <typename Load>
 __device__ __forceinline__ Pick merge_picks(int num_lists, int count, const Load& load) {
+  constexpr int kGroup = 4;  // loads on the way
   const int lane = threadIdx.x % kWarpSize;
   WarpPicks best(count, kNoPick);
   bool any = true;
   for (int place = 0; place < count && any; ++place) {
     any = false;
-    Pick next = lane < num_lists ? load(lane, place) : kNoPick;
-    for (int list = lane; list - lane < num_lists; list += kWarpSize) {
-      const Pick pick = next;
-      const int after = list + kWarpSize;  // is on its way while this one is inserted
-      next = after < num_lists ? load(after, place) : kNoPick;
-      any |= best.add(pick);
+    for (int first = 0; first < num_lists; first += kGroup * kWarpSize) {
+      Pick picks[kGroup];
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        const int list = first + i * kWarpSize + lane;
+        picks[i] = list < num_lists ? load(list, place) : kNoPick;
+      }
+#pragma unroll
+      for (const Pick pick : picks) any |= best.add(pick);
     }
   }
   return best.own();

@@ -24,6 +24,13 @@ struct DraftTreeRow {
   __device__ __forceinline__ int64_t choice_parent(int candidate) const {
     return params.choices(candidate, 0) - 1;  // a candidate or kRootParent
   }
+  // The place of a candidate's parent among the nodes of its level, whose candidates begin at
+  // `begin`.
+  __device__ __forceinline__ int32_t parent_place(int candidate, int begin) const {
+    if (is_dynamic()) return (candidate - begin) / params.top_k;
+    const int64_t parent = choice_parent(candidate);
+    return parent < 0 ? 0 : places()[parent];
+  }
   __device__ __forceinline__ float* scores() const { return of_row(params.scratch.scores); }
   __device__ __forceinline__ int64_t* tokens() const { return of_row(params.scratch.tokens); }
   __device__ __forceinline__ int64_t* parents() const { return of_row(params.scratch.parents); }
