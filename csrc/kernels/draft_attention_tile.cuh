@@ -1,0 +1,269 @@
+// The step that attention of the fused draft_head (draft_attention.cuh) is made of: a warp attends
+// from 16 query rows to 16 slots of a cache, for 64 dimensions of the values, with an online
+// softmax. Everything comes straight from global memory into the registers of the products
+// (draft_fragments.cuh): a lane holds
+//
+//   rows lane / 4 and lane / 4 + 8: `largest`, its part of `sum`, and of each product with values d
+//   and column n = 2 (lane % 4) + i % 2 the dimension panel + 8 n + d
+//
+// so that the eight neighbours that it loads of a slot's values are column lane / 4 of all eight
+// products, and weights are their left factor in the order in which the products with keys leave
+// them: of lane % 4 = t, slots 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t.
+//
+// What a row gets depends on its own query and the slots it sees, place by place: those it does not
+// see, and steps in which it sees none, change no bit. Slots from `end` on are not read.
+#pragma once
+
+#include "draft_fragments.cuh"
+#include "specdec/exp.h"
+
+namespace specdec {
+
+constexpr int kStepSlots = 16;
+constexpr int kPanelDims = 64;
+constexpr int kQueryRows = 16;
+
+// Of one batch row and key-value head.
+template <typename T>
+struct AttentionInputs {
+  const T* queries[2];  // of the lane's two rows; null: there is none
+  const T* keys;        // of slot 0
+  const T* values;      // of slot 0, from the first dimension of the panel
+  int64_t key_stride;
+  int64_t value_stride;
+  int end;
+  int head_dim;
+  int panel_dims;  // from the first of the panel to head_dim
+  float scale;
+};
+
+// What a row sees: slots [first, end), and behind the committed ones those of its node's ancestors
+// from slot first_node on.
+struct SeenSlots {
+  int first;
+  int end;
+  int first_node;
+  int committed;
+  const uint64_t* ancestors;  // [words], bit 0 is slot `committed`; null: none
+};
+
+template <typename T>
+struct PanelState {
+  float largest[2];
+  float sum[2];
+  float values[kPanelDims / 8][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      largest[i] = -INFINITY;
+      sum[i] = 0;
+    }
+#pragma unroll
+    for (int d = 0; d < kPanelDims / 8; ++d) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[d][i] = 0;
+    }
+  }
+};
+
+// exp(score - largest), 0 where both are -inf; NaN stays NaN.
+__device__ __forceinline__ float softmax_weight(float score, float largest) {
+  const float x = exact_add(score, largest == -INFINITY ? 0.0f : -largest);
+  return x == x ? exp_nonpositive(x) : x;
+}
+
+// The window's last but `window` - 1 of the ancestors' bits; 0 if there are fewer.
+__device__ __forceinline__ int first_seen_node(const uint64_t* ancestors, int words, int window) {
+  for (int word = words - 1; word >= 0; --word) {
+    uint64_t bits = ancestors[word];
+    const int count = __popcll(bits);
+    if (count < window) {
+      window -= count;
+      continue;
+    }
+    for (int left = count - window; left > 0; --left) bits &= bits - 1;
+    return word * 64 + __ffsll(static_cast<long long>(bits)) - 1;
+  }
+  return 0;
+}
+
+// The first `count` of 16 bits.
+__device__ __forceinline__ uint32_t first_bits(int count) {
+  return (1u << min(max(count, 0), kStepSlots)) - 1;
+}
+
+// Bit i: the row sees slot + i.
+__device__ __forceinline__ uint32_t seen_bits(const SeenSlots& seen, int words, int slot) {
+  uint32_t bits = first_bits(seen.end - slot) & ~first_bits(seen.first - slot);
+  const int node = slot - seen.committed;
+  if (seen.ancestors == nullptr || node <= -kStepSlots) return bits;
+  uint64_t nodes;
+  if (node < 0) {
+    nodes = seen.ancestors[0] << -node;
+  } else {
+    const int word = node / 64, shift = node % 64;
+    nodes = word < words ? seen.ancestors[word] >> shift : 0;
+    if (shift > 64 - kStepSlots && word + 1 < words) {
+      nodes |= seen.ancestors[word + 1] << (64 - shift);
+    }
+  }
+  return bits | (static_cast<uint32_t>(nodes) & 0xFFFF & ~first_bits(seen.first_node - slot));
+}
+
+// The dot products of the rows with 2 blocks of 8 slots.
+template <typename T>
+__device__ __forceinline__ void multiply_keys(const AttentionInputs<T>& inputs, int slot,
+                                              float (&scores)[2][4]) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int own = slot + lane / 4;
+  const T* keys = inputs.keys + int64_t{own} * inputs.key_stride;
+  const int low_width = inputs.queries[0] == nullptr ? 0 : inputs.head_dim;
+  const int high_width = inputs.queries[1] == nullptr ? 0 : inputs.head_dim;
+  const int even_width = own < inputs.end ? inputs.head_dim : 0;
+  const int odd_width = own + 8 < inputs.end ? inputs.head_dim : 0;
+#pragma unroll 2
+  for (int chunk = 0; chunk < inputs.head_dim; chunk += 4 * kVectorElements<T>) {
+    const int k = chunk + lane % 4 * kVectorElements<T>;
+    const Vector<T> low = load_vector<T>(inputs.queries[0], k, low_width);
+    const Vector<T> high = load_vector<T>(inputs.queries[1], k, high_width);
+    const Vector<T> even = load_vector<T>(keys, k, even_width);
+    const Vector<T> odd = load_vector<T>(keys + 8 * inputs.key_stride, k, odd_width);
+#pragma unroll
+    for (int i = 0; i < kVectorQuads<T>; ++i) {
+      multiply<T>(scores[0], low.quad(i), high.quad(i), even.quad(i));
+      multiply<T>(scores[1], low.quad(i), high.quad(i), odd.quad(i));
+    }
+  }
+}
+
+// Dot products become scores; what a row does not see becomes -inf.
+__device__ __forceinline__ void mask_scores(const SeenSlots (&seen)[2], int words, int slot,
+                                            float scale, float (&scores)[2][4]) {
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t own = seen_bits(seen[half], words, slot) >> lane % 4 * 2;
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float& score = scores[block][2 * half + i];
+        score = (own >> (8 * block + i) & 1) != 0 ? exact_mul(score, scale) : -INFINITY;
+      }
+    }
+  }
+}
+
+// Scores become weights; what the state has accumulated is brought to the new largest score.
+template <typename T>
+__device__ __forceinline__ void update_softmax(float (&scores)[2][4], PanelState<T>& state) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float largest = state.largest[half];
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      largest =
+          max_or_nan(max_or_nan(scores[block][2 * half], scores[block][2 * half + 1]), largest);
+    }
+    largest = max_or_nan(largest, shuffle_xor(largest, 1));
+    largest = max_or_nan(largest, shuffle_xor(largest, 2));
+    const float factor = softmax_weight(state.largest[half], largest);
+    state.largest[half] = largest;
+    state.sum[half] = exact_mul(state.sum[half], factor);
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+#pragma unroll
+      for (int i = 2 * half; i < 2 * half + 2; ++i) {
+        scores[block][i] = softmax_weight(scores[block][i], largest);
+        state.sum[half] = exact_add(state.sum[half], scores[block][i]);
+      }
+    }
+#pragma unroll
+    for (int d = 0; d < kPanelDims / 8; ++d) {
+      state.values[d][2 * half] = exact_mul(state.values[d][2 * half], factor);
+      state.values[d][2 * half + 1] = exact_mul(state.values[d][2 * half + 1], factor);
+    }
+  }
+}
+
+// Eight neighbours of the values of the lane's four slots.
+template <typename T>
+struct ValueVectors {
+  static constexpr int kPieces = 8 / kVectorElements<T>;
+  Vector<T> slots[4][kPieces];
+
+  __device__ __forceinline__ void load(const AttentionInputs<T>& inputs, int slot) {
+    const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = slot + lane % 4 * 2 + i / 2 * 8 + i % 2;
+      const int width = at < inputs.end ? inputs.panel_dims : 0;
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        slots[i][piece] = load_vector<T>(inputs.values + int64_t{at} * inputs.value_stride,
+                                         lane / 4 * 8 + piece * kVectorElements<T>, width);
+      }
+    }
+  }
+
+  __device__ __forceinline__ uint32_t word(int slot, int i) const {
+    const uint4& bytes = slots[slot][i / 4].bytes;
+    const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+    return words[i % 4];
+  }
+
+  // Neighbour d of the four slots.
+  __device__ __forceinline__ Quad<T> quad(int d) const {
+    if constexpr (sizeof(T) == 4) {
+      return {{word(0, d), word(1, d), word(2, d), word(3, d)}};
+    } else {
+      return {{pair(0, d), pair(2, d)}};
+    }
+  }
+  // Of a slot and the next.
+  __device__ __forceinline__ uint32_t pair(int slot, int d) const {
+    const uint32_t low = word(slot, d / 2), high = word(slot + 1, d / 2);
+    return d % 2 == 0 ? (low & 0xFFFF) | high << 16 : low >> 16 | (high & 0xFFFF0000);
+  }
+};
+
+// Rounded to T.
+template <typename T>
+__device__ __forceinline__ Quad<T> make_quad(float a, float b, float c, float d) {
+  if constexpr (sizeof(T) == 4) {
+    return {{static_cast<uint32_t>(float_to_bits(a)), static_cast<uint32_t>(float_to_bits(b)),
+             static_cast<uint32_t>(float_to_bits(c)), static_cast<uint32_t>(float_to_bits(d))}};
+  } else {
+    return {{pack<T>(a, b), pack<T>(c, d)}};
+  }
+}
+
+// Slots [slot, slot + kStepSlots). All lanes of the warp.
+template <typename T>
+__device__ __forceinline__ void attend_step(const AttentionInputs<T>& inputs,
+                                            const SeenSlots (&seen)[2], int words, int slot,
+                                            PanelState<T>& state) {
+  ValueVectors<T> values;
+  values.load(inputs, slot);  // on their way while the scores are computed
+  float scores[2][4] = {};
+  multiply_keys(inputs, slot, scores);
+  mask_scores(seen, words, slot, inputs.scale, scores);
+  update_softmax(scores, state);
+  const Quad<T> low = make_quad<T>(scores[0][0], scores[0][1], scores[1][0], scores[1][1]);
+  const Quad<T> high = make_quad<T>(scores[0][2], scores[0][3], scores[1][2], scores[1][3]);
+#pragma unroll
+  for (int d = 0; d < kPanelDims / 8; ++d) multiply<T>(state.values[d], low, high, values.quad(d));
+}
+
+// The lanes of a row add up their parts of its sum, all in the same order.
+template <typename T>
+__device__ __forceinline__ void sum_lanes(PanelState<T>& state) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    state.sum[half] = exact_add(state.sum[half], shuffle_xor(state.sum[half], 1));
+    state.sum[half] = exact_add(state.sum[half], shuffle_xor(state.sum[half], 2));
+  }
+}
+
+}  // namespace specdec
