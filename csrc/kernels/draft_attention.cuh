@@ -57,14 +57,14 @@ struct AttentionItem {
         split(part.first_split + i % part.num_splits) {}
 
   __device__ __forceinline__ int num_rows(const AttentionPart& part) const {
-    return min(part.query_rows() - tile * kQueryRows, kQueryRows);
+    return min(part.query_rows() - tile * kTileRows, kTileRows);
   }
   // Of a row of the tile: its row of the pass and its head.
   __device__ __forceinline__ int pass_row(const AttentionPart& part, int row) const {
-    return part.first + (tile * kQueryRows + row) / part.group;
+    return part.first + (tile * kTileRows + row) / part.group;
   }
   __device__ __forceinline__ int head(const AttentionPart& part, int row) const {
-    return kv_head * part.group + (tile * kQueryRows + row) % part.group;
+    return kv_head * part.group + (tile * kTileRows + row) % part.group;
   }
 };
 
@@ -126,7 +126,7 @@ __device__ __forceinline__ AttentionPart attention_part(const DraftBlock<T>& blo
   part.layer = layer;
   part.batch_row = first_row.batch_row;
   part.group = params.heads / params.kv_heads;
-  part.tiles = (part.query_rows() + kQueryRows - 1) / kQueryRows;
+  part.tiles = (part.query_rows() + kTileRows - 1) / kTileRows;
   part.panels = (params.head_dim + kPanelDims - 1) / kPanelDims;
   // Slots and windows move on from row to row.
   part.first_seen = seen_slots(block, pass, first_row, params.layers[layer].window).first;
@@ -186,12 +186,12 @@ __device__ __forceinline__ ExpSum merged_warps(const DraftBlock<T>& block, int r
   float largest = -INFINITY, sum = 0;
 #pragma unroll
   for (int warp = 0; warp < kConsumerWarps; ++warp) {
-    const ExpSum part = block.shared.warp_sums[warp * kPassRows + row];
+    const ExpSum part = block.shared.warp_sums[warp * kTileRows + row];
     largest = max_or_nan(largest, part.largest);
   }
 #pragma unroll
   for (int warp = 0; warp < kConsumerWarps; ++warp) {
-    const ExpSum part = block.shared.warp_sums[warp * kPassRows + row];
+    const ExpSum part = block.shared.warp_sums[warp * kTileRows + row];
     sum = exact_fma(part.sum, softmax_weight(part.largest, largest), sum);
   }
   return {largest, sum};
@@ -202,12 +202,12 @@ __device__ __forceinline__ ExpSum merged_warps(const DraftBlock<T>& block, int r
 template <typename T>
 __device__ __forceinline__ void write_split(const DraftBlock<T>& block, const AttentionPart& part,
                                             const AttentionItem& item, PanelState<T>& state) {
-  static_assert(kQueryRows == kPassRows && kPanelDims == kPanelTiles * kTileOuts);
+  static_assert(kPanelDims == kPanelTiles * kTileOuts);
   const DraftKernelParams& params = block.params;
   const int lane = block.lane(), num_rows = item.num_rows(part);
   sum_lanes(state);
   if (lane % 4 == 0) {
-    const int own = block.warp() * kPassRows + lane / 4;
+    const int own = block.warp() * kTileRows + lane / 4;
     block.shared.warp_sums[own] = ExpSum{state.largest[0], state.sum[0]};
     block.shared.warp_sums[own + 8] = ExpSum{state.largest[1], state.sum[1]};
   }

@@ -21,7 +21,6 @@ namespace specdec {
 
 constexpr int kStepSlots = 16;
 constexpr int kPanelDims = 64;
-constexpr int kQueryRows = 16;
 
 // Of one batch row and key-value head.
 template <typename T>

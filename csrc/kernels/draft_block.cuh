@@ -28,7 +28,6 @@ constexpr int kConsumerBarrier = 1;  // of named_barrier
 constexpr int kStageRowBytes = kSliceBytes + 64;
 constexpr int kStageBytes = kTileOuts * kStageRowBytes;
 // What consumer warps add up together: [warp][tile][row][out of tile] floats.
-constexpr int kTileRows = 16;  // the M of mma.m16n8k16
 constexpr int kTileValues = kTileRows * kTileOuts;
 constexpr int kPanelValues = kPanelTiles * kTileValues;
 constexpr int kReduceBytes = kConsumerWarps * kPanelValues * 4;
@@ -63,7 +62,7 @@ struct DraftShared {
   SharedArray<float, 2 * kPassRows> inverses;                 // [segment][row] 1 / root mean square
   SharedArray<uint64_t, kPassRows * kMaxDraftTopK> picks;     // best of this block's logits
   SharedArray<ExpSum, kPassRows> logit_sums;                  // of this block's logits
-  SharedArray<ExpSum, kConsumerWarps * kPassRows> warp_sums;  // of attention
+  SharedArray<ExpSum, kConsumerWarps * kTileRows> warp_sums;  // of attention
   SharedArray<int, 4> flags;                                  // for what a phase has to tell
 };
 

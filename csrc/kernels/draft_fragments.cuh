@@ -29,6 +29,8 @@ struct Float8 {  // e4m3
   uint8_t bits;
 };
 
+constexpr int kTileRows = 16;  // the M of mma.m16n8k16
+
 // Four neighbours along k.
 template <typename T>
 struct Quad {
