@@ -1,6 +1,6 @@
-// Phases of the fused draft_head that are no products, each in a kernel of its own, against plain
-// loops in double: any mix of rows, whatever the number of blocks, with the same bits for a row that
-// is alone.
+// gather_features, rotate_heads and attend of the fused draft_head, each in a kernel of its own,
+// against plain loops in double, with the same bits for any number of blocks and for a batch row
+// that is alone. Slots of the cache that nobody may read hold NaN.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -18,8 +18,8 @@ namespace {
 enum class Phase { kGather, kRotate, kAttend };
 
 template <typename T>
-__global__ void run_phase(const DraftKernelParams params, const DraftPass pass,
-                          const PassRow* rows, Phase phase, int layer) {
+__global__ void run_phase(const DraftKernelParams params, const DraftPass pass, const PassRow* rows,
+                          Phase phase, int layer) {
   SPECDEC_SHARED(DraftShared, shared);
   SPECDEC_DYNAMIC_SHARED(unsigned char, memory);
   const int thread = static_cast<int>(threadIdx.x);
@@ -63,8 +63,8 @@ class Draft {
     p.plan.depth = shape.depth;
     for (int level = 0; level < shape.depth; ++level) {
       p.plan.widths[level] = static_cast<int16_t>(shape.widths[level]);
-      p.first_slots[level] = static_cast<int16_t>(
-          level < 2 ? 0 : p.first_slots[level - 1] + p.plan.widths[level - 1]);
+      p.first_slots[level] =
+          static_cast<int16_t>(level < 2 ? 0 : p.first_slots[level - 1] + p.plan.widths[level - 1]);
     }
     p.hidden = shape.hidden;
     p.heads = shape.heads;
@@ -362,10 +362,10 @@ void test_rotate(const Shape& shape, const RotateCase& c) {
     }
     add_rotated_rows(draft, c.kind);
     const Draft<T> before = draft;
-    draft.run(Phase::kRotate,
-              {c.kind, c.kind == PassKind::kNew ? 0 : 1, 0, static_cast<int>(draft.rows.size()),
-               true},
-              c.layer, blocks);
+    draft.run(
+        Phase::kRotate,
+        {c.kind, c.kind == PassKind::kNew ? 0 : 1, 0, static_cast<int>(draft.rows.size()), true},
+        c.layer, blocks);
     check_rotated(draft, before, c);
     int i = 0;
     for (const std::vector<T>* result : {&draft.queries, &draft.residual, &draft.keys}) {
@@ -480,12 +480,12 @@ std::vector<Element> elements_of(const Shape& s, PassKind kind, int level) {
   return elements;
 }
 
-// Node i of a level is below node (3 i + 1) % width of the one before.
+// Of frontiers up to `last`: node i is below node (3 i + 1) % width of the level before.
 template <typename T>
-void fill_ancestors(Draft<T>& draft) {
+void fill_ancestors(Draft<T>& draft, int last) {
   const Shape& s = draft.shape;
   const int words = draft.params.words, max_width = draft.params.plan.max_width();
-  for (int level = 1; level < s.depth; ++level) {
+  for (int level = 1; level <= last; ++level) {
     for (int b = 0; b < s.batch; ++b) {
       for (int i = 0; i < s.widths[level]; ++i) {
         const auto node = [&](int l, int place) {
@@ -499,7 +499,6 @@ void fill_ancestors(Draft<T>& draft) {
         bits[own / 64] |= uint64_t{1} << own % 64;
       }
     }
-    if (level == s.depth - 1) return;
   }
 }
 
@@ -518,7 +517,7 @@ std::vector<T> attend_all(const Shape& shape, PassKind kind, int level, int bloc
       const Element& e = elements[i];
       draft.add_row(e.batch_row, e.place, e.list, e.slot, e.position);
     }
-    fill_ancestors(draft);
+    fill_ancestors(draft, level);
     fill_cache(draft, layer);
     // Queries of an element do not depend on where it is.
     for (int i = 0; i < num_rows; ++i) {
@@ -539,7 +538,8 @@ std::vector<T> attend_all(const Shape& shape, PassKind kind, int level, int bloc
       }
       const std::vector<int64_t> slots = seen(draft, pass, row);
       for (int head = 0; head < shape.heads && is_checked; ++head) {
-        check_close(out + int64_t{head} * shape.head_dim, attention(draft, row, layer, head, slots));
+        check_close(out + int64_t{head} * shape.head_dim,
+                    attention(draft, row, layer, head, slots));
       }
     }
   }
@@ -595,9 +595,13 @@ void test_all_kinds() {
 
 template <typename T>
 void test_dims() {
-  for (const auto& [head_dim, heads, kv_heads] :
-       {std::array{8, 1, 1}, {16, 3, 1}, {24, 10, 2}, {64, 5, 1}, {72, 8, 8}, {128, 17, 1},
-        {256, 2, 1}}) {
+  for (const auto& [head_dim, heads, kv_heads] : {std::array{8, 1, 1},
+                                                  {16, 3, 1},
+                                                  {24, 10, 2},
+                                                  {64, 5, 1},
+                                                  {72, 8, 8},
+                                                  {128, 17, 1},
+                                                  {256, 2, 1}}) {
     Shape shape{.batch = 2,
                 .heads = heads,
                 .kv_heads = kv_heads,
