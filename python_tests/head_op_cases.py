@@ -148,3 +148,11 @@ def check_against_reference(
         assert_same_draft(drafted, theirs.draft(tree, tokens, features, torch.tensor(counts)))
     for actual, expected in zip(committed(ours), committed(theirs), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def path_scores(drafted: tuple[Tensor, ...]) -> dict[tuple[int, ...], float]:
+    """Score by path of tokens, of a batch of one."""
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(drafted[0][0].tolist(), drafted[1][0].tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return dict(zip(paths, drafted[2][0].tolist(), strict=True))

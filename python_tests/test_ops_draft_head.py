@@ -25,6 +25,7 @@ from head_op_cases import (
     assert_same_draft,
     check_against_reference,
     committed,
+    path_scores,
 )
 from op_cases import DEVICES, generator
 from test_golden import CHAINS, GOLDEN, TREES, load
@@ -220,14 +221,6 @@ def test_equal_scores_of_a_level_go_to_the_lower_candidate(device):
     )
     expected = [node for level in ([0], [1, 2, 3], [4, 5, 6]) for node in level for _ in range(3)]
     assert parents[0].tolist() == [-1, *expected]
-
-
-def path_scores(drafted: tuple[Tensor, ...]) -> dict[tuple[int, ...], float]:
-    """Score by path of tokens, of a batch of one."""
-    paths: list[tuple[int, ...]] = []
-    for token, parent in zip(drafted[0][0].tolist(), drafted[1][0].tolist(), strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    return dict(zip(paths, drafted[2][0].tolist(), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

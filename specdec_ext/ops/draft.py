@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,12 @@ def _levels(tree: TreeConfig) -> tuple[list[int], list[int]]:
     levels = range(max(depths))
     ends = [sum(depth <= level + 1 for depth in depths[1:]) for level in levels]
     return ends, [sum(depths[node] == level for node in set(parents)) for level in levels]
+
+
+def tree_arguments(tree: TreeConfig, device: torch.device) -> tuple[Any, ...]:
+    """The op's arguments from choices to widths."""
+    depth = tree_depth(tree)
+    return _choices(tree, device), depth, tree.top_k, tree.num_nodes, *_levels(tree)
 
 
 def tree_depth(tree: TreeConfig) -> int:
@@ -102,7 +108,6 @@ def draft_head(
         ValueError: naming the argument. Nothing is written then, unless ``draft_to_target`` has a token
             outside the target's vocabulary.
     """
-    level_ends, widths = _levels(tree)
     return HeadDraft(
         *_library.native.draft_head(
             head.weights,
@@ -118,12 +123,7 @@ def draft_head(
             lengths,
             positions,
             roots,
-            _choices(tree, features.device),
-            tree_depth(tree),
-            tree.top_k,
-            tree.num_nodes,
-            level_ends,
-            widths,
+            *tree_arguments(tree, features.device),
             head.sync,
         )
     )

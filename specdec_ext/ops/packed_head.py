@@ -118,12 +118,16 @@ def _laid_out(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % 16 else tensor
 
 
+def sync_bytes(config: HeadConfig) -> int:
+    """Of a sync buffer: the barrier and the counters of ``csrc/include/specdec/draft_scratch.h``."""
+    panels = -(-config.head_dim // 64)
+    return 384 + 128 * config.num_heads * panels
+
+
 def _sync_buffer(config: HeadConfig, device: torch.device) -> Tensor | None:
-    """Zeros for the barrier and the counters of ``csrc/include/specdec/draft_scratch.h``."""
     if device.type != "cuda":
         return None
-    panels = -(-config.head_dim // 64)
-    return torch.zeros(384 + 64 * config.num_heads * panels, dtype=torch.uint8, device=device)
+    return torch.zeros(sync_bytes(config), dtype=torch.uint8, device=device)
 
 
 def _joined(head: DraftHead, names: Sequence[str], like: Tensor) -> Tensor:
