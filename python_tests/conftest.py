@@ -37,3 +37,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def emulated(request: pytest.FixtureRequest) -> bool:
     """Whether ``device`` stands for the emulated kernels, on which cases have to be small."""
     return request.node.callspec.params["device"] == "emulated"
+
+
+@pytest.fixture
+def kernel(device: str, emulated: bool) -> bool:
+    """Whether ``device`` runs CUDA kernels."""
+    return emulated or device == "cuda"

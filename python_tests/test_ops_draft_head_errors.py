@@ -1,4 +1,7 @@
-"""``draft_head`` checks every size, dtype, stride and number before it follows a pointer."""
+"""``draft_head`` checks all sizes, dtypes and strides before it follows a pointer, and on the CPU all numbers.
+
+What numbers out of range do on CUDA: test_ops_draft_head_cuda.py.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,20 @@ from typing import Any
 import pytest
 import torch
 from head_cases import Run, elements, head_of
-from test_ops_draft_head import OpRun
+from head_op_cases import OpRun
+from op_cases import DEVICES
 
 from specdec_ext import ops
+from specdec_ext.ops import _library
 from specdec_ext.tree_config import TreeConfig
 
 # Argument, change of a valid one, message.
 BAD_ARGUMENTS: list[tuple[str, Any, str]] = [
-    ("features", lambda t: t.half(), r"must be torch.float32 or torch.bfloat16, got torch.float16"),
+    (
+        "features",
+        lambda t: t.double(),
+        r"must be torch.float32.*, got torch.float64; convert the head",
+    ),
     ("features", lambda t: t[0], r"must be \[rows, new, feature_width\], got shape \[4, 96\]"),
     ("features", lambda t: t[..., 1:], r"must be .* = \[3, 4, 96\], got shape \[3, 4, 95\]"),
     (
@@ -25,29 +34,9 @@ BAD_ARGUMENTS: list[tuple[str, Any, str]] = [
     ),
     ("tokens", lambda t: t.int(), r"must be torch.int64, got torch.int32"),
     ("tokens", lambda t: t[:, 1:], r"must be \[rows, new\] = \[3, 4\], got shape \[3, 3\]"),
-    ("tokens", lambda t: t + 97, r"has \d+ in row 0; expected \[0, 97\)"),
-    ("tokens", lambda t: -1 - t, r"has -\d+ in row 0; expected \[0, 97\)"),
     ("counts", lambda t: t[:2], r"must be \[rows\] = \[3\], got shape \[2\]"),
     ("counts", lambda t: t.float(), r"must be torch.int64, got torch.float32"),
-    ("counts", lambda t: t + 1, r"has 5 in row 0; expected \[0, 5\)"),
-    ("counts", lambda t: t - 5, r"has -1 in row 0; expected \[0, 5\)"),
     ("lengths", lambda t: t[:2], r"must be \[rows\] = \[3\]"),
-    ("lengths", lambda t: t - 1, r"has -1 in row 0; expected \[0, 119\)"),
-    (
-        "lengths",
-        lambda t: t + 119,
-        r"has 119 in row 0; expected \[0, 119\): a capacity of 128 slots less 4 new elements and 6 of the "
-        r"draft; grow keys and values",
-    ),
-    ("lengths", lambda t: t + 2**62, r"has 4611686018427387904 in row 0; expected"),
-    ("positions", lambda t: t - 1, r"has -1 in row 0; expected \[0, 123\)"),
-    (
-        "positions",
-        lambda t: t + 123,
-        r"has 123 in row 0; expected \[0, 123\): cosines and sines have 128 positions, for 4 new elements "
-        r"and 2 levels; make longer tables",
-    ),
-    ("roots", lambda t: t + 97, r"has \d+ in row 0; expected \[0, 97\)"),
     ("roots", lambda t: t[:, None], r"must be \[rows\] = \[3\], got shape \[3, 1\]"),
     ("cosines", lambda t: t.double(), r"must be torch.float32, got torch.float64"),
     ("cosines", lambda t: t[0], r"must be \[positions, rotary / 2\], got shape \[4\]"),
@@ -88,20 +77,166 @@ BAD_ARGUMENTS: list[tuple[str, Any, str]] = [
         r"must be .* = \[2, 3, 2, 128, 8\], got shape \[2, 3, 2, 5, 8\]",
     ),
 ]
+# What the CPU finds.
+BAD_NUMBERS: list[tuple[str, Any, str]] = [
+    ("tokens", lambda t: t + 97, r"has \d+ in row 0; expected \[0, 97\)"),
+    ("tokens", lambda t: -1 - t, r"has -\d+ in row 0; expected \[0, 97\)"),
+    ("counts", lambda t: t + 1, r"has 5 in row 0; expected \[0, 5\)"),
+    ("counts", lambda t: t - 5, r"has -1 in row 0; expected \[0, 5\)"),
+    ("lengths", lambda t: t - 1, r"has -1 in row 0; expected \[0, 119\)"),
+    (
+        "lengths",
+        lambda t: t + 119,
+        r"has 119 in row 0; expected \[0, 119\): a capacity of 128 slots less 4 new elements and 6 of the "
+        r"draft; grow keys and values",
+    ),
+    ("lengths", lambda t: t + 2**62, r"has 4611686018427387904 in row 0; expected"),
+    ("positions", lambda t: t - 1, r"has -1 in row 0; expected \[0, 123\)"),
+    (
+        "positions",
+        lambda t: t + 123,
+        r"has 123 in row 0; expected \[0, 123\): cosines and sines have 128 positions, for 4 new elements "
+        r"and 2 levels; make longer tables",
+    ),
+    ("roots", lambda t: t + 97, r"has \d+ in row 0; expected \[0, 97\)"),
+]
+# Limits of CUDA: options of the head, dtype, changes of its arguments, message.
+LIMITS: dict[str, tuple[dict[str, Any], torch.dtype, dict[str, Any], str]] = {
+    "hidden_size": (
+        dict(hidden_size=36),
+        torch.bfloat16,
+        {},
+        r"layout gives hidden_size = 36; the CUDA kernel takes multiples of 8, rows of 16 bytes; "
+        r"specdec_ext.reference.draft_head drafts without such limits",
+    ),
+    "intermediate_size": (
+        dict(intermediate_size=50),
+        torch.float32,
+        {},
+        r"layout gives intermediate_size = 50; the CUDA kernel takes multiples of 4",
+    ),
+    "feature_width": (
+        dict(target_hidden_size=18),
+        torch.float32,
+        {},
+        r"layout gives feature_width = 54; the CUDA kernel takes multiples of 4",
+    ),
+    "features": (
+        dict(target_hidden_size=22, num_features=2, feature_layers=(0, 1)),
+        torch.float32,
+        {},
+        r"layout gives feature_width / num_features = 22; the CUDA kernel takes multiples of 4",
+    ),
+    "head_dim": (
+        dict(head_dim=12),
+        torch.float32,
+        {},
+        r"layout gives head_dim = 12; the CUDA kernel takes multiples of 8; specdec_ext",
+    ),
+    "long head_dim": (
+        dict(head_dim=264),
+        torch.float32,
+        {},
+        r"layout gives head_dim = 264; the CUDA kernel takes up to 256",
+    ),
+    "layers": (
+        dict(num_layers=9),
+        torch.float32,
+        {},
+        r"layout gives layers = 9; the CUDA kernel takes up to 8",
+    ),
+    "depth": (
+        {},
+        torch.float32,
+        dict(tree=TreeConfig(65)),
+        r"depth gives levels = 65; the CUDA kernel takes up to 64",
+    ),
+    "top_k": (
+        {},
+        torch.float32,
+        dict(tree=TreeConfig(2, 33)),
+        r"top_k gives children = 33; the CUDA kernel takes up to 32",
+    ),
+    "rows": (
+        {},
+        torch.float32,
+        dict(rows=129),
+        r"features gives rows = 129; the CUDA kernel takes up to 128",
+    ),
+    "8 bits": (
+        {},
+        torch.float32,
+        dict(weights="int8"),
+        r"features must be torch.bfloat16 or torch.float16 for 8-bit weights, got torch.float32",
+    ),
+    "8-bit rows": (
+        dict(hidden_size=40),
+        torch.bfloat16,
+        dict(weights="float8"),
+        r"layout gives hidden_size = 40; the CUDA kernel takes multiples of 16",
+    ),
+}
 
 
-def valid_arguments() -> dict[str, Any]:
+KERNELS = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("emulated", marks=pytest.mark.emulated),
+        *(device for device in DEVICES if device == "cuda"),
+    ],
+    indirect=True,
+)
+
+
+def valid_arguments(device: str = "cpu") -> dict[str, Any]:
     head = head_of("qk-norm-window")
-    run = OpRun.start(head, rows=3)
+    run = OpRun.start(head, rows=3, device=device)
     return run.arguments(*elements(head, 3, 4), torch.full((3,), 4))
 
 
-@pytest.mark.parametrize(("name", "change", "message"), BAD_ARGUMENTS)
-def test_rejects(name, change, message):
-    arguments = valid_arguments()
+def check_rejected(name: str, change: Any, message: str, device: str) -> None:
+    arguments = valid_arguments(device)
     arguments[name] = change(arguments[name])
     with pytest.raises(ValueError, match=rf"^specdec::draft_head: argument {name} {message}"):
         ops.draft_head(**arguments, tree=TreeConfig(3, 3, 12))
+
+
+@pytest.mark.parametrize(("name", "change", "message"), BAD_ARGUMENTS)
+def test_rejects(name, change, message, device):
+    check_rejected(name, change, message, device)
+
+
+@pytest.mark.parametrize(("name", "change", "message"), BAD_NUMBERS)
+def test_rejects_numbers(name, change, message):
+    check_rejected(name, change, message, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("features", lambda t: torch.nn.functional.pad(t, (0, 1))[..., :-1]),
+        ("keys", lambda t: torch.nn.functional.pad(t, (0, 2))[..., :-2]),
+        ("values", lambda t: torch.nn.functional.pad(t, (2, 0))[..., 2:]),
+    ],
+)
+@KERNELS
+def test_rejects_rows_that_are_not_aligned(name, change, device):
+    check_rejected(name, change, r"must begin every row at a multiple of 16 bytes on CUDA", device)
+
+
+@pytest.mark.parametrize(("options", "dtype", "changes", "message"), LIMITS.values(), ids=LIMITS)
+@KERNELS
+def test_limits_of_cuda(options, dtype, changes, message, device):
+    """Of the op, and of the function that tells them before."""
+    head = head_of("eagle3", dtype=dtype, **options)
+    rows, weights = changes.get("rows", 1), changes.get("weights", "same")
+    tree = changes.get("tree", TreeConfig(2))
+    run = OpRun.start(head, rows, device=device, weights=weights)
+    arguments = run.arguments(*elements(head, rows, 2), torch.full((rows,), 2))
+    with pytest.raises(ValueError, match=rf"^specdec::draft_head: argument {message}"):
+        ops.draft_head(**arguments, tree=tree)
+    given = head.config, torch.device("cuda"), dtype, tree, rows, weights
+    assert ops.draft_head_refusal(*given) is not None
 
 
 @pytest.mark.parametrize(
@@ -147,13 +282,81 @@ def test_rejects(name, change, message):
         ([[0, 0]], (2, 1, 2), r"depth must be the depth of choices, 1, got 2"),
     ],
 )
-def test_rejects_shapes_of_trees(choices, numbers, message):
-    packed, *tensors = valid_arguments().values()
+def test_rejects_shapes_of_trees(choices, numbers, message, device, kernel):
+    if kernel and message.startswith(("choices has", "depth must be the")):
+        pytest.skip("read by the kernel")
+    call_with_tree(device, choices, *numbers, *levels_of(choices), message=message)
+
+
+def levels_of(choices: list[list[int]]) -> tuple[list[int], list[int]]:
+    """Right for legal choices of at most two levels."""
+    first = sum(node[0] == 0 for node in choices)
+    parents = len({node[0] for node in choices} - {0})
+    return ([first, len(choices)], [1, parents]) if parents else ([first], [1])
+
+
+def call_with_tree(device: str, choices: list[list[int]], *numbers: Any, message: str) -> None:
+    packed, *tensors = valid_arguments(device).values()
     links = torch.tensor(choices, dtype=torch.long).view(len(choices), -1 if choices else 2)
     with pytest.raises(ValueError, match=rf"^specdec::draft_head: argument {message}"):
-        torch.ops.specdec.draft_head(
-            packed.weights, packed.layout, packed.scalars, *tensors, links, *numbers
+        _library.native.draft_head(
+            packed.weights, packed.layout, packed.scalars, *tensors, links.to(device), *numbers
         )
+
+
+LINKS = [[0, 0], [0, 1], [1, 0], [2, 0], [3, 0]]
+
+
+@pytest.mark.parametrize(
+    ("levels", "on_cpu", "on_cuda"),
+    [
+        (
+            ([2, 4, 5], [1, 1, 1]),
+            r"widths must be \[1, 2, 1\] for these choices, got \[1, 1, 1\]",
+            "",
+        ),
+        (([1, 4, 5], [1, 1, 1]), r"level_ends must be \[2, 4, 5\] for these choices, got \[1,", ""),
+        (([2, 4], [1, 2, 1]), r"level_ends must be \[2, 4, 5\]", r"level_ends must be for each of"),
+        (
+            ([2, 4, 5], [1, 2]),
+            r"widths must be \[1, 2, 1\]",
+            r"widths must be for each of depth = 3",
+        ),
+        (
+            ([2, 2, 5], [1, 2, 1]),
+            r"level_ends must be",
+            r"level_ends must be ascending from 1, got",
+        ),
+        (
+            ([2, 4, 6], [1, 2, 1]),
+            r"level_ends must be",
+            r"level_ends must be ascending up to all 5",
+        ),
+        (
+            ([2, 4, 5], [2, 2, 1]),
+            r"widths must be",
+            r"widths must be .* at most the nodes above it",
+        ),
+        (([2, 4, 5], [1, 2, 2]), r"widths must be", r"widths must be .* above it and on it, got"),
+        (
+            ([2, 4, 5], [1, 0, 1]),
+            r"widths must be",
+            r"widths must be .* got \[1, 0, 1\]; ops.draft_",
+        ),
+    ],
+)
+def test_rejects_levels(levels, on_cpu, on_cuda, device, kernel):
+    """CUDA can't compare them with choices, but does not let them lead it out of its memory."""
+    message = on_cuda if kernel else on_cpu
+    if message:
+        call_with_tree(device, LINKS, 3, 2, 6, *levels, message=message)
+
+
+@pytest.mark.parametrize(("ends", "widths"), [([1], []), ([], [1])])
+def test_rejects_levels_of_dynamic_trees(ends, widths, device):
+    name = "level_ends" if ends else "widths"
+    message = rf"{name} must be empty for a dynamic tree, whose choices are, got \[1\]"
+    call_with_tree(device, [], 2, 2, 5, ends, widths, message=message)
 
 
 @pytest.mark.parametrize(
@@ -240,20 +443,22 @@ def test_rejects_shapes_of_trees(choices, numbers, message):
         ),
     ],
 )
-def test_rejects_packed_heads(change, message):
-    arguments = valid_arguments()
+def test_rejects_packed_heads(change, message, device, kernel):
+    if kernel and "weights holds" in message:
+        pytest.skip("read by the kernel")
+    arguments = valid_arguments(device)
     change(arguments["head"])
     with pytest.raises(ValueError, match=rf"^specdec::draft_head: argument {message}"):
         ops.draft_head(**arguments, tree=TreeConfig(3, 3, 12))
 
 
-def test_rejects_what_eagle1_has_not():
+def test_rejects_what_eagle1_has_not(device):
     head = head_of("eagle1")
-    run = OpRun.start(head, rows=1)
+    run = OpRun.start(head, rows=1, device=device)
     arguments = run.arguments(*elements(head, 1, 4), torch.tensor([4]))
     for index, name in ((7, "hidden_norm"), (8, "norm"), (10, "input_layernorm")):
         weights = list(arguments["head"].weights)
-        weights[index] = torch.ones(32)
+        weights[index] = torch.ones(32, device=device)
         packed = dataclasses.replace(arguments["head"], weights=weights)
         with pytest.raises(
             ValueError, match=rf"weights\[{index}\] \({name}\) must be empty .* EAGLE-1"
@@ -265,9 +470,9 @@ def test_rejects_what_eagle1_has_not():
     ("dtype", "change", "message"),
     [
         (
-            torch.float16,
+            torch.float64,
             {},
-            r"a head made in memory has weights in torch.float16; the CPU op takes",
+            r"a head made in memory has weights in torch.float64; the op takes",
         ),
         (
             torch.float32,
@@ -277,7 +482,7 @@ def test_rejects_what_eagle1_has_not():
         (
             torch.float32,
             {"lm_head": (60, 24)},
-            r"lm_head is .* \(60, 24\) on cpu; .* \(61, 24\) on the CPU",
+            r"lm_head is .* \(60, 24\) on cpu; .* \(61, 24\) on cpu",
         ),
         (
             torch.bfloat16,
@@ -304,9 +509,53 @@ def test_packing_shares_what_needs_no_copy():
     assert packed.weights[5].data_ptr() == head.tensors["fc.weight"].data_ptr()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_tensors_are_refused():
-    arguments = valid_arguments()
-    arguments["features"] = arguments["features"].cuda()
-    with pytest.raises(ValueError, match=r"features must be on the CPU; .* reference.draft_head"):
-        ops.draft_head(**arguments, tree=TreeConfig(3))
+def test_pack_rejects_formats():
+    head = head_of("eagle3")
+    run = Run.start(head, rows=1)
+    with pytest.raises(ValueError, match=r"weights='int4'; expected one of same, int8, float8"):
+        ops.PackedHead.pack(head, run.embedding, run.lm_head, "int4")
+
+
+@pytest.mark.parametrize("weights", ["int8", "float8"])
+def test_8_bit_weights_on_the_cpu(weights):
+    head = head_of("eagle3", dtype=torch.bfloat16)
+    run = OpRun.start(head, rows=1, weights=weights)
+    with pytest.raises(
+        ValueError,
+        match=r"argument weights\[1\] \(lm_head\) must have the dtype of features on the CPU",
+    ):
+        run.draft(TreeConfig(2), *elements(head, 1, 2))
+
+
+def test_float16_on_the_cpu():
+    head = head_of("eagle3", dtype=torch.float16)
+    with pytest.raises(
+        ValueError, match=r"must be torch.float32 or torch.bfloat16 on the CPU, got"
+    ):
+        OpRun.start(head, rows=1).draft(TreeConfig(2), *elements(head, 1, 2))
+
+
+@KERNELS
+@pytest.mark.parametrize("weights", ["int8", "float8"])
+def test_scales(weights, device):
+    """As many as matrices, float32, one for each output."""
+    head = head_of("eagle3", dtype=torch.bfloat16, hidden_size=32)
+    run = OpRun.start(head, rows=1, device=device, weights=weights)
+    arguments = run.arguments(*elements(head, 1, 2), torch.tensor([2]))
+    good = list(run.packed.weights)
+    for bad, message in (
+        (good[:-1], r"weights must have 26 tensors for the layers of layout, got 25"),
+        (
+            [*good[:-1], good[-1].bfloat16()],
+            r"weights\[25\] \(down_proj scale\) must be torch.float32",
+        ),
+        (
+            [*good[:-1], good[-1][1:]],
+            r"weights\[25\] \(down_proj scale\) must be \[count\] = \[32\]",
+        ),
+        ([good[0], good[1].bfloat16(), *good[2:]], r"weights must have 20 tensors .*, got 26"),
+        ([*good[:5], good[5].bfloat16(), *good[6:]], r"weights\[5\] \(fc\) must be torch\.\w*8"),
+    ):
+        packed = dataclasses.replace(run.packed, weights=bad)
+        with pytest.raises(ValueError, match=rf"^specdec::draft_head: argument {message}"):
+            ops.draft_head(**{**arguments, "head": packed}, tree=TreeConfig(2))

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from specdec_ext import ops
 from specdec_ext.head import DraftHead
 from specdec_ext.reference.draft_head import draft_head
+from specdec_ext.tree_config import TreeConfig
 
 
 @dataclass(frozen=True)
@@ -25,15 +26,17 @@ class BoundHead:
         embedding: ``[vocab, hidden]``, likewise.
         lm_head: ``[draft_vocab, hidden]``, likewise.
         shared: the target's weights behind the two, None where the head has its own.
+        weights: format of the matrices, as for :meth:`specdec_ext.ops.PackedHead.pack`.
     """
 
     head: DraftHead
     embedding: Tensor
     lm_head: Tensor
     shared: tuple[Tensor | None, Tensor | None]
+    weights: str = "same"
 
     @classmethod
-    def bind(cls, head: DraftHead, model: PreTrainedModel) -> BoundHead:
+    def bind(cls, head: DraftHead, model: PreTrainedModel, weights: str = "same") -> BoundHead:
         """Bring a head to a target; tensors that fit are not copied.
 
         Raises:
@@ -48,7 +51,7 @@ class BoundHead:
             for mine, theirs in zip(own, shared, strict=True)
         )
         assert embedding is not None and lm_head is not None  # one of the two is always there
-        return cls(head, embedding, lm_head, shared)
+        return cls(head, embedding, lm_head, shared, weights)
 
     @property
     def device(self) -> torch.device:
@@ -59,14 +62,38 @@ class BoundHead:
         return self.embedding.dtype
 
     @cached_property
-    def draft(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-        """``draft_head`` with this head, to be called with the tables and what follows them.
+    def _packed(self) -> ops.PackedHead:
+        return ops.PackedHead.pack(self.head, self.embedding, self.lm_head, self.weights)
 
-        The op where it exists, for two dtypes on the CPU; elsewhere the specification.
+    def refusal(self, tree: TreeConfig, num_rows: int) -> str | None:
+        """Why the specification drafts such trees instead of the op, or None."""
+        config = self.head.config
+        return ops.draft_head_refusal(config, self.device, self.dtype, tree, num_rows, self.weights)
+
+    def draft(self, tree: TreeConfig, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``draft_head`` with this head: the op where there is no :meth:`refusal`, else its specification.
+
+        Args:
+            tree: what to draft.
+            inputs: the op's between head and tree.
+
+        Raises:
+            ValueError: where the weights have a format that only the op has, and the op does not draft this.
         """
-        if self.device.type == "cpu" and self.dtype in (torch.float32, torch.bfloat16):
-            packed = ops.PackedHead.pack(self.head, self.embedding, self.lm_head)
-            return partial(ops.draft_head, packed)
+        roots = inputs[-1]
+        return self._function(tree, len(roots))(*inputs, tree)
+
+    def _function(
+        self, tree: TreeConfig, num_rows: int
+    ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+        reason = self.refusal(tree, num_rows)
+        if reason is None:
+            return partial(ops.draft_head, self._packed)
+        if self.weights != "same":
+            raise ValueError(
+                f"weights={self.weights!r} needs the op draft_head, which does not draft this: {reason}; "
+                "pass weights='same'"
+            )
         return partial(draft_head, self.head, self.embedding, self.lm_head)
 
     def serves(self, model: PreTrainedModel) -> bool:

@@ -1,18 +1,18 @@
-// Glue of draft_head: checks of everything that addresses memory, outputs. The op exists for CPU
-// tensors only.
+// Glue of draft_head: checks of everything that addresses memory, outputs, dispatch to the device
+// of `features`. Numbers in tensors are checked here on the CPU, and by the kernel on CUDA, where
+// the host reads no memory.
 #include "specdec/draft_head.h"
 
 #include <algorithm>
+#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "dispatch.h"
+#include "draft_head_cuda.h"
 #include "draft_head_weights.h"
-#include "glue.h"
-#include "register.h"
 #include "specdec/build_dynamic_tree.h"
-
-#ifndef SPECDEC_EMULATED  // there is no kernel to emulate
 
 namespace specdec::glue {
 namespace {
@@ -28,8 +28,10 @@ void check_last_stride(const Argument& argument, const Tensor& tensor) {
 }
 
 // Level order: parents come before their children, and depths never decrease.
-void check_choices(const DraftShape& shape) {
+DraftLevels check_choices(const DraftShape& shape) {
+  DraftLevels levels;
   std::vector<int64_t> depths(shape.num_choices + 1);
+  std::vector<bool> is_expanded(shape.num_choices + 1);
   for (int64_t i = 0; i < shape.num_choices; ++i) {
     const int64_t parent = shape.choices(i, 0), rank = shape.choices(i, 1);
     const auto fail_node = [&](const std::string& expected) {
@@ -41,11 +43,33 @@ void check_choices(const DraftShape& shape) {
     if (rank < 0 || rank >= shape.top_k) fail_node("a rank in " + half_open(0, shape.top_k));
     depths[i + 1] = depths[parent] + 1;
     if (depths[i + 1] < depths[i]) fail_node("level order");
+    if (depths[i + 1] > depths[i]) {
+      levels.ends.push_back(0);
+      levels.widths.push_back(0);
+    }
+    levels.ends.back() = i + 1;
+    if (!is_expanded[parent]) ++levels.widths.back();
+    is_expanded[parent] = true;
   }
   if (depths.back() != shape.depth) {
     fail_draft_head("depth", "must be the depth of choices, " + std::to_string(depths.back()) +
                                  ", got " + std::to_string(shape.depth));
   }
+  return levels;
+}
+
+// Those of a static tree, where the host may read its choices.
+void check_levels(const DraftShape& shape, const DraftLevels& given) {
+  if (shape.is_dynamic()) return;
+  const DraftLevels expected = check_choices(shape);
+  const auto check = [](const char* name, const std::vector<int64_t>& numbers,
+                        const std::vector<int64_t>& expected) {
+    if (numbers == expected) return;
+    fail_draft_head(name, "must be " + describe_numbers(expected) + " for these choices, got " +
+                              describe_numbers(numbers));
+  };
+  check("level_ends", given.ends, expected.ends);
+  check("widths", given.widths, expected.widths);
 }
 
 DraftShape read_shape(const Tensor& choices, int64_t depth, int64_t top_k, int64_t nodes,
@@ -68,7 +92,6 @@ DraftShape read_shape(const Tensor& choices, int64_t depth, int64_t top_k, int64
       fail(argument.prefix() + " must be fewer than nodes, " + std::to_string(nodes) +
            ", got shape " + describe_shape(choices));
     }
-    check_choices(shape);
   } else if (shape.num_candidates() > kMaxCandidates) {
     fail_draft_head("top_k", "= " + std::to_string(top_k) + " at depth " + std::to_string(depth) +
                                  " makes " + std::to_string(shape.num_candidates()) +
@@ -126,6 +149,15 @@ void check_rows(const DraftHeadParams& params, int64_t num_new, int64_t num_posi
   }
 }
 
+void run_on_cpu(const DraftHeadParams& params, const DraftLevels& levels, int64_t num_new,
+                int64_t num_positions) {
+  check_levels(params.shape, levels);
+  check_rows(params, num_new, num_positions);
+  if (const auto problem = cpu::draft_head(params, kTorchParallelFor)) {
+    fail("specdec::draft_head: argument weights holds " + *problem);
+  }
+}
+
 using DraftHeadResult = std::tuple<Tensor, Tensor, Tensor>;
 
 DraftHeadResult draft_head(const std::vector<Tensor>& weights, const std::vector<int64_t>& layout,
@@ -133,17 +165,16 @@ DraftHeadResult draft_head(const std::vector<Tensor>& weights, const std::vector
                            const Tensor& sines, const Tensor& keys, const Tensor& values,
                            const Tensor& tokens, const Tensor& features, const Tensor& counts,
                            const Tensor& lengths, const Tensor& positions, const Tensor& roots,
-                           const Tensor& choices, int64_t depth, int64_t top_k, int64_t nodes) {
+                           const Tensor& choices, int64_t depth, int64_t top_k, int64_t nodes,
+                           const std::vector<int64_t>& level_ends,
+                           const std::vector<int64_t>& widths, const std::optional<Tensor>& sync) {
   const Argument features_arg(kOp, "features", features), tokens_arg(kOp, "tokens", tokens),
       keys_arg(kOp, "keys", keys), cosines_arg(kOp, "cosines", cosines),
       sines_arg(kOp, "sines", sines);
-  if (!features.is_cpu()) {
-    fail(features_arg.prefix() +
-         " must be on the CPU; elsewhere use specdec_ext.reference.draft_head");
-  }
   features_arg.has_dim(3, "[rows, new, feature_width]");
   const int32_t dtype = dtype_of(features), int64 = aoti_torch_dtype_int64();
-  const HeadWeights head = read_draft_head(weights, layout, scalars, features_arg, dtype);
+  const PackedWeights packed = read_draft_head(weights, layout, scalars, features);
+  const HeadWeights& head = packed.head;
   const int64_t rows = features.size(0), num_new = features.size(1);
   features_arg.has_shape({rows, num_new, head.feature_width}, "[rows, new, feature_width]");
   check_last_stride(features_arg, features);
@@ -171,6 +202,12 @@ DraftHeadResult draft_head(const std::vector<Tensor>& weights, const std::vector
     fail(keys_arg.prefix() + " must have less than 2^31 slots, got shape " + describe_shape(keys));
   }
   const DraftShape shape = read_shape(choices, depth, top_k, nodes, features_arg);
+  const DraftLevels levels{level_ends, widths};
+  if (shape.is_dynamic() && !(level_ends.empty() && widths.empty())) {
+    fail_draft_head(level_ends.empty() ? "widths" : "level_ends",
+                    "must be empty for a dynamic tree, whose choices are, got " +
+                        describe_numbers(level_ends.empty() ? widths : level_ends));
+  }
   DraftHeadResult result{empty_int64(features, {rows, nodes}), empty_int64(features, {rows, nodes}),
                          empty_float(features, {rows, nodes})};
   const DraftHeadParams params{
@@ -194,10 +231,12 @@ DraftHeadResult draft_head(const std::vector<Tensor>& weights, const std::vector
       .tree_tokens = int64_data(std::get<0>(result)),
       .tree_parents = int64_data(std::get<1>(result)),
       .tree_scores = static_cast<float*>(std::get<2>(result).mutable_data_ptr())};
-  check_rows(params, num_new, cosines.size(0));
-  if (const auto problem = cpu::draft_head(params, kTorchParallelFor)) {
-    fail("specdec::draft_head: argument weights holds " + *problem);
-  }
+  dispatch(
+      kOp, features, [&] { run_on_cpu(params, levels, num_new, cosines.size(0)); },
+      [&](auto stream) {
+        return launch_packed(packed, params, levels, num_new, cosines.size(0), features, sync,
+                             stream);
+      });
   return result;
 }
 
@@ -206,5 +245,3 @@ DraftHeadResult draft_head(const std::vector<Tensor>& weights, const std::vector
 SPECDEC_REGISTER(draft_head)
 
 }  // namespace specdec::glue
-
-#endif

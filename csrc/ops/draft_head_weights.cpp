@@ -3,8 +3,6 @@
 #include <initializer_list>
 #include <utility>
 
-#ifndef SPECDEC_EMULATED  // there is no kernel to emulate
-
 namespace specdec::glue {
 namespace {
 
@@ -26,26 +24,30 @@ void check_contiguous(const Argument& argument, const Tensor& tensor) {
 // The tensors of `weights`, in their order. One with no elements is absent.
 class WeightReader {
  public:
-  WeightReader(const std::vector<Tensor>& weights, int64_t expected, const Argument& features,
-               int32_t dtype)
-      : weights_(weights), features_(features), dtype_(dtype) {
-    if (std::ssize(weights) != expected) {
-      fail_draft_head("weights", "must have " + std::to_string(expected) +
-                                     " tensors for the layers of layout, got " +
-                                     std::to_string(weights.size()));
-    }
-  }
+  // `dtype` of activations and all that is no matrix, `matrix_dtype` of what is multiplied with.
+  WeightReader(const std::vector<Tensor>& weights, const Argument& features, bool for_kernel,
+               int32_t dtype, int32_t matrix_dtype)
+      : weights_(weights),
+        features_(features),
+        for_kernel_(for_kernel),
+        dtype_(dtype),
+        matrix_dtype_(matrix_dtype) {}
 
   bool has_next() const { return weights_[next_].numel() > 0; }
 
-  const void* vector(const char* name, int64_t count) { return read(name, {count}, "[count]"); }
+  const void* vector(const char* name, int64_t count) {
+    return read(name, dtype_, {count}, "[count]");
+  }
   const void* optional_vector(const char* name, int64_t count) {
     if (has_next()) return vector(name, count);
     ++next_;
     return nullptr;
   }
+  const void* embedding(const char* name, int64_t tokens, int64_t width) {
+    return read(name, dtype_, {tokens, width}, "[tokens, hidden_size]");
+  }
   const void* matrix(const char* name, int64_t outs, int64_t ins) {
-    return read(name, {outs, ins}, "[outs, ins]");
+    return read(name, matrix_dtype_, {outs, ins}, "[outs, ins]");
   }
   // A matrix and the bias that follows it.
   HeadMatrix biased(const char* name, int64_t outs, int64_t ins) {
@@ -56,10 +58,14 @@ class WeightReader {
     return {matrix(name, outs, ins), nullptr, outs, ins};
   }
   const int64_t* optional_int64(const char* name, int64_t count) {
-    const int32_t dtype = std::exchange(dtype_, aoti_torch_dtype_int64());
-    const void* data = optional_vector(name, count);
-    dtype_ = dtype;
-    return static_cast<const int64_t*>(data);
+    if (has_next()) {
+      return static_cast<const int64_t*>(read(name, aoti_torch_dtype_int64(), {count}, "[count]"));
+    }
+    ++next_;
+    return nullptr;
+  }
+  const float* float32(const char* name, int64_t count) {
+    return static_cast<const float*>(read(name, aoti_torch_dtype_float32(), {count}, "[count]"));
   }
   void absent(const char* name, const char* where) {
     if (has_next()) {
@@ -71,18 +77,26 @@ class WeightReader {
   }
 
  private:
-  const void* read(const char* name, std::initializer_list<int64_t> shape, const char* spelt) {
+  const void* read(const char* name, int32_t dtype, std::initializer_list<int64_t> shape,
+                   const char* spelt) {
     const std::string label = "weights[" + std::to_string(next_) + "] (" + name + ")";
     const Tensor& tensor = weights_[next_++];
     const Argument argument("draft_head", label.c_str(), tensor);
-    argument.has_dtype(dtype_).has_shape(shape, spelt).is_on_device_of(features_);
+    argument.has_dtype(dtype).has_shape(shape, spelt).is_on_device_of(features_);
     check_contiguous(argument, tensor);
-    return tensor.const_data_ptr();
+    const void* data = tensor.const_data_ptr();
+    if (for_kernel_ && reinterpret_cast<uintptr_t>(data) % 16 != 0) {
+      fail(argument.prefix() +
+           " must begin at a multiple of 16 bytes on CUDA; PackedHead.pack makes it so");
+    }
+    return data;
   }
 
   const std::vector<Tensor>& weights_;
   const Argument& features_;
+  bool for_kernel_;
   int32_t dtype_;
+  int32_t matrix_dtype_;
   int64_t next_ = 0;
 };
 
@@ -153,7 +167,8 @@ HeadWeights read_layout(const std::vector<int64_t>& layout, const std::vector<do
   return head;
 }
 
-void read_layer(WeightReader& reader, bool is_first, const HeadWeights& head, HeadLayer* layer) {
+void read_layer(WeightReader& reader, bool is_first, const HeadWeights& head,
+                int64_t matrix_element, HeadLayer* layer) {
   const int64_t attended = head.attended(is_first), dim = head.head_dim;
   const int64_t queries = head.heads * dim, keys_values = 2 * head.kv_heads * dim;
   if (is_first && head.is_eagle1) {
@@ -162,13 +177,12 @@ void read_layer(WeightReader& reader, bool is_first, const HeadWeights& head, He
     layer->input_norm = reader.vector("input_layernorm", head.hidden);
   }
   const HeadMatrix qkv = reader.biased("qkv_proj", queries + keys_values, attended);
-  const auto rows_from = [&](const void* data, int64_t row, int64_t width) -> const void* {
-    if (data == nullptr) return nullptr;
-    return static_cast<const std::byte*>(data) + row * width * element_size(head.type);
+  const auto behind = [](const void* data, int64_t bytes) -> const void* {
+    return data == nullptr ? nullptr : static_cast<const std::byte*>(data) + bytes;
   };
   layer->query = {qkv.weight, qkv.bias, queries, attended};
-  layer->key_value = {rows_from(qkv.weight, queries, attended), rows_from(qkv.bias, queries, 1),
-                      keys_values, attended};
+  layer->key_value = {behind(qkv.weight, queries * attended * matrix_element),
+                      behind(qkv.bias, queries * element_size(head.type)), keys_values, attended};
   layer->query_norm = reader.optional_vector("q_norm", dim);
   layer->key_norm = reader.optional_vector("k_norm", dim);
   layer->output = reader.biased("o_proj", head.hidden, queries);
@@ -177,11 +191,37 @@ void read_layer(WeightReader& reader, bool is_first, const HeadWeights& head, He
   layer->down = reader.plain("down_proj", head.hidden, head.intermediate);
 }
 
-FloatType head_type(const Argument& features, int32_t dtype) {
+FloatType head_type(const Argument& features, int32_t dtype, bool for_kernel) {
   if (dtype == aoti_torch_dtype_float32()) return FloatType::kFloat32;
   if (dtype == aoti_torch_dtype_bfloat16()) return FloatType::kBFloat16;
-  fail(features.prefix() + " must be torch.float32 or torch.bfloat16, got " + dtype_name(dtype) +
-       "; convert the head with DraftHead.to and the features with it");
+  if (for_kernel && dtype == aoti_torch_dtype_float16()) return FloatType::kFloat16;
+  fail(features.prefix() +
+       (for_kernel ? " must be torch.float32, torch.bfloat16 or torch.float16, got "
+                   : " must be torch.float32 or torch.bfloat16 on the CPU, got ") +
+       dtype_name(dtype) + "; convert the head with DraftHead.to and the features with it");
+}
+
+DraftWeightType weight_type(const Tensor& lm_head, bool for_kernel) {
+  const int32_t dtype = dtype_of(lm_head);
+  const bool is_int8 = dtype == aoti_torch_dtype_int8();
+  if (!is_int8 && dtype != aoti_torch_dtype_float8_e4m3fn()) return DraftWeightType::kSame;
+  if (!for_kernel) {
+    fail_draft_head("weights[1] (lm_head)",
+                    "must have the dtype of features on the CPU, got " +
+                        std::string(dtype_name(dtype)) +
+                        ": only CUDA has 8-bit weights; pack the head with weights=\"same\"");
+  }
+  return is_int8 ? DraftWeightType::kInt8 : DraftWeightType::kFloat8;
+}
+
+void check_count(const std::vector<Tensor>& weights, int64_t layers, DraftWeightType type) {
+  int64_t expected = kHeadTensors + kLayerTensors * layers;
+  if (type != DraftWeightType::kSame) expected += kHeadScales + kLayerScales * layers;
+  if (std::ssize(weights) != expected) {
+    fail_draft_head("weights", "must have " + std::to_string(expected) +
+                                   " tensors for the layers of layout, got " +
+                                   std::to_string(weights.size()));
+  }
 }
 
 int64_t rows_of_matrix(const Tensor& tensor, const char* name) {
@@ -192,17 +232,11 @@ int64_t rows_of_matrix(const Tensor& tensor, const char* name) {
   return tensor.size(0);
 }
 
-}  // namespace
-
-HeadWeights read_draft_head(const std::vector<Tensor>& weights, const std::vector<int64_t>& layout,
-                            const std::vector<double>& scalars, const Argument& features,
-                            int32_t dtype) {
-  HeadWeights head = read_layout(layout, scalars);
-  head.type = head_type(features, dtype);
-  WeightReader reader(weights, kHeadTensors + kLayerTensors * std::ssize(head.layers), features,
-                      dtype);
+// All but the layers.
+void read_ends(const std::vector<Tensor>& weights, WeightReader& reader, HeadWeights* out) {
+  HeadWeights& head = *out;
   head.vocab = rows_of_matrix(weights[0], "weights[0] (embed_tokens)");
-  head.embedding = reader.matrix("embed_tokens", head.vocab, head.hidden);
+  head.embedding = reader.embedding("embed_tokens", head.vocab, head.hidden);
   head.draft_vocab = rows_of_matrix(weights[1], "weights[1] (lm_head)");
   head.lm_head = reader.matrix("lm_head", head.draft_vocab, head.hidden);
   head.draft_to_target = reader.optional_int64("draft_to_target", head.draft_vocab);
@@ -240,12 +274,44 @@ HeadWeights read_draft_head(const std::vector<Tensor>& weights, const std::vecto
                                   "; expected a token in " + half_open(0, head.vocab) +
                                   " where the head has mask_hidden, else -1");
   }
-  for (size_t i = 0; i < head.layers.size(); ++i) {
-    read_layer(reader, i == 0, head, &head.layers[i]);
+}
+
+std::vector<const float*> read_scales(WeightReader& reader, const HeadWeights& head) {
+  std::vector<const float*> scales{
+      reader.float32("lm_head scale", head.draft_vocab),
+      head.fc.weight ? reader.float32("fc scale", head.hidden) : nullptr};
+  if (head.fc.weight == nullptr) reader.absent("fc scale", "without fc");
+  for (const HeadLayer& layer : head.layers) {
+    scales.push_back(reader.float32("qkv_proj scale", layer.query.outs + layer.key_value.outs));
+    scales.push_back(reader.float32("o_proj scale", layer.output.outs));
+    scales.push_back(reader.float32("gate_up_proj scale", layer.gate_up.outs));
+    scales.push_back(reader.float32("down_proj scale", layer.down.outs));
   }
-  return head;
+  return scales;
+}
+
+}  // namespace
+
+PackedWeights read_draft_head(const std::vector<Tensor>& weights,
+                              const std::vector<int64_t>& layout,
+                              const std::vector<double>& scalars, const Tensor& features) {
+  const Argument features_arg("draft_head", "features", features);
+  const bool for_kernel = runs_kernel(features);
+  PackedWeights packed{read_layout(layout, scalars), DraftWeightType::kSame, {}};
+  HeadWeights& head = packed.head;
+  const int32_t dtype = dtype_of(features);
+  head.type = head_type(features_arg, dtype, for_kernel);
+  if (weights.size() > 1) packed.type = weight_type(weights[1], for_kernel);
+  check_count(weights, std::ssize(head.layers), packed.type);
+  const bool is_same = packed.type == DraftWeightType::kSame;
+  WeightReader reader(weights, features_arg, for_kernel, dtype,
+                      is_same ? dtype : dtype_of(weights[1]));
+  read_ends(weights, reader, &head);
+  for (size_t i = 0; i < head.layers.size(); ++i) {
+    read_layer(reader, i == 0, head, is_same ? element_size(head.type) : 1, &head.layers[i]);
+  }
+  if (!is_same) packed.scales = read_scales(reader, head);
+  return packed;
 }
 
 }  // namespace specdec::glue
-
-#endif

@@ -6,6 +6,7 @@
 
 #include "glue.h"
 #include "specdec/draft_head.h"
+#include "specdec/draft_kernel.h"
 
 namespace specdec::glue {
 
@@ -18,6 +19,27 @@ inline std::string half_open(int64_t low, int64_t end) {
   return std::string("[") + std::to_string(low) + ", " + std::to_string(end) + ")";
 }
 
+// The op runs on the CUDA kernel, possibly emulated.
+inline bool runs_kernel([[maybe_unused]] const Tensor& tensor) {
+#ifdef SPECDEC_EMULATED
+  return true;
+#else
+  return !tensor.is_cpu();
+#endif
+}
+
+constexpr int64_t kHeadScales = 2;
+constexpr int64_t kLayerScales = 4;
+
+struct PackedWeights {
+  HeadWeights head;
+  DraftWeightType type;              // of the matrices that are multiplied with
+  std::vector<const float*> scales;  // of 8-bit ones, in the order of `weights`
+
+  // Number i of those; null where there is none.
+  const float* scale(size_t i) const { return scales.empty() ? nullptr : scales[i]; }
+};
+
 // The head, after a check of every size, dtype, stride and device; `dtype` is that of `features`.
 //
 //   layout   is_eagle1, norm_before_residual, norm_output, hidden_size, intermediate_size,
@@ -28,8 +50,13 @@ inline std::string half_open(int64_t low, int64_t end) {
 //            hidden_norm, norm, mask_hidden, then for each layer input_layernorm, qkv_proj,
 //            qkv_proj bias, q_norm, k_norm, o_proj, o_proj bias, post_attention_layernorm,
 //            gate_up_proj, down_proj; one without elements is absent
-HeadWeights read_draft_head(const std::vector<Tensor>& weights, const std::vector<int64_t>& layout,
-                            const std::vector<double>& scalars, const Argument& features,
-                            int32_t dtype);
+//
+// If lm_head is int8 or float8_e4m3fn, so are fc and the matrices of all layers (the embedding is
+// not), and behind all of these weights come their scales, float32 and one for each output: of
+// lm_head, of fc, then for each layer of qkv_proj, o_proj, gate_up_proj, down_proj. A weight is its
+// 8-bit number times the scale.
+PackedWeights read_draft_head(const std::vector<Tensor>& weights,
+                              const std::vector<int64_t>& layout,
+                              const std::vector<double>& scalars, const Tensor& features);
 
 }  // namespace specdec::glue

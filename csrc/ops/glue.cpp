@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/c/shim.h>
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 
 #include "specdec/tree.h"
@@ -52,6 +53,8 @@ void fail(const std::string& message) { throw std::invalid_argument(message); }
 
 std::string describe_shape(const Tensor& tensor) { return join(tensor.sizes()); }
 
+std::string describe_numbers(std::span<const int64_t> numbers) { return join(numbers); }
+
 const char* dtype_name(int32_t dtype) {
   if (dtype == aoti_torch_dtype_int64()) return "torch.int64";
   if (dtype == aoti_torch_dtype_int32()) return "torch.int32";
@@ -60,6 +63,8 @@ const char* dtype_name(int32_t dtype) {
   if (dtype == aoti_torch_dtype_float64()) return "torch.float64";
   if (dtype == aoti_torch_dtype_float16()) return "torch.float16";
   if (dtype == aoti_torch_dtype_bfloat16()) return "torch.bfloat16";
+  if (dtype == aoti_torch_dtype_int8()) return "torch.int8";
+  if (dtype == aoti_torch_dtype_float8_e4m3fn()) return "torch.float8_e4m3fn";
   return "another dtype";
 }
 
@@ -144,7 +149,14 @@ Tensor empty(const Tensor& like, std::span<const int64_t> shape, int32_t dtype) 
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()),
                                                          shape.data(), strides, dtype, device.type,
                                                          device.index, &handle));
-  return Tensor(handle);
+  const Tensor tensor(handle);
+#ifdef SPECDEC_EMULATED
+  // NaN: what a kernel reads of it without having written it shows.
+  if (tensor.numel() > 0) {
+    std::memset(tensor.mutable_data_ptr(), 0xFF, tensor.numel() * tensor.element_size());
+  }
+#endif
+  return tensor;
 }
 
 Tensor empty_int64(const Tensor& like, std::initializer_list<int64_t> shape) {

@@ -21,6 +21,7 @@ using torch::stable::Tensor;
 [[noreturn]] void fail(const std::string& message);
 
 std::string describe_shape(const Tensor& tensor);
+std::string describe_numbers(std::span<const int64_t> numbers);
 int32_t dtype_of(const Tensor& tensor);
 const char* dtype_name(int32_t dtype);
 

@@ -157,6 +157,7 @@ def _drafts(
     for end in ends:
         counts, starts = (torch.tensor([n], device=text.device) for n in (end - start, start))
         tokens, _, _ = bound.draft(
+            _PAIR,
             cosines,
             sines,
             keys,
@@ -167,7 +168,6 @@ def _drafts(
             starts,
             starts,
             text[end : end + 1],
-            _PAIR,
         )
         drafted.append(tokens[0, 1:])
         start = end

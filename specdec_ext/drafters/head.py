@@ -19,6 +19,7 @@ from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.head_cache import Elements, HeadCache, of_active_rows
 from specdec_ext.head import DraftHead
 from specdec_ext.head_binding import BoundHead
+from specdec_ext.ops.quantise import weight_dtype
 from specdec_ext.sampler import Accepted
 from specdec_ext.target import TargetOutput
 from specdec_ext.tree import DraftTree
@@ -54,12 +55,19 @@ class HeadDrafter(Drafter):
     get worse there, nothing fails. Of text in a caller's ``past_key_values`` there are no features; the head
     begins behind it.
 
+    A draft is one call of the op ``draft_head``, on CUDA one launch, where the op takes such a head, tree and
+    batch; else its specification drafts, in PyTorch and many times slower.
+    :func:`specdec_ext.ops.draft_head_refusal` says which of them, and why.
+
     Args:
         head: from :func:`specdec_ext.checkpoints.load_draft`.
         tree: the shape to draft; None for :func:`default_tree`.
+        weights: "int8" or "float8" has a head in bfloat16 or float16 read half the bytes, with drafts that
+            are a little worse; CUDA only. "same" keeps the target's dtype.
 
     Raises:
         TypeError: for something else in their place.
+        ValueError: for another name of a format; in a call, for one that the op does not take there.
     """
 
     dead_draft_advice = (
@@ -69,7 +77,7 @@ class HeadDrafter(Drafter):
         "sampling is not so hot that nothing can be foreseen."
     )
 
-    def __init__(self, head: DraftHead, tree: TreeConfig | None = None):
+    def __init__(self, head: DraftHead, tree: TreeConfig | None = None, weights: str = "same"):
         if not isinstance(head, DraftHead):
             raise TypeError(
                 f"head is a {type(head).__name__}; expected a DraftHead: load_draft(path) reads one"
@@ -78,7 +86,8 @@ class HeadDrafter(Drafter):
             raise TypeError(
                 f"tree is a {type(tree).__name__}; expected a TreeConfig, such as TreeConfig(depth=5)"
             )
-        self.head, self.tree = head, tree
+        weight_dtype(weights)  # raises for a name that is none
+        self.head, self.tree, self.weights = head, tree, weights
         self._bound: BoundHead | None = None
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
@@ -90,7 +99,7 @@ class HeadDrafter(Drafter):
         for doubt in check_pair(self.head, model):
             warnings.warn(doubt, stacklevel=2)
         if self._bound is None or not self._bound.serves(model):
-            self._bound = BoundHead.bind(self.head, model)
+            self._bound = BoundHead.bind(self.head, model, self.weights)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         return self.head.config.resolved_feature_layers(layers)
 
@@ -144,6 +153,7 @@ class HeadDrafter(Drafter):
             [new.counts, cache.lengths, cache.positions()], device=bound.device
         )
         tokens, parents, _ = bound.draft(
+            tree,
             cache.cosines,
             cache.sines,
             cache.keys,
@@ -154,7 +164,6 @@ class HeadDrafter(Drafter):
             lengths,
             positions,
             roots.to(bound.device),
-            tree,
         )
         cache.lengths = [a + b for a, b in zip(cache.lengths, new.counts, strict=True)]
         return tokens, parents

@@ -15,8 +15,10 @@ Errors: ValueError names the argument, what was expected and what was given.
 from specdec_ext.ops._library import LIBRARY_PATH
 from specdec_ext.ops.attention import tree_attention
 from specdec_ext.ops.cache import kv_compact
-from specdec_ext.ops.draft import HeadDraft, PackedHead, draft_head
+from specdec_ext.ops.draft import HeadDraft, draft_head
+from specdec_ext.ops.draft_limits import draft_head_refusal
 from specdec_ext.ops.linear import linear
+from specdec_ext.ops.packed_head import PackedHead
 from specdec_ext.ops.sample import sample_filter
 from specdec_ext.ops.tree import (
     DynamicTree,
@@ -48,6 +50,7 @@ __all__ = [
     "TreeMask",
     "build_dynamic_tree",
     "draft_head",
+    "draft_head_refusal",
     "kv_compact",
     "linear",
     "sample_filter",

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdec_ext.head import DraftHead, HeadConfig
 from specdec_ext.ops import _library
+from specdec_ext.ops.packed_head import PackedHead
 from specdec_ext.tree_config import TreeConfig
 
 
@@ -30,140 +28,34 @@ class HeadDraft(NamedTuple):
     scores: Tensor
 
 
-@dataclass(frozen=True)
-class PackedHead:
-    """A draft head as the op reads it; made once per head and target.
-
-    Attributes:
-        config: of the head.
-        weights: in the order of ``csrc/ops/draft_head_weights.h``; what the head has not is an empty tensor.
-        layout: sizes and flags.
-        scalars: ``[rms_norm_eps, logit_scale]``.
-    """
-
-    config: HeadConfig
-    weights: list[Tensor]
-    layout: list[int]
-    scalars: list[float]
-
-    @classmethod
-    def pack(cls, head: DraftHead, embedding: Tensor, lm_head: Tensor) -> PackedHead:
-        """Lay the head's weights out for the op.
-
-        Projections with the same input become one matrix each, a copy; the others, embedding and lm_head
-        are used where they are if they are contiguous.
-
-        Args:
-            head: its tensors in float32 or bfloat16, on the CPU.
-            embedding: ``[tokens, hidden]`` of the same dtype, the head's own or the target's, which may have
-                more tokens or fewer than the head was made for: vocabularies are often padded.
-            lm_head: ``[draft_vocab, hidden]``, likewise.
-
-        Raises:
-            ValueError: for a shape, dtype or device that is not as above.
-        """
-        config = head.config
-        dtype = head.tensors["layers.0.mlp.down_proj.weight"].dtype
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"{head.source} has weights in {dtype}; the CPU op takes torch.float32 and "
-                "torch.bfloat16: convert it with DraftHead.to"
-            )
-        windows = config.sliding_windows
-        shapes = {
-            "embedding": (embedding, (len(embedding), config.hidden_size)),
-            "lm_head": (lm_head, (config.draft_vocab_size, config.hidden_size)),
-        }
-        for name, (tensor, shape) in shapes.items():
-            if tensor.shape != shape or tensor.dtype != dtype or not tensor.device.type == "cpu":
-                raise ValueError(
-                    f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; expected {dtype} "
-                    f"{shape} on the CPU, for {head.source}"
-                )
-        weights = [embedding, lm_head, _draft_to_target(head, len(embedding))]
-        weights += _head_weights(head, dtype)
-        for index in range(config.num_layers):
-            weights += _layer_weights(head, index, dtype)
-        layout = [
-            config.kind == "eagle1",
-            config.norm_before_residual,
-            config.norm_output,
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.num_features,
-            config.feature_width,
-            -1 if config.mask_token_id is None else config.mask_token_id,
-            *(window or 0 for window in windows),
-        ]
-        return cls(
-            config,
-            [tensor.detach().contiguous() for tensor in weights],
-            [int(number) for number in layout],
-            [config.rms_norm_eps, config.logit_scale],
-        )
-
-
-def _joined(head: DraftHead, names: Sequence[str], dtype: torch.dtype) -> Tensor:
-    """The tensors one below the other, or an empty one if the head has none of them."""
-    tensors = [head.tensors[name] for name in names if name in head.tensors]
-    if len(tensors) == 1:
-        return tensors[0]
-    return torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
-
-
-def _draft_to_target(head: DraftHead, num_tokens: int) -> Tensor:
-    """The target's ids, empty if the draft's are the same and as many."""
-    count = head.config.draft_vocab_size
-    same = torch.arange(0 if count == num_tokens else count)
-    return head.tensors.get("draft_to_target", same)
-
-
-def _head_weights(head: DraftHead, dtype: torch.dtype) -> list[Tensor]:
-    groups = [
-        ["input_norm.weight"],
-        [f"fc_norm.{index}.weight" for index in range(head.config.num_features)],
-        ["fc.weight"],
-        ["fc.bias"],
-        ["layers.0.hidden_norm.weight"],
-        ["norm.weight"],
-        ["mask_hidden"],
-    ]
-    return [_joined(head, group, dtype) for group in groups]
-
-
-def _layer_weights(head: DraftHead, index: int, dtype: torch.dtype) -> list[Tensor]:
-    projections = [f"self_attn.{name}_proj" for name in "qkv"]
-    groups = [
-        ["input_layernorm.weight"],
-        [f"{name}.weight" for name in projections],
-        [f"{name}.bias" for name in projections],
-        ["self_attn.q_norm.weight"],
-        ["self_attn.k_norm.weight"],
-        ["self_attn.o_proj.weight"],
-        ["self_attn.o_proj.bias"],
-        ["post_attention_layernorm.weight"],
-        ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
-        ["mlp.down_proj.weight"],
-    ]
-    return [_joined(head, [f"layers.{index}.{name}" for name in group], dtype) for group in groups]
-
-
 @cache
-def _choices(tree: TreeConfig) -> Tensor:
+def _choices(tree: TreeConfig, device: torch.device) -> Tensor:
     """``[choices, 2]``: (parent, rank) of the nodes of a chain or static tree, none of a dynamic one."""
-    return torch.tensor(tree.links, dtype=torch.long).view(-1, 2)
+    return torch.tensor(tree.links, dtype=torch.long, device=device).view(-1, 2)
 
 
 @cache
-def _depth(tree: TreeConfig) -> int:
-    """Levels below the root; fewer than ``tree.depth`` in a chain that ``num_nodes`` cuts off."""
-    depths = [0]
+def _levels(tree: TreeConfig) -> tuple[list[int], list[int]]:
+    """Of a chain or static tree, for each level, the choices up to its end and the nodes with children
+    above it; of a dynamic tree nothing."""
+    depths, parents = [0], []
     for parent, _ in tree.links:
         depths.append(depths[parent] + 1)
-    return max(depths) if tree.links else tree.depth
+        parents.append(parent)
+    levels = range(max(depths))
+    ends = [sum(depth <= level + 1 for depth in depths[1:]) for level in levels]
+    return ends, [sum(depths[node] == level for node in set(parents)) for level in levels]
+
+
+def tree_arguments(tree: TreeConfig, device: torch.device) -> tuple[Any, ...]:
+    """The op's arguments from choices to widths."""
+    depth = tree_depth(tree)
+    return _choices(tree, device), depth, tree.top_k, tree.num_nodes, *_levels(tree)
+
+
+def tree_depth(tree: TreeConfig) -> int:
+    """Levels below the root; fewer than ``tree.depth`` in a chain that ``num_nodes`` cuts off."""
+    return len(_levels(tree)[0]) or tree.depth
 
 
 def draft_head(
@@ -180,12 +72,17 @@ def draft_head(
     roots: Tensor,
     tree: TreeConfig,
 ) -> HeadDraft:
-    """Extend a head's cache by what was committed, and draft a tree below it. CPU only.
+    """Extend a head's cache by what was committed, and draft a tree below it: on CUDA in one launch.
 
     The specification is :func:`specdec_ext.reference.draft_head.draft_head`. A row of the result depends
     on that row alone and has the same bits alone, in any batch, with any number of threads, and whether its
     elements come in one call or in several. Products accumulate in float32, norms, rotation, softmax and
     logits are float32, and what goes from one product to the next is rounded to the dtype once.
+
+    :func:`specdec_ext.ops.draft_head_refusal` tells what is outside the limits of a device. On CUDA rows of
+    features, keys and values must begin at multiples of 16 bytes, and the host reads nothing from device
+    memory: a row with a count, length, position, root or token out of range, or that comes to a
+    ``draft_to_target`` out of range, gets its root alone, with NaN as its score.
 
     Args:
         head: as :meth:`PackedHead.pack` made it; its dtype is that of features, keys and values.
@@ -226,10 +123,8 @@ def draft_head(
             lengths,
             positions,
             roots,
-            _choices(tree),
-            _depth(tree),
-            tree.top_k,
-            tree.num_nodes,
+            *tree_arguments(tree, features.device),
+            head.sync,
         )
     )
 
@@ -253,6 +148,9 @@ def _draft_head_fake(
     depth: int,
     top_k: int,
     nodes: int,
+    level_ends: list[int],
+    widths: list[int],
+    sync: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = (features.shape[0], nodes)
     return (

@@ -31,6 +31,7 @@ constexpr int kMaxDraftLayers = 8;
 constexpr int kMaxDraftDepth = 64;
 constexpr int kMaxDraftBatch = 128;
 constexpr int kMaxDraftTopK = 32;  // one for each lane
+constexpr int kMaxDraftHeadDim = 256;
 
 enum class DraftOp : uint8_t {
   kGather,       // norms of the target's features

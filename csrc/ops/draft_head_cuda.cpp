@@ -1,0 +1,271 @@
+#include "draft_head_cuda.h"
+
+#ifdef SPECDEC_WITH_CUDA
+
+#include <torch/csrc/stable/ops.h>
+
+#include <initializer_list>
+
+#include "specdec/draft_scratch.h"
+#include "specdec/launchers.h"
+
+namespace specdec::glue {
+namespace {
+
+constexpr const char* kElsewhere = "; specdec_ext.reference.draft_head drafts without such limits";
+
+void at_most(const char* argument, const std::string& what, int64_t given, int64_t limit) {
+  if (given <= limit) return;
+  fail_draft_head(argument, "gives " + what + " = " + std::to_string(given) +
+                                "; the CUDA kernel takes up to " + std::to_string(limit) +
+                                kElsewhere);
+}
+
+void check_rows_of_16_bytes(const PackedWeights& packed) {
+  const HeadWeights& head = packed.head;
+  const int64_t element = packed.type == DraftWeightType::kSame ? element_size(head.type) : 1;
+  const auto check = [](const char* name, int64_t given, int64_t unit, const char* why) {
+    if (given % unit == 0) return;
+    fail_draft_head("layout", "gives " + std::string(name) + " = " + std::to_string(given) +
+                                  "; the CUDA kernel takes multiples of " + std::to_string(unit) +
+                                  why + kElsewhere);
+  };
+  const int64_t unit = 16 / element;
+  check("hidden_size", head.hidden, unit, ", rows of 16 bytes");
+  check("intermediate_size", head.intermediate, unit, ", rows of 16 bytes");
+  check("feature_width", head.feature_width, unit, ", rows of 16 bytes");
+  check("feature_width / num_features", head.feature_width / head.num_features,
+        16 / element_size(head.type), ", rows of 16 bytes");
+  check("num_heads * head_dim", head.heads * head.head_dim, unit, ", rows of 16 bytes");
+  check("head_dim", head.head_dim, 8, "");
+}
+
+void check_limits(const PackedWeights& packed, const DraftHeadParams& call, int64_t num_new) {
+  const HeadWeights& head = packed.head;
+  if (packed.type != DraftWeightType::kSame && head.type == FloatType::kFloat32) {
+    fail_draft_head("features",
+                    "must be torch.bfloat16 or torch.float16 for 8-bit weights, got torch.float32; "
+                    "pack a head in one of these");
+  }
+  check_rows_of_16_bytes(packed);
+  at_most("layout", "head_dim", head.head_dim, kMaxDraftHeadDim);
+  at_most("layout", "layers", std::ssize(head.layers), kMaxDraftLayers);
+  at_most("layout", "outputs of qkv_proj",
+          head.layers[0].query.outs + head.layers[0].key_value.outs, INT32_MAX);
+  at_most("weights[1] (lm_head)", "tokens", head.draft_vocab, INT32_MAX);
+  at_most("depth", "levels", call.shape.depth, kMaxDraftDepth);
+  at_most("top_k", "children", call.shape.top_k, kMaxDraftTopK);
+  at_most("features", "rows", call.rows, kMaxDraftBatch);
+  at_most("features", "elements of all rows", call.rows * (num_new + call.shape.depth), INT32_MAX);
+}
+
+// Every row of a tensor begins at a multiple of 16 bytes.
+void check_aligned(const char* argument, const void* data, std::initializer_list<int64_t> strides,
+                   FloatType type) {
+  bool is_aligned = reinterpret_cast<uintptr_t>(data) % 16 == 0;
+  for (const int64_t stride : strides) is_aligned &= stride * element_size(type) % 16 == 0;
+  if (is_aligned) return;
+  fail_draft_head(argument,
+                  "must begin every row at a multiple of 16 bytes on CUDA; "
+                  "call .contiguous() on it, or lay it out so");
+}
+
+void check_alignment(const DraftHeadParams& call, int64_t num_new) {
+  const FloatType type = call.head.type;
+  // A stride along a dimension of one is not used.
+  const auto used = [](int64_t stride, int64_t size) { return size > 1 ? stride : 0; };
+  if (num_new > 0) {
+    check_aligned(
+        "features", call.features,
+        {used(call.features_row_stride, call.rows), used(call.features_item_stride, num_new)},
+        type);
+  }
+  const auto check_cache = [&](const char* argument, const HeadCache& cache) {
+    check_aligned(
+        argument, cache.data,
+        {used(cache.layer_stride, std::ssize(call.head.layers)), used(cache.row_stride, call.rows),
+         used(cache.head_stride, call.head.kv_heads), used(cache.slot_stride, call.capacity)},
+        type);
+  };
+  check_cache("keys", call.keys);
+  check_cache("values", call.values);
+}
+
+// What would make the kernel's memory too small. That levels are those of choices is the caller's
+// word: a wrong one costs nodes of the tree.
+void check_levels(const DraftShape& shape, const DraftLevels& levels) {
+  const auto check = [&](const char* name, bool holds, const std::vector<int64_t>& given,
+                         const std::string& expected) {
+    if (holds) return;
+    fail_draft_head(name, "must be " + expected + ", got " + describe_numbers(given) +
+                              "; ops.draft_head takes them from a TreeConfig");
+  };
+  const std::string each = "for each of depth = " + std::to_string(shape.depth) + " levels ";
+  check("level_ends", std::ssize(levels.ends) == shape.depth, levels.ends,
+        each + "the choices up to its end");
+  check("widths", std::ssize(levels.widths) == shape.depth, levels.widths,
+        each + "the nodes with children above it");
+  int64_t before = 0, above = 1;  // choices of the levels before, nodes right above
+  for (int64_t level = 0; level < shape.depth; ++level) {
+    const int64_t count = levels.ends[level] - before, width = levels.widths[level];
+    check("level_ends", count > 0, levels.ends, "ascending from 1");
+    check("widths", width >= 1 && width <= above && width <= count, levels.widths,
+          each + "at most the nodes above it and on it");
+    before = levels.ends[level];
+    above = count;
+  }
+  check("level_ends", before == shape.num_choices, levels.ends,
+        "ascending up to all " + std::to_string(shape.num_choices) + " choices");
+}
+
+DraftLevels levels_of(const DraftShape& shape, const DraftLevels& given) {
+  if (!shape.is_dynamic()) {
+    check_levels(shape, given);
+    return given;
+  }
+  DraftLevels levels;
+  for (int64_t level = 0; level < shape.depth; ++level) {
+    levels.ends.push_back(shape.top_k + level * shape.top_k * shape.top_k);
+    levels.widths.push_back(level == 0 ? 1 : shape.top_k);
+  }
+  return levels;
+}
+
+void set_head(const PackedWeights& packed, DraftKernelParams* out) {
+  const HeadWeights& head = packed.head;
+  const auto to_int = [](int64_t number) { return static_cast<int>(number); };
+  const auto matrix = [&](const HeadMatrix& given, size_t scale) -> DraftMatrix {
+    return {given.weight, packed.scale(scale), given.bias, to_int(given.outs), to_int(given.ins)};
+  };
+  out->is_eagle1 = head.is_eagle1;
+  out->norm_before_residual = head.norm_before_residual;
+  out->norm_output = head.norm_output;
+  out->hidden = to_int(head.hidden);
+  out->intermediate = to_int(head.intermediate);
+  out->heads = to_int(head.heads);
+  out->kv_heads = to_int(head.kv_heads);
+  out->head_dim = to_int(head.head_dim);
+  out->feature_width = to_int(head.feature_width);
+  out->num_features = to_int(head.num_features);
+  out->vocab = head.vocab;
+  out->mask_token = head.mask_token;
+  out->eps = head.eps;
+  out->logit_scale = head.logit_scale;
+  out->embedding = head.embedding;
+  out->draft_to_target = head.draft_to_target;
+  out->input_norm = head.input_norm;
+  out->fc_norm = head.fc_norm;
+  out->lm_head = matrix({head.lm_head, nullptr, head.draft_vocab, head.hidden}, 0);
+  out->fc = matrix(head.fc, 1);
+  out->hidden_norm = head.hidden_norm;
+  out->norm = head.norm;
+  out->mask_features = head.mask_features;
+  for (size_t i = 0; i < head.layers.size(); ++i) {
+    const HeadLayer& layer = head.layers[i];
+    HeadMatrix projections = layer.query;  // keys and values follow
+    projections.outs += layer.key_value.outs;
+    const size_t scale = kHeadScales + kLayerScales * i;
+    out->layers[i] = {.input_norm = layer.input_norm,
+                      .projections = matrix(projections, scale),
+                      .query_norm = layer.query_norm,
+                      .key_norm = layer.key_norm,
+                      .output = matrix(layer.output, scale + 1),
+                      .post_norm = layer.post_norm,
+                      .gate_up = matrix(layer.gate_up, scale + 2),
+                      .down = matrix(layer.down, scale + 3),
+                      .window = to_int(layer.window)};
+  }
+}
+
+void set_plan(const DraftHeadParams& call, const DraftLevels& levels, DraftKernelParams* out) {
+  const HeadWeights& head = call.head;
+  out->plan.num_layers = static_cast<int>(head.layers.size());
+  out->plan.gathers = head.input_norm != nullptr || head.fc_norm != nullptr;
+  out->plan.has_fc = head.fc.weight != nullptr;
+  out->plan.feeds_fc = head.is_eagle1;
+  out->plan.is_parallel = head.is_parallel();
+  out->plan.batch = static_cast<int>(call.rows);
+  out->plan.depth = static_cast<int>(call.shape.depth);
+  int64_t slots = 0;
+  for (int64_t level = 0; level < call.shape.depth; ++level) {
+    out->plan.widths[level] = static_cast<int16_t>(levels.widths[level]);
+    out->level_ends[level] = static_cast<int16_t>(levels.ends[level]);
+    out->first_slots[level] = static_cast<int16_t>(slots);
+    if (level > 0) slots += levels.widths[level];
+  }
+  out->words = static_cast<int>((slots + 63) / 64);
+  out->choices = call.shape.choices;
+  out->num_choices = static_cast<int>(call.shape.num_choices);
+  out->num_candidates = static_cast<int>(call.shape.num_candidates());
+  out->top_k = static_cast<int>(call.shape.top_k);
+  out->nodes = static_cast<int>(call.shape.nodes);
+}
+
+void set_call(const DraftHeadParams& call, int64_t num_new, int64_t num_positions,
+              DraftKernelParams* out) {
+  out->cosines = call.cosines;
+  out->sines = call.sines;
+  out->rotary_half = static_cast<int>(call.rotary_half);
+  out->num_positions = num_positions;
+  out->keys = call.keys;
+  out->values = call.values;
+  out->capacity = call.capacity;
+  out->tokens = call.tokens;
+  out->num_new = static_cast<int>(num_new);
+  out->features = call.features;
+  out->features_row_stride = call.features_row_stride;
+  out->features_item_stride = call.features_item_stride;
+  out->counts = call.counts;
+  out->lengths = call.lengths;
+  out->positions = call.positions;
+  out->roots = call.roots;
+  out->tree_tokens = call.tree_tokens;
+  out->tree_parents = call.tree_parents;
+  out->tree_scores = call.tree_scores;
+}
+
+// The given buffer, or one for this launch.
+Tensor sync_buffer(const HeadWeights& head, const Tensor& features,
+                   const std::optional<Tensor>& given) {
+  const int64_t bytes = draft_sync_bytes(head.heads, head.head_dim);
+  if (!given) {
+    return torch::stable::new_zeros(features, {bytes}, torch::headeronly::ScalarType::Byte);
+  }
+  const Argument argument("draft_head", "sync", *given);
+  argument.has_dtype(aoti_torch_dtype_uint8()).has_dim(1, "[bytes]");
+  argument.is_on_device_of(Argument("draft_head", "features", features));
+  if (given->size(0) < bytes || given->stride(0) != 1) {
+    fail(argument.prefix() + " must be contiguous with at least " + std::to_string(bytes) +
+         " bytes, got shape " + describe_shape(*given) + " with stride " +
+         std::to_string(given->stride(0)) + "; PackedHead.pack makes one");
+  }
+  return *given;
+}
+
+}  // namespace
+
+cudaError_t launch_packed(const PackedWeights& packed, const DraftHeadParams& call,
+                          const DraftLevels& levels, int64_t num_new, int64_t num_positions,
+                          const Tensor& features, const std::optional<Tensor>& sync,
+                          cudaStream_t stream) {
+  check_limits(packed, call, num_new);
+  check_alignment(call, num_new);
+  DraftKernelParams params{};
+  set_head(packed, &params);
+  set_plan(call, levels_of(call.shape, levels), &params);
+  set_call(call, num_new, num_positions, &params);
+  const Tensor sync_memory = sync_buffer(packed.head, features, sync);
+  if (call.rows == 0) return cudaSuccess;
+  const FloatType type = packed.head.type;
+  int64_t blocks = 0;
+  const cudaError_t error = draft_head_blocks(type, packed.type, &blocks);
+  if (error != cudaSuccess) return error;
+  const Tensor scratch = empty_bytes(features, draft_scratch_bytes(params, type, blocks));
+  params.scratch = place_draft_scratch(params, type, blocks, scratch.mutable_data_ptr());
+  params.sync = place_draft_sync(sync_memory.mutable_data_ptr());
+  return launch_draft_head(params, type, packed.type, stream);
+}
+
+}  // namespace specdec::glue
+
+#endif

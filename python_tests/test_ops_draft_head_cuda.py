@@ -1,0 +1,299 @@
+"""``draft_head`` as its CUDA kernel computes it, emulated and on the GPU where there is one: many rows, long
+texts, float16, 8-bit weights, numbers that nobody checked, a buffer that outlives the launches.
+
+Float32 drafts equal the specification's. 8-bit weights are numbers that 16 bits can hold exactly, so the rule
+for 16 bits holds for them: the error is at most twice that of the specification.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from head_cases import KINDS, Run, elements, head_of
+from head_op_cases import (
+    SHAPES,
+    STATIC,
+    OpRun,
+    assert_equal_drafts,
+    assert_same_draft,
+    committed,
+    path_scores,
+    poisoned,
+)
+from op_cases import DEVICES
+
+from specdec_ext import ops
+from specdec_ext.head import DraftHead
+from specdec_ext.ops.packed_head import sync_bytes
+from specdec_ext.ops.quantise import quantise, weight_dtype
+from specdec_ext.tree_config import TreeConfig
+
+EMULATED = pytest.param("emulated", marks=pytest.mark.emulated)
+pytestmark = pytest.mark.parametrize(
+    "device", [EMULATED, *(device for device in DEVICES if device == "cuda")], indirect=True
+)
+
+
+@pytest.mark.parametrize("rows", [1, 3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tree", ["static", "dynamic"])
+def test_rows(rows, tree, device):
+    """20 rows have more lists and new elements than a pass has; every fourth row has nothing new."""
+    head = head_of("qk-norm-window")
+    tokens, features = elements(head, rows, 3)
+    counts = [0 if row % 4 == 3 else 1 + row % 3 for row in range(rows)]
+    ours, theirs = OpRun.start(head, rows, device=device), Run.start(head, rows)
+    for _ in range(2):
+        drafted = ours.draft(SHAPES[tree], tokens, poisoned(features, counts), torch.tensor(counts))
+        expected = theirs.draft(SHAPES[tree], tokens, features, torch.tensor(counts))
+        assert_same_draft(drafted, expected)
+    for actual, expected in zip(committed(ours), committed(theirs), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def committed_text(head: DraftHead, lengths: list[int], device: str) -> tuple[OpRun, Run]:
+    """Runs whose caches hold so many elements, at random, and NaN behind them."""
+    runs = []
+    for kind in (OpRun, Run):
+        run = kind.start(head, len(lengths), capacity=max(lengths) + 32)
+        generator = torch.Generator().manual_seed(3)
+        for cache in (run.keys, run.values):
+            for row, length in enumerate(lengths):
+                used = cache[:, row, :, :length]
+                used.copy_(torch.randn(used.shape, generator=generator))
+        run.lengths = run.positions = torch.tensor(lengths)
+        runs.append(run)
+    ours, theirs = runs
+    ours.device = device
+    ours.keys, ours.values = ours.keys.to(device), ours.values.to(device)
+    return ours, theirs
+
+
+@pytest.mark.parametrize(
+    "lengths", [[0, 126, 300], pytest.param([8180, 8500, 1], marks=pytest.mark.slow)], ids=str
+)
+@pytest.mark.parametrize("name", ["eagle1", "qk-norm-window"])
+def test_long_texts(name, lengths, device):
+    """Attention in one split, in several, and in as many as there may be; a split ends between rows."""
+    head = head_of(name)
+    ours, theirs = committed_text(head, lengths, device)
+    tokens, features = elements(head, 3, 3)
+    counts = torch.tensor([1, 3, 2])
+    drafts = [run.draft(SHAPES["dynamic"], tokens, features, counts) for run in (ours, theirs)]
+    assert_same_draft(*drafts)
+
+
+@pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
+@pytest.mark.parametrize("name", ["eagle1-two-layers", "qk-norm-window", "p-eagle"])
+def test_float16_rows_do_not_depend_on_the_others(name, tree, device):
+    head = head_of(name, dtype=torch.float16)
+    tokens, features = elements(head, 3, 4)
+    counts = torch.tensor([4, 0, 2])
+    together = OpRun.start(head, 3, device=device).draft(SHAPES[tree], tokens, features, counts)
+    for row in (0, 2):
+        part, count = slice(row, row + 1), int(counts[row])
+        alone = OpRun.start(head, 1, device=device)
+        own = alone.draft(SHAPES[tree], tokens[part, :count], features[part, :count])
+        assert_equal_drafts([each[part] for each in together], own)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_repeats(dtype, device, emulated):
+    """The emulator already compares three thread orders."""
+    head = head_of("eagle3.1", dtype=dtype)
+    tokens, features = elements(head, 3, 12)
+    drafts = []
+    for _ in range(2 if emulated else 250):
+        run = OpRun.start(head, 3, device=device)
+        drafts.append(run.draft(SHAPES["dynamic"], tokens, features))
+    for drafted in drafts[1:]:
+        assert_equal_drafts(drafted, drafts[0])
+
+
+# Matrices of a layer and of the head that have 8 bits then.
+MATRICES = ("_proj.weight", "fc.weight", "lm_head.weight")
+
+
+def with_exact_weights(head: DraftHead, weights: str) -> DraftHead:
+    """The head with matrices that 8 bits hold exactly: their numbers times powers of two, one for each
+    output, with the largest number of the format in each row."""
+    dtype = weight_dtype(weights)
+    assert dtype is not None
+    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    tensors = dict(head.tensors)
+    for name, tensor in head.tensors.items():
+        if not name.endswith(MATRICES):
+            continue
+        numbers, scales = quantise(tensor, dtype)
+        exact = numbers.float()
+        exact[:, -1] = largest
+        # Neighbours have very different scales: one that goes to another output shows.
+        factors = (
+            scales.log2().floor().exp2()
+            * torch.tensor([1.0, 0.25, 2.0]).repeat(len(scales))[: len(scales)]
+        )
+        tensors[name] = (exact * factors[:, None]).to(tensor.dtype)
+        assert torch.equal(tensors[name].float(), exact * factors[:, None])
+    return dataclasses.replace(head, tensors=tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("weights", ["int8", "float8"])
+@pytest.mark.parametrize("name", KINDS)
+def test_8_bit_weights(name, weights, dtype, device, emulated):
+    sizes = dict(hidden_size=32, vocab_size=16, draft_vocab_size=3, own_lm_head=True)
+    tree = TreeConfig(
+        choices=[path for n in (1, 2) for path in itertools.product(range(3), repeat=n)]
+    )
+    errors: dict[str, list[float]] = {"op": [], "reference": []}
+    for seed in range(2 if emulated else 6):
+        head = with_exact_weights(head_of(name, seed, dtype, **sizes), weights)
+        exact_head = head.to("cpu", torch.float64)
+        ours = OpRun.start(head, 1, device=device, weights=weights)
+        assert ours.packed.weights[1].dtype == weight_dtype(weights)
+        reference, exact = Run.start(head, 1), Run.start(exact_head, 1)
+        exact.embedding = reference.embedding.double()
+        tokens, features = elements(head, 1, 5, seed)
+        expected = path_scores(exact.draft(tree, tokens, features.double()))
+        for key, run in (("op", ours), ("reference", reference)):
+            scores = path_scores(run.draft(tree, tokens, features))
+            assert scores.keys() == expected.keys()
+            errors[key] += [abs(scores[path] - expected[path]) for path in expected]
+    assert sum(errors["op"]) <= 2 * sum(errors["reference"])
+
+
+NEW, SLOTS, CAPACITY, VOCAB = 3, 6, 40, 97  # of the runs below
+BAD_NUMBERS = [
+    ("counts", -1),
+    ("counts", NEW + 1),
+    ("counts", 2**62),
+    ("lengths", -1),
+    ("lengths", CAPACITY - NEW - SLOTS + 1),
+    ("lengths", 2**62),
+    ("positions", -1),
+    ("positions", CAPACITY - NEW - 2 + 1),
+    ("positions", 2**62),
+    ("roots", -1),
+    ("roots", VOCAB),
+    ("tokens", -1),
+    ("tokens", VOCAB),
+    ("tokens", 2**62),
+]
+
+
+@pytest.mark.parametrize(("name", "number"), BAD_NUMBERS, ids=str)
+def test_numbers_out_of_range_leave_the_root_alone(name, number, device):
+    """In their row; its score is NaN, its cache is not written, and other rows have the same bits."""
+    head, tree = head_of("qk-norm-window"), TreeConfig(3, 3, 12)
+    tokens, features = elements(head, 3, NEW)
+    counts = torch.tensor([2, NEW, 1])
+    runs = [OpRun.start(head, 3, capacity=CAPACITY, device=device) for _ in range(2)]
+    expected, arguments = (run.arguments(tokens, features, counts) for run in runs)
+    arguments[name] = arguments[name].clone()
+    arguments[name][1] = number
+    drafts = [
+        [each.cpu() for each in ops.draft_head(**given, tree=tree)]
+        for given in (expected, arguments)
+    ]
+    assert_root_alone([each[1] for each in drafts[1]], int(arguments["roots"][1]))
+    assert arguments["keys"][:, 1].isnan().all() and arguments["values"][:, 1].isnan().all()
+    for row in (0, 2):
+        assert_equal_drafts([each[row] for each in drafts[1]], [each[row] for each in drafts[0]])
+
+
+def assert_root_alone(drafted: list[torch.Tensor], root: int, score: float = torch.nan) -> None:
+    tokens, parents, scores = drafted
+    assert tokens.tolist() == [root, *[0] * (len(tokens) - 1)]
+    assert parents.tolist() == [-1, *[-2] * (len(tokens) - 1)]
+    expected = torch.tensor([score, *[-torch.inf] * (len(tokens) - 1)])
+    assert torch.equal(scores.isnan(), expected.isnan())
+    assert torch.equal(scores[1:], expected[1:])
+
+
+def test_the_last_numbers_in_range(device):
+    head, tree = head_of("qk-norm-window"), TreeConfig(3, 3, 12)
+    tokens, features = elements(head, 1, NEW)
+    tokens[0, 0], tokens[0, -1] = VOCAB - 1, 0
+    lengths = [CAPACITY - NEW - SLOTS]
+    ours, theirs = committed_text(head, lengths, device)
+    ours.keys, ours.values = (
+        cache[:, :, :, :CAPACITY].contiguous() for cache in (ours.keys, ours.values)
+    )
+    for run in (ours, theirs):
+        run.positions = torch.tensor([CAPACITY - NEW - 2])
+        run.cosines, run.sines = run.cosines[:CAPACITY], run.sines[:CAPACITY]
+    assert_same_draft(*(run.draft(tree, tokens, features) for run in (ours, theirs)))
+
+
+def test_what_does_not_count_may_hold_anything(device):
+    """Of a row without new elements only the root is read; of tokens, those that count."""
+    head = head_of("eagle3")
+    tokens, features = elements(head, 2, 3)
+    runs = [OpRun.start(head, 2, device=device) for _ in range(2)]
+    expected, arguments = (run.arguments(tokens, features, torch.tensor([0, 2])) for run in runs)
+    arguments["lengths"] = torch.tensor([-5, 0], device=device)
+    arguments["positions"] = torch.tensor([2**40, 0], device=device)
+    arguments["tokens"] = torch.tensor(
+        [[-1, -1, -1], [*tokens[1, :2].tolist(), 2**40]], device=device
+    )
+    drafts = [
+        [each.cpu() for each in ops.draft_head(**given, tree=STATIC)]
+        for given in (expected, arguments)
+    ]
+    assert_equal_drafts(*drafts)
+    assert_root_alone([each[0] for each in drafts[1]], int(arguments["roots"][0]), 0.0)
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCAB, 2**40])
+@pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
+def test_draft_to_target_out_of_range(tree, wrong, device):
+    """Where it is drafted, the row gets its root alone."""
+    head = head_of("eagle3")
+    tokens, features = elements(head, 1, 3)
+    run = OpRun.start(head, 1, device=device)
+    best = run.draft(SHAPES[tree], tokens, features)[0][0, 1]
+    run = OpRun.start(head, 1, device=device)
+    ids = head.tensors["draft_to_target"].clone()
+    run.packed.weights[2] = ids.where(ids != best, wrong).to(device)
+    drafted = run.draft(SHAPES[tree], tokens, features)
+    assert_root_alone([each[0] for each in drafted], int(tokens[0, -1]))
+
+
+def test_the_sync_buffer_serves_launch_after_launch(device):
+    """With trees and batches of several sizes between; its counters are zero after each."""
+    head = head_of("qk-norm-window")
+    sync = torch.zeros(sync_bytes(head.config), dtype=torch.uint8, device=device)
+    native = torch.ops.specdec_emulated if device == "cpu" else torch.ops.specdec
+    for rows, tree in ((1, TreeConfig(2)), (3, STATIC), (2, SHAPES["dynamic"])):
+        tokens, features = elements(head, rows, 4)
+        run = OpRun.start(head, rows, device=device)
+        expected = run.draft(tree, tokens, features)
+        again = OpRun.start(head, rows, device=device)
+        arguments = again.arguments(tokens, features, torch.full((rows,), 4))
+        packed = arguments.pop("head")
+        drafted = native.draft_head(
+            packed.weights,
+            packed.layout,
+            packed.scalars,
+            *arguments.values(),
+            *ops.draft.tree_arguments(tree, torch.device(device)),
+            sync,
+        )
+        assert_equal_drafts([each.cpu() for each in drafted], expected)
+        assert int(sync.count_nonzero()) <= 4  # the barrier's generation
+
+
+def test_a_sync_buffer_that_is_too_small(device):
+    head = head_of("qk-norm-window")
+    run = OpRun.start(head, 1, device=device)
+    arguments = run.arguments(*elements(head, 1, 2), torch.tensor([2]))
+    bytes_ = sync_bytes(head.config)
+    for sync, message in (
+        (torch.zeros(bytes_ - 1, dtype=torch.uint8), rf"with at least {bytes_} bytes, got shape"),
+        (torch.zeros(bytes_), r"must be torch.uint8, got torch.float32"),
+    ):
+        packed = dataclasses.replace(arguments["head"], sync=sync.to(device))
+        with pytest.raises(ValueError, match=rf"argument sync .*{message}"):
+            ops.draft_head(**{**arguments, "head": packed}, tree=STATIC)

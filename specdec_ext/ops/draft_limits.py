@@ -1,0 +1,82 @@
+"""What the op ``draft_head`` drafts, and what is left to its specification."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from specdec_ext.head import HeadConfig
+from specdec_ext.ops.draft import tree_depth
+from specdec_ext.tree_config import TreeConfig
+
+# Of the CUDA kernel: csrc/include/specdec/draft_plan.h.
+_MAX_LAYERS, _MAX_HEAD_DIM, _MAX_DEPTH, _MAX_TOP_K, _MAX_ROWS = 8, 256, 64, 32, 128
+
+
+def draft_head_refusal(
+    config: HeadConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    tree: TreeConfig,
+    num_rows: int,
+    weights: str = "same",
+) -> str | None:
+    """Why :func:`specdec_ext.ops.draft_head` does not draft this, or None if it does.
+
+    The CPU takes float32 and bfloat16. CUDA takes float16, too, and 8-bit weights with both 16-bit dtypes,
+    but only up to 8 layers, heads of 256 dimensions, trees of depth 64 and top_k 32 (of a static tree the
+    largest rank plus one) and 128 rows, and sizes of the head that make rows of 16 bytes.
+
+    Args:
+        config: of the head.
+        device: where it computes.
+        dtype: in which it computes.
+        tree: what to draft.
+        num_rows: of the batch.
+        weights: as for :meth:`specdec_ext.ops.PackedHead.pack`.
+    """
+    if device.type == "cpu":
+        reasons = _cpu_reasons(dtype, weights)
+    elif device.type == "cuda":
+        reasons = _cuda_reasons(config, dtype, tree, num_rows, weights)
+    else:
+        return f"it is for the CPU and CUDA, not for {device}"
+    return next(reasons, None)
+
+
+def _cpu_reasons(dtype: torch.dtype, weights: str) -> Iterator[str]:
+    if dtype not in (torch.float32, torch.bfloat16):
+        yield f"on the CPU it takes torch.float32 and torch.bfloat16, not {dtype}"
+    if weights != "same":
+        yield f"on the CPU it takes no {weights} weights"
+
+
+def _cuda_reasons(
+    config: HeadConfig, dtype: torch.dtype, tree: TreeConfig, num_rows: int, weights: str
+) -> Iterator[str]:
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        yield f"it takes torch.float32, torch.bfloat16 and torch.float16, not {dtype}"
+    if weights != "same" and dtype == torch.float32:
+        yield f"it takes {weights} weights with torch.bfloat16 and torch.float16, not with {dtype}"
+    unit = 16 // dtype.itemsize
+    matrix_unit = unit if weights == "same" else 16
+    for name, given, step in (
+        ("hidden_size", config.hidden_size, matrix_unit),
+        ("intermediate_size", config.intermediate_size, matrix_unit),
+        ("feature_width", config.feature_width, matrix_unit),
+        ("target_hidden_size", config.target_hidden_size, unit),
+        ("num_heads * head_dim", config.num_heads * config.head_dim, matrix_unit),
+        ("head_dim", config.head_dim, 8),
+    ):
+        if given % step:
+            yield f"on CUDA {name} must be a multiple of {step}, not {given}"
+    for name, given, limit in (
+        ("head_dim", config.head_dim, _MAX_HEAD_DIM),
+        ("num_layers", config.num_layers, _MAX_LAYERS),
+        ("the depth of trees", tree_depth(tree), _MAX_DEPTH),
+        ("the top_k of trees", tree.top_k, _MAX_TOP_K),
+        ("the batch", num_rows, _MAX_ROWS),
+    ):
+        if given > limit:
+            yield f"on CUDA {name} may be up to {limit}, not {given}"

@@ -1,0 +1,58 @@
+"""8-bit weights of draft heads: a number of 8 bits for each weight and a float32 scale for each output."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_FORMATS = {"same": None, "int8": torch.int8, "float8": torch.float8_e4m3fn}
+_AT_ONCE = 1 << 24  # elements of a matrix that are float32 at a time
+# Where the matrices are among the weights of a head, and among those of a layer.
+_HEAD_MATRICES, _LAYER_MATRICES = (1, 5), (1, 5, 8, 9)
+_HEAD_TENSORS = _LAYER_TENSORS = 10
+
+
+def weight_dtype(weights: str) -> torch.dtype | None:
+    """The dtype behind the name of a format, None for "same".
+
+    Raises:
+        ValueError: for another name.
+    """
+    if weights not in _FORMATS:
+        raise ValueError(f"weights={weights!r}; expected one of {', '.join(_FORMATS)}")
+    return _FORMATS[weights]
+
+
+def quantise_head(tensors: list[Tensor], num_layers: int, dtype: torch.dtype) -> list[Tensor]:
+    """The weights of a packed head with matrices in 8 bits and the scales behind them."""
+    tensors, scales = list(tensors), []
+    layers = range(_HEAD_TENSORS, _HEAD_TENSORS + num_layers * _LAYER_TENSORS, _LAYER_TENSORS)
+    for index in (*_HEAD_MATRICES, *(first + i for first in layers for i in _LAYER_MATRICES)):
+        tensors[index], scale = quantise(tensors[index], dtype)
+        scales.append(scale)
+    return tensors + scales
+
+
+def quantise(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """8-bit numbers ``[outs, ins]`` and float32 scales ``[outs]`` whose product is next to the matrix.
+
+    An output with a weight that is not finite has no finite product either.
+
+    Args:
+        matrix: ``[outs, ins]``, or one without elements.
+        dtype: torch.int8 or torch.float8_e4m3fn.
+    """
+    if matrix.numel() == 0:
+        return matrix, matrix.new_empty(0, dtype=torch.float32)
+    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    scales = matrix.abs().amax(dim=1).float() / largest
+    scales = scales.where(scales != 0, 1)
+    numbers = torch.empty_like(matrix, dtype=dtype)
+    step = max(1, _AT_ONCE // matrix.shape[1])
+    for first in range(0, len(matrix), step):
+        rows = slice(first, first + step)
+        part = (matrix[rows].float() / scales[rows, None]).nan_to_num(0, 0, 0)
+        numbers[rows] = (
+            (part.round() if dtype == torch.int8 else part).clamp(-largest, largest).to(dtype)
+        )
+    return numbers, scales
