@@ -20,16 +20,23 @@ SCALE_BYTES = 4  # per output of an 8-bit matrix
 
 
 def head_config(
-    hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int, draft_vocab: int = 32_000
+    hidden: int,
+    intermediate: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    *,
+    head_dim: int = 128,
+    draft_vocab: int = 32_000,
 ) -> HeadConfig:
-    """One layer, three features of a target of the same width, head_dim 128."""
+    """One layer, three features of a target of the same width."""
     return HeadConfig(
         kind="eagle3",
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=128,
+        head_dim=head_dim,
         num_layers=1,
         vocab_size=vocab,
         draft_vocab_size=draft_vocab,
