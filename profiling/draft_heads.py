@@ -125,7 +125,11 @@ class Matrix:
 
 
 def matrices(config: HeadConfig) -> dict[tuple[str, int], Matrix]:
-    """The matrices by the op and the layer of the phases that stream them."""
+    """The matrices by the op and the layer of the phases that stream them.
+
+    Of the last layer's projections, a pass of new elements that are nobody's last takes keys and values only;
+    here it counts as if it took all.
+    """
     hidden, is_eagle1 = config.hidden_size, config.kind == "eagle1"
     queries = config.num_heads * config.head_dim
     found = {}

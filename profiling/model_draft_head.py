@@ -2,7 +2,8 @@
 
     python profiling/model_draft_head.py                                  # every head on every machine
     python profiling/model_draft_head.py --head 8b --depth 8 --top-k 5 --weights int8
-    python profiling/model_draft_head.py --out build/model                # JSON, and timelines as PNG
+    python profiling/model_draft_head.py --out build/model                # JSON
+    python profiling/model_draft_head.py --head 8b --machine h200 --picture build/level.png
 
 Nothing here is measured. Bytes, passes, tiles, panels and barriers are counted from the schedule that the
 kernel walks (``draft_heads.py``); the speeds in ``MACHINES`` and the times in ``TIMES`` are assumptions. Two
@@ -24,7 +25,9 @@ import argparse
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 from draft_heads import (
     HEADS,
@@ -342,7 +345,7 @@ def draw(intervals: list[Interval], title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def one_level(intervals: list[Interval], costs: list[Cost]) -> list[Interval]:
+def one_level(intervals: list[Interval]) -> list[Interval]:
     """From the end of a level's logits to that of the next level's, the deepest, at 0."""
     consumers = [each for each in intervals if each.actor == "consumers"]
     ends = [each.end_us for each in consumers if each.op == "logits"]
@@ -366,53 +369,53 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--weights", choices=WEIGHT_BYTES, default="same")
     parser.add_argument("--markdown", action="store_true", help="the table for a README")
-    parser.add_argument("--out", type=Path, help="write OUT.json and OUT_<head>_<machine>.png")
+    parser.add_argument("--out", type=Path, help="write OUT.json")
+    parser.add_argument("--picture", type=Path, help="draw a level of the first head and machine")
     return parser.parse_args(arguments)
+
+
+def write(out: Path, options: argparse.Namespace, report: list[dict[str, Any]]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    shape = {
+        name: getattr(options, name) for name in ("depth", "top_k", "batch", "context", "weights")
+    }
+    machines = {name: asdict(machine) for name, machine in MACHINES.items()}
+    values = {"kind": "estimate", **shape, "times_us": TIMES, "machines": machines, "rows": report}
+    out.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     tree = TreeConfig(depth=options.depth, top_k=options.top_k)
+    heads, machines = options.head or list(HEADS), options.machine or list(MACHINES)
+    works = {
+        head: Workload(HEADS[head], tree, options.context, options.batch, options.weights)
+        for head in heads
+    }
     table, report = [], []
-    for head in options.head or HEADS:
-        work = Workload(HEADS[head], tree, options.context, options.batch, options.weights)
-        for name in options.machine or MACHINES:
-            machine = MACHINES[name]
-            rows = level_estimates(work, machine)
-            total = draft_estimate(rows)
-            table.append(cells(head, name, "first", rows[0]))
-            if len(rows) > 1:
-                table.append(cells(head, name, "each next", rows[-1]))
-            table.append(cells(head, name, "draft", total))
-            report.append({"head": head, "machine": name, "levels": rows, "draft": total})
-            if options.out:
-                costs = phase_costs(work, machine)
-                picture = one_level(timeline(costs, machine), costs)
-                title = f"A level of the {head.upper()} head on {name.upper()}"
-                draw(picture, title, options.out.with_name(f"{options.out.name}_{head}_{name}.png"))
-    shape = f"depth {options.depth}, top_k {options.top_k}, batch {options.batch}, context {options.context}"
-    print(f"ESTIMATE, not a measurement: {shape}, weights {options.weights}")
-    for name in options.machine or MACHINES:
-        machine = MACHINES[name]
-        print(
-            f"{name}: {machine.read_gb_per_s:.0f} GB/s ({machine.source}), {machine.stages} stages"
-        )
+    for head, name in product(heads, machines):
+        rows = level_estimates(works[head], MACHINES[name])
+        total = draft_estimate(rows)
+        report.append({"head": head, "machine": name, "levels": rows, "draft": total})
+        table.append(cells(head, name, "first", rows[0]))
+        table += [cells(head, name, "last", rows[-1])] if len(rows) > 1 else []
+        table.append(cells(head, name, "draft", total))
     print(
-        format_markdown(HEADER, table)
-        if options.markdown
-        else format_table(HEADER, table, ("head",))
+        f"ESTIMATE, not a measurement: depth {options.depth}, top_k {options.top_k}, batch {options.batch}, "
+        f"context {options.context}, weights {options.weights}"
     )
+    for name in machines:
+        machine = MACHINES[name]
+        speed = f"{machine.read_gb_per_s:.0f} GB/s ({machine.source})"
+        print(f"{name}: {speed}, {machine.stages} stages")
+    shown = format_markdown if options.markdown else format_table
+    print(shown(HEADER, table))
+    if options.picture:
+        work, machine = works[heads[0]], MACHINES[machines[0]]
+        title = f"A level of the {heads[0].upper()} head, {machines[0].upper()}: estimate"
+        draw(one_level(timeline(phase_costs(work, machine), machine)), title, options.picture)
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        values = {
-            "kind": "estimate",
-            "shape": shape,
-            "weights": options.weights,
-            "times_us": TIMES,
-            "machines": {name: asdict(machine) for name, machine in MACHINES.items()},
-            "rows": report,
-        }
-        options.out.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")
+        write(options.out, options, report)
 
 
 if __name__ == "__main__":

@@ -114,17 +114,18 @@ def test_the_ring_is_the_kernels():
 
 def test_report(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    model_draft_head.main(["--head", "8b", "--machine", "h200", "--out", str(tmp_path / "model")])
+    places = ["--out", str(tmp_path / "model"), "--picture", str(tmp_path / "pictures" / "8b.png")]
+    model_draft_head.main(["--head", "8b", "--machine", "h200", *places])
     printed = capsys.readouterr().out
     assert printed.startswith("ESTIMATE, not a measurement: depth 5, top_k 1, batch 1")
     assert [line.split()[:3] for line in printed.splitlines()[-3:]] == [
         ["8b", "h200", "first"],
-        ["8b", "h200", "each"],
+        ["8b", "h200", "last"],
         ["8b", "h200", "draft"],
     ]
     report = json.loads((tmp_path / "model.json").read_text())
     assert report["kind"] == "estimate" and len(report["rows"][0]["levels"]) == 5
-    assert (tmp_path / "model_8b_h200.png").stat().st_size > 5000
+    assert (tmp_path / "pictures" / "8b.png").stat().st_size > 5000
 
 
 def test_the_readmes_table_is_of_today(capsys):
