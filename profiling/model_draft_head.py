@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -51,7 +50,9 @@ GOAL = 1.35
 NEW = 3  # committed elements per draft and row
 # Of a block's shared memory: sums of consumer warps; barriers and rows (csrc/kernels/draft_block.cuh).
 REDUCE_BYTES, STATIC_BYTES = 32 * 1024, 8 * 1024
-STAGE_BYTES, MOST_STAGES = 16_896, 12
+STAGE_BYTES = _host.DRAFT_TILE_OUTS * (_host.DRAFT_SLICE_BYTES + 64)
+MOST_STAGES = 24
+TILE_ROWS = 16  # that are multiplied together
 
 
 @dataclass(frozen=True)
@@ -77,16 +78,20 @@ class Machine:
         free = most_shared_bytes(self.arch) - REDUCE_BYTES - STATIC_BYTES
         return min(MOST_STAGES, free // STAGE_BYTES)
 
-    @property
-    def ring_bytes(self) -> int:
+    def ring_bytes(self, weights: str) -> int:
         """Weights that all rings together hold."""
-        return self.sms * self.stages * _host.DRAFT_TILE_OUTS * _host.DRAFT_SLICE_BYTES
+        return self.sms * self.stages * _host.DRAFT_TILE_OUTS * slice_bytes(weights)
 
     def read_us(self, count: float) -> float:
         return count / self.read_gb_per_s / 1e3
 
     def l2_us(self, count: float) -> float:
         return count / self.l2_gb_per_s / 1e3
+
+
+def slice_bytes(weights: str) -> int:
+    """Of a weight row in a stage; of 8-bit weights, whose products take more registers, half as much."""
+    return _host.DRAFT_SLICE_BYTES // (1 if weights == "same" else 2)
 
 
 MACHINES = {
@@ -103,7 +108,8 @@ TIMES = {
     "attend": 4.0,  # beside the cache's bytes
     "grow": 4.0,
     "product": 1.0,  # from a barrier to the first multiplication, beside the inputs' norms
-    "stage": 0.15,  # a consumer warp's, for one stage of the ring
+    "stage": 0.08,  # until a consumer warp has taken a stage of the ring, and to give it back
+    "multiply": 0.1,  # of 1024 k, all eight warps together, for up to TILE_ROWS rows
     "slice": 0.7,  # until a slice of the inputs has come from the L2 cache
     "launch": 8.0,  # once per draft: a cooperative launch, and what blocks do before their first phase
 }
@@ -163,7 +169,11 @@ def product_cost(phase: Phase, matrix: Matrix, weights: str, machine: Machine) -
     inputs = phase.num_rows * matrix.ins * 2
     norms = machine.sms * inputs if phase.op in NORMED else 0
     row_bytes = matrix.ins * WEIGHT_BYTES[weights]
-    slices = -(-row_bytes // _host.DRAFT_SLICE_BYTES)
+    slices = -(-row_bytes // slice_bytes(weights))
+    row_tiles = -(-phase.num_rows // TILE_ROWS)
+    multiply_us = (
+        TIMES["multiply"] * row_tiles * slice_bytes(weights) / WEIGHT_BYTES[weights] / 1024
+    )
     tiles = -(-int(rows.max()) // _host.DRAFT_TILE_OUTS)
     panels = -(-tiles // _host.DRAFT_PANEL_TILES)
     return Cost(
@@ -172,7 +182,7 @@ def product_cost(phase: Phase, matrix: Matrix, weights: str, machine: Machine) -
         memory_bytes=size,
         memory_us=memory_us,
         tail_us=memory_us * float(rows.max() / rows.mean() - 1),
-        consumers_us=slices * (tiles * TIMES["stage"] + panels * TIMES["slice"]),
+        consumers_us=slices * (tiles * (TIMES["stage"] + multiply_us) + panels * TIMES["slice"]),
         inputs_us=machine.l2_us(matrix.panels(machine.sms) * inputs),
         start_us=TIMES["product"] + machine.l2_us(norms),
         barrier_us=machine.barrier_us,
@@ -225,14 +235,14 @@ class Interval:
     end_us: float
 
 
-def timeline(costs: Iterable[Cost], machine: Machine) -> list[Interval]:
+def timeline(work: Workload, machine: Machine) -> list[Interval]:
     """The best case: while consumers are away from products, the ring fills with the next one's weights."""
-    ring_us = machine.read_us(machine.ring_bytes)
+    ring_us = machine.read_us(machine.ring_bytes(work.weights))
     found: list[Interval] = []
     now = away_since = 0.0
     cache_us = 0.0  # in which memory has something else to read
     late = 0.0  # the busiest block's tail, which the others wait for
-    for cost in costs:
+    for cost in phase_costs(work, machine):
         begin = now
         if cost.op not in OTHERS:
             now += cost.start_us + late
@@ -240,9 +250,11 @@ def timeline(costs: Iterable[Cost], machine: Machine) -> list[Interval]:
             ahead = min(now - away_since - cache_us, ring_us, cost.memory_us)
             cache_us = 0.0
             found.append(Interval("memory", cost.op, away_since, away_since + ahead))
-            begin, now = now, now + max(cost.memory_us - ahead, cost.consumers_us)
+            paced = max(cost.memory_us - ahead, cost.consumers_us)
+            begin, now = now, now + paced
             found.append(Interval("memory", cost.op, begin, now))
-            away_since, late = now, cost.tail_us
+            away_since = now
+            late = max(0.0, cost.memory_us - ahead + cost.tail_us - paced)
         else:
             now += cost.start_us + late + cost.memory_us + cost.inputs_us
             cache_us += cost.memory_us
@@ -259,7 +271,7 @@ def level_estimates(work: Workload, machine: Machine) -> list[dict[str, float]]:
     floor_sizes = {op: each.size(work.weights) for op, each in matrices(work.config).items()}
     ends = {}
     done = 0
-    intervals = [each for each in timeline(costs, machine) if each.actor == "consumers"]
+    intervals = [each for each in timeline(work, machine) if each.actor == "consumers"]
     for cost, interval in zip(costs, intervals, strict=True):
         ends[cost.level] = interval.end_us + cost.barrier_us
     for level, order in enumerate(levels(work.phases)):
@@ -413,7 +425,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.picture:
         work, machine = works[heads[0]], MACHINES[machines[0]]
         title = f"A level of the {heads[0].upper()} head, {machines[0].upper()}: estimate"
-        draw(one_level(timeline(phase_costs(work, machine), machine)), title, options.picture)
+        draw(one_level(timeline(work, machine)), title, options.picture)
     if options.out:
         write(options.out, options, report)
 

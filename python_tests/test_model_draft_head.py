@@ -71,8 +71,8 @@ def test_sums(work, machine):
 def test_nobody_does_two_things_at_once(work):
     machine = MACHINES["h100"]
     costs = phase_costs(work, machine)
-    intervals = timeline(costs, machine)
-    ring_us = machine.read_us(machine.ring_bytes)
+    intervals = timeline(work, machine)
+    ring_us = machine.read_us(machine.ring_bytes(work.weights))
     for actor in ("memory", "consumers"):
         own = [each for each in intervals if each.actor == actor]
         for before, after in pairwise(own):
@@ -102,14 +102,14 @@ def test_consumers_that_are_slower_than_memory_set_the_pace(monkeypatch):
 
 
 def test_the_ring_is_the_kernels():
-    """11 stages beside 40 KB of a Hopper block's 227, 7 of an Ampere block's 163."""
+    """22 stages beside 40 KB of a Hopper block's 227, 14 beside those of an Ampere block's 163."""
     text = (ROOT / "csrc" / "kernels" / "draft_block.cuh").read_text()
-    assert "kMaxStages = 12;" in text and "kStageRowBytes = kSliceBytes + 64;" in text
-    row_bytes = _host.DRAFT_SLICE_BYTES + 64
-    assert _host.DRAFT_TILE_OUTS * row_bytes == model_draft_head.STAGE_BYTES
-    sums = 8 * _host.DRAFT_PANEL_TILES * _host.DRAFT_PASS_ROWS * _host.DRAFT_TILE_OUTS * 4
-    assert "kConsumerWarps = 8;" in text and sums == model_draft_head.REDUCE_BYTES
-    assert (MACHINES["h200"].stages, MACHINES["a100"].stages) == (11, 7)
+    assert f"kMaxStages = {model_draft_head.MOST_STAGES};" in text
+    assert "kStageRowBytes = kSliceBytes + 64;" in text
+    tile = model_draft_head.TILE_ROWS * _host.DRAFT_TILE_OUTS
+    assert "kConsumerWarps = 8;" in text and f"kTileRows = {model_draft_head.TILE_ROWS};" in text
+    assert 8 * _host.DRAFT_PANEL_TILES * tile * 4 == model_draft_head.REDUCE_BYTES
+    assert (MACHINES["h200"].stages, MACHINES["a100"].stages) == (22, 14)
 
 
 def test_report(tmp_path, capsys):

@@ -11,7 +11,7 @@ namespace specdec {
 namespace {
 
 // One word per phase; a pass begins with its kind and level, its first row and its rows, as in
-// "new0:16+4". Layers above the first end in a quote mark.
+// "new0:32+4". Layers above the first end in a quote mark.
 std::string walk(const DraftPlan& plan, int num_new) {
   const char* ops[] = {"gather", "fc",      "projections", "rotate", "attend",
                        "output", "gate_up", "down",        "logits", "grow"};
@@ -63,17 +63,19 @@ void test_one_layer() {
         "new0:0+1 projections rotate | kept0:0+1 attend output gate_up down logits grow ");
 }
 
-// 20 new elements need two passes, 24 nodes of a level two more; grow is behind the last.
+// 20 new elements fit into a pass, 36 need two; 48 nodes of a level two more; grow is behind the
+// last.
 void test_passes() {
-  const DraftPlan plan = plan_of(1, 3, {1, 8});
-  CHECK(walk(plan, 20) ==
-        "new0:0+16 fc projections rotate "
-        "| new0:16+4 fc projections rotate "
-        "| kept0:0+3 attend output gate_up down logits grow "
-        "| frontier1:0+16 projections rotate attend output gate_up down logits "
-        "| frontier1:16+8 projections rotate attend output gate_up down logits grow ");
+  const DraftPlan plan = plan_of(1, 6, {1, 8});
+  const std::string drafting =
+      "| kept0:0+6 attend output gate_up down logits grow "
+      "| frontier1:0+32 projections rotate attend output gate_up down logits "
+      "| frontier1:32+16 projections rotate attend output gate_up down logits grow ";
+  CHECK(walk(plan, 20) == "new0:0+20 fc projections rotate " + drafting);
+  CHECK(walk(plan, 32) == "new0:0+32 fc projections rotate " + drafting);
+  CHECK(walk(plan, 36) ==
+        "new0:0+32 fc projections rotate | new0:32+4 fc projections rotate " + drafting);
   CHECK(plan.max_width() == 8);
-  CHECK(walk(plan, 16).find("new0:16") == std::string::npos);
 }
 
 // Of new elements the first layer is needed in full, of the second keys and values.
@@ -85,15 +87,15 @@ void test_two_layers() {
         "projections' rotate' attend' output' gate_up' down' logits grow ");
 }
 
-// Last elements and mask elements give all levels: no frontier, 18 lists, one grow.
+// Last elements and mask elements give all levels: no frontier, 36 lists, one grow.
 void test_parallel() {
-  DraftPlan plan = plan_of(1, 6, {1, 1, 1});
+  DraftPlan plan = plan_of(1, 12, {1, 1, 1});
   plan.is_parallel = true;
   CHECK(plan.kept_width() == 3 && plan.max_width() == 3);
-  CHECK(walk(plan, 14) ==
-        "new0:0+14 fc projections rotate "
-        "| kept0:0+16 attend output gate_up down logits "
-        "| kept0:16+2 attend output gate_up down logits grow ");
+  CHECK(walk(plan, 30) ==
+        "new0:0+30 fc projections rotate "
+        "| kept0:0+32 attend output gate_up down logits "
+        "| kept0:32+4 attend output gate_up down logits grow ");
 }
 
 // Every row of a matrix is in one tile of one block, neighbours go to neighbours, and blocks differ
