@@ -49,7 +49,7 @@ from specdec_ext.tree_config import TreeConfig
 GOAL = 1.35
 NEW = 3  # committed elements per draft and row
 # Of a block's shared memory: sums of consumer warps; barriers and rows (csrc/kernels/draft_block.cuh).
-REDUCE_BYTES, STATIC_BYTES = 32 * 1024, 8 * 1024
+REDUCE_BYTES, STATIC_BYTES = 32 * 1024, 13 * 1024
 STAGE_BYTES = _host.DRAFT_TILE_OUTS * (_host.DRAFT_SLICE_BYTES + 64)
 MOST_STAGES = 24
 TILE_ROWS = 16  # that are multiplied together
