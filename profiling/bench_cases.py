@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch_ops
+from draft_calls import DraftCall, RandomHead
+from draft_heads import head_config
 from torch import Tensor
 from torch_ops import LEVELS
 
 from specdec_ext import ops
+from specdec_ext.tree_config import TreeConfig
 
 ACCEPTED = 4  # draft tokens accepted in the verification cases: 5 nodes are visited
 MOVED = 8  # tokens that kv_compact moves
@@ -67,7 +71,7 @@ class Case:
     Attributes:
         op: name in the table; the function in ``specdec_ext.ops`` is its first word.
         nodes: per row; for linear and sample_filter the rows.
-        prefix: committed tokens, for tree_attention.
+        prefix: committed tokens, for tree_attention and draft_head.
         keywords: keyword-only arguments of the op.
     """
 
@@ -297,6 +301,33 @@ def linear(case: Case, inputs: Inputs) -> Work:
     )
 
 
+@lru_cache(maxsize=1)  # of the largest there is room for one
+def draft_model(name: str, dtype: torch.dtype, device: torch.device) -> RandomHead:
+    """An EAGLE-3 head for a model, whatever the seed of a case: weights are no input of the op."""
+    m = MODELS[name]
+    sizes = m.hidden, m.intermediate, m.heads, m.kv_heads, m.vocab
+    vocab = min(m.vocab // 2, 32_000)
+    config = head_config(*sizes, head_dim=m.head_dim, draft_vocab=vocab)
+    return RandomHead(config, dtype, device)
+
+
+def draft_head(case: Case, inputs: Inputs) -> Work:
+    """A chain, a dynamic tree, or a chain by a head with 8-bit weights."""
+    kind = case.op.split()[1]
+    tree = TreeConfig(depth=case.nodes - 1)
+    if kind == "tree":
+        tree = TreeConfig(depth=8, top_k=5, num_nodes=case.nodes)
+    call = DraftCall.make(
+        draft_model(case.name, case.dtype, inputs.device),
+        tree,
+        case.prefix,
+        case.batch,
+        kind if kind in ("int8", "float8") else "same",
+        int(inputs.generator.initial_seed()),
+    )
+    return Work(call.arguments, call.theirs, call.needed_bytes)
+
+
 I64, F32, BF16 = torch.int64, torch.float32, torch.bfloat16
 LARGE_VOCABS = ("llama3-8b", "qwen3-32b", "small")  # llama3-70b's vocabulary is llama3-8b's
 
@@ -331,6 +362,20 @@ CASES = [
         )
         for name in names
         for nodes, prefix in ((16, 2048), (64, 8192))
+    ),
+    *(
+        Case(f"draft_head {kind}", "small", BF16, batch, nodes, draft_head, prefix=512)
+        for kind, nodes in (("chain", 6), ("tree", 60))
+        for batch in (1, 4)
+    ),
+    *(
+        Case(f"draft_head {kind}", "llama3-8b", BF16, 1, nodes, draft_head, ("cuda",), prefix=2048)
+        for kind, nodes in (("chain", 6), ("tree", 60))
+    ),
+    *(
+        Case(f"draft_head {weights}", name, BF16, 1, 6, draft_head, ("cuda",), prefix=2048)
+        for name in ("small", "llama3-8b")
+        for weights in ("int8", "float8")
     ),
     *(
         Case("linear", name, dtype, 1, rows, linear, devices=("cpu",))

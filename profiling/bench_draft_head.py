@@ -20,18 +20,15 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from draft_calls import DraftCall, RandomHead
+from draft_heads import cache_bytes
 from text_table import format_table
 from timing import Stopwatch
-from torch import Tensor
-from torch_draft_head import TorchHead
 
-from specdec_ext import ops
-from specdec_ext.head import DraftHead, HeadConfig
+from specdec_ext.head import HeadConfig
 from specdec_ext.machine import machine_line
-from specdec_ext.rope import rope_tables
 from specdec_ext.tree_config import TreeConfig
 
-NEW = 3  # committed elements per draft: two accepted tokens and the bonus
 CHAIN = TreeConfig(depth=5)
 TREE = TreeConfig(depth=5, top_k=8, num_nodes=41)
 
@@ -79,20 +76,6 @@ CASES = [
 ]
 
 
-def random_head(config: HeadConfig, dtype: torch.dtype) -> DraftHead:
-    generator = torch.Generator().manual_seed(0)
-    tensors = {}
-    for name, shape in config.tensor_shapes().items():
-        if name == "draft_to_target":
-            order = torch.randperm(config.vocab_size, generator=generator)
-            tensors[name] = order[: config.draft_vocab_size].sort().values
-        elif "norm" in name:
-            tensors[name] = torch.ones(shape)
-        else:
-            tensors[name] = torch.randn(shape, generator=generator) * 2 * shape[-1] ** -0.5
-    return DraftHead(config, tensors).to("cpu", dtype)
-
-
 @dataclass(frozen=True)
 class Contest:
     """A case's calls, and the bytes of one."""
@@ -103,55 +86,22 @@ class Contest:
 
 def contest(case: Case, context: int) -> Contest:
     config, dtype = case.config, case.dtype
-    head = random_head(config, dtype)
-    generator = torch.Generator().manual_seed(1)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    embedding, lm_head = normal(config.vocab_size, case.hidden), head.tensors["lm_head.weight"]
-    capacity = context + NEW + case.tree.depth * case.tree.top_k
-    cosines, sines = rope_tables(config, capacity)
-    shape = (1, case.rows, config.num_kv_heads, capacity, case.head_dim)
-    keys, values = normal(*shape), normal(*shape)
-    tokens = torch.randint(config.vocab_size, (case.rows, NEW), generator=generator)
-    features = normal(case.rows, NEW, config.feature_width)
-    packed = ops.PackedHead.pack(head, embedding, lm_head)
-    lengths = torch.full((case.rows,), context)
-    counts = torch.full((case.rows,), NEW)
-
-    def ours() -> Any:
-        return ops.draft_head(
-            packed,
-            cosines,
-            sines,
-            keys,
-            values,
-            tokens,
-            features,
-            counts,
-            lengths,
-            lengths,
-            tokens[:, -1],
-            case.tree,
-        )
-
-    modules = TorchHead(head, embedding, lm_head, cosines, sines, keys.clone(), values.clone())
-
-    def theirs() -> tuple[Tensor, Tensor]:
-        return modules.draft(tokens, features, context, case.tree)
-
+    random = RandomHead(config, dtype, "cpu")
+    call = DraftCall.make(random, case.tree, context, case.rows)
     if dtype == torch.float32:
-        for name, given, expected in zip(("tokens", "parents"), ours(), theirs(), strict=False):
+        for name, given, expected in zip(
+            ("tokens", "parents"), call.ours(), call.theirs(), strict=False
+        ):
             if not torch.equal(given, expected):
                 raise SystemExit(f"{case.name}: the op and PyTorch draft different {name}")
-    weights = {name: t.numel() * t.element_size() for name, t in head.tensors.items()}
+    tensors = random.head.tensors
+    weights = {name: t.numel() * t.element_size() for name, t in tensors.items()}
     per_level = sum(
         size for name, size in weights.items() if name not in ("fc.weight", "draft_to_target")
     )
-    cache = 2 * keys[:, :, :, :context].numel() * keys.element_size()
+    cache = case.rows * cache_bytes(config, context) * dtype.itemsize // 2
     moved = weights["fc.weight"] + case.tree.depth * (per_level + cache)
-    return Contest({"ours": ours, "torch": theirs}, moved)
+    return Contest({"ours": call.ours, "torch": call.theirs}, moved)
 
 
 def measure(

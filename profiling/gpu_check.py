@@ -3,9 +3,10 @@
     python3 profiling/gpu_check.py               # writes profiling/results/gpu_check_<card>.json and .md
     python3 profiling/gpu_check.py --dry-run     # anywhere: prints the plan
 
-Needs an NVIDIA GPU and, under the python3 that runs it, a CUDA build of torch >= 2.10, setuptools, ninja,
-pybind11, pytest, safetensors, triton and CuPy; in PATH nvcc and compute-sanitizer. No step is skipped: what
-is missing fails. A step that takes longer than its budget is stopped and fails, and so do those that need it.
+Needs an NVIDIA GPU and, under the python3 that runs it, a CUDA build of torch >= 2.10, NumPy, setuptools,
+ninja, pybind11, pytest, safetensors, transformers, triton and CuPy; in PATH nvcc and compute-sanitizer.
+No step is skipped: what is missing fails. A step that takes longer than its budget is stopped and fails, and
+so do those that need it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from xml.etree.ElementTree import ParseError
 from gpu_steps import BUILD, RESULTS, ROOT, Failed, Step, plan, read_last_line
 from text_table import format_markdown, format_table
 
-MODULES = ("setuptools", "ninja", "pybind11", "pytest", "safetensors", "cupy", "triton")
+MODULES = (
+    "numpy", "setuptools", "ninja", "pybind11", "pytest", "safetensors", "transformers", "cupy",
+    "triton",
+)  # fmt: skip
 PROGRAMS = ("nvcc", "c++", "compute-sanitizer", "sha256sum")
 LIMIT = 540  # seconds
 TAIL = 4000  # characters of a failed step's output that the report keeps

@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "profiling" / "results"
 BUILD = ROOT / "build" / "gpu_check"
 TOOLS = ("memcheck", "racecheck", "synccheck")
-CPU_ONLY = ("test_ops_linear.py", "test_ops_draft_head.py", "test_ops_draft_head_errors.py")
+CPU_ONLY = ("test_ops_linear.py",)
+DRAFT_HEAD = "test_ops_draft_head*.py"  # need transformers, which the other tests of ops do not
 
 
 class Failed(Exception):
@@ -123,20 +124,29 @@ def plan(card: str, capability: str) -> list[Step]:
     build = [sys.executable, "setup.py", "build_ext", "--inplace"]
     report = script("kernel_report.py", "--out", str(RESULTS / f"kernels_{card}"))
     bench = script("bench_ops.py", "--device", "cuda", "--out")
+    drafts = script("bench_draft_head_cuda.py", "--quick", "--repeats", "20", "--out")
     timed = [*bench, str(RESULTS / f"ops_{card}"), "--cupy"]
     compiled = [*bench, str(RESULTS / f"ops_{card}_compile"), "--compile"]
     compiled += ["--model", "llama3-8b", "--largest"]
     return [
         Step("golden", 5, checksums, lambda output: "reference cases complete", folder=golden),
         Step("build", 110, build, lambda output: f"for {capability}", environment=on_card),
-        Step("kernel report", 25, report, read_last_line, environment=on_card),
-        op_tests(100),
+        Step("kernel report", 40, report, read_last_line, environment=on_card),
+        device_tests("op tests", 70, op_test_files()),
+        device_tests("draft head tests", 60, draft_head_test_files()),
         Step("repeats", 20, script("op_checks.py", "repeat"), read_checks, "build"),
         Step("graph replay", 15, script("op_checks.py", "replay"), read_checks, "build"),
-        planted_bugs(20),
-        *(sanitized_ops(tool, 40) for tool in TOOLS),
-        Step("benchmark", 45, timed, read_table, "build"),
-        Step("against torch.compile", 60, compiled, read_table, "build"),
+        planted_bugs(15),
+        *(sanitized_ops(tool, 35) for tool in TOOLS),
+        Step("benchmark", 30, timed, read_table, "build"),
+        Step(
+            "draft head benchmark",
+            30,
+            [*drafts, str(RESULTS / f"draft_head_{card}")],
+            read_table,
+            "build",
+        ),
+        Step("against torch.compile", 35, compiled, read_table, "build"),
     ]
 
 
@@ -144,16 +154,26 @@ def script(name: str, *arguments: str) -> list[str]:
     return [sys.executable, str(ROOT / "profiling" / name), *arguments]
 
 
-def op_tests(seconds: int) -> Step:
-    """The CUDA cases of every op's test file and of the reference cases."""
-    paths = sorted((ROOT / "python_tests").glob("test_ops_*.py"))
-    files = [path.name for path in paths if path.name not in CPU_ONLY] + ["test_golden.py"]
-    junit = BUILD / "junit.xml"
+def draft_head_test_files() -> list[str]:
+    """Options, reference cases, batches and layouts of draft_head."""
+    return sorted(path.name for path in (ROOT / "python_tests").glob(DRAFT_HEAD))
+
+
+def op_test_files() -> list[str]:
+    """Those of the other ops, and the reference cases."""
+    names = sorted(path.name for path in (ROOT / "python_tests").glob("test_ops_*.py"))
+    others = {*CPU_ONLY, *draft_head_test_files()}
+    return [name for name in names if name not in others] + ["test_golden.py"]
+
+
+def device_tests(name: str, seconds: int, files: list[str]) -> Step:
+    """The CUDA cases of test files."""
+    junit = BUILD / f"{name.replace(' ', '_')}.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-k", "cuda", "-p", "no:cacheprovider"]
     command += ["-m", "not slow and not emulated", f"--junitxml={junit}"]
     command += ["-n", "4"] if importlib.util.find_spec("xdist") else []
     command += [f"python_tests/{name}" for name in files]
-    return Step("op tests", seconds, command, lambda output: read_junit(junit, files), "build")
+    return Step(name, seconds, command, lambda output: read_junit(junit, files), "build")
 
 
 def sanitizer(tool: str) -> list[str]:

@@ -36,6 +36,11 @@ LIMITS = {
 }
 
 
+def most_shared_bytes(arch: str) -> int:
+    """Static and dynamic shared memory that one block may have, if it asks for it at the launch."""
+    return LIMITS[arch].shared_bytes - SYSTEM_SHARED_BYTES
+
+
 def round_up(value: int, unit: int) -> int:
     return (value + unit - 1) // unit * unit
 

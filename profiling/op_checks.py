@@ -20,6 +20,7 @@ from torch import Tensor
 
 REPEATS = 250
 REPLAYS = 3
+CONTIGUOUS = torch.contiguous_format
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -34,7 +35,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 def same_bits(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     """Of the values: NaN equals itself, -0.0 isn't 0.0."""
     as_bytes = [
-        [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
+        [tensor.clone(memory_format=CONTIGUOUS).flatten().view(torch.uint8) for tensor in tensors]
         for tensors in (ours, theirs)
     ]
     return all(torch.equal(a, b) for a, b in zip(*as_bytes, strict=True))

@@ -1,7 +1,8 @@
-"""An EAGLE-3 head in PyTorch, as one would write it to be fast: the baseline of ``bench_draft_head.py``.
+"""An EAGLE-3 head in PyTorch, as one would write it to be fast: the baseline of the benchmarks of drafts.
 
 Fused projections, PyTorch's own rms_norm and attention, a preallocated cache, one pass per level for all
-nodes of a batch. For rows of one length and heads with EAGLE-3's plain options.
+nodes of a batch; nothing waits for the device, so a draft can be captured in a CUDA graph. For rows of one
+length and heads with EAGLE-3's plain options.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class TorchHead:
         new = tokens.shape[1]
         mask = None
         if new > 1:
-            mask = torch.ones(new, length + new, dtype=torch.bool).tril(length)
+            mask = torch.ones(new, length + new, dtype=torch.bool, device=tokens.device)
+            mask = mask.tril(length)
         positions = slice(length, length + new)
         return self.layer(tokens, F.linear(features, self.fc), length, positions, mask)[:, -1:]
 
@@ -118,7 +120,7 @@ class TorchHead:
         if tree.top_k > 1:
             return self._tree(tokens, features, length, tree)
         drafted = torch.cat([tokens[:, -1:], self._chain(tokens, features, length, tree.depth)], 1)
-        return drafted, torch.arange(-1, tree.depth).expand_as(drafted)
+        return drafted, torch.arange(-1, tree.depth, device=tokens.device).expand_as(drafted)
 
     def _chain(self, tokens: Tensor, features: Tensor, length: int, depth: int) -> Tensor:
         """``[rows, depth]`` drafted tokens."""
@@ -136,16 +138,17 @@ class TorchHead:
         self, tokens: Tensor, features: Tensor, length: int, tree: TreeConfig
     ) -> tuple[Tensor, Tensor]:
         """Of a dynamic tree (EAGLE-2)."""
-        rows, k = len(tokens), tree.top_k
+        rows, k, device = len(tokens), tree.top_k, tokens.device
         assert tree.num_nodes is not None
         hidden = self.extend(tokens, features, length)
         length += tokens.shape[1]
         scores, ids = self.log_probs(hidden)[:, 0].topk(k)
-        ids, parents = self.target_ids(ids), torch.full((rows, k), -1)
+        ids, parents = self.target_ids(ids), torch.full((rows, k), -1, device=device)
         all_scores, all_ids, all_parents = [scores], [ids], [parents]
-        frontier, hidden = torch.arange(k).expand(rows, k), hidden.expand(-1, k, -1)
-        seen = torch.ones(rows, k, length, dtype=torch.bool)
-        itself, first = torch.eye(k, dtype=torch.bool).expand(rows, k, k), k
+        frontier, hidden = torch.arange(k, device=device).expand(rows, k), hidden.expand(-1, k, -1)
+        seen = torch.ones(rows, k, length, dtype=torch.bool, device=device)
+        itself = torch.eye(k, dtype=torch.bool, device=device).expand(rows, k, k)
+        first = k
         for level in range(tree.depth - 1):
             seen = torch.cat([seen, itself], dim=2)
             slot, position = length + level * k, length + level

@@ -1,17 +1,20 @@
-"""``profiling/bench_draft_head.py``: both contestants draft the same trees, and the report is complete."""
+"""The benchmarks of drafts: contestants draft the same trees, bytes are counted right, reports complete."""
 
 import json
-import sys
 from pathlib import Path
 
-import pytest
-import torch
-from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "profiling"))
 import bench_draft_head
+import bench_draft_head_cuda
+import gpu_steps
+import pytest
+import timing
+import torch
 from bench_draft_head import CASES, Case, contest
+from bench_draft_head_cuda import CONFIGS
+from draft_calls import DraftCall, RandomHead
 from timing import Bandwidth
+from torch_draft_head import TorchHead
+from typer.testing import CliRunner
 
 from specdec_ext.tree_config import TreeConfig
 
@@ -32,9 +35,7 @@ def test_contestants_draft_the_same(tree):
 
 
 def test_a_difference_is_not_timed(monkeypatch):
-    monkeypatch.setattr(
-        bench_draft_head.TorchHead, "draft", lambda self, tokens, *_: (tokens, tokens)
-    )
+    monkeypatch.setattr(TorchHead, "draft", lambda self, tokens, *_: (tokens, tokens))
     with pytest.raises(SystemExit, match="tiny: the op and PyTorch draft different tokens"):
         contest(tiny(bench_draft_head.CHAIN), context=4)
 
@@ -65,3 +66,65 @@ def test_report(monkeypatch, tmp_path):
     (row,) = report["rows"]
     assert row["read_percent"] == pytest.approx(5 * row["gb_per_s"])
     assert row["moved_mb"] == pytest.approx(row["gb_per_s"] * row["ours_us"] / 1e3)
+
+
+# --- on a GPU: the same code on a CPU ---------------------------------------------------------------
+
+
+def measure_tiny(tmp_path: Path, monkeypatch, *arguments: str) -> dict:
+    monkeypatch.setattr(bench_draft_head_cuda, "READ", 1 << 16)
+    monkeypatch.setattr(timing, "LARGE", 1 << 16)
+    monkeypatch.setattr(timing, "last_level_cache_bytes", lambda device: 1 << 16)
+    common = ["--device", "cpu", "--head", "tiny", "--weights", "same", "--repeats", "5"]
+    bench_draft_head_cuda.main([*common, *arguments, "--out", str(tmp_path / "report")])
+    return json.loads((tmp_path / "report.json").read_text())
+
+
+def test_the_gpus_benchmark(tmp_path, monkeypatch, capsys):
+    arguments = ["--draft", "chain 3", "--draft", "tree 60", "--batch", "2", "--context", "16"]
+    report = measure_tiny(tmp_path, monkeypatch, *arguments, "--dtype", "float32")
+    chain, tree = report["rows"]
+    assert (chain["levels"], tree["levels"]) == (3, 8)
+    # In float32 op and modules draft the same.
+    assert chain["agree"] == tree["agree"] == 1
+    for row in report["rows"]:
+        assert row["level_us"] == pytest.approx(row["ours_us"] / row["levels"])
+        assert row["gb_per_s"] == pytest.approx(row["needed_mb"] / row["ours_us"] * 1e3)
+        share = 100 * row["gb_per_s"] / report["read_gb_per_s"]
+        assert row["read_percent"] == pytest.approx(share)
+        assert row["host_us"] > 0 and row["torch_us"] > 0
+    printed = capsys.readouterr().out
+    assert gpu_steps.read_table(printed) == "2 cases"
+    assert printed.splitlines()[-1].split()[:5] == ["tiny", "same", "tree", "60", "2"]
+
+
+def test_needed_bytes():
+    """fc once; for each of five levels all other weights and, of each of 2 rows, the cache."""
+    call = DraftCall.make(RandomHead(CONFIGS["tiny"], torch.bfloat16, "cpu"), CASES[0].tree, 20, 2)
+    weights = (4 + 2 + 2) * 16 * 128 + 64 * 64 + 3 * 64 * 96 + 300 * 64
+    cache = 2 * 2 * (20 + 3) * 16
+    assert call.needed_bytes == 2 * (64 * 3 * 64 + 5 * (weights + 2 * cache))
+
+
+def test_disagreement_shows(monkeypatch):
+    call = DraftCall.make(RandomHead(CONFIGS["tiny"], torch.float32, "cpu"), CASES[0].tree, 20, 2)
+    assert bench_draft_head_cuda.agreement(call) == 1
+    nothing = torch.full((2, 6), -1)
+    monkeypatch.setattr(TorchHead, "draft", lambda *_: (nothing, nothing))
+    assert bench_draft_head_cuda.agreement(call) == 0
+
+
+def test_the_plan_needs_no_gpu(capsys):
+    bench_draft_head_cuda.main(["--quick", "--dry-run"])
+    lines = capsys.readouterr().out.splitlines()
+    # Of three heads a chain with each of three types of weights, and a tree; two more batches.
+    assert "estimates" in lines[0] and len(lines) == 3 + 3 * 4 + 2
+    bench_draft_head_cuda.main(["--dry-run"])
+    assert len(capsys.readouterr().out.splitlines()) == 3 + 3 * 3 * 4 * 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_it_says_so(capsys):
+    with pytest.raises(SystemExit):
+        bench_draft_head_cuda.main([])
+    assert "needs a GPU and a CUDA build of torch; --dry-run" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 
 import bench_cases
 import bench_ops
@@ -16,7 +17,7 @@ from bench_cases import ACCEPTED, CASES
 from text_table import format_markdown, format_table
 
 CPU = torch.device("cpu")
-SMALL = {case.op: case.reduced() for case in CASES}
+SMALL = {case.op: case.reduced() for case in CASES if "cpu" in case.devices}
 
 
 def outcome(op: str) -> tuple[bench_cases.Work, object, object]:
@@ -80,6 +81,14 @@ def test_kv_compact_formulation(op):
 def test_formulations_in_floating_point(op):
     _, ours, theirs = outcome(op)
     torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("op", ["draft_head chain", "draft_head tree"])
+def test_draft_head_formulation(op):
+    case = replace(SMALL[op], dtype=torch.float32)
+    work = case.make(CPU, seed=3)
+    for given, expected in zip(case.run(work.arguments), work.baseline(), strict=False):
+        assert torch.equal(given, expected)
 
 
 @pytest.mark.parametrize("op", SMALL)
@@ -215,7 +224,7 @@ def test_largest_is_one_case_per_op():
 def test_every_op_has_cases_of_all_sizes():
     expected = {
         "tree_mask", "build_dynamic_tree", "verify_match", "verify_rejection", "verify_block",
-        "verify_recursive", "sample_filter", "kv_compact", "tree_attention", "linear",
+        "verify_recursive", "sample_filter", "kv_compact", "tree_attention", "draft_head", "linear",
     }  # fmt: skip
     assert set(bench_cases.OPS) == expected
     for op in ("kv_compact", "tree_attention", "linear"):

@@ -19,7 +19,7 @@ from kernel_report import (
     parse_sass,
     short_name,
 )
-from occupancy import LIMITS, blocks_per_sm, occupancy
+from occupancy import LIMITS, blocks_per_sm, most_shared_bytes, occupancy
 
 NVCC = shutil.which("nvcc")
 PICK = "_ZN7specdec12_GLOBAL__N_111pick_kernelI6__halfEEvNS_17VerifyMatchParamsEPmlb"
@@ -147,6 +147,18 @@ def test_worked_examples_of_occupancy():
     assert blocks_per_sm("sm_80", 1024, 65, 0) == 0
 
 
+def test_occupancy_of_the_fused_draft():
+    """One block of 9 warps fills an SM with its ring. Registers are handed out as if it had 12 warps: 168 are
+    the most, not 65536 / 288 = 227."""
+    for arch in LIMITS:
+        ring = most_shared_bytes(arch)
+        assert blocks_per_sm(arch, 288, 168, ring) == 1
+        assert blocks_per_sm(arch, 288, 169, ring) == 0
+        assert blocks_per_sm(arch, 288, 168, ring + 1) == 0
+    assert most_shared_bytes("sm_90") == 227 * 1024
+    assert occupancy("sm_90", 288, 168, 227 * 1024) == 9 / 64
+
+
 CALCULATOR = """
 #include <cuda_occupancy.h>
 #include <cstdio>
@@ -182,9 +194,9 @@ def test_occupancy_equals_nvidias_calculator(tmp_path):
     source, program = tmp_path / "calculator.cpp", tmp_path / "calculator"
     source.write_text(CALCULATOR)
     subprocess.run([NVCC, "-O0", "-cudart", "none", source, "-o", program], check=True)
-    sizes = [32, 96, 128, 160, 256, 384, 512, 1000, 1024]
-    registers = [16, 24, 32, 33, 40, 46, 64, 65, 96, 128, 168, 255]
-    shared = [0, 72, 8192, 16384, 33000, 90000, 150000]
+    sizes = [32, 96, 128, 160, 256, 288, 384, 512, 1000, 1024]
+    registers = [16, 24, 32, 33, 40, 46, 64, 65, 96, 128, 168, 224, 255]
+    shared = [0, 72, 8192, 16384, 33000, 90000, 150000, 227 * 1024, 227 * 1024 + 1]
     cases = list(itertools.product(LIMITS, sizes, registers, shared))
     lines = []
     for arch, *launch in cases:

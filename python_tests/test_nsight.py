@@ -36,6 +36,17 @@ def test_ncu_records_the_kernels_inside_an_ops_range():
     )
 
 
+def test_both_tools_take_a_draft_by_a_head():
+    """Its cooperative launch is one kernel, inside the range of the op."""
+    text = command_line("ncu", "draft_head tree", "--model", "llama3-8b", "--launches", "1")
+    assert "--nvtx-include=specdec@draft_head/ --launch-count=1" in text
+    assert text.endswith("none 'draft_head tree' --model llama3-8b --device cuda --repeats 5")
+    text = command_line("nsys", "draft_head int8", "--model", "small")
+    assert text.startswith("nsys profile") and text.endswith(
+        "none 'draft_head int8' --model small --device cuda --repeats 5"
+    )
+
+
 @pytest.mark.parametrize("phase", nsight.PHASES)
 def test_ncu_records_one_phase_of_a_generate_call(phase):
     text = command_line("ncu", "generate", "--phase", phase, "--launches", "3")
@@ -60,7 +71,7 @@ def test_a_tool_that_fails_fails_the_script(tmp_path, monkeypatch, capsys):
     assert "ncu --import" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("work", ["tree_mask", "generate"])
+@pytest.mark.parametrize("work", ["tree_mask", "draft_head", "generate"])
 def test_the_work_runs_without_a_profiler(work):
     assert nsight.main(["none", work, "--device", "cpu", "--repeats", "1"]) == 0
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specdec_ext.head import HeadConfig
 
@@ -50,6 +48,10 @@ def _frequencies(config: HeadConfig, num_positions: int) -> tuple[Tensor, float]
         rotary = int(config.head_dim * partial)
         exponents = torch.arange(0, rotary, 2, dtype=torch.float32) / rotary
         return (1.0 / parameters["rope_theta"] ** exponents)[None], 1.0
+    # Plain tables need torch alone.
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     if kind not in ROPE_INIT_FUNCTIONS:
         raise ValueError(
             f"rope_parameters has the rope_type {kind!r}; expected 'default' or one of "

@@ -5,6 +5,7 @@
 
 namespace specdec::bindings {
 
+void bind_draft_schedule(pybind11::module_& module);
 void bind_ngram_index(pybind11::module_& module);
 void bind_suffix(pybind11::module_& module);
 

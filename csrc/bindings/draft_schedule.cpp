@@ -1,0 +1,122 @@
+// The order of work of the fused draft_head (specdec/draft_plan.h) for Python: what the kernel
+// walks, for tests and for the time model of profiling/.
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <array>
+
+#include "arrays.h"
+#include "bind.h"
+#include "specdec/draft_plan.h"
+
+namespace specdec::bindings {
+namespace {
+
+constexpr std::array<const char*, 10> kOpNames = {"gather", "fc",     "projections", "rotate",
+                                                  "attend", "output", "gate_up",     "down",
+                                                  "logits", "grow"};
+static_assert(kOpNames.size() == static_cast<size_t>(DraftOp::kGrow) + 1);
+constexpr std::array<const char*, 3> kPassNames = {"new", "kept", "frontier"};
+static_assert(kPassNames.size() == static_cast<size_t>(PassKind::kFrontier) + 1);
+
+int require_in(const char* name, int64_t value, int64_t low, int64_t high) {
+  if (value < low || value > high) {
+    throw py::value_error(std::string(name) + " must be in [" + std::to_string(low) + ", " +
+                          std::to_string(high) + "], got " + std::to_string(value));
+  }
+  return static_cast<int>(value);
+}
+
+py::list phases(int64_t num_layers, const std::vector<int64_t>& widths, int64_t num_new,
+                int64_t batch, bool gathers, bool has_fc, bool feeds_fc, bool is_parallel) {
+  DraftPlan plan{};
+  plan.num_layers = require_in("num_layers", num_layers, 1, kMaxDraftLayers);
+  plan.gathers = gathers;
+  plan.has_fc = has_fc;
+  plan.feeds_fc = feeds_fc;
+  plan.is_parallel = is_parallel;
+  plan.batch = require_in("batch", batch, 1, kMaxDraftBatch);
+  plan.depth = require_in("len(widths)", std::ssize(widths), 1, kMaxDraftDepth);
+  for (size_t level = 0; level < widths.size(); ++level) {
+    plan.widths[level] = static_cast<int16_t>(require_in("widths", widths[level], 1, INT16_MAX));
+  }
+  py::list result;
+  for (DraftCursor cursor(plan, require_in("num_new", num_new, 1, INT32_MAX)); !cursor.is_done();
+       cursor.next()) {
+    const DraftPass& pass = cursor.pass();
+    result.append(py::make_tuple(kPassNames[static_cast<size_t>(pass.kind)], pass.level,
+                                 kOpNames[static_cast<size_t>(cursor.op())], cursor.layer(),
+                                 pass.first_row, pass.num_rows));
+  }
+  return result;
+}
+
+py::array_t<int64_t> tiles(int64_t outs, int64_t num_blocks, bool is_paired) {
+  require_in("outs", outs, 1, INT32_MAX);
+  if (is_paired && outs % 2 != 0) {
+    throw py::value_error("outs of a pair must be even, got " + std::to_string(outs));
+  }
+  const int blocks = require_in("num_blocks", num_blocks, 1, INT16_MAX);
+  const TileSchedule schedule{outs, is_paired};
+  const int64_t count = schedule.first_tile(blocks, blocks);
+  py::array_t<int64_t> result({count, int64_t{3}});
+  int64_t* row = result.mutable_data();
+  for (int block = 0; block < blocks; ++block) {
+    const int64_t end = schedule.first_tile(block + 1, blocks);
+    for (int64_t tile = schedule.first_tile(block, blocks); tile < end; ++tile, row += 3) {
+      row[0] = block;
+      row[1] = schedule.first_out(tile);
+      row[2] = schedule.num_outs(tile);
+    }
+  }
+  return result;
+}
+
+constexpr const char* kPhasesDoc =
+    R"(The phases of a fused draft, in the order in which its kernel walks them.
+
+Args:
+    num_layers: of the head.
+    widths: for each level below the root, how many nodes of a row are expanded for it: [1, 1, 1] for
+        a chain of three, [1, 8, 8] for a dynamic tree of three levels with top_k = 8.
+    num_new: new elements of all rows together, at least 1; a parallel head's mask elements count.
+    batch: rows.
+    gathers, has_fc, feeds_fc, is_parallel: as in DraftPlan.
+
+Returns:
+    Tuples (pass, level, op, layer, first_row, num_rows). pass is "new", "kept" or "frontier"; level the
+    depth of a frontier's nodes; a pass has rows first_row and up of its kind.
+
+Raises:
+    ValueError: for a number out of range.)";
+
+constexpr const char* kTilesDoc = R"(Who streams which rows of a weight matrix of a fused draft.
+
+Args:
+    outs: rows of the matrix.
+    num_blocks: blocks of the launch.
+    is_paired: gate above up, whose rows come side by side.
+
+Returns:
+    int64 [tiles, 3]: (block, first row, rows) of every tile, those of a block in the order in which it
+    streams them.
+
+Raises:
+    ValueError: for a number out of range, and for an odd number of rows in pairs.)";
+
+}  // namespace
+
+void bind_draft_schedule(py::module_& module) {
+  module.def("draft_phases", &phases, py::arg("num_layers"), py::arg("widths"), py::arg("num_new"),
+             py::kw_only(), py::arg("batch") = 1, py::arg("gathers") = false,
+             py::arg("has_fc") = true, py::arg("feeds_fc") = false, py::arg("is_parallel") = false,
+             kPhasesDoc);
+  module.def("draft_tiles", &tiles, py::arg("outs"), py::arg("num_blocks"), py::kw_only(),
+             py::arg("is_paired") = false, kTilesDoc);
+  module.attr("DRAFT_PASS_ROWS") = kPassRows;
+  module.attr("DRAFT_TILE_OUTS") = kTileOuts;
+  module.attr("DRAFT_PANEL_TILES") = kPanelTiles;
+  module.attr("DRAFT_SLICE_BYTES") = kSliceBytes;
+}
+
+}  // namespace specdec::bindings

@@ -1,0 +1,127 @@
+"""Calls of the op ``draft_head`` as decoding makes them, with random weights, and the same in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from draft_heads import cache_bytes, needed_bytes, random_head, widths
+from torch import Tensor
+from torch_draft_head import TorchHead
+
+from specdec_ext import ops
+from specdec_ext.head import DraftHead, HeadConfig
+from specdec_ext.rope import rope_tables
+from specdec_ext.tree_config import TreeConfig
+
+NEW = 3  # committed elements per draft and row: two accepted tokens and the bonus
+
+
+class RandomHead:
+    """A head with the embedding of its target; packed for the op once per type of weights."""
+
+    def __init__(self, config: HeadConfig, dtype: torch.dtype, device: torch.device | str):
+        self.head: DraftHead = random_head(config, dtype, device)
+        generator = torch.Generator(device).manual_seed(1)
+        shape = config.vocab_size, config.hidden_size
+        self.embedding = torch.randn(shape, generator=generator, dtype=dtype, device=device)
+        self._packed: dict[str, ops.PackedHead] = {}
+
+    @property
+    def config(self) -> HeadConfig:
+        return self.head.config
+
+    @property
+    def lm_head(self) -> Tensor:
+        return self.head.tensors["lm_head.weight"]
+
+    def packed(self, weights: str = "same") -> ops.PackedHead:
+        if weights not in self._packed:
+            options = {} if weights == "same" else {"weights": weights}
+            self._packed[weights] = ops.PackedHead.pack(
+                self.head, self.embedding, self.lm_head, **options
+            )
+        return self._packed[weights]
+
+
+@dataclass(frozen=True)
+class DraftCall:
+    """One draft of a batch of rows with ``context`` elements in the cache and NEW new ones each."""
+
+    random: RandomHead
+    weights: str
+    tree: TreeConfig
+    context: int
+    arguments: tuple[Any, ...]  # of the op
+
+    @classmethod
+    def make(
+        cls,
+        random: RandomHead,
+        tree: TreeConfig,
+        context: int,
+        rows: int = 1,
+        weights: str = "same",
+        seed: int = 0,
+    ) -> DraftCall:
+        """Another seed gives other inputs, not other weights."""
+        config, like = random.config, random.embedding
+        device, dtype = like.device, like.dtype
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=dtype, device=device)
+
+        capacity = context + NEW + tree.depth * tree.top_k
+        cosines, sines = (table.to(device) for table in rope_tables(config, capacity))
+        cache = (config.num_layers, rows, config.num_kv_heads, capacity, config.head_dim)
+        tokens = torch.randint(config.vocab_size, (rows, NEW), generator=generator, device=device)
+        lengths = torch.full((rows,), context, device=device)
+        arguments = (
+            random.packed(weights),
+            cosines,
+            sines,
+            normal(*cache),
+            normal(*cache),
+            tokens,
+            normal(rows, NEW, config.feature_width),
+            torch.full((rows,), NEW, device=device),
+            lengths,
+            lengths.clone(),
+            tokens[:, -1].clone(),
+            tree,
+        )
+        return cls(random, weights, tree, context, arguments)
+
+    def ours(self) -> ops.HeadDraft:
+        return ops.draft_head(*self.arguments)
+
+    def theirs(self) -> tuple[Tensor, Tensor]:
+        """Tokens and parents, from weights in the head's own type."""
+        tokens, features = self.arguments[5:7]
+        return self._modules.draft(tokens, features, self.context, self.tree)
+
+    @cached_property
+    def _modules(self) -> TorchHead:
+        head, embedding, lm_head = self.random.head, self.random.embedding, self.random.lm_head
+        cosines, sines, keys, values = self.arguments[1:5]
+        return TorchHead(head, embedding, lm_head, cosines, sines, keys.clone(), values.clone())
+
+    @property
+    def needed_bytes(self) -> int:
+        """Weights of every level once, and the cache of every row and level; of a 16-bit head."""
+        rows, depth = len(self.arguments[5]), len(widths(self.tree))
+        cache = rows * depth * cache_bytes(self.random.config, self.context + NEW)
+        return needed_bytes(self.random.config, self.tree, self.weights) + cache
+
+
+def captured(run: Callable[[], Any]) -> Callable[[], None]:
+    """A CUDA graph of a call that has run before."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay

@@ -1,0 +1,191 @@
+"""EAGLE-3 heads by the sizes of published ones, with random weights, and the order in which the fused CUDA op
+``draft_head`` works through them: the phases and tiles of ``csrc/include/specdec/draft_plan.h`` themselves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from specdec_ext import _host
+from specdec_ext.head import DraftHead, HeadConfig
+from specdec_ext.tree_config import TreeConfig
+
+WEIGHT_BYTES = {"same": 2, "int8": 1, "float8": 1}  # of a 16-bit head
+SCALE_BYTES = 4  # per output of an 8-bit matrix
+
+
+def head_config(
+    hidden: int,
+    intermediate: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    *,
+    head_dim: int = 128,
+    draft_vocab: int = 32_000,
+) -> HeadConfig:
+    """One layer, three features of a target of the same width."""
+    return HeadConfig(
+        kind="eagle3",
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        num_layers=1,
+        vocab_size=vocab,
+        draft_vocab_size=draft_vocab,
+        target_hidden_size=hidden,
+        num_features=3,
+    )
+
+
+HEADS = {
+    "8b": head_config(4096, 14_336, 32, 8, 128_256),  # of Llama-3.1-8B
+    "32b": head_config(5120, 25_600, 64, 8, 151_936),  # of Qwen3-32B
+    "70b": head_config(8192, 28_672, 64, 8, 128_256),  # of Llama-3.3-70B
+}
+
+
+def random_head(
+    config: HeadConfig, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
+) -> DraftHead:
+    """Weights twice as large as usual, so that tokens differ in probability; norms are ones."""
+    generator = torch.Generator(device).manual_seed(seed)
+    tensors = {}
+    for name, shape in config.tensor_shapes().items():
+        if name == "draft_to_target":
+            order = torch.randperm(config.vocab_size, generator=generator, device=device)
+            tensors[name] = order[: config.draft_vocab_size].sort().values
+        elif "norm" in name:
+            tensors[name] = torch.ones(shape, dtype=dtype, device=device)
+        else:
+            weights = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+            tensors[name] = weights.mul_(2 * shape[-1] ** -0.5)
+    return DraftHead(config, tensors)
+
+
+# --- the order of work ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of one pass; the grid waits after each.
+
+    Attributes:
+        kind: of the pass, "new", "kept" or "frontier".
+        level: the depth of a frontier's nodes, else 0.
+        op: as in ``DraftOp``.
+        first_row, num_rows: of the pass, among all of its kind and level.
+    """
+
+    kind: str
+    level: int
+    op: str
+    layer: int
+    first_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight matrix as the blocks of a launch share it.
+
+    Attributes:
+        is_paired: gate above up.
+    """
+
+    outs: int
+    ins: int
+    is_paired: bool = False
+
+    def tiles(self, num_blocks: int) -> np.ndarray:
+        """int64 ``[tiles, 3]``: block, first row, rows."""
+        return _host.draft_tiles(self.outs, num_blocks, is_paired=self.is_paired)
+
+    def rows(self, num_blocks: int) -> np.ndarray:
+        """Rows that each block streams."""
+        blocks, _, rows = self.tiles(num_blocks).T
+        return np.bincount(blocks, rows, minlength=num_blocks)
+
+    def panels(self, num_blocks: int) -> int:
+        """How often one row of inputs is read, by all blocks together."""
+        tiles = np.bincount(self.tiles(num_blocks)[:, 0], minlength=num_blocks)
+        return int((-(-tiles // _host.DRAFT_PANEL_TILES)).sum())
+
+    def size(self, weights: str = "same") -> int:
+        """Bytes, scales included."""
+        scales = 0 if weights == "same" else SCALE_BYTES * self.outs
+        return self.outs * self.ins * WEIGHT_BYTES[weights] + scales
+
+
+def matrices(config: HeadConfig) -> dict[tuple[str, int], Matrix]:
+    """The matrices by the op and the layer of the phases that stream them.
+
+    Of the last layer's projections, a pass of new elements that are nobody's last takes keys and values only;
+    here it counts as if it took all.
+    """
+    hidden, is_eagle1 = config.hidden_size, config.kind == "eagle1"
+    queries = config.num_heads * config.head_dim
+    found = {}
+    if config.has_fc:
+        found["fc", 0] = Matrix(hidden, config.feature_width + (hidden if is_eagle1 else 0))
+    for layer in range(config.num_layers):
+        attended = hidden if is_eagle1 or layer else 2 * hidden
+        projected = queries + 2 * config.num_kv_heads * config.head_dim
+        found["projections", layer] = Matrix(projected, attended)
+        found["output", layer] = Matrix(hidden, queries)
+        found["gate_up", layer] = Matrix(2 * config.intermediate_size, hidden, is_paired=True)
+        found["down", layer] = Matrix(hidden, config.intermediate_size)
+    found["logits", 0] = Matrix(config.draft_vocab_size, hidden)
+    return found
+
+
+def widths(tree: TreeConfig) -> list[int]:
+    """For each level below the root, the nodes that are expanded for it."""
+    if not tree.links:
+        return [1] + [tree.top_k] * (tree.depth - 1)
+    depths = [0]
+    for parent, _ in tree.links:
+        depths.append(depths[parent] + 1)
+    expanded = Counter(depths[parent] for parent in {parent for parent, _ in tree.links})
+    return [expanded[level] for level in range(max(depths))]
+
+
+def phases(config: HeadConfig, tree: TreeConfig, num_new: int, batch: int = 1) -> list[Phase]:
+    """Of a draft by a head with ``num_new`` new elements in all rows together."""
+    found = _host.draft_phases(
+        config.num_layers,
+        widths(tree),
+        num_new,
+        batch=batch,
+        gathers=config.fc_norm or config.norm_before_fc,
+        has_fc=config.has_fc,
+        feeds_fc=config.kind == "eagle1",
+        is_parallel=config.mask_token_id is not None,
+    )
+    return [Phase(*phase) for phase in found]
+
+
+def levels(order: list[Phase]) -> Iterator[list[Phase]]:
+    """The phases of each level; the new and kept elements' are level 0."""
+    for level in range(order[-1].level + 1):
+        yield [phase for phase in order if phase.level == level]
+
+
+def needed_bytes(config: HeadConfig, tree: TreeConfig, weights: str = "same") -> int:
+    """Weights that a draft needs at least: of each level once."""
+    sizes = {op: matrix.size(weights) for op, matrix in matrices(config).items()}
+    rereads = 1 if config.mask_token_id is not None else len(widths(tree))
+    fc = sizes.pop(("fc", 0), 0)
+    return fc * (rereads if config.kind == "eagle1" else 1) + rereads * sum(sizes.values())
+
+
+def cache_bytes(config: HeadConfig, slots: int) -> int:
+    """Keys and values of one row's slots, 16-bit."""
+    return config.num_layers * 2 * config.num_kv_heads * config.head_dim * slots * 2

@@ -1,0 +1,434 @@
+"""What a draft by the fused CUDA op ``draft_head`` should cost: an ESTIMATE from its order of work.
+
+    python profiling/model_draft_head.py                                  # every head on every machine
+    python profiling/model_draft_head.py --head 8b --depth 8 --top-k 5 --weights int8
+    python profiling/model_draft_head.py --out build/model                # JSON
+    python profiling/model_draft_head.py --head 8b --machine h200 --picture build/level.png
+
+Nothing here is measured. Bytes, passes, tiles, panels and barriers are counted from the schedule that the
+kernel walks (``draft_heads.py``); the speeds in ``MACHINES`` and the times in ``TIMES`` are assumptions. Two
+sums bracket a level:
+
+    worst   nothing overlaps: weights and cache from memory at the busiest block's pace, inputs from the L2
+            cache, every start of a phase, every barrier
+    best    memory is busy all the time, except where the consumers are away for longer than the weights
+            that fit into the ring last: the producer does not wait at barriers
+
+"consumers" is the time in which the busiest block's consumer warps work through a level's products if all
+weights are there. While it is below "memory" it costs nothing. The floor is weights once per level and the
+cache, at the read bandwidth; the goal is GOAL times that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from draft_heads import (
+    HEADS,
+    WEIGHT_BYTES,
+    Matrix,
+    Phase,
+    cache_bytes,
+    levels,
+    matrices,
+    phases,
+    widths,
+)
+from occupancy import most_shared_bytes
+from text_table import format_markdown, format_table
+
+from specdec_ext import _host
+from specdec_ext.head import HeadConfig
+from specdec_ext.tree_config import TreeConfig
+
+GOAL = 1.35
+NEW = 3  # committed elements per draft and row
+# Of a block's shared memory: sums of consumer warps; barriers and rows (csrc/kernels/draft_block.cuh).
+REDUCE_BYTES, STATIC_BYTES = 32 * 1024, 13 * 1024
+STAGE_BYTES = _host.DRAFT_TILE_OUTS * (_host.DRAFT_SLICE_BYTES + 64)
+MOST_STAGES = 24
+TILE_ROWS = 16  # that are multiplied together
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Assumed speeds.
+
+    Attributes:
+        read_gb_per_s: from memory, sustained.
+        l2_gb_per_s: from the L2 cache, by all SMs together.
+        barrier_us: from the last block's arrival at a grid barrier to the first's departure.
+    """
+
+    arch: str
+    sms: int
+    read_gb_per_s: float
+    l2_gb_per_s: float
+    barrier_us: float
+    source: str
+
+    @property
+    def stages(self) -> int:
+        """Of the ring of weights."""
+        free = most_shared_bytes(self.arch) - REDUCE_BYTES - STATIC_BYTES
+        return min(MOST_STAGES, free // STAGE_BYTES)
+
+    def ring_bytes(self, weights: str) -> int:
+        """Weights that all rings together hold."""
+        return self.sms * self.stages * _host.DRAFT_TILE_OUTS * slice_bytes(weights)
+
+    def read_us(self, count: float) -> float:
+        return count / self.read_gb_per_s / 1e3
+
+    def l2_us(self, count: float) -> float:
+        return count / self.l2_gb_per_s / 1e3
+
+
+def slice_bytes(weights: str) -> int:
+    """Of a weight row in a stage; of 8-bit weights, whose products take more registers, half as much."""
+    return _host.DRAFT_SLICE_BYTES // (1 if weights == "same" else 2)
+
+
+MACHINES = {
+    "h200": Machine(
+        "sm_90", 132, 4300, 5500, 1.5, "4.3 TB/s measured for copies, 90 % of the data sheet's 4.8"
+    ),
+    "h100": Machine("sm_90", 132, 3000, 5500, 1.5, "90 % of the data sheet's 3.35 TB/s (SXM)"),
+    "a100": Machine("sm_80", 108, 1830, 4000, 1.5, "90 % of the data sheet's 2.04 TB/s (80 GB)"),
+}
+# Microseconds; guesses from similar kernels until they are measured.
+TIMES = {
+    "gather": 2.0,
+    "rotate": 2.0,
+    "attend": 4.0,  # beside the cache's bytes
+    "grow": 4.0,
+    "product": 1.0,  # from a barrier to the first multiplication, beside the inputs' norms
+    "stage": 0.08,  # until a consumer warp has taken a stage of the ring, and to give it back
+    "multiply": 0.1,  # of 1024 k, all eight warps together, for up to TILE_ROWS rows
+    "slice": 0.7,  # until a slice of the inputs has come from the L2 cache
+    "launch": 8.0,  # once per draft: a cooperative launch, and what blocks do before their first phase
+}
+OTHERS = ("gather", "rotate", "attend", "grow")  # phases that are no products
+NORMED = ("projections", "gate_up", "logits")  # whose inputs are
+
+
+PARTS = ("memory_us", "tail_us", "consumers_us", "inputs_us", "start_us", "barrier_us")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one phase, in microseconds.
+
+    Attributes:
+        memory_us: its bytes from memory at full bandwidth.
+        tail_us: how much later the busiest block has its share.
+        consumers_us: the busiest block's if its weights are there.
+        inputs_us: what it reads from L2.
+        start_us: before its first byte is used.
+        barrier_us: behind it.
+    """
+
+    op: str
+    level: int
+    memory_bytes: int
+    memory_us: float
+    tail_us: float
+    consumers_us: float
+    inputs_us: float
+    start_us: float
+    barrier_us: float
+
+    @property
+    def worst_us(self) -> float:
+        paced = max(self.memory_us + self.tail_us, self.consumers_us)
+        return paced + self.inputs_us + self.start_us + self.barrier_us
+
+
+@dataclass(frozen=True)
+class Workload:
+    config: HeadConfig
+    tree: TreeConfig
+    context: int = 1024
+    batch: int = 1
+    weights: str = "same"
+
+    @property
+    def phases(self) -> list[Phase]:
+        return phases(self.config, self.tree, NEW * self.batch, self.batch)
+
+
+def product_cost(phase: Phase, matrix: Matrix, weights: str, machine: Machine) -> Cost:
+    size = matrix.size(weights)
+    rows = matrix.rows(machine.sms)
+    memory_us = machine.read_us(size)
+    inputs = phase.num_rows * matrix.ins * 2
+    norms = machine.sms * inputs if phase.op in NORMED else 0
+    row_bytes = matrix.ins * WEIGHT_BYTES[weights]
+    slices = -(-row_bytes // slice_bytes(weights))
+    row_tiles = -(-phase.num_rows // TILE_ROWS)
+    multiply_us = (
+        TIMES["multiply"] * row_tiles * slice_bytes(weights) / WEIGHT_BYTES[weights] / 1024
+    )
+    tiles = -(-int(rows.max()) // _host.DRAFT_TILE_OUTS)
+    panels = -(-tiles // _host.DRAFT_PANEL_TILES)
+    return Cost(
+        op=phase.op,
+        level=phase.level,
+        memory_bytes=size,
+        memory_us=memory_us,
+        tail_us=memory_us * float(rows.max() / rows.mean() - 1),
+        consumers_us=slices * (tiles * (TIMES["stage"] + multiply_us) + panels * TIMES["slice"]),
+        inputs_us=machine.l2_us(matrix.panels(machine.sms) * inputs),
+        start_us=TIMES["product"] + machine.l2_us(norms),
+        barrier_us=machine.barrier_us,
+    )
+
+
+def other_cost(phase: Phase, work: Workload, machine: Machine) -> Cost:
+    """Of attention and of what moves next to nothing."""
+    config, level = work.config, phase.level
+    memory = reread = 0
+    if phase.op == "attend":
+        expanded = sum(widths(work.tree)[1 : level + 1])
+        slots = work.context + NEW + expanded
+        batch_rows = min(work.batch, phase.num_rows)
+        memory = batch_rows * cache_bytes(config, slots) // config.num_layers
+        # Tiles of 16 query rows read all again, and of every panel of 64 dimensions the keys.
+        queries = phase.num_rows / batch_rows * config.num_heads / config.num_kv_heads
+        tiles, panels = -(-queries // 16), -(-config.head_dim // 64)
+        reread = memory * (tiles * (panels + 1) / 2 - 1)
+    return Cost(
+        op=phase.op,
+        level=level,
+        memory_bytes=memory,
+        memory_us=machine.read_us(memory),
+        tail_us=0.0,
+        consumers_us=0.0,
+        inputs_us=machine.l2_us(reread),
+        start_us=TIMES[phase.op],
+        barrier_us=machine.barrier_us,
+    )
+
+
+def phase_costs(work: Workload, machine: Machine) -> list[Cost]:
+    found = matrices(work.config)
+    return [
+        product_cost(phase, matrix, work.weights, machine)
+        if (matrix := found.get((phase.op, phase.layer)))
+        else other_cost(phase, work, machine)
+        for phase in work.phases
+    ]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Of a timeline: "memory" streams the weights of an op, or "consumers" are at its phase."""
+
+    actor: str
+    op: str
+    begin_us: float
+    end_us: float
+
+
+def timeline(work: Workload, machine: Machine) -> list[Interval]:
+    """The best case: while consumers are away from products, the ring fills with the next one's weights."""
+    ring_us = machine.read_us(machine.ring_bytes(work.weights))
+    found: list[Interval] = []
+    now = away_since = 0.0
+    cache_us = 0.0  # in which memory has something else to read
+    late = 0.0  # the busiest block's tail, which the others wait for
+    for cost in phase_costs(work, machine):
+        begin = now
+        if cost.op not in OTHERS:
+            now += cost.start_us + late
+            late = 0.0
+            ahead = min(now - away_since - cache_us, ring_us, cost.memory_us)
+            cache_us = 0.0
+            found.append(Interval("memory", cost.op, away_since, away_since + ahead))
+            paced = max(cost.memory_us - ahead, cost.consumers_us)
+            begin, now = now, now + paced
+            found.append(Interval("memory", cost.op, begin, now))
+            away_since = now
+            late = max(0.0, cost.memory_us - ahead + cost.tail_us - paced)
+        else:
+            now += cost.start_us + late + cost.memory_us + cost.inputs_us
+            cache_us += cost.memory_us
+            late = 0.0
+        found.append(Interval("consumers", cost.op, begin, now))
+        now += cost.barrier_us
+    return found
+
+
+def level_estimates(work: Workload, machine: Machine) -> list[dict[str, float]]:
+    """For each level bytes and microseconds: the parts of the worst case, both sums, floor and goal."""
+    rows = []
+    costs = phase_costs(work, machine)
+    floor_sizes = {op: each.size(work.weights) for op, each in matrices(work.config).items()}
+    ends = {}
+    done = 0
+    intervals = [each for each in timeline(work, machine) if each.actor == "consumers"]
+    for cost, interval in zip(costs, intervals, strict=True):
+        ends[cost.level] = interval.end_us + cost.barrier_us
+    for level, order in enumerate(levels(work.phases)):
+        own = costs[done : done + len(order)]
+        done += len(order)
+        weights = sum(cost.memory_bytes for cost in own if cost.op not in OTHERS)
+        cache = sum(cost.memory_bytes for cost in own if cost.op == "attend")
+        needed = {(phase.op, phase.layer) for phase in order} & floor_sizes.keys()
+        floor = machine.read_us(cache + sum(floor_sizes[op] for op in needed))
+        rows.append(
+            {
+                "level": level,
+                "weight_bytes": weights,
+                "cache_bytes": cache,
+                "barriers": len(own),
+                **{part: sum(getattr(cost, part) for cost in own) for part in PARTS},
+                "worst_us": sum(cost.worst_us for cost in own),
+                "best_us": ends[level] - ends.get(level - 1, 0.0),
+                "floor_us": floor,
+                "goal_us": GOAL * floor,
+            }
+        )
+    return rows
+
+
+def draft_estimate(rows: list[dict[str, float]]) -> dict[str, float]:
+    """The sums over the levels of a draft, and its launch."""
+    total = {name: sum(row[name] for row in rows) for name in rows[0] if name != "level"}
+    total["best_us"] += TIMES["launch"]
+    total["worst_us"] += TIMES["launch"]
+    return total
+
+
+HEADER = ["head", "machine", "level", "MB", "barriers", "memory", "tail", "consumers", "inputs"]
+HEADER += [
+    "starts",
+    "barriers us",
+    "floor",
+    "goal",
+    "best",
+    "worst us",
+    "best/floor",
+    "worst/floor",
+]
+
+
+def cells(head: str, machine: str, which: str, row: dict[str, float]) -> list[str]:
+    sums = ("floor_us", "goal_us", "best_us", "worst_us")
+    return [
+        *(head, machine, which),
+        f"{row['weight_bytes'] / 1e6:.0f}",
+        str(row["barriers"]),
+        *(f"{row[name]:.0f}" for name in (*PARTS, *sums)),
+        *(f"{row[name] / row['floor_us']:.2f}x" for name in ("best_us", "worst_us")),
+    ]
+
+
+def draw(intervals: list[Interval], title: str, path: Path) -> None:
+    """Memory above consumers, one level long."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colors = plt.get_cmap("tab10").colors
+    ops = list(dict.fromkeys(each.op for each in intervals))
+    figure, axes = plt.subplots(figsize=(11, 2.6), layout="constrained")
+    for each in intervals:
+        height = 1 if each.actor == "memory" else 0
+        width = each.end_us - each.begin_us
+        color = colors[ops.index(each.op) % len(colors)]
+        axes.barh(height, width, 0.7, each.begin_us, color=color, edgecolor="white", linewidth=0.5)
+        if width > intervals[-1].end_us / 14:
+            axes.text(each.begin_us + width / 2, height, each.op, ha="center", va="center")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colors[i % len(colors)]) for i in range(len(ops))]
+    axes.legend(handles, ops, ncols=len(ops), loc="upper center", bbox_to_anchor=(0.5, -0.28))
+    axes.set_yticks([0, 1], ["consumers", "weights from memory"])
+    axes.set_xlabel("microseconds (estimate)")
+    axes.set_title(title, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def one_level(intervals: list[Interval]) -> list[Interval]:
+    """From the end of a level's logits to that of the next level's, the deepest, at 0."""
+    consumers = [each for each in intervals if each.actor == "consumers"]
+    ends = [each.end_us for each in consumers if each.op == "logits"]
+    begin, end = ([0.0, *ends])[-2:]
+    return [
+        Interval(each.actor, each.op, each.begin_us - begin, each.end_us - begin)
+        for each in intervals
+        if begin <= each.begin_us < end
+    ]
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--head", action="append", choices=HEADS, help="may be repeated")
+    parser.add_argument("--machine", action="append", choices=MACHINES, help="may be repeated")
+    parser.add_argument("--depth", type=int, default=5, help="levels")
+    parser.add_argument("--top-k", type=int, default=1, help="more than 1: a dynamic tree")
+    parser.add_argument("--context", type=int, default=1024, help="elements in the cache")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--weights", choices=WEIGHT_BYTES, default="same")
+    parser.add_argument("--markdown", action="store_true", help="the table for a README")
+    parser.add_argument("--out", type=Path, help="write OUT.json")
+    parser.add_argument("--picture", type=Path, help="draw a level of the first head and machine")
+    return parser.parse_args(arguments)
+
+
+def write(out: Path, options: argparse.Namespace, report: list[dict[str, Any]]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    shape = {
+        name: getattr(options, name) for name in ("depth", "top_k", "batch", "context", "weights")
+    }
+    machines = {name: asdict(machine) for name, machine in MACHINES.items()}
+    values = {"kind": "estimate", **shape, "times_us": TIMES, "machines": machines, "rows": report}
+    out.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    tree = TreeConfig(depth=options.depth, top_k=options.top_k)
+    heads, machines = options.head or list(HEADS), options.machine or list(MACHINES)
+    works = {
+        head: Workload(HEADS[head], tree, options.context, options.batch, options.weights)
+        for head in heads
+    }
+    table, report = [], []
+    for head, name in product(heads, machines):
+        rows = level_estimates(works[head], MACHINES[name])
+        total = draft_estimate(rows)
+        report.append({"head": head, "machine": name, "levels": rows, "draft": total})
+        table.append(cells(head, name, "first", rows[0]))
+        table += [cells(head, name, "last", rows[-1])] if len(rows) > 1 else []
+        table.append(cells(head, name, "draft", total))
+    print(
+        f"ESTIMATE, not a measurement: depth {options.depth}, top_k {options.top_k}, batch {options.batch}, "
+        f"context {options.context}, weights {options.weights}"
+    )
+    for name in machines:
+        machine = MACHINES[name]
+        speed = f"{machine.read_gb_per_s:.0f} GB/s ({machine.source})"
+        print(f"{name}: {speed}, {machine.stages} stages")
+    shown = format_markdown if options.markdown else format_table
+    print(shown(HEADER, table))
+    if options.picture:
+        work, machine = works[heads[0]], MACHINES[machines[0]]
+        title = f"A level of the {heads[0].upper()} head, {machines[0].upper()}: estimate"
+        draw(one_level(timeline(work, machine)), title, options.picture)
+    if options.out:
+        write(options.out, options, report)
+
+
+if __name__ == "__main__":
+    main()
