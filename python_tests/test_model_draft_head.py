@@ -108,7 +108,7 @@ def test_the_ring_is_the_kernels():
     assert f"kMaxStages = {model_draft_head.MOST_STAGES};" in text
     assert "kStageRowBytes = kSliceBytes + 64;" in text
     tile = model_draft_head.TILE_ROWS * _host.DRAFT_TILE_OUTS
-    assert "kConsumerWarps = 8;" in text and f"kTileRows = {model_draft_head.TILE_ROWS};" in text
+    assert "kDraftWarps = 8;" in text and f"kTileRows = {model_draft_head.TILE_ROWS};" in text
     assert 8 * _host.DRAFT_PANEL_TILES * tile * 4 == model_draft_head.REDUCE_BYTES
     assert (MACHINES["h200"].stages, MACHINES["a100"].stages) == (21, 13)
 

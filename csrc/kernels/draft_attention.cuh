@@ -166,7 +166,7 @@ __device__ __forceinline__ void attend_split(const DraftBlock<T>& block, const D
                            item.head(part, row) * params.head_dim;
     seen[half] = seen_slots(block, pass, element, params.layers[part.layer].window);
   }
-  const int length = part.split_length / kConsumerWarps;
+  const int length = part.split_length / kDraftWarps;
   const int begin = item.split * part.split_length + block.warp() * length;
   const int end = min(begin + length, part.end);
   for (int slot = max(begin, part.first_seen / kStepSlots * kStepSlots); slot < end;
@@ -185,12 +185,12 @@ template <typename T>
 __device__ __forceinline__ ExpSum merged_warps(const DraftBlock<T>& block, int row) {
   float largest = -INFINITY, sum = 0;
 #pragma unroll
-  for (int warp = 0; warp < kConsumerWarps; ++warp) {
+  for (int warp = 0; warp < kDraftWarps; ++warp) {
     const ExpSum part = block.shared.warp_sums[warp * kTileRows + row];
     largest = max_or_nan(largest, part.largest);
   }
 #pragma unroll
-  for (int warp = 0; warp < kConsumerWarps; ++warp) {
+  for (int warp = 0; warp < kDraftWarps; ++warp) {
     const ExpSum part = block.shared.warp_sums[warp * kTileRows + row];
     sum = exact_fma(part.sum, softmax_weight(part.largest, largest), sum);
   }
@@ -310,7 +310,7 @@ __device__ __forceinline__ void attend(const DraftBlock<T>& block, const DraftPa
       attend_split(block, pass, part, item, state);
       write_split(block, part, item, state);
       if (!is_last_split(block, part, item)) continue;
-      for (int row = block.warp(); row < item.num_rows(part); row += kConsumerWarps) {
+      for (int row = block.warp(); row < item.num_rows(part); row += kDraftWarps) {
         merge_splits(block, part, item, row);
       }
     }

@@ -1,10 +1,11 @@
-// What the phases of the fused draft_head share: the roles of a block's threads, its shared memory,
-// and the rows of a pass.
+// What the phases of the fused draft_head share: a block's threads, its shared memory, and the rows
+// of a pass.
 //
-// A block has kConsumerWarps warps that compute and one that streams weights to them
-// (draft_ring.cuh). All blocks of the grid walk through the phases together (draft_plan.h); after
-// each of them the consumers wait for those of all blocks, and the producer does not: it runs ahead
-// as far as the ring goes, so the weights of the next phase arrive while the grid waits.
+// A block has eight warps, all of which compute; the first of them also keeps the ring of weights
+// full (draft_ring.cuh). (A ninth warp for that would cost as many registers as four: warps are
+// given to the four quarters of a multiprocessor in turn, and each quarter has its own.) All blocks
+// of the grid walk through the phases together (draft_plan.h) and wait for each other after each;
+// the ring runs ahead, so the weights of the next phase arrive while the grid waits.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,11 +17,9 @@
 
 namespace specdec {
 
-constexpr int kConsumerWarps = 8;
-constexpr int kConsumers = kConsumerWarps * kWarpSize;
-constexpr int kDraftThreads = kConsumers + kWarpSize;
+constexpr int kDraftWarps = 8;
+constexpr int kDraftThreads = kDraftWarps * kWarpSize;
 constexpr int kMaxStages = 24;
-constexpr int kConsumerBarrier = 1;  // of named_barrier
 
 // A stage of the ring: a slice of the rows of a tile. The distance of rows is an odd number of half
 // lines of banks, so that the 8 lanes that load 16 bytes at a time, four from each of two rows,
@@ -30,7 +29,7 @@ constexpr int kStageBytes = kTileOuts * kStageRowBytes;
 // What consumer warps add up together: [warp][tile][row][out of tile] floats.
 constexpr int kTileValues = kTileRows * kTileOuts;
 constexpr int kPanelValues = kPanelTiles * kTileValues;
-constexpr int kReduceBytes = kConsumerWarps * kPanelValues * 4;
+constexpr int kReduceBytes = kDraftWarps * kPanelValues * 4;
 
 // An element of the pass; lists as in draft_kernel.h. Of a batch row without new elements nothing
 // may be kept, and its numbers address nothing.
@@ -58,29 +57,29 @@ struct DraftShared {
   SharedArray<Mbarrier, kMaxStages> empty;             // all consumer warps are done with them
   SharedArray<int, kMaxDraftBatch + 1> first_element;  // of a batch row, among all new elements
   SharedArray<PassRow, kPassRows> rows;
-  SharedArray<const void*, 2 * kPassRows> inputs;             // [segment][row] of the product
-  SharedArray<float, 2 * kPassRows> inverses;                 // [segment][row] 1 / root mean square
-  SharedArray<uint64_t, kPassRows * kMaxDraftTopK> picks;     // best of this block's logits
-  SharedArray<ExpSum, kPassRows> logit_sums;                  // of this block's logits
-  SharedArray<ExpSum, kConsumerWarps * kTileRows> warp_sums;  // of attention
-  SharedArray<int, 4> flags;                                  // for what a phase has to tell
+  SharedArray<const void*, 2 * kPassRows> inputs;          // [segment][row] of the product
+  SharedArray<float, 2 * kPassRows> inverses;              // [segment][row] 1 / root mean square
+  SharedArray<uint64_t, kPassRows * kMaxDraftTopK> picks;  // best of this block's logits
+  SharedArray<ExpSum, kPassRows> logit_sums;               // of this block's logits
+  SharedArray<ExpSum, kDraftWarps * kTileRows> warp_sums;  // of attention
+  SharedArray<int, 4> flags;                               // for what a phase has to tell
 };
 
-// A consumer's or the producer's view of its block.
+// A block as its threads see it.
 template <typename T>
 struct DraftBlock {
   const DraftKernelParams& params;
   DraftShared& shared;
   SharedSpan<unsigned char> stages;  // [num_stages][kStageBytes]
-  SharedSpan<float> reduce;          // [kConsumerWarps][kPanelValues]
+  SharedSpan<float> reduce;          // [kDraftWarps][kPanelValues]
   int num_stages;
 
   __device__ __forceinline__ int warp() const { return static_cast<int>(threadIdx.x) / kWarpSize; }
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kWarpSize; }
   __device__ __forceinline__ int index() const { return static_cast<int>(blockIdx.x); }
   __device__ __forceinline__ int count() const { return static_cast<int>(gridDim.x); }
-  // Consumers only; orders their shared and global memory.
-  __device__ __forceinline__ void sync() const { named_barrier(kConsumerBarrier, kConsumers); }
+  // Orders shared memory, and global memory for the block.
+  __device__ __forceinline__ void sync() const { block_barrier(); }
 
   // Row i of scratch memory with rows of `width` elements.
   __device__ __forceinline__ T* row(void* memory, int64_t i, int64_t width) const {
@@ -112,13 +111,13 @@ __device__ __forceinline__ void reduce_panel(const DraftBlock<T>& block, int num
     }
   }
   block.sync();  // all panels are there
-  for (int row = block.warp(); row < min(num_rows, kTileRows); row += kConsumerWarps) {
+  for (int row = block.warp(); row < min(num_rows, kTileRows); row += kDraftWarps) {
     float values[2] = {0, 0};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int at = (half * 4 + lane / 8) * kTileValues + row * kTileOuts + lane % 8;
 #pragma unroll
-      for (int warp = 0; warp < kConsumerWarps; ++warp) {
+      for (int warp = 0; warp < kDraftWarps; ++warp) {
         values[half] = exact_add(values[half], block.reduce[warp * kPanelValues + at]);
       }
     }

@@ -17,7 +17,7 @@
 namespace specdec {
 
 static_assert(kTreeWords * 4 <= kReduceBytes && kMaxDraftTopK * kMaxDraftTopK * 8 <= kReduceBytes);
-constexpr int kTreeItems = static_cast<int>(kMaxCandidates) / kConsumers;
+constexpr int kTreeItems = static_cast<int>(kMaxCandidates) / kDraftThreads;
 
 // The sum over the parts of all blocks, in an order of its own. By all lanes of a warp together.
 __device__ __forceinline__ ExpSum merge_sums(const ExpSum* parts, int count) {
@@ -76,7 +76,8 @@ __device__ __forceinline__ void add_candidates(const DraftTreeRow& tree, int lev
   const DraftKernelParams& params = tree.params;
   const DraftScratch& scratch = params.scratch;
   const int begin = tree.level_begin(level);
-  for (int i = begin + static_cast<int>(threadIdx.x); i < tree.level_end(level); i += kConsumers) {
+  for (int i = begin + static_cast<int>(threadIdx.x); i < tree.level_end(level);
+       i += kDraftThreads) {
     const int64_t place = tree.parent_place(i, begin);
     const int64_t rank = tree.is_dynamic() ? (i - begin) % params.top_k : params.choices(i, 1);
     const DraftNode node = tree.nodes(level)[place];
@@ -99,7 +100,7 @@ __device__ __forceinline__ void add_candidates(const DraftTreeRow& tree, int lev
 __device__ __forceinline__ void choose_nodes(const DraftTreeRow& tree, int level,
                                              const SharedSpan<uint64_t>& ranks) {
   const int begin = tree.level_begin(level), count = tree.level_end(level) - begin;
-  for (int i = threadIdx.x; i < count; i += kConsumers) {
+  for (int i = threadIdx.x; i < count; i += kDraftThreads) {
     int place = 0;
     if (tree.is_dynamic()) {
       const uint64_t own = ranks[i];
@@ -123,7 +124,7 @@ __device__ __forceinline__ void choose_nodes(const DraftTreeRow& tree, int level
 __device__ __forceinline__ void see_ancestors(const DraftTreeRow& tree, int next) {
   const DraftKernelParams& params = tree.params;
   const int words = params.words;
-  for (int i = threadIdx.x; i < params.plan.widths[next] * words; i += kConsumers) {
+  for (int i = threadIdx.x; i < params.plan.widths[next] * words; i += kDraftThreads) {
     const int place = i / words, word = i % words;
     const DraftNode node = tree.nodes(next)[place];
     uint64_t bits = 0;
@@ -141,7 +142,7 @@ template <typename T>
 __device__ __forceinline__ void finish_tree(const DraftBlock<T>& block, const DraftTreeRow& tree) {
   const DraftKernelParams& params = tree.params;
   if (!tree.is_dynamic()) {
-    for (int i = threadIdx.x; i < params.num_candidates; i += kConsumers) {
+    for (int i = threadIdx.x; i < params.num_candidates; i += kDraftThreads) {
       if (tree.parents()[i] == kInactiveParent) continue;
       tree.tree_tokens()[i + 1] = tree.tokens()[i];
       tree.tree_parents()[i + 1] = tree.parents()[i] + 1;
@@ -162,11 +163,11 @@ __device__ __forceinline__ void finish_tree(const DraftBlock<T>& block, const Dr
                                          .selected = params.scratch.selected};
   const auto sync = [&] { block.sync(); };
   DynamicTree<kTreeItems, decltype(sync)>(selection, tree.row, block.reduce.template as<uint32_t>(),
-                                          kConsumers, sync)
+                                          kDraftThreads, sync)
       .build();
   block.sync();  // all nodes are selected
   const int64_t* selected = params.scratch.selected + tree.row * params.nodes;
-  for (int node = 1 + static_cast<int>(threadIdx.x); node < params.nodes; node += kConsumers) {
+  for (int node = 1 + static_cast<int>(threadIdx.x); node < params.nodes; node += kDraftThreads) {
     if (selected[node] >= 0) tree.tree_scores()[node] = tree.scores()[selected[node]];
   }
 }
@@ -200,7 +201,7 @@ __device__ __forceinline__ void grow(const DraftBlock<T>& block, const DraftPass
     if (first == end) continue;
     const DraftTreeRow tree(params, row);
     const int64_t first_list = static_cast<int64_t>(row) * lists;
-    for (int i = block.warp(); i < lists; i += kConsumerWarps) {
+    for (int i = block.warp(); i < lists; i += kDraftWarps) {
       const bool is_legal = find_children(params, first_list + i, block.count());
       if (!is_legal && block.lane() == 0) *tree.tree_scores() = NAN;
     }

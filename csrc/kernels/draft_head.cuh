@@ -2,14 +2,13 @@
 // launch. What it computes: specdec_ext/reference/draft_head.py. In which order: draft_plan.h. From
 // which memory: draft_kernel.h.
 //
-// One block per multiprocessor: kConsumerWarps warps walk through the phases, the last warp streams
-// the weights of all of them through the ring (draft_ring.cuh).
+// One block per multiprocessor. The weights of all phases stream through its ring (draft_ring.cuh).
 //
 //   products   draft_product.cuh  every block has its tiles of the matrix and all rows of the pass
 //   others     draft_rotate.cuh, draft_attention.cuh, draft_logits.cuh, draft_grow.cuh
 //
-// Barriers: consumers of all blocks meet after each phase, so a phase reads what any block wrote in
-// an earlier one. Inside a phase consumers of a block meet at block.sync().
+// Barriers: all blocks meet after each phase, so a phase reads what any block wrote in an earlier
+// one. Inside a phase the threads of a block meet at block.sync().
 //
 // Numerics: products accumulate in float32; norms, rotation, softmax and logits are float32; what
 // goes from one product to the next is rounded to the head's type once, as on the CPU. Sums have an
@@ -72,8 +71,44 @@ __device__ __forceinline__ void use_outputs(const DraftBlock<T>& block, DraftOp 
   }
 }
 
+// The stages of a whole draft.
 template <typename T, typename W>
-__device__ __forceinline__ void run_product(const DraftBlock<T>& block, RingReader<T>& ring,
+struct DraftStages {
+  DraftCursor cursor;
+  MatrixStages stages;
+
+  __device__ __forceinline__ DraftStages(const DraftBlock<T>& block, int num_new)
+      : cursor(block.params.plan, num_new), stages() {
+    load(block);
+  }
+
+  __device__ __forceinline__ bool is_done() const { return cursor.is_done(); }
+  __device__ __forceinline__ StageRows rows() const { return stages.rows(); }
+  __device__ __forceinline__ void next(const DraftBlock<T>& block) {
+    stages.next();
+    if (!stages.is_done()) return;
+    cursor.next();
+    load(block);
+  }
+
+ private:
+  // Those of the first product from the cursor on of which the block has tiles.
+  __device__ __forceinline__ void load(const DraftBlock<T>& block) {
+    for (; !cursor.is_done(); cursor.next()) {
+      if (!is_product(cursor.op())) continue;
+      const PhaseProduct product =
+          phase_product<T, W>(block, cursor.pass(), cursor.op(), cursor.layer());
+      stages = stages_of<T, W>(product.matrix, product.is_paired, block.index(), block.count());
+      if (!stages.is_done()) return;
+    }
+  }
+};
+
+template <typename T, typename W>
+using DraftRing = Ring<T, DraftStages<T, W>>;
+
+template <typename T, typename W>
+__device__ __forceinline__ void run_product(const DraftBlock<T>& block, DraftRing<T, W>& ring,
                                             const DraftPass& pass, DraftOp op, int layer) {
   const PhaseProduct product = phase_product<T, W>(block, pass, op, layer);
   const InputSegments segments = prepare_inputs(block, pass, op, layer);
@@ -86,64 +121,50 @@ __device__ __forceinline__ void run_product(const DraftBlock<T>& block, RingRead
 }
 
 template <typename T, typename W>
-__device__ __forceinline__ void consume(const DraftBlock<T>& block, int num_new) {
-  RingReader<T> ring(block);
-  for (DraftCursor cursor(block.params.plan, num_new); !cursor.is_done();) {
-    const DraftPass pass = cursor.pass();
-    const DraftOp op = cursor.op();
-    const int layer = cursor.layer();
-    if (cursor.begins_pass()) load_pass_rows(block, pass);
-    if (op == DraftOp::kGather) {
-      gather_features(block, pass);
-    } else if (op == DraftOp::kRotate) {
-      rotate_heads(block, pass, layer);
-    } else if (op == DraftOp::kAttend) {
-      attend(block, pass, layer);
-    } else if (op == DraftOp::kGrow) {
-      grow(block, pass);
-    } else {
-      run_product<T, W>(block, ring, pass, op, layer);
-    }
-    cursor.next();
-    if (cursor.is_done()) break;
-    block.sync();
-    if (threadIdx.x == 0) meet_grid(static_cast<GridBarrier*>(block.params.sync.barrier));
-    block.sync();
+__device__ __forceinline__ void run_phase(const DraftBlock<T>& block, DraftRing<T, W>& ring,
+                                          const DraftPass& pass, DraftOp op, int layer) {
+  switch (op) {
+    case DraftOp::kGather:
+      return gather_features(block, pass);
+    case DraftOp::kRotate:
+      return rotate_heads(block, pass, layer);
+    case DraftOp::kAttend:
+      return attend(block, pass, layer);
+    case DraftOp::kGrow:
+      return grow(block, pass);
+    default:
+      return run_product<T, W>(block, ring, pass, op, layer);
   }
 }
 
 template <typename T, typename W>
-__device__ __forceinline__ void produce(const DraftBlock<T>& block, int num_new,
-                                        bool has_bulk_copies) {
-  RingWriter<T> ring(block, has_bulk_copies);
-  for (DraftCursor cursor(block.params.plan, num_new); !cursor.is_done(); cursor.next()) {
-    if (!is_product(cursor.op())) continue;
-    const PhaseProduct product =
-        phase_product<T, W>(block, cursor.pass(), cursor.op(), cursor.layer());
-    stream_matrix<T, W>(block, ring, product.matrix, product.is_paired);
-  }
-  ring.finish();
-}
+struct DraftHeadShared {
+  DraftShared common;
+  SharedValue<typename DraftRing<T, W>::Writer> writer;
+};
 
 template <typename T, typename W>
 __global__ void __launch_bounds__(kDraftThreads, 1)
     draft_head_kernel(SPECDEC_GRID_CONSTANT const DraftKernelParams params, int num_stages,
                       bool has_bulk_copies) {
-  SPECDEC_SHARED(DraftShared, shared);
+  using Shared = DraftHeadShared<T, W>;
+  SPECDEC_SHARED(Shared, shared);
   SPECDEC_DYNAMIC_SHARED(unsigned char, memory);
   const int ring_bytes = num_stages * kStageBytes;
-  const DraftBlock<T> block{params, shared, memory.subspan(0, ring_bytes),
+  const DraftBlock<T> block{params, shared.common, memory.subspan(0, ring_bytes),
                             memory.subspan(ring_bytes, kReduceBytes).template as<float>(),
                             num_stages};
-  init_ring(block);
   begin_draft(block);
-  block_barrier();  // the ring, and which elements there are
-  const int num_new = shared.first_element[params.plan.batch];
+  const int num_new = block.shared.first_element[params.plan.batch];
   if (num_new == 0) return;  // trees of their roots alone
-  if (block.warp() == kConsumerWarps) {
-    produce<T, W>(block, num_new, has_bulk_copies);
-  } else {
-    consume<T, W>(block, num_new);
+  DraftRing<T, W> ring(block, shared.writer, has_bulk_copies, DraftStages<T, W>(block, num_new));
+  for (DraftCursor cursor(params.plan, num_new);;) {
+    const DraftPass pass = cursor.pass();
+    if (cursor.begins_pass()) load_pass_rows(block, pass);
+    run_phase<T, W>(block, ring, pass, cursor.op(), cursor.layer());
+    cursor.next();
+    if (cursor.is_done()) return;
+    grid_barrier(static_cast<GridBarrier*>(params.sync.barrier));
   }
 }
 
@@ -159,6 +180,9 @@ cudaError_t block_memory(DraftBlockMemory* memory) {
   const cudaError_t error = dynamic_shared_limit(draft_head_kernel<T, W>, &limit);
   const int64_t fit = (limit - kReduceBytes) / kStageBytes;
   memory->num_stages = static_cast<int>(std::min<int64_t>(fit, kMaxStages));
+  if (error == cudaSuccess && memory->num_stages < DraftRing<T, W>::kMinStages) {
+    return cudaErrorInvalidConfiguration;
+  }
   memory->bytes = memory->num_stages * int64_t{kStageBytes} + kReduceBytes;
   return error;
 }

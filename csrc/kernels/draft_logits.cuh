@@ -4,7 +4,7 @@
 //
 //   begin_logits | add_logits for each panel of weights | finish_logits
 //
-// Row r of a pass belongs to warp r % kConsumerWarps in all three, so its place in shared memory
+// Row r of a pass belongs to warp r % kDraftWarps in all three, so its place in shared memory
 // needs no barrier of the block.
 //
 // A NaN counts as -inf and is never picked. A sum whose largest logit is +inf is NaN, which leaves
@@ -26,7 +26,7 @@ __device__ __forceinline__ float rescaled_sum(const ExpSum& part, float largest)
 template <typename T>
 __device__ __forceinline__ void begin_logits(const DraftBlock<T>& block, const DraftPass& pass) {
   const int lane = block.lane();
-  for (int row = block.warp(); row < pass.num_rows; row += kConsumerWarps) {
+  for (int row = block.warp(); row < pass.num_rows; row += kDraftWarps) {
     if (lane < block.params.top_k) block.shared.picks[row * kMaxDraftTopK + lane] = kNoPick;
     if (lane == 0) block.shared.logit_sums[row] = {bits_to_float(kMinusInfinityBits), 0.0f};
   }
@@ -78,8 +78,8 @@ __device__ __forceinline__ void write_feedback(const DraftBlock<T>& block, const
   const int vectors = params.hidden / kVectorElements<T>;
   const int64_t first_list = static_cast<int64_t>(pass.level % 2) * params.lists();
   const bool is_normed = params.norm_output && params.norm != nullptr;
-  for (int i = block.index() * kConsumers + static_cast<int>(threadIdx.x);
-       i < pass.num_rows * vectors; i += block.count() * kConsumers) {
+  for (int i = block.index() * kDraftThreads + static_cast<int>(threadIdx.x);
+       i < pass.num_rows * vectors; i += block.count() * kDraftThreads) {
     const int row = i / vectors, k = i % vectors * kVectorElements<T>;
     const PassRow element = block.shared.rows[row];
     Vector<T> x = load_vector<T>(block.row(params.scratch.residual, element.memory, params.hidden),
@@ -98,7 +98,7 @@ template <typename T>
 __device__ __forceinline__ void finish_logits(const DraftBlock<T>& block, const DraftPass& pass) {
   const DraftScratch& scratch = block.params.scratch;
   const int lane = block.lane(), top_k = block.params.top_k;
-  for (int row = block.warp(); row < pass.num_rows; row += kConsumerWarps) {
+  for (int row = block.warp(); row < pass.num_rows; row += kDraftWarps) {
     const PassRow element = block.shared.rows[row];
     const int64_t at = static_cast<int64_t>(element.list) * block.count() + block.index();
     if (lane < top_k)

@@ -23,8 +23,8 @@ struct ProductShape {
   // Of a weight row in a stage; half as much where inputs or products take more registers.
   static constexpr int kBytes = sizeof(W) == 2 ? kSliceBytes : kSliceBytes / 2;
   static constexpr int kSlice = kBytes / static_cast<int>(sizeof(W));
-  static constexpr int kShare = kSlice / kConsumerWarps;  // a warp's k of a slice
-  static constexpr int kLane = kVectorElements<W>;        // neighbours that a lane loads
+  static constexpr int kShare = kSlice / kDraftWarps;  // a warp's k of a slice
+  static constexpr int kLane = kVectorElements<W>;     // neighbours that a lane loads
   static constexpr int kSteps = kShare / (4 * kLane);
   static constexpr int kInputVectors = kLane / kVectorElements<T>;
   static_assert(kShare % (4 * kLane) == 0 && kInputVectors >= 1);
@@ -79,7 +79,7 @@ __device__ __forceinline__ void multiply_share(const ShareOfInputs<T, W> (&input
   using Shape = ProductShape<T, W>;
   // Rows that the tile has not were not copied: their lanes read the last one.
   const int row = min(lane / 4, num_outs - 1);
-  const int at = row * kStageRowBytes + warp * (Shape::kBytes / kConsumerWarps) + lane % 4 * 16;
+  const int at = row * kStageRowBytes + warp * (Shape::kBytes / kDraftWarps) + lane % 4 * 16;
 #pragma unroll
   for (int step = 0; step < Shape::kSteps; ++step) {
     const bool is_inside = first + (step * 4 + lane % 4) * Shape::kLane < ins;
@@ -123,8 +123,8 @@ __device__ __forceinline__ PanelValues panel_values(const DraftMatrix& matrix,
 
 // use(row, PanelValues) by all lanes of the warp that has the row; num_rows is at most kRowTiles *
 // kTileRows. shared.inputs and inverses describe the inputs.
-template <int kRowTiles, typename T, typename W, typename Use>
-__device__ __forceinline__ void multiply_row_tiles(const DraftBlock<T>& block, RingReader<T>& ring,
+template <int kRowTiles, typename T, typename W, typename Ring, typename Use>
+__device__ __forceinline__ void multiply_row_tiles(const DraftBlock<T>& block, Ring& ring,
                                                    const DraftMatrix& matrix, bool is_paired,
                                                    const InputSegments& segments, int num_rows,
                                                    const Use& use) {
@@ -163,8 +163,8 @@ __device__ __forceinline__ void multiply_row_tiles(const DraftBlock<T>& block, R
 }
 
 // Of a row the same bits in either way.
-template <typename T, typename W, typename Use>
-__device__ __forceinline__ void multiply_rows(const DraftBlock<T>& block, RingReader<T>& ring,
+template <typename T, typename W, typename Ring, typename Use>
+__device__ __forceinline__ void multiply_rows(const DraftBlock<T>& block, Ring& ring,
                                               const DraftMatrix& matrix, bool is_paired,
                                               const InputSegments& segments, int num_rows,
                                               const Use& use) {
@@ -176,26 +176,12 @@ __device__ __forceinline__ void multiply_rows(const DraftBlock<T>& block, RingRe
   }
 }
 
-// The producer's side of multiply_rows.
+// The stages that multiply_rows takes from the ring.
 template <typename T, typename W>
-__device__ __forceinline__ void stream_matrix(const DraftBlock<T>& block, RingWriter<T>& ring,
-                                              const DraftMatrix& matrix, bool is_paired) {
-  const TileSchedule tiles{matrix.outs, is_paired};
-  const int64_t row_bytes = int64_t{matrix.ins} * static_cast<int>(sizeof(W));
-  const int64_t end = tiles.first_tile(block.index() + 1, block.count());
-  for (int64_t panel = tiles.first_tile(block.index(), block.count()); panel < end;
-       panel += kPanelTiles) {
-    const int64_t panel_end = min(panel + kPanelTiles, end);
-    constexpr int64_t kBytes = ProductShape<T, W>::kBytes;
-    for (int64_t slice = 0; slice < row_bytes; slice += kBytes) {
-      const int bytes = static_cast<int>(min(row_bytes - slice, kBytes));
-      for (int64_t tile = panel; tile < panel_end; ++tile) {
-        ring.write(static_cast<const unsigned char*>(matrix.weight) +
-                       tiles.first_out(tile) * row_bytes + slice,
-                   tiles.num_outs(tile), row_bytes, bytes);
-      }
-    }
-  }
+__device__ __forceinline__ MatrixStages stages_of(const DraftMatrix& matrix, bool is_paired,
+                                                  int block, int num_blocks) {
+  return {matrix, is_paired, static_cast<int>(sizeof(W)), ProductShape<T, W>::kBytes,
+          block,  num_blocks};
 }
 
 }  // namespace specdec

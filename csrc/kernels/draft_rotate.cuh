@@ -21,7 +21,7 @@ template <typename T, typename Use>
 __device__ __forceinline__ void for_units(const DraftBlock<T>& block, int num_rows, int units,
                                           const Use& use) {
   for (int i = block.warp() * block.count() + block.index(); i < num_rows * units;
-       i += kConsumerWarps * block.count()) {
+       i += kDraftWarps * block.count()) {
     use(i / units, i % units);
   }
 }

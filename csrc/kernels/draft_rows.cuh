@@ -215,7 +215,7 @@ __device__ __forceinline__ InputSegments prepare_inputs(const DraftBlock<T>& blo
                                                         const DraftPass& pass, DraftOp op,
                                                         int layer) {
   const InputSegments segments = product_segments(block, op, layer);
-  for (int at = block.warp(); at < segments.count * pass.num_rows; at += kConsumerWarps) {
+  for (int at = block.warp(); at < segments.count * pass.num_rows; at += kDraftWarps) {
     const int segment = at / pass.num_rows, i = at % pass.num_rows;
     const void* data = input_row(block, pass, op, layer, segment, i);
     const void* norm = segment == 0 ? segments.norms[0] : segments.norms[1];

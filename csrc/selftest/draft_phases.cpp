@@ -25,7 +25,7 @@ __global__ void run_phase(const DraftKernelParams params, const DraftPass pass, 
   const int thread = static_cast<int>(threadIdx.x);
   if (thread < pass.num_rows) shared.rows[thread] = rows[thread];
   block_barrier();
-  if (thread >= kConsumers) return;
+  if (thread >= kDraftThreads) return;
   const DraftBlock<T> block{params, shared, memory, memory.template as<float>(), 0};
   if (phase == Phase::kGather) gather_features(block, pass);
   if (phase == Phase::kRotate) rotate_heads(block, pass, layer);

@@ -21,26 +21,41 @@ struct Inputs {
   const void* data[2 * kPassRows];
 };
 
+// The stages of a matrix, twice: the second time the ring is somewhere in its middle.
+struct TwiceStages {
+  MatrixStages first, stages;
+  int round;
+
+  bool is_done() const { return round == 2 || first.is_done(); }
+  StageRows rows() const { return stages.rows(); }
+  template <typename T>
+  void next(const DraftBlock<T>&) {
+    stages.next();
+    if (!stages.is_done()) return;
+    stages = first;
+    ++round;
+  }
+};
+
+template <typename T>
+struct ProductShared {
+  DraftShared common;
+  SharedValue<typename Ring<T, TwiceStages>::Writer> writer;
+};
+
 template <typename T, typename W>
 __global__ void product_kernel(SPECDEC_GRID_CONSTANT const DraftKernelParams params,
                                DraftMatrix matrix, bool is_paired, InputSegments segments,
                                Inputs inputs, int num_rows, int num_stages, bool has_bulk_copies,
                                float* out) {
-  SPECDEC_SHARED(DraftShared, shared);
+  using Shared = ProductShared<T>;
+  SPECDEC_SHARED(Shared, shared);
   SPECDEC_DYNAMIC_SHARED(unsigned char, memory);
   const int ring_bytes = num_stages * kStageBytes;
-  const DraftBlock<T> block{params, shared, memory.subspan(0, ring_bytes),
+  const DraftBlock<T> block{params, shared.common, memory.subspan(0, ring_bytes),
                             memory.subspan(ring_bytes, kReduceBytes).template as<float>(),
                             num_stages};
-  init_ring(block);
-  block_barrier();
-  if (block.warp() == kConsumerWarps) {
-    RingWriter<T> ring(block, has_bulk_copies);
-    for (int i = 0; i < 2; ++i) stream_matrix<T, W>(block, ring, matrix, is_paired);
-    ring.finish();
-    return;
-  }
-  for (int at = block.warp(); at < 2 * kPassRows; at += kConsumerWarps) {
+  for (int at = block.warp(); at < 2 * kPassRows; at += kDraftWarps) {
     if (at / kPassRows >= segments.count || at % kPassRows >= num_rows) continue;
     const float inverse = inverse_root_mean_square<T>(inputs.data[at], segments.width, params.eps);
     if (block.lane() == 0) {
@@ -48,9 +63,9 @@ __global__ void product_kernel(SPECDEC_GRID_CONSTANT const DraftKernelParams par
       block.shared.inverses[at] = inverse;
     }
   }
-  block.sync();
-  RingReader<T> ring(block);
-  for (int i = 0; i < 2; ++i) {  // twice: the second time the ring is somewhere in its middle
+  const MatrixStages stages = stages_of<T, W>(matrix, is_paired, block.index(), block.count());
+  Ring<T, TwiceStages> ring(block, shared.writer, has_bulk_copies, {stages, stages, 0});
+  for (int i = 0; i < 2; ++i) {
     multiply_rows<T, W>(block, ring, matrix, is_paired, segments, num_rows,
                         [&](int row, const PanelValues& values) {
                           for (int half = 0; half < 2; ++half) {
@@ -141,7 +156,7 @@ void check_product(const Case& c, double tolerance) {
   for (const int num_blocks : {1, 3}) {
     for (const bool bulk : {true, false}) {
       std::vector<float> out(static_cast<size_t>(c.num_rows) * c.outs, NAN);
-      const int num_stages = 3;
+      const int num_stages = Ring<T, TwiceStages>::kMinStages;
       CHECK(launch(product_kernel<T, W>,
                    {.grid_x = num_blocks,
                     .grid_y = 1,

@@ -37,7 +37,7 @@ void load_rows(const DraftBlock<T>& block, const DraftPass& pass) {
     row.list = row.memory = list;
     block.shared.rows[threadIdx.x] = row;
   }
-  for (int row = block.warp(); row < pass.num_rows; row += kConsumerWarps) {
+  for (int row = block.warp(); row < pass.num_rows; row += kDraftWarps) {
     const void* residual =
         block.row(block.params.scratch.residual, pass.first_row + row, block.params.hidden);
     const float inverse =
@@ -71,7 +71,7 @@ void run_logits(const DraftBlock<T>& block, const DraftPass& pass, const Model& 
   begin_logits(block, pass);
   for (int64_t first = schedule.first_tile(block.index(), block.count()); first < end;
        first += kPanelTiles) {
-    for (int row = block.warp(); row < pass.num_rows; row += kConsumerWarps) {
+    for (int row = block.warp(); row < pass.num_rows; row += kDraftWarps) {
       const float* logits = logits_of(block, pass, row, model);
       PanelValues values;
       for (int i = 0; i < 2; ++i) {
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kDraftThreads, 1)
   for (DraftCursor cursor(params.plan, num_new); !cursor.is_done(); cursor.next()) {
     const DraftPass pass = cursor.pass();
     if (cursor.op() != DraftOp::kLogits && cursor.op() != DraftOp::kGrow) continue;
-    if (block.warp() < kConsumerWarps) {
+    if (block.warp() < kDraftWarps) {
       if (cursor.op() == DraftOp::kGrow) {
         grow(block, pass);
       } else {

@@ -33,9 +33,7 @@
 //   fetch_add_acq_rel(p, v), load_acquire(p), store_release(p, v)       device scope
 //   thread_fence()                        device scope, orders relaxed atomics as in C++
 //   spin_until(condition)                 the only way to spin; condition() reads with load_acquire
-//   grid_barrier(barrier)                 all blocks of a cooperative launch; meet_grid(barrier):
-//   the
-//                                         same for one thread of each
+//   grid_barrier(barrier)                 all blocks of a cooperative launch
 //
 //   Asynchronous copies and tensor cores
 //   cp_async_16(shared, global, valid)    16 bytes, zeros where not valid; cp_async_commit(),
@@ -107,25 +105,21 @@ struct GridBarrier {
   alignas(128) uint32_t generation;
 };
 
-// One thread of each block of a cooperative launch waits for those of all others; what they wrote
-// before is visible after.
-__device__ __forceinline__ void meet_grid(GridBarrier* barrier,
-                                          Location where = Location::current()) {
-  require_cooperative("grid_barrier", where);
-  const uint32_t generation = load_acquire(&barrier->generation);
-  if (fetch_add_acq_rel(&barrier->arrived, 1u) == gridDim.x * gridDim.y - 1) {
-    barrier->arrived = 0;  // nobody else touches it before the generation changes
-    store_release(&barrier->generation, generation + 1);
-  } else {
-    spin_until([=] { return load_acquire(&barrier->generation) != generation; }, where);
-  }
-}
-
-// Waits for all blocks of a cooperative launch. To be called by all threads.
+// Waits for all blocks of a cooperative launch; what they wrote before is visible after. To be
+// called by all threads.
 __device__ __forceinline__ void grid_barrier(GridBarrier* barrier,
                                              Location where = Location::current()) {
+  require_cooperative("grid_barrier", where);
   block_barrier(where);
-  if (threadIdx.x == 0) meet_grid(barrier, where);
+  if (threadIdx.x == 0) {
+    const uint32_t generation = load_acquire(&barrier->generation);
+    if (fetch_add_acq_rel(&barrier->arrived, 1u) == gridDim.x * gridDim.y - 1) {
+      barrier->arrived = 0;  // nobody else touches it before the generation changes
+      store_release(&barrier->generation, generation + 1);
+    } else {
+      spin_until([=] { return load_acquire(&barrier->generation) != generation; }, where);
+    }
+  }
   block_barrier(where);
 }
 

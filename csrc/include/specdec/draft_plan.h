@@ -59,7 +59,7 @@ struct DraftPlan {
   bool feeds_fc;     // for drafted ones, too: EAGLE-1
   bool is_parallel;  // P-EAGLE: the kept elements give all levels
   int batch;
-  int depth;                       // levels below the root
+  int depth;  // levels below the root
   // Nodes of a row that are expanded for the level below depth i; of level 0 one, the root.
   int16_t widths[kMaxDraftDepth];
 
@@ -91,7 +91,7 @@ struct DraftPass {
 //   for (DraftCursor cursor(plan, num_new); !cursor.is_done(); cursor.next()) { ... }
 class DraftCursor {
  public:
-  SPECDEC_HOST_DEVICE DraftCursor(const DraftPlan& plan, int num_new) : plan_(plan) {
+  SPECDEC_HOST_DEVICE DraftCursor(const DraftPlan& plan, int num_new) : plan_(&plan) {
     begin_rows(PassKind::kNew, 0, num_new);
     skip_absent();
   }
@@ -119,7 +119,7 @@ class DraftCursor {
   // Phases are numbered: gather, fc, six of each layer, logits, grow.
   static constexpr int kLayers = 2;
   static constexpr int kLayerOps = 6;
-  SPECDEC_HOST_DEVICE int layers_end() const { return kLayers + kLayerOps * plan_.num_layers; }
+  SPECDEC_HOST_DEVICE int layers_end() const { return kLayers + kLayerOps * plan_->num_layers; }
   // Behind rotate of the last layer.
   SPECDEC_HOST_DEVICE int cached() const { return layers_end() - kLayerOps + 2; }
 
@@ -140,19 +140,19 @@ class DraftCursor {
   SPECDEC_HOST_DEVICE void next_pass() {
     if (!pass_.is_last) return next_rows();
     if (pass_.kind == PassKind::kNew) {
-      return begin_rows(PassKind::kKept, 0, plan_.batch * plan_.kept_width());
+      return begin_rows(PassKind::kKept, 0, plan_->batch * plan_->kept_width());
     }
     const int level = pass_.level + 1;
-    if (plan_.is_parallel || level >= plan_.depth) {
+    if (plan_->is_parallel || level >= plan_->depth) {
       is_done_ = true;
       return;
     }
-    begin_rows(PassKind::kFrontier, level, plan_.batch * plan_.widths[level]);
+    begin_rows(PassKind::kFrontier, level, plan_->batch * plan_->widths[level]);
   }
   SPECDEC_HOST_DEVICE bool is_present() const {
     const bool is_new = pass_.kind == PassKind::kNew;
-    if (at_ == 0) return is_new && plan_.gathers;
-    if (at_ == 1) return is_new ? plan_.has_fc : plan_.feeds_fc;
+    if (at_ == 0) return is_new && plan_->gathers;
+    if (at_ == 1) return is_new ? plan_->has_fc : plan_->feeds_fc;
     return true;
   }
   SPECDEC_HOST_DEVICE void skip_absent() {
@@ -165,7 +165,7 @@ class DraftCursor {
     }
   }
 
-  const DraftPlan& plan_;
+  const DraftPlan* plan_;
   DraftPass pass_;
   int total_ = 0;
   int at_ = 0;
