@@ -61,18 +61,18 @@ __device__ __forceinline__ bool find_children(const DraftKernelParams& params, i
   return warp_all(is_legal);
 }
 
-// A candidate's place in the order of its level: (score descending, index ascending), what does not
-// exist last. All are different.
-__device__ __forceinline__ uint64_t candidate_rank(float score, int64_t parent, int candidate) {
+// Orders the candidates of a level by (score descending, index ascending), the best one above all,
+// what does not exist below. No two are equal.
+__device__ __forceinline__ uint64_t ranked_candidate(float score, int64_t parent, int candidate) {
   const uint64_t key = candidate_key(score, parent, candidate);
   return key << 32 | ~static_cast<uint32_t>(candidate);
 }
 
 // The candidates of a level from the children of its nodes, of which node i has list
-// first_list + i, or of a parallel head all have first_list. ranks: of a dynamic tree's.
+// first_list + i, or of a parallel head all have first_list. `ranked` gets those of a dynamic tree.
 __device__ __forceinline__ void add_candidates(const DraftTreeRow& tree, int level,
                                                int64_t first_list,
-                                               const SharedSpan<uint64_t>& ranks) {
+                                               const SharedSpan<uint64_t>& ranked) {
   const DraftKernelParams& params = tree.params;
   const DraftScratch& scratch = params.scratch;
   const int begin = tree.level_begin(level);
@@ -90,7 +90,7 @@ __device__ __forceinline__ void add_candidates(const DraftTreeRow& tree, int lev
     tree.scores()[i] = score;
     tree.tokens()[i] = exists ? scratch.child_tokens[child] : 0;
     tree.parents()[i] = parent;
-    if (tree.is_dynamic()) ranks[i - begin] = candidate_rank(score, parent, i);
+    if (tree.is_dynamic()) ranked[i - begin] = ranked_candidate(score, parent, i);
   }
 }
 
@@ -98,13 +98,13 @@ __device__ __forceinline__ void add_candidates(const DraftTreeRow& tree, int lev
 // those that are better; of a static one those with children. Where there are fewer, the rest is
 // not alive.
 __device__ __forceinline__ void choose_nodes(const DraftTreeRow& tree, int level,
-                                             const SharedSpan<uint64_t>& ranks) {
+                                             const SharedSpan<uint64_t>& ranked) {
   const int begin = tree.level_begin(level), count = tree.level_end(level) - begin;
   for (int i = threadIdx.x; i < count; i += kDraftThreads) {
     int place = 0;
     if (tree.is_dynamic()) {
-      const uint64_t own = ranks[i];
-      for (int other = 0; other < count; ++other) place += ranks[other] > own ? 1 : 0;
+      const uint64_t own = ranked[i];
+      for (int other = 0; other < count; ++other) place += ranked[other] > own ? 1 : 0;
       if (place >= tree.params.top_k) continue;
     } else {
       place = tree.places()[begin + i];
@@ -177,11 +177,11 @@ template <typename T>
 __device__ __forceinline__ void grow_level(const DraftBlock<T>& block, const DraftTreeRow& tree,
                                            int level, int64_t first_list) {
   const DraftPlan& plan = tree.params.plan;
-  const auto ranks = block.reduce.template as<uint64_t>();
-  add_candidates(tree, level, first_list, ranks);
+  const auto ranked = block.reduce.template as<uint64_t>();
+  add_candidates(tree, level, first_list, ranked);
   block.sync();  // all candidates of the level are there
   if (level + 1 < plan.depth) {
-    choose_nodes(tree, level, ranks);
+    choose_nodes(tree, level, ranked);
     block.sync();  // the nodes of the next level are
     if (!plan.is_parallel) see_ancestors(tree, level + 1);
   } else if (const float root = *tree.tree_scores(); root == root) {

@@ -77,6 +77,7 @@ struct DraftStages {
   DraftCursor cursor;
   MatrixStages stages;
 
+  DraftStages() = default;
   __device__ __forceinline__ DraftStages(const DraftBlock<T>& block, int num_new)
       : cursor(block.params.plan, num_new), stages() {
     load(block);

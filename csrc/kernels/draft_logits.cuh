@@ -4,6 +4,8 @@
 //
 //   begin_logits | add_logits for each panel of weights | finish_logits
 //
+// A block without weights has no panels, but begins and finishes like the others.
+//
 // Row r of a pass belongs to warp r % kDraftWarps in all three, so its place in shared memory
 // needs no barrier of the block.
 //

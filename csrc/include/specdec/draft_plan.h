@@ -91,7 +91,9 @@ struct DraftPass {
 //   for (DraftCursor cursor(plan, num_new); !cursor.is_done(); cursor.next()) { ... }
 class DraftCursor {
  public:
-  SPECDEC_HOST_DEVICE DraftCursor(const DraftPlan& plan, int num_new) : plan_(&plan) {
+  DraftCursor() = default;  // for shared memory
+  SPECDEC_HOST_DEVICE DraftCursor(const DraftPlan& plan, int num_new)
+      : plan_(&plan), is_done_(false) {
     begin_rows(PassKind::kNew, 0, num_new);
     skip_absent();
   }
@@ -167,11 +169,11 @@ class DraftCursor {
 
   const DraftPlan* plan_;
   DraftPass pass_;
-  int total_ = 0;
-  int at_ = 0;
-  int end_ = 0;
-  bool begins_pass_ = false;
-  bool is_done_ = false;
+  int total_;
+  int at_;
+  int end_;
+  bool begins_pass_;
+  bool is_done_;
 };
 
 // The tiles of a weight matrix, and which of them a block streams: neighbours, as many as others
