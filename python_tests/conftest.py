@@ -17,9 +17,17 @@ from specdec_ext.ops import _library  # noqa: E402
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "emulated: an op's CUDA kernels, run on the host")
+    config.addinivalue_line("markers", "slow_emulated: slow if it is on emulated kernels")
     wanted = "not emulated" not in config.option.markexpr
     if wanted and not hasattr(config, "workerinput"):  # once, not in every xdist worker
         emulation.build()
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow_emulated") and item.get_closest_marker("emulated"):
+            item.add_marker("slow")
 
 
 @pytest.fixture(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Container, Iterable
 from functools import cached_property
 from typing import Any
 
+import pytest
 import torch
 from head_cases import Run, elements
 from torch import Tensor
@@ -37,9 +39,22 @@ SHAPES = {
     "wide": TreeConfig(2, 32, 40),
 }
 # Of three rows in several calls: rows in the middle and in front have nothing new, the last call is more than
-# a chunk of the CPU's or a pass of the kernel.
+# a chunk of the CPU's and two passes of the kernel.
 ROUNDS = [(9, [9, 4, 7]), (3, [1, 0, 3]), (2, [0, 2, 1]), (70, [2, 70, 1])]
-EMULATED_ROUNDS = [(4, [3, 1, 4]), (2, [1, 0, 2]), (15, [0, 15, 3])]
+EMULATED_ROUNDS = [(4, [3, 1, 4]), (2, [1, 0, 2])]
+
+
+def some_emulated(cases: Iterable[Any], emulated: Container[Any]) -> list[Any]:
+    """Cases of a test, values or tuples of them; where kernels are emulated all but the second ones are
+    slow."""
+    return [
+        case
+        if case in emulated
+        else pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow_emulated
+        )
+        for case in cases
+    ]
 
 
 @dataclasses.dataclass

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from head_op_cases import (
     committed,
     path_scores,
     poisoned,
+    some_emulated,
 )
 from op_cases import DEVICES
 
@@ -37,8 +39,12 @@ pytestmark = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("rows", [1, 3, pytest.param(20, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("tree", ["static", "dynamic"])
+@pytest.mark.parametrize(
+    ("rows", "tree"),
+    some_emulated(
+        itertools.product([1, 3, 20], ["static", "dynamic"]), {(3, "static"), (20, "dynamic")}
+    ),
+)
 def test_rows(rows, tree, device):
     """20 rows have more lists and new elements than a pass has; every fourth row has nothing new."""
     head = head_of("qk-norm-window")
@@ -53,7 +59,7 @@ def test_rows(rows, tree, device):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def committed_text(head: DraftHead, lengths: list[int], device: str) -> tuple[OpRun, Run]:
+def committed_text(head: DraftHead, lengths: Sequence[int], device: str) -> tuple[OpRun, Run]:
     """Runs whose caches hold so many elements, at random, and NaN behind them."""
     runs = []
     for kind in (OpRun, Run):
@@ -72,9 +78,13 @@ def committed_text(head: DraftHead, lengths: list[int], device: str) -> tuple[Op
 
 
 @pytest.mark.parametrize(
-    "lengths", [[0, 126, 300], pytest.param([8180, 8500, 1], marks=pytest.mark.slow)], ids=str
+    ("name", "lengths"),
+    some_emulated(
+        itertools.product(["eagle1", "qk-norm-window"], [(0, 126, 300), (8180, 8500, 1)]),
+        {("eagle1", (0, 126, 300))},
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("name", ["eagle1", "qk-norm-window"])
 def test_long_texts(name, lengths, device):
     """Attention in one split, in several, and in as many as there may be; a split ends between rows."""
     head = head_of(name)
@@ -85,8 +95,15 @@ def test_long_texts(name, lengths, device):
     assert_same_draft(*drafts)
 
 
-@pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
-@pytest.mark.parametrize("name", ["eagle1-two-layers", "qk-norm-window", "p-eagle"])
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    some_emulated(
+        itertools.product(
+            ["eagle1-two-layers", "qk-norm-window", "p-eagle"], ["chain", "static", "dynamic"]
+        ),
+        {("qk-norm-window", "chain")},
+    ),
+)
 def test_float16_rows_do_not_depend_on_the_others(name, tree, device):
     head = head_of(name, dtype=torch.float16)
     tokens, features = elements(head, 3, 4)
@@ -139,9 +156,14 @@ def with_exact_weights(head: DraftHead, weights: str) -> DraftHead:
     return dataclasses.replace(head, tensors=tensors)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("weights", ["int8", "float8"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "weights", "dtype"),
+    some_emulated(
+        itertools.product(KINDS, ["int8", "float8"], [torch.bfloat16, torch.float16]),
+        {("qk-norm-window", "int8", torch.bfloat16), ("eagle1", "float8", torch.float16)},
+    ),
+    ids=str,
+)
 def test_8_bit_weights(name, weights, dtype, device, emulated):
     sizes = dict(hidden_size=32, vocab_size=16, draft_vocab_size=3, own_lm_head=True)
     tree = TreeConfig(
@@ -183,7 +205,13 @@ BAD_NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "number"), BAD_NUMBERS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "number"),
+    some_emulated(
+        BAD_NUMBERS, {("counts", -1), ("lengths", 2**62), ("roots", VOCAB), ("tokens", -1)}
+    ),
+    ids=str,
+)
 def test_numbers_out_of_range_leave_the_root_alone(name, number, device):
     """In their row; its score is NaN, its cache is not written, and other rows have the same bits."""
     head, tree = head_of("qk-norm-window"), TreeConfig(3, 3, 12)
@@ -246,8 +274,12 @@ def test_what_does_not_count_may_hold_anything(device):
     assert_root_alone([each[0] for each in drafts[1]], int(arguments["roots"][0]), 0.0)
 
 
-@pytest.mark.parametrize("wrong", [-1, VOCAB, 2**40])
-@pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
+@pytest.mark.parametrize(
+    ("tree", "wrong"),
+    some_emulated(
+        itertools.product(["chain", "static", "dynamic"], [-1, VOCAB, 2**40]), {("dynamic", VOCAB)}
+    ),
+)
 def test_draft_to_target_out_of_range(tree, wrong, device):
     """Where it is drafted, the row gets its root alone."""
     head = head_of("eagle3")

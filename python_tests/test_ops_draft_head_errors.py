@@ -1,4 +1,4 @@
-"""``draft_head`` checks all sizes, dtypes and strides before it follows a pointer, and on the CPU all numbers.
+"""``draft_head`` checks sizes, dtypes and strides before it follows a pointer, and on the CPU all numbers.
 
 What numbers out of range do on CUDA: test_ops_draft_head_cuda.py.
 """

@@ -64,6 +64,7 @@ const char* dtype_name(int32_t dtype) {
   if (dtype == aoti_torch_dtype_float16()) return "torch.float16";
   if (dtype == aoti_torch_dtype_bfloat16()) return "torch.bfloat16";
   if (dtype == aoti_torch_dtype_int8()) return "torch.int8";
+  if (dtype == aoti_torch_dtype_uint8()) return "torch.uint8";
   if (dtype == aoti_torch_dtype_float8_e4m3fn()) return "torch.float8_e4m3fn";
   return "another dtype";
 }
