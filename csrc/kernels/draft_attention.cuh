@@ -26,24 +26,6 @@
 
 namespace specdec {
 
-// The rows of a pass that belong to one batch row, and how the phase divides them.
-struct AttentionPart {
-  int layer;
-  int first;  // row of the pass
-  int count;
-  int batch_row;
-  int group;  // query heads of a key-value head
-  int tiles;
-  int panels;
-  int first_seen;  // slots before are seen by no row,
-  int end;         // and slots from here on neither
-  int split_length;
-  int first_split;
-  int num_splits;  // 0: the batch row is not active
-
-  __device__ __forceinline__ int query_rows() const { return count * group; }
-};
-
 struct AttentionItem {
   int kv_head;
   int tile;
@@ -70,6 +52,44 @@ struct AttentionItem {
 
 __device__ __forceinline__ int committed_slots(const DraftKernelParams& params, int batch_row) {
   return static_cast<int>(params.lengths[batch_row] + params.counts[batch_row]);
+}
+
+// The window's last but `window` - 1 of the ancestors' bits; 0 if there are fewer.
+__device__ __forceinline__ int first_seen_node(const uint64_t* ancestors, int words, int window) {
+  for (int word = words - 1; word >= 0; --word) {
+    uint64_t bits = ancestors[word];
+    const int count = __popcll(bits);
+    if (count < window) {
+      window -= count;
+      continue;
+    }
+    for (int left = count - window; left > 0; --left) bits &= bits - 1;
+    return word * 64 + __ffsll(static_cast<long long>(bits)) - 1;
+  }
+  return 0;
+}
+
+// The first `count` of 16 bits.
+__device__ __forceinline__ uint32_t first_bits(int count) {
+  return (1u << min(max(count, 0), kStepSlots)) - 1;
+}
+
+// Bit i: the row sees slot + i.
+__device__ __forceinline__ uint32_t seen_bits(const SeenSlots& seen, int words, int slot) {
+  uint32_t bits = first_bits(seen.end - slot) & ~first_bits(seen.first - slot);
+  const int node = slot - seen.committed;
+  if (seen.ancestors == nullptr || node <= -kStepSlots) return bits;
+  uint64_t nodes;
+  if (node < 0) {
+    nodes = seen.ancestors[0] << -node;
+  } else {
+    const int word = node / 64, shift = node % 64;
+    nodes = word < words ? seen.ancestors[word] >> shift : 0;
+    if (shift > 64 - kStepSlots && word + 1 < words) {
+      nodes |= seen.ancestors[word + 1] << (64 - shift);
+    }
+  }
+  return bits | (static_cast<uint32_t>(nodes) & 0xFFFF & ~first_bits(seen.first_node - slot));
 }
 
 template <typename T>
@@ -141,9 +161,8 @@ __device__ __forceinline__ AttentionPart attention_part(const DraftBlock<T>& blo
 
 // What the warp's eighth of a split adds up to.
 template <typename T>
-__device__ __forceinline__ void attend_split(const DraftBlock<T>& block, const DraftPass& pass,
-                                             const AttentionPart& part, const AttentionItem& item,
-                                             PanelState<T>& state) {
+__device__ __forceinline__ void attend_split(const DraftBlock<T>& block, const AttentionPart& part,
+                                             const AttentionItem& item, PanelState<T>& state) {
   const DraftKernelParams& params = block.params;
   const int panel = item.panel * kPanelDims;
   AttentionInputs<T> inputs{
@@ -156,22 +175,28 @@ __device__ __forceinline__ void attend_split(const DraftBlock<T>& block, const D
       .head_dim = params.head_dim,
       .panel_dims = params.head_dim - panel,
       .scale = exact_div(1.0f, sqrtf(static_cast<float>(params.head_dim)))};
-  SeenSlots seen[2] = {};
+  int rows[2] = {-1, -1};  // of the pass
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = block.lane() / 4 + 8 * half;
     if (row >= item.num_rows(part)) continue;
-    const PassRow element = block.shared.rows[item.pass_row(part, row)];
+    rows[half] = item.pass_row(part, row);
+    const PassRow element = block.shared.rows[rows[half]];
     inputs.queries[half] = block.row(params.scratch.queries, element.memory, params.query_outs()) +
                            item.head(part, row) * params.head_dim;
-    seen[half] = seen_slots(block, pass, element, params.layers[part.layer].window);
   }
   const int length = part.split_length / kDraftWarps;
   const int begin = item.split * part.split_length + block.warp() * length;
   const int end = min(begin + length, part.end);
   for (int slot = max(begin, part.first_seen / kStepSlots * kStepSlots); slot < end;
        slot += kStepSlots) {
-    attend_step(inputs, seen, params.words, slot, state);
+    uint32_t seen[2] = {0, 0};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (rows[half] < 0) continue;
+      seen[half] = seen_bits(block.shared.seen[rows[half]], params.words, slot);
+    }
+    attend_step(inputs, seen, slot, state);
   }
 }
 
@@ -293,12 +318,34 @@ __device__ __forceinline__ void merge_splits(const DraftBlock<T>& block, const A
   store_float(out + 1, exact_div(merged.y, sum));
 }
 
+// Of each row what it sees, and where a part begins the part.
+template <typename T>
+__device__ __forceinline__ void prepare_attention(const DraftBlock<T>& block, const DraftPass& pass,
+                                                  int layer) {
+  const int i = static_cast<int>(threadIdx.x);
+  if (i < pass.num_rows) {
+    const PassRow row = block.shared.rows[i];
+    if (row.is_active) {
+      block.shared.seen[i] = seen_slots(block, pass, row, block.params.layers[layer].window);
+    }
+    bool begins = i == 0;
+    if (i > 0) {
+      const PassRow before = block.shared.rows[i - 1];
+      begins = before.batch_row != row.batch_row;
+    }
+    if (begins) block.shared.parts[i] = attention_part(block, pass, layer, i);
+  }
+  block.sync();  // all parts are there
+}
+
 template <typename T>
 __device__ __forceinline__ void attend(const DraftBlock<T>& block, const DraftPass& pass,
                                        int layer) {
+  prepare_attention(block, pass, layer);
   int first_item = 0;  // of the part
   for (int first = 0; first < pass.num_rows;) {
-    const AttentionPart part = attention_part(block, pass, layer, first);
+    // Not a copy, which would take registers.
+    const AttentionPart& part = *block.shared.parts.pointer(first);
     first += part.count;
     const int items = block.params.kv_heads * part.tiles * part.panels * part.num_splits;
     const int skip = first_item % block.count();
@@ -307,7 +354,7 @@ __device__ __forceinline__ void attend(const DraftBlock<T>& block, const DraftPa
       const AttentionItem item(part, i);
       PanelState<T> state;
       state.clear();
-      attend_split(block, pass, part, item, state);
+      attend_split(block, part, item, state);
       write_split(block, part, item, state);
       if (!is_last_split(block, part, item)) continue;
       for (int row = block.warp(); row < item.num_rows(part); row += kDraftWarps) {

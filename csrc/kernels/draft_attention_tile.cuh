@@ -36,16 +36,6 @@ struct AttentionInputs {
   float scale;
 };
 
-// What a row sees: slots [first, end), and behind the committed ones those of its node's ancestors
-// from slot first_node on.
-struct SeenSlots {
-  int first;
-  int end;
-  int first_node;
-  int committed;
-  const uint64_t* ancestors;  // [words], bit 0 is slot `committed`; null: none
-};
-
 template <typename T>
 struct PanelState {
   float largest[2];
@@ -72,44 +62,6 @@ __device__ __forceinline__ float softmax_weight(float score, float largest) {
   return x == x ? exp_nonpositive(x) : x;
 }
 
-// The window's last but `window` - 1 of the ancestors' bits; 0 if there are fewer.
-__device__ __forceinline__ int first_seen_node(const uint64_t* ancestors, int words, int window) {
-  for (int word = words - 1; word >= 0; --word) {
-    uint64_t bits = ancestors[word];
-    const int count = __popcll(bits);
-    if (count < window) {
-      window -= count;
-      continue;
-    }
-    for (int left = count - window; left > 0; --left) bits &= bits - 1;
-    return word * 64 + __ffsll(static_cast<long long>(bits)) - 1;
-  }
-  return 0;
-}
-
-// The first `count` of 16 bits.
-__device__ __forceinline__ uint32_t first_bits(int count) {
-  return (1u << min(max(count, 0), kStepSlots)) - 1;
-}
-
-// Bit i: the row sees slot + i.
-__device__ __forceinline__ uint32_t seen_bits(const SeenSlots& seen, int words, int slot) {
-  uint32_t bits = first_bits(seen.end - slot) & ~first_bits(seen.first - slot);
-  const int node = slot - seen.committed;
-  if (seen.ancestors == nullptr || node <= -kStepSlots) return bits;
-  uint64_t nodes;
-  if (node < 0) {
-    nodes = seen.ancestors[0] << -node;
-  } else {
-    const int word = node / 64, shift = node % 64;
-    nodes = word < words ? seen.ancestors[word] >> shift : 0;
-    if (shift > 64 - kStepSlots && word + 1 < words) {
-      nodes |= seen.ancestors[word + 1] << (64 - shift);
-    }
-  }
-  return bits | (static_cast<uint32_t>(nodes) & 0xFFFF & ~first_bits(seen.first_node - slot));
-}
-
 // The dot products of the rows with 2 blocks of 8 slots.
 template <typename T>
 __device__ __forceinline__ void multiply_keys(const AttentionInputs<T>& inputs, int slot,
@@ -121,7 +73,7 @@ __device__ __forceinline__ void multiply_keys(const AttentionInputs<T>& inputs, 
   const int high_width = inputs.queries[1] == nullptr ? 0 : inputs.head_dim;
   const int even_width = own < inputs.end ? inputs.head_dim : 0;
   const int odd_width = own + 8 < inputs.end ? inputs.head_dim : 0;
-#pragma unroll 2
+#pragma unroll(sizeof(T) == 4 ? 1 : 2)  // registers
   for (int chunk = 0; chunk < inputs.head_dim; chunk += 4 * kVectorElements<T>) {
     const int k = chunk + lane % 4 * kVectorElements<T>;
     const Vector<T> low = load_vector<T>(inputs.queries[0], k, low_width);
@@ -137,12 +89,12 @@ __device__ __forceinline__ void multiply_keys(const AttentionInputs<T>& inputs, 
 }
 
 // Dot products become scores; what a row does not see becomes -inf.
-__device__ __forceinline__ void mask_scores(const SeenSlots (&seen)[2], int words, int slot,
-                                            float scale, float (&scores)[2][4]) {
+__device__ __forceinline__ void mask_scores(const uint32_t (&seen)[2], float scale,
+                                            float (&scores)[2][4]) {
   const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const uint32_t own = seen_bits(seen[half], words, slot) >> lane % 4 * 2;
+    const uint32_t own = seen[half] >> lane % 4 * 2;
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
 #pragma unroll
@@ -186,30 +138,27 @@ __device__ __forceinline__ void update_softmax(float (&scores)[2][4], PanelState
   }
 }
 
-// Eight neighbours of the values of the lane's four slots.
+// Neighbours of the values of the lane's four slots: piece i of its eight.
 template <typename T>
 struct ValueVectors {
   static constexpr int kPieces = 8 / kVectorElements<T>;
-  Vector<T> slots[4][kPieces];
+  Vector<T> slots[4];
 
-  __device__ __forceinline__ void load(const AttentionInputs<T>& inputs, int slot) {
+  __device__ __forceinline__ void load(const AttentionInputs<T>& inputs, int slot, int piece) {
     const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = slot + lane % 4 * 2 + i / 2 * 8 + i % 2;
-      const int width = at < inputs.end ? inputs.panel_dims : 0;
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        slots[i][piece] = load_vector<T>(inputs.values + int64_t{at} * inputs.value_stride,
-                                         lane / 4 * 8 + piece * kVectorElements<T>, width);
-      }
+      slots[i] = load_vector<T>(inputs.values + int64_t{at} * inputs.value_stride,
+                                lane / 4 * 8 + piece * kVectorElements<T>,
+                                at < inputs.end ? inputs.panel_dims : 0);
     }
   }
 
   __device__ __forceinline__ uint32_t word(int slot, int i) const {
-    const uint4& bytes = slots[slot][i / 4].bytes;
+    const uint4& bytes = slots[slot].bytes;
     const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
-    return words[i % 4];
+    return words[i];
   }
 
   // Neighbour d of the four slots.
@@ -238,21 +187,28 @@ __device__ __forceinline__ Quad<T> make_quad(float a, float b, float c, float d)
   }
 }
 
-// Slots [slot, slot + kStepSlots). All lanes of the warp.
+// Slots [slot, slot + kStepSlots); bit i of seen[0 (1)]: row lane / 4 (+ 8) sees slot + i. All
+// lanes of the warp.
 template <typename T>
 __device__ __forceinline__ void attend_step(const AttentionInputs<T>& inputs,
-                                            const SeenSlots (&seen)[2], int words, int slot,
+                                            const uint32_t (&seen)[2], int slot,
                                             PanelState<T>& state) {
-  ValueVectors<T> values;
-  values.load(inputs, slot);  // on their way while the scores are computed
   float scores[2][4] = {};
   multiply_keys(inputs, slot, scores);
-  mask_scores(seen, words, slot, inputs.scale, scores);
+  ValueVectors<T> values;
+  values.load(inputs, slot, 0);  // on their way while scores become weights
+  mask_scores(seen, inputs.scale, scores);
   update_softmax(scores, state);
   const Quad<T> low = make_quad<T>(scores[0][0], scores[0][1], scores[1][0], scores[1][1]);
   const Quad<T> high = make_quad<T>(scores[0][2], scores[0][3], scores[1][2], scores[1][3]);
 #pragma unroll
-  for (int d = 0; d < kPanelDims / 8; ++d) multiply<T>(state.values[d], low, high, values.quad(d));
+  for (int piece = 0; piece < ValueVectors<T>::kPieces; ++piece) {
+    if (piece > 0) values.load(inputs, slot, piece);
+#pragma unroll
+    for (int i = 0; i < kVectorElements<T>; ++i) {
+      multiply<T>(state.values[piece * kVectorElements<T> + i], low, high, values.quad(i));
+    }
+  }
 }
 
 // The lanes of a row add up their parts of its sum, all in the same order.

@@ -45,6 +45,34 @@ struct PassRow {
   const void* hidden;  // [feature_width] features as they come, or [hidden] feedback of its parent
 };
 
+// What a row sees: slots [first, end), and behind the committed ones those of its node's ancestors
+// from slot first_node on.
+struct SeenSlots {
+  int first;
+  int end;
+  int first_node;
+  int committed;
+  const uint64_t* ancestors;  // [words], bit 0 is slot `committed`; null: none
+};
+
+// The rows of a pass that belong to one batch row, and how the phase divides them.
+struct AttentionPart {
+  int layer;
+  int first;  // row of the pass
+  int count;
+  int batch_row;
+  int group;  // query heads of a key-value head
+  int tiles;
+  int panels;
+  int first_seen;  // slots before are seen by no row,
+  int end;         // and slots from here on neither
+  int split_length;
+  int first_split;
+  int num_splits;  // 0: the batch row is not active
+
+  __device__ __forceinline__ int query_rows() const { return count * group; }
+};
+
 // The rows of the left factor of a product: one or two segments of `width` elements each.
 struct InputSegments {
   int count;
@@ -54,7 +82,7 @@ struct InputSegments {
 
 struct DraftShared {
   SharedArray<Mbarrier, kMaxStages> full;              // the weights are there
-  SharedArray<Mbarrier, kMaxStages> empty;             // all consumer warps are done with them
+  SharedArray<Mbarrier, kMaxStages> empty;             // all warps are done with them
   SharedArray<int, kMaxDraftBatch + 1> first_element;  // of a batch row, among all new elements
   SharedArray<PassRow, kPassRows> rows;
   SharedArray<const void*, 2 * kPassRows> inputs;          // [segment][row] of the product
@@ -62,6 +90,8 @@ struct DraftShared {
   SharedArray<uint64_t, kPassRows * kMaxDraftTopK> picks;  // best of this block's logits
   SharedArray<ExpSum, kPassRows> logit_sums;               // of this block's logits
   SharedArray<ExpSum, kDraftWarps * kTileRows> warp_sums;  // of attention
+  SharedArray<SeenSlots, kPassRows> seen;                  // of the rows
+  SharedArray<AttentionPart, kPassRows> parts;             // at their first rows
   SharedArray<int, 4> flags;                               // for what a phase has to tell
 };
 

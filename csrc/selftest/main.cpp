@@ -20,6 +20,7 @@ int main() {
     test_emulator_finds_bugs();
     test_ops();
     test_draft_tree_phases();
+    test_draft_phases();
   }
   std::printf("%d checks passed (CPU ops as %s, kernels emulated)\n", num_checks,
               cpu::cpu_isa_name(cpu::cpu_isa()));
