@@ -20,6 +20,7 @@ inline int num_checks = 0;
 void test_numbers();              // numbers.cpp
 void test_draft_plan();           // draft_plan.cpp
 void test_draft_head();           // draft_head.cpp
+void test_draft_scratch();        // draft_scratch.cpp
 void test_draft_phases();         // draft_phases.cpp
 void test_ops();                  // ops.cpp
 void test_sampled_walk();         // sampled_walk.cpp

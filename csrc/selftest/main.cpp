@@ -12,6 +12,7 @@ int main() {
   test_sampled_walk();
   test_draft_plan();
   test_draft_head();
+  test_draft_scratch();
   for (ThreadOrder order :
        {ThreadOrder::kForward, ThreadOrder::kBackward, ThreadOrder::kShuffled}) {
     Emulation::order = order;
