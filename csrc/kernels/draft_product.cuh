@@ -38,36 +38,65 @@ struct ShareOfInputs {
   Vector<T> high[Shape::kSteps][Shape::kInputVectors];
 };
 
+// Where in its row the element k of a product's input is.
+struct InputPlace {
+  int segment;
+  int at;
+
+  __device__ __forceinline__ InputPlace(const InputSegments& segments, int k)
+      : segment(k >= segments.width ? 1 : 0), at(k - segment * segments.width) {}
+};
+
+// As it is in memory.
 template <typename T>
 __device__ __forceinline__ Vector<T> load_input(const DraftBlock<T>& block,
                                                 const InputSegments& segments, int num_rows,
                                                 int row, int k) {
-  const int segment = k >= segments.width ? 1 : 0;
-  if (row >= num_rows || segment >= segments.count) return {make_uint4(0, 0, 0, 0)};
-  const int at = k - segment * segments.width;
-  const void* data = block.shared.inputs[segment * kPassRows + row];
-  const Vector<T> values = load_vector<T>(data, at, segments.width);
-  const void* norm = segment == 0 ? segments.norms[0] : segments.norms[1];
-  if (norm == nullptr || at >= segments.width) return values;
-  return normed(values, load_vector<T>(norm, at, segments.width),
-                block.shared.inverses[segment * kPassRows + row]);
+  const InputPlace place(segments, k);
+  if (row >= num_rows || place.segment >= segments.count) return {make_uint4(0, 0, 0, 0)};
+  return load_vector<T>(block.shared.inputs[place.segment * kPassRows + row], place.at,
+                        segments.width);
+}
+
+// use(step, vector, row of the lane's first, k) for all that a lane has of a share.
+template <typename T, typename W, typename Use>
+__device__ __forceinline__ void for_share(int lane, int first_row, int first, const Use& use) {
+  using Shape = ProductShape<T, W>;
+#pragma unroll
+  for (int step = 0; step < Shape::kSteps; ++step) {
+#pragma unroll
+    for (int i = 0; i < Shape::kInputVectors; ++i) {
+      use(step, i, first_row + lane / 4,
+          first + (step * 4 + lane % 4) * Shape::kLane + i * kVectorElements<T>);
+    }
+  }
 }
 
 template <typename T, typename W>
 __device__ __forceinline__ void load_share(const DraftBlock<T>& block,
                                            const InputSegments& segments, int num_rows,
                                            int first_row, int first, ShareOfInputs<T, W>& inputs) {
-  using Shape = ProductShape<T, W>;
-  const int row = first_row + block.lane() / 4, within = block.lane() % 4 * Shape::kLane;
-#pragma unroll
-  for (int step = 0; step < Shape::kSteps; ++step) {
-#pragma unroll
-    for (int i = 0; i < Shape::kInputVectors; ++i) {
-      const int k = first + step * 4 * Shape::kLane + within + i * kVectorElements<T>;
-      inputs.low[step][i] = load_input(block, segments, num_rows, row, k);
-      inputs.high[step][i] = load_input(block, segments, num_rows, row + 8, k);
-    }
-  }
+  for_share<T, W>(block.lane(), first_row, first, [&](int step, int i, int row, int k) {
+    inputs.low[step][i] = load_input(block, segments, num_rows, row, k);
+    inputs.high[step][i] = load_input(block, segments, num_rows, row + 8, k);
+  });
+}
+
+// The RMS norms of what was loaded.
+template <typename T, typename W>
+__device__ __forceinline__ void norm_share(const DraftBlock<T>& block,
+                                           const InputSegments& segments, int num_rows,
+                                           int first_row, int first, ShareOfInputs<T, W>& inputs) {
+  for_share<T, W>(block.lane(), first_row, first, [&](int step, int i, int row, int k) {
+    const InputPlace place(segments, k);
+    const void* norm = place.segment == 0 ? segments.norms[0] : segments.norms[1];
+    if (norm == nullptr || place.segment >= segments.count || row >= num_rows) return;
+    const Vector<T> weight = load_vector<T>(norm, place.at, segments.width);
+    const int at = place.segment * kPassRows + row;
+    inputs.low[step][i] = normed(inputs.low[step][i], weight, block.shared.inverses[at]);
+    if (row + 8 >= num_rows) return;
+    inputs.high[step][i] = normed(inputs.high[step][i], weight, block.shared.inverses[at + 8]);
+  });
 }
 
 // c[row tile][tile] += inputs times the warp's share of a tile of weights.
@@ -129,18 +158,32 @@ __device__ __forceinline__ void multiply_row_tiles(const DraftBlock<T>& block, R
                                                    const InputSegments& segments, int num_rows,
                                                    const Use& use) {
   using Shape = ProductShape<T, W>;
+  constexpr bool kLoadsAhead = kRowTiles == 1;  // there are no registers for more
   const TileSchedule tiles{matrix.outs, is_paired};
   const int64_t end = tiles.first_tile(block.index() + 1, block.count());
+  const auto load_rows = [&](int first, ShareOfInputs<T, W>(&inputs)[kRowTiles]) {
+#pragma unroll
+    for (int rows = 0; rows < kRowTiles; ++rows) {
+      load_share(block, segments, num_rows, rows * kTileRows, first, inputs[rows]);
+    }
+  };
   for (int64_t panel = tiles.first_tile(block.index(), block.count()); panel < end;
        panel += kPanelTiles) {
     float c[kRowTiles][kPanelTiles][4] = {};
+    ShareOfInputs<T, W> inputs[kRowTiles];
+    [[maybe_unused]] ShareOfInputs<T, W> coming[kRowTiles];
+    const int own = block.warp() * Shape::kShare;
+    if constexpr (kLoadsAhead) load_rows(own, coming);
     for (int slice = 0; slice < matrix.ins; slice += Shape::kSlice) {
-      const int first = slice + block.warp() * Shape::kShare;
-      ShareOfInputs<T, W> inputs[kRowTiles];
+      const int first = slice + own;
+      if constexpr (!kLoadsAhead) load_rows(first, inputs);
 #pragma unroll
       for (int rows = 0; rows < kRowTiles; ++rows) {
-        load_share(block, segments, num_rows, rows * kTileRows, first, inputs[rows]);
+        if constexpr (kLoadsAhead) inputs[rows] = coming[rows];
+        norm_share(block, segments, num_rows, rows * kTileRows, first, inputs[rows]);
       }
+      // On their way while the tiles of this slice are multiplied.
+      if constexpr (kLoadsAhead) load_rows(first + Shape::kSlice, coming);
 #pragma unroll
       for (int tile = 0; tile < kPanelTiles; ++tile) {
         if (panel + tile >= end) break;
