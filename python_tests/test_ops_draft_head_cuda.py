@@ -323,6 +323,31 @@ def test_the_sync_buffer_serves_launch_after_launch(device):
         assert int(sync.count_nonzero()) <= 4  # the barrier's generation
 
 
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    some_emulated(
+        itertools.product(["eagle1", "eagle3.1", "qk-norm-window", "p-eagle"], SHAPES),
+        {("qk-norm-window", "static"), ("p-eagle", "dynamic")},
+    ),
+)
+def test_a_launch_for_each_phase(kind, tree, device):
+    """The same bits as one launch for all, of the cache too, whatever rows have nothing new."""
+    head = head_of(kind)
+    tokens, features = elements(head, 3, 4)
+    runs = []
+    for phase_launches in (False, True):
+        run = OpRun.start(head, 3, device=device)
+        counts = torch.tensor([2, 0, 4])
+        drafted = ops.draft_head(
+            **run.arguments(tokens, features, counts),
+            tree=SHAPES[tree],
+            phase_launches=phase_launches,
+        )
+        runs.append([*drafted, run.keys, run.values])
+    for one, many in zip(*runs, strict=True):
+        torch.testing.assert_close(one, many, rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_sync_buffer_that_is_too_small(device):
     head = head_of("qk-norm-window")
     run = OpRun.start(head, 1, device=device)

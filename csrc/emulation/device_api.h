@@ -45,6 +45,10 @@ cudaError_t dynamic_shared_limit(Kernel*, int64_t* bytes) {
   return cudaSuccess;
 }
 
+inline cudaError_t has_cooperative_launch(bool* answer) {
+  *answer = true;
+  return cudaSuccess;
+}
 inline cudaError_t has_bulk_copies(bool* answer) {
   *answer = Emulation::has_bulk_copies;
   return cudaSuccess;

@@ -101,26 +101,35 @@ __device__ __forceinline__ void sum_up(Counts& counts, int batch) {
   if (lane == 0) counts[0] = 0;
 }
 
-// By all threads of the block. What is written to global memory is for this block, but for zeros,
-// which everybody may read behind the next barrier of the grid.
+// shared.first_element. By all threads of the block; ends with a barrier.
+template <typename T>
+__device__ __forceinline__ void count_elements(const DraftBlock<T>& block) {
+  const DraftPlan& plan = block.params.plan;
+  for (int row = block.warp(); row < plan.batch; row += kDraftWarps) {
+    const int64_t count = count_new(block.params, row);
+    const int64_t elements = count > 0 ? count + plan.kept_width() - 1 : 0;
+    if (block.lane() == 0) block.shared.first_element[row + 1] = static_cast<int>(elements);
+  }
+  block.sync();  // the counts of all rows are there
+  if (block.warp() == 0) sum_up(block.shared.first_element, plan.batch);
+  block.sync();  // their sums are
+}
+
+// Before the first phase. By all threads of the block; what is written to global memory is for this
+// block, but for zeros, which everybody may read behind the next barrier of the grid.
 template <typename T>
 __device__ __forceinline__ void begin_draft(const DraftBlock<T>& block) {
   const DraftKernelParams& params = block.params;
-  const DraftPlan& plan = params.plan;
-  for (int row = block.warp(); row < plan.batch; row += kDraftThreads / kWarpSize) {
-    const int64_t count = count_new(params, row);
-    const int64_t elements = count > 0 ? count + plan.kept_width() - 1 : 0;
-    if (block.lane() == 0) block.shared.first_element[row + 1] = static_cast<int>(elements);
-    if (row % block.count() == block.index()) begin_tree({params, row}, count >= 0);
+  for (int row = block.index() + block.warp() * block.count(); row < params.plan.batch;
+       row += kDraftWarps * block.count()) {
+    begin_tree({params, row}, count_new(params, row) >= 0);
   }
   const int width = max(params.hidden, params.feature_width);
   const int first = block.index() * kDraftThreads + static_cast<int>(threadIdx.x);
   for (int i = first; i < width / kVectorElements<T>; i += block.count() * kDraftThreads) {
     store_global(static_cast<uint4*>(params.scratch.zeros) + i, make_uint4(0, 0, 0, 0));
   }
-  block_barrier();  // the counts of all rows are there
-  if (block.warp() == 0) sum_up(block.shared.first_element, plan.batch);
-  block_barrier();  // their sums are
+  block.sync();  // the trees are there
 }
 
 }  // namespace specdec

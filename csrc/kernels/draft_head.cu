@@ -23,12 +23,16 @@ cudaError_t with_types(FloatType type, DraftWeightType weights, const Function& 
 }  // namespace
 
 cudaError_t draft_head_blocks(FloatType type, DraftWeightType weights, int64_t* num_blocks) {
-  return with_types(type, weights, [&](auto launch) { return launch.blocks(num_blocks); });
+  return with_types(type, weights, [&](auto entry) { return entry.blocks(num_blocks); });
 }
 
 cudaError_t launch_draft_head(const DraftKernelParams& params, FloatType type,
-                              DraftWeightType weights, cudaStream_t stream) {
-  return with_types(type, weights, [&](auto launch) { return launch.run(params, stream); });
+                              DraftWeightType weights, bool phase_launches, cudaStream_t stream) {
+  bool can_cooperate = false;
+  const cudaError_t error = has_cooperative_launch(&can_cooperate);
+  if (error != cudaSuccess) return error;
+  const DraftLaunches launches = choose_launches(can_cooperate, phase_launches);
+  return with_types(type, weights, [&](auto entry) { return entry.run(params, launches, stream); });
 }
 
 }  // namespace specdec

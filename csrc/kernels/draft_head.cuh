@@ -1,6 +1,7 @@
 // draft_head on CUDA: the whole draft, from new elements to the finished tree, in one cooperative
-// launch. What it computes: specdec_ext/reference/draft_head.py. In which order: draft_plan.h. From
-// which memory: draft_kernel.h.
+// launch, or in one launch for each phase (choose_launches in draft_plan.h). What it computes:
+// specdec_ext/reference/draft_head.py. In which order: draft_plan.h. From which memory:
+// draft_kernel.h.
 //
 // One block per multiprocessor. The weights of all phases stream through its ring (draft_ring.cuh).
 //
@@ -19,6 +20,7 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 
 #include "draft_attention.cuh"
 #include "draft_begin.cuh"
@@ -71,31 +73,37 @@ __device__ __forceinline__ void use_outputs(const DraftBlock<T>& block, DraftOp 
   }
 }
 
-// The stages of a whole draft.
+// The stages of all phases of a launch.
 template <typename T, typename W>
 struct DraftStages {
   DraftCursor cursor;
   MatrixStages stages;
+  int num_phases;  // that are left
 
   DraftStages() = default;
-  __device__ __forceinline__ DraftStages(const DraftBlock<T>& block, int num_new)
-      : cursor(block.params.plan, num_new), stages() {
+  __device__ __forceinline__ DraftStages(const DraftBlock<T>& block, const DraftCursor& first,
+                                         int phases)
+      : cursor(first), stages(), num_phases(phases) {
     load(block);
   }
 
-  __device__ __forceinline__ bool is_done() const { return cursor.is_done(); }
+  __device__ __forceinline__ bool is_done() const { return num_phases == 0 || cursor.is_done(); }
   __device__ __forceinline__ StageRows rows() const { return stages.rows(); }
   __device__ __forceinline__ void next(const DraftBlock<T>& block) {
     stages.next();
     if (!stages.is_done()) return;
-    cursor.next();
+    next_phase();
     load(block);
   }
 
  private:
+  __device__ __forceinline__ void next_phase() {
+    cursor.next();
+    --num_phases;
+  }
   // Those of the first product from the cursor on of which the block has tiles.
   __device__ __forceinline__ void load(const DraftBlock<T>& block) {
-    for (; !cursor.is_done(); cursor.next()) {
+    for (; !is_done(); next_phase()) {
       if (!is_product(cursor.op())) continue;
       const PhaseProduct product =
           phase_product<T, W>(block, cursor.pass(), cursor.op(), cursor.layer());
@@ -138,6 +146,14 @@ __device__ __forceinline__ void run_phase(const DraftBlock<T>& block, DraftRing<
   }
 }
 
+// What of a draft a launch does, and with which ring.
+struct DraftSpan {
+  int num_stages;
+  bool has_bulk_copies;
+  int first_phase;
+  int num_phases;
+};
+
 template <typename T, typename W>
 struct DraftHeadShared {
   DraftShared common;
@@ -146,73 +162,78 @@ struct DraftHeadShared {
 
 template <typename T, typename W>
 __global__ void __launch_bounds__(kDraftThreads, 1)
-    draft_head_kernel(SPECDEC_GRID_CONSTANT const DraftKernelParams params, int num_stages,
-                      bool has_bulk_copies) {
+    draft_head_kernel(SPECDEC_GRID_CONSTANT const DraftKernelParams params, DraftSpan span) {
   using Shared = DraftHeadShared<T, W>;
   SPECDEC_SHARED(Shared, shared);
   SPECDEC_DYNAMIC_SHARED(unsigned char, memory);
-  const int ring_bytes = num_stages * kStageBytes;
+  const int ring_bytes = span.num_stages * kStageBytes;
   const DraftBlock<T> block{params, shared.common, memory.subspan(0, ring_bytes),
                             memory.subspan(ring_bytes, kReduceBytes).template as<float>(),
-                            num_stages};
-  begin_draft(block);
+                            span.num_stages};
+  count_elements(block);
+  if (span.first_phase == 0) begin_draft(block);
   const int num_new = block.shared.first_element[params.plan.batch];
   if (num_new == 0) return;  // trees of their roots alone
-  DraftRing<T, W> ring(block, shared.writer, has_bulk_copies, DraftStages<T, W>(block, num_new));
-  for (DraftCursor cursor(params.plan, num_new);;) {
-    const DraftPass pass = cursor.pass();
-    if (cursor.begins_pass()) load_pass_rows(block, pass);
-    run_phase<T, W>(block, ring, pass, cursor.op(), cursor.layer());
+  DraftCursor cursor(params.plan, num_new);
+  for (int i = 0; i < span.first_phase && !cursor.is_done(); ++i) cursor.next();
+  if (cursor.is_done()) return;  // fewer elements than there might have been
+  DraftRing<T, W> ring(block, shared.writer, span.has_bulk_copies,
+                       DraftStages<T, W>(block, cursor, span.num_phases));
+  load_pass_rows(block, cursor.pass());
+  for (int left = span.num_phases;;) {
+    run_phase<T, W>(block, ring, cursor.pass(), cursor.op(), cursor.layer());
     cursor.next();
-    if (cursor.is_done()) return;
+    if (--left == 0 || cursor.is_done()) return;
     grid_barrier(static_cast<GridBarrier*>(params.sync.barrier));
+    if (cursor.begins_pass()) load_pass_rows(block, cursor.pass());
   }
 }
 
-// Stages of the ring that fit, and the dynamic shared memory of a block with them.
-struct DraftBlockMemory {
-  int num_stages;
-  int64_t bytes;
-};
-
+// Blocks of as much shared memory as one may have, so that there is one per multiprocessor.
 template <typename T, typename W>
-cudaError_t block_memory(DraftBlockMemory* memory) {
+cudaError_t block_memory(DraftSpan* span, int64_t* bytes) {
   int64_t limit = 0;
   const cudaError_t error = dynamic_shared_limit(draft_head_kernel<T, W>, &limit);
   const int64_t fit = (limit - kReduceBytes) / kStageBytes;
-  memory->num_stages = static_cast<int>(std::min<int64_t>(fit, kMaxStages));
-  if (error == cudaSuccess && memory->num_stages < DraftRing<T, W>::kMinStages) {
-    return cudaErrorInvalidConfiguration;
-  }
-  memory->bytes = memory->num_stages * int64_t{kStageBytes} + kReduceBytes;
-  return error;
+  span->num_stages = static_cast<int>(std::min<int64_t>(fit, kMaxStages));
+  *bytes = span->num_stages * int64_t{kStageBytes} + kReduceBytes;
+  if (error != cudaSuccess) return error;
+  return span->num_stages < DraftRing<T, W>::kMinStages ? cudaErrorInvalidConfiguration
+                                                        : cudaSuccess;
 }
 
 template <typename T, typename W>
 cudaError_t DraftLaunch<T, W>::blocks(int64_t* num_blocks) {
-  DraftBlockMemory memory;
-  const cudaError_t error = block_memory<T, W>(&memory);
+  DraftSpan span{};
+  int64_t bytes = 0;
+  const cudaError_t error = block_memory<T, W>(&span, &bytes);
   if (error != cudaSuccess) return error;
-  return resident_blocks(draft_head_kernel<T, W>, kDraftThreads, memory.bytes, num_blocks);
+  return resident_blocks(draft_head_kernel<T, W>, kDraftThreads, bytes, num_blocks);
 }
 
 template <typename T, typename W>
-cudaError_t DraftLaunch<T, W>::run(const DraftKernelParams& params, cudaStream_t stream) {
-  DraftBlockMemory memory;
-  int64_t num_blocks = 0;
-  bool bulk = false;
-  cudaError_t error = block_memory<T, W>(&memory);
+cudaError_t DraftLaunch<T, W>::run(const DraftKernelParams& params, DraftLaunches launches,
+                                   cudaStream_t stream) {
+  DraftSpan span{};
+  int64_t bytes = 0, num_blocks = 0;
+  cudaError_t error = block_memory<T, W>(&span, &bytes);
   if (error == cudaSuccess) error = blocks(&num_blocks);
-  if (error == cudaSuccess) error = has_bulk_copies(&bulk);
+  if (error == cudaSuccess) error = has_bulk_copies(&span.has_bulk_copies);
   if (error != cudaSuccess) return error;
-  return launch(draft_head_kernel<T, W>,
-                {.grid_x = num_blocks,
-                 .grid_y = 1,
-                 .block = kDraftThreads,
-                 .stream = stream,
-                 .dynamic_shared_bytes = memory.bytes,
-                 .cooperative = true},
-                params, memory.num_stages, bulk);
+  const bool is_one = launches == DraftLaunches::kOne;
+  const int count = is_one ? 1 : most_phases(params.plan, params.num_new);
+  span.num_phases = is_one ? INT_MAX : 1;
+  for (; span.first_phase < count && error == cudaSuccess; ++span.first_phase) {
+    error = launch(draft_head_kernel<T, W>,
+                   {.grid_x = num_blocks,
+                    .grid_y = 1,
+                    .block = kDraftThreads,
+                    .stream = stream,
+                    .dynamic_shared_bytes = bytes,
+                    .cooperative = is_one},
+                   params, span);
+  }
+  return error;
 }
 
 }  // namespace specdec

@@ -10,7 +10,8 @@ namespace specdec {
 template <typename T, typename W>
 struct DraftLaunch {
   static cudaError_t blocks(int64_t* num_blocks);
-  static cudaError_t run(const DraftKernelParams& params, cudaStream_t stream);
+  static cudaError_t run(const DraftKernelParams& params, DraftLaunches launches,
+                         cudaStream_t stream);
 };
 
 }  // namespace specdec

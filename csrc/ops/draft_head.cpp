@@ -167,7 +167,8 @@ DraftHeadResult draft_head(const std::vector<Tensor>& weights, const std::vector
                            const Tensor& lengths, const Tensor& positions, const Tensor& roots,
                            const Tensor& choices, int64_t depth, int64_t top_k, int64_t nodes,
                            const std::vector<int64_t>& level_ends,
-                           const std::vector<int64_t>& widths, const std::optional<Tensor>& sync) {
+                           const std::vector<int64_t>& widths, const std::optional<Tensor>& sync,
+                           bool phase_launches) {
   const Argument features_arg(kOp, "features", features), tokens_arg(kOp, "tokens", tokens),
       keys_arg(kOp, "keys", keys), cosines_arg(kOp, "cosines", cosines),
       sines_arg(kOp, "sines", sines);
@@ -235,7 +236,7 @@ DraftHeadResult draft_head(const std::vector<Tensor>& weights, const std::vector
       kOp, features, [&] { run_on_cpu(params, levels, num_new, cosines.size(0)); },
       [&](auto stream) {
         return launch_packed(packed, params, levels, num_new, cosines.size(0), features, sync,
-                             stream);
+                             phase_launches, stream);
       });
   return result;
 }

@@ -247,7 +247,7 @@ Tensor sync_buffer(const HeadWeights& head, const Tensor& features,
 cudaError_t launch_packed(const PackedWeights& packed, const DraftHeadParams& call,
                           const DraftLevels& levels, int64_t num_new, int64_t num_positions,
                           const Tensor& features, const std::optional<Tensor>& sync,
-                          cudaStream_t stream) {
+                          bool phase_launches, cudaStream_t stream) {
   check_limits(packed, call, num_new);
   check_alignment(call, num_new);
   DraftKernelParams params{};
@@ -263,7 +263,7 @@ cudaError_t launch_packed(const PackedWeights& packed, const DraftHeadParams& ca
   const Tensor scratch = empty_bytes(features, draft_scratch_bytes(params, type, blocks));
   params.scratch = place_draft_scratch(params, type, blocks, scratch.mutable_data_ptr());
   params.sync = place_draft_sync(sync_memory.mutable_data_ptr());
-  return launch_draft_head(params, type, packed.type, stream);
+  return launch_draft_head(params, type, packed.type, phase_launches, stream);
 }
 
 }  // namespace specdec::glue

@@ -26,7 +26,7 @@ struct DraftLevels {
 cudaError_t launch_packed(const PackedWeights& packed, const DraftHeadParams& call,
                           const DraftLevels& levels, int64_t num_new, int64_t num_positions,
                           const Tensor& features, const std::optional<Tensor>& sync,
-                          cudaStream_t stream);
+                          bool phase_launches, cudaStream_t stream);
 #endif
 
 }  // namespace specdec::glue

@@ -36,8 +36,8 @@ SPECDEC_SCHEMAS(m) {
       "draft_head(Tensor[] weights, int[] layout, float[] scalars, Tensor cosines, Tensor sines, "
       "Tensor(a!) keys, Tensor(b!) values, Tensor tokens, Tensor features, Tensor counts, "
       "Tensor lengths, Tensor positions, Tensor roots, Tensor choices, int depth, int top_k, "
-      "int nodes, int[] level_ends, int[] widths, Tensor(c!)? sync=None) -> (Tensor tokens, "
-      "Tensor parents, Tensor scores)");
+      "int nodes, int[] level_ends, int[] widths, Tensor(c!)? sync=None, bool "
+      "phase_launches=False) -> (Tensor tokens, Tensor parents, Tensor scores)");
   m.def("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor");
   m.def(
       "tree_attention(Tensor query, Tensor key, Tensor value, Tensor ancestors, "

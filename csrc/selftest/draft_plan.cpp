@@ -136,9 +136,27 @@ void test_tiles() {
   }
 }
 
+// A GPU that can't keep all blocks resident, or somebody who asks, gets a launch for each phase: no
+// fewer than there are with the most elements, and no phase twice.
+void test_launches() {
+  CHECK(choose_launches(true, false) == DraftLaunches::kOne);
+  CHECK(choose_launches(true, true) == DraftLaunches::kOnePerPhase);
+  CHECK(choose_launches(false, false) == DraftLaunches::kOnePerPhase);
+  DraftPlan plan{};
+  plan.num_layers = 1;
+  plan.has_fc = true;
+  plan.batch = 3;
+  plan.depth = 2;
+  plan.widths[0] = plan.widths[1] = 1;
+  // fc, projections, rotate | attend to grow: 6 | level 1: 8; 11 elements each are a second pass.
+  CHECK(most_phases(plan, 10) == 3 + 6 + 8);
+  CHECK(most_phases(plan, 11) == 2 * 3 + 6 + 8);
+}
+
 }  // namespace
 
 void test_draft_plan() {
+  test_launches();
   test_one_layer();
   test_passes();
   test_two_layers();

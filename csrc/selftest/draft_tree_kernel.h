@@ -105,6 +105,7 @@ __global__ void __launch_bounds__(kDraftThreads, 1)
   SPECDEC_SHARED(DraftShared, shared);
   SPECDEC_DYNAMIC_SHARED(float, reduce);
   const DraftBlock<T> block{params, shared, reduce.template as<unsigned char>(), reduce, 0};
+  count_elements(block);
   begin_draft(block);
   const int num_new = shared.first_element[params.plan.batch];
   if (num_new == 0) return;

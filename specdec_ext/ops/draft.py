@@ -71,6 +71,7 @@ def draft_head(
     positions: Tensor,
     roots: Tensor,
     tree: TreeConfig,
+    phase_launches: bool = False,
 ) -> HeadDraft:
     """Extend a head's cache by what was committed, and draft a tree below it: on CUDA in one launch.
 
@@ -103,6 +104,8 @@ def draft_head(
         roots: ``[rows]`` int64, the last committed tokens.
         tree: what to draft. ``capacity`` must have room for the new elements and, behind them, for
             the nodes that are expanded: at most ``top_k`` for each level but the last.
+        phase_launches: on CUDA, a launch for each phase of the draft, which profilers show one by one,
+            instead of one for all. The result has the same bits.
 
     Raises:
         ValueError: naming the argument. Nothing is written then, unless ``draft_to_target`` has a token
@@ -125,6 +128,7 @@ def draft_head(
             roots,
             *tree_arguments(tree, features.device),
             head.sync,
+            phase_launches,
         )
     )
 
@@ -151,6 +155,7 @@ def _draft_head_fake(
     level_ends: list[int],
     widths: list[int],
     sync: Tensor | None = None,
+    phase_launches: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = (features.shape[0], nodes)
     return (

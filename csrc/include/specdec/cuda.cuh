@@ -5,6 +5,7 @@
 //
 //   launch(kernel, config, args...)       the only launch, see LaunchConfig
 //   resident_blocks(kernel, block, dynamic_shared_bytes, &n)    most blocks of a cooperative launch
+//   has_cooperative_launch(&answer)                             whether the current device has it
 //   dynamic_shared_limit(kernel, &bytes)                        most that a block may have
 //
 //   Shared memory

@@ -165,6 +165,16 @@ __device__ __forceinline__ void bulk_copy(void*, const void*, int, Mbarrier*) { 
 
 #endif
 
+inline cudaError_t has_cooperative_launch(bool* answer) {
+  int device = 0, value = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&value, cudaDevAttrCooperativeLaunch, device);
+  }
+  *answer = value != 0;
+  return error;
+}
+
 inline cudaError_t has_bulk_copies(bool* answer) {
   int device = 0, major = 0;
   cudaError_t error = cudaGetDevice(&device);

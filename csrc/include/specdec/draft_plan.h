@@ -176,6 +176,28 @@ class DraftCursor {
   bool is_done_;
 };
 
+// Phases of a draft with at most num_new new elements in each row.
+inline int most_phases(const DraftPlan& plan, int num_new) {
+  const int masks = plan.kept_width() - 1;
+  int count = 0;
+  for (DraftCursor cursor(plan, plan.batch * (num_new + masks)); !cursor.is_done(); cursor.next()) {
+    ++count;
+  }
+  return count;
+}
+
+enum class DraftLaunches { kOne, kOnePerPhase };
+
+// One launch for the whole draft wherever its blocks can wait for each other. At any number of
+// rows: a barrier of the grid costs 1 to 2 us, less than the launch that would replace it, and the
+// ring streams the next phase's weights across it, which a launch can't. Passes of 32 rows are what
+// many rows cost, and they would be the same in launches of their own. What launches of each phase
+// are good for: a GPU or a service (MPS with a share of it) that can't keep all blocks resident,
+// and a profiler, which shows them one by one.
+inline DraftLaunches choose_launches(bool can_cooperate, bool wants_phases) {
+  return can_cooperate && !wants_phases ? DraftLaunches::kOne : DraftLaunches::kOnePerPhase;
+}
+
 // The tiles of a weight matrix, and which of them a block streams: neighbours, as many as others
 // have or one more (two of a pair). The sum behind an output has an order of its own, whatever the
 // block, so results do not depend on the number of blocks.

@@ -36,9 +36,10 @@ cudaError_t launch_kv_compact(std::span<const CacheTensor> caches, const KvMoves
 
 // Blocks of the fused draft_head on this device; scratch memory depends on them.
 cudaError_t draft_head_blocks(FloatType type, DraftWeightType weights, int64_t* num_blocks);
-// float32 has weights of its own type only. One launch at a time may use params.sync.
+// float32 has weights of its own type only. One call at a time may use params.sync. phase_launches
+// asks for a launch of each phase, as profilers like it.
 cudaError_t launch_draft_head(const DraftKernelParams& params, FloatType type,
-                              DraftWeightType weights, cudaStream_t stream);
+                              DraftWeightType weights, bool phase_launches, cudaStream_t stream);
 
 cudaError_t launch_tree_attention(const TreeAttentionParams& params, void* workspace,
                                   cudaStream_t stream);
