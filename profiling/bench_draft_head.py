@@ -104,7 +104,7 @@ class Contest:
 def contest(case: Case, context: int) -> Contest:
     config, dtype = case.config, case.dtype
     head = random_head(config, dtype)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(2)  # with 1, two logits are 1.5 roundings apart
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)

@@ -12,7 +12,7 @@
 
 namespace specdec::cpu {
 
-// lm_head is multiplied by all hidden states block by block (linear_blocks.h). Of each block stay
+// lm_head is multiplied by all hidden states block by block (panels.h). Of each block stay
 // its largest logit, its sum of exponentials and its best logits; they are merged in the order of
 // the blocks, so nothing depends on the other rows or on the threads.
 class DraftLogits {
@@ -28,7 +28,7 @@ class DraftLogits {
 
  private:
   void reserve(int64_t rows, int64_t blocks);
-  void visit(const HeadWeights& head, int64_t blocks, int64_t row, int64_t block, int64_t outs,
+  void visit(const HeadWeights& head, int64_t blocks, int64_t row, int64_t first, int64_t outs,
              float* logits);
   std::optional<std::string> merge(const HeadWeights& head, int64_t blocks, int64_t row);
 

@@ -60,6 +60,8 @@ struct DraftHeadRows {
   // out = x, normed and rotated; a head
   void (*rotate)(FloatType type, const void* x, const RowNorm& norm, const Rotation& rotation,
                  int64_t head_dim, void* out);
+  // out = x + bias; bias null: out = x
+  void (*round)(FloatType type, const float* x, const void* bias, int64_t count, void* out);
   // x += y
   void (*add)(FloatType type, const void* y, int64_t count, void* x);
   // out = silu(gate) * up, of [2, count]: gate, then up

@@ -64,6 +64,17 @@ SPECDEC_HOST_DEVICE void rotate_row(const T* __restrict x, const RowNorm& norm,
 }
 
 template <typename T>
+SPECDEC_HOST_DEVICE void round_row(const float* __restrict x, const void* bias, int64_t count,
+                                   T* __restrict out) {
+  const T* __restrict b = static_cast<const T*>(bias);
+  if (b == nullptr) {
+    for (int64_t i = 0; i < count; ++i) from_float(x[i], out + i);
+  } else {
+    for (int64_t i = 0; i < count; ++i) from_float(exact_add(x[i], to_float(b[i])), out + i);
+  }
+}
+
+template <typename T>
 SPECDEC_HOST_DEVICE void add_row(const T* __restrict y, int64_t count, T* __restrict x) {
   for (int64_t i = 0; i < count; ++i) from_float(exact_add(to_float(x[i]), to_float(y[i])), x + i);
 }
@@ -98,6 +109,12 @@ SPECDEC_ROWS_TARGET void rotate(FloatType type, const void* x, const RowNorm& no
   }
   rotate_row(static_cast<const BFloat16*>(x), norm, rotation, head_dim,
              static_cast<BFloat16*>(out));
+}
+
+SPECDEC_ROWS_TARGET void round(FloatType type, const float* x, const void* bias, int64_t count,
+                               void* out) {
+  if (type == FloatType::kFloat32) return round_row(x, bias, count, static_cast<float*>(out));
+  round_row(x, bias, count, static_cast<BFloat16*>(out));
 }
 
 SPECDEC_ROWS_TARGET void add(FloatType type, const void* y, int64_t count, void* x) {
@@ -165,6 +182,7 @@ SPECDEC_ROWS_TARGET void pick_logits(const float* logits, int64_t count, int64_t
 
 constexpr DraftHeadRows kRows{.norm = norm,
                               .rotate = rotate,
+                              .round = round,
                               .add = add,
                               .gate = gate,
                               .sum_logits = sum_logits,

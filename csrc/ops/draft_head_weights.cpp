@@ -3,13 +3,15 @@
 #include <initializer_list>
 #include <utility>
 
+#include "specdec/panels.h"
+
 #ifndef SPECDEC_EMULATED  // there is no kernel to emulate
 
 namespace specdec::glue {
 namespace {
 
 constexpr int64_t kHeadTensors = 10;
-constexpr int64_t kLayerTensors = 10;
+constexpr int64_t kLayerTensors = 12;
 
 void check_contiguous(const Argument& argument, const Tensor& tensor) {
   int64_t stride = 1;
@@ -27,8 +29,8 @@ void check_contiguous(const Argument& argument, const Tensor& tensor) {
 class WeightReader {
  public:
   WeightReader(const std::vector<Tensor>& weights, int64_t expected, const Argument& features,
-               int32_t dtype)
-      : weights_(weights), features_(features), dtype_(dtype) {
+               int32_t dtype, FloatType type)
+      : weights_(weights), features_(features), dtype_(dtype), type_(type) {
     if (std::ssize(weights) != expected) {
       fail_draft_head("weights", "must have " + std::to_string(expected) +
                                      " tensors for the layers of layout, got " +
@@ -47,13 +49,20 @@ class WeightReader {
   const void* matrix(const char* name, int64_t outs, int64_t ins) {
     return read(name, {outs, ins}, "[outs, ins]");
   }
+  const void* panels(const char* name, int64_t outs, int64_t ins) {
+    const int64_t unit = cpu::kPanelUnitBytes / element_size(type_);
+    return read(name,
+                {(outs + cpu::kPanelOuts - 1) / cpu::kPanelOuts, (ins + unit - 1) / unit,
+                 cpu::kPanelOuts, unit},
+                "[panels, units of an output, outputs of a panel, elements of a unit]");
+  }
   // A matrix and the bias that follows it.
   HeadMatrix biased(const char* name, int64_t outs, int64_t ins) {
-    const void* weight = matrix(name, outs, ins);
+    const void* weight = panels(name, outs, ins);
     return {weight, optional_vector((std::string(name) + " bias").c_str(), outs), outs, ins};
   }
   HeadMatrix plain(const char* name, int64_t outs, int64_t ins) {
-    return {matrix(name, outs, ins), nullptr, outs, ins};
+    return {panels(name, outs, ins), nullptr, outs, ins};
   }
   const int64_t* optional_int64(const char* name, int64_t count) {
     const int32_t dtype = std::exchange(dtype_, aoti_torch_dtype_int64());
@@ -83,6 +92,7 @@ class WeightReader {
   const std::vector<Tensor>& weights_;
   const Argument& features_;
   int32_t dtype_;
+  FloatType type_;
   int64_t next_ = 0;
 };
 
@@ -129,6 +139,7 @@ HeadWeights read_layout(const std::vector<int64_t>& layout, const std::vector<do
   head.num_features = reader.at_least(1, "num_features");
   head.feature_width = reader.at_least(1, "feature_width");
   head.mask_token = reader.at_least(-1, "mask_token_id");
+  head.draft_vocab = reader.at_least(1, "draft_vocab_size");
   if (reader.left() < 1) {
     fail_draft_head("layout", "must end with a sliding window (0: none) for each layer");
   }
@@ -161,14 +172,8 @@ void read_layer(WeightReader& reader, bool is_first, const HeadWeights& head, He
   } else {
     layer->input_norm = reader.vector("input_layernorm", head.hidden);
   }
-  const HeadMatrix qkv = reader.biased("qkv_proj", queries + keys_values, attended);
-  const auto rows_from = [&](const void* data, int64_t row, int64_t width) -> const void* {
-    if (data == nullptr) return nullptr;
-    return static_cast<const std::byte*>(data) + row * width * element_size(head.type);
-  };
-  layer->query = {qkv.weight, qkv.bias, queries, attended};
-  layer->key_value = {rows_from(qkv.weight, queries, attended), rows_from(qkv.bias, queries, 1),
-                      keys_values, attended};
+  layer->query = reader.biased("q_proj", queries, attended);
+  layer->key_value = reader.biased("kv_proj", keys_values, attended);
   layer->query_norm = reader.optional_vector("q_norm", dim);
   layer->key_norm = reader.optional_vector("k_norm", dim);
   layer->output = reader.biased("o_proj", head.hidden, queries);
@@ -184,14 +189,6 @@ FloatType head_type(const Argument& features, int32_t dtype) {
        "; convert the head with DraftHead.to and the features with it");
 }
 
-int64_t rows_of_matrix(const Tensor& tensor, const char* name) {
-  if (tensor.dim() != 2 || tensor.size(0) < 1) {
-    fail_draft_head(name, "must be [tokens, hidden_size] with at least 1 token, got shape " +
-                              describe_shape(tensor));
-  }
-  return tensor.size(0);
-}
-
 }  // namespace
 
 HeadWeights read_draft_head(const std::vector<Tensor>& weights, const std::vector<int64_t>& layout,
@@ -200,11 +197,15 @@ HeadWeights read_draft_head(const std::vector<Tensor>& weights, const std::vecto
   HeadWeights head = read_layout(layout, scalars);
   head.type = head_type(features, dtype);
   WeightReader reader(weights, kHeadTensors + kLayerTensors * std::ssize(head.layers), features,
-                      dtype);
-  head.vocab = rows_of_matrix(weights[0], "weights[0] (embed_tokens)");
+                      dtype, head.type);
+  if (weights[0].dim() != 2 || weights[0].size(0) < 1) {
+    fail_draft_head("weights[0] (embed_tokens)",
+                    "must be [tokens, hidden_size] with at least 1 token, got shape " +
+                        describe_shape(weights[0]));
+  }
+  head.vocab = weights[0].size(0);
   head.embedding = reader.matrix("embed_tokens", head.vocab, head.hidden);
-  head.draft_vocab = rows_of_matrix(weights[1], "weights[1] (lm_head)");
-  head.lm_head = reader.matrix("lm_head", head.draft_vocab, head.hidden);
+  head.lm_head = reader.panels("lm_head", head.draft_vocab, head.hidden);
   head.draft_to_target = reader.optional_int64("draft_to_target", head.draft_vocab);
   if (head.draft_to_target == nullptr && head.draft_vocab != head.vocab) {
     fail_draft_head("weights[2] (draft_to_target)",

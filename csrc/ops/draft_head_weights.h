@@ -22,12 +22,13 @@ inline std::string half_open(int64_t low, int64_t end) {
 //
 //   layout   is_eagle1, norm_before_residual, norm_output, hidden_size, intermediate_size,
 //            num_heads, num_kv_heads, head_dim, num_features, feature_width, mask_token_id or -1,
-//            then for each layer its sliding window or 0
+//            draft_vocab_size, then for each layer its sliding window or 0
 //   scalars  rms_norm_eps, logit_scale
 //   weights  embed_tokens, lm_head, draft_to_target, input_norm, fc_norm, fc, fc bias,
-//            hidden_norm, norm, mask_hidden, then for each layer input_layernorm, qkv_proj,
-//            qkv_proj bias, q_norm, k_norm, o_proj, o_proj bias, post_attention_layernorm,
-//            gate_up_proj, down_proj; one without elements is absent
+//            hidden_norm, norm, mask_hidden, then for each layer input_layernorm, q_proj, q_proj
+//            bias, kv_proj, kv_proj bias, q_norm, k_norm, o_proj, o_proj bias,
+//            post_attention_layernorm, gate_up_proj, down_proj; one without elements is
+//            absent, and matrices but embed_tokens are in panels (specdec/panels.h)
 HeadWeights read_draft_head(const std::vector<Tensor>& weights, const std::vector<int64_t>& layout,
                             const std::vector<double>& scalars, const Argument& features,
                             int32_t dtype);

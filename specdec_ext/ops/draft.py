@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specdec_ext.head import DraftHead, HeadConfig
 from specdec_ext.ops import _library
@@ -50,8 +51,8 @@ class PackedHead:
     def pack(cls, head: DraftHead, embedding: Tensor, lm_head: Tensor) -> PackedHead:
         """Lay the head's weights out for the op.
 
-        Projections with the same input become one matrix each, a copy; the others, embedding and lm_head
-        are used where they are if they are contiguous.
+        Matrices are copied into the order in which the op reads them; the embedding, of which it takes
+        single rows, is used where it is if it is contiguous.
 
         Args:
             head: its tensors in float32 or bfloat16, on the CPU.
@@ -80,7 +81,7 @@ class PackedHead:
                     f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; expected {dtype} "
                     f"{shape} on the CPU, for {head.source}"
                 )
-        weights = [embedding, lm_head, _draft_to_target(head, len(embedding))]
+        weights = [embedding, _panels(lm_head), _draft_to_target(head, len(embedding))]
         weights += _head_weights(head, dtype)
         for index in range(config.num_layers):
             weights += _layer_weights(head, index, dtype)
@@ -96,6 +97,7 @@ class PackedHead:
             config.num_features,
             config.feature_width,
             -1 if config.mask_token_id is None else config.mask_token_id,
+            config.draft_vocab_size,
             *(window or 0 for window in windows),
         ]
         return cls(
@@ -104,14 +106,6 @@ class PackedHead:
             [int(number) for number in layout],
             [config.rms_norm_eps, config.logit_scale],
         )
-
-
-def _joined(head: DraftHead, names: Sequence[str], dtype: torch.dtype) -> Tensor:
-    """The tensors one below the other, or an empty one if the head has none of them."""
-    tensors = [head.tensors[name] for name in names if name in head.tensors]
-    if len(tensors) == 1:
-        return tensors[0]
-    return torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
 
 
 def _draft_to_target(head: DraftHead, num_tokens: int) -> Tensor:
@@ -131,15 +125,16 @@ def _head_weights(head: DraftHead, dtype: torch.dtype) -> list[Tensor]:
         ["norm.weight"],
         ["mask_hidden"],
     ]
-    return [_joined(head, group, dtype) for group in groups]
+    return [_packed(head, group, dtype) for group in groups]
 
 
 def _layer_weights(head: DraftHead, index: int, dtype: torch.dtype) -> list[Tensor]:
-    projections = [f"self_attn.{name}_proj" for name in "qkv"]
     groups = [
         ["input_layernorm.weight"],
-        [f"{name}.weight" for name in projections],
-        [f"{name}.bias" for name in projections],
+        ["self_attn.q_proj.weight"],
+        ["self_attn.q_proj.bias"],
+        ["self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+        ["self_attn.k_proj.bias", "self_attn.v_proj.bias"],
         ["self_attn.q_norm.weight"],
         ["self_attn.k_norm.weight"],
         ["self_attn.o_proj.weight"],
@@ -148,7 +143,21 @@ def _layer_weights(head: DraftHead, index: int, dtype: torch.dtype) -> list[Tens
         ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
         ["mlp.down_proj.weight"],
     ]
-    return [_joined(head, [f"layers.{index}.{name}" for name in group], dtype) for group in groups]
+    return [_packed(head, [f"layers.{index}.{name}" for name in group], dtype) for group in groups]
+
+
+def _packed(head: DraftHead, names: Sequence[str], dtype: torch.dtype) -> Tensor:
+    """The tensors one below the other, or an empty one if the head has none of them; a matrix in panels."""
+    tensors = [head.tensors[name] for name in names if name in head.tensors]
+    joined = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
+    return _panels(joined) if joined.dim() == 2 else joined
+
+
+def _panels(weight: Tensor) -> Tensor:
+    """``[panels, units, 32, elements of a unit]`` of ``weight [outs, ins]`` (csrc/include/specdec/panels.h)."""
+    unit = 4 // weight.element_size()
+    padded = F.pad(weight, (0, -weight.shape[1] % unit, 0, -len(weight) % 32))
+    return padded.view(-1, 32, padded.shape[1] // unit, unit).transpose(1, 2).contiguous()
 
 
 @cache
