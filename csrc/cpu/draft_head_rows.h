@@ -47,10 +47,14 @@ struct BestPicks {
   SPECDEC_HOST_DEVICE Pick bar() const {
     return count == capacity && picks[count - 1] > floor ? picks[count - 1] : floor;
   }
+  // Every pick is compared: no branch that depends on where this one goes.
   SPECDEC_HOST_DEVICE void insert(Pick pick) {
-    int64_t i = count < capacity ? count++ : capacity - 1;
-    for (; i > 0 && picks[i - 1] < pick; --i) picks[i] = picks[i - 1];
-    picks[i] = pick;
+    if (count < capacity) picks[count++] = kNoPick;
+    for (int64_t i = 0; i < count; ++i) {
+      const Pick lower = picks[i] < pick ? picks[i] : pick;
+      picks[i] = picks[i] < pick ? pick : picks[i];
+      pick = lower;
+    }
   }
 };
 

@@ -5,14 +5,18 @@
 namespace specdec::cpu::SPECDEC_ROWS_ISA {
 namespace {
 
-SPECDEC_HOST_DEVICE float sum_lanes(float* lanes) {
+// All lanes into lane 0, by halves.
+template <typename Combine>
+SPECDEC_HOST_DEVICE float combine_lanes(float* lanes, const Combine& combine) {
   for (int64_t distance = kRowLanes / 2; distance > 0; distance /= 2) {
     for (int64_t lane = 0; lane < distance; ++lane) {
-      lanes[lane] = exact_add(lanes[lane], lanes[lane + distance]);
+      lanes[lane] = combine(lanes[lane], lanes[lane + distance]);
     }
   }
   return lanes[0];
 }
+
+SPECDEC_HOST_DEVICE float larger(float a, float b) { return a > b ? a : b; }
 
 template <typename T>
 SPECDEC_HOST_DEVICE float inverse_root_mean_square(const T* x, int64_t count, float eps) {
@@ -28,7 +32,8 @@ SPECDEC_HOST_DEVICE float inverse_root_mean_square(const T* x, int64_t count, fl
     const float value = to_float(x[i + lane]);
     sums[lane] = exact_fma(value, value, sums[lane]);
   }
-  return 1.0f / std::sqrt(exact_add(sum_lanes(sums) / static_cast<float>(count), eps));
+  return 1.0f /
+         std::sqrt(exact_add(combine_lanes(sums, exact_add) / static_cast<float>(count), eps));
 }
 
 template <typename T>
@@ -136,19 +141,15 @@ SPECDEC_ROWS_TARGET LogitSum sum_logits(float scale, int64_t count, float* logit
   const int64_t padded = (count + kRowLanes - 1) / kRowLanes * kRowLanes;
   float maxima[kRowLanes];
   std::fill_n(maxima, kRowLanes, kMinusInfinity);
-  for (int64_t i = 0; i < count; ++i) {
-    const float logit = exact_mul(logits[i], scale);
-    logits[i] = logit == logit ? logit : kMinusInfinity;
-  }
-  std::fill_n(logits + count, padded - count, kMinusInfinity);
+  std::fill(logits + count, logits + padded, std::numeric_limits<float>::quiet_NaN());
   for (int64_t i = 0; i < padded; i += kRowLanes) {
     for (int64_t lane = 0; lane < kRowLanes; ++lane) {
-      const float logit = logits[i + lane];
-      maxima[lane] = logit > maxima[lane] ? logit : maxima[lane];
+      const float logit = exact_mul(logits[i + lane], scale);
+      logits[i + lane] = logit == logit ? logit : kMinusInfinity;
+      maxima[lane] = larger(logits[i + lane], maxima[lane]);
     }
   }
-  float largest = kMinusInfinity;
-  for (const float lane : maxima) largest = lane > largest ? lane : largest;
+  const float largest = combine_lanes(maxima, larger);
   if (largest == -kMinusInfinity) return {largest, std::numeric_limits<float>::quiet_NaN()};
   if (largest == kMinusInfinity) return {largest, 0.0f};  // other blocks may have more
   float sums[kRowLanes] = {};
@@ -157,7 +158,7 @@ SPECDEC_ROWS_TARGET LogitSum sum_logits(float scale, int64_t count, float* logit
       sums[lane] = exact_add(sums[lane], exp_nonpositive(exact_add(logits[i + lane], -largest)));
     }
   }
-  return {largest, sum_lanes(sums)};
+  return {largest, combine_lanes(sums, exact_add)};
 }
 
 SPECDEC_ROWS_TARGET void pick_logits(const float* logits, int64_t count, int64_t first,
