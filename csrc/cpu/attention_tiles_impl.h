@@ -168,7 +168,7 @@ SPECDEC_HOST_DEVICE float larger(float a, float b) { return a > b ? a : b; }
 // All lanes into lane 0, by halves: `combine` is waited for five times and not 31 times.
 template <typename Combine>
 SPECDEC_HOST_DEVICE float combine_lanes(float* lanes, const Combine& combine) {
-  for (int64_t distance = kLanes / 2; distance > 0; distance /= 2) {
+  _Pragma("GCC unroll 8") for (int64_t distance = kLanes / 2; distance > 0; distance /= 2) {
     for (int64_t lane = 0; lane < distance; ++lane) {
       lanes[lane] = combine(lanes[lane], lanes[lane + distance]);
     }

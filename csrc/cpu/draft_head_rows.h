@@ -41,12 +41,9 @@ struct BestPicks {
   Pick* picks;  // [capacity], descending
   int64_t capacity;
   int64_t count;
-  Pick floor;  // picks below it are of no interest
 
   // What a pick must exceed to enter.
-  SPECDEC_HOST_DEVICE Pick bar() const {
-    return count == capacity && picks[count - 1] > floor ? picks[count - 1] : floor;
-  }
+  SPECDEC_HOST_DEVICE Pick bar() const { return count == capacity ? picks[count - 1] : kNoPick; }
   // Every pick is compared: no branch that depends on where this one goes.
   SPECDEC_HOST_DEVICE void insert(Pick pick) {
     if (count < capacity) picks[count++] = kNoPick;

@@ -8,7 +8,7 @@ namespace {
 // All lanes into lane 0, by halves.
 template <typename Combine>
 SPECDEC_HOST_DEVICE float combine_lanes(float* lanes, const Combine& combine) {
-  for (int64_t distance = kRowLanes / 2; distance > 0; distance /= 2) {
+  _Pragma("GCC unroll 8") for (int64_t distance = kRowLanes / 2; distance > 0; distance /= 2) {
     for (int64_t lane = 0; lane < distance; ++lane) {
       lanes[lane] = combine(lanes[lane], lanes[lane + distance]);
     }
@@ -163,16 +163,15 @@ SPECDEC_ROWS_TARGET LogitSum sum_logits(float scale, int64_t count, float* logit
 
 SPECDEC_ROWS_TARGET void pick_logits(const float* logits, int64_t count, int64_t first,
                                      BestPicks* best) {
-  constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
   for (int64_t begin = 0; begin < count; begin += kRowLanes) {
     const int64_t end = std::min(begin + kRowLanes, count);
     Pick bar = best->bar();
-    const float lowest = bar == kNoPick ? kMinusInfinity : pick_score(bar);
+    const float lowest = bar == kNoPick ? std::numeric_limits<float>::lowest() : pick_score(bar);
     int32_t candidates = 0;
     for (int64_t i = begin; i < end; ++i) candidates |= logits[i] >= lowest;
     if (candidates == 0) continue;
     for (int64_t i = begin; i < end; ++i) {
-      if (!(logits[i] > kMinusInfinity && logits[i] >= lowest)) continue;
+      if (!(logits[i] >= lowest)) continue;
       const Pick pick = make_pick(ordered_key(canonical_bits(logits[i])), first + i);
       if (pick <= bar) continue;
       best->insert(pick);

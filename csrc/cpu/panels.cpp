@@ -49,7 +49,7 @@ void panel_products(const PanelParams& params, const PanelVisitor& visit,
                    (first + out) / kPanelOuts * panel_bytes,
                input, rows, params.ins, values + out, params.block_outs);
         }
-        visit({row, rows, first, outs, values});
+        visit({row, rows, first, outs, begin * params.block_outs, values});
       }
     });
   }

@@ -184,18 +184,16 @@ def _in_huge_pages(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 @cache
-def _choices(tree: TreeConfig) -> Tensor:
-    """``[choices, 2]``: (parent, rank) of the nodes of a chain or static tree, none of a dynamic one."""
-    return torch.tensor(tree.links, dtype=torch.long).view(-1, 2)
-
-
-@cache
-def _depth(tree: TreeConfig) -> int:
-    """Levels below the root; fewer than ``tree.depth`` in a chain that ``num_nodes`` cuts off."""
+def _shape(tree: TreeConfig) -> tuple[Tensor, int, int, int]:
+    """What the op takes of a tree: ``choices [choices, 2]``, (parent, rank) of the nodes of a chain or static
+    tree and none of a dynamic one; levels below the root, fewer than ``tree.depth`` in a chain that
+    ``num_nodes`` cuts off; ``top_k``; nodes.
+    """
+    choices = torch.tensor(tree.links, dtype=torch.long).view(-1, 2)
     depths = [0]
     for parent, _ in tree.links:
         depths.append(depths[parent] + 1)
-    return max(depths) if tree.links else tree.depth
+    return choices, max(depths) if tree.links else tree.depth, tree.top_k, tree.num_nodes
 
 
 def draft_head(
@@ -258,10 +256,7 @@ def draft_head(
             lengths,
             positions,
             roots,
-            _choices(tree),
-            _depth(tree),
-            tree.top_k,
-            tree.num_nodes,
+            *_shape(tree),
         )
     )
 

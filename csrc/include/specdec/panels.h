@@ -29,15 +29,16 @@ struct PanelParams {
   int64_t block_outs;  // of a block, a multiple of kPanelOuts, at most kMaxBlockOuts
 };
 
-constexpr int64_t kMaxBlockOuts = 384;
+constexpr int64_t kMaxBlockOuts = 256;
 
 // Products, before they are rounded to the type.
 struct PanelBlock {
   int64_t first_row;  // of the input
   int64_t rows;
   int64_t first_out;
-  int64_t outs;   // block_outs, or what is left
-  float* values;  // [rows, block_outs], the visitor's to overwrite
+  int64_t outs;       // block_outs, or what is left
+  int64_t first_run;  // first_out of the run of blocks that one thread visits one after the other
+  float* values;      // [rows, block_outs], the visitor's to overwrite
 };
 
 // Called from several threads, once for each block; must not throw.
