@@ -156,7 +156,7 @@ def _packed(head: DraftHead, names: Sequence[str], dtype: torch.dtype) -> Tensor
 
 
 def _panels(weight: Tensor) -> Tensor:
-    """``[panels, units, 32, elements of a unit]`` of ``weight [outs, ins]``: csrc/include/specdec/panels.h."""
+    """``[panels, units, 32, elements of a unit]`` of ``weight [outs, ins]``; see ``specdec/panels.h``."""
     unit = 4 // weight.element_size()
     padded = F.pad(weight, (0, -weight.shape[1] % unit, 0, -len(weight) % 32))
     return padded.view(-1, 32, padded.shape[1] // unit, unit).transpose(1, 2).contiguous()
