@@ -12,7 +12,7 @@ torch.set_num_threads(1)  # two pytest workers share two cores
 import emulation  # noqa: E402
 from op_cases import DEVICES  # noqa: E402
 
-from specdec_ext.ops import _library  # noqa: E402
+from specdec_ext.ops import _library, packed_head  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,6 +38,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if request.param != "emulated":
         return request.param
     monkeypatch.setattr(_library, "native", emulation.emulated_ops)
+    monkeypatch.setattr(packed_head, "reads_panels", lambda _: False)
     return "cpu"
 
 

@@ -363,7 +363,7 @@ def test_rejects_levels_of_dynamic_trees(ends, widths, device):
     ("change", "message"),
     [
         (lambda p: p.layout.clear(), r"layout ends before is_eagle1; make it with PackedHead.pack"),
-        (lambda p: p.layout.__delitem__(slice(11, None)), r"layout must end with a sliding window"),
+        (lambda p: p.layout.__delitem__(slice(12, None)), r"layout must end with a sliding window"),
         (
             lambda p: p.layout.append(0),
             r"weights must have 40 tensors for the layers of layout, got 30",
@@ -387,7 +387,7 @@ def test_rejects_levels_of_dynamic_trees(ends, widths, device):
         ),
         (
             lambda p: p.layout.__setitem__(0, 1),
-            r"weights\[5\] \(fc\) must be .* = \[24, 120\], got shape",
+            r"weights\[5\] \(fc\) must be .* = \[1, 120, 32, 1\], got shape \[1, 96,",
         ),
         (
             lambda p: p.scalars.pop(),
@@ -403,7 +403,7 @@ def test_rejects_levels_of_dynamic_trees(ends, widths, device):
         ),
         (
             lambda p: p.weights.__setitem__(1, p.weights[1][:0]),
-            r"weights\[1\] \(lm_head\) must be .* least 1",
+            r"weights\[1\] \(lm_head\) must be \[panels, .* = \[2, 24, 32, 1\], got",
         ),
         (
             lambda p: p.weights.__setitem__(2, p.weights[2][:0]),
@@ -430,8 +430,10 @@ def test_rejects_levels_of_dynamic_trees(ends, widths, device):
             r"weights\[7\] \(hidden_norm\) must be \[count",
         ),
         (
-            lambda p: p.weights.__setitem__(11, p.weights[11].mT.contiguous().mT),
-            r"weights\[11\] \(qkv_proj\) must be contiguous, got stride 64 in dimension 1; PackedHead.pack",
+            lambda p: p.weights.__setitem__(
+                11, p.weights[11].transpose(1, 2).contiguous().transpose(1, 2)
+            ),
+            r"weights\[11\] \(qkv_proj\) must be contiguous, got stride 48 in dimension 2; PackedHead.pack",
         ),
         (
             lambda p: p.weights.__setitem__(12, p.weights[12][1:]),
@@ -500,13 +502,18 @@ def test_pack_rejects(dtype, change, message):
         ops.PackedHead.pack(head, **tensors)
 
 
-def test_packing_shares_what_needs_no_copy():
-    head = head_of("eagle3")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packing(dtype):
+    """The embedding is shared. Matrices are in panels: an output's elements are 32 units apart."""
+    head = head_of("eagle3", dtype=dtype)
     run = Run.start(head, rows=1)
     packed = ops.PackedHead.pack(head, run.embedding, run.lm_head)
     assert packed.weights[0].data_ptr() == run.embedding.data_ptr()
-    assert packed.weights[1].data_ptr() == run.lm_head.data_ptr()
-    assert packed.weights[5].data_ptr() == head.tensors["fc.weight"].data_ptr()
+    panels, unit = packed.weights[1], 4 // dtype.itemsize
+    assert panels.shape == (2, 24 // unit, 32, unit)
+    for out, weight in enumerate(run.lm_head):
+        assert torch.equal(panels[out // 32, :, out % 32].flatten(), weight)
+    assert not panels[1, :, 61 - 32 :].any()
 
 
 def test_pack_rejects_formats():

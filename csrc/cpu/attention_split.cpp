@@ -44,6 +44,21 @@ class SplitAttention {
     return static_cast<const std::byte*>(tensor.data) + offset * element_size(params_.type);
   }
 
+  // The keys or values at positions of the prefix.
+  void find_rows(const KvTensor& tensor, const Range& positions, const void** rows) const {
+    const int64_t count = positions.end - positions.begin;
+    if (params_.page_table.data != nullptr) {
+      for (int64_t i = 0; i < count; ++i) {
+        rows[i] = key_or_value(tensor, row_.prefix_slot(positions.begin + i));
+      }
+    } else if (count > 0) {  // one after the other
+      const int64_t stride = tensor.slot_stride * element_size(params_.type);
+      const auto* first =
+          static_cast<const std::byte*>(key_or_value(tensor, row_.prefix_slot(positions.begin)));
+      for (int64_t i = 0; i < count; ++i) rows[i] = first + i * stride;
+    }
+  }
+
   // Tiles begin at multiples of kTileKeys; visits the part of each that some node sees.
   template <typename Visit>
   void for_each_prefix_tile(const Visit& visit) const {
@@ -101,7 +116,9 @@ class SplitAttention {
               queries_ + sizes_.padded_rows * params_.head_dim, 0.0f);
   }
 
-  void multiply_queries(const void* const* keys, float* out, int64_t out_stride) {
+  // Keys that are null don't matter; another one stands in for them.
+  void multiply_queries(const void** keys, const void* any_key, float* out, int64_t out_stride) {
+    std::replace(keys, keys + kTileKeys, static_cast<const void*>(nullptr), any_key);
     tiles_.load_columns(params_.type, keys, params_.head_dim, tile_);
     tiles_.dot_products(queries_, tile_, params_.head_dim, sizes_.padded_rows, out, out_stride);
   }
@@ -114,9 +131,10 @@ class SplitAttention {
                                                const Range& positions) const {
     constexpr int64_t kLineBytes = 64;
     const int64_t row_bytes = params_.head_dim * element_size(params_.type);
-    for (int64_t position = positions.begin; position < positions.end; ++position) {
-      const auto* row =
-          static_cast<const std::byte*>(key_or_value(tensor, row_.prefix_slot(position)));
+    const void* rows[kTileKeys];
+    find_rows(tensor, positions, rows);
+    for (int64_t i = 0; i < positions.end - positions.begin; ++i) {
+      const auto* row = static_cast<const std::byte*>(rows[i]);
       for (int64_t byte = 0; byte < row_bytes; byte += kLineBytes) {
         __builtin_prefetch(row + byte, 0, 2);
       }
@@ -134,19 +152,19 @@ class SplitAttention {
     }
     const int64_t tile_begin = tile.begin / kTileKeys * kTileKeys;
     const void* keys[kTileKeys] = {};
-    for (int64_t position = tile.begin; position < tile.end; ++position) {
-      keys[position - tile_begin] = key_or_value(params_.key, row_.prefix_slot(position));
-    }
-    multiply_queries(keys, scores_ + (tile_begin - split_.begin), kSplitKeys);
+    find_rows(params_.key, tile, keys + (tile.begin - tile_begin));
+    multiply_queries(keys, keys[tile.begin - tile_begin], scores_ + (tile_begin - split_.begin),
+                     kSplitKeys);
   }
 
   void score_nodes(int64_t tile, uint32_t nodes) {
     const void* keys[kTileKeys] = {};
+    const int64_t first = std::countr_zero(nodes);
     for (; nodes != 0; nodes &= nodes - 1) {
       const int64_t bit = std::countr_zero(nodes);
       keys[bit] = key_or_value(params_.key, row_.node_slot(tile * kTileKeys + bit));
     }
-    multiply_queries(keys, node_scores_, kTileKeys);
+    multiply_queries(keys, keys[first], node_scores_, kTileKeys);
     for (int64_t row = 0; row < sizes_.rows; ++row) {
       for_each_ancestor(row / sizes_.group, tile, [&](int64_t bit, int64_t position) {
         scores_[row * kSplitKeys + position - split_.begin] = node_scores_[row * kTileKeys + bit];
@@ -157,34 +175,44 @@ class SplitAttention {
   void add_prefix_values(const Range& tile) {
     prefetch(params_.value, next_tile(tile, prefix_.end));
     if (tile.end == split_.end) prefetch(params_.key, next_tile(tile, row_.prefix_length()));
-    for (int64_t position = tile.begin; position < tile.end; ++position) {
-      tiles_.load_row(params_.type, key_or_value(params_.value, row_.prefix_slot(position)),
-                      params_.head_dim, tile_ + (position - tile.begin) * sizes_.padded_dim);
-    }
+    const void* rows[kTileKeys];
+    const float* values[kTileKeys];
+    const int64_t count = tile.end - tile.begin;
+    find_rows(params_.value, tile, rows);
+    for (int64_t i = 0; i < count; ++i) values[i] = value_floats(rows[i], i);
     if (all_nodes_see(tile)) {
-      tiles_.multiply_add(scores_ + (tile.begin - split_.begin), kSplitKeys, tile_,
-                          tile.end - tile.begin, sizes_.padded_dim, sizes_.padded_rows,
-                          out_.values);
+      tiles_.multiply_add(scores_ + (tile.begin - split_.begin), kSplitKeys, values, count,
+                          sizes_.padded_dim, sizes_.padded_rows, out_.values);
       return;
     }
     for (int64_t row = 0; row < sizes_.rows; ++row) {
       const Range seen = seen_in_split(row / sizes_.group).intersection(tile);
       for (int64_t position = seen.begin; position < seen.end; ++position) {
-        add_value(row, position, tile_ + (position - tile.begin) * sizes_.padded_dim);
+        add_value(row, position, values[position - tile.begin]);
       }
     }
   }
 
+  // A value as padded_dim float32, where it is or in place i of the tile.
+  const float* value_floats(const void* value, int64_t i) {
+    if (params_.type == FloatType::kFloat32 && sizes_.padded_dim == params_.head_dim) {
+      return static_cast<const float*>(value);
+    }
+    float* place = tile_ + i * sizes_.padded_dim;
+    tiles_.load_row(params_.type, value, params_.head_dim, place);
+    return place;
+  }
+
   void add_node_values(int64_t tile, uint32_t nodes) {
+    const float* values[kTileKeys];
     for (; nodes != 0; nodes &= nodes - 1) {
       const int64_t bit = std::countr_zero(nodes);
-      tiles_.load_row(params_.type,
-                      key_or_value(params_.value, row_.node_slot(tile * kTileKeys + bit)),
-                      params_.head_dim, tile_ + bit * sizes_.padded_dim);
+      values[bit] =
+          value_floats(key_or_value(params_.value, row_.node_slot(tile * kTileKeys + bit)), bit);
     }
     for (int64_t row = 0; row < sizes_.rows; ++row) {
       for_each_ancestor(row / sizes_.group, tile, [&](int64_t bit, int64_t position) {
-        add_value(row, position, tile_ + bit * sizes_.padded_dim);
+        add_value(row, position, values[bit]);
       });
     }
   }

@@ -8,11 +8,9 @@ namespace {
 
 constexpr int64_t kBlockRows = 2;
 
-void transpose_block(const float* in, int64_t stride, float* out) {
+void transpose_block(const float* const* rows, int64_t dim, float* out) {
   for (int64_t row = 0; row < kBlock; ++row) {
-    for (int64_t column = 0; column < kBlock; ++column) {
-      out[column * kTileKeys + row] = in[row * stride + column];
-    }
+    for (int64_t d = 0; d < kBlock; ++d) out[d * kTileKeys + row] = rows[row][dim + d];
   }
 }
 

@@ -9,7 +9,7 @@ namespace specdec::cpu {
 
 constexpr int64_t kTileKeys = 32;     // keys of a tile: as float32 of 128 dimensions, half of L1
 constexpr int64_t kSplitKeys = 256;   // keys of a split, a multiple of kTileKeys
-constexpr int64_t kRowBlock = 4;      // query rows are padded to multiples of this,
+constexpr int64_t kRowBlock = 2;      // query rows are padded to multiples of this,
 constexpr int64_t kColumnBlock = 32;  // columns of values to multiples of this
 constexpr int64_t kDimBlock = 16;
 
@@ -33,8 +33,7 @@ struct AttentionTiles {
   // out[i] = rows[0][i] as float32.
   void (*load_row)(FloatType type, const void* row, int64_t count, float* out);
 
-  // Keys as columns: out[d, key] of [head_dim padded to 16, kTileKeys] = rows[key][d]; a null row
-  // gives zeros.
+  // Keys as columns: out[d, key] of [head_dim padded to 16, kTileKeys] = rows[key][d].
   void (*load_columns)(FloatType type, const void* const* rows, int64_t head_dim, float* out);
 
   // out[r, key] = queries[r] . keys[key] for [rows, head_dim] queries and keys as columns. One
@@ -42,8 +41,8 @@ struct AttentionTiles {
   void (*dot_products)(const float* queries, const float* keys, int64_t head_dim, int64_t rows,
                        float* out, int64_t out_stride);
 
-  // out[r, j] += weights[r, k] * values[k, j] of [count, columns] values, one k after the other.
-  void (*multiply_add)(const float* weights, int64_t weight_stride, const float* values,
+  // out[r, j] += weights[r, k] * values[k][j] of count rows of values, one k after the other.
+  void (*multiply_add)(const float* weights, int64_t weight_stride, const float* const* values,
                        int64_t count, int64_t columns, int64_t rows, float* out);
 
   // The same for one row and one k.

@@ -11,29 +11,27 @@ namespace {
 
 constexpr int64_t kBlockRows = 4;
 
-// Four rounds of interleaving vector i with vector i + 8 transpose a 16 x 16 block: each round
-// moves one bit of the row number into the column number.
-SPECDEC_TARGET_AVX512 void transpose_block(const float* in, int64_t stride, float* out) {
-  const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-  __m512 a[16], b[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(in + i * stride);
-#pragma GCC unroll 2
-  for (int round = 0; round < 2; ++round) {
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) {
-      b[2 * i] = _mm512_permutex2var_ps(a[i], low, a[i + 8]);
-      b[2 * i + 1] = _mm512_permutex2var_ps(a[i], high, a[i + 8]);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) {
-      a[2 * i] = _mm512_permutex2var_ps(b[i], low, b[i + 8]);
-      a[2 * i + 1] = _mm512_permutex2var_ps(b[i], high, b[i + 8]);
-    }
+// Four dimensions of the rows i, i + 4, i + 8 and i + 12 side by side, in quarters.
+SPECDEC_TARGET_AVX512 __m512 load_quarters(const float* const* rows, int64_t dim) {
+  __m512 quarters = _mm512_castps128_ps512(_mm_loadu_ps(rows[0] + dim));
+  quarters = _mm512_insertf32x4(quarters, _mm_loadu_ps(rows[4] + dim), 1);
+  quarters = _mm512_insertf32x4(quarters, _mm_loadu_ps(rows[8] + dim), 2);
+  return _mm512_insertf32x4(quarters, _mm_loadu_ps(rows[12] + dim), 3);
+}
+
+// The loads place whole quarters; what is left is to transpose 4 x 4 blocks within them.
+SPECDEC_TARGET_AVX512 void transpose_block(const float* const* rows, int64_t dim, float* out) {
+#pragma GCC unroll 4
+  for (int64_t d = 0; d < kBlock; d += 4) {
+    const __m512 a = load_quarters(rows, dim + d), b = load_quarters(rows + 1, dim + d);
+    const __m512 c = load_quarters(rows + 2, dim + d), e = load_quarters(rows + 3, dim + d);
+    const __m512 ab01 = _mm512_unpacklo_ps(a, b), ab23 = _mm512_unpackhi_ps(a, b);
+    const __m512 ce01 = _mm512_unpacklo_ps(c, e), ce23 = _mm512_unpackhi_ps(c, e);
+    _mm512_storeu_ps(out + d * kTileKeys, _mm512_shuffle_ps(ab01, ce01, 0x44));
+    _mm512_storeu_ps(out + (d + 1) * kTileKeys, _mm512_shuffle_ps(ab01, ce01, 0xEE));
+    _mm512_storeu_ps(out + (d + 2) * kTileKeys, _mm512_shuffle_ps(ab23, ce23, 0x44));
+    _mm512_storeu_ps(out + (d + 3) * kTileKeys, _mm512_shuffle_ps(ab23, ce23, 0xEE));
   }
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) _mm512_storeu_ps(out + i * kTileKeys, a[i]);
 }
 
 }  // namespace

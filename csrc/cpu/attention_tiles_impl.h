@@ -1,7 +1,8 @@
 // The loops of attention_tiles.h, for one instruction set. The including file defines
 //   SPECDEC_TILES_TARGET   the target attribute, or nothing
-//   kBlockRows             rows whose sums stay in registers, with kColumnBlock columns each
-//   transpose_block        out[d * kTileKeys + i] = in[i * stride + d] for i and d below kBlock
+//   kBlockRows             rows whose sums stay in registers, with kColumnBlock columns each; a
+//                          multiple of kRowBlock
+//   transpose_block        out[d * kTileKeys + i] = rows[i][dim + d] for i and d below kBlock
 // Plain loops that compilers vectorise; inner loops have 32 iterations or more, because shorter
 // ones are unrolled to scalars before they reach the vectoriser.
 #pragma once
@@ -38,92 +39,122 @@ SPECDEC_TILES_TARGET void load_row(FloatType type, const void* row, int64_t coun
 SPECDEC_TILES_TARGET void load_columns(FloatType type, const void* const* rows, int64_t head_dim,
                                        float* out) {
   constexpr int64_t kMaxStagedDim = 128;  // dimensions staged at a time: 16 keys stay in L1
-  alignas(64) float stage[kBlock][kMaxStagedDim] = {};
+  alignas(64) float stage[kBlock][kMaxStagedDim];
   for (int64_t key = 0; key < kTileKeys; key += kBlock) {
     for (int64_t dim = 0; dim < head_dim; dim += kMaxStagedDim) {
       const int64_t count = std::min(kMaxStagedDim, head_dim - dim);
+      const int64_t padded = round_up(count, kBlock);
+      const float* block[kBlock];
       for (int64_t i = 0; i < kBlock; ++i) {
-        if (rows[key + i] == nullptr) {
-          std::fill_n(stage[i], count, 0.0f);
+        const auto* row = static_cast<const std::byte*>(rows[key + i]) + dim * element_size(type);
+        if (type == FloatType::kFloat32 && count == padded) {
+          block[i] = reinterpret_cast<const float*>(row);
         } else {
-          const auto* row = static_cast<const std::byte*>(rows[key + i]);
-          load_row(type, row + dim * element_size(type), count, stage[i]);
+          load_row(type, row, count, stage[i]);
+          std::fill(stage[i] + count, stage[i] + padded, 0.0f);
+          block[i] = stage[i];
         }
       }
-      for (int64_t d = 0; d < count; d += kBlock) {
-        transpose_block(&stage[0][d], kMaxStagedDim, out + (dim + d) * kTileKeys + key);
+      for (int64_t d = 0; d < padded; d += kBlock) {
+        transpose_block(block, d, out + (dim + d) * kTileKeys + key);
       }
     }
   }
 }
 
-using BlockSums = float[kBlockRows][kColumnBlock];
+template <int64_t kRows>
+using BlockSums = float[kRows][kColumnBlock];
 
-// sums[r, j] += a[r, k] * b[k, j] for k in [begin, end), one after the other.
-SPECDEC_HOST_DEVICE void add_products(const float* a, int64_t a_stride, const float* b,
-                                      int64_t b_stride, int64_t begin, int64_t end,
-                                      BlockSums& sums) {
+// sums[r, j] += a[r, k] * b(k)[j] for k in [begin, end), one after the other.
+template <int64_t kRows, typename B>
+SPECDEC_HOST_DEVICE void add_products(const float* a, int64_t a_stride, const B& b, int64_t begin,
+                                      int64_t end, BlockSums<kRows>& sums) {
   for (int64_t k = begin; k < end; ++k) {
-    for (int64_t r = 0; r < kBlockRows; ++r) {
+    const float* row = b(k);
+    for (int64_t r = 0; r < kRows; ++r) {
       const float factor = a[r * a_stride + k];
       for (int64_t j = 0; j < kColumnBlock; ++j) {
-        sums[r][j] = exact_fma(factor, b[k * b_stride + j], sums[r][j]);
+        sums[r][j] = exact_fma(factor, row[j], sums[r][j]);
       }
     }
   }
 }
 
 // The same, from nothing.
-SPECDEC_HOST_DEVICE void set_products(const float* a, int64_t a_stride, const float* b,
-                                      int64_t b_stride, int64_t begin, int64_t end,
-                                      BlockSums& sums) {
-  for (int64_t r = 0; r < kBlockRows; ++r) {
+template <int64_t kRows, typename B>
+SPECDEC_HOST_DEVICE void set_products(const float* a, int64_t a_stride, const B& b, int64_t begin,
+                                      int64_t end, BlockSums<kRows>& sums) {
+  const float* row = b(begin);
+  for (int64_t r = 0; r < kRows; ++r) {
     const float factor = a[r * a_stride + begin];
-    for (int64_t j = 0; j < kColumnBlock; ++j) {
-      sums[r][j] = exact_mul(factor, b[begin * b_stride + j]);
+    for (int64_t j = 0; j < kColumnBlock; ++j) sums[r][j] = exact_mul(factor, row[j]);
+  }
+  add_products<kRows>(a, a_stride, b, begin + 1, end, sums);
+}
+
+template <int64_t kRows>
+SPECDEC_TILES_TARGET void dot_products_of(const float* queries, const float* keys, int64_t head_dim,
+                                          float* out, int64_t out_stride) {
+  static_assert(kTileKeys == kColumnBlock);
+  const auto key_dims = [keys](int64_t dim) { return keys + dim * kTileKeys; };
+  BlockSums<kRows> totals;
+  set_products<kRows>(queries, head_dim, key_dims, 0, std::min(kDimBlock, head_dim), totals);
+  for (int64_t dim = kDimBlock; dim < head_dim; dim += kDimBlock) {
+    BlockSums<kRows> sums;
+    set_products<kRows>(queries, head_dim, key_dims, dim, std::min(dim + kDimBlock, head_dim),
+                        sums);
+    for (int64_t r = 0; r < kRows; ++r) {
+      for (int64_t j = 0; j < kColumnBlock; ++j) {
+        totals[r][j] = exact_add(totals[r][j], sums[r][j]);
+      }
     }
   }
-  add_products(a, a_stride, b, b_stride, begin + 1, end, sums);
+  for (int64_t r = 0; r < kRows; ++r) {
+    for (int64_t j = 0; j < kColumnBlock; ++j) out[r * out_stride + j] = totals[r][j];
+  }
 }
 
 SPECDEC_TILES_TARGET void dot_products(const float* queries, const float* keys, int64_t head_dim,
                                        int64_t rows, float* out, int64_t out_stride) {
-  static_assert(kTileKeys == kColumnBlock);
-  for (int64_t row = 0; row < rows; row += kBlockRows) {
-    BlockSums totals;
-    set_products(queries + row * head_dim, head_dim, keys, kTileKeys, 0,
-                 std::min(kDimBlock, head_dim), totals);
-    for (int64_t dim = kDimBlock; dim < head_dim; dim += kDimBlock) {
-      BlockSums sums;
-      set_products(queries + row * head_dim, head_dim, keys, kTileKeys, dim,
-                   std::min(dim + kDimBlock, head_dim), sums);
-      for (int64_t r = 0; r < kBlockRows; ++r) {
-        for (int64_t j = 0; j < kColumnBlock; ++j) {
-          totals[r][j] = exact_add(totals[r][j], sums[r][j]);
-        }
-      }
+  int64_t row = 0;
+  for (; row + kBlockRows <= rows; row += kBlockRows) {
+    dot_products_of<kBlockRows>(queries + row * head_dim, keys, head_dim, out + row * out_stride,
+                                out_stride);
+  }
+  for (; row < rows; row += kRowBlock) {
+    dot_products_of<kRowBlock>(queries + row * head_dim, keys, head_dim, out + row * out_stride,
+                               out_stride);
+  }
+}
+
+template <int64_t kRows>
+SPECDEC_TILES_TARGET void multiply_add_to(const float* weights, int64_t weight_stride,
+                                          const float* const* values, int64_t count,
+                                          int64_t columns, float* out) {
+  for (int64_t column = 0; column < columns; column += kColumnBlock) {
+    BlockSums<kRows> sums;
+    for (int64_t r = 0; r < kRows; ++r) {
+      std::copy_n(out + r * columns + column, kColumnBlock, sums[r]);
     }
-    for (int64_t r = 0; r < kBlockRows; ++r) {
-      for (int64_t j = 0; j < kColumnBlock; ++j) out[(row + r) * out_stride + j] = totals[r][j];
+    const auto value = [values, column](int64_t k) { return values[k] + column; };
+    add_products<kRows>(weights, weight_stride, value, 0, count, sums);
+    for (int64_t r = 0; r < kRows; ++r) {
+      std::copy_n(sums[r], kColumnBlock, out + r * columns + column);
     }
   }
 }
 
 SPECDEC_TILES_TARGET void multiply_add(const float* weights, int64_t weight_stride,
-                                       const float* values, int64_t count, int64_t columns,
+                                       const float* const* values, int64_t count, int64_t columns,
                                        int64_t rows, float* out) {
-  for (int64_t column = 0; column < columns; column += kColumnBlock) {
-    for (int64_t row = 0; row < rows; row += kBlockRows) {
-      BlockSums sums;
-      for (int64_t r = 0; r < kBlockRows; ++r) {
-        std::copy_n(out + (row + r) * columns + column, kColumnBlock, sums[r]);
-      }
-      add_products(weights + row * weight_stride, weight_stride, values + column, columns, 0, count,
-                   sums);
-      for (int64_t r = 0; r < kBlockRows; ++r) {
-        std::copy_n(sums[r], kColumnBlock, out + (row + r) * columns + column);
-      }
-    }
+  int64_t row = 0;
+  for (; row + kBlockRows <= rows; row += kBlockRows) {
+    multiply_add_to<kBlockRows>(weights + row * weight_stride, weight_stride, values, count,
+                                columns, out + row * columns);
+  }
+  for (; row < rows; row += kRowBlock) {
+    multiply_add_to<kRowBlock>(weights + row * weight_stride, weight_stride, values, count, columns,
+                               out + row * columns);
   }
 }
 
@@ -133,6 +164,17 @@ SPECDEC_TILES_TARGET void multiply_add_row(float weight, const float* row, float
 }
 
 SPECDEC_HOST_DEVICE float larger(float a, float b) { return a > b ? a : b; }
+
+// All lanes into lane 0, by halves: `combine` is waited for five times and not 31 times.
+template <typename Combine>
+SPECDEC_HOST_DEVICE float combine_lanes(float* lanes, const Combine& combine) {
+  _Pragma("GCC unroll 8") for (int64_t distance = kLanes / 2; distance > 0; distance /= 2) {
+    for (int64_t lane = 0; lane < distance; ++lane) {
+      lanes[lane] = combine(lanes[lane], lanes[lane + distance]);
+    }
+  }
+  return lanes[0];
+}
 
 // exp(score - maximum); NaN stays NaN.
 SPECDEC_HOST_DEVICE float softmax_weight(float score, float maximum) {
@@ -162,8 +204,7 @@ SPECDEC_TILES_TARGET SoftmaxStats softmax(const ScoreRule& rule, int64_t first, 
     for (int64_t lane = 0; lane < kLanes; ++lane)
       maxima[lane] = larger(row[i + lane], maxima[lane]);
   }
-  float maximum = kMinusInfinity;
-  for (const float lane : maxima) maximum = larger(lane, maximum);
+  const float maximum = combine_lanes(maxima, larger);
 
   // If all scores are -inf, their weights are 0 and not NaN: another split may hold finite ones.
   const float shift = maximum == kMinusInfinity ? 0.0f : maximum;
@@ -174,9 +215,7 @@ SPECDEC_TILES_TARGET SoftmaxStats softmax(const ScoreRule& rule, int64_t first, 
       sums[lane] = exact_add(sums[lane], row[i + lane]);
     }
   }
-  float sum = 0;
-  for (const float lane : sums) sum = exact_add(sum, lane);
-  return {maximum, sum};
+  return {maximum, combine_lanes(sums, exact_add)};
 }
 
 SPECDEC_TILES_TARGET void merge(const SoftmaxStats& later, const float* later_values,

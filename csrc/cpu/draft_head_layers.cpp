@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "specdec/panels.h"
 #include "specdec/tree_attention.h"
 
 namespace specdec::cpu {
@@ -24,22 +25,23 @@ const std::byte* DraftLayers::feedback(int64_t i) const {
 
 void DraftLayers::multiply(const HeadMatrix& matrix, const void* input, int64_t rows,
                            void* output) {
-  const bool is_float = head_->type == FloatType::kFloat32;
-  linear({.type = is_float ? LinearType::kFloat32 : LinearType::kBFloat16,
-          .input = input,
-          .inner_rows = rows,
-          .outer_stride = 0,
-          .inner_stride = matrix.ins,
-          .weight = matrix.weight,
-          .weight_stride = matrix.ins,
-          .bias = matrix.bias,
-          .rows = rows,
-          .in_features = matrix.ins,
-          .out_features = matrix.outs,
-          .output = output,
-          .output_stride = matrix.outs,
-          .float_output = false},
-         *parallel_for_);
+  const auto* bias = static_cast<const std::byte*>(matrix.bias);
+  const auto visitor = [&](const PanelBlock& block) {
+    for (int64_t r = 0; r < block.rows; ++r) {
+      rows_->round(head_->type, block.values + r * kPanelOuts,
+                   bias ? bias + block.first_out * size_ : nullptr, block.outs,
+                   static_cast<std::byte*>(output) +
+                       ((block.first_row + r) * matrix.outs + block.first_out) * size_);
+    }
+  };
+  panel_products({.type = head_->type,
+                  .input = input,
+                  .panels = matrix.weight,
+                  .rows = rows,
+                  .ins = matrix.ins,
+                  .outs = matrix.outs,
+                  .block_outs = kPanelOuts},
+                 visitor, *parallel_for_);
 }
 
 // Of `rows` rows [width], which are contiguous; those of `out` are out_stride elements apart.

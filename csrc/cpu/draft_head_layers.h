@@ -1,5 +1,5 @@
-// The layers of a draft head over elements of several rows. Products are linear's, attention is
-// tree_attention's, so an element has the same bits whatever runs with it.
+// The layers of a draft head over elements of several rows. Products are those of panels.h,
+// attention is tree_attention's, so an element has the same bits whatever runs with it.
 #pragma once
 
 #include <span>
@@ -7,7 +7,6 @@
 #include "attention_split.h"
 #include "draft_head_rows.h"
 #include "specdec/draft_head.h"
-#include "specdec/linear.h"
 
 namespace specdec::cpu {
 

@@ -1,16 +1,17 @@
 #include "draft_head_logits.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <functional>
 #include <limits>
 
-#include "linear_blocks.h"
 #include "specdec/exp.h"
+#include "specdec/panels.h"
 
 namespace specdec::cpu {
 namespace {
+
+constexpr int64_t kBlockOuts = kMaxBlockOuts;
 
 template <typename T>
 void grow_to(std::vector<T>& vector, int64_t size) {
@@ -22,56 +23,46 @@ void grow_to(std::vector<T>& vector, int64_t size) {
 void DraftLogits::reserve(int64_t rows, int64_t blocks) {
   grow_to(sums_, rows * blocks);
   grow_to(picks_, rows * blocks * top_k_);
-  grow_to(num_picks_, rows * blocks);
+  num_picks_.assign(rows * blocks, 0);
   grow_to(best_, blocks * top_k_);
   grow_to(children_, rows * top_k_);
   grow_to(counts_, rows);
-  floors_.assign(rows, kNoPick);
 }
 
 std::optional<std::string> DraftLogits::compute(const HeadWeights& head, const void* hidden,
                                                 int64_t rows, int64_t top_k,
                                                 const ParallelFor& parallel_for) {
   top_k_ = std::min(top_k, head.draft_vocab);
-  const int64_t blocks = num_linear_blocks(head.draft_vocab);
+  const int64_t blocks = (head.draft_vocab + kBlockOuts - 1) / kBlockOuts;
   reserve(rows, blocks);
-  LinearParams params{};
-  params.type = head.type == FloatType::kFloat32 ? LinearType::kFloat32 : LinearType::kBFloat16;
-  params.input = hidden;
-  params.inner_rows = rows;
-  params.inner_stride = head.hidden;
-  params.weight = head.lm_head;
-  params.weight_stride = head.hidden;
-  params.rows = rows;
-  params.in_features = head.hidden;
-  params.out_features = head.draft_vocab;
-  const auto visitor = [&](const LinearBlock& block) {
+  const auto visitor = [&](const PanelBlock& block) {
     for (int64_t r = 0; r < block.rows; ++r) {
-      visit(head, blocks, block.first_row + r, block.index, block.outs,
-            block.values + r * kLinearBlockOuts);
+      visit(head, blocks, block.first_row + r, block, block.values + r * kBlockOuts);
     }
   };
-  linear_blocks(params, visitor, parallel_for);
+  panel_products({.type = head.type,
+                  .input = hidden,
+                  .panels = head.lm_head,
+                  .rows = rows,
+                  .ins = head.hidden,
+                  .outs = head.draft_vocab,
+                  .block_outs = kBlockOuts},
+                 visitor, parallel_for);
   for (int64_t row = 0; row < rows; ++row) {
     if (auto problem = merge(head, blocks, row)) return problem;
   }
   return std::nullopt;
 }
 
-void DraftLogits::visit(const HeadWeights& head, int64_t blocks, int64_t row, int64_t block,
-                        int64_t outs, float* logits) {
+void DraftLogits::visit(const HeadWeights& head, int64_t blocks, int64_t row,
+                        const PanelBlock& block, float* logits) {
   static const DraftHeadRows& rows = draft_head_rows();
-  const int64_t index = row * blocks + block;
-  sums_[index] = rows.sum_logits(head.logit_scale, outs, logits);
-  // A block with top_k picks above the floor raises it: what is below can't be among the best.
-  std::atomic_ref<Pick> floor(floors_[row]);
-  BestPicks best{picks_.data() + index * top_k_, top_k_, 0, floor.load(std::memory_order_relaxed)};
-  rows.pick_logits(logits, outs, block * kLinearBlockOuts, &best);
-  num_picks_[index] = best.count;
-  const Pick bar = best.bar();
-  Pick known = floor.load(std::memory_order_relaxed);
-  while (known < bar && !floor.compare_exchange_weak(known, bar, std::memory_order_relaxed)) {
-  }
+  sums_[row * blocks + block.first_out / kBlockOuts] =
+      rows.sum_logits(head.logit_scale, block.outs, logits);
+  const int64_t run = row * blocks + block.first_run / kBlockOuts;
+  BestPicks best{picks_.data() + run * top_k_, top_k_, num_picks_[run]};
+  rows.pick_logits(logits, block.outs, block.first_out, &best);
+  num_picks_[run] = best.count;
 }
 
 std::optional<std::string> DraftLogits::merge(const HeadWeights& head, int64_t blocks,

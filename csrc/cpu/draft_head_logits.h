@@ -9,12 +9,14 @@
 
 #include "draft_head_rows.h"
 #include "draft_head_tree.h"
+#include "specdec/panels.h"
 
 namespace specdec::cpu {
 
-// lm_head is multiplied by all hidden states block by block (linear_blocks.h). Of each block stay
-// its largest logit, its sum of exponentials and its best logits; they are merged in the order of
-// the blocks, so nothing depends on the other rows or on the threads.
+// lm_head is multiplied by all hidden states block by block (specdec/panels.h). Of each block stay
+// its largest logit and its sum of exponentials, which are merged in the order of the blocks; of
+// each run of blocks its best logits, of which the best are the same however the runs are cut. So
+// nothing depends on the other rows or on the threads.
 class DraftLogits {
  public:
   // Of `hidden` [rows, hidden] contiguous. What is wrong with draft_to_target, or nothing.
@@ -28,15 +30,14 @@ class DraftLogits {
 
  private:
   void reserve(int64_t rows, int64_t blocks);
-  void visit(const HeadWeights& head, int64_t blocks, int64_t row, int64_t block, int64_t outs,
+  void visit(const HeadWeights& head, int64_t blocks, int64_t row, const PanelBlock& block,
              float* logits);
   std::optional<std::string> merge(const HeadWeights& head, int64_t blocks, int64_t row);
 
   int64_t top_k_;
   std::vector<LogitSum> sums_;      // [rows, blocks]
-  std::vector<Pick> picks_;         // [rows, blocks, top_k]
-  std::vector<int64_t> num_picks_;  // [rows, blocks]
-  std::vector<Pick> floors_;        // [rows] a lower bound of the best, known to all threads
+  std::vector<Pick> picks_;         // [rows, blocks, top_k] at a run's first block
+  std::vector<int64_t> num_picks_;  // [rows, blocks] likewise
   std::vector<Pick> best_;
   std::vector<DraftChild> children_;  // [rows, top_k]
   std::vector<int64_t> counts_;       // [rows]

@@ -35,16 +35,17 @@ struct BestPicks {
   Pick* picks;  // [capacity], descending
   int64_t capacity;
   int64_t count;
-  Pick floor;  // picks below it are of no interest
 
   // What a pick must exceed to enter.
-  SPECDEC_HOST_DEVICE Pick bar() const {
-    return count == capacity && picks[count - 1] > floor ? picks[count - 1] : floor;
-  }
+  SPECDEC_HOST_DEVICE Pick bar() const { return count == capacity ? picks[count - 1] : kNoPick; }
+  // Every pick is compared: no branch that depends on where this one goes.
   SPECDEC_HOST_DEVICE void insert(Pick pick) {
-    int64_t i = count < capacity ? count++ : capacity - 1;
-    for (; i > 0 && picks[i - 1] < pick; --i) picks[i] = picks[i - 1];
-    picks[i] = pick;
+    if (count < capacity) picks[count++] = kNoPick;
+    for (int64_t i = 0; i < count; ++i) {
+      const Pick lower = picks[i] < pick ? picks[i] : pick;
+      picks[i] = picks[i] < pick ? pick : picks[i];
+      pick = lower;
+    }
   }
 };
 
@@ -54,6 +55,8 @@ struct DraftHeadRows {
   // out = x, normed and rotated; a head
   void (*rotate)(FloatType type, const void* x, const RowNorm& norm, const Rotation& rotation,
                  int64_t head_dim, void* out);
+  // out = x + bias; bias null: out = x
+  void (*round)(FloatType type, const float* x, const void* bias, int64_t count, void* out);
   // x += y
   void (*add)(FloatType type, const void* y, int64_t count, void* x);
   // out = silu(gate) * up, of [2, count]: gate, then up

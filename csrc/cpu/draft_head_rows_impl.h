@@ -5,14 +5,18 @@
 namespace specdec::cpu::SPECDEC_ROWS_ISA {
 namespace {
 
-SPECDEC_HOST_DEVICE float sum_lanes(float* lanes) {
-  for (int64_t distance = kRowLanes / 2; distance > 0; distance /= 2) {
+// All lanes into lane 0, by halves.
+template <typename Combine>
+SPECDEC_HOST_DEVICE float combine_lanes(float* lanes, const Combine& combine) {
+  _Pragma("GCC unroll 8") for (int64_t distance = kRowLanes / 2; distance > 0; distance /= 2) {
     for (int64_t lane = 0; lane < distance; ++lane) {
-      lanes[lane] = exact_add(lanes[lane], lanes[lane + distance]);
+      lanes[lane] = combine(lanes[lane], lanes[lane + distance]);
     }
   }
   return lanes[0];
 }
+
+SPECDEC_HOST_DEVICE float larger(float a, float b) { return a > b ? a : b; }
 
 template <typename T>
 SPECDEC_HOST_DEVICE float inverse_root_mean_square(const T* x, int64_t count, float eps) {
@@ -28,7 +32,8 @@ SPECDEC_HOST_DEVICE float inverse_root_mean_square(const T* x, int64_t count, fl
     const float value = to_float(x[i + lane]);
     sums[lane] = exact_fma(value, value, sums[lane]);
   }
-  return 1.0f / std::sqrt(exact_add(sum_lanes(sums) / static_cast<float>(count), eps));
+  return 1.0f /
+         std::sqrt(exact_add(combine_lanes(sums, exact_add) / static_cast<float>(count), eps));
 }
 
 template <typename T>
@@ -61,6 +66,17 @@ SPECDEC_HOST_DEVICE void rotate_row(const T* __restrict x, const RowNorm& norm,
     from_float(exact_add(exact_mul(second, cosine), exact_mul(first, sine)), out + half + i);
   }
   for (int64_t i = 2 * half; i < head_dim; ++i) from_float(normed(x, weight, inverse, i), out + i);
+}
+
+template <typename T>
+SPECDEC_HOST_DEVICE void round_row(const float* __restrict x, const void* bias, int64_t count,
+                                   T* __restrict out) {
+  const T* __restrict b = static_cast<const T*>(bias);
+  if (b == nullptr) {
+    for (int64_t i = 0; i < count; ++i) from_float(x[i], out + i);
+  } else {
+    for (int64_t i = 0; i < count; ++i) from_float(exact_add(x[i], to_float(b[i])), out + i);
+  }
 }
 
 template <typename T>
@@ -100,6 +116,12 @@ SPECDEC_ROWS_TARGET void rotate(FloatType type, const void* x, const RowNorm& no
              static_cast<BFloat16*>(out));
 }
 
+SPECDEC_ROWS_TARGET void round(FloatType type, const float* x, const void* bias, int64_t count,
+                               void* out) {
+  if (type == FloatType::kFloat32) return round_row(x, bias, count, static_cast<float*>(out));
+  round_row(x, bias, count, static_cast<BFloat16*>(out));
+}
+
 SPECDEC_ROWS_TARGET void add(FloatType type, const void* y, int64_t count, void* x) {
   if (type == FloatType::kFloat32) {
     return add_row(static_cast<const float*>(y), count, static_cast<float*>(x));
@@ -119,19 +141,15 @@ SPECDEC_ROWS_TARGET LogitSum sum_logits(float scale, int64_t count, float* logit
   const int64_t padded = (count + kRowLanes - 1) / kRowLanes * kRowLanes;
   float maxima[kRowLanes];
   std::fill_n(maxima, kRowLanes, kMinusInfinity);
-  for (int64_t i = 0; i < count; ++i) {
-    const float logit = exact_mul(logits[i], scale);
-    logits[i] = logit == logit ? logit : kMinusInfinity;
-  }
-  std::fill_n(logits + count, padded - count, kMinusInfinity);
+  std::fill(logits + count, logits + padded, std::numeric_limits<float>::quiet_NaN());
   for (int64_t i = 0; i < padded; i += kRowLanes) {
     for (int64_t lane = 0; lane < kRowLanes; ++lane) {
-      const float logit = logits[i + lane];
-      maxima[lane] = logit > maxima[lane] ? logit : maxima[lane];
+      const float logit = exact_mul(logits[i + lane], scale);
+      logits[i + lane] = logit == logit ? logit : kMinusInfinity;
+      maxima[lane] = larger(logits[i + lane], maxima[lane]);
     }
   }
-  float largest = kMinusInfinity;
-  for (const float lane : maxima) largest = lane > largest ? lane : largest;
+  const float largest = combine_lanes(maxima, larger);
   if (largest == -kMinusInfinity) return {largest, std::numeric_limits<float>::quiet_NaN()};
   if (largest == kMinusInfinity) return {largest, 0.0f};  // other blocks may have more
   float sums[kRowLanes] = {};
@@ -140,21 +158,20 @@ SPECDEC_ROWS_TARGET LogitSum sum_logits(float scale, int64_t count, float* logit
       sums[lane] = exact_add(sums[lane], exp_nonpositive(exact_add(logits[i + lane], -largest)));
     }
   }
-  return {largest, sum_lanes(sums)};
+  return {largest, combine_lanes(sums, exact_add)};
 }
 
 SPECDEC_ROWS_TARGET void pick_logits(const float* logits, int64_t count, int64_t first,
                                      BestPicks* best) {
-  constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
   for (int64_t begin = 0; begin < count; begin += kRowLanes) {
     const int64_t end = std::min(begin + kRowLanes, count);
     Pick bar = best->bar();
-    const float lowest = bar == kNoPick ? kMinusInfinity : pick_score(bar);
+    const float lowest = bar == kNoPick ? std::numeric_limits<float>::lowest() : pick_score(bar);
     int32_t candidates = 0;
     for (int64_t i = begin; i < end; ++i) candidates |= logits[i] >= lowest;
     if (candidates == 0) continue;
     for (int64_t i = begin; i < end; ++i) {
-      if (!(logits[i] > kMinusInfinity && logits[i] >= lowest)) continue;
+      if (!(logits[i] >= lowest)) continue;
       const Pick pick = make_pick(ordered_key(canonical_bits(logits[i])), first + i);
       if (pick <= bar) continue;
       best->insert(pick);
@@ -165,6 +182,7 @@ SPECDEC_ROWS_TARGET void pick_logits(const float* logits, int64_t count, int64_t
 
 constexpr DraftHeadRows kRows{.norm = norm,
                               .rotate = rotate,
+                              .round = round,
                               .add = add,
                               .gate = gate,
                               .sum_logits = sum_logits,

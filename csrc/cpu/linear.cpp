@@ -1,6 +1,6 @@
 // CPU op linear: passes of up to 32 rows, each one parallel loop over tiles of output columns. The
 // inputs are copied into the order in which the kernels read them (linear_kernel.h); the weights
-// are read where they are. linear_blocks hands the products over while they are in the cache.
+// are read where they are.
 //
 // Bits: AVX2 and AVX-512 agree, with and without vdpbf16ps, unless a bfloat16 or a partial sum is
 // subnormal, which vdpbf16ps takes as zero. SPECDEC_CPU_ISA=baseline|avx2|avx512 forces one.
@@ -9,7 +9,6 @@
 #include <cstring>
 #include <vector>
 
-#include "linear_blocks.h"
 #include "specdec/cpu_isa.h"
 
 #define SPECDEC_LINEAR_TARGET
@@ -87,9 +86,9 @@ void for_each_pass(const LinearParams& params, const LinearCode& code, const Com
   }
 }
 
-// Tasks of `outs` output columns that are worth a thread.
-int64_t grain(const LinearPass& pass, int64_t outs) {
-  const int64_t work = outs * (pass.params.in_features + 1) * std::max(pass.rows, kMinRows);
+// Tiles that are worth a thread.
+int64_t grain(const LinearPass& pass) {
+  const int64_t work = kTileOuts * (pass.params.in_features + 1) * std::max(pass.rows, kMinRows);
   return kGrain / work + 1;
 }
 
@@ -99,35 +98,8 @@ void linear(const LinearParams& params, const ParallelFor& parallel_for) {
   const LinearCode code = code_for_isa(params.type);
   for_each_pass(params, code, [&](const LinearPass& pass) {
     const int64_t tiles = (params.out_features + kTileOuts - 1) / kTileOuts;
-    parallel_for(tiles, grain(pass, kTileOuts), [&](int64_t begin, int64_t end) {
+    parallel_for(tiles, grain(pass), [&](int64_t begin, int64_t end) {
       code.run(pass, begin * kTileOuts, std::min(end * kTileOuts, params.out_features));
-    });
-  });
-}
-
-void linear_blocks(const LinearParams& params, const LinearVisitor& visit,
-                   const ParallelFor& parallel_for) {
-  static_assert(kLinearBlockOuts % kTileOuts == 0);
-  const LinearCode code = code_for_isa(params.type);
-  const int64_t element_size = bytes_of(params.type);
-  for_each_pass(params, code, [&](const LinearPass& pass) {
-    const auto compute = [&](int64_t block) {
-      alignas(64) float values[kPassRows * kLinearBlockOuts];
-      const int64_t first = block * kLinearBlockOuts;
-      LinearParams part = params;
-      part.weight = static_cast<const std::byte*>(params.weight) +
-                    first * params.weight_stride * element_size;
-      part.out_features = std::min(kLinearBlockOuts, params.out_features - first);
-      part.output = values;
-      part.output_stride = kLinearBlockOuts;
-      part.float_output = true;
-      code.run({part, 0, pass.rows, pass.block_rows, pass.steps, pass.inputs}, 0,
-               part.out_features);
-      visit({pass.first_row, pass.rows, block, part.out_features, values});
-    };
-    const int64_t blocks = num_linear_blocks(params.out_features);
-    parallel_for(blocks, grain(pass, kLinearBlockOuts), [&](int64_t begin, int64_t end) {
-      for (int64_t block = begin; block < end; ++block) compute(block);
     });
   });
 }

@@ -9,6 +9,7 @@
 
 #define SPECDEC_LINEAR_TARGET SPECDEC_TARGET_AVX2
 #include "linear_kernel.h"
+#include "panel_kernel.h"
 
 namespace specdec::cpu {
 namespace {
@@ -16,6 +17,7 @@ namespace {
 struct Avx2 {
   using Vector = __m256;
   static constexpr int kParts = 2;
+  static constexpr int kPanelRows = 2;
 
   SPECDEC_LINEAR_INLINE static Vector zero() { return _mm256_setzero_ps(); }
   SPECDEC_LINEAR_INLINE static Vector load_lanes(const float* p) { return _mm256_load_ps(p); }
@@ -50,6 +52,7 @@ struct Float32 : Avx2 {
     std::memcpy(padded, p, count * sizeof(float));
     return _mm256_load_ps(padded);
   }
+  SPECDEC_LINEAR_INLINE static Operand broadcast(const float* p) { return _mm256_set1_ps(*p); }
   SPECDEC_LINEAR_INLINE static void keep(Operand& x) { asm("" : "+x"(x)); }
   SPECDEC_LINEAR_INLINE static void multiply_add(Vector& sums, Operand w, Operand x) {
     sums = _mm256_fmadd_ps(w, x, sums);
@@ -65,10 +68,17 @@ struct BFloat16Split : Avx2 {
   static constexpr int kMaxRows = 2;
   static constexpr int num_outs(int rows) { return rows == 1 ? 4 : 2; }
 
-  SPECDEC_LINEAR_INLINE static Operand load(const BFloat16* p) {
-    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  SPECDEC_LINEAR_INLINE static Operand split(__m256i pairs) {
     return {_mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-0x10000))),
             _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16))};
+  }
+  SPECDEC_LINEAR_INLINE static Operand load(const BFloat16* p) {
+    return split(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  SPECDEC_LINEAR_INLINE static Operand broadcast(const BFloat16* p) {
+    int32_t pair;
+    std::memcpy(&pair, p, sizeof(pair));
+    return split(_mm256_set1_epi32(pair));
   }
   SPECDEC_LINEAR_INLINE static Operand load_first(const BFloat16* p, int64_t count) {
     alignas(32) BFloat16 padded[16] = {};
@@ -87,6 +97,10 @@ struct BFloat16Split : Avx2 {
 LinearCode linear_avx2(LinearType type) {
   return type == LinearType::kFloat32 ? LinearKernel<Float32>::code()
                                       : LinearKernel<BFloat16Split>::code();
+}
+
+PanelCode panel_avx2(FloatType type) {
+  return type == FloatType::kFloat32 ? PanelKernel<Float32>::run : PanelKernel<BFloat16Split>::run;
 }
 
 }  // namespace specdec::cpu

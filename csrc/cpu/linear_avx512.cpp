@@ -5,6 +5,8 @@
 
 #include <immintrin.h>
 
+#include <cstring>
+
 // GCC 12 warns about its own intrinsics (bug 105593).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
@@ -13,6 +15,7 @@
       target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16," \
              "avx2,fma,prefer-vector-width=512")))
 #include "linear_kernel.h"
+#include "panel_kernel.h"
 
 namespace specdec::cpu {
 namespace {
@@ -22,6 +25,7 @@ struct Avx512 {
   using Vector = __m512;
   static constexpr int kParts = 1;
   static constexpr int kMaxRows = 8;
+  static constexpr int kPanelRows = 8;
   static constexpr int num_outs(int rows) {
     return rows <= 2 ? 8 : rows == 3 ? 6 : rows <= 6 ? 4 : 3;
   }
@@ -52,11 +56,18 @@ struct Float32 : Avx512 {
   SPECDEC_LINEAR_INLINE static Operand load_first(const float* p, int64_t count) {
     return _mm512_maskz_loadu_ps((1u << count) - 1, p);
   }
+  SPECDEC_LINEAR_INLINE static Operand broadcast(const float* p) { return _mm512_set1_ps(*p); }
   SPECDEC_LINEAR_INLINE static void keep(Operand& x) { asm("" : "+v"(x)); }
   SPECDEC_LINEAR_INLINE static void multiply_add(Vector& sums, Operand w, Operand x) {
     sums = _mm512_fmadd_ps(w, x, sums);
   }
 };
+
+SPECDEC_LINEAR_INLINE __m512i broadcast_pair(const BFloat16* p) {
+  int32_t pair;
+  std::memcpy(&pair, p, sizeof(pair));
+  return _mm512_set1_epi32(pair);
+}
 
 // vdpbf16ps is two fused multiply-adds, odd elements first, with subnormals taken as zero.
 struct BFloat16Dot : Avx512 {
@@ -66,6 +77,7 @@ struct BFloat16Dot : Avx512 {
   SPECDEC_LINEAR_INLINE static Operand load_first(const BFloat16* p, int64_t count) {
     return _mm512_maskz_loadu_epi16((1u << count) - 1, p);
   }
+  SPECDEC_LINEAR_INLINE static Operand broadcast(const BFloat16* p) { return broadcast_pair(p); }
   SPECDEC_LINEAR_INLINE static void keep(Operand& x) { asm("" : "+v"(x)); }
   SPECDEC_LINEAR_INLINE static void multiply_add(Vector& sums, Operand w, Operand x) {
     sums = _mm512_dpbf16_ps(sums, (__m512bh)w, (__m512bh)x);
@@ -91,6 +103,9 @@ struct BFloat16Split : Avx512 {
   SPECDEC_LINEAR_INLINE static Operand load_first(const BFloat16* p, int64_t count) {
     return split(_mm512_maskz_loadu_epi16((1u << count) - 1, p));
   }
+  SPECDEC_LINEAR_INLINE static Operand broadcast(const BFloat16* p) {
+    return split(broadcast_pair(p));
+  }
   SPECDEC_LINEAR_INLINE static void keep(Operand&) {}
   SPECDEC_LINEAR_INLINE static void multiply_add(Vector& sums, const Operand& w, const Operand& x) {
     sums = _mm512_fmadd_ps(w.odd, x.odd, sums);
@@ -104,6 +119,11 @@ LinearCode linear_avx512(LinearType type) {
   if (type == LinearType::kFloat32) return LinearKernel<Float32>::code();
   return cpu_has_avx512_bf16() ? LinearKernel<BFloat16Dot>::code()
                                : LinearKernel<BFloat16Split>::code();
+}
+
+PanelCode panel_avx512(FloatType type) {
+  if (type == FloatType::kFloat32) return PanelKernel<Float32>::run;
+  return cpu_has_avx512_bf16() ? PanelKernel<BFloat16Dot>::run : PanelKernel<BFloat16Split>::run;
 }
 
 }  // namespace specdec::cpu

@@ -4,6 +4,7 @@
 
 #define SPECDEC_LINEAR_TARGET
 #include "linear_kernel.h"
+#include "panel_kernel.h"
 
 namespace specdec::cpu {
 namespace {
@@ -26,6 +27,7 @@ struct Portable {
   using Vector = Lanes;
   static constexpr int kParts = 1;
   static constexpr int kMaxRows = 2;
+  static constexpr int kPanelRows = 2;
   static constexpr int num_outs(int) { return 2; }
   struct Operand {
     T element[kStepBytes / sizeof(T)];
@@ -39,6 +41,13 @@ struct Portable {
   SPECDEC_LINEAR_INLINE static Operand load_first(const T* p, int64_t count) {
     Operand operand = {};
     std::memcpy(&operand, p, count * sizeof(T));
+    return operand;
+  }
+  SPECDEC_LINEAR_INLINE static Operand broadcast(const T* p) {
+    Operand operand;
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      std::memcpy(operand.element + lane * (kStepBytes / sizeof(T) / kLanes), p, kPanelUnitBytes);
+    }
     return operand;
   }
   SPECDEC_LINEAR_INLINE static void keep(Operand&) {}
@@ -76,6 +85,11 @@ struct Portable {
 LinearCode linear_baseline(LinearType type) {
   return type == LinearType::kFloat32 ? LinearKernel<Portable<float>>::code()
                                       : LinearKernel<Portable<BFloat16>>::code();
+}
+
+PanelCode panel_baseline(FloatType type) {
+  return type == FloatType::kFloat32 ? PanelKernel<Portable<float>>::run
+                                     : PanelKernel<Portable<BFloat16>>::run;
 }
 
 }  // namespace specdec::cpu

@@ -3,6 +3,8 @@
 #include <initializer_list>
 #include <utility>
 
+#include "specdec/panels.h"
+
 namespace specdec::glue {
 namespace {
 
@@ -26,12 +28,13 @@ class WeightReader {
  public:
   // `dtype` of activations and all that is no matrix, `matrix_dtype` of what is multiplied with.
   WeightReader(const std::vector<Tensor>& weights, const Argument& features, bool for_kernel,
-               int32_t dtype, int32_t matrix_dtype)
+               int32_t dtype, int32_t matrix_dtype, int64_t matrix_element)
       : weights_(weights),
         features_(features),
         for_kernel_(for_kernel),
         dtype_(dtype),
-        matrix_dtype_(matrix_dtype) {}
+        matrix_dtype_(matrix_dtype),
+        element_size_(matrix_element) {}
 
   bool has_next() const { return weights_[next_].numel() > 0; }
 
@@ -46,16 +49,28 @@ class WeightReader {
   const void* embedding(const char* name, int64_t tokens, int64_t width) {
     return read(name, dtype_, {tokens, width}, "[tokens, hidden_size]");
   }
-  const void* matrix(const char* name, int64_t outs, int64_t ins) {
-    return read(name, matrix_dtype_, {outs, ins}, "[outs, ins]");
+  // Rows for the kernel, panels for the CPU; `parts` begin at panels of their own.
+  const void* matrix(const char* name, std::initializer_list<int64_t> parts, int64_t ins) {
+    int64_t outs = 0, panels = 0;
+    for (const int64_t part : parts) {
+      outs += part;
+      panels += cpu::num_panels(part);
+    }
+    if (for_kernel_) return read(name, matrix_dtype_, {outs, ins}, "[outs, ins]");
+    const int64_t unit = cpu::kPanelUnitBytes / element_size_;
+    return read(name, matrix_dtype_, {panels, (ins + unit - 1) / unit, cpu::kPanelOuts, unit},
+                "[panels, units of an output, outputs of a panel, elements of a unit]");
   }
   // A matrix and the bias that follows it.
   HeadMatrix biased(const char* name, int64_t outs, int64_t ins) {
-    const void* weight = matrix(name, outs, ins);
-    return {weight, optional_vector((std::string(name) + " bias").c_str(), outs), outs, ins};
+    const void* weight = matrix(name, {outs}, ins);
+    return {weight, bias_of(name, outs), outs, ins};
   }
   HeadMatrix plain(const char* name, int64_t outs, int64_t ins) {
-    return {matrix(name, outs, ins), nullptr, outs, ins};
+    return {matrix(name, {outs}, ins), nullptr, outs, ins};
+  }
+  const void* bias_of(const char* name, int64_t outs) {
+    return optional_vector((std::string(name) + " bias").c_str(), outs);
   }
   const int64_t* optional_int64(const char* name, int64_t count) {
     if (has_next()) {
@@ -97,6 +112,7 @@ class WeightReader {
   bool for_kernel_;
   int32_t dtype_;
   int32_t matrix_dtype_;
+  int64_t element_size_;  // of it
   int64_t next_ = 0;
 };
 
@@ -143,6 +159,7 @@ HeadWeights read_layout(const std::vector<int64_t>& layout, const std::vector<do
   head.num_features = reader.at_least(1, "num_features");
   head.feature_width = reader.at_least(1, "feature_width");
   head.mask_token = reader.at_least(-1, "mask_token_id");
+  head.draft_vocab = reader.at_least(1, "draft_vocab_size");
   if (reader.left() < 1) {
     fail_draft_head("layout", "must end with a sliding window (0: none) for each layer");
   }
@@ -167,25 +184,35 @@ HeadWeights read_layout(const std::vector<int64_t>& layout, const std::vector<do
   return head;
 }
 
-void read_layer(WeightReader& reader, bool is_first, const HeadWeights& head,
+// Queries, and keys and values, which are one tensor for the products that need both.
+void read_projections(WeightReader& reader, const HeadWeights& head, bool for_kernel,
+                      int64_t attended, int64_t matrix_element, HeadLayer* layer) {
+  const int64_t queries = head.heads * head.head_dim;
+  const int64_t keys_values = 2 * head.kv_heads * head.head_dim;
+  const void* weight = reader.matrix("qkv_proj", {queries, keys_values}, attended);
+  const void* bias = reader.bias_of("qkv_proj", queries + keys_values);
+  const auto behind = [](const void* data, int64_t bytes) -> const void* {
+    return data == nullptr ? nullptr : static_cast<const std::byte*>(data) + bytes;
+  };
+  const int64_t query_bytes = for_kernel ? queries * attended * matrix_element
+                                         : cpu::panel_bytes(queries, attended, matrix_element);
+  layer->query = {weight, bias, queries, attended};
+  layer->key_value = {behind(weight, query_bytes), behind(bias, queries * element_size(head.type)),
+                      keys_values, attended};
+}
+
+void read_layer(WeightReader& reader, bool is_first, const HeadWeights& head, bool for_kernel,
                 int64_t matrix_element, HeadLayer* layer) {
   const int64_t attended = head.attended(is_first), dim = head.head_dim;
-  const int64_t queries = head.heads * dim, keys_values = 2 * head.kv_heads * dim;
   if (is_first && head.is_eagle1) {
     reader.absent("input_layernorm", "in EAGLE-1's layer 0");
   } else {
     layer->input_norm = reader.vector("input_layernorm", head.hidden);
   }
-  const HeadMatrix qkv = reader.biased("qkv_proj", queries + keys_values, attended);
-  const auto behind = [](const void* data, int64_t bytes) -> const void* {
-    return data == nullptr ? nullptr : static_cast<const std::byte*>(data) + bytes;
-  };
-  layer->query = {qkv.weight, qkv.bias, queries, attended};
-  layer->key_value = {behind(qkv.weight, queries * attended * matrix_element),
-                      behind(qkv.bias, queries * element_size(head.type)), keys_values, attended};
+  read_projections(reader, head, for_kernel, attended, matrix_element, layer);
   layer->query_norm = reader.optional_vector("q_norm", dim);
   layer->key_norm = reader.optional_vector("k_norm", dim);
-  layer->output = reader.biased("o_proj", head.hidden, queries);
+  layer->output = reader.biased("o_proj", head.hidden, head.heads * dim);
   layer->post_norm = reader.vector("post_attention_layernorm", head.hidden);
   layer->gate_up = reader.plain("gate_up_proj", 2 * head.intermediate, head.hidden);
   layer->down = reader.plain("down_proj", head.hidden, head.intermediate);
@@ -224,21 +251,17 @@ void check_count(const std::vector<Tensor>& weights, int64_t layers, DraftWeight
   }
 }
 
-int64_t rows_of_matrix(const Tensor& tensor, const char* name) {
-  if (tensor.dim() != 2 || tensor.size(0) < 1) {
-    fail_draft_head(name, "must be [tokens, hidden_size] with at least 1 token, got shape " +
-                              describe_shape(tensor));
-  }
-  return tensor.size(0);
-}
-
 // All but the layers.
 void read_ends(const std::vector<Tensor>& weights, WeightReader& reader, HeadWeights* out) {
   HeadWeights& head = *out;
-  head.vocab = rows_of_matrix(weights[0], "weights[0] (embed_tokens)");
+  if (weights[0].dim() != 2 || weights[0].size(0) < 1) {
+    fail_draft_head("weights[0] (embed_tokens)",
+                    "must be [tokens, hidden_size] with at least 1 token, got shape " +
+                        describe_shape(weights[0]));
+  }
+  head.vocab = weights[0].size(0);
   head.embedding = reader.embedding("embed_tokens", head.vocab, head.hidden);
-  head.draft_vocab = rows_of_matrix(weights[1], "weights[1] (lm_head)");
-  head.lm_head = reader.matrix("lm_head", head.draft_vocab, head.hidden);
+  head.lm_head = reader.matrix("lm_head", {head.draft_vocab}, head.hidden);
   head.draft_to_target = reader.optional_int64("draft_to_target", head.draft_vocab);
   if (head.draft_to_target == nullptr && head.draft_vocab != head.vocab) {
     fail_draft_head("weights[2] (draft_to_target)",
@@ -304,11 +327,12 @@ PackedWeights read_draft_head(const std::vector<Tensor>& weights,
   if (weights.size() > 1) packed.type = weight_type(weights[1], for_kernel);
   check_count(weights, std::ssize(head.layers), packed.type);
   const bool is_same = packed.type == DraftWeightType::kSame;
+  const int64_t matrix_element = is_same ? element_size(head.type) : 1;
   WeightReader reader(weights, features_arg, for_kernel, dtype,
-                      is_same ? dtype : dtype_of(weights[1]));
+                      is_same ? dtype : dtype_of(weights[1]), matrix_element);
   read_ends(weights, reader, &head);
   for (size_t i = 0; i < head.layers.size(); ++i) {
-    read_layer(reader, i == 0, head, is_same ? element_size(head.type) : 1, &head.layers[i]);
+    read_layer(reader, i == 0, head, for_kernel, matrix_element, &head.layers[i]);
   }
   if (!is_same) packed.scales = read_scales(reader, head);
   return packed;

@@ -44,12 +44,15 @@ struct PackedWeights {
 //
 //   layout   is_eagle1, norm_before_residual, norm_output, hidden_size, intermediate_size,
 //            num_heads, num_kv_heads, head_dim, num_features, feature_width, mask_token_id or -1,
-//            then for each layer its sliding window or 0
+//            draft_vocab_size, then for each layer its sliding window or 0
 //   scalars  rms_norm_eps, logit_scale
 //   weights  embed_tokens, lm_head, draft_to_target, input_norm, fc_norm, fc, fc bias,
 //            hidden_norm, norm, mask_hidden, then for each layer input_layernorm, qkv_proj,
 //            qkv_proj bias, q_norm, k_norm, o_proj, o_proj bias, post_attention_layernorm,
 //            gate_up_proj, down_proj; one without elements is absent
+//
+// Matrices are [outs, ins] for the kernel and in panels (specdec/panels.h) for the CPU, in qkv_proj
+// the panels of queries before those of keys and values. embed_tokens is [tokens, hidden_size].
 //
 // If lm_head is int8 or float8_e4m3fn, so are fc and the matrices of all layers (the embedding is
 // not), and behind all of these weights come their scales, float32 and one for each output: of

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "check.h"
+#include "specdec/panels.h"
 
 namespace specdec {
 namespace {
@@ -26,6 +27,19 @@ struct Head {
 
   const float* add(Floats values) { return memory.emplace_back(std::move(values)).data(); }
 };
+
+// Of row-major weights.
+Floats panels(const Floats& weights, int64_t outs, int64_t ins) {
+  const int64_t num_panels = (outs + cpu::kPanelOuts - 1) / cpu::kPanelOuts;
+  Floats values(num_panels * ins * cpu::kPanelOuts);
+  for (int64_t out = 0; out < outs; ++out) {
+    for (int64_t i = 0; i < ins; ++i) {
+      values[(out / cpu::kPanelOuts * ins + i) * cpu::kPanelOuts + out % cpu::kPanelOuts] =
+          weights[out * ins + i];
+    }
+  }
+  return values;
+}
 
 struct Draft {
   Ints tokens, parents;
@@ -85,13 +99,14 @@ template <typename Next>
 Head make_head(bool is_eagle1, int64_t hidden, int64_t vocab, const Next& next) {
   Head head;
   HeadWeights& w = head.weights;
-  const auto vector = [&](int64_t count) {
+  const auto numbers = [&](int64_t count) {
     Floats values(count);
     for (float& value : values) value = next();
-    return head.add(std::move(values));
+    return values;
   };
+  const auto vector = [&](int64_t count) { return head.add(numbers(count)); };
   const auto matrix = [&](int64_t outs, int64_t ins) -> HeadMatrix {
-    return {vector(outs * ins), nullptr, outs, ins};
+    return {head.add(panels(numbers(outs * ins), outs, ins)), nullptr, outs, ins};
   };
   w.type = FloatType::kFloat32;
   w.is_eagle1 = is_eagle1;
@@ -107,7 +122,7 @@ Head make_head(bool is_eagle1, int64_t hidden, int64_t vocab, const Next& next) 
   w.eps = 1e-5f;
   w.logit_scale = 1.0f;
   w.embedding = vector(vocab * hidden);
-  w.lm_head = vector(vocab * hidden);
+  w.lm_head = matrix(vocab, hidden).weight;
   w.fc = matrix(hidden, is_eagle1 ? 2 * hidden : hidden);
   w.hidden_norm = is_eagle1 ? nullptr : vector(hidden);
   w.norm = is_eagle1 ? nullptr : vector(hidden);
@@ -142,8 +157,8 @@ void test_worked_example() {
     }
   }
   head.weights.embedding = head.add(std::move(embedding));
-  head.weights.lm_head = head.add(std::move(lm_head));
-  head.weights.fc.weight = head.add(std::move(fc));
+  head.weights.lm_head = head.add(panels(lm_head, 4, 4));
+  head.weights.fc.weight = head.add(panels(fc, 4, 8));
 
   // The first row has read token 0; the second reads nothing.
   const Draft draft = run(head.weights, {{}, 0, 3, 2, 6}, {}, {0, 3}, Floats(8), {1, 0});

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specdec_ext.head import DraftHead, HeadConfig
-from specdec_ext.ops.quantise import quantise_head, weight_dtype
+from specdec_ext.ops.quantise import quantise, weight_dtype
+
+# Where the matrices are among the weights of a head, and among those of a layer.
+_HEAD_MATRICES, _LAYER_MATRICES = (1, 5), (1, 5, 8, 9)
+_HEAD_TENSORS = _LAYER_TENSORS = 10
 
 
 @dataclass(frozen=True)
@@ -38,8 +45,9 @@ class PackedHead:
     ) -> PackedHead:
         """Lay the head's weights out for the op.
 
-        Projections with the same input become one matrix each, a copy; the others, embedding and lm_head
-        are used where they are if they are contiguous (on CUDA also: aligned to 16 bytes).
+        On the CPU all but the embedding are copied, matrices into the order in which the op reads them.
+        On CUDA projections with the same input become one matrix each, a copy; the others, embedding
+        and lm_head are used where they are if they are contiguous and aligned to 16 bytes.
 
         Args:
             head: its tensors in float32, bfloat16 or float16 (on CUDA).
@@ -61,7 +69,9 @@ class PackedHead:
         for index in range(config.num_layers):
             tensors += _layer_weights(head, index, embedding)
         if dtype is not None:
-            tensors = quantise_head(tensors, config.num_layers, dtype)
+            tensors = _quantised(tensors, config.num_layers, dtype)
+        elif reads_panels(embedding.device):
+            tensors = _in_panels(tensors, config)
         layout = [
             config.kind == "eagle1",
             config.norm_before_residual,
@@ -74,6 +84,7 @@ class PackedHead:
             config.num_features,
             config.feature_width,
             -1 if config.mask_token_id is None else config.mask_token_id,
+            config.draft_vocab_size,
             *(window or 0 for window in config.sliding_windows),
         ]
         return cls(
@@ -110,6 +121,70 @@ def _check_pack(head: DraftHead, embedding: Tensor, lm_head: Tensor) -> None:
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; expected {like.dtype} "
                 f"{shape} on {like.device}, for {head.source}"
             )
+
+
+def reads_panels(device: torch.device) -> bool:
+    """Whether the op there takes matrices in panels (``specdec/panels.h``) and not row by row."""
+    return device.type == "cpu"
+
+
+def _matrices(num_layers: int) -> list[int]:
+    """Their indices in the list of weights."""
+    layers = range(_HEAD_TENSORS, _HEAD_TENSORS + num_layers * _LAYER_TENSORS, _LAYER_TENSORS)
+    return [*_HEAD_MATRICES, *(first + i for first in layers for i in _LAYER_MATRICES)]
+
+
+def _quantised(tensors: list[Tensor], num_layers: int, dtype: torch.dtype) -> list[Tensor]:
+    """Weights with matrices in 8 bits, and the scales behind them."""
+    tensors, scales = list(tensors), []
+    for index in _matrices(num_layers):
+        tensors[index], scale = quantise(tensors[index], dtype)
+        scales.append(scale)
+    return tensors + scales
+
+
+def _in_panels(tensors: list[Tensor], config: HeadConfig) -> list[Tensor]:
+    """Weights with matrices in panels; queries of a projection before keys and values."""
+    tensors = list(tensors)
+    queries = config.num_heads * config.head_dim
+    for index in _matrices(config.num_layers):
+        matrix = tensors[index]
+        is_projection = (
+            index >= _HEAD_TENSORS
+            and (index - _HEAD_TENSORS) % _LAYER_TENSORS == _LAYER_MATRICES[0]
+        )
+        parts = [matrix[:queries], matrix[queries:]] if is_projection else [matrix]
+        if matrix.numel() > 0:
+            tensors[index] = torch.cat([_panels(part) for part in parts])
+    return [tensors[0], *_in_huge_pages(tensors[1:])]
+
+
+def _panels(weight: Tensor) -> Tensor:
+    """``[panels, units, 32, elements of a unit]`` of ``weight [outs, ins]``; see ``specdec/panels.h``."""
+    unit = 4 // weight.element_size()
+    padded = F.pad(weight, (0, -weight.shape[1] % unit, 0, -len(weight) % 32))
+    return padded.view(-1, 32, padded.shape[1] // unit, unit).transpose(1, 2).contiguous()
+
+
+def _in_huge_pages(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies side by side, in huge pages where the system has them.
+
+    The target's weights pass through the caches between two drafts and drive out what translates the
+    addresses of small pages: reading the head's weights from memory then takes a third longer.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return [tensor.detach().contiguous() for tensor in tensors]
+    page, line = 2 << 20, 64
+    ends = list(accumulate(-(-tensor.nbytes // line) * line for tensor in tensors))
+    mapping = mmap.mmap(-1, ends[-1] + page, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % page :]
+    copies = []
+    for tensor, begin in zip(tensors, [0, *ends], strict=False):
+        place = memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        copies.append(place.copy_(tensor.detach()))
+    return copies
 
 
 def _laid_out(tensor: Tensor) -> Tensor:

@@ -7,9 +7,6 @@ from torch import Tensor
 
 _FORMATS = {"same": None, "int8": torch.int8, "float8": torch.float8_e4m3fn}
 _AT_ONCE = 1 << 24  # elements of a matrix that are float32 at a time
-# Where the matrices are among the weights of a head, and among those of a layer.
-_HEAD_MATRICES, _LAYER_MATRICES = (1, 5), (1, 5, 8, 9)
-_HEAD_TENSORS = _LAYER_TENSORS = 10
 
 
 def weight_dtype(weights: str) -> torch.dtype | None:
@@ -21,16 +18,6 @@ def weight_dtype(weights: str) -> torch.dtype | None:
     if weights not in _FORMATS:
         raise ValueError(f"weights={weights!r}; expected one of {', '.join(_FORMATS)}")
     return _FORMATS[weights]
-
-
-def quantise_head(tensors: list[Tensor], num_layers: int, dtype: torch.dtype) -> list[Tensor]:
-    """The weights of a packed head with matrices in 8 bits and the scales behind them."""
-    tensors, scales = list(tensors), []
-    layers = range(_HEAD_TENSORS, _HEAD_TENSORS + num_layers * _LAYER_TENSORS, _LAYER_TENSORS)
-    for index in (*_HEAD_MATRICES, *(first + i for first in layers for i in _LAYER_MATRICES)):
-        tensors[index], scale = quantise(tensors[index], dtype)
-        scales.append(scale)
-    return tensors + scales
 
 
 def quantise(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

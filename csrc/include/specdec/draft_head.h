@@ -23,9 +23,11 @@
 
 namespace specdec {
 
-// Tensors of the head have one type, float32 or bfloat16, and are contiguous.
+// Tensors of the head have one type and are contiguous. Matrices that inputs are multiplied with
+// are in panels (specdec/panels.h) for the CPU, [outs, ins] for the kernel; there they may be
+// 8-bit.
 struct HeadMatrix {
-  const void* weight;  // [outs, ins]; null: absent
+  const void* weight;  // null: absent
   const void* bias;    // [outs] or null
   int64_t outs;
   int64_t ins;
@@ -62,7 +64,7 @@ struct HeadWeights {
   float eps;
   float logit_scale;
   const void* embedding;           // [vocab, hidden]
-  const void* lm_head;             // [draft_vocab, hidden]
+  const void* lm_head;             // a matrix [draft_vocab, hidden]
   const int64_t* draft_to_target;  // [draft_vocab] or null
   const void* input_norm;          // [feature_width] or null
   const void* fc_norm;             // [feature_width] or null: one for each feature, side by side

@@ -1,0 +1,97 @@
+// The loops of panels.h, written once and compiled for each instruction set with the formats of
+// linear_kernel.h, of which they also take
+//
+//   kPanelRows    input rows in a register block
+//   broadcast(p)  the Operand that has the four bytes at p in every lane
+#pragma once
+
+#include "linear_kernel.h"
+#include "specdec/panels.h"
+
+namespace specdec::cpu {
+
+// Products of `rows` contiguous input rows with one panel; those of an input row are `stride` apart
+// from the next one's.
+using PanelCode = void (*)(const void* panel, const void* input, int64_t rows, int64_t ins,
+                           float* values, int64_t stride);
+
+PanelCode panel_baseline(FloatType type);
+PanelCode panel_avx2(FloatType type);
+PanelCode panel_avx512(FloatType type);
+
+template <class F>
+class PanelKernel {
+ public:
+  SPECDEC_LINEAR_TARGET static void run(const void* panel, const void* input, int64_t rows,
+                                        int64_t ins, float* values, int64_t stride) {
+    static constexpr auto kFunctions = functions_by_rows(std::make_index_sequence<F::kPanelRows>());
+    const int64_t block_rows = even_part(rows, F::kPanelRows);
+    for (int64_t row = 0; row < rows; row += block_rows) {
+      kFunctions[std::min(block_rows, rows - row) - 1](
+          static_cast<const Element*>(panel), static_cast<const Element*>(input) + row * ins, ins,
+          values + row * stride, stride);
+    }
+  }
+
+ private:
+  using Element = typename F::Element;
+  using Vector = typename F::Vector;
+  using Operand = typename F::Operand;
+  static constexpr int64_t kUnit = kPanelUnitBytes / sizeof(Element);
+  static constexpr int64_t kVectorOuts = kLanes / F::kParts;
+  static constexpr int kVectors = kPanelOuts / kVectorOuts;
+  static constexpr int64_t kPrefetchBytes = 8192;
+
+  using BlockFunction = void (*)(const Element* panel, const Element* input, int64_t ins,
+                                 float* values, int64_t stride);
+
+  template <size_t... kIndex>
+  static constexpr auto functions_by_rows(std::index_sequence<kIndex...>) {
+    return std::array<BlockFunction, sizeof...(kIndex)>{run_block<kIndex + 1>...};
+  }
+
+  template <int kRows>
+  SPECDEC_LINEAR_TARGET static void run_block(const Element* panel, const Element* input,
+                                              int64_t ins, float* values, int64_t stride) {
+    Vector sums[kRows][kVectors];
+    SPECDEC_UNROLL for (int i = 0; i < kRows * kVectors; ++i) {
+      sums[i / kVectors][i % kVectors] = F::zero();
+    }
+    int64_t k = 0;
+    for (; k + kUnit <= ins; k += kUnit) {
+      // With few rows, loads run far enough ahead of the arithmetic by themselves, and asking costs
+      // a fifth of the last-level cache's bandwidth.
+      if constexpr (kRows > 4) {
+        const auto* next = reinterpret_cast<const std::byte*>(panel + k * kPanelOuts);
+        __builtin_prefetch(next + kPrefetchBytes, 0, 2);
+        __builtin_prefetch(next + kPrefetchBytes + kStepBytes, 0, 2);
+      }
+      add<kRows>(panel + k * kPanelOuts, input + k, ins, sums);
+    }
+    if (k < ins) {
+      Element last[kRows][kUnit] = {};
+      SPECDEC_UNROLL for (int r = 0; r < kRows; ++r) last[r][0] = input[r * ins + k];
+      add<kRows>(panel + k * kPanelOuts, &last[0][0], kUnit, sums);
+    }
+    SPECDEC_UNROLL for (int i = 0; i < kRows * kVectors; ++i) {
+      F::store_lanes(sums[i / kVectors][i % kVectors],
+                     values + i / kVectors * stride + i % kVectors * kVectorOuts);
+    }
+  }
+
+  // One unit of every row, `stride` elements apart.
+  template <int kRows>
+  SPECDEC_LINEAR_INLINE static void add(const Element* weights, const Element* input,
+                                        int64_t stride, Vector (&sums)[kRows][kVectors]) {
+    Operand w[kVectors];
+    SPECDEC_UNROLL for (int i = 0; i < kVectors; ++i) {
+      w[i] = F::load(weights + i * kVectorOuts * kUnit);
+    }
+    SPECDEC_UNROLL for (int r = 0; r < kRows; ++r) {
+      const Operand x = F::broadcast(input + r * stride);
+      SPECDEC_UNROLL for (int i = 0; i < kVectors; ++i) F::multiply_add(sums[r][i], w[i], x);
+    }
+  }
+};
+
+}  // namespace specdec::cpu
