@@ -15,7 +15,7 @@ the CUDA kernels compiled for the host (``csrc/emulation``). The tests use it.
 torch's own BuildExtension is not used because it refuses ``.cu`` files under a torch without CUDA.
 
 Environment: ``SPECDEC_CUDA=auto|0|1`` (auto: nvcc is found), ``TORCH_CUDA_ARCH_LIST``, ``CXX``,
-``NVCC``, ``MAX_JOBS``.
+``NVCC``, ``MAX_JOBS``, ``SPECDEC_WATCHDOG=1`` for CUDA kernels that fail where they would hang.
 """
 
 import importlib.util
@@ -98,7 +98,8 @@ def gencode_flags() -> str:
 def nvcc_command(nvcc: str) -> str:
     """Compiles a .cu file for all architectures; sources and outputs are to follow."""
     cxx = os.environ.get("CXX", "c++")
-    return f"{nvcc} -ccbin {cxx} {NVCC_FLAGS} {gencode_flags()} -I{ROOT}/csrc/include"
+    watchdog = "-DSPECDEC_WATCHDOG" if os.environ.get("SPECDEC_WATCHDOG") == "1" else ""
+    return f"{nvcc} -ccbin {cxx} {NVCC_FLAGS} {watchdog} {gencode_flags()} -I{ROOT}/csrc/include"
 
 
 def write_ninja(nvcc: str | None, libraries: dict[str, Path]) -> Path:

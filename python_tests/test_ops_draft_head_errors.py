@@ -387,7 +387,7 @@ def test_rejects_levels_of_dynamic_trees(ends, widths, device):
         ),
         (
             lambda p: p.layout.__setitem__(0, 1),
-            r"weights\[5\] \(fc\) must be .* = \[1, 120, 32, 1\], got shape \[1, 96,",
+            r"weights\[5\] \(fc\) must be .* = \[(1, 120, 32, 1|24, 120)\], got shape",
         ),
         (
             lambda p: p.scalars.pop(),
@@ -403,7 +403,7 @@ def test_rejects_levels_of_dynamic_trees(ends, widths, device):
         ),
         (
             lambda p: p.weights.__setitem__(1, p.weights[1][:0]),
-            r"weights\[1\] \(lm_head\) must be \[panels, .* = \[2, 24, 32, 1\], got",
+            r"weights\[1\] \(lm_head\) must be .* = \[(2, 24, 32, 1|61, 24)\], got",
         ),
         (
             lambda p: p.weights.__setitem__(2, p.weights[2][:0]),
@@ -431,9 +431,9 @@ def test_rejects_levels_of_dynamic_trees(ends, widths, device):
         ),
         (
             lambda p: p.weights.__setitem__(
-                11, p.weights[11].transpose(1, 2).contiguous().transpose(1, 2)
+                11, p.weights[11].transpose(0, 1).contiguous().transpose(0, 1)
             ),
-            r"weights\[11\] \(qkv_proj\) must be contiguous, got stride 48 in dimension 2; PackedHead.pack",
+            r"weights\[11\] \(qkv_proj\) must be contiguous, got stride \d+ in dimension 1; PackedHead.pack",
         ),
         (
             lambda p: p.weights.__setitem__(12, p.weights[12][1:]),

@@ -190,46 +190,64 @@ __global__ void __launch_bounds__(kDraftThreads, 1)
 }
 
 // Blocks of as much shared memory as one may have, so that there is one per multiprocessor.
+struct DraftGrid {
+  int device = -1;
+  int num_stages;
+  int64_t shared_bytes;
+  int64_t blocks;
+};
+
+// Asked for once per thread and device: the runtime takes microseconds to answer.
 template <typename T, typename W>
-cudaError_t block_memory(DraftSpan* span, int64_t* bytes) {
+cudaError_t draft_grid(DraftGrid* grid) {
+  thread_local DraftGrid known;
+  int device = 0;
   int64_t limit = 0;
-  const cudaError_t error = dynamic_shared_limit(draft_head_kernel<T, W>, &limit);
-  const int64_t fit = (limit - kReduceBytes) / kStageBytes;
-  span->num_stages = static_cast<int>(std::min<int64_t>(fit, kMaxStages));
-  *bytes = span->num_stages * int64_t{kStageBytes} + kReduceBytes;
-  if (error != cudaSuccess) return error;
-  return span->num_stages < DraftRing<T, W>::kMinStages ? cudaErrorInvalidConfiguration
-                                                        : cudaSuccess;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess && known.device != device) {
+    error = dynamic_shared_limit(draft_head_kernel<T, W>, &limit);
+    const int64_t fit = (limit - kReduceBytes) / kStageBytes;
+    known.num_stages = static_cast<int>(std::min<int64_t>(fit, kMaxStages));
+    known.shared_bytes = known.num_stages * int64_t{kStageBytes} + kReduceBytes;
+    if (error == cudaSuccess && known.num_stages < DraftRing<T, W>::kMinStages) {
+      error = cudaErrorInvalidConfiguration;
+    }
+    if (error == cudaSuccess) {
+      error = resident_blocks(draft_head_kernel<T, W>, kDraftThreads, known.shared_bytes,
+                              &known.blocks);
+    }
+    if (error == cudaSuccess) known.device = device;
+  }
+  *grid = known;
+  return error;
 }
 
 template <typename T, typename W>
 cudaError_t DraftLaunch<T, W>::blocks(int64_t* num_blocks) {
-  DraftSpan span{};
-  int64_t bytes = 0;
-  const cudaError_t error = block_memory<T, W>(&span, &bytes);
-  if (error != cudaSuccess) return error;
-  return resident_blocks(draft_head_kernel<T, W>, kDraftThreads, bytes, num_blocks);
+  DraftGrid grid;
+  const cudaError_t error = draft_grid<T, W>(&grid);
+  *num_blocks = grid.blocks;
+  return error;
 }
 
 template <typename T, typename W>
 cudaError_t DraftLaunch<T, W>::run(const DraftKernelParams& params, DraftLaunches launches,
                                    cudaStream_t stream) {
+  DraftGrid grid;
   DraftSpan span{};
-  int64_t bytes = 0, num_blocks = 0;
-  cudaError_t error = block_memory<T, W>(&span, &bytes);
-  if (error == cudaSuccess) error = blocks(&num_blocks);
+  cudaError_t error = draft_grid<T, W>(&grid);
   if (error == cudaSuccess) error = has_bulk_copies(&span.has_bulk_copies);
-  if (error != cudaSuccess) return error;
   const bool is_one = launches == DraftLaunches::kOne;
   const int count = is_one ? 1 : most_phases(params.plan, params.num_new);
+  span.num_stages = grid.num_stages;
   span.num_phases = is_one ? INT_MAX : 1;
   for (; span.first_phase < count && error == cudaSuccess; ++span.first_phase) {
     error = launch(draft_head_kernel<T, W>,
-                   {.grid_x = num_blocks,
+                   {.grid_x = grid.blocks,
                     .grid_y = 1,
                     .block = kDraftThreads,
                     .stream = stream,
-                    .dynamic_shared_bytes = bytes,
+                    .dynamic_shared_bytes = grid.shared_bytes,
                     .cooperative = is_one},
                    params, span);
   }

@@ -122,8 +122,10 @@ __device__ __forceinline__ void mbarrier_arrive(Mbarrier* barrier) {
 
 // The instruction of sm_90 sleeps for a while before it answers.
 __device__ __forceinline__ void mbarrier_wait(Mbarrier* barrier, int parity) {
+  const Watchdog watchdog;
   uint32_t done;
   do {
+    watchdog.check();
     asm volatile(
         "{\n"
         ".reg .pred done;\n"

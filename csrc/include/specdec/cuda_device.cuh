@@ -278,10 +278,32 @@ __device__ __forceinline__ void store_release(T* address, std::type_identity_t<T
   }
 }
 
+// In a build with SPECDEC_WATCHDOG a wait of more than ten seconds ends the launch with an error:
+// blocks that wait for each other in vain would otherwise hang the GPU.
+class Watchdog {
+#ifdef SPECDEC_WATCHDOG
+ public:
+  __device__ __forceinline__ void check() const {
+    if (nanoseconds() - begin_ > 10'000'000'000) __trap();
+  }
+
+ private:
+  __device__ __forceinline__ static uint64_t nanoseconds() {
+    uint64_t now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+  }
+  uint64_t begin_ = nanoseconds();
+#else
+ public:
+  __device__ __forceinline__ void check() const {}
+#endif
+};
+
 template <typename Condition>
 __device__ __forceinline__ void spin_until(const Condition& condition, Location = {}) {
-  while (!condition()) {
-  }
+  const Watchdog watchdog;
+  while (!condition()) watchdog.check();
 }
 
 // Checked on the host only.
