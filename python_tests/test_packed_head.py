@@ -217,9 +217,17 @@ def test_the_specification_drafts_what_the_op_refuses():
     tokens, features = elements(bound.head, 1, 3)
     numbers = [torch.tensor([n]) for n in (3, 0, 0)]
     caches = run.keys.clone(), run.values.clone()
-    drafted = bound.draft(
-        TreeConfig(2), run.cosines, run.sines, *caches, tokens, features, *numbers, tokens[:, -1]
-    )
+    with pytest.warns(UserWarning, match="in PyTorch, many times slower .*torch.float64"):
+        drafted = bound.draft(
+            TreeConfig(2),
+            run.cosines,
+            run.sines,
+            *caches,
+            tokens,
+            features,
+            *numbers,
+            tokens[:, -1],
+        )
     for ours, theirs in zip(drafted, run.draft(TreeConfig(2), tokens, features), strict=True):
         assert torch.equal(ours, theirs)
 

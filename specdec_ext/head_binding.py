@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -71,7 +72,8 @@ class BoundHead:
         return ops.draft_head_refusal(config, self.device, self.dtype, tree, num_rows, self.weights)
 
     def draft(self, tree: TreeConfig, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``draft_head`` with this head: the op where there is no :meth:`refusal`, else its specification.
+        """``draft_head`` with this head: the op where there is no :meth:`refusal`, else its specification,
+        with a warning.
 
         Args:
             tree: what to draft.
@@ -94,6 +96,11 @@ class BoundHead:
                 f"weights={self.weights!r} needs the op draft_head, which does not draft this: {reason}; "
                 "pass weights='same'"
             )
+        warnings.warn(
+            f"{self.head.source} drafts in PyTorch, many times slower than the op draft_head, which does "
+            f"not draft this: {reason}",
+            stacklevel=2,
+        )
         return partial(draft_head, self.head, self.embedding, self.lm_head)
 
     def serves(self, model: PreTrainedModel) -> bool:

@@ -7,6 +7,7 @@
 
 #include "specdec/cpu_isa.h"
 #include "specdec/exp.h"
+#include "specdec/silu.h"
 
 #define SPECDEC_ROWS_ISA baseline
 #define SPECDEC_ROWS_TARGET

@@ -84,13 +84,6 @@ SPECDEC_HOST_DEVICE void add_row(const T* __restrict y, int64_t count, T* __rest
   for (int64_t i = 0; i < count; ++i) from_float(exact_add(to_float(x[i]), to_float(y[i])), x + i);
 }
 
-// x / (1 + exp(-x)), with an exponential that cannot overflow.
-SPECDEC_HOST_DEVICE float silu(float x) {
-  const float magnitude = bits_to_float(float_to_bits(x) & 0x7FFFFFFF);
-  const float e = exp_nonpositive(-magnitude);
-  return exact_mul(x, (x < 0.0f ? e : 1.0f) / exact_add(1.0f, e));
-}
-
 template <typename T>
 SPECDEC_HOST_DEVICE void gate_row(const T* __restrict gate_up, int64_t count, T* __restrict out) {
   for (int64_t i = 0; i < count; ++i) {

@@ -23,6 +23,7 @@
 #include "draft_attention_tile.cuh"
 #include "draft_block.cuh"
 #include "draft_rotate.cuh"
+#include "draft_tree.cuh"
 
 namespace specdec {
 
@@ -99,10 +100,8 @@ __device__ __forceinline__ SeenSlots seen_slots(const DraftBlock<T>& block, cons
   const int b = row.batch_row;
   SeenSlots seen{0, static_cast<int>(row.slot) + 1, 0, 0, nullptr};
   if (pass.kind == PassKind::kFrontier) {
-    const int64_t first_node =
-        (int64_t{pass.level % 2} * params.plan.batch + b) * params.plan.max_width();
     seen.end = seen.committed = committed_slots(params, b);
-    seen.ancestors = params.scratch.ancestors + (first_node + row.place) * params.words;
+    seen.ancestors = DraftTreeRow(params, b).ancestors(pass.level) + row.place * params.words;
   }
   if (window > 0) {
     const int64_t slot_zero = params.positions[b] - params.lengths[b];

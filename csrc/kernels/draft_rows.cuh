@@ -1,7 +1,7 @@
 // Which elements a pass has, and where the inputs of its products are.
 #pragma once
 
-#include "draft_block.cuh"
+#include "draft_tree.cuh"
 
 namespace specdec {
 
@@ -79,9 +79,7 @@ __device__ __forceinline__ PassRow frontier_row(const DraftBlock<T>& block, int 
   const int b = row.batch_row;
   row.slot = params.lengths[b] + params.counts[b] + params.first_slots[level] + row.place;
   row.position = params.positions[b] + params.counts[b] + level - 1;
-  const int max_width = params.plan.max_width();
-  const DraftNode node =
-      params.scratch.nodes[(level % 2 * params.plan.batch + b) * max_width + row.place];
+  const DraftNode node = DraftTreeRow(params, b).nodes(level)[row.place];
   if (!node.is_alive) return row;
   row.token = node.token;
   const int64_t parent = b * params.plan.widths[level - 1] + node.parent;

@@ -56,8 +56,8 @@ class HeadDrafter(Drafter):
     begins behind it.
 
     A draft is one call of the op ``draft_head``, on CUDA one launch, where the op takes such a head, tree and
-    batch; else its specification drafts, in PyTorch and many times slower.
-    :func:`specdec_ext.ops.draft_head_refusal` says which of them, and why.
+    batch; else its specification drafts, in PyTorch and many times slower, and a warning says why
+    (:func:`specdec_ext.ops.draft_head_refusal` tells before).
 
     Args:
         head: from :func:`specdec_ext.checkpoints.load_draft`.
