@@ -85,14 +85,23 @@ def cuda_include(nvcc: str) -> str:
 
 
 def gencode_flags() -> str:
-    flags = []
+    """Machine code for every architecture, from one run of the compiler's front end for those below 9.0
+    and one for those from there on: no kernel tells more of them apart.
+    """
+    codes: dict[str, list[str]] = {}
     archs = os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_CUDA_ARCHS
     for arch in archs.replace(" ", ";").split(";"):
         number = arch.removesuffix("+PTX").replace(".", "")
-        flags.append(f"-gencode arch=compute_{number},code=sm_{number}")
+        family = number
+        if number.isdigit() and int(number) >= 80:
+            family = "90" if int(number) >= 90 else "80"
+        codes.setdefault(family, []).append(f"sm_{number}")
         if arch.endswith("+PTX"):
-            flags.append(f"-gencode arch=compute_{number},code=compute_{number}")
-    return " ".join(flags)
+            codes.setdefault(number, []).append(f"compute_{number}")
+    return " ".join(
+        f"'-gencode=arch=compute_{family},code=[{','.join(targets)}]'"
+        for family, targets in codes.items()
+    )
 
 
 def nvcc_command(nvcc: str) -> str:
