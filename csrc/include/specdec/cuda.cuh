@@ -48,7 +48,10 @@
 //   pack<T>(low, high), unpack<T>(pair)   two 16-bit floats in a register of these
 //   mbarrier_init(b, count), mbarrier_arrive(b), mbarrier_wait(b, parity)
 //   mbarrier_arrive_expect(b, bytes), bulk_copy(shared, global, bytes, b)     sm_90; below, a trap
+//   elect_lane()                          true in one lane of a whole warp, in which the compiler
+//                                         issues bulk copies without a loop over lanes
 //   has_bulk_copies(&answer)              whether the current device has these two (host)
+//   copies_in_bulk(answer)                what a kernel that was given the answer is to do
 #pragma once
 
 #include <cuda_runtime.h>
