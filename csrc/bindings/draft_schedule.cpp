@@ -57,13 +57,13 @@ py::array_t<int64_t> tiles(int64_t outs, int64_t num_blocks, bool is_paired) {
     throw py::value_error("outs of a pair must be even, got " + std::to_string(outs));
   }
   const int blocks = require_in("num_blocks", num_blocks, 1, INT16_MAX);
-  const TileSchedule schedule{outs, is_paired};
+  const TileSchedule schedule{static_cast<int>(outs), is_paired};
   const int64_t count = schedule.first_tile(blocks, blocks);
   py::array_t<int64_t> result({count, int64_t{3}});
   int64_t* row = result.mutable_data();
   for (int block = 0; block < blocks; ++block) {
-    const int64_t end = schedule.first_tile(block + 1, blocks);
-    for (int64_t tile = schedule.first_tile(block, blocks); tile < end; ++tile, row += 3) {
+    const int end = schedule.first_tile(block + 1, blocks);
+    for (int tile = schedule.first_tile(block, blocks); tile < end; ++tile, row += 3) {
       row[0] = block;
       row[1] = schedule.first_out(tile);
       row[2] = schedule.num_outs(tile);

@@ -291,6 +291,8 @@ inline void mbarrier_arrive_expect(Mbarrier* barrier, int bytes,
                                    Location where = Location::current()) {
   emulation::block().copies().arrive(barrier, bytes, where);
 }
+inline bool copies_in_bulk(bool has_bulk_copies) { return has_bulk_copies; }
+inline bool elect_lane() { return threadIdx.x % kWarpSize == 0; }
 inline void mbarrier_wait(Mbarrier* barrier, int parity, Location where = Location::current()) {
   emulation::block().copies().wait(barrier, parity, where);
 }

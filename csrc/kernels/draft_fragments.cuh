@@ -126,13 +126,21 @@ __device__ __forceinline__ Vector<T> load_vector(const void* row, int k, int wid
 // this together and get 1 / root mean square.
 template <typename T>
 __device__ __forceinline__ float inverse_root_mean_square(const void* row, int width, float eps) {
+  constexpr int kGroup = 8;  // loads on the way
+  constexpr int kStep = kWarpSize * kVectorElements<T>;
   const int lane = threadIdx.x % kWarpSize;
   float sum = 0;
-  for (int k = lane * kVectorElements<T>; k < width; k += kWarpSize * kVectorElements<T>) {
-    float values[kVectorElements<T>];
-    load_vector<T>(row, k, width).unpack_to(values);
+  for (int first = lane * kVectorElements<T>; first < width; first += kGroup * kStep) {
+    Vector<T> vectors[kGroup];
 #pragma unroll
-    for (const float value : values) sum = exact_fma(value, value, sum);
+    for (int i = 0; i < kGroup; ++i) vectors[i] = load_vector<T>(row, first + i * kStep, width);
+#pragma unroll
+    for (const Vector<T>& vector : vectors) {
+      float values[kVectorElements<T>];
+      vector.unpack_to(values);
+#pragma unroll
+      for (const float value : values) sum = exact_fma(value, value, sum);
+    }
   }
   sum = warp_sum(sum);
   return exact_div(1.0f, sqrtf(exact_add(exact_div(sum, static_cast<float>(width)), eps)));

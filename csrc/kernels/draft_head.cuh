@@ -73,48 +73,29 @@ __device__ __forceinline__ void use_outputs(const DraftBlock<T>& block, DraftOp 
   }
 }
 
-// The stages of all phases of a launch.
+// The products of all phases of a launch.
 template <typename T, typename W>
-struct DraftStages {
-  DraftCursor cursor;
-  MatrixStages stages;
-  int num_phases;  // that are left
+struct DraftProducts {
+  DraftCursor cursor;  // the phase that is looked at next
+  int num_phases;      // that are left
 
-  DraftStages() = default;
-  __device__ __forceinline__ DraftStages(const DraftBlock<T>& block, const DraftCursor& first,
-                                         int phases)
-      : cursor(first), stages(), num_phases(phases) {
-    load(block);
-  }
-
-  __device__ __forceinline__ bool is_done() const { return num_phases == 0 || cursor.is_done(); }
-  __device__ __forceinline__ StageRows rows() const { return stages.rows(); }
-  __device__ __forceinline__ void next(const DraftBlock<T>& block) {
-    stages.next();
-    if (!stages.is_done()) return;
-    next_phase();
-    load(block);
-  }
-
- private:
-  __device__ __forceinline__ void next_phase() {
-    cursor.next();
-    --num_phases;
-  }
-  // Those of the first product from the cursor on of which the block has tiles.
-  __device__ __forceinline__ void load(const DraftBlock<T>& block) {
-    for (; !is_done(); next_phase()) {
+  __device__ __forceinline__ bool next(const DraftBlock<T>& block, MatrixStages& stages) {
+    for (; num_phases > 0 && !cursor.is_done(); cursor.next(), --num_phases) {
       if (!is_product(cursor.op())) continue;
       const PhaseProduct product =
           phase_product<T, W>(block, cursor.pass(), cursor.op(), cursor.layer());
       stages = stages_of<T, W>(product.matrix, product.is_paired, block.index(), block.count());
-      if (!stages.is_done()) return;
+      if (stages.is_done()) continue;
+      cursor.next();
+      --num_phases;
+      return true;
     }
+    return false;
   }
 };
 
 template <typename T, typename W>
-using DraftRing = Ring<T, DraftStages<T, W>>;
+using DraftRing = Ring<T, DraftProducts<T, W>>;
 
 template <typename T, typename W>
 __device__ __forceinline__ void run_product(const DraftBlock<T>& block, DraftRing<T, W>& ring,
@@ -157,7 +138,7 @@ struct DraftSpan {
 template <typename T, typename W>
 struct DraftHeadShared {
   DraftShared common;
-  SharedValue<typename DraftRing<T, W>::Writer> writer;
+  typename DraftRing<T, W>::Memory ring;
 };
 
 template <typename T, typename W>
@@ -177,8 +158,7 @@ __global__ void __launch_bounds__(kDraftThreads, 1)
   DraftCursor cursor(params.plan, num_new);
   for (int i = 0; i < span.first_phase && !cursor.is_done(); ++i) cursor.next();
   if (cursor.is_done()) return;  // fewer elements than there might have been
-  DraftRing<T, W> ring(block, shared.writer, span.has_bulk_copies,
-                       DraftStages<T, W>(block, cursor, span.num_phases));
+  DraftRing<T, W> ring(block, shared.ring, span.has_bulk_copies, {cursor, span.num_phases});
   load_pass_rows(block, cursor.pass());
   for (int left = span.num_phases;;) {
     run_phase<T, W>(block, ring, cursor.pass(), cursor.op(), cursor.layer());

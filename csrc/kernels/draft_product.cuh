@@ -193,7 +193,9 @@ __device__ __forceinline__ void multiply_row_tiles(const DraftBlock<T>& block, R
                                tiles.num_outs(panel + tile), first, matrix.ins, tile, c);
         }
         ring.release();
+        if (tile % Ring::kRefillTiles == Ring::kRefillTiles - 1) ring.refill();
       }
+      ring.end_slice();
     }
 #pragma unroll
     for (int rows = 0; rows < kRowTiles; ++rows) {

@@ -7,13 +7,13 @@
 //
 // full[stage] completes when the bytes are there, empty[stage] when all warps are done with them;
 // everybody counts rounds through the ring alike, and the parity of a round tells its phase from
-// the one before. Warp 0 fills: each time it is done with a stage it refills the one that it was
-// done with kLag stages ago, which the others should be done with by then. With bulk copies (sm_90)
-// the hardware counts the bytes. With cp.async the lanes wait for their own copies, kUnannounced
-// stages behind the newest, and one arrives for all.
+// the one before. Warp 0 fills: after every kRefillTiles tiles it refills the stages that it is
+// done with but for the last kLag, which the others should be done with by then. With bulk copies
+// (sm_90) the hardware counts the bytes. With cp.async the lanes wait for their own copies,
+// kUnannounced stages behind the newest, and one arrives for all.
 //
-// Where the next stage comes from is kept in shared memory, because only warp 0 needs it and
-// registers are short.
+// Where the next stages come from is kept in shared memory, because only warp 0 needs it and
+// registers are short: apart what every refill needs and what a new product needs.
 #pragma once
 
 #include "draft_block.cuh"
@@ -59,14 +59,14 @@ struct MatrixStages {
         tiles{matrix.outs, is_paired},
         row_bytes(matrix.ins * weight_bytes),
         slice_bytes(slice),
-        panel(static_cast<int>(tiles.first_tile(block, num_blocks))),
+        panel(tiles.first_tile(block, num_blocks)),
         tile(panel),
-        end(static_cast<int>(tiles.first_tile(block + 1, num_blocks))),
+        end(tiles.first_tile(block + 1, num_blocks)),
         slice(0) {}
 
   __device__ __forceinline__ bool is_done() const { return panel >= end; }
   __device__ __forceinline__ StageRows rows() const {
-    return {weight + tiles.first_out(tile) * row_bytes + slice, tiles.num_outs(tile),
+    return {weight + int64_t{tiles.first_out(tile)} * row_bytes + slice, tiles.num_outs(tile),
             min(row_bytes - slice, slice_bytes), row_bytes};
   }
   __device__ __forceinline__ void next() {
@@ -80,27 +80,35 @@ struct MatrixStages {
   }
 };
 
-// The ring as a warp sees it. Source, which all stages come from:
+// The ring as a warp sees it. Source, which all stages come from, has one function:
 //
-//   bool is_done() const, StageRows rows() const, void next(const DraftBlock<T>&)
+//   bool next(const DraftBlock<T>&, MatrixStages& stages)
+//
+// which gives the stages of the next product of which the block has any, or false behind the last.
 template <typename T, typename Source>
 class Ring {
  public:
-  // What warp 0 keeps in shared memory.
+  // What a refill needs. Stages that are done are behind the last product's.
   struct Writer {
-    Source source;
+    MatrixStages stages;
     RingPosition at;
     RingPosition oldest;  // of cp.async, that nobody was told of
     int num_unannounced;
   };
+  // What warp 0 keeps in shared memory.
+  struct Memory {
+    SharedValue<Writer> writer;
+    SharedValue<Source> source;
+  };
   static constexpr int kLag = 2;
   static constexpr int kUnannounced = 2;
-  static constexpr int kMinStages = kLag + kUnannounced + 1;
+  static constexpr int kRefillTiles = 2;
+  static constexpr int kMinStages = kRefillTiles + kLag + kUnannounced;
 
-  // By all warps together; `source` begins with the first stage. Ends with a barrier.
-  __device__ __forceinline__ Ring(const DraftBlock<T>& block, SharedValue<Writer>& writer,
-                                  bool has_bulk_copies, const Source& source)
-      : block_(block), writer_(writer), has_bulk_copies_(has_bulk_copies) {
+  // By all warps together; `source` begins with the first product. Ends with a barrier.
+  __device__ __forceinline__ Ring(const DraftBlock<T>& block, Memory& memory, bool has_bulk_copies,
+                                  Source source)
+      : block_(block), memory_(memory), copies_in_bulk_(copies_in_bulk(has_bulk_copies)) {
     const int thread = static_cast<int>(threadIdx.x);
     if (thread < block.num_stages) {
       mbarrier_init(&block.shared.full[thread], 1);
@@ -108,8 +116,16 @@ class Ring {
     }
     block.sync();  // the mbarriers are there
     if (block.warp() > 0) return;
-    Writer all{source, {0, 0}, {0, 0}, 0};
-    for (int i = 0; i < block.num_stages; ++i) fill(all);
+    if (block.lane() == 0) memory.source = source;
+    warp_barrier();  // it is there
+    Writer all{};
+    for (int i = 0; i < block.num_stages; ++i) {
+      if (all.stages.is_done() && !next_product(all)) {
+        announce_all(all);
+        break;
+      }
+      fill(all);
+    }
     keep(all);
   }
 
@@ -124,37 +140,57 @@ class Ring {
     warp_barrier();
     if (block_.lane() == 0) mbarrier_arrive(&block_.shared.empty[at_.stage]);
     at_.advance(block_.num_stages);
-    if (block_.warp() > 0) return;
-    if (num_released_ < kLag) {
-      ++num_released_;
-      return;
-    }
-    Writer all = writer_;
+    ++num_released_;
+  }
+
+  // By every warp after every kRefillTiles stages of a slice. Goes no further than the product that
+  // it is at: a step to the next one is long, and would be compiled into every turn of a loop.
+  __device__ __forceinline__ void refill() { refill_from<false>(); }
+
+  // By every warp behind the last stage of a slice. Goes on to the next products.
+  __device__ __forceinline__ void end_slice() { refill_from<true>(); }
+
+ private:
+  template <bool kGoesOn>
+  __device__ __forceinline__ void refill_from() {
+    if (block_.warp() > 0 || num_released_ <= kLag) return;
+    Writer all = memory_.writer;
     warp_barrier();  // all lanes have read it
-    fill(all);
+    for (; num_released_ > kLag; --num_released_) {
+      if (all.stages.is_done()) {
+        if (!kGoesOn || !next_product(all)) {
+          announce_all(all);
+          break;
+        }
+      }
+      fill(all);
+    }
     keep(all);
   }
 
- private:
   __device__ __forceinline__ void keep(const Writer& all) {
-    if (block_.lane() == 0) writer_ = all;
+    if (block_.lane() == 0) memory_.writer = all;
     warp_barrier();
   }
 
-  // The next stage, if there is one more.
+  // False behind the last one.
+  __device__ __forceinline__ bool next_product(Writer& all) {
+    Source source = memory_.source;
+    warp_barrier();  // all lanes have read it
+    const bool is_there = source.next(block_, all.stages);
+    if (block_.lane() == 0) memory_.source = source;
+    warp_barrier();
+    return is_there;
+  }
+
+  // The next stage of the product.
   __device__ __forceinline__ void fill(Writer& all) {
-    if (all.source.is_done()) {
-      if (has_bulk_copies_) return;
-      cp_async_wait<0>();
-      while (all.num_unannounced > 0) announce(all);
-      return;
-    }
     // In the first round no stage has been used: the phase before the first counts as complete.
     mbarrier_wait(&block_.shared.empty[all.at.stage], all.at.parity ^ 1);
-    const StageRows rows = all.source.rows();
+    const StageRows rows = all.stages.rows();
     const SharedSpan<unsigned char> stage =
         block_.stages.subspan(all.at.stage * kStageBytes, kStageBytes);
-    if (has_bulk_copies_) {
+    if (copies_in_bulk_) {
       copy_bulk(stage, rows, &block_.shared.full[all.at.stage]);
     } else {
       copy_in_pieces(stage, rows);
@@ -164,18 +200,21 @@ class Ring {
       }
     }
     all.at.advance(block_.num_stages);
-    all.source.next(block_);
+    all.stages.next();
   }
 
   __device__ __forceinline__ void copy_bulk(const SharedSpan<unsigned char>& stage,
                                             const StageRows& rows, Mbarrier* full) {
-    const int row = block_.lane();
-    if (row == 0) mbarrier_arrive_expect(full, rows.num_rows * rows.bytes);
-    warp_barrier();
-    if (row < rows.num_rows) {
-      bulk_copy(stage.pointer(row * kStageRowBytes), rows.first + row * rows.stride, rows.bytes,
-                full);
+    if (elect_lane()) {
+      mbarrier_arrive_expect(full, rows.num_rows * rows.bytes);
+#pragma unroll
+      for (int row = 0; row < kTileOuts; ++row) {
+        if (row >= rows.num_rows) break;
+        bulk_copy(stage.pointer(row * kStageRowBytes), rows.first + row * rows.stride, rows.bytes,
+                  full);
+      }
     }
+    warp_barrier();
   }
 
   __device__ __forceinline__ void copy_in_pieces(const SharedSpan<unsigned char>& stage,
@@ -197,11 +236,17 @@ class Ring {
     --all.num_unannounced;
   }
 
+  __device__ __forceinline__ void announce_all(Writer& all) {
+    if (copies_in_bulk_) return;
+    cp_async_wait<0>();
+    while (all.num_unannounced > 0) announce(all);
+  }
+
   const DraftBlock<T>& block_;
-  SharedValue<Writer>& writer_;
-  const bool has_bulk_copies_;
+  Memory& memory_;
+  const bool copies_in_bulk_;
   RingPosition at_{0, 0};
-  int num_released_ = 0;  // up to kLag
+  int num_released_ = 0;  // of warp 0: stages that wait for a refill
 };
 
 }  // namespace specdec

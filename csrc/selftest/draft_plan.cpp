@@ -101,7 +101,7 @@ void test_parallel() {
 // Every row of a matrix is in one tile of one block, neighbours go to neighbours, and blocks differ
 // by one tile, or by one pair.
 void check_tiles(int64_t outs, bool is_paired, int num_blocks) {
-  const TileSchedule schedule{outs, is_paired};
+  const TileSchedule schedule{static_cast<int>(outs), is_paired};
   const int64_t unit = is_paired ? 2 : 1;
   std::vector<int> seen(outs);
   int64_t fewest = outs, most = 0, expected = 0;

@@ -23,24 +23,22 @@ struct Inputs {
 
 // The stages of a matrix, twice: the second time the ring is somewhere in its middle.
 struct TwiceStages {
-  MatrixStages first, stages;
+  MatrixStages first;
   int round;
 
-  bool is_done() const { return round == 2 || first.is_done(); }
-  StageRows rows() const { return stages.rows(); }
   template <typename T>
-  void next(const DraftBlock<T>&) {
-    stages.next();
-    if (!stages.is_done()) return;
+  bool next(const DraftBlock<T>&, MatrixStages& stages) {
+    if (round == 2 || first.is_done()) return false;
     stages = first;
     ++round;
+    return true;
   }
 };
 
 template <typename T>
 struct ProductShared {
   DraftShared common;
-  SharedValue<typename Ring<T, TwiceStages>::Writer> writer;
+  typename Ring<T, TwiceStages>::Memory ring;
 };
 
 template <typename T, typename W>
@@ -64,7 +62,7 @@ __global__ void product_kernel(SPECDEC_GRID_CONSTANT const DraftKernelParams par
     }
   }
   const MatrixStages stages = stages_of<T, W>(matrix, is_paired, block.index(), block.count());
-  Ring<T, TwiceStages> ring(block, shared.writer, has_bulk_copies, {stages, stages, 0});
+  Ring<T, TwiceStages> ring(block, shared.ring, has_bulk_copies, {stages, 0});
   for (int i = 0; i < 2; ++i) {
     multiply_rows<T, W>(block, ring, matrix, is_paired, segments, num_rows,
                         [&](int row, const PanelValues& values) {

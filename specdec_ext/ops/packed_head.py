@@ -196,7 +196,7 @@ def _laid_out(tensor: Tensor) -> Tensor:
 def sync_bytes(config: HeadConfig) -> int:
     """Of a sync buffer: the barrier and the counters of ``csrc/include/specdec/draft_scratch.h``."""
     panels = -(-config.head_dim // 64)
-    return 384 + 128 * config.num_heads * panels
+    return 256 + 128 * config.num_heads * panels
 
 
 def _sync_buffer(config: HeadConfig, device: torch.device) -> Tensor | None:

@@ -48,7 +48,10 @@
 //   pack<T>(low, high), unpack<T>(pair)   two 16-bit floats in a register of these
 //   mbarrier_init(b, count), mbarrier_arrive(b), mbarrier_wait(b, parity)
 //   mbarrier_arrive_expect(b, bytes), bulk_copy(shared, global, bytes, b)     sm_90; below, a trap
+//   elect_lane()                          true in one lane of a whole warp, in which the compiler
+//                                         issues bulk copies without a loop over lanes
 //   has_bulk_copies(&answer)              whether the current device has these two (host)
+//   copies_in_bulk(answer)                what a kernel that was given the answer is to do
 #pragma once
 
 #include <cuda_runtime.h>
@@ -99,27 +102,25 @@ __device__ __forceinline__ T warp_sum(T value, Location where = Location::curren
   return value;
 }
 
-// In device memory, zero before its first use and never reset after. The words are on lines of
-// their own: blocks that wait read `generation` only.
+// In device memory, zero before its first use and never reset after. The top bit turns each time
+// that all blocks have arrived, and the others are zero again then: what a block adds makes it so.
 struct GridBarrier {
   alignas(128) uint32_t arrived;
-  alignas(128) uint32_t generation;
 };
 
 // Waits for all blocks of a cooperative launch; what they wrote before is visible after. To be
-// called by all threads.
+// called by all threads. (One word and no more, because each access is a trip to the L2 cache.)
 __device__ __forceinline__ void grid_barrier(GridBarrier* barrier,
                                              Location where = Location::current()) {
+  constexpr uint32_t kTurn = 0x80000000u;
   require_cooperative("grid_barrier", where);
   block_barrier(where);
   if (threadIdx.x == 0) {
-    const uint32_t generation = load_acquire(&barrier->generation);
-    if (fetch_add_acq_rel(&barrier->arrived, 1u) == gridDim.x * gridDim.y - 1) {
-      barrier->arrived = 0;  // nobody else touches it before the generation changes
-      store_release(&barrier->generation, generation + 1);
-    } else {
-      spin_until([=] { return load_acquire(&barrier->generation) != generation; }, where);
-    }
+    const bool is_first = blockIdx.x == 0 && blockIdx.y == 0;
+    const uint32_t own = is_first ? kTurn - (gridDim.x * gridDim.y - 1) : 1u;
+    const uint32_t before = fetch_add_acq_rel(&barrier->arrived, own);
+    const uint32_t turned = (before ^ kTurn) & kTurn;
+    spin_until([=] { return (load_acquire(&barrier->arrived) & kTurn) == turned; }, where);
   }
   block_barrier(where);
 }

@@ -142,6 +142,34 @@ __device__ __forceinline__ void mbarrier_wait(Mbarrier* barrier, int parity) {
   } while (!done);
 }
 
+// Code for sm_90 copies in bulk and older code does not, whatever it runs on: kernels hold one of
+// the two ways.
+__device__ __forceinline__ constexpr bool copies_in_bulk(bool /*has_bulk_copies*/) {
+#if __CUDA_ARCH__ >= 900
+  return true;
+#else
+  return false;
+#endif
+}
+
+__device__ __forceinline__ bool elect_lane() {
+#if __CUDA_ARCH__ >= 900
+  uint32_t is_elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred elected;\n"
+      "elect.sync _|elected, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, elected;\n"
+      "}"
+      : "=r"(is_elected)
+      :
+      : "memory");
+  return is_elected != 0;
+#else
+  return threadIdx.x % kWarpSize == 0;
+#endif
+}
+
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
 __device__ __forceinline__ void mbarrier_arrive_expect(Mbarrier* barrier, int bytes) {

@@ -202,20 +202,20 @@ inline DraftLaunches choose_launches(bool can_cooperate, bool wants_phases) {
 // have or one more (two of a pair). The sum behind an output has an order of its own, whatever the
 // block, so results do not depend on the number of blocks.
 struct TileSchedule {
-  int64_t outs;
+  int outs;
   bool is_paired;  // gate above up: tile 2 i has rows of gate, tile 2 i + 1 the same rows of up
 
-  SPECDEC_HOST_DEVICE int64_t part() const { return is_paired ? outs / 2 : outs; }
-  SPECDEC_HOST_DEVICE int64_t first_tile(int block, int num_blocks) const {
-    const int64_t units = (part() + kTileOuts - 1) / kTileOuts;
-    return units * block / num_blocks * (is_paired ? 2 : 1);
+  SPECDEC_HOST_DEVICE int part() const { return is_paired ? outs / 2 : outs; }
+  SPECDEC_HOST_DEVICE int first_tile(int block, int num_blocks) const {
+    const int64_t units = part() / kTileOuts + (part() % kTileOuts > 0 ? 1 : 0);
+    return static_cast<int>(units * block / num_blocks) * (is_paired ? 2 : 1);
   }
-  SPECDEC_HOST_DEVICE int64_t first_out(int64_t tile) const {
+  SPECDEC_HOST_DEVICE int first_out(int tile) const {
     return is_paired ? tile / 2 * kTileOuts + tile % 2 * part() : tile * kTileOuts;
   }
-  SPECDEC_HOST_DEVICE int num_outs(int64_t tile) const {
-    const int64_t left = part() - (is_paired ? tile / 2 : tile) * kTileOuts;
-    return static_cast<int>(left < kTileOuts ? left : kTileOuts);
+  SPECDEC_HOST_DEVICE int num_outs(int tile) const {
+    const int left = part() - (is_paired ? tile / 2 : tile) * kTileOuts;
+    return left < kTileOuts ? left : kTileOuts;
   }
 };
 

@@ -10,7 +10,7 @@
 namespace specdec {
 
 constexpr int64_t kScratchAlignment = 256;
-constexpr int64_t kBarrierBytes = 256;  // of a GridBarrier
+constexpr int64_t kBarrierBytes = 128;  // of a GridBarrier
 constexpr int64_t kBarrierAlignment = 128;
 
 inline int64_t round_up(int64_t bytes, int64_t alignment) {
