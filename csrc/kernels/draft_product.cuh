@@ -158,7 +158,8 @@ __device__ __forceinline__ void multiply_row_tiles(const DraftBlock<T>& block, R
                                                    const InputSegments& segments, int num_rows,
                                                    const Use& use) {
   using Shape = ProductShape<T, W>;
-  constexpr bool kLoadsAhead = kRowTiles == 1;  // there are no registers for more
+  // There are no registers for more.
+  constexpr bool kLoadsAhead = kRowTiles == 1 && sizeof(T) == 2;
   const TileSchedule tiles{matrix.outs, is_paired};
   const int64_t end = tiles.first_tile(block.index() + 1, block.count());
   const auto load_rows = [&](int first, ShareOfInputs<T, W>(&inputs)[kRowTiles]) {

@@ -61,16 +61,19 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[
 __device__ __forceinline__ void fma_m16n8k16(float (&c)[4], const float (&a_low)[4],
                                              const float (&a_high)[4], const float (&b)[4]) {
   const int lane = threadIdx.x % kWarpSize, quad = lane / 4 * 4, column = lane % 4 * 2;
+#pragma unroll 1  // registers are short where this is used
+  for (int source = 0; source < 4; ++source) {
 #pragma unroll
-  for (int k = 0; k < 16; ++k) {
-    const float low = shuffle(a_low[k % 4], quad + k / 4);
-    const float high = shuffle(a_high[k % 4], quad + k / 4);
-    const float even = shuffle(b[k % 4], column * 4 + k / 4);
-    const float odd = shuffle(b[k % 4], column * 4 + 4 + k / 4);
-    c[0] = __fmaf_rn(low, even, c[0]);
-    c[1] = __fmaf_rn(low, odd, c[1]);
-    c[2] = __fmaf_rn(high, even, c[2]);
-    c[3] = __fmaf_rn(high, odd, c[3]);
+    for (int i = 0; i < 4; ++i) {
+      const float low = shuffle(a_low[i], quad + source);
+      const float high = shuffle(a_high[i], quad + source);
+      const float even = shuffle(b[i], column * 4 + source);
+      const float odd = shuffle(b[i], column * 4 + 4 + source);
+      c[0] = __fmaf_rn(low, even, c[0]);
+      c[1] = __fmaf_rn(low, odd, c[1]);
+      c[2] = __fmaf_rn(high, even, c[2]);
+      c[3] = __fmaf_rn(high, odd, c[3]);
+    }
   }
 }
 
