@@ -38,6 +38,13 @@ struct ShareOfInputs {
   Vector<T> high[Shape::kSteps][Shape::kInputVectors];
 };
 
+// The weights of the norms of these inputs.
+template <typename T, typename W>
+struct ShareOfNorms {
+  using Shape = ProductShape<T, W>;
+  Vector<T> weights[Shape::kSteps][Shape::kInputVectors];
+};
+
 // Where in its row the element k of a product's input is.
 struct InputPlace {
   int segment;
@@ -82,16 +89,31 @@ __device__ __forceinline__ void load_share(const DraftBlock<T>& block,
   });
 }
 
+// Zeros where there is no norm.
+template <typename T, typename W>
+__device__ __forceinline__ void load_norms(const DraftBlock<T>& block,
+                                           const InputSegments& segments, int first,
+                                           ShareOfNorms<T, W>& norms) {
+  for_share<T, W>(block.lane(), 0, first, [&](int step, int i, int /*row*/, int k) {
+    const InputPlace place(segments, k);
+    const void* norm = place.segment == 0 ? segments.norms[0] : segments.norms[1];
+    const bool exists = norm != nullptr && place.segment < segments.count;
+    norms.weights[step][i] = load_vector<T>(norm, place.at, exists ? segments.width : 0);
+  });
+}
+
 // The RMS norms of what was loaded.
 template <typename T, typename W>
 __device__ __forceinline__ void norm_share(const DraftBlock<T>& block,
                                            const InputSegments& segments, int num_rows,
-                                           int first_row, int first, ShareOfInputs<T, W>& inputs) {
+                                           int first_row, int first,
+                                           const ShareOfNorms<T, W>& norms,
+                                           ShareOfInputs<T, W>& inputs) {
   for_share<T, W>(block.lane(), first_row, first, [&](int step, int i, int row, int k) {
     const InputPlace place(segments, k);
     const void* norm = place.segment == 0 ? segments.norms[0] : segments.norms[1];
     if (norm == nullptr || place.segment >= segments.count || row >= num_rows) return;
-    const Vector<T> weight = load_vector<T>(norm, place.at, segments.width);
+    const Vector<T>& weight = norms.weights[step][i];
     const int at = place.segment * kPassRows + row;
     inputs.low[step][i] = normed(inputs.low[step][i], weight, block.shared.inverses[at]);
     if (row + 8 >= num_rows) return;
@@ -130,12 +152,12 @@ __device__ __forceinline__ void multiply_share(const ShareOfInputs<T, W> (&input
 // The outputs that a lane has of a row of sums: scaled, with the bias.
 template <typename T>
 __device__ __forceinline__ PanelValues panel_values(const DraftMatrix& matrix,
-                                                    const TileSchedule& tiles, int64_t panel,
-                                                    int64_t end, int lane, const float (&sums)[2]) {
+                                                    const TileSchedule& tiles, int panel, int end,
+                                                    int lane, const float (&sums)[2]) {
   PanelValues values;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int64_t tile = panel + half * 4 + lane / kTileOuts;
+    const int tile = panel + half * 4 + lane / kTileOuts;
     const int column = lane % kTileOuts;
     const bool exists = tile < end && column < tiles.num_outs(tile);
     const int64_t out = exists ? tiles.first_out(tile) + column : -1;
@@ -161,30 +183,38 @@ __device__ __forceinline__ void multiply_row_tiles(const DraftBlock<T>& block, R
   // There are no registers for more.
   constexpr bool kLoadsAhead = kRowTiles == 1 && sizeof(T) == 2;
   const TileSchedule tiles{matrix.outs, is_paired};
-  const int64_t end = tiles.first_tile(block.index() + 1, block.count());
-  const auto load_rows = [&](int first, ShareOfInputs<T, W>(&inputs)[kRowTiles]) {
+  const int end = tiles.first_tile(block.index() + 1, block.count());
+  const auto load = [&](int first, ShareOfInputs<T, W>(&inputs)[kRowTiles],
+                        ShareOfNorms<T, W>& norms) {
+    load_norms(block, segments, first, norms);
 #pragma unroll
     for (int rows = 0; rows < kRowTiles; ++rows) {
       load_share(block, segments, num_rows, rows * kTileRows, first, inputs[rows]);
     }
   };
-  for (int64_t panel = tiles.first_tile(block.index(), block.count()); panel < end;
+  for (int panel = tiles.first_tile(block.index(), block.count()); panel < end;
        panel += kPanelTiles) {
     float c[kRowTiles][kPanelTiles][4] = {};
     ShareOfInputs<T, W> inputs[kRowTiles];
+    ShareOfNorms<T, W> norms;
     [[maybe_unused]] ShareOfInputs<T, W> coming[kRowTiles];
+    [[maybe_unused]] ShareOfNorms<T, W> coming_norms;
     const int own = block.warp() * Shape::kShare;
-    if constexpr (kLoadsAhead) load_rows(own, coming);
+    if constexpr (kLoadsAhead) load(own, coming, coming_norms);
     for (int slice = 0; slice < matrix.ins; slice += Shape::kSlice) {
       const int first = slice + own;
-      if constexpr (!kLoadsAhead) load_rows(first, inputs);
+      if constexpr (kLoadsAhead) {
+        norms = coming_norms;
+      } else {
+        load(first, inputs, norms);
+      }
 #pragma unroll
       for (int rows = 0; rows < kRowTiles; ++rows) {
         if constexpr (kLoadsAhead) inputs[rows] = coming[rows];
-        norm_share(block, segments, num_rows, rows * kTileRows, first, inputs[rows]);
+        norm_share(block, segments, num_rows, rows * kTileRows, first, norms, inputs[rows]);
       }
       // On their way while the tiles of this slice are multiplied.
-      if constexpr (kLoadsAhead) load_rows(first + Shape::kSlice, coming);
+      if constexpr (kLoadsAhead) load(first + Shape::kSlice, coming, coming_norms);
 #pragma unroll
       for (int tile = 0; tile < kPanelTiles; ++tile) {
         if (panel + tile >= end) break;
