@@ -19,6 +19,7 @@ from torch import Tensor
 from torch_ops import LEVELS
 
 from specdec_ext import ops
+from specdec_ext.head import HeadConfig
 from specdec_ext.tree_config import TreeConfig
 
 ACCEPTED = 4  # draft tokens accepted in the verification cases: 5 nodes are visited
@@ -301,31 +302,41 @@ def linear(case: Case, inputs: Inputs) -> Work:
     )
 
 
-@lru_cache(maxsize=1)  # of the largest there is room for one
-def draft_model(name: str, dtype: torch.dtype, device: torch.device) -> RandomHead:
-    """An EAGLE-3 head for a model, whatever the seed of a case: weights are no input of the op."""
+def draft_config(name: str) -> HeadConfig:
+    """Of an EAGLE-3 head for a model."""
     m = MODELS[name]
     sizes = m.hidden, m.intermediate, m.heads, m.kv_heads, m.vocab
-    vocab = min(m.vocab // 2, 32_000)
-    config = head_config(*sizes, head_dim=m.head_dim, draft_vocab=vocab)
-    return RandomHead(config, dtype, device)
+    return head_config(*sizes, head_dim=m.head_dim, draft_vocab=min(m.vocab // 2, 32_000))
+
+
+def draft_tree(case: Case) -> TreeConfig:
+    if case.op == "draft_head tree":
+        return TreeConfig(depth=8, top_k=5, num_nodes=case.nodes)
+    return TreeConfig(depth=case.nodes - 1)
+
+
+@lru_cache(maxsize=1)  # of the largest there is room for one
+def draft_model(name: str, dtype: torch.dtype, device: torch.device) -> RandomHead:
+    """The same head whatever the seed of a case: weights are no input of the op."""
+    return RandomHead(draft_config(name), dtype, device)
 
 
 def draft_head(case: Case, inputs: Inputs) -> Work:
-    """A chain, a dynamic tree, or a chain by a head with 8-bit weights."""
+    """A chain, a dynamic tree, a chain by a head with 8-bit weights, or a chain launch by launch."""
     kind = case.op.split()[1]
-    tree = TreeConfig(depth=case.nodes - 1)
-    if kind == "tree":
-        tree = TreeConfig(depth=8, top_k=5, num_nodes=case.nodes)
     call = DraftCall.make(
         draft_model(case.name, case.dtype, inputs.device),
-        tree,
+        draft_tree(case),
         case.prefix,
         case.batch,
         kind if kind in ("int8", "float8") else "same",
         int(inputs.generator.initial_seed()),
     )
     return Work(call.arguments, call.theirs, call.needed_bytes)
+
+
+def phase_launches(model: Model) -> dict[str, bool]:
+    return {"phase_launches": True}
 
 
 I64, F32, BF16 = torch.int64, torch.float32, torch.bfloat16
@@ -376,6 +387,10 @@ CASES = [
         Case(f"draft_head {weights}", name, BF16, 1, 6, draft_head, ("cuda",), prefix=2048)
         for name in ("small", "llama3-8b")
         for weights in ("int8", "float8")
+    ),
+    *(
+        Case("draft_head phases", name, BF16, 1, 6, draft_head, ("cuda",), 2048, phase_launches)
+        for name in ("small", "llama3-8b")
     ),
     *(
         Case("linear", name, dtype, 1, rows, linear, devices=("cpu",))

@@ -3,6 +3,7 @@
     python profiling/nsight.py nsys generate                     # the time line of a call, phases and ops
     python profiling/nsight.py ncu generate --phase verify       # the kernels of one phase
     python profiling/nsight.py ncu "verify_match sampled" --model llama3-8b --nodes 64
+    python profiling/nsight.py ncu "draft_head phases" --launches 41     # a draft phase by phase
     python profiling/nsight.py none kv_compact --device cpu      # the same work without a profiler
 
 Prints the command and runs it; exits with 2 where the tool is not installed. What is profiled comes after a
@@ -17,11 +18,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_cases import CASES, Case
+from bench_cases import CASES, Case, draft_config, draft_tree
+from draft_calls import NEW
+from draft_heads import phases
 
 ROOT = Path(__file__).resolve().parent.parent
 PHASES = ("prefill", "draft", "verify", "commit")
@@ -76,6 +80,16 @@ def workload_command(options: argparse.Namespace) -> list[str]:
         value = getattr(options, name)
         command += [] if value is None else [f"--{name}", str(value)]
     return command
+
+
+def phase_names(case: Case) -> str:
+    """The kernels of one draft in order, pass by pass, where every phase is a launch."""
+    order = phases(draft_config(case.name), draft_tree(case), NEW * case.batch, case.batch)
+    passes = groupby(order, lambda phase: (phase.kind, phase.level, phase.first_row))
+    named = [
+        f"level {level} {kind}: {' '.join(p.op for p in of)}" for (kind, level, _), of in passes
+    ]
+    return "\n".join([f"{len(order)} kernels a draft, in this order:", *named])
 
 
 def op_work(options: argparse.Namespace) -> Callable[[], Any]:
@@ -140,6 +154,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     command = profiler_command(options.tool, options, workload_command(options))
     print(shlex.join(command))
+    if options.work == "draft_head phases":
+        print(phase_names(chosen_case(options)))
     if shutil.which(options.tool) is None:
         print(f"not run: needs {NEEDS[options.tool]}")
         return 2

@@ -47,6 +47,23 @@ def test_both_tools_take_a_draft_by_a_head():
     )
 
 
+def test_ncu_shows_the_phases_of_a_draft_one_by_one(monkeypatch, capsys):
+    """A launch each, named in their order: three new elements, then the levels of a chain of 5."""
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    arguments = ["ncu", "draft_head phases", "--model", "llama3-8b", "--launches", "41"]
+    assert nsight.main(arguments) == 2
+    command, count, *passes, _ = capsys.readouterr().out.splitlines()
+    assert "--nvtx-include=specdec@draft_head/ --launch-count=41" in command
+    assert count.startswith("41 kernels") and passes == [
+        "level 0 new: fc projections rotate",
+        "level 0 kept: attend output gate_up down logits grow",
+        *(
+            f"level {level} frontier: projections rotate attend output gate_up down logits grow"
+            for level in range(1, 5)
+        ),
+    ]
+
+
 @pytest.mark.parametrize("phase", nsight.PHASES)
 def test_ncu_records_one_phase_of_a_generate_call(phase):
     text = command_line("ncu", "generate", "--phase", phase, "--launches", "3")
@@ -71,7 +88,7 @@ def test_a_tool_that_fails_fails_the_script(tmp_path, monkeypatch, capsys):
     assert "ncu --import" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("work", ["tree_mask", "draft_head", "generate"])
+@pytest.mark.parametrize("work", ["tree_mask", "draft_head", "draft_head phases", "generate"])
 def test_the_work_runs_without_a_profiler(work):
     assert nsight.main(["none", work, "--device", "cpu", "--repeats", "1"]) == 0
 
