@@ -135,6 +135,16 @@ def parse_sass(text: str) -> dict[tuple[str, str], tuple[int, int]]:
     return {key: (count[True], count.total()) for key, count in counts.items()}
 
 
+def ptx_target(arch: str, targets: Iterable[str]) -> str:
+    """Which PTX the machine code for ``arch`` is made from: the newest that is not newer."""
+    return max((each for each in targets if number(each) <= number(arch)), key=number)
+
+
+def number(arch: str) -> int:
+    """``sm_90`` -> 90."""
+    return int(arch.removeprefix("sm_").rstrip("af"))
+
+
 def short_name(demangled: str) -> str:
     """``void specdec::(anonymous namespace)::pick<__half>(Params, bool)`` -> ``pick<f16>``."""
     name = re.sub(r"(\w+|\(anonymous namespace\))::", "", demangled.removeprefix("void "))
@@ -179,7 +189,7 @@ def compile_kernels(source: Path, nvcc_command: list[str], cuobjdump: str | None
     names = demangle({entry.symbol for entry in entries})
     kernels = []
     for entry in entries:
-        block, dynamic_shared = ptx[entry.arch][entry.symbol]
+        block, dynamic_shared = ptx[ptx_target(entry.arch, ptx)][entry.symbol]
         wide_loads, global_loads = sass.get((entry.symbol, entry.arch), (None, None))
         share = None
         if block:
@@ -278,7 +288,7 @@ def main() -> int:
         print("kernel_report needs nvcc (13.0 or later for all architectures); no GPU is needed")
         return 2
     kernels = compile_all(nvcc, build.nvcc_command(nvcc))
-    archs = sorted({kernel.arch for kernel in kernels}, key=lambda arch: int(arch[3:].rstrip("af")))
+    archs = sorted({kernel.arch for kernel in kernels}, key=number)
     version = run([nvcc, "--version"]).stdout.splitlines()[-2].split(", V")[-1]
     notes = [] if kernels[0].wide_loads is not None else [NO_DISASSEMBLER]
     print(format_table([*HEADER, *archs], table_rows(kernels, archs), left=("source", "kernel")))

@@ -17,6 +17,7 @@ from kernel_report import (
     parse_ptx,
     parse_ptxas,
     parse_sass,
+    ptx_target,
     short_name,
 )
 from occupancy import LIMITS, blocks_per_sm, most_shared_bytes, occupancy
@@ -46,6 +47,12 @@ def test_ptxas_output_becomes_one_entry_per_kernel_and_architecture():
         PtxasEntry(PICK, "sm_80", 40, 72, 0, 0, 0),
         PtxasEntry(WALK, "sm_90a", 64, 0, 208, 216, 220),
     ]
+
+
+def test_machine_code_is_made_from_the_newest_ptx_that_is_not_newer():
+    targets = ["sm_80", "sm_90", "sm_120"]
+    found = [ptx_target(arch, targets) for arch in ("sm_89", "sm_90a", "sm_100", "sm_120")]
+    assert found == ["sm_80", "sm_90", "sm_90", "sm_120"]
 
 
 def test_ptxas_output_that_is_not_understood_is_an_error():
@@ -148,15 +155,16 @@ def test_worked_examples_of_occupancy():
 
 
 def test_occupancy_of_the_fused_draft():
-    """One block of 9 warps fills an SM with its ring. Registers are handed out as if it had 12 warps: 168 are
-    the most, not 65536 / 288 = 227."""
+    """One block of 8 warps fills an SM with its ring and may have all registers that a thread can have. Of 9
+    warps they are handed out as if there were 12: 168 are the most, not 65536 / 288 = 227."""
     for arch in LIMITS:
         ring = most_shared_bytes(arch)
-        assert blocks_per_sm(arch, 288, 168, ring) == 1
-        assert blocks_per_sm(arch, 288, 169, ring) == 0
-        assert blocks_per_sm(arch, 288, 168, ring + 1) == 0
+        assert blocks_per_sm(arch, 256, 255, ring) == 1
+        assert blocks_per_sm(arch, 256, 255, ring + 1) == 0
+        assert blocks_per_sm(arch, 288, 168, 0) == 1
+        assert blocks_per_sm(arch, 288, 169, 0) == 0
     assert most_shared_bytes("sm_90") == 227 * 1024
-    assert occupancy("sm_90", 288, 168, 227 * 1024) == 9 / 64
+    assert occupancy("sm_90", 256, 255, 227 * 1024) == 8 / 64
 
 
 CALCULATOR = """
