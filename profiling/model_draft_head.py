@@ -11,12 +11,14 @@ sums bracket a level:
 
     worst   nothing overlaps: weights and cache from memory at the busiest block's pace, inputs from the L2
             cache, every start of a phase, every barrier
-    best    memory is busy all the time, except where the consumers are away for longer than the weights
-            that fit into the ring last: the producer does not wait at barriers
+    best    memory is busy all the time, except where the warps are away from products for longer than the
+            weights on their way into the ring last
 
-"consumers" is the time in which the busiest block's consumer warps work through a level's products if all
-weights are there. While it is below "memory" it costs nothing. The floor is weights once per level and the
-cache, at the read bandwidth; the goal is GOAL times that.
+"compute" is the time in which the warps of the busiest block work through a level's products if all weights
+are there. While it is below "memory" it costs nothing. A block loads a slice of up to TILE_ROWS rows of
+16-bit inputs while it multiplies the one before, and waits for every slice of more rows. Warp 0, which also
+refills the ring, sets the pace. The floor is weights once per level and the cache, at the read bandwidth;
+the goal is GOAL times that.
 """
 
 from __future__ import annotations
@@ -48,10 +50,11 @@ from specdec_ext.tree_config import TreeConfig
 
 GOAL = 1.35
 NEW = 3  # committed elements per draft and row
-# Of a block's shared memory: sums of consumer warps; barriers and rows (csrc/kernels/draft_block.cuh).
-REDUCE_BYTES, STATIC_BYTES = 32 * 1024, 13 * 1024
+# Of a block's shared memory: sums of warps; all that is static (csrc/kernels/draft_block.cuh).
+REDUCE_BYTES, STATIC_BYTES = 32 * 1024, 15_488
 STAGE_BYTES = _host.DRAFT_TILE_OUTS * (_host.DRAFT_SLICE_BYTES + 64)
 MOST_STAGES = 24
+LAG = 2  # stages that are free and not refilled when the warps leave a product
 TILE_ROWS = 16  # that are multiplied together
 
 
@@ -79,8 +82,8 @@ class Machine:
         return min(MOST_STAGES, free // STAGE_BYTES)
 
     def ring_bytes(self, weights: str) -> int:
-        """Weights that all rings together hold."""
-        return self.sms * self.stages * _host.DRAFT_TILE_OUTS * slice_bytes(weights)
+        """Weights on their way into all rings together when the warps leave a product."""
+        return self.sms * (self.stages - LAG) * _host.DRAFT_TILE_OUTS * slice_bytes(weights)
 
     def read_us(self, count: float) -> float:
         return count / self.read_gb_per_s / 1e3
@@ -108,7 +111,8 @@ TIMES = {
     "attend": 4.0,  # beside the cache's bytes
     "grow": 4.0,
     "product": 1.0,  # from a barrier to the first multiplication, beside the inputs' norms
-    "stage": 0.08,  # until a consumer warp has taken a stage of the ring, and to give it back
+    "stage": 0.08,  # until a warp has taken a stage of the ring, and to give it back
+    "refill": 0.08,  # until warp 0 has asked for the weights of another stage
     "multiply": 0.1,  # of 1024 k, all eight warps together, for up to TILE_ROWS rows
     "slice": 0.7,  # until a slice of the inputs has come from the L2 cache
     "launch": 8.0,  # once per draft: a cooperative launch, and what blocks do before their first phase
@@ -117,7 +121,7 @@ OTHERS = ("gather", "rotate", "attend", "grow")  # phases that are no products
 NORMED = ("projections", "gate_up", "logits")  # whose inputs are
 
 
-PARTS = ("memory_us", "tail_us", "consumers_us", "inputs_us", "start_us", "barrier_us")
+PARTS = ("memory_us", "tail_us", "compute_us", "inputs_us", "start_us", "barrier_us")
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ class Cost:
     Attributes:
         memory_us: its bytes from memory at full bandwidth.
         tail_us: how much later the busiest block has its share.
-        consumers_us: the busiest block's if its weights are there.
+        compute_us: of the busiest block's warps if its weights are there.
         inputs_us: what it reads from L2.
         start_us: before its first byte is used.
         barrier_us: behind it.
@@ -138,14 +142,14 @@ class Cost:
     memory_bytes: int
     memory_us: float
     tail_us: float
-    consumers_us: float
+    compute_us: float
     inputs_us: float
     start_us: float
     barrier_us: float
 
     @property
     def worst_us(self) -> float:
-        paced = max(self.memory_us + self.tail_us, self.consumers_us)
+        paced = max(self.memory_us + self.tail_us, self.compute_us)
         return paced + self.inputs_us + self.start_us + self.barrier_us
 
 
@@ -162,27 +166,36 @@ class Workload:
         return phases(self.config, self.tree, NEW * self.batch, self.batch)
 
 
+def compute_us(matrix: Matrix, num_rows: int, weights: str, machine: Machine) -> float:
+    """Of the busiest block: its tiles in panels, of each panel slice after slice."""
+    slices = -(-matrix.ins * WEIGHT_BYTES[weights] // slice_bytes(weights))
+    row_tiles = -(-num_rows // TILE_ROWS)
+    elements = slice_bytes(weights) / WEIGHT_BYTES[weights]
+    tile_us = TIMES["stage"] + TIMES["refill"] + TIMES["multiply"] * row_tiles * elements / 1024
+    tiles = -(-int(matrix.rows(machine.sms).max()) // _host.DRAFT_TILE_OUTS)
+    total = 0.0
+    for first in range(0, tiles, _host.DRAFT_PANEL_TILES):
+        panel_us = min(tiles - first, _host.DRAFT_PANEL_TILES) * tile_us
+        if row_tiles == 1:  # the next slice is on its way
+            total += TIMES["slice"] + slices * max(panel_us, TIMES["slice"])
+        else:
+            total += slices * (panel_us + TIMES["slice"])
+    return total
+
+
 def product_cost(phase: Phase, matrix: Matrix, weights: str, machine: Machine) -> Cost:
     size = matrix.size(weights)
     rows = matrix.rows(machine.sms)
     memory_us = machine.read_us(size)
     inputs = phase.num_rows * matrix.ins * 2
     norms = machine.sms * inputs if phase.op in NORMED else 0
-    row_bytes = matrix.ins * WEIGHT_BYTES[weights]
-    slices = -(-row_bytes // slice_bytes(weights))
-    row_tiles = -(-phase.num_rows // TILE_ROWS)
-    multiply_us = (
-        TIMES["multiply"] * row_tiles * slice_bytes(weights) / WEIGHT_BYTES[weights] / 1024
-    )
-    tiles = -(-int(rows.max()) // _host.DRAFT_TILE_OUTS)
-    panels = -(-tiles // _host.DRAFT_PANEL_TILES)
     return Cost(
         op=phase.op,
         level=phase.level,
         memory_bytes=size,
         memory_us=memory_us,
         tail_us=memory_us * float(rows.max() / rows.mean() - 1),
-        consumers_us=slices * (tiles * (TIMES["stage"] + multiply_us) + panels * TIMES["slice"]),
+        compute_us=compute_us(matrix, phase.num_rows, weights, machine),
         inputs_us=machine.l2_us(matrix.panels(machine.sms) * inputs),
         start_us=TIMES["product"] + machine.l2_us(norms),
         barrier_us=machine.barrier_us,
@@ -208,7 +221,7 @@ def other_cost(phase: Phase, work: Workload, machine: Machine) -> Cost:
         memory_bytes=memory,
         memory_us=machine.read_us(memory),
         tail_us=0.0,
-        consumers_us=0.0,
+        compute_us=0.0,
         inputs_us=machine.l2_us(reread),
         start_us=TIMES[phase.op],
         barrier_us=machine.barrier_us,
@@ -227,7 +240,7 @@ def phase_costs(work: Workload, machine: Machine) -> list[Cost]:
 
 @dataclass(frozen=True)
 class Interval:
-    """Of a timeline: "memory" streams the weights of an op, or "consumers" are at its phase."""
+    """Of a timeline: "memory" streams the weights of an op, or the warps "compute" its phase."""
 
     actor: str
     op: str
@@ -236,7 +249,7 @@ class Interval:
 
 
 def timeline(work: Workload, machine: Machine) -> list[Interval]:
-    """The best case: while consumers are away from products, the ring fills with the next one's weights."""
+    """The best case: while warps are away from products, the ring fills with the next one's weights."""
     ring_us = machine.read_us(machine.ring_bytes(work.weights))
     found: list[Interval] = []
     now = away_since = 0.0
@@ -250,7 +263,7 @@ def timeline(work: Workload, machine: Machine) -> list[Interval]:
             ahead = min(now - away_since - cache_us, ring_us, cost.memory_us)
             cache_us = 0.0
             found.append(Interval("memory", cost.op, away_since, away_since + ahead))
-            paced = max(cost.memory_us - ahead, cost.consumers_us)
+            paced = max(cost.memory_us - ahead, cost.compute_us)
             begin, now = now, now + paced
             found.append(Interval("memory", cost.op, begin, now))
             away_since = now
@@ -259,7 +272,7 @@ def timeline(work: Workload, machine: Machine) -> list[Interval]:
             now += cost.start_us + late + cost.memory_us + cost.inputs_us
             cache_us += cost.memory_us
             late = 0.0
-        found.append(Interval("consumers", cost.op, begin, now))
+        found.append(Interval("compute", cost.op, begin, now))
         now += cost.barrier_us
     return found
 
@@ -271,7 +284,7 @@ def level_estimates(work: Workload, machine: Machine) -> list[dict[str, float]]:
     floor_sizes = {op: each.size(work.weights) for op, each in matrices(work.config).items()}
     ends = {}
     done = 0
-    intervals = [each for each in timeline(work, machine) if each.actor == "consumers"]
+    intervals = [each for each in timeline(work, machine) if each.actor == "compute"]
     for cost, interval in zip(costs, intervals, strict=True):
         ends[cost.level] = interval.end_us + cost.barrier_us
     for level, order in enumerate(levels(work.phases)):
@@ -305,7 +318,7 @@ def draft_estimate(rows: list[dict[str, float]]) -> dict[str, float]:
     return total
 
 
-HEADER = ["head", "machine", "level", "MB", "barriers", "memory", "tail", "consumers", "inputs"]
+HEADER = ["head", "machine", "level", "MB", "barriers", "memory", "tail", "compute", "inputs"]
 HEADER += [
     "starts",
     "barriers us",
@@ -330,7 +343,7 @@ def cells(head: str, machine: str, which: str, row: dict[str, float]) -> list[st
 
 
 def draw(intervals: list[Interval], title: str, path: Path) -> None:
-    """Memory above consumers, one level long."""
+    """Memory above what the warps compute, one level long."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -348,7 +361,7 @@ def draw(intervals: list[Interval], title: str, path: Path) -> None:
             axes.text(each.begin_us + width / 2, height, each.op, ha="center", va="center")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colors[i % len(colors)]) for i in range(len(ops))]
     axes.legend(handles, ops, ncols=len(ops), loc="upper center", bbox_to_anchor=(0.5, -0.28))
-    axes.set_yticks([0, 1], ["consumers", "weights from memory"])
+    axes.set_yticks([0, 1], ["warps compute", "weights from memory"])
     axes.set_xlabel("microseconds (estimate)")
     axes.set_title(title, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
@@ -359,8 +372,7 @@ def draw(intervals: list[Interval], title: str, path: Path) -> None:
 
 def one_level(intervals: list[Interval]) -> list[Interval]:
     """From the end of a level's logits to that of the next level's, the deepest, at 0."""
-    consumers = [each for each in intervals if each.actor == "consumers"]
-    ends = [each.end_us for each in consumers if each.op == "logits"]
+    ends = [each.end_us for each in intervals if each.actor == "compute" and each.op == "logits"]
     begin, end = ([0.0, *ends])[-2:]
     return [
         Interval(each.actor, each.op, each.begin_us - begin, each.end_us - begin)

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import model_draft_head
 import pytest
-from draft_heads import HEADS, needed_bytes
+from draft_heads import HEADS, Matrix, needed_bytes
 from model_draft_head import (
     MACHINES,
     PARTS,
     Workload,
+    compute_us,
     draft_estimate,
     level_estimates,
     phase_costs,
@@ -73,11 +74,11 @@ def test_nobody_does_two_things_at_once(work):
     costs = phase_costs(work, machine)
     intervals = timeline(work, machine)
     ring_us = machine.read_us(machine.ring_bytes(work.weights))
-    for actor in ("memory", "consumers"):
+    for actor in ("memory", "compute"):
         own = [each for each in intervals if each.actor == actor]
         for before, after in pairwise(own):
             assert before.begin_us <= before.end_us <= after.begin_us + 1e-6
-        if actor == "memory":  # what comes ahead of the consumers fits into the ring
+        if actor == "memory":  # what comes ahead of products fits into the ring
             assert max(each.end_us - each.begin_us for each in own[::2]) <= ring_us + 1e-9
     streamed = sum(each.end_us - each.begin_us for each in intervals if each.actor == "memory")
     assert (
@@ -94,19 +95,32 @@ def test_without_latencies_the_best_case_is_the_floor(monkeypatch):
     assert total["best_us"] == pytest.approx(total["floor_us"] + tail)
 
 
-def test_consumers_that_are_slower_than_memory_set_the_pace(monkeypatch):
+def test_computing_slower_than_memory_sets_the_pace(monkeypatch):
     monkeypatch.setitem(model_draft_head.TIMES, "stage", 5.0)
     total = draft_estimate(level_estimates(WORKS["chain"], MACHINES["h200"]))
-    assert total["consumers_us"] > 5 * total["memory_us"]
-    assert total["best_us"] > total["consumers_us"]
+    assert total["compute_us"] > 5 * total["memory_us"]
+    assert total["best_us"] > total["compute_us"]
+
+
+def test_slices_of_inputs_are_waited_for_where_they_do_not_come_ahead(monkeypatch):
+    """60 tiles of the busiest block are 8 panels, the last of 4 tiles; 8192 k of bfloat16 are 16 slices."""
+    matrix, machine = Matrix(outs=60 * 8 * 132, ins=8192), MACHINES["h200"]
+    times = {"stage": 1.0, "refill": 0.0, "multiply": 0.0, "slice": 5.0}
+    for name, value in times.items():
+        monkeypatch.setitem(model_draft_head.TIMES, name, value)
+    assert compute_us(matrix, 16, "same", machine) == 8 * 5 + 16 * (7 * 8 + 5)
+    assert compute_us(matrix, 17, "same", machine) == 16 * (60 + 8 * 5)
 
 
 def test_the_ring_is_the_kernels():
-    """21 stages beside 45 KB of a Hopper block's 227, 13 beside those of an Ampere block's 163."""
+    """21 stages beside 47 KiB of a Hopper block's 227, 13 beside those of an Ampere block's 163."""
     kernels = ROOT / "csrc" / "kernels"
-    text = "".join((kernels / f"draft_{name}.cuh").read_text() for name in ("block", "fragments"))
+    names = ("block", "fragments", "ring", "product")
+    text = "".join((kernels / f"draft_{name}.cuh").read_text() for name in names)
     assert f"kMaxStages = {model_draft_head.MOST_STAGES};" in text
     assert "kStageRowBytes = kSliceBytes + 64;" in text
+    assert f"kLag = {model_draft_head.LAG};" in text
+    assert "kLoadsAhead = kRowTiles == 1 && sizeof(T) == 2;" in text
     tile = model_draft_head.TILE_ROWS * _host.DRAFT_TILE_OUTS
     assert "kDraftWarps = 8;" in text and f"kTileRows = {model_draft_head.TILE_ROWS};" in text
     assert 8 * _host.DRAFT_PANEL_TILES * tile * 4 == model_draft_head.REDUCE_BYTES
