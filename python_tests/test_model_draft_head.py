@@ -143,6 +143,16 @@ def test_report(tmp_path, capsys):
     assert (tmp_path / "pictures" / "8b.png").stat().st_size > 5000
 
 
+@pytest.mark.parametrize("head", HEADS)
+def test_the_first_pages_estimates_are_of_today(head):
+    cells = [f"{head.upper()} target"]
+    for machine in (MACHINES["h200"], MACHINES["h100"]):
+        total = draft_estimate(level_estimates(Workload(HEADS[head], CHAIN), machine))
+        floor, best, worst = (total[f"{name}_us"] / 1e3 for name in ("floor", "best", "worst"))
+        cells += [f"{floor:.2f} ms", f"{best:.2f} to {worst:.2f} ms"]
+    assert f"| {' | '.join(cells)} |\n" in (ROOT / "README.md").read_text()
+
+
 def test_the_readmes_table_is_of_today(capsys):
     model_draft_head.main(["--machine", "h200", "--machine", "h100", "--markdown"])
     _, *_, table = capsys.readouterr().out.partition("| head")
