@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from checkpoint_cases import head_config
@@ -54,6 +56,14 @@ def test_equal_transformers(kind):
         expected = rope(torch.zeros(1), torch.tensor([[position]]))
         for table, whole in zip((cosines, sines), expected, strict=True):
             torch.testing.assert_close(table[position], whole[0, 0, :half], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_hidden_size_does_not_count(kind):
+    """Heads have a dimension of their own: the hidden size need not be a multiple of their number."""
+    narrow = dataclasses.replace(config(kind), hidden_size=30)
+    for given, expected in zip(rope_tables(narrow, 40), rope_tables(config(kind), 40), strict=True):
+        assert torch.equal(given, expected)
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -59,7 +59,7 @@ def _frequencies(config: HeadConfig, num_positions: int) -> tuple[Tensor, float]
         )
     options: dict[str, Any] = {"rope_parameters": parameters, "partial_rotary_factor": partial}
     like: Any = LlamaConfig(
-        hidden_size=config.hidden_size,
+        hidden_size=config.num_heads * config.head_dim,  # a head's own need not be a multiple
         num_attention_heads=config.num_heads,
         head_dim=config.head_dim,
         max_position_embeddings=config.max_positions,
