@@ -18,11 +18,13 @@ import torch
 from emulation import emulated_ops
 from head_cases import KINDS, Run, elements, head_of
 from head_op_cases import (
+    EMULATED_ROUNDS,
     SHAPES,
     STATIC,
     OpRun,
     assert_equal_drafts,
     assert_same_draft,
+    check_against_reference,
     committed,
     path_scores,
     poisoned,
@@ -99,6 +101,13 @@ def test_long_texts(name, lengths, device):
     counts = torch.tensor([1, 3, 2])
     drafts = [run.draft(SHAPES["dynamic"], tokens, features, counts) for run in (ours, theirs)]
     assert_same_draft(*drafts)
+
+
+def test_absent_nodes_that_see_nothing_committed(device):
+    """A vocabulary of two tokens leaves the third node of a level absent. Behind a window of one token it
+    sees no more than itself, and what becomes of it reaches no other node in the next layer."""
+    head = head_of("qk-norm-window", draft_vocab_size=2, sliding_windows=(1, None))
+    check_against_reference(head, TreeConfig(3, 3, 12), device, EMULATED_ROUNDS)
 
 
 @pytest.mark.parametrize(

@@ -120,18 +120,18 @@ __device__ __forceinline__ void choose_nodes(const DraftTreeRow& tree, int level
   }
 }
 
-// What the parent sees, and the own slot.
+// What the parent sees, and the own slot, which a node that is not alive sees, too: a softmax over
+// nothing would make its values NaN, and these times the weight 0 would reach other nodes.
 __device__ __forceinline__ void see_ancestors(const DraftTreeRow& tree, int next) {
   const DraftKernelParams& params = tree.params;
   const int words = params.words;
   for (int i = threadIdx.x; i < params.plan.widths[next] * words; i += kDraftThreads) {
     const int place = i / words, word = i % words;
     const DraftNode node = tree.nodes(next)[place];
-    uint64_t bits = 0;
+    const int slot = params.first_slots[next] + place;
+    uint64_t bits = slot / 64 == word ? uint64_t{1} << slot % 64 : 0;
     if (node.is_alive) {
-      bits = tree.ancestors(next - 1)[static_cast<int64_t>(node.parent) * words + word];
-      const int slot = params.first_slots[next] + place;
-      if (slot / 64 == word) bits |= uint64_t{1} << slot % 64;
+      bits |= tree.ancestors(next - 1)[static_cast<int64_t>(node.parent) * words + word];
     }
     tree.ancestors(next)[i] = bits;
   }
