@@ -308,6 +308,43 @@ def test_draft_to_target_out_of_range(tree, wrong, device):
     assert_root_alone([each[0] for each in drafted], int(tokens[0, -1]))
 
 
+@pytest.mark.parametrize(
+    ("row", "wrong"),
+    some_emulated(
+        [
+            (4, (1, -1)),  # no candidate
+            (4, (2**62, 0)),
+            (4, (8, 0)),  # a node of the last level
+            (6, (4, 0)),  # a node beside it: nobody is left of a level
+            (3, (3, 0)),  # more parents than widths tell
+            (0, (1, 0)),  # itself
+            (0, (0, -(2**63))),
+            (9, (-(2**63), 2**62)),
+        ],
+        {(4, (2**62, 0)), (6, (4, 0))},
+    ),
+    ids=str,
+)
+def test_choices_that_levels_do_not_describe_cost_nodes(row, wrong, device):
+    """The host can't compare them on CUDA; what is left is a tree of legal tokens, and nothing else."""
+    head = head_of("eagle3")
+    run = OpRun.start(head, 2, device=device)
+    arguments = run.arguments(*elements(head, 2, 3), torch.tensor([3, 1]))
+    packed = arguments.pop("head")
+    choices, *others = ops.draft.tree_arguments(STATIC, torch.device(device))
+    choices = choices.clone()
+    choices[row] = torch.tensor(wrong)
+    drafted = _library.native.draft_head(
+        packed.weights, packed.layout, packed.scalars, *arguments.values(), choices, *others
+    )
+    for tokens, parents, scores in zip(*(each.tolist() for each in drafted), strict=True):
+        assert parents[0] == -1
+        for node, parent in enumerate(parents[1:], start=1):
+            assert parent == -2 or (parent < node and parents[parent] != -2)
+            assert (scores[node] > -torch.inf) == (parent != -2)
+            assert 0 <= tokens[node] < head.config.vocab_size
+
+
 def test_the_sync_buffer_serves_launch_after_launch(device):
     """With trees and batches of several sizes between; its counters are zero after each."""
     head = head_of("qk-norm-window")

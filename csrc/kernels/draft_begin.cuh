@@ -30,17 +30,19 @@ __device__ __forceinline__ int64_t count_new(const DraftKernelParams& params, in
   return warp_all(are_legal) ? count : -1;
 }
 
-// Of each candidate of a static tree its place among those of its level that are expanded, or -1.
-// Slots are given to these in their order, so the place is their number less the level's first.
+// Of each candidate of a static tree its place among those of its level that are expanded, else a
+// negative number. Slots are given to these in their order, so the place is their number less the
+// level's first. Choices that do not match the levels lose nodes, but get none that have no memory.
 __device__ __forceinline__ void place_candidates(const DraftTreeRow& tree) {
   const DraftKernelParams& params = tree.params;
   const int lane = threadIdx.x % kWarpSize;
   int32_t* places = tree.places();
   for (int i = lane; i < params.num_choices; i += kWarpSize) places[i] = -1;
   warp_barrier();
+  const int end = tree.level_begin(params.plan.depth - 1);  // the last level has no children
   for (int i = lane; i < params.num_choices; i += kWarpSize) {
     const int64_t parent = tree.choice_parent(i);
-    if (parent >= 0) places[parent] = 0;
+    if (parent >= 0 && parent < end) places[parent] = 0;
   }
   warp_barrier();  // those with children are marked
   int level = 0, num_before = 0;
@@ -51,7 +53,8 @@ __device__ __forceinline__ void place_candidates(const DraftTreeRow& tree) {
     if (is_expanded) {
       while (i >= tree.level_end(level)) ++level;
       const int slot = num_before + __popc(expanded & ((1u << lane) - 1));
-      places[i] = slot - params.first_slots[level + 1];
+      const int place = slot - params.first_slots[level + 1];
+      places[i] = place < params.plan.widths[level + 1] ? place : -1;
     }
     num_before += __popc(expanded);
   }

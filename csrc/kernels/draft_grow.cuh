@@ -78,13 +78,13 @@ __device__ __forceinline__ void add_candidates(const DraftTreeRow& tree, int lev
   const int begin = tree.level_begin(level);
   for (int i = begin + static_cast<int>(threadIdx.x); i < tree.level_end(level);
        i += kDraftThreads) {
-    const int64_t place = tree.parent_place(i, begin);
-    const int64_t rank = tree.is_dynamic() ? (i - begin) % params.top_k : params.choices(i, 1);
-    const DraftNode node = tree.nodes(level)[place];
-    const int64_t list = first_list + (params.plan.is_parallel ? 0 : place);
-    const int64_t child = list * params.top_k + rank;
+    const int32_t place = tree.parent_place(i, level), rank = tree.rank(i, level);
+    const bool is_legal = place >= 0 && rank >= 0;
+    const DraftNode node = tree.nodes(level)[max(place, 0)];
+    const int64_t list = first_list + (params.plan.is_parallel ? 0 : max(place, 0));
+    const int64_t child = list * params.top_k + max(rank, 0);
     const float sum = exact_add(node.score, scratch.child_scores[child]);
-    const bool exists = node.is_alive && sum > bits_to_float(kMinusInfinityBits);
+    const bool exists = is_legal && node.is_alive && sum > bits_to_float(kMinusInfinityBits);
     const float score = exists ? sum : bits_to_float(kMinusInfinityBits);
     const int64_t parent = exists ? node.candidate : kInactiveParent;
     tree.scores()[i] = score;
@@ -94,9 +94,16 @@ __device__ __forceinline__ void add_candidates(const DraftTreeRow& tree, int lev
   }
 }
 
+// Nodes of a level of which none is alive.
+__device__ __forceinline__ void clear_nodes(const DraftTreeRow& tree, int level) {
+  for (int i = threadIdx.x; i < tree.params.plan.widths[level]; i += kDraftThreads) {
+    tree.nodes(level)[i] = {};
+  }
+}
+
 // The nodes of the next level that are expanded: of a dynamic tree the best, each of which counts
 // those that are better; of a static one those with children. Where there are fewer, the rest is
-// not alive.
+// not alive, or stays so: choices may name fewer than `widths`.
 __device__ __forceinline__ void choose_nodes(const DraftTreeRow& tree, int level,
                                              const SharedSpan<uint64_t>& ranked) {
   const int begin = tree.level_begin(level), count = tree.level_end(level) - begin;
@@ -114,7 +121,7 @@ __device__ __forceinline__ void choose_nodes(const DraftTreeRow& tree, int level
     const bool exists = tree.parents()[candidate] != kInactiveParent;
     tree.nodes(level + 1)[place] = {.token = tree.tokens()[candidate],
                                     .candidate = candidate,
-                                    .parent = tree.parent_place(candidate, begin),
+                                    .parent = exists ? tree.parent_place(candidate, level) : 0,
                                     .score = tree.scores()[candidate],
                                     .is_alive = exists};
   }
@@ -179,6 +186,7 @@ __device__ __forceinline__ void grow_level(const DraftBlock<T>& block, const Dra
   const DraftPlan& plan = tree.params.plan;
   const auto ranked = block.reduce.template as<uint64_t>();
   add_candidates(tree, level, first_list, ranked);
+  if (level + 1 < plan.depth) clear_nodes(tree, level + 1);
   block.sync();  // all candidates of the level are there
   if (level + 1 < plan.depth) {
     choose_nodes(tree, level, ranked);

@@ -21,15 +21,26 @@ struct DraftTreeRow {
   }
   __device__ __forceinline__ int level_end(int level) const { return params.level_ends[level]; }
   __device__ __forceinline__ bool is_dynamic() const { return params.num_choices == 0; }
+  // Of a static tree the candidate whose child this one is. Choices are the caller's word: it may
+  // be kRootParent at any level, or no candidate at all.
   __device__ __forceinline__ int64_t choice_parent(int candidate) const {
-    return params.choices(candidate, 0) - 1;  // a candidate or kRootParent
+    const int64_t node = params.choices(candidate, 0);
+    return node > 0 ? node - 1 : kRootParent;
   }
-  // The place of a candidate's parent among the nodes of its level, whose candidates begin at
-  // `begin`.
-  __device__ __forceinline__ int32_t parent_place(int candidate, int begin) const {
+  // The place of a candidate's parent among the nodes of its level that are expanded; negative
+  // where choices name none of these.
+  __device__ __forceinline__ int32_t parent_place(int candidate, int level) const {
+    const int begin = level_begin(level);
     if (is_dynamic()) return (candidate - begin) / params.top_k;
     const int64_t parent = choice_parent(candidate);
-    return parent < 0 ? 0 : places()[parent];
+    if (level == 0) return parent == kRootParent ? 0 : -1;
+    return parent >= level_begin(level - 1) && parent < begin ? places()[parent] : -1;
+  }
+  // Which of its parent's children a candidate is; -1 where choices name none.
+  __device__ __forceinline__ int32_t rank(int candidate, int level) const {
+    if (is_dynamic()) return (candidate - level_begin(level)) % params.top_k;
+    const int64_t rank = params.choices(candidate, 1);
+    return rank >= 0 && rank < params.top_k ? static_cast<int32_t>(rank) : -1;
   }
   __device__ __forceinline__ float* scores() const { return of_row(params.scratch.scores); }
   __device__ __forceinline__ int64_t* tokens() const { return of_row(params.scratch.tokens); }
