@@ -10,11 +10,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import random
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from checkpoint_cases import random_head
 from emulation import emulated_ops
 from head_cases import KINDS, Run, elements, head_of
 from head_op_cases import (
@@ -199,6 +201,67 @@ def test_8_bit_weights(name, weights, dtype, device, emulated):
             assert scores.keys() == expected.keys()
             errors[key] += [abs(scores[path] - expected[path]) for path in expected]
     assert sum(errors["op"]) <= 2 * sum(errors["reference"])
+
+
+def any_head(seed: int) -> DraftHead:
+    """Of a config that the kernel takes in float32."""
+    rng = random.Random(seed)
+    kind = rng.choice(["eagle1", "eagle3", "eagle3"])
+    kv_heads, group = rng.choice([1, 2, 3]), rng.randint(1, 6)
+    hidden, layers = 4 * rng.randint(1, rng.choice([12, 12, 70])), rng.choice([1, 1, 2, 3])
+    draft_vocab, num_features = rng.choice([1, 2, 31, rng.randint(1, 700)]), rng.choice([1, 2, 3])
+    flags = ["qkv_bias", "o_bias", "qk_norm", "own_embedding", "own_lm_head", "fc_bias"]
+    options: dict[str, Any] = dict(
+        hidden_size=hidden,
+        intermediate_size=4 * rng.randint(1, 60),
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_dim=rng.choice([8, 16, 24, 72] if group < 4 else [8, 16]),
+        num_layers=layers,
+        vocab_size=draft_vocab + rng.choice([0, 1, 50]),
+        draft_vocab_size=draft_vocab,
+        logit_scale=rng.choice([1.0, 0.5]),
+        sliding_windows=tuple(rng.choice([None, 1, 2, 5, 17]) for _ in range(layers)),
+    )
+    partial = {"rope_theta": 500.0, "partial_rotary_factor": rng.choice([0.25, 0.5])}
+    if rng.random() < 0.3:
+        options["rope_parameters"] = partial
+    if kind == "eagle1":
+        options |= dict(num_features=1, target_hidden_size=hidden)
+    else:
+        flags += ["norm_before_residual", "norm_output", "fc_norm", "norm_before_fc"]
+        options |= dict(num_features=num_features, target_hidden_size=4 * rng.randint(1, 30))
+        if rng.random() < 0.25:
+            options |= dict(has_fc=False, num_features=1, target_hidden_size=hidden)
+        if rng.random() < 0.3:
+            options["mask_token_id"] = rng.randrange(options["vocab_size"])
+    return random_head(kind, seed=seed, **options, **{flag: rng.random() < 0.4 for flag in flags})
+
+
+def any_tree(seed: int) -> TreeConfig:
+    rng = random.Random(seed)
+    depth, top_k = rng.randint(1, 5), rng.choice([2, 3, 7])
+    kind = rng.choice(["chain", "static", "dynamic"])
+    if kind == "chain":
+        return TreeConfig(depth, num_nodes=rng.choice([None, 2, 8]))
+    if kind == "dynamic":
+        return TreeConfig(depth, top_k, rng.choice([None, 2, 30]))
+    paths: list[tuple[int, ...]] = [()]
+    for _ in range(rng.randint(1, 20)):
+        paths.append((*rng.choice(paths), rng.randrange(top_k)))
+    return TreeConfig(choices=tuple(path for path in paths if path))
+
+
+@pytest.mark.parametrize("seed", some_emulated(range(60), range(6)))
+def test_any_head_and_tree(seed, device):
+    """Of random sizes and options; rows with nothing new among others."""
+    rng = random.Random(seed)
+    rows = rng.choice([1, 2, 3, 7])
+    rounds = []
+    for most in rng.choices([1, 2, 5, 20], k=2):
+        counts = [rng.choice([0, most, rng.randint(0, most)]) for _ in range(rows)]
+        rounds.append((most, counts))
+    check_against_reference(any_head(seed), any_tree(seed), device, rounds)
 
 
 NEW, SLOTS, CAPACITY, VOCAB = 3, 6, 40, 97  # of the runs below
