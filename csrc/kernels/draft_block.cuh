@@ -26,7 +26,7 @@ constexpr int kMaxStages = 24;
 // touch all banks once.
 constexpr int kStageRowBytes = kSliceBytes + 64;
 constexpr int kStageBytes = kTileOuts * kStageRowBytes;
-// What consumer warps add up together: [warp][tile][row][out of tile] floats.
+// What the warps add up together: [warp][tile][row][out of tile] floats.
 constexpr int kTileValues = kTileRows * kTileOuts;
 constexpr int kPanelValues = kPanelTiles * kTileValues;
 constexpr int kReduceBytes = kDraftWarps * kPanelValues * 4;
@@ -124,7 +124,7 @@ struct PanelValues {
   float value[2];
 };
 
-// Sums the panels that all consumer warps hold and hands each row to one warp: use(row, values)
+// Sums the panels that all warps hold and hands each row to one warp: use(row, values)
 // with the value of tile lane / 8 (+ 4), column lane % 8 in values[0 (1)]. The order of the sum is
 // that of the warps.
 // At most kTileRows rows.

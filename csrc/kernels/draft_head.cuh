@@ -132,7 +132,7 @@ struct DraftSpan {
   int num_stages;
   bool has_bulk_copies;
   int first_phase;
-  int num_phases;
+  int num_phases;  // 1 or INT_MAX
 };
 
 template <typename T, typename W>
@@ -160,10 +160,10 @@ __global__ void __launch_bounds__(kDraftThreads, 1)
   if (cursor.is_done()) return;  // fewer elements than there might have been
   DraftRing<T, W> ring(block, shared.ring, span.has_bulk_copies, {cursor, span.num_phases});
   load_pass_rows(block, cursor.pass());
-  for (int left = span.num_phases;;) {
+  while (true) {
     run_phase<T, W>(block, ring, cursor.pass(), cursor.op(), cursor.layer());
     cursor.next();
-    if (--left == 0 || cursor.is_done()) return;
+    if (span.num_phases == 1 || cursor.is_done()) return;
     grid_barrier(static_cast<GridBarrier*>(params.sync.barrier));
     if (cursor.begins_pass()) load_pass_rows(block, cursor.pass());
   }

@@ -118,7 +118,7 @@ struct PhaseProduct {
   int first_out = 0;
 };
 
-// The producer and the consumers agree on it.
+// What the ring is filled with and what is multiplied agree on it.
 template <typename T, typename W>
 __device__ __forceinline__ PhaseProduct phase_product(const DraftBlock<T>& block,
                                                       const DraftPass& pass, DraftOp op,

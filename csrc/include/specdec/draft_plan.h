@@ -1,5 +1,5 @@
 // The order of work of the fused draft_head (csrc/kernels/draft_head.cuh): the table of its phases,
-// which the kernel, the producer of its weights and the tests walk alike, and the tiles of weights
+// which the kernel, the ring of its weights and the tests walk alike, and the tiles of weights
 // that every block streams.
 //
 // Elements go in passes of up to 32 rows, two tiles of mma.m16n8k16, through the phases
