@@ -88,13 +88,13 @@ void test_parallel_parts() {
 
 void test_sync() {
   const int64_t bytes = draft_sync_bytes(4, 72);
-  CHECK(bytes == 128 + 256 + kPassRows * 4 * 2 * 4);
+  CHECK(bytes == 128 + 128 + kPassRows * 4 * 2 * 4);
   std::vector<std::byte> memory(bytes + 4);
   for (int64_t offset : {0, 4}) {
     const DraftSync sync = place_draft_sync(memory.data() + offset);
     std::byte* const barrier = static_cast<std::byte*>(sync.barrier);
     CHECK(reinterpret_cast<uintptr_t>(barrier) % 128 == 0 && barrier >= memory.data() + offset);
-    CHECK(reinterpret_cast<std::byte*>(sync.arrivals) == barrier + 256);
+    CHECK(reinterpret_cast<std::byte*>(sync.arrivals) == barrier + 128);
     CHECK(reinterpret_cast<std::byte*>(sync.arrivals + kPassRows * 4 * 2) <=
           memory.data() + offset + bytes);
   }
