@@ -12,7 +12,7 @@
 // Norms and rotation are float32 with one rounding to T at the end, as in the CPU op.
 #pragma once
 
-#include "draft_block.cuh"
+#include "draft_rows.cuh"
 
 namespace specdec {
 
@@ -117,11 +117,7 @@ __device__ __forceinline__ void begin_residual(const DraftBlock<T>& block, const
   const DraftKernelParams& params = block.params;
   const int hidden = params.hidden;
   T* residual = block.row(params.scratch.residual, row.memory, hidden);
-  const T* h = static_cast<const T*>(row.hidden);
-  if (pass.kind == PassKind::kNew && params.plan.gathers) {
-    h = block.row(params.scratch.features, i, params.feature_width);
-  }
-  if (pass.kind == PassKind::kNew && params.plan.has_fc) h = residual;
+  const T* h = static_cast<const T*>(layer_input(block, pass, i));
   if (params.norm_before_residual) {
     norm_row(h, static_cast<const T*>(params.hidden_norm),
              inverse_root_mean_square<T>(h, hidden, params.eps), hidden, residual);

@@ -144,19 +144,28 @@ __device__ __forceinline__ PhaseProduct phase_product(const DraftBlock<T>& block
   return product;
 }
 
+// What fc takes of a row, beside EAGLE-1's token, or what layer 0 takes where there is no fc.
+template <typename T>
+__device__ __forceinline__ const void* fc_input(const DraftBlock<T>& block, const DraftPass& pass,
+                                                int i) {
+  const DraftKernelParams& params = block.params;
+  if (pass.kind != PassKind::kFrontier && params.plan.gathers) {
+    return block.row(params.scratch.features, i, params.feature_width);
+  }
+  const PassRow row = block.shared.rows[i];
+  return row.hidden;
+}
+
 // What attention's residual and its second input are of a row before layer 0.
 template <typename T>
 __device__ __forceinline__ const void* layer_input(const DraftBlock<T>& block,
                                                    const DraftPass& pass, int i) {
   const DraftKernelParams& params = block.params;
-  const PassRow row = block.shared.rows[i];
   const bool went_through_fc =
       pass.kind == PassKind::kFrontier ? params.plan.feeds_fc : params.plan.has_fc;
-  if (went_through_fc) return block.row(params.scratch.residual, row.memory, params.hidden);
-  if (pass.kind != PassKind::kFrontier && params.plan.gathers) {
-    return block.row(params.scratch.features, i, params.feature_width);
-  }
-  return row.hidden;
+  if (!went_through_fc) return fc_input(block, pass, i);
+  const PassRow row = block.shared.rows[i];
+  return block.row(params.scratch.residual, row.memory, params.hidden);
 }
 
 template <typename T>
@@ -200,11 +209,7 @@ __device__ __forceinline__ const void* input_row(const DraftBlock<T>& block, con
   }
   const bool is_token = segment == 0 && (op == DraftOp::kProjections || params.is_eagle1);
   if (is_token) return offset_by<T>(params.embedding, row.token * params.hidden);
-  if (op == DraftOp::kProjections) return layer_input(block, pass, i);
-  if (pass.kind != PassKind::kFrontier && params.plan.gathers) {
-    return block.row(params.scratch.features, i, params.feature_width);
-  }
-  return row.hidden;
+  return op == DraftOp::kProjections ? layer_input(block, pass, i) : fc_input(block, pass, i);
 }
 
 // shared.inputs and shared.inverses of a product. Ends with a barrier.
