@@ -32,8 +32,8 @@ PanelCode code_for_isa(FloatType type) {
 void panel_products(const PanelParams& params, const PanelVisitor& visit,
                     const ParallelFor& parallel_for) {
   const PanelCode code = code_for_isa(params.type);
-  const int64_t size = element_size(params.type), unit = kPanelUnitBytes / size;
-  const int64_t panel_bytes = (params.ins + unit - 1) / unit * kPanelUnitBytes * kPanelOuts;
+  const int64_t size = element_size(params.type);
+  const int64_t stride = panel_bytes(kPanelOuts, params.ins, size);  // of panels
   const int64_t blocks = (params.outs + params.block_outs - 1) / params.block_outs;
   for (int64_t row = 0; row < params.rows; row += kPassRows) {
     const int64_t rows = std::min(kPassRows, params.rows - row);
@@ -45,8 +45,7 @@ void panel_products(const PanelParams& params, const PanelVisitor& visit,
         const int64_t first = block * params.block_outs;
         const int64_t outs = std::min(params.block_outs, params.outs - first);
         for (int64_t out = 0; out < outs; out += kPanelOuts) {
-          code(static_cast<const std::byte*>(params.panels) +
-                   (first + out) / kPanelOuts * panel_bytes,
+          code(static_cast<const std::byte*>(params.panels) + (first + out) / kPanelOuts * stride,
                input, rows, params.ins, values + out, params.block_outs);
         }
         visit({row, rows, first, outs, begin * params.block_outs, values});
