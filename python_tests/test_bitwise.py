@@ -14,7 +14,7 @@ from tiny import VOCAB, prompts, tiny_model
 from torch import Tensor
 
 from specdec_ext import DraftTree
-from specdec_ext.target import Target
+from specdec_ext.target import Target, make_target
 
 LENGTHS = (11, 4, 7)
 SLOTS = 64
@@ -27,7 +27,7 @@ def path_to(node: int) -> list[int]:
 
 
 def started(model) -> Target:
-    target = Target(model, None, SLOTS)
+    target = make_target(model, None, SLOTS)
     target.prefill(*prompts(LENGTHS))
     return target
 

@@ -95,8 +95,7 @@ def test_cropping_back_to_dropped_tokens_is_refused():
 
 def test_batch_operations_of_the_cache_class():
     config = tiny_model("llama").config
-    cache, refusal = adopt_cache(DynamicCache(config=config), config)
-    assert refusal is None
+    cache = adopt_cache(DynamicCache(config=config), config)
     for index in range(3):
         cache.update(*states(2, 4), index)
     cache.batch_repeat_interleave(2)
@@ -112,8 +111,7 @@ def test_adopting_a_filled_cache(with_config):
     cache = DynamicCache(config=config) if with_config else DynamicCache()
     for index in range(3):
         cache.update(*states(1, 20), index)
-    adopted, refusal = adopt_cache(cache, config)
-    assert adopted is cache and refusal is None
+    assert adopt_cache(cache, config) is cache
     layer = cache.layers[1]
     assert layer.get_seq_length() == 20 and layer.window == (8 if with_config else None)
     assert layer.keys[0, 0, -7:, 0].tolist() == list(range(13, 20))
@@ -121,9 +119,9 @@ def test_adopting_a_filled_cache(with_config):
 
 def test_adopting_twice_changes_nothing():
     config = tiny_model("llama").config
-    cache, _ = adopt_cache(None, config)
+    cache = adopt_cache(None, config)
     layers = list(cache.layers)
-    assert adopt_cache(cache, config)[0].layers == layers
+    assert adopt_cache(cache, config).layers == layers
 
 
 def test_other_cache_classes_are_refused():

@@ -10,7 +10,7 @@ import torch
 from tiny import ARCHITECTURES, VOCAB, prompts, tiny_model
 
 import specdec_ext
-from specdec_ext.target import Target
+from specdec_ext.target import make_target
 from specdec_ext.target.features import FeatureTap
 from specdec_ext.tree import DraftTree
 
@@ -28,7 +28,7 @@ def test_equal_output_hidden_states(name):
         expected = model(
             ids, attention_mask=mask, position_ids=positions, output_hidden_states=True
         ).hidden_states
-    target = Target(model, None, 64)
+    target = make_target(model, None, 64)
     target.tap(LAYERS)
     features = target.prefill(ids, mask).features
     valid = mask.bool()
@@ -40,7 +40,7 @@ def test_equal_output_hidden_states(name):
 def test_of_every_node_of_a_tree():
     model = tiny_model("llama")
     ids, _ = prompts((6,))
-    target = Target(model, None, 64)
+    target = make_target(model, None, 64)
     target.tap((1, -1))
     target.prefill(ids, None)
     tree = DraftTree.from_paths(torch.tensor([3]), [[[4, 5], [7]]])
@@ -82,7 +82,7 @@ def test_no_hook_stays_behind():
 
     before = hooks()
     for ids in (prompts((4,))[0], torch.tensor([[10**6]])):
-        target = Target(model, None, 64)
+        target = make_target(model, None, 64)
         target.tap(LAYERS)
         with nullcontext() if int(ids.max()) < VOCAB else pytest.raises(IndexError):
             target.prefill(ids, None)
@@ -130,7 +130,7 @@ def test_the_output_of_the_last_layer_is_what_the_final_norm_takes(name):
     """Published heads for gpt-oss are fed it: 36 of 36 layers."""
     model = tiny_model(name)
     ids, _ = prompts((7,))
-    target = Target(model, None, 64)
+    target = make_target(model, None, 64)
     target.tap((3, -1))
     before, after = target.prefill(ids, None).features.chunk(2, dim=-1)
     norm = model.get_decoder().ln_f if name == "gpt2" else model.get_decoder().norm
@@ -141,4 +141,4 @@ def test_the_output_of_the_last_layer_is_what_the_final_norm_takes(name):
 @pytest.mark.parametrize("layer", [4, 99, -2])
 def test_a_layer_that_is_not_there(layer):
     with pytest.raises(ValueError, match=f"features of layer {layer}.*layers 0 to 2"):
-        Target(tiny_model("llama"), None, 64).tap((layer,))
+        make_target(tiny_model("llama"), None, 64).tap((layer,))

@@ -29,7 +29,7 @@ from specdec_ext.loop import Decoder
 from specdec_ext.output import Recorder, SpeculativeOutput, TokenStream
 from specdec_ext.sampler import VERIFICATIONS, Sampler
 from specdec_ext.stopping import StopRule
-from specdec_ext.target import Target
+from specdec_ext.target import Target, make_target
 
 # Cache slots reserved for one draft block beside the text itself; a larger tree only makes the cache grow.
 BLOCK_SLOTS = 64
@@ -60,17 +60,6 @@ _REFUSED_CONFIG: dict[str, tuple[Any, str]] = {
     "use_cache": (True, "speculation needs the key/value cache; leave use_cache at True"),
 }
 _CACHE_IMPLEMENTATIONS = (None, "dynamic")
-_ALLOWED_MODEL_KWARGS = {
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "use_cache",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    "cache_position",
-    "cache_params",  # the cache's name in state space models, which Target refuses by name
-}
 
 
 @torch.no_grad()
@@ -191,7 +180,7 @@ def custom_generate(
                 "assistant_model is not used by a custom_generate; pass it as "
                 "custom_generate(drafter=assistant_model)"
             )
-        _refuse(generation_config, model_kwargs)
+        _refuse(generation_config)
         if not input_ids.numel():
             raise ValueError(
                 f"input_ids is {tuple(input_ids.shape)}; expected at least one row and one token"
@@ -229,29 +218,18 @@ def _decode(
     seeds: list[int],
     verification: str,
     streamer: Any,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
     past_key_values: Any = None,
-    **_: Any,
+    **model_kwargs: Any,
 ) -> Tensor | SpeculativeOutput:
-    rows, columns = input_ids.shape
-    # Of a mask of ones transformers >= 5.20 hands over only the length.
-    masked: tuple[int, ...] = (rows, getattr(config, "_mask_length", columns))
-    if attention_mask is not None:
-        masked = tuple(attention_mask.shape)
-    if masked != (rows, columns):
-        raise ValueError(
-            f"attention_mask is {masked}, input_ids {(rows, columns)}; pass the whole text as input_ids, "
-            "the part in past_key_values included"
-        )
-    if attention_mask is not None and bool((attention_mask == 1).all()):
-        attention_mask = None
     recorder = Recorder(config, len(input_ids))
-    target = Target(model, past_key_values, stop.max_length + BLOCK_SLOTS, recorder.forward_kwargs)
+    slots = stop.max_length + BLOCK_SLOTS
+    target = make_target(
+        model, past_key_values, slots, recorder.forward_kwargs, model_kwargs, config
+    )
     drafter = _served(target, drafter, explicit, len(input_ids))
     if drafter is not None:
         target.tap(drafter.feature_layers(model))
-    target.check_positions(position_ids, attention_mask, input_ids)
+    attention_mask = target.admit(input_ids, model_kwargs, config)
     sampler = Sampler(processors, config.do_sample, seeds, input_ids.device, verification)
     if sampler.needs_draft_probs and drafter is not None and not drafter.sampled:
         raise ValueError(
@@ -279,27 +257,30 @@ def _decode(
 
 
 def _served(target: Target, drafter: Drafter | None, explicit: bool, batch: int) -> Drafter | None:
-    """The drafter, or None where only plain decoding is exact; refuses what cannot be served at all."""
-    if target.tree_refusal is None:
+    """The drafter, or None where only one token at a time is exact; then a warning or an error says so."""
+    support = target.support
+    if drafter is None or (support.chain and (support.batch or batch == 1)):
         return drafter
-    name = type(target.model).__name__
-    if batch > 1:
-        raise ValueError(
-            f"{name} can't be decoded here with a batch of {batch}: {target.tree_refusal}; use model.generate"
-        )
-    if drafter is not None and explicit:
-        raise ValueError(
-            f"{name} can't be speculated on: {target.tree_refusal}. Pass drafter=None for plain decoding."
-        )
-    if drafter is not None:
+    name, why = type(target.model).__name__, "; ".join(support.reasons)
+    if support.chain:
         warnings.warn(
-            f"{name} is decoded without speculation: {target.tree_refusal}. Pass drafter=None to say so.",
+            f"{name} is decoded without speculation in a batch of {batch}: {why}. Generate one row at a "
+            "time, or pass drafter=None to say so.",
+            stacklevel=4,
+        )
+    elif explicit:
+        raise ValueError(
+            f"{name} can't be speculated on: {why}. Pass drafter=None for plain decoding."
+        )
+    else:
+        warnings.warn(
+            f"{name} is decoded without speculation: {why}. Pass drafter=None to say so.",
             stacklevel=4,
         )
     return None
 
 
-def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+def _refuse(config: GenerationConfig) -> None:
     for name, (neutral, way_out) in _REFUSED_CONFIG.items():
         value = getattr(config, name, neutral)
         if value is not None and value != neutral:
@@ -308,15 +289,6 @@ def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
         raise ValueError(
             f"cache_implementation={config.cache_implementation!r} can't be rolled back; leave it out "
             "(the cache is preallocated and rolled back by specdec_ext)"
-        )
-    surplus = sorted(
-        name
-        for name, value in model_kwargs.items()
-        if name not in _ALLOWED_MODEL_KWARGS and value is not None
-    )
-    if surplus:
-        raise ValueError(
-            f"model inputs {', '.join(surplus)} are not supported; only text prompts given as input_ids are"
         )
 
 

@@ -79,8 +79,11 @@ class Decoder:
                 f"{name}.propose returned a {type(tree).__name__}; expected a DraftTree"
             )
         tree = tree.validated(roots, self.target.vocab_size, name)
+        if not self.target.support.tree:
+            tree = tree.first_chain()
         # The last token a row emits needs no key, so the deepest useful node is one short of the room left.
-        tree = tree.pruned([left - 1 for left in self.context.remaining])
+        rooms = zip(self.context.remaining, self.target.draft_room, strict=True)
+        tree = tree.pruned([min(left - 1, room) for left, room in rooms])
         self.sampler.check(tree, name)
         return tree
 

@@ -261,6 +261,30 @@ class DraftTree:
                 "node's parent, the law that the node was sampled from"
             )
 
+    def first_chain(self) -> DraftTree:
+        """The first child of the root, its first child, and so on, as a chain.
+
+        For targets that can't score siblings. Of sampled siblings the first is a draw from the whole law.
+        """
+        if self.is_chain:
+            return self
+        paths = []
+        for parents in self.parents.tolist():
+            path = [0]
+            while path[-1] in parents:
+                path.append(parents.index(path[-1]))
+            paths.append(path)
+        width = max(map(len, paths))
+        device = self.tokens.device
+        counts = torch.tensor([len(path) - 1 for path in paths], device=device)
+        index = torch.tensor([path + [0] * (width - len(path)) for path in paths], device=device)
+        tokens = self.tokens.gather(1, index)
+        draft_probs = None
+        if self.draft_probs is not None:
+            rows = torch.arange(self.num_rows, device=device)[:, None]
+            draft_probs = self.draft_probs[rows, index][:, :-1]
+        return DraftTree.chain(tokens[:, 0], tokens[:, 1:], counts, draft_probs)
+
     def pruned(self, max_depths: Sequence[int]) -> DraftTree:
         """Without the nodes of row r deeper than ``max_depths[r]`` and without columns no row uses.
 

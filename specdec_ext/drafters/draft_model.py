@@ -20,7 +20,8 @@ from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.vocabulary import Vocabulary, match_vocabularies
 from specdec_ext.sampler import Accepted
-from specdec_ext.target import Target, TargetOutput
+from specdec_ext.target import TargetOutput, make_target
+from specdec_ext.target.slots import SlotTarget
 from specdec_ext.tree import DraftTree
 
 # How many tokens the draft model reads in one pass after the prompt.
@@ -86,11 +87,13 @@ class DraftModelDrafter(Drafter):
         texts = [self._vocabulary.read(context.prompt(row)) for row in context.rows]
         width = max(map(len, texts))
         growth = (context.max_length - context.prompt_columns) * self._vocabulary.expansion
-        self._target = Target(self.model, None, width + growth + self.num_draft_tokens)
-        if self._target.tree_refusal is not None:
+        target = make_target(self.model, None, width + growth + self.num_draft_tokens)
+        if not isinstance(target, SlotTarget) or target.support.rollback != "compact":
             raise ValueError(
-                f"{type(self.model).__name__} can't be a draft model: {self._target.tree_refusal}"
+                f"{type(self.model).__name__} can't be a draft model, whose drafts are taken back token by "
+                f"token: {'; '.join(target.support.reasons)}"
             )
+        self._target = target
         self._max_positions = getattr(self._target.config, "max_position_embeddings", None)
         self._warned = False
         self._rows = list(context.rows)

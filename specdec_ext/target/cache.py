@@ -16,7 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 GROWTH = (
     256  # slots, at least; growing in steps keeps reallocation rare without doubling the memory
@@ -142,26 +150,79 @@ class RollbackLayer(DynamicLayer):
         self.is_initialized = False
         self.length = self.slack = self.dropped = 0
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """What is stored by slot, each ``[rows, heads, capacity, dim]``."""
+        return [] if self.key_buffer is None else [self.key_buffer, self.value_buffer]
+
     def reorder_rows(self, order: Tensor) -> None:
         """Row i becomes what row ``order[i]`` was; only rows that move are copied."""
         moved = (order != torch.arange(len(order), device=order.device)).nonzero().flatten()
-        for buffer in (self.key_buffer, self.value_buffer):
-            if buffer is not None and len(moved):
+        for buffer in self.buffers:
+            if len(moved):
                 buffer[moved] = buffer[order[moved]]
 
 
-def adopt_cache(cache: Cache | None, config: PreTrainedConfig) -> tuple[DynamicCache, str | None]:
-    """Swap the layers of ``cache`` for ``RollbackLayer`` in place, keeping what they hold.
+class RollbackStateLayer(LinearAttentionLayer, RollbackLayer):  # type: ignore[misc, override]
+    """A layer that has both: states, and keys and values in slots.
+
+    Args:
+        window: the sliding window in tokens, or None for full attention.
+        number_of_states: as in ``LinearAttentionLayer``.
+    """
+
+    is_compileable = False
+
+    def __init__(self, window: int | None, number_of_states: int):
+        RollbackLayer.__init__(self, window)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        # Attention initialises with two tensors, states with keywords.
+        if args:
+            RollbackLayer.lazy_initialization(self, *args)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def get_max_length(self) -> int:
+        return RollbackLayer.get_max_length(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise ValueError("a layer with recurrent states can't be cropped: states don't go back")
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        RollbackLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        RollbackLayer.reorder_cache(self, beam_idx)
+
+
+# Layers that SlotTarget serves: those it replaces, and those that have nothing to roll back by slot.
+_WINDOWED = (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+_WITH_STATES = (
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+_KEPT = (LinearAttentionLayer, DummyLayer, RollbackLayer, RollbackStateLayer)
+_SERVED = (DynamicLayer, *_WINDOWED, *_WITH_STATES, *_KEPT)
+
+
+def unserved_layers(cache: Cache) -> list[str]:
+    """Names of the layer classes in ``cache`` that can't be rolled back by slot."""
+    return sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in _SERVED})
+
+
+def adopt_cache(cache: Cache | None, config: PreTrainedConfig) -> DynamicCache:
+    """Swap the layers of ``cache`` for ones that can be rolled back, in place, keeping what they hold.
 
     Args:
         cache: the caller's ``DynamicCache``, possibly empty, or None for a new one.
         config: the text config of the model; gives the layer types of layers that do not exist yet.
 
-    Returns:
-        The cache and None, or the reason why its layers cannot be rolled back (they are then left alone).
-
     Raises:
-        ValueError: for a cache class that is not a plain, resident ``DynamicCache``.
+        ValueError: for a cache class that is not a plain, resident ``DynamicCache``, or foreign layers.
     """
     if cache is None:
         cache = DynamicCache(config=config)
@@ -179,30 +240,31 @@ def adopt_cache(cache: Cache | None, config: PreTrainedConfig) -> tuple[DynamicC
         wanted = DynamicCache(config=config).layers
         cache.layers.extend(DynamicLayer() for _ in range(len(cache.layers), len(wanted)))
         cache.layer_class_to_replicate = None
-    foreign = [
-        type(layer).__name__
-        for layer in cache.layers
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, RollbackLayer)
-    ]
-    chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
-    if foreign or chunked:
-        names = ", ".join(sorted(set(foreign)) or ["chunked attention"])
-        return cache, f"cache layers of type {names} cannot be rolled back yet"
+    if foreign := unserved_layers(cache):
+        raise ValueError(
+            f"past_key_values has layers of type {', '.join(foreign)}, which can't be rolled back; leave it "
+            "out, or pass DynamicCache(config=model.config)"
+        )
     cache.layers = [_adopt_layer(layer) for layer in cache.layers]
-    return cache, None
+    return cache
 
 
-def _adopt_layer(layer: Any) -> RollbackLayer:
-    if isinstance(layer, RollbackLayer):
+def _adopt_layer(layer: Any) -> Any:
+    if type(layer) in _KEPT:
         return layer
-    window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-    adopted = RollbackLayer(window)
+    window = layer.sliding_window if isinstance(layer, _WINDOWED) else None
+    if type(layer) in _WITH_STATES:
+        adopted: RollbackLayer = RollbackStateLayer(window, layer.number_of_states)
+        states = vars(LinearAttentionLayer(number_of_states=layer.number_of_states))
+        vars(adopted).update({name: getattr(layer, name) for name in states})
+    else:
+        adopted = RollbackLayer(window)
     if layer.get_seq_length() == 0:
         return adopted
     # A sliding layer has dropped what left its window; those slots stay zero, out of every window.
     stored, total = layer.keys.shape[2], layer.get_seq_length()
     adopted.reserve(total)
-    adopted.lazy_initialization(layer.keys, layer.values)
+    RollbackLayer.lazy_initialization(adopted, layer.keys, layer.values)
     adopted.key_buffer[:, :, total - stored : total] = layer.keys
     adopted.value_buffer[:, :, total - stored : total] = layer.values
     adopted.length, adopted.dropped = total, total - stored

@@ -13,15 +13,14 @@ GPT-2's ``Conv1D`` keeps its weight transposed, which the op can't read.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
 from specdec_ext import ops
+from specdec_ext.target.replaced import own_forward_replaced, replaced_forward
 
 # Rows of a decoding pass up to which the op is used. Beyond, arithmetic is the limit and torch's
 # product is as good.
@@ -29,33 +28,22 @@ MAX_ROWS = 128
 # A prompt is computed once and the same way with any drafter: only speed counts there.
 MAX_PROMPT_ROWS = 32
 
-_open_in_this_thread: ContextVar[bool] = ContextVar("row_invariant_linears", default=False)
-_lock = threading.Lock()
 
-
-class _Forward:
-    """What stands in for ``forward`` of one module while any thread has it open."""
-
-    def __init__(self, module: nn.Linear):
-        self.module = module
-        self.users = 0
-
-    def __call__(self, input: Tensor) -> Tensor:
-        parameters = self.module._parameters
-        weight, bias = parameters["weight"], parameters["bias"]
-        if (
-            torch.compiler.is_compiling()
-            or not _open_in_this_thread.get()
-            or self.module.training
-            or torch.is_grad_enabled()
-            or torch.is_autocast_enabled("cpu")
-            or weight is None
-            or input.dtype != weight.dtype
-        ):
-            return nn.Linear.forward(self.module, input)
-        if input.stride(-1) != 1 or input.ndim > 3:
-            input = input.contiguous()
-        return ops.linear(input, weight, bias)
+def _linear(module: nn.Linear, forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+    parameters = module._parameters
+    weight, bias = parameters["weight"], parameters["bias"]
+    if (
+        torch.compiler.is_compiling()
+        or module.training
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or weight is None
+        or input.dtype != weight.dtype
+    ):
+        return forward(input)
+    if input.stride(-1) != 1 or input.ndim > 3:
+        input = input.contiguous()
+    return ops.linear(input, weight, bias)
 
 
 def plain_linears(model: nn.Module) -> list[nn.Linear]:
@@ -81,28 +69,11 @@ def _is_plain(module: nn.Linear) -> bool:
     )
 
 
-@contextmanager
-def row_invariant_linears(modules: Sequence[nn.Linear]) -> Iterator[None]:
+def row_invariant_linears(modules: Sequence[nn.Linear]) -> AbstractContextManager[None]:
     """Let these modules, from :func:`plain_linears`, compute row-invariantly in this thread.
 
     Contexts may nest, and be open in several threads for the same modules.
     """
-    opened: list[_Forward] = []
-    with _lock:
-        for module in modules:
-            forward = module.__dict__.get("forward")
-            if forward is None:
-                forward = module.__dict__["forward"] = _Forward(module)
-            if type(forward) is _Forward:
-                forward.users += 1
-                opened.append(forward)
-    token = _open_in_this_thread.set(True)
-    try:
-        yield
-    finally:
-        _open_in_this_thread.reset(token)
-        with _lock:
-            for ours in opened:
-                ours.users -= 1
-                if ours.users == 0 and ours.module.__dict__.get("forward") is ours:
-                    del ours.module.__dict__["forward"]
+    return replaced_forward(
+        [module for module in modules if not own_forward_replaced(module)], _linear
+    )

@@ -46,6 +46,7 @@ class BlockVisibility:
         query_positions: ``[rows, nodes]`` token positions of the queries.
         key_positions: ``[rows, start + nodes]`` token positions of all slots.
         tree: the same block as ``tree_attention`` takes it, or None if the rows' text has holes.
+        consulted: whether a model has asked for a mask of it.
     """
 
     committed: Tensor
@@ -53,9 +54,11 @@ class BlockVisibility:
     query_positions: Tensor
     key_positions: Tensor
     tree: TreeBlock | None = None
+    consulted: bool = False
 
     def mask(self, kv_offset: int, mask_function: Callable) -> Tensor:
         """``[rows, 1, nodes, start + nodes - kv_offset]`` bool, True where attention is allowed."""
+        self.consulted = True
         nodes = self.block.shape[1]
         committed = self.committed[:, None, kv_offset:].expand(-1, nodes, -1)
         allowed = torch.cat([committed, self.block], dim=-1)[:, None]

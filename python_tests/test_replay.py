@@ -1,0 +1,185 @@
+"""Models with recurrent states: what a pass has read stays read, so rows that rejected a draft are put back.
+
+Claim: chains on recurrent and hybrid models, alone and in ragged batches whose rows end at different times,
+give the text of ``model.generate``; unread tokens never grow without bound; the cache that is handed out has read
+the text but its last token, as transformers' own has, and can be written to.
+"""
+
+import pytest
+import torch
+from tiny import SHAPES, VOCAB, ScriptedDrafter, adversary_chain, generated, prompts
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import specdec_ext
+from specdec_ext.target import make_target, supports
+from specdec_ext.target.slots import MAX_UNREAD
+from specdec_ext.tree import DraftTree
+
+KINDS: dict[str, dict] = {
+    "mamba": dict(state_size=8, intermediate_size=64),
+    "mamba2": dict(num_heads=4, head_dim=16, state_size=8, n_groups=2, chunk_size=4),
+    "lfm2": dict(layer_types=["conv", "full_attention", "conv"], conv_L_cache=3),
+    "qwen3_next": dict(
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    ),
+    "falcon_h1": dict(
+        mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1
+    ),
+}
+BATCHES = {"one": (7,), "three-ragged": (12, 3, 9)}
+NEW_TOKENS = 20
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, PreTrainedModel]:
+    made = {}
+    for kind, overrides in KINDS.items():
+        torch.manual_seed(0)
+        common = dict(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(kind, **{**common, **overrides})
+        ).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 2 and min(parameter.shape) > 8:
+                    parameter.normal_(std=2.0 * parameter.shape[-1] ** -0.5)
+        model.generation_config.eos_token_id = None
+        made[kind] = model
+    return made
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_text(models, kind, batch):
+    model = models[kind]
+    assert supports(model).rollback == "replay" and not supports(model).tree
+    ids, mask = prompts(BATCHES[batch])
+    kwargs = dict(attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+    expected = model.generate(ids, **kwargs)
+    assert len(set(expected[0, -NEW_TOKENS:].tolist())) > 2, "a dull text shows nothing"
+    accepted = 0
+    for shape in SHAPES:
+        drafter = ScriptedDrafter(generated(expected, ids.shape[1]), shape)
+        out = specdec_ext.generate(
+            model, ids, drafter=drafter, return_dict_in_generate=True, **kwargs
+        )
+        assert torch.equal(out.sequences, expected), shape.__name__
+        accepted += out.speculation.accepted_tokens
+    assert accepted > NEW_TOKENS
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "falcon_h1"])
+def test_rows_that_end_at_different_times(models, kind):
+    model = models[kind]
+    ids, mask = prompts((12, 3, 9, 5))
+    kwargs = dict(attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+    free = model.generate(ids, **kwargs)
+    kwargs["eos_token_id"] = [int(free[0, 17]), int(free[2, 24])]
+    expected = model.generate(ids, **kwargs)
+    ends = (expected != 0).long().sum(1)
+    assert len(set(ends.tolist())) > 1, "all rows end together"
+    for shape in SHAPES:
+        drafter = ScriptedDrafter(generated(free, ids.shape[1]), shape)
+        assert torch.equal(specdec_ext.generate(model, ids, drafter=drafter, **kwargs), expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
+@pytest.mark.parametrize("kind", ["lfm2", "mamba2", "falcon_h1"])
+def test_the_cache_that_is_handed_out(models, kind, shape):
+    model = models[kind]
+    ids, mask = prompts(BATCHES["three-ragged"])
+    kwargs = dict(
+        attention_mask=mask,
+        max_new_tokens=9,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+    )
+    plain = model.generate(ids, **kwargs)
+    drafter = ScriptedDrafter(generated(plain.sequences, ids.shape[1]), shape)
+    ours = specdec_ext.generate(model, ids, drafter=drafter, **kwargs)
+    theirs = plain.past_key_values or plain.cache_params
+    for mine, their in zip(ours.past_key_values.layers, theirs.layers, strict=True):
+        for name in ("conv_states", "recurrent_states"):
+            for index, state in getattr(their, name, {}).items():
+                if state is not None:
+                    torch.testing.assert_close(getattr(mine, name)[index], state)
+                    getattr(mine, name)[index].add_(1)  # no inference tensor
+        if getattr(their, "keys", None) is not None:
+            valid = torch.cat([mask, torch.ones(3, 8)], dim=1).bool()[:, None, :, None]
+            torch.testing.assert_close(
+                torch.where(valid, mine.keys, 0), torch.where(valid, their.keys, 0)
+            )
+
+
+def test_unread_tokens_are_bounded(models):
+    """Wrong drafts only: every step leaves one more token unread, until a step brings no drafts."""
+    target = make_target(models["mamba2"], None, 200)
+    ids, _ = prompts((6, 6))
+    target.prefill(ids, None)
+    widths = []
+    for _ in range(60):
+        room = min(target.draft_room)
+        tree = DraftTree.chain(torch.tensor([1, 2]), torch.full((2, min(room, 4)), 5))
+        target.forward(tree)
+        widths.append(target._block.tree.num_nodes)
+        target.commit(tree.parents, torch.tensor([0, 0]))
+    assert max(widths) == MAX_UNREAD + 4 and widths.count(MAX_UNREAD + 1) == 60 // (MAX_UNREAD + 1)
+
+
+def test_plain_decoding_copies_no_state(models, monkeypatch):
+    from specdec_ext.target.states import States
+
+    monkeypatch.setattr(States, "save", lambda self: pytest.fail("saved"))
+    ids, mask = prompts(BATCHES["three-ragged"])
+    specdec_ext.generate(
+        models["mamba2"], ids, attention_mask=mask, drafter=None, max_new_tokens=3, do_sample=False
+    )
+
+
+def test_paddings_that_a_state_would_read(models):
+    ids, mask = prompts((5, 3), side="right")
+    with pytest.raises(ValueError, match="paddings after or between tokens.*pad on the left"):
+        specdec_ext.generate(models["mamba2"], ids, attention_mask=mask, max_new_tokens=3)
+
+
+def test_output_attentions_decode_token_by_token(models):
+    model = models["falcon_h1"]
+    model.set_attn_implementation("eager")
+    try:
+        ids, mask = prompts(BATCHES["three-ragged"])
+        kwargs = dict(
+            attention_mask=mask,
+            max_new_tokens=5,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_attentions=True,
+        )
+        plain = model.generate(ids, **kwargs)
+        drafter = ScriptedDrafter(generated(plain.sequences, 12), adversary_chain)
+        ours = specdec_ext.generate(model, ids, drafter=drafter, **kwargs)
+        for mine, their in zip(ours.attentions[1:], plain.attentions[1:], strict=True):
+            for layer, expected in zip(mine, their, strict=True):
+                torch.testing.assert_close(layer, expected)
+    finally:
+        model.set_attn_implementation("sdpa")

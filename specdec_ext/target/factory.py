@@ -1,0 +1,56 @@
+"""``make_target``: the target that serves a model and what ``generate`` prepared for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from specdec_ext.target.hosted import HostedTarget
+from specdec_ext.target.model import Target
+from specdec_ext.target.slots import SlotTarget
+from specdec_ext.target.support import supports
+
+# What SlotTarget makes itself of what generate prepared. Other inputs (images, encoder outputs, token types)
+# are for transformers to prepare in every pass.
+_TEXT_INPUTS = {
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "cache_params",
+    "use_cache",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+}
+
+
+def make_target(
+    model: PreTrainedModel,
+    past_key_values: Cache | None,
+    max_slots: int,
+    forward_kwargs: dict[str, Any] | None = None,
+    model_kwargs: dict[str, Any] | None = None,
+    config: GenerationConfig | None = None,
+) -> Target:
+    """The target for one call.
+
+    Args:
+        model: any Hugging Face model that generates text.
+        past_key_values: the caller's cache or None.
+        max_slots: slots the call may need at most, the last block included.
+        forward_kwargs: passed to every forward (``output_hidden_states`` and the like).
+        model_kwargs: what else ``generate`` prepared for the model.
+        config: of the call; by default the model's.
+
+    Raises:
+        ValueError: for a cache that can't be served, naming it and the way out.
+    """
+    support = supports(model)
+    kwargs = {name: value for name, value in (model_kwargs or {}).items() if value is not None}
+    if support.by_slots and not set(kwargs) - _TEXT_INPUTS:
+        return SlotTarget(model, past_key_values, max_slots, support, forward_kwargs)
+    if past_key_values is not None:
+        kwargs["past_key_values"] = past_key_values
+    return HostedTarget(model, support, kwargs, config or model.generation_config, forward_kwargs)

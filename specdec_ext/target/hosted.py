@@ -1,0 +1,205 @@
+"""``HostedTarget``: a model whose passes are prepared by transformers, as in its own decoding loop.
+
+For everything that :class:`SlotTarget` can't lay out itself: encoder-decoder models, images in the prompt,
+caches of a model's own, no cache at all. A single row is speculated on in chains. What a rejection takes back
+depends on the cache, which is cut, or copied before and put back; then what was accepted is *unread* and
+read again in front of the next block. Rows of a larger batch advance together, one token at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.utils import ModelOutput
+
+from specdec_ext.target.cache import RollbackLayer, adopt_cache, unserved_layers
+from specdec_ext.target.model import NO_LIMIT, Target, TargetOutput
+from specdec_ext.target.slots import MAX_UNREAD
+from specdec_ext.target.support import CACHE_ARGUMENTS, Support
+from specdec_ext.tree import DraftTree
+
+
+class HostedTarget(Target):
+    """A model behind ``prepare_inputs_for_generation``.
+
+    Args:
+        model: any Hugging Face model that generates text.
+        support: the verdict on it.
+        model_kwargs: as ``generate`` prepared them: cache, masks, positions, encoder outputs, images.
+        config: of the call.
+        forward_kwargs: passed to every forward (``output_hidden_states`` and the like).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        support: Support,
+        model_kwargs: dict[str, Any],
+        config: GenerationConfig,
+        forward_kwargs: dict[str, Any] | None = None,
+    ):
+        super().__init__(model, support, forward_kwargs)
+        self._generation_config = config
+        self._kwargs = {"use_cache": True, **model_kwargs, **(forward_kwargs or {})}
+        self._encodes = model.config.is_encoder_decoder
+        self._layers: list[RollbackLayer] | None = None  # if all of the cache goes back by length
+        self._held = 0  # columns that the cache holds
+        self._outputs: Any = None  # of the pass that commit is to judge
+        self._block: DraftTree | None = None
+        self._saved: dict[str, Any] = {}
+        self._before: tuple[dict[str, Any], int] = (
+            {},
+            0,
+        )  # what was prepared before the last commit
+
+    @property
+    def cache(self) -> Any:
+        return next((self._kwargs[name] for name in CACHE_ARGUMENTS if name in self._kwargs), None)
+
+    @property
+    def start(self) -> int:
+        return self._ids.shape[1]
+
+    @property
+    def windows(self) -> list[int | None]:
+        return [layer.window for layer in self._layers or ()]
+
+    @property
+    def draft_room(self) -> list[int]:
+        unread = self.start - self._held if self.support.rollback == "snapshot" else 0
+        free = self.support.chain and len(self._ids) == 1 and unread < MAX_UNREAD
+        return [NO_LIMIT if free else 0] * len(self._rows)
+
+    def admit(
+        self, input_ids: Tensor, model_kwargs: dict[str, Any], config: GenerationConfig
+    ) -> Tensor | None:
+        mask = model_kwargs.get("decoder_attention_mask" if self._encodes else "attention_mask")
+        if mask is None or mask.shape != input_ids.shape or bool((mask == 1).all()):
+            return None
+        return mask
+
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> TargetOutput:
+        self._ids, self._rows = input_ids, list(range(len(input_ids)))
+        self._layers = self._adopted_layers()
+        with torch.inference_mode(), self._tap.recording() as features:
+            outputs: Any = self.model._prefill(input_ids, self._generation_config, self._kwargs)  # type: ignore[operator]
+        self._kwargs = self._advanced(self._kwargs, outputs, 1)
+        self._held = self.start
+        return self._output(outputs, features, None)
+
+    def _adopted_layers(self) -> list[RollbackLayer] | None:
+        """The layers of the cache, cut back by length from now on, if it is of slots alone."""
+        if self.support.rollback != "snapshot":
+            return None
+        cache = self.cache
+        if isinstance(cache, EncoderDecoderCache):
+            cache = cache.self_attention_cache
+        if type(cache) is not DynamicCache or cache.offloading or unserved_layers(cache):
+            return None
+        if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
+            return None
+        layers = adopt_cache(cache, self.config).layers
+        return [layer for layer in layers if isinstance(layer, RollbackLayer)]
+
+    def _advanced(self, kwargs: dict[str, Any], outputs: Any, tokens: int) -> dict[str, Any]:
+        """What ``generate`` prepared, with the caches of ``outputs`` and for ``tokens`` more columns."""
+        if not tokens:
+            return kwargs
+        return self.model._update_model_kwargs_for_generation(  # type: ignore[operator]
+            outputs, dict(kwargs), is_encoder_decoder=self._encodes, num_new_tokens=tokens
+        )
+
+    def _output(self, outputs: Any, features: list[Tensor], nodes: int | None) -> TargetOutput:
+        """The last ``nodes`` columns of a pass, of the prompt the last logits and all else."""
+
+        def last(states: Any, dim: int) -> tuple[Tensor, ...]:
+            rows = [state[self._rows] for state in states or () if state is not None]
+            if nodes is None:
+                return tuple(rows)
+            return tuple(state.narrow(dim, state.shape[dim] - nodes, nodes) for state in rows)
+
+        prefix = "decoder_" if self._encodes else ""
+        logits = outputs.logits[self._rows]
+        if logits.shape[1] < (nodes or 1):
+            raise RuntimeError(
+                f"{type(self.model).__name__} was given {nodes} tokens and returned logits of "
+                f"{logits.shape[1]}; it can't be speculated on, pass drafter=None"
+            )
+        tapped = last(features, 1)
+        return TargetOutput(
+            logits[:, -(nodes or 1) :],
+            torch.cat(tapped, dim=-1) if tapped else None,
+            last(outputs.get(f"{prefix}hidden_states"), 1),
+            last(outputs.get(f"{prefix}attentions"), 2),
+        )
+
+    def forward(self, tree: DraftTree) -> TargetOutput:
+        drafts = tree.num_nodes - 1
+        self._block = tree
+        if drafts and self._layers is None and self.support.rollback == "snapshot":
+            with torch.inference_mode():
+                self._saved = {
+                    name: copy.deepcopy(self._kwargs[name])
+                    for name in CACHE_ARGUMENTS
+                    if self._kwargs.get(name) is not None
+                }
+        tokens = self._of_all_rows(tree.tokens)
+        kwargs = self._advanced(self._kwargs, ModelOutput(), drafts)
+        with self._tap.recording() as features:
+            self._outputs = self._pass(
+                torch.cat([self._ids, tokens], dim=1), kwargs, tree.num_nodes
+            )
+        return self._output(self._outputs, features, tree.num_nodes)
+
+    def _of_all_rows(self, tokens: Tensor) -> Tensor:
+        """``tokens`` of the active rows in their places; rows that ended read token 0."""
+        rows = tokens.new_zeros(len(self._ids), tokens.shape[1])
+        rows[self._rows] = tokens
+        return rows
+
+    @torch.inference_mode()
+    def _pass(self, ids: Tensor, kwargs: dict[str, Any], logits: int) -> Any:
+        """Run what the cache does not hold of ``ids``, for the last ``logits`` logits."""
+        if kwargs.get("logits_to_keep") is not None:
+            kwargs = {**kwargs, "logits_to_keep": logits}
+        columns = None
+        if self.support.rollback != "recompute" and kwargs["use_cache"]:
+            columns = ids.shape[1] - self._held
+        inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
+            ids, next_sequence_length=columns, **kwargs
+        )
+        return self.model(**inputs, return_dict=True)
+
+    def commit(self, path: Tensor, num_accepted: Tensor) -> None:
+        tree, self._block = self._block, None
+        if tree is None:
+            return  # the prompt needs no rollback
+        outputs, self._outputs = self._outputs, None
+        kept = int(num_accepted[0]) + 1
+        self._ids = torch.cat([self._ids, self._of_all_rows(tree.tokens[:, :kept])], dim=1)
+        if kept == tree.num_nodes or self._layers is not None:
+            self._held = self.start
+            for layer in self._layers or ():
+                layer.length -= tree.num_nodes - kept
+        else:
+            self._kwargs = {**self._kwargs, **self._saved}
+            outputs = ModelOutput()
+        self._saved = {}
+        self._before = self._kwargs, kept - 1
+        self._kwargs = self._advanced(self._kwargs, outputs, kept)
+
+    def reorder(self, order: Sequence[int], active: int) -> None:
+        # Rows stay where they are: transformers runs the finished ones along, too.
+        if active:
+            self._rows = [self._rows[i] for i in order[:active]]
+
+    def finish(self, last_tokens: Tensor, columns: Tensor) -> None:
+        if self.support.rollback == "snapshot" and self._held < self.start:
+            before, tokens = self._before
+            self._pass(self._ids, self._advanced(before, ModelOutput(), tokens), 1)

@@ -1,0 +1,509 @@
+"""``SlotTarget``: a model whose cache slots, masks and positions are ours.
+
+Layout of a ragged batch: slots of the cache are the columns of ``generate``'s ``sequences`` (paddings
+of the prompt included, marked invalid). Every block is written at one common slot, the largest
+held length of the active rows; ``commit`` moves each row's accepted nodes to the row's own end.
+Active rows are the first rows of the buffers; a finished row is swapped behind them.
+
+What a row *holds* is what its cache has read for good. Keys and values go back to any length, so a row holds
+all of its text but the last token, the root of its next tree. Recurrent states do not go back: a row with an
+unaccepted draft holds what it held before the pass, and the tokens that it has accepted since are *unread*.
+They go in front of the next block as a chain that is known to be right, so that nothing is ever read in a
+pass of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+
+from specdec_ext import ops
+from specdec_ext.target.attention import IMPLEMENTATION, TreeBlock
+from specdec_ext.target.cache import RollbackLayer, adopt_cache
+from specdec_ext.target.linears import (
+    MAX_PROMPT_ROWS,
+    MAX_ROWS,
+    plain_linears,
+    row_invariant_linears,
+)
+from specdec_ext.target.masks import BlockVisibility, unpack_ancestors, visibility
+from specdec_ext.target.model import NO_LIMIT, Target, TargetOutput
+from specdec_ext.target.states import States
+from specdec_ext.target.stepping import stateless_scans, stepping
+from specdec_ext.target.support import Support
+from specdec_ext.tree import DraftTree
+
+# Slots reserved beyond the prompt at first; longer calls grow in steps instead of paying up front for a
+# max_length that is rarely reached.
+FIRST_SLOTS = 2048
+# Unread tokens at which a row reads them without drafts behind; a block costs more the longer it is.
+MAX_UNREAD = 16
+# What is known of each row from the prompt on.
+_PER_ROW = ("_slot_valid", "_slot_positions", "_first_position", "_first_slot")
+
+
+@dataclass
+class _Block:
+    """The pass that ``commit`` is about to judge.
+
+    Attributes:
+        tree: what was run, unread tokens in front included.
+        drafts: the tree that ``forward`` was given.
+        undoable: whether the states were saved before.
+    """
+
+    tree: DraftTree
+    drafts: DraftTree
+    undoable: bool
+
+
+class SlotTarget(Target):
+    """A decoder-only causal language model over buffers that can be rolled back.
+
+    Args:
+        model: with sdpa or eager attention, recurrent layers, or both.
+        past_key_values: the caller's cache or None; its layers are replaced in place.
+        max_slots: slots the call may need at most, the last block included.
+        support: the verdict on the model (``supports``).
+        forward_kwargs: passed to every forward (``output_hidden_states`` and the like).
+
+    Attributes:
+        cache: the ``DynamicCache``; after the call laid out like ``sequences[:, :-1]``.
+
+    Raises:
+        ValueError: for a cache that can't be served, naming it and the way out.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        past_key_values: Cache | None,
+        max_slots: int,
+        support: Support,
+        forward_kwargs: dict[str, Any] | None = None,
+    ):
+        super().__init__(model, support, forward_kwargs)
+        self.cache = adopt_cache(past_key_values, self.config)
+        self._layers = [layer for layer in self.cache.layers if isinstance(layer, RollbackLayer)]
+        self._states = States(
+            [x for x in self.cache.layers if isinstance(x, LinearAttentionCacheLayerMixin)]
+        )
+        self._linears = plain_linears(model)
+        self._scans = stateless_scans(model) if self._states else []
+        self._parameters = inspect.signature(model.forward).parameters
+        self._cache_name = (
+            "cache_params" if "cache_params" in self._parameters else "past_key_values"
+        )
+        self._max_slots = max_slots
+        self._start = 0  # the common slot of the next block
+        self._unread: list[list[int]] = []  # of all rows, roots not included
+        self._block: _Block | None = None
+
+    @property
+    def row_positions(self) -> Tensor:
+        """``[rows]`` position of each active row's first token of the next block."""
+        return self._first_position + self._row_slots - self._prompt_length
+
+    @property
+    def windows(self) -> list[int | None]:
+        return [getattr(layer, "window", None) for layer in self.cache.layers]
+
+    @property
+    def start(self) -> int:
+        return self._start
+
+    @property
+    def draft_room(self) -> list[int]:
+        lengths = [len(tokens) for tokens in self._unread[: self._active]]
+        if not self._states or max(lengths) < MAX_UNREAD:
+            # Attentions are recorded by slot, which unread tokens do not have yet.
+            settled = self._states and self._forward_kwargs.get("output_attentions")
+            return [0 if settled else NO_LIMIT] * len(lengths)
+        # The row with the most to read reads it and its root, and then holds all of its text.
+        return [max(lengths) - length for length in lengths]
+
+    def admit(
+        self, input_ids: Tensor, model_kwargs: dict[str, Any], config: GenerationConfig
+    ) -> Tensor | None:
+        rows, columns = input_ids.shape
+        mask = model_kwargs.get("attention_mask")
+        # Of a mask of ones transformers >= 5.20 hands over only the length.
+        masked: tuple[int, ...] = (rows, getattr(config, "_mask_length", columns))
+        if mask is not None:
+            masked = tuple(mask.shape)
+        if masked != (rows, columns):
+            raise ValueError(
+                f"attention_mask is {masked}, input_ids {(rows, columns)}; pass the whole text as input_ids, "
+                "the part in past_key_values included"
+            )
+        if mask is not None and bool((mask == 1).all()):
+            mask = None
+        self._check_positions(model_kwargs.get("position_ids"), mask, input_ids)
+        return mask
+
+    def _check_positions(
+        self, position_ids: Tensor | None, attention_mask: Tensor | None, input_ids: Tensor
+    ) -> None:
+        """Refuse positions other than those that count the tokens before, which rollback relies on."""
+        if position_ids is None:
+            return
+        rows, columns = input_ids.shape
+        expected = torch.arange(columns, device=input_ids.device).expand(rows, -1)
+        valid = torch.ones_like(input_ids, dtype=torch.bool)
+        if attention_mask is not None:
+            valid = attention_mask.bool()
+            expected = valid.cumsum(dim=1) - 1
+        # With a filled cache and no mask transformers prepares more positions than columns.
+        given = position_ids[..., :columns]
+        if given.shape[-1] < columns or not torch.equal(
+            given.expand_as(expected)[valid], expected[valid]
+        ):
+            raise ValueError(
+                "position_ids do not count the unpadded tokens of each row from 0; other positions are not "
+                "supported, leave position_ids out"
+            )
+
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> TargetOutput:
+        rows, columns = input_ids.shape
+        device = input_ids.device
+        past = self._held_slots()
+        if past >= columns:
+            raise ValueError(
+                f"past_key_values holds {past} tokens and input_ids {columns}; pass the whole text, the part "
+                "in the cache included, with at least one new token"
+            )
+        held = next((len(layer.key_buffer) for layer in self._layers if layer.length), rows)
+        if held != rows:
+            raise ValueError(
+                f"past_key_values holds {held} rows, input_ids {rows}; select or repeat the rows of the "
+                "cache first (batch_select_indices, batch_repeat_interleave)"
+            )
+        valid = torch.ones_like(input_ids, dtype=torch.bool)
+        if attention_mask is not None:
+            valid = attention_mask.to(torch.bool)
+            if not valid.any(dim=1).all():
+                raise ValueError(
+                    f"attention_mask row {int((~valid.any(1)).nonzero()[0])} has no token"
+                )
+        last = columns - 1 - valid.flip(1).long().argmax(dim=1)
+        if int(last.min()) < past:
+            raise ValueError(
+                f"row {int(last.argmin())} has no token after the {past} that past_key_values holds; give "
+                "every row a new token, or run the whole text without past_key_values"
+            )
+        lengths = valid.sum(dim=1)
+        padded = int(lengths.min()) < columns
+        positions = (valid.cumsum(dim=1) - 1).clamp(min=0)
+
+        # Everything per slot is known for the whole call: generated tokens follow column by column.
+        future = torch.arange(max(0, self._max_slots + 1 - columns), device=device)
+        self._slot_valid = torch.cat(
+            [valid, torch.ones_like(future).bool().expand(rows, -1)], dim=1
+        )
+        self._slot_positions = torch.cat([positions, lengths[:, None] + future], dim=1)
+        self._prompt_length = columns
+        self._first_position = lengths
+        self._first_slot = valid.long().argmax(dim=1)
+        self._whole_batch = [getattr(self, name) for name in _PER_ROW]
+        self._row_slots = torch.full_like(lengths, columns)
+        self._unread, self._active = [[] for _ in range(rows)], rows
+        self._start, self._padded = columns, padded
+        self._aligned = True
+        # A window counts tokens, slots also count paddings between a row's tokens.
+        self._holes = int((columns - self._first_slot - lengths).max()) if padded else 0
+
+        block: BlockVisibility | None = None
+        if self._states and bool((last < columns - 1).any() or self._holes):
+            raise ValueError(
+                f"attention_mask has paddings after or between tokens, which {type(self.model).__name__} "
+                "would read into its recurrent states; pad on the left (tokenizer.padding_side='left')"
+            )
+        if padded and (past or self._holes):
+            # transformers would apply windows by column; ours counts tokens
+            causal = torch.ones(
+                columns - past, columns - past, dtype=torch.bool, device=device
+            ).tril()
+            own = torch.eye(columns - past, dtype=torch.bool, device=device)
+            block = BlockVisibility(
+                committed=valid[:, :past],
+                block=causal & valid[:, None, past:] | own,
+                query_positions=positions[:, past:],
+                key_positions=positions,
+            )
+        if self._holes and any(layer.dropped for layer in self._layers):
+            raise ValueError(
+                "past_key_values comes from a sliding-window cache that has dropped old tokens, and "
+                "attention_mask has paddings between tokens, so that a window may reach back to what was "
+                "dropped; run the whole text without past_key_values"
+            )
+        for layer in self._layers:
+            layer.reserve(min(self._max_slots, columns + FIRST_SLOTS))
+            layer.slack = self._holes
+        kept = torch.unique(last) - past
+        output = self._forward(
+            block,
+            MAX_PROMPT_ROWS,
+            step=past > 0,
+            input_ids=input_ids[:, past:],
+            position_ids=positions[:, past:],
+            attention_mask=attention_mask if padded and block is None else None,
+            **self._logits_to_keep(kept if padded else None),
+        )
+        if any(layer.length != columns for layer in self._layers if layer.is_initialized):
+            raise ValueError(
+                f"{type(self.model).__name__} did not fill its cache with the prompt, so it can't be "
+                "speculated on; use model.generate"
+            )
+        output.logits = _pick_columns(output.logits, last - past, kept)
+        return output
+
+    def _held_slots(self) -> int:
+        """Slots that a given cache holds already."""
+        held = max((layer.length for layer in self._layers), default=0)
+        if not self._layers and self._states.filled:
+            raise ValueError(
+                f"past_key_values of {type(self.model).__name__} holds states only, which do not say how "
+                "many tokens they have read; run the whole text without it"
+            )
+        return held
+
+    def _logits_to_keep(self, columns: Tensor | None) -> dict[str, Any]:
+        if "logits_to_keep" not in self._parameters:
+            return {}
+        return {
+            "logits_to_keep": 1
+            if columns is None or (len(columns) == 1 and self._holes == 0)
+            else columns
+        }
+
+    def _forward(
+        self,
+        block: BlockVisibility | None,
+        max_rows: int = MAX_ROWS,
+        step: bool = True,
+        **inputs: Any,
+    ) -> TargetOutput:
+        """One pass of the model; of up to ``max_rows`` tokens with row-invariant linears.
+
+        Args:
+            block: what the tokens may attend to, None for transformers' own masks.
+            step: whether there may be states before the tokens, which some mixers lose unless they step.
+            inputs: of the model's forward.
+        """
+        if "position_ids" not in self._parameters:
+            del inputs["position_ids"]
+        # Inference mode saves a part of every small op. What the caller may keep is allocated outside of it:
+        # the cache (RollbackLayer._allocate, States.release) and recorded outputs (Recorder copies them).
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode())
+            if block is not None:
+                stack.enter_context(visibility(block))
+            if inputs["input_ids"].numel() <= max_rows:
+                stack.enter_context(row_invariant_linears(self._linears))
+            if step:
+                stack.enter_context(stepping(self._scans))
+            features = stack.enter_context(self._tap.recording())
+            output: Any = self.model(
+                **{self._cache_name: self.cache}, **inputs, **self._forward_kwargs
+            )
+        if block is not None and self._layers and not block.consulted:
+            raise RuntimeError(
+                f"{type(self.model).__name__} made its attention masks without transformers' mask interface, "
+                "so it can't be told what a draft may see; pass drafter=None or use model.generate"
+            )
+        return TargetOutput(
+            output.logits,
+            torch.cat(features, dim=-1) if features else None,
+            tuple(output.get("hidden_states") or ()),
+            tuple(output.get("attentions") or ()),
+        )
+
+    def forward(self, tree: DraftTree) -> TargetOutput:
+        if not self._states:
+            self._block = _Block(tree, tree, undoable=False)
+            return self._score(tree)
+        unread = self._unread[: self._active]
+        tokens = [
+            [*before, *after[: max(depths) + 1]]
+            for before, after, depths in zip(unread, tree.tokens.tolist(), tree.depths, strict=True)
+        ]
+        # Every row is sure to keep the whole block if it brings no drafts and equally many tokens.
+        certain = tree.num_nodes == 1 and len(set(map(len, unread))) == 1
+        output = self._read(tokens, tree, undoable=not certain)
+        if tree.num_nodes == output.logits.shape[1]:
+            return output
+        device = tree.tokens.device
+        first = torch.tensor([len(before) for before in unread], device=device)
+        index = first[:, None] + torch.arange(tree.num_nodes, device=device)
+        return output.columns(index.clamp(max=output.logits.shape[1] - 1))
+
+    def _read(self, tokens: list[list[int]], drafts: DraftTree, undoable: bool) -> TargetOutput:
+        """Score a chain of each row; what is behind the end of a shorter one is arbitrary."""
+        width = max(map(len, tokens))
+        chains = torch.tensor(
+            [[*row, *[0] * (width - len(row))] for row in tokens], device=drafts.tokens.device
+        )
+        tree = DraftTree.chain(chains[:, 0], chains[:, 1:])
+        if undoable:
+            with torch.inference_mode():
+                self._states.save()
+        self._block = _Block(tree, drafts, undoable)
+        return self._score(tree)
+
+    def _score(self, tree: DraftTree) -> TargetOutput:
+        """One pass over the nodes of ``tree``, whose root is the first token that a row does not hold."""
+        nodes, start = tree.num_nodes, self._start
+        root_positions = self.row_positions
+        by_op = self._attends_by_op()
+        if nodes == 1 and self._aligned and not (self._padded or by_op):
+            # Plain decoding: transformers' own masks, none where there is no padding.
+            return self._forward(None, input_ids=tree.tokens, position_ids=root_positions[:, None])
+        ancestors, _, positions, *_ = ops.tree_mask(tree.parents, root_positions)
+        committed = self._slot_valid[:, :start]
+        if not self._aligned:
+            committed = committed & (
+                torch.arange(start, device=committed.device) < self._row_slots[:, None]
+            )
+        block = BlockVisibility(
+            committed=committed,
+            block=unpack_ancestors(ancestors, nodes),
+            query_positions=positions,
+            key_positions=torch.cat([self._slot_positions[:, :start], positions], dim=1),
+            tree=TreeBlock(ancestors, self._first_slot, self._row_slots - self._first_slot, start)
+            if by_op
+            else None,
+        )
+        return self._forward(block, input_ids=tree.tokens, position_ids=positions)
+
+    def _attends_by_op(self) -> bool:
+        """Whether ``tree_attention`` computes attention: it takes text without holes only."""
+        return (
+            bool(self._layers)
+            and self._holes == 0
+            and self.config._attn_implementation == IMPLEMENTATION
+        )
+
+    def commit(self, path: Tensor, num_accepted: Tensor) -> None:
+        block, self._block = self._block, None
+        if block is None:
+            return  # the prompt needs no rollback
+        if self._states:
+            path, num_accepted = self._commit_states(block, num_accepted.tolist())
+        if not (block.tree.is_chain and self._aligned):
+            buffers = [buffer for layer in self._layers for buffer in layer.buffers]
+            rows = len(path)
+            ops.kv_compact(
+                [buffer[:rows] for buffer in buffers],
+                path,
+                num_accepted,
+                torch.full_like(self._row_slots, self._start),
+                self._row_slots,
+            )
+        self._row_slots = self._row_slots + num_accepted + 1
+        self._settle()
+
+    def _commit_states(self, block: _Block, num_accepted: list[int]) -> tuple[Tensor, Tensor]:
+        """Undo the states of rows that did not keep the whole block.
+
+        Returns:
+            Path and number of accepted nodes in ``block.tree``, -1 for rows that hold what they held.
+        """
+        device, width = block.tree.tokens.device, block.tree.num_nodes
+        settled = []
+        for unread, tokens, accepted in zip(
+            self._unread[: self._active], block.drafts.tokens.tolist(), num_accepted, strict=True
+        ):
+            unread += tokens[: accepted + 1]
+            settled.append(len(unread) >= width)
+            if settled[-1]:
+                del unread[:width]
+        kept = torch.tensor(settled, device=device)
+        if not all(settled):
+            assert block.undoable
+            with torch.inference_mode():
+                self._states.restore(~kept)
+        path = torch.arange(width, device=device).expand(len(settled), -1)
+        return path, torch.where(kept, width, 0) - 1
+
+    def rewind(self, counts: Tensor) -> None:
+        """Forget the last ``counts[r]`` committed tokens of each active row; not with recurrent states."""
+        assert not self._states
+        self._row_slots = self._row_slots - counts
+        self._settle()
+
+    def _settle(self) -> None:
+        lengths = self._row_slots.tolist()
+        self._start = max(lengths)
+        self._aligned = min(lengths) == self._start
+        for layer in self._layers:
+            layer.length = self._start
+            layer.slack = self._holes + self._start - min(lengths)
+
+    def reorder(self, order: Sequence[int], active: int) -> None:
+        device = self._row_slots.device
+        index = torch.tensor(order, device=device)
+        for layer in self._layers:
+            layer.reorder_rows(index)
+        if self._states:
+            with torch.inference_mode():
+                self._states.reorder(order, active)
+        kept = index[:active]
+        for name in (*_PER_ROW, "_row_slots"):
+            setattr(self, name, getattr(self, name)[kept])
+        self._unread, self._active = [self._unread[i] for i in order], active
+        if active:
+            self._settle()
+
+    def finish(self, last_tokens: Tensor, columns: Tensor) -> None:
+        width = int(columns.max())
+        early = columns < width
+        if self._states or early.any():
+            for name, tensor in zip(_PER_ROW, self._whole_batch, strict=True):
+                setattr(self, name, tensor)
+            self._active = len(columns)
+            if self._states:
+                self._finish_states(last_tokens, early, columns)
+            else:
+                # Nobody has read the last token of a row that ended early; the next turn needs its keys.
+                self._row_slots = columns - 1
+                self._settle()
+                self.forward(DraftTree.root(last_tokens))
+                self.commit(torch.zeros_like(columns)[:, None], torch.zeros_like(columns))
+        for layer in self._layers:
+            layer.length, layer.slack = width - 1, 0
+
+    def _finish_states(self, last_tokens: Tensor, early: Tensor, columns: Tensor) -> None:
+        """Read what is unread, and the last tokens of the rows that ended early."""
+        with torch.inference_mode():
+            self._states.reorder(range(self._active), self._active)
+        unread = torch.tensor([len(tokens) for tokens in self._unread], device=columns.device)
+        self._row_slots = columns - 1 - unread
+        self._settle()
+        ended = zip(self._unread, last_tokens.tolist(), early.tolist(), strict=True)
+        for tokens, last, is_early in ended:
+            tokens += [last] * is_early
+        drafts = DraftTree.root(last_tokens)
+        while any(self._unread):
+            width = min(len(tokens) for tokens in self._unread if tokens)
+            self._read([tokens[:width] for tokens in self._unread], drafts, undoable=True)
+            self.commit(
+                drafts.parents, drafts.parents[:, 0]
+            )  # none of ``drafts``, not even the root
+        self._states.release()
+
+
+def _pick_columns(logits: Tensor, wanted: Tensor, kept: Tensor) -> Tensor:
+    """``[rows, columns, vocab]`` -> ``[rows, 1, vocab]`` at ``wanted[r]`` of the columns ``kept``."""
+    if logits.shape[1] == 1:
+        return logits
+    if logits.shape[1] == len(kept):
+        wanted = torch.searchsorted(kept, wanted)
+    return logits[torch.arange(len(logits), device=logits.device), wanted][:, None]

@@ -1,0 +1,76 @@
+"""Recurrent and convolution states: fixed-size memory that can't be cut back, only saved and restored.
+
+A layer's state has read a token or has not. So a pass whose drafts were not all accepted is undone for the
+row, and what the row did accept is read again in front of its next block (``SlotTarget``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+
+class States:
+    """The states of all layers of a cache, by row.
+
+    Args:
+        layers: those of the cache that have states.
+    """
+
+    def __init__(self, layers: Sequence[LinearAttentionCacheLayerMixin]):
+        self._layers = list(layers)
+        self._saved: list[Tensor] = []
+        self._retired: list[Tensor] = []  # rows that ended, behind the active ones
+
+    def __bool__(self) -> bool:
+        return bool(self._layers)
+
+    @property
+    def filled(self) -> bool:
+        """Whether they have read anything yet."""
+        return any(any(layer.has_previous_state.values()) for layer in self._layers)
+
+    def _places(self) -> Iterator[tuple[dict[int, Any], int]]:
+        for layer in self._layers:
+            for store in (layer.conv_states, layer.recurrent_states):
+                for index, state in store.items():
+                    if state is not None:
+                        yield store, index
+
+    def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
+        for store, index in self._places():
+            store[index] = change(store[index])
+
+    def save(self) -> None:
+        """Remember the states as they are."""
+        self._saved = [store[index].clone() for store, index in self._places()]
+
+    def restore(self, rows: Tensor) -> None:
+        """Bring the rows of the mask ``rows [active rows]`` back to what was saved last."""
+        saved, self._saved = self._saved, []
+        for (store, index), state in zip(self._places(), saved, strict=True):
+            if rows.all():
+                store[index] = state
+            else:
+                store[index][rows] = state[rows]
+
+    def reorder(self, order: Sequence[int], active: int) -> None:
+        """Row i becomes what row ``order[i]`` was; the first ``active`` rows go on.
+
+        Models hand their caches as many rows as they run, so the states of the others are kept aside.
+        """
+        retired, self._retired = self._retired, []
+        for i, (store, index) in enumerate(self._places()):
+            rows = torch.cat([store[index], retired[i]]) if retired else store[index]
+            rows = rows[torch.tensor(order, device=rows.device)]
+            store[index] = rows[:active]
+            self._retired.append(rows[active:])
+
+    def release(self) -> None:
+        """Make them what the caller may write to: ordinary tensors, all rows in the order of the cache."""
+        with torch.inference_mode(False):
+            self._replace(torch.clone)

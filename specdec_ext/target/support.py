@@ -1,0 +1,138 @@
+"""``supports``: what can be done exactly with a model, decided from its own parts without running it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from specdec_ext.target.cache import unserved_layers
+from specdec_ext.target.masks import SUPPORTED_IMPLEMENTATIONS
+
+Rollback = Literal["compact", "replay", "snapshot", "recompute", "none"]
+# Where a model's forward takes what it remembers of the text before.
+CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
+
+
+# Models whose pass over several tokens behind cached ones is not what single passes are, which nothing but
+# their code tells: ProphetNet asserts a length of 1, BLT cuts its input into patches anew in every pass,
+# CPM-Ant prepends a prompt.
+_ONE_TOKEN = {"prophetnet", "blt", "cpmant"}
+
+
+@dataclass(frozen=True)
+class Support:
+    """The verdict on a model.
+
+    Attributes:
+        chain: whether chains of drafts are verified in one pass.
+        tree: whether trees are.
+        batch: whether rows of a batch are speculated on; otherwise only a single row is, and larger batches
+            are decoded one token at a time.
+        rollback: how rejected drafts are forgotten. ``"compact"``: keys and values lie in slots that are
+            given up. ``"replay"``: recurrent states are saved before a pass and restored after it; what was
+            accepted is read again in front of the next block. ``"snapshot"``: the same with a cache of any
+            kind, copied whole. ``"recompute"``: there is no cache, the whole text runs in every pass.
+            ``"none"``: nothing is drafted, one token at a time.
+        reasons: why what is not possible is not.
+    """
+
+    chain: bool
+    tree: bool
+    batch: bool
+    rollback: Rollback
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def by_slots(self) -> bool:
+        """Whether we lay out cache, masks and positions ourselves; otherwise transformers prepares passes."""
+        return self.rollback in ("compact", "replay")
+
+
+def supports(model: PreTrainedModel) -> Support:
+    """What ``generate`` does with a model.
+
+    Args:
+        model: any Hugging Face model that generates text.
+
+    Returns:
+        The verdict; every model gets one, at worst one token at a time.
+    """
+    if obstacles := _slot_obstacles(model):
+        return _hosted(model, obstacles)
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
+        reason = "siblings of a tree would read each other's recurrent states"
+        return Support(chain=True, tree=False, batch=True, rollback="replay", reasons=(reason,))
+    return Support(chain=True, tree=True, batch=True, rollback="compact")
+
+
+def _slot_obstacles(model: PreTrainedModel) -> list[str]:
+    """What keeps us from laying out cache, masks and positions ourselves."""
+    parameters = inspect.signature(model.forward).parameters
+    config = model.config.get_text_config(decoder=True)
+    if _keeps_states(model):
+        return ["its layers keep recurrent states outside of the cache"]
+    if model.config.is_encoder_decoder:
+        return ["its decoder reads an encoder"]
+    if model.config.model_type in _ONE_TOKEN:
+        return ["its cache takes one token at a time"]
+    if not {"past_key_values", "cache_params"} & set(parameters):
+        return ["its forward takes no cache of transformers"]
+    if not model._supports_default_dynamic_cache():  # type: ignore[operator]
+        return ["it makes a cache of its own"]
+    cache = DynamicCache(config=config)
+    if foreign := unserved_layers(cache):
+        return [f"its cache has layers of type {', '.join(foreign)}"]
+    obstacles = []
+    attends = any(not isinstance(x, LinearAttentionCacheLayerMixin) for x in cache.layers)
+    if attends and "position_ids" not in parameters:
+        obstacles.append("its forward takes no position_ids, which trees and ragged rows need")
+    if attends and config._attn_implementation not in SUPPORTED_IMPLEMENTATIONS:
+        obstacles.append(
+            f"its attention {config._attn_implementation!r} takes no tree mask (load it with "
+            f"attn_implementation={' or '.join(map(repr, SUPPORTED_IMPLEMENTATIONS))})"
+        )
+    if getattr(config, "alibi", False):
+        obstacles.append("it biases attention by the distance of cache slots (ALiBi)")
+    if "local" in getattr(config, "attention_layers", ()):
+        obstacles.append("its local attention counts cache slots")
+    return obstacles
+
+
+def _hosted(model: PreTrainedModel, reasons: list[str]) -> Support:
+    """The verdict on a model whose passes transformers prepares."""
+    parameters = inspect.signature(model.forward).parameters
+    rollback: Rollback = "snapshot" if set(CACHE_ARGUMENTS) & set(parameters) else "recompute"
+    if obstacle := _chain_obstacle(model, rollback):
+        return Support(
+            chain=False, tree=False, batch=False, rollback="none", reasons=(*reasons, obstacle)
+        )
+    return Support(chain=True, tree=False, batch=False, rollback=rollback, reasons=tuple(reasons))
+
+
+def _chain_obstacle(model: PreTrainedModel, rollback: Rollback) -> str | None:
+    """Why transformers can't prepare a pass over several tokens at the end of a text, if it can't."""
+    if _keeps_states(model):
+        return "a rejected draft can't be taken out of them"
+    if model.config.model_type in _ONE_TOKEN:
+        return "a pass over several is not the same"
+    prepare: Any = model.prepare_inputs_for_generation
+    if rollback == "snapshot":
+        if "next_sequence_length" in inspect.signature(prepare).parameters:
+            return None
+        return "its prepare_inputs_for_generation prepares one token at a time"
+    # Some models predict at a token that they append to the text, so that no other column counts.
+    text = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    prepared = prepare(text, is_first_iteration=True).get("input_ids")
+    if prepared is None or prepared.shape != text.shape:
+        return "it predicts only at a column that it adds to the text"
+    return None
+
+
+def _keeps_states(model: PreTrainedModel) -> bool:
+    return any(hasattr(module, "recurrent_states") for module in model.modules())
