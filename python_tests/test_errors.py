@@ -188,7 +188,7 @@ def test_stop_strings_on_the_model():
 ONE_TOKEN = {
     "own-states": (
         "recurrent_gemma",
-        {"attention_window_size": 8, "lru_width": 32},
+        {"num_hidden_layers": 3, "lru_width": 32},
         "states outside",
     ),
     "added-column": ("xlm", {"emb_dim": 32, "n_layers": 2, "n_heads": 4}, "a column that it adds"),
