@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from specdec_ext.medusa import MedusaHeads
     from specdec_ext.output import SpeculativeOutput
     from specdec_ext.stats import SpeculationStats
+    from specdec_ext.target import Support, supports
     from specdec_ext.tree import DraftTree
     from specdec_ext.tree_config import TreeConfig
 
@@ -41,12 +42,14 @@ __all__ = [
     "SpeculativeOutput",
     "SuffixDrafter",
     "SuffixHistory",
+    "Support",
     "TreeConfig",
     "compare_runs",
     "custom_generate",
     "generate",
     "load_draft",
     "save_draft",
+    "supports",
 ]
 
 _MODULES = {
@@ -61,6 +64,7 @@ _MODULES = {
     "medusa": ("MedusaHeads",),
     "output": ("SpeculativeOutput",),
     "stats": ("SpeculationStats",),
+    "target": ("Support", "supports"),
     "tree": ("DraftTree",),
     "tree_config": ("TreeConfig",),
 }
