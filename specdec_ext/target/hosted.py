@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.utils import ModelOutput
 
 from specdec_ext.target.cache import RollbackLayer, adopt_cache, unserved_layers
+from specdec_ext.target.linears import MAX_ROWS, row_invariant_linears
 from specdec_ext.target.model import NO_LIMIT, Target, TargetOutput
 from specdec_ext.target.slots import MAX_UNREAD
 from specdec_ext.target.support import CACHE_ARGUMENTS, Support
@@ -174,7 +176,10 @@ class HostedTarget(Target):
         inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
             ids, next_sequence_length=columns, **kwargs
         )
-        return self.model(**inputs, return_dict=True)
+        with ExitStack() as stack:
+            if ids.shape[0] * (columns or ids.shape[1]) <= MAX_ROWS:
+                stack.enter_context(row_invariant_linears(self._linears))
+            return self.model(**inputs, return_dict=True)
 
     def commit(self, path: Tensor, num_accepted: Tensor) -> None:
         tree, self._block = self._block, None

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdec_ext.target.features import FeatureTap
+from specdec_ext.target.linears import plain_linears
 from specdec_ext.target.support import Support
 from specdec_ext.tree import DraftTree
 
@@ -81,6 +82,7 @@ class Target(ABC):
         self.config = model.config.get_text_config(decoder=True)
         self._forward_kwargs = {"use_cache": True, "return_dict": True, **(forward_kwargs or {})}
         self._tap = FeatureTap(model, self.config, ())
+        self._linears = plain_linears(model)
 
     @property
     def vocab_size(self) -> int:

@@ -31,7 +31,6 @@ from specdec_ext.target.cache import RollbackLayer, adopt_cache
 from specdec_ext.target.linears import (
     MAX_PROMPT_ROWS,
     MAX_ROWS,
-    plain_linears,
     row_invariant_linears,
 )
 from specdec_ext.target.masks import BlockVisibility, unpack_ancestors, visibility
@@ -96,7 +95,6 @@ class SlotTarget(Target):
         self._states = States(
             [x for x in self.cache.layers if isinstance(x, LinearAttentionCacheLayerMixin)]
         )
-        self._linears = plain_linears(model)
         self._scans = stateless_scans(model) if self._states else []
         self._parameters = inspect.signature(model.forward).parameters
         self._cache_name = (
