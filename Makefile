@@ -8,6 +8,8 @@ VENV ?= .venv
 SPECDEC_CUDA ?= auto
 # Test processes, one torch thread each; more processes than cores only fight.
 WORKERS ?= 2
+# The transformers of `make test-transformers`; 5.4.0 is the oldest that is supported.
+VERSION ?= 5.17.0
 # Extra arguments, e.g. `make test ARGS="-k tree"` or `make demo ARGS="--drafter draft"`.
 ARGS ?=
 
@@ -21,13 +23,15 @@ PARALLEL := -n $(WORKERS) --dist worksteal
 SANITIZERS = ASAN_OPTIONS=detect_leaks=0 \
   LD_PRELOAD="$$(c++ -print-file-name=libasan.so):$$(c++ -print-file-name=libstdc++.so.6)"
 
+SITE_PACKAGES := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 REQUIREMENTS := $(VENV)/.requirements.stamp
 # One stamp per kernel choice: changing the choice rebuilds.
 BUILD := $(VENV)/.build-cuda-$(SPECDEC_CUDA).stamp
+OTHER := .venv-transformers-$(VERSION)
 
 export SPECDEC_CUDA
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format wheel bench bench-ops kernel-report gpu-check clean
+.PHONY: help demo test test-slow test-transformers lint format wheel bench bench-ops kernel-report gpu-check clean
 
 help: ## list the targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +46,11 @@ test: $(BUILD) ## set up, then run the test suite
 test-slow: $(BUILD) ## set up, then run the tests marked slow, which `make test` leaves out
 	$(PYTEST) -m "slow and not emulated" $(PARALLEL) $(ARGS)
 	$(SANITIZERS) $(PYTEST) -m "slow and emulated" $(PARALLEL) $(ARGS) || test $$? = 5
+
+# Ops and packaging don't meet transformers.
+test-transformers: $(BUILD) $(OTHER)/.stamp ## set up, then run the tests on another transformers: VERSION=5.17.0
+	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest python_tests -m "not slow and not emulated" $(PARALLEL) \
+	  --ignore-glob='*/test_ops_*' --ignore-glob='*/test_packaging.py' $(ARGS)
 
 lint: $(REQUIREMENTS) ## check style and types of Python and C++ code, changing nothing
 	$(BIN)/ruff check .
@@ -83,6 +92,14 @@ $(BIN)/python:
 
 $(REQUIREMENTS): requirements-dev.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --requirement requirements-dev.txt
+	@touch $@
+
+# A layer over the virtual environment: what it has itself comes first, everything else (torch) is found below.
+.venv-transformers-%/.stamp: $(REQUIREMENTS)
+	$(BIN)/python -m venv --clear --without-pip $(@D)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c $(SITE_PACKAGES))')" > \
+	  "$$($(@D)/bin/python -c $(SITE_PACKAGES))/below.pth"
+	$(@D)/bin/python -m pip install --quiet transformers==$*
 	@touch $@
 
 $(BUILD): $(REQUIREMENTS) setup.py pyproject.toml $(NATIVE_SOURCES)

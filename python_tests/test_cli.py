@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from tiny import tiny_model
 from typer.testing import CliRunner
+from versions import before
 
 import specdec_ext
 from specdec_ext import assets
@@ -308,7 +309,8 @@ def test_demo_streams_measures_and_compares():
         "specdec, drafter=ngram",
     ):
         assert re.search(rf"{re.escape(name)}\W+\d+\.\d\W+\d+\.\d\dx", result.output), name
-    assert result.output.count("2/2") == 3
+    # Up to transformers 5.14 prompt lookup may end behind max_new_tokens.
+    assert result.output.count("2/2") == (2 if before("5.15") else 3)
     assert "acceptance by position" in result.output
     assert "unique 4-grams in the completions" in result.output
 

@@ -144,14 +144,15 @@ def checkout(tmp_path) -> Path:
     return tmp_path
 
 
-def planned(checkout: Path, *arguments: str) -> list[str]:
-    """What `make test` would do, in order."""
+def planned(checkout: Path, *arguments: str, target: str = "test") -> list[str]:
+    """What `make` would do for a target, in order."""
     environment = {
         key: value for key, value in os.environ.items() if key not in ("SPECDEC_CUDA", "MAKEFLAGS")
     }
-    plan = check_call("make", "-n", "test", *arguments, cwd=checkout, env=environment)
+    plan = check_call("make", "-n", target, *arguments, cwd=checkout, env=environment)
     steps = {
         "-m venv": "venv",
+        "install --quiet transformers==5.4.0": "transformers",
         "--requirement": "requirements",
         "--editable": "build",
         "-m pytest": "pytest",
@@ -190,6 +191,18 @@ def test_an_edit_redoes_what_depends_on_it(checkout, edited, steps):
 @needs_make
 def test_another_choice_of_kernels_rebuilds(checkout):
     assert planned(checkout, "SPECDEC_CUDA=0") == ["build", "pytest"]
+
+
+@needs_make
+def test_another_transformers_is_a_layer_over_the_environment(checkout):
+    """Made once for each version, with the interpreter of the environment below it."""
+    arguments = ("VERSION=5.4.0",)
+    assert planned(checkout, *arguments, target="test-transformers") == [
+        "venv", "transformers", "pytest",
+    ]  # fmt: skip
+    (checkout / ".venv-transformers-5.4.0").mkdir()
+    (checkout / ".venv-transformers-5.4.0" / ".stamp").touch()
+    assert planned(checkout, *arguments, target="test-transformers") == ["pytest"]
 
 
 def test_ci_runs_make_test_and_passes_its_failure_on(tmp_path):

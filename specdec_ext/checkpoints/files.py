@@ -17,7 +17,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -103,6 +103,9 @@ def open_checkpoint(
 def _downloaded(name: str, revision: str | None, token: str | bool | None) -> Path:
     """A hub repository's config and weights; pickles only where there are no safetensors."""
     options: dict[str, Any] = {"revision": revision, "token": token}
+    if constants.HF_HUB_OFFLINE:
+        # huggingface_hub 1.33 asks the hub for the files of a commit even then.
+        options["local_files_only"] = True
     try:
         folder = Path(
             snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], **options)
