@@ -21,10 +21,13 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from specdec_ext.context import Context
-from specdec_ext.drafters import Drafter, resolve_drafter
-from specdec_ext.drafters.auto import auto_drafter
+from specdec_ext.drafters import Drafter
+from specdec_ext.drafters.choice import Assistant, DrafterChoice
+from specdec_ext.keywords import check_arguments, check_config
 from specdec_ext.loop import Decoder
 from specdec_ext.output import Recorder, SpeculativeOutput, TokenStream
 from specdec_ext.sampler import VERIFICATIONS, Sampler
@@ -33,33 +36,6 @@ from specdec_ext.target import Target, make_target
 
 # Cache slots reserved for one draft block beside the text itself; a larger tree only makes the cache grow.
 BLOCK_SLOTS = 64
-
-# generation_config fields that change the algorithm: value that leaves it alone, and the way out.
-_REFUSED_CONFIG: dict[str, tuple[Any, str]] = {
-    "num_beams": (1, "beam search keeps several hypotheses; use model.generate for it"),
-    "num_beam_groups": (1, "group beam search is not a law over tokens; use model.generate for it"),
-    "penalty_alpha": (
-        None,
-        "contrastive search looks ahead at hidden states; use model.generate for it",
-    ),
-    "dola_layers": (None, "DoLa contrasts layers at every token; use model.generate for it"),
-    "constraints": (None, "constrained beam search is not supported; use model.generate for it"),
-    "force_words_ids": (
-        None,
-        "constrained beam search is not supported; use model.generate for it",
-    ),
-    "prompt_lookup_num_tokens": (
-        None,
-        "use drafter='ngram', or NgramDrafter(num_draft_tokens=...)",
-    ),
-    "assistant_early_exit": (None, "early-exit drafting is not supported; leave it out"),
-    "use_mtp": (None, "multi-token-prediction heads are not supported as drafters; leave it out"),
-    "speculation_type": (None, "choose the drafter with drafter=... instead"),
-    "token_healing": (False, "token healing rewrites the prompt; heal it before the call"),
-    "prefill_chunk_size": (None, "the prompt is run in one pass; leave it out"),
-    "use_cache": (True, "speculation needs the key/value cache; leave use_cache at True"),
-}
-_CACHE_IMPLEMENTATIONS = (None, "dynamic")
 
 
 @torch.no_grad()
@@ -73,8 +49,8 @@ def generate(
     generator: torch.Generator | None = None,
     streamer: Any = None,
     tokenizer: Any = None,
-    stop_strings: str | list[str] | None = None,
     assistant_model: PreTrainedModel | None = None,
+    assistant_tokenizer: Any = None,
     synced_gpus: bool | None = None,
     **kwargs: Any,
 ) -> Tensor | SpeculativeOutput:
@@ -96,11 +72,11 @@ def generate(
         generator: source of the seed.
         streamer: gets the prompt, then one ``[batch]`` tensor per column as soon as every unfinished
             row has reached it.
-        tokenizer: needed with ``stop_strings``.
-        stop_strings: texts that end a row.
+        tokenizer: needed with ``stop_strings``, texts that end a row, and with ``assistant_tokenizer``.
         assistant_model: transformers' name for a draft model; same as ``drafter=assistant_model``.
-        synced_gpus: must be falsy.
-        **kwargs: everything else that ``model.generate`` takes.
+        assistant_tokenizer: of an ``assistant_model`` with another vocabulary.
+        synced_gpus: whether several processes share the model, which is refused; None finds out.
+        **kwargs: everything else that ``model.generate`` takes, as :mod:`specdec_ext.keyword_table` says.
 
     Returns:
         ``[batch, length]`` ids, or with ``return_dict_in_generate=True`` a :class:`SpeculativeOutput`.
@@ -112,23 +88,16 @@ def generate(
     if assistant_model is not None:
         if not (isinstance(drafter, str) and drafter == "auto"):
             raise ValueError("assistant_model and drafter name two drafters; pass one of them")
-        drafter = assistant_model
-    if synced_gpus:
+        texts = (None, None) if assistant_tokenizer is None else (assistant_tokenizer, tokenizer)
+        drafter = Assistant(assistant_model, *texts)
+    elif assistant_tokenizer is not None:
         raise ValueError(
-            "synced_gpus=True is not supported: rows of different ranks advance at different paces"
+            "assistant_tokenizer belongs to assistant_model, and there is none; pass that, or "
+            "drafter=DraftModelDrafter(model, tokenizer=..., target_tokenizer=...)"
         )
-    if "custom_generate" in kwargs:
-        raise ValueError("custom_generate is how specdec_ext.generate works itself; leave it out")
-    config = kwargs.get("generation_config")
-    if config is not None and config.stop_strings is not None:
-        stop_strings = stop_strings if stop_strings is not None else config.stop_strings
-        kwargs["generation_config"] = copy.deepcopy(config)
-        kwargs["generation_config"].stop_strings = None
-    if model.generation_config.stop_strings is not None:
-        raise ValueError(
-            "model.generation_config.stop_strings is set, which transformers can't pass on without a "
-            "tokenizer; set it to None and pass stop_strings=... and tokenizer=... to this call"
-        )
+    check_arguments(kwargs)
+    if kwargs.get("generation_config") is not None:
+        check_config(kwargs["generation_config"])
     hook = custom_generate(
         drafter=drafter,
         verification=verification,
@@ -136,7 +105,8 @@ def generate(
         generator=generator,
         streamer=streamer,
         tokenizer=tokenizer,
-        stop_strings=stop_strings,
+        stop_strings=_take_stop_strings(kwargs, model.generation_config),
+        synced_gpus=synced_gpus,
     )
     text: Any = model.generate(inputs, custom_generate=hook, **kwargs)  # type: ignore[operator]
     return text
@@ -151,14 +121,14 @@ def custom_generate(
     streamer: Any = None,
     tokenizer: Any = None,
     stop_strings: str | list[str] | None = None,
+    synced_gpus: bool | None = None,
 ) -> Callable[..., Tensor | SpeculativeOutput]:
     """A callable for ``model.generate(..., custom_generate=...)``; arguments as in :func:`generate`.
 
-    ``model.generate`` loses its own ``streamer``, ``tokenizer`` and ``stop_strings`` on this path:
-    pass them here.
+    ``model.generate`` loses its own ``streamer``, ``tokenizer``, ``stop_strings``, ``assistant_model`` and
+    ``synced_gpus`` on this path: pass them here, the assistant as ``drafter``.
     """
-    explicit = not (isinstance(drafter, str) and drafter == "auto")
-    resolved = resolve_drafter(drafter) if explicit else None
+    choice = DrafterChoice(drafter)
     if verification not in VERIFICATIONS:
         raise ValueError(
             f"verification={verification!r} is not known; expected one of {list(VERIFICATIONS)}"
@@ -172,15 +142,10 @@ def custom_generate(
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
-        assistant_model: PreTrainedModel | None = None,
         **model_kwargs: Any,
     ) -> Tensor | SpeculativeOutput:
-        if assistant_model is not None:
-            raise ValueError(
-                "assistant_model is not used by a custom_generate; pass it as "
-                "custom_generate(drafter=assistant_model)"
-            )
-        _refuse(generation_config)
+        check_config(generation_config)
+        check_arguments({"synced_gpus": _waits_for_others(model, synced_gpus)})
         if not input_ids.numel():
             raise ValueError(
                 f"input_ids is {tuple(input_ids.shape)}; expected at least one row and one token"
@@ -194,8 +159,8 @@ def custom_generate(
             logits_processor,
             StopRule(criteria, generation_config),
             generation_config,
-            resolved if explicit else auto_drafter(model),
-            explicit,
+            choice.drafter(model, generation_config),
+            choice.explicit,
             _seeds(seed, generator, len(input_ids))
             if generation_config.do_sample
             else [0] * len(input_ids),
@@ -280,16 +245,27 @@ def _served(target: Target, drafter: Drafter | None, explicit: bool, batch: int)
     return None
 
 
-def _refuse(config: GenerationConfig) -> None:
-    for name, (neutral, way_out) in _REFUSED_CONFIG.items():
-        value = getattr(config, name, neutral)
-        if value is not None and value != neutral:
-            raise ValueError(f"{name}={value!r} can't be combined with speculation: {way_out}")
-    if config.cache_implementation not in _CACHE_IMPLEMENTATIONS:
-        raise ValueError(
-            f"cache_implementation={config.cache_implementation!r} can't be rolled back; leave it out "
-            "(the cache is preallocated and rolled back by specdec_ext)"
-        )
+def _take_stop_strings(kwargs: dict[str, Any], defaults: GenerationConfig) -> Any:
+    """The call's stop strings, taken out of ``kwargs``: transformers can't match them without a tokenizer."""
+    config = kwargs.get("generation_config")
+    of_call, of_model = getattr(config, "stop_strings", None), defaults.stop_strings
+    stop_strings = kwargs.pop("stop_strings", of_model if of_call is None else of_call)
+    if of_call is not None:
+        kwargs["generation_config"] = copy.deepcopy(config)
+        kwargs["generation_config"].stop_strings = None
+    if of_model is not None:
+        kwargs["stop_strings"] = None  # beats the model's
+    return stop_strings
+
+
+def _waits_for_others(model: PreTrainedModel, synced_gpus: bool | None) -> bool:
+    """Whether other processes run a part of every pass, as transformers decides it."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not distributed or torch.distributed.get_world_size() == 1:
+        return False
+    if synced_gpus is None:
+        return is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+    return synced_gpus
 
 
 def _seeds(

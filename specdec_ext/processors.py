@@ -12,45 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
-from transformers.generation import logits_process as hf
 
 from specdec_ext.context import Context
 from specdec_ext.filters import SampleFilter, fuse_filters
+from specdec_ext.keyword_table import Reads
+from specdec_ext.keywords import reads_of
 from specdec_ext.tree import DraftTree
-
-# Functions of one row's scores alone: all nodes of a tree may go through them at once.
-PURE = frozenset(
-    {
-        SampleFilter,
-        hf.TemperatureLogitsWarper,
-        hf.TopKLogitsWarper,
-        hf.TopPLogitsWarper,
-        hf.MinPLogitsWarper,
-        hf.TypicalLogitsWarper,
-        hf.EpsilonLogitsWarper,
-        hf.EtaLogitsWarper,
-        hf.LogitNormalization,
-        hf.InfNanRemoveLogitsProcessor,
-        hf.SuppressTokensLogitsProcessor,
-    }
-)
-# Functions of one row's prefix and scores, without memory: rows may be at different lengths.
-ROW_INDEPENDENT = PURE | frozenset(
-    {
-        hf.MinLengthLogitsProcessor,
-        hf.MinNewTokensLengthLogitsProcessor,
-        hf.RepetitionPenaltyLogitsProcessor,
-        hf.EncoderRepetitionPenaltyLogitsProcessor,
-        hf.NoRepeatNGramLogitsProcessor,
-        hf.EncoderNoRepeatNGramLogitsProcessor,
-        hf.SequenceBiasLogitsProcessor,
-        hf.NoBadWordsLogitsProcessor,
-        hf.ForcedBOSTokenLogitsProcessor,
-        hf.ForcedEOSTokenLogitsProcessor,
-        hf.ExponentialDecayLengthPenalty,
-        hf.SuppressTokensAtBeginLogitsProcessor,
-    }
-)
 
 
 class Processors:
@@ -60,6 +27,9 @@ class Processors:
         processors: transformers' prepared list, warpers included.
         device: of the logits.
 
+    Raises:
+        ValueError: for a processor that can't be served.
+
     Attributes:
         pure: whether all are functions of the scores alone, so that all nodes go through them at once.
         with_memory: names of those that may keep state or look at other rows: they must be called as plain
@@ -68,10 +38,14 @@ class Processors:
 
     def __init__(self, processors: LogitsProcessorList, device: torch.device):
         self._all: Any = fuse_filters(processors, device)
-        self._shared = [each for each in self._all if type(each) in PURE]
+        called = [
+            (each, Reads.SCORES if type(each) is SampleFilter else reads_of(each))
+            for each in self._all
+        ]
+        self._shared = [each for each, reads in called if reads is Reads.SCORES]
         self.pure = len(self._shared) == len(self._all)
         self.with_memory = sorted(
-            {type(each).__name__ for each in self._all if type(each) not in ROW_INDEPENDENT}
+            {type(each).__name__ for each, reads in called if reads is Reads.ORDER}
         )
 
     def shared(self, logits: Tensor) -> Tensor:

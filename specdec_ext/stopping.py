@@ -6,14 +6,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
-from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    StopStringCriteria,
-)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-ROW_INDEPENDENT = (StopStringCriteria, MaxTimeCriteria)
+from specdec_ext.keyword_table import Reads
+from specdec_ext.keywords import reads_of
 
 
 class StopRule:
@@ -43,7 +39,7 @@ class StopRule:
             else:
                 self._others.append(criterion)
             self.pads = self.pads or hasattr(criterion, "eos_token_id")
-        self.needs_lockstep = any(type(other) not in ROW_INDEPENDENT for other in self._others)
+        self.needs_lockstep = any(reads_of(other) is Reads.ORDER for other in self._others)
 
     def ended(
         self,
