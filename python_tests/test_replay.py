@@ -184,3 +184,44 @@ def test_output_attentions_decode_token_by_token(models):
                 torch.testing.assert_close(layer, expected)
     finally:
         model.set_attn_implementation("sdpa")
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_scan_that_starts_from_a_state(gated):
+    """Two scans in a row, the second from the state of the first, are one long scan."""
+    from transformers.models.mamba import modeling_mamba
+
+    from specdec_ext.target import scans
+
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).float()
+
+    x, dt, z = normal(2, 6, 9), normal(2, 6, 9), normal(2, 6, 9)
+    A, B, C = -normal(6, 4).exp(), normal(2, 4, 9), normal(2, 4, 9)
+    fixed = dict(delta_bias=normal(6), delta_softplus=True, return_last_state=True)
+    scan = scans._with_initial_state(modeling_mamba.mamba_selective_scan)
+
+    def run(part: slice, state: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        token = scans._initial.set(None if state is None else iter([state]))
+        gate = z[..., part] if gated else None
+        try:
+            return scan(
+                x[..., part],
+                dt[..., part],
+                A,
+                B[..., part],
+                C[..., part],
+                D=A[:, 0],
+                z=gate,
+                **fixed,
+            )
+        finally:
+            scans._initial.reset(token)
+
+    whole, end = run(slice(0, 9))
+    first, middle = run(slice(0, 5))
+    second, last = run(slice(5, 9), middle)
+    torch.testing.assert_close(torch.cat([first, second], dim=-1), whole)
+    torch.testing.assert_close(last, end)

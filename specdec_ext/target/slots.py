@@ -35,8 +35,8 @@ from specdec_ext.target.linears import (
 )
 from specdec_ext.target.masks import BlockVisibility, unpack_ancestors, visibility
 from specdec_ext.target.model import NO_LIMIT, Target, TargetOutput
+from specdec_ext.target.scans import continuing, stateless_scans
 from specdec_ext.target.states import States
-from specdec_ext.target.stepping import stateless_scans, stepping
 from specdec_ext.target.support import Support
 from specdec_ext.tree import DraftTree
 
@@ -249,7 +249,7 @@ class SlotTarget(Target):
         output = self._forward(
             block,
             MAX_PROMPT_ROWS,
-            step=past > 0,
+            past=past > 0,
             input_ids=input_ids[:, past:],
             position_ids=positions[:, past:],
             attention_mask=attention_mask if padded and block is None else None,
@@ -286,14 +286,14 @@ class SlotTarget(Target):
         self,
         block: BlockVisibility | None,
         max_rows: int = MAX_ROWS,
-        step: bool = True,
+        past: bool = True,
         **inputs: Any,
     ) -> TargetOutput:
         """One pass of the model; of up to ``max_rows`` tokens with row-invariant linears.
 
         Args:
             block: what the tokens may attend to, None for transformers' own masks.
-            step: whether there may be states before the tokens, which some mixers lose unless they step.
+            past: whether there are tokens before these.
             inputs: of the model's forward.
         """
         if "position_ids" not in self._parameters:
@@ -306,8 +306,8 @@ class SlotTarget(Target):
                 stack.enter_context(visibility(block))
             if inputs["input_ids"].numel() <= max_rows:
                 stack.enter_context(row_invariant_linears(self._linears))
-            if step:
-                stack.enter_context(stepping(self._scans))
+            if past and self._scans:
+                stack.enter_context(continuing(self._scans))
             features = stack.enter_context(self._tap.recording())
             output: Any = self.model(
                 **{self._cache_name: self.cache}, **inputs, **self._forward_kwargs

@@ -12,6 +12,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from specdec_ext.target.cache import unserved_layers
 from specdec_ext.target.masks import SUPPORTED_IMPLEMENTATIONS
+from specdec_ext.target.scans import can_continue, stateless_scans
 
 Rollback = Literal["compact", "replay", "snapshot", "recompute", "none"]
 # Where a model's forward takes what it remembers of the text before.
@@ -81,6 +82,8 @@ def _slot_obstacles(model: PreTrainedModel) -> list[str]:
         return ["its decoder reads an encoder"]
     if model.config.model_type in _ONE_TOKEN:
         return ["its cache takes one token at a time"]
+    if _lost_scans(model):
+        return ["its Mamba mixers do not hand states to their scans"]
     if not {"past_key_values", "cache_params"} & set(parameters):
         return ["its forward takes no cache of transformers"]
     if not model._supports_default_dynamic_cache():  # type: ignore[operator]
@@ -121,6 +124,8 @@ def _chain_obstacle(model: PreTrainedModel, rollback: Rollback) -> str | None:
         return "a rejected draft can't be taken out of them"
     if model.config.model_type in _ONE_TOKEN:
         return "a pass over several is not the same"
+    if _lost_scans(model):
+        return "a pass over several tokens would start from none"
     prepare: Any = model.prepare_inputs_for_generation
     if rollback == "snapshot":
         if "next_sequence_length" in inspect.signature(prepare).parameters:
@@ -136,3 +141,7 @@ def _chain_obstacle(model: PreTrainedModel, rollback: Rollback) -> str | None:
 
 def _keeps_states(model: PreTrainedModel) -> bool:
     return any(hasattr(module, "recurrent_states") for module in model.modules())
+
+
+def _lost_scans(model: PreTrainedModel) -> bool:
+    return not all(can_continue(mixer) for mixer in stateless_scans(model))
