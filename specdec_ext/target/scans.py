@@ -50,10 +50,13 @@ def can_continue(mixer: nn.Module) -> bool:
 def continuing(mixers: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Let the scans of these modules start from the cached states, in this thread."""
     for name in {type(mixer).__module__ for mixer in mixers}:
-        module: Any = sys.modules[name]
-        if getattr(module, SCAN) not in _ours:
-            setattr(module, SCAN, _with_initial_state(getattr(module, SCAN)))
+        _wrap_scan(sys.modules[name])
     return replaced_forward(mixers, _continue)
+
+
+def _wrap_scan(module: Any) -> None:
+    if getattr(module, SCAN) not in _ours:
+        setattr(module, SCAN, _with_initial_state(getattr(module, SCAN)))
 
 
 def _continue(
