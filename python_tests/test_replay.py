@@ -226,3 +226,16 @@ def test_a_scan_that_starts_from_a_state(gated):
     second, last = run(slice(5, 9), middle)
     torch.testing.assert_close(torch.cat([first, second], dim=-1), whole)
     torch.testing.assert_close(last, end)
+
+
+def test_a_given_cache_of_states_alone(models):
+    """It does not say how many tokens it has read; an empty one is filled."""
+    from transformers import DynamicCache
+
+    model, (ids, _) = models["mamba2"], prompts((6,))
+    cache = DynamicCache(config=model.config)
+    kwargs = dict(max_new_tokens=5, do_sample=False, cache_params=cache)
+    out = specdec_ext.generate(model, ids, drafter="ngram", return_dict_in_generate=True, **kwargs)
+    assert out.past_key_values is cache and cache.has_previous_state()
+    with pytest.raises(ValueError, match=r"Mamba2ForCausalLM holds states only.*without it"):
+        specdec_ext.generate(model, out.sequences, drafter="ngram", **kwargs)

@@ -50,7 +50,8 @@ def make_target(
     support = supports(model)
     kwargs = {name: value for name, value in (model_kwargs or {}).items() if value is not None}
     if support.by_slots and not set(kwargs) - _TEXT_INPUTS:
-        return SlotTarget(model, past_key_values, max_slots, support, forward_kwargs)
+        cache = kwargs.get("cache_params") if past_key_values is None else past_key_values
+        return SlotTarget(model, cache, max_slots, support, forward_kwargs)
     if past_key_values is not None:
         kwargs["past_key_values"] = past_key_values
     return HostedTarget(model, support, kwargs, config or model.generation_config, forward_kwargs)
