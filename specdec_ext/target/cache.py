@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import (
-    Cache,
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+from specdec_ext.compat import (
     DummyLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
+    cropped_length,
 )
 
 GROWTH = (
@@ -130,12 +130,7 @@ class RollbackLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` slots (negative, as in transformers 5.23)."""
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop takes the negative number of tokens to remove, got {tokens_to_remove}; "
-                "a positive value meant an absolute length in older transformers and is ambiguous"
-            )
-        length = max(0, self.length + tokens_to_remove)
+        length = cropped_length(self.length, tokens_to_remove)
         reach = 0 if self.window is None else length - (self.window - 1)
         if self.dropped and reach < self.dropped < length:
             raise ValueError(

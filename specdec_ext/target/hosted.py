@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.utils import ModelOutput
 
+from specdec_ext.compat import LinearAttentionCacheLayerMixin
 from specdec_ext.target.cache import RollbackLayer, adopt_cache, unserved_layers
 from specdec_ext.target.linears import MAX_ROWS, row_invariant_linears
 from specdec_ext.target.model import NO_LIMIT, Target, TargetOutput

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache
 
 from specdec_ext import ops
+from specdec_ext.compat import LinearAttentionCacheLayerMixin, masked_columns
 from specdec_ext.target.attention import IMPLEMENTATION, TreeBlock
 from specdec_ext.target.cache import RollbackLayer, adopt_cache
 from specdec_ext.target.linears import (
@@ -133,8 +134,7 @@ class SlotTarget(Target):
     ) -> Tensor | None:
         rows, columns = input_ids.shape
         mask = model_kwargs.get("attention_mask")
-        # Of a mask of ones transformers >= 5.20 hands over only the length.
-        masked: tuple[int, ...] = (rows, getattr(config, "_mask_length", columns))
+        masked: tuple[int, ...] = (rows, masked_columns(config, columns))
         if mask is not None:
             masked = tuple(mask.shape)
         if masked != (rows, columns):

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from specdec_ext.compat import LinearAttentionCacheLayerMixin
 
 
 class States:

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from specdec_ext.compat import LinearAttentionCacheLayerMixin
 from specdec_ext.target.cache import unserved_layers
 from specdec_ext.target.masks import SUPPORTED_IMPLEMENTATIONS
 from specdec_ext.target.scans import can_continue, stateless_scans
