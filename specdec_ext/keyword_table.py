@@ -154,7 +154,7 @@ CONFIG: dict[str, Keyword] = {
     ),
     "cache_config": _exact("read by quantised caches alone, which are refused"),
     "max_cache_len": _exact("read by static caches alone, which are refused"),
-    "prefill_chunk_size": _refused("the prompt is run in one pass; leave it out"),
+    "prefill_chunk_size": _exact("the prompt is read in chunks of so many columns"),
     "temperature": _by("TemperatureLogitsWarper"),
     "top_k": _by("TopKLogitsWarper"),
     "top_p": _by("TopPLogitsWarper"),

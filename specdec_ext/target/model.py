@@ -127,14 +127,15 @@ class Target(ABC):
 
     @abstractmethod
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> TargetOutput:
-        """Run the prompt, or what of it the cache does not hold yet.
+        """Run the prompt, or what of it the cache does not hold yet, in chunks if the call asks for them.
 
         Args:
             input_ids: ``[rows, columns]``, the whole text so far.
             attention_mask: ``[rows, columns]``, 0 where a column is padding.
 
         Returns:
-            The pass with ``logits [rows, 1, vocab]`` at each row's last token.
+            The pass with ``logits [rows, 1, vocab]`` at each row's last token. Hidden states and attentions
+            are those of the last chunk, as in transformers.
         """
 
     @abstractmethod

@@ -36,6 +36,7 @@ from specdec_ext.target.linears import (
 )
 from specdec_ext.target.masks import BlockVisibility, unpack_ancestors, visibility
 from specdec_ext.target.model import NO_LIMIT, Target, TargetOutput
+from specdec_ext.target.prompt import Prompt
 from specdec_ext.target.scans import continuing, stateless_scans
 from specdec_ext.target.states import States
 from specdec_ext.target.support import Support
@@ -102,6 +103,7 @@ class SlotTarget(Target):
             "cache_params" if "cache_params" in self._parameters else "past_key_values"
         )
         self._max_slots = max_slots
+        self._chunk: int | None = None  # columns of the prompt that one pass reads at most
         self._start = 0  # the common slot of the next block
         self._unread: list[list[int]] = []  # of all rows, roots not included
         self._block: _Block | None = None
@@ -132,6 +134,7 @@ class SlotTarget(Target):
     def admit(
         self, input_ids: Tensor, model_kwargs: dict[str, Any], config: GenerationConfig
     ) -> Tensor | None:
+        self._chunk = _prefill_chunk(config)
         rows, columns = input_ids.shape
         mask = model_kwargs.get("attention_mask")
         masked: tuple[int, ...] = (rows, masked_columns(config, columns))
@@ -170,97 +173,91 @@ class SlotTarget(Target):
             )
 
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> TargetOutput:
-        rows, columns = input_ids.shape
-        device = input_ids.device
-        past = self._held_slots()
-        if past >= columns:
+        prompt = Prompt.of(input_ids, attention_mask, self._held_slots())
+        self._check_cache(prompt)
+        self._lay_out(prompt)
+        columns = input_ids.shape[1]
+        for layer in self._layers:
+            layer.reserve(min(self._max_slots, columns + FIRST_SLOTS))
+            layer.slack = self._holes
+        logits: Tensor | None = None
+        features = []
+        for begin, end in prompt.chunks(self._chunk, only_tokens=bool(self._states)):
+            output = self._read_prompt(prompt, input_ids, begin, end)
+            if logits is not None:  # rows padded on the right may have ended in an earlier chunk
+                output.logits = torch.where(
+                    (prompt.last < begin)[:, None, None], logits, output.logits
+                )
+            logits = output.logits
+            if output.features is not None:
+                features.append(output.features)
+        if any(layer.length != columns for layer in self._layers if layer.is_initialized):
             raise ValueError(
-                f"past_key_values holds {past} tokens and input_ids {columns}; pass the whole text, the part "
-                "in the cache included, with at least one new token"
+                f"{type(self.model).__name__} did not fill its cache with the prompt, so it can't be "
+                "speculated on; use model.generate"
             )
+        if len(features) > 1:
+            output.features = torch.cat(features, dim=1)
+        return output
+
+    def _check_cache(self, prompt: Prompt) -> None:
+        """Refuse a given cache, or paddings, that the layers can't be right with."""
+        rows = len(prompt.valid)
         held = next((len(layer.key_buffer) for layer in self._layers if layer.length), rows)
         if held != rows:
             raise ValueError(
                 f"past_key_values holds {held} rows, input_ids {rows}; select or repeat the rows of the "
                 "cache first (batch_select_indices, batch_repeat_interleave)"
             )
-        valid = torch.ones_like(input_ids, dtype=torch.bool)
-        if attention_mask is not None:
-            valid = attention_mask.to(torch.bool)
-            if not valid.any(dim=1).all():
-                raise ValueError(
-                    f"attention_mask row {int((~valid.any(1)).nonzero()[0])} has no token"
-                )
-        last = columns - 1 - valid.flip(1).long().argmax(dim=1)
-        if int(last.min()) < past:
-            raise ValueError(
-                f"row {int(last.argmin())} has no token after the {past} that past_key_values holds; give "
-                "every row a new token, or run the whole text without past_key_values"
-            )
-        lengths = valid.sum(dim=1)
-        padded = int(lengths.min()) < columns
-        positions = (valid.cumsum(dim=1) - 1).clamp(min=0)
-
-        # Everything per slot is known for the whole call: generated tokens follow column by column.
-        future = torch.arange(max(0, self._max_slots + 1 - columns), device=device)
-        self._slot_valid = torch.cat(
-            [valid, torch.ones_like(future).bool().expand(rows, -1)], dim=1
-        )
-        self._slot_positions = torch.cat([positions, lengths[:, None] + future], dim=1)
-        self._prompt_length = columns
-        self._first_position = lengths
-        self._first_slot = valid.long().argmax(dim=1)
-        self._whole_batch = [getattr(self, name) for name in _PER_ROW]
-        self._row_slots = torch.full_like(lengths, columns)
-        self._unread, self._active = [[] for _ in range(rows)], rows
-        self._start, self._padded = columns, padded
-        self._aligned = True
-        # A window counts tokens, slots also count paddings between a row's tokens.
-        self._holes = int((columns - self._first_slot - lengths).max()) if padded else 0
-
-        block: BlockVisibility | None = None
-        if self._states and bool((last < columns - 1).any() or self._holes):
+        if self._states and prompt.holes:
             raise ValueError(
                 f"attention_mask has paddings after or between tokens, which {type(self.model).__name__} "
                 "would read into its recurrent states; pad on the left (tokenizer.padding_side='left')"
             )
-        if padded and (past or self._holes):
-            # transformers would apply windows by column; ours counts tokens
-            causal = torch.ones(
-                columns - past, columns - past, dtype=torch.bool, device=device
-            ).tril()
-            own = torch.eye(columns - past, dtype=torch.bool, device=device)
-            block = BlockVisibility(
-                committed=valid[:, :past],
-                block=causal & valid[:, None, past:] | own,
-                query_positions=positions[:, past:],
-                key_positions=positions,
-            )
-        if self._holes and any(layer.dropped for layer in self._layers):
+        if prompt.holes and any(layer.dropped for layer in self._layers):
             raise ValueError(
                 "past_key_values comes from a sliding-window cache that has dropped old tokens, and "
                 "attention_mask has paddings between tokens, so that a window may reach back to what was "
                 "dropped; run the whole text without past_key_values"
             )
-        for layer in self._layers:
-            layer.reserve(min(self._max_slots, columns + FIRST_SLOTS))
-            layer.slack = self._holes
-        kept = torch.unique(last) - past
+
+    def _lay_out(self, prompt: Prompt) -> None:
+        """What is known of every slot for the whole call: generated tokens follow column by column."""
+        rows, columns = prompt.valid.shape
+        future = torch.arange(
+            max(0, self._max_slots + 1 - columns), device=prompt.valid.device
+        ).expand(rows, -1)
+        self._slot_valid = torch.cat([prompt.valid, torch.ones_like(future).bool()], dim=1)
+        self._slot_positions = torch.cat(
+            [prompt.positions, prompt.lengths[:, None] + future], dim=1
+        )
+        self._prompt_length = columns
+        self._first_position, self._first_slot = prompt.lengths, prompt.first
+        self._whole_batch = [getattr(self, name) for name in _PER_ROW]
+        self._row_slots = torch.full_like(prompt.lengths, columns)
+        self._unread, self._active = [[] for _ in range(rows)], rows
+        self._start, self._aligned = columns, True
+        self._padded, self._holes = prompt.padded, prompt.holes
+
+    def _read_prompt(self, prompt: Prompt, input_ids: Tensor, begin: int, end: int) -> TargetOutput:
+        """Run these columns; ``logits [rows, 1, vocab]`` are right for the rows that end in them."""
+        block = prompt.visibility(begin, end)
+        ends = prompt.ends(begin, end) or [end - begin - 1]
+        kept = torch.tensor(ends, device=input_ids.device)
+        keep: dict[str, Any] = {}
+        if "logits_to_keep" in self._parameters:
+            keep["logits_to_keep"] = 1 if ends == [end - begin - 1] else kept
+        mask = prompt.valid[:, :end].long() if prompt.padded and block is None else None
         output = self._forward(
             block,
             MAX_PROMPT_ROWS,
-            past=past > 0,
-            input_ids=input_ids[:, past:],
-            position_ids=positions[:, past:],
-            attention_mask=attention_mask if padded and block is None else None,
-            **self._logits_to_keep(kept if padded else None),
+            past=begin > 0,
+            input_ids=input_ids[:, begin:end],
+            position_ids=prompt.positions[:, begin:end],
+            attention_mask=mask,
+            **keep,
         )
-        if any(layer.length != columns for layer in self._layers if layer.is_initialized):
-            raise ValueError(
-                f"{type(self.model).__name__} did not fill its cache with the prompt, so it can't be "
-                "speculated on; use model.generate"
-            )
-        output.logits = _pick_columns(output.logits, last - past, kept)
+        output.logits = _pick_columns(output.logits, prompt.last - begin, kept)
         return output
 
     def _held_slots(self) -> int:
@@ -272,15 +269,6 @@ class SlotTarget(Target):
                 "many tokens they have read; run the whole text without it"
             )
         return held
-
-    def _logits_to_keep(self, columns: Tensor | None) -> dict[str, Any]:
-        if "logits_to_keep" not in self._parameters:
-            return {}
-        return {
-            "logits_to_keep": 1
-            if columns is None or (len(columns) == 1 and self._holes == 0)
-            else columns
-        }
 
     def _forward(
         self,
@@ -317,8 +305,10 @@ class SlotTarget(Target):
                 f"{type(self.model).__name__} made its attention masks without transformers' mask interface, "
                 "so it can't be told what a draft may see; pass drafter=None or use model.generate"
             )
+        logits = output.logits
         return TargetOutput(
-            output.logits,
+            # as transformers' own loop rounds them
+            logits.float() if logits.dtype == torch.float64 else logits,
             torch.cat(features, dim=-1) if features else None,
             tuple(output.get("hidden_states") or ()),
             tuple(output.get("attentions") or ()),
@@ -498,10 +488,21 @@ class SlotTarget(Target):
         self._states.release()
 
 
+def _prefill_chunk(config: GenerationConfig) -> int | None:
+    size = config.prefill_chunk_size
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ValueError(
+            f"prefill_chunk_size is {size!r}; expected how many columns of the prompt a pass may read, at "
+            "least 1, or None for all at once"
+        )
+    return size
+
+
 def _pick_columns(logits: Tensor, wanted: Tensor, kept: Tensor) -> Tensor:
-    """``[rows, columns, vocab]`` -> ``[rows, 1, vocab]`` at ``wanted[r]`` of the columns ``kept``."""
+    """``[rows, columns, vocab]`` of the columns ``kept`` -> ``[rows, 1, vocab]`` at ``wanted[r]``."""
     if logits.shape[1] == 1:
         return logits
-    if logits.shape[1] == len(kept):
-        wanted = torch.searchsorted(kept, wanted)
-    return logits[torch.arange(len(logits), device=logits.device), wanted][:, None]
+    index = torch.searchsorted(kept, wanted).clamp(max=len(kept) - 1)
+    if logits.shape[1] != len(kept):  # the model keeps the logits of all columns
+        index = kept[index]
+    return logits[torch.arange(len(logits), device=logits.device), index][:, None]
