@@ -1,6 +1,6 @@
 """``tree_attention`` behind transformers' attention interface.
 
-The function registered for "sdpa" is wrapped: within a block pass, where the layer's mask follows a rule
+The function registered for "sdpa" is wrapped within a block pass: where the layer's mask follows a rule
 that the op knows (causal, sliding window), the op computes attention from the tree itself instead of a
 mask of queries x keys. Its result for a token depends on nothing but the tokens before it, so a token
 scored in a tree gets the bits that plain decoding gives it.
@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from specdec_ext import ops
 
@@ -99,14 +97,10 @@ def attach_rule(mask: Tensor, rule: MaskRule) -> None:
 
 # Arguments of the attention function that change its result and that the op does not have.
 _FOREIGN = ("position_bias", "cache", "softcap")
-_ours: set[Callable] = set()
 
 
-def wrap_registered_function() -> None:
-    """Put ``tree_attention`` in front of what is registered for "sdpa"."""
-    original = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
-    if original in _ours:
-        return
+def with_tree_attention(original: Callable) -> Callable:
+    """``tree_attention`` in front of what is registered for "sdpa"."""
 
     def attention(
         module: nn.Module,
@@ -128,5 +122,4 @@ def wrap_registered_function() -> None:
             return original(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         return rule.block.attend(query, key, value, scaling, rule.window), None
 
-    _ours.add(attention)
-    AttentionInterface.register(IMPLEMENTATION, attention)
+    return attention

@@ -12,26 +12,29 @@ Where the rule is one that ``tree_attention`` knows, the mask carries it (``atte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionMaskInterface
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     causal_mask_function,
     sliding_window_causal_mask_function,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from specdec_ext.target.attention import (
+    IMPLEMENTATION,
     MaskRule,
     TreeBlock,
     attach_rule,
-    wrap_registered_function,
+    with_tree_attention,
 )
+from specdec_ext.target.registered import in_front
 
 SUPPORTED_IMPLEMENTATIONS = ("sdpa", "eager")
 
@@ -73,17 +76,21 @@ class BlockVisibility:
         )
 
 
-_ours: set[Callable] = set()
 _current: ContextVar[BlockVisibility | None] = ContextVar("specdec_block_visibility", default=None)
 
 
 @contextmanager
 def visibility(block: BlockVisibility) -> Iterator[None]:
     """Within this context, models called in this thread build their masks from ``block``."""
-    _wrap_registered_functions()
     token = _current.set(block)
     try:
-        yield
+        with ExitStack() as stack:
+            for name, wrap in _MASKS.items():
+                stack.enter_context(in_front(ALL_MASK_ATTENTION_FUNCTIONS, name, wrap))
+            stack.enter_context(
+                in_front(ALL_ATTENTION_FUNCTIONS, IMPLEMENTATION, with_tree_attention)
+            )
+            yield
     finally:
         _current.reset(token)
 
@@ -154,14 +161,8 @@ def _wrapped(original: Callable, additive: bool) -> Callable:
             attach_rule(mask, MaskRule(block.tree, window))
         return mask
 
-    _ours.add(block_mask)
     return block_mask
 
 
-def _wrap_registered_functions() -> None:
-    wrap_registered_function()
-    for name in SUPPORTED_IMPLEMENTATIONS:
-        registered = ALL_MASK_ATTENTION_FUNCTIONS[name]
-        if registered not in _ours:
-            # eager attention adds its mask to the scores: a boolean one would be silently wrong
-            AttentionMaskInterface.register(name, _wrapped(registered, additive=name == "eager"))
+# eager attention adds its mask to the scores: a boolean one would be silently wrong
+_MASKS = {name: partial(_wrapped, additive=name == "eager") for name in SUPPORTED_IMPLEMENTATIONS}
