@@ -33,6 +33,13 @@ from specdec_ext.output import Recorder, SpeculativeOutput, TokenStream
 from specdec_ext.sampler import VERIFICATIONS, Sampler
 from specdec_ext.stopping import StopRule
 from specdec_ext.target import Target, make_target
+from specdec_ext.target.wrapped import (
+    agreed_seed,
+    check_model,
+    check_wrapping,
+    graph_breaks_explained,
+    unwrapped,
+)
 
 # Cache slots reserved for one draft block beside the text itself; a larger tree only makes the cache grow.
 BLOCK_SLOTS = 64
@@ -85,11 +92,12 @@ def generate(
         ValueError: for an argument that can't be honoured without changing the text, naming it and the
             way out.
     """
+    check_model(model, kwargs)
     if assistant_model is not None:
         if not (isinstance(drafter, str) and drafter == "auto"):
             raise ValueError("assistant_model and drafter name two drafters; pass one of them")
         texts = (None, None) if assistant_tokenizer is None else (assistant_tokenizer, tokenizer)
-        drafter = Assistant(assistant_model, *texts)
+        drafter = Assistant(unwrapped(assistant_model), *texts)
     elif assistant_tokenizer is not None:
         raise ValueError(
             "assistant_tokenizer belongs to assistant_model, and there is none; pass that, or "
@@ -146,6 +154,7 @@ def custom_generate(
     ) -> Tensor | SpeculativeOutput:
         check_config(generation_config)
         check_arguments({"synced_gpus": _waits_for_others(model, synced_gpus)})
+        check_wrapping(model)
         if not input_ids.numel():
             raise ValueError(
                 f"input_ids is {tuple(input_ids.shape)}; expected at least one row and one token"
@@ -153,21 +162,22 @@ def custom_generate(
         criteria = StoppingCriteriaList(stopping_criteria)
         if stop_strings is not None:
             criteria.append(StopStringCriteria(tokenizer, stop_strings))
-        return _decode(
-            model,
-            input_ids,
-            logits_processor,
-            StopRule(criteria, generation_config),
-            generation_config,
-            choice.drafter(model, generation_config),
-            choice.explicit,
-            _seeds(seed, generator, len(input_ids))
-            if generation_config.do_sample
-            else [0] * len(input_ids),
-            verification,
-            streamer,
-            **model_kwargs,
-        )
+        with graph_breaks_explained(model):
+            return _decode(
+                model,
+                input_ids,
+                logits_processor,
+                StopRule(criteria, generation_config),
+                generation_config,
+                choice.drafter(model, generation_config),
+                choice.explicit,
+                _seeds(model, seed, generator, len(input_ids))
+                if generation_config.do_sample
+                else [0] * len(input_ids),
+                verification,
+                streamer,
+                **model_kwargs,
+            )
 
     return speculate
 
@@ -269,12 +279,16 @@ def _waits_for_others(model: PreTrainedModel, synced_gpus: bool | None) -> bool:
 
 
 def _seeds(
-    seed: int | Sequence[int] | None, generator: torch.Generator | None, batch: int
+    model: PreTrainedModel,
+    seed: int | Sequence[int] | None,
+    generator: torch.Generator | None,
+    batch: int,
 ) -> list[int]:
     """One seed per row."""
     if seed is None:
         device = "cpu" if generator is None else generator.device
-        seed = int(torch.randint(2**62, (), generator=generator, device=device))
+        drawn = int(torch.randint(2**62, (), generator=generator, device=device))
+        seed = agreed_seed(model, drawn)
     elif generator is not None:
         raise ValueError("seed and generator both choose the noise; pass one of them")
     if not isinstance(seed, (list, tuple)):

@@ -17,6 +17,7 @@ from specdec_ext.drafters.head import HeadDrafter
 from specdec_ext.drafters.ngram import NgramDrafter
 from specdec_ext.head import DraftHead
 from specdec_ext.medusa import MedusaHeads
+from specdec_ext.target.wrapped import unwrapped
 
 __all__ = ["DraftModelDrafter", "Drafter", "HeadDrafter", "NgramDrafter", "resolve_drafter"]
 
@@ -46,8 +47,8 @@ def resolve_drafter(drafter: Any) -> Drafter | None:
         return _named(str(drafter))
     if isinstance(drafter, (DraftHead, MedusaHeads)):
         return _of_head(drafter)
-    if isinstance(drafter, PreTrainedModel):
-        return DraftModelDrafter(drafter)
+    if isinstance(unwrapped(drafter), PreTrainedModel):
+        return DraftModelDrafter(unwrapped(drafter))
     raise TypeError(
         f"drafter is a {type(drafter).__name__}; expected a name ({NAMES}), a folder or hub id "
         "of a draft head, None, a Hugging Face model or a specdec_ext.Drafter"
