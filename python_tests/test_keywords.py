@@ -282,6 +282,7 @@ DRAFTING = {
 PASSED = {
     "attention_mask": {},
     "position_ids": dict(position_ids="as prepared"),
+    "inputs_embeds": dict(inputs_embeds="of the prompt"),
     "past_key_values": dict(past_key_values=DynamicCache),
     "generation_config": dict(
         generation_config=lambda: GenerationConfig(
@@ -374,6 +375,7 @@ def of_both(batch: str, kwargs: dict, monkeypatch):
         "as prepared": (mask.cumsum(1) - 1).clamp(min=0),
         "another prompt": other,
         "its mask": other_mask,
+        "of the prompt": tiny_model("llama").get_input_embeddings()(ids).detach(),
     }
     recorded = any(name.startswith("output_") for name in kwargs)
     if recorded or kwargs.get("do_sample"):

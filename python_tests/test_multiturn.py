@@ -356,7 +356,7 @@ def test_a_text_that_the_cache_already_holds():
     model = tiny_model("llama")
     cache, expected = filled(model)
     with pytest.raises(
-        ValueError, match=r"past_key_values holds 20 tokens and input_ids 20; .* new token"
+        ValueError, match=r"past_key_values holds 20 tokens and the prompt 20; .* new token"
     ):
         specdec_ext.generate(model, expected[:, :20], past_key_values=cache, max_new_tokens=4)
 

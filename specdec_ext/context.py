@@ -16,6 +16,9 @@ class Context:
     returns has one entry per active row in that order.
 
     Attributes:
+        input_ids: ``[batch, columns]``, the prompt; without columns where it is given as embeddings alone.
+        attention_mask: ``[batch, offset + columns]``, 0 where the prompt is padding, or None.
+        offset: how many columns of the prompt, embeddings of no known tokens, are not in ``input_ids``.
         rows: original numbers of the active rows.
         generated: tokens emitted so far, per original row.
         max_length: columns at which every row ends.
@@ -35,15 +38,17 @@ class Context:
         max_length: int,
         draw: Callable[[Tensor, Sequence[int], Sequence[int]], Tensor],
         sample: Callable[[Tensor, int, Sequence[int], Sequence[int]], tuple[Tensor, Tensor]],
+        offset: int = 0,
     ):
         self.input_ids = input_ids
         self.attention_mask = attention_mask
+        self.offset = offset
         self.max_length = max_length
         self.draw, self.sample = draw, sample
         self.rows = list(range(len(input_ids)))
         self.generated: list[list[int]] = [[] for _ in self.rows]
         self._prompt_lengths = (
-            [input_ids.shape[1]] * len(input_ids)
+            [offset + input_ids.shape[1]] * len(input_ids)
             if attention_mask is None
             else attention_mask.bool().sum(dim=1).tolist()
         )
@@ -84,10 +89,10 @@ class Context:
         return self.prompt_columns + len(self.generated[row])
 
     def prompt(self, row: int) -> list[int]:
-        """Prompt tokens of original row ``row`` without paddings."""
+        """Prompt tokens of original row ``row`` without paddings; all of ``input_ids`` beside embeddings."""
         if self._prompt_texts is None:
             texts = self.input_ids.tolist()
-            if self.attention_mask is not None:
+            if self.attention_mask is not None and not self.offset:
                 masks = self.attention_mask.bool().tolist()
                 texts = [
                     [token for token, kept in zip(text, mask, strict=True) if kept]

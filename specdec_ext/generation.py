@@ -155,9 +155,10 @@ def custom_generate(
         check_config(generation_config)
         check_arguments({"synced_gpus": _waits_for_others(model, synced_gpus)})
         check_wrapping(model)
-        if not input_ids.numel():
+        prompt = model_kwargs.get("inputs_embeds", input_ids)
+        if not prompt.numel():
             raise ValueError(
-                f"input_ids is {tuple(input_ids.shape)}; expected at least one row and one token"
+                f"the prompt is {tuple(prompt.shape)}; expected at least one row and one token"
             )
         criteria = StoppingCriteriaList(stopping_criteria)
         if stop_strings is not None:
@@ -220,6 +221,7 @@ def _decode(
         stop.max_length,
         sampler.draw,
         sampler.sample,
+        target.offset,
     )
     stream = TokenStream(streamer, context) if streamer is not None else None
     decoder = Decoder(target, drafter, sampler, stop, context, recorder, stream)

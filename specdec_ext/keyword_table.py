@@ -228,6 +228,9 @@ ARGUMENTS: dict[str, Keyword] = {
     "past_key_values": _exact(
         "a `DynamicCache`, filled or not, laid out like `sequences[:, :-1]` afterwards"
     ),
+    "inputs_embeds": _exact(
+        "the prompt as embeddings, with or without `input_ids`; drafters that copy text see the ids alone"
+    ),
     "generation_config": _exact("is not changed; its fields are those of this table"),
     "logits_processor": Keyword(
         Verdict.SLOWER, f"processors of your own, called {Reads.ORDER.value}"

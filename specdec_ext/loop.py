@@ -42,7 +42,8 @@ class Decoder:
     def run(self) -> int:
         """Generate until every row has ended; returns the width of ``sequences``."""
         context, target, drafter = self.context, self.target, self.drafter
-        tree = DraftTree.root(context.input_ids[:, -1])
+        # Nobody looks at the root's token, and a prompt of embeddings has none.
+        tree = DraftTree.root(context.input_ids.new_zeros(len(context.input_ids)))
         with self._timed("prefill"):
             output = target.prefill(context.input_ids, context.attention_mask)
             self.recorder.prompt(output)
@@ -99,7 +100,7 @@ class Decoder:
             rows,
             before,
             self.target.start,
-            context.prompt_columns,
+            context.prompt_columns + self.target.offset,
             self.target.windows,
         )
         for row, ended in zip(rows, accepted.ended, strict=True):

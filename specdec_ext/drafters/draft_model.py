@@ -84,7 +84,8 @@ class DraftModelDrafter(Drafter):
                 f"the draft model is on {self.model.device}, the target on {model.device}; move one of them"
             )
         self._vocabulary = self._match_vocabularies(model)
-        texts = [self._vocabulary.read(context.prompt(row)) for row in context.rows]
+        # A prompt of embeddings has no text: the model begins with any token.
+        texts = [self._vocabulary.read(context.prompt(row) or [0]) for row in context.rows]
         width = max(map(len, texts))
         growth = (context.max_length - context.prompt_columns) * self._vocabulary.expansion
         target = make_target(self.model, None, width + growth + self.num_draft_tokens)

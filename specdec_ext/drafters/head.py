@@ -183,8 +183,17 @@ def _prompt_elements(context: Context, features: Tensor) -> tuple[Elements, list
         features: ``[rows, columns run, width]``, of the last columns of the prompt.
     """
     ids, rows = context.input_ids, list(context.rows)
-    held = ids.shape[1] - features.shape[1]
     first = context.last_tokens(rows)[:, None]
+    if context.offset:
+        # Of embeddings nobody knows the tokens: the head begins with the last of them.
+        last = [features.shape[1] - 1] * len(rows)
+        if context.attention_mask is not None:
+            valid = context.attention_mask[:, -features.shape[1] :].bool().cpu()
+            last = (valid * torch.arange(valid.shape[1])).argmax(dim=1).tolist()
+        return Elements(rows, first, features[rows, last][:, None], [1] * len(rows)), [
+            position - 1 for position in context.root_positions
+        ]
+    held = ids.shape[1] - features.shape[1]
     if context.attention_mask is None:
         tokens = torch.cat([ids[:, held + 1 :], first], dim=1)
         return Elements(rows, tokens, features, [tokens.shape[1]] * len(rows)), [held] * len(rows)

@@ -23,6 +23,7 @@ _TEXT_INPUTS = {
     "logits_to_keep",
     "output_attentions",
     "output_hidden_states",
+    "inputs_embeds",
 }
 
 

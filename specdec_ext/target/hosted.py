@@ -66,7 +66,7 @@ class HostedTarget(Target):
 
     @property
     def start(self) -> int:
-        return self._ids.shape[1]
+        return self._ids.shape[1] + self.offset
 
     @property
     def windows(self) -> list[int | None]:
@@ -81,8 +81,12 @@ class HostedTarget(Target):
     def admit(
         self, input_ids: Tensor, model_kwargs: dict[str, Any], config: GenerationConfig
     ) -> Tensor | None:
+        embeddings = None if self._encodes else model_kwargs.get("inputs_embeds")
+        columns = input_ids.shape[1] if embeddings is None else embeddings.shape[1]
+        self.offset = columns - input_ids.shape[1]
         mask = model_kwargs.get("decoder_attention_mask" if self._encodes else "attention_mask")
-        if mask is None or mask.shape != input_ids.shape or bool((mask == 1).all()):
+        shape = (len(input_ids), columns)
+        if mask is None or mask.shape != shape or bool((mask == 1).all()):
             return None
         return mask
 
@@ -172,7 +176,7 @@ class HostedTarget(Target):
             kwargs = {**kwargs, "logits_to_keep": logits}
         columns = None
         if self.support.rollback != "recompute" and kwargs["use_cache"]:
-            columns = ids.shape[1] - self._held
+            columns = ids.shape[1] + self.offset - self._held
         inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
             ids, next_sequence_length=columns, **kwargs
         )

@@ -68,9 +68,12 @@ class Target(ABC):
     Attributes:
         config: of the model's text decoder.
         cache: what ``past_key_values`` is after the call.
+        offset: slots of the cache in front of the columns of ``sequences``: what a prompt of embeddings is
+            longer than its ``input_ids``, which may be none.
     """
 
     cache: Any
+    offset: int = 0
 
     def __init__(
         self,
@@ -119,7 +122,7 @@ class Target(ABC):
         """Check what ``generate`` prepared, before anything runs.
 
         Returns:
-            ``[rows, columns]`` mask of the text, 0 where a column is padding, or None if nothing is.
+            ``[rows, offset + columns]`` mask of the prompt, 0 where it is padding, or None if nothing is.
 
         Raises:
             ValueError: for masks or positions that can't be served.
@@ -130,8 +133,9 @@ class Target(ABC):
         """Run the prompt, or what of it the cache does not hold yet, in chunks if the call asks for them.
 
         Args:
-            input_ids: ``[rows, columns]``, the whole text so far.
-            attention_mask: ``[rows, columns]``, 0 where a column is padding.
+            input_ids: ``[rows, columns]``, the whole text so far; embeddings that :meth:`admit` was given run
+                in its place.
+            attention_mask: what :meth:`admit` returned.
 
         Returns:
             The pass with ``logits [rows, 1, vocab]`` at each row's last token. Hidden states and attentions

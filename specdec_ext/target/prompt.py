@@ -38,19 +38,19 @@ class Prompt:
         self.holes = int((columns - self.first - self.lengths).max())
 
     @classmethod
-    def of(cls, input_ids: Tensor, attention_mask: Tensor | None, past: int) -> Prompt:
-        """The prompt ``input_ids [rows, columns]``.
+    def of(cls, text: Tensor, attention_mask: Tensor | None, past: int) -> Prompt:
+        """The prompt ``text [rows, columns, ...]``, of ids or embeddings.
 
         Raises:
             ValueError: for a row without a token, or without one that the cache does not hold.
         """
-        columns = input_ids.shape[1]
+        columns = text.shape[1]
         if past >= columns:
             raise ValueError(
-                f"past_key_values holds {past} tokens and input_ids {columns}; pass the whole text, the part "
-                "in the cache included, with at least one new token"
+                f"past_key_values holds {past} tokens and the prompt {columns}; pass the whole text, the "
+                "part in the cache included, with at least one new token"
             )
-        valid = torch.ones_like(input_ids, dtype=torch.bool)
+        valid = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)
         if attention_mask is not None:
             valid = attention_mask.to(torch.bool)
         if not valid.any(dim=1).all():

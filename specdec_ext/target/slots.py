@@ -104,6 +104,7 @@ class SlotTarget(Target):
         )
         self._max_slots = max_slots
         self._chunk: int | None = None  # columns of the prompt that one pass reads at most
+        self._embeddings: Tensor | None = None  # of the prompt, read instead of its ids
         self._start = 0  # the common slot of the next block
         self._unread: list[list[int]] = []  # of all rows, roots not included
         self._block: _Block | None = None
@@ -135,30 +136,41 @@ class SlotTarget(Target):
         self, input_ids: Tensor, model_kwargs: dict[str, Any], config: GenerationConfig
     ) -> Tensor | None:
         self._chunk = _prefill_chunk(config)
-        rows, columns = input_ids.shape
+        self._embeddings = model_kwargs.get("inputs_embeds")
+        text, name = self._text(input_ids)
+        rows, columns = text.shape[:2]
+        self.offset = columns - input_ids.shape[1]
+        self._max_slots += self.offset
         mask = model_kwargs.get("attention_mask")
-        masked: tuple[int, ...] = (rows, masked_columns(config, columns))
         if mask is not None:
             masked = tuple(mask.shape)
+        else:  # beside embeddings the length is that of the ids
+            masked = (rows, columns if self.offset else masked_columns(config, columns))
         if masked != (rows, columns):
             raise ValueError(
-                f"attention_mask is {masked}, input_ids {(rows, columns)}; pass the whole text as input_ids, "
+                f"attention_mask is {masked}, {name} {(rows, columns)}; pass the whole text as {name}, "
                 "the part in past_key_values included"
             )
         if mask is not None and bool((mask == 1).all()):
             mask = None
-        self._check_positions(model_kwargs.get("position_ids"), mask, input_ids)
+        self._check_positions(model_kwargs.get("position_ids"), mask, text)
         return mask
 
+    def _text(self, input_ids: Tensor) -> tuple[Tensor, str]:
+        """What the model reads as its prompt, ``[rows, columns, ...]``, and its name in ``forward``."""
+        if self._embeddings is None:
+            return input_ids, "input_ids"
+        return self._embeddings, "inputs_embeds"
+
     def _check_positions(
-        self, position_ids: Tensor | None, attention_mask: Tensor | None, input_ids: Tensor
+        self, position_ids: Tensor | None, attention_mask: Tensor | None, text: Tensor
     ) -> None:
         """Refuse positions other than those that count the tokens before, which rollback relies on."""
         if position_ids is None:
             return
-        rows, columns = input_ids.shape
-        expected = torch.arange(columns, device=input_ids.device).expand(rows, -1)
-        valid = torch.ones_like(input_ids, dtype=torch.bool)
+        rows, columns = text.shape[:2]
+        expected = torch.arange(columns, device=text.device).expand(rows, -1)
+        valid = torch.ones_like(expected, dtype=torch.bool)
         if attention_mask is not None:
             valid = attention_mask.bool()
             expected = valid.cumsum(dim=1) - 1
@@ -173,10 +185,11 @@ class SlotTarget(Target):
             )
 
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> TargetOutput:
-        prompt = Prompt.of(input_ids, attention_mask, self._held_slots())
+        text, _ = self._text(input_ids)
+        prompt = Prompt.of(text, attention_mask, self._held_slots())
         self._check_cache(prompt)
         self._lay_out(prompt)
-        columns = input_ids.shape[1]
+        columns = text.shape[1]
         for layer in self._layers:
             layer.reserve(min(self._max_slots, columns + FIRST_SLOTS))
             layer.slack = self._holes
@@ -248,11 +261,12 @@ class SlotTarget(Target):
         if "logits_to_keep" in self._parameters:
             keep["logits_to_keep"] = 1 if ends == [end - begin - 1] else kept
         mask = prompt.valid[:, :end].long() if prompt.padded and block is None else None
+        text, name = self._text(input_ids)
         output = self._forward(
             block,
             MAX_PROMPT_ROWS,
             past=begin > 0,
-            input_ids=input_ids[:, begin:end],
+            **{name: text[:, begin:end]},
             position_ids=prompt.positions[:, begin:end],
             attention_mask=mask,
             **keep,
@@ -284,6 +298,7 @@ class SlotTarget(Target):
             past: whether there are tokens before these.
             inputs: of the model's forward.
         """
+        num_tokens = inputs["position_ids"].numel()
         if "position_ids" not in self._parameters:
             del inputs["position_ids"]
         # Inference mode saves a part of every small op. What the caller may keep is allocated outside of it:
@@ -292,7 +307,7 @@ class SlotTarget(Target):
             stack.enter_context(torch.inference_mode())
             if block is not None:
                 stack.enter_context(visibility(block))
-            if inputs["input_ids"].numel() <= max_rows:
+            if num_tokens <= max_rows:
                 stack.enter_context(row_invariant_linears(self._linears))
             if past and self._scans:
                 stack.enter_context(continuing(self._scans))
@@ -451,6 +466,7 @@ class SlotTarget(Target):
             self._settle()
 
     def finish(self, last_tokens: Tensor, columns: Tensor) -> None:
+        columns = columns + self.offset
         width = int(columns.max())
         early = columns < width
         if self._states or early.any():
