@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from specdec_ext.drafters.suffix import SuffixDrafter, SuffixHistory
     from specdec_ext.generation import custom_generate, generate
     from specdec_ext.medusa import MedusaHeads
+    from specdec_ext.model_check import Check, ModelCheck, check_model
     from specdec_ext.output import SpeculativeOutput
     from specdec_ext.stats import SpeculationStats
     from specdec_ext.target import Support, supports
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Check",
     "CombinedDrafter",
     "ComparedRuns",
     "DraftModelDrafter",
@@ -37,6 +39,7 @@ __all__ = [
     "LookaheadDrafter",
     "MedusaDrafter",
     "MedusaHeads",
+    "ModelCheck",
     "NgramDrafter",
     "SpeculationStats",
     "SpeculativeOutput",
@@ -44,6 +47,7 @@ __all__ = [
     "SuffixHistory",
     "Support",
     "TreeConfig",
+    "check_model",
     "compare_runs",
     "custom_generate",
     "generate",
@@ -62,6 +66,7 @@ _MODULES = {
     "drafters.suffix": ("SuffixDrafter", "SuffixHistory"),
     "generation": ("custom_generate", "generate"),
     "medusa": ("MedusaHeads",),
+    "model_check": ("Check", "ModelCheck", "check_model"),
     "output": ("SpeculativeOutput",),
     "stats": ("SpeculationStats",),
     "target": ("Support", "supports"),

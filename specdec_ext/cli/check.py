@@ -1,9 +1,12 @@
-"""``specdec check``: is speculation lossless for this model, drafter and machine?"""
+"""``specdec check``: is speculation lossless for this model, drafter and machine?
+
+First what ``supports`` claims about the model, logit by logit; then whole texts with the drafter.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -24,6 +27,9 @@ from specdec_ext.cli._common import (
     user_errors,
 )
 
+if TYPE_CHECKING:
+    from specdec_ext import ModelCheck, Support
+
 
 def check(
     model: ModelArgument = None,
@@ -36,22 +42,30 @@ def check(
             help="JSON list or JSONL of prompts, or one prompt as text; the bundled ones by default.",
         ),
     ] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="One prompt, instead of --prompts.")
+    ] = None,
     max_new_tokens: MaxNewTokensOption = 64,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
-    """Compare greedy texts of Hugging Face generate, plain and speculative decoding; exit 1 on a bug.
+    """Verify on the actual weights what is claimed about a model, then compare texts; exit 1 on a bug.
 
-    The first difference of two texts is a near-tie if the logits of the two tokens are closer than twice what
-    the ways of computing that position differ by (half precision), and a bug otherwise.
+    Claims: passes of several tokens, rejected drafts, trees and ragged batches give the logits of Hugging
+    Face generate. Texts: greedy ones of generate, plain and speculative decoding. The first difference of two
+    is a near-tie if the logits of the two tokens are closer than twice what the ways of computing that
+    position differ by (half precision), and a bug otherwise.
     """
     import specdec_ext
 
     with user_errors():
-        texts = read_prompts(prompts) if prompts else _bundled_prompts()
+        texts = _texts(prompts, prompt)
     target, tokenizer = load_target(model, dtype, device)
     proposer = load_drafter(drafter, dtype, device)
     console = Console(highlight=False)
+    with user_errors(), console.status("checking the model"):
+        found = specdec_ext.check_model(target, encode(tokenizer, texts[0][1], device))
+    console.print(_support_table(found.support), _logits_table(found))
     table = Table("prompt", "none vs HF generate", f"{drafter} vs none")
     table.columns[0].overflow = "fold"
     verdicts: list[str] = []
@@ -72,11 +86,49 @@ def check(
     console.print(table)
     equal, ties, bugs = (verdicts.count(verdict) for verdict in ("equal", "near-tie", "bug"))
     console.print(f"{len(texts)} prompts, {equal} pairs equal, {ties} near-ties, {bugs} bugs")
-    if bugs:
+    if bugs or not found.holds:
         raise typer.Exit(1)
 
 
-def _bundled_prompts() -> list[tuple[str, str]]:
+def _texts(prompts: Path | None, prompt: str | None) -> list[tuple[str, str]]:
+    """(name, text) of what was asked for; without that, of the bundled prompts."""
+    if prompts is not None and prompt is not None:
+        raise ValueError("--prompts and --prompt both name the texts; give one of them")
+    if prompt is not None:
+        return [("prompt", prompt)]
+    if prompts is not None:
+        return read_prompts(prompts)
     from specdec_ext import assets
 
     return [(each["name"], each["prompt"]) for each in assets.held_out_prompts()]
+
+
+def _support_table(support: Support) -> Table:
+    """What is done with a model, and why not more."""
+    table = Table("chains", "trees", "batches", "rollback", "because")
+    claims = ("yes" if each else "no" for each in (support.chain, support.tree, support.batch))
+    table.add_row(*claims, support.rollback, "; ".join(support.reasons))
+    return table
+
+
+def _logits_table(found: ModelCheck) -> Table:
+    table = Table(
+        "check",
+        "verdict",
+        "largest difference of a logit",
+        "rounding explains",
+        "tokens",
+        "accepted",
+    )
+    for check in found.checks:
+        near = "" if check.gap is None else f", gap {check.gap:.2g}"
+        table.add_row(
+            check.name,
+            f"{check.verdict}{near}" if check.holds else check.verdict.upper(),
+            f"{check.delta:.2g}",
+            f"{check.bound:.2g}",
+            str(check.tokens),
+            str(check.accepted),
+            style=None if check.holds else "red",
+        )
+    return table
