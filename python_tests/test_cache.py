@@ -5,7 +5,8 @@ import torch
 from tiny import tiny_model
 from transformers import DynamicCache, StaticCache
 
-from specdec_ext.target.cache import RollbackLayer, adopt_cache
+from specdec_ext.target.adoption import adopt_cache
+from specdec_ext.target.cache import RollbackLayer
 
 
 def states(rows, slots, start=0):

@@ -42,6 +42,122 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "phi": ("phi", {"partial_rotary_factor": 0.5}),
 }
 ARCHITECTURES = list(CONFIGS)
+_DECODER = dict(
+    d_model=32,
+    is_decoder=True,
+    is_encoder_decoder=False,
+    **{
+        f"{part}_{size}": value
+        for part in ("encoder", "decoder")
+        for size, value in (("layers", 3), ("attention_heads", 4), ("ffn_dim", 64))
+    },
+)
+_SPARSE = dict(
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=16,
+    v_head_dim=16,
+    num_key_value_heads=4,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    moe_intermediate_size=32,
+    index_topk=8,
+    # Scores are sums of rectified products: with few heads many are zero, and which of them are selected
+    # depends on the number of columns.
+    index_n_heads=16,
+    index_head_dim=16,
+)
+# Decoders that count their positions themselves.
+COUNTING: dict[str, tuple[str, dict]] = {
+    name: (name, _DECODER)
+    for name in (
+        "bart",
+        "bigbird_pegasus",
+        "blenderbot",
+        "blenderbot-small",
+        "marian",
+        "mbart",
+        "mvp",
+        "pegasus",
+        "plbart",
+        "trocr",
+    )
+} | {
+    "trocr-sinusoidal": ("trocr", {**_DECODER, "use_learned_position_embeddings": False}),
+    "whisper": ("whisper", {**_DECODER, "max_target_positions": 128}),
+    "roformer": ("roformer", {"is_decoder": True, "embedding_size": 32}),
+}
+# Attention biased or cut off by distance, in ways of their own.
+BY_DISTANCE: dict[str, tuple[str, dict]] = {
+    "bloom": ("bloom", {"n_layer": 3, "n_head": 4}),
+    "mpt": (
+        "mpt",
+        {"d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 128, "use_cache": True},
+    ),
+    "falcon-alibi": ("falcon", {"alibi": True, "new_decoder_architecture": False}),
+    "gpt_neo-window": (
+        "gpt_neo",
+        {
+            "attention_types": [[["global", "local"], 2]],
+            "num_hidden_layers": 4,
+            "num_heads": 4,
+            "window_size": 6,
+            "max_position_embeddings": 64,
+        },
+    ),
+}
+# Caches with more than keys and values, or with less.
+CACHES: dict[str, tuple[str, dict]] = {
+    "deepseek_v32": ("deepseek_v32", {**_SPARSE, "first_k_dense_replace": 1}),
+    "deepseek_v3": ("deepseek_v3", {**_SPARSE, "first_k_dense_replace": 1}),
+    "minimax_m3": (
+        "minimax_m3_vl_text",
+        {
+            "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+            "mlp_layer_types": ["dense"] * 3,
+            "dense_intermediate_size": 64,
+            "head_dim": 16,
+            "index_block_size": 4,
+            "index_topk_blocks": 2,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+        },
+    ),
+    "gemma3n-shared": (
+        "gemma3n_text",
+        {
+            "head_dim": 8,
+            "sliding_window": 8,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "vocab_size_per_layer_input": VOCAB,
+            "hidden_size_per_layer_input": 8,
+            "intermediate_size": 64,
+            "laurel_rank": 8,
+            "altup_num_inputs": 2,
+        },
+    ),
+    "llama4-chunks": (
+        "llama4_text",
+        {
+            "attention_chunk_size": 8,
+            "head_dim": 8,
+            "intermediate_size_mlp": 64,
+            "num_local_experts": 2,
+            "num_hidden_layers": 4,
+        },
+    ),
+    "gpt_oss-sinks": (
+        "gpt_oss",
+        {"head_dim": 8, "sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+    "moshi-window": ("moshi", {"sliding_window": 8, "ffn_dim": 64, "head_dim": 8}),
+}
+CONFIGS |= COUNTING | BY_DISTANCE | CACHES
 CONFIGS["gpt2-short"] = ("gpt2", {**CONFIGS["gpt2"][1], "max_position_embeddings": 32})
 
 

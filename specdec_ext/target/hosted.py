@@ -19,7 +19,8 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, Pr
 from transformers.utils import ModelOutput
 
 from specdec_ext.compat import LinearAttentionCacheLayerMixin
-from specdec_ext.target.cache import RollbackLayer, adopt_cache, unserved_layers
+from specdec_ext.target.adoption import adopt_cache, unserved_layers
+from specdec_ext.target.cache import RollbackLayer
 from specdec_ext.target.linears import MAX_ROWS, row_invariant_linears
 from specdec_ext.target.model import NO_LIMIT, Target, TargetOutput
 from specdec_ext.target.slots import MAX_UNREAD

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
+    bidirectional_mask_function,
     causal_mask_function,
     sliding_window_causal_mask_function,
 )
@@ -50,6 +51,10 @@ class BlockVisibility:
         key_positions: ``[rows, start + nodes]`` token positions of all slots.
         tree: the same block as ``tree_attention`` takes it, or None if the rows' text has holes.
         consulted: whether a model has asked for a mask of it.
+        columns: ``[rows, nodes]`` columns of ``sequences`` where the queries would stand, paddings counted,
+            or None if those are their slots. What transformers counts in models that take no positions.
+        window: of the cache if all its layers are windowed. Some models leave it to the cache to end
+            attention (Moshi), which over a block would end it later than over a single token.
     """
 
     committed: Tensor
@@ -58,6 +63,16 @@ class BlockVisibility:
     key_positions: Tensor
     tree: TreeBlock | None = None
     consulted: bool = False
+    columns: Tensor | None = None
+    window: int | None = None
+
+    @property
+    def key_columns(self) -> Tensor:
+        """``[rows, start + nodes]`` columns of all slots."""
+        rows, start = self.committed.shape
+        slots = torch.arange(start + self.block.shape[1], device=self.committed.device)
+        slots = slots.expand(rows, -1)
+        return slots if self.columns is None else torch.cat([slots[:, :start], self.columns], dim=1)
 
     def mask(self, kv_offset: int, mask_function: Callable) -> Tensor:
         """``[rows, 1, nodes, start + nodes - kv_offset]`` bool, True where attention is allowed."""
@@ -93,6 +108,11 @@ def visibility(block: BlockVisibility) -> Iterator[None]:
             yield
     finally:
         _current.reset(token)
+
+
+def current_block() -> BlockVisibility | None:
+    """The block of the pass that this thread is in, or None outside of block passes."""
+    return _current.get()
 
 
 def unpack_ancestors(ancestors: Tensor, nodes: int) -> Tensor:
@@ -143,10 +163,13 @@ def _wrapped(original: Callable, additive: bool) -> Callable:
         **kwargs: Any,
     ) -> Tensor | None:
         block = _current.get()
-        if block is None:
+        # Not causal: a mask over something else than the cache, such as an encoder's output.
+        if block is None or mask_function is bidirectional_mask_function:
             return original(
                 batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, **kwargs
             )
+        if block.window is not None and mask_function is causal_mask_function:
+            mask_function = sliding_window_causal_mask_function(block.window)
         mask = block.mask(kv_offset, mask_function)
         if mask.shape[2:] != (q_length, kv_length):
             raise RuntimeError(

@@ -16,6 +16,7 @@ from torch import nn
 
 # compute(module, its own forward, *args, **kwargs) -> what forward returns
 Compute = Callable[..., Any]
+Replacement = tuple[Sequence[nn.Module], Compute]
 
 _open: ContextVar[frozenset[Compute]] = ContextVar("specdec_replaced_forwards", default=frozenset())
 _lock = threading.Lock()

@@ -27,8 +27,9 @@ from transformers.cache_utils import Cache
 
 from specdec_ext import ops
 from specdec_ext.compat import LinearAttentionCacheLayerMixin, masked_columns
+from specdec_ext.target.adoption import adopt_cache
 from specdec_ext.target.attention import IMPLEMENTATION, TreeBlock
-from specdec_ext.target.cache import RollbackLayer, adopt_cache
+from specdec_ext.target.cache import RollbackLayer
 from specdec_ext.target.linears import (
     MAX_PROMPT_ROWS,
     MAX_ROWS,
@@ -36,6 +37,7 @@ from specdec_ext.target.linears import (
 )
 from specdec_ext.target.masks import BlockVisibility, unpack_ancestors, visibility
 from specdec_ext.target.model import NO_LIMIT, Target, TargetOutput
+from specdec_ext.target.placements import placed, placements
 from specdec_ext.target.prompt import Prompt
 from specdec_ext.target.scans import continuing, stateless_scans
 from specdec_ext.target.states import States
@@ -98,6 +100,7 @@ class SlotTarget(Target):
             [x for x in self.cache.layers if isinstance(x, LinearAttentionCacheLayerMixin)]
         )
         self._scans = stateless_scans(model) if self._states else []
+        self._placements = placements(model)
         self._parameters = inspect.signature(model.forward).parameters
         self._cache_name = (
             "cache_params" if "cache_params" in self._parameters else "past_key_values"
@@ -311,6 +314,7 @@ class SlotTarget(Target):
                 stack.enter_context(row_invariant_linears(self._linears))
             if past and self._scans:
                 stack.enter_context(continuing(self._scans))
+            stack.enter_context(placed(self._placements))
             features = stack.enter_context(self._tap.recording())
             output: Any = self.model(
                 **{self._cache_name: self.cache}, **inputs, **self._forward_kwargs
@@ -383,8 +387,15 @@ class SlotTarget(Target):
             tree=TreeBlock(ancestors, self._first_slot, self._row_slots - self._first_slot, start)
             if by_op
             else None,
+            columns=positions + (self._row_slots - root_positions)[:, None],
+            window=self._cache_window(),
         )
         return self._forward(block, input_ids=tree.tokens, position_ids=positions)
+
+    def _cache_window(self) -> int | None:
+        """The window that all layers with keys and values have."""
+        windows = {layer.window for layer in self._layers}
+        return windows.pop() if len(windows) == 1 else None
 
     def _attends_by_op(self) -> bool:
         """Whether ``tree_attention`` computes attention: it takes text without holes only."""

@@ -10,8 +10,11 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from specdec_ext.compat import LinearAttentionCacheLayerMixin
-from specdec_ext.target.cache import unserved_layers
+from specdec_ext.target.adoption import unserved_layers
+from specdec_ext.target.alibi import alibi_of
+from specdec_ext.target.indexed import is_indexed, selects_by_slot
 from specdec_ext.target.masks import SUPPORTED_IMPLEMENTATIONS
+from specdec_ext.target.positions import positions_of
 from specdec_ext.target.scans import can_continue, stateless_scans
 
 Rollback = Literal["compact", "replay", "snapshot", "recompute", "none"]
@@ -66,9 +69,15 @@ def supports(model: PreTrainedModel) -> Support:
     if obstacles := _slot_obstacles(model):
         return _hosted(model, obstacles)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    indexed = any(is_indexed(layer) for layer in cache.layers)
     if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
-        reason = "siblings of a tree would read each other's recurrent states"
-        return Support(chain=True, tree=False, batch=True, rollback="replay", reasons=(reason,))
+        reasons = ["siblings of a tree would read each other's recurrent states"]
+        if indexed:
+            reasons.append("its indexer keeps one list of positions for all rows")
+        return Support(True, tree=False, batch=not indexed, rollback="replay", reasons=(*reasons,))
+    if any(selects_by_slot(layer) for layer in cache.layers):
+        reason = "its sparse attention selects tokens by the cache slots they lie in"
+        return Support(True, tree=False, batch=False, rollback="compact", reasons=(reason,))
     return Support(chain=True, tree=True, batch=True, rollback="compact")
 
 
@@ -93,18 +102,19 @@ def _slot_obstacles(model: PreTrainedModel) -> list[str]:
         return [f"its cache has layers of type {', '.join(foreign)}"]
     obstacles = []
     attends = any(not isinstance(x, LinearAttentionCacheLayerMixin) for x in cache.layers)
-    if attends and "position_ids" not in parameters:
+    if attends and "position_ids" not in parameters and not _places(model):
         obstacles.append("its forward takes no position_ids, which trees and ragged rows need")
     if attends and config._attn_implementation not in SUPPORTED_IMPLEMENTATIONS:
         obstacles.append(
             f"its attention {config._attn_implementation!r} takes no tree mask (load it with "
             f"attn_implementation={' or '.join(map(repr, SUPPORTED_IMPLEMENTATIONS))})"
         )
-    if getattr(config, "alibi", False):
-        obstacles.append("it biases attention by the distance of cache slots (ALiBi)")
-    if "local" in getattr(config, "attention_layers", ()):
-        obstacles.append("its local attention counts cache slots")
     return obstacles
+
+
+def _places(model: PreTrainedModel) -> bool:
+    """Whether we can place tokens in a model that takes no positions: it embeds them, or biases attention."""
+    return bool(positions_of(model) or alibi_of(model))
 
 
 def _hosted(model: PreTrainedModel, reasons: list[str]) -> Support:

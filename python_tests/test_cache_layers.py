@@ -1,0 +1,139 @@
+"""Caches with more than keys and values, with less, or with windows of their own kind.
+
+Claim: text equals ``model.generate`` token for token, and the logits of a tree equal those of each of its
+branches alone, for sparse attention with index keys, compressed latents, layers that share keys and values,
+chunks, sinks, and windows that only the cache knows of.
+"""
+
+import pytest
+import torch
+from lossless import BATCHES
+from tiny import CACHES, ScriptedDrafter, generated, noisy_chain, prompts, random_tree, tiny_model
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicIndexedLayer
+from tree_logits import check_tree_logits
+
+import specdec_ext
+from specdec_ext.target.adoption import adopt_cache
+from specdec_ext.target.indexed import IndexedRollbackLayer
+
+TREES = [name for name in CACHES if name != "minimax_m3"]
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_trees_score_what_their_branches_would(name):
+    check_tree_logits(tiny_model(name), (12, 3, 9, 5))
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", CACHES)
+def test_text_equals_generate(name, batch):
+    model = tiny_model(name)
+    ids, mask = prompts(BATCHES[batch])
+    kwargs = dict(attention_mask=mask, max_new_tokens=12, do_sample=False)
+    expected = model.generate(ids, **kwargs)
+    for shape in (noisy_chain, random_tree):
+        drafter = ScriptedDrafter(generated(expected, ids.shape[1]), shape)
+        assert torch.equal(specdec_ext.generate(model, ids, drafter=drafter, **kwargs), expected)
+
+
+def test_blocks_of_slots_allow_chains_of_one_row():
+    support = specdec_ext.supports(tiny_model("minimax_m3"))
+    assert (support.chain, support.tree, support.batch) == (True, False, False)
+    assert "cache slots" in support.reasons[0]
+
+
+def index_keys(rows: int, slots: int, start: int = 0) -> torch.Tensor:
+    """Index keys whose value is their slot; dim 5."""
+    slot = torch.arange(start, start + slots, dtype=torch.float32)
+    return slot[None, :, None].expand(rows, slots, 5).contiguous()
+
+
+def keys(rows: int, slots: int) -> torch.Tensor:
+    return torch.ones(rows, 1, slots, 3)
+
+
+@pytest.mark.parametrize("index_first", [False, True])
+def test_index_keys_are_rolled_back_with_keys(index_first):
+    layer = IndexedRollbackLayer()
+
+    def append(slots, start):
+        updates = [
+            lambda: layer.update(keys(2, slots), keys(2, slots)),
+            lambda: layer.update_indexer(index_keys(2, slots, start)),
+        ]
+        for update in reversed(updates) if index_first else updates:
+            update()
+
+    append(5, 0)
+    layer.length = 3
+    assert layer.indexed == 3
+    append(2, 30)
+    assert layer.indexer_keys[1, :, 4].tolist() == [0, 1, 2, 30, 31]
+    assert layer.length == layer.indexed == 5
+
+
+def test_index_keys_grow_with_the_cache():
+    layer = IndexedRollbackLayer()
+    layer.reserve(4)
+    layer.update_indexer(index_keys(1, 4))
+    layer.update(keys(1, 4), keys(1, 4))
+    all_keys = layer.update_indexer(index_keys(1, 400, 4))
+    assert all_keys[0, :, 0].tolist() == list(range(404))
+
+
+def test_fewer_rows_write_the_first_ones():
+    layer = IndexedRollbackLayer()
+    layer.update_indexer(index_keys(3, 2))
+    assert layer.update_indexer(index_keys(2, 1, 7)).shape == (2, 3, 5)
+    assert layer.index_buffer[2, 0, 2:].eq(0).all()
+
+
+def test_the_index_is_among_what_is_compacted_and_reordered():
+    layer = IndexedRollbackLayer()
+    layer.update(keys(3, 2), keys(3, 2))
+    layer.update_indexer(torch.arange(3.0)[:, None, None].expand(3, 2, 5))
+    assert layer.buffers[2].shape[:2] == (3, 1)
+    layer.reorder_rows(torch.tensor([2, 1, 0]))
+    assert layer.indexer_keys[:, 0, 0].tolist() == [2, 1, 0]
+
+
+def test_batch_operations():
+    layer = IndexedRollbackLayer()
+    layer.update(keys(2, 4), keys(2, 4))
+    layer.update_indexer(torch.arange(2.0)[:, None, None].expand(2, 4, 5))
+    layer.indexer_position_ids = torch.arange(4).expand(3, 2, 4)
+    layer.batch_repeat_interleave(2)
+    assert layer.indexer_keys[:, 0, 0].tolist() == [0, 0, 1, 1]
+    layer.batch_select_indices(torch.tensor([3, 0]))
+    assert layer.indexer_keys[:, 0, 0].tolist() == [1, 0]
+    layer.reorder_cache(torch.tensor([1, 0]))
+    assert layer.indexer_keys[:, 0, 0].tolist() == [0, 1]
+    assert layer.indexer_position_ids.shape == (3, 2, 4) and layer.keys.shape[0] == 2
+    layer.crop(-1)
+    assert layer.indexed == 3 and layer.indexer_position_ids.shape == (3, 2, 3)
+    layer.reset()
+    assert (layer.indexer_keys, layer.indexer_position_ids, layer.indexed) == (None, None, 0)
+
+
+def test_adopting_a_filled_index():
+    config = tiny_model("deepseek_v32").config
+    cache = DynamicCache(config=config)
+    assert type(cache.layers[0]) is DynamicIndexedLayer
+    for layer in cache.layers:
+        layer.update(keys(1, 6), keys(1, 6))
+        layer.update_indexer(index_keys(1, 6))
+    adopted = adopt_cache(cache, config).layers[0]
+    assert isinstance(adopted, IndexedRollbackLayer)
+    assert adopted.indexer_keys[0, :, 0].tolist() == list(range(6))
+
+
+def test_a_second_turn_on_an_index():
+    model = tiny_model("deepseek_v32")
+    ids, _ = prompts((9,))
+    cache = DynamicCache(config=model.config)
+    kwargs = dict(max_new_tokens=8, do_sample=False)
+    first = specdec_ext.generate(model, ids, past_key_values=cache, drafter="ngram", **kwargs)
+    turn = torch.cat([first, ids[:, :3]], dim=1)
+    second = specdec_ext.generate(model, turn, past_key_values=cache, drafter="ngram", **kwargs)
+    assert torch.equal(second, model.generate(turn, **kwargs))

@@ -1,0 +1,27 @@
+"""Whatever gives the tokens of a block their places in models that count slots of the cache instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from transformers import PreTrainedModel
+
+from specdec_ext.target.alibi import alibi_of
+from specdec_ext.target.local import local_attention_of
+from specdec_ext.target.positions import positions_of
+from specdec_ext.target.replaced import Replacement, replaced_forward
+
+
+def placements(model: PreTrainedModel) -> list[Replacement]:
+    """What to replace in passes of the model; nothing in most, which are told positions and masks."""
+    return [*positions_of(model), *alibi_of(model), *local_attention_of(model)]
+
+
+@contextmanager
+def placed(replacements: Sequence[Replacement]) -> Iterator[None]:
+    """Let replacements, from :func:`placements`, act in this thread; they do in block passes only."""
+    with ExitStack() as stack:
+        for modules, compute in replacements:
+            stack.enter_context(replaced_forward(modules, compute))
+        yield
