@@ -7,7 +7,7 @@ read the text but its last token, as transformers' own has, and can be written t
 
 import pytest
 import torch
-from tiny import SHAPES, VOCAB, ScriptedDrafter, adversary_chain, generated, prompts
+from tiny import SHAPES, VOCAB, ScriptedDrafter, adversary_chain, generated, prompts, wrong
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import specdec_ext
@@ -85,6 +85,26 @@ def test_text(models, kind, batch):
         assert torch.equal(out.sequences, expected), shape.__name__
         accepted += out.speculation.accepted_tokens
     assert accepted > NEW_TOKENS
+
+
+def test_a_row_without_drafts_beside_one_with(models):
+    """A wrong draft of row 0, then drafts of row 1 alone, as many as row 0 has tokens to read before."""
+    model = models["mamba2"]
+    ids, _ = prompts((6, 6))
+    kwargs = dict(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+    expected = model.generate(ids, **kwargs)
+    right = generated(expected, 6)
+
+    class Uneven(specdec_ext.Drafter):
+        def propose(self, context):
+            paths = []
+            for row in context.rows:
+                done = len(context.generated[row])
+                drafts = [wrong(right[row][done])] if row == 0 else right[row][done : done + 1]
+                paths.append([drafts] if (done % 2 == 1) == (row == 0) else [[]])
+            return DraftTree.from_paths(context.roots, paths)
+
+    assert torch.equal(specdec_ext.generate(model, ids, drafter=Uneven(), **kwargs), expected)
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "falcon_h1"])

@@ -345,7 +345,7 @@ class SlotTarget(Target):
         # Every row is sure to keep the whole block if it brings no drafts and equally many tokens.
         certain = tree.num_nodes == 1 and len(set(map(len, unread))) == 1
         output = self._read(tokens, tree, undoable=not certain)
-        if tree.num_nodes == output.logits.shape[1]:
+        if not any(unread):
             return output
         device = tree.tokens.device
         first = torch.tensor([len(before) for before in unread], device=device)
