@@ -33,6 +33,7 @@ from specdec_ext.output import Recorder, SpeculativeOutput, TokenStream
 from specdec_ext.sampler import VERIFICATIONS, Sampler
 from specdec_ext.stopping import StopRule
 from specdec_ext.target import Target, make_target
+from specdec_ext.target.context_limit import Span
 from specdec_ext.target.wrapped import (
     agreed_seed,
     check_model,
@@ -200,7 +201,13 @@ def _decode(
     recorder = Recorder(config, len(input_ids))
     slots = stop.max_length + BLOCK_SLOTS
     target = make_target(
-        model, past_key_values, slots, recorder.forward_kwargs, model_kwargs, config
+        model,
+        past_key_values,
+        slots,
+        recorder.forward_kwargs,
+        model_kwargs,
+        config,
+        _span(input_ids, past_key_values, model_kwargs.get("attention_mask"), stop),
     )
     drafter = _served(target, drafter, explicit, len(input_ids))
     if drafter is not None:
@@ -225,12 +232,24 @@ def _decode(
     )
     stream = TokenStream(streamer, context) if streamer is not None else None
     decoder = Decoder(target, drafter, sampler, stop, context, recorder, stream)
-    sequences = context.sequences(decoder.run())
+    try:
+        sequences = context.sequences(decoder.run())
+    except BaseException:
+        target.abandon()
+        raise
     if stream is not None:
         stream.end()
     if config.return_dict_in_generate:
         return recorder.result(sequences, target.cache, decoder.stats, context.prompt_columns)
     return sequences
+
+
+def _span(input_ids: Tensor, cache: Any, attention_mask: Tensor | None, stop: StopRule) -> Span:
+    """Tokens with which a call starts and columns at which it may end."""
+    held = 0 if cache is None else int(cache.get_seq_length())
+    if attention_mask is None:
+        return held or input_ids.shape[1], stop.max_length
+    return held or int(attention_mask.sum(dim=-1).max()), stop.max_length
 
 
 def _served(target: Target, drafter: Drafter | None, explicit: bool, batch: int) -> Drafter | None:

@@ -83,8 +83,10 @@ class Decoder:
         if not self.target.support.tree:
             tree = tree.first_chain()
         # The last token a row emits needs no key, so the deepest useful node is one short of the room left.
-        rooms = zip(self.context.remaining, self.target.draft_room, strict=True)
-        tree = tree.pruned([min(left - 1, room) for left, room in rooms])
+        useful = [left - 1 for left in self.context.remaining]
+        before_end = map(self.target.context_room, self.context.root_positions)
+        rooms = zip(useful, self.target.draft_room, before_end, strict=True)
+        tree = tree.pruned([min(each) for each in rooms])
         self.sampler.check(tree, name)
         return tree
 

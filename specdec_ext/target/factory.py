@@ -7,10 +7,11 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from specdec_ext.target.context_limit import Span, rotation_change
 from specdec_ext.target.hosted import HostedTarget
 from specdec_ext.target.model import Target
 from specdec_ext.target.slots import SlotTarget
-from specdec_ext.target.support import supports
+from specdec_ext.target.support import Support, supports
 
 # What SlotTarget makes itself of what generate prepared. Other inputs (images, encoder outputs, token types)
 # are for transformers to prepare in every pass.
@@ -34,6 +35,7 @@ def make_target(
     forward_kwargs: dict[str, Any] | None = None,
     model_kwargs: dict[str, Any] | None = None,
     config: GenerationConfig | None = None,
+    span: Span | None = None,
 ) -> Target:
     """The target for one call.
 
@@ -44,11 +46,16 @@ def make_target(
         forward_kwargs: passed to every forward (``output_hidden_states`` and the like).
         model_kwargs: what else ``generate`` prepared for the model.
         config: of the call; by default the model's.
+        span: tokens with which the call starts and columns at which it may end, where that counts.
 
     Raises:
         ValueError: for a cache that can't be served, naming it and the way out.
     """
     support = supports(model)
+    if span is not None and (
+        change := rotation_change(model.config.get_text_config(decoder=True), span)
+    ):
+        support = Support(False, False, False, "none", (*support.reasons, change))
     kwargs = {name: value for name, value in (model_kwargs or {}).items() if value is not None}
     if support.by_slots and not set(kwargs) - _TEXT_INPUTS:
         cache = kwargs.get("cache_params") if past_key_values is None else past_key_values

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 
+from specdec_ext.target.context_limit import max_positions
 from specdec_ext.target.features import FeatureTap
 from specdec_ext.target.linears import plain_linears
 from specdec_ext.target.support import Support
@@ -96,6 +98,14 @@ class Target(ABC):
     def draft_room(self) -> list[int]:
         """How deep the next tree of each row may be; 0 is plain decoding."""
 
+    def context_room(self, position: int) -> int:
+        """How deep a tree below ``position`` may be without reaching behind the model's positions.
+
+        Behind the last one there is an error without drafts, too, or no limit (rotary embeddings).
+        """
+        limit = max_positions(self.config)
+        return NO_LIMIT if limit is None or position >= limit else limit - 1 - position
+
     @property
     @abstractmethod
     def start(self) -> int:
@@ -168,3 +178,10 @@ class Target(ABC):
                 must be that of the prompt.
             columns: ``[rows]`` columns of each row, its last token included.
         """
+
+    def abandon(self) -> None:
+        """Leave the cache empty, after an exception: nobody may go on from a block that was not judged."""
+        if isinstance(self.cache, DynamicCache):
+            self.cache.layers = DynamicCache(config=self.config).layers
+        elif isinstance(self.cache, Cache):
+            self.cache.reset()
