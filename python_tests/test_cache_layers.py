@@ -5,6 +5,8 @@ branches alone, for sparse attention with index keys, compressed latents, layers
 chunks, sinks, and windows that only the cache knows of.
 """
 
+import functools
+
 import pytest
 import torch
 from lossless import BATCHES
@@ -16,6 +18,7 @@ from tree_logits import check_tree_logits
 import specdec_ext
 from specdec_ext.target.adoption import adopt_cache
 from specdec_ext.target.indexed import IndexedRollbackLayer
+from specdec_ext.target.masks import BlockVisibility, unpack_ancestors
 
 TREES = [name for name in CACHES if name != "minimax_m3"]
 
@@ -131,9 +134,38 @@ def test_adopting_a_filled_index():
 def test_a_second_turn_on_an_index():
     model = tiny_model("deepseek_v32")
     ids, _ = prompts((9,))
-    cache = DynamicCache(config=model.config)
     kwargs = dict(max_new_tokens=8, do_sample=False)
-    first = specdec_ext.generate(model, ids, past_key_values=cache, drafter="ngram", **kwargs)
-    turn = torch.cat([first, ids[:, :3]], dim=1)
-    second = specdec_ext.generate(model, turn, past_key_values=cache, drafter="ngram", **kwargs)
-    assert torch.equal(second, model.generate(turn, **kwargs))
+
+    def two_turns(generate, **how):
+        cache = DynamicCache(config=model.config)
+        first = generate(ids, past_key_values=cache, **kwargs, **how)
+        return generate(
+            torch.cat([first, ids[:, :3]], dim=1), past_key_values=cache, **kwargs, **how
+        )
+
+    ours = two_turns(functools.partial(specdec_ext.generate, model), drafter="ngram")
+    assert torch.equal(ours, two_turns(model.generate))
+
+
+def test_every_node_is_shown_the_columns_of_its_text():
+    """Row 1 ends a column before the block: its text skips slot 4, and siblings skip each other."""
+    block = BlockVisibility(
+        committed=torch.ones(2, 5, dtype=torch.bool),
+        block=unpack_ancestors(torch.tensor([[[1], [3], [5]]] * 2), 3),  # a root and two siblings
+        query_positions=torch.empty(0),
+        key_positions=torch.empty(0),
+        columns=torch.tensor([[5, 6, 6], [4, 5, 5]]),
+    )
+    shown = {
+        (row, node): slots.tolist()
+        for rows, nodes, text in block.texts()
+        for row, node, slots in zip(rows.tolist(), nodes.tolist(), text, strict=True)
+    }
+    assert shown == {
+        (0, 0): [0, 1, 2, 3, 4, 5],
+        (0, 1): [0, 1, 2, 3, 4, 5, 6],
+        (0, 2): [0, 1, 2, 3, 4, 5, 7],
+        (1, 0): [0, 1, 2, 3, 5],
+        (1, 1): [0, 1, 2, 3, 5, 6],
+        (1, 2): [0, 1, 2, 3, 5, 7],
+    }

@@ -65,9 +65,7 @@ _SPARSE = dict(
     topk_group=1,
     moe_intermediate_size=32,
     index_topk=8,
-    # Scores are sums of rectified products: with few heads many are zero, and which of them are selected
-    # depends on the number of columns.
-    index_n_heads=16,
+    index_n_heads=2,  # so few that many scores are rectified to zero: which of them are selected is a tie
     index_head_dim=16,
 )
 # Decoders that count their positions themselves.
@@ -155,6 +153,8 @@ CACHES: dict[str, tuple[str, dict]] = {
         "gpt_oss",
         {"head_dim": 8, "sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
     ),
+    # A is zero in a new model: all tokens tie.
+    "doge-keep": ("doge", {"keep_window_size": 8}),
     "moshi-window": ("moshi", {"sliding_window": 8, "ffn_dim": 64, "head_dim": 8}),
 }
 CONFIGS |= COUNTING | BY_DISTANCE | CACHES

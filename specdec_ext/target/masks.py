@@ -74,6 +74,22 @@ class BlockVisibility:
         slots = slots.expand(rows, -1)
         return slots if self.columns is None else torch.cat([slots[:, :start], self.columns], dim=1)
 
+    def texts(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """The columns up to each query, for queries with equally many of them.
+
+        Yields:
+            ``rows [n]`` and ``nodes [n]`` of the queries, and ``slots [n, columns]``, in order, in which the
+            columns of their rows lie, paddings included.
+        """
+        assert self.columns is not None
+        start = self.committed.shape[1]
+        before = torch.arange(start, device=self.committed.device) < self.columns[:, :1]
+        belongs = torch.cat([before[:, None].expand(-1, self.block.shape[1], -1), self.block], -1)
+        lengths = belongs.sum(-1)
+        for length in lengths.unique().tolist():
+            where = (lengths == length).nonzero(as_tuple=True)
+            yield *where, belongs[where].nonzero()[:, 1].view(-1, length)
+
     def mask(self, kv_offset: int, mask_function: Callable) -> Tensor:
         """``[rows, 1, nodes, start + nodes - kv_offset]`` bool, True where attention is allowed."""
         self.consulted = True
