@@ -138,9 +138,9 @@ class Decoder:
             if row in kept:
                 order[active], order[i] = order[i], order[active]
                 active += 1
+        self.target.reorder(order, active, self.context.roots)
         self._layout = [self._layout[i] for i in order]
         self.context.rows = self._layout[:active]
-        self.target.reorder(order, active)
         return True
 
     def _count(self, tree: DraftTree, accepted: Accepted) -> None:

@@ -107,7 +107,7 @@ class Recorder:
         before: list[int],
         block_start: int,
         prompt_columns: int,
-        windows: list[int | None],
+        windows: list[int | None] | None,
     ) -> None:
         """Record what the tokens emitted in one step were chosen from.
 
@@ -116,7 +116,8 @@ class Recorder:
             before: per active row, how many tokens it had generated before the step.
             block_start: the slot of node 0.
             prompt_columns: columns before the first generated token.
-            windows: sliding window per attention layer, None for full attention.
+            windows: sliding window per attention layer, None for full attention; None for weights that are
+                those of plain decoding already.
         """
         if all(part is None for part in (self._logits, self._hidden, self._attentions)):
             return
@@ -132,13 +133,15 @@ class Recorder:
                     states = [layer[i, node : node + 1] for layer in output.hidden_states]
                     self._place_layers(self._hidden, step, row, states)
                 if self._attentions is not None:
-                    # Columns of this row are slots up to its root, then the path through the block.
-                    own = prompt_columns + before[i] - 1
-                    slots = list(range(own)) + [block_start + k for k in paths[i][: j + 1]]
-                    weights = [
-                        _own_columns(layer[i, :, node : node + 1], slots, block_end, window)
-                        for layer, window in zip(output.attentions, windows, strict=True)
-                    ]
+                    weights = [layer[i, :, node : node + 1] for layer in output.attentions]
+                    if windows is not None:
+                        # Columns of this row are slots up to its root, then the path through the block.
+                        own = prompt_columns + before[i] - 1
+                        slots = list(range(own)) + [block_start + k for k in paths[i][: j + 1]]
+                        weights = [
+                            _own_columns(layer, slots, block_end, window)
+                            for layer, window in zip(weights, windows, strict=True)
+                        ]
                     self._place_layers(self._attentions, step, row, weights)
 
     def _score(

@@ -99,3 +99,20 @@ def _adopt_layer(layer: Any) -> Any:
     if isinstance(adopted, IndexedRollbackLayer):
         adopted.take_index(layer)
     return adopted
+
+
+def attention_windows(cache: Cache, config: PreTrainedConfig) -> list[int | None]:
+    """Sliding window of each layer that attends, None for full attention; the cache is an adopted one.
+
+    A layer that keeps nothing may still attend: to the keys of the last layer of its own type.
+    """
+    kinds = getattr(config, "layer_types", None) or [None] * len(cache.layers)
+    kept: dict[str | None, int | None] = {}
+    windows = []
+    for kind, layer in zip(kinds, cache.layers, strict=True):
+        if isinstance(layer, RollbackLayer):
+            kept[kind] = layer.window
+        elif not isinstance(layer, DummyLayer) or kind not in kept:
+            continue
+        windows.append(kept[kind])
+    return windows

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from specdec_ext.compat import LinearAttentionCacheLayerMixin
@@ -53,6 +54,9 @@ class HostedTarget(Target):
         self._encodes = model.config.is_encoder_decoder
         self._layers: list[RollbackLayer] | None = None  # if all of the cache goes back by length
         self._held = 0  # columns that the cache holds
+        self._last: dict[
+            int, Tensor
+        ] = {}  # of rows that have just ended, the token that nobody has read
         self._outputs: Any = None  # of the pass that commit is to judge
         self._block: DraftTree | None = None
         self._saved: dict[str, Any] = {}
@@ -70,13 +74,15 @@ class HostedTarget(Target):
         return self._ids.shape[1] + self.offset
 
     @property
-    def windows(self) -> list[int | None]:
-        return [layer.window for layer in self._layers or ()]
+    def windows(self) -> list[int | None] | None:
+        return None if self._layers is None else [layer.window for layer in self._layers]
 
     @property
     def draft_room(self) -> list[int]:
         unread = self.start - self._held if self.support.rollback == "snapshot" else 0
         free = self.support.chain and len(self._ids) == 1 and unread < MAX_UNREAD
+        if self._layers is None and self._kwargs.get("output_attentions"):
+            free = False  # which keys a cache of a model's own shows to each token, only the model knows
         return [NO_LIMIT if free else 0] * len(self._rows)
 
     def admit(
@@ -94,7 +100,7 @@ class HostedTarget(Target):
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> TargetOutput:
         self._ids, self._rows = input_ids, list(range(len(input_ids)))
         self._layers = self._adopted_layers()
-        with torch.inference_mode(), self._tap.recording() as features:
+        with torch.no_grad(), self._tap.recording() as features:
             outputs: Any = self.model._prefill(input_ids, self._generation_config, self._kwargs)  # type: ignore[operator]
         self._kwargs = self._advanced(self._kwargs, outputs, 1)
         self._held = self.start
@@ -150,27 +156,31 @@ class HostedTarget(Target):
         drafts = tree.num_nodes - 1
         self._block = tree
         if drafts and self._layers is None and self.support.rollback == "snapshot":
-            with torch.inference_mode():
+            with torch.no_grad():
                 self._saved = {
                     name: copy.deepcopy(self._kwargs[name])
                     for name in CACHE_ARGUMENTS
                     if self._kwargs.get(name) is not None
                 }
-        tokens = self._of_all_rows(tree.tokens)
+        self._tokens = self._of_all_rows(tree.tokens)
         kwargs = self._advanced(self._kwargs, ModelOutput(), drafts)
         with self._tap.recording() as features:
             self._outputs = self._pass(
-                torch.cat([self._ids, tokens], dim=1), kwargs, tree.num_nodes
+                torch.cat([self._ids, self._tokens], dim=1), kwargs, tree.num_nodes
             )
         return self._output(self._outputs, features, tree.num_nodes)
 
     def _of_all_rows(self, tokens: Tensor) -> Tensor:
-        """``tokens`` of the active rows in their places; rows that ended read token 0."""
-        rows = tokens.new_zeros(len(self._ids), tokens.shape[1])
+        """``tokens`` of the active rows in their places; rows that ended read their last token, then pad."""
+        pad = getattr(self._generation_config, "_pad_token_tensor", None)
+        rows = tokens.new_full((len(self._ids), tokens.shape[1]), 0 if pad is None else int(pad))
         rows[self._rows] = tokens
+        for row, token in self._last.items():
+            rows[row] = token
+        self._last = {}
         return rows
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _pass(self, ids: Tensor, kwargs: dict[str, Any], logits: int) -> Any:
         """Run what the cache does not hold of ``ids``, for the last ``logits`` logits."""
         if kwargs.get("logits_to_keep") is not None:
@@ -192,24 +202,39 @@ class HostedTarget(Target):
             return  # the prompt needs no rollback
         outputs, self._outputs = self._outputs, None
         kept = int(num_accepted[0]) + 1
-        self._ids = torch.cat([self._ids, self._of_all_rows(tree.tokens[:, :kept])], dim=1)
+        self._ids = torch.cat([self._ids, self._tokens[:, :kept]], dim=1)
         if kept == tree.num_nodes or self._layers is not None:
             self._held = self.start
             for layer in self._layers or ():
                 layer.length -= tree.num_nodes - kept
         else:
-            self._kwargs = {**self._kwargs, **self._saved}
+            for name, saved in self._saved.items():
+                self._kwargs[name] = _restored(self._kwargs[name], saved)
             outputs = ModelOutput()
         self._saved = {}
         self._before = self._kwargs, kept - 1
         self._kwargs = self._advanced(self._kwargs, outputs, kept)
 
-    def reorder(self, order: Sequence[int], active: int) -> None:
+    def reorder(self, order: Sequence[int], active: int, last_tokens: Tensor | None = None) -> None:
         # Rows stay where they are: transformers runs the finished ones along, too.
-        if active:
-            self._rows = [self._rows[i] for i in order[:active]]
+        if not active:
+            return
+        going = order[:active]
+        if last_tokens is not None:
+            ended = set(range(len(self._rows))) - set(going)
+            self._last = {self._rows[i]: last_tokens[i] for i in ended}
+        self._rows = [self._rows[i] for i in going]
 
     def finish(self, last_tokens: Tensor, columns: Tensor) -> None:
         if self.support.rollback == "snapshot" and self._held < self.start:
             before, tokens = self._before
             self._pass(self._ids, self._advanced(before, ModelOutput(), tokens), 1)
+
+
+def _restored(cache: Any, saved: Any) -> Any:
+    """What ``saved`` holds; in ``cache`` itself if that can take it, for the caller may have given it."""
+    if not isinstance(cache, Cache):
+        return saved
+    vars(cache).clear()
+    vars(cache).update(vars(saved))
+    return cache

@@ -113,8 +113,11 @@ class Target(ABC):
 
     @property
     @abstractmethod
-    def windows(self) -> list[int | None]:
-        """Sliding window of each attention layer, None for full attention."""
+    def windows(self) -> list[int | None] | None:
+        """Sliding window of each attention layer, None for full attention.
+
+        None for all: the weights of a pass are those of plain decoding already.
+        """
 
     def tap(self, layers: Sequence[int]) -> None:
         """Let every pass return these hidden states as ``TargetOutput.features``.
@@ -166,8 +169,15 @@ class Target(ABC):
         """
 
     @abstractmethod
-    def reorder(self, order: Sequence[int], active: int) -> None:
-        """Row i becomes what row ``order[i]`` was; the first ``active`` rows go on."""
+    def reorder(self, order: Sequence[int], active: int, last_tokens: Tensor | None = None) -> None:
+        """Row i becomes what row ``order[i]`` was; the first ``active`` rows go on.
+
+        Args:
+            order: of all rows, the finished ones included.
+            active: how many go on.
+            last_tokens: ``[rows]``, of the rows that were active until now. Who has ended was not read to its
+                end yet.
+        """
 
     @abstractmethod
     def finish(self, last_tokens: Tensor, columns: Tensor) -> None:

@@ -27,7 +27,7 @@ from transformers.cache_utils import Cache
 
 from specdec_ext import ops
 from specdec_ext.compat import LinearAttentionCacheLayerMixin, masked_columns
-from specdec_ext.target.adoption import adopt_cache
+from specdec_ext.target.adoption import adopt_cache, attention_windows
 from specdec_ext.target.attention import IMPLEMENTATION, TreeBlock
 from specdec_ext.target.cache import RollbackLayer
 from specdec_ext.target.linears import (
@@ -119,7 +119,7 @@ class SlotTarget(Target):
 
     @property
     def windows(self) -> list[int | None]:
-        return [getattr(layer, "window", None) for layer in self.cache.layers]
+        return attention_windows(self.cache, self.config)
 
     @property
     def start(self) -> int:
@@ -461,7 +461,7 @@ class SlotTarget(Target):
             layer.length = self._start
             layer.slack = self._holes + self._start - min(lengths)
 
-    def reorder(self, order: Sequence[int], active: int) -> None:
+    def reorder(self, order: Sequence[int], active: int, last_tokens: Tensor | None = None) -> None:
         device = self._row_slots.device
         index = torch.tensor(order, device=device)
         for layer in self._layers:
