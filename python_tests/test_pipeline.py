@@ -1,0 +1,83 @@
+"""transformers' ``pipeline("text-generation")`` with our hook is the plain pipeline: texts, batches, chats.
+
+Claim: equal output, greedy, on the bundled model and its tokenizer, with drafts that are partly right;
+sampled output does not depend on the drafter.
+"""
+
+import functools
+
+import pytest
+from transformers import pipeline
+
+import specdec_ext
+from specdec_ext import assets
+
+TEMPLATE = (
+    "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}# assistant:{% endif %}"
+)
+CHAT = [
+    {"role": "system", "content": "You write Python."},
+    {"role": "user", "content": "def add(a, b):"},
+]
+PREFILLED = [*CHAT, {"role": "assistant", "content": "def add(a, b):\n    return"}]
+TEXTS = ["import os\nimport sys\n\n\ndef main(", "class Stack:\n    def __init__(self"]
+INPUTS = {
+    "text": TEXTS[0],
+    "texts": TEXTS,
+    "chat": CHAT,
+    "chats": [CHAT, CHAT[1:]],
+    "prefilled-chat": PREFILLED,
+}
+
+
+@functools.cache
+def pipe():
+    tokenizer = assets.load_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    made = pipeline("text-generation", model=assets.load_target(), tokenizer=tokenizer)
+    made.model.generation_config.max_length = None
+    return made
+
+
+def hook(**kwargs):
+    """The bundled draft model is right most of the time."""
+    drafter = specdec_ext.DraftModelDrafter(assets.load_draft())
+    return specdec_ext.custom_generate(drafter, **kwargs)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_greedy(inputs, batch_size):
+    kwargs = dict(max_new_tokens=10, do_sample=False, batch_size=batch_size)
+    expected = pipe()(INPUTS[inputs], **kwargs)
+    assert pipe()(INPUTS[inputs], custom_generate=hook(), **kwargs) == expected
+
+
+def test_other_outputs():
+    for kwargs in (
+        dict(return_full_text=False),
+        dict(return_tensors=True),
+        dict(repetition_penalty=1.3),
+        dict(prefix="# a file\n"),
+    ):
+        kwargs = dict(max_new_tokens=8, do_sample=False, **kwargs)
+        expected = pipe()(TEXTS[0], **kwargs)
+        assert pipe()(TEXTS[0], custom_generate=hook(), **kwargs) == expected
+
+
+def test_stop_sequences_go_to_the_hook():
+    """The pipeline hands them to transformers together with the tokenizer, which is lost on the way."""
+    kwargs = dict(max_new_tokens=20, do_sample=False)
+    expected = pipe()(TEXTS[1], stop_sequence="\n", **kwargs)
+    stopping = hook(stop_strings="\n", tokenizer=pipe().tokenizer)
+    assert pipe()(TEXTS[1], custom_generate=stopping, **kwargs) == expected
+    assert expected[0]["generated_text"].endswith("\n") or ":\n" in expected[0]["generated_text"]
+
+
+def test_sampled():
+    kwargs = dict(max_new_tokens=8, do_sample=True, num_return_sequences=3)
+    plain = specdec_ext.custom_generate(None, seed=5)
+    assert pipe()(TEXTS, custom_generate=hook(seed=5), **kwargs) == pipe()(
+        TEXTS, custom_generate=plain, **kwargs
+    )
