@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from versions import before
 
 import specdec_ext
+import specdec_ext.keywords
 from specdec_ext import assets
 from specdec_ext.cli import app
 from specdec_ext.cli._common import read_prompts
@@ -45,7 +46,7 @@ def greedy_text(prompt: str, max_new_tokens: int) -> str:
 # --- help and version -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["demo", "generate", "check", "inspect", "version"])
+@pytest.mark.parametrize("command", ["demo", "generate", "check", "inspect", "keywords", "version"])
 def test_every_command_is_listed_and_explains_itself(command):
     assert command in words(run("--help").output)
     result = run(command, "--help")
@@ -60,6 +61,13 @@ def test_version_names_what_is_installed(arguments):
     assert f"specdec_ext {specdec_ext.__version__}" in result.output
     assert f"torch {torch.__version__}" in result.output
     assert re.search(r"CUDA kernels: (not )?built", result.output)
+
+
+def test_keywords_says_what_becomes_of_each():
+    shown = words(run("keywords", "beams").output)
+    assert "num_beams refused beam search keeps several hypotheses" in shown
+    assert "temperature" not in shown
+    assert run("keywords", "--markdown").output == specdec_ext.keywords.markdown() + "\n"
 
 
 # --- assets -----------------------------------------------------------------------------------------

@@ -51,9 +51,9 @@ def test_every_field_of_the_config_is_listed():
 
 
 def test_every_parameter_of_generate_is_listed():
-    named = set(inspect.signature(GenerationMixin.generate).parameters) - {"self", "kwargs"}
+    named = set(inspect.signature(GenerationMixin.generate).parameters) - {"self"}
     assert named <= set(ARGUMENTS)
-    own = set(inspect.signature(specdec_ext.generate).parameters) - {"model", "kwargs"}
+    own = set(inspect.signature(specdec_ext.generate).parameters) - {"model"}
     assert own - set(ARGUMENTS) == {"drafter", "verification", "seed", "generator"}
 
 
@@ -303,7 +303,6 @@ PASSED = {
     "synced_gpus": dict(synced_gpus=False),
     "trust_remote_code": dict(trust_remote_code=False),
 }
-ASSISTED = {"assistant_model", "assistant_tokenizer"}
 EOS_IDS = torch.tensor([EOS, 48])
 MADE = {
     "TemperatureLogitsWarper": (0.6,),
@@ -363,7 +362,8 @@ def made(name: str, batch: str) -> dict:
 
 def test_everything_that_is_exact_has_a_case():
     assert set(FIELDS) | set(DRAFTING) == served(CONFIG)
-    assert set(PASSED) | ASSISTED | {"inputs"} == served(ARGUMENTS) | {"synced_gpus"}
+    shown_below = {"assistant_model", "assistant_tokenizer", "kwargs", "inputs"}
+    assert set(PASSED) | shown_below == served(ARGUMENTS) | {"synced_gpus"}
     assert set(MADE) == served(PARTS)
 
 
@@ -567,6 +567,28 @@ def test_stop_strings_come_from_the_call_its_config_or_the_model():
         lengths.append(expected.shape[1] - ids.shape[1])
     assert lengths == [7, 4, 12, 5, 9, 7]
     assert config.stop_strings == ["deh"] and model.generation_config.stop_strings == ["ggfg"]
+
+
+@every_batch
+def test_other_inputs_of_the_model(batch):
+    """Token types, which GPT-2 takes for further embeddings."""
+    ids, mask = prompts(BATCHES[batch])
+    model = tiny_model("gpt2")
+    kwargs = dict(attention_mask=mask, max_new_tokens=LENGTH, do_sample=False)
+    expected = model.generate(ids, token_type_ids=torch.full_like(ids, 3), **kwargs)
+    assert not torch.equal(expected, model.generate(ids, **kwargs))
+    drafter = ScriptedDrafter(generated(expected, ids.shape[1]), random_tree)
+    actual = specdec_ext.generate(
+        model, ids, token_type_ids=torch.full_like(ids, 3), drafter=drafter, **kwargs
+    )
+    assert torch.equal(actual, expected)
+
+
+def test_inputs_by_position_and_by_name():
+    ids, _ = prompts((6,))
+    model = tiny_model("llama")
+    named = specdec_ext.generate(model, input_ids=ids, max_new_tokens=3, do_sample=False)
+    assert torch.equal(named, call())
 
 
 def test_the_callers_config_is_not_changed():

@@ -231,6 +231,11 @@ ARGUMENTS: dict[str, Keyword] = {
     "inputs_embeds": _exact(
         "the prompt as embeddings, with or without `input_ids`; drafters that copy text see the ids alone"
     ),
+    "kwargs": Keyword(
+        Verdict.SLOWER,
+        "fields of the config, and other inputs of the model (token types, images, encoder outputs): then "
+        "transformers prepares every pass, and a single row is speculated on",
+    ),
     "generation_config": _exact("is not changed; its fields are those of this table"),
     "logits_processor": Keyword(
         Verdict.SLOWER, f"processors of your own, called {Reads.ORDER.value}"

@@ -85,18 +85,21 @@ def _unlisted_fields() -> dict[str, Any]:
 @functools.cache
 def _unlisted_parameters() -> frozenset[str]:
     named = inspect.signature(GenerationMixin.generate).parameters
-    return frozenset(named) - set(ARGUMENTS) - {"self", "kwargs"}
+    return frozenset(named) - set(ARGUMENTS) - {"self"}
+
+
+TABLES: dict[str, dict[str, Keyword]] = {
+    "Field of GenerationConfig": CONFIG,
+    "Argument of generate": ARGUMENTS,
+    "Logits processor or stopping criterion": PARTS,
+}
 
 
 def markdown() -> str:
     """The table for people."""
     lines: list[str] = []
-    for title, table in (
-        ("Field of `GenerationConfig`", CONFIG),
-        ("Argument of `generate`", ARGUMENTS),
-        ("Logits processor or stopping criterion", PARTS),
-    ):
-        lines += [f"| {title} | | |", "|---|---|---|"]
+    for title, table in TABLES.items():
+        lines += [f"| {title} | verdict | |", "|---|---|---|"]
         lines += [
             f"| `{name}` | {keyword.verdict.value} | {keyword.note} |"
             for name, keyword in table.items()

@@ -14,6 +14,7 @@ from specdec_ext.cli.check import check
 from specdec_ext.cli.demo import demo
 from specdec_ext.cli.generate import generate
 from specdec_ext.cli.inspect import inspect
+from specdec_ext.cli.keywords import keywords
 from specdec_ext.cli.version import print_versions, version
 
 __all__ = ["app"]
@@ -48,5 +49,5 @@ def specdec(
 
 
 specdec.__doc__ = None  # the help text is the app's
-for command in (demo, generate, check, inspect, version):
+for command in (demo, generate, check, inspect, keywords, version):
     app.command()(command)
