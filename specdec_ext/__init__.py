@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specdec_ext.generation import custom_generate, generate
     from specdec_ext.medusa import MedusaHeads
     from specdec_ext.model_check import Check, ModelCheck, check_model
-    from specdec_ext.output import SpeculativeOutput
+    from specdec_ext.output import SpeculativeEncoderDecoderOutput, SpeculativeOutput
     from specdec_ext.stats import SpeculationStats
     from specdec_ext.target import Support, supports
     from specdec_ext.tree import DraftTree
@@ -42,6 +42,7 @@ __all__ = [
     "ModelCheck",
     "NgramDrafter",
     "SpeculationStats",
+    "SpeculativeEncoderDecoderOutput",
     "SpeculativeOutput",
     "SuffixDrafter",
     "SuffixHistory",
@@ -67,7 +68,7 @@ _MODULES = {
     "generation": ("custom_generate", "generate"),
     "medusa": ("MedusaHeads",),
     "model_check": ("Check", "ModelCheck", "check_model"),
-    "output": ("SpeculativeOutput",),
+    "output": ("SpeculativeEncoderDecoderOutput", "SpeculativeOutput"),
     "stats": ("SpeculationStats",),
     "target": ("Support", "supports"),
     "tree": ("DraftTree",),

@@ -29,7 +29,7 @@ from specdec_ext.drafters import Drafter
 from specdec_ext.drafters.choice import Assistant, DrafterChoice
 from specdec_ext.keywords import check_arguments, check_config
 from specdec_ext.loop import Decoder
-from specdec_ext.output import Recorder, SpeculativeOutput, TokenStream
+from specdec_ext.output import AnyOutput, Recorder, TokenStream
 from specdec_ext.sampler import VERIFICATIONS, Sampler
 from specdec_ext.stopping import StopRule
 from specdec_ext.target import Target, make_target
@@ -61,12 +61,13 @@ def generate(
     assistant_tokenizer: Any = None,
     synced_gpus: bool | None = None,
     **kwargs: Any,
-) -> Tensor | SpeculativeOutput:
+) -> Tensor | AnyOutput:
     """``model.generate`` with speculation: the same arguments, the same text, fewer target passes.
 
     Args:
-        model: a decoder-only Hugging Face causal language model.
-        inputs: ``[batch, length]`` prompt ids (or ``input_ids=``), left or right padded.
+        model: any Hugging Face model that generates text (:func:`specdec_ext.supports` tells how).
+        inputs: ``[batch, length]`` prompt ids (or ``input_ids=``), left or right padded; of an
+            encoder-decoder model what its encoder reads.
         drafter: ``"ngram"``, ``"suffix"``, ``"lookahead"``, folder or hub id of a draft head, a Hugging Face
             model of the same tokenizer (classic draft model), a :class:`Drafter`, or None for plain decoding
             through the same loop. ``"auto"``: the head that ``model.config.specdec_ext_draft`` names, behind
@@ -87,7 +88,8 @@ def generate(
         **kwargs: everything else that ``model.generate`` takes, as :mod:`specdec_ext.keyword_table` says.
 
     Returns:
-        ``[batch, length]`` ids, or with ``return_dict_in_generate=True`` a :class:`SpeculativeOutput`.
+        ``[batch, length]`` ids, or with ``return_dict_in_generate=True`` a :class:`SpeculativeOutput`
+        (:class:`SpeculativeEncoderDecoderOutput` of an encoder-decoder model).
 
     Raises:
         ValueError: for an argument that can't be honoured without changing the text, naming it and the
@@ -131,7 +133,7 @@ def custom_generate(
     tokenizer: Any = None,
     stop_strings: str | list[str] | None = None,
     synced_gpus: bool | None = None,
-) -> Callable[..., Tensor | SpeculativeOutput]:
+) -> Callable[..., Tensor | AnyOutput]:
     """A callable for ``model.generate(..., custom_generate=...)``; arguments as in :func:`generate`.
 
     ``model.generate`` loses its own ``streamer``, ``tokenizer``, ``stop_strings``, ``assistant_model`` and
@@ -152,7 +154,7 @@ def custom_generate(
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         **model_kwargs: Any,
-    ) -> Tensor | SpeculativeOutput:
+    ) -> Tensor | AnyOutput:
         check_config(generation_config)
         check_arguments({"synced_gpus": _waits_for_others(model, synced_gpus)})
         check_wrapping(model)
@@ -197,8 +199,8 @@ def _decode(
     streamer: Any,
     past_key_values: Any = None,
     **model_kwargs: Any,
-) -> Tensor | SpeculativeOutput:
-    recorder = Recorder(config, len(input_ids))
+) -> Tensor | AnyOutput:
+    recorder = Recorder(config, len(input_ids), model_kwargs.get("encoder_outputs"))
     slots = stop.max_length + BLOCK_SLOTS
     target = make_target(
         model,

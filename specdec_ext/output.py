@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+from transformers.utils import ModelOutput
 
 from specdec_ext.context import Context
 from specdec_ext.sampler import Accepted, RecordScores
@@ -22,6 +23,16 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     """HF's output of a decoder-only generation plus ``speculation``, the counters of the call."""
 
     speculation: SpeculationStats | None = None
+
+
+@dataclass
+class SpeculativeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
+    """HF's output of an encoder-decoder generation plus ``speculation``, the counters of the call."""
+
+    speculation: SpeculationStats | None = None
+
+
+AnyOutput = SpeculativeOutput | SpeculativeEncoderDecoderOutput
 
 
 class TokenStream:
@@ -59,11 +70,18 @@ class Recorder:
     """Collects per-token outputs of ragged rows into transformers' tuples, one entry per generated token.
 
     Entries of a row after its end are zeros.
+
+    Args:
+        config: of the call.
+        batch: rows.
+        encoder_outputs: of an encoder-decoder model.
     """
 
-    def __init__(self, config: GenerationConfig, batch: int):
+    def __init__(
+        self, config: GenerationConfig, batch: int, encoder_outputs: ModelOutput | None = None
+    ):
         wanted = config.return_dict_in_generate
-        self._batch = batch
+        self._batch, self._encoded = batch, encoder_outputs
         self._scores: list[Tensor] | None = [] if wanted and config.output_scores else None
         self._logits: list[Tensor] | None = [] if wanted and config.output_logits else None
         self._hidden: list[tuple[Tensor, ...]] | None = (
@@ -71,6 +89,9 @@ class Recorder:
         )
         self._attentions: list[tuple[Tensor, ...]] | None = (
             [] if wanted and config.output_attentions else None
+        )
+        self._cross: list[tuple[Tensor, ...]] | None = (
+            [] if self._attentions is not None and encoder_outputs is not None else None
         )
 
     @property
@@ -98,6 +119,8 @@ class Recorder:
                     "compute the weights"
                 )
             self._attentions.append(tuple(layer.clone() for layer in output.attentions))
+        if self._cross is not None:
+            self._cross.append(tuple(layer.clone() for layer in output.cross_attentions))
 
     def step(
         self,
@@ -132,6 +155,9 @@ class Recorder:
                 if self._hidden is not None:
                     states = [layer[i, node : node + 1] for layer in output.hidden_states]
                     self._place_layers(self._hidden, step, row, states)
+                if self._cross is not None:
+                    seen = [layer[i, :, node : node + 1] for layer in output.cross_attentions]
+                    self._place_layers(self._cross, step, row, seen)
                 if self._attentions is not None:
                     weights = [layer[i, :, node : node + 1] for layer in output.attentions]
                     if windows is not None:
@@ -175,20 +201,31 @@ class Recorder:
 
     def result(
         self, sequences: Tensor, cache: Any, stats: SpeculationStats, prompt_columns: int
-    ) -> SpeculativeOutput:
+    ) -> AnyOutput:
+        """All of it, of the class that transformers gives for such a model."""
         steps = sequences.shape[1] - prompt_columns
 
         def cut(store: list | None) -> tuple | None:
             return None if store is None else tuple(store[:steps])
 
-        return SpeculativeOutput(
-            sequences=sequences,  # type: ignore[arg-type]
-            scores=cut(self._scores),
-            logits=cut(self._logits),
-            attentions=cut(self._attentions),
-            hidden_states=cut(self._hidden),
-            past_key_values=cache,
-            speculation=stats,
+        common: dict[str, Any] = {
+            "sequences": sequences,
+            "scores": cut(self._scores),
+            "logits": cut(self._logits),
+            "past_key_values": cache,
+            "speculation": stats,
+        }
+        hidden, attentions = cut(self._hidden), cut(self._attentions)
+        encoded = self._encoded
+        if encoded is None:
+            return SpeculativeOutput(**common, hidden_states=hidden, attentions=attentions)
+        return SpeculativeEncoderDecoderOutput(
+            **common,
+            encoder_hidden_states=None if hidden is None else encoded.get("hidden_states"),
+            encoder_attentions=None if attentions is None else encoded.get("attentions"),
+            decoder_hidden_states=hidden,
+            decoder_attentions=attentions,
+            cross_attentions=cut(self._cross),
         )
 
 

@@ -150,6 +150,7 @@ class HostedTarget(Target):
             torch.cat(tapped, dim=-1) if tapped else None,
             last(outputs.get(f"{prefix}hidden_states"), 1),
             last(outputs.get(f"{prefix}attentions"), 2),
+            last(outputs.get("cross_attentions"), 2),
         )
 
     def forward(self, tree: DraftTree) -> TargetOutput:

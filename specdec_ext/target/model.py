@@ -32,12 +32,14 @@ class TargetOutput:
             given cache held already), with paddings.
         hidden_states: ``[rows, nodes, hidden]`` of every layer, if asked for.
         attentions: ``[rows, heads, nodes, keys]`` of every layer, if asked for and given.
+        cross_attentions: ``[rows, heads, nodes, encoder columns]`` of every layer with such, likewise.
     """
 
     logits: Tensor
     features: Tensor | None = None
     hidden_states: tuple[Tensor, ...] = ()
     attentions: tuple[Tensor, ...] = ()
+    cross_attentions: tuple[Tensor, ...] = ()
 
     def columns(self, index: Tensor) -> TargetOutput:
         """The same pass at the columns ``index [rows, nodes]`` only."""
@@ -54,6 +56,7 @@ class TargetOutput:
             None if self.features is None else pick(self.features, 1),
             tuple(pick(layer, 1) for layer in self.hidden_states),
             tuple(pick(layer, 2) for layer in self.attentions),
+            tuple(pick(layer, 2) for layer in self.cross_attentions),
         )
 
 

@@ -1,0 +1,217 @@
+"""Encoder-decoder models: the text of ``model.generate``, whatever is drafted; and outputs of its class."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from tiny import (
+    SHAPES,
+    ScriptedDrafter,
+    adversary_chain,
+    generated,
+    noisy_chain,
+    oracle_chain,
+    prompts,
+    tiny_model,
+)
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+
+import specdec_ext
+
+NEW_TOKENS = 10
+SOME_SHAPES = [oracle_chain, adversary_chain, noisy_chain]
+START = 1
+pytestmark = pytest.mark.filterwarnings("ignore:.*is decoded without speculation in a batch")
+SOME = ["bart", "t5", "t5gemma"]  # learned, relative and rotary positions
+OTHERS = [
+    "bigbird_pegasus",
+    "blenderbot",
+    "blenderbot-small",
+    "encoder-decoder",
+    "fsmt",
+    "led",
+    "longt5",
+    "m2m_100",
+    "marian",
+    "mbart",
+    "mt5",
+    "mvp",
+    "nllb-moe",
+    "pegasus",
+    "pegasus_x",
+    "plbart",
+    "switch_transformers",
+    "t5gemma2",
+    "umt5",
+]
+BERT = zoo.shrunk(AutoConfig.for_model("bert"), {}) | {"model_type": "bert"}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "encoder-decoder": {
+        "encoder": {**BERT, "is_decoder": False},
+        "decoder": {**BERT, "is_decoder": True, "add_cross_attention": True},
+    },
+}
+
+
+@functools.cache
+def build(kind: str, attn_implementation: str | None = None) -> PreTrainedModel:
+    """A random model of this kind, whose output rows are not its embeddings."""
+    fields = OVERRIDES.get(kind) or zoo.shrunk(AutoConfig.for_model(kind), {})
+    fields = {**fields, "decoder_start_token_id": START, "pad_token_id": 0}
+    if kind != "encoder-decoder":
+        fields.pop("is_decoder", None)
+    config = AutoConfig.for_model(kind, **fields)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(sum(map(ord, kind)))
+        model = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)](config)
+        zoo.spread(model)
+        for name, parameter in model.named_parameters():
+            # What is read from the encoder is the same at every token: it must not drown the rest.
+            if re.search("encoder_attn|crossattention|EncDecAttention|cross_attn", name):
+                parameter.data *= 0.5
+        head = model.get_output_embeddings()
+        head.weight = nn.Parameter(torch.randn(head.weight.shape) * 0.3)
+    if attn_implementation:
+        model.set_attn_implementation(attn_implementation)
+    defaults = model.generation_config
+    defaults.eos_token_id = defaults.forced_eos_token_id = defaults.forced_bos_token_id = None
+    defaults.pad_token_id, defaults.decoder_start_token_id = 0, START
+    return model.eval()
+
+
+def inputs(rows: int, seed: int = 1) -> dict[str, Tensor]:
+    ids, mask = prompts((9, 4, 6)[:rows], seed, side="right")
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def check(kind: str, rows: int, shapes: Sequence[Callable] = SHAPES, **kwargs: Any) -> Tensor:
+    """Scripted drafters of these shapes give what transformers gives; returns that."""
+    model = build(kind)
+    kwargs = {**inputs(rows), "max_new_tokens": NEW_TOKENS, "do_sample": False, **kwargs}
+    expected = model.generate(**kwargs)
+    start = kwargs["decoder_input_ids"].shape[1] if "decoder_input_ids" in kwargs else 1
+    answers = generated(expected, start)
+    for shape in shapes:
+        drafter = ScriptedDrafter(answers, shape)
+        output = specdec_ext.generate(
+            model, drafter=drafter, return_dict_in_generate=True, **kwargs
+        )
+        assert torch.equal(output.sequences, expected), shape.__name__
+        if shape.__name__ == "oracle_chain" and specdec_ext.supports(model).chain and rows == 1:
+            assert output.speculation.accepted_tokens > 0
+    return expected
+
+
+@pytest.mark.parametrize(
+    "kind", [*SOME, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)]
+)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_greedy_text(kind, rows):
+    # Random models like to repeat themselves, which shows little.
+    text = check(kind, rows, no_repeat_ngram_size=2)
+    assert len(set(text[0].tolist())) > 3
+
+
+def test_no_drafts_where_a_pass_takes_one_token():
+    model = build("prophetnet")
+    expected = model.generate(**inputs(3), max_new_tokens=NEW_TOKENS, do_sample=False)
+    with pytest.warns(UserWarning, match="without speculation"):
+        text = specdec_ext.generate(model, **inputs(3), max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert torch.equal(text, expected)
+
+
+DECODER_PROMPTS = {
+    "one": torch.tensor([[START, 7, 8, 9]]),
+    "padded": torch.tensor([[0, START, 7, 8], [START, 5, 6, 11], [0, 0, START, 3]]),
+}
+
+
+@pytest.mark.parametrize("name", DECODER_PROMPTS)
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_decoder_prompt(kind, name):
+    ids = DECODER_PROMPTS[name]
+    mask = (ids != 0).long()
+    check(kind, len(ids), SOME_SHAPES, decoder_input_ids=ids, decoder_attention_mask=mask)
+
+
+KEYWORDS: dict[str, dict[str, Any]] = {
+    "forced_bos": {"forced_bos_token_id": 5},
+    "forced_eos": {"forced_eos_token_id": 2},
+    "encoder_no_repeat": {"encoder_no_repeat_ngram_size": 1},
+    "encoder_penalty": {"encoder_repetition_penalty": 3.0},
+    "min_new_tokens": {"eos_token_id": list(range(40)), "pad_token_id": 0, "min_new_tokens": 4},
+    "bad_words": {"bad_words_ids": [[token] for token in range(50)]},
+}
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_keywords(name, rows):
+    """Those that read the encoder's text among them."""
+    changed = check("t5", rows, SOME_SHAPES, **KEYWORDS[name])
+    plain = build("t5").generate(**inputs(rows), max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert not torch.equal(changed, plain)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_end_inside_a_block(rows):
+    model = build("t5")
+    text = model.generate(**inputs(rows), max_new_tokens=NEW_TOKENS, do_sample=False)
+    for eos in set(text[0, 2:6].tolist()):
+        check("t5", rows, SOME_SHAPES, eos_token_id=eos, pad_token_id=0)
+
+
+def test_one_seed_is_one_text():
+    model = build("t5")
+    kwargs = {"max_new_tokens": NEW_TOKENS, "do_sample": True, "seed": 3, "num_return_sequences": 2}
+    plain = specdec_ext.generate(model, **inputs(1), drafter=None, **kwargs)
+    assert plain.shape[0] == 2 and not torch.equal(plain[0], plain[1])
+    for shape in SHAPES:
+        drafter = ScriptedDrafter(generated(plain, 1), shape)
+        assert torch.equal(
+            specdec_ext.generate(model, **inputs(1), drafter=drafter, **kwargs), plain
+        )
+
+
+def test_draft_model_of_the_same_vocabulary():
+    model = build("t5")
+    kwargs = {**inputs(1), "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    text = specdec_ext.generate(model, drafter=tiny_model("llama"), **kwargs)
+    assert torch.equal(text, model.generate(**kwargs))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_outputs_of_transformers_class(rows):
+    model = build("bart", "eager")
+    kwargs = {
+        **inputs(rows),
+        "max_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+        "output_hidden_states": True,
+        "output_attentions": True,
+    }
+    expected = model.generate(**kwargs)
+    drafter = ScriptedDrafter(generated(expected.sequences, 1), noisy_chain)
+    output = specdec_ext.generate(model, drafter=drafter, **kwargs)
+    assert isinstance(output, type(expected))
+    assert output.speculation.steps
+    assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1
+    for name in set(expected) - {"past_key_values"}:
+        torch.testing.assert_close(output[name], expected[name], msg=lambda text: f"{name}: {text}")
+
+
+def test_fields_that_nobody_asked_for():
+    kwargs = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True}
+    output = specdec_ext.generate(build("t5"), **inputs(1), drafter="ngram", **kwargs)
+    assert set(output) == {"sequences", "past_key_values", "speculation"}
