@@ -11,21 +11,7 @@ from specdec_ext.target.context_limit import Span, rotation_change
 from specdec_ext.target.hosted import HostedTarget
 from specdec_ext.target.model import Target
 from specdec_ext.target.slots import SlotTarget
-from specdec_ext.target.support import Support, supports
-
-# What SlotTarget makes itself of what generate prepared. Other inputs (images, encoder outputs, token types)
-# are for transformers to prepare in every pass.
-_TEXT_INPUTS = {
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "cache_params",
-    "use_cache",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    "inputs_embeds",
-}
+from specdec_ext.target.support import Support, beyond_text, supports
 
 
 def make_target(
@@ -51,15 +37,16 @@ def make_target(
     Raises:
         ValueError: for a cache that can't be served, naming it and the way out.
     """
-    support = supports(model)
+    kwargs = {name: value for name, value in (model_kwargs or {}).items() if value is not None}
+    if past_key_values is not None:
+        kwargs["past_key_values"] = past_key_values
+    support = supports(model, kwargs)
     if span is not None and (
         change := rotation_change(model.config.get_text_config(decoder=True), span)
     ):
         support = Support(False, False, False, "none", (*support.reasons, change))
-    kwargs = {name: value for name, value in (model_kwargs or {}).items() if value is not None}
-    if support.by_slots and not set(kwargs) - _TEXT_INPUTS:
-        cache = kwargs.get("cache_params") if past_key_values is None else past_key_values
-        return SlotTarget(model, cache, max_slots, support, forward_kwargs)
-    if past_key_values is not None:
-        kwargs["past_key_values"] = past_key_values
+    if support.by_slots:
+        cache = kwargs.get("past_key_values", kwargs.get("cache_params"))
+        prompt = kwargs if beyond_text(kwargs) else None
+        return SlotTarget(model, cache, max_slots, support, forward_kwargs, prompt)
     return HostedTarget(model, support, kwargs, config or model.generation_config, forward_kwargs)

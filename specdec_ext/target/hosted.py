@@ -59,6 +59,7 @@ class HostedTarget(Target):
         ] = {}  # of rows that have just ended, the token that nobody has read
         self._outputs: Any = None  # of the pass that commit is to judge
         self._block: DraftTree | None = None
+        self._lengths: list[int] = []  # of the layers before that pass
         self._saved: dict[str, Any] = {}
         self._before: tuple[dict[str, Any], int] = (
             {},
@@ -122,11 +123,14 @@ class HostedTarget(Target):
 
     def _advanced(self, kwargs: dict[str, Any], outputs: Any, tokens: int) -> dict[str, Any]:
         """What ``generate`` prepared, with the caches of ``outputs`` and for ``tokens`` more columns."""
-        if not tokens:
-            return kwargs
-        return self.model._update_model_kwargs_for_generation(  # type: ignore[operator]
-            outputs, dict(kwargs), is_encoder_decoder=self._encodes, num_new_tokens=tokens
-        )
+        for _ in range(
+            tokens
+        ):  # as in transformers' own loop: for some inputs several at once are wrong
+            kwargs = self.model._update_model_kwargs_for_generation(  # type: ignore[operator]
+                outputs, dict(kwargs), is_encoder_decoder=self._encodes
+            )
+            outputs = ModelOutput()
+        return kwargs
 
     def _output(self, outputs: Any, features: list[Tensor], nodes: int | None) -> TargetOutput:
         """The last ``nodes`` columns of a pass, of the prompt the last logits and all else."""
@@ -156,6 +160,7 @@ class HostedTarget(Target):
     def forward(self, tree: DraftTree) -> TargetOutput:
         drafts = tree.num_nodes - 1
         self._block = tree
+        self._lengths = [layer.length for layer in self._layers or ()]
         if drafts and self._layers is None and self.support.rollback == "snapshot":
             with torch.no_grad():
                 self._saved = {
@@ -206,8 +211,9 @@ class HostedTarget(Target):
         self._ids = torch.cat([self._ids, self._tokens[:, :kept]], dim=1)
         if kept == tree.num_nodes or self._layers is not None:
             self._held = self.start
-            for layer in self._layers or ():
-                layer.length -= tree.num_nodes - kept
+            for layer, before in zip(self._layers or (), self._lengths, strict=True):
+                if layer.length > before:  # not those that hold an image
+                    layer.length = before + kept
         else:
             for name, saved in self._saved.items():
                 self._kwargs[name] = _restored(self._kwargs[name], saved)

@@ -41,7 +41,7 @@ from specdec_ext.target.placements import placed, placements
 from specdec_ext.target.prompt import Prompt
 from specdec_ext.target.scans import continuing, stateless_scans
 from specdec_ext.target.states import States
-from specdec_ext.target.support import Support
+from specdec_ext.target.support import Support, beyond_text
 from specdec_ext.tree import DraftTree
 
 # Slots reserved beyond the prompt at first; longer calls grow in steps instead of paying up front for a
@@ -50,7 +50,7 @@ FIRST_SLOTS = 2048
 # Unread tokens at which a row reads them without drafts behind; a block costs more the longer it is.
 MAX_UNREAD = 16
 # What is known of each row from the prompt on.
-_PER_ROW = ("_slot_valid", "_slot_positions", "_first_position", "_first_slot")
+_PER_ROW = ("_slot_valid", "_slot_positions", "_first_position", "_first_slot", "_position_shift")
 
 
 @dataclass
@@ -77,6 +77,7 @@ class SlotTarget(Target):
         max_slots: slots the call may need at most, the last block included.
         support: the verdict on the model (``supports``).
         forward_kwargs: passed to every forward (``output_hidden_states`` and the like).
+        prompt_kwargs: what ``generate`` prepared, if the prompt is more than text (images, sounds).
 
     Attributes:
         cache: the ``DynamicCache``; after the call laid out like ``sequences[:, :-1]``.
@@ -92,8 +93,10 @@ class SlotTarget(Target):
         max_slots: int,
         support: Support,
         forward_kwargs: dict[str, Any] | None = None,
+        prompt_kwargs: dict[str, Any] | None = None,
     ):
         super().__init__(model, support, forward_kwargs)
+        self._prompt_kwargs = prompt_kwargs
         self.cache = adopt_cache(past_key_values, self.config)
         self._layers = [layer for layer in self.cache.layers if isinstance(layer, RollbackLayer)]
         self._states = States(
@@ -156,7 +159,13 @@ class SlotTarget(Target):
             )
         if mask is not None and bool((mask == 1).all()):
             mask = None
-        self._check_positions(model_kwargs.get("position_ids"), mask, text)
+        if self._prompt_kwargs is None:
+            self._check_positions(model_kwargs.get("position_ids"), mask, text)
+        elif self._chunk is not None:
+            raise ValueError(
+                f"prefill_chunk_size={self._chunk} can't be combined with a prompt of more than text "
+                f"({', '.join(beyond_text(self._prompt_kwargs))}); leave it out"
+            )
         return mask
 
     def _text(self, input_ids: Tensor) -> tuple[Tensor, str]:
@@ -179,9 +188,7 @@ class SlotTarget(Target):
             expected = valid.cumsum(dim=1) - 1
         # With a filled cache and no mask transformers prepares more positions than columns.
         given = position_ids[..., :columns]
-        if given.shape[-1] < columns or not torch.equal(
-            given.expand_as(expected)[valid], expected[valid]
-        ):
+        if given.shape[-1] < columns or not (given == expected)[..., valid].all():
             raise ValueError(
                 "position_ids do not count the unpadded tokens of each row from 0; other positions are not "
                 "supported, leave position_ids out"
@@ -225,10 +232,11 @@ class SlotTarget(Target):
                 f"past_key_values holds {held} rows, input_ids {rows}; select or repeat the rows of the "
                 "cache first (batch_select_indices, batch_repeat_interleave)"
             )
-        if self._states and prompt.holes:
+        if prompt.holes and (self._states or self._prompt_kwargs is not None):
+            where = "its recurrent states" if self._states else "a prompt of more than text"
             raise ValueError(
                 f"attention_mask has paddings after or between tokens, which {type(self.model).__name__} "
-                "would read into its recurrent states; pad on the left (tokenizer.padding_side='left')"
+                f"would read into {where}; pad on the left (tokenizer.padding_side='left')"
             )
         if prompt.holes and any(layer.dropped for layer in self._layers):
             raise ValueError(
@@ -249,6 +257,8 @@ class SlotTarget(Target):
         )
         self._prompt_length = columns
         self._first_position, self._first_slot = prompt.lengths, prompt.first
+        prepared = (self._prompt_kwargs or {}).get("position_ids", prompt.positions)
+        self._position_shift = (prepared[..., -1] + 1 - prompt.lengths).view(-1, rows).T
         self._whole_batch = [getattr(self, name) for name in _PER_ROW]
         self._row_slots = torch.full_like(prompt.lengths, columns)
         self._unread, self._active = [[] for _ in range(rows)], rows
@@ -265,17 +275,30 @@ class SlotTarget(Target):
             keep["logits_to_keep"] = 1 if ends == [end - begin - 1] else kept
         mask = prompt.valid[:, :end].long() if prompt.padded and block is None else None
         text, name = self._text(input_ids)
+        inputs: dict[str, Any] = {
+            name: text[:, begin:end],
+            "position_ids": prompt.positions[:, begin:end],
+            "attention_mask": mask,
+        }
+        if self._prompt_kwargs is not None:
+            inputs = self._prepared(input_ids, self._prompt_kwargs)
         output = self._forward(
             block,
             MAX_PROMPT_ROWS,
             past=begin > 0,
-            **{name: text[:, begin:end]},
-            position_ids=prompt.positions[:, begin:end],
-            attention_mask=mask,
+            **inputs,
             **keep,
         )
         output.logits = _pick_columns(output.logits, prompt.last - begin, kept)
         return output
+
+    def _prepared(self, input_ids: Tensor, prompt_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What the model reads as a prompt of more than text, as transformers prepares it."""
+        prepare: Any = self.model.prepare_inputs_for_generation
+        kwargs = {"use_cache": True, **prompt_kwargs, self._cache_name: self.cache}
+        ours = {self._cache_name, "logits_to_keep", *self._forward_kwargs}
+        prepared = prepare(input_ids, is_first_iteration=True, **kwargs)
+        return {name: value for name, value in prepared.items() if name not in ours}
 
     def _held_slots(self) -> int:
         """Slots that a given cache holds already."""
@@ -301,9 +324,10 @@ class SlotTarget(Target):
             past: whether there are tokens before these.
             inputs: of the model's forward.
         """
-        num_tokens = inputs["position_ids"].numel()
+        given = (inputs.get(name) for name in ("input_ids", "inputs_embeds"))
+        num_tokens = next(text.shape[:2].numel() for text in given if text is not None)
         if "position_ids" not in self._parameters:
-            del inputs["position_ids"]
+            inputs.pop("position_ids", None)
         # Inference mode saves a part of every small op. What the caller may keep is allocated outside of it:
         # the cache (RollbackLayer._allocate, States.release) and recorded outputs (Recorder copies them).
         with ExitStack() as stack:
@@ -372,7 +396,11 @@ class SlotTarget(Target):
         by_op = self._attends_by_op()
         if nodes == 1 and self._aligned and not (self._padded or by_op):
             # Plain decoding: transformers' own masks, none where there is no padding.
-            return self._forward(None, input_ids=tree.tokens, position_ids=root_positions[:, None])
+            return self._forward(
+                None,
+                input_ids=tree.tokens,
+                position_ids=self._model_positions(root_positions[:, None]),
+            )
         ancestors, _, positions, *_ = ops.tree_mask(tree.parents, root_positions)
         committed = self._slot_valid[:, :start]
         if not self._aligned:
@@ -390,7 +418,19 @@ class SlotTarget(Target):
             columns=positions + (self._row_slots - root_positions)[:, None],
             window=self._cache_window(),
         )
-        return self._forward(block, input_ids=tree.tokens, position_ids=positions)
+        return self._forward(
+            block, input_ids=tree.tokens, position_ids=self._model_positions(positions)
+        )
+
+    def _model_positions(self, positions: Tensor) -> Tensor:
+        """``position_ids`` of tokens that have ``positions [rows, nodes]`` tokens before them.
+
+        Models of images may go on with others, and with several axes of them: ``[axes, rows, nodes]``.
+        """
+        if self._prompt_kwargs is None:
+            return positions
+        shifted = positions + self._position_shift.T[..., None]
+        return shifted if len(shifted) > 1 else shifted[0]
 
     def _cache_window(self) -> int | None:
         """The window that all layers with keys and values have."""

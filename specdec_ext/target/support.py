@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +21,20 @@ from specdec_ext.target.scans import can_continue, stateless_scans
 Rollback = Literal["compact", "replay", "snapshot", "recompute", "none"]
 # Where a model's forward takes what it remembers of the text before.
 CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
-
+# What of a call is text, which SlotTarget lays out itself. All else (images, token types) is read with the
+# prompt, as transformers prepares it.
+_TEXT_INPUTS = {
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "cache_params",
+    "use_cache",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+}
 
 # Models whose pass over several tokens behind cached ones is not what single passes are, which nothing but
 # their code tells: ProphetNet asserts a length of 1, BLT cuts its input into patches anew in every pass,
@@ -57,16 +71,18 @@ class Support:
         return self.rollback in ("compact", "replay")
 
 
-def supports(model: PreTrainedModel) -> Support:
+def supports(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) -> Support:
     """What ``generate`` does with a model.
 
     Args:
         model: any Hugging Face model that generates text.
+        inputs: of the call, as they are passed to ``generate``; by default text alone.
 
     Returns:
         The verdict; every model gets one, at worst one token at a time.
     """
-    if obstacles := _slot_obstacles(model):
+    obstacles = _slot_obstacles(model) or _input_obstacles(model, inputs or {})
+    if obstacles:
         return _hosted(model, obstacles)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     indexed = any(is_indexed(layer) for layer in cache.layers)
@@ -117,6 +133,34 @@ def _places(model: PreTrainedModel) -> bool:
     return bool(positions_of(model) or alibi_of(model))
 
 
+def beyond_text(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the inputs of a call is no text: images, sounds, token types, encoder outputs."""
+
+    def given(value: Any) -> bool:
+        return value is not None and not (isinstance(value, dict) and not value)
+
+    return {name: x for name, x in inputs.items() if name not in _TEXT_INPUTS and given(x)}
+
+
+def _input_obstacles(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[str]:
+    """What keeps a call with these inputs from going on as text alone after its prompt."""
+    media = beyond_text(inputs)
+    if not media:
+        return []
+    cache = inputs.get("past_key_values")
+    if cache is not None and cache.get_seq_length():
+        return [f"{', '.join(media)} come behind text that the cache holds"]
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    prepare: Any = model.prepare_inputs_for_generation
+    later = prepare(
+        token, next_sequence_length=1, is_first_iteration=False, **{"use_cache": True, **media}
+    )
+    # mm_token_type_ids of generated tokens say that they are text.
+    if needed := sorted(set(beyond_text(later)) - {"mm_token_type_ids"}):
+        return [f"its passes after the prompt take {', '.join(needed)}"]
+    return []
+
+
 def _hosted(model: PreTrainedModel, reasons: list[str]) -> Support:
     """The verdict on a model whose passes transformers prepares."""
     parameters = inspect.signature(model.forward).parameters
@@ -138,7 +182,7 @@ def _chain_obstacle(model: PreTrainedModel, rollback: Rollback) -> str | None:
         return "a pass over several tokens would start from none"
     prepare: Any = model.prepare_inputs_for_generation
     if rollback == "snapshot":
-        if "next_sequence_length" in inspect.signature(prepare).parameters:
+        if _prepares_several(model):
             return None
         return "its prepare_inputs_for_generation prepares one token at a time"
     # Some models predict at a token that they append to the text, so that no other column counts.
@@ -147,6 +191,21 @@ def _chain_obstacle(model: PreTrainedModel, rollback: Rollback) -> str | None:
     if prepared is None or prepared.shape != text.shape:
         return "it predicts only at a column that it adds to the text"
     return None
+
+
+def _prepares_several(model: PreTrainedModel) -> bool:
+    """Whether ``prepare_inputs_for_generation`` can be told how many tokens to prepare."""
+    for cls in type(model).__mro__:
+        prepare = vars(cls).get("prepare_inputs_for_generation")
+        if prepare is None:
+            continue
+        if "next_sequence_length" in inspect.signature(prepare).parameters:
+            return True
+        if (
+            "__class__" not in inspect.unwrap(prepare).__code__.co_freevars
+        ):  # it does not call super()
+            return False
+    return False
 
 
 def _keeps_states(model: PreTrainedModel) -> bool:
