@@ -174,6 +174,18 @@ def test_an_adapter_that_counts_from_the_end_is_refused():
 # --- weights elsewhere
 
 
+def dispatched(model, places: tuple, folder):
+    """A model whose layers are at these places in turn, the rest on the CPU."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    blocks = {f"model.{name}": "cpu" for name, _ in model.model.named_children()}
+    del blocks["model.layers"]
+    blocks |= {f"model.layers.{i}": places[i % len(places)] for i in range(3)} | {"lm_head": "cpu"}
+    accelerate.dispatch_model(
+        model, blocks, main_device="cpu", offload_dir=str(folder), force_hooks=True
+    )
+    return model
+
+
 @pytest.mark.parametrize("where", ["cpu", "disk", "mixed"])
 def test_accelerate(where, tmp_path):
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -183,13 +195,16 @@ def test_accelerate(where, tmp_path):
     elif where == "disk":
         accelerate.disk_offload(model, str(tmp_path), cpu)
     else:
-        blocks = {name: "cpu" for name, _ in model.model.named_children() if name != "layers"}
-        blocks = {f"model.{name}": place for name, place in blocks.items()} | {"lm_head": "cpu"}
-        blocks |= {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(3)}
-        accelerate.dispatch_model(
-            model, blocks, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True
-        )
+        dispatched(model, ("cpu", "disk"), tmp_path)
     assert any(hasattr(module, "_hf_hook") for module in model.modules())
+    check_same_text(model)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a second device is a GPU")
+@pytest.mark.parametrize("name", ["llama", "gemma3-window"])
+def test_layers_on_two_devices(name, tmp_path):
+    """The cache of a layer is where the layer is."""
+    model = dispatched(fresh(name), ("cpu", "cuda:0"), tmp_path)
     check_same_text(model)
 
 

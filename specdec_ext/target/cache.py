@@ -147,7 +147,8 @@ class RollbackLayer(DynamicLayer):
         moved = (order != torch.arange(len(order), device=order.device)).nonzero().flatten()
         for buffer in self.buffers:
             if len(moved):
-                buffer[moved] = buffer[order[moved]]
+                to, source = moved.to(buffer.device), order[moved].to(buffer.device)
+                buffer[to] = buffer[source]
 
 
 class RollbackStateLayer(LinearAttentionLayer, RollbackLayer):  # type: ignore[misc, override]

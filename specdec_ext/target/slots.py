@@ -352,7 +352,7 @@ class SlotTarget(Target):
         return TargetOutput(
             # as transformers' own loop rounds them
             logits.float() if logits.dtype == torch.float64 else logits,
-            torch.cat(features, dim=-1) if features else None,
+            torch.cat([each.to(logits.device) for each in features], dim=-1) if features else None,
             tuple(output.get("hidden_states") or ()),
             tuple(output.get("attentions") or ()),
         )
@@ -452,17 +452,19 @@ class SlotTarget(Target):
         if self._states:
             path, num_accepted = self._commit_states(block, num_accepted.tolist())
         if not (block.tree.is_chain and self._aligned):
-            buffers = [buffer for layer in self._layers for buffer in layer.buffers]
-            rows = len(path)
-            ops.kv_compact(
-                [buffer[:rows] for buffer in buffers],
-                path,
-                num_accepted,
-                torch.full_like(self._row_slots, self._start),
-                self._row_slots,
-            )
+            self._compact(path, num_accepted)
         self._row_slots = self._row_slots + num_accepted + 1
         self._settle()
+
+    def _compact(self, path: Tensor, num_accepted: Tensor) -> None:
+        """Move each row's accepted nodes to its end, on every device that layers are on."""
+        places = path, num_accepted, torch.full_like(self._row_slots, self._start), self._row_slots
+        buffers = [buffer[: len(path)] for layer in self._layers for buffer in layer.buffers]
+        for device in {buffer.device for buffer in buffers}:
+            ops.kv_compact(
+                [buffer for buffer in buffers if buffer.device == device],
+                *(each.to(device) for each in places),
+            )
 
     def _commit_states(self, block: _Block, num_accepted: list[int]) -> tuple[Tensor, Tensor]:
         """Undo the states of rows that did not keep the whole block.

@@ -57,7 +57,8 @@ class States:
             if rows.all():
                 store[index] = state
             else:
-                store[index][rows] = state[rows]
+                undone = rows.to(state.device)
+                store[index][undone] = state[undone]
 
     def reorder(self, order: Sequence[int], active: int) -> None:
         """Row i becomes what row ``order[i]`` was; the first ``active`` rows go on.
