@@ -143,6 +143,8 @@ CACHES: dict[str, tuple[str, dict]] = {
         "llama4_text",
         {
             "attention_chunk_size": 8,
+            "floor_scale": 4,
+            "attn_scale": 0.5,
             "head_dim": 8,
             "intermediate_size_mlp": 64,
             "num_local_experts": 2,

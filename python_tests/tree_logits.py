@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 
 import torch
@@ -13,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from specdec_ext import DraftTree
 from specdec_ext.target.factory import make_target
 
-TOLERANCE = 1e-4  # of logits around 1, computed in float32 in another order
+TOLERANCE = 1e-4  # of the largest logit, or of 1; float32 sums in another order
 
 
 def check_tree_logits(model: PreTrainedModel, lengths: tuple[int, ...], rounds: int = 2) -> None:
@@ -35,8 +36,9 @@ def check_tree_logits(model: PreTrainedModel, lengths: tuple[int, ...], rounds: 
         for i, row in enumerate(rows):
             branches = row.score(tree.tokens[i].tolist(), tree.parents[i].tolist())
             for node, branch in branches.items():
+                bound = TOLERANCE * max(1, float(branch.logits.abs().max()))
                 error = float((logits[i, node] - branch.logits).abs().max())
-                assert error <= TOLERANCE, f"row {i}, node {node}: logits are off by {error}"
+                assert error <= bound, f"row {i}, node {node}: logits are off by {error}"
             kept = rng.choice(list(branches.values()))
             path[i, : len(kept.nodes)] = torch.tensor(kept.nodes)
             accepted.append(len(kept.nodes) - 1)
@@ -67,7 +69,7 @@ class _Row:
     @torch.no_grad()
     def _run(self, ids: Tensor) -> None:
         inputs = {"attention_mask": self._mask}
-        if "position_ids" in self._model.forward.__code__.co_varnames:
+        if "position_ids" in inspect.signature(self._model.forward).parameters:
             positions = (self._mask.cumsum(1) - 1).clamp(min=0)
             inputs["position_ids"] = positions[:, -ids.shape[1] :]
         output = self._model(ids, past_key_values=self._cache, use_cache=True, **inputs)

@@ -51,6 +51,13 @@ def call_with(
     return forward(*bound.args[1:], **bound.kwargs)
 
 
+def twin(module: nn.Module, **attributes: Any) -> Any:
+    """The same module but for some attributes, which other threads go on reading in the original."""
+    other = object.__new__(type(module))
+    vars(other).update(vars(module), **attributes)
+    return other
+
+
 class Sliced:
     """Stands in for a tensor of which a model takes the slice of this pass.
 

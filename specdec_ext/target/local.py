@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec_ext.target.arguments import Sliced
+from specdec_ext.target.arguments import Sliced, twin
 from specdec_ext.target.masks import current_block
 from specdec_ext.target.replaced import Replacement
 
@@ -36,7 +36,5 @@ def _attend_by_column(
         return forward(*args, **kwargs)
     bias: Any = attention.bias
     visible = bias[0, 0, block.columns[:, :, None], block.key_columns[:, None, :]]
-    # The same module in everything but the buffer, which other threads go on reading.
-    twin = object.__new__(type(attention))
-    vars(twin).update(vars(attention), bias=Sliced(visible[:, None], bias.shape))
-    return type(attention).forward(twin, *args, **kwargs)
+    by_column = twin(attention, bias=Sliced(visible[:, None], bias.shape))
+    return type(attention).forward(by_column, *args, **kwargs)

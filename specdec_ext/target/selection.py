@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec_ext.target.arguments import call_with
+from specdec_ext.target.arguments import call_with, twin
 from specdec_ext.target.masks import BlockVisibility, current_block
 from specdec_ext.target.replaced import Replacement
 
@@ -81,12 +81,8 @@ def _mask_alone(attention: Any, forward: Callable[..., Any], *args: Any, **kwarg
     block = current_block()
     if block is None or block.columns is None:
         return forward(*args, **kwargs)
-    # The same module in everything but the method, which other threads go on calling.
-    twin = object.__new__(type(attention))
-    vars(twin).update(
-        vars(attention), prepare_dynamic_mask=partial(_dynamic_mask, attention, block)
-    )
-    return type(attention).forward(twin, *args, **kwargs)
+    selecting = twin(attention, prepare_dynamic_mask=partial(_dynamic_mask, attention, block))
+    return type(attention).forward(selecting, *args, **kwargs)
 
 
 def _dynamic_mask(
