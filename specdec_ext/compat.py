@@ -11,6 +11,15 @@ from typing import TYPE_CHECKING
 from transformers import GenerationConfig, cache_utils
 from transformers.cache_utils import DynamicLayer
 
+# Up to 5.12 a pass over several tokens forgets the states that recurrent layers hold, and a layer holds one
+# tensor of each kind; since 5.15 (5.13 and 5.14 were not tried) they go on from them, and hold them by index.
+STATES_CONTINUE = (
+    "number_of_states"
+    in inspect.signature(
+        getattr(cache_utils, "LinearAttentionCacheLayerMixin", object).__init__
+    ).parameters
+)
+
 if TYPE_CHECKING:
     from transformers.cache_utils import (
         DummyLayer,
@@ -22,17 +31,18 @@ if TYPE_CHECKING:
     )
 else:
 
-    def _layer_class(name: str) -> type:
-        """A cache layer class; one that no layer is of where this transformers does not have it."""
-        return getattr(cache_utils, name, type(name, (), {}))
+    def _layer_class(name: str, usable: bool = True) -> type:
+        """A cache layer class; one that no layer is of where it is missing or of no use."""
+        return getattr(cache_utils if usable else None, name, type(name, (), {}))
 
-    # Since 5.5. Before, each recurrent or hybrid model has a cache class of its own.
-    LinearAttentionCacheLayerMixin = _layer_class("LinearAttentionCacheLayerMixin")
-    LinearAttentionLayer = _layer_class("LinearAttentionLayer")
-    LinearAttentionAndFullAttentionLayer = _layer_class("LinearAttentionAndFullAttentionLayer")
-    # Since a version between 5.13 and 5.17.
+    # Since 5.5; usable, see above, since 5.15. Before 5.5 such models have cache classes of their own.
+    LinearAttentionCacheLayerMixin = _layer_class("LinearAttentionCacheLayerMixin", STATES_CONTINUE)
+    LinearAttentionLayer = _layer_class("LinearAttentionLayer", STATES_CONTINUE)
+    LinearAttentionAndFullAttentionLayer = _layer_class(
+        "LinearAttentionAndFullAttentionLayer", STATES_CONTINUE
+    )
     LinearAttentionAndSlidingWindowAttentionLayer = _layer_class(
-        "LinearAttentionAndSlidingWindowAttentionLayer"
+        "LinearAttentionAndSlidingWindowAttentionLayer", STATES_CONTINUE
     )
     # Since 5.12. Before, models with an indexer keep its keys in themselves.
     DynamicIndexedLayer = _layer_class("DynamicIndexedLayer")
@@ -57,6 +67,10 @@ def cropped_length(length: int, argument: int) -> int:
             "a positive value meant an absolute length in older transformers and is ambiguous"
         )
     return min(length, argument)
+
+
+# Up to 5.17 ``generate`` gives every model a mask, if only of ones, and some rely on it (Git, Moshi).
+NEEDS_MASK = "_mask_length" not in GenerationConfig.__annotations__
 
 
 def masked_columns(config: GenerationConfig, columns: int) -> int:

@@ -135,7 +135,12 @@ def check_model(
     if support.batch and not inputs:
         third = -(-input_ids.shape[1] // 3)
         texts += [input_ids[:, third:], input_ids[:, -third:]]
-    limits = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens, **inputs}
+    limits = {
+        "max_new_tokens": max_new_tokens,
+        "min_new_tokens": max_new_tokens,
+        "use_cache": True,
+        **inputs,
+    }
     laws = [_law(model, text, limits) for text in texts]
 
     def check(name: str, shape: Shape | None, rows: int = 1) -> Check:

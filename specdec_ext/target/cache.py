@@ -115,7 +115,8 @@ class RollbackLayer(DynamicLayer):
         return self.length + query_length - first, first
 
     def get_seq_length(self) -> int:
-        return self.length
+        # Slots are given out to all layers; one for images stays empty where there are none (Mllama).
+        return 0 if self.key_buffer is None else self.length
 
     def get_max_length(self) -> int:
         return -1 if self.window is None else self.window

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from specdec_ext import ops
+from specdec_ext import compat, ops
 from specdec_ext.compat import LinearAttentionCacheLayerMixin, masked_columns
 from specdec_ext.target.adoption import adopt_cache, attention_windows
 from specdec_ext.target.attention import IMPLEMENTATION, TreeBlock
@@ -325,7 +325,10 @@ class SlotTarget(Target):
             inputs: of the model's forward.
         """
         given = (inputs.get(name) for name in ("input_ids", "inputs_embeds"))
-        num_tokens = next(text.shape[:2].numel() for text in given if text is not None)
+        rows, columns = next(text.shape[:2] for text in given if text is not None)
+        if compat.NEEDS_MASK and self._layers and inputs.get("attention_mask") is None:
+            slots = self._layers[0].length + columns
+            inputs["attention_mask"] = torch.ones(rows, slots, device=self.model.device).long()
         if "position_ids" not in self._parameters:
             inputs.pop("position_ids", None)
         # Inference mode saves a part of every small op. What the caller may keep is allocated outside of it:
@@ -334,7 +337,7 @@ class SlotTarget(Target):
             stack.enter_context(torch.inference_mode())
             if block is not None:
                 stack.enter_context(visibility(block))
-            if num_tokens <= max_rows:
+            if rows * columns <= max_rows:
                 stack.enter_context(row_invariant_linears(self._linears))
             if past and self._scans:
                 stack.enter_context(continuing(self._scans))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from typing import Any, Literal
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from specdec_ext.compat import LinearAttentionCacheLayerMixin
+from specdec_ext.compat import STATES_CONTINUE, LinearAttentionCacheLayerMixin
 from specdec_ext.target.adoption import unserved_layers
 from specdec_ext.target.alibi import alibi_of
 from specdec_ext.target.indexed import is_indexed, selects_by_slot
@@ -40,6 +41,16 @@ _TEXT_INPUTS = {
 # their code tells: ProphetNet asserts a length of 1, BLT cuts its input into patches anew in every pass,
 # CPM-Ant prepends a prompt.
 _ONE_TOKEN = {"prophetnet", "blt", "cpmant"}
+# How a model's file makes its masks; through what transformers registers for each attention implementation.
+_CAUSAL_MASKS = {
+    "create_causal_mask",
+    "create_sliding_window_causal_mask",
+    "create_chunked_causal_mask",
+    "create_masks_for_generate",
+}
+# Up to 5.17 the masks of some decoders, too (BigBird, RemBERT): right for a prompt, which is run like that
+# without us as well, and for single tokens.
+_BIDIRECTIONAL_MASKS = {"create_bidirectional_mask"}
 
 
 @dataclass(frozen=True)
@@ -125,6 +136,8 @@ def _slot_obstacles(model: PreTrainedModel) -> list[str]:
             f"its attention {config._attn_implementation!r} takes no tree mask (load it with "
             f"attn_implementation={' or '.join(map(repr, SUPPORTED_IMPLEMENTATIONS))})"
         )
+    if attends and not _uses(model, _CAUSAL_MASKS):
+        obstacles.append("its attention masks are not made through transformers' mask interface")
     return obstacles
 
 
@@ -180,6 +193,10 @@ def _chain_obstacle(model: PreTrainedModel, rollback: Rollback) -> str | None:
         return "a pass over several is not the same"
     if _lost_scans(model):
         return "a pass over several tokens would start from none"
+    if not STATES_CONTINUE and _has_states(model):
+        return "recurrent layers of this transformers forget their states in a pass over several tokens"
+    if _uses(model, _BIDIRECTIONAL_MASKS) and not _uses(model, _CAUSAL_MASKS):
+        return "tokens of one pass would read those after them"
     prepare: Any = model.prepare_inputs_for_generation
     if rollback == "snapshot":
         if _prepares_several(model):
@@ -210,6 +227,19 @@ def _prepares_several(model: PreTrainedModel) -> bool:
 
 def _keeps_states(model: PreTrainedModel) -> bool:
     return any(hasattr(module, "recurrent_states") for module in model.modules())
+
+
+def _has_states(model: PreTrainedModel) -> bool:
+    """Whether its cache is more than keys and values, so far as it can be seen without a pass."""
+    if not model._supports_default_dynamic_cache():  # type: ignore[operator]
+        return True
+    return bool(unserved_layers(DynamicCache(config=model.config.get_text_config(decoder=True))))
+
+
+def _uses(model: PreTrainedModel, functions: set[str]) -> bool:
+    """Whether a file that the model's modules come from imports one of these functions of transformers."""
+    files = {type(module).__module__ for module in model.modules()}
+    return any(functions & vars(sys.modules[file]).keys() for file in files)
 
 
 def _lost_scans(model: PreTrainedModel) -> bool:
