@@ -72,6 +72,9 @@ def cropped_length(length: int, argument: int) -> int:
 # Up to 5.17 ``generate`` gives every model a mask, if only of ones, and some rely on it (Git, Moshi).
 NEEDS_MASK = "_mask_length" not in GenerationConfig.__annotations__
 
+# Up to 5.17 Git counts the tokens before in its positions only where a pass is over a single token.
+ONE_TOKEN_MODELS = {"git"} if NEEDS_MASK else set[str]()
+
 
 def masked_columns(config: GenerationConfig, columns: int) -> int:
     """Columns of the attention mask behind an ``attention_mask`` of None.

@@ -11,7 +11,11 @@ from typing import Any, Literal
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from specdec_ext.compat import STATES_CONTINUE, LinearAttentionCacheLayerMixin
+from specdec_ext.compat import (
+    ONE_TOKEN_MODELS,
+    STATES_CONTINUE,
+    LinearAttentionCacheLayerMixin,
+)
 from specdec_ext.target.adoption import unserved_layers
 from specdec_ext.target.alibi import alibi_of
 from specdec_ext.target.indexed import is_indexed, selects_by_slot
@@ -40,7 +44,7 @@ _TEXT_INPUTS = {
 # Models whose pass over several tokens behind cached ones is not what single passes are, which nothing but
 # their code tells: ProphetNet asserts a length of 1, BLT cuts its input into patches anew in every pass,
 # CPM-Ant prepends a prompt.
-_ONE_TOKEN = {"prophetnet", "blt", "cpmant"}
+_ONE_TOKEN = {"prophetnet", "blt", "cpmant"} | ONE_TOKEN_MODELS
 # How a model's file makes its masks; through what transformers registers for each attention implementation.
 _CAUSAL_MASKS = {
     "create_causal_mask",
