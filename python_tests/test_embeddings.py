@@ -9,11 +9,11 @@ import functools
 
 import pytest
 import torch
+import zoo
 from head_cases import head_of
-from test_errors import other_model
 from test_medusa import random_heads
-from tiny import VOCAB, ScriptedDrafter, generated, noisy_chain, prompts, random_tree, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from tiny import ScriptedDrafter, generated, noisy_chain, prompts, random_tree, tiny_model
+from transformers import DynamicCache
 
 import specdec_ext
 
@@ -50,7 +50,7 @@ def columns(kwargs: dict) -> int:
 
 
 @pytest.mark.parametrize("batch", ["ragged", pytest.param("one", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("ids", ["none", "same", "others"])
+@pytest.mark.parametrize("ids", ["none", pytest.param("same", marks=pytest.mark.slow), "others"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_greedy_text_is_that_of_hf(drafter, ids, batch):
     model, given = tiny_model("llama"), prompt(batch, ids)
@@ -113,24 +113,17 @@ def test_max_length_counts_as_in_hf():
         assert torch.equal(specdec_ext.generate(model, **kwargs), model.generate(**kwargs))
 
 
-def hosted_model():
-    """Attention that depends on cache slots: its passes are prepared by transformers."""
-    config = AutoConfig.for_model(
-        "bloom", vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, pad_token_id=0
-    )
-    return AutoModelForCausalLM.from_config(config).eval()
-
-
-def recurrent_model():
-    return other_model("mamba2", num_heads=4, head_dim=16, state_size=16, n_groups=1)
-
-
 @pytest.mark.parametrize("ids", ["none", "others"])
-@pytest.mark.parametrize("make", [hosted_model, recurrent_model])
-def test_other_kinds_of_targets(make, ids):
-    model = make()
+@pytest.mark.parametrize("kind", ["bloom", "mamba2", "rwkv"])
+def test_other_kinds_of_targets(kind, ids):
+    """A bias by distance, recurrent states in the cache, and states that transformers hands on."""
+    model = zoo.build(kind)
     tokens = prompts((7,))[0]
-    kwargs = dict(inputs_embeds=model.get_input_embeddings()(tokens).detach(), do_sample=False)
+    kwargs = dict(
+        inputs_embeds=model.get_input_embeddings()(tokens).detach(),
+        attention_mask=torch.ones_like(tokens),
+        do_sample=False,
+    )
     if ids == "others":
         kwargs["input_ids"] = tokens[:, :3]
     expected = model.generate(max_new_tokens=NEW, **kwargs)

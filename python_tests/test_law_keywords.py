@@ -110,7 +110,7 @@ STATEFUL = {
     ),
     "guidance": dict(guidance_scale=1.8),
 }
-IN_MAKE_TEST = ["temperature", "top-h", "all", "repetition-penalty"]
+IN_MAKE_TEST = ["top-h", "all"]
 
 
 def fresh(kwargs: dict) -> dict:

@@ -148,9 +148,11 @@ class SlotTarget(Target):
         self.offset = columns - input_ids.shape[1]
         self._max_slots += self.offset
         mask = model_kwargs.get("attention_mask")
+        if self.offset and mask is not None and bool((mask == 1).all()):
+            mask = None  # transformers made it, of the length of the ids beside the embeddings
         if mask is not None:
             masked = tuple(mask.shape)
-        else:  # beside embeddings the length is that of the ids
+        else:
             masked = (rows, columns if self.offset else masked_columns(config, columns))
         if masked != (rows, columns):
             raise ValueError(
