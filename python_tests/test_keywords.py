@@ -569,6 +569,7 @@ def test_stop_strings_come_from_the_call_its_config_or_the_model():
     assert config.stop_strings == ["deh"] and model.generation_config.stop_strings == ["ggfg"]
 
 
+@pytest.mark.filterwarnings("ignore:.* is decoded without speculation in a batch")
 @every_batch
 def test_other_inputs_of_the_model(batch):
     """Token types, which GPT-2 takes for further embeddings."""
