@@ -209,7 +209,7 @@ def _decode(
         recorder.forward_kwargs,
         model_kwargs,
         config,
-        _span(input_ids, past_key_values, model_kwargs.get("attention_mask"), stop),
+        _span(input_ids, past_key_values, model_kwargs, stop),
     )
     drafter = _served(target, drafter, explicit, len(input_ids))
     if drafter is not None:
@@ -246,12 +246,13 @@ def _decode(
     return sequences
 
 
-def _span(input_ids: Tensor, cache: Any, attention_mask: Tensor | None, stop: StopRule) -> Span:
-    """Tokens with which a call starts and columns at which it may end."""
+def _span(input_ids: Tensor, cache: Any, inputs: dict[str, Any], stop: StopRule) -> Span:
+    rows, columns = inputs.get("inputs_embeds", input_ids).shape[:2]
     held = 0 if cache is None else int(cache.get_seq_length())
-    if attention_mask is None:
-        return held or input_ids.shape[1], stop.max_length
-    return held or int(attention_mask.sum(dim=-1).max()), stop.max_length
+    mask = inputs.get("attention_mask")
+    shortest = columns if mask is None else int(mask.sum(dim=-1).min())
+    end = stop.max_length + columns - input_ids.shape[1]
+    return Span(rows, min(held or shortest, shortest), end)
 
 
 def _served(target: Target, drafter: Drafter | None, explicit: bool, batch: int) -> Drafter | None:

@@ -16,7 +16,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from specdec_ext.compat import LinearAttentionLayer, cropped_length
+from specdec_ext.compat import (
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+    cropped_length,
+)
 
 GROWTH = (
     256  # slots, at least; growing in steps keeps reallocation rare without doubling the memory
@@ -152,8 +156,12 @@ class RollbackLayer(DynamicLayer):
                 buffer[to] = buffer[source]
 
 
-class RollbackStateLayer(LinearAttentionLayer, RollbackLayer):  # type: ignore[misc, override]
+class RollbackStateLayer(  # type: ignore[misc, override]
+    LinearAttentionAndFullAttentionLayer, LinearAttentionLayer, RollbackLayer
+):
     """A layer that has both: states, and keys and values in slots.
+
+    By its base transformers knows that it attends and may ask it for the sizes of masks.
 
     Args:
         window: the sliding window in tokens, or None for full attention.

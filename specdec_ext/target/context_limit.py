@@ -3,18 +3,30 @@
 Learned positions end: a draft must not reach behind the last, even where the text ends before it. Some rotary
 embeddings change with the longest text of a pass: "dynamic" ones with every token behind the trained length
 (NTK scaling), "longrope" once (LongRoPE, Ding et al. 2024, has short and long factors), and Phi-3 reads its
-whole text again there. The tokens of a block would all be rotated as its last one is.
+whole text again there. The tokens of a block would all be rotated as its last one is. Others scale queries
+from some length on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-# Of how many tokens of the cache, or of the prompt, a call starts, and at how many columns it may end.
-Span = tuple[int, int]
+
+class Span(NamedTuple):
+    """Where a call begins and may end.
+
+    Attributes:
+        rows: of the batch.
+        start: tokens of the shortest row, or of the cache if that holds fewer.
+        end: columns at which it may end.
+    """
+
+    rows: int
+    start: int
+    end: int
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
@@ -25,14 +37,27 @@ def max_positions(config: PreTrainedConfig) -> int | None:
 
 def rotation_change(config: PreTrainedConfig, span: Span) -> str | None:
     """Why a call over ``span`` can't have several tokens in a pass, if it can't."""
-    start, end = span
     for limit, once in _changes(config):
-        if end > limit and not (once and start > limit):
+        if span.end > limit and not (once and span.start > limit):
             return (
                 f"its rotary embedding changes where the text crosses {limit} tokens, and this call may "
-                f"reach {end} (max_new_tokens)"
+                f"reach {span.end} (max_new_tokens)"
             )
     return None
+
+
+def scale_change(config: PreTrainedConfig, span: Span) -> str | None:
+    """Why a call over ``span`` can't have trees and ragged rows, if it can't.
+
+    From some column on Inkling scales queries, counting columns by cache slots.
+    """
+    limit = getattr(config, "log_scaling_n_floor", None)
+    if limit is None or span.end <= limit:
+        return None
+    return (
+        f"from {limit} tokens on it scales attention by the cache slots of tokens, and this call may "
+        f"reach {span.end} (max_new_tokens)"
+    )
 
 
 def _changes(config: PreTrainedConfig) -> Iterator[tuple[int, bool]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from specdec_ext.target.context_limit import Span, rotation_change
+from specdec_ext.target.context_limit import Span, rotation_change, scale_change
 from specdec_ext.target.hosted import HostedTarget
 from specdec_ext.target.model import Target
 from specdec_ext.target.slots import SlotTarget
@@ -32,7 +33,7 @@ def make_target(
         forward_kwargs: passed to every forward (``output_hidden_states`` and the like).
         model_kwargs: what else ``generate`` prepared for the model.
         config: of the call; by default the model's.
-        span: tokens with which the call starts and columns at which it may end, where that counts.
+        span: of the call, where that counts; by default one row.
 
     Raises:
         ValueError: for a cache that can't be served, naming it and the way out.
@@ -41,12 +42,19 @@ def make_target(
     if past_key_values is not None:
         kwargs["past_key_values"] = past_key_values
     support = supports(model, kwargs)
-    if span is not None and (
-        change := rotation_change(model.config.get_text_config(decoder=True), span)
-    ):
-        support = Support(False, False, False, "none", (*support.reasons, change))
-    if support.by_slots:
+    if span is not None:
+        support = _over_span(support, model.config.get_text_config(decoder=True), span)
+    if support.by_slots and (support.batch or span is None or span.rows == 1):
         cache = kwargs.get("past_key_values", kwargs.get("cache_params"))
         prompt = kwargs if beyond_text(kwargs) else None
         return SlotTarget(model, cache, max_slots, support, forward_kwargs, prompt)
     return HostedTarget(model, support, kwargs, config or model.generation_config, forward_kwargs)
+
+
+def _over_span(support: Support, config: PreTrainedConfig, span: Span) -> Support:
+    """The verdict for a call of this length."""
+    if change := rotation_change(config, span):
+        return Support(False, False, False, "none", (*support.reasons, change))
+    if change := scale_change(config, span):
+        return replace(support, tree=False, batch=False, reasons=(*support.reasons, change))
+    return support

@@ -101,6 +101,7 @@ class HostedTarget(Target):
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> TargetOutput:
         self._ids, self._rows = input_ids, list(range(len(input_ids)))
         self._layers = self._adopted_layers()
+        self.begun = True
         with torch.no_grad(), self._tap.recording() as features:
             outputs: Any = self.model._prefill(input_ids, self._generation_config, self._kwargs)  # type: ignore[operator]
         self._kwargs = self._advanced(self._kwargs, outputs, 1)

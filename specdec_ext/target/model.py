@@ -73,12 +73,14 @@ class Target(ABC):
     Attributes:
         config: of the model's text decoder.
         cache: what ``past_key_values`` is after the call.
+        begun: whether the cache has been written to.
         offset: slots of the cache in front of the columns of ``sequences``: what a prompt of embeddings is
             longer than its ``input_ids``, which may be none.
     """
 
     cache: Any
     offset: int = 0
+    begun: bool = False
 
     def __init__(
         self,
@@ -193,7 +195,12 @@ class Target(ABC):
         """
 
     def abandon(self) -> None:
-        """Leave the cache empty, after an exception: nobody may go on from a block that was not judged."""
+        """Leave the cache empty, after an exception: nobody may go on from a block that was not judged.
+
+        What was refused before it ran leaves the cache as it was.
+        """
+        if not self.begun:
+            return
         if isinstance(self.cache, DynamicCache):
             self.cache.layers = DynamicCache(config=self.config).layers
         elif isinstance(self.cache, Cache):

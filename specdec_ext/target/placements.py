@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from specdec_ext.target.alibi import alibi_of
 from specdec_ext.target.local import local_attention_of
-from specdec_ext.target.positions import positions_of
+from specdec_ext.target.positions import distances_of, positions_of
 from specdec_ext.target.replaced import Replacement, replaced_forward
 from specdec_ext.target.selection import selection_of
 from specdec_ext.target.temperature import temperature_of
@@ -17,7 +17,14 @@ from specdec_ext.target.temperature import temperature_of
 
 def placements(model: PreTrainedModel) -> list[Replacement]:
     """What to replace in passes of the model; nothing in most, which are told positions and masks."""
-    finders = (positions_of, alibi_of, temperature_of, local_attention_of, selection_of)
+    finders = (
+        positions_of,
+        distances_of,
+        alibi_of,
+        temperature_of,
+        local_attention_of,
+        selection_of,
+    )
     return [replacement for find in finders for replacement in find(model)]
 
 

@@ -1,4 +1,4 @@
-"""Positions for models whose ``forward`` takes none.
+"""Positions for models whose ``forward`` takes none, or that count slots beside it.
 
 Such a model counts columns itself, on from the length of its cache. Within a block a slot is no column:
 siblings stand in the same one, and rows of a ragged batch end in different ones. So within a block pass
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -38,6 +39,28 @@ def positions_of(model: PreTrainedModel) -> list[Replacement]:
     if decoder is not None and takes(decoder, "position_ids"):
         return [([decoder], _pass_columns)]
     return []
+
+
+def distances_of(model: PreTrainedModel) -> list[Replacement]:
+    """What gives the nodes of a block their distances from keys, which Inkling biases attention by."""
+    biases = innermost_taking(model, "key_positions")
+    return [(biases, _bias_row_by_row)] if biases else []
+
+
+def _bias_row_by_row(
+    module: nn.Module,
+    forward: Callable[..., Tensor],
+    relative_states: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+) -> Tensor:
+    """``[rows, heads, nodes, keys]`` of slots that are common to all rows, with those of each row."""
+    block = current_block()
+    if block is None or block.columns is None:
+        return forward(relative_states, query_positions, key_positions)
+    keys = block.key_columns[:, -len(key_positions) :]
+    rows = zip(relative_states.split(1), block.columns, keys, strict=True)
+    return torch.cat([forward(*row) for row in rows])
 
 
 def _embed_columns(

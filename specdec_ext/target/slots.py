@@ -335,6 +335,7 @@ class SlotTarget(Target):
             inputs.pop("position_ids", None)
         # Inference mode saves a part of every small op. What the caller may keep is allocated outside of it:
         # the cache (RollbackLayer._allocate, States.release) and recorded outputs (Recorder copies them).
+        self.begun = True
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode())
             if block is not None:
@@ -384,10 +385,10 @@ class SlotTarget(Target):
     def _read(self, tokens: list[list[int]], drafts: DraftTree, undoable: bool) -> TargetOutput:
         """Score a chain of each row; what is behind the end of a shorter one is arbitrary."""
         width = max(map(len, tokens))
-        chains = torch.tensor(
-            [[*row, *[0] * (width - len(row))] for row in tokens], device=drafts.tokens.device
-        )
-        tree = DraftTree.chain(chains[:, 0], chains[:, 1:])
+        device = drafts.tokens.device
+        chains = torch.tensor([[*row, *[0] * (width - len(row))] for row in tokens], device=device)
+        counts = torch.tensor([len(row) - 1 for row in tokens], device=device)
+        tree = DraftTree.chain(chains[:, 0], chains[:, 1:], counts)
         if undoable:
             with torch.inference_mode():
                 self._states.save()
