@@ -195,6 +195,16 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "aya_vision": Kind(1, pixel_values, {**_TOKEN, "vision_config": _IMAGE}),
+    "blip-2": Kind(
+        4,
+        pixel_values,
+        {
+            **_TOKEN,
+            "num_query_tokens": 4,
+            "vision_config": _IMAGE,
+            "qformer_config": {"encoder_hidden_size": zoo.HIDDEN},
+        },
+    ),
     "qwen2_audio": Kind(
         4,
         masked_sound,

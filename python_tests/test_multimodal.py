@@ -16,10 +16,9 @@ NEW_TOKENS = 8
 # a cache that holds the image.
 SOME = ["llava", "qwen2_vl", "qwen3_5", "gemma3", "mllama"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*is decoded without speculation in a batch")
-every_kind = pytest.mark.parametrize(
-    "name",
-    [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in zoo.KINDS],
-)
+EVERY_KIND = [
+    name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in zoo.KINDS
+]
 
 
 def check(name, inputs):
@@ -38,7 +37,7 @@ def check(name, inputs):
     return accepted[oracle_tree], expected
 
 
-@every_kind
+@pytest.mark.parametrize("name", EVERY_KIND)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_image_in_the_prompt(name, rows):
     inputs = zoo.media_prompt(name, rows)
@@ -56,9 +55,11 @@ def test_image_in_the_prompt(name, rows):
     assert not torch.equal(other, text)
 
 
-@every_kind
+@pytest.mark.parametrize("name", EVERY_KIND)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_text_alone(name, rows):
+    if name == "blip-2":
+        pytest.skip("generate of BLIP-2 insists on an image")
     accepted, _ = check(name, zoo.text_prompt(rows))
     if specdec_ext.supports(zoo.build(name)).tree:
         assert accepted > rows * NEW_TOKENS // 2

@@ -25,6 +25,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from specdec_ext.context import Context
+from specdec_ext.delegation import check_loop, generate_through
 from specdec_ext.drafters import Drafter
 from specdec_ext.drafters.choice import Assistant, DrafterChoice
 from specdec_ext.keywords import check_arguments, check_config
@@ -119,8 +120,7 @@ def generate(
         stop_strings=_take_stop_strings(kwargs, model.generation_config),
         synced_gpus=synced_gpus,
     )
-    text: Any = model.generate(inputs, custom_generate=hook, **kwargs)  # type: ignore[operator]
-    return text
+    return generate_through(model, inputs, hook, kwargs)
 
 
 def custom_generate(
@@ -158,6 +158,7 @@ def custom_generate(
         check_config(generation_config)
         check_arguments({"synced_gpus": _waits_for_others(model, synced_gpus)})
         check_wrapping(model)
+        check_loop(model)
         prompt = model_kwargs.get("inputs_embeds", input_ids)
         if not prompt.numel():
             raise ValueError(

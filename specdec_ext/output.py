@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +17,15 @@ from specdec_ext.stats import SpeculationStats
 from specdec_ext.target import TargetOutput
 
 
-@dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """HF's output of a decoder-only generation plus ``speculation``, the counters of the call."""
+    """HF's output of a decoder-only generation plus ``speculation``, the counters of the call.
+
+    They are an attribute and no item: who walks over the items (Whisper's ``generate``) expects tensors.
+    """
 
     speculation: SpeculationStats | None = None
 
 
-@dataclass
 class SpeculativeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
     """HF's output of an encoder-decoder generation plus ``speculation``, the counters of the call."""
 
@@ -213,20 +213,23 @@ class Recorder:
             "scores": cut(self._scores),
             "logits": cut(self._logits),
             "past_key_values": cache,
-            "speculation": stats,
         }
         hidden, attentions = cut(self._hidden), cut(self._attentions)
         encoded = self._encoded
+        output: AnyOutput
         if encoded is None:
-            return SpeculativeOutput(**common, hidden_states=hidden, attentions=attentions)
-        return SpeculativeEncoderDecoderOutput(
-            **common,
-            encoder_hidden_states=None if hidden is None else encoded.get("hidden_states"),
-            encoder_attentions=None if attentions is None else encoded.get("attentions"),
-            decoder_hidden_states=hidden,
-            decoder_attentions=attentions,
-            cross_attentions=cut(self._cross),
-        )
+            output = SpeculativeOutput(**common, hidden_states=hidden, attentions=attentions)
+        else:
+            output = SpeculativeEncoderDecoderOutput(
+                **common,
+                encoder_hidden_states=None if hidden is None else encoded.get("hidden_states"),
+                encoder_attentions=None if attentions is None else encoded.get("attentions"),
+                decoder_hidden_states=hidden,
+                decoder_attentions=attentions,
+                cross_attentions=cut(self._cross),
+            )
+        output.speculation = stats
+        return output
 
 
 def _own_columns(weights: Tensor, slots: list[int], block_end: int, window: int | None) -> Tensor:

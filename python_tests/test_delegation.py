@@ -1,0 +1,71 @@
+"""Models with a ``generate`` of their own: ours comes to its loop, or says that it can't."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import zoo
+from tiny import prompts, tiny_model
+from transformers import LlamaForCausalLM
+
+import specdec_ext
+
+
+def of_class(cls):
+    """The tiny Llama as one of ``cls``."""
+    model = copy.deepcopy(tiny_model("llama"))
+    model.__class__ = cls
+    return model
+
+
+class OwnWay(LlamaForCausalLM):
+    def generate(self, input_ids, **kwargs):
+        return input_ids
+
+
+class Ignores(LlamaForCausalLM):
+    def generate(self, input_ids, custom_generate=None, **kwargs):
+        return super().generate(input_ids, **kwargs)
+
+
+class OwnLoop(LlamaForCausalLM):
+    def _sample(self, *args, **kwargs):
+        raise AssertionError("ours runs instead")
+
+
+class Delegates(LlamaForCausalLM):
+    def generate(self, sounds, **kwargs):
+        return super().generate(inputs=sounds, **kwargs)
+
+
+@pytest.mark.parametrize("cls", [OwnWay, Ignores])
+def test_own_way(cls):
+    ids, _ = prompts((5,))
+    with pytest.raises(ValueError, match=rf"{cls.__name__}\.generate .* use model\.generate"):
+        specdec_ext.generate(of_class(cls), ids, max_new_tokens=2, do_sample=False)
+
+
+def test_own_loop():
+    model, (ids, _) = of_class(OwnLoop), prompts((5,))
+    kwargs = {"max_new_tokens": 2, "do_sample": False}
+    with pytest.raises(ValueError, match="OwnLoop draws its tokens in a loop of its own"):
+        specdec_ext.generate(model, ids, **kwargs)
+    with pytest.raises(ValueError, match="OwnLoop draws its tokens in a loop of its own"):
+        model.generate(ids, custom_generate=specdec_ext.custom_generate(), **kwargs)
+
+
+def test_first_parameter_of_another_name():
+    model, (ids, _) = of_class(Delegates), prompts((5,))
+    kwargs = {"max_new_tokens": 4, "do_sample": False}
+    text = specdec_ext.generate(model, sounds=ids, **kwargs)
+    assert torch.equal(text, tiny_model("llama").generate(ids, **kwargs))
+
+
+def test_codebooks():
+    ids, _ = prompts((4,))
+    with pytest.raises(
+        ValueError, match=r"MusicgenForCausalLM\.generate decodes in a way of its own"
+    ):
+        specdec_ext.generate(zoo.build("musicgen"), ids, max_new_tokens=2)
