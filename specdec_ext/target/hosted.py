@@ -124,9 +124,8 @@ class HostedTarget(Target):
 
     def _advanced(self, kwargs: dict[str, Any], outputs: Any, tokens: int) -> dict[str, Any]:
         """What ``generate`` prepared, with the caches of ``outputs`` and for ``tokens`` more columns."""
-        for _ in range(
-            tokens
-        ):  # as in transformers' own loop: for some inputs several at once are wrong
+        # One by one like transformers' own loop: for some inputs several at once are not the same.
+        for _ in range(tokens):
             kwargs = self.model._update_model_kwargs_for_generation(  # type: ignore[operator]
                 outputs, dict(kwargs), is_encoder_decoder=self._encodes
             )
