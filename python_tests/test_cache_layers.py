@@ -9,6 +9,7 @@ import functools
 
 import pytest
 import torch
+import zoo
 from lossless import BATCHES
 from tiny import CACHES, ScriptedDrafter, generated, noisy_chain, prompts, random_tree, tiny_model
 from transformers import DynamicCache
@@ -44,6 +45,17 @@ def test_blocks_of_slots_allow_chains_of_one_row():
     support = specdec_ext.supports(tiny_model("minimax_m3"))
     assert (support.chain, support.tree, support.batch) == (True, False, False)
     assert "cache slots" in support.reasons[0]
+
+
+def test_git_is_decoded_by_transformers_in_batches():
+    """With padding its text in a batch is not that of its rows alone; ``generate``'s text is what counts."""
+    model = zoo.build("git")
+    assert specdec_ext.supports(model).tree and not specdec_ext.supports(model).batch
+    ids, mask = prompts((12, 3, 9))
+    kwargs = dict(attention_mask=mask, max_new_tokens=8, do_sample=False)
+    with pytest.warns(UserWarning, match="without speculation in a batch of 3"):
+        ours = specdec_ext.generate(model, ids, drafter="ngram", **kwargs)
+    assert torch.equal(ours, model.generate(ids, **kwargs))
 
 
 def index_keys(rows: int, slots: int, start: int = 0) -> torch.Tensor:

@@ -109,6 +109,9 @@ def supports(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) ->
     if any(selects_by_slot(layer) for layer in cache.layers):
         reason = "its sparse attention selects tokens by the cache slots they lie in"
         return Support(True, tree=False, batch=False, rollback="compact", reasons=(reason,))
+    if any(hasattr(module, "image_patch_tokens") for module in model.modules()):
+        reason = "it shifts padding masks by the tokens of an image, even where there is none"
+        return Support(True, tree=True, batch=False, rollback="compact", reasons=(reason,))
     return Support(chain=True, tree=True, batch=True, rollback="compact")
 
 
