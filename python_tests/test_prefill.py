@@ -198,7 +198,8 @@ def test_recurrent_layers(models, kind, lengths):  # noqa: F811
 @pytest.mark.slow
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_every_architecture(name):
-    """The text of transformers' own chunks; Doge's is another than that of a prompt in one pass."""
+    """The text of a prompt in one pass. Chunks of Doge and Moshi have one of their own, with transformers,
+    too; those of Jamba with transformers alone, whose Mamba-1 mixers forget their states."""
     try:
         model = zoo.build(name)
         ids = prompts((17, 17))[0]
@@ -216,7 +217,7 @@ def test_every_architecture(name):
     except (RuntimeError, ValueError) as error:
         pytest.skip(f"not served without chunks: {error}")
     actual = specdec_ext.generate(model, ids, drafter=None, prefill_chunk_size=5, **kwargs)
-    assert torch.equal(actual, chunked)
+    assert torch.equal(actual, chunked if name in ("doge", "moshi") else expected)
 
 
 class LargestTensor(TorchDispatchMode):
