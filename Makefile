@@ -31,16 +31,17 @@ OTHER := .venv-transformers-$(VERSION)
 
 export SPECDEC_CUDA
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-transformers lint format wheel bench bench-ops kernel-report gpu-check clean
+.PHONY: help demo test test-slow test-transformers test-architectures lint format wheel bench bench-ops \
+  kernel-report gpu-check clean
 
 help: ## list the targets (default)
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(BUILD) ## set up, then stream a marked completion and compare with Hugging Face generate
 	$(BIN)/specdec demo $(ARGS)
 
 test: $(BUILD) ## set up, then run the test suite
-	$(PYTEST) -m "not slow and not emulated" $(PARALLEL) $(ARGS)
+	$(PYTEST) -m "not slow and not sweep and not emulated" $(PARALLEL) $(ARGS)
 	$(SANITIZERS) $(PYTEST) -m "emulated and not slow" $(PARALLEL) $(ARGS) $(if $(ARGS),|| test $$? = 5)
 
 test-slow: $(BUILD) ## set up, then run the tests marked slow, which `make test` leaves out
@@ -49,8 +50,12 @@ test-slow: $(BUILD) ## set up, then run the tests marked slow, which `make test`
 
 # Ops and packaging don't meet transformers.
 test-transformers: $(BUILD) $(OTHER)/.stamp ## set up, then run the tests on another transformers: VERSION=5.17.0
-	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest python_tests -m "not slow and not emulated" $(PARALLEL) \
-	  --ignore-glob='*/test_ops_*' --ignore-glob='*/test_packaging.py' $(ARGS)
+	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest python_tests -m "not slow and not sweep and not emulated" \
+	  $(PARALLEL) --ignore-glob='*/test_ops_*' --ignore-glob='*/test_packaging.py' $(ARGS)
+
+# On another transformers: make test-transformers ARGS="-m sweep --verdicts profiling/results".
+test-architectures: $(BUILD) ## judge every architecture of the installed transformers, and write the table
+	$(PYTEST)/test_architectures.py -m sweep $(PARALLEL) --verdicts profiling/results $(ARGS)
 
 lint: $(REQUIREMENTS) ## check style and types of Python and C++ code, changing nothing
 	$(BIN)/ruff check .

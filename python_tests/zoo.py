@@ -22,6 +22,8 @@ ARCHITECTURES = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 VOCAB = 97
 LAYERS = 4
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, EXPERTS = 64, 4, 2, 16, 4
+# An indexer's scores are sums over its heads of what is positive: with few, many are zero, and tie.
+INDEX_HEADS = 16
 SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 REACHED = 8  # windows, chunks and top-k end within a few tokens
 UNREACHED = 256
@@ -43,6 +45,7 @@ SIZES = {
     r"(n_mamba|mamba_n|mamba_num)_heads": 2 * HEADS,
     r"rotary_dim": HEAD_DIM // 2,
     r"(?!qk_head_dim)((.*_)?(d_head|head_?dim|dim_head)|kv_channels|d_kv|attention_head_size)": HEAD_DIM,
+    r"index_n_heads": INDEX_HEADS,
     r"(.*_)?heads?(_per_layer)?": HEADS,
     r"num_experts_per_tok(en)?|top_k_experts|moe_(top_?)?k|n_group|num_expert_group": 2,
     r"(.*_)?experts|zero_expert_num": EXPERTS,
@@ -93,7 +96,9 @@ def shrunk(default: PreTrainedConfig, overrides: dict[str, Any]) -> dict[str, An
     if fields.get("tie_word_embeddings"):
         changed["tie_word_embeddings"] = False
     # Attention that does not share keys stays like that; MLA has no other.
-    if fields.get("num_key_value_heads") == fields.get("num_attention_heads"):
+    if fields.get("num_key_value_heads") and (
+        fields["num_key_value_heads"] == fields.get("num_attention_heads")
+    ):
         changed["num_key_value_heads"] = changed.get("num_attention_heads")
     for name, value in overrides.items():
         nested = isinstance(fields.get(name), PreTrainedConfig)
@@ -111,32 +116,27 @@ def tiny_size(field: str, default: Any) -> int | None:
     """What a field with this default becomes, or None if it stays."""
     if isinstance(default, bool) or not isinstance(default, int):
         return None
-    return next(
-        (
-            size
-            for pattern, size in SIZES.items()
-            if re.fullmatch(pattern, field) and size < default
-        ),
-        None,
-    )
+    size = next((size for pattern, size in SIZES.items() if re.fullmatch(pattern, field)), default)
+    return size if size < default else None
 
 
 @torch.no_grad()
 def spread(model: PreTrainedModel) -> None:
     """Random weights of a size that lets tokens differ from each other, and greedy text be varied.
 
-    What is neither an embedding nor a projection (norms, decays, biases of routers) stays as it was made.
+    What models fill with something else than small random numbers (norms, decays) stays, if it isn't zero:
+    zeros make ties, and hide what they are multiplied with.
     """
     for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
+        for parameter in module.parameters(recurse=False):
             if isinstance(module, torch.nn.Embedding):
                 parameter.normal_()
-            elif parameter.ndim >= 2:
-                experts = parameter.ndim == 3 and "proj" in name
-                if isinstance(module, Conv1D):
-                    spread_projection(parameter.T)
-                elif isinstance(module, torch.nn.Linear) or experts:
-                    spread_projection(parameter)
+            elif isinstance(module, Conv1D) and parameter.ndim == 2:
+                spread_projection(parameter.T)
+            elif not parameter.any():
+                parameter.normal_(std=0.1)
+            elif parameter.ndim >= 2 and 0 < parameter.std() < 0.2:
+                spread_projection(parameter)
     model.tie_weights()
 
 
@@ -161,7 +161,7 @@ _DOTS3_WINDOWS = {
     "swa_v_head_dim": HEAD_DIM,
 }
 _INDEXER = {
-    "indexer_n_heads": 2,
+    "indexer_n_heads": INDEX_HEADS,
     "indexer_kv_heads": 1,
     "indexer_head_dim": HEAD_DIM,
     "indexer_budget": REACHED,
@@ -187,6 +187,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 8,
         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
     },
+    # Beyond its window it keeps the best of equal tokens, which tie but for rounding.
+    "doge": {"keep_window_size": UNREACHED},
     "dots1": _MOE,
     "dots3_note_text": _DOTS3_WINDOWS,
     "dots3_note": {
@@ -205,15 +207,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoeshared": {"shared_intermediate_size": HIDDEN},
     "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
     "hunyuan_v1_moe": {"head_dim": HEAD_DIM, "num_experts": EXPERTS, "moe_topk": 2},
-    "inkling_text": {"logits_mup_width_multiplier": 1.0, "log_scaling_n_floor": REACHED},
-    "inkling2_text": {"log_scaling_n_floor": REACHED},
+    "inkling_text": {"logits_mup_width_multiplier": 1.0, "log_scaling_n_floor": UNREACHED},
+    "inkling2_text": {"log_scaling_n_floor": UNREACHED},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "llama4": {"text_config": {"floor_scale": REACHED}},
     "llama4_text": {"floor_scale": REACHED},
     "mamba2": {"num_heads": 2 * HEADS},
     "ministral": {"head_dim": HEAD_DIM},
     "mllama": {"text_config": {"cross_attention_layers": [1]}},
+    "mpt": {"use_cache": True},
     "musicgen": {"decoder": {"num_codebooks": 1}},
     "musicgen_melody": {"decoder": {"num_codebooks": 1}},
     "nemotron": {"num_key_value_heads": KV_HEADS},
@@ -241,11 +245,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 # Further models: what the defaults of their architecture leave out.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert+encoder": ("bert", {"is_decoder": False}),  # sees the tokens after it
-    "doge+full": ("doge", {"keep_window_size": UNREACHED}),
     "falcon+alibi": ("falcon", {"alibi": True}),
     "gemma4_text+shared": ("gemma4_text", {"num_kv_shared_layers": 2}),
+    "inkling_text+scaled": ("inkling_text", {"log_scaling_n_floor": REACHED}),
     "kolibri1+full": ("kolibri1", {"sliding_window": UNREACHED}),
     "moshi+full": ("moshi", {"sliding_window": UNREACHED}),
+    "mpt+uncached": ("mpt", {"use_cache": False}),
     "qwen2+window": (
         "qwen2",
         {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"] * 2},

@@ -46,6 +46,20 @@ def rotation_change(config: PreTrainedConfig, span: Span) -> str | None:
     return None
 
 
+def selection_change(config: PreTrainedConfig, span: Span) -> str | None:
+    """Why a call over ``span`` can't be speculated on, if it can't.
+
+    From some length on Doge attends to the best of the tokens alone. Equal ones tie but for rounding.
+    """
+    limit = getattr(config, "keep_window_size", None)
+    if limit is None or span.end <= limit:
+        return None
+    return (
+        f"from {limit} tokens on it keeps the best of them, equal ones as they happen to be rounded, and "
+        f"this call may reach {span.end} (max_new_tokens)"
+    )
+
+
 def scale_change(config: PreTrainedConfig, span: Span) -> str | None:
     """Why a call over ``span`` can't have trees and ragged rows, if it can't.
 

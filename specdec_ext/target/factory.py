@@ -8,7 +8,12 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from specdec_ext.target.context_limit import Span, rotation_change, scale_change
+from specdec_ext.target.context_limit import (
+    Span,
+    rotation_change,
+    scale_change,
+    selection_change,
+)
 from specdec_ext.target.hosted import HostedTarget
 from specdec_ext.target.model import Target
 from specdec_ext.target.slots import SlotTarget
@@ -53,7 +58,7 @@ def make_target(
 
 def _over_span(support: Support, config: PreTrainedConfig, span: Span) -> Support:
     """The verdict for a call of this length."""
-    if change := rotation_change(config, span):
+    if change := rotation_change(config, span) or selection_change(config, span):
         return Support(False, False, False, "none", (*support.reasons, change))
     if change := scale_change(config, span):
         return replace(support, tree=False, batch=False, reasons=(*support.reasons, change))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from specdec_ext.compat import (
     ONE_TOKEN_MODELS,
@@ -127,6 +127,10 @@ def _slot_obstacles(model: PreTrainedModel) -> list[str]:
         return ["its cache takes one token at a time"]
     if _lost_scans(model):
         return ["its Mamba mixers do not hand states to their scans"]
+    if _sees_later_tokens(config):
+        return ["its tokens read those after them (is_decoder=False)"]
+    if _has_part(model, "image_patch_tokens"):  # GIT
+        return ["it masks the paddings of a batch as if an image came before the text"]
     if not {"past_key_values", "cache_params"} & set(parameters):
         return ["its forward takes no cache of transformers"]
     if not model._supports_default_dynamic_cache():  # type: ignore[operator]
@@ -200,6 +204,8 @@ def _chain_obstacle(model: PreTrainedModel, rollback: Rollback) -> str | None:
         return "a pass over several is not the same"
     if _lost_scans(model):
         return "a pass over several tokens would start from none"
+    if _sees_later_tokens(model.config.get_text_config(decoder=True)):
+        return "every token changes all before it"
     if not STATES_CONTINUE and _has_states(model):
         return "recurrent layers of this transformers forget their states in a pass over several tokens"
     if _uses(model, _BIDIRECTIONAL_MASKS) and not _uses(model, _CAUSAL_MASKS):
@@ -233,7 +239,16 @@ def _prepares_several(model: PreTrainedModel) -> bool:
 
 
 def _keeps_states(model: PreTrainedModel) -> bool:
-    return any(hasattr(module, "recurrent_states") for module in model.modules())
+    return _has_part(model, "recurrent_states")
+
+
+def _has_part(model: PreTrainedModel, attribute: str) -> bool:
+    return any(hasattr(module, attribute) for module in model.modules())
+
+
+def _sees_later_tokens(config: PreTrainedConfig) -> bool:
+    """Whether a model that can be an encoder or a decoder is an encoder."""
+    return getattr(config, "is_decoder", None) is False
 
 
 def _has_states(model: PreTrainedModel) -> bool:

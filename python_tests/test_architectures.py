@@ -1,0 +1,67 @@
+"""Every architecture of transformers: text and logits of its own generation, or a reason why not.
+
+`make test-architectures` judges them all and writes the table; the suite judges one of every kind.
+"""
+
+from __future__ import annotations
+
+import pytest
+import verdicts
+import zoo
+from tiny import noisy_chain, oracle_chain, oracle_tree, prompts, random_tree
+
+import specdec_ext
+
+# One of every kind of attention, cache, position and mask.
+REPRESENTATIVE = {
+    "exact-tree": [
+        *(
+            "bart",
+            "bert",
+            "bloom",
+            "deepseek_v3",
+            "deepseek_v32",
+            "falcon",
+            "gemma2",
+            "gemma3n_text",
+        ),
+        *("gpt2", "gpt_neo", "gpt_oss", "llama", "llama4_text", "mixtral", "mpt", "opt", "phi3"),
+    ],
+    "exact-chain": [
+        "falcon_h1",
+        "git",
+        "jamba",
+        "lfm2",
+        "mamba",
+        "mamba2",
+        "openai-gpt",
+        "qwen3_next",
+        "rwkv",
+    ],
+    "exact-plain": ["bert+encoder", "xlm"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome"),
+    [(name, outcome) for outcome, names in REPRESENTATIVE.items() for name in names],
+)
+def test_representative(name, outcome):
+    verdict = verdicts.judge(name, [oracle_chain, noisy_chain, oracle_tree, random_tree], 14)
+    assert verdict.outcome == outcome, verdict
+
+
+def test_what_rounding_decides_is_not_speculated_on():
+    """Behind its window Doge keeps the best of equal tokens, whichever rounding made the best."""
+    model, (ids, _) = zoo.build("doge"), prompts((11,))
+    arguments = {"do_sample": False, "max_new_tokens": 250}
+    with pytest.raises(ValueError, match=r"from 256 tokens on it keeps the best of them"):
+        specdec_ext.generate(model, ids, drafter="ngram", **arguments)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", [*zoo.ARCHITECTURES, *zoo.VARIANTS])
+def test_every(name, record_property):
+    verdict = verdicts.judge(name)
+    record_property("verdict", verdict.row())
+    assert verdict.outcome not in verdicts.FAILURES, verdict
