@@ -23,6 +23,8 @@ from tiny import (
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
     PreTrainedModel,
     WhisperConfig,
     WhisperForConditionalGeneration,
@@ -90,6 +92,18 @@ def build(kind: str, attn_implementation: str | None = None) -> PreTrainedModel:
     defaults.eos_token_id = defaults.forced_eos_token_id = defaults.forced_bos_token_id = None
     defaults.pad_token_id, defaults.decoder_start_token_id, defaults.num_beams = 0, START, 1
     return model.eval()
+
+
+class Dictates(LogitsProcessor):
+    """Lets nothing but ``text`` be said."""
+
+    def __init__(self, text: list[int]):
+        self.text = text
+
+    def __call__(self, input_ids, scores):
+        only = torch.full_like(scores, -torch.inf)
+        only[:, self.text[input_ids.shape[1] - 1]] = 0.0
+        return only
 
 
 def inputs(rows: int, seed: int = 1) -> dict[str, Tensor]:
@@ -184,6 +198,27 @@ def test_one_seed_is_one_text():
         assert torch.equal(
             specdec_ext.generate(model, **inputs(1), drafter=drafter, **kwargs), plain
         )
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "suffix"])
+def test_copies_from_what_the_encoder_reads(drafter):
+    """A text that the encoder has read is drafted from there: summaries and translations copy."""
+    model = build("t5")
+    kwargs = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    ids = inputs(1)["input_ids"]
+    text = model.generate(ids, **kwargs)[:, 1:]
+    processors = LogitsProcessorList([Dictates(text[0].tolist())])
+    ids = torch.cat([ids, text], dim=1)
+    output = specdec_ext.generate(
+        model,
+        ids,
+        drafter=drafter,
+        logits_processor=processors,
+        return_dict_in_generate=True,
+        **kwargs,
+    )
+    assert torch.equal(output.sequences[:, 1:], text)
+    assert output.speculation.accepted_tokens > NEW_TOKENS // 2
 
 
 def test_draft_model_of_the_same_vocabulary():

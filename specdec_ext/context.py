@@ -39,8 +39,10 @@ class Context:
         draw: Callable[[Tensor, Sequence[int], Sequence[int]], Tensor],
         sample: Callable[[Tensor, int, Sequence[int], Sequence[int]], tuple[Tensor, Tensor]],
         offset: int = 0,
+        encoder_ids: Tensor | None = None,
     ):
         self.input_ids = input_ids
+        self._encoder_ids = encoder_ids
         self.attention_mask = attention_mask
         self.offset = offset
         self.max_length = max_length
@@ -100,6 +102,10 @@ class Context:
                 ]
             self._prompt_texts = texts
         return self._prompt_texts[row]
+
+    def source(self, row: int) -> list[int]:
+        """What the encoder reads of original row ``row``, paddings included; nothing without an encoder."""
+        return [] if self._encoder_ids is None else self._encoder_ids[row].tolist()
 
     def text(self, row: int) -> list[int]:
         """All tokens of original row ``row`` so far, paddings left out."""

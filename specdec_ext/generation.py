@@ -153,6 +153,7 @@ def custom_generate(
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> Tensor | AnyOutput:
         check_config(generation_config)
@@ -181,6 +182,7 @@ def custom_generate(
                 else [0] * len(input_ids),
                 verification,
                 streamer,
+                inputs_tensor if model.config.is_encoder_decoder else None,
                 **model_kwargs,
             )
 
@@ -198,6 +200,7 @@ def _decode(
     seeds: list[int],
     verification: str,
     streamer: Any,
+    encoder_input: Tensor | None = None,
     past_key_values: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | AnyOutput:
@@ -232,6 +235,7 @@ def _decode(
         sampler.draw,
         sampler.sample,
         target.offset,
+        _ids_of(encoder_input, len(input_ids), target.vocab_size),
     )
     stream = TokenStream(streamer, context) if streamer is not None else None
     decoder = Decoder(target, drafter, sampler, stop, context, recorder, stream)
@@ -254,6 +258,15 @@ def _span(input_ids: Tensor, cache: Any, inputs: dict[str, Any], stop: StopRule)
     shortest = columns if mask is None else int(mask.sum(dim=-1).min())
     end = stop.max_length + columns - input_ids.shape[1]
     return Span(rows, min(held or shortest, shortest), end)
+
+
+def _ids_of(encoder_input: Tensor | None, batch: int, vocab_size: int) -> Tensor | None:
+    """``[batch, columns]`` ids that the encoder reads, if it reads ids that the decoder may write."""
+    if encoder_input is None or encoder_input.ndim != 2 or encoder_input.is_floating_point():
+        return None
+    if int(encoder_input.max()) >= vocab_size:
+        return None
+    return encoder_input.repeat_interleave(batch // len(encoder_input), dim=0)
 
 
 def _served(target: Target, drafter: Drafter | None, explicit: bool, batch: int) -> Drafter | None:

@@ -45,7 +45,7 @@ class NgramDrafter(RetrievalDrafter):
         self._indexes = []
         for row in range(len(context.generated)):
             index = NgramIndex(self.min_ngram, self.max_ngram)
-            index.extend(np.array(context.prompt(row), dtype=np.int64))
+            index.extend(np.array(context.source(row) + context.prompt(row), dtype=np.int64))
             self._indexes.append(index)
         self._known = [0] * len(self._indexes)
 

@@ -180,7 +180,8 @@ class SuffixDrafter(RetrievalDrafter):
         self._requests = []
         for row in range(len(context.generated)):
             request = SuffixIndex()
-            request.append(np.array(context.prompt(row), dtype=np.int64))
+            text = context.source(row) + context.prompt(row)
+            request.append(np.array(text, dtype=np.int64))
             self._requests.append(request)
         self._known = [0] * len(self._requests)
         self._unfinished = set(context.rows)
