@@ -13,10 +13,10 @@ import zoo
 from lossless import BATCHES
 from tiny import CACHES, ScriptedDrafter, generated, noisy_chain, prompts, random_tree, tiny_model
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicIndexedLayer
 from tree_logits import check_tree_logits
 
 import specdec_ext
+from specdec_ext.compat import NEEDS_MASK, DynamicIndexedLayer
 from specdec_ext.target.adoption import adopt_cache
 from specdec_ext.target.indexed import IndexedRollbackLayer
 from specdec_ext.target.masks import BlockVisibility, unpack_ancestors
@@ -26,6 +26,10 @@ TREES = [name for name in CACHES if name != "minimax_m3"]
 
 @pytest.mark.parametrize("name", TREES)
 def test_trees_score_what_their_branches_would(name):
+    if NEEDS_MASK and name.startswith("doge"):
+        pytest.skip(
+            "up to transformers 5.17 Doge reads ahead in a prompt, so a branch is no prompt"
+        )
     check_tree_logits(tiny_model(name), (12, 3, 9, 5))
 
 
@@ -49,6 +53,8 @@ def test_blocks_of_slots_allow_chains_of_one_row():
 
 def test_git_is_decoded_by_transformers_in_batches():
     """With padding its text in a batch is not that of its rows alone; ``generate``'s text is what counts."""
+    if NEEDS_MASK:
+        pytest.skip("up to transformers 5.17 Git is decoded one token at a time, see compat")
     model = zoo.build("git")
     assert specdec_ext.supports(model).tree and not specdec_ext.supports(model).batch
     ids, mask = prompts((12, 3, 9))

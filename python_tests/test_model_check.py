@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 import specdec_ext
 from specdec_ext import ModelCheck, Support, check_model, model_check
-from specdec_ext.model_check import DEPTH, PROMPT_TOKENS
+from specdec_ext.drafters.scripted import DEPTH, Script
+from specdec_ext.model_check import PROMPT_TOKENS
 
 
 def verdicts(found: ModelCheck) -> dict[str, str]:
@@ -102,13 +103,13 @@ def test_a_mask_that_ignores_the_tree():
     assert found == dict.fromkeys(ALL, "exact") | {"tree": "wrong"}
 
 
-def test_rows_that_read_each_other():
-    model = broken(lambda mlp, x: mlp(x + 0.3 * (x.roll(1, dims=0) - x)))
+def test_blocks_of_several_rows_that_read_each_other():
+    model = broken(lambda mlp, x: mlp(x + 0.3 * (x.roll(1, dims=0) - x) if is_block(x) else x))
     assert verdicts(check_model(model)) == dict.fromkeys(ALL, "exact") | {"batch": "wrong"}
 
 
 def test_nothing_drafted_is_no_proof(monkeypatch):
-    monkeypatch.setattr(model_check._Script, "propose", lambda self, context: root(context))
+    monkeypatch.setattr(Script, "propose", lambda self, context: root(context))
     found = check_model(tiny_model("llama"))
     assert verdicts(found) == dict.fromkeys(ALL, "idle") | {"single step": "exact"}
     assert not found.holds

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING
 
+from torch import Tensor
 from transformers import GenerationConfig, cache_utils
 from transformers.cache_utils import DynamicLayer
 
@@ -67,6 +68,11 @@ def cropped_length(length: int, argument: int) -> int:
             "a positive value meant an absolute length in older transformers and is ambiguous"
         )
     return min(length, argument)
+
+
+def index_positions(layer: DynamicIndexedLayer) -> Tensor | None:
+    """``[dims, rows, length]`` positions of a layer's index keys, which it has a place for after 5.17."""
+    return getattr(layer, "indexer_position_ids", None)
 
 
 # Up to 5.17 ``generate`` gives every model a mask, if only of ones, and some rely on it (Git, Moshi).

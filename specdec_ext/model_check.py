@@ -7,7 +7,7 @@ with drafts that are right, wrong or both, and compares the logits of every toke
 - chain: right drafts, so several tokens in one pass;
 - rollback: wrong, half right and right drafts in turn, so what was rejected must leave nothing behind;
 - tree: the right text as first, middle and last branch among wrong ones, so branches must not see each other;
-- batch: rows of different lengths, of which each accepts another part of its drafts, against each row alone.
+- batch: rows of different lengths, of which each accepts another part of its drafts.
 
 Two ways to compute the same logits round differently. What rounding can do to this model is measured: the
 *noise* is how far the law's own logits move if the embeddings are changed in their last bit. Larger
@@ -17,7 +17,7 @@ the two apart here: it measures rounding by passes of several tokens, which are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,19 +25,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec_ext.context import Context
-from specdec_ext.drafters.base import Drafter
+from specdec_ext.drafters.scripted import Script, Shape, branches, mixed, mixed_branches, right
 from specdec_ext.generation import generate
 from specdec_ext.target import Support, supports
-from specdec_ext.tree import DraftTree
 
 Verdict = Literal["exact", "near-tie", "wrong", "idle"]
-# (the next right tokens, vocabulary, count of drafts so far) -> paths of the tree
-Shape = Callable[[list[int], int, int], list[list[int]]]
 
 PROMPT_TOKENS = 24
-# Draft tokens in one pass; passes of a few tokens show what passes of many would.
-DEPTH = 4
 # Rows with embeddings of their own whose noise is measured in one pass.
 COPIES = 4
 # Another formula for the same, such as a scan in chunks for a recurrence, has been seen to differ by 6 times
@@ -93,15 +87,17 @@ class ModelCheck:
 
 @dataclass(frozen=True)
 class _Law:
-    """What Hugging Face ``generate`` makes of one prompt.
+    """What Hugging Face ``generate`` makes of prompts.
 
     Attributes:
-        tokens: the new ones.
-        logits: ``[new, vocab]`` float32.
+        inputs: ``input_ids`` and ``attention_mask``, ``[rows, columns]``, and what else there is.
+        tokens: ``[rows, new]``.
+        logits: ``[rows, new, vocab]`` float32.
         bound: of differences of its logits that rounding explains.
     """
 
-    tokens: list[int]
+    inputs: dict[str, Any]
+    tokens: list[list[int]]
     logits: Tensor
     bound: float = 0.0
 
@@ -131,29 +127,30 @@ def check_model(
             f"input_ids is {tuple(input_ids.shape)}; expected one prompt, [1, length], of two tokens or more"
         )
     support = supports(model)
-    texts = [input_ids]
+    limits = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens, "use_cache": True}
+    law = _law(model, {**_batch([input_ids]), **limits, **inputs})
+    checks = [_check(model, "single step", law, None)]
+    if support.chain:
+        checks += [_check(model, "chain", law, right), _check(model, "rollback", law, mixed)]
+    if support.tree:
+        checks.append(_check(model, "tree", law, branches))
     if support.batch and not inputs:
         third = -(-input_ids.shape[1] // 3)
-        texts += [input_ids[:, third:], input_ids[:, -third:]]
-    limits = {
-        "max_new_tokens": max_new_tokens,
-        "min_new_tokens": max_new_tokens,
-        "use_cache": True,
-        **inputs,
-    }
-    laws = [_law(model, text, limits) for text in texts]
-
-    def check(name: str, shape: Shape | None, rows: int = 1) -> Check:
-        return _check(model, name, texts[:rows], laws[:rows], shape, limits)
-
-    checks = [check("single step", None)]
-    if support.chain:
-        checks += [check("chain", _right), check("rollback", _mixed)]
-    if support.tree:
-        checks.append(check("tree", _branches))
-    if len(texts) > 1:
-        checks.append(check("batch", _mixed_branches if support.tree else _mixed, len(texts)))
+        texts = [input_ids, input_ids[:, third:], input_ids[:, -third:]]
+        law = _law(model, {**_batch(texts), **limits})
+        shape = mixed_branches if support.tree else mixed
+        checks.append(_check(model, "batch", law, shape))
     return ModelCheck(support, tuple(checks))
+
+
+def _batch(texts: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Texts ``[1, length]``, padded on the left."""
+    width = max(text.shape[1] for text in texts)
+    ids = torch.zeros(len(texts), width, dtype=torch.long, device=texts[0].device)
+    mask = torch.zeros_like(ids)
+    for row, text in enumerate(texts):
+        ids[row, width - text.shape[1] :], mask[row, width - text.shape[1] :] = text[0], 1
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def _random_prompt(model: PreTrainedModel) -> Tensor:
@@ -163,27 +160,29 @@ def _random_prompt(model: PreTrainedModel) -> Tensor:
     return ids.to(model.device)
 
 
-def _law(model: PreTrainedModel, input_ids: Tensor, limits: dict[str, Any]) -> _Law:
-    output = _plain(model, input_ids, limits)
-    logits = torch.stack([step[0].float() for step in output.logits])
-    law = _Law(output.sequences[0, -len(logits) :].tolist(), logits)
-    least = torch.finfo(model.dtype).eps * float(logits.abs().max())
-    return replace(law, bound=SLACK * max(least, _noise(model, input_ids, law, limits)))
+# A greedy text whose logits can be compared.
+_GREEDY: dict[str, Any] = {
+    "do_sample": False,
+    "num_beams": 1,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
 
 
-def _plain(model: PreTrainedModel, input_ids: Tensor, limits: dict[str, Any]) -> Any:
-    return model.generate(  # type: ignore[operator]
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        do_sample=False,
-        num_beams=1,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **limits,
-    )
+def _law(model: PreTrainedModel, inputs: dict[str, Any]) -> _Law:
+    output: Any = model.generate(**inputs, **_GREEDY)  # type: ignore[operator]
+    law = _Law(inputs, *_new(output))
+    least = torch.finfo(model.dtype).eps * float(law.logits.abs().max())
+    return replace(law, bound=SLACK * max(least, _noise(model, law)))
 
 
-def _noise(model: PreTrainedModel, input_ids: Tensor, law: _Law, limits: dict[str, Any]) -> float:
+def _new(output: Any) -> tuple[list[list[int]], Tensor]:
+    """Tokens and logits of what was generated."""
+    logits = torch.stack(output.logits, dim=1).float()
+    return output.sequences[:, -logits.shape[1] :].tolist(), logits
+
+
+def _noise(model: PreTrainedModel, law: _Law) -> float:
     generator = torch.Generator().manual_seed(0)
 
     def flip_last_bits(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -192,112 +191,57 @@ def _noise(model: PreTrainedModel, input_ids: Tensor, law: _Law, limits: dict[st
 
     copies = {
         name: value.repeat_interleave(COPIES, 0) if isinstance(value, Tensor) else value
-        for name, value in limits.items()
+        for name, value in law.inputs.items()
     }
     hook = model.get_input_embeddings().register_forward_hook(flip_last_bits)
     try:
-        output = _plain(model, input_ids.repeat(COPIES, 1), copies)
+        output: Any = model.generate(**copies, **_GREEDY)  # type: ignore[operator]
     finally:
         hook.remove()
-    tokens = output.sequences[:, -len(law.tokens) :].tolist()
-    logits = torch.stack(output.logits, dim=1).float()
-    return max(_difference(law, row, logits[i])[0] for i, row in enumerate(tokens))
+    differences = _differences(law, *_new(output), copies=COPIES)
+    return max(difference for difference, _, _ in differences)
+
+
+def _differences(
+    law: _Law, tokens: list[list[int]], logits: Tensor, copies: int = 1
+) -> list[tuple[float, int, float | None]]:
+    """Per row: largest difference of a logit, tokens compared, the gap where the texts part if they do."""
+    return [
+        _difference(law.tokens[row // copies], law.logits[row // copies], tokens[row], logits[row])
+        for row in range(len(tokens))
+    ]
 
 
 def _difference(
-    law: _Law, tokens: Sequence[int], logits: Tensor
+    law: list[int], law_logits: Tensor, tokens: list[int], logits: Tensor
 ) -> tuple[float, int, float | None]:
-    """Largest difference of a logit, tokens compared, and the gap where the texts part if they do."""
-    same = [ours == theirs for ours, theirs in zip(tokens, law.tokens, strict=True)]
+    same = [ours == theirs for ours, theirs in zip(tokens, law, strict=True)]
     parts = same.index(False) if False in same else None
     compared = len(same) if parts is None else parts + 1
-    delta = float((logits[:compared] - law.logits[:compared]).abs().max())
+    delta = float((logits[:compared] - law_logits[:compared]).abs().max())
     if parts is None:
         return delta, compared, None
-    scores = law.logits[parts]
-    return delta, compared, float(scores[law.tokens[parts]] - scores[tokens[parts]])
+    scores = law_logits[parts]
+    return delta, compared, float(scores[law[parts]] - scores[tokens[parts]])
 
 
-def _check(
-    model: PreTrainedModel,
-    name: str,
-    texts: list[Tensor],
-    laws: list[_Law],
-    shape: Shape | None,
-    limits: dict[str, Any],
-) -> Check:
-    width = max(text.shape[1] for text in texts)
-    ids = torch.zeros(len(texts), width, dtype=torch.long, device=texts[0].device)
-    mask = torch.zeros_like(ids)
-    for row, text in enumerate(texts):
-        ids[row, width - text.shape[1] :], mask[row, width - text.shape[1] :] = text[0], 1
-    vocab = laws[0].logits.shape[-1]
-    drafter = None if shape is None else _Script([law.tokens for law in laws], vocab, shape)
-    output: Any = generate(
-        model,
-        ids,
-        attention_mask=mask,
-        drafter=drafter,
-        do_sample=False,
-        num_beams=1,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **limits,
-    )
-    tokens = output.sequences[:, -len(laws[0].tokens) :].tolist()
-    logits = torch.stack(output.logits, dim=1).float()
-    found = [_difference(law, tokens[i], logits[i]) for i, law in enumerate(laws)]
-    deltas, compared, gaps = zip(*found, strict=True)
+def _check(model: PreTrainedModel, name: str, law: _Law, shape: Shape | None) -> Check:
+    drafter = None if shape is None else Script(law.tokens, law.logits.shape[-1], shape)
+    output: Any = generate(model, **law.inputs, **_GREEDY, drafter=drafter)
+    deltas, compared, gaps = zip(*_differences(law, *_new(output)), strict=True)
     parted = [gap for gap in gaps if gap is not None]
     accepted = output.speculation.accepted_tokens
     verdict: Verdict = "near-tie" if parted else "exact"
-    bound = max(law.bound for law in laws)
-    if max(deltas) > bound:
+    if max(deltas) > law.bound:
         verdict = "wrong"
     elif drafter is not None and not accepted:
         verdict = "idle"
     return Check(
-        name, verdict, max(deltas), bound, sum(compared), accepted, max(parted, default=None)
+        name,
+        verdict,
+        max(deltas),
+        law.bound,
+        sum(compared),
+        accepted,
+        max(parted, default=None),
     )
-
-
-class _Script(Drafter):
-    """Drafts what a shape makes of the law's text, row by row."""
-
-    def __init__(self, answers: list[list[int]], vocab: int, shape: Shape):
-        self._answers, self._vocab, self._shape = answers, vocab, shape
-        self._drafts = 0
-
-    def propose(self, context: Context) -> DraftTree:
-        paths = []
-        for row in context.rows:
-            done = len(context.generated[row])
-            right = self._answers[row][done : done + DEPTH]
-            paths.append(self._shape(right, self._vocab, self._drafts + row))
-        self._drafts += 1
-        return DraftTree.from_paths(context.roots, paths)
-
-
-def _wrong(tokens: list[int], vocab: int, by: int = 1) -> list[int]:
-    return [(token + by) % vocab for token in tokens]
-
-
-def _right(right: list[int], vocab: int, turn: int) -> list[list[int]]:
-    return [right]
-
-
-def _mixed(right: list[int], vocab: int, turn: int) -> list[list[int]]:
-    half = len(right) // 2
-    return [[_wrong(right, vocab), right[:half] + _wrong(right[half:], vocab), right][turn % 3]]
-
-
-def _branches(right: list[int], vocab: int, turn: int) -> list[list[int]]:
-    """The right branch at a place that changes; one of the others leaves it after the first token."""
-    others = [_wrong(right, vocab, 2), right[:1] + _wrong(right[1:], vocab)]
-    others.insert(turn % 3, right)
-    return others
-
-
-def _mixed_branches(right: list[int], vocab: int, turn: int) -> list[list[int]]:
-    drafts = _mixed(right, vocab, turn)[0]
-    return [_wrong(right, vocab, 2), drafts, right[:1] + _wrong(right[1:], vocab, 3)]

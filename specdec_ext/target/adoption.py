@@ -106,10 +106,12 @@ def attention_windows(cache: Cache, config: PreTrainedConfig) -> list[int | None
 
     A layer that keeps nothing may still attend: to the keys of the last layer of its own type.
     """
-    kinds = getattr(config, "layer_types", None) or [None] * len(cache.layers)
+    kinds: Any = getattr(config, "layer_types", None) or [None] * len(cache.layers)
     kept: dict[str | None, int | None] = {}
     windows = []
-    for kind, layer in zip(kinds, cache.layers, strict=True):
+    # Where transformers has no DummyLayer, the last layers that keep nothing have no place in the cache.
+    layers = [*cache.layers, *(DummyLayer() for _ in kinds[len(cache.layers) :])]
+    for kind, layer in zip(kinds, layers, strict=True):
         if isinstance(layer, RollbackLayer):
             kept[kind] = layer.window
         elif not isinstance(layer, DummyLayer) or kind not in kept:

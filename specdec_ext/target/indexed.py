@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec_ext.compat import index_positions
 from specdec_ext.target.cache import GROWTH, RollbackLayer
 
 
@@ -97,7 +98,7 @@ class IndexedRollbackLayer(RollbackLayer):
         if hasattr(layer, "update_indexer"):
             if layer.indexer_keys is not None:
                 self.update_indexer(layer.indexer_keys)
-            self.indexer_position_ids = layer.indexer_position_ids
+            self.indexer_position_ids = index_positions(layer)
         elif layer.idx_keys is not None:
             self.update_index(layer.idx_keys)
 
