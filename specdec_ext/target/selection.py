@@ -56,12 +56,14 @@ def _select_alone(
         arguments: dict[str, Any], rows: Tensor, nodes: Tensor, slots: Tensor
     ) -> dict[str, Any]:
         def pick(tensor: Tensor) -> Tensor:
-            return tensor.expand(len(block.block), -1, -1)[rows, nodes][:, None]
+            return tensor.expand(len(block.block), *tensor.shape[1:])[rows, nodes][:, None]
 
         layer = arguments["past_key_values"].layers[indexer.layer_idx]
+        # Queries may come from the hidden states alone, and be scaled by position.
+        given = [name for name in ("q_resid", "position_ids") if name in arguments]
         return {
+            **{name: pick(arguments[name]) for name in given},
             "hidden_states": pick(arguments["hidden_states"]),
-            "q_resid": pick(arguments["q_resid"]),
             "position_embeddings": tuple(map(pick, arguments["position_embeddings"])),
             "attention_mask": pick(arguments["attention_mask"]).gather(-1, slots[:, None]),
             "past_key_values": _Keys(layer.indexer_keys[rows[:, None], slots]),

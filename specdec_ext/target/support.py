@@ -248,7 +248,7 @@ def _has_part(model: PreTrainedModel, attribute: str) -> bool:
 
 def _sees_later_tokens(config: PreTrainedConfig) -> bool:
     """Whether a model that can be an encoder or a decoder is an encoder."""
-    return getattr(config, "is_decoder", None) is False
+    return not config.is_encoder_decoder and getattr(config, "is_decoder", None) is False
 
 
 def _has_states(model: PreTrainedModel) -> bool:
