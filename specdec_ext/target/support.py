@@ -123,6 +123,8 @@ def _slot_obstacles(model: PreTrainedModel) -> list[str]:
         return ["its layers keep recurrent states outside of the cache"]
     if model.config.is_encoder_decoder:
         return ["its decoder reads an encoder"]
+    if _drops_tokens(model):
+        return ["its experts take a limited number of tokens"]
     if model.config.model_type in _ONE_TOKEN:
         return ["its cache takes one token at a time"]
     if _lost_scans(model):
@@ -206,6 +208,8 @@ def _chain_obstacle(model: PreTrainedModel, rollback: Rollback) -> str | None:
         return "a pass over several tokens would start from none"
     if _sees_later_tokens(model.config.get_text_config(decoder=True)):
         return "every token changes all before it"
+    if _drops_tokens(model):
+        return "which tokens its experts take depends on the others of a pass"
     if not STATES_CONTINUE and _has_states(model):
         return "recurrent layers of this transformers forget their states in a pass over several tokens"
     if _uses(model, _BIDIRECTIONAL_MASKS) and not _uses(model, _CAUSAL_MASKS):
@@ -251,6 +255,13 @@ def _sees_later_tokens(config: PreTrainedConfig) -> bool:
     return not config.is_encoder_decoder and getattr(config, "is_decoder", None) is False
 
 
+def _drops_tokens(model: PreTrainedModel) -> bool:
+    """Whether experts leave out what is beyond their capacity in a pass (Switch, NLLB-MoE)."""
+    routers = (module for module in model.modules() if hasattr(module, "expert_capacity"))
+    # As many tokens as a pass has fit into one expert where the capacity is that share of them.
+    return any(getattr(each, "moe_eval_capacity_token_fraction", 0) < 1 for each in routers)
+
+
 def _has_states(model: PreTrainedModel) -> bool:
     """Whether its cache is more than keys and values, so far as it can be seen without a pass."""
     if not model._supports_default_dynamic_cache():  # type: ignore[operator]
@@ -261,7 +272,7 @@ def _has_states(model: PreTrainedModel) -> bool:
 def _uses(model: PreTrainedModel, functions: set[str]) -> bool:
     """Whether a file that the model's modules come from imports one of these functions of transformers."""
     files = {type(module).__module__ for module in model.modules()}
-    return any(functions & vars(sys.modules[file]).keys() for file in files)
+    return any(functions & vars(sys.modules[file]).keys() for file in files & sys.modules.keys())
 
 
 def _lost_scans(model: PreTrainedModel) -> bool:

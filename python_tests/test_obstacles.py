@@ -11,7 +11,13 @@ import pytest
 import torch
 import zoo
 from tiny import ScriptedDrafter, generated, noisy_chain, oracle_tree, prompts, random_tree
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    NllbMoeConfig,
+    NllbMoeForConditionalGeneration,
+)
 
 import specdec_ext
 
@@ -122,6 +128,38 @@ def test_rows_that_end_where_a_batch_is_not_speculated_on():
     assert (expected[:, 11:] == 0).any(), "no row ended early"
     with pytest.warns(UserWarning, match="without speculation in a batch of 3"):
         actual = generate(model, ids, generated(free, 11), **ends)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_experts_of_limited_capacity(share):
+    config = NllbMoeConfig(
+        vocab_size=zoo.VOCAB,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=2,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        num_experts=4,
+        encoder_sparse_step=1,
+        decoder_sparse_step=1,
+        moe_eval_capacity_token_fraction=share,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = NllbMoeForConditionalGeneration(config).eval()
+    zoo.spread(model)
+    support = specdec_ext.supports(model)
+    assert support.chain == (share == 1)
+    assert support.chain or "experts take depends on the others of a pass" in support.reasons[-1]
+    ids, _ = prompts((9,))
+    expected = generate(model, ids)
+    drafter = ScriptedDrafter(generated(expected, 1), noisy_chain) if support.chain else None
+    actual = specdec_ext.generate(
+        model, ids, drafter=drafter, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+    )
     assert torch.equal(actual, expected)
 
 
