@@ -68,6 +68,8 @@ def test_other_outputs():
 
 def test_stop_sequences_go_to_the_hook():
     """The pipeline hands them to transformers together with the tokenizer, which is lost on the way."""
+    if "stop_strings" not in pipe()._sanitize_parameters(stop_sequence="\n")[1]:
+        pytest.skip("pipelines of this transformers make a stop sequence an end-of-sequence id")
     kwargs = dict(max_new_tokens=20, do_sample=False)
     expected = pipe()(TEXTS[1], stop_sequence="\n", **kwargs)
     stopping = hook(stop_strings="\n", tokenizer=pipe().tokenizer)

@@ -151,6 +151,7 @@ CONFIG: dict[str, Keyword] = {
     "cache_implementation": _refused(
         "it can't be rolled back; leave it out (the cache is preallocated and rolled back by specdec_ext)",
         "dynamic",
+        "dynamic_full",  # what transformers before 5.17 chooses for assisted decoding
     ),
     "cache_config": _exact("read by quantised caches alone, which are refused"),
     "max_cache_len": _exact("read by static caches alone, which are refused"),
