@@ -163,6 +163,23 @@ def test_experts_of_limited_capacity(share):
     assert torch.equal(actual, expected)
 
 
+def test_an_indexer_that_reads_hidden_states_alone():
+    model = zoo.build("dots3_note_text")
+    ids, mask = prompts((9, 4))
+    expected = generate(model, ids, attention_mask=mask)
+    assert torch.equal(
+        generate(model, ids, generated(expected, 9), random_tree, attention_mask=mask), expected
+    )
+
+
+def test_ids_of_32_bits():
+    model = zoo.build("llama")
+    ids, _ = prompts((9,))
+    expected = generate(model, ids.int())
+    actual = generate(model, ids.int(), generated(expected, 9))
+    assert torch.equal(actual, expected) and actual.dtype == expected.dtype
+
+
 def test_a_refused_call_leaves_the_cache():
     model = zoo.build("llama")
     ids, _ = prompts((9,))

@@ -171,7 +171,7 @@ def custom_generate(
         with graph_breaks_explained(model):
             return _decode(
                 model,
-                input_ids,
+                input_ids.long(),  # ids may be int32
                 logits_processor,
                 StopRule(criteria, generation_config),
                 generation_config,

@@ -12,6 +12,7 @@ own: ``exp(A (dt_1 + ... + dt_t)) h_0``. That is put on top of whatever implemen
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -26,6 +27,7 @@ SCAN = "mamba_selective_scan"
 # Initial states of the scans that the mixer under way will run, one per head of its own scan.
 _initial: ContextVar[Iterator[Tensor] | None] = ContextVar("specdec_scan_states", default=None)
 _ours: set[Callable] = set()
+_lock = threading.Lock()
 
 
 def stateless_scans(model: nn.Module) -> list[nn.Module]:
@@ -55,8 +57,9 @@ def continuing(mixers: Sequence[nn.Module]) -> AbstractContextManager[None]:
 
 
 def _wrap_scan(module: Any) -> None:
-    if getattr(module, SCAN) not in _ours:
-        setattr(module, SCAN, _with_initial_state(getattr(module, SCAN)))
+    with _lock:  # wrapped twice, it would add the states twice
+        if getattr(module, SCAN) not in _ours:
+            setattr(module, SCAN, _with_initial_state(getattr(module, SCAN)))
 
 
 def _continue(

@@ -60,7 +60,8 @@ def _select_alone(
 
         layer = arguments["past_key_values"].layers[indexer.layer_idx]
         # Queries may come from the hidden states alone, and be scaled by position.
-        given = [name for name in ("q_resid", "position_ids") if name in arguments]
+        optional = ("q_resid", "position_ids")
+        given = [name for name in optional if arguments.get(name) is not None]
         return {
             **{name: pick(arguments[name]) for name in given},
             "hidden_states": pick(arguments["hidden_states"]),
