@@ -147,7 +147,9 @@ CONFIG: dict[str, Keyword] = {
     "penalty_alpha": _refused(_CONTRASTIVE, 0),
     "low_memory": _exact("read by contrastive search alone: no effect, as in plain decoding"),
     "dola_layers": _refused("DoLa contrasts layers at every token; use model.generate for it"),
-    "use_cache": _refused("speculation needs the key/value cache; leave use_cache at True", True),
+    "use_cache": Keyword(
+        Verdict.SLOWER, "without one the whole text runs in every pass, with a chain of drafts"
+    ),
     "cache_implementation": _refused(
         "it can't be rolled back; leave it out (the cache is preallocated and rolled back by specdec_ext)",
         "dynamic",

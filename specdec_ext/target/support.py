@@ -96,8 +96,10 @@ def supports(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) ->
     Returns:
         The verdict; every model gets one, at worst one token at a time.
     """
-    obstacles = _slot_obstacles(model) or _input_obstacles(model, inputs or {})
-    if obstacles:
+    inputs = inputs or {}
+    if inputs.get("use_cache") is False:
+        return _hosted(model, ["the call keeps no cache (use_cache=False)"], "recompute")
+    if obstacles := _slot_obstacles(model) or _input_obstacles(model, inputs):
         return _hosted(model, obstacles)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     indexed = any(is_indexed(layer) for layer in cache.layers)
@@ -109,7 +111,7 @@ def supports(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) ->
     if any(selects_by_slot(layer) for layer in cache.layers):
         reason = "its sparse attention selects tokens by the cache slots they lie in"
         return Support(True, tree=False, batch=False, rollback="compact", reasons=(reason,))
-    if any(hasattr(module, "image_patch_tokens") for module in model.modules()):
+    if _has_part(model, "image_patch_tokens"):  # GIT
         reason = "it shifts padding masks by the tokens of an image, even where there is none"
         return Support(True, tree=True, batch=False, rollback="compact", reasons=(reason,))
     return Support(chain=True, tree=True, batch=True, rollback="compact")
@@ -131,8 +133,6 @@ def _slot_obstacles(model: PreTrainedModel) -> list[str]:
         return ["its Mamba mixers do not hand states to their scans"]
     if _sees_later_tokens(config):
         return ["its tokens read those after them (is_decoder=False)"]
-    if _has_part(model, "image_patch_tokens"):  # GIT
-        return ["it masks the paddings of a batch as if an image came before the text"]
     if not {"past_key_values", "cache_params"} & set(parameters):
         return ["its forward takes no cache of transformers"]
     if not model._supports_default_dynamic_cache():  # type: ignore[operator]
@@ -187,10 +187,10 @@ def _input_obstacles(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[
     return []
 
 
-def _hosted(model: PreTrainedModel, reasons: list[str]) -> Support:
+def _hosted(model: PreTrainedModel, reasons: list[str], rollback: Rollback = "snapshot") -> Support:
     """The verdict on a model whose passes transformers prepares."""
-    parameters = inspect.signature(model.forward).parameters
-    rollback: Rollback = "snapshot" if set(CACHE_ARGUMENTS) & set(parameters) else "recompute"
+    if not set(CACHE_ARGUMENTS) & set(inspect.signature(model.forward).parameters):
+        rollback = "recompute"
     if obstacle := _chain_obstacle(model, rollback):
         return Support(
             chain=False, tree=False, batch=False, rollback="none", reasons=(*reasons, obstacle)
@@ -235,9 +235,8 @@ def _prepares_several(model: PreTrainedModel) -> bool:
             continue
         if "next_sequence_length" in inspect.signature(prepare).parameters:
             return True
-        if (
-            "__class__" not in inspect.unwrap(prepare).__code__.co_freevars
-        ):  # it does not call super()
+        calls_super = "__class__" in inspect.unwrap(prepare).__code__.co_freevars
+        if not calls_super:
             return False
     return False
 
