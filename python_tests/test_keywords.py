@@ -9,6 +9,7 @@ them from. Whatever is refused says so by name, whichever way it comes. A keywor
 import copy
 import functools
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,6 +114,15 @@ def test_a_parameter_that_the_table_lacks_is_refused_when_it_is_set(monkeypatch)
 def test_fields_that_are_not_transformers_own_are_not_ours_either():
     """Checkpoints carry fields for other code in generation_config.json; transformers ignores them."""
     assert call(generation_config=GenerationConfig(chat_format="chatml", max_new_tokens=3)).shape
+
+
+def test_the_page_is_the_table():
+    page = (Path(__file__).parent.parent / "KEYWORDS.md").read_text()
+    # Entries that a test took out for a while came back last.
+    lines = set(keywords.markdown().splitlines())
+    assert {line for line in page.splitlines() if line.startswith("|")} == lines - {""}, (
+        "the table has changed: put the output of `specdec keywords --markdown` into KEYWORDS.md"
+    )
 
 
 # --- what is refused

@@ -97,7 +97,7 @@ def supports(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) ->
         The verdict; every model gets one, at worst one token at a time.
     """
     inputs = inputs or {}
-    if inputs.get("use_cache") is False:
+    if inputs.get("use_cache", getattr(model.generation_config, "use_cache", None)) is False:
         return _hosted(model, ["the call keeps no cache (use_cache=False)"], "recompute")
     if obstacles := _slot_obstacles(model) or _input_obstacles(model, inputs):
         return _hosted(model, obstacles)
