@@ -172,6 +172,18 @@ def test_an_indexer_that_reads_hidden_states_alone():
     )
 
 
+@pytest.mark.parametrize("lengths", [(9,), (8, 5, 8)], ids=str)
+def test_steps_that_only_passes_over_several_tokens_clamp(lengths):
+    model = zoo.build("nemotron_h")
+    ids, mask = prompts(lengths)
+    kwargs = dict(attention_mask=mask, return_dict_in_generate=True, output_logits=True)
+    plain = generate(model, ids, **kwargs)
+    answers = generated(plain.sequences, ids.shape[1])
+    ours = generate(model, ids, answers, **kwargs)
+    assert torch.equal(ours.sequences, plain.sequences) and ours.speculation.accepted_tokens
+    torch.testing.assert_close(ours.logits, plain.logits, atol=1e-3, rtol=1e-3)
+
+
 def test_ids_of_32_bits():
     model = zoo.build("llama")
     ids, _ = prompts((9,))

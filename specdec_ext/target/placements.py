@@ -12,6 +12,7 @@ from specdec_ext.target.local import local_attention_of
 from specdec_ext.target.positions import distances_of, positions_of
 from specdec_ext.target.replaced import Replacement, replaced_forward
 from specdec_ext.target.selection import selection_of
+from specdec_ext.target.steps import steps_of
 from specdec_ext.target.temperature import temperature_of
 
 
@@ -24,6 +25,7 @@ def placements(model: PreTrainedModel) -> list[Replacement]:
         temperature_of,
         local_attention_of,
         selection_of,
+        steps_of,
     )
     return [replacement for find in finders for replacement in find(model)]
 
