@@ -34,6 +34,7 @@ REPRESENTATIVE = {
         "lfm2",
         "mamba",
         "mamba2",
+        "nemotron_h",
         "openai-gpt",
         "qwen3_next",
         "rwkv",
