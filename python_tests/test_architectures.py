@@ -24,12 +24,12 @@ REPRESENTATIVE = {
             "falcon",
             "gemma2",
             "gemma3n_text",
+            "git",
         ),
         *("gpt2", "gpt_neo", "gpt_oss", "llama", "llama4_text", "mixtral", "mpt", "opt", "phi3"),
     ],
     "exact-chain": [
         "falcon_h1",
-        "git",
         "jamba",
         "lfm2",
         "mamba",
