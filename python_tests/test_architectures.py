@@ -9,6 +9,7 @@ import pytest
 import verdicts
 import zoo
 from tiny import noisy_chain, oracle_chain, oracle_tree, prompts, random_tree
+from versions import before
 
 import specdec_ext
 
@@ -49,7 +50,9 @@ REPRESENTATIVE = {
 )
 def test_representative(name, outcome):
     verdict = verdicts.judge(name, [oracle_chain, noisy_chain, oracle_tree, random_tree], 14)
-    assert verdict.outcome == outcome, verdict
+    # Older transformers leave less to speculation; what is generated has to be right on each.
+    expected = verdicts.EXACT if before("5.23") else [outcome]
+    assert verdict.outcome in expected, verdict
 
 
 def test_what_rounding_decides_is_not_speculated_on():

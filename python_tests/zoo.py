@@ -242,7 +242,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Further models: what the defaults of their architecture leave out.
+# Further models: what the defaults of their architecture leave out, where this transformers has it.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert+encoder": ("bert", {"is_decoder": False}),  # sees the tokens after it
     "falcon+alibi": ("falcon", {"alibi": True}),
@@ -256,3 +256,4 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"] * 2},
     ),
 }
+VARIANTS = {name: variant for name, variant in VARIANTS.items() if variant[0] in ARCHITECTURES}
