@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import zoo
 from tiny import make_drafter, prompts, tiny_model
+from transformers import DynamicCache
 
 import specdec_ext
 from specdec_ext import compat, supports
@@ -90,6 +93,32 @@ def test_decoders_of_the_installed_version():
     """Up to 5.17 RemBERT's masks are not causal, and Git shifts its positions for single tokens."""
     assert supports(zoo.build("rembert")).tree == (not compat.NEEDS_MASK)
     assert supports(zoo.build("git")).chain == (not compat.NEEDS_MASK)
+
+
+def test_positions_that_the_cache_keeps_are_rolled_back():
+    """As transformers 5.17 keeps those of Qwen4: each pass appends its own."""
+    model = copy.deepcopy(tiny_model("llama"))
+    plain = model.forward
+
+    def forward(*args, past_key_values=None, position_ids=None, **kwargs):
+        before = getattr(past_key_values, "position_ids", position_ids[:, :0])
+        past_key_values.position_ids = torch.cat([before, position_ids], dim=-1)
+        seen.append(past_key_values.position_ids)
+        return plain(*args, past_key_values=past_key_values, position_ids=position_ids, **kwargs)
+
+    seen: list[torch.Tensor] = []
+    model.forward = forward
+    ids, _ = prompts((7,))
+    expected = tiny_model("llama").generate(ids, max_new_tokens=12, do_sample=False)
+    drafter = make_drafter("noisy_chain", model, expected[:, 7:].tolist())
+    cache = DynamicCache(config=model.config)
+    specdec_ext.generate(
+        model, ids, drafter=drafter, past_key_values=cache, max_new_tokens=12, do_sample=False
+    )
+    assert len(seen) < 12
+    for positions in [*seen, cache.position_ids]:
+        assert positions[0].tolist() == list(range(positions.shape[1]))
+    assert cache.position_ids.shape[1] == cache.get_seq_length() == expected.shape[1] - 1
 
 
 def test_a_layer_that_nothing_is_written_to_is_empty():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers import GenerationConfig, cache_utils
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 # Up to 5.12 a pass over several tokens forgets the states that recurrent layers hold, and a layer holds one
 # tensor of each kind; since 5.15 (5.13 and 5.14 were not tried) they go on from them, and hold them by index.
@@ -73,6 +73,13 @@ def cropped_length(length: int, argument: int) -> int:
 def index_positions(layer: DynamicIndexedLayer) -> Tensor | None:
     """``[dims, rows, length]`` positions of a layer's index keys, which it has a place for after 5.17."""
     return getattr(layer, "indexer_position_ids", None)
+
+
+def cut_positions(cache: Cache, length: int) -> None:
+    """Forget positions behind ``length`` that the cache itself keeps: those of Qwen4's indexer up to 5.17."""
+    positions: Tensor | None = getattr(cache, "position_ids", None)
+    if positions is not None:
+        cache.position_ids = positions[..., :length]  # type: ignore[attr-defined]
 
 
 # Up to 5.17 ``generate`` gives every model a mask, if only of ones, and some rely on it (Git, Moshi).

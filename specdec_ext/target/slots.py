@@ -505,9 +505,13 @@ class SlotTarget(Target):
         lengths = self._row_slots.tolist()
         self._start = max(lengths)
         self._aligned = min(lengths) == self._start
+        self._hold(self._start, self._holes + self._start - min(lengths))
+
+    def _hold(self, slots: int, slack: int) -> None:
+        """Let the cache end after this many slots."""
         for layer in self._layers:
-            layer.length = self._start
-            layer.slack = self._holes + self._start - min(lengths)
+            layer.length, layer.slack = slots, slack
+        compat.cut_positions(self.cache, slots)
 
     def reorder(self, order: Sequence[int], active: int, last_tokens: Tensor | None = None) -> None:
         device = self._row_slots.device
@@ -540,8 +544,7 @@ class SlotTarget(Target):
                 self._settle()
                 self.forward(DraftTree.root(last_tokens))
                 self.commit(torch.zeros_like(columns)[:, None], torch.zeros_like(columns))
-        for layer in self._layers:
-            layer.length, layer.slack = width - 1, 0
+        self._hold(width - 1, 0)
 
     def _finish_states(self, last_tokens: Tensor, early: Tensor, columns: Tensor) -> None:
         """Read what is unread, and the last tokens of the rows that ended early."""
