@@ -189,6 +189,13 @@ def test_batches_that_are_only_decoded_plainly():
         assert torch.equal(call(2, model=model, drafter="ngram"), expected)
 
 
+def test_what_a_model_without_a_cache_does_not_record():
+    model = other_model("openai-gpt", n_embd=32, n_layer=2, n_head=4)
+    message = r"output_hidden_states can't be recorded: OpenAIGPTLMHeadModel runs the whole text"
+    with pytest.raises(ValueError, match=message):
+        call(model=model, return_dict_in_generate=True, output_hidden_states=True)
+
+
 def test_draft_models_that_cannot_take_back_a_token():
     model = other_model("mamba2", num_heads=4, head_dim=16, state_size=8, n_groups=2)
     with pytest.raises(

@@ -63,7 +63,8 @@ def test_rows_that_ended_read_on():
     compared = 0
     for mine, their in layers:
         if getattr(their, "keys", None) is not None:
-            torch.testing.assert_close(mine.keys, their.keys)
+            # Linears of ours sum in another order; a token that was not read is off by its whole key.
+            torch.testing.assert_close(mine.keys, their.keys, rtol=1e-4, atol=1e-4)
             compared += 1
     assert compared
 

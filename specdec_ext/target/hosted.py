@@ -49,22 +49,24 @@ class HostedTarget(Target):
         forward_kwargs: dict[str, Any] | None = None,
     ):
         super().__init__(model, support, forward_kwargs)
+        if support.rollback == "recompute" and forward_kwargs:
+            raise ValueError(
+                f"{' and '.join(forward_kwargs)} can't be recorded: {type(model).__name__} runs the whole "
+                "text in every pass, and transformers returns all of it for every token; use model.generate"
+            )
         self._generation_config = config
         self._kwargs = {"use_cache": True, **model_kwargs, **(forward_kwargs or {})}
         self._encodes = model.config.is_encoder_decoder
         self._layers: list[RollbackLayer] | None = None  # if all of the cache goes back by length
         self._held = 0  # columns that the cache holds
-        self._last: dict[
-            int, Tensor
-        ] = {}  # of rows that have just ended, the token that nobody has read
+        # Of rows that have just ended, the token that nobody has read.
+        self._last: dict[int, Tensor] = {}
         self._outputs: Any = None  # of the pass that commit is to judge
         self._block: DraftTree | None = None
         self._lengths: list[int] = []  # of the layers before that pass
         self._saved: dict[str, Any] = {}
-        self._before: tuple[dict[str, Any], int] = (
-            {},
-            0,
-        )  # what was prepared before the last commit
+        # What was prepared before the last commit, and columns since.
+        self._before: tuple[dict[str, Any], int] = ({}, 0)
 
     @property
     def cache(self) -> Any:

@@ -94,8 +94,12 @@ def supports(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) ->
         inputs: of the call, as they are passed to ``generate``; by default text alone.
 
     Returns:
-        The verdict; every model gets one, at worst one token at a time.
+        The verdict; every model gets one, at worst one token at a time. It is for texts of ordinary length:
+        where positions change their meaning behind some length (dynamic and longrope rotations), a call
+        that would cross it is decoded one token at a time, and says so.
     """
+    if reason := _one_token_reason(model):
+        return Support(False, False, False, "none", (reason,))
     inputs = inputs or {}
     if inputs.get("use_cache", getattr(model.generation_config, "use_cache", None)) is False:
         return _hosted(model, ["the call keeps no cache (use_cache=False)"], "recompute")
@@ -117,22 +121,31 @@ def supports(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) ->
     return Support(chain=True, tree=True, batch=True, rollback="compact")
 
 
+def _one_token_reason(model: PreTrainedModel) -> str | None:
+    """Why passes over several tokens are not what passes over single ones are, whoever prepares them."""
+    if _has_part(model, "recurrent_states"):
+        return "its layers keep recurrent states outside of the cache, where no rejected draft is undone"
+    if model.config.model_type in _ONE_TOKEN:
+        return "behind cached tokens it takes one token at a time"
+    if not all(can_continue(mixer) for mixer in stateless_scans(model)):
+        return "its Mamba mixers do not hand states to their scans"
+    if _sees_later_tokens(model.config.get_text_config(decoder=True)):
+        return "its tokens read those after them (is_decoder=False)"
+    if _drops_tokens(model):
+        return "which tokens its experts take depends on the others of a pass"
+    if not STATES_CONTINUE and _has_states(model):
+        return "recurrent layers of this transformers forget their states in a pass over several tokens"
+    if _uses(model, _BIDIRECTIONAL_MASKS) and not _uses(model, _CAUSAL_MASKS):
+        return "tokens of one pass would read those after them"
+    return None
+
+
 def _slot_obstacles(model: PreTrainedModel) -> list[str]:
     """What keeps us from laying out cache, masks and positions ourselves."""
     parameters = inspect.signature(model.forward).parameters
     config = model.config.get_text_config(decoder=True)
-    if _keeps_states(model):
-        return ["its layers keep recurrent states outside of the cache"]
     if model.config.is_encoder_decoder:
         return ["its decoder reads an encoder"]
-    if _drops_tokens(model):
-        return ["its experts take a limited number of tokens"]
-    if model.config.model_type in _ONE_TOKEN:
-        return ["its cache takes one token at a time"]
-    if _lost_scans(model):
-        return ["its Mamba mixers do not hand states to their scans"]
-    if _sees_later_tokens(config):
-        return ["its tokens read those after them (is_decoder=False)"]
     if not {"past_key_values", "cache_params"} & set(parameters):
         return ["its forward takes no cache of transformers"]
     if not model._supports_default_dynamic_cache():  # type: ignore[operator]
@@ -191,36 +204,20 @@ def _hosted(model: PreTrainedModel, reasons: list[str], rollback: Rollback = "sn
     """The verdict on a model whose passes transformers prepares."""
     if not set(CACHE_ARGUMENTS) & set(inspect.signature(model.forward).parameters):
         rollback = "recompute"
-    if obstacle := _chain_obstacle(model, rollback):
-        return Support(
-            chain=False, tree=False, batch=False, rollback="none", reasons=(*reasons, obstacle)
-        )
+    if reason := _unprepared_reason(model, rollback):
+        return Support(False, False, False, "none", (*reasons, reason))
     return Support(chain=True, tree=False, batch=False, rollback=rollback, reasons=tuple(reasons))
 
 
-def _chain_obstacle(model: PreTrainedModel, rollback: Rollback) -> str | None:
+def _unprepared_reason(model: PreTrainedModel, rollback: Rollback) -> str | None:
     """Why transformers can't prepare a pass over several tokens at the end of a text, if it can't."""
-    if _keeps_states(model):
-        return "a rejected draft can't be taken out of them"
-    if model.config.model_type in _ONE_TOKEN:
-        return "a pass over several is not the same"
-    if _lost_scans(model):
-        return "a pass over several tokens would start from none"
-    if _sees_later_tokens(model.config.get_text_config(decoder=True)):
-        return "every token changes all before it"
-    if _drops_tokens(model):
-        return "which tokens its experts take depends on the others of a pass"
-    if not STATES_CONTINUE and _has_states(model):
-        return "recurrent layers of this transformers forget their states in a pass over several tokens"
-    if _uses(model, _BIDIRECTIONAL_MASKS) and not _uses(model, _CAUSAL_MASKS):
-        return "tokens of one pass would read those after them"
-    prepare: Any = model.prepare_inputs_for_generation
     if rollback == "snapshot":
         if _prepares_several(model):
             return None
         return "its prepare_inputs_for_generation prepares one token at a time"
     # Some models predict at a token that they append to the text, so that no other column counts.
     text = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    prepare: Any = model.prepare_inputs_for_generation
     prepared = prepare(text, is_first_iteration=True).get("input_ids")
     if prepared is None or prepared.shape != text.shape:
         return "it predicts only at a column that it adds to the text"
@@ -239,10 +236,6 @@ def _prepares_several(model: PreTrainedModel) -> bool:
         if not calls_super:
             return False
     return False
-
-
-def _keeps_states(model: PreTrainedModel) -> bool:
-    return _has_part(model, "recurrent_states")
 
 
 def _has_part(model: PreTrainedModel, attribute: str) -> bool:
@@ -272,7 +265,3 @@ def _uses(model: PreTrainedModel, functions: set[str]) -> bool:
     """Whether a file that the model's modules come from imports one of these functions of transformers."""
     files = {type(module).__module__ for module in model.modules()}
     return any(functions & vars(sys.modules[file]).keys() for file in files & sys.modules.keys())
-
-
-def _lost_scans(model: PreTrainedModel) -> bool:
-    return not all(can_continue(mixer) for mixer in stateless_scans(model))
