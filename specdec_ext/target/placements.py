@@ -1,4 +1,4 @@
-"""Whatever gives the tokens of a block their places in models that count slots of the cache instead."""
+"""What makes a pass over a block what passes over its tokens would be, where a model alone would not."""
 
 from __future__ import annotations
 
