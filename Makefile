@@ -31,8 +31,7 @@ OTHER := .venv-transformers-$(VERSION)
 
 export SPECDEC_CUDA
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-transformers test-architectures lint format wheel bench bench-ops \
-  kernel-report gpu-check clean
+.PHONY: help demo test test-slow test-transformers test-architectures lint format wheel bench bench-ops kernel-report gpu-check clean
 
 help: ## list the targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -11,7 +11,6 @@ torch.set_num_threads(1)  # two pytest workers share two cores
 
 import emulation  # noqa: E402
 from op_cases import DEVICES  # noqa: E402
-from verdict_table import VerdictTable  # noqa: E402
 
 from specdec_ext.ops import _library, packed_head  # noqa: E402
 
@@ -24,6 +23,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.verdicts and not hasattr(config, "workerinput"):
+        from verdict_table import (
+            VerdictTable,  # needs transformers, which tests of ops alone do not
+        )
+
         config.pluginmanager.register(VerdictTable(config.option.verdicts))
     config.addinivalue_line("markers", "emulated: an op's CUDA kernels, run on the host")
     config.addinivalue_line("markers", "slow_emulated: slow if it is on emulated kernels")

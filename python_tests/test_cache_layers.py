@@ -21,6 +21,8 @@ from specdec_ext.target.adoption import adopt_cache
 from specdec_ext.target.indexed import IndexedRollbackLayer
 from specdec_ext.target.masks import BlockVisibility, unpack_ancestors
 
+# What Doge keeps behind its window depends on how equal scores are rounded, so there it is not drafted for.
+TEXTS = [name for name in CACHES if name != "doge-keep"]
 TREES = [name for name in CACHES if name != "minimax_m3"]
 
 
@@ -34,7 +36,7 @@ def test_trees_score_what_their_branches_would(name):
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", TEXTS)
 def test_text_equals_generate(name, batch):
     model = tiny_model(name)
     ids, mask = prompts(BATCHES[batch])
