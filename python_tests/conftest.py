@@ -1,6 +1,7 @@
 """Test helpers live beside the tests; ``device`` is where an op runs."""
 
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow_emulated") and item.get_closest_marker("emulated"):
             item.add_marker("slow")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Generator[None, object, object]:
+    try:
+        return (yield)
+    except ValueError as error:
+        from versions import skip_if_unknown  # needs transformers, as above
+
+        skip_if_unknown(error)
+        raise
 
 
 @pytest.fixture(

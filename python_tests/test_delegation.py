@@ -9,6 +9,7 @@ import torch
 import zoo
 from tiny import prompts, tiny_model
 from transformers import LlamaForCausalLM
+from versions import since
 
 import specdec_ext
 
@@ -63,6 +64,7 @@ def test_first_parameter_of_another_name():
     assert torch.equal(text, tiny_model("llama").generate(ids, **kwargs))
 
 
+@since("5.23", "Musicgen's config has parts by default")
 def test_codebooks():
     ids, _ = prompts((4,))
     with pytest.raises(

@@ -11,6 +11,7 @@ import torch
 from lossless import BATCHES
 from tiny import COUNTING, ScriptedDrafter, generated, noisy_chain, prompts, random_tree, tiny_model
 from tree_logits import check_tree_logits
+from versions import skip_unless_drafted
 
 import specdec_ext
 from specdec_ext.target.masks import BlockVisibility, current_block, visibility
@@ -20,6 +21,7 @@ from specdec_ext.target.positions import positions_of
 
 @pytest.mark.parametrize("name", COUNTING)
 def test_trees_score_what_their_branches_would(name):
+    skip_unless_drafted(tiny_model(name))
     check_tree_logits(tiny_model(name), (12, 3, 9, 5))
 
 
@@ -27,6 +29,7 @@ def test_trees_score_what_their_branches_would(name):
 @pytest.mark.parametrize("name", COUNTING)
 def test_text_equals_generate(name, batch):
     model = tiny_model(name)
+    skip_unless_drafted(model)
     ids, mask = prompts(BATCHES[batch])
     kwargs = dict(attention_mask=mask, max_new_tokens=10, do_sample=False)
     expected = model.generate(ids, **kwargs)
