@@ -1,4 +1,4 @@
-"""What every drafter is held to: the text of ``drafter=None``, greedy and seeded, alone and in a batch."""
+"""What drafters and models are held to: the text of plain decoding, of `generate`, alone or in a batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import prompts, tiny_model
+from tiny import ScriptedDrafter, generated, noisy_chain, prompts, random_tree, tiny_model
+from transformers import PreTrainedModel
 
 import specdec_ext
 from specdec_ext import Drafter, SpeculationStats
@@ -48,3 +49,13 @@ def check_same_text(drafter: Drafter, batch: str, decoding: str) -> SpeculationS
     output = generate(drafter, batch, decoding)
     assert torch.equal(output.sequences, plain_text(batch, decoding))
     return output.speculation
+
+
+def check_generated_text(model: PreTrainedModel, batch: str, new_tokens: int) -> None:
+    """Partly right chains and trees give the greedy text of ``model.generate``, token for token."""
+    ids, mask = prompts(BATCHES[batch])
+    kwargs = dict(attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
+    expected = model.generate(ids, **kwargs)
+    for shape in (noisy_chain, random_tree):
+        drafter = ScriptedDrafter(generated(expected, ids.shape[1]), shape)
+        assert torch.equal(specdec_ext.generate(model, ids, drafter=drafter, **kwargs), expected)

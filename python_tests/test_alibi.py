@@ -6,12 +6,11 @@ the logits of a tree equal those of each of its branches alone, within 1e-4 in f
 
 import pytest
 import torch
-from lossless import BATCHES
+from lossless import BATCHES, check_generated_text
 from tiny import (
     BY_DISTANCE,
     ScriptedDrafter,
     generated,
-    noisy_chain,
     prompts,
     random_tree,
     tiny_model,
@@ -32,13 +31,7 @@ def test_trees_score_what_their_branches_would(name, lengths):
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", BY_DISTANCE)
 def test_text_equals_generate(name, batch):
-    model = tiny_model(name)
-    ids, mask = prompts(BATCHES[batch])
-    kwargs = dict(attention_mask=mask, max_new_tokens=16, do_sample=False)
-    expected = model.generate(ids, **kwargs)
-    for shape in (noisy_chain, random_tree):
-        drafter = ScriptedDrafter(generated(expected, ids.shape[1]), shape)
-        assert torch.equal(specdec_ext.generate(model, ids, drafter=drafter, **kwargs), expected)
+    check_generated_text(tiny_model(name), batch, new_tokens=16)
 
 
 @pytest.mark.parametrize("name", ["bloom", "falcon-alibi"])

@@ -10,8 +10,8 @@ import functools
 import pytest
 import torch
 import zoo
-from lossless import BATCHES
-from tiny import CACHES, ScriptedDrafter, generated, noisy_chain, prompts, random_tree, tiny_model
+from lossless import BATCHES, check_generated_text
+from tiny import CACHES, prompts, tiny_model
 from transformers import DynamicCache
 from tree_logits import check_tree_logits
 
@@ -38,13 +38,7 @@ def test_trees_score_what_their_branches_would(name):
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", TEXTS)
 def test_text_equals_generate(name, batch):
-    model = tiny_model(name)
-    ids, mask = prompts(BATCHES[batch])
-    kwargs = dict(attention_mask=mask, max_new_tokens=12, do_sample=False)
-    expected = model.generate(ids, **kwargs)
-    for shape in (noisy_chain, random_tree):
-        drafter = ScriptedDrafter(generated(expected, ids.shape[1]), shape)
-        assert torch.equal(specdec_ext.generate(model, ids, drafter=drafter, **kwargs), expected)
+    check_generated_text(tiny_model(name), batch, new_tokens=12)
 
 
 def test_blocks_of_slots_allow_chains_of_one_row():

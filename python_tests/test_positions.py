@@ -8,8 +8,8 @@ import threading
 
 import pytest
 import torch
-from lossless import BATCHES
-from tiny import COUNTING, ScriptedDrafter, generated, noisy_chain, prompts, random_tree, tiny_model
+from lossless import BATCHES, check_generated_text
+from tiny import COUNTING, ScriptedDrafter, generated, prompts, tiny_model
 from tree_logits import check_tree_logits
 from versions import skip_unless_drafted
 
@@ -30,12 +30,7 @@ def test_trees_score_what_their_branches_would(name):
 def test_text_equals_generate(name, batch):
     model = tiny_model(name)
     skip_unless_drafted(model)
-    ids, mask = prompts(BATCHES[batch])
-    kwargs = dict(attention_mask=mask, max_new_tokens=10, do_sample=False)
-    expected = model.generate(ids, **kwargs)
-    for shape in (noisy_chain, random_tree):
-        drafter = ScriptedDrafter(generated(expected, ids.shape[1]), shape)
-        assert torch.equal(specdec_ext.generate(model, ids, drafter=drafter, **kwargs), expected)
+    check_generated_text(model, batch, new_tokens=10)
 
 
 def test_a_model_of_its_own_that_leaves_position_ids_out():

@@ -32,7 +32,7 @@ def placements(model: PreTrainedModel) -> list[Replacement]:
 
 @contextmanager
 def placed(replacements: Sequence[Replacement]) -> Iterator[None]:
-    """Let replacements, from :func:`placements`, act in this thread; they do in block passes only."""
+    """Let replacements, from :func:`placements`, act in this thread; for passes over a block."""
     with ExitStack() as stack:
         for modules, compute in replacements:
             stack.enter_context(replaced_forward(modules, compute))

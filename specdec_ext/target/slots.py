@@ -148,7 +148,8 @@ class SlotTarget(Target):
         self.offset = columns - input_ids.shape[1]
         self._max_slots += self.offset
         mask = model_kwargs.get("attention_mask")
-        if self.offset and mask is not None and bool((mask == 1).all()):
+        all_ones = mask is not None and bool((mask == 1).all())
+        if self.offset and all_ones:
             mask = None  # transformers made it, of the length of the ids beside the embeddings
         if mask is not None:
             masked = tuple(mask.shape)
@@ -159,7 +160,7 @@ class SlotTarget(Target):
                 f"attention_mask is {masked}, {name} {(rows, columns)}; pass the whole text as {name}, "
                 "the part in past_key_values included"
             )
-        if mask is not None and bool((mask == 1).all()):
+        if all_ones:
             mask = None
         if self._prompt_kwargs is None:
             self._check_positions(model_kwargs.get("position_ids"), mask, text)
@@ -340,11 +341,11 @@ class SlotTarget(Target):
             stack.enter_context(torch.inference_mode())
             if block is not None:
                 stack.enter_context(visibility(block))
+                stack.enter_context(placed(self._placements))
             if rows * columns <= max_rows:
                 stack.enter_context(row_invariant_linears(self._linears))
             if past and self._scans:
                 stack.enter_context(continuing(self._scans))
-            stack.enter_context(placed(self._placements))
             features = stack.enter_context(self._tap.recording())
             output: Any = self.model(
                 **{self._cache_name: self.cache}, **inputs, **self._forward_kwargs
@@ -560,9 +561,8 @@ class SlotTarget(Target):
         while any(self._unread):
             width = min(len(tokens) for tokens in self._unread if tokens)
             self._read([tokens[:width] for tokens in self._unread], drafts, undoable=True)
-            self.commit(
-                drafts.parents, drafts.parents[:, 0]
-            )  # none of ``drafts``, not even the root
+            # None of ``drafts`` is accepted, not even the root.
+            self.commit(drafts.parents, drafts.parents[:, 0])
         self._states.release()
 
 

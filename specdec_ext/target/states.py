@@ -6,7 +6,7 @@ row, and what the row did accept is read again in front of its next block (``Slo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,10 +42,6 @@ class States:
                     if state is not None:
                         yield store, index
 
-    def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
-        for store, index in self._places():
-            store[index] = change(store[index])
-
     def save(self) -> None:
         """Remember the states as they are."""
         self._saved = [store[index].clone() for store, index in self._places()]
@@ -75,4 +71,5 @@ class States:
     def release(self) -> None:
         """Make them what the caller may write to: ordinary tensors, all rows in the order of the cache."""
         with torch.inference_mode(False):
-            self._replace(torch.clone)
+            for store, index in self._places():
+                store[index] = store[index].clone()
