@@ -1,0 +1,112 @@
+"""Attention of training-time test (Li et al. 2025, "EAGLE-3", section 3.2).
+
+In drafting, a node of depth i sees the committed elements and its own ancestors, one of each depth. In
+training every element t of a text is drafted from at once: at step i it sees the elements up to t of step 0
+and, of steps 1 to i, element t alone::
+
+    scores = q[t] . (k_0[0], ..., k_0[t], k_1[t], ..., k_i[t]) / sqrt(head_dim);  output = softmax(scores) v
+
+One softmax over a causal block and a few further columns. The block goes through torch's fused attention,
+which gives its logarithm of the sum of exponentials, too; the columns join it there. Backwards the fused
+kernel serves as it is: it recomputes the probabilities from that logarithm, so it is handed the joint one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def unrolled_attention(
+    queries: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], window: int | None = None
+) -> Tensor:
+    """One step's attention.
+
+    Args:
+        queries: ``[rows, heads, n, head_dim]`` of step i, rotated to position t + i.
+        keys, values: of steps 0 to i, each ``[rows, kv_heads, n, head_dim]``, keys rotated to the position of
+            their own step.
+        window: tokens that are seen, None for all.
+
+    Returns:
+        ``[rows, heads, n, head_dim]``.
+    """
+    group = queries.shape[1] // keys[0].shape[1]
+    keys = [each.repeat_interleave(group, dim=1) for each in keys]
+    values = [each.repeat_interleave(group, dim=1) for each in values]
+    if window is not None or queries.device.type != "cpu":
+        return _explicit(queries, keys, values, window)
+    if len(keys) == 1:
+        return torch.nn.functional.scaled_dot_product_attention(
+            queries, keys[0], values[0], is_causal=True
+        )
+    further = torch.stack(list(keys[1:]), dim=3), torch.stack(list(values[1:]), dim=3)
+    output: Tensor = _Joined.apply(queries, keys[0], values[0], *further)
+    return output
+
+
+def _explicit(
+    queries: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], window: int | None
+) -> Tensor:
+    """The formula, with all scores in memory: for any device, and windows."""
+    n, depth = queries.shape[2], len(keys) - 1
+    scale = queries.shape[3] ** -0.5
+    at = torch.arange(n, device=queries.device)
+    seen = at <= at[:, None]
+    if window is not None:
+        seen = seen & (at > at[:, None] + depth - window)
+    scores = [(queries @ keys[0].mT * scale).masked_fill(~seen, -torch.inf)]
+    for step in range(1, depth + 1):
+        score = (queries * keys[step]).sum(-1, keepdim=True) * scale
+        if window is not None and depth - step >= window:
+            score = torch.full_like(score, -torch.inf)
+        scores.append(score)
+    weights = torch.cat(scores, dim=-1).softmax(dim=-1).to(queries.dtype)
+    output = weights[..., :n] @ values[0]
+    for step in range(1, depth + 1):
+        output = output + weights[..., n + step - 1, None] * values[step]
+    return output
+
+
+class _Joined(torch.autograd.Function):
+    """The same on the CPU: ``further`` keys and values are ``[rows, heads, n, steps, head_dim]``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, further: Tensor, more: Tensor
+    ) -> Tensor:
+        block, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            queries, keys, values, 0.0, True
+        )
+        wide = log_sum.dtype
+        scale = queries.shape[3] ** -0.5
+        scores = (further @ queries[..., None]).squeeze(-1).to(wide) * scale
+        joint = torch.logaddexp(log_sum, scores.logsumexp(dim=-1))
+        weights = (scores - joint[..., None]).exp()
+        output = (log_sum - joint).exp()[..., None] * block
+        output = output + (weights[..., None, :] @ more.to(wide)).squeeze(-2)
+        output = output.to(queries.dtype)
+        ctx.save_for_backward(queries, keys, values, further, more, output, joint, weights)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        queries, keys, values, further, more, output, joint, weights = ctx.saved_tensors
+        # The kernels want the layout of their own output.
+        gradient = gradient.contiguous()
+        by_query, by_key, by_value = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                gradient, queries, keys, values, output, joint, 0.0, True
+            )
+        )
+        wide, scale = weights.dtype, queries.shape[3] ** -0.5
+        mean = (gradient * output).sum(-1, keepdim=True).to(wide)
+        by_score = weights * ((more @ gradient[..., None]).squeeze(-1).to(wide) - mean) * scale
+        by_score = by_score.to(queries.dtype)
+        by_query = by_query + (by_score[..., None, :] @ further).squeeze(-2)
+        by_further = by_score[..., None] * queries[..., None, :]
+        by_more = weights.to(queries.dtype)[..., None] * gradient[..., None, :]
+        return by_query, by_key, by_value, by_further, by_more

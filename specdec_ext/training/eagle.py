@@ -1,0 +1,168 @@
+"""Training-time test of EAGLE-3 and 3.1 (Li et al. 2025, section 3.2); the same for EAGLE-1 and P-EAGLE.
+
+A head drafts several tokens from the features of the last committed one, feeding its own output back. So it
+is trained, at all elements t of a text at once::
+
+    step 0   reads (embedding of x[t+1], features g[t]) at position t
+    step i   reads (embedding of x[t+1+i], feedback of element t of step i - 1, with its gradients) at t + i;
+             P-EAGLE (arXiv 2602.01469): (embedding of the mask token, mask_hidden)
+
+The layers are those of :mod:`specdec_ext.reference.draft_head`; attention sees the elements up to t of step 0
+and element t of the steps since (:mod:`specdec_ext.training.attention`), which is what a drafted node sees of
+the committed elements and its ancestors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdec_ext.head import DraftHead
+from specdec_ext.rope import rope_tables
+from specdec_ext.training.attention import unrolled_attention
+from specdec_ext.training.batches import Batch
+from specdec_ext.training.objective import Objective, Step
+
+Past = tuple[list[Tensor], list[Tensor]]
+
+
+class EagleObjective(Objective):
+    """A draft head of the EAGLE family with gradients.
+
+    Args:
+        head: to begin with.
+        embedding: ``[vocab, hidden]`` of the target, for a head without one; it is not trained.
+        lm_head: ``[draft_vocab, hidden]`` of the target, likewise.
+        steps: of training-time test.
+        decay: weight of a step's loss to that of the step before.
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        embedding: Tensor,
+        lm_head: Tensor,
+        steps: int = 5,
+        decay: float = 0.8,
+    ):
+        super().__init__(head, steps, decay)
+        self.config, self.logit_scale = head.config, head.config.logit_scale
+        for name, given in (("embed_tokens", embedding), ("lm_head", lm_head)):
+            shared = None if f"{name}.weight" in head.tensors else given.detach()
+            self.register_buffer(f"target_{name}", shared, persistent=False)
+
+    def unroll(self, batch: Batch, steps: int) -> Iterator[Step]:
+        config, columns = self.config, batch.tokens.shape[1]
+        embedding, lm_head = self._maybe_shared("embed_tokens"), self._maybe_shared("lm_head")
+        wide = torch.float64 if lm_head.dtype == torch.float64 else torch.float32
+        cosines, sines = (
+            table.to(batch.tokens.device) for table in rope_tables(config, columns + steps, wide)
+        )
+        past: list[Past] = [([], []) for _ in range(config.num_layers)]
+        feedback = batch.features  # of the step before: the target's, of step 0
+        for step in range(steps):
+            n = columns - 2 - step
+            tokens = batch.tokens[:, 1 + step : 1 + step + n]
+            if step == 0:
+                embedded = F.embedding(tokens, embedding)
+                hidden = self._combine(embedded, feedback[:, :n].to(lm_head.dtype))
+            elif config.mask_token_id is not None:
+                embedded = F.embedding(torch.full_like(tokens, config.mask_token_id), embedding)
+                mask = self.weight("mask_hidden").expand(*tokens.shape, -1)
+                hidden = self._combine(embedded, mask)
+            else:
+                embedded, hidden = F.embedding(tokens, embedding), feedback[:, :n]
+                if config.kind == "eagle1":
+                    hidden = self._fc(embedded, hidden)
+            tables = cosines[step : step + n], sines[step : step + n]
+            for index in range(config.num_layers):
+                hidden = self._layer(index, embedded, hidden, tables, past[index])
+            normed = self._norm("norm", hidden) if config.kind == "eagle3" else hidden
+            feedback = normed if config.norm_output else hidden
+            yield Step(normed, lm_head)
+
+    def _maybe_shared(self, name: str) -> Tensor:
+        shared: Tensor | None = getattr(self, f"target_{name}")
+        return self.weight(f"{name}.weight") if shared is None else shared
+
+    def _combine(self, embedded: Tensor, features: Tensor) -> Tensor:
+        """Features of the target, or P-EAGLE's in their place, as the input of layer 0."""
+        config = self.config
+        if config.norm_before_fc:
+            features = self._norm("input_norm", features)
+        if config.fc_norm:
+            parts = features.chunk(config.num_features, dim=-1)
+            normed = [self._norm(f"fc_norm.{i}", part) for i, part in enumerate(parts)]
+            features = torch.cat(normed, dim=-1)
+        return self._fc(embedded, features)
+
+    def _fc(self, embedded: Tensor, features: Tensor) -> Tensor:
+        if not self.config.has_fc:
+            return features
+        if self.config.kind == "eagle1":
+            features = torch.cat([embedded, features], dim=-1)
+        return self._linear("fc", features)
+
+    def _layer(
+        self,
+        index: int,
+        embedded: Tensor,
+        hidden: Tensor,
+        tables: tuple[Tensor, Tensor],
+        past: Past,
+    ) -> Tensor:
+        """One layer of one step, on ``[rows, n, hidden]``; appends its keys and values to ``past``."""
+        config, name = self.config, f"layers.{index}"
+        residual = attended = hidden
+        if index > 0:
+            attended = self._norm(f"{name}.input_layernorm", hidden)
+        elif config.kind == "eagle3":
+            normed = self._norm(f"{name}.hidden_norm", hidden)
+            attended = torch.cat([self._norm(f"{name}.input_layernorm", embedded), normed], dim=-1)
+            residual = normed if config.norm_before_residual else hidden
+        hidden = residual + self._attention(index, attended, tables, past)
+        x = self._norm(f"{name}.post_attention_layernorm", hidden)
+        gate, up = self._linear(f"{name}.mlp.gate_proj", x), self._linear(f"{name}.mlp.up_proj", x)
+        return hidden + self._linear(f"{name}.mlp.down_proj", F.silu(gate) * up)
+
+    def _attention(
+        self, index: int, attended: Tensor, tables: tuple[Tensor, Tensor], past: Past
+    ) -> Tensor:
+        config, name = self.config, f"layers.{index}.self_attn"
+        queries, keys, values = (
+            self._linear(f"{name}.{which}_proj", attended).unflatten(-1, (-1, config.head_dim))
+            for which in "qkv"
+        )
+        if config.qk_norm:
+            queries = self._norm(f"{name}.q_norm", queries)
+            keys = self._norm(f"{name}.k_norm", keys)
+        past[0].append(_rotate(keys.transpose(1, 2), *tables))
+        past[1].append(values.transpose(1, 2))
+        n = queries.shape[1]
+        mixed = unrolled_attention(
+            _rotate(queries.transpose(1, 2), *tables),
+            [each[:, :, :n] for each in past[0]],
+            [each[:, :, :n] for each in past[1]],
+            config.sliding_windows[index],
+        )
+        return self._linear(f"{name}.o_proj", mixed.transpose(1, 2).flatten(2))
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        weight = self.weight(f"{name}.weight")
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), self.config.rms_norm_eps)
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        bias = f"{name}.bias".replace(".", "/")
+        return F.linear(x, self.weight(f"{name}.weight"), self.weights.get(bias))
+
+
+def _rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotary positions of ``[rows, heads, n, head_dim]``: element i with ``rotary / 2 + i``."""
+    half = cosines.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    cosines, sines = cosines.to(x.dtype), sines.to(x.dtype)
+    rotated = [first * cosines - second * sines, second * cosines + first * sines, rest]
+    return torch.cat(rotated, dim=-1)

@@ -1,0 +1,66 @@
+"""Soft cross entropy behind a large matrix, without keeping logits for the way back.
+
+With logits z = scale * W h and the teacher's probabilities q of one element, the loss is
+``logsumexp(z) - q . z`` and its gradient by z is ``softmax(z) - q``: both are known in the forward pass, so
+the gradients by h and W are taken there, some elements at a time, and logits of all elements never exist.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Logits that exist at a time; small enough for a cache on the CPU.
+_LOGITS = 1 << 19
+
+
+def soft_cross_entropy(
+    hidden: Tensor, weight: Tensor, teacher: Tensor, rows: Tensor, scale: float = 1.0
+) -> Tensor:
+    """The sum over elements of the cross entropy to the teacher.
+
+    Args:
+        hidden: ``[n, hidden]``.
+        weight: ``[vocab, hidden]``, of the output head; it is rounded to the dtype of ``hidden``.
+        teacher: ``[m, vocab]`` probabilities, no gradients.
+        rows: ``[n]`` int64, the row of ``teacher`` of each element.
+        scale: factor on the logits.
+
+    Returns:
+        A float32 scalar (float64 where ``hidden`` is).
+    """
+    loss: Tensor = _SoftCrossEntropy.apply(hidden, weight, teacher, rows, scale)
+    return loss
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, teacher: Tensor, rows: Tensor, scale: float
+    ) -> Tensor:
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        wanted = any(ctx.needs_input_grad[:2])
+        rounded = weight.to(hidden.dtype)
+        loss = torch.zeros((), dtype=wide, device=hidden.device)
+        by_hidden = torch.empty_like(hidden)
+        by_weight = torch.zeros_like(weight, dtype=wide)
+        size = max(1, _LOGITS // len(weight))
+        for start in range(0, len(hidden), size):
+            part = slice(start, start + size)
+            logits = (hidden[part] @ rounded.mT).to(wide).mul_(scale)
+            expected = teacher[rows[part]].to(wide)
+            log_sum = logits.logsumexp(dim=-1, keepdim=True)
+            loss += log_sum.sum() - torch.dot(expected.view(-1), logits.view(-1))
+            if wanted:
+                by_logits = logits.sub_(log_sum).exp_().sub_(expected).mul_(scale).to(hidden.dtype)
+                by_hidden[part] = by_logits @ rounded
+                by_weight += by_logits.mT @ hidden[part]
+        ctx.save_for_backward(by_hidden, by_weight.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        by_hidden, by_weight = ctx.saved_tensors
+        return by_hidden * gradient.to(by_hidden.dtype), by_weight * gradient, None, None, None

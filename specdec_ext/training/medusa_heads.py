@@ -1,0 +1,40 @@
+"""Medusa-1 (Cai et al. 2024, section 2.2.1): heads on a frozen target, each for one token further ahead.
+
+Head i reads the target's last hidden state of token t and predicts x[t+2+i]: step i of the objective. No head
+sees another's guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdec_ext.medusa import MedusaHeads
+from specdec_ext.training.batches import Batch
+from specdec_ext.training.objective import Objective, Step
+
+
+class MedusaObjective(Objective):
+    """Medusa heads with gradients.
+
+    Args:
+        heads: to begin with.
+        decay: weight of a head's loss to that of the head before.
+    """
+
+    def __init__(self, heads: MedusaHeads, decay: float = 0.8):
+        super().__init__(heads, heads.config.num_heads, decay)
+        self.config = heads.config
+
+    def unroll(self, batch: Batch, steps: int) -> Iterator[Step]:
+        columns = batch.tokens.shape[1]
+        for head in range(steps):
+            lm_head = self.weight(f"lm_heads.{0 if self.config.shared_lm_head else head}.weight")
+            x: Tensor = batch.last_hidden[:, : columns - 2 - head].to(lm_head.dtype)
+            for layer in range(self.config.num_layers):
+                block = f"blocks.{head}.{layer}"
+                bias = self.weight(f"{block}.bias") if self.config.bias else None
+                x = x + F.silu(F.linear(x, self.weight(f"{block}.weight"), bias))
+            yield Step(x, lm_head)

@@ -1,0 +1,203 @@
+"""What draft heads of all kinds are trained for: to say what the target would say some tokens ahead.
+
+Drafting begins behind a committed token x[t+1], of which the target has no hidden state yet; that of x[t]
+it has. So in every kind of head, *step* i of *element* t predicts token x[t+2+i], from hidden states up to t
+and, depending on the kind, tokens x[t+1] .. x[t+1+i]. The target's own prediction of that token is the
+distribution after x[t+1+i]::
+
+    loss_i   soft cross entropy to the target's distribution at t + 1 + i over the draft vocabulary, mean over
+             the elements whose predicted token x[t+2+i] is in the loss mask and for which the target's most
+             probable token is in the draft vocabulary
+    loss     sum over i of decay ** i * loss_i          (0.8 in Li et al. 2025, "EAGLE-3")
+
+The published trainers apply the loss mask of token t, or of t + 1; here it is that of the token that is
+predicted, so that of an answer the first token counts and what follows the last does not.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specdec_ext.draft_weights import DraftWeights
+from specdec_ext.training.batches import Batch
+from specdec_ext.training.loss import soft_cross_entropy
+from specdec_ext.training.teacher import Teacher
+
+_TEACHER_CHUNK = 1024
+# Logits of this many elements exist at a time in an evaluation.
+_EVALUATION_CHUNK = 256
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step's output of all elements.
+
+    Attributes:
+        hidden: ``[rows, n, hidden]``, what the output head reads, of the elements t < n.
+        lm_head: ``[draft_vocab, hidden]``.
+    """
+
+    hidden: Tensor
+    lm_head: Tensor
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How a head's drafts would fare, at elements where all steps have a token in the loss mask.
+
+    Attributes:
+        places: ``[elements]`` int64, the element's place in its text, texts one after the other: where an
+            element follows another in a text it is one more.
+        matches: ``[elements, steps]`` bool, its best token is the target's: accepted in greedy decoding.
+        overlap: ``[elements, steps]``, sum over tokens of the lesser of both probabilities: how often a token
+            drawn from the head is accepted in sampling (Leviathan et al. 2023).
+    """
+
+    places: Tensor
+    matches: Tensor
+    overlap: Tensor
+
+
+class Objective(nn.Module, ABC):
+    """Draft weights with gradients, and their loss.
+
+    Args:
+        weights: to begin with.
+        steps: tokens ahead that are trained.
+        decay: weight of a step's loss to that of the step before.
+    """
+
+    # Factor on the logits.
+    logit_scale = 1.0
+    draft_to_target: Tensor | None
+
+    def __init__(self, weights: DraftWeights, steps: int, decay: float):
+        super().__init__()
+        self._initial, self.steps, self.decay = weights, steps, decay
+        floating = {
+            name: tensor for name, tensor in weights.tensors.items() if tensor.is_floating_point()
+        }
+        # A module's parameters may not have dots in their names.
+        self.weights = nn.ParameterDict(
+            {
+                name.replace(".", "/"): nn.Parameter(tensor.detach().clone())
+                for name, tensor in floating.items()
+            }
+        )
+        ids = weights.tensors.get("draft_to_target")
+        self.register_buffer("draft_to_target", ids, persistent=False)
+
+    @abstractmethod
+    def unroll(self, batch: Batch, steps: int) -> Iterator[Step]:
+        """The steps 0 .. ``steps - 1`` in turn, each run when it is asked for.
+
+        Step i has the ``columns - 2 - i`` elements that predict a token of the text.
+        """
+
+    def trained(self) -> Any:
+        """The weights as they are now, without gradients, of the type that they began with."""
+        tensors = {
+            name: self.weight(name).detach().clone() if tensor.is_floating_point() else tensor
+            for name, tensor in self._initial.tensors.items()
+        }
+        return replace(self._initial, tensors=tensors)
+
+    def weight(self, name: str) -> Tensor:
+        tensor: Tensor = self.weights[name.replace(".", "/")]
+        return tensor
+
+    def forward(
+        self, batch: Batch, teacher: Teacher, total: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> tuple[Tensor, Tensor]:
+        """``(loss, losses [steps] without gradients)`` of a batch.
+
+        Args:
+            batch: with texts of at least ``steps + 2`` tokens among them.
+            teacher: of the target.
+            total: sums a tensor over all processes. The losses are divided by the elements of all of them:
+                summed over processes they are those of all batches side by side.
+        """
+        probs, known = self._teach(teacher, batch.last_hidden)
+        elements = [self._predicted(batch, 1 + step) & known for step in range(self.steps)]
+        counts = total(torch.stack([each.sum() for each in elements])).clamp(min=1)
+        losses = []
+        for step, output in enumerate(self.unroll(batch, self.steps)):
+            chosen = elements[step].flatten().nonzero()[:, 0]
+            columns = batch.tokens.shape[1]
+            hidden = output.hidden[chosen // columns, chosen % columns - 1 - step]
+            losses.append(
+                soft_cross_entropy(
+                    _autocast(hidden), output.lm_head, probs, chosen, self.logit_scale
+                )
+                / counts[step]
+            )
+        stacked = torch.stack(losses)
+        decay = self.decay ** torch.arange(self.steps, device=stacked.device)
+        return (decay * stacked).sum(), stacked.detach()
+
+    @torch.no_grad()
+    def agreement(self, batch: Batch, teacher: Teacher, steps: int) -> Agreement:
+        """How ``steps`` drafts at every element of a batch would fare, the text's tokens being fed."""
+        ends = torch.stack([self._predicted(batch, 1 + step) for step in range(steps)])
+        # Element t is column t + 1 of step 0, t + 2 of step 1, ...
+        n = batch.tokens.shape[1] - 1 - steps
+        usable = torch.stack([ends[step, :, 1 + step : 1 + step + n] for step in range(steps)])
+        rows, at = usable.all(dim=0).nonzero(as_tuple=True)
+        matches, overlap = [], []
+        for step, output in enumerate(self.unroll(batch, steps)):
+            hidden = _autocast(output.hidden[rows, at])
+            states = batch.last_hidden[rows, at + 1 + step]
+            pieces = [
+                self._compare(part, output.lm_head.to(part.dtype), teacher.logits(state))
+                for part, state in zip(
+                    hidden.split(_EVALUATION_CHUNK), states.split(_EVALUATION_CHUNK), strict=True
+                )
+            ]
+            matches.append(torch.cat([piece[0] for piece in pieces]))
+            overlap.append(torch.cat([piece[1] for piece in pieces]))
+        places = rows * batch.tokens.shape[1] + at
+        return Agreement(places, torch.stack(matches, dim=1), torch.stack(overlap, dim=1))
+
+    def _compare(self, hidden: Tensor, lm_head: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """``(matches, overlap)`` of some elements; ``target`` are the target's logits."""
+        logits = (hidden @ lm_head.mT).to(target.dtype) * self.logit_scale
+        best, probs = target.argmax(dim=-1), target.softmax(dim=-1)
+        drafted = logits.argmax(dim=-1)
+        if self.draft_to_target is not None:
+            drafted, probs = self.draft_to_target[drafted], probs[:, self.draft_to_target]
+        return drafted == best, torch.minimum(logits.softmax(dim=-1), probs).sum(dim=-1)
+
+    @torch.no_grad()
+    def _teach(self, teacher: Teacher, last_hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """``(probs [rows * columns, draft_vocab], known [rows, columns])``: the target's distributions over
+        the draft vocabulary, and whether their maximum is in it."""
+        ids, probs, known = self.draft_to_target, [], []
+        for part in last_hidden.flatten(0, 1).split(_TEACHER_CHUNK):
+            logits = teacher.logits(part)
+            best = logits.amax(dim=-1)
+            if ids is not None:
+                logits = logits[:, ids]
+            known.append(logits.amax(dim=-1) == best)
+            probs.append(logits.softmax(dim=-1))
+        return torch.cat(probs), torch.cat(known).view(last_hidden.shape[:2])
+
+    def _predicted(self, batch: Batch, shift: int) -> Tensor:
+        """``[rows, columns]`` bool: an element predicts what follows this column, a token in the loss mask.
+
+        Args:
+            shift: columns from an element to the one whose following token it predicts.
+        """
+        return F.pad(batch.loss_mask[:, shift + 1 :], (shift, 1))
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """``x`` in the dtype that autocast gives the operands of matrix products, if it is on."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

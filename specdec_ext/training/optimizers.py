@@ -1,0 +1,37 @@
+"""Optimisers and their learning rate: warm-up, stable, decay (Hu et al. 2024, MiniCPM, section 4)."""
+
+from __future__ import annotations
+
+from torch import nn, optim
+
+_WEIGHT_DECAY = 0.01
+_BETAS = (0.9, 0.95)
+# AdamW's share of the learning rate beside Muon: embeddings, output heads and norms change less.
+_BESIDE_MUON = 0.3
+
+
+def make_optimizers(module: nn.Module, kind: str, learning_rate: float) -> list[optim.Optimizer]:
+    """``"adamw"`` for everything, or ``"muon"`` (Jordan et al. 2024) for the matrices of the layers and AdamW
+    beside it."""
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, parameter in module.named_parameters():
+        table = "lm_head" in name or "embed_tokens" in name
+        (rest if table or parameter.ndim != 2 else matrices).append(parameter)
+    if kind == "adamw":
+        return [optim.AdamW([*matrices, *rest], learning_rate, _BETAS, weight_decay=0.0)]
+    muon = optim.Muon(
+        matrices,
+        learning_rate,
+        weight_decay=_WEIGHT_DECAY,
+        momentum=0.95,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    beside = optim.AdamW(rest, learning_rate * _BESIDE_MUON, _BETAS, weight_decay=0.0)
+    return [muon, beside]
+
+
+def scale(step: int, total: int, warmup: int, decay: float) -> float:
+    """Of the learning rate in a step: up over ``warmup`` steps, down to 2 % over the last share ``decay``."""
+    remaining = (total - step) / max(1.0, decay * total)
+    return min(1.0, (step + 1) / max(1, warmup), max(remaining, 0.02))

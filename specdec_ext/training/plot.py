@@ -1,0 +1,55 @@
+"""A picture of a run: its losses, and what evaluations said of its drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from specdec_ext.training.trainer import Progress
+
+_SMOOTHED_OVER = 20
+
+
+def plot_history(history: Sequence[Progress], path: Path) -> None:
+    """Write a PNG: losses by step of the objective, and beside them simulated acceptance by position.
+
+    Raises:
+        ValueError: for an empty history.
+        ImportError: without matplotlib.
+    """
+    if not history:
+        raise ValueError("history is empty; expected the steps of a run")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "a plot needs matplotlib, which is not installed; pip install specdec_ext[train]"
+        ) from error
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    losses, acceptance = figure.subplots(1, 2)
+    steps = [progress.step for progress in history]
+    for index in range(len(history[0].losses)):
+        values = [progress.losses[index] for progress in history]
+        losses.plot(steps, _smoothed(values), label=f"{1 + index} ahead", linewidth=1)
+    losses.set(xlabel="step", ylabel="cross entropy to the target", title="loss")
+    losses.legend(frameon=False)
+    evaluated = [(p.step, p.evaluation) for p in history if p.evaluation is not None]
+    for position in range(len(evaluated[0][1].conditional) if evaluated else 0):
+        shares = [evaluation.conditional[position] for _, evaluation in evaluated]
+        label = f"position {1 + position}"
+        acceptance.plot([step for step, _ in evaluated], shares, marker=".", label=label)
+    acceptance.set(xlabel="step", ylim=(0, 1), title="accepted, of those accepted before")
+    if evaluated:
+        length = evaluated[-1][1].acceptance_length
+        acceptance.set_ylabel(f"greedy; mean acceptance length {length:.2f}")
+        acceptance.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def _smoothed(values: Sequence[float]) -> list[float]:
+    """The mean of each value and those before it, as many as are smoothed over."""
+    means = []
+    for end in range(1, len(values) + 1):
+        last = values[max(0, end - _SMOOTHED_OVER) : end]
+        means.append(sum(last) / len(last))
+    return means

@@ -1,0 +1,139 @@
+"""Weights to begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec_ext.head import DraftHead, HeadConfig
+from specdec_ext.medusa import MedusaConfig, MedusaHeads
+
+
+def new_head(
+    model: PreTrainedModel,
+    layers: Sequence[int],
+    draft_to_target: Tensor | None = None,
+    *,
+    num_layers: int = 1,
+    mask_token_id: int | None = None,
+    seed: int = 0,
+) -> DraftHead:
+    """An EAGLE 3.1 head (``fc_norm``, ``norm_output``) with decoder layers of the target's shape, in float32.
+
+    Matrices are random, those onto the residual small; the output head has the target's rows of the draft
+    vocabulary, and the norm before it is the target's final one: what the head says is in the target's words
+    from the beginning.
+
+    Args:
+        model: the target.
+        layers: tapped hidden states, numbered as in ``HeadConfig.feature_layers``.
+        draft_to_target: ``[draft_vocab]`` int64 ascending, None for the whole vocabulary.
+        num_layers: decoder layers; P-EAGLE heads have several.
+        mask_token_id: of a P-EAGLE head.
+        seed: of the random numbers.
+    """
+    config: Any = model.config.get_text_config(decoder=True)
+    output: Any = model.get_output_embeddings()
+    rows = output.weight.detach().float().cpu()
+    heads = config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    head_config = HeadConfig(
+        kind="eagle3",
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        num_layers=num_layers,
+        vocab_size=len(rows),
+        draft_vocab_size=len(rows) if draft_to_target is None else len(draft_to_target),
+        target_hidden_size=config.hidden_size,
+        num_features=len(layers),
+        feature_layers=tuple(layers),
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
+        max_positions=config.max_position_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
+        sliding_windows=(None,) * num_layers,
+        fc_norm=True,
+        norm_output=True,
+        mask_token_id=mask_token_id,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    for name, shape in head_config.tensor_shapes().items():
+        if name == "draft_to_target":
+            assert draft_to_target is not None
+            tensors[name] = draft_to_target
+        elif name == "lm_head.weight":
+            tensors[name] = (rows if draft_to_target is None else rows[draft_to_target]).clone()
+        elif name == "norm.weight":
+            tensors[name] = _final_norm(model, config.hidden_size)
+        elif len(shape) == 1 and name != "mask_hidden":
+            tensors[name] = torch.ones(shape)
+        else:
+            onto_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            deviation = shape[-1] ** -0.5 * (0.2 if onto_residual else 1.0)
+            if name == "mask_hidden":
+                deviation = 1.0
+            tensors[name] = torch.randn(shape, generator=generator) * deviation
+    return DraftHead(head_config, tensors, "a new head")
+
+
+def new_medusa_heads(
+    model: PreTrainedModel,
+    num_heads: int,
+    draft_to_target: Tensor | None = None,
+    *,
+    shared_lm_head: bool = False,
+) -> MedusaHeads:
+    """Medusa heads (Cai et al. 2024) with blocks that do nothing yet and the target's output head, float32.
+
+    Args:
+        model: the target.
+        num_heads: tokens guessed ahead.
+        draft_to_target: as for :func:`new_head`.
+        shared_lm_head: one output head for all.
+    """
+    output: Any = model.get_output_embeddings()
+    rows = output.weight.detach().float().cpu()
+    chosen = rows if draft_to_target is None else rows[draft_to_target]
+    config = MedusaConfig(
+        num_heads=num_heads,
+        num_layers=1,
+        hidden_size=rows.shape[1],
+        vocab_size=len(rows),
+        draft_vocab_size=len(chosen),
+        shared_lm_head=shared_lm_head,
+    )
+    tensors: dict[str, Tensor] = {}
+    for name, shape in config.tensor_shapes().items():
+        if name == "draft_to_target":
+            assert draft_to_target is not None
+            tensors[name] = draft_to_target
+        else:
+            tensors[name] = chosen.clone() if "lm_head" in name else torch.zeros(shape)
+    return MedusaHeads(config, tensors, "new heads")
+
+
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """EAGLE-3's taps, the inputs of layers 2, n // 2 and n - 3; for shallow targets spread over it."""
+    if num_layers >= 8:
+        return 2, num_layers // 2, num_layers - 3
+    return tuple(sorted({1, (num_layers + 1) // 2, num_layers}))
+
+
+def _final_norm(model: PreTrainedModel, width: int) -> Tensor:
+    """The weight of the target's final norm, or ones where it has none of this kind."""
+    decoder: Any = model.get_decoder()
+    norms = [
+        child.weight
+        for child in decoder.children()
+        if isinstance(getattr(child, "weight", None), Tensor) and child.weight.shape == (width,)
+    ]
+    if len(norms) != 1:
+        return torch.ones(width)
+    return norms[0].detach().float().cpu().clone()

@@ -1,0 +1,61 @@
+"""What a target says of the next tokens, from its last hidden states: the teacher of a draft head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+_CHECKED_TOKENS = 8
+
+
+class Teacher:
+    """The output head of a target.
+
+    Logits are ``cap(scale * (W h + b))``, where scale and cap are what the config of known architectures
+    says (``logit_scale`` of Cohere, ``logits_scaling`` of Granite, ``final_logit_softcapping`` of Gemma).
+    That this is what the model computes is checked once on some tokens, for nothing else would show.
+
+    Args:
+        model: the target.
+
+    Raises:
+        ValueError: if its logits are something else.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        head: Any = model.get_output_embeddings()
+        if head is None or not isinstance(getattr(head, "weight", None), Tensor):
+            raise ValueError(
+                f"{type(model).__name__} has no output head with a weight; expected a causal language model"
+            )
+        config: Any = model.config.get_text_config(decoder=True)
+        self._head = head
+        self.weight: Tensor = head.weight.detach()
+        self._cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._scale = float(getattr(config, "logit_scale", None) or 1.0)
+        self._scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+        self._check(model)
+
+    @torch.no_grad()
+    def logits(self, last_hidden: Tensor) -> Tensor:
+        """``[..., vocab]`` float32 (float64 where the hidden states are) of ``[..., hidden]``."""
+        wide = torch.float64 if last_hidden.dtype == torch.float64 else torch.float32
+        logits: Tensor = self._head(last_hidden).to(wide) * self._scale
+        return logits if self._cap is None else self._cap * (logits / self._cap).tanh()
+
+    @torch.no_grad()
+    def _check(self, model: PreTrainedModel) -> None:
+        ids = torch.arange(1, 1 + _CHECKED_TOKENS, device=model.device)[None] % len(self.weight)
+        decoder: Any = model.get_decoder()
+        last_hidden = decoder(input_ids=ids, use_cache=False)[0]
+        own = model(input_ids=ids, use_cache=False).logits.float()
+        ours = self.logits(last_hidden).float()
+        apart = float((own - ours).abs().max() / own.abs().max().clamp(min=1e-6))
+        if own.shape != ours.shape or not apart < 0.02:
+            raise ValueError(
+                f"the logits of {type(model).__name__} are not those of its output head on its last hidden "
+                f"state (they differ by {apart:.1%} of the largest); a head can't be trained for it"
+            )

@@ -1,0 +1,280 @@
+"""``train``: the loop that trains draft weights, for every objective.
+
+Devices and processes are accelerate's: ``accelerate launch -m specdec_ext.cli train ...`` runs several. Each
+reads its own part of a batch; losses are divided by what all of them read together, so several processes give
+the curve that one would give with all their examples.
+
+A run can be stopped and resumed anywhere: what a step reads is a function of its number, so the curve
+continues as if nothing had been. Everything is kept in one folder:
+
+    state.pt         weights, optimisers, step; replaced as a whole
+    history.jsonl    a Progress per line and step
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, optim
+
+from specdec_ext.training.batches import Example, Features
+from specdec_ext.training.evaluation import Evaluation, evaluate
+from specdec_ext.training.objective import Objective
+from specdec_ext.training.optimizers import make_optimizers, scale
+from specdec_ext.training.order import epoch_batches
+from specdec_ext.training.teacher import Teacher
+
+_STATE, _HISTORY = "state.pt", "history.jsonl"
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How weights are trained.
+
+    Attributes:
+        updates: optimiser steps, over as many epochs as that takes.
+        batch_size: examples per step and process.
+        learning_rate: at its highest.
+        optimizer: "muon" for the matrices of the layers with AdamW for the rest, or "adamw".
+        warmup: steps until the highest learning rate.
+        decay: share of the steps, at the end, in which the learning rate falls.
+        clip: norm to which gradients are clipped.
+        mixed_precision: matrix products in bfloat16, weights and optimisers in float32.
+        seed: of the order of the examples.
+        save_every: steps between two saved states; the last is saved, too.
+        evaluate_every: steps between two evaluations; the last is evaluated, too.
+        depth: tokens of the chains that are simulated in an evaluation.
+    """
+
+    updates: int
+    batch_size: int = 8
+    learning_rate: float = 5e-3
+    optimizer: Literal["muon", "adamw"] = "muon"
+    warmup: int = 20
+    decay: float = 0.3
+    clip: float = 1.0
+    mixed_precision: bool = True
+    seed: int = 0
+    save_every: int = 100
+    evaluate_every: int = 200
+    depth: int = 5
+
+    def __post_init__(self) -> None:
+        for name in ("updates", "batch_size", "learning_rate", "clip", "save_every"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected more than 0")
+        if self.optimizer not in ("muon", "adamw"):
+            raise ValueError(f"optimizer={self.optimizer!r}; expected 'muon' or 'adamw'")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a step did.
+
+    Attributes:
+        step: steps done.
+        losses: of the steps of the objective, over all processes.
+        tokens: read in this step, paddings not counted, over all processes.
+        seconds: since the step before.
+        evaluation: if there was one.
+    """
+
+    step: int
+    losses: tuple[float, ...]
+    learning_rate: float
+    tokens: int
+    seconds: float
+    evaluation: Evaluation | None = None
+
+
+def train(
+    objective: Objective,
+    features: Features,
+    teacher: Teacher,
+    examples: Sequence[Example],
+    held_out: Sequence[Example],
+    folder: Path,
+    config: TrainConfig,
+    on_step: Callable[[Progress], None] = lambda progress: None,
+) -> None:
+    """Train; continue where ``folder`` says an earlier call was stopped.
+
+    Args:
+        objective: on the device where features and teacher are; trained in place.
+        examples: to learn from.
+        held_out: to evaluate on; may be empty.
+        folder: for the state and the history; made if it is not there.
+        on_step: told of every step, in the main process.
+
+    Raises:
+        ValueError: for too few examples, or a folder with the state of another run.
+        ImportError: without accelerate.
+    """
+    device = next(objective.parameters()).device
+    accelerator = _accelerator(device)
+    size = config.batch_size * accelerator.num_processes
+    # An element of the last step must have a token to predict.
+    usable = [each for each in examples if bool(each.loss_mask[objective.steps + 1 :].any())]
+    if len(usable) < size:
+        raise ValueError(
+            f"{len(usable)} of {len(examples)} examples have tokens of the loss mask behind their first "
+            f"{objective.steps + 1}; expected at least {size}, a batch: give more text, or a smaller "
+            "batch_size"
+        )
+    optimizers = make_optimizers(objective, config.optimizer, config.learning_rate)
+    highest = [[group["lr"] for group in each.param_groups] for each in optimizers]
+    run = _Run(folder, config, objective, optimizers)
+    first = run.resume()
+    prepared = accelerator.prepare_model(objective)
+    batches = _Batches(usable, size, config.seed)
+
+    def total(tensor: Tensor) -> Tensor:
+        summed: Tensor = accelerator.reduce(tensor, reduction="sum")
+        return summed
+
+    def precision() -> torch.autocast:
+        return torch.autocast(device.type, torch.bfloat16, enabled=config.mixed_precision)
+
+    for step in range(first, config.updates):
+        began = time.perf_counter()
+        factor = scale(step, config.updates, config.warmup, config.decay)
+        for optimizer, rates in zip(optimizers, highest, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+        mine = batches[step][accelerator.process_index :: accelerator.num_processes]
+        batch = features([usable[index] for index in mine])
+        with precision():
+            loss, losses = prepared(batch, teacher, total)
+        # Gradients of processes are averaged; the losses are parts of a sum.
+        accelerator.backward(loss * accelerator.num_processes)
+        torch.nn.utils.clip_grad_norm_(objective.parameters(), config.clip)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        counted = total(torch.cat([losses, losses.new_tensor([float(batch.lengths.sum())])]))
+        *summed, tokens = counted.tolist()
+        seconds = time.perf_counter() - began
+        done, last = step + 1, step + 1 == config.updates
+        evaluation = None
+        if accelerator.is_main_process:
+            if held_out and (last or done % config.evaluate_every == 0):
+                with precision():
+                    evaluation = evaluate(objective, features, teacher, held_out, config.depth)
+            rate = config.learning_rate * factor
+            progress = Progress(done, tuple(summed), rate, int(tokens), seconds, evaluation)
+            run.record(progress)
+            if last or done % config.save_every == 0:
+                run.save(done)
+            on_step(progress)
+    accelerator.wait_for_everyone()
+
+
+def read_history(folder: Path) -> list[Progress]:
+    """The steps of a run so far."""
+    path = folder / _HISTORY
+    if not path.exists():
+        return []
+    return [_progress(json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def _progress(fields: dict[str, Any]) -> Progress:
+    found, losses = fields.pop("evaluation"), tuple(fields.pop("losses"))
+    evaluation = None
+    if found is not None:
+        drafts = found.pop("drafts")
+        evaluation = Evaluation(drafts, **{name: tuple(value) for name, value in found.items()})
+    return Progress(losses=losses, evaluation=evaluation, **fields)
+
+
+class _Run:
+    """The folder of a run."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: TrainConfig,
+        objective: Objective,
+        optimizers: Sequence[optim.Optimizer],
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._objective, self._optimizers = folder, objective, optimizers
+        # How often something is written does not change what is trained.
+        ignored = ("save_every", "evaluate_every")
+        self._config = {k: v for k, v in asdict(config).items() if k not in ignored}
+
+    def resume(self) -> int:
+        """Load the state, if there is one; the number of steps that were done."""
+        path = self._folder / _STATE
+        if not path.exists():
+            (self._folder / _HISTORY).unlink(missing_ok=True)
+            return 0
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["config"] != self._config:
+            differing = sorted(
+                name for name, value in self._config.items() if state["config"].get(name) != value
+            )
+            raise ValueError(
+                f"{path} is the state of a run with another {', '.join(differing)}; give what it was started "
+                "with, or another folder"
+            )
+        self._objective.load_state_dict(state["weights"])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        done: int = state["step"]
+        # Steps behind the state are done again.
+        kept = read_history(self._folder)[:done]
+        lines = [json.dumps(asdict(progress)) + "\n" for progress in kept]
+        (self._folder / _HISTORY).write_text("".join(lines))
+        return done
+
+    def save(self, step: int) -> None:
+        unfinished = self._folder / f"{_STATE}.unfinished"
+        torch.save(
+            {
+                "config": self._config,
+                "step": step,
+                "weights": self._objective.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            },
+            unfinished,
+        )
+        os.replace(unfinished, self._folder / _STATE)
+
+    def record(self, progress: Progress) -> None:
+        with (self._folder / _HISTORY).open("a") as file:
+            file.write(json.dumps(asdict(progress)) + "\n")
+
+
+class _Batches:
+    """The batch of each step: indices of examples, over all processes."""
+
+    def __init__(self, examples: Sequence[Example], size: int, seed: int):
+        self._lengths = [len(each.tokens) for each in examples]
+        self._size, self._seed = size, seed
+        self._epoch, self._batches = -1, list[list[int]]()
+        self._per_epoch = len(epoch_batches(self._lengths, size, seed, 0))
+
+    def __getitem__(self, step: int) -> list[int]:
+        epoch, index = divmod(step, self._per_epoch)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._batches = epoch_batches(self._lengths, self._size, self._seed, epoch)
+        return self._batches[index]
+
+
+def _accelerator(device: torch.device) -> Any:
+    try:
+        from accelerate import Accelerator
+    except ImportError as error:
+        raise ImportError(
+            "training needs accelerate, which is not installed; pip install specdec_ext[train]"
+        ) from error
+    # Its own mixed precision is a setting of the whole process.
+    return Accelerator(cpu=device.type == "cpu", mixed_precision="no")
