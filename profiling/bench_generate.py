@@ -1,45 +1,75 @@
-"""Tokens per second of generate on the bundled model: Hugging Face's ways and ours, interleaved.
+"""Tokens per second of generate: Hugging Face's ways and ours, interleaved.
 
-    python profiling/bench_generate.py                          # float32, batch 1, the demo's prompts
-    python profiling/bench_generate.py --dtype bfloat16 --out profiling/results/cpu_bfloat16
+    python profiling/bench_generate.py                          # bundled models, float32, batch 1
+    python profiling/bench_generate.py --dtype bfloat16 --batch 1 --batch 4 --out build/bfloat16
     python profiling/bench_generate.py --temperature 0.8        # sampled text repeats itself less
+    python profiling/bench_generate.py --prompts random         # nothing to foresee
+    python profiling/bench_generate.py --target 135m --dtype bfloat16 --context 128 --context 2048
 
-Prints a table under the machine line; with ``--out`` also writes ``<out>.json`` and ``<out>.png``. Ratios
-are of medians over prompts, to Hugging Face ``generate`` in the same run. Texts are compared with Hugging
-Face's; where they differ, the first difference is classified as near-tie or bug.
+Prints a table per batch size and context length; with ``--out`` also writes ``<out>.json`` and ``<out>.png``.
+Ratios are of medians over prompts, to Hugging Face ``generate`` in the same run. Greedy texts are compared
+with Hugging Face's; where they differ, the first difference is classified as near-tie or bug.
+
+Targets ``135m`` and ``500m`` have random weights, and so have their heads: there the *cost* is measured, and
+acceptance is prescribed ("synthetic acceptance", :mod:`specdec_ext.drafters.synthetic`).
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from random_targets import SHAPES, random_head_of, random_prompts, random_target
 from rich.console import Console
-from rich.table import Table
 
 import specdec_ext
 from specdec_ext import assets, benchmark
+from specdec_ext.benchmark import HF, HF_ASSISTED, HF_LOOKUP, PLAIN, Contestant, Prompt
+from specdec_ext.drafters.synthetic import constant_acceptance
 
-HF = "HF generate"
+RANDOM_LENGTH = 128  # of random prompts of the bundled target
+ADVERSARY = "specdec adversary"  # a head's drafts, each token replaced by a wrong one
 
 
-def contestants(target: Any, draft: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    def ours(drafter: Any) -> Any:
-        def run(ids: torch.LongTensor) -> Any:
-            return specdec_ext.generate(
-                target, ids, drafter=drafter, return_dict_in_generate=True, **kwargs
-            )
+class Target(str, Enum):
+    """Whose text is continued."""
 
-        return run
+    bundled = "bundled"
+    small = "135m"
+    large = "500m"
+
+
+class Text(str, Enum):
+    """What the bundled target continues."""
+
+    python = "python"
+    random = "random"
+
+
+# Makes the contestant for a list of prompts, whose plain text it may want to know.
+Maker = Callable[[list[Prompt]], Contestant]
+
+
+def bundled_contestants(target: Any, draft: Any, law: dict[str, Any]) -> dict[str, Maker]:
+    """By name; the head's are missing as long as there is none."""
+
+    def ours(drafter: Any) -> Maker:
+        return lambda prompts: benchmark.ours(target, drafter, law)
+
+    def theirs(**keywords: Any) -> Maker:
+        return lambda prompts: benchmark.hugging_face(target, law, **keywords)
 
     return {
-        HF: lambda ids: target.generate(ids, **kwargs),
-        "HF prompt lookup": lambda ids: target.generate(ids, prompt_lookup_num_tokens=10, **kwargs),
-        "HF assisted": lambda ids: target.generate(ids, assistant_model=draft, **kwargs),
-        "specdec none": ours(None),
+        HF: theirs(),
+        HF_LOOKUP: theirs(prompt_lookup_num_tokens=benchmark.LOOKUP_TOKENS),
+        HF_ASSISTED: theirs(assistant_model=draft),
+        PLAIN: ours(None),
+        "specdec auto": ours("auto"),
         "specdec n-gram": ours("ngram"),
         "specdec n-gram tree": ours(specdec_ext.NgramDrafter(num_draft_tokens=12, num_branches=3)),
         "specdec suffix": ours("suffix"),
@@ -53,100 +83,117 @@ def contestants(target: Any, draft: Any, kwargs: dict[str, Any]) -> dict[str, An
     }
 
 
-def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    import matplotlib
+def random_contestants(
+    name: str, target: Any, law: dict[str, Any], lengths: list[float], depth: int
+) -> dict[str, Maker]:
+    """Hugging Face, plain decoding, and chains of a random head with prescribed acceptance."""
+    head = specdec_ext.HeadDrafter(
+        random_head_of(name, target.dtype), tree=specdec_ext.TreeConfig(depth=depth)
+    )
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    def synthetic(acceptance: list[float]) -> Maker:
+        return lambda prompts: benchmark.synthetic(target, head, acceptance, prompts, law)
 
-    figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(rows) + 1.2))
-    names = [row["name"] for row in rows]
-    colours = ["#9aa0a6" if name.startswith("HF") else "#1a73e8" for name in names]
-    bars = axes.barh(names, [row["tokens_per_second"] for row in rows], color=colours)
-    axes.bar_label(bars, [f"{row['ratio']:.2f}x" for row in rows], padding=3)
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.set_xlabel("tokens per second, median over prompts")
-    axes.set_title(title, fontsize=7, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    return {
+        HF: lambda prompts: benchmark.hugging_face(target, law),
+        PLAIN: lambda prompts: benchmark.ours(target, None, law),
+        **{
+            synthetic_name(length, depth): synthetic(constant_acceptance(length, depth))
+            for length in lengths
+        },
+        ADVERSARY: synthetic([0.0] * depth),
+    }
+
+
+def synthetic_name(mean_acceptance_length: float, depth: int) -> str:
+    return f"specdec, synthetic acceptance {mean_acceptance_length:g} at chain {depth}"
+
+
+def chosen(makers: dict[str, Maker], names: list[str], batch: int) -> tuple[list[str], dict]:
+    """Names of those that take part, and of the others that were asked for, why they don't.
+
+    Raises:
+        typer.BadParameter: for a name that nobody has.
+    """
+    unknown = sorted(set(names) - set(makers))
+    if unknown:
+        raise typer.BadParameter(f"no contestant {unknown}; there are {list(makers)}")
+    asked = [name for name in makers if not names or name in names or name == HF]
+    single = {HF_LOOKUP, HF_ASSISTED} if batch > 1 else set()
+    return (
+        [name for name in asked if name not in single],
+        {name: "transformers takes single rows there" for name in asked if name in single},
+    )
+
+
+def bundled_prompts(text: Text, count: int, batch: int, vocab_size: int) -> list[Prompt]:
+    if text is Text.random:
+        return random_prompts(vocab_size, batch, RANDOM_LENGTH, count)
+    texts = [prompt["prompt"] for prompt in assets.held_out_prompts()[: max(count, batch)]]
+    return benchmark.batches(assets.load_tokenizer(), texts, batch)
 
 
 def main(
+    target: Target = Target.bundled,
     dtype: str = "float32",
-    prompts: int = 10,
+    batch: Annotated[list[int], typer.Option(help="may be repeated")] = [1],  # noqa: B006
+    context: Annotated[
+        list[int], typer.Option(help="tokens of the prompts of a random target; may be repeated")
+    ] = [128],  # noqa: B006
+    text: Annotated[
+        Text, typer.Option("--prompts", help="what the bundled target continues")
+    ] = Text.python,
+    count: Annotated[int, typer.Option(help="prompts")] = 10,
     max_new_tokens: int = 128,
     temperature: Annotated[float, typer.Option(help="sample; 0 is greedy")] = 0.0,
+    contestant: Annotated[
+        list[str], typer.Option(help="only these, beside HF generate; may be repeated")
+    ] = [],  # noqa: B006
+    acceptance: Annotated[
+        list[float],
+        typer.Option(help="synthetic mean acceptance length of a random target; may be repeated"),
+    ] = [3.5],  # noqa: B006
+    depth: Annotated[int, typer.Option(help="of a random target's chains")] = 7,
     repeats: Annotated[int, typer.Option(help="calls per prompt; the median counts")] = 3,
     out: Annotated[Path | None, typer.Option(help="write OUT.json and OUT.png")] = None,
 ) -> None:
-    target = assets.load_target(getattr(torch, dtype))
-    draft = assets.load_draft(getattr(torch, dtype))
-    tokenizer = assets.load_tokenizer()
-    texts = [prompt["prompt"] for prompt in assets.held_out_prompts()[:prompts]]
-    ids = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
-    kwargs: dict[str, Any] = dict(max_new_tokens=max_new_tokens, do_sample=False)
-    if temperature:
-        # transformers and we draw different texts of one law: lengths are fixed, texts not compared
-        kwargs.update(
-            do_sample=True, temperature=temperature, top_k=0, min_new_tokens=max_new_tokens
-        )
-        torch.manual_seed(0)
-    results = benchmark.interleave(contestants(target, draft, kwargs), ids, repeats)
-    machine = benchmark.machine_line(target)
-    rows = []
-    for name, series in results.items():
-        rows.append(
-            {
-                "name": name,
-                "tokens_per_second": series.median_tokens_per_second,
-                "ratio": series.ratio_to(results[HF]),
-                "mean_acceptance_length": series.mean_acceptance_length,
-                "emitted_per_step": series.emitted_per_step,
-                "acceptance_per_position": series.acceptance_per_position,
-                "same_text": (
-                    ""
-                    if temperature
-                    else benchmark.same_text(series.compared_to(results[HF], target))
-                ),
-                "tokens_per_second_by_prompt": series.tokens_per_second,
-            }
-        )
-    unique = results[HF].unique_4grams
-    show(rows, machine, unique)
+    law = benchmark.law(max_new_tokens, temperature)
+    kind, settings = getattr(torch, dtype), {"target": target.value}
+    draft = None
+    if target is Target.bundled:
+        model, draft = assets.load_target(kind), assets.load_draft(kind)
+        makers = bundled_contestants(model, draft, law)
+        settings["text"] = text.value
+    else:
+        model = random_target(target.value, kind)
+        makers = random_contestants(target.value, model, law, acceptance, depth)
+        settings["head's vocabulary"] = str(SHAPES[target.value][2])
+    console = Console(width=150, highlight=False)
+    reports = []
+    for rows in batch:
+        names, left_out = chosen(makers, contestant, rows)
+        for length in context if target is not Target.bundled else [None]:
+            if length is None:
+                prompts = bundled_prompts(text, count, rows, model.config.vocab_size)
+            else:
+                prompts = random_prompts(model.config.vocab_size, rows, length, count)
+                settings["context"] = str(length)
+            with benchmark.endless(model, *([draft] if draft else [])):
+                contestants = {name: makers[name](prompts) for name in names}
+                report = benchmark.race(
+                    model, contestants, prompts, law, repeats, settings=settings
+                )
+            report.left_out = left_out
+            console.print(report.table())
+            for note in report.notes():
+                console.print(note)
+            reports.append(report)
+    console.print(reports[0].machine)
     if out is not None:
-        report = {
-            "machine": machine,
-            "settings": {"dtype": dtype, "prompts": len(ids), "repeats": repeats, **kwargs},
-            "unique_4gram_fraction": unique,
-            "rows": rows,
-        }
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-        plot(rows, machine, out.with_suffix(".png"))
-
-
-def show(rows: list[dict[str, Any]], machine: str, unique: float) -> None:
-    table = Table(title=machine, title_justify="left", title_style="")
-    for column in ("", "tokens/s", "ratio", "acceptance length", "emitted/step", "same text"):
-        table.add_column(column, justify="left" if not column else "right")
-    for row in rows:
-
-        def number(key: str, row: dict[str, Any] = row) -> str:
-            return "" if row[key] is None else f"{row[key]:.2f}"
-
-        table.add_row(
-            row["name"],
-            f"{row['tokens_per_second']:.0f}",
-            f"{row['ratio']:.2f}x",
-            number("mean_acceptance_length"),
-            number("emitted_per_step"),
-            row["same_text"],
-        )
-    console = Console(width=130)
-    console.print(table)
-    console.print(f"unique 4-grams in the completions: {unique:.0%}")
+        records = [report.record() for report in reports]
+        out.with_suffix(".json").write_text(json.dumps(records, indent=1) + "\n")
+        benchmark.plot(reports, out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

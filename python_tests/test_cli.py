@@ -46,7 +46,9 @@ def greedy_text(prompt: str, max_new_tokens: int) -> str:
 # --- help and version -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["demo", "generate", "check", "inspect", "keywords", "version"])
+@pytest.mark.parametrize(
+    "command", ["demo", "generate", "bench", "check", "inspect", "keywords", "version"]
+)
 def test_every_command_is_listed_and_explains_itself(command):
     assert command in words(run("--help").output)
     result = run(command, "--help")
@@ -231,6 +233,63 @@ def test_generate_refuses(arguments, message):
     assert "Traceback" not in result.output
 
 
+# --- bench ------------------------------------------------------------------------------------------
+
+
+def prompts_file(folder, count):
+    texts = [PROMPT, "import", "def f(x):\n"][:count]
+    (folder / "prompts.json").write_text(json.dumps(texts))
+    return str(folder / "prompts.json")
+
+
+def test_bench_measures_and_records(tmp_path):
+    record, chart = tmp_path / "record.json", tmp_path / "chart.png"
+    result = run(
+        "bench", "--prompts", prompts_file(tmp_path, 2), "--drafter", "ngram", "--drafter", "none",
+        "--assisted", "draft", "--max-new-tokens", "8", "--repeats", "1",
+        "--json", str(record), "--plot", str(chart), "--breakdown",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    names = ["HF generate", "HF prompt lookup", "HF assisted", "specdec none", "specdec ngram"]
+    found = json.loads(record.read_text())
+    assert [row["name"] for row in found["rows"]] == names
+    assert [row["same_text"] for row in found["rows"]] == ["", *["2/2"] * 4]
+    assert found["settings"]["prompts"] == 2 and found["settings"]["max_new_tokens"] == 8
+    for name in names:
+        assert re.search(rf"{name}\W+\d+\.\d\W+\d+\.\d\dx \[", result.output), name
+    assert f"torch {torch.__version__}" in result.output
+    assert result.output.count("outside target forward and draft op") == 2  # plain, ngram
+    assert [len(each["parts"]) > 3 for each in found["breakdowns"]] == [True, True]
+    for picture in (chart, tmp_path / "chart_breakdown.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_of_a_batch_leaves_out_what_takes_single_rows(tmp_path):
+    result = run(
+        "bench", "--prompts", prompts_file(tmp_path, 3), "--drafter", "none", "--batch", "2",
+        "--temperature", "0.8", "--max-new-tokens", "4", "--repeats", "1",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "HF prompt lookup: left out, transformers takes single rows there" in result.output
+    assert "batch 2, prompts 1" in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--batch", "3"), "a batch of 3 needs as many prompts, and there are 2"),
+        (("--drafter", "crystal-ball"), "drafter='crystal-ball' is not known"),
+        (("--assisted", "ngram"), "--assisted ngram: expected a draft model"),
+        (("--repeats", "0"), "repeats"),
+    ],
+)
+def test_bench_refuses(arguments, message, tmp_path):
+    result = run("bench", "--prompts", prompts_file(tmp_path, 2), *arguments)
+    assert result.exit_code == 2
+    assert message in words(result.output)
+    assert "Traceback" not in result.output
+
+
 # --- check ------------------------------------------------------------------------------------------
 
 
@@ -336,7 +395,7 @@ def test_demo_fails_on_a_bug_and_names_it(monkeypatch):
     def bug(model, first, second, prompt_length, **_):
         return specdec_ext.ComparedRuns(False, prompt_length + 1, "bug", 3.0, 0.5)
 
-    monkeypatch.setattr("specdec_ext.benchmark.compare_runs", bug)
+    monkeypatch.setattr("specdec_ext.benchmark.series.compare_runs", bug)
     result = run("demo", "--prompts", "1", "--max-new-tokens", "4", "--no-stream")
     assert result.exit_code == 1
     assert "0/1, 1 bug" in result.output

@@ -289,8 +289,8 @@ def _forward_measured(model: PreTrainedModel, clock: _Clock) -> Any:
     return _replaced(kind, "__call__", call)
 
 
-def _subclasses(base: type) -> list[type]:
-    classes = [base]
+def _subclasses(base: type[Any]) -> list[type[Any]]:
+    classes: list[type[Any]] = [base]
     for child in base.__subclasses__():
         classes += _subclasses(child)
     return classes

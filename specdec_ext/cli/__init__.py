@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from specdec_ext.cli.bench import bench
 from specdec_ext.cli.check import check
 from specdec_ext.cli.demo import demo
 from specdec_ext.cli.generate import generate
@@ -49,5 +50,5 @@ def specdec(
 
 
 specdec.__doc__ = None  # the help text is the app's
-for command in (demo, generate, check, inspect, keywords, version):
+for command in (demo, generate, bench, check, inspect, keywords, version):
     app.command()(command)

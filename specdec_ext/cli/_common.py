@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 # A PreTrainedModel that can generate; transformers has no type that says both.
 Model = Any
+
+BUSY_SHARE = 0.2  # of all cores, by other processes
 
 
 class Dtype(str, Enum):
@@ -155,3 +159,31 @@ def describe(compared: ComparedRuns, prompt_length: int) -> str:
     where = f"at token {compared.position - prompt_length}"
     verdict = "BUG" if compared.verdict == "bug" else compared.verdict
     return f"{verdict} {where}: logit gap {compared.gap:.2g}, bound {compared.bound:.2g}"
+
+
+def warn_if_busy(console: Console) -> None:
+    """Other processes distort ratios: threads of one matrix product wait for each other's cores."""
+    before = _processor_seconds()
+    time.sleep(0.5)
+    after = _processor_seconds()
+    if before is None or after is None:
+        return
+    total, idle = after[0] - before[0], after[1] - before[1]
+    busy = 1 - idle / total if total else 0.0
+    if busy > BUSY_SHARE:
+        console.print(
+            f"other processes use {busy:.0%} of this machine: the numbers below are not to be relied on "
+            "(with OMP_NUM_THREADS=1 they suffer least)",
+            style="yellow",
+            soft_wrap=True,
+        )
+
+
+def _processor_seconds() -> tuple[float, float] | None:
+    """(total, idle) time of all cores since boot in ticks, or None where Linux does not say."""
+    try:
+        fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+    except OSError:
+        return None
+    ticks = [float(field) for field in fields]  # user nice system idle iowait irq softirq steal
+    return sum(ticks), ticks[3] + ticks[4]

@@ -6,9 +6,6 @@ warm-up of each; medians over prompts.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,6 +23,7 @@ from specdec_ext.cli._common import (
     load_drafter,
     load_target,
     user_errors,
+    warn_if_busy,
 )
 from specdec_ext.cli._stream import TextStreamer, legend
 
@@ -39,8 +37,6 @@ if TYPE_CHECKING:
 HF = "HF generate"
 HF_LOOKUP = "HF prompt lookup (10)"
 SHOWN_PROMPT_LINES = 6
-BAR_WIDTH = 20
-BUSY_SHARE = 0.2
 
 
 def demo(
@@ -54,7 +50,7 @@ def demo(
 ) -> None:
     """Stream a completion of real code with accepted drafts marked, then measure against HF generate."""
     from specdec_ext import assets
-    from specdec_ext.benchmark import machine_line
+    from specdec_ext.benchmark import machine_line, position_table
 
     target, tokenizer = load_target(None, dtype, "cpu")
     proposer = load_drafter(drafter, dtype, "cpu")
@@ -64,7 +60,7 @@ def demo(
         if stream:
             _stream(console, target, tokenizer, proposer, held_out[0], max_new_tokens)
         console.print(machine_line(target), soft_wrap=True)
-        _warn_if_busy(console)
+        warn_if_busy(console)
         encoded = [encode(tokenizer, each["prompt"], "cpu") for each in held_out]
         ours = f"specdec, drafter={drafter}"
         results = _measure(console, target, proposer, ours, encoded, max_new_tokens)
@@ -76,7 +72,7 @@ def demo(
     }
     console.print(_speed_table(results, compared, title))
     if results[ours].total("drafts"):
-        console.print(_position_table(results[ours]))
+        console.print(position_table(results[ours]))
     console.print(
         f"unique 4-grams in the completions: {results[HF].unique_4grams:.0%} "
         "(text that repeats itself is easy to guess and inflates ratios)",
@@ -112,76 +108,34 @@ def _stream(
     console.print("\n")
 
 
-def _warn_if_busy(console: Console) -> None:
-    """Other processes distort ratios: threads of one matrix product wait for each other's cores."""
-    before = _processor_seconds()
-    time.sleep(0.5)
-    after = _processor_seconds()
-    if before is None or after is None:
-        return
-    total, idle = after[0] - before[0], after[1] - before[1]
-    busy = 1 - idle / total if total else 0.0
-    if busy > BUSY_SHARE:
-        console.print(
-            f"other processes use {busy:.0%} of this machine: the numbers below are not to be relied on "
-            "(with OMP_NUM_THREADS=1 they suffer least)",
-            style="yellow",
-            soft_wrap=True,
-        )
-
-
-def _processor_seconds() -> tuple[float, float] | None:
-    """(total, idle) time of all cores since boot in ticks, or None where Linux does not say."""
-    try:
-        fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
-    except OSError:
-        return None
-    ticks = [float(field) for field in fields]  # user nice system idle iowait irq softirq steal
-    return sum(ticks), ticks[3] + ticks[4]
-
-
 def _measure(
     console: Console,
     target: Model,
     proposer: Any,
-    ours: str,
+    name: str,
     encoded: list[LongTensor],
     max_new_tokens: int,
 ) -> dict[str, Series]:
-    import torch
+    from specdec_ext.benchmark import hugging_face, interleave, law, ours
 
-    import specdec_ext
-    from specdec_ext.benchmark import interleave
-
-    law: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "do_sample": False,
-        "return_dict_in_generate": True,
+    shared = law(max_new_tokens)
+    contestants = {
+        HF: hugging_face(target, shared),
+        HF_LOOKUP: hugging_face(target, shared, prompt_lookup_num_tokens=10),
+        "specdec, drafter=none": ours(target, None, shared),
+        name: ours(target, proposer, shared),
     }
-
-    def hugging_face(ids: LongTensor, **kwargs: Any) -> Any:
-        return target.generate(ids, attention_mask=torch.ones_like(ids), **law, **kwargs)
-
-    def speculative(ids: LongTensor, drafter: Any) -> Any:
-        mask = torch.ones_like(ids)
-        return specdec_ext.generate(target, ids, attention_mask=mask, drafter=drafter, **law)
-
-    contestants: dict[str, Callable[[Any], Any]] = {
-        HF: hugging_face,
-        HF_LOOKUP: lambda ids: hugging_face(ids, prompt_lookup_num_tokens=10),
-        "specdec, drafter=none": lambda ids: speculative(ids, None),
-        ours: lambda ids: speculative(ids, proposer),
-    }
+    prompts = [{"input_ids": ids, "attention_mask": ids.new_ones(ids.shape)} for ids in encoded]
     total = len(contestants) * len(encoded)
     done = 0
     with console.status("warming up") as status:
 
-        def progress(name: str) -> None:
+        def progress(contestant: str) -> None:
             nonlocal done
             done += 1
-            status.update(f"measuring {done}/{total}: {name}")
+            status.update(f"measuring {done}/{total}: {contestant}")
 
-        return interleave(contestants, encoded, on_call=progress)
+        return interleave(contestants, prompts, on_call=progress)
 
 
 def _speed_table(
@@ -198,26 +152,9 @@ def _speed_table(
         table.add_row(
             name,
             f"{series.median_tokens_per_second:.1f}",
-            f"{series.ratio_to(results[HF]):.2f}x",
+            f"{series.speedup(results[HF]).value:.2f}x",
             "" if length is None else f"{length:.2f}",
             same_text(compared[name]) if name in compared else "",
-        )
-    return table
-
-
-def _position_table(series: Series) -> Table:
-    proposed = series.total_per_position("proposed_per_position")
-    accepted = series.total_per_position("accepted_per_position")
-    table = Table(title=f"acceptance by position in the draft, {series.name}", title_justify="left")
-    for heading in ("position", "drafted", "accepted", "of all drafts"):
-        table.add_column(heading, justify="right")
-    table.add_column("of those drafted")
-    drafts = series.total("drafts")
-    for position, (tried, kept) in enumerate(zip(proposed, accepted, strict=True), start=1):
-        share = kept / tried
-        bar = "█" * round(BAR_WIDTH * share)
-        table.add_row(
-            str(position), str(tried), str(kept), f"{kept / drafts:.0%}", f"{share:4.0%} {bar}"
         )
     return table
 

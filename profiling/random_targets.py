@@ -1,0 +1,83 @@
+"""Targets of the sizes of small published models, with random weights: for the cost side of benchmarks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from draft_heads import head_config, random_head
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specdec_ext.head import DraftHead
+
+POSITIONS = 8192
+# Name -> (model type, sizes, tokens that a head's drafts are made of).
+SHAPES: dict[str, tuple[str, dict[str, int], int]] = {
+    "135m": (  # SmolLM2-135M
+        "llama",
+        dict(
+            hidden_size=576,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            intermediate_size=1536,
+            vocab_size=49_152,
+        ),
+        8_192,
+    ),
+    "500m": (  # Qwen2.5-0.5B
+        "qwen2",
+        dict(
+            hidden_size=896,
+            num_hidden_layers=24,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+            intermediate_size=4864,
+            vocab_size=151_936,
+        ),
+        16_384,
+    ),
+}
+
+
+def random_target(name: str, dtype: torch.dtype, seed: int = 0) -> Any:
+    """A model of ``SHAPES`` in eval mode that never ends a text.
+
+    Its weights are drawn in ``dtype``, so that nothing larger was ever in memory.
+    """
+    kind, sizes, _ = SHAPES[name]
+    config = AutoConfig.for_model(
+        kind,
+        **sizes,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def random_head_of(name: str, dtype: torch.dtype, seed: int = 0) -> DraftHead:
+    """An EAGLE-3 head of one layer of the target's width."""
+    _, sizes, draft_vocab = SHAPES[name]
+    config = head_config(
+        sizes["hidden_size"],
+        sizes["intermediate_size"],
+        sizes["num_attention_heads"],
+        sizes["num_key_value_heads"],
+        sizes["vocab_size"],
+        head_dim=sizes["hidden_size"] // sizes["num_attention_heads"],
+        draft_vocab=draft_vocab,
+    )
+    return random_head(config, dtype, seed=seed)
+
+
+def random_prompts(
+    vocab_size: int, batch: int, length: int, count: int, seed: int = 0
+) -> list[Any]:
+    """``count`` prompts of random tokens, as a tokenizer returns them."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, vocab_size, (count, batch, length), generator=generator)
+    return [{"input_ids": each, "attention_mask": torch.ones_like(each)} for each in ids]
