@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from specdec_ext.medusa import MedusaHeads
     from specdec_ext.model_check import Check, ModelCheck, check_model
     from specdec_ext.output import SpeculativeEncoderDecoderOutput, SpeculativeOutput
+    from specdec_ext.speculation import Speculation
     from specdec_ext.stats import SpeculationStats
     from specdec_ext.target import Support, supports
     from specdec_ext.tree import DraftTree
@@ -41,6 +42,7 @@ __all__ = [
     "MedusaHeads",
     "ModelCheck",
     "NgramDrafter",
+    "Speculation",
     "SpeculationStats",
     "SpeculativeEncoderDecoderOutput",
     "SpeculativeOutput",
@@ -69,6 +71,7 @@ _MODULES = {
     "medusa": ("MedusaHeads",),
     "model_check": ("Check", "ModelCheck", "check_model"),
     "output": ("SpeculativeEncoderDecoderOutput", "SpeculativeOutput"),
+    "speculation": ("Speculation",),
     "stats": ("SpeculationStats",),
     "target": ("Support", "supports"),
     "tree": ("DraftTree",),

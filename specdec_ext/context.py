@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from specdec_ext.tree_config import Shape
+
 
 class Context:
     """Rows of text that grow at their own pace.
@@ -28,7 +30,11 @@ class Context:
         sample: ``sample(logits [n, vocab], depth, root_positions, rows) -> ([n], [n, vocab])``, independent
             draws at ``depth`` of a round's tree and what they were drawn from, for
             ``DraftTree.draft_probs``; see :meth:`specdec_ext.sampler.Sampler.sample`.
+        shape: what the drafter is asked for in this step: one of those that it offers
+            (:meth:`specdec_ext.Drafter.shapes`), or None for its own.
     """
+
+    shape: Shape | None = None
 
     def __init__(
         self,

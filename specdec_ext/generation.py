@@ -31,7 +31,9 @@ from specdec_ext.drafters.choice import Assistant, DrafterChoice
 from specdec_ext.keywords import check_arguments, check_config
 from specdec_ext.loop import Decoder
 from specdec_ext.output import AnyOutput, Recorder, TokenStream
+from specdec_ext.policy import make_policy
 from specdec_ext.sampler import VERIFICATIONS, Sampler
+from specdec_ext.speculation import Speculation, resolve_speculation
 from specdec_ext.stopping import StopRule
 from specdec_ext.target import Target, make_target
 from specdec_ext.target.context_limit import Span
@@ -53,6 +55,7 @@ def generate(
     inputs: Tensor | None = None,
     *,
     drafter: Any = "auto",
+    speculation: Any = "auto",
     verification: str = "match",
     seed: int | Sequence[int] | None = None,
     generator: torch.Generator | None = None,
@@ -73,6 +76,10 @@ def generate(
             model of the same tokenizer (classic draft model), a :class:`Drafter`, or None for plain decoding
             through the same loop. ``"auto"``: the head that ``model.config.specdec_ext_draft`` names, behind
             n-gram copies; of other models n-gram alone.
+        speculation: ``"auto"`` measures what drafting costs and brings, and drafts in each step what promises
+            most tokens per second, or nothing; ``"fixed"`` drafts what the drafter drafts by itself in every
+            step; a :class:`Speculation` pins what it names. The text is the same. Under the rules other than
+            "match", whose texts depend on the drafts, sampling with ``"auto"`` is ``"fixed"``.
         verification: how drafts are accepted when sampling. ``"match"`` is exact for all drafters, and one
             seed gives one text. ``"rejection"``, ``"block"`` (chains) and ``"recursive"`` (trees) need a
             drafter that samples, ``DraftModelDrafter(model, sampled=True)``; they keep the law of the
@@ -112,6 +119,7 @@ def generate(
         check_config(kwargs["generation_config"])
     hook = custom_generate(
         drafter=drafter,
+        speculation=speculation,
         verification=verification,
         seed=seed,
         generator=generator,
@@ -126,6 +134,7 @@ def generate(
 def custom_generate(
     drafter: Any = "auto",
     *,
+    speculation: Any = "auto",
     verification: str = "match",
     seed: int | Sequence[int] | None = None,
     generator: torch.Generator | None = None,
@@ -140,6 +149,7 @@ def custom_generate(
     ``synced_gpus`` on this path: pass them here, the assistant as ``drafter``.
     """
     choice = DrafterChoice(drafter)
+    settings = resolve_speculation(speculation)
     if verification not in VERIFICATIONS:
         raise ValueError(
             f"verification={verification!r} is not known; expected one of {list(VERIFICATIONS)}"
@@ -177,6 +187,7 @@ def custom_generate(
                 generation_config,
                 choice.drafter(model, generation_config),
                 choice.explicit,
+                settings,
                 _seeds(model, seed, generator, len(input_ids))
                 if generation_config.do_sample
                 else [0] * len(input_ids),
@@ -197,6 +208,7 @@ def _decode(
     config: GenerationConfig,
     drafter: Drafter | None,
     explicit: bool,
+    speculation: Speculation | None,
     seeds: list[int],
     verification: str,
     streamer: Any,
@@ -238,7 +250,8 @@ def _decode(
         _ids_of(encoder_input, len(input_ids), target.vocab_size),
     )
     stream = TokenStream(streamer, context) if streamer is not None else None
-    decoder = Decoder(target, drafter, sampler, stop, context, recorder, stream)
+    policy = make_policy(speculation, drafter, target, sampler.needs_draft_probs)
+    decoder = Decoder(target, drafter, sampler, stop, context, recorder, stream, policy)
     try:
         sequences = context.sequences(decoder.run())
     except BaseException:

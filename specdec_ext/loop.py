@@ -12,6 +12,7 @@ import torch
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.output import Recorder, TokenStream
+from specdec_ext.policy import Policy
 from specdec_ext.sampler import Accepted, Sampler
 from specdec_ext.stats import DraftAlarm, SpeculationStats
 from specdec_ext.stopping import StopRule
@@ -31,9 +32,11 @@ class Decoder:
         context: Context,
         recorder: Recorder,
         stream: TokenStream | None,
+        policy: Policy,
     ):
         self.target, self.drafter, self.sampler, self.stop = target, drafter, sampler, stop
         self.context, self.recorder, self.stream = context, recorder, stream
+        self.policy = policy
         self.stats = SpeculationStats(drafter=type(drafter).__name__ if drafter else "none")
         self._alarm = DraftAlarm(self.stats, drafter.dead_draft_advice if drafter else "")
         self._ends: dict[int, int] = {}  # original row -> columns at which it ended
@@ -50,6 +53,7 @@ class Decoder:
             accepted = self._verify(tree, output)
         if drafter is not None:
             drafter.start(context, target.model, output)
+            self.policy.begin(context, self.stats)
         while self._unfinished():
             with self._timed("draft"):
                 tree = self._propose()
@@ -61,6 +65,8 @@ class Decoder:
                 target.commit(accepted.path, accepted.num_accepted)
                 if drafter is not None:
                     drafter.commit(context, accepted, output)
+                    self.policy.learn(accepted, context)
+        self.policy.end()
         # The cache ends like sequences[:, :-1], its rows where the caller's rows are.
         width = self._width()
         everyone = range(len(self._layout))
@@ -72,7 +78,7 @@ class Decoder:
 
     def _propose(self) -> DraftTree:
         roots = self.context.roots
-        if self.drafter is None:
+        if self.drafter is None or not self.policy.choose(self.context):
             return DraftTree.root(roots)
         tree, name = self.drafter.propose(self.context), type(self.drafter).__name__
         if not isinstance(tree, DraftTree):
@@ -86,7 +92,7 @@ class Decoder:
         useful = [left - 1 for left in self.context.remaining]
         before_end = map(self.target.context_room, self.context.root_positions)
         rooms = zip(useful, self.target.draft_room, before_end, strict=True)
-        tree = tree.pruned([min(each) for each in rooms])
+        tree = self.policy.cut(tree.pruned([min(each) for each in rooms]), self.context)
         self.sampler.check(tree, name)
         return tree
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, TypeAlias
 
 # What the ops on trees take.
 MAX_NODES = 1024
 MAX_CANDIDATES = 4096
+# Beside a ``TreeConfig`` a drafter may be asked for what it finds: copies, or whatever it proposes by itself.
+FOUND: Literal["found"] = "found"
 
 
 @dataclass(frozen=True)
@@ -81,3 +84,6 @@ class TreeConfig:
         if self.choices is not None:
             return len(self.choices)
         return self.top_k + (self.depth - 1) * self.top_k**2
+
+
+Shape: TypeAlias = TreeConfig | Literal["found"]

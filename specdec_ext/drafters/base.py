@@ -5,12 +5,15 @@ A drafter may be wrong at no cost but time: nothing it returns can change what i
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+
 from transformers import PreTrainedModel
 
 from specdec_ext.context import Context
 from specdec_ext.sampler import Accepted
 from specdec_ext.target import TargetOutput
 from specdec_ext.tree import DraftTree
+from specdec_ext.tree_config import FOUND, Shape
 
 
 class Drafter:
@@ -23,10 +26,12 @@ class Drafter:
             rule.
         dead_draft_advice: what to check when almost no draft is accepted; "" where that is nothing unusual,
             as in looking up repetitions.
+        whole: whether its trees are verified whole or not at all; others may be cut to fewer levels.
     """
 
     sampled: bool = False
     dead_draft_advice: str = ""
+    whole: bool = False
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         """Hidden states of the target that ``TargetOutput.features`` is to hold, side by side.
@@ -48,8 +53,33 @@ class Drafter:
                 without the columns that the caller's cache held already.
         """
 
+    def shapes(self, context: Context) -> Sequence[Shape]:
+        """What ``context.shape`` may ask for, once ``start`` has run.
+
+        ``FOUND`` is whatever the drafter proposes by itself, which is not known before it is there; it must
+        be cheap to ask for. Of several ``TreeConfig`` the controller chooses for each step.
+        """
+        return (FOUND,)
+
+    @property
+    def kinds(self) -> Sequence[str] | None:
+        """Of the last ``propose``, what each row's proposal is like; "" or None: the shape asked for.
+
+        Acceptance is learnt for each kind by itself, such as copies behind short and behind long matches.
+        """
+        return None
+
+    @property
+    def identity(self) -> Hashable:
+        """What acceptance and costs are remembered under, for later calls on the same model."""
+        return f"{type(self).__module__}.{type(self).__qualname__}"
+
     def propose(self, context: Context) -> DraftTree:
         """A tree for each active row, in the order of ``context.rows``; its roots are ``context.roots``.
+
+        It is called in some steps only: where drafting does not pay, there are steps without. What is
+        proposed may be verified in part or not at all (``accepted`` of :meth:`commit` tells). A drafter that
+        offers shapes gives the tree that of ``context.shape``.
 
         Rows with nothing to propose stay a root; depth beyond what a row may still emit is cut for you.
         """

@@ -7,7 +7,7 @@ left does the model-based one draft; it reads what was emitted meanwhile when it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -19,6 +19,7 @@ from specdec_ext.drafters.retrieval import RetrievalDrafter
 from specdec_ext.sampler import Accepted
 from specdec_ext.target import TargetOutput
 from specdec_ext.tree import INACTIVE, DraftTree
+from specdec_ext.tree_config import FOUND, Shape
 
 
 class CombinedDrafter(Drafter):
@@ -69,19 +70,37 @@ class CombinedDrafter(Drafter):
         self.retrieval, self.model_based = retrieval, model_based
         self.min_match, self.max_nodes = min_match, max_nodes
         self.dead_draft_advice = model_based.dead_draft_advice
+        self.whole = model_based.whole
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return self.model_based.feature_layers(model)
 
+    def shapes(self, context: Context) -> Sequence[Shape]:
+        """``FOUND`` are copies alone, if the model-based one can be told what to draft."""
+        return [FOUND, *(each for each in self.model_based.shapes(context) if each != FOUND)]
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        return self._kinds
+
+    @property
+    def identity(self) -> Hashable:
+        return super().identity, self.retrieval.identity, self.model_based.identity
+
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
         self.retrieval.start(context, model, output)
         self.model_based.start(context, model, output)
+        self._separable = FOUND not in self.model_based.shapes(context)
 
     def propose(self, context: Context) -> DraftTree:
         copied = self.retrieval.propose(context)
         taken = [length >= self.min_match for length in self.retrieval.match_lengths]
-        if all(taken):
+        self._kinds = list(self.retrieval.kinds)
+        if all(taken) or (context.shape == FOUND and self._separable):
             return copied
+        self._kinds = [
+            "" if not each else kind for each, kind in zip(taken, self._kinds, strict=True)
+        ]
         drafted = self.model_based.propose(context)
         if self.max_nodes is None and not any(taken):
             return DraftTree(drafted.tokens, drafted.parents)

@@ -9,7 +9,7 @@ the other rules verify.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from specdec_ext.sampler import Accepted
 from specdec_ext.target import TargetOutput, make_target
 from specdec_ext.target.slots import SlotTarget
 from specdec_ext.tree import DraftTree
+from specdec_ext.tree_config import Shape, TreeConfig
 
 # How many tokens the draft model reads in one pass after the prompt.
 BLOCK_TOKENS = 256
@@ -36,7 +37,7 @@ class DraftModelDrafter(Drafter):
 
     Args:
         model: the draft model.
-        num_draft_tokens: length of the chain.
+        num_draft_tokens: length of the chain, or of the longest where the controller chooses.
         sampled: draw independently of the target's noise and say from which probabilities, for
             ``generate(verification="rejection")`` or ``"block"``.
         min_confidence: a row's draft ends with the first token to which the draft model gives less than this
@@ -112,6 +113,14 @@ class DraftModelDrafter(Drafter):
                 torch.tensor(ids, device=device), torch.tensor(mask, device=device)
             )
 
+    def shapes(self, context: Context) -> Sequence[Shape]:
+        return [TreeConfig(depth=depth) for depth in range(1, self.num_draft_tokens + 1)]
+
+    @property
+    def identity(self) -> Hashable:
+        named = self.model.config._name_or_path, self.model.num_parameters()
+        return super().identity, type(self.model).__name__, *named, self.sampled
+
     def _match_vocabularies(self, target: PreTrainedModel) -> Vocabulary:
         target_size, draft_size = sizes = tuple(
             model.config.get_text_config(decoder=True).vocab_size for model in (target, self.model)
@@ -159,7 +168,7 @@ class DraftModelDrafter(Drafter):
         for row in context.rows:
             self._cached[row] = len(context.generated[row])
         # All rows draft in step: one that has no room left must not ask for positions beyond its last.
-        length = min(self.num_draft_tokens, min(context.remaining) - 1, room)
+        length = min(self._asked(context), min(context.remaining) - 1, room)
         chain: list[Tensor] = []
         laws: list[Tensor] = []
         going = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
@@ -186,6 +195,17 @@ class DraftModelDrafter(Drafter):
         self._drafts = drafts.tolist()
         draft_probs = torch.stack(laws, dim=1) if laws else None
         return DraftTree.chain(context.roots, drafts, counts, draft_probs)
+
+    def _asked(self, context: Context) -> int:
+        """Length of the chain of this step."""
+        shape = context.shape
+        if not isinstance(shape, TreeConfig):
+            return self.num_draft_tokens
+        if shape.top_k > 1:
+            raise ValueError(
+                f"{type(self).__name__} drafts chains and was asked for {shape}; pin shapes with top_k=1"
+            )
+        return len(shape.links)
 
     def _draw(self, context: Context, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         """The drafts below nodes at ``depth`` and, of sampled ones, their law."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +24,12 @@ from specdec_ext.ops.quantise import weight_dtype
 from specdec_ext.sampler import Accepted
 from specdec_ext.target import TargetOutput
 from specdec_ext.tree import DraftTree
-from specdec_ext.tree_config import TreeConfig
+from specdec_ext.tree_config import Shape, TreeConfig
+
+# Committed steps, and tokens of a row, after which a head that is not asked for drafts puts together, and
+# reads, the features it was given: what it keeps of them is bounded.
+MERGED_STEPS = 64
+MAX_UNREAD = 512
 
 
 def default_tree(device: torch.device, num_rows: int, parallel: bool = False) -> TreeConfig:
@@ -46,6 +52,12 @@ def default_tree(device: torch.device, num_rows: int, parallel: bool = False) ->
     return TreeConfig(depth=7) if parallel else TreeConfig(depth=6, top_k=10, num_nodes=60)
 
 
+def offered_shapes(default: TreeConfig) -> list[TreeConfig]:
+    """The chains up to seven levels, or as deep as the default shape, and that one if it is a tree."""
+    chains = [TreeConfig(depth=depth) for depth in range(1, max(7, default.depth) + 1)]
+    return chains if default in chains else [*chains, default]
+
+
 class HeadDrafter(Drafter):
     """Drafts with a head that was trained for the target.
 
@@ -61,7 +73,7 @@ class HeadDrafter(Drafter):
 
     Args:
         head: from :func:`specdec_ext.checkpoints.load_draft`.
-        tree: the shape to draft; None for :func:`default_tree`.
+        tree: the only shape to draft; None for :func:`default_tree`, or what the controller asks for.
         weights: "int8" or "float8" has a head in bfloat16 or float16 read half the bytes, with drafts that
             are a little worse; CUDA only. "same" keeps the target's dtype.
 
@@ -110,12 +122,23 @@ class HeadDrafter(Drafter):
         self._tree = self.tree or default_tree(self._bound.device, num_rows, parallel)
         prompt, first_positions = _prompt_elements(context, output.features)
         self._pending = [prompt]
+        self._unread = 0  # tokens of a row at most in it, those of the prompt aside
         self._cache = HeadCache(
             self.head.config, first_positions, self._bound.device, self._bound.dtype
         )
 
+    def shapes(self, context: Context) -> Sequence[Shape]:
+        return [self.tree] if self.tree else offered_shapes(self._tree)
+
+    @property
+    def identity(self) -> Hashable:
+        return super().identity, self.head.source, self.weights
+
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
-        """Keep the features of the committed nodes; the head reads them when it drafts next."""
+        """Keep the features of the committed nodes; the head reads them when it drafts next.
+
+        Without drafts for a while it reads ``MAX_UNREAD`` of a row at a time, so that no more are kept.
+        """
         assert output.features is not None
         width = max(map(len, accepted.emitted))
         nodes = accepted.path[:, :width].clamp(min=0)
@@ -131,23 +154,34 @@ class HeadDrafter(Drafter):
                 [len(emitted) for emitted in accepted.emitted],
             )
         )
+        self._unread += width
+        if self._unread >= MAX_UNREAD:
+            self._draft(self._take_pending(context), context, TreeConfig(depth=1))
+        elif len(self._pending) >= MERGED_STEPS:
+            self._pending = [self._take_pending(context)]
+
+    def _take_pending(self, context: Context) -> Elements:
+        """What the head has not read yet, of every row of the batch."""
+        new = of_active_rows(self._pending, context.rows, len(context.generated))
+        self._pending = []
+        return new
 
     def propose(self, context: Context) -> DraftTree:
         if max(context.remaining) < 2 or not self._pending:  # a row's last token needs no draft
             return DraftTree.root(context.roots)
-        everyone = range(len(context.generated))
-        new = of_active_rows(self._pending, context.rows, len(everyone))
-        self._pending = []
-        tokens, parents = self._draft(new, context.last_tokens(everyone))
-        if len(context.rows) < len(everyone):
+        shape = context.shape if isinstance(context.shape, TreeConfig) else self._tree
+        tokens, parents = self._draft(self._take_pending(context), context, shape)
+        if len(context.rows) < len(context.generated):
             tokens, parents = tokens[context.rows], parents[context.rows]
         return DraftTree(tokens.to(context.device), parents.to(context.device))
 
     @torch.inference_mode()
-    def _draft(self, new: Elements, roots: Tensor) -> tuple[Tensor, Tensor]:
+    def _draft(self, new: Elements, context: Context, tree: TreeConfig) -> tuple[Tensor, Tensor]:
         """Read ``new`` and draft for every row of the batch: ``(tokens, parents)``."""
         assert self._bound is not None
-        bound, cache, tree = self._bound, self._cache, self._tree
+        bound, cache = self._bound, self._cache
+        roots = context.last_tokens(range(len(context.generated)))
+        self._unread = 0
         cache.reserve(new.counts, _draft_slots(tree), tree.depth)
         counts, lengths, positions = torch.tensor(
             [new.counts, cache.lengths, cache.positions()], device=bound.device

@@ -119,6 +119,8 @@ class LookaheadDrafter(Drafter):
         guesses: n-grams guessed at a time, and kept for each first token.
     """
 
+    whole = True  # the window goes on from nodes at all depths
+
     def __init__(self, window: int = 5, ngram: int = 4, guesses: int = 5):
         for name, value, least in (
             ("window", window, 0),
@@ -154,7 +156,9 @@ class LookaheadDrafter(Drafter):
             if self.window and window.depth < room:
                 self._advancing.append(row)
                 self._last += [(i, node) for node in window.add_to(trees[-1])]
-        return DraftTree.from_builders(trees, context.device)
+        tree = DraftTree.from_builders(trees, context.device)
+        self._num_nodes = tree.num_nodes
+        return tree
 
     def _learn(self, context: Context, row: int) -> None:
         """The n-grams that end in what was emitted since the last step."""
@@ -169,6 +173,9 @@ class LookaheadDrafter(Drafter):
 
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
         if not self._last:  # no window, or nobody asked for this tree
+            return
+        if output.logits.shape[1] < self._num_nodes:  # it was not verified
+            self._last = []
             return
         rows, nodes = torch.tensor(self._last, device=output.logits.device).unbind(dim=1)
         self._last = []

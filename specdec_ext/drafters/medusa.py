@@ -8,6 +8,7 @@ selection of EAGLE-2 (Li et al. 2024), which is exact here as no path changes a 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from specdec_ext.medusa import MedusaHeads, likely_choices
 from specdec_ext.sampler import Accepted
 from specdec_ext.target import TargetOutput
 from specdec_ext.tree import INACTIVE, ROOT_PARENT, DraftTree
-from specdec_ext.tree_config import TreeConfig
+from specdec_ext.tree_config import Shape, TreeConfig
 
 
 def default_tree(device: torch.device, num_heads: int) -> TreeConfig:
@@ -44,8 +45,8 @@ class MedusaDrafter(Drafter):
 
     Args:
         heads: from :func:`specdec_ext.checkpoints.load_draft`.
-        tree: the shape to draft, of at most as many levels as there are heads; None for
-            :func:`default_tree`.
+        tree: the only shape to draft, of at most as many levels as there are heads; None for
+            :func:`default_tree`, or what the controller asks for.
     """
 
     dead_draft_advice = (
@@ -81,6 +82,16 @@ class MedusaDrafter(Drafter):
             columns = (valid * torch.arange(valid.shape[1])).argmax(dim=1)
         self._keep(list(context.rows), output.features, columns)
 
+    def shapes(self, context: Context) -> Sequence[Shape]:
+        if self.tree:
+            return [self.tree]
+        chains = [TreeConfig(depth=depth) for depth in range(1, self.heads.config.num_heads + 1)]
+        return [*chains, self._tree]
+
+    @property
+    def identity(self) -> Hashable:
+        return super().identity, self.heads.source
+
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
         assert output.features is not None
         nodes = accepted.path.gather(1, accepted.num_accepted[:, None])[:, 0]
@@ -97,34 +108,36 @@ class MedusaDrafter(Drafter):
         states = self._states
         if self._rows != context.rows:
             states = states[[self._rows.index(row) for row in context.rows]]
-        log_probs, tokens = self._guesses(states)
-        if self._tree.links:
-            return self._static_tree(context.roots, tokens)
-        return self._dynamic_tree(context.roots, log_probs, tokens)
+        tree = context.shape if isinstance(context.shape, TreeConfig) else self._tree
+        _check_tree(tree, self.heads)
+        log_probs, tokens = self._guesses(states, tree)
+        if tree.links:
+            return self._static_tree(context.roots, tokens, tree)
+        return self._dynamic_tree(context.roots, log_probs, tokens, tree)
 
-    def _guesses(self, states: Tensor) -> tuple[Tensor, Tensor]:
+    def _guesses(self, states: Tensor, tree: TreeConfig) -> tuple[Tensor, Tensor]:
         """Log-probabilities and target ids of the best guesses, ``[rows, heads, ranks]``, best first."""
         config, tensors = self._heads.config, self._heads.tensors
         product = ops.linear if states.device.type == "cpu" else linear
         states = states.to(tensors["lm_heads.0.weight"].dtype)
         best = []
-        for head in range(self._tree.depth):
+        for head in range(tree.depth):
             x = states
             for layer in range(config.num_layers):
                 block = f"blocks.{head}.{layer}"
                 x = x + silu(product(x, tensors[f"{block}.weight"], tensors.get(f"{block}.bias")))
             lm_head = tensors[f"lm_heads.{0 if config.shared_lm_head else head}.weight"]
             log_probs = product(x, lm_head, None).float().log_softmax(dim=-1)
-            best.append(log_probs.topk(min(self._tree.top_k, config.draft_vocab_size), dim=-1))
+            best.append(log_probs.topk(min(tree.top_k, config.draft_vocab_size), dim=-1))
         ids = torch.stack([each.indices for each in best], dim=1)
         if "draft_to_target" in tensors:
             ids = tensors["draft_to_target"][ids]
         return torch.stack([each.values for each in best], dim=1), ids
 
-    def _static_tree(self, roots: Tensor, guesses: Tensor) -> DraftTree:
-        """Every row the tree of ``self._tree.links``; a rank beyond the draft vocabulary is left out."""
+    def _static_tree(self, roots: Tensor, guesses: Tensor, tree: TreeConfig) -> DraftTree:
+        """Every row the tree of ``tree.links``; a rank beyond the draft vocabulary is left out."""
         depths, parents, slots = [0], [ROOT_PARENT], []
-        for parent, rank in self._tree.links:
+        for parent, rank in tree.links:
             known = rank < guesses.shape[2] and parents[parent] != INACTIVE
             depths.append(depths[parent] + 1)
             parents.append(parent if known else INACTIVE)
@@ -133,27 +146,29 @@ class MedusaDrafter(Drafter):
         tokens = torch.cat([roots[:, None], guesses[:, heads, ranks]], dim=1)
         return DraftTree(tokens, torch.tensor(parents, device=roots.device).expand_as(tokens))
 
-    def _dynamic_tree(self, roots: Tensor, log_probs: Tensor, guesses: Tensor) -> DraftTree:
+    def _dynamic_tree(
+        self, roots: Tensor, log_probs: Tensor, guesses: Tensor, shape: TreeConfig
+    ) -> DraftTree:
         """Each row its own best nodes."""
         rows, ranks = log_probs.shape[0], log_probs.shape[2]
         scores, tokens, parents = [log_probs[:, 0]], [guesses[:, 0]], []
         parents.append(torch.full_like(guesses[:, 0], ROOT_PARENT))
         first = 0  # candidate that the level before begins with
-        for head in range(1, self._tree.depth):
+        for head in range(1, shape.depth):
             order = scores[-1].sort(dim=1, descending=True, stable=True).indices
-            frontier = order[:, : self._tree.top_k]
+            frontier = order[:, : shape.top_k]
             above = scores[-1].gather(1, frontier)
             parents.append((first + frontier).repeat_interleave(ranks, dim=1))
             first += scores[-1].shape[1]
             scores.append((above[:, :, None] + log_probs[:, head, None]).flatten(1))
             tokens.append(guesses[:, head, None].expand(rows, frontier.shape[1], ranks).flatten(1))
-        assert self._tree.num_nodes is not None
+        assert shape.num_nodes is not None
         tree = ops.build_dynamic_tree(
             torch.cat(scores, dim=1),
             torch.cat(tokens, dim=1),
             torch.cat(parents, dim=1),
             roots,
-            self._tree.num_nodes,
+            shape.num_nodes,
         )
         return DraftTree(tree.tokens, tree.parents)
 

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from specdec_ext.drafters.base import Drafter
+
+# By the number of tokens that match.
+_KINDS = (
+    "nothing found",
+    "copy behind 1",
+    "copy behind 2",
+    *["copy behind 3 to 4"] * 2,
+    *["copy behind 5 to 8"] * 4,
+    "copy behind more than 8",
+)
 
 
 class RetrievalDrafter(Drafter):
@@ -12,6 +24,11 @@ class RetrievalDrafter(Drafter):
     def longest_match(self) -> int:
         """No match length is larger."""
         raise NotImplementedError(f"{type(self).__name__} must define longest_match")
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        """Copies behind matches of about one length."""
+        return [_KINDS[min(length, len(_KINDS) - 1)] for length in self.match_lengths]
 
     @property
     def match_lengths(self) -> list[int]:
