@@ -36,6 +36,11 @@ import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from specdec_ext.assets import load_target, load_tokenizer
+from specdec_ext.training.data import prompts
+from specdec_ext.training.records import read_records
+from specdec_ext.training.regenerate import RegenerationProgress, regenerate
+
 VOCAB_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"
 MAX_FILE_BYTES = 120_000
@@ -145,6 +150,60 @@ def prepare(work: Work = DEFAULT_WORK) -> None:
         np.save(work / f"{name}.npy", np.asarray(ids, dtype=np.uint16))
         print(f"{name}: {len(ids):,} tokens")
     (work / "held_out_texts.json").write_text(json.dumps(held_out))
+
+
+@app.command()
+def texts(work: Work = DEFAULT_WORK) -> None:
+    """Write the corpus as ``head/text.jsonl`` and ``head/held_out.jsonl``, for training draft heads."""
+    folder = work / "head"
+    folder.mkdir(parents=True, exist_ok=True)
+    training, held_out = read_unique_texts()
+    np.random.default_rng(0).shuffle(training)
+    for name, side in (("text", training), ("held_out", held_out)):
+        path = folder / f"{name}.jsonl"
+        partial = path.with_suffix(".partial")
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps({"text": text}) + "\n" for text in side)
+        partial.replace(path)
+        print(f"{path}: {len(side)} files")
+
+
+@app.command()
+def completions(
+    side: Annotated[str, typer.Argument(help="text or held_out")] = "text",
+    files: int = 7000,
+    batch: int = 96,
+    threads: int = 2,
+    work: Work = DEFAULT_WORK,
+) -> None:
+    """Let the target go on from beginnings of the texts: of two thirds greedily, else at temperature 0.8.
+
+    In bfloat16: that is twice as fast, and these are texts to learn from, not to compare with.
+    """
+    torch.set_num_threads(threads)
+    records = read_records(work / "head" / f"{side}.jsonl")[:files]
+    target, tokenizer = load_target(torch.bfloat16), load_tokenizer()
+
+    def report(progress: RegenerationProgress) -> None:
+        print(
+            f"{progress.prompts}/{progress.total} texts, {progress.tokens:,} tokens in "
+            f"{time.time() - started:.0f} s",
+            flush=True,
+        )
+
+    greedy = 2 * len(records) // 3
+    for part, temperature in ((records[:greedy], 0.0), (records[greedy:], 0.8)):
+        started = time.time()
+        regenerate(
+            target,
+            prompts(part, tokenizer, lengths=(16, 350)),
+            work / "head" / f"{side}_completions.jsonl",
+            max_new_tokens=128,
+            max_length=CONTEXT,
+            temperature=temperature,
+            batch=batch,
+            progress=report,
+        )
 
 
 def make_model(kind: str, context: int) -> LlamaForCausalLM:

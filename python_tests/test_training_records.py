@@ -1,0 +1,141 @@
+"""Files of training text: what is read from them, and what is said of files that are wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from specdec_ext.training.batches import Example
+from specdec_ext.training.records import TEXT_CHARACTERS, Record, read_records, split_records
+
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def write(path, content):
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif path.suffix == ".jsonl" and isinstance(content, list):
+        path.write_text("".join(json.dumps(row) + "\n" for row in content))
+    else:
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.json"])
+@pytest.mark.parametrize(
+    ("row", "content"),
+    [
+        ({"text": "a\u2028b", "id": 3}, "a\u2028b"),
+        ({"messages": CHAT}, CHAT),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+            CHAT,
+        ),
+    ],
+)
+def test_columns(tmp_path, name, row, content):
+    path = write(tmp_path / name, [row, row])
+    assert [record.content for record in read_records(path)] == [content, content]
+
+
+def test_named_columns(tmp_path):
+    path = write(tmp_path / "data.jsonl", [{"text": "a", "messages": CHAT, "story": "b"}])
+    assert read_records(path, text_column="story")[0].content == "b"
+    assert read_records(path, messages_column="messages")[0].content == CHAT
+    with pytest.raises(ValueError, match="more than one to learn from; name the column"):
+        read_records(path)
+    with pytest.raises(ValueError, match="two sources"):
+        read_records(path, text_column="text", messages_column="messages")
+
+
+def test_tokens(tmp_path):
+    path = write(tmp_path / "data.jsonl", [{"tokens": [5, 6, 7, 8], "answers": [[1, 2], [3, 4]]}])
+    (record,) = read_records(path)
+    assert record.content.tokens.tolist() == [5, 6, 7, 8]
+    assert record.content.loss_mask.tolist() == [False, True, False, True]
+
+
+def test_a_text_file_is_cut_at_ends_of_lines_and_nothing_is_lost(tmp_path):
+    text = "".join(f"line {i}\n" for i in range(9000)) + "x" * (2 * TEXT_CHARACTERS + 5) + "\nend"
+    records = read_records(write(tmp_path / "a.txt", "\ufeff" + text))
+    assert "".join(record.content for record in records) == text
+    assert max(len(record.content) for record in records) <= TEXT_CHARACTERS
+    assert records[0].content.endswith("\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "", "no text in it"),
+        ("a.txt", " \n\n", "no text in it"),
+        ("a.jsonl", "", "no text in it"),
+        ("a.json", "", "no text in it"),
+        ("a.json", "[]", "no text in it"),
+        ("a.parquet", "x", "none of the files that are read"),
+        ("a.txt", b"ok\n\xff\xfe", "not UTF-8"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "line 2 is not UTF-8"),
+        ("a.jsonl", '{"text": "a"}\n\n{"text": \n', "line 3 is not valid JSON"),
+        ("a.jsonl", "[" * 200_000, "line 1 is not valid JSON"),
+        ("a.json", '{"text": "a"}\n{"text": "b"}', "not valid JSON"),
+        ("a.json", {"text": "a"}, "expected a list of objects"),
+        ("a.jsonl", ["a"], "line 1 is of type str; expected an object"),
+        ("a.jsonl", [{"prompt": "a", "n": 1}], "its columns are 'prompt', 'n'; none is known"),
+        ("a.jsonl", [{}], "its columns are none"),
+        ("a.jsonl", [{"text": "a"}, {"prompt": "b"}], "line 2 has no column 'text'"),
+        ("a.jsonl", [{"text": 3}], "column 'text' is of type int; expected text"),
+        ("a.jsonl", [{"text": None}], "missing or null"),
+        ("a.jsonl", [{"messages": []}], "its chat is an empty list"),
+        ("a.jsonl", [{"messages": "hi"}], "its chat is of type str"),
+        ("a.jsonl", [{"messages": ["hi"]}], "message 1 is of type str"),
+        ("a.jsonl", [{"messages": [{"role": "boss", "content": "a"}]}], "role 'boss' is unknown"),
+        ("a.jsonl", [{"messages": [{"role": ["user"], "content": "a"}]}], "role \\['user'\\]"),
+        ("a.jsonl", [{"messages": [{"content": "a"}]}], "role None is unknown"),
+        ("a.jsonl", [{"messages": [{"role": "user", "content": [1]}]}], "content is of type list"),
+        ("a.jsonl", [{"messages": [{"role": "user"}]}], "content is missing or null"),
+        ("a.jsonl", [{"tokens": []}], "no list of token ids"),
+        ("a.jsonl", [{"tokens": "abc"}], "no list of token ids"),
+        ("a.jsonl", [{"tokens": [1, -1]}], "no list of token ids"),
+        ("a.jsonl", [{"tokens": [1, True]}], "no list of token ids"),
+        ("a.jsonl", [{"tokens": [1, 2**40]}], "no list of token ids"),
+        ("a.jsonl", [{"tokens": [1, 2], "answers": [[1, 3]]}], "within its 2 tokens"),
+        ("a.jsonl", [{"tokens": [1, 2], "answers": [[2, 1]]}], "within its 2 tokens"),
+        ("a.jsonl", [{"tokens": [1, 2], "answers": None}], "within its 2 tokens"),
+    ],
+)
+def test_says_what_is_wrong(tmp_path, name, content, message):
+    path = write(tmp_path / name, content)
+    with pytest.raises(ValueError, match=message) as error:
+        read_records(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_records(tmp_path / "a.txt")
+
+
+def test_the_split_is_by_content():
+    """Copies fall on one side, wherever they stand and whatever stands beside them."""
+    records = [Record(f"line {i}", f"text {i}") for i in range(400)]
+    training, held_out = split_records(records, one_in=10)
+    assert 20 < len(held_out) < 60
+    assert sorted([*training, *held_out], key=records.index) == records
+    again = [Record("elsewhere", record.content) for record in reversed(records[:200] * 2)]
+    sides = {record.content for record in split_records(again, one_in=10)[1]}
+    assert sides == {record.content for record in held_out} & {r.content for r in again}
+
+
+def test_both_sides_of_a_split_have_something():
+    few = [Record("", f"text {i}") for i in range(3)]
+    for one_in in (2, 3, 10**9):
+        training, held_out = split_records(few, one_in)
+        assert training
+        assert held_out
+    same = [Record("here", Example(torch.tensor([1, 2]), torch.tensor([True, True])))] * 3
+    for records in (same, few[:1], []):
+        with pytest.raises(ValueError, match="can't be split"):
+            split_records(records)
+    with pytest.raises(ValueError, match="expected at least 2"):
+        split_records(few, 1)

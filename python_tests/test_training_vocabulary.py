@@ -1,0 +1,65 @@
+"""A draft vocabulary: the most frequent of the tokens that will be drafted."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from specdec_ext.training.batches import Example
+from specdec_ext.training.vocabulary import draft_vocabulary
+
+
+def example(tokens, mask=None):
+    tokens = torch.tensor(tokens, dtype=torch.int64)
+    return Example(
+        tokens, torch.tensor(mask) if mask else torch.ones(len(tokens), dtype=torch.bool)
+    )
+
+
+def test_counted_under_the_mask_from_the_third_token_on():
+    """The first token is the text's and the second one is the target's own; neither is drafted."""
+    text = example([9, 9, 4, 4, 7, 5, 5, 5], [True] * 5 + [False] * 3)
+    vocabulary = draft_vocabulary([text, example([9]), example([9, 9])], 2, 12)
+    assert vocabulary.ids.tolist() == [4, 7]
+    assert vocabulary.coverage == 1.0
+    assert draft_vocabulary([text], 1, 12).coverage == 2 / 3
+
+
+def test_of_ties_the_smallest_ids():
+    text = example([0, 0, 8, 3, 6, 5, 5])
+    assert draft_vocabulary([text], 2, 10).ids.tolist() == [3, 5]
+    assert draft_vocabulary([text], 6, 10).ids.tolist() == [0, 1, 3, 5, 6, 8]
+    assert draft_vocabulary([text], 10, 10).ids.tolist() == list(range(10))
+
+
+def test_equals_a_plain_count():
+    torch.manual_seed(0)
+    texts = [
+        Example(torch.randint(50, (n,)).clamp(max=40), torch.rand(n) < 0.5)
+        for n in torch.randint(1, 60, (40,)).tolist()
+    ]
+    counts = Counter(
+        int(token)
+        for text in texts
+        for token, learnt in list(zip(text.tokens, text.loss_mask, strict=True))[2:]
+        if learnt
+    )
+    wanted = sorted(range(50), key=lambda token: (-counts[token], token))[:13]
+    vocabulary = draft_vocabulary(texts, 13, 50)
+    assert vocabulary.ids.tolist() == sorted(wanted)
+    assert vocabulary.ids.dtype == torch.int64
+    assert vocabulary.coverage == sum(counts[token] for token in wanted) / counts.total()
+
+
+def test_says_what_is_wrong():
+    text = example([1, 2, 3])
+    for size in (0, -1, 5):
+        with pytest.raises(ValueError, match=f"vocabulary of {size} tokens .* expected 1 to 4"):
+            draft_vocabulary([text], size, 4)
+    with pytest.raises(ValueError, match="token ids 3 to 3; the target has 3 tokens"):
+        draft_vocabulary([text], 2, 3)
+    for texts in ([], [example([1, 2])], [example([1, 2, 3], [True, True, False])]):
+        with pytest.raises(ValueError, match="no token to draft"):
+            draft_vocabulary(texts, 2, 4)

@@ -1,0 +1,375 @@
+"""Hidden states of the target, computed once and read from disk by every later epoch.
+
+A dump is a folder of safetensors shards, each with some texts one behind the other: their ``lengths
+[texts]``, ``tokens [tokens]``, ``features [tokens, feature_width]`` and ``last_hidden [tokens,
+target_hidden]``, the latter two in the target's dtype. Teacher logits are made from the last hidden
+states when they are needed, as SpecForge does: they would be many times as large. ``dump.json`` names the
+target, the tapped layers and the texts, and every finished shard with its size and hash: a dump that was
+stopped goes on, a damaged shard is made again, and a dump of something else is refused.
+
+A token takes ``(feature_width + target_hidden) * bytes of an element``: 32 KiB with three taps of a
+16-bit target of hidden size 4096.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from specdec_ext.training.batches import Batch, Example, OnlineFeatures, pad
+from specdec_ext.training.fingerprint import fingerprint
+
+FORMAT = 1
+INDEX = "dump.json"
+SHARD_BYTES = 2**28
+SPARE_BYTES = 2**28  # left free on the disk: others write there, too
+
+
+@dataclass(frozen=True)
+class DumpSize:
+    """What a dump takes on disk.
+
+    Attributes:
+        tokens: of all texts.
+        bytes_per_token: of hidden states and token ids.
+        done: bytes that are there already.
+        free: bytes on the disk.
+    """
+
+    tokens: int
+    bytes_per_token: int
+    done: int
+    free: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of the whole dump."""
+        return self.tokens * self.bytes_per_token
+
+    def __str__(self) -> str:
+        there = f", of which {self.done / 1e9:.2f} GB are there" if self.done else ""
+        return (
+            f"{self.tokens:,} tokens x {self.bytes_per_token:,} bytes = {self.total / 1e9:.2f} GB{there}; "
+            f"{self.free / 1e9:.2f} GB are free"
+        )
+
+
+def dump_size(
+    target: PreTrainedModel, layers: Sequence[int], examples: Sequence[Example], folder: str | Path
+) -> DumpSize:
+    """What :func:`dump_features` would take with the same arguments; runs the target on two tokens.
+
+    Raises:
+        ValueError: for no texts, and a folder with a dump of something else.
+    """
+    return _Dump(target, layers, examples, Path(folder)).size()
+
+
+def dump_features(
+    target: PreTrainedModel,
+    layers: Sequence[int],
+    examples: Sequence[Example],
+    folder: str | Path,
+    *,
+    batch: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> DumpedFeatures:
+    """Write the target's hidden states of all texts, or what is missing of them, and open the dump.
+
+    One process at a time may write to a folder. What is there is read once, to find damage.
+
+    Args:
+        target: in eval mode.
+        layers: tapped, as in :class:`~specdec_ext.training.batches.OnlineFeatures`.
+        examples: the texts; their loss masks are not kept.
+        folder: a new one, or that of a dump of the same.
+        batch: texts per pass of the target.
+        progress: told the tokens that are done and all tokens: before the first shard and after each.
+
+    Raises:
+        ValueError: for no texts, a folder with a dump of something else, and a disk with too little room.
+        OSError: for files that can't be written.
+    """
+    if batch < 1:
+        raise ValueError(f"batch is {batch}; expected at least 1")
+    dump = _Dump(target, layers, examples, Path(folder))
+    size = dump.size()
+    if size.total - size.done + SPARE_BYTES > size.free:
+        raise ValueError(
+            f"the disk of {folder} has too little room for the hidden states: {size}, and "
+            f"{SPARE_BYTES / 1e9:.2f} GB should stay so. Give another folder, fewer or shorter texts, or "
+            "compute them while training"
+        )
+    dump.write(batch, progress)
+    return DumpedFeatures(target, layers, folder)
+
+
+class DumpedFeatures:
+    """Reads what :func:`dump_features` wrote: the batches of ``OnlineFeatures``, without the target's passes.
+
+    The bits are those that the target computed in the dump's batches; other batches of the same texts give
+    the same up to rounding. Hidden states of paddings are 0.
+
+    Args:
+        target: whose hidden states these must be; batches are on its device.
+        layers: as dumped.
+        folder: of the dump.
+
+    Raises:
+        ValueError: for a folder without a finished dump of this target and these layers.
+    """
+
+    def __init__(self, target: PreTrainedModel, layers: Sequence[int], folder: str | Path):
+        folder = Path(folder)
+        index = _read_index(folder)
+        if index is None:
+            raise ValueError(f"{folder} has no {INDEX}: no dump of hidden states")
+        _check_same(folder, index, {"target": fingerprint(target), "layers": list(layers)})
+        unfinished = [i for i in range(index["shards"]) if not _has_size(folder, index, i)]
+        if unfinished:
+            raise ValueError(
+                f"the dump in {folder} lacks {len(unfinished)} of {index['shards']} shards; make them with "
+                "dump_features"
+            )
+        self._device = target.device
+        self._folder = folder
+        self._shards: list[Any] = []
+        self._places: dict[bytes, tuple[int, int]] = {}
+        for number in range(index["shards"]):
+            self._open(folder / _shard_name(number))
+
+    def __call__(self, examples: Sequence[Example]) -> Batch:
+        """The batch of some of the dumped texts.
+
+        Raises:
+            ValueError: for a text that was not dumped.
+        """
+        tokens, loss_mask, lengths = pad(examples)
+        features, last_hidden = zip(*(self._read(each) for each in examples), strict=True)
+        return Batch(
+            tokens.to(self._device),
+            loss_mask.to(self._device),
+            lengths,
+            pad_sequence(list(features), batch_first=True).to(self._device),
+            pad_sequence(list(last_hidden), batch_first=True).to(self._device),
+        )
+
+    def _open(self, path: Path) -> None:
+        try:
+            shard = safe_open(path, framework="pt")
+            lengths, tokens = shard.get_tensor("lengths"), shard.get_tensor("tokens")
+            sizes = {shard.get_slice(name).get_shape()[0] for name in ("features", "last_hidden")}
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} can't be read ({error}); call dump_features again") from error
+        if sizes != {len(tokens)} or int(lengths.sum()) != len(tokens):
+            raise ValueError(f"{path} holds other texts than it says; call dump_features again")
+        start = 0
+        for text in tokens.split(lengths.tolist()):
+            self._places[_name(text)] = len(self._shards), start
+            start += len(text)
+        self._shards.append(shard)
+
+    def _read(self, example: Example) -> tuple[Tensor, Tensor]:
+        place = self._places.get(_name(example.tokens))
+        if place is None:
+            raise ValueError(
+                f"a text of {len(example.tokens)} tokens is not in the dump in {self._folder}; dump all "
+                "texts that are trained on"
+            )
+        number, start = place
+        rows = slice(start, start + len(example.tokens))
+        shard = self._shards[number]
+        return shard.get_slice("features")[rows], shard.get_slice("last_hidden")[rows]
+
+
+class _Dump:
+    """A dump while it is written."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        layers: Sequence[int],
+        examples: Sequence[Example],
+        folder: Path,
+    ):
+        if not examples:
+            raise ValueError("examples is empty; expected at least one text")
+        self._features = OnlineFeatures(target, layers)
+        self._examples, self._folder = examples, folder
+        probe = self._features([Example(examples[0].tokens[:2], examples[0].loss_mask[:2])])
+        states = (probe.features, probe.last_hidden)
+        self._bytes = 8 + sum(state.shape[-1] * state.element_size() for state in states)
+        self._tokens = sum(len(example.tokens) for example in examples)
+        digest = hashlib.sha256()
+        for example in examples:
+            digest.update(_name(example.tokens))
+        made_of = {
+            "target": fingerprint(target),
+            "layers": list(layers),
+            "texts": digest.hexdigest(),
+        }
+        index = _read_index(folder)
+        if index is None:
+            index = {"format": FORMAT, **made_of, "shard_bytes": SHARD_BYTES, "files": {}}
+        else:
+            _check_same(folder, index, made_of)
+        self._shards = self._cut(index["shard_bytes"])
+        index["shards"] = len(self._shards)
+        self._index = index
+
+    def size(self) -> DumpSize:
+        existing = next(
+            parent for parent in (self._folder, *self._folder.parents) if parent.exists()
+        )
+        numbers = range(len(self._shards))
+        done = sum(
+            self._index["files"][str(number)]["bytes"]
+            for number in numbers
+            if _has_size(self._folder, self._index, number)
+        )
+        return DumpSize(self._tokens, self._bytes, done, shutil.disk_usage(existing).free)
+
+    def write(self, batch: int, progress: Callable[[int, int], None] | None) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        todo = [n for n in range(len(self._shards)) if not self._is_whole(n)]
+        sizes = [sum(len(example.tokens) for example in shard) for shard in self._shards]
+        done = self._tokens - sum(sizes[number] for number in todo)
+        if progress is not None:
+            progress(done, self._tokens)
+        for number in todo:
+            self._write_shard(number, batch)
+            done += sizes[number]
+            if progress is not None:
+                progress(done, self._tokens)
+
+    def _cut(self, shard_bytes: int) -> list[list[Example]]:
+        """The texts by shard: in their order, each shard filled up."""
+        shards: list[list[Example]] = []
+        filled = shard_bytes
+        for example in self._examples:
+            size = len(example.tokens) * self._bytes
+            if filled + size > shard_bytes:
+                shards.append([])
+                filled = 0
+            shards[-1].append(example)
+            filled += size
+        return shards
+
+    def _is_whole(self, number: int) -> bool:
+        if not _has_size(self._folder, self._index, number):
+            return False
+        wanted = self._index["files"][str(number)]["sha256"]
+        return _file_hash(self._folder / _shard_name(number)) == wanted
+
+    def _write_shard(self, number: int, batch: int) -> None:
+        examples = self._shards[number]
+        states: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(examples)
+        by_length = sorted(range(len(examples)), key=lambda index: len(examples[index].tokens))
+        for start in range(0, len(by_length), batch):
+            rows = by_length[start : start + batch]
+            made = self._features([examples[row] for row in rows])
+            features, last_hidden = made.features.cpu(), made.last_hidden.cpu()
+            for place, row in enumerate(rows):
+                length = len(examples[row].tokens)
+                states[row] = (
+                    features[place, :length].clone(),
+                    last_hidden[place, :length].clone(),
+                )
+        path = self._folder / _shard_name(number)
+        partial = path.with_suffix(".partial")
+        save_file(
+            {
+                "lengths": torch.tensor([len(example.tokens) for example in examples]),
+                "tokens": torch.cat([example.tokens for example in examples]),
+                "features": torch.cat([features for features, _ in states]),
+                "last_hidden": torch.cat([last_hidden for _, last_hidden in states]),
+            },
+            partial,
+        )
+        entry = {"bytes": partial.stat().st_size, "sha256": _file_hash(partial)}
+        _replace(partial, path)
+        self._index["files"][str(number)] = entry
+        partial = self._folder / f"{INDEX}.partial"
+        partial.write_text(json.dumps(self._index, indent=1))
+        _replace(partial, self._folder / INDEX)
+
+
+def _name(tokens: Tensor) -> bytes:
+    return hashlib.sha256(tokens.to(torch.int64).contiguous().numpy().tobytes()).digest()
+
+
+def _shard_name(number: int) -> str:
+    return f"hidden-{number:05}.safetensors"
+
+
+def _read_index(folder: Path) -> dict[str, Any] | None:
+    path = folder / INDEX
+    if not path.exists():
+        return None
+    try:
+        index = json.loads(path.read_bytes())
+        known = index["format"] == FORMAT
+        sound = (
+            isinstance(index["files"], dict)
+            and all(
+                isinstance(entry["bytes"], int) and isinstance(entry["sha256"], str)
+                for entry in index["files"].values()
+            )
+            and all(
+                isinstance(index[name], int) and index[name] > 0
+                for name in ("shards", "shard_bytes")
+            )
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error!r}); delete the folder, or give another"
+        ) from error
+    if not known or not sound:
+        raise ValueError(
+            f"{path} is of format {index['format']!r}, or damaged; format {FORMAT} is read and written here. "
+            "Delete the folder, or give another"
+        )
+    return index
+
+
+def _check_same(folder: Path, index: dict[str, Any], made_of: dict[str, Any]) -> None:
+    other = [name for name, value in made_of.items() if index.get(name) != value]
+    if other:
+        raise ValueError(
+            f"{folder} holds a dump with other {' and '.join(other)} than asked for; give another folder, or "
+            "delete it"
+        )
+
+
+def _has_size(folder: Path, index: dict[str, Any], number: int) -> bool:
+    entry = index["files"].get(str(number))
+    path = folder / _shard_name(number)
+    return entry is not None and path.exists() and path.stat().st_size == entry["bytes"]
+
+
+def _file_hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _replace(partial: Path, path: Path) -> None:
+    """Give a file its name when its content is on the disk."""
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    partial.replace(path)

@@ -1,0 +1,275 @@
+"""The files that training text is read from, as records: texts, chats or tokens.
+
+Files, in UTF-8:
+
+- ``.txt``: one text. It is cut at ends of lines into records of about ``TEXT_CHARACTERS`` characters.
+- ``.jsonl``, ``.json``: an object per line, or a list of objects. Each has a text (``"text"``), a chat
+  (``"messages"``, ``"conversations"`` or ``"conversation"``: a list of ``{"role", "content"}`` or
+  ``{"from", "value"}``) or tokens, as ``regenerate`` writes them (``"tokens"``, and ``"answers"``:
+  ``[start, end)`` of what the target wrote).
+
+Everything is checked before anything is made of it; a message names file and line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec_ext.training.batches import Example
+
+Chat = list[dict[str, str]]
+
+TEXT_CHARACTERS = 32_768
+CHAT_COLUMNS = ("messages", "conversations", "conversation")
+ROLES = {
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "user": "user",
+    "human": "user",
+    "system": "system",
+    "tool": "tool",
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One text, chat or tokenized text of a file.
+
+    Attributes:
+        where: file and place, for messages.
+        content: the text; the chat, as messages with "role" and "content"; or the tokens.
+    """
+
+    where: str
+    content: str | Chat | Example
+
+    def digest(self) -> bytes:
+        """A hash of the content, which does not depend on where it stands."""
+        content = self.content
+        if isinstance(content, Example):
+            content = content.tokens.tolist()
+        return hashlib.sha256(json.dumps(content).encode()).digest()
+
+
+@dataclass
+class Transcript:
+    """A text that a target partly wrote.
+
+    Attributes:
+        tokens: all of it.
+        answers: ``(start, end)`` of what the target wrote.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    answers: list[tuple[int, int]] = field(default_factory=list)
+
+    def example(self, max_length: int | None = None) -> Example:
+        """The text, cut to ``max_length`` tokens."""
+        tokens = torch.tensor(self.tokens[:max_length], dtype=torch.int64)
+        mask = torch.zeros(len(tokens), dtype=torch.bool)
+        for start, end in self.answers:
+            mask[start:end] = True
+        return Example(tokens, mask)
+
+
+def read_records(
+    path: str | Path, *, text_column: str | None = None, messages_column: str | None = None
+) -> list[Record]:
+    """The records of a file, in its order.
+
+    Args:
+        path: ``.txt``, ``.jsonl`` or ``.json``.
+        text_column: where the texts are, if not in ``"text"``.
+        messages_column: where the chats are, if not in one of ``CHAT_COLUMNS``.
+
+    Raises:
+        ValueError: for a file of another kind or with nothing in it; text that is not UTF-8 and JSON that is
+            not valid, with the line; records without the column, with those that they have; a chat's
+            message without text or with an unknown role.
+        OSError: for a file that can't be read.
+    """
+    path = Path(path)
+    if text_column is not None and messages_column is not None:
+        raise ValueError(
+            f"text_column={text_column!r} and messages_column={messages_column!r} name two sources; pass one"
+        )
+    if path.suffix == ".txt":
+        pieces = _pieces(_decoded(path.read_bytes(), str(path)))
+        records = [
+            Record(f"{path}, piece {n}", piece)
+            for n, piece in enumerate(pieces, 1)
+            if piece.strip()
+        ]
+    elif path.suffix in (".jsonl", ".json"):
+        rows = list((_jsonl_rows if path.suffix == ".jsonl" else _json_rows)(path))
+        records = list(_records(rows, text_column, messages_column))
+    else:
+        raise ValueError(f"{path} is none of the files that are read: .txt, .jsonl, .json")
+    if not records:
+        raise ValueError(f"{path} has no text in it")
+    return records
+
+
+def split_records(records: Sequence[Record], one_in: int = 50) -> tuple[list[Record], list[Record]]:
+    """``(training, held_out)``: by the hash of its content each record is on the same side in every file.
+
+    About one in ``one_in`` is held out; if none is by that rule, the one with the smallest hash.
+
+    Raises:
+        ValueError: for ``one_in`` below 2, or records that all have the same content.
+    """
+    if one_in < 2:
+        raise ValueError(f"one_in is {one_in}; expected at least 2")
+    digests = [record.digest() for record in records]
+    if len(set(digests)) < 2:
+        raise ValueError(
+            f"{records[0].where if records else 'the data'}: a single text can't be split into training and "
+            "held-out text; give more, or a file of held-out text"
+        )
+    held_out = [int.from_bytes(digest[:8], "big") % one_in == 0 for digest in digests]
+    if not any(held_out):
+        held_out = [digest == min(digests) for digest in digests]
+    elif all(held_out):
+        held_out = [digest != min(digests) for digest in digests]
+    return (
+        [record for record, out in zip(records, held_out, strict=True) if not out],
+        [record for record, out in zip(records, held_out, strict=True) if out],
+    )
+
+
+def _decoded(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not UTF-8 text: {error}") from error
+
+
+def _pieces(text: str) -> Iterator[str]:
+    start = 0
+    while start < len(text):
+        end = text.rfind("\n", start, start + TEXT_CHARACTERS) + 1
+        end = end if end > start else start + TEXT_CHARACTERS
+        yield text[start:end]
+        start = end
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            where = f"{path} line {number}"
+            line = _decoded(raw, where)
+            if line.strip():
+                yield where, _parsed(line, where)
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    text = _decoded(path.read_bytes(), str(path))
+    if not text.strip():
+        return
+    rows = _parsed(text, str(path))
+    if not isinstance(rows, list):
+        raise ValueError(
+            f"{path} holds {_kind(rows)}; expected a list of objects (a file with an object per line is "
+            "named .jsonl)"
+        )
+    for number, row in enumerate(rows, 1):
+        yield f"{path} entry {number}", row
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not valid JSON: {error}") from error
+
+
+def _records(
+    rows: list[tuple[str, Any]], text_column: str | None, messages_column: str | None
+) -> Iterator[Record]:
+    column = text_column or messages_column
+    for where, row in rows:
+        if not isinstance(row, dict):
+            raise ValueError(f"{where} is {_kind(row)}; expected an object with a text or a chat")
+        column = column or _column(where, row)
+        if column not in row:
+            raise ValueError(f"{where} has no column {column!r}; its columns are {_listed(row)}")
+        if messages_column or (not text_column and column in CHAT_COLUMNS):
+            yield Record(where, _chat(row[column], where))
+        elif not text_column and column == "tokens":
+            yield Record(where, _tokens(row, where))
+        elif isinstance(row[column], str):
+            yield Record(where, row[column])
+        else:
+            raise ValueError(f"{where}: column {column!r} is {_kind(row[column])}; expected text")
+
+
+def _column(where: str, row: dict[str, Any]) -> str:
+    found = [name for name in (*CHAT_COLUMNS, "text", "tokens") if name in row]
+    if len(found) != 1:
+        raise ValueError(
+            f"{where}: its columns are {_listed(row)}; "
+            + (f"{found} are more than one to learn from" if found else "none is known")
+            + "; name the column of its texts (text_column) or chats (messages_column)"
+        )
+    return found[0]
+
+
+def _chat(messages: Any, where: str) -> Chat:
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{where}: its chat is {_kind(messages)}; expected a list of messages")
+    chat = []
+    for number, message in enumerate(messages, 1):
+        place = f"{where}, message {number}"
+        if not isinstance(message, dict):
+            raise ValueError(f"{place} is {_kind(message)}; expected an object")
+        role = message.get("role", message.get("from"))
+        content = message.get("content", message.get("value"))
+        if not isinstance(role, str) or role not in ROLES:
+            raise ValueError(f"{place}: role {role!r} is unknown; expected one of {sorted(ROLES)}")
+        if not isinstance(content, str):
+            raise ValueError(f"{place}: its content is {_kind(content)}; expected text")
+        chat.append({"role": ROLES[role], "content": content})
+    return chat
+
+
+def _tokens(row: dict[str, Any], where: str) -> Example:
+    tokens = row["tokens"]
+    if not _all(tokens, lambda token: type(token) is int and 0 <= token < 2**31) or not tokens:
+        raise ValueError(f'{where}: "tokens" is no list of token ids')
+    answers: Any = row.get("answers", [[0, len(tokens)]])
+    if not _all(
+        answers,
+        lambda span: (
+            _all(span, lambda edge: type(edge) is int)
+            and len(span) == 2
+            and 0 <= span[0] <= span[1] <= len(tokens)
+        ),
+    ):
+        raise ValueError(
+            f'{where}: "answers" is no list of [start, end] within its {len(tokens)} tokens'
+        )
+    return Transcript(tokens, answers).example()
+
+
+def _all(values: Any, holds: Callable[[Any], bool]) -> bool:
+    return isinstance(values, list) and all(holds(value) for value in values)
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "missing or null"
+    if isinstance(value, list | dict | str) and not value:
+        return f"an empty {type(value).__name__}"
+    return f"of type {type(value).__name__}"
+
+
+def _listed(row: dict[str, Any]) -> str:
+    return ", ".join(repr(name) for name in row) or "none"

@@ -1,0 +1,359 @@
+"""Lets the target write the answers that a head is trained on.
+
+A head drafts what the target would write, so it should learn from the target's text, not from the data's
+(EAGLE-3 and its successors regenerate the answers of their data). Prompts come from the data
+(:func:`specdec_ext.training.data.prompts`): beginnings of texts, and chats, whose assistant's turns are
+written anew, turn by turn.
+
+What the target writes is kept in a file as it comes, one line per text. A run that was stopped goes on
+where it was, prompts may be added later, and :func:`specdec_ext.training.records.read_records` reads the
+file. A sampled answer depends on its place in the batch, too, as the noise does: a run that was stopped
+may sample other answers than one that was not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import specdec_ext
+from specdec_ext.training.batches import Example
+from specdec_ext.training.data import append_turn, chat_tokens
+from specdec_ext.training.fingerprint import fingerprint
+from specdec_ext.training.records import Chat, Transcript
+
+
+@dataclass(frozen=True)
+class RegenerationProgress:
+    """How far a run is: prompts answered, earlier runs included; all of them; tokens written by this run."""
+
+    prompts: int
+    total: int
+    tokens: int
+
+
+def regenerate(
+    target: PreTrainedModel,
+    prompts: Sequence[Tensor | Chat],
+    cache_file: str | Path,
+    *,
+    max_new_tokens: int,
+    max_length: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    temperature: float = 0.0,
+    batch: int = 32,
+    seed: int = 0,
+    drafter: Any = None,
+    progress: Callable[[RegenerationProgress], None] | None = None,
+) -> list[Example]:
+    """The prompts with the target's answers, in their order; loss masks are True on the answers.
+
+    The target's generation config holds, but for sampling: that is greedy or plain sampling at
+    ``temperature``.
+
+    Args:
+        target: writes the answers.
+        prompts: token ids ``[length]`` to go on from, or chats. Of a chat what is not the assistant's is
+            kept and each run of it answered; a chat ends early after an answer that was cut off. One chat
+            may give several texts (:mod:`specdec_ext.training.data`).
+        cache_file: where the answers are kept (JSON lines); only lines of this target.
+        max_new_tokens: of one answer.
+        max_length: tokens of a text at most; a turn without room for a whole answer is not answered.
+        tokenizer: the target's, with its chat template; needed for chats.
+        temperature: 0 is greedy.
+        batch: prompts at a time; those of similar length go together.
+        seed: of the sampling, and of the order of batches.
+        drafter: as in :func:`specdec_ext.generate`. In large batches plain decoding is often the fastest.
+        progress: told after each batch.
+
+    Raises:
+        ValueError: for numbers out of range, prompts that the target can't read, chats without a tokenizer or
+            chat template, no prompt short enough, a damaged line of ``cache_file`` or one of another target.
+        OSError: for a file that can't be written.
+    """
+    writer = _Writer(target, tokenizer, max_new_tokens, max_length, temperature, seed, drafter)
+    if batch < 1:
+        raise ValueError(f"batch is {batch}; expected at least 1")
+    if not prompts:
+        raise ValueError("prompts is empty; expected at least one")
+    for number, prompt in enumerate(prompts, 1):
+        writer.check(prompt, f"prompt {number}")
+    keys = _distinct([writer.key(prompt) for prompt in prompts])
+    path = Path(cache_file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done = _kept(path, writer.name)
+    todo = [index for index, key in enumerate(keys) if key not in done]
+    finished, tokens = len(keys) - len(todo), 0
+    with path.open("a", encoding="utf-8") as file:
+        for indices in _batches([_size(prompt) for prompt in prompts], todo, batch, seed):
+            chosen = [keys[index] for index in indices]
+            made = writer.answer([prompts[index] for index in indices], chosen)
+            for key, texts in zip(chosen, made, strict=True):
+                done[key] = texts
+                file.writelines(_line(writer.name, key, texts))
+                tokens += sum(end - start for text in texts for start, end in text.answers)
+            file.flush()
+            os.fsync(file.fileno())
+            finished += len(indices)
+            if progress is not None:
+                progress(RegenerationProgress(finished, len(keys), tokens))
+    unanswered = sum(not done[key] for key in keys)
+    if unanswered == len(keys):
+        raise ValueError(
+            f"none of the {len(keys)} prompts leaves room for an answer: max_length={max_length}, "
+            f"max_new_tokens={max_new_tokens}"
+        )
+    if unanswered:
+        warnings.warn(
+            f"{unanswered} of {len(keys)} prompts leave no room for an answer and are left out: "
+            f"max_length={max_length}, max_new_tokens={max_new_tokens}",
+            stacklevel=2,
+        )
+    return [text.example() for key in keys for text in done[key]]
+
+
+class _Dialogue:
+    """A prompt while it is answered: a text has one turn, a chat as many as it has runs of questions.
+
+    Attributes:
+        texts: what has been written so far.
+    """
+
+    def __init__(self, prompt: Tensor | Chat, key: str):
+        self.texts: list[Transcript] = []
+        self._key = key
+        self._history: Chat = []
+        self._turns: list[Any] = (
+            [prompt.tolist()] if isinstance(prompt, Tensor) else _questions(prompt)
+        )
+        self._turn = 0
+
+    def next_prompt(self, tokenizer: PreTrainedTokenizerBase | None, room: int) -> list[int] | None:
+        """Token ids of the next turn; None behind the last one and where it is longer than ``room``."""
+        if self._turn == len(self._turns):
+            return None
+        turn = self._turns[self._turn]
+        if tokenizer is not None and isinstance(turn[0], dict):
+            self._history += turn
+            turn = chat_tokens(self._history, tokenizer, "a chat", add_generation_prompt=True)
+        if len(turn) > room:
+            self._turn = len(self._turns)
+            return None
+        self._turn += 1
+        return turn
+
+    def seed(self) -> int:
+        """Of the noise of the turn that was prompted last."""
+        return int.from_bytes(
+            hashlib.sha256(f"{self._key} {self._turn}".encode()).digest()[:4], "big"
+        )
+
+    def answered(
+        self,
+        prompt: list[int],
+        answer: list[int],
+        finished: bool,
+        tokenizer: PreTrainedTokenizerBase | None,
+    ) -> None:
+        append_turn(self.texts, prompt, answer)
+        if not finished:
+            self._turn = len(self._turns)
+        elif tokenizer is not None:
+            text = str(tokenizer.decode(answer, skip_special_tokens=True))
+            self._history.append({"role": "assistant", "content": text})
+
+
+class _Writer:
+    """The target with its settings; arguments as in :func:`regenerate`."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        max_new_tokens: int,
+        max_length: int,
+        temperature: float,
+        seed: int,
+        drafter: Any,
+    ):
+        if max_new_tokens < 1 or max_length <= max_new_tokens:
+            raise ValueError(
+                f"max_new_tokens is {max_new_tokens} and max_length {max_length}; expected at least 1, and "
+                "room for a prompt beside an answer"
+            )
+        if not (math.isfinite(temperature) and temperature >= 0):
+            raise ValueError(
+                f"temperature is {temperature}; expected 0, which is greedy, or a positive number"
+            )
+        self.name = fingerprint(target)
+        self._target, self._tokenizer, self._drafter = target, tokenizer, drafter
+        self._max_new_tokens, self._max_length = max_new_tokens, max_length
+        self._temperature, self._seed = temperature, seed
+        config: Any = target.config.get_text_config(decoder=True)
+        self._vocab_size = int(config.vocab_size)
+        ends = target.generation_config.eos_token_id
+        self._ends = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+    def check(self, prompt: Tensor | Chat, where: str) -> None:
+        """Raise ValueError for what the target can't answer."""
+        if isinstance(prompt, Tensor):
+            if prompt.ndim != 1 or not len(prompt) or prompt.dtype != torch.int64:
+                raise ValueError(
+                    f"{where} is {list(prompt.shape)} of {prompt.dtype}; expected token ids [length], int64"
+                )
+            if not 0 <= int(prompt.min()) <= int(prompt.max()) < self._vocab_size:
+                raise ValueError(
+                    f"{where} has token ids {int(prompt.min())} to {int(prompt.max())}; the target has "
+                    f"{self._vocab_size} tokens: is this its tokenizer?"
+                )
+        elif self._tokenizer is None:
+            raise ValueError(f"{where} is a chat; pass the target's tokenizer, too")
+        else:
+            questions = _questions(prompt)
+            if not questions:
+                raise ValueError(f"{where} has nothing to answer: every turn is the assistant's")
+            chat_tokens(questions[0], self._tokenizer, where, add_generation_prompt=True)
+
+    def key(self, prompt: Tensor | Chat) -> str:
+        """A name for everything that the answer depends on."""
+        settings: list[Any] = [self.name, self._max_new_tokens, self._temperature, self._seed]
+        if isinstance(prompt, Tensor):
+            content: list[Any] = prompt.tolist()
+        else:
+            content = prompt
+            settings.append(self._max_length)
+        return hashlib.sha256(json.dumps([content, settings]).encode()).hexdigest()[:24]
+
+    def answer(
+        self, prompts: Sequence[Tensor | Chat], keys: Sequence[str]
+    ) -> list[list[Transcript]]:
+        """The texts of some prompts, all turns of them."""
+        dialogues = [_Dialogue(prompt, key) for prompt, key in zip(prompts, keys, strict=True)]
+        room = self._max_length - self._max_new_tokens
+        while True:
+            turns = [(each, each.next_prompt(self._tokenizer, room)) for each in dialogues]
+            live = [(each, prompt) for each, prompt in turns if prompt is not None]
+            if not live:
+                return [dialogue.texts for dialogue in dialogues]
+            answers = self._generate([p for _, p in live], [each.seed() for each, _ in live])
+            for (dialogue, prompt), answer in zip(live, answers, strict=True):
+                dialogue.answered(prompt, answer, answer[-1] in self._ends, self._tokenizer)
+
+    def _generate(self, prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
+        width = max(len(prompt) for prompt in prompts)
+        tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
+        mask = torch.zeros_like(tokens)
+        for row, prompt in enumerate(prompts):
+            tokens[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask[row, width - len(prompt) :] = 1
+        sampling: dict[str, Any] = {"do_sample": False}
+        if self._temperature:
+            sampling = dict(
+                do_sample=True, temperature=self._temperature, top_k=0, top_p=1.0, seed=seeds
+            )
+        output = specdec_ext.generate(
+            self._target,
+            tokens.to(self._target.device),
+            attention_mask=mask.to(self._target.device),
+            max_new_tokens=self._max_new_tokens,
+            drafter=self._drafter,
+            **sampling,
+        )
+        assert isinstance(output, Tensor)
+        return [self._cut(answer) for answer in output[:, width:].tolist()]
+
+    def _cut(self, answer: list[int]) -> list[int]:
+        """Without the padding behind the end of a row that ended early."""
+        end = next((i for i, token in enumerate(answer) if token in self._ends), len(answer))
+        return answer[: end + 1]
+
+
+def _questions(chat: Chat) -> list[Chat]:
+    """The runs of messages that are not the assistant's."""
+    runs = groupby(chat, key=lambda message: message["role"] == "assistant")
+    return [list(run) for by_assistant, run in runs if not by_assistant]
+
+
+def _size(prompt: Tensor | Chat) -> int:
+    """Tokens or characters: what is alike in size is alike in length."""
+    if isinstance(prompt, Tensor):
+        return len(prompt)
+    return sum(len(message["content"]) for message in prompt)
+
+
+def _batches(sizes: list[int], todo: list[int], batch: int, seed: int) -> list[list[int]]:
+    """Indices of ``todo``, those of similar size together; the batches in random order.
+
+    Any part of a file is a fair sample then, and the time that remains can be told.
+    """
+    ordered = sorted(todo, key=lambda index: sizes[index])
+    batches = [ordered[start : start + batch] for start in range(0, len(ordered), batch)]
+    return [batches[index] for index in np.random.default_rng(seed).permutation(len(batches))]
+
+
+def _distinct(keys: list[str]) -> list[str]:
+    """With a number behind each: a prompt that is given twice is answered twice."""
+    seen: Counter[str] = Counter()
+    numbered = []
+    for key in keys:
+        numbered.append(f"{key}-{seen[key]}")
+        seen[key] += 1
+    return numbered
+
+
+def _line(name: str, key: str, texts: list[Transcript]) -> Iterator[str]:
+    for number, text in enumerate(texts, 1):
+        record: dict[str, Any] = {
+            "target": name,
+            "prompt": key,
+            "part": [number, len(texts)],
+            "tokens": text.tokens,
+            "answers": text.answers,
+        }
+        yield json.dumps(record, separators=(",", ":")) + "\n"
+
+
+def _kept(path: Path, name: str) -> dict[str, list[Transcript]]:
+    """The texts of all prompts that a file has whole; what a stopped run left half written is cut off."""
+    done: dict[str, list[Transcript]] = {}
+    texts: list[Transcript] = []
+    whole = position = 0
+    if not path.exists():
+        return done
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            position += len(line)
+            if not line.endswith(b"\n"):
+                break
+            try:
+                record = json.loads(line)
+                of_target, key, (part, parts) = record["target"], record["prompt"], record["part"]
+                text = Transcript(record["tokens"], [(s, e) for s, e in record["answers"]])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path} line {number} is damaged ({error}); delete the line, or give another cache_file"
+                ) from error
+            if of_target != name:
+                raise ValueError(
+                    f"{path} has answers of another target ({of_target}, this one is {name}); give another "
+                    "cache_file"
+                )
+            texts = [*texts[: part - 1], text]
+            if part == parts:
+                done[key], texts, whole = texts, [], position
+    os.truncate(path, whole)
+    return done
