@@ -31,7 +31,7 @@ OTHER := .venv-transformers-$(VERSION)
 
 export SPECDEC_CUDA
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-transformers test-architectures lint format wheel bench bench-ops kernel-report gpu-check clean
+.PHONY: help demo test test-slow test-transformers test-architectures lint format wheel bench bench-goals bench-ops kernel-report gpu-check clean
 
 help: ## list the targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ wheel: $(REQUIREMENTS) ## build a wheel into dist/
 bench: $(BUILD) ## tokens per second of every way to generate, in float32 and bfloat16
 	$(BIN)/python profiling/bench_generate.py --dtype float32 $(ARGS)
 	$(BIN)/python profiling/bench_generate.py --dtype bfloat16 $(ARGS)
+
+bench-goals: $(BUILD) ## every goal of speed and memory on this CPU, float32 and bfloat16: met or missed; an idle machine
+	$(BIN)/python profiling/bench_goals.py $(ARGS)
 
 bench-ops: $(BUILD) ## microseconds and bandwidth of every op, against PyTorch's own
 	$(BIN)/python profiling/bench_ops.py $(ARGS)

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from random_targets import SHAPES, random_head_of, random_prompts, random_target
+from random_targets import SHAPES, head_of, random_head_of, random_prompts, random_target
 from rich.console import Console
 
 import specdec_ext
@@ -33,6 +33,7 @@ from specdec_ext.benchmark import HF, HF_ASSISTED, HF_LOOKUP, PLAIN, Contestant,
 from specdec_ext.drafters.synthetic import constant_acceptance
 
 RANDOM_LENGTH = 128  # of random prompts of the bundled target
+AUTO, HEAD = "specdec auto", "specdec head"
 ADVERSARY = "specdec adversary"  # a head's drafts, each token replaced by a wrong one
 
 
@@ -56,10 +57,11 @@ Maker = Callable[[list[Prompt]], Contestant]
 
 
 def bundled_contestants(target: Any, draft: Any, law: dict[str, Any]) -> dict[str, Maker]:
-    """By name; the head's are missing as long as there is none."""
+    """By name. The adversary drafts with the bundled head, or without one with a random head."""
+    head = assets.load_head() if hasattr(assets, "load_head") else None
 
-    def ours(drafter: Any) -> Maker:
-        return lambda prompts: benchmark.ours(target, drafter, law)
+    def ours(drafter: Any, **keywords: Any) -> Maker:
+        return lambda prompts: benchmark.ours(target, drafter, law, **keywords)
 
     def theirs(**keywords: Any) -> Maker:
         return lambda prompts: benchmark.hugging_face(target, law, **keywords)
@@ -69,7 +71,16 @@ def bundled_contestants(target: Any, draft: Any, law: dict[str, Any]) -> dict[st
         HF_LOOKUP: theirs(prompt_lookup_num_tokens=benchmark.LOOKUP_TOKENS),
         HF_ASSISTED: theirs(assistant_model=draft),
         PLAIN: ours(None),
-        "specdec auto": ours("auto"),
+        AUTO: ours("auto"),
+        ADVERSARY: lambda prompts: benchmark.synthetic(
+            target, specdec_ext.HeadDrafter(head or head_of(target)), [0.0] * 8, prompts, law
+        ),
+        **({HEAD: ours(specdec_ext.HeadDrafter(head))} if head else {}),
+        **(
+            {f"{HEAD}, fixed": ours(specdec_ext.HeadDrafter(head), speculation="fixed")}
+            if head
+            else {}
+        ),
         "specdec n-gram": ours("ngram"),
         "specdec n-gram tree": ours(specdec_ext.NgramDrafter(num_draft_tokens=12, num_branches=3)),
         "specdec suffix": ours("suffix"),
@@ -87,22 +98,24 @@ def random_contestants(
     name: str, target: Any, law: dict[str, Any], lengths: list[float], depth: int
 ) -> dict[str, Maker]:
     """Hugging Face, plain decoding, and chains of a random head with prescribed acceptance."""
-    head = specdec_ext.HeadDrafter(
+    drafter = specdec_ext.HeadDrafter(
         random_head_of(name, target.dtype), tree=specdec_ext.TreeConfig(depth=depth)
     )
 
-    def synthetic(acceptance: list[float]) -> Maker:
-        return lambda prompts: benchmark.synthetic(target, head, acceptance, prompts, law)
+    def synthetic(acceptance: list[float], **keywords: Any) -> Maker:
+        return lambda prompts: benchmark.synthetic(
+            target, drafter, acceptance, prompts, law, **keywords
+        )
 
-    return {
+    makers: dict[str, Maker] = {
         HF: lambda prompts: benchmark.hugging_face(target, law),
         PLAIN: lambda prompts: benchmark.ours(target, None, law),
-        **{
-            synthetic_name(length, depth): synthetic(constant_acceptance(length, depth))
-            for length in lengths
-        },
-        ADVERSARY: synthetic([0.0] * depth),
     }
+    for length in lengths:
+        asked, shares = synthetic_name(length, depth), constant_acceptance(length, depth)
+        makers[asked] = synthetic(shares, speculation="fixed")
+        makers[f"{asked}, auto"] = synthetic(shares)
+    return {**makers, ADVERSARY: synthetic([0.0] * depth)}
 
 
 def synthetic_name(mean_acceptance_length: float, depth: int) -> str:
@@ -184,6 +197,8 @@ def main(
                     model, contestants, prompts, law, repeats, settings=settings
                 )
             report.left_out = left_out
+            if target is Target.bundled and HEAD not in makers:
+                report.left_out[HEAD] = "the bundled target has no head yet"
             console.print(report.table())
             for note in report.notes():
                 console.print(note)

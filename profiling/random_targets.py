@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,17 +62,28 @@ def random_target(name: str, dtype: torch.dtype, seed: int = 0) -> Any:
 
 def random_head_of(name: str, dtype: torch.dtype, seed: int = 0) -> DraftHead:
     """An EAGLE-3 head of one layer of the target's width."""
-    _, sizes, draft_vocab = SHAPES[name]
-    config = head_config(
-        sizes["hidden_size"],
-        sizes["intermediate_size"],
-        sizes["num_attention_heads"],
-        sizes["num_key_value_heads"],
-        sizes["vocab_size"],
-        head_dim=sizes["hidden_size"] // sizes["num_attention_heads"],
+    kind, sizes, draft_vocab = SHAPES[name]
+    return _head_like(AutoConfig.for_model(kind, **sizes), draft_vocab, dtype, seed)
+
+
+def head_of(target: Any, seed: int = 0) -> DraftHead:
+    """The same for any Llama-like target, of its whole vocabulary."""
+    return _head_like(target.config, target.config.vocab_size, target.dtype, seed)
+
+
+def _head_like(config: Any, draft_vocab: int, dtype: torch.dtype, seed: int) -> DraftHead:
+    sizes = head_config(
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.vocab_size,
+        head_dim=config.hidden_size // config.num_attention_heads,
         draft_vocab=draft_vocab,
     )
-    return random_head(config, dtype, seed=seed)
+    layers = config.num_hidden_layers
+    sizes = replace(sizes, feature_layers=(1, layers // 2, layers - 1))
+    return random_head(sizes, dtype, seed=seed)
 
 
 def random_prompts(

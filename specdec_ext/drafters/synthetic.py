@@ -8,7 +8,7 @@ acceptance".
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from transformers import PreTrainedModel
 
@@ -17,6 +17,7 @@ from specdec_ext.drafters.base import Drafter
 from specdec_ext.sampler import Accepted
 from specdec_ext.target import TargetOutput
 from specdec_ext.tree import DraftTree
+from specdec_ext.tree_config import FOUND, Shape
 
 
 class SyntheticDrafter(Drafter):
@@ -61,6 +62,14 @@ class SyntheticDrafter(Drafter):
             random.Random(f"{self._seed} {row} {context.prompt(row)}") for row in context.rows
         ]
 
+    def shapes(self, context: Context) -> Sequence[Shape]:
+        """The chains among the drafter's."""
+        return [shape for shape in self.drafter.shapes(context) if _is_chain(shape)]
+
+    @property
+    def identity(self) -> Hashable:
+        return super().identity, self.drafter.identity, tuple(self.acceptance)
+
     def propose(self, context: Context) -> DraftTree:
         tree = self.drafter.propose(context)
         tokens = tree.tokens.tolist()
@@ -86,6 +95,10 @@ class SyntheticDrafter(Drafter):
             right += 1
         wrong = [(token + 1) % self._vocab_size for token in answer[right:]]
         return answer[:right] + wrong + [0] * (length - len(answer))
+
+
+def _is_chain(shape: Shape) -> bool:
+    return shape == FOUND or (shape.top_k == 1 and shape.choices is None)
 
 
 def constant_acceptance(mean_acceptance_length: float, depth: int) -> list[float]:

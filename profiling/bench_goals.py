@@ -1,0 +1,305 @@
+"""The goals of this package on a CPU, measured in one go: what, goal, measured, met or missed.
+
+    python profiling/bench_goals.py --out profiling/results/goals_cpu      # idle machine, about 15 minutes
+    python profiling/bench_goals.py --only speed --dtype float32
+
+Ratios are of medians over prompts in one interleaved run, with 95 % intervals over prompts; whether a goal is
+met is decided by the ratio itself. The table is printed; with ``--out`` also written as ``<out>.md``, and
+``<out>.json`` has the whole runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import bench_memory
+import torch
+import transformers
+import typer
+from bench_generate import (
+    ADVERSARY,
+    AUTO,
+    Text,
+    bundled_contestants,
+    bundled_prompts,
+    random_contestants,
+    synthetic_name,
+)
+from random_targets import random_prompts, random_target
+from rich.console import Console
+from text_table import format_markdown, format_table
+
+from specdec_ext import assets, benchmark
+from specdec_ext.benchmark import HF, HF_ASSISTED, HF_LOOKUP, PLAIN, Report
+from specdec_ext.breakdown import breakdown
+from specdec_ext.machine import machine_line
+
+HEADER = ("what", "dtype", "goal", "measured", "verdict")
+SYNTHETIC_LENGTH, SYNTHETIC_DEPTH = 3.5, 7
+TRAINING = Path("build/bundled/head")  # where `make head` trains the bundled head
+
+
+class Part(str, Enum):
+    """Of the table."""
+
+    speed = "speed"
+    never_slower = "never-slower"
+    synthetic = "synthetic"
+    overhead = "overhead"
+    memory = "memory"
+    training = "training"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    prompts: int = 10
+    tokens: int = 128
+    repeats: int = 3
+
+    @classmethod
+    def quick(cls) -> Scale:
+        return cls(prompts=1, tokens=8, repeats=1)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table; ``met`` is None where nothing was measured."""
+
+    what: str
+    dtype: str
+    goal: str
+    measured: str
+    met: bool | None
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        verdict = {True: "met", False: "missed", None: "not measured"}[self.met]
+        return self.what, self.dtype, self.goal, self.measured, verdict
+
+
+@dataclass
+class Measured:
+    """Rows, and the records they come from."""
+
+    rows: list[Row] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+    def at_least(self, report: Report, what: str, name: str, to: str, goal: float) -> None:
+        """A row: contestant ``name`` is ``goal`` times as fast as ``to``."""
+        found = report.series[name].speedup(report.series[to])
+        dtype = str(report.settings["dtype"])
+        self.rows.append(Row(what, dtype, f">= {goal:g}x", str(found), found.value >= goal))
+
+    def at_most(
+        self, what: str, dtype: str, value: float, bound: float, unit: str, digits: int
+    ) -> None:
+        measured = f"{value:.{digits}f} {unit}"
+        self.rows.append(
+            Row(what, dtype, f"<= {bound:.{digits}f} {unit}", measured, value <= bound)
+        )
+
+
+class Pair:
+    """The bundled models in one dtype."""
+
+    def __init__(self, dtype: str, scale: Scale):
+        kind = getattr(torch, dtype)
+        self.dtype, self.scale = dtype, scale
+        self.target, self.draft = assets.load_target(kind), assets.load_draft(kind)
+
+    def race(
+        self, names: list[str], text: Text = Text.python, batch: int = 1, temperature: float = 0.0
+    ) -> Report:
+        """These contestants on the bundled prompts, or on random ones."""
+        law = benchmark.law(self.scale.tokens, temperature)
+        vocab_size = self.target.config.vocab_size
+        # Batches of four need twelve prompts to be more than two calls.
+        count = self.scale.prompts if batch == 1 else max(12, batch)
+        prompts = bundled_prompts(text, count, batch, vocab_size)
+        if batch > 1:
+            prompts = prompts[: self.scale.prompts]
+        makers = bundled_contestants(self.target, self.draft, law)
+        with benchmark.endless(self.target, self.draft):
+            return benchmark.race(
+                self.target,
+                {name: makers[name](prompts) for name in names},
+                prompts,
+                law,
+                self.scale.repeats,
+                baseline=names[0],
+                settings={"dtype": self.dtype, "text": text.value},
+            )
+
+
+def speed(pair: Pair, found: Measured) -> None:
+    greedy = pair.race([HF, HF_ASSISTED, HF_LOOKUP, PLAIN, AUTO])
+    what = "bundled pair, Python prompts, greedy, batch 1"
+    found.at_least(greedy, f"{what}: auto to HF generate", AUTO, HF, 2.5)
+    found.at_least(greedy, f"{what}: auto to HF assisted", AUTO, HF_ASSISTED, 2.0)
+    found.at_least(greedy, f"{what}: auto to HF prompt lookup", AUTO, HF_LOOKUP, 1.7)
+    sampled = pair.race([HF, PLAIN, AUTO], temperature=0.8)
+    what = "sampled (T = 0.8), coupled noise, batch 1: auto to HF generate"
+    found.at_least(sampled, what, AUTO, HF, 1.5)
+    batch = pair.race([HF, PLAIN, AUTO], batch=4)
+    found.at_least(batch, "batch 4: auto to HF generate", AUTO, HF, 1.6)
+    found.records += [each.record() for each in (greedy, sampled, batch)]
+
+
+def never_slower(pair: Pair, found: Measured) -> None:
+    python = pair.race([PLAIN, ADVERSARY])
+    found.at_least(python, "adversarial drafter, auto: to plain", ADVERSARY, PLAIN, 0.97)
+    random = pair.race([PLAIN, AUTO], Text.random)
+    found.at_least(random, "random text, auto: to plain", AUTO, PLAIN, 0.97)
+    found.records += [each.record() for each in (python, random)]
+
+
+def synthetic(dtype: str, scale: Scale, found: Measured, name: str = "135m") -> None:
+    target = random_target(name, getattr(torch, dtype))
+    law = benchmark.law(min(scale.tokens, 96))
+    makers = random_contestants(name, target, law, [SYNTHETIC_LENGTH], SYNTHETIC_DEPTH)
+    prompts = random_prompts(target.config.vocab_size, 1, 128, min(scale.prompts, 4))
+    ours = synthetic_name(SYNTHETIC_LENGTH, SYNTHETIC_DEPTH)
+    report = benchmark.race(
+        target,
+        {each: makers[each](prompts) for each in (PLAIN, ours, f"{ours}, auto")},
+        prompts,
+        law,
+        scale.repeats,
+        baseline=PLAIN,
+        settings={"dtype": dtype, "target": name},
+    )
+    what = f"{name} shape, synthetic acceptance 3.5 at chain 7: to plain"
+    found.at_least(report, what, ours, PLAIN, 2.3)
+    length, prescribed = report.series[ours].mean_acceptance_length, SYNTHETIC_LENGTH
+    assert length is not None
+    # Few drafts miss the prescribed length by chance; what a step costs does not depend on it.
+    cost = report.series[ours].break_even(report.series[PLAIN])
+    assert cost is not None
+    found.rows.append(
+        Row(
+            f"{name} shape: a step of chain 7 in plain steps (break-even; 3.5 over it is the ratio at 3.5)",
+            dtype,
+            f"<= {prescribed / 2.3:.2f}",
+            f"{cost:.2f} ({prescribed / cost:.2f}x at 3.5; drawn: {length:.2f})",
+            cost <= prescribed / 2.3,
+        )
+    )
+    found.records.append(report.record())
+
+
+def overhead(pair: Pair, found: Measured) -> None:
+    law = {"max_new_tokens": pair.scale.tokens}
+    prompts = bundled_prompts(Text.python, pair.scale.prompts, 1, pair.target.config.vocab_size)
+    with benchmark.endless(pair.target):
+        ids = [prompt["input_ids"] for prompt in prompts]
+        parts = breakdown(pair.target, ids, "auto", **law)
+    what = "outside target forward and draft op, per step, batch 1, greedy, auto"
+    found.at_most(what, pair.dtype, parts.outside / 1e3, 0.5, "ms", 3)
+    found.records.append({"breakdown": asdict(parts)})
+
+
+def memory(scale: Scale, found: Measured, target: str = "500m", context: int = 2048) -> None:
+    report = bench_memory.compare(target, "bfloat16", context, 64, scale.repeats)
+    what = f"memory, extra over plain, {target} shape, {context} tokens of context"
+    mib = bench_memory.MIB
+    found.at_most(
+        what, "bfloat16", report["extra_bytes"] / mib, report["bound_bytes"] / mib, "MiB", 1
+    )
+    found.records.append({"memory": report})
+
+
+def training(folder: Path, found: Measured) -> None:
+    """From the record of the run that made the bundled head: nothing is trained here."""
+    from specdec_ext.training.trainer import read_history
+
+    what = "training the bundled head from scratch on two cores (its own record)"
+    history = read_history(folder)
+    if not history:
+        row = Row(what, "float32", "< 60 min", f"no history in {folder}", None)
+    else:
+        minutes = sum(step.seconds for step in history) / 60
+        measured = f"{minutes:.1f} min, {len(history)} steps"
+        row = Row(what, "float32", "< 60 min", measured, minutes < 60)
+    found.rows.append(row)
+
+
+def measure(
+    parts: list[Part], dtypes: list[str], scale: Scale, folder: Path
+) -> Iterator[tuple[str, Measured]]:
+    """What was found after each part, and the part's name."""
+    found = Measured()
+    for dtype in dtypes:
+        pair = Pair(dtype, scale)
+        for part, run in ((Part.speed, speed), (Part.never_slower, never_slower)):
+            if part in parts:
+                run(pair, found)
+                yield f"{part.value}, {dtype}", found
+        if Part.overhead in parts:
+            overhead(pair, found)
+            yield f"overhead, {dtype}", found
+        if Part.synthetic in parts:
+            synthetic(dtype, scale, found)
+            yield f"synthetic, {dtype}", found
+    if Part.memory in parts:
+        memory(scale, found)
+        yield "memory", found
+    if Part.training in parts:
+        training(folder, found)
+        yield "training", found
+
+
+def main(
+    only: Annotated[list[Part], typer.Option(help="parts of the table; may be repeated")] = [],  # noqa: B006
+    dtype: Annotated[list[str], typer.Option(help="may be repeated")] = ["float32", "bfloat16"],  # noqa: B006
+    training_folder: Annotated[
+        Path, typer.Option(help="where the bundled head was trained")
+    ] = TRAINING,
+    quick: Annotated[bool, typer.Option(help="one prompt, few tokens: does it run?")] = False,
+    out: Annotated[Path | None, typer.Option(help="write OUT.md and OUT.json")] = None,
+) -> None:
+    console = Console(highlight=False)
+    scale = Scale.quick() if quick else Scale()
+    found, shown = Measured(), 0
+    for part, found in measure(only or list(Part), dtype, scale, training_folder):
+        console.print(part, style="bold")
+        for row in found.rows[shown:]:
+            console.print("  " + " | ".join(row.cells), markup=False, soft_wrap=True)
+        shown = len(found.rows)
+    machine = machine_line(torch.device("cpu"), f"transformers {transformers.__version__}")
+    cells = [row.cells for row in found.rows]
+    console.print(machine, format_table(HEADER, cells, left=HEADER), sep="\n", soft_wrap=True)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.with_suffix(".md").write_text(_markdown(machine, cells, quick))
+        report = {
+            "machine": machine,
+            "scale": asdict(scale),
+            "rows": [asdict(row) for row in found.rows],
+            "records": found.records,
+        }
+        out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _markdown(machine: str, cells: list[tuple[str, ...]], quick: bool) -> str:
+    notes = [
+        "`python profiling/bench_goals.py`. The goals are for float32, of the 135M shape for bfloat16;",
+        "the other dtype is reported beside it. Intervals are 95 %, by bootstrap over prompts.",
+        "*Synthetic acceptance*: random weights, prescribed acceptance; it shows what speculation costs,",
+        "not how well anything guesses.",
+    ]
+    if quick:
+        notes.append("**A quick run: these numbers mean nothing.**")
+    return "\n".join(
+        ["# Goals on a CPU", "", machine, "", format_markdown(HEADER, cells), "", *notes, ""]
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
