@@ -30,17 +30,19 @@ from specdec_ext.output import Recorder, TokenStream
 from specdec_ext.sampler import Sampler
 from specdec_ext.stopping import StopRule
 from specdec_ext.target import Target
+from specdec_ext.target.direct import DirectPass
 
 DRAFT_OP, DRAFT = "draft op", "draft, around it"
 FORWARD = "target, the rest of its forward"
-LINEARS, ATTENTION = "target, linears", "target, attention"
+LAYERS, LINEARS, ATTENTION = "target, layers", "target, linears", "target, attention"
 # Arithmetic; everything else is what a step costs beside it.
-INSIDE = (DRAFT_OP, LINEARS, ATTENTION, FORWARD)
+INSIDE = (DRAFT_OP, LAYERS, LINEARS, ATTENTION, FORWARD)
 PREFILL = "prefill"
 # In the order in which a step comes by.
 PARTS = (
     DRAFT_OP,
     DRAFT,
+    LAYERS,
     LINEARS,
     ATTENTION,
     FORWARD,
@@ -255,8 +257,10 @@ def _measured(model: PreTrainedModel, clock: _Clock) -> Iterator[None]:
         (Decoder, "run", "loop"),
         (Decoder, "_propose", DRAFT),
         (ops, "draft_head", DRAFT_OP),
+        (ops, "decoder_layers", LAYERS),
         (ops, "linear", LINEARS),
         (ops, "tree_attention", ATTENTION),
+        (DirectPass, "__call__", FORWARD),
         (Sampler, "verify", "verify"),
         (StopRule, "ended", "stop and stream"),
         (TokenStream, "advance", "stop and stream"),

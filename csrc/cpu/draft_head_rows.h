@@ -61,6 +61,15 @@ struct DraftHeadRows {
   void (*add)(FloatType type, const void* y, int64_t count, void* x);
   // out = silu(gate) * up, of [2, count]: gate, then up
   void (*gate)(FloatType type, const void* gate_up, int64_t count, void* out);
+  // As the modules of a model compute them: rounded to the type after every operation.
+  // out = x / sqrt(mean(x^2) + eps) * weight
+  void (*module_norm)(FloatType type, const void* x, const RowNorm& norm, int64_t count, void* out);
+  // out = x * cosines + (-second half of x, first half of x) * sines, all [head_dim]; x is normed
+  // before, in place, if there is a weight
+  void (*module_rotate)(FloatType type, void* x, const RowNorm& norm, const void* cosines,
+                        const void* sines, int64_t head_dim, void* out);
+  // out = silu(gate) * up
+  void (*module_gate)(FloatType type, const void* gate, const void* up, int64_t count, void* out);
   // Multiplies by scale in place, NaN becomes -inf, and sums up. `logits` has room up to a multiple
   // of kRowLanes.
   LogitSum (*sum_logits)(float scale, int64_t count, float* logits);

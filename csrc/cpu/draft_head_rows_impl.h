@@ -91,6 +91,87 @@ SPECDEC_HOST_DEVICE void gate_row(const T* __restrict gate_up, int64_t count, T*
   }
 }
 
+// To the type and back.
+template <typename T>
+SPECDEC_HOST_DEVICE float rounded(float value) {
+  T stored;
+  from_float(value, &stored);
+  return to_float(stored);
+}
+
+template <typename T>
+SPECDEC_HOST_DEVICE void module_norm_row(const T* x, const T* __restrict weight, float eps,
+                                         int64_t count, T* out) {
+  const float inverse = inverse_root_mean_square(x, count, eps);
+  for (int64_t i = 0; i < count; ++i) {
+    from_float(exact_mul(rounded<T>(exact_mul(to_float(x[i]), inverse)), to_float(weight[i])),
+               out + i);
+  }
+}
+
+template <typename T>
+SPECDEC_HOST_DEVICE T turned(float x, T cosine, float other, T sine) {
+  T sum;
+  from_float(exact_add(rounded<T>(exact_mul(x, to_float(cosine))),
+                       rounded<T>(exact_mul(other, to_float(sine)))),
+             &sum);
+  return sum;
+}
+
+template <typename T>
+SPECDEC_HOST_DEVICE void module_rotate_row(T* x, const RowNorm& norm, const T* __restrict cosines,
+                                           const T* __restrict sines, int64_t head_dim,
+                                           T* __restrict out) {
+  if (norm.weight != nullptr) {
+    module_norm_row(x, static_cast<const T*>(norm.weight), norm.eps, head_dim, x);
+  }
+  const int64_t half = head_dim / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const float first = to_float(x[i]), second = to_float(x[half + i]);
+    out[i] = turned(first, cosines[i], -second, sines[i]);
+    out[half + i] = turned(second, cosines[half + i], first, sines[half + i]);
+  }
+}
+
+template <typename T>
+SPECDEC_HOST_DEVICE void module_gate_row(const T* __restrict gate, const T* __restrict up,
+                                         int64_t count, T* __restrict out) {
+  for (int64_t i = 0; i < count; ++i) {
+    from_float(exact_mul(rounded<T>(silu(to_float(gate[i]))), to_float(up[i])), out + i);
+  }
+}
+
+SPECDEC_ROWS_TARGET void module_norm(FloatType type, const void* x, const RowNorm& norm,
+                                     int64_t count, void* out) {
+  if (type == FloatType::kFloat32) {
+    return module_norm_row(static_cast<const float*>(x), static_cast<const float*>(norm.weight),
+                           norm.eps, count, static_cast<float*>(out));
+  }
+  module_norm_row(static_cast<const BFloat16*>(x), static_cast<const BFloat16*>(norm.weight),
+                  norm.eps, count, static_cast<BFloat16*>(out));
+}
+
+SPECDEC_ROWS_TARGET void module_rotate(FloatType type, void* x, const RowNorm& norm,
+                                       const void* cosines, const void* sines, int64_t head_dim,
+                                       void* out) {
+  if (type == FloatType::kFloat32) {
+    return module_rotate_row(static_cast<float*>(x), norm, static_cast<const float*>(cosines),
+                             static_cast<const float*>(sines), head_dim, static_cast<float*>(out));
+  }
+  module_rotate_row(static_cast<BFloat16*>(x), norm, static_cast<const BFloat16*>(cosines),
+                    static_cast<const BFloat16*>(sines), head_dim, static_cast<BFloat16*>(out));
+}
+
+SPECDEC_ROWS_TARGET void module_gate(FloatType type, const void* gate, const void* up,
+                                     int64_t count, void* out) {
+  if (type == FloatType::kFloat32) {
+    return module_gate_row(static_cast<const float*>(gate), static_cast<const float*>(up), count,
+                           static_cast<float*>(out));
+  }
+  module_gate_row(static_cast<const BFloat16*>(gate), static_cast<const BFloat16*>(up), count,
+                  static_cast<BFloat16*>(out));
+}
+
 SPECDEC_ROWS_TARGET void norm(FloatType type, const void* x, const RowNorm& norm, int64_t count,
                               void* out) {
   if (type == FloatType::kFloat32) {
@@ -178,6 +259,9 @@ constexpr DraftHeadRows kRows{.norm = norm,
                               .round = round,
                               .add = add,
                               .gate = gate,
+                              .module_norm = module_norm,
+                              .module_rotate = module_rotate,
+                              .module_gate = module_gate,
                               .sum_logits = sum_logits,
                               .pick_logits = pick_logits};
 

@@ -92,16 +92,41 @@ int64_t grain(const LinearPass& pass) {
   return kGrain / work + 1;
 }
 
+int64_t num_tiles(const LinearParams& params) {
+  return (params.out_features + kTileOuts - 1) / kTileOuts;
+}
+
+// Tiles [begin, end) of all products, numbered one product behind the other.
+void run_tiles(const LinearCode& code, const LinearPass& pass,
+               std::span<const LinearParams> products, int64_t begin, int64_t end) {
+  int64_t first = 0;
+  for (const LinearParams& params : products) {
+    const int64_t last = first + num_tiles(params);
+    const int64_t from = std::max(begin, first), to = std::min(end, last);
+    if (from < to) {
+      const LinearPass own{params,          pass.first_row, pass.rows,
+                           pass.block_rows, pass.steps,     pass.inputs};
+      code.run(own, (from - first) * kTileOuts,
+               std::min((to - first) * kTileOuts, params.out_features));
+    }
+    first = last;
+  }
+}
+
 }  // namespace
 
-void linear(const LinearParams& params, const ParallelFor& parallel_for) {
-  const LinearCode code = code_for_isa(params.type);
-  for_each_pass(params, code, [&](const LinearPass& pass) {
-    const int64_t tiles = (params.out_features + kTileOuts - 1) / kTileOuts;
-    parallel_for(tiles, grain(pass), [&](int64_t begin, int64_t end) {
-      code.run(pass, begin * kTileOuts, std::min(end * kTileOuts, params.out_features));
-    });
+void linears(std::span<const LinearParams> products, const ParallelFor& parallel_for) {
+  const LinearCode code = code_for_isa(products[0].type);
+  int64_t tiles = 0;
+  for (const LinearParams& params : products) tiles += num_tiles(params);
+  for_each_pass(products[0], code, [&](const LinearPass& pass) {
+    parallel_for(tiles, grain(pass),
+                 [&](int64_t begin, int64_t end) { run_tiles(code, pass, products, begin, end); });
   });
+}
+
+void linear(const LinearParams& params, const ParallelFor& parallel_for) {
+  linears({&params, 1}, parallel_for);
 }
 
 }  // namespace specdec::cpu

@@ -38,6 +38,11 @@ SPECDEC_SCHEMAS(m) {
       "Tensor lengths, Tensor positions, Tensor roots, Tensor choices, int depth, int top_k, "
       "int nodes, int[] level_ends, int[] widths, Tensor(c!)? sync=None, bool "
       "phase_launches=False) -> (Tensor tokens, Tensor parents, Tensor scores)");
+  m.def(
+      "decoder_layers(Tensor input, Tensor cosines, Tensor sines, Tensor[] weights, "
+      "Tensor(a!)[] caches, int[] windows, Tensor ancestors, Tensor prefix_starts, "
+      "Tensor prefix_lengths, int start, int head_dim, float eps, float scale) -> (Tensor states, "
+      "Tensor output)");
   m.def("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor");
   m.def(
       "tree_attention(Tensor query, Tensor key, Tensor value, Tensor ancestors, "

@@ -15,6 +15,7 @@ Errors: ValueError names the argument, what was expected and what was given.
 from specdec_ext.ops._library import LIBRARY_PATH
 from specdec_ext.ops.attention import tree_attention
 from specdec_ext.ops.cache import kv_compact
+from specdec_ext.ops.decoder import DecoderStates, decoder_layers
 from specdec_ext.ops.draft import HeadDraft, draft_head
 from specdec_ext.ops.draft_limits import draft_head_refusal
 from specdec_ext.ops.linear import linear
@@ -43,12 +44,14 @@ __all__ = [
     "STATUS_NAN",
     "STATUS_NO_FINITE_LOGIT",
     "STATUS_OK",
+    "DecoderStates",
     "DynamicTree",
     "HeadDraft",
     "MatchResult",
     "PackedHead",
     "TreeMask",
     "build_dynamic_tree",
+    "decoder_layers",
     "draft_head",
     "draft_head_refusal",
     "kv_compact",

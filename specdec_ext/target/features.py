@@ -55,6 +55,10 @@ class FeatureTap:
                 self._sources.append(blocks[min(layer, config.num_hidden_layers - 1)])
         self._after = {-1, config.num_hidden_layers}  # outputs; the others are inputs
 
+    def chosen(self, states: Sequence[Tensor]) -> list[Tensor]:
+        """The same out of the inputs of all layers, the output of the last, and that after the norm."""
+        return [states[layer] for layer in self._layers]
+
     @contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
         """A list that the pass inside fills with ``[rows, columns, hidden]``, in the order of ``layers``.

@@ -54,10 +54,10 @@ def plain_linears(model: nn.Module) -> list[nn.Linear]:
         module._compiled_call_impl is not None for module in modules
     ):
         return []
-    return [module for module in modules if type(module) is nn.Linear and _is_plain(module)]
+    return [module for module in modules if type(module) is nn.Linear and is_plain(module)]
 
 
-def _is_plain(module: nn.Linear) -> bool:
+def is_plain(module: nn.Linear) -> bool:
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
     return (
         type(weight) is nn.Parameter

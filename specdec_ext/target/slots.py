@@ -30,6 +30,7 @@ from specdec_ext.compat import LinearAttentionCacheLayerMixin, masked_columns
 from specdec_ext.target.adoption import adopt_cache, attention_windows
 from specdec_ext.target.attention import IMPLEMENTATION, TreeBlock
 from specdec_ext.target.cache import RollbackLayer
+from specdec_ext.target.direct import agrees, direct_pass, is_agreed
 from specdec_ext.target.linears import (
     MAX_PROMPT_ROWS,
     MAX_ROWS,
@@ -104,6 +105,11 @@ class SlotTarget(Target):
         )
         self._scans = stateless_scans(model) if self._states else []
         self._placements = placements(model)
+        # Nobody but the model's own modules can prepare a prompt of images, or record what they compute.
+        plain = not (forward_kwargs or prompt_kwargs or self._placements)
+        self._direct = direct_pass(model) if plain else None
+        if self._direct is not None and not self._direct.serves(self.cache.layers):
+            self._direct = None
         self._parameters = inspect.signature(model.forward).parameters
         self._cache_name = (
             "cache_params" if "cache_params" in self._parameters else "past_key_values"
@@ -398,10 +404,9 @@ class SlotTarget(Target):
 
     def _score(self, tree: DraftTree) -> TargetOutput:
         """One pass over the nodes of ``tree``, whose root is the first token that a row does not hold."""
-        nodes, start = tree.num_nodes, self._start
         root_positions = self.row_positions
         by_op = self._attends_by_op()
-        if nodes == 1 and self._aligned and not (self._padded or by_op):
+        if tree.num_nodes == 1 and self._aligned and not (self._padded or by_op):
             # Plain decoding: transformers' own masks, none where there is no padding.
             return self._forward(
                 None,
@@ -409,6 +414,42 @@ class SlotTarget(Target):
                 position_ids=self._model_positions(root_positions[:, None]),
             )
         ancestors, _, positions, *_ = ops.tree_mask(tree.parents, root_positions)
+        by_tree = None
+        if by_op:
+            lengths = self._row_slots - self._first_slot
+            by_tree = TreeBlock(ancestors, self._first_slot, lengths, self._start)
+        if by_tree is None or self._direct is None or tree.tokens.numel() > MAX_ROWS:
+            return self._score_by_modules(tree, by_tree, ancestors, positions)
+        if not (is_agreed(self.model) or self._ways_agree(tree, by_tree, ancestors, positions)):
+            self._direct = None
+            return self._score_by_modules(tree, by_tree, ancestors, positions)
+        return self._score_directly(tree, by_tree, positions)
+
+    def _ways_agree(
+        self, tree: DraftTree, by_tree: TreeBlock, ancestors: Tensor, positions: Tensor
+    ) -> bool:
+        """Compare both ways to run this pass, which leaves the cache as it was."""
+        slack = self._layers[0].slack
+        by_modules = self._score_by_modules(tree, by_tree, ancestors, positions)
+        self._hold(self._start, slack)
+        directly = self._score_directly(tree, by_tree, positions)
+        self._hold(self._start, slack)
+        return agrees(self.model, directly.logits, by_modules.logits)
+
+    @torch.inference_mode()
+    def _score_directly(self, tree: DraftTree, block: TreeBlock, positions: Tensor) -> TargetOutput:
+        """The pass without transformers."""
+        assert self._direct is not None
+        self.begun = True
+        logits, states = self._direct(tree.tokens, positions, block, self._layers)
+        features = self._tap.chosen(states)
+        return TargetOutput(logits, torch.cat(features, dim=-1) if features else None)
+
+    def _score_by_modules(
+        self, tree: DraftTree, by_tree: TreeBlock | None, ancestors: Tensor, positions: Tensor
+    ) -> TargetOutput:
+        """The pass as the model runs it, over masks that show each node what it may see."""
+        start, root_positions = self._start, positions[:, :1]
         committed = self._slot_valid[:, :start]
         if not self._aligned:
             committed = committed & (
@@ -416,13 +457,11 @@ class SlotTarget(Target):
             )
         block = BlockVisibility(
             committed=committed,
-            block=unpack_ancestors(ancestors, nodes),
+            block=unpack_ancestors(ancestors, tree.num_nodes),
             query_positions=positions,
             key_positions=torch.cat([self._slot_positions[:, :start], positions], dim=1),
-            tree=TreeBlock(ancestors, self._first_slot, self._row_slots - self._first_slot, start)
-            if by_op
-            else None,
-            columns=positions + (self._row_slots - root_positions)[:, None],
+            tree=by_tree,
+            columns=positions + self._row_slots[:, None] - root_positions,
             window=self._cache_window(),
         )
         return self._forward(

@@ -12,6 +12,8 @@
 // once.
 #pragma once
 
+#include <span>
+
 #include "specdec/parallel.h"
 #include "specdec/platform.h"
 
@@ -41,6 +43,8 @@ struct LinearParams {
 
 namespace cpu {
 void linear(const LinearParams& params, const ParallelFor& parallel_for);
+// Several weights of one input, whose description the products share: one parallel loop.
+void linears(std::span<const LinearParams> products, const ParallelFor& parallel_for);
 }  // namespace cpu
 
 }  // namespace specdec

@@ -1,0 +1,244 @@
+// Glue of decoder_layers: checks, outputs. The op exists for CPU tensors only.
+#include "specdec/decoder_layers.h"
+
+#include <cmath>
+#include <tuple>
+#include <vector>
+
+#include "glue.h"
+#include "register.h"
+
+#ifndef SPECDEC_EMULATED  // there is no kernel to emulate
+
+namespace specdec::glue {
+namespace {
+
+constexpr const char* kOp = "decoder_layers";
+
+// The weights of a layer, in this order; what a layer has not is an empty tensor.
+enum LayerTensor {
+  kInputNorm,
+  kQuery,
+  kQueryBias,
+  kKey,
+  kKeyBias,
+  kValue,
+  kValueBias,
+  kQueryNorm,
+  kKeyNorm,
+  kOutput,
+  kOutputBias,
+  kPostNorm,
+  kGate,
+  kGateBias,
+  kUp,
+  kUpBias,
+  kDown,
+  kDownBias,
+  kLayerTensors
+};
+
+[[noreturn]] void fail_argument(const std::string& argument, const std::string& problem) {
+  fail("specdec::decoder_layers: argument " + argument + " " + problem);
+}
+
+class Weights {
+ public:
+  Weights(const std::vector<Tensor>& tensors, int32_t dtype) : tensors_(tensors), dtype_(dtype) {}
+
+  // Contiguous [count]; null if it is empty and may be.
+  const void* vector(size_t index, int64_t count, bool is_optional = false) const {
+    const Tensor& tensor = tensors_[index];
+    if (is_optional && tensor.numel() == 0) return nullptr;
+    check(index, tensor.dim() == 1 && tensor.size(0) == count && tensor.stride(0) == 1,
+          "contiguous [" + std::to_string(count) + "]");
+    return tensor.const_data_ptr();
+  }
+
+  // [outs, ins], and the bias behind it.
+  DecoderMatrix matrix(size_t index, int64_t outs, int64_t ins) const {
+    const Tensor& tensor = tensors_[index];
+    const bool fits = tensor.dim() == 2 && tensor.size(0) == outs && tensor.size(1) == ins &&
+                      (ins == 1 || tensor.stride(1) == 1);
+    check(index, fits,
+          "[" + std::to_string(outs) + ", " + std::to_string(ins) +
+              "] with a contiguous last dimension");
+    return {tensor.const_data_ptr(), tensor.stride(0), vector(index + 1, outs, true), outs};
+  }
+
+  // The outputs of a matrix that says how many there are.
+  int64_t outs(size_t index) const {
+    check(index, tensors_[index].dim() == 2 && tensors_[index].size(0) > 0, "[outs, ins]");
+    return tensors_[index].size(0);
+  }
+
+ private:
+  void check(size_t index, bool fits, const std::string& expected) const {
+    const Tensor& tensor = tensors_[index];
+    if (fits && dtype_of(tensor) == dtype_ && tensor.is_cpu()) return;
+    fail_argument("weights[" + std::to_string(index) + "]",
+                  "must be " + expected + " of " + dtype_name(dtype_) + " on the CPU, got " +
+                      dtype_name(dtype_of(tensor)) + " of shape " + describe_shape(tensor));
+  }
+
+  const std::vector<Tensor>& tensors_;
+  int32_t dtype_;
+};
+
+void check_contiguous(const char* name, const Tensor& tensor) {
+  if (!tensor.is_contiguous()) {
+    fail_argument(name, "must be contiguous; call .contiguous() on it");
+  }
+}
+
+KvTensor read_cache(const std::vector<Tensor>& caches, size_t index, const DecoderParams& params,
+                    int32_t dtype) {
+  const Tensor& cache = caches[index];
+  const int64_t slots = params.start + params.nodes;
+  bool fits = cache.dim() == 4 && dtype_of(cache) == dtype && cache.is_cpu();
+  fits = fits && cache.size(0) == params.batch && cache.size(1) == params.kv_heads &&
+         cache.size(2) >= slots && cache.size(3) == params.head_dim && cache.stride(3) == 1;
+  for (int dim = 0; fits && dim < 3; ++dim) fits = cache.size(dim) == 1 || cache.stride(dim) > 0;
+  if (!fits) {
+    fail_argument("caches[" + std::to_string(index) + "]",
+                  "must be [" + std::to_string(params.batch) + ", " +
+                      std::to_string(params.kv_heads) + ", " + std::to_string(slots) +
+                      " slots or more, " + std::to_string(params.head_dim) + "] of " +
+                      dtype_name(dtype) +
+                      " on the CPU, with memory of its own and a contiguous last dimension; got " +
+                      dtype_name(dtype_of(cache)) + " of shape " + describe_shape(cache));
+  }
+  return {cache.mutable_data_ptr(), cache.stride(0), cache.stride(1), cache.stride(2)};
+}
+
+FloatType float_type(const Argument& argument, const Tensor& input) {
+  const int32_t dtype = dtype_of(input);
+  if (dtype == aoti_torch_dtype_float32()) return FloatType::kFloat32;
+  if (dtype == aoti_torch_dtype_bfloat16()) return FloatType::kBFloat16;
+  fail(argument.prefix() + " must be torch.float32 or torch.bfloat16, got " + dtype_name(dtype));
+}
+
+std::tuple<Tensor, Tensor> decoder_layers(const Tensor& input, const Tensor& cosines,
+                                          const Tensor& sines, const std::vector<Tensor>& weights,
+                                          const std::vector<Tensor>& caches,
+                                          const std::vector<int64_t>& windows,
+                                          const Tensor& ancestors, const Tensor& prefix_starts,
+                                          const Tensor& prefix_lengths, int64_t start,
+                                          int64_t head_dim, double eps, double scale) {
+  const Argument input_arg(kOp, "input", input), cosines_arg(kOp, "cosines", cosines),
+      sines_arg(kOp, "sines", sines), ancestors_arg(kOp, "ancestors", ancestors),
+      starts_arg(kOp, "prefix_starts", prefix_starts),
+      lengths_arg(kOp, "prefix_lengths", prefix_lengths);
+  DecoderParams params{};
+  input_arg.has_dim(3, "[batch, nodes, hidden]");
+  params.type = float_type(input_arg, input);
+  const int32_t dtype = dtype_of(input), int64 = aoti_torch_dtype_int64();
+  if (!input.is_cpu()) fail(input_arg.prefix() + " must be on the CPU");
+  params.batch = input.size(0);
+  params.nodes = input.size(1);
+  params.hidden = input.size(2);
+  check_num_nodes(input_arg, params.nodes);
+  if (start < 0) fail_argument("start", "must be 0 or more, got " + std::to_string(start));
+  if (head_dim < 2 || head_dim % 2 != 0) {
+    fail_argument("head_dim", "must be even and 2 or more, got " + std::to_string(head_dim));
+  }
+  if (!(std::isfinite(scale) && scale >= 0)) {
+    fail_argument("scale", "must be finite and 0 or more, got " + std::to_string(scale));
+  }
+  params.start = start;
+  params.head_dim = head_dim;
+  params.eps = static_cast<float>(eps);
+  params.scale = static_cast<float>(scale);
+  params.rotation_rows = cosines.dim() == 3 && cosines.size(0) == 1 ? 1 : params.batch;
+  for (const Argument* argument : {&cosines_arg, &sines_arg}) {
+    argument->has_dtype(dtype).has_shape({params.rotation_rows, params.nodes, head_dim},
+                                         "[batch or 1, nodes, head_dim]");
+    argument->is_on_device_of(input_arg);
+  }
+  ancestors_arg.has_dtype(int64).has_shape({params.batch, params.nodes, (params.nodes + 63) / 64},
+                                           "[batch, nodes, words]");
+  ancestors_arg.is_on_device_of(input_arg);
+  for (const Argument* argument : {&starts_arg, &lengths_arg}) {
+    argument->has_dtype(int64).has_shape({params.batch}, "[batch]").is_on_device_of(input_arg);
+  }
+  check_contiguous("input", input);
+  check_contiguous("cosines", cosines);
+  check_contiguous("sines", sines);
+  check_contiguous("ancestors", ancestors);
+  const size_t num_layers = windows.size();
+  if (num_layers == 0 || weights.size() != num_layers * kLayerTensors + 1) {
+    fail_argument("weights",
+                  "must be " + std::to_string(kLayerTensors) +
+                      " tensors for each of the layers in windows, at least one, and the "
+                      "final norm; got " +
+                      std::to_string(weights.size()) + " tensors for " +
+                      std::to_string(num_layers) + " layers");
+  }
+  if (caches.size() != 2 * num_layers) {
+    fail_argument("caches", "must be keys and values of each of " + std::to_string(num_layers) +
+                                " layers, got " + std::to_string(caches.size()) + " tensors");
+  }
+  const Weights read(weights, dtype);
+  const int64_t queries = read.outs(kQuery), keys = read.outs(kKey), inner = read.outs(kGate);
+  params.heads = queries / head_dim;
+  params.kv_heads = keys / head_dim;
+  params.intermediate = inner;
+  if (queries % head_dim != 0 || keys % head_dim != 0 || params.heads % params.kv_heads != 0) {
+    fail_argument("weights", "must give queries and keys whole heads of " +
+                                 std::to_string(head_dim) + ", as many or a divisor of them, got " +
+                                 std::to_string(queries) + " and " + std::to_string(keys));
+  }
+  std::vector<DecoderLayer> layers;
+  layers.reserve(num_layers);
+  for (size_t layer = 0; layer < num_layers; ++layer) {
+    if (windows[layer] < 0) {
+      fail_argument("windows", "must be 0 (none) or more, got " + std::to_string(windows[layer]));
+    }
+    const size_t at = layer * kLayerTensors;
+    layers.push_back({.input_norm = read.vector(at + kInputNorm, params.hidden),
+                      .query = read.matrix(at + kQuery, queries, params.hidden),
+                      .key = read.matrix(at + kKey, keys, params.hidden),
+                      .value = read.matrix(at + kValue, keys, params.hidden),
+                      .query_norm = read.vector(at + kQueryNorm, head_dim, true),
+                      .key_norm = read.vector(at + kKeyNorm, head_dim, true),
+                      .output = read.matrix(at + kOutput, params.hidden, queries),
+                      .post_norm = read.vector(at + kPostNorm, params.hidden),
+                      .gate = read.matrix(at + kGate, inner, params.hidden),
+                      .up = read.matrix(at + kUp, inner, params.hidden),
+                      .down = read.matrix(at + kDown, params.hidden, inner),
+                      .keys = read_cache(caches, 2 * layer, params, dtype),
+                      .values = read_cache(caches, 2 * layer + 1, params, dtype),
+                      .window = windows[layer]});
+  }
+  params.layers = layers;
+  params.final_norm = read.vector(num_layers * kLayerTensors, params.hidden);
+  const int64_t shape[] = {static_cast<int64_t>(num_layers), params.batch, params.nodes,
+                           params.hidden};
+  const Tensor states = empty(input, shape, dtype),
+               output = empty(input, std::span(shape).subspan(1), dtype);
+  params.input = input.const_data_ptr();
+  params.cosines = cosines.const_data_ptr();
+  params.sines = sines.const_data_ptr();
+  params.ancestors = static_cast<const int64_t*>(ancestors.const_data_ptr());
+  params.prefix_starts = starts_arg.view1<int64_t>();
+  params.prefix_lengths = lengths_arg.view1<int64_t>();
+  params.states = states.mutable_data_ptr();
+  params.output = output.mutable_data_ptr();
+  if (params.batch == 0) return {states, output};
+  for (const DecoderLayer& layer : layers) {
+    const auto attention = cpu::decoder_attention(params, layer, params.start, nullptr, nullptr);
+    if (const auto problem = cpu::find_invalid_slot(attention)) {
+      fail("specdec::decoder_layers: " + *problem);
+    }
+  }
+  cpu::decoder_layers(params, kTorchParallelFor);
+  return {states, output};
+}
+
+}  // namespace
+
+SPECDEC_REGISTER(decoder_layers)
+
+}  // namespace specdec::glue
+
+#endif

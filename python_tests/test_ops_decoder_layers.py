@@ -1,0 +1,183 @@
+"""``decoder_layers``: against its specification, and against itself.
+
+Accuracy: the error against a float64 evaluation of the specification is at most twice that of the
+specification in plain PyTorch in the same dtype, plus a unit in the last place. Invariance: a node has the
+same bits alone, in a tree and in a batch. Slots that no node may see hold NaN.
+"""
+
+import pytest
+import torch
+from op_cases import generator
+
+from specdec_ext import ops
+from specdec_ext.ops.decoder import LAYER_TENSORS
+from specdec_ext.reference.decoder_layers import decoder_layers as reference
+
+DTYPES = [torch.float32, torch.bfloat16]
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, LAYERS = 4, 2, 6, 20, 28, 2
+PREFIXES = [(0, 9), (4, 5), (2, 0)]  # of each row, slot of the first token and number of tokens
+START = 9
+PARENTS = [-1, 0, 0, 1, 3]
+
+
+def random_case(dtype, *, extras=True, windows=(0, 4), seed=0):
+    rng = generator(seed)
+
+    def random(*size, scale=1.0):
+        return (torch.randn(*size, generator=rng) * scale).to(dtype)
+
+    rows, queries, keys = len(PREFIXES), HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    sizes = {
+        **{"query": (queries, HIDDEN), "key": (keys, HIDDEN), "value": (keys, HIDDEN)},
+        **{"output": (HIDDEN, queries), "gate": (INNER, HIDDEN), "up": (INNER, HIDDEN)},
+        **{"down": (HIDDEN, INNER), "input_norm": (HIDDEN,), "post_norm": (HIDDEN,)},
+        **{"query_norm": (HEAD_DIM,), "key_norm": (HEAD_DIM,)},
+    }
+    weights = []
+    for _ in range(LAYERS):
+        for name in LAYER_TENSORS:
+            size = sizes.get(name) or (sizes[name.removesuffix("_bias")][0],)
+            optional = name.endswith("_bias") or name in ("query_norm", "key_norm")
+            given = extras or not optional
+            weights.append(random(*size, scale=size[-1] ** -0.5) if given else random(0))
+    weights.append(random(HIDDEN))
+    nodes = len(PARENTS)
+    caches = [
+        torch.full((rows, KV_HEADS, START + nodes + 2, HEAD_DIM), torch.nan) for _ in range(4)
+    ]
+    for cache in caches:
+        for row, (first, length) in enumerate(PREFIXES):
+            cache[row, :, first : first + length] = random(KV_HEADS, length, HEAD_DIM).float()
+    parents = torch.tensor([PARENTS] * rows)
+    starts, lengths = torch.tensor(PREFIXES).T.contiguous()
+    return {
+        "input": random(rows, nodes, HIDDEN),
+        "cosines": random(rows, nodes, HEAD_DIM),
+        "sines": random(rows, nodes, HEAD_DIM),
+        "weights": weights,
+        "caches": [cache.to(dtype) for cache in caches],
+        "windows": list(windows),
+        "ancestors": ops.tree_mask(parents, lengths).ancestors,
+        "prefix_starts": starts,
+        "prefix_lengths": lengths,
+        "start": START,
+        "head_dim": HEAD_DIM,
+        "eps": 1e-5,
+        "scale": HEAD_DIM**-0.5,
+    }
+
+
+def copied(case, dtype=None):
+    def copy(value):
+        if isinstance(value, list):
+            return [copy(each) for each in value]
+        if isinstance(value, torch.Tensor):
+            return (
+                value.to(dtype, copy=True) if dtype and value.is_floating_point() else value.clone()
+            )
+        return value
+
+    return {name: copy(value) for name, value in case.items()}
+
+
+@pytest.mark.parametrize("extras", [True, False], ids=["biases-and-head-norms", "plain"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_as_accurate_as_torch(dtype, extras):
+    case = random_case(dtype, extras=extras)
+    exact, plain, ours = copied(case, torch.float64), copied(case), copied(case)
+    results = [(*reference(**exact), *exact["caches"]), (*reference(**plain), *plain["caches"])]
+    results.append((*ops.decoder_layers(**ours), *ours["caches"]))
+    for wanted, torchs, actual in zip(*results, strict=True):
+        assert actual.dtype == dtype and actual.shape == wanted.shape
+        assert torch.equal(actual.isnan(), wanted.isnan())  # what nobody writes stays
+        wanted, torchs, actual = (x.double().nan_to_num() for x in (wanted, torchs, actual))
+        unit = torch.finfo(dtype).eps * wanted.abs().max()
+        error, allowed = (actual - wanted).abs().max(), (torchs - wanted).abs().max()
+        assert error <= 2 * allowed + unit
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_node_has_the_bits_of_plain_decoding(dtype):
+    case = random_case(dtype)
+    tree = copied(case)
+    scored = ops.decoder_layers(**tree).output
+    for row, (first, length) in enumerate(PREFIXES):
+        alone = copied(case)
+        alone["caches"] = [cache[row : row + 1] for cache in alone["caches"]]
+        for depth, node in enumerate([0, 1, 3, 4]):  # the path to the last node, token by token
+            start = START + depth
+            # The tokens so far follow each other.
+            moved = [torch.full_like(cache, torch.nan) for cache in alone["caches"]]
+            for new, old in zip(moved, alone["caches"], strict=True):
+                begin = START - length
+                source = begin if depth else first
+                new[:, :, begin : begin + length] = old[:, :, source : source + length]
+                new[:, :, START:start] = old[:, :, START:start]
+            alone["caches"] = moved
+            step = {
+                **alone,
+                "input": case["input"][row : row + 1, node : node + 1].contiguous(),
+                "cosines": case["cosines"][row : row + 1, node : node + 1].contiguous(),
+                "sines": case["sines"][row : row + 1, node : node + 1].contiguous(),
+                "ancestors": torch.ones(1, 1, 1, dtype=torch.long),
+                "prefix_starts": torch.tensor([START - length]),
+                "prefix_lengths": torch.tensor([length + depth]),
+                "start": start,
+            }
+            single = ops.decoder_layers(**step).output[0, 0]
+            assert torch.isfinite(single).all() and torch.equal(single, scored[row, node])
+
+
+def test_rotations_may_be_shared_by_all_rows():
+    case = random_case(torch.float32)
+    for name in ("cosines", "sines"):
+        case[name] = case[name][:1].expand(3, -1, -1).contiguous()
+    shared = {**copied(case), "cosines": case["cosines"][:1], "sines": case["sines"][:1]}
+    expected = ops.decoder_layers(**copied(case)).states
+    assert torch.equal(ops.decoder_layers(**shared).states, expected)
+
+
+def test_opcheck():
+    case = random_case(torch.float32)
+    case["caches"] = [cache.nan_to_num() for cache in case["caches"]]
+    torch.library.opcheck(
+        torch.ops.specdec.decoder_layers.default,
+        tuple(case.values()),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input": torch.zeros(3, 5, HIDDEN).double()}, "input must be torch.float32 or"),
+        ({"input": torch.zeros(3, HIDDEN)}, r"input must be \[batch, nodes, hidden\]"),
+        ({"cosines": torch.zeros(2, 5, HEAD_DIM)}, "cosines must be .* = .3, 5, 6."),
+        ({"windows": [0]}, "weights must be 18 tensors for each of the layers"),
+        ({"windows": [0, -1]}, "windows must be 0"),
+        ({"head_dim": 5}, "head_dim must be even"),
+        ({"head_dim": 10}, "whole heads of 10"),
+        ({"start": 30}, r"caches\[0\] must be .*35 slots or more"),
+        ({"start": -1}, "start must be 0 or more"),
+        ({"scale": float("nan")}, "scale must be finite"),
+        ({"prefix_starts": torch.tensor([0, 40, 2])}, "slot"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_rejects(changes, message):
+    case = random_case(torch.float32)
+    before = copied(case)
+    if "head_dim" in changes and changes["head_dim"] == 10:
+        changes = {**changes, "cosines": torch.zeros(3, 5, 10), "sines": torch.zeros(3, 5, 10)}
+    with pytest.raises(ValueError, match=message):
+        ops.decoder_layers(**{**case, **changes})
+    for cache, untouched in zip(case["caches"], before["caches"], strict=True):
+        assert torch.equal(cache.nan_to_num(), untouched.nan_to_num())
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 17, 36])
+def test_rejects_a_weight_that_does_not_fit(index):
+    case = random_case(torch.float32)
+    case["weights"][index] = case["weights"][index].double()
+    with pytest.raises(ValueError, match=rf"weights\[{index}\] must be .* of torch.float32"):
+        ops.decoder_layers(**case)

@@ -1,0 +1,84 @@
+"""Specification of ``decoder_layers``: layers as Llama has them, node by node over draft trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdec_ext.ops.decoder import LAYER_TENSORS
+from specdec_ext.reference.tree_attention import tree_attention
+
+
+def decoder_layers(
+    input: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    weights: Sequence[Tensor],
+    caches: Sequence[Tensor],
+    windows: Sequence[int],
+    ancestors: Tensor,
+    prefix_starts: Tensor,
+    prefix_lengths: Tensor,
+    start: int,
+    head_dim: int,
+    eps: float,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Arguments and results as :func:`specdec_ext.ops.decoder_layers`; any floating dtype."""
+    batch, nodes, _ = input.shape
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        return weight * (wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(x, weight, bias if bias.numel() else None)
+
+    def heads(x: Tensor, weight: Tensor, rotated: bool) -> Tensor:
+        """``[batch, heads, nodes, head_dim]``."""
+        x = x.unflatten(-1, (-1, head_dim))
+        if weight.numel():
+            x = norm(x, weight)
+        if rotated:
+            first, second = x.chunk(2, dim=-1)
+            turned = torch.cat([-second, first], dim=-1)
+            x = x * cosines[:, :, None] + turned * sines[:, :, None]
+        return x.transpose(1, 2)
+
+    hidden, states = input, []
+    for layer, window in enumerate(windows):
+        first = layer * len(LAYER_TENSORS)
+        own = dict(zip(LAYER_TENSORS, weights[first : first + len(LAYER_TENSORS)], strict=True))
+        keys, values = caches[2 * layer : 2 * layer + 2]
+        x = norm(hidden, own["input_norm"])
+        query, key, value = (
+            linear(x, own[name], own[f"{name}_bias"]) for name in ("query", "key", "value")
+        )
+        keys[:, :, start : start + nodes] = heads(key, own["key_norm"], True)
+        values[:, :, start : start + nodes] = heads(value, value.new_empty(0), False)
+        attended = tree_attention(
+            heads(query, own["query_norm"], True),
+            keys,
+            values,
+            ancestors,
+            prefix_starts,
+            prefix_lengths,
+            torch.full_like(prefix_lengths, start),
+            None,
+            scale=scale,
+            window=window,
+            softcap=0.0,
+        )
+        hidden = hidden + linear(
+            attended.reshape(batch, nodes, -1), own["output"], own["output_bias"]
+        )
+        x = norm(hidden, own["post_norm"])
+        inner = F.silu(linear(x, own["gate"], own["gate_bias"])) * linear(
+            x, own["up"], own["up_bias"]
+        )
+        hidden = hidden + linear(inner, own["down"], own["down_bias"])
+        states.append(hidden)
+    return torch.stack(states), norm(hidden, weights[-1])
