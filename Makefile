@@ -31,7 +31,7 @@ OTHER := .venv-transformers-$(VERSION)
 
 export SPECDEC_CUDA
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-transformers test-architectures lint format wheel bench bench-goals bench-ops kernel-report gpu-check clean
+.PHONY: help demo test test-slow test-transformers test-architectures lint format wheel bench bench-goals bench-ops kernel-report gpu-check head clean
 
 help: ## list the targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -86,6 +86,17 @@ kernel-report: $(REQUIREMENTS) ## registers, spills and occupancy of every kerne
 # Runs with the python3 of the machine: one with a GPU may have no index to install from.
 gpu-check: ## build, tests, sanitizer and benchmarks on this machine's GPU; ARGS=--dry-run for the plan
 	$(PYTHON) profiling/gpu_check.py $(ARGS)
+
+# The state of a run stays in build/bundled: what was stopped goes on.
+head: $(BUILD) ## train the bundled draft head from scratch: under an hour on two cores, can be stopped
+	$(BIN)/python training/bundled_models.py texts
+	$(BIN)/python training/bundled_models.py completions
+	$(BIN)/python training/bundled_models.py completions held_out --files 300
+	$(BIN)/specdec train bundled --data build/bundled/head/text_completions.jsonl \
+	  --held-out build/bundled/head/held_out_completions.jsonl --out build/bundled/head/tiny-python-head \
+	  --layers 1,3,6 --draft-vocab 3072 --learn-everything --updates 1700 --batch-size 4 \
+	  --learning-rate 1e-2 --decay 0.8 --evaluate-every 425
+	$(BIN)/python training/bundled_head.py export
 
 # build/bundled holds the corpus and the training state of the bundled models: hours of work, kept.
 clean: ## remove what was built (not the virtual environment, not trained models)

@@ -47,7 +47,7 @@ def greedy_text(prompt: str, max_new_tokens: int) -> str:
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "generate", "bench", "check", "inspect", "keywords", "version"]
+    "command", ["demo", "generate", "bench", "check", "inspect", "keywords", "train", "version"]
 )
 def test_every_command_is_listed_and_explains_itself(command):
     assert command in words(run("--help").output)

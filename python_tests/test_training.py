@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -166,11 +168,22 @@ def test_two_processes_have_the_curve_of_one_with_their_batches_together(tmp_pat
     tests = str(Path(__file__).parent)
     script = tmp_path / "on_two.py"
     script.write_text(ON_TWO.format(tests=tests, size=2, folder=str(tmp_path / "two")))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    done = subprocess.run(
-        [*launch, str(script)], capture_output=True, text=True, timeout=250, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    # What a launcher sets.
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    for process in processes:
+        assert process.wait(timeout=250) == 0, process.communicate()[1][-3000:]
     config = dataclasses.replace(QUICK, batch_size=4, updates=4, mixed_precision=False)
     run(tmp_path / "one", config, random_examples(12, 14))
     one, two = (read_history(tmp_path / name) for name in ("one", "two"))

@@ -1,19 +1,24 @@
-"""The bundled pair of models and the prompts that go with them; nothing is downloaded.
+"""The bundled models and the prompts that go with them; nothing is downloaded.
 
 ``tiny-python-target`` and ``tiny-python-draft`` are small Llama models of Python source with one tokenizer,
-made by ``training/bundled_models.py``; their model cards give the held-out perplexity. The prompts are
-beginnings of files that neither was trained on (``PROMPTS.md``, made by ``training/make_prompts.py``).
+made by ``training/bundled_models.py``; ``tiny-python-head`` is an EAGLE 3.1 head of the target, made by
+``specdec train``. Their model cards give the commands. The prompts are beginnings of files that none of them
+was trained on (``PROMPTS.md``, made by ``training/make_prompts.py``).
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["held_out_prompts", "load_draft", "load_target", "load_tokenizer"]
+if TYPE_CHECKING:
+    from specdec_ext.head import DraftHead
+
+__all__ = ["held_out_prompts", "load_draft", "load_head", "load_target", "load_tokenizer"]
 
 FOLDER = Path(__file__).parent
 
@@ -26,6 +31,16 @@ def load_target(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 def load_draft(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The bundled draft model of :func:`load_target`'s vocabulary, on the CPU, in eval mode."""
     return _load("tiny-python-draft", dtype)
+
+
+def load_head() -> DraftHead:
+    """The bundled EAGLE 3.1 head of :func:`load_target`, in bfloat16; ``drafter="auto"`` finds it."""
+    from specdec_ext.checkpoints import load_draft as load_checkpoint
+    from specdec_ext.head import DraftHead
+
+    head = load_checkpoint(_existing("tiny-python-head"))
+    assert isinstance(head, DraftHead)
+    return head
 
 
 def load_tokenizer() -> PreTrainedTokenizerFast:

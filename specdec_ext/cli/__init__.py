@@ -16,6 +16,7 @@ from specdec_ext.cli.demo import demo
 from specdec_ext.cli.generate import generate
 from specdec_ext.cli.inspect import inspect
 from specdec_ext.cli.keywords import keywords
+from specdec_ext.cli.train import train
 from specdec_ext.cli.version import print_versions, version
 
 __all__ = ["app"]
@@ -50,5 +51,5 @@ def specdec(
 
 
 specdec.__doc__ = None  # the help text is the app's
-for command in (demo, generate, bench, check, inspect, keywords, version):
+for command in (demo, generate, bench, check, inspect, keywords, train, version):
     app.command()(command)

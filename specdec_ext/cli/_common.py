@@ -43,8 +43,8 @@ DrafterOption = Annotated[
     str,
     typer.Option(
         "--drafter",
-        help="none, ngram, suffix, lookahead, draft (the bundled draft model), or folder or hub id of a "
-        "draft head or a draft model.",
+        help="none, auto, ngram, suffix, lookahead, head or draft (the bundled head or draft model), or "
+        "folder or hub id of a draft head or a draft model.",
     ),
 ]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Type of weights and activations.")]
@@ -89,6 +89,8 @@ def load_drafter(name: str, dtype: Dtype, device: str) -> Any:
             return None
         if name == "auto":
             return name
+        if name == "head":
+            return resolve_drafter(assets.load_head())
         if name == "draft":
             draft: Model = assets.load_draft(_torch_dtype(dtype))
             return draft.to(device)

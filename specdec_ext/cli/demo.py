@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from specdec_ext.cli._common import (
-    DrafterOption,
     Dtype,
     DtypeOption,
     MaxNewTokensOption,
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
 
 HF = "HF generate"
 HF_LOOKUP = "HF prompt lookup (10)"
+OURS = "specdec, drafter={}"
+DRAFTERS = ["ngram"]
 SHOWN_PROMPT_LINES = 6
 
 
@@ -44,7 +45,12 @@ def demo(
         int, typer.Option(min=0, help="Number of bundled prompts to measure; 0 for all of them.")
     ] = 10,
     max_new_tokens: MaxNewTokensOption = 128,
-    drafter: DrafterOption = "ngram",
+    drafter: Annotated[
+        list[str],
+        typer.Option(
+            "--drafter", help="As of generate; may be repeated. The last one is streamed."
+        ),
+    ] = DRAFTERS,
     dtype: DtypeOption = Dtype.float32,
     stream: Annotated[bool, typer.Option(help="Show a completion before measuring.")] = True,
 ) -> None:
@@ -53,17 +59,17 @@ def demo(
     from specdec_ext.benchmark import machine_line, position_table
 
     target, tokenizer = load_target(None, dtype, "cpu")
-    proposer = load_drafter(drafter, dtype, "cpu")
+    proposers = {name: load_drafter(name, dtype, "cpu") for name in drafter}
+    streamed = proposers[drafter[-1]]
     held_out = assets.held_out_prompts()[: prompts or None]
     console = Console(highlight=False)
     with user_errors():
         if stream:
-            _stream(console, target, tokenizer, proposer, held_out[0], max_new_tokens)
+            _stream(console, target, tokenizer, streamed, held_out[0], max_new_tokens)
         console.print(machine_line(target), soft_wrap=True)
         warn_if_busy(console)
         encoded = [encode(tokenizer, each["prompt"], "cpu") for each in held_out]
-        ours = f"specdec, drafter={drafter}"
-        results = _measure(console, target, proposer, ours, encoded, max_new_tokens)
+        results = _measure(console, target, proposers, encoded, max_new_tokens)
     title = f"medians over {len(held_out)} held-out prompts, {max_new_tokens} tokens each, greedy"
     compared = {
         name: series.compared_to(results[HF], target)
@@ -71,8 +77,9 @@ def demo(
         if name != HF
     }
     console.print(_speed_table(results, compared, title))
-    if results[ours].total("drafts"):
-        console.print(position_table(results[ours]))
+    for name in proposers:
+        if results[OURS.format(name)].total("drafts"):
+            console.print(position_table(results[OURS.format(name)]))
     console.print(
         f"unique 4-grams in the completions: {results[HF].unique_4grams:.0%} "
         "(text that repeats itself is easy to guess and inflates ratios)",
@@ -111,8 +118,7 @@ def _stream(
 def _measure(
     console: Console,
     target: Model,
-    proposer: Any,
-    name: str,
+    proposers: dict[str, Any],
     encoded: list[LongTensor],
     max_new_tokens: int,
 ) -> dict[str, Series]:
@@ -122,9 +128,9 @@ def _measure(
     contestants = {
         HF: hugging_face(target, shared),
         HF_LOOKUP: hugging_face(target, shared, prompt_lookup_num_tokens=10),
-        "specdec, drafter=none": ours(target, None, shared),
-        name: ours(target, proposer, shared),
     }
+    for name, proposer in {"none": None, **proposers}.items():
+        contestants[OURS.format(name)] = ours(target, proposer, shared)
     prompts = [{"input_ids": ids, "attention_mask": ids.new_ones(ids.shape)} for ids in encoded]
     total = len(contestants) * len(encoded)
     done = 0

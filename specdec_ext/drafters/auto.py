@@ -1,7 +1,8 @@
 """``drafter="auto"``: n-gram copies, and the draft head that the model names where they find nothing.
 
 A model names its head in its config: ``model.config.specdec_ext_draft`` is a hub id or a folder, relative to
-the model's own where that is one; ``save_pretrained`` keeps it. Nothing is looked for anywhere else.
+the model's own where that is one; ``save_pretrained`` keeps it. ``"bundled"`` is the head that comes with
+this package, of the target that comes with it. Nothing is looked for anywhere else.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
+from specdec_ext import assets
 from specdec_ext.checkpoints import load_draft
 from specdec_ext.drafters import Drafter, NgramDrafter, resolve_drafter
 from specdec_ext.drafters.combined import CombinedDrafter
 
 CONFIG_FIELD = "specdec_ext_draft"
+BUNDLED = "bundled"
 
 # A head is read and packed once per model. Calls draft with copies: they share the weights alone.
 _of_model: WeakKeyDictionary[PreTrainedModel, tuple[str, Drafter]] = WeakKeyDictionary()
@@ -43,8 +46,11 @@ def auto_drafter(model: PreTrainedModel) -> Drafter:
 
 
 def _load(model: PreTrainedModel, named: str) -> Drafter:
-    beside = Path(str(model.config._name_or_path)) / named
-    drafter = resolve_drafter(load_draft(beside if beside.is_dir() else named))
+    if named == BUNDLED:
+        drafter = resolve_drafter(assets.load_head())
+    else:
+        beside = Path(str(model.config._name_or_path)) / named
+        drafter = resolve_drafter(load_draft(beside if beside.is_dir() else named))
     assert drafter is not None
     drafter.feature_layers(model)  # checks the pair, and packs the weights that the copies share
     return drafter

@@ -63,7 +63,8 @@ class OnlineFeatures:
 
     Args:
         model: the target; its weights get no gradients.
-        layers: tapped hidden states, numbered as in :class:`~specdec_ext.target.features.FeatureTap`.
+        layers: tapped hidden states, numbered as in :class:`~specdec_ext.target.features.FeatureTap`; none
+            for heads that read the last hidden state alone.
 
     Raises:
         ValueError: for a layer that the model does not have.
@@ -86,8 +87,9 @@ class OnlineFeatures:
         decoder: Any = self._model.get_decoder()
         with self._tap.recording() as states:
             decoder(input_ids=tokens, attention_mask=mask, use_cache=False)
-        *features, last_hidden = states
-        return Batch(tokens, loss_mask, lengths, torch.cat(features, dim=-1), last_hidden)
+        *tapped, last_hidden = states
+        features = torch.cat(tapped, dim=-1) if tapped else last_hidden[..., :0]
+        return Batch(tokens, loss_mask, lengths, features, last_hidden)
 
 
 def pad(examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:

@@ -91,8 +91,7 @@ class Objective(nn.Module, ABC):
                 for name, tensor in floating.items()
             }
         )
-        ids = weights.tensors.get("draft_to_target")
-        self.register_buffer("draft_to_target", ids, persistent=False)
+        self.register_buffer("draft_to_target", weights.tensors.get("draft_to_target"))
 
     @abstractmethod
     def unroll(self, batch: Batch, steps: int) -> Iterator[Step]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -114,11 +115,12 @@ def train(
         on_step: told of every step, in the main process.
 
     Raises:
-        ValueError: for too few examples, or a folder with the state of another run.
+        ValueError: for too few examples, too little room on the disk, or a folder with the state of another
+            run.
         ImportError: without accelerate.
     """
     device = next(objective.parameters()).device
-    accelerator = _accelerator(device)
+    accelerator = make_accelerator(device)
     size = config.batch_size * accelerator.num_processes
     # An element of the last step must have a token to predict.
     usable = [each for each in examples if bool(each.loss_mask[objective.steps + 1 :].any())]
@@ -130,6 +132,7 @@ def train(
         )
     optimizers = make_optimizers(objective, config.optimizer, config.learning_rate)
     highest = [[group["lr"] for group in each.param_groups] for each in optimizers]
+    check_room(folder, objective)
     run = _Run(folder, config, objective, optimizers)
     first = run.resume()
     prepared = accelerator.prepare_model(objective)
@@ -174,6 +177,23 @@ def train(
                 run.save(done)
             on_step(progress)
     accelerator.wait_for_everyone()
+
+
+def check_room(folder: Path, objective: Objective) -> None:
+    """Refuse a disk that the state of a run does not fit on twice: the one that is there, and the next.
+
+    Raises:
+        ValueError: with what is needed and what is free.
+    """
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    # Weights, and at most two moments of each.
+    needed = 2 * 3 * sum(each.numel() * each.element_size() for each in objective.parameters())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise ValueError(
+            f"the disk of {folder} has {free / 1e9:.2f} GB free and the state of the run may take "
+            f"{needed / 1e9:.2f} GB; give a folder on another disk"
+        )
 
 
 def read_history(folder: Path) -> list[Progress]:
@@ -224,6 +244,12 @@ class _Run:
                 f"{path} is the state of a run with another {', '.join(differing)}; give what it was started "
                 "with, or another folder"
             )
+        ids, saved_ids = self._objective.draft_to_target, state["weights"].get("draft_to_target")
+        if ids is not None and not (saved_ids is not None and torch.equal(ids.cpu(), saved_ids)):
+            raise ValueError(
+                f"{path} is the state of a head with another draft vocabulary; give the texts that it was "
+                "started with, or another folder"
+            )
         self._objective.load_state_dict(state["weights"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -269,7 +295,12 @@ class _Batches:
         return self._batches[index]
 
 
-def _accelerator(device: torch.device) -> Any:
+def make_accelerator(device: torch.device) -> Any:
+    """accelerate, which knows the other processes.
+
+    Raises:
+        ImportError: if it is not installed.
+    """
     try:
         from accelerate import Accelerator
     except ImportError as error:

@@ -1,0 +1,206 @@
+"""Put a trained head into ``specdec_ext/assets``, with a model card that says what was measured.
+
+``make head`` makes one from scratch; its last command is ``python training/bundled_head.py export``.
+
+What is measured is generation itself: greedy chains of five tokens in float32, 128 new tokens for each of the
+bundled held-out prompts, and for prose the same with beginnings of topics of Python's language reference
+(``pydoc_data.topics``, which every Python has and which is too large a file to be in the training text).
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Annotated
+
+import torch
+import typer
+
+import specdec_ext
+from specdec_ext import assets
+from specdec_ext.benchmark import machine_line
+from specdec_ext.checkpoints import load_draft
+from specdec_ext.training.trainer import read_history
+
+NAME = "tiny-python-head"
+DEPTH = 5
+NEW_TOKENS = 128
+PROSE_TOKENS = 200
+PROSE_TOPICS = 14
+CARD = """---
+license: apache-2.0
+---
+# tiny-python-head
+
+An EAGLE 3.1 draft head of `tiny-python-target`, in the layout that SGLang, SafeAILab's code and vLLM read.
+Made for demonstrations, tests and benchmarks of `specdec_ext`.
+
+| | |
+|---|---|
+| architecture | one decoder layer, hidden {hidden}, {heads} heads over {kv_heads} KV heads, `fc_norm` and `norm_output` |
+| parameters | {parameters:,}, bf16 |
+| draft vocabulary | {vocab} of {target_vocab} tokens |
+| tapped hidden states | {layers} (inputs of these layers; {last} is the output of the last one) |
+| trained on | {texts:,} steps, {tokens:,} tokens, with repetitions: beginnings of Python files, continued by the target |
+| training took | {minutes:.0f} minutes on two cores that were {busy} |
+
+Mean acceptance length (bonus token included) of greedy chains of {depth}, {new_tokens} new tokens for each prompt,
+float32, and the share of drafted tokens accepted at each position, of those accepted up to the position before:
+
+| text | acceptance length | {positions} |
+|---|---|{rules}|
+| held-out Python ({python_prompts} prompts, `specdec_ext/assets/prompts.json`) | **{python_length:.2f}** | {python} |
+| prose: {prose_prompts} topics of the language reference, Python {version}; out of domain | {prose_length:.2f} | {prose} |
+
+```
+python training/bundled_models.py texts
+python training/bundled_models.py completions
+python training/bundled_models.py completions held_out --files 300
+{command}
+python training/bundled_head.py export
+```
+
+{machine}
+"""  # noqa: E501
+
+app = typer.Typer(help=__doc__, pretty_exceptions_show_locals=False)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Acceptance over some prompts, by position in the draft."""
+
+    prompts: int
+    length: float
+    conditional: list[float]
+
+
+def measure(head: Path, prompts: list[torch.Tensor]) -> Measured:
+    """Generate with a head.
+
+    Args:
+        head: its folder.
+        prompts: each ``[1, length]``.
+    """
+    model = assets.load_target()
+    drafter = specdec_ext.HeadDrafter(load_draft(head), specdec_ext.TreeConfig(depth=DEPTH))
+    proposed, accepted = torch.zeros(DEPTH), torch.zeros(DEPTH)
+    for ids in prompts:
+        output = specdec_ext.generate(
+            model,
+            ids,
+            drafter=drafter,
+            speculation="fixed",
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            return_dict_in_generate=True,
+        )
+        counters = output.speculation
+        proposed += torch.tensor(counters.proposed_per_position)
+        accepted += torch.tensor(counters.accepted_per_position)
+    # Of those accepted before; the last draft of a text is shorter.
+    before = torch.cat([proposed[:1], accepted[:-1]])
+    return Measured(
+        len(prompts), 1 + float(accepted.sum() / proposed[0]), (accepted / before).tolist()
+    )
+
+
+def python_prompts() -> list[torch.Tensor]:
+    tokenizer = assets.load_tokenizer()
+    texts = [each["prompt"] for each in assets.held_out_prompts()]
+    return [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
+
+
+def prose_prompts() -> list[torch.Tensor]:
+    """Beginnings of the longest topics, those with most to be read in them."""
+    tokenizer = assets.load_tokenizer()
+    longest = sorted(topics.values(), key=len, reverse=True)[:PROSE_TOPICS]
+    return [
+        tokenizer(text[: 16 * PROSE_TOKENS], return_tensors="pt")["input_ids"][:, :PROSE_TOKENS]
+        for text in longest
+    ]
+
+
+Head = Annotated[Path, typer.Option(help="Folder of the trained head.")]
+TRAINED = Path("build/bundled/head") / NAME
+
+
+@app.command(name="measure")
+def print_measured(head: Head = TRAINED) -> None:
+    """Print the acceptance on Python and on prose."""
+    for name, prompts in (("python", python_prompts()), ("prose", prose_prompts())):
+        found = measure(head, prompts)
+        shares = " ".join(f"{share:.2f}" for share in found.conditional)
+        print(f"{name}: mean acceptance length {found.length:.3f}; by position {shares}")
+
+
+@app.command()
+def export(
+    head: Head = TRAINED,
+    busy: Annotated[
+        str, typer.Option(help="What else the cores did while it was trained.")
+    ] = "idle",
+) -> None:
+    """Copy the head, measure it and write its card."""
+    folder = assets.FOLDER / NAME
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(head / name, folder / name)
+        (folder / name).chmod(0o644)
+    python, prose = measure(folder, python_prompts()), measure(folder, prose_prompts())
+    draft = assets.load_head()
+    history = read_history(head.with_name(f"{NAME}.training"))
+    config = draft.config
+    card = CARD.format(
+        hidden=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        parameters=sum(t.numel() for t in draft.tensors.values() if t.is_floating_point()),
+        vocab=config.draft_vocab_size,
+        target_vocab=config.vocab_size,
+        layers=", ".join(map(str, config.feature_layers or ())),
+        last=assets.load_target().config.num_hidden_layers,
+        texts=len(history),
+        tokens=sum(progress.tokens for progress in history),
+        minutes=sum(progress.seconds for progress in history) / 60,
+        busy=busy,
+        depth=DEPTH,
+        new_tokens=NEW_TOKENS,
+        positions=" | ".join(map(str, range(1, DEPTH + 1))),
+        rules="|".join(["---"] * DEPTH),
+        python_prompts=python.prompts,
+        python_length=python.length,
+        python=" | ".join(f"{share:.2f}" for share in python.conditional),
+        prose_prompts=prose.prompts,
+        prose_length=prose.length,
+        prose=" | ".join(f"{share:.2f}" for share in prose.conditional),
+        version=platform.python_version(),
+        command=train_command(),
+        machine=machine_line(assets.load_target()),
+    )
+    (folder / "README.md").write_text(card)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    everything = sum(path.stat().st_size for path in assets.FOLDER.rglob("*") if path.is_file())
+    print(json.dumps({"python": python.length, "prose": prose.length}))
+    print(f"{folder}: {size / 1e6:.2f} MB; all assets {everything / 1e6:.2f} MB")
+
+
+def train_command() -> str:
+    """The command that the Makefile has."""
+    lines = (Path(__file__).parent.parent / "Makefile").read_text().splitlines()
+    start = next(index for index, line in enumerate(lines) if "specdec train bundled" in line)
+    command = [lines[start].strip().replace("$(BIN)/", "")]
+    while command[-1].endswith("\\"):
+        start += 1
+        command.append("  " + lines[start].strip())
+    return "\n".join(command)
+
+
+if __name__ == "__main__":
+    sys.exit(app())
