@@ -157,11 +157,6 @@ def test_a_row_of_paddings_only():
 
 
 ONE_TOKEN = {
-    "own-states": (
-        "recurrent_gemma",
-        {"num_hidden_layers": 3, "lru_width": 32},
-        "states outside",
-    ),
     "added-column": ("xlm", {"emb_dim": 32, "n_layers": 2, "n_heads": 4}, "a column that it adds"),
 }
 

@@ -6,6 +6,7 @@ can be on the other side; a model that can't be speculated on in a batch reads i
 """
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -161,6 +162,13 @@ def test_experts_of_limited_capacity(share):
         model, ids, drafter=drafter, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
     )
     assert torch.equal(actual, expected)
+
+
+def test_states_in_modules_that_nobody_knows():
+    model = copy.deepcopy(zoo.build("llama"))
+    model.model.layers[1].recurrent_states = None
+    support = specdec_ext.supports(model)
+    assert not support.chain and "states outside of the cache" in support.reasons[0]
 
 
 def test_an_indexer_that_reads_hidden_states_alone():

@@ -1,13 +1,23 @@
 """Models with recurrent states: what a pass has read stays read, so rows that rejected a draft are put back.
 
-Claim: chains on recurrent and hybrid models, alone and in ragged batches whose rows end at different times,
-give the text of ``model.generate``; unread tokens never grow without bound; the cache that is handed out has
-read the text but its last token, as transformers' own has, and can be written to.
+Claim: chains and trees on recurrent and hybrid models, alone and in ragged batches whose rows end at
+different times, give the text of ``model.generate``; unread tokens never grow without bound; the cache that
+is handed out has read the text but its last token, as transformers' own has, and can be written to.
 """
 
 import pytest
 import torch
-from tiny import SHAPES, VOCAB, ScriptedDrafter, adversary_chain, generated, prompts, wrong
+from tiny import (
+    SHAPES,
+    VOCAB,
+    ScriptedDrafter,
+    adversary_chain,
+    generated,
+    oracle_chain,
+    oracle_tree,
+    prompts,
+    wrong,
+)
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import specdec_ext
@@ -32,7 +42,12 @@ KINDS: dict[str, dict] = {
         shared_expert_intermediate_size=32,
     ),
     "falcon_h1": dict(
-        mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1
+        mamba_d_ssm=32,
+        mamba_n_heads=4,
+        mamba_d_head=8,
+        mamba_d_state=8,
+        mamba_n_groups=1,
+        mamba_chunk_size=8,
     ),
 }
 BATCHES = {"one": (7,), "three-ragged": (12, 3, 9)}
@@ -71,20 +86,20 @@ def models() -> dict[str, PreTrainedModel]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_text(models, kind, batch):
     model = models[kind]
-    assert supports(model).rollback == "replay" and not supports(model).tree
+    assert supports(model).rollback == "replay" and supports(model).tree
     ids, mask = prompts(BATCHES[batch])
     kwargs = dict(attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
     expected = model.generate(ids, **kwargs)
     assert len(set(expected[0, -NEW_TOKENS:].tolist())) > 2, "a dull text shows nothing"
-    accepted = 0
+    accepted = {}
     for shape in SHAPES:
         drafter = ScriptedDrafter(generated(expected, ids.shape[1]), shape)
         out = specdec_ext.generate(
             model, ids, drafter=drafter, return_dict_in_generate=True, **kwargs
         )
         assert torch.equal(out.sequences, expected), shape.__name__
-        accepted += out.speculation.accepted_tokens
-    assert accepted > NEW_TOKENS
+        accepted[shape] = out.speculation.accepted_tokens
+    assert min(accepted[oracle_chain], accepted[oracle_tree]) > len(ids) * NEW_TOKENS // 2
 
 
 def test_a_row_without_drafts_beside_one_with(models):
@@ -151,7 +166,38 @@ def test_the_cache_that_is_handed_out(models, kind, shape):
             )
 
 
-def test_unread_tokens_are_bounded(models):
+@pytest.mark.parametrize("accepted", [[0, 1, 2], [0, 3], [0, 1], [0]], ids=str)
+@pytest.mark.parametrize("kind", ["mamba2", "falcon_h1"])
+def test_a_row_becomes_the_branch_that_was_accepted_whole(models, kind, accepted):
+    model = models[kind]
+    target, (ids, _) = make_target(model, None, 60), prompts((6, 6))
+    target.prefill(ids, None)
+    tokens = torch.tensor([[5, 11, 12, 13], [6, 21, 22, 23]])
+    tree = DraftTree(tokens, torch.tensor([[-1, 0, 1, 0]] * 2))
+    target.forward(tree)
+    path = torch.tensor([[*accepted, *[-1] * (4 - len(accepted))]] * 2)
+    target.commit(path, torch.tensor([len(accepted) - 1] * 2))
+    text = tokens[:, accepted]
+    assert target._unread == ([[], []] if len(accepted) == 3 else text.tolist())
+    logits = target.forward(DraftTree.root(torch.tensor([3, 4]))).logits
+    text = torch.cat([ids, text, torch.tensor([[3], [4]])], dim=1)
+    with torch.no_grad():
+        expected = model(text).logits[:, -1:]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_only_branch_behind_a_node_that_is_none(models):
+    target, (ids, _) = make_target(models["mamba2"], None, 60), prompts((6,))
+    target.prefill(ids, None)
+    tree = DraftTree(torch.tensor([[5, 0, 11]]), torch.tensor([[-1, -2, 0]]))
+    logits = target.forward(tree).logits
+    with torch.no_grad():
+        expected = models["mamba2"](torch.cat([ids, torch.tensor([[5, 11]])], dim=1)).logits
+    torch.testing.assert_close(logits[:, [0, 2]], expected[:, -2:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_unread_tokens_are_bounded(models, branches):
     """Wrong drafts only: every step leaves one more token unread, until a step brings no drafts."""
     target = make_target(models["mamba2"], None, 200)
     ids, _ = prompts((6, 6))
@@ -160,17 +206,18 @@ def test_unread_tokens_are_bounded(models):
     for _ in range(60):
         room = min(target.draft_room)
         rests += room == 0
-        tree = DraftTree.chain(torch.tensor([1, 2]), torch.full((2, min(room, 4)), 5))
+        drafts = [[[5 + branch] * min(room, 4) for branch in range(branches)]] * 2
+        tree = DraftTree.from_paths(torch.tensor([1, 2]), drafts)
         target.forward(tree)
         widths.append(target._block.tree.num_nodes)
-        target.commit(tree.parents, torch.tensor([0, 0]))
+        target.commit(torch.zeros_like(tree.tokens), torch.tensor([0, 0]))
     assert max(widths) == MAX_UNREAD + 4 and rests == 60 // (MAX_UNREAD + 1)
 
 
 def test_plain_decoding_copies_no_state(models, monkeypatch):
     from specdec_ext.target.states import States
 
-    monkeypatch.setattr(States, "save", lambda self: pytest.fail("saved"))
+    monkeypatch.setattr(States, "branch", lambda self, origins: pytest.fail("copied"))
     ids, mask = prompts(BATCHES["three-ragged"])
     specdec_ext.generate(
         models["mamba2"], ids, attention_mask=mask, drafter=None, max_new_tokens=3, do_sample=False

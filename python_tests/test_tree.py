@@ -87,6 +87,14 @@ def test_depths():
     assert made.depths == [[0, 1, 2, 1, -1], [0, -1, -1, 1, 2]]
 
 
+def test_branches():
+    rows = tree(
+        [[7, 1, 2, 3, 4, 5], [8, 9, 9, 9, 9, 9], [8, 9, 1, 9, 9, 9]],
+        [[-1, 0, 1, 0, 1, 3], [-1, -2, -2, -2, -2, -2], [-1, -2, 0, 1, -2, -2]],
+    )
+    assert rows.branches == [[[0, 1, 2], [0, 1, 4], [0, 3, 5]], [[0]], [[0, 2]]]
+
+
 def test_pruning_cuts_depth_and_unused_columns():
     made = DraftTree.from_paths(ROOTS, [[[1, 2, 3], [4, 5]], [[6, 9]]])
     cut = made.pruned([1, 0])

@@ -148,7 +148,7 @@ CONFIG: dict[str, Keyword] = {
     "low_memory": _exact("read by contrastive search alone: no effect, as in plain decoding"),
     "dola_layers": _refused("DoLa contrasts layers at every token; use model.generate for it"),
     "use_cache": Keyword(
-        Verdict.SLOWER, "without one the whole text runs in every pass, with a chain of drafts"
+        Verdict.SLOWER, "without one the whole text runs in every pass, with its drafts"
     ),
     "cache_implementation": _refused(
         "it can't be rolled back; leave it out (the cache is preallocated and rolled back by specdec_ext)",

@@ -192,6 +192,22 @@ class DraftTree:
             depths.append(row)
         return depths
 
+    @cached_property
+    def branches(self) -> list[list[list[int]]]:
+        """Per row the nodes from the root to each leaf, in order of the leaves; inactive ones left out."""
+        branches = []
+        for parents, depths in zip(self.parents.tolist(), self.depths, strict=True):
+            inner = {parent for parent, depth in zip(parents, depths, strict=True) if depth > 0}
+            row = []
+            for node, depth in enumerate(depths):
+                if depth >= 0 and node not in inner:
+                    branch = [node]
+                    while branch[-1]:
+                        branch.append(parents[branch[-1]])
+                    row.append(branch[::-1])
+            branches.append(row)
+        return branches
+
     def validated(self, roots: Tensor, vocab_size: int, source: str) -> DraftTree:
         """This tree, after checking what a drafter returned against the contract of the class.
 

@@ -39,6 +39,7 @@ class RollbackLayer(DynamicLayer):
     """
 
     is_croppable = True
+    _stores: tuple[str, ...] = ("key_buffer", "value_buffer")
 
     def __init__(self, window: int | None = None):
         self.key_buffer: Any = None  # [rows, heads, capacity, dim], None until the first update
@@ -145,7 +146,8 @@ class RollbackLayer(DynamicLayer):
     @property
     def buffers(self) -> list[Tensor]:
         """What is stored by slot, each ``[rows, heads, capacity, dim]``."""
-        return [] if self.key_buffer is None else [self.key_buffer, self.value_buffer]
+        stored = (getattr(self, name) for name in self._stores)
+        return [buffer for buffer in stored if buffer is not None]
 
     def reorder_rows(self, order: Tensor) -> None:
         """Row i becomes what row ``order[i]`` was; only rows that move are copied."""
@@ -154,6 +156,25 @@ class RollbackLayer(DynamicLayer):
             if len(moved):
                 to, source = moved.to(buffer.device), order[moved].to(buffer.device)
                 buffer[to] = buffer[source]
+
+    def branch(self, origins: Tensor, slots: int) -> None:
+        """Let row i be a copy of row ``origins[i]`` with room for ``slots`` more; :meth:`join` ends that."""
+        stop = self.length + slots
+        self.reserve(stop)
+        self._trunk = {name: getattr(self, name) for name in self._stores}
+        for name, buffer in self._trunk.items():
+            if buffer is not None:
+                setattr(self, name, buffer[:, :, :stop].index_select(0, origins.to(buffer.device)))
+
+    def join(self, rows: Tensor, slots: int) -> None:
+        """Back to the rows before :meth:`branch`, but row i with the new slots of ``rows[i]``."""
+        new = slice(self.length - slots, self.length)
+        for name, buffer in self._trunk.items():
+            if buffer is not None:
+                branches = getattr(self, name)
+                buffer[: len(rows), :, new] = branches[rows.to(buffer.device), :, new]
+            setattr(self, name, buffer)
+        self._trunk = {}
 
 
 class RollbackStateLayer(  # type: ignore[misc, override]

@@ -1,32 +1,44 @@
 """``HostedTarget``: a model whose passes are prepared by transformers, as in its own decoding loop.
 
 For everything that :class:`SlotTarget` can't lay out itself: encoder-decoder models, images in the prompt,
-caches of a model's own, no cache at all. A single row is speculated on in chains. What a rejection takes back
+caches of a model's own, no cache at all. A single row is speculated on. What a rejected chain takes back
 depends on the cache, which is cut, or copied before and put back; then what was accepted is *unread* and
-read again in front of the next block. Rows of a larger batch advance together, one token at a time.
+read again in front of the next block. A tree runs on a copy of the cache with a row for each of its branches
+(``branches.py``), of which nothing stays. Rows of a larger batch advance together, one token at a time.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from specdec_ext.compat import LinearAttentionCacheLayerMixin
 from specdec_ext.target.adoption import adopt_cache, unserved_layers
+from specdec_ext.target.branches import Branches, padded
 from specdec_ext.target.cache import RollbackLayer
 from specdec_ext.target.linears import MAX_ROWS, row_invariant_linears
 from specdec_ext.target.model import NO_LIMIT, Target, TargetOutput
 from specdec_ext.target.slots import MAX_UNREAD
 from specdec_ext.target.support import CACHE_ARGUMENTS, Support
 from specdec_ext.tree import DraftTree
+
+# What else caches are made of.
+_NO_TENSORS = (bool, int, float, str, type, torch.dtype, torch.device, PreTrainedConfig)
 
 
 class HostedTarget(Target):
@@ -63,6 +75,7 @@ class HostedTarget(Target):
         self._last: dict[int, Tensor] = {}
         self._outputs: Any = None  # of the pass that commit is to judge
         self._block: DraftTree | None = None
+        self._branched = False  # whether that pass was on copies
         self._lengths: list[int] = []  # of the layers before that pass
         self._saved: dict[str, Any] = {}
         # What was prepared before the last commit, and columns since.
@@ -108,7 +121,10 @@ class HostedTarget(Target):
             outputs: Any = self.model._prefill(input_ids, self._generation_config, self._kwargs)  # type: ignore[operator]
         self._kwargs = self._advanced(self._kwargs, outputs, 1)
         self._held = self.start
-        return self._output(outputs, features, None)
+        recorded = self._kwargs.get("output_attentions")  # by slot, which branches share
+        if len(self._ids) == 1 and (recorded or not _can_branch(self._caches())):
+            self.support = replace(self.support, tree=False)
+        return self._output(outputs, features, None, self._rows)
 
     def _adopted_layers(self) -> list[RollbackLayer] | None:
         """The layers of the cache, cut back by length from now on, if it is of slots alone."""
@@ -134,17 +150,24 @@ class HostedTarget(Target):
             outputs = ModelOutput()
         return kwargs
 
-    def _output(self, outputs: Any, features: list[Tensor], nodes: int | None) -> TargetOutput:
-        """The last ``nodes`` columns of a pass, of the prompt the last logits and all else."""
+    def _caches(self) -> dict[str, Any]:
+        """What the model remembers of the text, by the name of the argument."""
+        named = {name: self._kwargs.get(name) for name in CACHE_ARGUMENTS}
+        return {name: cache for name, cache in named.items() if cache is not None}
+
+    def _output(
+        self, outputs: Any, features: list[Tensor], nodes: int | None, rows: list[int]
+    ) -> TargetOutput:
+        """These rows of a pass at the last ``nodes`` columns, of the prompt the last logits and all else."""
 
         def last(states: Any, dim: int) -> tuple[Tensor, ...]:
-            rows = [state[self._rows] for state in states or () if state is not None]
+            picked = [state[rows] for state in states or () if state is not None]
             if nodes is None:
-                return tuple(rows)
-            return tuple(state.narrow(dim, state.shape[dim] - nodes, nodes) for state in rows)
+                return tuple(picked)
+            return tuple(state.narrow(dim, state.shape[dim] - nodes, nodes) for state in picked)
 
         prefix = "decoder_" if self._encodes else ""
-        logits = outputs.logits[self._rows]
+        logits = outputs.logits[rows]
         if logits.shape[1] < (nodes or 1):
             raise RuntimeError(
                 f"{type(self.model).__name__} was given {nodes} tokens and returned logits of "
@@ -160,23 +183,36 @@ class HostedTarget(Target):
         )
 
     def forward(self, tree: DraftTree) -> TargetOutput:
-        drafts = tree.num_nodes - 1
         self._block = tree
+        self._tokens = self._of_all_rows(tree.tokens)
+        self._branched = not tree.is_chain
+        if self._branched:
+            return self._score_branches(Branches.of(tree, [[]]))
+        drafts = tree.num_nodes - 1
         self._lengths = [layer.length for layer in self._layers or ()]
         if drafts and self._layers is None and self.support.rollback == "snapshot":
             with torch.no_grad():
-                self._saved = {
-                    name: copy.deepcopy(self._kwargs[name])
-                    for name in CACHE_ARGUMENTS
-                    if self._kwargs.get(name) is not None
-                }
-        self._tokens = self._of_all_rows(tree.tokens)
+                self._saved = copy.deepcopy(self._caches())
         kwargs = self._advanced(self._kwargs, ModelOutput(), drafts)
         with self._tap.recording() as features:
             self._outputs = self._pass(
                 torch.cat([self._ids, self._tokens], dim=1), kwargs, tree.num_nodes
             )
-        return self._output(self._outputs, features, tree.num_nodes)
+        return self._output(self._outputs, features, tree.num_nodes, self._rows)
+
+    def _score_branches(self, branches: Branches) -> TargetOutput:
+        """Score the one row's tree in rows of their own, without a trace in its cache."""
+        tokens = padded(branches.tokens, self._ids.device)
+        rows, columns = tokens.shape
+        kwargs = self._advanced(self._kwargs, ModelOutput(), columns - 1)
+        ids, kwargs = self.model._expand_inputs_for_generation(  # type: ignore[operator]
+            expand_size=rows, is_encoder_decoder=self._encodes, input_ids=self._ids, **kwargs
+        )
+        with torch.no_grad():
+            kwargs |= _mapped(self._caches(), lambda state: state.repeat_interleave(rows, dim=0))
+        with self._tap.recording() as features:
+            outputs = self._pass(torch.cat([ids, tokens], dim=1), kwargs, columns)
+        return branches.nodes(self._output(outputs, features, columns, [*range(rows)]))
 
     def _of_all_rows(self, tokens: Tensor) -> Tensor:
         """``tokens`` of the active rows in their places; rows that ended read their last token, then pad."""
@@ -210,12 +246,14 @@ class HostedTarget(Target):
             return  # the prompt needs no rollback
         outputs, self._outputs = self._outputs, None
         kept = int(num_accepted[0]) + 1
-        self._ids = torch.cat([self._ids, self._tokens[:, :kept]], dim=1)
-        if kept == tree.num_nodes or self._layers is not None:
-            self._held = self.start
+        self._ids = torch.cat([self._ids, self._tokens[:, path[0, :kept]]], dim=1)
+        if self._branched:
+            outputs = ModelOutput()
+        elif kept == tree.num_nodes or self._layers is not None:
+            read, self._held = self.start - self._held, self.start
             for layer, before in zip(self._layers or (), self._lengths, strict=True):
                 if layer.length > before:  # not those that hold an image
-                    layer.length = before + kept
+                    layer.length = before + read
         else:
             for name, saved in self._saved.items():
                 self._kwargs[name] = _restored(self._kwargs[name], saved)
@@ -238,6 +276,41 @@ class HostedTarget(Target):
         if self.support.rollback == "snapshot" and self._held < self.start:
             before, tokens = self._before
             self._pass(self._ids, self._advanced(before, ModelOutput(), tokens), 1)
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of a cache, whatever it is made of, with other tensors; counters (of one dimension) stay.
+
+    Raises:
+        TypeError: for what nobody knows whether tensors are in it.
+    """
+    if value is None or isinstance(value, _NO_TENSORS):
+        return value
+    if isinstance(value, Tensor):
+        return change(value) if value.ndim > 1 else value.clone()
+    if isinstance(value, (list, tuple)):
+        return type(value)([_mapped(each, change) for each in value])
+    if callable(value) or not (isinstance(value, dict) or hasattr(value, "__dict__")):
+        raise TypeError(f"a cache with a {type(value).__name__} in it")
+    other = copy.copy(value)
+    inside = other if isinstance(value, dict) else vars(other)
+    inside.update({name: _mapped(each, change) for name, each in inside.items()})
+    return other
+
+
+def _can_branch(caches: dict[str, Any]) -> bool:
+    """Whether all tensors in the caches of a single row are known to have the rows as first dimension."""
+    known = []
+
+    def see(tensor: Tensor) -> Tensor:
+        known.append(type(tensor) is Tensor and tensor.shape[0] == 1)
+        return tensor
+
+    try:
+        _mapped(caches, see)
+    except TypeError:
+        return False
+    return all(known)
 
 
 def _restored(cache: Any, saved: Any) -> Any:

@@ -34,6 +34,8 @@ class IndexedRollbackLayer(RollbackLayer):
         indexer_position_ids: ``[dims, rows, length]``, positions that the model itself keeps here.
     """
 
+    _stores = (*RollbackLayer._stores, "index_buffer")
+
     def __init__(self, window: int | None = None):
         self.index_buffer: Any = None  # [rows, 1, capacity, dim], None until the first update
         self.indexed = 0
@@ -51,10 +53,6 @@ class IndexedRollbackLayer(RollbackLayer):
         self.indexed = min(self.indexed, value)
         if self.indexer_position_ids is not None:
             self.indexer_position_ids = self.indexer_position_ids[..., :value]
-
-    @property
-    def buffers(self) -> list[Tensor]:
-        return super().buffers + ([] if self.index_buffer is None else [self.index_buffer])
 
     @property
     def idx_keys(self) -> Tensor | None:
@@ -101,6 +99,16 @@ class IndexedRollbackLayer(RollbackLayer):
             self.indexer_position_ids = index_positions(layer)
         elif layer.idx_keys is not None:
             self.update_index(layer.idx_keys)
+
+    def branch(self, origins: Tensor, slots: int) -> None:
+        super().branch(origins, slots)
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids = self.indexer_position_ids[:, origins]
+
+    def join(self, rows: Tensor, slots: int) -> None:
+        super().join(rows, slots)
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids = self.indexer_position_ids[:, rows]
 
     def reset(self) -> None:
         super().reset()

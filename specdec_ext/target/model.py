@@ -41,15 +41,12 @@ class TargetOutput:
     attentions: tuple[Tensor, ...] = ()
     cross_attentions: tuple[Tensor, ...] = ()
 
-    def columns(self, index: Tensor) -> TargetOutput:
-        """The same pass at the columns ``index [rows, nodes]`` only."""
+    def at(self, rows: Tensor, columns: Tensor) -> TargetOutput:
+        """What this pass computed in these places: for ``[rows, nodes]``, the row and column of each."""
 
         def pick(tensor: Tensor, dim: int) -> Tensor:
-            shape = [1] * tensor.ndim
-            shape[0], shape[dim] = index.shape
-            wanted = [*tensor.shape]
-            wanted[dim] = index.shape[1]
-            return tensor.gather(dim, index.view(shape).expand(wanted))
+            where = rows.to(tensor.device), columns.to(tensor.device)
+            return tensor.transpose(1, dim)[where].transpose(1, dim)
 
         return TargetOutput(
             pick(self.logits, 1),

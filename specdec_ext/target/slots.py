@@ -10,6 +10,10 @@ all of its text but the last token, the root of its next tree. Recurrent states 
 unaccepted draft holds what it held before the pass, and the tokens that it has accepted since are *unread*.
 They go in front of the next block as a chain that is known to be right, so that nothing is ever read in a
 pass of its own.
+
+Siblings can't share a state either. Where there are states, every branch of a tree is a row of its own in the
+pass, on a copy of what its row holds (``branches.py``). A row becomes its accepted branch if all of that was
+accepted, like a row with a chain.
 """
 
 from __future__ import annotations
@@ -29,8 +33,10 @@ from specdec_ext import compat, ops
 from specdec_ext.compat import LinearAttentionCacheLayerMixin, masked_columns
 from specdec_ext.target.adoption import adopt_cache, attention_windows
 from specdec_ext.target.attention import IMPLEMENTATION, TreeBlock
+from specdec_ext.target.branches import Branches, padded
 from specdec_ext.target.cache import RollbackLayer
 from specdec_ext.target.direct import agrees, direct_pass, is_agreed
+from specdec_ext.target.held import held_in, holding_states
 from specdec_ext.target.linears import (
     MAX_PROMPT_ROWS,
     MAX_ROWS,
@@ -62,11 +68,13 @@ class _Block:
         tree: what was run, unread tokens in front included.
         drafts: the tree that ``forward`` was given.
         undoable: whether the states were saved before.
+        branches: of ``drafts``, if they are more than its rows; the rows of ``tree``.
     """
 
     tree: DraftTree
     drafts: DraftTree
     undoable: bool
+    branches: Branches | None = None
 
 
 class SlotTarget(Target):
@@ -104,6 +112,7 @@ class SlotTarget(Target):
             [x for x in self.cache.layers if isinstance(x, LinearAttentionCacheLayerMixin)]
         )
         self._scans = stateless_scans(model) if self._states else []
+        self._holding = holding_states(model) if self._states else []
         self._placements = placements(model)
         # Nobody but the model's own modules can prepare a prompt of images, or record what they compute.
         plain = not (forward_kwargs or prompt_kwargs or self._placements)
@@ -317,6 +326,11 @@ class SlotTarget(Target):
                 f"past_key_values of {type(self.model).__name__} holds states only, which do not say how "
                 "many tokens they have read; run the whole text without it"
             )
+        if held and self._holding and not self._states.filled:
+            raise ValueError(
+                f"past_key_values holds no recurrent states, {type(self.model).__name__} has kept them in "
+                "its modules; run the whole text without it"
+            )
         return held
 
     def _forward(
@@ -352,6 +366,8 @@ class SlotTarget(Target):
                 stack.enter_context(row_invariant_linears(self._linears))
             if past and self._scans:
                 stack.enter_context(continuing(self._scans))
+            if self._holding:
+                stack.enter_context(held_in(self.cache, self._holding))
             features = stack.enter_context(self._tap.recording())
             output: Any = self.model(
                 **{self._cache_name: self.cache}, **inputs, **self._forward_kwargs
@@ -375,32 +391,33 @@ class SlotTarget(Target):
             self._block = _Block(tree, tree, undoable=False)
             return self._score(tree)
         unread = self._unread[: self._active]
-        tokens = [
-            [*before, *after[: max(depths) + 1]]
-            for before, after, depths in zip(unread, tree.tokens.tolist(), tree.depths, strict=True)
-        ]
+        branches = Branches.of(tree, unread)
         # Every row is sure to keep the whole block if it brings no drafts and equally many tokens.
         certain = tree.num_nodes == 1 and len(set(map(len, unread))) == 1
-        output = self._read(tokens, tree, undoable=not certain)
-        if not any(unread):
-            return output
-        device = tree.tokens.device
-        first = torch.tensor([len(before) for before in unread], device=device)
-        index = first[:, None] + torch.arange(tree.num_nodes, device=device)
-        return output.columns(index.clamp(max=output.logits.shape[1] - 1))
+        output = self._read(branches, tree, undoable=not certain)
+        return output if tree.is_chain and not any(unread) else branches.nodes(output)
 
-    def _read(self, tokens: list[list[int]], drafts: DraftTree, undoable: bool) -> TargetOutput:
-        """Score a chain of each row; what is behind the end of a shorter one is arbitrary."""
-        width = max(map(len, tokens))
+    def _read(self, branches: Branches, drafts: DraftTree, undoable: bool) -> TargetOutput:
+        """Score a chain for each branch; what is behind the end of a shorter one is arbitrary."""
         device = drafts.tokens.device
-        chains = torch.tensor([[*row, *[0] * (width - len(row))] for row in tokens], device=device)
-        counts = torch.tensor([len(row) - 1 for row in tokens], device=device)
+        chains = padded(branches.tokens, device)
+        counts = torch.tensor([len(tokens) - 1 for tokens in branches.tokens], device=device)
         tree = DraftTree.chain(chains[:, 0], chains[:, 1:], counts)
+        origins = torch.tensor(branches.origins, device=device)
+        self._block = _Block(tree, drafts, undoable, branches if branches.split else None)
         if undoable:
             with torch.inference_mode():
-                self._states.save()
-        self._block = _Block(tree, drafts, undoable)
-        return self._score(tree)
+                self._states.branch(origins)
+        if not branches.split:
+            return self._score(tree)
+        for layer in self._layers:
+            layer.branch(origins, tree.num_nodes)
+        ours = {name: getattr(self, name) for name in (*_PER_ROW, "_row_slots")}
+        vars(self).update({name: tensor[origins] for name, tensor in ours.items()})
+        try:
+            return self._score(tree)
+        finally:
+            vars(self).update(ours)
 
     def _score(self, tree: DraftTree) -> TargetOutput:
         """One pass over the nodes of ``tree``, whose root is the first token that a row does not hold."""
@@ -496,7 +513,7 @@ class SlotTarget(Target):
         if block is None:
             return  # the prompt needs no rollback
         if self._states:
-            path, num_accepted = self._commit_states(block, num_accepted.tolist())
+            path, num_accepted = self._commit_states(block, path.tolist(), num_accepted.tolist())
         if not (block.tree.is_chain and self._aligned):
             self._compact(path, num_accepted)
         self._row_slots = self._row_slots + num_accepted + 1
@@ -512,28 +529,36 @@ class SlotTarget(Target):
                 *(each.to(device) for each in places),
             )
 
-    def _commit_states(self, block: _Block, num_accepted: list[int]) -> tuple[Tensor, Tensor]:
-        """Undo the states of rows that did not keep the whole block.
+    def _commit_states(
+        self, block: _Block, paths: list[list[int]], num_accepted: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Undo the states of rows that did not keep the whole block, of a tree a whole branch.
 
         Returns:
             Path and number of accepted nodes in ``block.tree``, -1 for rows that hold what they held.
         """
-        device, width = block.tree.tokens.device, block.tree.num_nodes
-        settled = []
-        for unread, tokens, accepted in zip(
-            self._unread[: self._active], block.drafts.tokens.tolist(), num_accepted, strict=True
+        device, width, branches = block.tree.tokens.device, block.tree.num_nodes, block.branches
+        settled, rows = [], list(range(len(paths)))
+        for row, (tokens, path, accepted) in enumerate(
+            zip(block.drafts.tokens.tolist(), paths, num_accepted, strict=True)
         ):
-            unread += tokens[: accepted + 1]
+            unread = self._unread[row]
+            unread += [tokens[node] for node in path[: accepted + 1]]
             settled.append(len(unread) >= width)
             if settled[-1]:
                 del unread[:width]
-        kept = torch.tensor(settled, device=device)
-        if not all(settled):
+            if branches is not None:
+                rows[row] = branches.rows[row][path[accepted]]
+        kept, origins = torch.tensor(settled, device=device), torch.tensor(rows, device=device)
+        if branches is not None or not all(settled):
             assert block.undoable
             with torch.inference_mode():
-                self._states.restore(~kept)
-        path = torch.arange(width, device=device).expand(len(settled), -1)
-        return path, torch.where(kept, width, 0) - 1
+                self._states.join(origins, kept)
+        if branches is not None:
+            for layer in self._layers:
+                layer.join(origins, width)
+        whole = torch.arange(width, device=device).expand(len(settled), -1)
+        return whole, torch.where(kept, width, 0) - 1
 
     def rewind(self, counts: Tensor) -> None:
         """Forget the last ``counts[r]`` committed tokens of each active row; not with recurrent states."""
@@ -599,7 +624,8 @@ class SlotTarget(Target):
         drafts = DraftTree.root(last_tokens)
         while any(self._unread):
             width = min(len(tokens) for tokens in self._unread if tokens)
-            self._read([tokens[:width] for tokens in self._unread], drafts, undoable=True)
+            chains = [tokens[:width] for tokens in self._unread]
+            self._read(Branches.known(chains), drafts, undoable=True)
             # None of ``drafts`` is accepted, not even the root.
             self.commit(drafts.parents, drafts.parents[:, 0])
         self._states.release()

@@ -42,19 +42,22 @@ class States:
                     if state is not None:
                         yield store, index
 
-    def save(self) -> None:
-        """Remember the states as they are."""
-        self._saved = [store[index].clone() for store, index in self._places()]
+    def branch(self, origins: Tensor) -> None:
+        """Remember the states as they are, and let row i be a copy of row ``origins[i]``."""
+        self._saved = []
+        for store, index in self._places():
+            self._saved.append(store[index])
+            store[index] = store[index].index_select(0, origins.to(store[index].device))
 
-    def restore(self, rows: Tensor) -> None:
-        """Bring the rows of the mask ``rows [active rows]`` back to what was saved last."""
+    def join(self, rows: Tensor, kept: Tensor) -> None:
+        """Row i becomes branch ``rows[i]`` where ``kept[i]``, else what it was before :meth:`branch`."""
         saved, self._saved = self._saved, []
+        to = kept.nonzero().flatten()
         for (store, index), state in zip(self._places(), saved, strict=True):
-            if rows.all():
-                store[index] = state
-            else:
-                undone = rows.to(state.device)
-                store[index][undone] = state[undone]
+            if len(to):
+                branches = rows[to].to(state.device)
+                state[to.to(state.device)] = store[index][branches]
+            store[index] = state
 
     def reorder(self, order: Sequence[int], active: int) -> None:
         """Row i becomes what row ``order[i]`` was; the first ``active`` rows go on.

@@ -16,6 +16,7 @@ from specdec_ext.compat import (
     STATES_CONTINUE,
     LinearAttentionCacheLayerMixin,
 )
+from specdec_ext.target import held
 from specdec_ext.target.adoption import unserved_layers
 from specdec_ext.target.alibi import alibi_of
 from specdec_ext.target.indexed import is_indexed, selects_by_slot
@@ -63,7 +64,8 @@ class Support:
 
     Attributes:
         chain: whether chains of drafts are verified in one pass.
-        tree: whether trees are.
+        tree: whether trees are. Where a cache has no room for siblings (all but ``"compact"``), every branch
+            is a row of the pass, on a copy of the cache, and a tree costs its branches times its depth.
         batch: whether rows of a batch are speculated on; otherwise only a single row is, and larger batches
             are decoded one token at a time.
         rollback: how rejected drafts are forgotten. ``"compact"``: keys and values lie in slots that are
@@ -108,10 +110,8 @@ def supports(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) ->
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     indexed = any(is_indexed(layer) for layer in cache.layers)
     if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
-        reasons = ["siblings of a tree would read each other's recurrent states"]
-        if indexed:
-            reasons.append("its indexer keeps one list of positions for all rows")
-        return Support(True, tree=False, batch=not indexed, rollback="replay", reasons=(*reasons,))
+        reasons = ("its indexer keeps one list of positions for all rows",) if indexed else ()
+        return Support(True, tree=True, batch=not indexed, rollback="replay", reasons=reasons)
     if any(selects_by_slot(layer) for layer in cache.layers):
         reason = "its sparse attention selects tokens by the cache slots they lie in"
         return Support(True, tree=False, batch=False, rollback="compact", reasons=(reason,))
@@ -123,7 +123,7 @@ def supports(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) ->
 
 def _one_token_reason(model: PreTrainedModel) -> str | None:
     """Why passes over several tokens are not what passes over single ones are, whoever prepares them."""
-    if _has_part(model, "recurrent_states"):
+    if not held.all_fit(model):
         return "its layers keep recurrent states outside of the cache, where no rejected draft is undone"
     if model.config.model_type in _ONE_TOKEN:
         return "behind cached tokens it takes one token at a time"
@@ -206,7 +206,7 @@ def _hosted(model: PreTrainedModel, reasons: list[str], rollback: Rollback = "sn
         rollback = "recompute"
     if reason := _unprepared_reason(model, rollback):
         return Support(False, False, False, "none", (*reasons, reason))
-    return Support(chain=True, tree=False, batch=False, rollback=rollback, reasons=tuple(reasons))
+    return Support(chain=True, tree=True, batch=False, rollback=rollback, reasons=tuple(reasons))
 
 
 def _unprepared_reason(model: PreTrainedModel, rollback: Rollback) -> str | None:
