@@ -80,7 +80,7 @@ def measure(target: str, dtype: str, context: int, max_new_tokens: int, head: Pa
     before = peak_bytes(model.device)
     drafter = None
     if head is not None:
-        drafter = HeadDrafter(load_draft(head), tree=TreeConfig(depth=DEPTH))
+        drafter = HeadDrafter(load_draft(head, keep=False), tree=TreeConfig(depth=DEPTH))
     generate(model, drafter=drafter, max_new_tokens=max_new_tokens, do_sample=False, **prompt)
     most = peak_bytes(model.device)
     if before is None or most is None:

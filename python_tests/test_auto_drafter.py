@@ -54,7 +54,7 @@ def test_a_model_without_a_head():
 def test_a_model_that_names_its_head(model, monkeypatch):
     loads = []
     load = auto.load_draft
-    monkeypatch.setattr(auto, "load_draft", lambda path: loads.append(path) or load(path))
+    monkeypatch.setattr(auto, "load_draft", lambda path, **_: loads.append(path) or load(path))
     outputs = [run(model, drafter) for drafter in (None, "auto", "auto")]
     for output in outputs[1:]:
         assert torch.equal(output.sequences, outputs[0].sequences)

@@ -19,6 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from specdec_ext import assets
 from specdec_ext.checkpoints import load_draft, save_draft, tokenizer_fingerprint
+from specdec_ext.draft_weights import UnkeptTensors
+from specdec_ext.drafters import resolve_drafter
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -562,3 +564,25 @@ def test_overrides_are_checked(tmp_path, overrides, message):
     save_draft(random_head(), tmp_path)
     with pytest.raises(ValueError, match=message):
         load_draft(tmp_path, **overrides)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
+def test_tensors_may_stay_in_their_file(kind, tmp_path):
+    """Read anew whenever they are asked for, checked each time; a drafter named by its folder does it."""
+    head = random_head(kind, torch.bfloat16)
+    save_draft(head, tmp_path)
+    unkept = load_draft(tmp_path, keep=False)
+    assert_same_head(unkept, load_draft(tmp_path))
+    name = "layers.0.mlp.down_proj.weight"
+    tensors = unkept.to("cpu", torch.float32).tensors
+    assert isinstance(tensors, UnkeptTensors) and tensors[name] is not tensors[name]
+    assert tensors[name].dtype == torch.float32 and len(tensors) == len(head.tensors)
+    with pytest.raises(KeyError, match=r"layers\.7"):
+        tensors["layers.7"]
+    assert isinstance(resolve_drafter(str(tmp_path)).head.tensors, UnkeptTensors)
+    damaged = {**load_file(tmp_path / "model.safetensors")}
+    stored = next(key for key in damaged if key.endswith("mlp.down_proj.weight"))
+    damaged[stored][3, 2] = torch.nan
+    save_file(damaged, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="holds NaN or infinity"):
+        tensors[name]

@@ -62,7 +62,7 @@ def test_what_a_head_is_named_by(folder, monkeypatch):
     head = random_head(**LAYERS)
     asked = []
     monkeypatch.setattr(
-        "specdec_ext.checkpoints.load_draft", lambda name: asked.append(name) or head
+        "specdec_ext.checkpoints.load_draft", lambda name, **_: asked.append(name) or head
     )
     for drafter in (head, "org/name", folder, str(folder)):
         found = resolve_drafter(drafter)

@@ -3,6 +3,9 @@ does not take is said in words and drafted by the specification."""
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import replace
+
 import pytest
 import torch
 from checkpoint_cases import head_config
@@ -11,6 +14,7 @@ from tiny import prompts, tiny_model
 
 import specdec_ext
 from specdec_ext import HeadDrafter, TreeConfig, ops
+from specdec_ext.draft_weights import UnkeptTensors
 from specdec_ext.head_binding import BoundHead
 from specdec_ext.ops import packed_head
 from specdec_ext.ops import quantise as quantise_module
@@ -242,3 +246,59 @@ def test_no_other_weights_than_those_asked_for():
         specdec_ext.generate(tiny_model("llama"), ids, drafter=drafter, max_new_tokens=4)
     with pytest.raises(ValueError, match=r"weights='int3'; expected one of same, int8, float8"):
         HeadDrafter(head_of("eagle1"), weights="int3")
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def counted(head):
+    """The head with tensors that are not kept, and the names of those alive, now and at most at a time."""
+    alive, most = [], []
+
+    def read(name):
+        tensor = head.tensors[name].clone()
+        alive.append(name)
+        most.append(len(alive))
+        weakref.finalize(tensor, alive.remove, name)
+        return tensor
+
+    return replace(head, tensors=UnkeptTensors(head.tensors, read)), alive, most
+
+
+@pytest.mark.parametrize("options", [{}, {"hidden_size": 40, "intermediate_size": 72}], ids=str)
+def test_tensors_that_are_not_kept_are_packed_one_weight_after_the_other(options):
+    """No more at a time than queries, keys and values of one layer; none stays; the bits are the same."""
+    head = head_of("eagle3", **options)
+    unkept, alive, most = counted(head)
+    assert not alive
+    del most[:]
+    embedding = torch.randn(head.config.vocab_size, head.config.hidden_size)
+    packed = ops.PackedHead.pack(unkept, embedding)
+    assert max(most) <= 4 and not alive  # and the one whose dtype was asked for
+    expected = ops.PackedHead.pack(head, embedding, head.tensors["lm_head.weight"])
+    for ours, theirs in zip(packed.weights, expected.weights, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+def test_a_head_that_is_not_kept_drafts_the_same():
+    """Behind the first draft the panels are all that is in memory of it; the specification keeps its own."""
+    head, model = head_of("eagle3"), tiny_model("llama")
+    unkept, alive, _ = counted(head)
+    ids, _ = prompts((6,))
+    stats = []
+    for each in (head, unkept):
+        output = specdec_ext.generate(
+            model, ids, drafter=HeadDrafter(each), speculation="fixed", max_new_tokens=12,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        stats.append((output.sequences.tolist(), output.speculation.accepted_per_position))
+    assert stats[0] == stats[1] and not alive
+    double = BoundHead.bind(unkept, tiny_model("llama", dtype=torch.float64))
+    assert double._in_memory[0].tensors.keys() == head.tensors.keys()
+
+
+def test_an_lm_head_that_nobody_has():
+    head = head_of("eagle1")
+    assert not head.config.own_lm_head
+    with pytest.raises(ValueError, match=r"has no lm_head of its own; pass lm_head="):
+        ops.PackedHead.pack(head, torch.randn(head.config.vocab_size, head.config.hidden_size))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -20,6 +20,29 @@ class WeightsConfig(Protocol):
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor, and no other."""
+
+
+class UnkeptTensors(Mapping[str, Tensor]):
+    """Tensors that are read whenever they are asked for, and not kept.
+
+    Args:
+        names: of all.
+        read: the tensor of a name.
+    """
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor]):
+        self._names, self._read = tuple(names), read
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 @dataclass(frozen=True)
@@ -49,10 +72,9 @@ class DraftWeights:
                 f"{self.source}: missing tensors {missing or 'none'}, surplus tensors {surplus or 'none'}"
             )
         for name, shape in expected.items():
-            if tuple(self.tensors[name].shape) != shape:
-                raise ValueError(
-                    f"{self.source}: {name} is {tuple(self.tensors[name].shape)}; expected {shape}"
-                )
+            found = tuple(self.tensors[name].shape)
+            if found != shape:
+                raise ValueError(f"{self.source}: {name} is {found}; expected {shape}")
         targets = self.tensors.get("draft_to_target")
         if targets is None or targets.is_meta:
             return
@@ -64,9 +86,15 @@ class DraftWeights:
             )
 
     def to(self: Self, device: torch.device | str, dtype: torch.dtype) -> Self:
-        """The same on a device, floating-point tensors in ``dtype``."""
-        tensors = {
-            name: tensor.to(device, dtype if tensor.is_floating_point() else None)
-            for name, tensor in self.tensors.items()
-        }
+        """The same on a device, floating-point tensors in ``dtype``; tensors that are not kept stay so."""
+        if isinstance(self.tensors, UnkeptTensors):
+            own = self.tensors
+            return replace(
+                self, tensors=UnkeptTensors(own, lambda name: _moved(own[name], device, dtype))
+            )
+        tensors = {name: _moved(tensor, device, dtype) for name, tensor in self.tensors.items()}
         return replace(self, tensors=tensors)
+
+
+def _moved(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    return tensor.to(device, dtype if tensor.is_floating_point() else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,15 +24,14 @@ class BoundHead:
 
     Attributes:
         head: on the target's device in the dtype of the draft.
-        embedding: ``[vocab, hidden]``, likewise.
-        lm_head: ``[draft_vocab, hidden]``, likewise.
-        shared: the target's weights behind the two, None where the head has its own.
+        device, dtype: those.
+        shared: the target's embedding and lm_head, None where the head has its own.
         weights: format of the matrices, as for :meth:`specdec_ext.ops.PackedHead.pack`.
     """
 
     head: DraftHead
-    embedding: Tensor
-    lm_head: Tensor
+    device: torch.device
+    dtype: torch.dtype
     shared: tuple[Tensor | None, Tensor | None]
     weights: str = "same"
 
@@ -45,26 +44,33 @@ class BoundHead:
         """
         device, dtype = draft_home(model)
         shared = _shared_weights(head, model)
-        head = head.to(device, dtype)
-        own = head.tensors.get("embed_tokens.weight"), head.tensors.get("lm_head.weight")
-        embedding, lm_head = (
-            mine if theirs is None else theirs.detach().to(device, dtype)
-            for mine, theirs in zip(own, shared, strict=True)
-        )
-        assert embedding is not None and lm_head is not None  # one of the two is always there
-        return cls(head, embedding, lm_head, shared, weights)
+        return cls(head.to(device, dtype), device, dtype, shared, weights)
 
     @property
-    def device(self) -> torch.device:
-        return self.embedding.device
+    def embedding(self) -> Tensor:
+        """``[vocab, hidden]``, on the device in the dtype."""
+        return self._either(self.shared[0], "embed_tokens.weight")
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
+    def lm_head(self) -> Tensor:
+        """``[draft_vocab, hidden]``, likewise."""
+        return self._either(self.shared[1], "lm_head.weight")
+
+    def _either(self, shared: Tensor | None, name: str) -> Tensor:
+        if shared is None:
+            return self.head.tensors[name]
+        return shared.detach().to(self.device, self.dtype)
 
     @cached_property
     def _packed(self) -> ops.PackedHead:
-        return ops.PackedHead.pack(self.head, self.embedding, self.lm_head, self.weights)
+        lm_head = None if self.shared[1] is None else self.lm_head
+        return ops.PackedHead.pack(self.head, self.embedding, lm_head, self.weights)
+
+    @cached_property
+    def _in_memory(self) -> tuple[DraftHead, Tensor, Tensor]:
+        """Head, embedding and lm_head as the specification reads them, over and over."""
+        kept = replace(self.head, tensors=dict(self.head.tensors))
+        return kept, self.embedding, self.lm_head
 
     def refusal(self, tree: TreeConfig, num_rows: int) -> str | None:
         """Why the specification drafts such trees instead of the op, or None."""
@@ -101,7 +107,7 @@ class BoundHead:
             f"not draft this: {reason}",
             stacklevel=2,
         )
-        return partial(draft_head, self.head, self.embedding, self.lm_head)
+        return partial(draft_head, *self._in_memory)
 
     def serves(self, model: PreTrainedModel) -> bool:
         """Whether binding to this target would give the same."""

@@ -38,6 +38,7 @@ def load_draft(
     revision: str | None = None,
     token: str | bool | None = None,
     dtype: torch.dtype | None = None,
+    keep: bool = True,
     **overrides: Any,
 ) -> DraftHead | MedusaHeads:
     """Read a draft head, or Medusa heads.
@@ -50,6 +51,9 @@ def load_draft(
         revision: branch, tag or commit on the hub.
         token: for the hub.
         dtype: of the weights; by default the checkpoint's own.
+        keep: False reads a tensor of an EAGLE head from its file whenever it is asked for, after all were
+            checked once: a drafter that lays them out anew has them in memory once then, and not twice. The
+            file must stay where it is.
         **overrides: fields of ``HeadConfig`` that stand above the checkpoint's, of ``OVERRIDES``; None leaves
             the checkpoint's. Two are known to be wrong at times: ``feature_layers`` (two spellings, see
             ``checkpoints.taps``) and ``norm_output`` (in SpecForge before September 2026 it meant something
@@ -66,7 +70,7 @@ def load_draft(
         )
     checkpoint = open_checkpoint(path, revision, token)
     if not looks_like_medusa(checkpoint.tensors):
-        return _eagle(checkpoint, dtype, overrides)
+        return _eagle(checkpoint, dtype, keep, overrides)
     if overrides:
         raise ValueError(
             f"{checkpoint.source} holds Medusa heads, which have no {', '.join(overrides)}"
@@ -87,7 +91,7 @@ def is_draft(path: str | Path) -> bool:
 
 
 def _eagle(
-    checkpoint: Checkpoint, dtype: torch.dtype | None, overrides: dict[str, Any]
+    checkpoint: Checkpoint, dtype: torch.dtype | None, keep: bool, overrides: dict[str, Any]
 ) -> DraftHead:
     source = checkpoint.source
     names = canonical_names(checkpoint.tensors, source)
@@ -100,9 +104,10 @@ def _eagle(
     tied = record.tied and config.own_embedding
     if tied:
         config = replace(config, own_lm_head=False)
-    tensors, ignored = head_tensors(config, stored, names, source, dtype)
+    tensors, ignored = head_tensors(config, stored, names, source, dtype, keep)
     if tied:
         config = replace(config, own_lm_head=True)
+        tensors = dict(tensors)
         tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
     record = replace(record, ignored=ignored, tied=record.tied and not tied)
     return DraftHead(config, tensors, source, record)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec_ext.checkpoints.files import StoredTensor
+from specdec_ext.draft_weights import UnkeptTensors
 from specdec_ext.head import HeadConfig
 
 # Files may have these; a head has no use for them. t2d repeats d2t, the others repeat the target.
@@ -25,7 +26,8 @@ def head_tensors(
     names: Mapping[str, str],
     source: str,
     dtype: torch.dtype | None = None,
-) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    keep: bool = True,
+) -> tuple[Mapping[str, Tensor], tuple[str, ...]]:
     """The tensors of ``config.tensor_shapes()``, checked.
 
     Args:
@@ -34,6 +36,7 @@ def head_tensors(
         names: our name -> the file's, for messages.
         source: of the checkpoint.
         dtype: to convert to, else they must be of one dtype.
+        keep: read them once and keep them, or whenever they are asked for; :class:`UnkeptTensors`.
 
     Returns:
         The tensors; the file's names of those that were left out.
@@ -48,19 +51,24 @@ def head_tensors(
     for name in expected:
         _check_shape(f"{source}: {names[name]}", name, stored[name], expected[name])
     check_dtypes({names[name]: stored[name].dtype for name in floating}, dtype, source)
-    tensors = {}
-    for name in floating:
+    if "d2t" in stored:
+        _draft_to_target(stored, config, source)  # checked even where it is of no use
+
+    def read(name: str) -> Tensor:
+        if name == "draft_to_target":
+            return _draft_to_target(stored, config, source)
         tensor = stored[name].read()
         if not is_finite(tensor):
             raise ValueError(
                 f"{source}: {names[name]} holds NaN or infinity; the checkpoint is damaged or its training "
                 "has diverged"
             )
-        tensors[name] = tensor.reshape(expected[name]).to(dtype)
-    if "d2t" in stored:
-        targets = _draft_to_target(stored, config, source)
-        if "d2t" in expected:
-            tensors["draft_to_target"] = targets
+        return tensor.reshape(expected[name]).to(dtype)
+
+    all_names = floating + ["draft_to_target"] * ("d2t" in expected)
+    tensors: Mapping[str, Tensor] = UnkeptTensors(all_names, read)
+    if keep:
+        tensors = dict(tensors)
     return tensors, tuple(sorted(names[name] for name in ignored))
 
 

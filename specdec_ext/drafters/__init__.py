@@ -67,7 +67,7 @@ def _named(name: str) -> Drafter:
         )
     from specdec_ext.checkpoints import load_draft
 
-    return _of_head(load_draft(name))
+    return _of_head(load_draft(name, keep=False))
 
 
 def _of_head(head: DraftHead | MedusaHeads) -> Drafter:

@@ -50,7 +50,7 @@ def _load(model: PreTrainedModel, named: str) -> Drafter:
         drafter = resolve_drafter(assets.load_head())
     else:
         beside = Path(str(model.config._name_or_path)) / named
-        drafter = resolve_drafter(load_draft(beside if beside.is_dir() else named))
+        drafter = resolve_drafter(load_draft(beside if beside.is_dir() else named, keep=False))
     assert drafter is not None
     drafter.feature_layers(model)  # checks the pair, and packs the weights that the copies share
     return drafter

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -17,6 +18,21 @@ from specdec_ext.ops.quantise import quantise, weight_dtype
 # Where the matrices are among the weights of a head, and among those of a layer.
 _HEAD_MATRICES, _LAYER_MATRICES = (1, 5), (1, 5, 8, 9)
 _HEAD_TENSORS = _LAYER_TENSORS = 10
+# Tensors of a layer that lie one below the other, in the order in which the op takes them.
+_LAYER_GROUPS = (
+    ("input_layernorm.weight",),
+    ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    ("self_attn.q_norm.weight",),
+    ("self_attn.k_norm.weight",),
+    ("self_attn.o_proj.weight",),
+    ("self_attn.o_proj.bias",),
+    ("post_attention_layernorm.weight",),
+    ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    ("mlp.down_proj.weight",),
+)
+# Gives a weight when it is wanted: one that is read from a file is in memory for that long only.
+Source = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,11 +57,16 @@ class PackedHead:
 
     @classmethod
     def pack(
-        cls, head: DraftHead, embedding: Tensor, lm_head: Tensor, weights: str = "same"
+        cls,
+        head: DraftHead,
+        embedding: Tensor,
+        lm_head: Tensor | None = None,
+        weights: str = "same",
     ) -> PackedHead:
         """Lay the head's weights out for the op.
 
-        On the CPU all but the embedding are copied, matrices into the order in which the op reads them.
+        On the CPU all but the embedding are copied, one after the other, matrices into the order in which the
+        op reads them.
         On CUDA projections with the same input become one matrix each, a copy; the others, embedding
         and lm_head are used where they are if they are contiguous and aligned to 16 bytes.
 
@@ -53,7 +74,7 @@ class PackedHead:
             head: its tensors in float32, bfloat16 or float16 (on CUDA).
             embedding: ``[tokens, hidden]`` of the same dtype and device, the head's own or the target's,
                 which may have more tokens or fewer than the head was made for: vocabularies are often padded.
-            lm_head: ``[draft_vocab, hidden]``, likewise.
+            lm_head: ``[draft_vocab, hidden]``, likewise; None for the head's own.
             weights: "int8" or "float8" (e4m3) rounds fc, lm_head and the matrices of the layers to 8 bits,
                 with a float32 scale for each output such that its largest weight is the largest number of
                 the format; on CUDA, for heads in bfloat16 or float16. Drafts change a little, what is
@@ -64,14 +85,13 @@ class PackedHead:
         """
         dtype, config = weight_dtype(weights), head.config
         _check_pack(head, embedding, lm_head)
-        tensors = [embedding, lm_head, _draft_to_target(head, embedding)]
-        tensors += _head_weights(head, embedding)
-        for index in range(config.num_layers):
-            tensors += _layer_weights(head, index, embedding)
+        sources = _sources(head, embedding, lm_head)
+        if dtype is None and reads_panels(embedding.device):
+            tensors = [embedding, *_in_panels(sources, config)[1:]]
+        else:
+            tensors = [source() for source in sources]
         if dtype is not None:
             tensors = _quantised(tensors, config.num_layers, dtype)
-        elif reads_panels(embedding.device):
-            tensors = _in_panels(tensors, config)
         layout = [
             config.kind == "eagle1",
             config.norm_before_residual,
@@ -103,7 +123,7 @@ class PackedHead:
         return sum(sizes.values())
 
 
-def _check_pack(head: DraftHead, embedding: Tensor, lm_head: Tensor) -> None:
+def _check_pack(head: DraftHead, embedding: Tensor, lm_head: Tensor | None) -> None:
     config = head.config
     like = head.tensors["layers.0.mlp.down_proj.weight"]
     if like.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -111,10 +131,11 @@ def _check_pack(head: DraftHead, embedding: Tensor, lm_head: Tensor) -> None:
             f"{head.source} has weights in {like.dtype}; the op takes torch.float32, torch.bfloat16 and, on "
             "CUDA, torch.float16: convert it with DraftHead.to"
         )
-    shapes = {
-        "embedding": (embedding, (len(embedding), config.hidden_size)),
-        "lm_head": (lm_head, (config.draft_vocab_size, config.hidden_size)),
-    }
+    shapes = {"embedding": (embedding, (len(embedding), config.hidden_size))}
+    if lm_head is None and not config.own_lm_head:
+        raise ValueError(f"{head.source} has no lm_head of its own; pass lm_head=..., the target's")
+    if lm_head is not None:
+        shapes["lm_head"] = (lm_head, (config.draft_vocab_size, config.hidden_size))
     for name, (tensor, shape) in shapes.items():
         if tensor.shape != shape or tensor.dtype != like.dtype or tensor.device != like.device:
             raise ValueError(
@@ -143,48 +164,65 @@ def _quantised(tensors: list[Tensor], num_layers: int, dtype: torch.dtype) -> li
     return tensors + scales
 
 
-def _in_panels(tensors: list[Tensor], config: HeadConfig) -> list[Tensor]:
-    """Weights with matrices in panels; queries of a projection before keys and values."""
-    tensors = list(tensors)
-    queries = config.num_heads * config.head_dim
-    for index in _matrices(config.num_layers):
-        matrix = tensors[index]
-        is_projection = (
-            index >= _HEAD_TENSORS
-            and (index - _HEAD_TENSORS) % _LAYER_TENSORS == _LAYER_MATRICES[0]
-        )
-        parts = [matrix[:queries], matrix[queries:]] if is_projection else [matrix]
-        if matrix.numel() > 0:
-            tensors[index] = torch.cat([_panels(part) for part in parts])
-    return [tensors[0], *_in_huge_pages(tensors[1:])]
+def _in_panels(sources: Sequence[Source], config: HeadConfig) -> list[Tensor]:
+    """Copies of the weights side by side, matrices in panels, queries of a projection before keys and values.
+
+    One weight after the other is asked for, twice, and none is held: the copies are all the memory it takes.
+    The first, the embedding, is used as it is and empty here.
+    """
+    matrices, queries = set(_matrices(config.num_layers)), config.num_heads * config.head_dim
+
+    def parts(index: int) -> list[Tensor]:
+        weight = sources[index]().detach()
+        if index not in matrices or weight.numel() == 0:
+            return [weight if index else weight[:0]]
+        in_layer = (index - _HEAD_TENSORS) % _LAYER_TENSORS
+        if index >= _HEAD_TENSORS and in_layer == _LAYER_MATRICES[0]:
+            return [_panels(weight[:queries]), _panels(weight[queries:])]
+        return [_panels(weight)]
+
+    everything = range(len(sources))
+    shapes = [_stacked([part.to("meta") for part in parts(index)]) for index in everything]
+    places = _in_huge_pages(shapes)
+    for index, place in zip(everything, places, strict=True):
+        first = 0
+        for part in parts(index):
+            place[first : first + len(part)] = part
+            first += len(part)
+    return places
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
 
 def _panels(weight: Tensor) -> Tensor:
-    """``[panels, units, 32, elements of a unit]`` of ``weight [outs, ins]``; see ``specdec/panels.h``."""
+    """``[panels, units, 32, elements of a unit]`` of ``weight [outs, ins]``, a view of it if that has whole
+    panels; see ``specdec/panels.h``."""
     unit = 4 // weight.element_size()
-    padded = F.pad(weight, (0, -weight.shape[1] % unit, 0, -len(weight) % 32))
-    return padded.view(-1, 32, padded.shape[1] // unit, unit).transpose(1, 2).contiguous()
+    missing = -weight.shape[1] % unit, -len(weight) % 32
+    padded = F.pad(weight, (0, missing[0], 0, missing[1])) if any(missing) else weight
+    return padded.reshape(-1, 32, padded.shape[1] // unit, unit).transpose(1, 2)
 
 
-def _in_huge_pages(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies side by side, in huge pages where the system has them.
+def _in_huge_pages(like: Sequence[Tensor]) -> list[Tensor]:
+    """Room for tensors like these, side by side, in huge pages where the system has them.
 
     The target's weights pass through the caches between two drafts and drive out what translates the
     addresses of small pages: reading the head's weights from memory then takes a third longer.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return [tensor.detach().contiguous() for tensor in tensors]
+        return [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in like]
     page, line = 2 << 20, 64
-    ends = list(accumulate(-(-tensor.nbytes // line) * line for tensor in tensors))
+    ends = list(accumulate(-(-tensor.nbytes // line) * line for tensor in like))
     mapping = mmap.mmap(-1, ends[-1] + page, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % page :]
-    copies = []
-    for tensor, begin in zip(tensors, [0, *ends], strict=False):
-        place = memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        copies.append(place.copy_(tensor.detach()))
-    return copies
+    return [
+        memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for tensor, begin in zip(like, [0, *ends], strict=False)
+    ]
 
 
 def _laid_out(tensor: Tensor) -> Tensor:
@@ -220,7 +258,8 @@ def _draft_to_target(head: DraftHead, embedding: Tensor) -> Tensor:
     return head.tensors.get("draft_to_target", same)
 
 
-def _head_weights(head: DraftHead, like: Tensor) -> list[Tensor]:
+def _sources(head: DraftHead, embedding: Tensor, lm_head: Tensor | None) -> list[Source]:
+    """What gives each weight, in the order of ``csrc/ops/draft_head_weights.h``."""
     groups = [
         ["input_norm.weight"],
         [f"fc_norm.{index}.weight" for index in range(head.config.num_features)],
@@ -230,21 +269,11 @@ def _head_weights(head: DraftHead, like: Tensor) -> list[Tensor]:
         ["norm.weight"],
         ["mask_hidden"],
     ]
-    return [_joined(head, group, like) for group in groups]
-
-
-def _layer_weights(head: DraftHead, index: int, like: Tensor) -> list[Tensor]:
-    projections = [f"self_attn.{name}_proj" for name in "qkv"]
-    groups = [
-        ["input_layernorm.weight"],
-        [f"{name}.weight" for name in projections],
-        [f"{name}.bias" for name in projections],
-        ["self_attn.q_norm.weight"],
-        ["self_attn.k_norm.weight"],
-        ["self_attn.o_proj.weight"],
-        ["self_attn.o_proj.bias"],
-        ["post_attention_layernorm.weight"],
-        ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
-        ["mlp.down_proj.weight"],
+    for index in range(head.config.num_layers):
+        groups += [[f"layers.{index}.{name}" for name in group] for group in _LAYER_GROUPS]
+    return [
+        lambda: embedding,
+        lambda: head.tensors["lm_head.weight"] if lm_head is None else lm_head,
+        partial(_draft_to_target, head, embedding),
+        *(partial(_joined, head, group, embedding) for group in groups),
     ]
-    return [_joined(head, [f"layers.{index}.{name}" for name in group], like) for group in groups]
