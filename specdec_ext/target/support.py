@@ -111,7 +111,9 @@ def supports(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) ->
     indexed = any(is_indexed(layer) for layer in cache.layers)
     if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
         reasons = ("its indexer keeps one list of positions for all rows",) if indexed else ()
-        return Support(True, tree=True, batch=not indexed, rollback="replay", reasons=reasons)
+        # Up to 5.17 that list is not in the layers, where it would branch with the rest.
+        branches = all(hasattr(x, "indexer_position_ids") for x in cache.layers if is_indexed(x))
+        return Support(True, tree=branches, batch=not indexed, rollback="replay", reasons=reasons)
     if any(selects_by_slot(layer) for layer in cache.layers):
         reason = "its sparse attention selects tokens by the cache slots they lie in"
         return Support(True, tree=False, batch=False, rollback="compact", reasons=(reason,))
