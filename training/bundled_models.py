@@ -1,12 +1,18 @@
-"""Make the models that ship in ``specdec_ext/assets``: a small Python-code target and its draft model.
+"""Make the models that ship in ``specdec_ext/assets``: a small Python-code target and its draft model,
+and the text that draft heads of the target learn from.
 
-Three steps, each resumable; state lives under ``--work`` (default ``build/bundled``):
+Each step is resumable; state lives under ``--work`` (default ``build/bundled``):
 
     python training/bundled_models.py prepare            # collect source files, train the tokenizer, tokenize
     python training/bundled_models.py train target --tokens 40e6
     python training/bundled_models.py train draft --tokens 40e6
     python training/bundled_models.py export target      # bf16 safetensors, model card with perplexity
     python training/bundled_models.py export draft
+    python training/bundled_models.py texts              # the corpus as head/text.jsonl, head/held_out.jsonl
+    python training/bundled_models.py completions        # beginnings of these, continued by the target
+    python training/bundled_models.py completions held_out --files 300
+
+The last three need nothing of the steps before, only the exported target.
 
 The text is what any machine with Python has: the standard library with its tests and the installed
 packages. A file is held out when the hash of its content says so, so every copy of a file falls on

@@ -355,5 +355,6 @@ def _kept(path: Path, name: str) -> dict[str, list[Transcript]]:
             texts = [*texts[: part - 1], text]
             if part == parts:
                 done[key], texts, whole = texts, [], position
-    os.truncate(path, whole)
+    if whole < path.stat().st_size:
+        os.truncate(path, whole)
     return done
