@@ -31,7 +31,7 @@ OTHER := .venv-transformers-$(VERSION)
 
 export SPECDEC_CUDA
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-transformers test-architectures lint format wheel bench bench-goals bench-ops kernel-report gpu-check head clean
+.PHONY: help demo test test-slow test-transformers test-architectures lint format wheel bench bench-goals bench-ops kernel-report gpu-check head other-heads clean
 
 help: ## list the targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,6 +97,13 @@ head: $(BUILD) ## train the bundled draft head from scratch: under an hour on tw
 	  --layers 1,3,6 --draft-vocab 3072 --learn-everything --updates 1700 --batch-size 4 \
 	  --learning-rate 1e-2 --decay 0.8 --evaluate-every 425
 	$(BIN)/python training/bundled_head.py export
+
+other-heads: $(BUILD) ## train Medusa heads and a P-EAGLE head for the bundled target, on the data of `make head`
+	$(BIN)/specdec train bundled --data build/bundled/head/text_completions.jsonl --kind medusa \
+	  --out build/bundled/head/tiny-python-medusa --steps 4 --draft-vocab 3072 --learn-everything --batch-size 4
+	$(BIN)/specdec train bundled --data build/bundled/head/text_completions.jsonl --kind p-eagle \
+	  --out build/bundled/head/tiny-python-p-eagle --steps 5 --decoder-layers 2 --layers 1,3,6 \
+	  --draft-vocab 3072 --learn-everything --batch-size 4
 
 # build/bundled holds the corpus and the training state of the bundled models: hours of work, kept.
 clean: ## remove what was built (not the virtual environment, not trained models)

@@ -190,6 +190,7 @@ def test_two_processes_have_the_curve_of_one_with_their_batches_together(tmp_pat
     assert [progress.tokens for progress in one] == [progress.tokens for progress in two]
     for alone, together in zip(one, two, strict=True):
         assert together.losses == pytest.approx(alone.losses, rel=1e-4)
+        assert together.gradient_norm == pytest.approx(alone.gradient_norm, rel=1e-3)
 
 
 def test_what_was_trained_is_saved_for_others_and_read_again(tmp_path):

@@ -378,6 +378,8 @@ def export(
     model = model.to(torch.bfloat16).eval()
     perplexity = held_out_perplexity(model.float(), work, context, windows)
     model = model.to(torch.bfloat16)
+    if kind == "target":
+        model.config.specdec_ext_draft = "bundled"  # training/bundled_head.py
     folder = assets / ASSET_NAMES[kind]
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 HF = "HF generate"
 HF_LOOKUP = "HF prompt lookup (10)"
 OURS = "specdec, drafter={}"
-DRAFTERS = ["ngram"]
+# n-gram copies, the bundled head, and what the two do together.
+DRAFTERS = ["ngram", "head", "auto"]
 SHOWN_PROMPT_LINES = 6
 
 

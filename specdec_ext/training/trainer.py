@@ -82,6 +82,7 @@ class Progress:
     Attributes:
         step: steps done.
         losses: of the steps of the objective, over all processes.
+        gradient_norm: before it was clipped.
         tokens: read in this step, paddings not counted, over all processes.
         seconds: since the step before.
         evaluation: if there was one.
@@ -89,6 +90,7 @@ class Progress:
 
     step: int
     losses: tuple[float, ...]
+    gradient_norm: float
     learning_rate: float
     tokens: int
     seconds: float
@@ -157,7 +159,7 @@ def train(
             loss, losses = prepared(batch, teacher, total)
         # Gradients of processes are averaged; the losses are parts of a sum.
         accelerator.backward(loss * accelerator.num_processes)
-        torch.nn.utils.clip_grad_norm_(objective.parameters(), config.clip)
+        norm = float(torch.nn.utils.clip_grad_norm_(objective.parameters(), config.clip))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -171,7 +173,7 @@ def train(
                 with precision():
                     evaluation = evaluate(objective, features, teacher, held_out, config.depth)
             rate = config.learning_rate * factor
-            progress = Progress(done, tuple(summed), rate, int(tokens), seconds, evaluation)
+            progress = Progress(done, tuple(summed), norm, rate, int(tokens), seconds, evaluation)
             run.record(progress)
             if last or done % config.save_every == 0:
                 run.save(done)

@@ -1,0 +1,61 @@
+"""The head that comes with the package: it fits, it is found, it drafts well, and it changes no text."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+import specdec_ext
+from specdec_ext import assets
+from specdec_ext.checkpoints import check_pair
+from specdec_ext.drafters.auto import auto_drafter
+from specdec_ext.drafters.combined import CombinedDrafter
+
+CARD = (assets.FOLDER / "tiny-python-head" / "README.md").read_text()
+
+
+def test_it_is_the_head_of_the_bundled_target():
+    head = assets.load_head()
+    assert check_pair(head, assets.load_target()) == []
+    assert head.config.fc_norm and head.config.norm_output
+    files = [path for path in assets.FOLDER.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 20e6
+
+
+def test_auto_finds_it_wherever_the_target_lies(tmp_path):
+    target = assets.load_target()
+    target.save_pretrained(tmp_path)
+    for model in (target, type(target).from_pretrained(tmp_path)):
+        drafter = auto_drafter(model)
+        assert isinstance(drafter, CombinedDrafter)
+        assert drafter.model_based.head.config == assets.load_head().config
+
+
+def test_its_drafts_are_accepted_and_the_text_stays():
+    """The card's number is of all prompts and 128 tokens; a part of them must not be far from it."""
+    target, tokenizer = assets.load_target(), assets.load_tokenizer()
+    drafter = specdec_ext.HeadDrafter(assets.load_head(), specdec_ext.TreeConfig(depth=5))
+    emitted = steps = 0
+    for prompt in assets.held_out_prompts()[:4]:
+        ids = tokenizer(prompt["prompt"], return_tensors="pt")["input_ids"]
+        options = {"max_new_tokens": 48, "do_sample": False}
+        plain = specdec_ext.generate(target, ids, drafter=None, **options)
+        output = specdec_ext.generate(
+            target,
+            ids,
+            drafter=drafter,
+            speculation="fixed",
+            return_dict_in_generate=True,
+            **options,
+        )
+        assert torch.equal(output.sequences, plain)
+        emitted += output.speculation.accepted_tokens
+        steps += output.speculation.drafts
+    assert 1 + emitted / steps > 2.5
+
+
+def test_the_card_claims_what_was_asked_for():
+    (length,) = re.findall(r"held-out Python .*\*\*(\d\.\d\d)\*\*", CARD)
+    assert float(length) >= 3
+    assert "specdec train bundled" in CARD and "prose" in CARD
