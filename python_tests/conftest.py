@@ -13,6 +13,7 @@ torch.set_num_threads(1)  # two pytest workers share two cores
 import emulation  # noqa: E402
 from op_cases import DEVICES  # noqa: E402
 
+from specdec_ext import speculation  # noqa: E402
 from specdec_ext.ops import _library, packed_head  # noqa: E402
 
 
@@ -30,6 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
         config.pluginmanager.register(VerdictTable(config.option.verdicts))
     config.addinivalue_line("markers", "emulated: an op's CUDA kernels, run on the host")
+    config.addinivalue_line(
+        "markers", "auto: the controller decides what is drafted, by a real clock"
+    )
     config.addinivalue_line("markers", "slow_emulated: slow if it is on emulated kernels")
     wanted = "not emulated" not in config.option.markexpr
     if wanted and not hasattr(config, "workerinput"):  # once, not in every xdist worker
@@ -52,6 +56,13 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
 
         skip_if_unknown(error)
         raise
+
+
+@pytest.fixture(autouse=True)
+def fixed_speculation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tests not marked ``auto``, ``speculation="auto"`` is "fixed": drafters draft in every step."""
+    if not request.node.get_closest_marker("auto"):
+        monkeypatch.setattr(speculation, "AUTO", None)
 
 
 @pytest.fixture(

@@ -25,15 +25,16 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from specdec_ext.context import Context
+from specdec_ext.controller import Controller
 from specdec_ext.delegation import check_loop, generate_through
 from specdec_ext.drafters import Drafter
 from specdec_ext.drafters.choice import Assistant, DrafterChoice
 from specdec_ext.keywords import check_arguments, check_config
 from specdec_ext.loop import Decoder
 from specdec_ext.output import AnyOutput, Recorder, TokenStream
-from specdec_ext.policy import make_policy
+from specdec_ext.policy import Policy
 from specdec_ext.sampler import VERIFICATIONS, Sampler
-from specdec_ext.speculation import Speculation, resolve_speculation
+from specdec_ext.speculation import Speculation, is_auto, resolve_speculation
 from specdec_ext.stopping import StopRule
 from specdec_ext.target import Target, make_target
 from specdec_ext.target.context_limit import Span
@@ -250,7 +251,7 @@ def _decode(
         _ids_of(encoder_input, len(input_ids), target.vocab_size),
     )
     stream = TokenStream(streamer, context) if streamer is not None else None
-    policy = make_policy(speculation, drafter, target, sampler.needs_draft_probs)
+    policy = _policy(speculation, drafter, model, sampler)
     decoder = Decoder(target, drafter, sampler, stop, context, recorder, stream, policy)
     try:
         sequences = context.sequences(decoder.run())
@@ -262,6 +263,36 @@ def _decode(
     if config.return_dict_in_generate:
         return recorder.result(sequences, target.cache, decoder.stats, context.prompt_columns)
     return sequences
+
+
+def _policy(
+    speculation: Speculation | None,
+    drafter: Drafter | None,
+    model: PreTrainedModel,
+    sampler: Sampler,
+) -> Policy | None:
+    """Who decides what each step drafts; None if nothing does.
+
+    Raises:
+        ValueError: where the text would depend on time: drafts chosen by measurements, under a rule whose
+            text depends on the drafts.
+    """
+    if drafter is None:
+        return None
+    if speculation is None:
+        return Policy(drafter)
+    if speculation.is_fixed:
+        assert speculation.shapes is not None
+        return Policy(drafter, speculation.shapes[0])
+    if not sampler.needs_draft_probs:
+        return Controller(speculation, drafter, model)
+    if is_auto(speculation):
+        return Policy(drafter)
+    raise ValueError(
+        "speculation leaves choices to measurements, and under this verification rule sampled text depends "
+        "on what is drafted: one seed would give many texts. Pass speculation='fixed', "
+        "Speculation(shapes=[...], may_rest=False) with one shape, or verification='match'"
+    )
 
 
 def _span(input_ids: Tensor, cache: Any, inputs: dict[str, Any], stop: StopRule) -> Span:

@@ -32,19 +32,20 @@ class Decoder:
         context: Context,
         recorder: Recorder,
         stream: TokenStream | None,
-        policy: Policy,
+        policy: Policy | None,
     ):
         self.target, self.drafter, self.sampler, self.stop = target, drafter, sampler, stop
         self.context, self.recorder, self.stream = context, recorder, stream
         self.policy = policy
         self.stats = SpeculationStats(drafter=type(drafter).__name__ if drafter else "none")
+        self.stats.policy = "fixed" if drafter else "none"
         self._alarm = DraftAlarm(self.stats, drafter.dead_draft_advice if drafter else "")
         self._ends: dict[int, int] = {}  # original row -> columns at which it ended
         self._layout = list(context.rows)  # original row in each row of the cache
 
     def run(self) -> int:
         """Generate until every row has ended; returns the width of ``sequences``."""
-        context, target, drafter = self.context, self.target, self.drafter
+        context, target, drafter, policy = self.context, self.target, self.drafter, self.policy
         # Nobody looks at the root's token, and a prompt of embeddings has none.
         tree = DraftTree.root(context.input_ids.new_zeros(len(context.input_ids)))
         with self._timed("prefill"):
@@ -53,7 +54,8 @@ class Decoder:
             accepted = self._verify(tree, output)
         if drafter is not None:
             drafter.start(context, target.model, output)
-            self.policy.begin(context, self.stats)
+        if policy is not None:
+            policy.begin(context, self.stats)
         while self._unfinished():
             with self._timed("draft"):
                 tree = self._propose()
@@ -65,8 +67,10 @@ class Decoder:
                 target.commit(accepted.path, accepted.num_accepted)
                 if drafter is not None:
                     drafter.commit(context, accepted, output)
-                    self.policy.learn(accepted, context)
-        self.policy.end()
+                if policy is not None:
+                    policy.learn(accepted, context)
+        if policy is not None:
+            policy.end()
         # The cache ends like sequences[:, :-1], its rows where the caller's rows are.
         width = self._width()
         everyone = range(len(self._layout))
@@ -78,7 +82,7 @@ class Decoder:
 
     def _propose(self) -> DraftTree:
         roots = self.context.roots
-        if self.drafter is None or not self.policy.choose(self.context):
+        if self.drafter is None or self.policy is None or not self.policy.choose(self.context):
             return DraftTree.root(roots)
         tree, name = self.drafter.propose(self.context), type(self.drafter).__name__
         if not isinstance(tree, DraftTree):

@@ -1,25 +1,42 @@
 """``Policy``: whether a step drafts, in which shape, and how much of the draft is verified.
 
-The loop asks before it drafts and after, and tells how it went. This base class is ``speculation="fixed"``;
-:mod:`specdec_ext.controller` is ``"auto"``. No policy can change what is emitted under the match rule.
+The loop asks before it drafts and after, and tells how it went. The class here drafts in every step; it is
+``speculation="fixed"``. :mod:`specdec_ext.controller` is ``"auto"``. No policy can change what is emitted
+under the match rule.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.sampler import Accepted
-from specdec_ext.speculation import Speculation
 from specdec_ext.stats import SpeculationStats
-from specdec_ext.target import Target
 from specdec_ext.tree import DraftTree
+from specdec_ext.tree_config import FOUND, Shape, TreeConfig
 
 
 class Policy:
-    """Every step drafts what the drafter drafts by itself, and all of it is verified."""
+    """Every step drafts, and all of the draft is verified.
+
+    Args:
+        drafter: of the call.
+        shape: what it is to draft; None for what it drafts by itself.
+    """
+
+    def __init__(self, drafter: Drafter, shape: TreeConfig | None = None):
+        self._drafter, self._shape = drafter, shape
 
     def begin(self, context: Context, stats: SpeculationStats) -> None:
-        """A call begins: the prompt has been read, the drafter has started."""
+        """A call begins: the prompt has been read, the drafter has started.
+
+        Raises:
+            ValueError: if shapes are pinned that the drafter can't be asked for.
+        """
+        if self._shape is not None:
+            offered(self._drafter, context, [self._shape])
+        context.shape = self._shape
 
     def choose(self, context: Context) -> bool:
         """A step begins: whether it drafts. What it drafts goes into ``context.shape``."""
@@ -36,13 +53,20 @@ class Policy:
         """The call is over."""
 
 
-def make_policy(
-    speculation: Speculation | None, drafter: Drafter | None, target: Target, draws_count: bool
-) -> Policy:
-    """The policy of one call.
+def offered(
+    drafter: Drafter, context: Context, pinned: Sequence[TreeConfig] | None
+) -> Sequence[Shape]:
+    """What the drafter may be asked for; of shapes only those that are pinned, if any are.
 
-    Args:
-        speculation: None for "fixed".
-        draws_count: whether the text depends on what is drafted (every rule but "match").
+    Raises:
+        ValueError: if they are, and the drafter takes none.
     """
-    return Policy()
+    shapes = drafter.shapes(context)
+    if pinned is None:
+        return shapes
+    if all(shape == FOUND for shape in shapes):
+        raise ValueError(
+            f"speculation pins shapes, and {type(drafter).__name__} proposes what it finds; leave shapes out "
+            "(max_nodes bounds what is verified), or shape the drafter by its own arguments"
+        )
+    return [*(shape for shape in shapes if shape == FOUND), *pinned]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 
+from specdec_ext.explain import Report, explain
+
 # A draft whose first token is hardly ever accepted: a model that was made for the target gets many times this
 # share, one that reads the wrong layers or another vocabulary gets next to nothing.
 ALARM_WINDOW = 100  # drafts
@@ -33,6 +35,11 @@ class SpeculationStats:
         proposed_per_position: drafts that proposed a token at depth i + 1.
         reached_per_position: those of them in which everything before depth i + 1 was accepted.
         accepted_per_position: drafts whose token at depth i + 1 was accepted.
+        policy: ``"auto"``, ``"fixed"``, or ``"none"`` without a drafter.
+        shapes: steps of the whole batch by what was drafted; in ``"auto"`` alone.
+        dropped: steps whose draft was not verified.
+        probes: steps that tried what was not in use, to see whether it has become better.
+        report: what the controller measured; :meth:`explain` puts it into words.
         seconds: wall time by phase: ``prefill``, ``draft``, ``verify`` (target pass and walk), ``commit``.
     """
 
@@ -48,6 +55,20 @@ class SpeculationStats:
     seconds: dict[str, float] = field(
         default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "commit": 0.0}
     )
+
+    policy: str = "none"
+    shapes: dict[str, int] = field(default_factory=dict)
+    dropped: int = 0
+    probes: int = 0
+    report: Report | None = None
+
+    def count_shape(self, name: str) -> None:
+        """One step of the whole batch."""
+        self.shapes[name] = self.shapes.get(name, 0) + 1
+
+    def explain(self) -> str:
+        """Why it drafted as it did: costs, acceptance, what was chosen how often, and what that gained."""
+        return explain(self)
 
     def count_step(
         self, draft_tokens: int, depth: int, num_accepted: int, num_emitted: int

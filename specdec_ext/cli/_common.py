@@ -35,6 +35,13 @@ class Dtype(str, Enum):
     float16 = "float16"
 
 
+class SpeculationMode(str, Enum):
+    """Whether a step drafts where that pays, or always."""
+
+    auto = "auto"
+    fixed = "fixed"
+
+
 ModelArgument = Annotated[
     str | None,
     typer.Argument(help="Folder or hub id of a causal language model; the bundled one by default."),
@@ -46,6 +53,10 @@ DrafterOption = Annotated[
         help="none, auto, ngram, suffix, lookahead, head or draft (the bundled head or draft model), or "
         "folder or hub id of a draft head or a draft model.",
     ),
+]
+SpeculationOption = Annotated[
+    SpeculationMode,
+    typer.Option("--speculation", help="auto drafts where it pays, fixed in every step."),
 ]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Type of weights and activations.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="torch device of both models.")]

@@ -75,7 +75,9 @@ def check(
         with user_errors(), console.status(f"checking {name}"):
             reference = target.generate(input_ids, **law)[0]
             plain = specdec_ext.generate(target, input_ids, drafter=None, **law)[0]
-            drafted = specdec_ext.generate(target, input_ids, drafter=proposer, **law)[0]
+            drafted = specdec_ext.generate(
+                target, input_ids, drafter=proposer, speculation="fixed", **law
+            )[0]
             length = input_ids.shape[1]
             compared = [
                 specdec_ext.compare_runs(target, reference, plain, length),

@@ -16,6 +16,8 @@ from specdec_ext.cli._common import (
     DtypeOption,
     MaxNewTokensOption,
     ModelArgument,
+    SpeculationMode,
+    SpeculationOption,
     encode,
     load_drafter,
     load_target,
@@ -31,6 +33,7 @@ def generate(
         typer.Option("--prompt", "-p", help="Text to continue; standard input by default."),
     ] = None,
     drafter: DrafterOption = "ngram",
+    speculation: SpeculationOption = SpeculationMode.auto,
     max_new_tokens: MaxNewTokensOption = 128,
     sample: Annotated[
         bool, typer.Option("--sample", help="Sample instead of greedy decoding.")
@@ -45,7 +48,8 @@ def generate(
         bool, typer.Option("--show-drafts", help="Mark accepted draft tokens.")
     ] = False,
     stats: Annotated[
-        bool, typer.Option("--stats", help="Speed and acceptance on standard error.")
+        bool,
+        typer.Option("--stats", help="Speed, acceptance and why it drafted, on standard error."),
     ] = False,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
@@ -65,6 +69,7 @@ def generate(
             target,
             input_ids,
             drafter=proposer,
+            speculation=speculation.value,
             streamer=TextStreamer(console, tokenizer, mark_drafted=show_drafts),
             max_new_tokens=max_new_tokens,
             return_dict_in_generate=True,
@@ -74,11 +79,12 @@ def generate(
     console.print()
     if stats:
         count = output.sequences.shape[1] - input_ids.shape[1]
-        speculation = output.speculation
+        counted = output.speculation
         typer.echo(
             f"{count} tokens in {seconds:.2f} s ({count / seconds:.1f} tokens/s), "
-            f"{speculation.steps} steps, mean acceptance length {speculation.mean_acceptance_length:.2f}, "
-            f"{speculation.accepted_tokens} of {speculation.draft_tokens} draft tokens accepted",
+            f"{counted.steps} steps, mean acceptance length {counted.mean_acceptance_length:.2f}, "
+            f"{counted.accepted_tokens} of {counted.draft_tokens} draft tokens accepted\n\n"
+            f"{counted.explain()}",
             err=True,
         )
 

@@ -1,0 +1,406 @@
+"""The controller in a world with a clock of its own: never slower, near the best shape, and it says why.
+
+Times are those of ``decoding_world``, so no real one decides a test. What the controller leaves to the text
+is in ``test_controller_chaos.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from statistics import fmean
+
+import pytest
+import torch
+from decoding_world import World
+from lossless import check_same_text, plain_text
+from tiny import ScriptedDrafter, generated, oracle_chain, prompts, tiny_model
+
+import specdec_ext
+from specdec_ext import DraftModelDrafter, Speculation, TreeConfig
+from specdec_ext.acceptance import Acceptance, LearntAcceptance
+from specdec_ext.controller import forget, judged, memory_of
+from specdec_ext.costs import Curve, VerifyCosts
+from specdec_ext.explain import Gain
+from specdec_ext.policy import Policy
+
+MS = 1e-3
+CHAINS = {"depths": (1, 2, 3, 4, 5, 6, 7)}
+
+
+def verify(rows: int, nodes: int) -> float:
+    """A pass: 3 ms, 12 % more for each further node, 35 % for each further row."""
+    return 3 * MS * (1 + 0.12 * (nodes - 1)) * (1 + 0.35 * (rows - 1))
+
+
+def head_cost(depth: int) -> float:
+    return (0.3 + 0.18 * depth) * MS
+
+
+def lookup_cost(depth: int) -> float:
+    return 0.04 * MS
+
+
+def always(chance: float):
+    return lambda row, position: [chance] * 10
+
+
+def speed(world: World, drafter, tokens: int = 128, **kwargs) -> float:
+    """Of one call, to plain decoding."""
+    plain = (tokens - 1) * world.verify(world.rows, 1)
+    return plain / world.run(drafter, tokens, **kwargs).seconds["verify"]
+
+
+# --- never slower
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(
+    ("seconds", "options"),
+    [
+        pytest.param(head_cost, CHAINS, id="head"),
+        pytest.param(lambda depth: 4 * MS, CHAINS, id="slower than the target"),
+        pytest.param(lookup_cost, {}, id="lookup"),
+    ],
+)
+def test_wrong_drafts_cost_next_to_nothing(seconds, options, rows):
+    world = World(verify, rows)
+    drafter = world.drafter(always(0.0), seconds, **options)
+    assert speed(world, drafter) > 0.94  # nothing is known yet
+    assert fmean(speed(world, drafter) for _ in range(4)) > 0.98
+    assert speed(world, drafter, policy=Policy(drafter)) < 0.8  # so there was something to lose
+
+
+def test_a_drafter_that_turns_bad_is_left_alone_and_one_that_turns_good_is_found():
+    world = World(verify)
+    for good, asked in (
+        (lambda at: at < 200, slice(0, 200)),
+        (lambda at: at >= 200, slice(200, 400)),
+    ):
+        drafter = world.drafter(
+            lambda row, at, good=good: [0.9 * good(at)] * 8, head_cost, **CHAINS
+        )
+        forget(world.model)
+        places = []
+        propose = drafter.propose
+
+        def noted(context, places=places, propose=propose):
+            places.append(len(context.generated[0]))
+            return propose(context)
+
+        drafter.propose = noted
+        assert speed(world, drafter, 400) > 1.1
+        inside = sum(asked.start <= place < asked.stop for place in places)
+        assert inside > 20 and len(places) - inside < inside
+
+
+def test_probes_back_off():
+    world = World(verify)
+    drafter = world.drafter(always(0.0), lookup_cost, **CHAINS)
+    stats = world.run(drafter, 600)
+    assert 4 < stats.probes < 25
+    assert stats.shapes["plain"] > 550
+
+
+def test_probes_are_paid_from_a_share_of_the_time():
+    world = World(verify, noise=lambda rng: 1.0)
+    drafter = world.drafter(always(0.0), lambda depth: 30 * MS, **CHAINS)
+    world.run(drafter, 64)  # nothing was known: two drafts or three
+    asked = len(drafter.asked)
+    seconds = world.run(drafter, 1000).seconds["verify"]
+    # a start's credit of one and a half plain steps, and one percent of three seconds
+    assert 1 <= (len(drafter.asked) - asked) <= 1 + 0.01 * seconds / (30 * MS)
+    asked = len(drafter.asked)
+    world.run(drafter, 1000, Speculation(probing=0.0))
+    assert len(drafter.asked) == asked
+
+
+# --- near the best
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("chance", [0.7, 0.9])
+def test_near_the_best_fixed_shape(chance, rows):
+    def mean(policy=lambda drafter: None):
+        speeds = []
+        for seed in range(3):
+            world = World(verify, rows, seed)
+            drafter = world.drafter(always(chance), head_cost, **CHAINS)
+            speed(world, drafter, policy=policy(drafter))
+            speeds += [speed(world, drafter, policy=policy(drafter)) for _ in range(3)]
+        return fmean(speeds)
+
+    best = max(mean(lambda drafter, d=d: Policy(drafter, TreeConfig(depth=d))) for d in (3, 5, 7))
+    assert mean() > 0.95 * best
+
+
+def test_depth_follows_costs():
+    depths = {}
+    for name, slope in (("cheap", 0.01), ("dear", 0.35)):
+        world = World(lambda rows, nodes, slope=slope: 3 * MS * (1 + slope * (nodes - 1)))
+        drafter = world.drafter(always(0.85), head_cost, **CHAINS)
+        world.run(drafter, 200)
+        depths[name] = fmean(drafter.asked[10:])
+    assert depths["cheap"] > 5.5 and depths["dear"] < 3.5
+
+
+def test_what_is_found_is_cut_where_nodes_are_dear():
+    world = World(lambda rows, nodes: 3 * MS * (1 + (0.02 if nodes < 5 else 0.9) * (nodes - 1)))
+    drafter = world.drafter(always(0.8), lookup_cost, length=8)
+    world.run(drafter, 100)
+    stats = world.run(drafter, 100)
+    assert stats.draft_tokens / stats.drafts == pytest.approx(3, abs=0.4)
+
+
+def test_costs_that_change_are_noticed():
+    """All passes take twice as long from a moment on: the plain step's time is measured now and then."""
+    pace = [1.0]
+    world = World(lambda rows, nodes: pace[0] * verify(rows, nodes))
+    drafter = world.drafter(always(0.9), head_cost, **CHAINS)
+    world.run(drafter, 800)
+    pace[0] = 2.0
+    stats = world.run(drafter, 3000)
+    assert stats.shapes["plain"] >= 5
+    curve = memory_of(world.model, drafter).verify.curve(1, 2900)
+    assert curve(1) == pytest.approx(6 * MS, rel=0.15)
+
+
+def test_rows_that_end_leave_the_others_their_drafts():
+    world = World(verify, rows=3)
+    drafter = world.drafter(lambda row, at: [0.95 if row == 2 else 0.0] * 8, head_cost, **CHAINS)
+    lengths = [30, 60, 300]
+    plain = verify(3, 1) * 29 + verify(2, 1) * 30 + verify(1, 1) * 240
+    assert plain / world.run(drafter, 0, lengths=lengths).seconds["verify"] > 1.3
+
+
+# --- what the caller pins
+
+
+def test_pinned_shapes_are_asked_for_alone():
+    world = World(verify)
+    drafter = world.drafter(always(0.9), head_cost, **CHAINS)
+    settings = Speculation(shapes=[TreeConfig(depth=2), TreeConfig(depth=4)])
+    world.run(drafter, 100, settings)
+    assert set(drafter.asked) <= {2, 4}
+
+
+def test_max_nodes_bounds_what_is_asked_for_and_verified():
+    world = World(verify)
+    drafter = world.drafter(always(0.9), head_cost, **CHAINS)
+    world.run(drafter, 100, Speculation(max_nodes=4))
+    assert max(drafter.asked) == 3
+    drafter = world.drafter(always(0.9), lookup_cost, length=8)
+    stats = world.run(drafter, 100, Speculation(max_nodes=4))
+    assert len(stats.proposed_per_position) == 3
+
+
+def test_without_rest_every_step_drafts():
+    world = World(verify)
+    drafter = world.drafter(always(0.0), head_cost, **CHAINS)
+    stats = world.run(drafter, 60, Speculation(may_rest=False))
+    assert "plain" not in {name for name, count in stats.shapes.items() if count > 1}
+    assert stats.drafts >= 57  # the last tokens have no room
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Speculation(shapes=[]), r"shapes is \[\]; expected a list of TreeConfig"),
+        (lambda: Speculation(shapes=[5]), "shapes has a int; expected TreeConfig"),
+        (
+            lambda: Speculation(max_nodes=1),
+            "max_nodes counts the root and must be at least 2, got 1",
+        ),
+        (lambda: Speculation(probing=2), r"probing is a share and must be in \[0, 0.5\], got 2"),
+        (lambda: Speculation(hysteresis=-1), "hysteresis is a share"),
+        (
+            lambda: Speculation(shapes=[TreeConfig(depth=5)], max_nodes=3),
+            "max_nodes=3 leaves none of shapes",
+        ),
+        (lambda: call(speculation="always"), "speculation='always' is not known; expected 'auto'"),
+        (
+            lambda: call("ngram", speculation=Speculation(shapes=[TreeConfig(depth=2)])),
+            "NgramDrafter proposes what it finds; leave shapes out",
+        ),
+        (
+            lambda: call(
+                DraftModelDrafter(tiny_model("llama")),
+                speculation=Speculation(shapes=[TreeConfig(depth=2, top_k=2)], may_rest=False),
+            ),
+            "drafts chains and was asked for",
+        ),
+        (
+            lambda: call(sampler(), speculation=Speculation(), **REJECTION),
+            "one seed would give many texts. Pass speculation='fixed'",
+        ),
+    ],
+)
+def test_errors(make, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
+
+
+REJECTION = {"verification": "rejection", "do_sample": True, "seed": 1}
+
+
+def sampler():
+    return DraftModelDrafter(tiny_model("qwen3"), sampled=True)
+
+
+def call(drafter="ngram", **kwargs):
+    ids, mask = prompts((6, 4))
+    kwargs = {"max_new_tokens": 12, "do_sample": False, **kwargs}
+    return specdec_ext.generate(
+        tiny_model("llama"),
+        ids,
+        attention_mask=mask,
+        drafter=drafter,
+        return_dict_in_generate=True,
+        **kwargs,
+    )
+
+
+@pytest.mark.auto
+def test_rules_whose_text_depends_on_drafts_are_fixed():
+    stats = call(sampler(), **REJECTION).speculation
+    assert (stats.policy, stats.report) == ("fixed", None)
+    greedy = call(sampler(), verification="rejection").speculation
+    assert greedy.policy == "auto"
+    pinned = Speculation(shapes=[TreeConfig(depth=2)], may_rest=False)
+    stats = call(sampler(), speculation=pinned, **REJECTION).speculation
+    assert stats.policy == "fixed" and len(stats.proposed_per_position) == 2
+
+
+# --- on a model, with a real clock
+
+
+@pytest.mark.auto
+@pytest.mark.parametrize("decoding", ["greedy", "sampled"])
+def test_the_text_is_that_of_plain_decoding(decoding):
+    text = plain_text("five-ragged", decoding)
+    drafter = ScriptedDrafter(generated(text, text.shape[1] - 32), oracle_chain)
+    for _ in range(2):
+        stats = check_same_text(drafter, "five-ragged", decoding)
+    assert stats.policy == "auto" and sum(stats.shapes.values()) <= 31
+    assert stats.report is not None and stats.report.verify
+    assert stats.explain().startswith("ScriptedDrafter, speculation='auto'")
+
+
+# --- what is learnt
+
+
+def test_judged_by_the_text():
+    chain = [5, 1, 2, 3], [-1, 0, 1, 2]
+    assert judged(*chain, [1, 2, 3, 9]) == (3, False)
+    assert judged(*chain, [1, 2, 9]) == (2, True)
+    assert judged(*chain, [9]) == (0, True)
+    assert judged(*chain, [1]) == (1, False)  # dropped: the text went no further
+    assert judged([5], [-1], [1]) == (0, False)
+    #     root -> 1 -> 2, root -> 7 -> 8; the last node is inactive
+    tree = [5, 1, 7, 2, 8, 0], [-1, 0, 0, 1, 2, -2]
+    assert judged(*tree, [7, 8, 4]) == (2, False)
+    assert judged(*tree, [7, 2]) == (1, True)
+    assert judged(*tree, [2]) == (0, True)
+
+
+def test_a_dropped_proposal_is_judged():
+    world = World(lambda rows, nodes: 3 * MS * nodes, noise=lambda rng: 1.0)  # nothing pays
+    drafter = world.drafter(always(0.9), lookup_cost, **CHAINS)
+    stats = world.run(drafter, 400)
+    assert stats.dropped >= 5
+    judgements = memory_of(world.model, drafter).acceptance.positions("chain").judged[0]
+    assert judgements > stats.drafts
+
+
+def test_acceptance_of_a_row_leans_on_all_and_a_position_on_the_one_before():
+    learnt = LearntAcceptance()
+    call = Acceptance(learnt)
+    assert call.ahead(0, "chain", 2)[1] == pytest.approx(0.6)
+    for _ in range(50):
+        call.add(0, "chain", 3, False)
+        call.add(1, "chain", 0, True)
+    right, wrong, new = (call.ahead(row, "chain", 3) for row in (0, 1, 2))
+    assert right[3] > 2.2 and wrong[3] < 0.6
+    assert new[1] == pytest.approx(0.5, abs=0.03)
+    assert learnt.rates("chain", 5)[3:] == pytest.approx([learnt.rates("chain", 3)[2]] * 2)
+    assert call.ahead(0, "chain", 3)[:2] == call.ahead(0, "chain", 1)[:2]
+    # a tree that nobody has tried holds more than the chain
+    assert learnt.rates("tree of 9 nodes", 2, is_tree=True)[0] > learnt.rates("chain", 2)[0]
+
+
+def test_a_curve_between_beyond_and_robust():
+    curve = Curve()
+    assert curve(4) is None
+    curve.add(1, 1.0)
+    assert 1.0 < curve(5) < 1.5
+    for seconds in (2.0, 2.1, 50.0):
+        curve.add(5, seconds)
+    assert curve(5) == 2.1
+    assert curve(3) == pytest.approx((1.0 + 2.1) / 2)
+    assert curve(9) == pytest.approx(2.1 + 4 * 1.1 / 4)
+    curve.add(3, 90.0)  # once: the guess is smaller
+    assert curve(3) == pytest.approx((1.0 + 2.1) / 2)
+    for _ in range(20):
+        curve.add(1, 1.5)
+    assert curve(1) == 1.5 and curve.count(1) == 9
+
+
+def test_costs_of_other_batches_and_contexts_are_guessed_from_those_known():
+    costs = VerifyCosts()
+    for nodes in (1, 4, 8):
+        costs.curve(1, 100).add(nodes, 1.0 + 0.1 * nodes)
+    assert costs.curve(1, 5000)(4) == pytest.approx(1.4)
+    assert costs.curve(4, 100)(1) == pytest.approx(1.4)  # as many tokens
+    costs.curve(1, 5000).add(1, 2.2)
+    assert costs.curve(1, 5000)(4) == pytest.approx(2.8)  # twice the other curve
+
+
+def test_the_interval_of_the_gain_holds_what_it_should():
+    """In 95 % of worlds, give or take, the ratio of the expectations."""
+    rng, inside = random.Random(0), 0
+    for _ in range(400):
+        gain = Gain()
+        for _ in range(60):
+            gain.add(rng.uniform(1.0, 2.0), rng.choice([1.0, 2.0, 3.0]))
+        low, high = gain.interval()
+        inside += low < 2.0 / 1.5 < high
+    assert 0.90 < inside / 400 < 0.99
+    assert Gain().interval() == (0.0, math.inf) and Gain().ratio == 1.0
+
+
+# --- what it says
+
+
+def test_explain():
+    world = World(verify)
+    bad = world.drafter(always(0.0), head_cost, **CHAINS)
+    world.run(bad, 128)
+    text = world.run(bad, 128).explain()
+    assert "right, which does not pay for" in text
+    assert "1 row    1 node" in text and "1.00x" in text and "chain of 1" in text
+    forget(world.model)
+    good = world.drafter(always(0.9), head_cost, **CHAINS)
+    stats = world.run(good, 400)
+    assert stats.report.low < stats.report.gain < stats.report.high
+    assert (
+        f"{stats.report.gain:.2f}x the speed that plain decoding is estimated at (95 %"
+        in stats.explain()
+    )
+    assert sum(stats.shapes.values()) == stats.steps
+    assert call(None).speculation.explain() == "Plain decoding: there was no drafter."
+    assert "drafted in every step (speculation='fixed')" in call("ngram").speculation.explain()
+
+
+def test_what_is_learnt_goes_with_the_model():
+    world = World(verify)
+    drafter = world.drafter(always(0.0), head_cost, **CHAINS)
+    world.run(drafter, 64)
+    assert memory_of(world.model, drafter).plain_steps > 0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert memory_of(world.model, drafter).plain_steps == 0
+    finally:
+        torch.set_num_threads(threads)
+    forget(world.model)
+    assert memory_of(world.model, drafter).plain_steps == 0

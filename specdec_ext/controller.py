@@ -1,0 +1,441 @@
+"""The controller: before each step it chooses what to draft, and after the draft how much of it to verify.
+
+Everything is an *option* with two numbers, the tokens and the seconds that it adds to a plain step. The plain
+step itself adds nothing; a shape of the drafter adds its expected accepted tokens, its draft and its wider
+pass; asking for what the drafter finds adds what that was worth of late. The best option has most tokens per
+second over the active rows, and this rate is the price of a second wherever time is spent: a proposal is cut
+where a further level costs more seconds than its tokens are worth, and dropped where none is worth it.
+
+Costs (:mod:`specdec_ext.costs`) and acceptance (:mod:`specdec_ext.acceptance`) are learnt from the steps
+themselves and kept for later calls. A proposal is judged by the text that came, verified or not: a dropped
+one still tells whether its first token was right. What is not in use is tried now and then, at intervals that
+double while nothing comes of it, from a credit that grows with the time that has passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec_ext.acceptance import CHAIN, Acceptance, LearntAcceptance
+from specdec_ext.context import Context
+from specdec_ext.costs import Curve, DraftCosts, VerifyCosts
+from specdec_ext.drafters.base import Drafter
+from specdec_ext.explain import Gain, Report
+from specdec_ext.policy import Policy, offered
+from specdec_ext.sampler import Accepted
+from specdec_ext.speculation import Speculation
+from specdec_ext.stats import SpeculationStats
+from specdec_ext.tree import DraftTree
+from specdec_ext.tree_config import FOUND, Shape, TreeConfig
+
+# Where drafts come from; plain steps are one of the sources.
+PLAIN, MODEL = "plain", "model"
+# Steps without a source after which it is tried, at first and at most.
+FIRST_INTERVAL, LAST_INTERVAL = {PLAIN: 32, MODEL: 4, FOUND: 4}, {PLAIN: 128, MODEL: 32, FOUND: 32}
+# Plain steps before anything is drafted, once for a drafter on a model: what all is measured against.
+FIRST_PLAIN_STEPS = 2
+# Credit for probes never exceeds what this many plain steps take.
+MOST_CREDIT = 1.5
+# Plain steps to wait where a probe is due that the credit does not pay for.
+PATIENCE = 4
+# Steps without a draft after which a draft is one after a pause.
+PAUSE = 8
+# What a new finding weighs against what was found before, at least.
+FADING = 0.05
+
+
+@dataclass
+class Option:
+    """What a step may do, and what that adds to a plain step."""
+
+    source: str
+    shape: Shape | None
+    tokens: float
+    seconds: float
+
+
+@dataclass
+class Found:
+    """What asking for :data:`FOUND` was worth of late.
+
+    Attributes:
+        tokens: accepted tokens to expect, per row.
+        wider: seconds by which passes took longer than plain ones.
+        share: of rows for which something was found.
+        count: how often it was asked for.
+    """
+
+    tokens: float = 0.5
+    wider: float = 0.0
+    share: float = 0.0
+    count: int = 0
+
+    def add(self, tokens: float, wider: float, share: float) -> None:
+        self.count += 1
+        weight = max(FADING, 1 / (self.count + 1))
+        self.tokens += weight * (tokens - self.tokens)
+        self.wider += weight * (wider - self.wider)
+        self.share += weight * (share - self.share)
+
+
+@dataclass
+class Memory:
+    """What is known of one drafter on one model, over calls."""
+
+    verify: VerifyCosts = field(default_factory=VerifyCosts)
+    drafts: DraftCosts = field(default_factory=DraftCosts)
+    acceptance: LearntAcceptance = field(default_factory=LearntAcceptance)
+    found: Found = field(default_factory=Found)
+    plain_steps: int = 0
+    credit: float | None = None
+
+
+_memories: WeakKeyDictionary[PreTrainedModel, dict[Hashable, Memory]] = WeakKeyDictionary()
+
+
+def memory_of(model: PreTrainedModel, drafter: Drafter) -> Memory:
+    """What earlier calls learnt with such a drafter on this model, device, dtype and number of threads."""
+    place = drafter.identity, model.device, model.dtype, torch.get_num_threads()
+    return _memories.setdefault(model, {}).setdefault(place, Memory())
+
+
+def forget(model: PreTrainedModel) -> None:
+    """Begin anew with this model: nothing is known of any drafter."""
+    _memories.pop(model, None)
+
+
+class Controller(Policy):
+    """``speculation="auto"``.
+
+    Args:
+        settings: what the caller pins.
+        drafter: of the call.
+        model: the target.
+    """
+
+    def __init__(self, settings: Speculation, drafter: Drafter, model: PreTrainedModel):
+        super().__init__(drafter)
+        self._settings = settings
+        self._clock = settings.clock
+        self._memory = memory_of(model, drafter)
+        self._acceptance = Acceptance(self._memory.acceptance)
+        self._gain = Gain()
+        self._step = 0
+        self._quiet = 0  # plain steps to come, decided already
+        self._used: dict[str, int] = {}  # source -> step in which it was used last
+        self._interval = dict(FIRST_INTERVAL)
+        self._active: Option | None = None  # what was chosen last, probes aside
+        self._option: Option | None = None  # of this step
+        self._probing = False
+        self._price = 0.0  # tokens that a second is worth
+        self._last_model_draft: int | None = None
+        self._judged: tuple[DraftTree, list[str]] | None = None
+
+    def begin(self, context: Context, stats: SpeculationStats) -> None:
+        self._stats = stats
+        stats.policy = "auto"
+        shapes = offered(self._drafter, context, self._settings.shapes)
+        most = self._settings.max_nodes
+        self._asks_found = FOUND in shapes
+        self._shapes = [
+            shape
+            for shape in shapes
+            if isinstance(shape, TreeConfig) and (most is None or (shape.num_nodes or 0) <= most)
+        ]
+        self._sources = [PLAIN] if self._settings.may_rest else []
+        self._sources += [FOUND] * self._asks_found + [MODEL] * bool(self._shapes)
+        self._began = self._clock()
+        self._drafted: float | None = None
+
+    # --- before the draft
+
+    def choose(self, context: Context) -> bool:
+        self._step += 1
+        self._option, self._judged, self._probing = None, None, False
+        self._drafted = None
+        context.shape = None
+        if self._quiet:
+            self._quiet -= 1
+            return False
+        room = max(context.remaining) - 1
+        if room < 1:
+            return False
+        if self._memory.plain_steps < FIRST_PLAIN_STEPS and self._settings.may_rest:
+            return False
+        self._verify = self._curve(context)
+        self._plain = self._verify(1) or 0.0
+        options = self._options(context.rows, room)
+        best = self._best(options, len(context.rows))
+        self._option = self._due(options, best, len(context.rows)) or best
+        source = self._option.source
+        self._used[source] = self._step
+        if source == MODEL:
+            self._used[FOUND] = self._step
+        if self._probing:
+            self._interval[source] = min(2 * self._interval[source], LAST_INTERVAL[source])
+        else:
+            if self._active is None or self._active.source != source:
+                self._interval[source] = FIRST_INTERVAL[source]
+            self._active = self._option
+        if source == PLAIN:
+            if not self._probing:
+                self._rest()
+            self._option = None if not self._probing else self._option
+            return False
+        context.shape = self._option.shape
+        return True
+
+    def _curve(self, context: Context) -> Curve:
+        return self._memory.verify.curve(len(context.rows), context.root_positions[0] + 1)
+
+    def _options(self, rows: Sequence[int], room: int) -> list[Option]:
+        """What this step may do."""
+        count, memory = len(rows), self._memory
+        options = [Option(PLAIN, None, 0.0, 0.0)] if self._settings.may_rest else []
+        tokens = seconds = 0.0
+        missing = 1.0  # share of rows left to the model
+        if self._asks_found:
+            tokens = memory.found.tokens * count
+            seconds = memory.found.wider + (memory.drafts.curve(count, FOUND)(1) or 0.0)
+            options.append(Option(FOUND, FOUND, tokens, seconds))
+            missing -= memory.found.share
+        fitting = [shape for shape in self._shapes if shape.depth <= room] or self._shapes[:1]
+        ahead: dict[str, list[float]] = {}
+        for shape in fitting:
+            family = family_of(shape)
+            if family not in ahead:
+                depth = max(each.depth for each in fitting if family_of(each) == family)
+                each_row = [
+                    self._acceptance.ahead(row, family, depth, family != CHAIN) for row in rows
+                ]
+                ahead[family] = [sum(column) for column in zip(*each_row, strict=False)]
+            draft = memory.drafts.curve(count, family)(levels(shape)) or 0.0
+            wider = (self._verify(shape.num_nodes or 1) or 0.0) - self._plain
+            options.append(
+                Option(
+                    MODEL,
+                    shape,
+                    tokens + missing * ahead[family][levels(shape)],
+                    seconds + missing * (draft + wider),
+                )
+            )
+        return options
+
+    def _rate(self, option: Option, rows: int) -> float:
+        """Tokens per second."""
+        return (rows + option.tokens) / max(self._plain + option.seconds, 1e-9)
+
+    def _best(self, options: list[Option], rows: int) -> Option:
+        """Most tokens per second; what is in use stays unless another is better by the hysteresis."""
+
+        def favoured(option: Option) -> float:
+            used = self._active is not None and option.shape == self._active.shape
+            return self._rate(option, rows) * (1 + self._settings.hysteresis * used)
+
+        best = max(options, key=favoured)
+        self._price = self._rate(best, rows)
+        return best
+
+    def _due(self, options: list[Option], best: Option, rows: int) -> Option | None:
+        """A source that is not in use and worth a try now."""
+        for source in self._sources:
+            idle = self._step - self._used.get(source, 0)
+            if source == best.source or idle < self._interval[source]:
+                continue
+            if source == FOUND and best.source == MODEL:
+                continue
+            option = min(
+                (each for each in options if each.source == source), key=lambda each: each.seconds
+            )
+            lost = self._plain + option.seconds - (rows + option.tokens) / self._price
+            if source == MODEL and self._last_model_draft is not None:
+                lost = max(lost, self._memory.drafts.after_pause(1) or 0.0)
+            if self._credit() >= min(lost, MOST_CREDIT * self._plain):
+                self._probing = True
+                self._stats.probes += 1
+                return option
+        return None
+
+    def _credit(self) -> float:
+        if self._memory.credit is None:
+            self._memory.credit = MOST_CREDIT * self._plain
+        return self._memory.credit
+
+    def _rest(self) -> None:
+        """Plain steps follow until something is due."""
+        waits = [
+            self._interval[source] - (self._step - self._used.get(source, 0))
+            for source in self._sources
+            if source != PLAIN
+        ]
+        self._quiet = max(min(wait if wait > 0 else PATIENCE for wait in waits) - 1, 0)
+
+    # --- behind the draft
+
+    def cut(self, tree: DraftTree, context: Context) -> DraftTree:
+        self._drafted = self._clock()
+        option = self._option
+        assert option is not None and option.shape is not None
+        family = family_of(option.shape)
+        kinds = [kind or family for kind in self._drafter.kinds or [""] * tree.num_rows]
+        self._judged = tree, kinds
+        depths = [max(row) for row in tree.depths]
+        deepest = max(depths)
+        columns = _columns(tree, deepest)
+        ahead = [
+            self._acceptance.ahead(row, kind, depth, not tree.is_chain)
+            for row, kind, depth in zip(context.rows, kinds, depths, strict=True)
+        ]
+        kept = self._kept(ahead, depths, columns)
+        self._count_found(ahead, depths, kinds, kept, columns[kept])
+        if kept < deepest:
+            self._stats.dropped += kept == 0
+            return tree.pruned([kept] * tree.num_rows)
+        return tree
+
+    def _kept(self, ahead: list[Sequence[float]], depths: list[int], columns: list[int]) -> int:
+        """How many levels are verified."""
+        most = self._settings.max_nodes
+        levels = [0, len(columns) - 1] if self._drafter.whole else range(len(columns))
+        fitting = [level for level in levels if most is None or columns[level] <= most]
+        if not self._settings.may_rest:
+            return max(fitting)
+
+        def worth(level: int) -> float:
+            tokens = sum(row[min(level, depth)] for row, depth in zip(ahead, depths, strict=True))
+            return tokens - self._price * ((self._verify(columns[level]) or 0.0) - self._plain)
+
+        return max(fitting, key=worth)
+
+    def _count_found(
+        self,
+        ahead: list[Sequence[float]],
+        depths: list[int],
+        kinds: list[str],
+        kept: int,
+        nodes: int,
+    ) -> None:
+        """What was found, rows that a model drafted for aside, at what that is taken to be worth."""
+        if not self._asks_found:
+            return
+        tokens = [row[min(kept, depth)] for row, depth in zip(ahead, depths, strict=True)]
+        found = [depth > 0 and _is_found(kind) for depth, kind in zip(depths, kinds, strict=True)]
+        brought = sum(each for each, copied in zip(tokens, found, strict=True) if copied)
+        part = brought / sum(tokens) if sum(tokens) > 0 else 0.0
+        wider = (self._verify(nodes) or 0.0) - self._plain
+        self._memory.found.add(brought / len(kinds), part * wider, sum(found) / len(kinds))
+
+    # --- behind the step
+
+    def learn(self, accepted: Accepted, context: Context) -> None:
+        now, rows = self._clock(), len(accepted.emitted)
+        began, self._began = self._began, now
+        drafted = began if self._drafted is None else self._drafted
+        nodes = accepted.path.shape[1]
+        verify = self._memory.verify.curve(rows, context.root_positions[0] + 1)
+        verify.add(nodes, now - drafted)
+        self._memory.plain_steps += nodes == 1
+        if self._judged is not None:
+            self._learn_draft(drafted - began, accepted, context)
+        took, emitted = now - began, sum(map(len, accepted.emitted))
+        plain = verify(1)
+        if self._memory.credit is not None and plain:
+            earned = self._settings.probing * took
+            if self._probing:
+                earned -= max(0.0, took - emitted / self._price)
+            self._memory.credit = min(self._memory.credit + earned, MOST_CREDIT * plain)
+        self._gain.add(took, took if self._drafted is None else emitted * (plain or 0.0) / rows)
+        self._stats.count_shape(self._label(nodes))
+
+    def _learn_draft(self, seconds: float, accepted: Accepted, context: Context) -> None:
+        assert self._judged is not None and self._option is not None
+        tree, kinds = self._judged
+        shape = self._option.shape
+        if shape == FOUND or all(map(_is_found, kinds)):
+            self._memory.drafts.curve(len(kinds), FOUND).add(1, seconds)
+        else:
+            assert isinstance(shape, TreeConfig)
+            last, self._last_model_draft = self._last_model_draft, self._step
+            if last is not None and self._step - last <= PAUSE:
+                curve = self._memory.drafts.curve(len(kinds), family_of(shape))
+                curve.add(levels(shape), seconds)
+            elif last is not None:
+                self._memory.drafts.after_pause.add(1, seconds)
+        texts = zip(tree.tokens.tolist(), tree.parents.tolist(), accepted.emitted, strict=True)
+        for row, kind, (tokens, parents, emitted) in zip(context.rows, kinds, texts, strict=True):
+            matched, missed = judged(tokens, parents, emitted)
+            self._acceptance.add(row, kind, matched, missed)
+            if self._probing and matched:  # something came of it: once more, at once
+                self._interval[self._option.source] = 1
+
+    def _label(self, nodes: int) -> str:
+        if self._judged is None or self._option is None:
+            return "plain"
+        asked = name_of(self._option.shape) if self._option.shape else ""
+        if nodes == 1:
+            deepest = max(max(row) for row in self._judged[0].depths)
+            return f"{asked}, dropped" if deepest else f"{asked}, nothing proposed"
+        return asked
+
+    def end(self) -> None:
+        self._stats.report = Report.of(
+            self._memory.verify, self._memory.drafts, self._memory.acceptance, self._gain
+        )
+
+
+def family_of(shape: Shape) -> str:
+    """Shapes of one family share acceptance and draft costs: all chains; every tree by itself."""
+    if isinstance(shape, str):
+        return shape
+    return CHAIN if shape.top_k == 1 else name_of(shape)
+
+
+def name_of(shape: Shape) -> str:
+    if isinstance(shape, str):
+        return "what is found"
+    if shape.top_k == 1:
+        return f"chain of {levels(shape)}"
+    return f"tree of {shape.num_nodes} nodes, {shape.depth} levels"
+
+
+def levels(shape: TreeConfig) -> int:
+    """Below the root; of a chain that ``num_nodes`` cuts off fewer than its depth."""
+    return len(shape.links) if shape.top_k == 1 else shape.depth
+
+
+def _is_found(kind: str) -> bool:
+    """Whether a proposal of this kind was found, rather than drafted in a shape that was asked for."""
+    return kind != CHAIN and not kind.startswith("tree of ")
+
+
+def _columns(tree: DraftTree, deepest: int) -> list[int]:
+    """Nodes per row of the tree cut to 0, 1, ..., ``deepest`` levels."""
+    last = [0] * (deepest + 1)
+    for depths in tree.depths:
+        for node, depth in enumerate(depths):
+            if depth >= 0 and node > last[depth]:
+                last[depth] = node
+    for depth in range(1, deepest + 1):
+        last[depth] = max(last[depth], last[depth - 1])
+    return [node + 1 for node in last]
+
+
+def judged(
+    tokens: Sequence[int], parents: Sequence[int], emitted: Sequence[int]
+) -> tuple[int, bool]:
+    """How many levels of a proposal the text took, and whether it then left it for a token not proposed."""
+    node = 0
+    for level, token in enumerate(emitted):
+        children = [child for child in range(node + 1, len(parents)) if parents[child] == node]
+        if not children:
+            return level, False
+        taken = [child for child in children if tokens[child] == token]
+        if not taken:
+            return level, True
+        node = taken[0]
+    return len(emitted), False
