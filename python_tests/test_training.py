@@ -117,6 +117,9 @@ def test_a_resumed_run_has_the_same_curve_and_the_same_bits(tmp_path):
 
     with pytest.raises(Stopped):
         run(tmp_path / "stopped", QUICK, examples, held_out, on_step=stop)
+    with (tmp_path / "stopped" / "history.jsonl").open("a") as file:
+        file.write('{"step": 6, "los')  # killed while it wrote
+    assert len(read_history(tmp_path / "stopped")) == 5
     resumed = run(tmp_path / "stopped", QUICK, examples, held_out)
     assert_same_head(resumed.trained(), through.trained())
     curves = [read_history(tmp_path / name) for name in ("through", "stopped")]
@@ -135,6 +138,33 @@ def test_a_run_goes_on_only_as_it_began(tmp_path):
         run(tmp_path, dataclasses.replace(QUICK, updates=2, learning_rate=1.0), examples)
 
 
+def test_a_loss_that_is_not_finite_stops_the_run_at_the_state_before(tmp_path):
+    def spoil(progress):
+        if progress.step == 3:
+            with torch.no_grad():
+                next(objective.parameters()).fill_(torch.nan)
+
+    model, objective = tiny_model("llama"), objective_of("eagle3")
+    features, teacher = OnlineFeatures(model, LAYERS), Teacher(model)
+    with pytest.raises(ArithmeticError, match=r"losses of step 4 are \[nan"):
+        train(objective, features, teacher, random_examples(10, 12), [], tmp_path, QUICK, spoil)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert state["step"] == 2
+    assert all(bool(each.isfinite().all()) for each in state["weights"].values())
+
+
+def test_held_out_texts_too_short_for_a_draft_are_passed_over(tmp_path):
+    model, objective = tiny_model("llama"), objective_of("eagle3")
+    features, teacher = OnlineFeatures(model, LAYERS), Teacher(model)
+    texts = random_examples(2, 12)
+    short = [example([1] * length) for length in (2, 3, 5, 6)]
+    found = evaluate(objective, features, teacher, [*short, *texts], depth=5)
+    assert found == evaluate(objective, features, teacher, texts, depth=5)
+    for hopeless in (short, [], [example([1] * 12, [0] * 12)]):
+        with pytest.raises(ValueError, match=r"no place with 6 tokens of the loss mask"):
+            evaluate(objective, features, teacher, hopeless, depth=5)
+
+
 def test_too_few_examples_are_said_before_anything_is_written(tmp_path):
     folder = tmp_path / "run"
     short = [example([1, 2, 3, 4])] * 5 + random_examples(1, 12)
@@ -143,10 +173,14 @@ def test_too_few_examples_are_said_before_anything_is_written(tmp_path):
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("field", ["updates", "batch_size", "learning_rate", "clip", "save_every"])
+@pytest.mark.parametrize(
+    "field",
+    ["updates", "batch_size", "learning_rate", "clip", "save_every", "evaluate_every", "depth"],
+)
 def test_impossible_settings_are_refused(field):
-    with pytest.raises(ValueError, match=rf"{field} is 0; expected more than 0"):
-        dataclasses.replace(QUICK, **{field: 0})
+    for value in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=rf"{field} is {value}; expected more than 0"):
+            dataclasses.replace(QUICK, **{field: value})
     with pytest.raises(ValueError, match=r"optimizer='sgd'; expected 'muon' or 'adamw'"):
         dataclasses.replace(QUICK, optimizer="sgd")
 

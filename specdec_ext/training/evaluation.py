@@ -60,17 +60,19 @@ def evaluate(
         ValueError: if there is no such place.
     """
     walked, overlap = [], []
-    for start in range(0, len(examples), batch_size):
-        found = objective.agreement(features(examples[start : start + batch_size]), teacher, depth)
+    # An element reads two tokens and drafts ``depth``.
+    usable = [each for each in examples if len(each.tokens) >= depth + 2]
+    for start in range(0, len(usable), batch_size):
+        found = objective.agreement(features(usable[start : start + batch_size]), teacher, depth)
         accepted = found.matches.long().cumprod(dim=1)
         walked.append(accepted[_walk(found.places.tolist(), accepted.sum(dim=1).tolist())])
         overlap.append(found.overlap)
-    lived = torch.cat(walked).double()
-    if not len(lived):
+    if not any(map(len, walked)):
         raise ValueError(
             f"the held-out texts have no place with {depth + 1} tokens of the loss mask in a row; give "
             "longer texts, or evaluate shorter drafts"
         )
+    lived = torch.cat(walked).double()
     greedy = lived.mean(dim=0)
     before = torch.cat([greedy.new_ones(1), greedy[:-1]])
     sampled = torch.cat(overlap).double().cumprod(dim=1).mean(dim=0)

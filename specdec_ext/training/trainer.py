@@ -14,6 +14,7 @@ continues as if nothing had been. Everything is kept in one folder:
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import time
@@ -68,8 +69,16 @@ class TrainConfig:
     depth: int = 5
 
     def __post_init__(self) -> None:
-        for name in ("updates", "batch_size", "learning_rate", "clip", "save_every"):
-            if getattr(self, name) <= 0:
+        positive = (
+            "updates",
+            "batch_size",
+            "learning_rate",
+            "clip",
+            "save_every",
+            "evaluate_every",
+        )
+        for name in (*positive, "depth"):
+            if not 0 < getattr(self, name) < math.inf:  # NaN is neither
                 raise ValueError(f"{name} is {getattr(self, name)}; expected more than 0")
         if self.optimizer not in ("muon", "adamw"):
             raise ValueError(f"optimizer={self.optimizer!r}; expected 'muon' or 'adamw'")
@@ -119,6 +128,7 @@ def train(
     Raises:
         ValueError: for too few examples, too little room on the disk, or a folder with the state of another
             run.
+        ArithmeticError: for a loss that is not finite; the state stays that of a step before.
         ImportError: without accelerate.
     """
     device = next(objective.parameters()).device
@@ -136,7 +146,7 @@ def train(
     highest = [[group["lr"] for group in each.param_groups] for each in optimizers]
     check_room(folder, objective)
     run = _Run(folder, config, objective, optimizers)
-    first = run.resume()
+    first = run.resume(accelerator.is_main_process)
     prepared = accelerator.prepare_model(objective)
     batches = _Batches(usable, size, config.seed)
 
@@ -165,6 +175,11 @@ def train(
             optimizer.zero_grad(set_to_none=True)
         counted = total(torch.cat([losses, losses.new_tensor([float(batch.lengths.sum())])]))
         *summed, tokens = counted.tolist()
+        if not all(map(math.isfinite, summed)):
+            raise ArithmeticError(
+                f"the losses of step {step + 1} are {summed}; give a smaller learning_rate, and check that "
+                "the target's hidden states are finite in its dtype"
+            )
         seconds = time.perf_counter() - began
         done, last = step + 1, step + 1 == config.updates
         evaluation = None
@@ -199,11 +214,12 @@ def check_room(folder: Path, objective: Objective) -> None:
 
 
 def read_history(folder: Path) -> list[Progress]:
-    """The steps of a run so far."""
+    """The steps of a run so far; a line that a stopped run left half written is not one."""
     path = folder / _HISTORY
     if not path.exists():
         return []
-    return [_progress(json.loads(line)) for line in path.read_text().splitlines()]
+    lines = path.read_text().splitlines(keepends=True)
+    return [_progress(json.loads(line)) for line in lines if line.endswith("\n")]
 
 
 def _progress(fields: dict[str, Any]) -> Progress:
@@ -231,11 +247,16 @@ class _Run:
         ignored = ("save_every", "evaluate_every")
         self._config = {k: v for k, v in asdict(config).items() if k not in ignored}
 
-    def resume(self) -> int:
-        """Load the state, if there is one; the number of steps that were done."""
+    def resume(self, is_main: bool) -> int:
+        """Load the state, if there is one; the number of steps that were done.
+
+        Args:
+            is_main: this is the process that writes.
+        """
         path = self._folder / _STATE
         if not path.exists():
-            (self._folder / _HISTORY).unlink(missing_ok=True)
+            if is_main:
+                (self._folder / _HISTORY).unlink(missing_ok=True)
             return 0
         state = torch.load(path, map_location="cpu", weights_only=True)
         if state["config"] != self._config:
@@ -256,10 +277,10 @@ class _Run:
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         done: int = state["step"]
-        # Steps behind the state are done again.
-        kept = read_history(self._folder)[:done]
-        lines = [json.dumps(asdict(progress)) + "\n" for progress in kept]
-        (self._folder / _HISTORY).write_text("".join(lines))
+        if is_main:  # steps behind the state are done again
+            kept = read_history(self._folder)[:done]
+            lines = [json.dumps(asdict(progress)) + "\n" for progress in kept]
+            (self._folder / _HISTORY).write_text("".join(lines))
         return done
 
     def save(self, step: int) -> None:
