@@ -58,7 +58,7 @@ Maker = Callable[[list[Prompt]], Contestant]
 
 def bundled_contestants(target: Any, draft: Any, law: dict[str, Any]) -> dict[str, Maker]:
     """By name. The adversary drafts with the bundled head, or without one with a random head."""
-    head = assets.load_head() if hasattr(assets, "load_head") else None
+    head = assets.load_head() if (assets.FOLDER / "tiny-python-head").is_dir() else None
 
     def ours(drafter: Any, **keywords: Any) -> Maker:
         return lambda prompts: benchmark.ours(target, drafter, law, **keywords)

@@ -42,7 +42,9 @@ def test_the_synthetic_rows(monkeypatch):
     found = Measured()
     bench_goals.synthetic("float32", Scale.quick(), found)
     ratio, cost = found.rows
-    assert "synthetic acceptance 3.5 at chain 7" in ratio.what and ratio.goal == ">= 2.3x"
+    assert (
+        "synthetic acceptance 3.5 at chain 7, 16 tokens" in ratio.what and ratio.goal == ">= 2.3x"
+    )
     assert cost.goal == "<= 1.52" and "at 3.5" in cost.measured
     names = [row["name"] for row in found.records[0]["rows"]]
     ours = "specdec, synthetic acceptance 3.5 at chain 7"
