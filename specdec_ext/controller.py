@@ -287,8 +287,12 @@ class Controller(Policy):
         depths = [max(row) for row in tree.depths]
         deepest = max(depths)
         columns = _columns(tree, deepest)
+        branches = any(
+            sum(depth > 0 for depth in row) > deep
+            for row, deep in zip(tree.depths, depths, strict=True)
+        )
         ahead = [
-            self._acceptance.ahead(row, kind, depth, not tree.is_chain)
+            self._acceptance.ahead(row, kind, depth, branches)
             for row, kind, depth in zip(context.rows, kinds, depths, strict=True)
         ]
         kept = self._kept(ahead, depths, columns)

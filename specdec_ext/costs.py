@@ -32,13 +32,15 @@ class Curve:
         self._elsewhere = elsewhere
         self._times: dict[int, deque[float]] = {}
         self._sizes: list[int] = []
-        self._estimates: dict[int, float | None] = {}
+        self._medians: dict[int, float] = {}
+        self._estimates: dict[int, float | None] = {}  # that depend on other sizes, too
 
     def add(self, size: int, seconds: float) -> None:
         if size not in self._times:
             self._times[size] = deque(maxlen=WINDOW)
             insort(self._sizes, size)
         self._times[size].append(seconds)
+        self._medians.pop(size, None)
         self._estimates.clear()
 
     def count(self, size: int) -> int:
@@ -52,6 +54,8 @@ class Curve:
 
     def __call__(self, size: int) -> float | None:
         """Seconds, or None where nothing at all is known."""
+        if len(self._times.get(size, ())) >= TRUSTED:
+            return self._median(size)
         if size not in self._estimates:
             self._estimates[size] = self._estimate(size)
         return self._estimates[size]
@@ -66,12 +70,14 @@ class Curve:
         return float((variance / len(times)) ** 0.5)
 
     def _median(self, size: int) -> float:
-        times = sorted(self._times[size])
-        return times[(len(times) - 1) // 2]
+        if size not in self._medians:
+            times = sorted(self._times[size])
+            self._medians[size] = times[(len(times) - 1) // 2]
+        return self._medians[size]
 
     def _estimate(self, size: int) -> float | None:
         times = sorted(self._times.get(size, ()))
-        if len(times) < TRUSTED and (guess := self._guess(size)) is not None:
+        if (guess := self._guess(size)) is not None:
             insort(times, guess)
         return times[(len(times) - 1) // 2] if times else None
 

@@ -311,6 +311,8 @@ class DraftTree:
             [node == 0 or 0 < depth <= limit for node, depth in enumerate(row)]
             for row, limit in zip(self.depths, max_depths, strict=True)
         ]
+        if all(map(all, kept)):
+            return self
         width = max((node + 1 for row in kept for node, keep in enumerate(row) if keep), default=1)
         if width == 1:
             return DraftTree.root(self.tokens[:, 0])
