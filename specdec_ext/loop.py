@@ -106,15 +106,16 @@ class Decoder:
         accepted = self.sampler.verify(
             tree, output.logits, context, self.stop, self.recorder.record_scores
         )
-        self.recorder.step(
-            output,
-            accepted,
-            rows,
-            before,
-            self.target.start,
-            context.prompt_columns + self.target.offset,
-            self.target.windows,
-        )
+        if self.recorder.keeps_passes:
+            self.recorder.step(
+                output,
+                accepted,
+                rows,
+                before,
+                self.target.start,
+                context.prompt_columns + self.target.offset,
+                self.target.windows,
+            )
         for row, ended in zip(rows, accepted.ended, strict=True):
             if ended:
                 self._ends.setdefault(row, context.columns(row))

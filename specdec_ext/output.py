@@ -108,6 +108,11 @@ class Recorder:
         """What the sampler tells each token's scores to, or None if nobody wants them."""
         return None if self._scores is None else self._score
 
+    @property
+    def keeps_passes(self) -> bool:
+        """Whether :meth:`step` is to be told of every pass."""
+        return any(part is not None for part in (self._logits, self._hidden, self._attentions))
+
     def prompt(self, output: TargetOutput) -> None:
         """Hidden states and attentions of the prompt pass are handed out whole (as ordinary tensors)."""
         if self._hidden is not None:
@@ -142,8 +147,6 @@ class Recorder:
             windows: sliding window per attention layer, None for full attention; None for weights that are
                 those of plain decoding already.
         """
-        if all(part is None for part in (self._logits, self._hidden, self._attentions)):
-            return
         paths = accepted.path.tolist()
         block_end = block_start + accepted.path.shape[1]
         for i, row in enumerate(rows):

@@ -155,14 +155,14 @@ class Sampler:
                 numbers,
             )
         path, num_accepted, next_token, status = result
-        if status.any():
-            i = int(status.nonzero()[0])
+        if any(problems := status.tolist()):
+            i = next(i for i, problem in enumerate(problems) if problem)
             # num_accepted counts the nodes below the root before the bad one (-1 if that is the root);
             # named is the position of the token that could not be drawn.
             position = positions[i] + int(num_accepted[i]) + 2
             raise ValueError(
                 f"the target's processed logits of row {rows[i]} at position {position} "
-                f"{COMPLAINTS[int(status[i])]}. Check the model's weights and dtype, the prompt, and the "
+                f"{COMPLAINTS[problems[i]]}. Check the model's weights and dtype, the prompt, and the "
                 "logits processors; InfNanRemoveLogitsProcessor (remove_invalid_values=True) replaces "
                 "invalid values."
             )

@@ -19,24 +19,22 @@ class FinishedWalk:
     """The walk when the op has already done all of it."""
 
     def __init__(self, tree: DraftTree, path: Tensor, num_accepted: Tensor, next_token: Tensor):
-        self._path = path
+        self._path, self._nodes = path, path.tolist()
         self._lengths = num_accepted.tolist()
         self._next = next_token.tolist()
-        self._drafted: list[list[int]] = []
-        if tree.num_nodes > 1:
-            self._drafted = tree.tokens.gather(1, path.clamp(min=0)).tolist()
+        self._tokens = tree.token_lists
         self._depth = 0
 
     def nodes(self, alive: list[int]) -> list[int]:
         """The node at which each of these rows stands."""
-        return self._path[alive, self._depth].tolist()
+        return [self._nodes[i][self._depth] for i in alive]
 
     def level(self, alive: list[int]) -> tuple[list[int], list[bool]]:
         """Picks at this level and whether a drafted child carries them."""
         self._depth += 1
         descends = [self._depth <= self._lengths[i] for i in alive]
         picks = [
-            self._drafted[i][self._depth] if descend else self._next[i]
+            self._tokens[i][self._nodes[i][self._depth]] if descend else self._next[i]
             for i, descend in zip(alive, descends, strict=True)
         ]
         return picks, descends
@@ -58,7 +56,7 @@ class StepwiseWalk:
     ):
         self._processors, self._pick = processors, pick
         self._scores, self._context = scores, context
-        self._tokens, self._parents = tree.tokens.tolist(), tree.parents.tolist()
+        self._tokens, self._parents = tree.token_lists, tree.parent_lists
         self._paths = [[0] for _ in context.rows]
         self._positions = context.root_positions
         self._depth = 0

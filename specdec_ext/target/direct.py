@@ -92,7 +92,9 @@ class DirectPass:
         for layer in layers:
             layer.reserve(stop)
             layer.length = stop
-            caches += [layer.key_buffer[:rows], layer.value_buffer[:rows]]
+            caches += layer.buffers
+        if len(caches[0]) != rows:
+            caches = [buffer[:rows] for buffer in caches]
         hidden = nn.functional.embedding(tokens, self.embedding)
         cosines, sines = self.rotary(hidden, position_ids=position_ids)
         states, output = ops.decoder_layers(

@@ -282,6 +282,7 @@ class SlotTarget(Target):
         self._unread, self._active = [[] for _ in range(rows)], rows
         self._start, self._aligned = columns, True
         self._padded, self._holes = prompt.padded, prompt.holes
+        self._by_op = self._attends_by_op()
 
     def _read_prompt(self, prompt: Prompt, input_ids: Tensor, begin: int, end: int) -> TargetOutput:
         """Run these columns; ``logits [rows, 1, vocab]`` are right for the rows that end in them."""
@@ -422,7 +423,7 @@ class SlotTarget(Target):
     def _score(self, tree: DraftTree) -> TargetOutput:
         """One pass over the nodes of ``tree``, whose root is the first token that a row does not hold."""
         root_positions = self.row_positions
-        by_op = self._attends_by_op()
+        by_op = self._by_op
         if tree.num_nodes == 1 and self._aligned and not (self._padded or by_op):
             # Plain decoding: transformers' own masks, none where there is no padding.
             return self._forward(
