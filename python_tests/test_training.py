@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import zoo
 from checkpoint_cases import assert_same_head
 from tiny import VOCAB, tiny_model
 from training_cases import example, greedy_examples, random_examples
 
 import specdec_ext
-from specdec_ext.checkpoints import load_draft, save_draft, save_medusa
+from specdec_ext.checkpoints import check_pair, load_draft, save_draft, save_medusa
 from specdec_ext.training.batches import OnlineFeatures
 from specdec_ext.training.eagle import EagleObjective
 from specdec_ext.training.evaluation import _walk, evaluate
@@ -254,6 +255,13 @@ def test_the_learning_rate_rises_stays_and_falls():
     assert factors[0] == 0.1 and factors[9] == factors[49] == 1
     assert factors[75] == 0.5 and factors[99] == 0.02
     assert factors[50:] == sorted(factors[50:], reverse=True)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", "mpt", "falcon", "gemma3_text"])
+def test_a_new_head_fits_targets_whose_configs_have_other_names(name):
+    model = tiny_model(name) if name == "gpt2" else zoo.build(name)
+    head = new_head(model, (1, 2))
+    assert check_pair(head, model) == []
 
 
 def test_taps_are_spread_over_shallow_targets():

@@ -85,7 +85,8 @@ class OnlineFeatures:
         # Paddings are behind the text, where a causal model does not look; without a mask it is faster.
         mask = None if bool(valid.all()) else valid.long()
         decoder: Any = self._model.get_decoder()
-        with self._tap.recording() as states:
+        # Autocast is for what is trained; the features are those that generation will see.
+        with torch.autocast(device.type, enabled=False), self._tap.recording() as states:
             decoder(input_ids=tokens, attention_mask=mask, use_cache=False)
         *tapped, last_hidden = states
         features = torch.cat(tapped, dim=-1) if tapped else last_hidden[..., :0]

@@ -123,20 +123,21 @@ class Objective(nn.Module, ABC):
             total: sums a tensor over all processes. The losses are divided by the elements of all of them:
                 summed over processes they are those of all batches side by side.
         """
-        probs, known = self._teach(teacher, batch.last_hidden)
-        elements = [self._predicted(batch, 1 + step) & known for step in range(self.steps)]
-        counts = total(torch.stack([each.sum() for each in elements])).clamp(min=1)
+        predicted = torch.stack([self._predicted(batch, 1 + step) for step in range(self.steps)])
+        elements, columns = predicted.flatten(1), batch.tokens.shape[1]
+        taught = elements.any(dim=0)
+        probs, known = self._teach(teacher, batch.last_hidden.flatten(0, 1)[taught])
+        row_of_probs = taught.cumsum(dim=0) - 1
+        elements[:, taught] &= known
+        counts = total(elements.sum(dim=1)).clamp(min=1)
         losses = []
         for step, output in enumerate(self.unroll(batch, self.steps)):
-            chosen = elements[step].flatten().nonzero()[:, 0]
-            columns = batch.tokens.shape[1]
+            chosen = elements[step].nonzero()[:, 0]
             hidden = output.hidden[chosen // columns, chosen % columns - 1 - step]
-            losses.append(
-                soft_cross_entropy(
-                    _autocast(hidden), output.lm_head, probs, chosen, self.logit_scale
-                )
-                / counts[step]
+            sum_of_losses = soft_cross_entropy(
+                _autocast(hidden), output.lm_head, probs, row_of_probs[chosen], self.logit_scale
             )
+            losses.append(sum_of_losses / counts[step])
         stacked = torch.stack(losses)
         decay = self.decay ** torch.arange(self.steps, device=stacked.device)
         return (decay * stacked).sum(), stacked.detach()
@@ -175,17 +176,17 @@ class Objective(nn.Module, ABC):
 
     @torch.no_grad()
     def _teach(self, teacher: Teacher, last_hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """``(probs [rows * columns, draft_vocab], known [rows, columns])``: the target's distributions over
-        the draft vocabulary, and whether their maximum is in it."""
+        """``(probs [n, draft_vocab], known [n])`` after the last hidden states ``[n, hidden]``: the target's
+        distributions over the draft vocabulary, and whether their maximum is in it."""
         ids, probs, known = self.draft_to_target, [], []
-        for part in last_hidden.flatten(0, 1).split(_TEACHER_CHUNK):
+        for part in last_hidden.split(_TEACHER_CHUNK):
             logits = teacher.logits(part)
             best = logits.amax(dim=-1)
             if ids is not None:
                 logits = logits[:, ids]
             known.append(logits.amax(dim=-1) == best)
             probs.append(logits.softmax(dim=-1))
-        return torch.cat(probs), torch.cat(known).view(last_hidden.shape[:2])
+        return torch.cat(probs), torch.cat(known)
 
     def _predicted(self, batch: Batch, shift: int) -> Tensor:
         """``[rows, columns]`` bool: an element predicts what follows this column, a token in the loss mask.

@@ -17,7 +17,7 @@ from specdec_ext.checkpoints.layouts import Layout, config_json
 from specdec_ext.head import DraftHead
 from specdec_ext.medusa import MedusaHeads
 from specdec_ext.training.batches import Example, Features, OnlineFeatures
-from specdec_ext.training.dump import DumpSize, dump_features, dump_size
+from specdec_ext.training.dump import DumpedFeatures, DumpSize, dump_features, dump_size
 from specdec_ext.training.eagle import EagleObjective
 from specdec_ext.training.medusa_heads import MedusaObjective
 from specdec_ext.training.objective import Objective
@@ -126,9 +126,12 @@ def train_head(
         examples = everything
     features: Features = OnlineFeatures(model, layers)
     if dump is not None:
-        with main_process_first(model.device):
-            on_dump(dump_size(model, layers, [*examples, *held_out], dump))
-            features = dump_features(model, layers, [*examples, *held_out], dump)
+        with main_process_first(model.device) as is_main:
+            if is_main:
+                on_dump(dump_size(model, layers, [*examples, *held_out], dump))
+                features = dump_features(model, layers, [*examples, *held_out], dump)
+            else:
+                features = DumpedFeatures(model, layers, dump)
     train(objective, features, teacher, examples, held_out, work, config, on_step)
     trained: DraftHead | MedusaHeads = objective.trained()
     with main_process_first(model.device) as is_main:

@@ -12,6 +12,9 @@ from transformers import PreTrainedModel
 from specdec_ext.head import DraftHead, HeadConfig
 from specdec_ext.medusa import MedusaConfig, MedusaHeads
 
+# For reference alone: rope tables reach as far as a text.
+_UNKNOWN_POSITIONS = 2048
+
 
 def new_head(
     model: PreTrainedModel,
@@ -44,7 +47,8 @@ def new_head(
     head_config = HeadConfig(
         kind="eagle3",
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=_first_integer(config, "intermediate_size", "ffn_dim", "n_inner")
+        or 4 * config.hidden_size,
         num_heads=heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -55,7 +59,10 @@ def new_head(
         num_features=len(layers),
         feature_layers=tuple(layers),
         rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
-        max_positions=config.max_position_embeddings,
+        max_positions=_first_integer(
+            config, "max_position_embeddings", "n_positions", "max_seq_len"
+        )
+        or _UNKNOWN_POSITIONS,
         rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
         sliding_windows=(None,) * num_layers,
         fc_norm=True,
@@ -117,6 +124,12 @@ def new_medusa_heads(
         else:
             tensors[name] = chosen.clone() if "lm_head" in name else torch.zeros(shape)
     return MedusaHeads(config, tensors, "new heads")
+
+
+def _first_integer(config: Any, *names: str) -> int | None:
+    """The first of these fields that is there and a number: architectures have different names for one."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:

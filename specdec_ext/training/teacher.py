@@ -43,7 +43,9 @@ class Teacher:
     def logits(self, last_hidden: Tensor) -> Tensor:
         """``[..., vocab]`` float32 (float64 where the hidden states are) of ``[..., hidden]``."""
         wide = torch.float64 if last_hidden.dtype == torch.float64 else torch.float32
-        logits: Tensor = self._head(last_hidden).to(wide) * self._scale
+        # Autocast is for what is trained; the teacher is the target as it is.
+        with torch.autocast(last_hidden.device.type, enabled=False):
+            logits: Tensor = self._head(last_hidden).to(wide) * self._scale
         return logits if self._cap is None else self._cap * (logits / self._cap).tanh()
 
     @torch.no_grad()
