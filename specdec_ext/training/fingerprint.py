@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 
 _SAMPLED = 256  # elements of each tensor that are hashed; the others count by the sum of their bits
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def fingerprint(model: PreTrainedModel) -> str:
+def fingerprint(model: nn.Module) -> str:
     """16 hexadecimal digits that depend on names, shapes, dtypes and every element of all weights.
 
     Each tensor is read once, where it is.

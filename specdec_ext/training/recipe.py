@@ -19,6 +19,7 @@ from specdec_ext.medusa import MedusaHeads
 from specdec_ext.training.batches import Example, Features, OnlineFeatures
 from specdec_ext.training.dump import DumpedFeatures, DumpSize, dump_features, dump_size
 from specdec_ext.training.eagle import EagleObjective
+from specdec_ext.training.fingerprint import fingerprint
 from specdec_ext.training.medusa_heads import MedusaObjective
 from specdec_ext.training.objective import Objective
 from specdec_ext.training.plot import plot_history
@@ -132,7 +133,8 @@ def train_head(
                 features = dump_features(model, layers, [*examples, *held_out], dump)
             else:
                 features = DumpedFeatures(model, layers, dump)
-    train(objective, features, teacher, examples, held_out, work, config, on_step)
+    target = fingerprint(model)
+    train(objective, features, teacher, examples, held_out, work, config, on_step, target)
     trained: DraftHead | MedusaHeads = objective.trained()
     with main_process_first(model.device) as is_main:
         if is_main:

@@ -13,6 +13,7 @@ continues as if nothing had been. Everything is kept in one folder:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -28,6 +29,7 @@ from torch import Tensor, optim
 
 from specdec_ext.training.batches import Example, Features
 from specdec_ext.training.evaluation import Evaluation, evaluate
+from specdec_ext.training.fingerprint import fingerprint
 from specdec_ext.training.objective import Objective
 from specdec_ext.training.optimizers import make_optimizers, scale
 from specdec_ext.training.order import epoch_batches
@@ -115,6 +117,7 @@ def train(
     folder: Path,
     config: TrainConfig,
     on_step: Callable[[Progress], None] = lambda progress: None,
+    target: str = "",
 ) -> None:
     """Train; continue where ``folder`` says an earlier call was stopped.
 
@@ -124,6 +127,8 @@ def train(
         held_out: to evaluate on; may be empty.
         folder: for the state and the history; made if it is not there.
         on_step: told of every step, in the main process.
+        target: :func:`~specdec_ext.training.fingerprint.fingerprint` of the target. A run goes on with the
+            target, texts, beginning and processes that it was started with.
 
     Raises:
         ValueError: for too few examples, too little room on the disk, or a folder with the state of another
@@ -145,7 +150,13 @@ def train(
     optimizers = make_optimizers(objective, config.optimizer, config.learning_rate)
     highest = [[group["lr"] for group in each.param_groups] for each in optimizers]
     check_room(folder, objective)
-    run = _Run(folder, config, objective, optimizers)
+    identity = {
+        "target": target,
+        "data": _digest(usable),
+        "head": f"{fingerprint(objective)}, {objective.steps} steps, decay {objective.decay}",
+        "num_processes": accelerator.num_processes,
+    }
+    run = _Run(folder, config, identity, objective, optimizers)
     first = run.resume(accelerator.is_main_process)
     prepared = accelerator.prepare_model(objective)
     batches = _Batches(usable, size, config.seed)
@@ -222,6 +233,15 @@ def read_history(folder: Path) -> list[Progress]:
     return [_progress(json.loads(line)) for line in lines if line.endswith("\n")]
 
 
+def _digest(examples: Sequence[Example]) -> str:
+    """A hash of texts and masks, in their order."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(example.tokens.cpu().numpy().tobytes())
+        digest.update(example.loss_mask.cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 def _progress(fields: dict[str, Any]) -> Progress:
     found, losses = fields.pop("evaluation"), tuple(fields.pop("losses"))
     evaluation = None
@@ -238,6 +258,7 @@ class _Run:
         self,
         folder: Path,
         config: TrainConfig,
+        identity: dict[str, Any],
         objective: Objective,
         optimizers: Sequence[optim.Optimizer],
     ):
@@ -245,7 +266,8 @@ class _Run:
         self._folder, self._objective, self._optimizers = folder, objective, optimizers
         # How often something is written does not change what is trained.
         ignored = ("save_every", "evaluate_every")
-        self._config = {k: v for k, v in asdict(config).items() if k not in ignored}
+        kept = {k: v for k, v in asdict(config).items() if k not in ignored}
+        self._config = kept | identity
 
     def resume(self, is_main: bool) -> int:
         """Load the state, if there is one; the number of steps that were done.
@@ -266,12 +288,6 @@ class _Run:
             raise ValueError(
                 f"{path} is the state of a run with another {', '.join(differing)}; give what it was started "
                 "with, or another folder"
-            )
-        ids, saved_ids = self._objective.draft_to_target, state["weights"].get("draft_to_target")
-        if ids is not None and not (saved_ids is not None and torch.equal(ids.cpu(), saved_ids)):
-            raise ValueError(
-                f"{path} is the state of a head with another draft vocabulary; give the texts that it was "
-                "started with, or another folder"
             )
         self._objective.load_state_dict(state["weights"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
@@ -325,10 +341,12 @@ def make_accelerator(device: torch.device) -> Any:
         ImportError: if it is not installed.
     """
     try:
-        from accelerate import Accelerator
+        from accelerate import Accelerator, DistributedDataParallelKwargs
     except ImportError as error:
         raise ImportError(
             "training needs accelerate, which is not installed; pip install specdec_ext[train]"
         ) from error
     # Its own mixed precision is a setting of the whole process.
-    return Accelerator(cpu=device.type == "cpu", mixed_precision="no")
+    # Buffers are the target's and the same everywhere.
+    parallel = DistributedDataParallelKwargs(broadcast_buffers=False)
+    return Accelerator(cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[parallel])
