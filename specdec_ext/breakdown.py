@@ -192,7 +192,7 @@ def breakdown(
                 statistics.mean(step.calls[part] for step in steps),
             )
             for part in PARTS
-            if any(step.calls[part] for step in steps)
+            if any(step.seconds[part] for step in steps)
         ),
         len(steps),
         tokens / len(steps),
