@@ -13,6 +13,9 @@ import specdec_ext
 from specdec_ext import DraftTree, ops
 from specdec_ext.target import direct, make_target
 from specdec_ext.target.direct import direct_pass
+from specdec_ext.target.features import FeatureTap
+from specdec_ext.target.linears import plain_linears, row_invariant_linears
+from specdec_ext.target.replaced import replaced_forward
 
 DIRECT = {"llama", "qwen3", "mistral-window"}
 TREE = DraftTree(
@@ -140,6 +143,11 @@ def compile_a_part(model, monkeypatch):
     model.model.layers[0]._compiled_call_impl = lambda *_: None
 
 
+def other_order(model, monkeypatch):
+    """The modules keep the number of their layer of the cache."""
+    model.model.layers = nn.ModuleList(reversed(model.model.layers))
+
+
 CHANGES = [
     watch,
     listen_before,
@@ -151,6 +159,7 @@ CHANGES = [
     own_linear,
     other_eps,
     half_a_rotation,
+    other_order,
     train,
     parametrize,
     mix_dtypes,
@@ -165,6 +174,17 @@ def test_not_for_modules_that_somebody_changed_or_watches(model, monkeypatch, ch
     assert direct_pass(model) is None
     monkeypatch.undo()
     direct._pattern.cache_clear()
+
+
+def test_what_a_call_in_another_thread_has_open_is_no_change(model):
+    """Else it would depend on the time which of two ways a call takes, and with it how logits are rounded."""
+    tap = FeatureTap(model, model.config, (0, 2, -1))
+    with row_invariant_linears(plain_linears(model)), tap.recording():
+        assert direct_pass(model) is not None
+        model(prompts((4,))[0])  # recording wants a pass
+    replace_forward(model, None)
+    with replaced_forward([model.model.norm], lambda module, forward, *args: forward(*args)):
+        assert direct_pass(model) is None
 
 
 def test_global_hooks_and_autocast_keep_it_off(model):

@@ -34,7 +34,9 @@ from transformers.activations import ACT2FN
 from specdec_ext import ops
 from specdec_ext.target.attention import TreeBlock
 from specdec_ext.target.cache import RollbackLayer
+from specdec_ext.target.features import TapHook
 from specdec_ext.target.linears import is_plain
+from specdec_ext.target.replaced import own_forward_replaced
 
 # Modules of transformers whose classes are the pattern, and what their names begin with.
 _FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -152,10 +154,15 @@ def is_agreed(model: nn.Module) -> bool:
 def _untouched(module: nn.Module) -> bool:
     return not (
         module.training
-        or "forward" in vars(module)
+        or own_forward_replaced(module)
         or module._compiled_call_impl is not None
-        or any(vars(module).get(name) for name in _HOOKS)
+        or any(type(hook) is not TapHook for hook in _hooks(module))
     )
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """All hooks; a call in another thread may have a tap open, which is not meant for this one."""
+    return [hook for name in _HOOKS for hook in list(vars(module).get(name, {}).values())]
 
 
 def _read(model: Any) -> DirectPass | None:
@@ -196,6 +203,7 @@ def _read(model: Any) -> DirectPass | None:
         all(tensor.dtype == dtype and tensor.is_cpu for tensor in vectors)
         and all(type(tensor) is nn.Parameter and tensor.is_contiguous() for tensor in vectors)
         and len({each.variance_epsilon for each in parts["RMSNorm"]}) == 1
+        and [each.layer_idx for each in parts["Attention"]] == [*range(len(layers))]
         and {each.scaling for each in parts["Attention"]} == {first.scaling}
         and {each.head_dim for each in parts["Attention"]} == {first.head_dim}
         and 2 * decoder.rotary_emb.inv_freq.numel() == first.head_dim

@@ -16,6 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 
+class TapHook(partial[None]):
+    """A hook of a :class:`FeatureTap`, which changes nothing and acts in its own thread only."""
+
+
 class FeatureTap:
     """The hidden states ``layers`` of one model.
 
@@ -82,9 +86,9 @@ class FeatureTap:
         handles = []
         for index, (layer, source) in enumerate(zip(self._layers, self._sources, strict=True)):
             if layer in self._after:
-                handles.append(source.register_forward_hook(partial(after, index=index)))
+                handles.append(source.register_forward_hook(TapHook(after, index=index)))
             else:
-                hook = partial(before, index=index)
+                hook = TapHook(before, index=index)
                 handles.append(source.register_forward_pre_hook(hook, with_kwargs=True))
         try:
             yield states

@@ -53,7 +53,9 @@ class _Forward:
 def own_forward_replaced(module: nn.Module) -> bool:
     """Whether somebody else (an offloading library, say) has replaced this module's ``forward``."""
     forward = module.__dict__.get("forward")
-    return forward is not None and type(forward) is not _Forward
+    if type(forward) is _Forward:
+        forward = forward.instance_forward
+    return forward is not None
 
 
 @contextmanager
