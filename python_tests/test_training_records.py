@@ -94,6 +94,12 @@ def test_a_text_file_is_cut_at_ends_of_lines_and_nothing_is_lost(tmp_path):
         ("a.jsonl", [{"messages": [{"content": "a"}]}], "role None is unknown"),
         ("a.jsonl", [{"messages": [{"role": "user", "content": [1]}]}], "content is of type list"),
         ("a.jsonl", [{"messages": [{"role": "user"}]}], "content is missing or null"),
+        ("a.jsonl", [{"text": "a\ud800b"}], "column 'text' is not text: .*surrogates"),
+        (
+            "a.jsonl",
+            [{"messages": [{"role": "user", "content": "\udc00"}]}],
+            "line 1, message 1: its content is not text",
+        ),
         ("a.jsonl", [{"tokens": []}], "no list of token ids"),
         ("a.jsonl", [{"tokens": "abc"}], "no list of token ids"),
         ("a.jsonl", [{"tokens": [1, -1]}], "no list of token ids"),

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 from tiny import VOCAB, tiny_model
-from tiny_text import CHARACTERS, FORGETFUL, tiny_tokenizer
+from tiny_text import CHARACTERS, FORGETFUL, PLAIN, tiny_tokenizer
 
 import specdec_ext
 from specdec_ext.training import regenerate as module
@@ -193,6 +193,15 @@ def test_other_settings_are_other_answers(model, tmp_path, passes):
     regenerate(model, PROMPTS, path, **ROOM)
     regenerate(model, PROMPTS, path, max_new_tokens=6, max_length=200)
     assert sum(passes) == 10
+
+
+def test_answers_behind_another_chat_template_are_others(model, tmp_path, passes):
+    """Of the same chats: the prompts are other tokens."""
+    path, count = tmp_path / "a.jsonl", 0
+    for template in (PLAIN, PLAIN.replace("<assistant>", "<model>")):
+        regenerate(model, CHATS[:1], path, tokenizer=tiny_tokenizer(template), **ROOM)
+        assert sum(passes) > count
+        count = sum(passes)
 
 
 def test_answers_of_another_target_are_refused(model, tmp_path):

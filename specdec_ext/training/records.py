@@ -205,10 +205,8 @@ def _records(
             yield Record(where, _chat(row[column], where))
         elif not text_column and column == "tokens":
             yield Record(where, _tokens(row, where))
-        elif isinstance(row[column], str):
-            yield Record(where, row[column])
         else:
-            raise ValueError(f"{where}: column {column!r} is {_kind(row[column])}; expected text")
+            yield Record(where, _text(row[column], f"{where}: column {column!r}"))
 
 
 def _column(where: str, row: dict[str, Any]) -> str:
@@ -234,10 +232,19 @@ def _chat(messages: Any, where: str) -> Chat:
         content = message.get("content", message.get("value"))
         if not isinstance(role, str) or role not in ROLES:
             raise ValueError(f"{place}: role {role!r} is unknown; expected one of {sorted(ROLES)}")
-        if not isinstance(content, str):
-            raise ValueError(f"{place}: its content is {_kind(content)}; expected text")
-        chat.append({"role": ROLES[role], "content": content})
+        chat.append({"role": ROLES[role], "content": _text(content, f"{place}: its content")})
     return chat
+
+
+def _text(value: Any, where: str) -> str:
+    """A string that a tokenizer takes: JSON may have halves of surrogate pairs, which are no characters."""
+    if not isinstance(value, str):
+        raise ValueError(f"{where} is {_kind(value)}; expected text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} is not text: {error}") from error
+    return value
 
 
 def _tokens(row: dict[str, Any], where: str) -> Example:

@@ -235,7 +235,8 @@ class _Writer:
             content: list[Any] = prompt.tolist()
         else:
             content = prompt
-            settings.append(self._max_length)
+            assert self._tokenizer is not None
+            settings += [self._max_length, self._tokenizer.get_chat_template()]
         return hashlib.sha256(json.dumps([content, settings]).encode()).hexdigest()[:24]
 
     def answer(
