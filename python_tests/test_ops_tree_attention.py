@@ -457,6 +457,13 @@ def test_rejects(name, change, message):
         ({"prefix_starts": [3, -1]}, r"the prefix of row 1 would read slots -1 to 3; .* \[0, 22\)"),
         ({"prefix_lengths": [9, 50]}, r"the prefix of row 1 would read slots 4 to 53; expected"),
         ({"prefix_lengths": [-1, 5]}, r"prefix_lengths\[0\] = -1; expected 0 or more"),
+        ({"prefix_lengths": [2**63 - 1, 5]}, r"prefix_lengths\[0\] = \d+; expected -2\^60 to"),
+        (
+            {"prefix_lengths": [2**60 + 1, 5], "prefix_starts": [2**63 - 2**60 - 1, 0]},
+            r"prefix_lengths\[0\] = \d+; expected -2\^60 to",
+        ),
+        ({"prefix_starts": [0, 2**63 - 1]}, r"prefix_starts\[1\] = \d+; expected -2\^60 to"),
+        ({"block_starts": [17, 2**63 - 1]}, r"block_starts\[1\] = \d+; expected -2\^60 to"),
         ({"block_starts": [17, 20]}, r"the tree of row 1 would read slots 20 to 22; expected"),
         ({"block_starts": [-1, 14]}, r"the tree of row 0 would read slots -1 to 1; expected"),
     ],

@@ -18,6 +18,8 @@
 // (row, key-value head) that is not complete at the end of a wave is carried into the next.
 #include "specdec/tree_attention.h"
 
+#include <utility>
+
 #include "attention_split.h"
 
 namespace specdec::cpu {
@@ -163,6 +165,14 @@ std::optional<std::string> find_invalid_range(const TreeAttentionParams& params,
 
 std::optional<std::string> find_invalid_row(const TreeAttentionParams& params, int64_t row) {
   const TreeRow view(params, row);
+  const std::pair<const char*, int64_t> given[] = {{"prefix_lengths", view.prefix_length()},
+                                                   {"prefix_starts", view.prefix_slot(0)},
+                                                   {"block_starts", view.node_slot(0)}};
+  for (const auto& [name, value] : given) {
+    if (value >= -kMaxSlot && value <= kMaxSlot) continue;
+    return std::string(name) + "[" + std::to_string(row) + "] = " + std::to_string(value) +
+           "; expected -2^60 to 2^60";
+  }
   if (view.prefix_length() < 0) {
     return "prefix_lengths[" + std::to_string(row) + "] = " + std::to_string(view.prefix_length()) +
            "; expected 0 or more";

@@ -138,7 +138,10 @@ std::tuple<Tensor, Tensor> decoder_layers(const Tensor& input, const Tensor& cos
   params.nodes = input.size(1);
   params.hidden = input.size(2);
   check_num_nodes(input_arg, params.nodes);
-  if (start < 0) fail_argument("start", "must be 0 or more, got " + std::to_string(start));
+  if (params.hidden < 1) fail_argument("input", "must have 1 or more numbers per node, got none");
+  if (start < 0 || start > kMaxSlot) {
+    fail_argument("start", "must be 0 to 2^60, got " + std::to_string(start));
+  }
   if (head_dim < 2 || head_dim % 2 != 0) {
     fail_argument("head_dim", "must be even and 2 or more, got " + std::to_string(head_dim));
   }

@@ -8,6 +8,7 @@
 // the batch, or on where the slots lie.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
 
@@ -16,6 +17,9 @@
 #include "specdec/tree.h"
 
 namespace specdec {
+
+// Farther than any memory reaches. Sums of a few such slots and lengths do not overflow.
+constexpr int64_t kMaxSlot = int64_t{1} << 60;
 
 // Keys or values: [batch, kv_heads, slots, head_dim], or pools of pages
 // [num_pages, kv_heads, page_size, head_dim]; the last dimension is contiguous.
