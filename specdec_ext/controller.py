@@ -36,7 +36,7 @@ from specdec_ext.tree_config import FOUND, Shape, TreeConfig
 # Where drafts come from; plain steps are one of the sources.
 PLAIN, MODEL = "plain", "model"
 # Steps without a source after which it is tried, at first and at most.
-FIRST_INTERVAL, LAST_INTERVAL = {PLAIN: 32, MODEL: 4, FOUND: 4}, {PLAIN: 128, MODEL: 32, FOUND: 32}
+FIRST_INTERVAL, LAST_INTERVAL = {PLAIN: 16, MODEL: 4, FOUND: 4}, {PLAIN: 128, MODEL: 32, FOUND: 32}
 # Plain steps before anything is drafted, once for a drafter on a model: what all is measured against.
 FIRST_PLAIN_STEPS = 2
 # Credit for probes never exceeds what this many plain steps take.
@@ -45,6 +45,8 @@ MOST_CREDIT = 1.5
 PATIENCE = 4
 # Steps without a draft after which a draft is one after a pause.
 PAUSE = 8
+# A plain step that takes longer or shorter by this share than thought is measured again soon.
+DRIFT = 0.2
 # What a new finding weighs against what was found before, at least.
 FADING = 0.05
 
@@ -92,6 +94,8 @@ class Memory:
     acceptance: LearntAcceptance = field(default_factory=LearntAcceptance)
     found: Found = field(default_factory=Found)
     plain_steps: int = 0
+    idle: int = 0  # steps since the last plain one
+    plain_interval: int = FIRST_INTERVAL[PLAIN]
     credit: float | None = None
 
 
@@ -128,7 +132,8 @@ class Controller(Policy):
         self._step = 0
         self._quiet = 0  # plain steps to come, decided already
         self._used: dict[str, int] = {}  # source -> step in which it was used last
-        self._interval = dict(FIRST_INTERVAL)
+        self._interval = {**FIRST_INTERVAL, PLAIN: self._memory.plain_interval}
+        self._used[PLAIN] = -self._memory.idle
         self._active: Option | None = None  # what was chosen last, probes aside
         self._option: Option | None = None  # of this step
         self._probing = False
@@ -342,8 +347,8 @@ class Controller(Policy):
         drafted = began if self._drafted is None else self._drafted
         nodes = accepted.path.shape[1]
         verify = self._memory.verify.curve(rows, context.root_positions[0] + 1)
+        self._count_plain(verify(1), now - drafted, nodes)
         verify.add(nodes, now - drafted)
-        self._memory.plain_steps += nodes == 1
         if self._judged is not None:
             self._learn_draft(drafted - began, accepted, context)
         took, emitted = now - began, sum(map(len, accepted.emitted))
@@ -355,6 +360,17 @@ class Controller(Policy):
             self._memory.credit = min(self._memory.credit + earned, MOST_CREDIT * plain)
         self._gain.add(took, took if self._drafted is None else emitted * (plain or 0.0) / rows)
         self._stats.count_shape(self._label(nodes))
+
+    def _count_plain(self, expected: float | None, seconds: float, nodes: int) -> None:
+        """Steps since the reference was measured, over calls: they say when it is measured again."""
+        memory = self._memory
+        memory.idle = 0 if nodes == 1 else memory.idle + 1
+        memory.plain_steps += nodes == 1
+        if nodes == 1:
+            self._used[PLAIN] = self._step
+            if expected and abs(seconds / expected - 1) > DRIFT:
+                self._interval[PLAIN] = FIRST_INTERVAL[PLAIN]
+        memory.plain_interval = self._interval[PLAIN]
 
     def _learn_draft(self, seconds: float, accepted: Accepted, context: Context) -> None:
         assert self._judged is not None and self._option is not None
