@@ -14,13 +14,13 @@ from transformers.masking_utils import (
 )
 
 import specdec_ext
-from specdec_ext.target import attention
+from specdec_ext.target import attention, slots
 from specdec_ext.target.masks import causal_window
 
 
 @pytest.fixture
 def served(monkeypatch):
-    """Counts the layers' attentions that the op computes."""
+    """Counts the layers' attentions that the op computes, the model being run by its modules."""
     counter = []
     original = attention.TreeBlock.attend
 
@@ -29,6 +29,7 @@ def served(monkeypatch):
         return original(block, query, *rest)
 
     monkeypatch.setattr(attention.TreeBlock, "attend", attend)
+    monkeypatch.setattr(slots, "direct_pass", lambda model: None)
     return counter
 
 
