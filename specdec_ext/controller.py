@@ -131,9 +131,9 @@ class Controller(Policy):
         self._gain = Gain()
         self._step = 0
         self._quiet = 0  # plain steps to come, decided already
-        self._used: dict[str, int] = {}  # source -> step in which it was used last
+        # source -> step in which it was used last
+        self._used: dict[str, int] = {PLAIN: -self._memory.idle}
         self._interval = {**FIRST_INTERVAL, PLAIN: self._memory.plain_interval}
-        self._used[PLAIN] = -self._memory.idle
         self._active: Option | None = None  # what was chosen last, probes aside
         self._option: Option | None = None  # of this step
         self._probing = False
@@ -190,7 +190,7 @@ class Controller(Policy):
         if source == PLAIN:
             if not self._probing:
                 self._rest()
-            self._option = None if not self._probing else self._option
+                self._option = None
             return False
         context.shape = self._option.shape
         return True
@@ -346,7 +346,7 @@ class Controller(Policy):
         began, self._began = self._began, now
         drafted = began if self._drafted is None else self._drafted
         nodes = accepted.path.shape[1]
-        verify = self._memory.verify.curve(rows, context.root_positions[0] + 1)
+        verify = self._curve(context)
         self._count_plain(verify(1), now - drafted, nodes)
         verify.add(nodes, now - drafted)
         if self._judged is not None:
@@ -386,7 +386,7 @@ class Controller(Policy):
                 curve.add(levels(shape), seconds)
             elif last is not None:
                 self._memory.drafts.after_pause.add(1, seconds)
-        texts = zip(tree.tokens.tolist(), tree.parents.tolist(), accepted.emitted, strict=True)
+        texts = zip(tree.token_lists, tree.parent_lists, accepted.emitted, strict=True)
         for row, kind, (tokens, parents, emitted) in zip(context.rows, kinds, texts, strict=True):
             matched, missed = judged(tokens, parents, emitted)
             self._acceptance.add(row, kind, matched, missed)

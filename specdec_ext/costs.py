@@ -10,6 +10,8 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 
+from specdec_ext.acceptance import CHAIN
+
 # Times kept of each size.
 WINDOW = 9
 # With fewer of them the guess from other sizes counts as one, too: a first time is often an outlier.
@@ -122,8 +124,7 @@ class VerifyCosts:
 
     def curve(self, rows: int, context_length: int) -> Curve:
         """By nodes per row, for about this context length."""
-        key = rows, max(0, context_length - 1) // SHORT_CONTEXT
-        key = rows, key[1].bit_length()
+        key = rows, (max(0, context_length - 1) // SHORT_CONTEXT).bit_length()
         if key not in self.curves:
             self.curves[key] = Curve(self._nearest(*key))
         return self.curves[key]
@@ -154,6 +155,6 @@ class DraftCosts:
         """By levels, for one family of shapes; of a new one as the chain's."""
         key = rows, family
         if key not in self.curves:
-            chain = None if family == "chain" else self.curves.get((rows, "chain"))
+            chain = None if family == CHAIN else self.curves.get((rows, CHAIN))
             self.curves[key] = Curve() if chain is None else Curve(chain)
         return self.curves[key]

@@ -87,7 +87,7 @@ class Processors:
         if self.pure:
             return self.shared(logits.flatten(0, 1)).view(logits.shape)
         scores = logits.to(torch.float32, copy=True)
-        tokens, parents, depths = tree.tokens.tolist(), tree.parents.tolist(), tree.depths
+        tokens, parents, depths = tree.token_lists, tree.parent_lists, tree.depths
         ids = torch.nn.functional.pad(context.sequences(), (0, max(map(max, depths))))
         paths: list[list[list[int]]] = [[[]] for _ in tokens]
         for node in range(tree.num_nodes):

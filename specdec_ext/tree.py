@@ -149,7 +149,7 @@ class DraftTree:
         """
         builders = [TreeBuilder(root, max_nodes) for root in trees[0].tokens[:, 0].tolist()]
         for tree in trees:
-            rows = zip(builders, tree.tokens.tolist(), tree.parents.tolist(), strict=True)
+            rows = zip(builders, tree.token_lists, tree.parent_lists, strict=True)
             for builder, tokens, parents in rows:
                 if tokens[0] != builder.tokens[0]:
                     raise ValueError(
@@ -206,7 +206,7 @@ class DraftTree:
     def branches(self) -> list[list[list[int]]]:
         """Per row the nodes from the root to each leaf, in order of the leaves; inactive ones left out."""
         branches = []
-        for parents, depths in zip(self.parents.tolist(), self.depths, strict=True):
+        for parents, depths in zip(self.parent_lists, self.depths, strict=True):
             inner = {parent for parent, depth in zip(parents, depths, strict=True) if depth > 0}
             row = []
             for node, depth in enumerate(depths):

@@ -60,6 +60,15 @@ SpeculationOption = Annotated[
 ]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Type of weights and activations.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="torch device of both models.")]
+PromptsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        exists=True,
+        dir_okay=False,
+        help="JSON list or JSONL of prompts, or one prompt as text; the bundled ones by default.",
+    ),
+]
 MaxNewTokensOption = Annotated[
     int, typer.Option("--max-new-tokens", min=1, help="Tokens to generate per prompt.")
 ]

@@ -17,6 +17,7 @@ from specdec_ext.cli._common import (
     MaxNewTokensOption,
     Model,
     ModelArgument,
+    PromptsOption,
     load_drafter,
     load_target,
     read_prompts,
@@ -40,14 +41,7 @@ def bench(
         ),
     ] = ["auto"],  # noqa: B006  (typer copies it)
     batch: Annotated[int, typer.Option("--batch", min=1, help="Prompts per call.")] = 1,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="JSON list or JSONL of prompts, or one prompt as text; the bundled ones by default.",
-        ),
-    ] = None,
+    prompts: PromptsOption = None,
     max_new_tokens: MaxNewTokensOption = 128,
     temperature: Annotated[
         float, typer.Option(min=0, help="Sample at this temperature; 0 is greedy.")

@@ -19,6 +19,7 @@ from specdec_ext.cli._common import (
     DtypeOption,
     MaxNewTokensOption,
     ModelArgument,
+    PromptsOption,
     describe,
     encode,
     load_drafter,
@@ -34,14 +35,7 @@ if TYPE_CHECKING:
 def check(
     model: ModelArgument = None,
     drafter: DrafterOption = "ngram",
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="JSON list or JSONL of prompts, or one prompt as text; the bundled ones by default.",
-        ),
-    ] = None,
+    prompts: PromptsOption = None,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="One prompt, instead of --prompts.")
     ] = None,

@@ -36,7 +36,7 @@ class Branches:
     def of(cls, tree: DraftTree, before: Sequence[list[int]]) -> Branches:
         """Those of ``tree``, with the tokens ``before[r]`` in front of every branch of row r."""
         found = cls([], [], [], [])
-        for row, (known, drafted) in enumerate(zip(before, tree.tokens.tolist(), strict=True)):
+        for row, (known, drafted) in enumerate(zip(before, tree.token_lists, strict=True)):
             rows, columns = [0] * len(drafted), [0] * len(drafted)
             for branch in tree.branches[row]:
                 for depth, node in enumerate(branch):

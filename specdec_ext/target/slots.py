@@ -541,7 +541,7 @@ class SlotTarget(Target):
         device, width, branches = block.tree.tokens.device, block.tree.num_nodes, block.branches
         settled, rows = [], list(range(len(paths)))
         for row, (tokens, path, accepted) in enumerate(
-            zip(block.drafts.tokens.tolist(), paths, num_accepted, strict=True)
+            zip(block.drafts.token_lists, paths, num_accepted, strict=True)
         ):
             unread = self._unread[row]
             unread += [tokens[node] for node in path[: accepted + 1]]
