@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from specdec_ext.stopping import StopRule
 from specdec_ext.target import Target, make_target
 from specdec_ext.target.context_limit import Span
 from specdec_ext.target.wrapped import (
+    agreed_clock,
     agreed_seed,
     check_model,
     check_wrapping,
@@ -285,7 +287,8 @@ def _policy(
         assert speculation.shapes is not None
         return Policy(drafter, speculation.shapes[0])
     if not sampler.needs_draft_probs:
-        return Controller(speculation, drafter, model)
+        clock = agreed_clock(model, speculation.clock)
+        return Controller(replace(speculation, clock=clock), drafter, model)
     if is_auto(speculation):
         return Policy(drafter)
     raise ValueError(

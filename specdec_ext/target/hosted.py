@@ -205,6 +205,11 @@ class HostedTarget(Target):
         tokens = padded(branches.tokens, self._ids.device)
         rows, columns = tokens.shape
         kwargs = self._advanced(self._kwargs, ModelOutput(), columns - 1)
+        # transformers repeats the rows of what an encoder has given where they are.
+        kwargs = {
+            name: copy.copy(value) if isinstance(value, ModelOutput) else value
+            for name, value in kwargs.items()
+        }
         ids, kwargs = self.model._expand_inputs_for_generation(  # type: ignore[operator]
             expand_size=rows, is_encoder_decoder=self._encodes, input_ids=self._ids, **kwargs
         )

@@ -44,8 +44,8 @@ _TEXT_INPUTS = {
 
 # Models whose pass over several tokens behind cached ones is not what single passes are, which nothing but
 # their code tells: ProphetNet asserts a length of 1, BLT cuts its input into patches anew in every pass,
-# CPM-Ant prepends a prompt.
-_ONE_TOKEN = {"prophetnet", "blt", "cpmant"} | ONE_TOKEN_MODELS
+# CPM-Ant prepends a prompt, FSMT hides later tokens only where it has no cache.
+_ONE_TOKEN = {"prophetnet", "blt", "cpmant", "fsmt"} | ONE_TOKEN_MODELS
 # How a model's file makes its masks; through what transformers registers for each attention implementation.
 _CAUSAL_MASKS = {
     "create_causal_mask",

@@ -8,12 +8,12 @@ wrong text, hang, or fail far from its cause.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 
 # Attributes of modules that are a probability, or a width, of noise in training mode.
@@ -130,16 +130,37 @@ def agreed_seed(model: PreTrainedModel, seed: int) -> int:
     Every process draws the tokens itself. With different noise they would read different texts, and soon
     wait for each other for ever.
     """
+    agree = _agreement(model)
+    return seed if agree is None else int(agree(torch.tensor(seed)))
+
+
+def agreed_clock(model: PreTrainedModel, clock: Callable[[], float]) -> Callable[[], float]:
+    """Of a tensor-parallel model the clock of the first of its processes, else ``clock``.
+
+    What is decided by measurements is decided alike where all read one clock.
+    """
+    agree = _agreement(model)
+    if agree is None:
+        return clock
+    return lambda: float(agree(torch.tensor(clock(), dtype=torch.float64)))
+
+
+def _agreement(model: PreTrainedModel) -> Callable[[Tensor], Tensor] | None:
+    """Gives all processes that share a tensor-parallel model what the first of them has; None without any."""
     if not (distributed.is_available() and distributed.is_initialized()):
-        return seed
+        return None
     from torch.distributed.tensor import DTensor
 
     mesh = next(
         (each.device_mesh for each in model.parameters() if isinstance(each, DTensor)), None
     )
     if mesh is None:
-        return seed
-    value = torch.tensor(seed, device=mesh.device_type)
+        return None
     group = mesh.get_group("tp" if mesh.ndim > 1 else None)
-    distributed.broadcast(value, group=group, group_src=0)
-    return int(value)
+
+    def agree(value: Tensor) -> Tensor:
+        value = value.to(mesh.device_type)
+        distributed.broadcast(value, group=group, group_src=0)
+        return value
+
+    return agree
