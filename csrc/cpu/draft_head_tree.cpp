@@ -183,7 +183,7 @@ void DraftTrees::finish_static(int64_t row, int64_t* tokens, int64_t* parents,
 
 void DraftTrees::finish_dynamic(int64_t row, int64_t root, int64_t* tokens, int64_t* parents,
                                 float* scores) {
-  static constexpr ParallelFor kInline{[](int64_t count, int64_t, ParallelFor::Body body,
+  static constexpr ParallelFor kInline{[](void*, int64_t count, int64_t, ParallelFor::Body body,
                                           void* context) { body(0, count, context); }};
   const int64_t first = row * num_candidates_;
   build_dynamic_tree({.scores = {scores_.data() + first, num_candidates_, 1},

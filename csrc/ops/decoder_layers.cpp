@@ -234,7 +234,7 @@ std::tuple<Tensor, Tensor> decoder_layers(const Tensor& input, const Tensor& cos
       fail("specdec::decoder_layers: " + *problem);
     }
   }
-  cpu::decoder_layers(params, kTorchParallelFor);
+  with_team([&](const ParallelFor& parallel_for) { cpu::decoder_layers(params, parallel_for); });
   return {states, output};
 }
 

@@ -153,7 +153,9 @@ void run_on_cpu(const DraftHeadParams& params, const DraftLevels& levels, int64_
                 int64_t num_positions) {
   check_levels(params.shape, levels);
   check_rows(params, num_new, num_positions);
-  if (const auto problem = cpu::draft_head(params, kTorchParallelFor)) {
+  std::optional<std::string> problem;
+  with_team([&](const ParallelFor& threads) { problem = cpu::draft_head(params, threads); });
+  if (problem) {
     fail("specdec::draft_head: argument weights holds " + *problem);
   }
 }

@@ -173,7 +173,7 @@ Tensor empty_bytes(const Tensor& like, int64_t count) {
 }
 
 const ParallelFor kTorchParallelFor{
-    [](int64_t count, int64_t grain, ParallelFor::Body body, void* context) {
+    [](void*, int64_t count, int64_t grain, ParallelFor::Body body, void* context) {
       STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, count, grain, body, context));
     }};
 

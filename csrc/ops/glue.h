@@ -3,6 +3,7 @@
 #pragma once
 
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <initializer_list>
@@ -12,6 +13,7 @@
 #include "specdec/logits.h"
 #include "specdec/parallel.h"
 #include "specdec/platform.h"
+#include "specdec/thread_team.h"
 
 namespace specdec::glue {
 
@@ -74,5 +76,16 @@ inline int64_t* int64_data(const Tensor& tensor) {
 
 // Loops on torch's thread pool.
 extern const ParallelFor kTorchParallelFor;
+
+// work(parallel_for), with the threads of torch's pool awake from its first loop to its last.
+template <typename F>
+void with_team(const F& work) {
+  const int64_t threads = torch::stable::get_num_threads();
+  cpu::ThreadTeam team(threads);
+  kTorchParallelFor(threads, 1, [&](int64_t begin, int64_t) {
+    if (begin > 0) return team.help();
+    team.lead(work);
+  });
+}
 
 }  // namespace specdec::glue

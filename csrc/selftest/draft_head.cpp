@@ -13,7 +13,7 @@
 namespace specdec {
 namespace {
 
-const ParallelFor kSerial{[](int64_t count, int64_t, ParallelFor::Body body, void* context) {
+const ParallelFor kSerial{[](void*, int64_t count, int64_t, ParallelFor::Body body, void* context) {
   for (int64_t i = 0; i < count; ++i) body(i, i + 1, context);
 }};
 

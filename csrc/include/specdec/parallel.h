@@ -1,7 +1,8 @@
 // Parallel loops without a dependence on who provides the threads: the glue hands over torch's
-// pool, the self test a plain loop.
+// pool or a team of it, the self test a plain loop.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace specdec {
@@ -9,17 +10,21 @@ namespace specdec {
 struct ParallelFor {
   using Body = void (*)(int64_t begin, int64_t end, void* context);
   // Calls body on disjoint ranges that cover [0, count), each of about `grain` or more.
-  void (*run)(int64_t count, int64_t grain, Body body, void* context);
+  void (*run)(void* threads, int64_t count, int64_t grain, Body body, void* context);
+  void* threads = nullptr;
+  // Grains are for threads that have to be woken. For some that wait already a part of it pays.
+  int64_t grain_divisor = 1;
 
   // body(begin, end) must not throw.
   template <typename F>
   void operator()(int64_t count, int64_t grain, const F& body) const {
+    grain = std::max<int64_t>(1, grain / grain_divisor);
     if (count <= grain) {
       if (count > 0) body(int64_t{0}, count);
       return;
     }
     run(
-        count, grain,
+        threads, count, grain,
         [](int64_t begin, int64_t end, void* context) {
           (*static_cast<const F*>(context))(begin, end);
         },

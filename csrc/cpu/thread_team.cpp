@@ -1,0 +1,89 @@
+#include "specdec/thread_team.h"
+
+#include <thread>
+
+#include "specdec/platform.h"
+
+namespace specdec::cpu {
+namespace {
+
+constexpr int64_t kMaxChunks = 0xFFFF;
+
+// Awake for about as long as what the leader does alone between two loops takes; then others may
+// have the processor.
+class Wait {
+ public:
+  void again() {
+    if (++turns_ > kAwakeTurns) {
+      std::this_thread::yield();
+      return;
+    }
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
+ private:
+  static constexpr int kAwakeTurns = 4096;
+  int turns_ = 0;
+};
+
+}  // namespace
+
+void ThreadTeam::help() {
+  Wait wait;
+  while (!is_over_.load(std::memory_order_acquire)) {
+    if (take_chunk()) {
+      wait = Wait();
+    } else {
+      wait.again();
+    }
+  }
+}
+
+void ThreadTeam::run(void* team, int64_t count, int64_t grain, ParallelFor::Body body,
+                     void* context) {
+  static_cast<ThreadTeam*>(team)->loop(count, grain, body, context);
+}
+
+void ThreadTeam::loop(int64_t count, int64_t grain, ParallelFor::Body body, void* context) {
+  const int64_t wanted = threads_ > 1 ? std::min(kChunksPerThread * threads_, kMaxChunks) : 1;
+  const int64_t size = std::max(grain, (count + wanted - 1) / wanted);
+  const int64_t chunks = (count + size - 1) / size;
+  chunks_done_.store(0, std::memory_order_relaxed);
+  count_.store(count, std::memory_order_relaxed);
+  chunk_size_.store(size, std::memory_order_relaxed);
+  body_.store(body, std::memory_order_relaxed);
+  context_.store(context, std::memory_order_relaxed);
+  const uint64_t number = (ticket_.load(std::memory_order_relaxed) >> 32) + 1;
+  ticket_.store(number << 32 | static_cast<uint64_t>(chunks) << 16, std::memory_order_release);
+  while (take_chunk()) {
+  }
+  Wait wait;
+  while (chunks_done_.load(std::memory_order_acquire) < chunks) wait.again();
+}
+
+// False if none is left.
+bool ThreadTeam::take_chunk() {
+  uint64_t ticket = ticket_.load(std::memory_order_acquire);
+  while (true) {
+    const int64_t chunks = ticket >> 16 & 0xFFFF, chunk = ticket & 0xFFFF;
+    if (chunk >= chunks) return false;
+    const int64_t size = chunk_size_.load(std::memory_order_relaxed);
+    const int64_t begin = chunk * size;
+    const int64_t end = std::min(begin + size, count_.load(std::memory_order_relaxed));
+    const ParallelFor::Body body = body_.load(std::memory_order_relaxed);
+    void* context = context_.load(std::memory_order_relaxed);
+    if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel,
+                                       std::memory_order_acquire)) {
+      continue;
+    }
+    body(begin, end, context);
+    chunks_done_.fetch_add(1, std::memory_order_release);
+    return true;
+  }
+}
+
+}  // namespace specdec::cpu

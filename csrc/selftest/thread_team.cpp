@@ -1,0 +1,80 @@
+// Teams of threads: every index of every loop once, whoever helps, early, late or never.
+#include "specdec/thread_team.h"
+
+#include <atomic>
+#include <chrono>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+
+namespace specdec {
+namespace {
+
+constexpr int64_t kLoops = 300;
+
+// Time for others to take a chunk, or for the leader to go on too early; different each time.
+void dawdle() {
+  static std::atomic<int> turn{0};
+  const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(++turn * 7 % 10);
+  while (std::chrono::steady_clock::now() < until) {
+  }
+}
+
+// Loops of changing lengths, each reading what the one before has written.
+void run_loops(const ParallelFor& parallel_for) {
+  std::vector<int64_t> numbers(97, 0);
+  for (int64_t loop = 0; loop < kLoops; ++loop) {
+    const int64_t count = loop % 98, grain = loop % 5 * 16;
+    std::atomic<int64_t> calls{0};
+    parallel_for(count, grain, [&](int64_t begin, int64_t end) {
+      ++calls;
+      dawdle();
+      for (int64_t i = begin; i < end; ++i) numbers[i] += 1;
+    });
+    CHECK(calls.load() <= count);
+    for (int64_t i = 0; i < 97; ++i) CHECK(numbers[i] == (i < count ? 1 : 0));
+    parallel_for(count, 1, [&](int64_t begin, int64_t end) {
+      dawdle();
+      for (int64_t i = begin; i < end; ++i) numbers[i] -= 1;
+    });
+    for (int64_t i = 0; i < 97; ++i) CHECK(numbers[i] == 0);
+  }
+}
+
+void test_team(int64_t threads, int64_t helpers) {
+  cpu::ThreadTeam team(threads);
+  std::vector<std::thread> members;
+  for (int64_t i = 0; i < helpers; ++i) members.emplace_back([&] { team.help(); });
+  team.lead(run_loops);
+  for (std::thread& member : members) member.join();
+  team.help();  // too late: returns at once
+}
+
+// Members are let go where the work ends by an exception.
+void test_exception() {
+  cpu::ThreadTeam team(2);
+  std::thread member([&] { team.help(); });
+  bool is_caught = false;
+  try {
+    team.lead([](const ParallelFor&) { throw std::runtime_error("of the work"); });
+  } catch (const std::runtime_error&) {
+    is_caught = true;
+  }
+  member.join();
+  CHECK(is_caught);
+}
+
+}  // namespace
+
+void test_thread_team() {
+  test_team(1, 0);
+  test_team(2, 1);
+  test_team(3, 2);
+  test_team(8, 7);
+  test_team(4, 0);
+  test_exception();
+}
+
+}  // namespace specdec
