@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny import CONFIGS, prompts, tiny_model
 from torch import nn
+from transformers import DynamicCache
 from transformers.models.llama import modeling_llama
 
 import specdec_ext
@@ -35,15 +36,15 @@ def op_calls(monkeypatch):
     return calls
 
 
-def scored(model, layers=()):
-    target = make_target(model, None, 64)
+def scored(model, layers=(), cache=None):
+    target = make_target(model, cache and cache(), 64)
     target.tap(layers)
     target.prefill(*prompts((9, 5)))
     return target.forward(TREE)
 
 
-def by_modules(model, layers=()):
-    target = make_target(model, None, 64)
+def by_modules(model, layers=(), cache=None):
+    target = make_target(model, cache and cache(), 64)
     target._direct = None
     target.tap(layers)
     target.prefill(*prompts((9, 5)))
@@ -56,12 +57,13 @@ def test_which_models_have_one(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cache", [None, DynamicCache], ids=["own", "without-windows"])
 @pytest.mark.parametrize("name", sorted(DIRECT))
-def test_it_is_the_pass_of_the_modules(name, dtype, op_calls):
-    """Logits, features of every layer, and what is left in the cache."""
+def test_it_is_the_pass_of_the_modules(name, cache, dtype, op_calls):
+    """Logits, and features of every layer; also where a caller's cache knows of no windows."""
     model = tiny_model(name, dtype=dtype)
     layers = (0, 1, 3, -1)
-    ours, theirs = scored(model, layers), by_modules(model, layers)
+    ours, theirs = scored(model, layers, cache), by_modules(model, layers, cache)
     assert op_calls
     active = TREE.parents > -2
     for mine, other in ((ours.logits, theirs.logits), (ours.features, theirs.features)):

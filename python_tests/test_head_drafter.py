@@ -331,14 +331,32 @@ def test_cache_and_tables_grow(tree, monkeypatch):
 
 
 def test_rows_that_ended_are_not_read():
-    tokens, features = torch.arange(6).view(3, 2), torch.rand(3, 2, 4)
+    features = torch.rand(3, 2, 4)
     steps = [
-        Elements([0, 1, 2], tokens, features, [2, 1, 2]),
-        Elements([2, 0], tokens[:2], features[:2], [1, 2]),
+        Elements([0, 1, 2], [[0, 1], [2], [4, 5]], [features]),
+        Elements([2, 0], [[0], [2, 3]], [features[:2]]),
     ]
     new = of_active_rows(steps, [2], 4)
-    assert new.counts == [0, 0, 3, 0] and new.tokens[2].tolist() == [4, 5, 0]
-    assert torch.equal(new.features[2], torch.cat([features[2], features[0, :1]]))
+    assert new.counts == [0, 0, 3, 0] and new.tokens[2] == [4, 5, 0]
+    assert torch.equal(new.taps[0][2], torch.cat([features[2], features[0, :1]]))
+
+
+@pytest.mark.parametrize("rows", [[0], [1, 0]])
+def test_elements_of_even_and_uneven_steps_are_joined(rows):
+    """Token t has the features t and 10 t, whatever steps it came in."""
+    steps, texts = [], {row: [] for row in rows}
+    for number, counts in enumerate([(1, 1), (1, 1), (2, 1), (2, 2), (1, 1)]):
+        tokens = [[10 * number + 5 * i + j for j in range(counts[i])] for i in range(len(rows))]
+        for row, new in zip(rows, tokens, strict=True):
+            texts[row] += new
+        width = max(map(len, tokens))
+        padded = torch.tensor([new + [-1] * (width - len(new)) for new in tokens])[..., None]
+        steps.append(Elements(list(rows), tokens, [padded.float(), 10.0 * padded]))
+    new = of_active_rows(steps, rows, len(rows))
+    assert new.tokens == [texts[row] for row in range(len(rows))]
+    for row, text in texts.items():
+        for tap, factor in zip(new.taps, (1, 10), strict=True):
+            assert tap[row, : len(text), 0].tolist() == [factor * token for token in text]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -66,7 +66,7 @@ def proposed(heads: MedusaHeads, tree: TreeConfig, states: torch.Tensor):
     drafter = MedusaDrafter(heads, tree)
     features = torch.stack([torch.full_like(states, 9.0), states], dim=1)
     drafter.feature_layers(tiny_model("llama"))
-    drafter.start(context, tiny_model("llama"), TargetOutput(None, features))
+    drafter.start(context, tiny_model("llama"), TargetOutput(None, (features,)))
     return drafter.propose(context)
 
 
@@ -200,14 +200,14 @@ def test_the_last_committed_node_is_read():
     context.generated = [[8], [10]]
     drafter = MedusaDrafter(heads, CHAIN)
     drafter.feature_layers(counting_model())
-    drafter.start(context, counting_model(), TargetOutput(None, embeddings[ids]))
+    drafter.start(context, counting_model(), TargetOutput(None, (embeddings[ids],)))
     tree = drafter.propose(context)
     assert tree.tokens.tolist() == [[8, 9, 10, 11], [10, 11, 12, 13]]
 
     context.generated = [[8, 9, 10], [10, 30]]
     path = torch.tensor([[0, 1, -1, -1], [0, -1, -1, -1]])
     accepted = Accepted(path, torch.tensor([1, 0]), [[9, 10], [30]], [1, 0], [False, False])
-    drafter.commit(context, accepted, TargetOutput(None, embeddings[tree.tokens]))
+    drafter.commit(context, accepted, TargetOutput(None, (embeddings[tree.tokens],)))
     assert drafter.propose(context).tokens.tolist() == [[10, 11, 12, 13], [30, 12, 13, 14]]
     context.rows = [1]
     assert drafter.propose(context).tokens.tolist() == [[30, 12, 13, 14]]

@@ -23,6 +23,7 @@ from specdec_ext.head_binding import BoundHead
 from specdec_ext.ops.quantise import weight_dtype
 from specdec_ext.sampler import Accepted
 from specdec_ext.target import TargetOutput
+from specdec_ext.target.branches import padded
 from specdec_ext.tree import DraftTree
 from specdec_ext.tree_config import Shape, TreeConfig
 
@@ -103,24 +104,24 @@ class HeadDrafter(Drafter):
         self._bound: BoundHead | None = None
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
-        """The head's tapped layers, after a check that head and target fit.
+        """The head's tapped layers, after a check, once for a model, that head and target fit.
 
         Raises:
             ValueError: if they do not, naming what.
         """
-        for doubt in check_pair(self.head, model):
-            warnings.warn(doubt, stacklevel=2)
         if self._bound is None or not self._bound.serves(model):
+            for doubt in check_pair(self.head, model):
+                warnings.warn(doubt, stacklevel=2)
             self._bound = BoundHead.bind(self.head, model, self.weights)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         return self.head.config.resolved_feature_layers(layers)
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
-        assert self._bound is not None and output.features is not None
+        assert self._bound is not None
         num_rows = len(context.generated)
         parallel = self.head.config.mask_token_id is not None
         self._tree = self.tree or default_tree(self._bound.device, num_rows, parallel)
-        prompt, first_positions = _prompt_elements(context, output.features)
+        prompt, first_positions = _prompt_elements(context, output.taps)
         self._pending = [prompt]
         self._unread = 0  # tokens of a row at most in it, those of the prompt aside
         self._cache = HeadCache(
@@ -139,21 +140,16 @@ class HeadDrafter(Drafter):
 
         Without drafts for a while it reads ``MAX_UNREAD`` of a row at a time, so that no more are kept.
         """
-        assert output.features is not None
+        taps: Sequence[Tensor] = output.taps
         width = max(map(len, accepted.emitted))
-        nodes = accepted.path[:, :width].clamp(min=0)
-        features = output.features.gather(
-            1, nodes[..., None].expand(-1, -1, output.features.shape[2])
-        )
-        tokens = [emitted + [0] * (width - len(emitted)) for emitted in accepted.emitted]
-        self._pending.append(
-            Elements(
-                list(context.rows),
-                torch.tensor(tokens, device=features.device),
-                features,
-                [len(emitted) for emitted in accepted.emitted],
-            )
-        )
+        if accepted.path.shape[1] > 1:
+            # Of a chain, and of a tree's first branch, the nodes come first as they are.
+            visited = zip(accepted.path.tolist(), accepted.emitted, strict=True)
+            if any(nodes[: len(row)] != [*range(len(row))] for nodes, row in visited):
+                nodes = accepted.path[:, :width].clamp(min=0)
+                taps = [_at(tap, nodes) for tap in taps]
+            taps = [tap[:, :width] for tap in taps]
+        self._pending.append(Elements(list(context.rows), accepted.emitted, taps))
         self._unread += width
         if self._unread >= MAX_UNREAD:
             self._draft(self._take_pending(context), context, TreeConfig(depth=1))
@@ -192,8 +188,8 @@ class HeadDrafter(Drafter):
             cache.sines,
             cache.keys,
             cache.values,
-            new.tokens.to(bound.device),
-            new.features.to(bound.device, bound.dtype),
+            padded(new.tokens, bound.device),
+            torch.cat([tap.to(bound.device, bound.dtype) for tap in new.taps], dim=-1),
             counts,
             lengths,
             positions,
@@ -210,32 +206,37 @@ def _draft_slots(tree: TreeConfig) -> int:
     return max(Counter(map(len, tree.choices)).values()) * tree.depth
 
 
-def _prompt_elements(context: Context, features: Tensor) -> tuple[Elements, list[int]]:
+def _at(tap: Tensor, columns: Tensor) -> Tensor:
+    """``[rows, n, hidden]`` in these ``columns [rows, n]``."""
+    return tap.gather(1, columns[..., None].expand(-1, -1, tap.shape[2]))
+
+
+def _prompt_elements(context: Context, taps: Sequence[Tensor]) -> tuple[Elements, list[int]]:
     """Elements of the prompt and each row's first position.
 
     Args:
-        features: ``[rows, columns run, width]``, of the last columns of the prompt.
+        taps: ``[rows, columns run, hidden]`` each, of the last columns of the prompt.
     """
-    ids, rows = context.input_ids, list(context.rows)
-    first = context.last_tokens(rows)[:, None]
+    rows, first = list(context.rows), [[context.generated[row][-1]] for row in context.rows]
     if context.offset:
         # Of embeddings nobody knows the tokens: the head begins with the last of them.
-        last = [features.shape[1] - 1] * len(rows)
+        last = [taps[0].shape[1] - 1] * len(rows)
         if context.attention_mask is not None:
-            valid = context.attention_mask[:, -features.shape[1] :].bool().cpu()
+            valid = context.attention_mask[:, -taps[0].shape[1] :].bool().cpu()
             last = (valid * torch.arange(valid.shape[1])).argmax(dim=1).tolist()
-        return Elements(rows, first, features[rows, last][:, None], [1] * len(rows)), [
+        return Elements(rows, first, [tap[rows, last][:, None] for tap in taps]), [
             position - 1 for position in context.root_positions
         ]
-    held = ids.shape[1] - features.shape[1]
+    held = context.prompt_columns - taps[0].shape[1]
     if context.attention_mask is None:
-        tokens = torch.cat([ids[:, held + 1 :], first], dim=1)
-        return Elements(rows, tokens, features, [tokens.shape[1]] * len(rows)), [held] * len(rows)
-    valid = context.attention_mask.bool()
-    counts = valid[:, held:].sum(dim=1)
-    # Each row's tokens move to the left, in their order.
-    order = (~valid[:, held:]).long().argsort(dim=1, stable=True)[:, : int(counts.max())]
-    features = features.gather(1, order[..., None].expand(-1, -1, features.shape[2]))
-    tokens = torch.cat([ids[:, held:].gather(1, order)[:, 1:], first], dim=1)
-    tokens.scatter_(1, counts[:, None] - 1, first)
-    return Elements(rows, tokens, features, counts.tolist()), valid[:, :held].sum(dim=1).tolist()
+        before = [held] * len(rows)
+    else:
+        valid = context.attention_mask.bool()
+        before = valid[:, :held].sum(dim=1).tolist()
+        # Each row's features move to the left, in their order.
+        longest = int(valid[:, held:].sum(dim=1).max())
+        order = (~valid[:, held:]).long().argsort(dim=1, stable=True)[:, :longest]
+        taps = [_at(tap, order) for tap in taps]
+    texts = [context.prompt(row)[count:] for row, count in zip(rows, before, strict=True)]
+    tokens = [text[1:] + last for text, last in zip(texts, first, strict=True)]
+    return Elements(rows, tokens, taps), before

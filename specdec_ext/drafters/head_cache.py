@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,35 +25,55 @@ class Elements:
 
     Attributes:
         rows: original numbers.
-        tokens: ``[rows, new]`` int64.
-        features: ``[rows, new, width]``.
-        counts: of each row, how many of them are text.
+        tokens: of each row, as many as it has elements.
+        taps: ``[rows, new, hidden]`` each, side by side the features; what is behind a row's elements is
+            arbitrary.
     """
 
     rows: list[int]
-    tokens: Tensor
-    features: Tensor
-    counts: list[int]
+    tokens: list[list[int]]
+    taps: Sequence[Tensor]
+
+    @property
+    def counts(self) -> list[int]:
+        """How many elements each row has."""
+        return [len(row) for row in self.tokens]
 
 
 def of_active_rows(pending: Sequence[Elements], active: list[int], num_rows: int) -> Elements:
     """Elements of several steps one behind the other, for every row of the batch; none for ended rows."""
-    if len(pending) == 1 and pending[0].rows == active == list(range(num_rows)):
-        return pending[0]
-    pieces: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_rows)]
-    for part in pending:
-        for i, (row, count) in enumerate(zip(part.rows, part.counts, strict=True)):
+    runs = [_joined(list(run)) for _, run in groupby(pending, _kind)]
+    everyone = list(range(num_rows))
+    if len(runs) == 1 and runs[0].rows == active == everyone:
+        return runs[0]
+    tokens: list[list[int]] = [[] for _ in everyone]
+    pieces: list[list[tuple[Tensor, ...]]] = [[] for _ in everyone]  # of each row those of all taps
+    for part in runs:
+        for i, (row, new) in enumerate(zip(part.rows, part.tokens, strict=True)):
             if row in active:
-                pieces[row].append((part.tokens[i, :count], part.features[i, :count]))
-    counts = [sum(len(tokens) for tokens, _ in row) for row in pieces]
-    like = pending[0]
-    tokens = like.tokens.new_zeros(num_rows, max(counts))
-    features = like.features.new_zeros(num_rows, max(counts), like.features.shape[2])
-    for row, (count, parts) in enumerate(zip(counts, pieces, strict=True)):
-        if parts:
-            tokens[row, :count] = torch.cat([piece for piece, _ in parts])
-            features[row, :count] = torch.cat([piece for _, piece in parts])
-    return Elements(list(range(num_rows)), tokens, features, counts)
+                tokens[row] += new
+                pieces[row].append(tuple(tap[i, : len(new)] for tap in part.taps))
+    longest = max(map(len, tokens))
+    taps = [tap.new_zeros(num_rows, longest, tap.shape[2]) for tap in runs[0].taps]
+    for row, parts in enumerate(pieces):
+        for tap, own in zip(taps, zip(*parts, strict=True), strict=False):
+            tap[row, : len(tokens[row])] = torch.cat(own)
+    return Elements(everyone, tokens, taps)
+
+
+def _kind(part: Elements) -> tuple[Any, ...]:
+    """Equal for steps that can be joined as they are: of the same rows, which all have as many elements."""
+    even = all(len(new) == part.taps[0].shape[1] for new in part.tokens)
+    return tuple(part.rows), even or id(part)
+
+
+def _joined(parts: list[Elements]) -> Elements:
+    """Parts of one kind as one."""
+    if len(parts) == 1:
+        return parts[0]
+    tokens = [list(chain(*new)) for new in zip(*(part.tokens for part in parts), strict=True)]
+    taps = zip(*(part.taps for part in parts), strict=True)
+    return Elements(parts[0].rows, tokens, [torch.cat(each, dim=1) for each in taps])
 
 
 class HeadCache:

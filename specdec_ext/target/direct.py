@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from specdec_ext import ops
+from specdec_ext.target.adoption import adopt_cache, attention_windows
 from specdec_ext.target.attention import TreeBlock
 from specdec_ext.target.cache import RollbackLayer
 from specdec_ext.target.features import TapHook
@@ -55,24 +56,24 @@ class DirectPass:
     """The embeddings, all layers, the final norm and the output head of one model.
 
     Attributes:
-        has_windows: whether the model has sliding windows where its cache has them.
+        windows: sliding window of each layer, 0 for full attention.
     """
 
     embedding: Tensor
     rotary: Callable[..., tuple[Tensor, Tensor]]
     weights: list[Tensor]
     head: nn.Linear
-    num_layers: int
+    windows: list[int]
     head_dim: int
     eps: float
     scale: float
-    has_windows: bool
 
     def serves(self, layers: Sequence[Any]) -> bool:
         """Whether a cache of these layers is one that the model fills layer by layer."""
-        return len(layers) == self.num_layers and all(
-            type(layer) is RollbackLayer and (self.has_windows or layer.window is None)
-            for layer in layers
+        # A cache need not know of the windows: it keeps all there is then.
+        return len(layers) == len(self.windows) and all(
+            type(layer) is RollbackLayer and layer.window in (None, window)
+            for layer, window in zip(layers, self.windows, strict=True)
         )
 
     def __call__(
@@ -81,12 +82,11 @@ class DirectPass:
         position_ids: Tensor,
         block: TreeBlock,
         layers: Sequence[RollbackLayer],
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Score ``tokens [rows, nodes]`` and append their keys and values to the cache.
 
         Returns:
-            ``[rows, nodes, vocab]`` logits, and hidden states, ``[rows, nodes, hidden]`` each: the input of
-            every layer, the output of the last, and that after the final norm.
+            ``[rows, nodes, vocab]`` logits, and the hidden states that :meth:`FeatureTap.chosen` takes.
         """
         rows, nodes = tokens.shape
         stop = block.start + nodes
@@ -105,7 +105,7 @@ class DirectPass:
             sines,
             self.weights,
             caches,
-            [layer.window or 0 for layer in layers],
+            self.windows,
             block.ancestors,
             block.prefix_starts,
             block.prefix_lengths,
@@ -115,7 +115,7 @@ class DirectPass:
             self.scale,
         )
         logits = ops.linear(output, self.head.weight, self.head.bias)
-        return logits, [hidden, *states.unbind(), output]
+        return logits, (hidden, states, output)
 
 
 def direct_pass(model: PreTrainedModel) -> DirectPass | None:
@@ -215,12 +215,18 @@ def _read(model: Any) -> DirectPass | None:
         decoder.rotary_emb,
         weights,
         head,
-        len(layers),
+        _windows(decoder),
         first.head_dim,
         norm.variance_epsilon,
         first.scaling,
-        _codes(type(decoder).forward) not in _pattern("Model", ("llama",)),
     )
+
+
+def _windows(decoder: Any) -> list[int]:
+    if _codes(type(decoder).forward) in _pattern("Model", ("llama",)):
+        return [0] * len(decoder.layers)  # whatever its config says
+    cache = adopt_cache(None, decoder.config)
+    return [window or 0 for window in attention_windows(cache, decoder.config)]
 
 
 def _children(module: nn.Module) -> set[str]:

@@ -59,9 +59,11 @@ class FeatureTap:
                 self._sources.append(blocks[min(layer, config.num_hidden_layers - 1)])
         self._after = {-1, config.num_hidden_layers}  # outputs; the others are inputs
 
-    def chosen(self, states: Sequence[Tensor]) -> list[Tensor]:
-        """The same out of the inputs of all layers, the output of the last, and that after the norm."""
-        return [states[layer] for layer in self._layers]
+    def chosen(self, first: Tensor, states: Tensor, last: Tensor) -> tuple[Tensor, ...]:
+        """The same out of the input of the first layer, ``states [layers, rows, nodes, hidden]``, the outputs
+        of all layers, and that of the last after the norm."""
+        ends = {0: first, -1: last}
+        return tuple(ends[i] if i in ends else states[i - 1] for i in self._layers)
 
     @contextmanager
     def recording(self) -> Iterator[list[Tensor]]:

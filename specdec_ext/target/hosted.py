@@ -173,10 +173,9 @@ class HostedTarget(Target):
                 f"{type(self.model).__name__} was given {nodes} tokens and returned logits of "
                 f"{logits.shape[1]}; it can't be speculated on, pass drafter=None"
             )
-        tapped = last(features, 1)
         return TargetOutput(
             logits[:, -(nodes or 1) :],
-            torch.cat(tapped, dim=-1) if tapped else None,
+            last(features, 1),
             last(outputs.get(f"{prefix}hidden_states"), 1),
             last(outputs.get(f"{prefix}attentions"), 2),
             last(outputs.get("cross_attentions"), 2),

@@ -5,8 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -27,19 +29,24 @@ class TargetOutput:
 
     Attributes:
         logits: ``[rows, nodes, vocab]``, of a prompt ``[rows, 1, vocab]`` at each row's last token.
-        features: ``[rows, nodes, width]``, the hidden states that :meth:`Target.tap` asked for side by
-            side; of a prompt ``[rows, columns, width]`` for the columns that were run (not those that a
-            given cache held already), with paddings.
+        taps: ``[rows, nodes, hidden]`` each, the hidden states that :meth:`Target.tap` asked for; of a prompt
+            ``[rows, columns, hidden]`` for the columns that were run (not those that a given cache held
+            already), with paddings.
         hidden_states: ``[rows, nodes, hidden]`` of every layer, if asked for.
         attentions: ``[rows, heads, nodes, keys]`` of every layer, if asked for and given.
         cross_attentions: ``[rows, heads, nodes, encoder columns]`` of every layer with such, likewise.
     """
 
     logits: Tensor
-    features: Tensor | None = None
+    taps: tuple[Tensor, ...] = ()
     hidden_states: tuple[Tensor, ...] = ()
     attentions: tuple[Tensor, ...] = ()
     cross_attentions: tuple[Tensor, ...] = ()
+
+    @cached_property
+    def features(self) -> Tensor | None:
+        """``taps`` side by side, ``[rows, nodes, width]``; None without any."""
+        return torch.cat(self.taps, dim=-1) if self.taps else None
 
     def at(self, rows: Tensor, columns: Tensor) -> TargetOutput:
         """What this pass computed in these places: for ``[rows, nodes]``, the row and column of each."""
@@ -50,7 +57,7 @@ class TargetOutput:
 
         return TargetOutput(
             pick(self.logits, 1),
-            None if self.features is None else pick(self.features, 1),
+            tuple(pick(tap, 1) for tap in self.taps),
             tuple(pick(layer, 1) for layer in self.hidden_states),
             tuple(pick(layer, 2) for layer in self.attentions),
             tuple(pick(layer, 2) for layer in self.cross_attentions),

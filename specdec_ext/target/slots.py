@@ -57,7 +57,7 @@ FIRST_SLOTS = 2048
 # Unread tokens at which a row reads them without drafts behind; a block costs more the longer it is.
 MAX_UNREAD = 16
 # What is known of each row from the prompt on.
-_PER_ROW = ("_slot_valid", "_slot_positions", "_first_position", "_first_slot", "_position_shift")
+_PER_ROW = ("_slot_valid", "_slot_positions", "_holes_before", "_first_slot", "_position_shift")
 
 
 @dataclass
@@ -133,7 +133,7 @@ class SlotTarget(Target):
     @property
     def row_positions(self) -> Tensor:
         """``[rows]`` position of each active row's first token of the next block."""
-        return self._first_position + self._row_slots - self._prompt_length
+        return self._row_slots - self._holes_before
 
     @property
     def windows(self) -> list[int | None]:
@@ -222,7 +222,7 @@ class SlotTarget(Target):
             layer.reserve(min(self._max_slots, columns + FIRST_SLOTS))
             layer.slack = self._holes
         logits: Tensor | None = None
-        features = []
+        taps = []
         for begin, end in prompt.chunks(self._chunk, only_tokens=bool(self._states)):
             output = self._read_prompt(prompt, input_ids, begin, end)
             if logits is not None:  # rows padded on the right may have ended in an earlier chunk
@@ -230,15 +230,14 @@ class SlotTarget(Target):
                     (prompt.last < begin)[:, None, None], logits, output.logits
                 )
             logits = output.logits
-            if output.features is not None:
-                features.append(output.features)
+            taps.append(output.taps)
         if any(layer.length != columns for layer in self._layers if layer.is_initialized):
             raise ValueError(
                 f"{type(self.model).__name__} did not fill its cache with the prompt, so it can't be "
                 "speculated on; use model.generate"
             )
-        if len(features) > 1:
-            output.features = torch.cat(features, dim=1)
+        if len(taps) > 1:
+            output.taps = tuple(torch.cat(chunks, dim=1) for chunks in zip(*taps, strict=True))
         return output
 
     def _check_cache(self, prompt: Prompt) -> None:
@@ -273,8 +272,7 @@ class SlotTarget(Target):
         self._slot_positions = torch.cat(
             [prompt.positions, prompt.lengths[:, None] + future], dim=1
         )
-        self._prompt_length = columns
-        self._first_position, self._first_slot = prompt.lengths, prompt.first
+        self._holes_before, self._first_slot = columns - prompt.lengths, prompt.first
         prepared = (self._prompt_kwargs or {}).get("position_ids", prompt.positions)
         self._position_shift = (prepared[..., -1] + 1 - prompt.lengths).view(-1, rows).T
         self._whole_batch = [getattr(self, name) for name in _PER_ROW]
@@ -382,7 +380,7 @@ class SlotTarget(Target):
         return TargetOutput(
             # as transformers' own loop rounds them
             logits.float() if logits.dtype == torch.float64 else logits,
-            torch.cat([each.to(logits.device) for each in features], dim=-1) if features else None,
+            tuple(each.to(logits.device) for each in features),
             tuple(output.get("hidden_states") or ()),
             tuple(output.get("attentions") or ()),
         )
@@ -460,8 +458,7 @@ class SlotTarget(Target):
         assert self._direct is not None
         self.begun = True
         logits, states = self._direct(tree.tokens, positions, block, self._layers)
-        features = self._tap.chosen(states)
-        return TargetOutput(logits, torch.cat(features, dim=-1) if features else None)
+        return TargetOutput(logits, self._tap.chosen(*states))
 
     def _score_by_modules(
         self, tree: DraftTree, by_tree: TreeBlock | None, ancestors: Tensor, positions: Tensor
