@@ -7,8 +7,10 @@ acceptance".
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Hashable, Sequence
+from itertools import accumulate
 
 from transformers import PreTrainedModel
 
@@ -19,13 +21,16 @@ from specdec_ext.target import TargetOutput
 from specdec_ext.tree import DraftTree
 from specdec_ext.tree_config import FOUND, Shape
 
+GOLDEN = 0.6180339887498949
+
 
 class SyntheticDrafter(Drafter):
     """Lets another drafter draft chains, then replaces its tokens by right and wrong ones.
 
     Position i of a chain is right with probability ``acceptance[i]`` if everything before it is, and wrong
-    otherwise: the conditional acceptance that :class:`SpeculationStats` counts. The draws belong to (seed,
-    prompt), so a call can be repeated.
+    otherwise: the conditional acceptance that :class:`SpeculationStats` counts. How far a chain is right is
+    drawn from a sequence of low discrepancy (multiples of the golden ratio), so that even a short text comes
+    close to what was prescribed. The draws belong to (seed, prompt): a call can be repeated.
 
     Args:
         drafter: whose drafts cost what drafts cost; proposes chains, such as a head with random weights.
@@ -51,6 +56,9 @@ class SyntheticDrafter(Drafter):
         if vocab_size < 2:
             raise ValueError(f"vocab_size={vocab_size} leaves no wrong token; expected at least 2")
         self.drafter, self.answers, self.acceptance = drafter, answers, acceptance
+        self._reached = list(
+            accumulate(acceptance, operator.mul)
+        )  # that so many positions are right
         self._vocab_size, self._seed = vocab_size, seed
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
@@ -58,8 +66,9 @@ class SyntheticDrafter(Drafter):
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
         self.drafter.start(context, model, output)
-        self._randoms = [
-            random.Random(f"{self._seed} {row} {context.prompt(row)}") for row in context.rows
+        self._draws = [
+            random.Random(f"{self._seed} {row} {context.prompt(row)}").random()
+            for row in context.rows
         ]
 
     def shapes(self, context: Context) -> Sequence[Shape]:
@@ -88,11 +97,9 @@ class SyntheticDrafter(Drafter):
     def _chain(self, row: int, done: int, length: int) -> list[int]:
         """``length`` tokens behind the ``done`` that row has emitted; behind the answer's end token 0."""
         answer = list(self.answers[row][done : done + length])
-        right = 0
-        while right < min(length, len(self.acceptance)):
-            if self._randoms[row].random() >= self.acceptance[right]:
-                break
-            right += 1
+        draw = self._draws[row]
+        self._draws[row] = (draw + GOLDEN) % 1
+        right = sum(draw < reached for reached in self._reached[:length])
         wrong = [(token + 1) % self._vocab_size for token in answer[right:]]
         return answer[:right] + wrong + [0] * (length - len(answer))
 
