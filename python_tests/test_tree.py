@@ -50,7 +50,7 @@ def test_a_cut_node_takes_what_is_below_it_along():
 )
 def test_merged_trees_have_all_paths_once(paths):
     trees = [DraftTree.from_paths(ROOTS[:1], [each]) for each in paths]
-    made = DraftTree.merged(trees).validated(ROOTS[:1], 8, "test")
+    made = DraftTree.merged(trees).validated(ROOTS[:1].tolist(), 8, "test")
     found = [()]
     for token, parent in zip(
         made.tokens[0, 1:].tolist(), made.parents[0, 1:].tolist(), strict=True
@@ -121,13 +121,16 @@ def test_pruning_cuts_depth_and_unused_columns():
 )
 def test_a_broken_contract_is_named(made, message):
     with pytest.raises(ValueError, match=message) as error:
-        made.validated(ROOTS, vocab_size=10, source="MyDrafter")
+        made.validated(ROOTS.tolist(), vocab_size=10, source="MyDrafter")
     assert "MyDrafter" in str(error.value)
 
 
 def test_an_inactive_node_may_carry_any_token():
     made = tree([[7, 99], [8, 1]], [[-1, -2], [-1, 0]])
-    assert made.validated(ROOTS, 10, "x").pruned([5, 5]).tokens.tolist() == [[7, 0], [8, 1]]
+    assert made.validated(ROOTS.tolist(), 10, "x").pruned([5, 5]).tokens.tolist() == [
+        [7, 0],
+        [8, 1],
+    ]
 
 
 def test_tree_configs():

@@ -61,6 +61,7 @@ class Context:
             else attention_mask.bool().sum(dim=1).tolist()
         )
         self._prompt_texts: list[list[int]] | None = None
+        self._last_tokens: tuple[list[int], Tensor] | None = None  # the same, as asked for last
         self._pad = pad_token_id
         self._sequences = input_ids
         self._written = [0] * len(input_ids)
@@ -80,7 +81,10 @@ class Context:
 
     def last_tokens(self, rows: Sequence[int]) -> Tensor:
         """``[len(rows)]`` last token of these original rows."""
-        return torch.tensor([self.generated[row][-1] for row in rows], device=self.device)
+        last = [self.generated[row][-1] for row in rows]
+        if self._last_tokens is None or self._last_tokens[0] != last:
+            self._last_tokens = last, torch.tensor(last, device=self.device)
+        return self._last_tokens[1]
 
     @property
     def root_positions(self) -> list[int]:
@@ -121,6 +125,10 @@ class Context:
         """Append one token to each of these original rows."""
         for row, token in zip(rows, tokens, strict=True):
             self.generated[row].append(token)
+
+    def extend(self, row: int, tokens: Sequence[int]) -> None:
+        """Append tokens to one original row."""
+        self.generated[row] += tokens
 
     def sequences(self, width: int | None = None) -> Tensor:
         """``[batch, columns]`` ids up to the longest row (or ``width`` columns), shorter rows padded."""

@@ -14,6 +14,7 @@ double while nothing comes of it, from a credit that grows with the time that ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -37,12 +38,12 @@ from specdec_ext.tree_config import FOUND, Shape, TreeConfig
 PLAIN, MODEL = "plain", "model"
 # Steps without a source after which it is tried, at first and at most.
 FIRST_INTERVAL, LAST_INTERVAL = {PLAIN: 16, MODEL: 4, FOUND: 4}, {PLAIN: 128, MODEL: 32, FOUND: 32}
+# Steps for which a choice to draft stands while something comes of it: choosing takes time, too.
+STANDS = 3
 # Plain steps before anything is drafted, once for a drafter on a model: what all is measured against.
 FIRST_PLAIN_STEPS = 2
 # Credit for probes never exceeds what this many plain steps take.
 MOST_CREDIT = 1.5
-# Plain steps to wait where a probe is due that the credit does not pay for.
-PATIENCE = 4
 # Steps without a draft after which a draft is one after a pause.
 PAUSE = 8
 # A plain step that takes longer or shorter by this share than thought is measured again soon.
@@ -51,7 +52,21 @@ DRIFT = 0.2
 FADING = 0.05
 
 
-@dataclass
+@dataclass(frozen=True)
+class Candidate:
+    """A shape of the drafter.
+
+    Attributes:
+        levels: below the root.
+        nodes: the root included.
+    """
+
+    shape: TreeConfig
+    levels: int
+    nodes: int
+
+
+@dataclass(slots=True)
 class Option:
     """What a step may do, and what that adds to a plain step."""
 
@@ -131,6 +146,9 @@ class Controller(Policy):
         self._gain = Gain()
         self._step = 0
         self._quiet = 0  # plain steps to come, decided already
+        self._rested = 0  # of such, those that went by; they are timed together
+        self._standing = 0  # further steps of what was chosen last, for as many rows
+        self._rows = 0
         # source -> step in which it was used last
         self._used: dict[str, int] = {PLAIN: -self._memory.idle}
         self._interval = {**FIRST_INTERVAL, PLAIN: self._memory.plain_interval}
@@ -147,13 +165,19 @@ class Controller(Policy):
         shapes = offered(self._drafter, context, self._settings.shapes)
         most = self._settings.max_nodes
         self._asks_found = FOUND in shapes
-        self._shapes = [
+        fitting = [
             shape
             for shape in shapes
             if isinstance(shape, TreeConfig) and (most is None or (shape.num_nodes or 0) <= most)
         ]
+        self._families: dict[str, list[Candidate]] = {}
+        for shape in fitting:
+            candidate = Candidate(shape, levels(shape), shape.num_nodes or 1)
+            self._families.setdefault(family_of(shape), []).append(candidate)
+        # Where less room is left, the shallowest shape is drafted and cut.
+        self._shallowest = min(map(levels, fitting), default=0)
         self._sources = [PLAIN] if self._settings.may_rest else []
-        self._sources += [FOUND] * self._asks_found + [MODEL] * bool(self._shapes)
+        self._sources += [FOUND] * self._asks_found + [MODEL] * bool(fitting)
         self._began = self._clock()
         self._drafted: float | None = None
 
@@ -164,36 +188,49 @@ class Controller(Policy):
         self._option, self._judged, self._probing = None, None, False
         self._drafted = None
         context.shape = None
-        if self._quiet:
+        if self._quiet and self._rows == len(context.rows):
             self._quiet -= 1
+            self._rested += 1
             return False
+        self._quiet = 0
+        self._count_rest()
         room = max(context.remaining) - 1
         if room < 1:
             return False
-        if self._memory.plain_steps < FIRST_PLAIN_STEPS and self._settings.may_rest:
+        if self._standing and self._rows == len(context.rows):
+            self._standing -= 1
+            option = self._active
+        else:
+            option = self._chosen(context, room)
+        if option is None:
             return False
+        self._used[option.source] = self._step
+        if option.source == MODEL:
+            self._used[FOUND] = self._step
+        self._option, context.shape = option, option.shape
+        return option.source != PLAIN
+
+    def _chosen(self, context: Context, room: int) -> Option | None:
+        """What this step does, and some after it; None for a plain step that tells nothing new."""
+        if self._memory.plain_steps < FIRST_PLAIN_STEPS and self._settings.may_rest:
+            return None
+        self._rows = len(context.rows)
         self._verify = self._curve(context)
         self._plain = self._verify(1) or 0.0
         options = self._options(context.rows, room)
-        best = self._best(options, len(context.rows))
-        self._option = self._due(options, best, len(context.rows)) or best
-        source = self._option.source
-        self._used[source] = self._step
-        if source == MODEL:
-            self._used[FOUND] = self._step
-        if self._probing:
+        best = self._best(options, self._rows)
+        if (probe := self._due(options, best, self._rows)) is not None:
+            source = probe.source
             self._interval[source] = min(2 * self._interval[source], LAST_INTERVAL[source])
-        else:
-            if self._active is None or self._active.source != source:
-                self._interval[source] = FIRST_INTERVAL[source]
-            self._active = self._option
-        if source == PLAIN:
-            if not self._probing:
-                self._rest()
-                self._option = None
-            return False
-        context.shape = self._option.shape
-        return True
+            return probe
+        if self._active is None or self._active.source != best.source:
+            self._interval[best.source] = FIRST_INTERVAL[best.source]
+        self._active = best
+        if best.source == PLAIN:
+            self._rest()
+            return None
+        self._standing = STANDS - 1
+        return best
 
     def _curve(self, context: Context) -> Curve:
         return self._memory.verify.curve(len(context.rows), context.root_positions[0] + 1)
@@ -209,26 +246,17 @@ class Controller(Policy):
             seconds = memory.found.wider + (memory.drafts.curve(count, FOUND)(1) or 0.0)
             options.append(Option(FOUND, FOUND, tokens, seconds))
             missing -= memory.found.share
-        fitting = [shape for shape in self._shapes if shape.depth <= room] or self._shapes[:1]
-        ahead: dict[str, list[float]] = {}
-        for shape in fitting:
-            family = family_of(shape)
-            if family not in ahead:
-                depth = max(each.depth for each in fitting if family_of(each) == family)
-                each_row = [
-                    self._acceptance.ahead(row, family, depth, family != CHAIN) for row in rows
-                ]
-                ahead[family] = [sum(column) for column in zip(*each_row, strict=False)]
-            draft = memory.drafts.curve(count, family)(levels(shape)) or 0.0
-            wider = (self._verify(shape.num_nodes or 1) or 0.0) - self._plain
-            options.append(
-                Option(
-                    MODEL,
-                    shape,
-                    tokens + missing * ahead[family][levels(shape)],
-                    seconds + missing * (draft + wider),
-                )
+        for family, candidates in self._families.items():
+            fitting = [each for each in candidates if each.levels <= max(room, self._shallowest)]
+            deepest = max((each.levels for each in fitting), default=0)
+            ahead = _added(
+                [self._acceptance.ahead(row, family, deepest, family != CHAIN) for row in rows]
             )
+            draft = memory.drafts.curve(count, family)
+            for each in fitting:
+                own = (draft(each.levels) or 0.0) + (self._verify(each.nodes) or 0.0) - self._plain
+                gained = tokens + missing * ahead[each.levels]
+                options.append(Option(MODEL, each.shape, gained, seconds + missing * own))
         return options
 
     def _rate(self, option: Option, rows: int) -> float:
@@ -239,7 +267,7 @@ class Controller(Policy):
         """Most tokens per second; what is in use stays unless another is better by the hysteresis."""
 
         def favoured(option: Option) -> float:
-            used = self._active is not None and option.shape == self._active.shape
+            used = self._active is not None and option.shape is self._active.shape
             return self._rate(option, rows) * (1 + self._settings.hysteresis * used)
 
         best = max(options, key=favoured)
@@ -247,7 +275,8 @@ class Controller(Policy):
         return best
 
     def _due(self, options: list[Option], best: Option, rows: int) -> Option | None:
-        """A source that is not in use and worth a try now."""
+        """A source that is not in use and worth a try now; of others notes what credit they lack."""
+        self._lacking = math.inf
         for source in self._sources:
             idle = self._step - self._used.get(source, 0)
             if source == best.source or idle < self._interval[source]:
@@ -260,10 +289,12 @@ class Controller(Policy):
             lost = self._plain + option.seconds - (rows + option.tokens) / self._price
             if source == MODEL and self._last_model_draft is not None:
                 lost = max(lost, self._memory.drafts.after_pause(1) or 0.0)
-            if self._credit() >= min(lost, MOST_CREDIT * self._plain):
+            lacking = min(lost, MOST_CREDIT * self._plain) - self._credit()
+            if lacking <= 0:
                 self._probing = True
                 self._stats.probes += 1
                 return option
+            self._lacking = min(self._lacking, lacking)
         return None
 
     def _credit(self) -> float:
@@ -272,13 +303,16 @@ class Controller(Policy):
         return self._memory.credit
 
     def _rest(self) -> None:
-        """Plain steps follow until something is due."""
-        waits = [
-            self._interval[source] - (self._step - self._used.get(source, 0))
-            for source in self._sources
-            if source != PLAIN
-        ]
-        self._quiet = max(min(wait if wait > 0 else PATIENCE for wait in waits) - 1, 0)
+        """Plain steps follow until something is due, or credit has grown to what is lacking."""
+        waits = [LAST_INTERVAL[PLAIN]]
+        for source in self._sources:
+            due = self._interval[source] - (self._step - self._used.get(source, 0))
+            if source != PLAIN and due > 0:
+                waits.append(due)
+        earned = self._settings.probing * self._plain
+        if self._lacking < earned * LAST_INTERVAL[PLAIN]:
+            waits.append(math.ceil(self._lacking / earned))
+        self._quiet = max(min(waits) - 1, 0)
 
     # --- behind the draft
 
@@ -297,17 +331,17 @@ class Controller(Policy):
             for row, deep in zip(tree.depths, depths, strict=True)
         )
         ahead = [
-            self._acceptance.ahead(row, kind, depth, branches)
+            self._acceptance.ahead(row, kind, depth, branches)[: depth + 1]
             for row, kind, depth in zip(context.rows, kinds, depths, strict=True)
         ]
-        kept = self._kept(ahead, depths, columns)
-        self._count_found(ahead, depths, kinds, kept, columns[kept])
+        kept = self._kept(ahead, columns)
+        self._count_found(ahead, kinds, kept, columns[kept])
         if kept < deepest:
             self._stats.dropped += kept == 0
             return tree.pruned([kept] * tree.num_rows)
         return tree
 
-    def _kept(self, ahead: list[Sequence[float]], depths: list[int], columns: list[int]) -> int:
+    def _kept(self, ahead: list[Sequence[float]], columns: list[int]) -> int:
         """How many levels are verified."""
         most = self._settings.max_nodes
         levels = [0, len(columns) - 1] if self._drafter.whole else range(len(columns))
@@ -315,16 +349,17 @@ class Controller(Policy):
         if not self._settings.may_rest:
             return max(fitting)
 
+        tokens = _added(ahead)
+
         def worth(level: int) -> float:
-            tokens = sum(row[min(level, depth)] for row, depth in zip(ahead, depths, strict=True))
-            return tokens - self._price * ((self._verify(columns[level]) or 0.0) - self._plain)
+            wider = (self._verify(columns[level]) or 0.0) - self._plain
+            return tokens[level] - self._price * wider
 
         return max(fitting, key=worth)
 
     def _count_found(
         self,
         ahead: list[Sequence[float]],
-        depths: list[int],
         kinds: list[str],
         kept: int,
         nodes: int,
@@ -332,8 +367,8 @@ class Controller(Policy):
         """What was found, rows that a model drafted for aside, at what that is taken to be worth."""
         if not self._asks_found:
             return
-        tokens = [row[min(kept, depth)] for row, depth in zip(ahead, depths, strict=True)]
-        found = [depth > 0 and _is_found(kind) for depth, kind in zip(depths, kinds, strict=True)]
+        tokens = [row[min(kept, len(row) - 1)] for row in ahead]
+        found = [len(row) > 1 and _is_found(kind) for row, kind in zip(ahead, kinds, strict=True)]
         brought = sum(each for each, copied in zip(tokens, found, strict=True) if copied)
         part = brought / sum(tokens) if sum(tokens) > 0 else 0.0
         wider = (self._verify(nodes) or 0.0) - self._plain
@@ -342,35 +377,53 @@ class Controller(Policy):
     # --- behind the step
 
     def learn(self, accepted: Accepted, context: Context) -> None:
+        if self._rested:
+            return
         now, rows = self._clock(), len(accepted.emitted)
         began, self._began = self._began, now
         drafted = began if self._drafted is None else self._drafted
         nodes = accepted.path.shape[1]
         verify = self._curve(context)
-        self._count_plain(verify(1), now - drafted, nodes)
+        self._memory.idle += 1
+        if nodes == 1:
+            self._count_plain(verify(1), now - drafted)
         verify.add(nodes, now - drafted)
         if self._judged is not None:
             self._learn_draft(drafted - began, accepted, context)
         took, emitted = now - began, sum(map(len, accepted.emitted))
-        plain = verify(1)
-        if self._memory.credit is not None and plain:
-            earned = self._settings.probing * took
-            if self._probing:
-                earned -= max(0.0, took - emitted / self._price)
-            self._memory.credit = min(self._memory.credit + earned, MOST_CREDIT * plain)
-        self._gain.add(took, took if self._drafted is None else emitted * (plain or 0.0) / rows)
+        spent = max(0.0, took - emitted / self._price) if self._probing else 0.0
+        self._earn(took, verify(1), spent)
+        plain = took if self._drafted is None else emitted * (verify(1) or 0.0) / rows
+        self._gain.add(took, plain)
         self._stats.count_shape(self._label(nodes))
 
-    def _count_plain(self, expected: float | None, seconds: float, nodes: int) -> None:
+    def _count_rest(self) -> None:
+        """Learn from the plain steps since the last one that was looked at."""
+        steps, self._rested = self._rested, 0
+        if not steps:
+            return
+        now = self._clock()
+        took, self._began = now - self._began, now
+        self._count_plain(self._verify(1), took / steps, steps)
+        self._verify.add(1, took / steps)
+        self._earn(took, self._verify(1))
+        self._gain.add(took, took)
+        self._stats.count_shape(self._label(1), steps)
+
+    def _count_plain(self, expected: float | None, seconds: float, steps: int = 1) -> None:
         """Steps since the reference was measured, over calls: they say when it is measured again."""
         memory = self._memory
-        memory.idle = 0 if nodes == 1 else memory.idle + 1
-        memory.plain_steps += nodes == 1
-        if nodes == 1:
-            self._used[PLAIN] = self._step
-            if expected and abs(seconds / expected - 1) > DRIFT:
-                self._interval[PLAIN] = FIRST_INTERVAL[PLAIN]
-        memory.plain_interval = self._interval[PLAIN]
+        memory.idle = 0
+        memory.plain_steps += steps
+        self._used[PLAIN] = self._step
+        if expected and abs(seconds / expected - 1) > DRIFT:
+            self._interval[PLAIN] = FIRST_INTERVAL[PLAIN]
+
+    def _earn(self, took: float, plain: float | None, spent: float = 0.0) -> None:
+        """Credit for probes."""
+        if self._memory.credit is not None and plain:
+            earned = self._memory.credit + self._settings.probing * took - spent
+            self._memory.credit = min(earned, MOST_CREDIT * plain)
 
     def _learn_draft(self, seconds: float, accepted: Accepted, context: Context) -> None:
         assert self._judged is not None and self._option is not None
@@ -390,6 +443,8 @@ class Controller(Policy):
         for row, kind, (tokens, parents, emitted) in zip(context.rows, kinds, texts, strict=True):
             matched, missed = judged(tokens, parents, emitted)
             self._acceptance.add(row, kind, matched, missed)
+            if not matched:
+                self._standing = 0
             if self._probing and matched:  # something came of it: once more, at once
                 self._interval[self._option.source] = 1
 
@@ -403,6 +458,8 @@ class Controller(Policy):
         return asked
 
     def end(self) -> None:
+        self._count_rest()
+        self._memory.plain_interval = self._interval[PLAIN]
         self._stats.report = Report.of(
             self._memory.verify, self._memory.drafts, self._memory.acceptance, self._gain
         )
@@ -426,6 +483,14 @@ def name_of(shape: Shape) -> str:
 def levels(shape: TreeConfig) -> int:
     """Below the root; of a chain that ``num_nodes`` cuts off fewer than its depth."""
     return len(shape.links) if shape.top_k == 1 else shape.depth
+
+
+def _added(rows: Sequence[Sequence[float]]) -> Sequence[float]:
+    """Of tokens to expect by levels the sums over rows, a shorter one's last for all further levels."""
+    if len(rows) == 1:
+        return rows[0]
+    levels = range(max(map(len, rows)))
+    return [sum(row[min(level, len(row) - 1)] for row in rows) for level in levels]
 
 
 def _is_found(kind: str) -> bool:

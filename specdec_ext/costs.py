@@ -16,6 +16,8 @@ from specdec_ext.acceptance import CHAIN
 WINDOW = 9
 # With fewer of them the guess from other sizes counts as one, too: a first time is often an outlier.
 TRUSTED = 3
+# Times after which what was told from other sizes is told anew.
+REFRESHED = 8
 # What a further node is taken to add to the cost of one where nothing is known yet: little, so that more
 # nodes are tried.
 FIRST_SLOPE = 0.03
@@ -36,6 +38,7 @@ class Curve:
         self._sizes: list[int] = []
         self._medians: dict[int, float] = {}
         self._estimates: dict[int, float | None] = {}  # that depend on other sizes, too
+        self._age = 0  # times added since those were made
 
     def add(self, size: int, seconds: float) -> None:
         if size not in self._times:
@@ -43,7 +46,10 @@ class Curve:
             insort(self._sizes, size)
         self._times[size].append(seconds)
         self._medians.pop(size, None)
-        self._estimates.clear()
+        self._age += 1
+        if self._age >= REFRESHED or len(self._times[size]) <= TRUSTED:
+            self._estimates.clear()
+            self._age = 0
 
     def count(self, size: int) -> int:
         """Times known of this very size, ``WINDOW`` at most."""

@@ -81,22 +81,23 @@ class Decoder:
         return width
 
     def _propose(self) -> DraftTree:
-        roots = self.context.roots
-        if self.drafter is None or self.policy is None or not self.policy.choose(self.context):
-            return DraftTree.root(roots)
-        tree, name = self.drafter.propose(self.context), type(self.drafter).__name__
+        context = self.context
+        if self.drafter is None or self.policy is None or not self.policy.choose(context):
+            return DraftTree.root(context.roots)
+        tree, name = self.drafter.propose(context), type(self.drafter).__name__
         if not isinstance(tree, DraftTree):
             raise TypeError(
                 f"{name}.propose returned a {type(tree).__name__}; expected a DraftTree"
             )
+        roots = [context.generated[row][-1] for row in context.rows]
         tree = tree.validated(roots, self.target.vocab_size, name)
         if not self.target.support.tree:
             tree = tree.first_chain()
         # The last token a row emits needs no key, so the deepest useful node is one short of the room left.
-        useful = [left - 1 for left in self.context.remaining]
-        before_end = map(self.target.context_room, self.context.root_positions)
+        useful = [left - 1 for left in context.remaining]
+        before_end = map(self.target.context_room, context.root_positions)
         rooms = zip(useful, self.target.draft_room, before_end, strict=True)
-        tree = self.policy.cut(tree.pruned([min(each) for each in rooms]), self.context)
+        tree = self.policy.cut(tree.pruned([min(each) for each in rooms]), context)
         self.sampler.check(tree, name)
         return tree
 

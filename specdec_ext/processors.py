@@ -84,6 +84,8 @@ class Processors:
 
         For processors without memory: they are called at nodes that no walk may visit.
         """
+        if not self._all:
+            return logits
         if self.pure:
             return self.shared(logits.flatten(0, 1)).view(logits.shape)
         scores = logits.to(torch.float32, copy=True)

@@ -249,7 +249,21 @@ class Sampler:
         lockstep = len(context.generated) > 1 and (
             stop.needs_lockstep or bool(self._processors.with_memory)
         )
+        if isinstance(walk, FinishedWalk) and stop.is_known and record is None and not lockstep:
+            return self._emit(walk, context, stop)
         return self._follow(walk, scores, context, stop, lockstep, record)
+
+    def _emit(self, walk: FinishedWalk, context: Context, stop: StopRule) -> Accepted:
+        """Emit each row's block at once: nobody asks token by token."""
+        emitted, drafted, ended = [], [], []
+        for i, row in enumerate(context.rows):
+            tokens = walk.whole(i)
+            end = stop.end_of(tokens, context.columns(row))
+            drafted.append(min(end or len(tokens), len(tokens) - 1))
+            emitted.append(tokens[:end])
+            ended.append(end is not None)
+            context.extend(row, emitted[i])
+        return self._accepted(walk, emitted, drafted, ended)
 
     def _follow(
         self,
@@ -288,6 +302,11 @@ class Sampler:
             # Plain decoding calls stateful processors and criteria once per position for the whole
             # batch: as soon as one row has to wait for the next target pass, all do.
             alive = [] if lockstep and len(going) < count else going
+        return self._accepted(walk, emitted, drafted, ended)
+
+    def _accepted(
+        self, walk: Walk, emitted: list[list[int]], drafted: list[int], ended: list[bool]
+    ) -> Accepted:
         num_accepted = [len(tokens) - 1 for tokens in emitted]
         return Accepted(
             path=walk.path(),

@@ -62,9 +62,9 @@ class SpeculationStats:
     probes: int = 0
     report: Report | None = None
 
-    def count_shape(self, name: str) -> None:
-        """One step of the whole batch."""
-        self.shapes[name] = self.shapes.get(name, 0) + 1
+    def count_shape(self, name: str, steps: int = 1) -> None:
+        """Steps of the whole batch."""
+        self.shapes[name] = self.shapes.get(name, 0) + steps
 
     def explain(self) -> str:
         """Why it drafted as it did: costs, acceptance, what was chosen how often, and what that gained."""

@@ -41,6 +41,23 @@ class StopRule:
             self.pads = self.pads or hasattr(criterion, "eos_token_id")
         self.needs_lockstep = any(reads_of(other) is Reads.ORDER for other in self._others)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether :meth:`end_of` tells all: there is no criterion but ends of sequence and the length."""
+        return not self._others
+
+    def end_of(self, tokens: Sequence[int], columns: int) -> int | None:
+        """How many of these tokens a row emits that ends with one of them, else None.
+
+        Args:
+            tokens: to emit in this order.
+            columns: the row's length before them.
+        """
+        for count, token in enumerate(tokens, start=1):
+            if token in self._eos or columns + count >= self.max_length:
+                return count
+        return None
+
     def ended(
         self,
         rows: Sequence[int],
@@ -59,7 +76,7 @@ class StopRule:
             scores: processed scores so far, or None when they are not recorded.
         """
         ended = [
-            token in self._eos or length >= self.max_length
+            self.end_of([token], length - 1) is not None
             for token, length in zip(tokens, columns, strict=True)
         ]
         if self._others:

@@ -218,11 +218,11 @@ class DraftTree:
             branches.append(row)
         return branches
 
-    def validated(self, roots: Tensor, vocab_size: int, source: str) -> DraftTree:
+    def validated(self, roots: Sequence[int], vocab_size: int, source: str) -> DraftTree:
         """This tree, after checking what a drafter returned against the contract of the class.
 
         Args:
-            roots: ``[rows]``, the last committed token of each row.
+            roots: the last committed token of each row.
             vocab_size: drafted tokens must be in ``[0, vocab_size)``.
             source: who made the tree, for the message.
 
@@ -240,24 +240,21 @@ class DraftTree:
                 f"{source} returned a DraftTree with tokens {tuple(self.tokens.shape)} and parents "
                 f"{tuple(self.parents.shape)}; expected equal shapes with at least the root"
             )
-        expected = roots.tolist()
+        expected = list(roots)
         if (given := [tokens[0] for tokens in self.token_lists]) != expected:
             raise ValueError(
                 f"{source} returned a DraftTree whose roots are {given}; node 0 must be "
                 f"the last committed token of each row, {expected} (context.roots)"
             )
-        for row, parents in enumerate(self.parent_lists):
-            for node, parent in enumerate(parents):
+        rows = zip(self.token_lists, self.parent_lists, strict=True)
+        for row, (tokens, parents) in enumerate(rows):
+            for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
                 if not (0 <= parent < node or parent == (INACTIVE if node else ROOT_PARENT)):
                     raise ValueError(
                         f"{source} returned a DraftTree with parents[{row}, {node}] = {parent}; "
                         "expected -1 for node 0, -2 for an inactive node, else the number of an earlier "
                         "node"
                     )
-        for row, (tokens, parents) in enumerate(
-            zip(self.token_lists, self.parent_lists, strict=True)
-        ):
-            for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
                 if not 0 <= token < vocab_size and parent != INACTIVE:
                     raise ValueError(
                         f"{source} drafted token {token} (row {row}, node {node}); the target's "
@@ -317,20 +314,23 @@ class DraftTree:
         A drafter need not know how much a row may still emit; nodes beyond that would be paid for in
         vain, and could ask a model for positions it does not have.
         """
+        limits = zip(self.depths, max_depths, strict=True)
+        if all(min(row) >= 0 and max(row) <= max(limit, 0) for row, limit in limits):
+            return self
         kept = [
             [node == 0 or 0 < depth <= limit for node, depth in enumerate(row)]
             for row, limit in zip(self.depths, max_depths, strict=True)
         ]
-        if all(map(all, kept)):
-            return self
         width = max((node + 1 for row in kept for node, keep in enumerate(row) if keep), default=1)
         if width == 1:
             return DraftTree.root(self.tokens[:, 0])
-        keep = torch.tensor(kept, device=self.parents.device)[:, :width]
-        # An inactive node's token is never read by the law, but it is embedded: keep it a legal id.
-        tokens = torch.where(keep, self.tokens[:, :width], 0)
+        tokens, parents = self.tokens[:, :width], self.parents[:, :width]
         draft_probs = None if self.draft_probs is None else self.draft_probs[:, :width]
-        parents = torch.where(keep, self.parents[:, :width], INACTIVE)
+        if not all(all(row[:width]) for row in kept):
+            keep = torch.tensor(kept, device=self.parents.device)[:, :width]
+            # An inactive node's token is never read by the law, but it is embedded: keep it a legal id.
+            tokens = torch.where(keep, tokens, 0)
+            parents = torch.where(keep, parents, INACTIVE)
         return DraftTree(tokens, parents, draft_probs)
 
     def render(

@@ -39,6 +39,11 @@ class FinishedWalk:
         ]
         return picks, descends
 
+    def whole(self, i: int) -> list[int]:
+        """All picks of row ``i``: the drafted tokens that were accepted, and the one behind them."""
+        nodes = self._nodes[i][1 : self._lengths[i] + 1]
+        return [*(self._tokens[i][node] for node in nodes), self._next[i]]
+
     def path(self) -> Tensor:
         return self._path
 
