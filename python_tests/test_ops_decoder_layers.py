@@ -20,7 +20,7 @@ START = 9
 PARENTS = [-1, 0, 0, 1, 3]
 
 
-def random_case(dtype, *, extras=True, windows=(0, 4), seed=0):
+def random_case(dtype, *, extras=True, windows=(0, 4), seed=0, hidden=HIDDEN, inner=INNER):
     rng = generator(seed)
 
     def random(*size, scale=1.0):
@@ -28,9 +28,9 @@ def random_case(dtype, *, extras=True, windows=(0, 4), seed=0):
 
     rows, queries, keys = len(PREFIXES), HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     sizes = {
-        **{"query": (queries, HIDDEN), "key": (keys, HIDDEN), "value": (keys, HIDDEN)},
-        **{"output": (HIDDEN, queries), "gate": (INNER, HIDDEN), "up": (INNER, HIDDEN)},
-        **{"down": (HIDDEN, INNER), "input_norm": (HIDDEN,), "post_norm": (HIDDEN,)},
+        **{"query": (queries, hidden), "key": (keys, hidden), "value": (keys, hidden)},
+        **{"output": (hidden, queries), "gate": (inner, hidden), "up": (inner, hidden)},
+        **{"down": (hidden, inner), "input_norm": (hidden,), "post_norm": (hidden,)},
         **{"query_norm": (HEAD_DIM,), "key_norm": (HEAD_DIM,)},
     }
     weights = []
@@ -40,7 +40,7 @@ def random_case(dtype, *, extras=True, windows=(0, 4), seed=0):
             optional = name.endswith("_bias") or name in ("query_norm", "key_norm")
             given = extras or not optional
             weights.append(random(*size, scale=size[-1] ** -0.5) if given else random(0))
-    weights.append(random(HIDDEN))
+    weights.append(random(hidden))
     nodes = len(PARENTS)
     caches = [
         torch.full((rows, KV_HEADS, START + nodes + 2, HEAD_DIM), torch.nan) for _ in range(4)
@@ -51,7 +51,7 @@ def random_case(dtype, *, extras=True, windows=(0, 4), seed=0):
     parents = torch.tensor([PARENTS] * rows)
     starts, lengths = torch.tensor(PREFIXES).T.contiguous()
     return {
-        "input": random(rows, nodes, HIDDEN),
+        "input": random(rows, nodes, hidden),
         "cosines": random(rows, nodes, HEAD_DIM),
         "sines": random(rows, nodes, HEAD_DIM),
         "weights": weights,
@@ -135,6 +135,19 @@ def test_rotations_may_be_shared_by_all_rows():
     shared = {**copied(case), "cosines": case["cosines"][:1], "sines": case["sines"][:1]}
     expected = ops.decoder_layers(**copied(case)).states
     assert torch.equal(ops.decoder_layers(**shared).states, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_threads_do_not_change_the_result(dtype):
+    case = random_case(dtype, hidden=160, inner=500)  # more than one thread's worth
+    expected = ops.decoder_layers(**copied(case))
+    torch.set_num_threads(3)
+    try:
+        for _ in range(10):
+            for given, alone in zip(ops.decoder_layers(**copied(case)), expected, strict=True):
+                assert torch.equal(given, alone)
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_opcheck():
