@@ -41,7 +41,9 @@ from specdec_ext.machine import machine_line
 
 HEADER = ("what", "dtype", "goal", "measured", "verdict")
 SYNTHETIC_LENGTH, SYNTHETIC_DEPTH = 3.5, 7
-TRAINING = Path("build/bundled/head")  # where `make head` trains the bundled head
+TRAINING = Path(
+    "build/bundled/head/tiny-python-head.training"
+)  # where `make head` keeps its record
 
 
 class Part(str, Enum):

@@ -37,6 +37,7 @@ def files(tmp_path_factory):
     (folder / "text.jsonl").write_text("\n".join(lines[:6]))
     (folder / "more.jsonl").write_text("\n".join(lines[6:10]))
     (folder / "empty.jsonl").write_text("")
+    (folder / "foreign.jsonl").write_text('{"tokens": [5, 4095]}\n{"tokens": [4096, 7]}\n')
     (folder / "other.jsonl").write_text('{"body": "nothing that is read"}\n')
     chats = [
         {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "b"}]}
@@ -102,6 +103,7 @@ def test_answers_that_the_target_writes_and_hidden_states_on_disk(files, tmp_pat
     [
         (("--data", "empty.jsonl"), "has no text in it"),
         (("--data", "other.jsonl"), "body"),
+        (("--data", "foreign.jsonl"), "line 2 has token 4096; the target has 4096"),
         (("--data", "chat.jsonl"), "chat template"),
         (("--data", "nothing.jsonl"), "nothing.jsonl"),
         (("--data", "text.jsonl", "--layers", "low,high"), "expected numbers such as 2,16,29"),

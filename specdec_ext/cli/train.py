@@ -150,7 +150,8 @@ def train(
         answers = None
         if regenerate is not None:
             answers = _Answers(regenerate, target, max_new_tokens, temperature, seed, console)
-        texts = _Texts(tokenizer, max_length, text_column, messages_column, answers)
+        vocab_size = target.get_input_embeddings().num_embeddings
+        texts = _Texts(tokenizer, max_length, text_column, messages_column, vocab_size, answers)
         with accelerator.main_process_first():  # which writes what the others then find in files
             examples, kept = texts.read(data, held_out)
         if updates is None:
@@ -250,6 +251,7 @@ class _Texts:
     max_length: int
     text_column: str | None
     messages_column: str | None
+    vocab_size: int  # of the target
     answers: _Answers | None
 
     def read(self, data: list[Path], held_out: Path | None) -> tuple[list[Example], list[Example]]:
@@ -267,7 +269,7 @@ class _Texts:
         from specdec_ext.training.records import read_records
 
         columns = {"text_column": self.text_column, "messages_column": self.messages_column}
-        return read_records(path, **columns)
+        return read_records(path, **columns, vocab_size=self.vocab_size)
 
     def _examples(self, records: list[Record]) -> list[Example]:
         from specdec_ext.training.data import encode

@@ -81,7 +81,11 @@ class Transcript:
 
 
 def read_records(
-    path: str | Path, *, text_column: str | None = None, messages_column: str | None = None
+    path: str | Path,
+    *,
+    text_column: str | None = None,
+    messages_column: str | None = None,
+    vocab_size: int | None = None,
 ) -> list[Record]:
     """The records of a file, in its order.
 
@@ -89,11 +93,12 @@ def read_records(
         path: ``.txt``, ``.jsonl`` or ``.json``.
         text_column: where the texts are, if not in ``"text"``.
         messages_column: where the chats are, if not in one of ``CHAT_COLUMNS``.
+        vocab_size: of the target, which has no tokens from there on; None does not look.
 
     Raises:
         ValueError: for a file of another kind or with nothing in it; text that is not UTF-8 and JSON that is
             not valid, with the line; records without the column, with those that they have; a chat's
-            message without text or with an unknown role.
+            message without text or with an unknown role; tokens that the target has not.
         OSError: for a file that can't be read.
     """
     path = Path(path)
@@ -115,7 +120,19 @@ def read_records(
         raise ValueError(f"{path} is none of the files that are read: .txt, .jsonl, .json")
     if not records:
         raise ValueError(f"{path} has no text in it")
+    if vocab_size is not None:
+        _check_tokens(records, vocab_size)
     return records
+
+
+def _check_tokens(records: Sequence[Record], vocab_size: int) -> None:
+    for record in records:
+        content = record.content
+        if isinstance(content, Example) and int(content.tokens.max()) >= vocab_size:
+            raise ValueError(
+                f"{record.where} has token {int(content.tokens.max())}; the target has {vocab_size}. Was it "
+                "written by another model? Let this one answer: --regenerate"
+            )
 
 
 def split_records(records: Sequence[Record], one_in: int = 50) -> tuple[list[Record], list[Record]]:
