@@ -78,6 +78,17 @@ def test_generation_uses_it(model, op_calls):
     assert op_calls
 
 
+def test_it_goes_on_after_hidden_states_were_asked_for(model, op_calls):
+    """transformers leaves hooks on the modules for good."""
+    ids = prompts((7,))[0]
+    kwargs = dict(max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    model.generate(ids, output_hidden_states=True, output_attentions=True, **kwargs)
+    specdec_ext.generate(model, ids, drafter="ngram", output_hidden_states=True, **kwargs)
+    assert not op_calls
+    specdec_ext.generate(model, ids, drafter="ngram", **kwargs)
+    assert op_calls
+
+
 def watch(model, monkeypatch):
     model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
 

@@ -338,7 +338,7 @@ def test_rows_that_ended_are_not_read():
     ]
     new = of_active_rows(steps, [2], 4)
     assert new.counts == [0, 0, 3, 0] and new.tokens[2] == [4, 5, 0]
-    assert torch.equal(new.taps[0][2], torch.cat([features[2], features[0, :1]]))
+    assert torch.equal(new.features[2], torch.cat([features[2], features[0, :1]]))
 
 
 @pytest.mark.parametrize("rows", [[0], [1, 0]])
@@ -355,8 +355,7 @@ def test_elements_of_even_and_uneven_steps_are_joined(rows):
     new = of_active_rows(steps, rows, len(rows))
     assert new.tokens == [texts[row] for row in range(len(rows))]
     for row, text in texts.items():
-        for tap, factor in zip(new.taps, (1, 10), strict=True):
-            assert tap[row, : len(text), 0].tolist() == [factor * token for token in text]
+        assert new.features[row, : len(text)].tolist() == [[t, 10 * t] for t in text]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -28,8 +28,8 @@ from specdec_ext.tree import DraftTree
 from specdec_ext.tree_config import Shape, TreeConfig
 
 # Committed steps, and tokens of a row, after which a head that is not asked for drafts puts together, and
-# reads, the features it was given: what it keeps of them is bounded.
-MERGED_STEPS = 64
+# reads, the features it was given: what it keeps of them is bounded. (A tap may be a view of all layers.)
+MERGED_STEPS = 16
 MAX_UNREAD = 512
 
 
@@ -148,7 +148,7 @@ class HeadDrafter(Drafter):
             if any(nodes[: len(row)] != [*range(len(row))] for nodes, row in visited):
                 nodes = accepted.path[:, :width].clamp(min=0)
                 taps = [_at(tap, nodes) for tap in taps]
-            taps = [tap[:, :width] for tap in taps]
+            taps = [torch.cat([tap[:, :width] for tap in taps], dim=-1)]
         self._pending.append(Elements(list(context.rows), accepted.emitted, taps))
         self._unread += width
         if self._unread >= MAX_UNREAD:
@@ -189,7 +189,7 @@ class HeadDrafter(Drafter):
             cache.keys,
             cache.values,
             padded(new.tokens, bound.device),
-            torch.cat([tap.to(bound.device, bound.dtype) for tap in new.taps], dim=-1),
+            new.features.to(bound.device, bound.dtype),
             counts,
             lengths,
             positions,

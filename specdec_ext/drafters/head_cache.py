@@ -26,13 +26,18 @@ class Elements:
     Attributes:
         rows: original numbers.
         tokens: of each row, as many as it has elements.
-        taps: ``[rows, new, hidden]`` each, side by side the features; what is behind a row's elements is
+        taps: ``[rows, new, width]`` each, side by side the features; what is behind a row's elements is
             arbitrary.
     """
 
     rows: list[int]
     tokens: list[list[int]]
     taps: Sequence[Tensor]
+
+    @property
+    def features(self) -> Tensor:
+        """``[rows, new, width]``"""
+        return torch.cat(list(self.taps), dim=-1) if len(self.taps) > 1 else self.taps[0]
 
     @property
     def counts(self) -> list[int]:
@@ -47,33 +52,35 @@ def of_active_rows(pending: Sequence[Elements], active: list[int], num_rows: int
     if len(runs) == 1 and runs[0].rows == active == everyone:
         return runs[0]
     tokens: list[list[int]] = [[] for _ in everyone]
-    pieces: list[list[tuple[Tensor, ...]]] = [[] for _ in everyone]  # of each row those of all taps
+    pieces: list[list[Tensor]] = [[] for _ in everyone]
     for part in runs:
         for i, (row, new) in enumerate(zip(part.rows, part.tokens, strict=True)):
             if row in active:
                 tokens[row] += new
-                pieces[row].append(tuple(tap[i, : len(new)] for tap in part.taps))
-    longest = max(map(len, tokens))
-    taps = [tap.new_zeros(num_rows, longest, tap.shape[2]) for tap in runs[0].taps]
+                pieces[row].append(part.features[i, : len(new)])
+    longest, like = max(map(len, tokens)), runs[0].features
+    features = like.new_zeros(num_rows, longest, like.shape[2])
     for row, parts in enumerate(pieces):
-        for tap, own in zip(taps, zip(*parts, strict=True), strict=False):
-            tap[row, : len(tokens[row])] = torch.cat(own)
-    return Elements(everyone, tokens, taps)
+        if parts:
+            features[row, : len(tokens[row])] = torch.cat(parts)
+    return Elements(everyone, tokens, [features])
 
 
 def _kind(part: Elements) -> tuple[Any, ...]:
     """Equal for steps that can be joined as they are: of the same rows, which all have as many elements."""
     even = all(len(new) == part.taps[0].shape[1] for new in part.tokens)
-    return tuple(part.rows), even or id(part)
+    return tuple(part.rows), len(part.taps), even or id(part)
 
 
 def _joined(parts: list[Elements]) -> Elements:
-    """Parts of one kind as one."""
+    """Parts of one kind as one, whose features are side by side."""
+    first = parts[0]
     if len(parts) == 1:
-        return parts[0]
+        return Elements(first.rows, first.tokens, [first.features])
     tokens = [list(chain(*new)) for new in zip(*(part.tokens for part in parts), strict=True)]
     taps = zip(*(part.taps for part in parts), strict=True)
-    return Elements(parts[0].rows, tokens, [torch.cat(each, dim=1) for each in taps])
+    joined = [torch.cat(each, dim=1) for each in taps]
+    return Elements(first.rows, tokens, [torch.cat(joined, dim=-1)])
 
 
 class HeadCache:

@@ -56,9 +56,8 @@ class SyntheticDrafter(Drafter):
         if vocab_size < 2:
             raise ValueError(f"vocab_size={vocab_size} leaves no wrong token; expected at least 2")
         self.drafter, self.answers, self.acceptance = drafter, answers, acceptance
-        self._reached = list(
-            accumulate(acceptance, operator.mul)
-        )  # that so many positions are right
+        # Probabilities that the first position is right, the first two are, ...
+        self._reached = list(accumulate(acceptance, operator.mul))
         self._vocab_size, self._seed = vocab_size, seed
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:

@@ -156,8 +156,14 @@ def _untouched(module: nn.Module) -> bool:
         module.training
         or own_forward_replaced(module)
         or module._compiled_call_impl is not None
-        or any(type(hook) is not TapHook for hook in _hooks(module))
+        or not all(map(_changes_nothing, _hooks(module)))
     )
+
+
+def _changes_nothing(hook: Any) -> bool:
+    """Whether it only looks, and not now: taps, and what transformers leaves on every module of a model that
+    was once asked for hidden states or attentions."""
+    return type(hook) is TapHook or getattr(hook, "__module__", None) == _CAPTURING
 
 
 def _hooks(module: nn.Module) -> list[Any]:
@@ -328,6 +334,7 @@ def _codes(function: Any) -> tuple[Any, ...] | None:
 
 
 _PACKAGE = Path(transformers.__file__).parent
+_CAPTURING = "transformers.utils.output_capturing"
 
 
 def _identity(code: CodeType) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -98,6 +99,11 @@ class FeatureTap:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def side_by_side(states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """One copy of them all: what a compiled model returns it may overwrite in its next pass."""
+    return (torch.cat(list(states), dim=-1),) if states else ()
 
 
 def _decoder_layers(decoder: nn.Module, count: int) -> nn.ModuleList | None:

@@ -31,6 +31,7 @@ from specdec_ext.compat import LinearAttentionCacheLayerMixin
 from specdec_ext.target.adoption import adopt_cache, unserved_layers
 from specdec_ext.target.branches import Branches, padded
 from specdec_ext.target.cache import RollbackLayer
+from specdec_ext.target.features import side_by_side
 from specdec_ext.target.linears import MAX_ROWS, row_invariant_linears
 from specdec_ext.target.model import NO_LIMIT, Target, TargetOutput
 from specdec_ext.target.slots import MAX_UNREAD
@@ -175,7 +176,7 @@ class HostedTarget(Target):
             )
         return TargetOutput(
             logits[:, -(nodes or 1) :],
-            last(features, 1),
+            side_by_side(last(features, 1)),
             last(outputs.get(f"{prefix}hidden_states"), 1),
             last(outputs.get(f"{prefix}attentions"), 2),
             last(outputs.get("cross_attentions"), 2),

@@ -29,9 +29,9 @@ class TargetOutput:
 
     Attributes:
         logits: ``[rows, nodes, vocab]``, of a prompt ``[rows, 1, vocab]`` at each row's last token.
-        taps: ``[rows, nodes, hidden]`` each, the hidden states that :meth:`Target.tap` asked for; of a prompt
-            ``[rows, columns, hidden]`` for the columns that were run (not those that a given cache held
-            already), with paddings.
+        taps: the hidden states that :meth:`Target.tap` asked for, ``[rows, nodes, width]`` each, one or
+            several of them in each; of a prompt ``[rows, columns, width]`` for the columns that were run (not
+            those that a given cache held already), with paddings.
         hidden_states: ``[rows, nodes, hidden]`` of every layer, if asked for.
         attentions: ``[rows, heads, nodes, keys]`` of every layer, if asked for and given.
         cross_attentions: ``[rows, heads, nodes, encoder columns]`` of every layer with such, likewise.

@@ -36,6 +36,7 @@ from specdec_ext.target.attention import IMPLEMENTATION, TreeBlock
 from specdec_ext.target.branches import Branches, padded
 from specdec_ext.target.cache import RollbackLayer
 from specdec_ext.target.direct import agrees, direct_pass, is_agreed
+from specdec_ext.target.features import side_by_side
 from specdec_ext.target.held import held_in, holding_states
 from specdec_ext.target.linears import (
     MAX_PROMPT_ROWS,
@@ -380,7 +381,7 @@ class SlotTarget(Target):
         return TargetOutput(
             # as transformers' own loop rounds them
             logits.float() if logits.dtype == torch.float64 else logits,
-            tuple(each.to(logits.device) for each in features),
+            side_by_side([each.to(logits.device) for each in features]),
             tuple(output.get("hidden_states") or ()),
             tuple(output.get("attentions") or ()),
         )
