@@ -56,7 +56,7 @@ def test_a_run_writes_its_table(tmp_path):
     out = tmp_path / "goals"
     bench_goals.main(only=[Part.training], dtype=[], training_folder=tmp_path, quick=True, out=out)
     record = json.loads(out.with_suffix(".json").read_text())
-    assert record["rows"][0]["met"] is None and "no history" in record["rows"][0]["measured"]
+    assert record["rows"][0]["met"] is None and "history.jsonl" in record["rows"][0]["measured"]
     assert "numbers mean nothing" in out.with_suffix(".md").read_text()
 
 

@@ -124,6 +124,7 @@ class HeadDrafter(Drafter):
         prompt, first_positions = _prompt_elements(context, output.taps)
         self._pending = [prompt]
         self._unread = 0  # tokens of a row at most in it, those of the prompt aside
+        self._apart = 0  # steps at its end that were not put together yet
         self._cache = HeadCache(
             self.head.config, first_positions, self._bound.device, self._bound.dtype
         )
@@ -149,18 +150,20 @@ class HeadDrafter(Drafter):
                 nodes = accepted.path[:, :width].clamp(min=0)
                 taps = [_at(tap, nodes) for tap in taps]
             taps = [torch.cat([tap[:, :width] for tap in taps], dim=-1)]
-        self._pending.append(Elements(list(context.rows), accepted.emitted, taps))
+        self._pending.append(Elements(context.rows, accepted.emitted, taps))
         self._unread += width
+        self._apart += 1
         if self._unread >= MAX_UNREAD:
             self._draft(self._take_pending(context), context, TreeConfig(depth=1))
-        elif len(self._pending) >= MERGED_STEPS:
-            self._pending = [self._take_pending(context)]
+        elif self._apart == MERGED_STEPS:
+            self._pending.append(self._take_pending(context, MERGED_STEPS))
 
-    def _take_pending(self, context: Context) -> Elements:
-        """What the head has not read yet, of every row of the batch."""
-        new = of_active_rows(self._pending, context.rows, len(context.generated))
-        self._pending = []
-        return new
+    def _take_pending(self, context: Context, steps: int | None = None) -> Elements:
+        """What the head has not read yet, of every row of the batch; of the last ``steps`` if given."""
+        taken = self._pending[-steps:] if steps else self._pending
+        self._pending = self._pending[: len(self._pending) - len(taken)]
+        self._apart = 0
+        return of_active_rows(taken, context.rows, len(context.generated))
 
     def propose(self, context: Context) -> DraftTree:
         if max(context.remaining) < 2 or not self._pending:  # a row's last token needs no draft
