@@ -148,7 +148,9 @@ def test_without_accelerate_the_way_out_is_named(monkeypatch, files, tmp_path):
 def test_other_kinds_are_saved_in_a_layout_that_can_express_them(kind, tmp_path):
     recipe = HeadRecipe(kind=kind, steps=2, mask_token_id=1 if kind == "p-eagle" else None)
     model = tiny_model("llama")
-    trained = train_head(model, random_examples(6, 12), [], tmp_path / "head", recipe, QUICK)
+    examples, held_out = random_examples(6, 12), random_examples(2, 12)
+    config = dataclasses.replace(QUICK, depth=3)  # deeper than what is trained
+    trained = train_head(model, examples, held_out, tmp_path / "head", recipe, config)
     loaded = load_draft(tmp_path / "head")
     assert loaded.config == trained.config
     drafter = specdec_ext.MedusaDrafter if kind == "medusa" else specdec_ext.HeadDrafter

@@ -54,11 +54,15 @@ def evaluate(
     depth: int,
     batch_size: int = 8,
 ) -> Evaluation:
-    """Draft chains of ``depth`` tokens at every place of the examples whose next tokens are in the loss mask.
+    """Draft chains at every place of the examples whose next tokens are in the loss mask.
+
+    Args:
+        depth: tokens of a chain; fewer if the draft weights have not as many (Medusa heads).
 
     Raises:
         ValueError: if there is no such place.
     """
+    depth = min(depth, objective.deepest)
     walked, overlap = [], []
     # An element reads two tokens and drafts ``depth``.
     usable = [each for each in examples if len(each.tokens) >= depth + 2]

@@ -27,6 +27,7 @@ class MedusaObjective(Objective):
     def __init__(self, heads: MedusaHeads, decay: float = 0.8):
         super().__init__(heads, heads.config.num_heads, decay)
         self.config = heads.config
+        self.deepest = heads.config.num_heads
 
     def unroll(self, batch: Batch, steps: int) -> Iterator[Step]:
         columns = batch.tokens.shape[1]

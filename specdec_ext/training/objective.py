@@ -16,6 +16,7 @@ predicted, so that of an answer the first token counts and what follows the last
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -74,6 +75,8 @@ class Objective(nn.Module, ABC):
         decay: weight of a step's loss to that of the step before.
     """
 
+    # Tokens that the weights can draft at most: a head that goes on from its own output any number.
+    deepest = sys.maxsize
     # Factor on the logits.
     logit_scale = 1.0
     draft_to_target: Tensor | None
