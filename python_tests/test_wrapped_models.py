@@ -248,7 +248,7 @@ assert torch.equal(*texts), rank
 seeded = [specdec_ext.generate(each, ids, do_sample=True, seed=3, **kwargs) for each in (whole, model)]
 assert torch.equal(*seeded), rank
 torch.distributed.destroy_process_group()
-print("rank", rank, "agrees")
+print(f"rank {rank} agrees")  # in one piece: both processes write here
 """
 
 
