@@ -88,7 +88,7 @@ gpu-check: ## build, tests, sanitizer and benchmarks on this machine's GPU; ARGS
 	$(PYTHON) profiling/gpu_check.py $(ARGS)
 
 # The state of a run stays in build/bundled: what was stopped goes on.
-head: $(BUILD) ## train the bundled draft head from scratch: under an hour on two cores, can be stopped
+head: $(BUILD) ## train the bundled draft head from scratch: texts, then under an hour on two cores; can be stopped
 	$(BIN)/python training/bundled_models.py texts
 	$(BIN)/python training/bundled_models.py completions
 	$(BIN)/python training/bundled_models.py completions held_out --files 300
