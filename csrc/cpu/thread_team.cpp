@@ -2,8 +2,6 @@
 
 #include <thread>
 
-#include "specdec/platform.h"
-
 namespace specdec::cpu {
 namespace {
 
@@ -49,7 +47,7 @@ void ThreadTeam::run(void* team, int64_t count, int64_t grain, ParallelFor::Body
 }
 
 void ThreadTeam::loop(int64_t count, int64_t grain, ParallelFor::Body body, void* context) {
-  const int64_t wanted = threads_ > 1 ? std::min(kChunksPerThread * threads_, kMaxChunks) : 1;
+  const int64_t wanted = std::min(threads_, kMaxChunks);
   const int64_t size = std::max(grain, (count + wanted - 1) / wanted);
   const int64_t chunks = (count + size - 1) / size;
   chunks_done_.store(0, std::memory_order_relaxed);

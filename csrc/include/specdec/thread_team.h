@@ -1,8 +1,8 @@
 // Threads that stay together for a run of many short parallel loops. Waking a pool for each takes
 // microseconds, as long as such a loop itself; members of a team wait awake.
 //
-// Loops are cut into a few chunks, and who is free takes the next. So a member that the system runs
-// late, or never, is not waited for: the leader does its chunks.
+// Loops are cut into a chunk for each member, and who is free takes the next. So a member that the
+// system runs late, or never, is not waited for: the leader does its chunks.
 #pragma once
 
 #include <atomic>
@@ -34,7 +34,6 @@ class ThreadTeam {
  private:
   // Handing a loop to waiting threads takes about as much less than waking them.
   static constexpr int64_t kGrainDivisor = 16;
-  static constexpr int64_t kChunksPerThread = 1;
 
   static void run(void* team, int64_t count, int64_t grain, ParallelFor::Body body, void* context);
   void loop(int64_t count, int64_t grain, ParallelFor::Body body, void* context);
