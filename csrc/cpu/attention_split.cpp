@@ -15,11 +15,12 @@ class SplitAttention {
         task_(task),
         row_(params, task.row),
         split_{task.split * kSplitKeys, (task.split + 1) * kSplitKeys},
-        prefix_(row_.seen().intersection({0, row_.prefix_length()}).intersection(split_)),
         out_(out) {
+    thread_local std::vector<Range> seen;
     thread_local FloatBuffer tile, queries, scores, node_scores;
+    seen_ = find_seen(seen);
     tile_ = tile.at_least(kTileKeys * sizes.padded_dim);
-    queries_ = queries.at_least(sizes.padded_rows * params.head_dim);
+    queries_ = queries.at_least(sizes.padded_rows * sizes.query_dim);
     scores_ = scores.at_least(sizes.padded_rows * kSplitKeys);
     node_scores_ = node_scores.at_least(sizes.padded_rows * kTileKeys);
   }
@@ -29,7 +30,7 @@ class SplitAttention {
     for_each_prefix_tile([this](const Range& tile) { score_prefix(tile); });
     for_each_node_tile([this](int64_t tile, uint32_t nodes) { score_nodes(tile, nodes); });
     for (int64_t row = 0; row < sizes_.rows; ++row) {
-      const Range seen = seen_in_split(row / sizes_.group);
+      const Range seen = seen_[row / sizes_.group];
       out_.stats[row] = tiles_.softmax({params_.scale, params_.softcap}, seen.begin - split_.begin,
                                        seen.end - split_.begin, scores_ + row * kSplitKeys);
     }
@@ -79,7 +80,7 @@ class SplitAttention {
         const uint32_t ancestors = row_.ancestors(node, tile);
         const int64_t first = row_.position_of_tile(node, tile);
         const Range positions{first, first + std::popcount(ancestors)};
-        if (!positions.intersection(seen_in_split(node)).is_empty()) nodes |= ancestors;
+        if (!positions.intersection(seen_[node]).is_empty()) nodes |= ancestors;
       }
       if (nodes != 0) visit(tile, nodes);
     }
@@ -88,20 +89,30 @@ class SplitAttention {
   // Visits the ancestors in a tile that a node sees in this split, in order, with their positions.
   template <typename Visit>
   void for_each_ancestor(int64_t node, int64_t tile, const Visit& visit) const {
-    const Range seen = seen_in_split(node);
+    const Range seen = seen_[node];
     int64_t position = row_.position_of_tile(node, tile);
     for (uint32_t bits = row_.ancestors(node, tile); bits != 0; bits &= bits - 1, ++position) {
       if (position >= seen.begin && position < seen.end) visit(std::countr_zero(bits), position);
     }
   }
 
-  // Never before the split, so that it can be counted from there; may be empty.
-  Range seen_in_split(int64_t node) const {
-    const Range seen = row_.seen_by(node).intersection(split_);
-    return seen.is_empty() ? Range{split_.begin, split_.begin} : seen;
+  // Fills in what nodes see, and what all and what any of them see.
+  const Range* find_seen(std::vector<Range>& seen) {
+    seen.clear();
+    Range all{INT64_MAX, 0};
+    for (int64_t node = 0; node < params_.nodes; ++node) {
+      const Range range = row_.seen_by(node), in_split = range.intersection(split_);
+      seen.push_back(in_split.is_empty() ? Range{split_.begin, split_.begin} : in_split);
+      if (range.is_empty()) continue;
+      all = {std::min(all.begin, range.begin), std::max(all.end, range.end)};
+      all_see_from_ = std::max(all_see_from_, range.begin);
+    }
+    prefix_ = all.intersection({0, row_.prefix_length()}).intersection(split_);
+    return seen.data();
   }
 
   void load_queries() {
+    std::fill_n(queries_, sizes_.padded_rows * sizes_.query_dim, 0.0f);
     for (int64_t row = 0; row < sizes_.rows; ++row) {
       const int64_t head = task_.kv_head * sizes_.group + row % sizes_.group;
       const int64_t offset = task_.row * params_.query_batch_stride +
@@ -110,17 +121,15 @@ class SplitAttention {
       tiles_.load_row(
           params_.type,
           static_cast<const std::byte*>(params_.query) + offset * element_size(params_.type),
-          params_.head_dim, queries_ + row * params_.head_dim);
+          params_.head_dim, queries_ + row * sizes_.query_dim);
     }
-    std::fill(queries_ + sizes_.rows * params_.head_dim,
-              queries_ + sizes_.padded_rows * params_.head_dim, 0.0f);
   }
 
   // Keys that are null don't matter; another one stands in for them.
   void multiply_queries(const void** keys, const void* any_key, float* out, int64_t out_stride) {
     std::replace(keys, keys + kTileKeys, static_cast<const void*>(nullptr), any_key);
     tiles_.load_columns(params_.type, keys, params_.head_dim, tile_);
-    tiles_.dot_products(queries_, tile_, params_.head_dim, sizes_.padded_rows, out, out_stride);
+    tiles_.dot_products(queries_, tile_, sizes_.query_dim, sizes_.padded_rows, out, out_stride);
   }
 
   // Asks for what is needed next, a tile's work ahead: with few query rows the loops would
@@ -180,13 +189,13 @@ class SplitAttention {
     const int64_t count = tile.end - tile.begin;
     find_rows(params_.value, tile, rows);
     for (int64_t i = 0; i < count; ++i) values[i] = value_floats(rows[i], i);
-    if (all_nodes_see(tile)) {
+    if (all_see_from_ <= tile.begin) {
       tiles_.multiply_add(scores_ + (tile.begin - split_.begin), kSplitKeys, values, count,
                           sizes_.padded_dim, sizes_.padded_rows, out_.values);
       return;
     }
     for (int64_t row = 0; row < sizes_.rows; ++row) {
-      const Range seen = seen_in_split(row / sizes_.group).intersection(tile);
+      const Range seen = seen_[row / sizes_.group].intersection(tile);
       for (int64_t position = seen.begin; position < seen.end; ++position) {
         add_value(row, position, values[position - tile.begin]);
       }
@@ -222,25 +231,20 @@ class SplitAttention {
                             out_.values + row * sizes_.padded_dim, sizes_.padded_dim);
   }
 
-  // Only active nodes count: what an inactive one would add up is never read.
-  bool all_nodes_see(const Range& tile) const {
-    for (int64_t node = 0; node < params_.nodes; ++node) {
-      const Range seen = row_.seen_by(node);
-      if (!seen.is_empty() && seen.begin > tile.begin) return false;
-    }
-    return true;
-  }
-
   const TreeAttentionParams& params_;
   const AttentionSizes& sizes_;
   const AttentionTiles& tiles_;
   const AttentionTask& task_;
   TreeRow row_;
   Range split_;
-  Range prefix_;  // of this split, what some node sees of the prefix
+  const Range* seen_ = nullptr;  // [nodes] of this split; never before it; may be empty
+  Range prefix_{0, 0};           // of this split, what some node sees of the prefix
+  // Positions of the prefix from here on are seen by all nodes; inactive ones don't count, because
+  // what they add up is never read.
+  int64_t all_see_from_ = 0;
   AttentionPartial out_;
   float* tile_;     // keys as columns [head_dim, kTileKeys], then values [kTileKeys, padded_dim]
-  float* queries_;  // [padded_rows, head_dim]
+  float* queries_;  // [padded_rows, query_dim]
   float* scores_;   // [padded_rows, kSplitKeys] by position in the split, then weights
   float* node_scores_;  // [padded_rows, kTileKeys] of the nodes of a tile
 };

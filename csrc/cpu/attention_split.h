@@ -75,6 +75,7 @@ struct AttentionSizes {
       : group(params.heads / params.kv_heads),
         rows(params.nodes * group),
         padded_rows(round_up(rows, kRowBlock)),
+        query_dim(round_up(params.head_dim, kDimBlock)),
         padded_dim(round_up(params.head_dim, kColumnBlock)) {}
 
   int64_t partial_floats() const { return padded_rows * (padded_dim + 2); }
@@ -82,7 +83,8 @@ struct AttentionSizes {
   int64_t group;
   int64_t rows;
   int64_t padded_rows;
-  int64_t padded_dim;
+  int64_t query_dim;   // columns of queries and rows of keys, zeros behind head_dim
+  int64_t padded_dim;  // columns of values
 };
 
 // What a task leaves: statistics and weighted sum of values of each query row.

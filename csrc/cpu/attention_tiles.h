@@ -36,8 +36,9 @@ struct AttentionTiles {
   // Keys as columns: out[d, key] of [head_dim padded to 16, kTileKeys] = rows[key][d].
   void (*load_columns)(FloatType type, const void* const* rows, int64_t head_dim, float* out);
 
-  // out[r, key] = queries[r] . keys[key] for [rows, head_dim] queries and keys as columns. One
-  // order: kDimBlock products are summed one after the other, then these sums.
+  // out[r, key] = queries[r] . keys[key] for [rows, head_dim] queries and keys as columns, with
+  // head_dim a multiple of kDimBlock. One order: kDimBlock products are summed one after the
+  // other, then these sums.
   void (*dot_products)(const float* queries, const float* keys, int64_t head_dim, int64_t rows,
                        float* out, int64_t out_stride);
 

@@ -19,6 +19,8 @@ namespace {
 
 constexpr int64_t kLanes = 32;
 
+#define SPECDEC_TILES_UNROLL _Pragma("GCC unroll 16")
+
 template <typename T>
 SPECDEC_HOST_DEVICE void convert_row(const void* row, int64_t count, float* out) {
   const T* values = static_cast<const T*>(row);
@@ -80,30 +82,34 @@ SPECDEC_HOST_DEVICE void add_products(const float* a, int64_t a_stride, const B&
   }
 }
 
-// The same, from nothing.
-template <int64_t kRows, typename B>
-SPECDEC_HOST_DEVICE void set_products(const float* a, int64_t a_stride, const B& b, int64_t begin,
-                                      int64_t end, BlockSums<kRows>& sums) {
-  const float* row = b(begin);
-  for (int64_t r = 0; r < kRows; ++r) {
-    const float factor = a[r * a_stride + begin];
-    for (int64_t j = 0; j < kColumnBlock; ++j) sums[r][j] = exact_mul(factor, row[j]);
+// sums[r, j] = the products of kDimBlock dimensions of queries r and keys j.
+template <int64_t kRows>
+SPECDEC_HOST_DEVICE void dot_block(const float* queries, const float* keys, int64_t head_dim,
+                                   BlockSums<kRows>& sums) {
+  SPECDEC_TILES_UNROLL for (int64_t r = 0; r < kRows; ++r) {
+    for (int64_t j = 0; j < kTileKeys; ++j) {
+      sums[r][j] = exact_mul(queries[r * head_dim], keys[j]);
+    }
   }
-  add_products<kRows>(a, a_stride, b, begin + 1, end, sums);
+  SPECDEC_TILES_UNROLL for (int64_t d = 1; d < kDimBlock; ++d) {
+    SPECDEC_TILES_UNROLL for (int64_t r = 0; r < kRows; ++r) {
+      for (int64_t j = 0; j < kTileKeys; ++j) {
+        sums[r][j] = exact_fma(queries[r * head_dim + d], keys[d * kTileKeys + j], sums[r][j]);
+      }
+    }
+  }
 }
 
 template <int64_t kRows>
 SPECDEC_TILES_TARGET void dot_products_of(const float* queries, const float* keys, int64_t head_dim,
                                           float* out, int64_t out_stride) {
   static_assert(kTileKeys == kColumnBlock);
-  const auto key_dims = [keys](int64_t dim) { return keys + dim * kTileKeys; };
   BlockSums<kRows> totals;
-  set_products<kRows>(queries, head_dim, key_dims, 0, std::min(kDimBlock, head_dim), totals);
+  dot_block<kRows>(queries, keys, head_dim, totals);
   for (int64_t dim = kDimBlock; dim < head_dim; dim += kDimBlock) {
     BlockSums<kRows> sums;
-    set_products<kRows>(queries, head_dim, key_dims, dim, std::min(dim + kDimBlock, head_dim),
-                        sums);
-    for (int64_t r = 0; r < kRows; ++r) {
+    dot_block<kRows>(queries + dim, keys + dim * kTileKeys, head_dim, sums);
+    SPECDEC_TILES_UNROLL for (int64_t r = 0; r < kRows; ++r) {
       for (int64_t j = 0; j < kColumnBlock; ++j) {
         totals[r][j] = exact_add(totals[r][j], sums[r][j]);
       }
@@ -133,13 +139,13 @@ SPECDEC_TILES_TARGET void multiply_add_to(const float* weights, int64_t weight_s
                                           int64_t columns, float* out) {
   for (int64_t column = 0; column < columns; column += kColumnBlock) {
     BlockSums<kRows> sums;
-    for (int64_t r = 0; r < kRows; ++r) {
-      std::copy_n(out + r * columns + column, kColumnBlock, sums[r]);
+    SPECDEC_TILES_UNROLL for (int64_t r = 0; r < kRows; ++r) {
+      for (int64_t j = 0; j < kColumnBlock; ++j) sums[r][j] = out[r * columns + column + j];
     }
     const auto value = [values, column](int64_t k) { return values[k] + column; };
     add_products<kRows>(weights, weight_stride, value, 0, count, sums);
-    for (int64_t r = 0; r < kRows; ++r) {
-      std::copy_n(sums[r], kColumnBlock, out + r * columns + column);
+    SPECDEC_TILES_UNROLL for (int64_t r = 0; r < kRows; ++r) {
+      for (int64_t j = 0; j < kColumnBlock; ++j) out[r * columns + column + j] = sums[r][j];
     }
   }
 }
@@ -176,10 +182,9 @@ SPECDEC_HOST_DEVICE float combine_lanes(float* lanes, const Combine& combine) {
   return lanes[0];
 }
 
-// exp(score - maximum); NaN stays NaN.
+// exp(score - maximum)
 SPECDEC_HOST_DEVICE float softmax_weight(float score, float maximum) {
-  const float x = exact_add(score, -maximum);
-  return x == x ? exp_nonpositive(x) : x;
+  return exp_nonpositive(exact_add(score, -maximum));
 }
 
 SPECDEC_TILES_TARGET SoftmaxStats softmax(const ScoreRule& rule, int64_t first, int64_t end,

@@ -66,12 +66,12 @@ struct AttentionState {
   }
 };
 
-// exp(score - maximum); NaN stays NaN. The 16-bit types round it to 8 or 11 bits.
+// exp(score - maximum). The 16-bit types round it to 8 or 11 bits.
 template <class Tile>
 __device__ __forceinline__ float softmax_weight(float score, float maximum) {
   const float x = exact_add(score, -maximum);
   if constexpr (Tile::kIsFloat) {
-    return x == x ? exp_nonpositive(x) : x;
+    return exp_nonpositive(x);
   } else {
     constexpr float kLog2E = 0x1.715476p+0f;
     return exp2f(exact_mul(x, kLog2E));

@@ -56,10 +56,9 @@ struct PanelState {
   }
 };
 
-// exp(score - largest), 0 where both are -inf; NaN stays NaN.
+// exp(score - largest), 0 where both are -inf.
 __device__ __forceinline__ float softmax_weight(float score, float largest) {
-  const float x = exact_add(score, largest == -INFINITY ? 0.0f : -largest);
-  return x == x ? exp_nonpositive(x) : x;
+  return exp_nonpositive(exact_add(score, largest == -INFINITY ? 0.0f : -largest));
 }
 
 // The dot products of the rows with 2 blocks of 8 slots.

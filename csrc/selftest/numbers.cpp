@@ -54,7 +54,8 @@ void test_bulk_bits() {
 }
 
 void test_exp() {
-  CHECK(exp_nonpositive(0) == 1 && exp_nonpositive(-INFINITY) == 0);
+  CHECK(exp_nonpositive(0) == 1 && exp_nonpositive(-INFINITY) == 0 && exp_nonpositive(1) == 1);
+  CHECK(std::isnan(exp_nonpositive(NAN)) && std::isnan(exp_nonpositive(bits_to_float(0x7FC001FF))));
   const int32_t end = float_to_bits(-88.0f);
   for (int64_t bits = float_to_bits(-0x1p-30f); bits < end; bits += 1009) {
     const float x = bits_to_float(static_cast<int32_t>(bits));

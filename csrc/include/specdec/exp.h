@@ -14,14 +14,15 @@ namespace specdec {
 // Below this the result is 0; above it, it is a normal number.
 constexpr float kSmallestExponent = -87.0f;
 
-// x > 0 counts as 0, -inf gives 0. Not for NaN.
+// x > 0 counts as 0, -inf gives 0, NaN stays NaN: where operands of a comparison are unordered, the
+// second one is taken, as by the instructions for minimum and maximum.
 SPECDEC_HOST_DEVICE float exp_nonpositive(float x) {
   constexpr float kLog2E = 0x1.715476p+0f;
   constexpr float kLog2High = 0x1.62e400p-1f;  // 15 bits: n * kLog2High is exact
   constexpr float kLog2Low = 0x1.7f7d1cp-20f;
-  constexpr float kToInteger = 0x1.8p+23f;  // adding it rounds to an integer in the low bits
-  x = x < 0.0f ? x : 0.0f;
-  const float clamped = x > kSmallestExponent ? x : kSmallestExponent;
+  constexpr float kToInteger = 0x1.8p+23f + 127;  // adding it leaves n + 127 in the low bits
+  x = 0.0f < x ? 0.0f : x;
+  const float clamped = kSmallestExponent > x ? kSmallestExponent : x;
   const float shifted = exact_fma(clamped, kLog2E, kToInteger);
   const float n = exact_add(shifted, -kToInteger);
   float r = exact_fma(n, -kLog2High, clamped);
@@ -33,9 +34,9 @@ SPECDEC_HOST_DEVICE float exp_nonpositive(float x) {
   p = exact_fma(p, r, 0x1.555492p-3f);
   p = exact_fma(p, r, 0x1.fffffcp-2f);
   p = exact_fma(exact_mul(r, r), p, r);
-  const int32_t exponent = float_to_bits(shifted) - float_to_bits(kToInteger);
-  const int32_t bits = float_to_bits(exact_add(1.0f, p)) + exponent * (1 << 23);
-  return x < kSmallestExponent ? 0.0f : bits_to_float(bits);
+  const uint32_t exponent = static_cast<uint32_t>(float_to_bits(shifted)) << 23;
+  const float scale = bits_to_float(static_cast<int32_t>(exponent));  // 2^n
+  return x < kSmallestExponent ? 0.0f : exact_fma(p, scale, scale);
 }
 
 }  // namespace specdec
