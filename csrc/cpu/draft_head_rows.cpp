@@ -2,6 +2,7 @@
 #include "draft_head_rows.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 

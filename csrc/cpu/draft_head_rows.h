@@ -73,7 +73,8 @@ struct DraftHeadRows {
   // Multiplies by scale in place, NaN becomes -inf, and sums up. `logits` has room up to a multiple
   // of kRowLanes.
   LogitSum (*sum_logits)(float scale, int64_t count, float* logits);
-  // Adds logits above -inf to the best, of which none is NaN; logit i is that of token first + i.
+  // Adds logits above -inf, as sum_logits leaves them, to the best; logit i is that of token
+  // first + i.
   void (*pick_logits)(const float* logits, int64_t count, int64_t first, BestPicks* best);
 };
 

@@ -238,18 +238,16 @@ SPECDEC_ROWS_TARGET LogitSum sum_logits(float scale, int64_t count, float* logit
 SPECDEC_ROWS_TARGET void pick_logits(const float* logits, int64_t count, int64_t first,
                                      BestPicks* best) {
   for (int64_t begin = 0; begin < count; begin += kRowLanes) {
-    const int64_t end = std::min(begin + kRowLanes, count);
-    Pick bar = best->bar();
+    const Pick bar = best->bar();
     const float lowest = bar == kNoPick ? std::numeric_limits<float>::lowest() : pick_score(bar);
-    int32_t candidates = 0;
-    for (int64_t i = begin; i < end; ++i) candidates |= logits[i] >= lowest;
-    if (candidates == 0) continue;
-    for (int64_t i = begin; i < end; ++i) {
-      if (!(logits[i] >= lowest)) continue;
+    uint32_t candidates = 0;
+    for (int64_t lane = 0; lane < kRowLanes; ++lane) {
+      candidates |= logits[begin + lane] >= lowest ? uint32_t{1} << lane : 0;
+    }
+    for (; candidates != 0; candidates &= candidates - 1) {
+      const int64_t i = begin + std::countr_zero(candidates);
       const Pick pick = make_pick(ordered_key(canonical_bits(logits[i])), first + i);
-      if (pick <= bar) continue;
-      best->insert(pick);
-      bar = best->bar();
+      if (pick > best->bar()) best->insert(pick);
     }
   }
 }
