@@ -484,6 +484,24 @@ def test_an_unlikely_subtree_is_absent(device):
         assert_same_draft(*drafts)
 
 
+@pytest.mark.parametrize("sureness", [0.5, 2.0, 6.0])
+def test_a_small_tree_is_the_best_of_a_large_one(sureness):
+    """On the CPU nodes that no longer matter are not expanded: of the largest tree, all matter."""
+    head = head_of("eagle3")
+    head.tensors["lm_head.weight"] *= sureness
+    rows, candidates = 3, 30
+
+    def draft(nodes: int) -> list[dict[tuple[int, ...], float]]:
+        drafted = OpRun.start(head, rows).draft(TreeConfig(4, 3, nodes), *elements(head, rows, 2))
+        return [path_scores(tuple(each[[row]] for each in drafted)) for row in range(rows)]
+
+    whole = draft(candidates + 1)
+    for nodes in range(2, candidates + 1):
+        for paths, all_paths in zip(draft(nodes), whole, strict=True):
+            best = sorted(all_paths.items(), key=lambda item: -item[1])[:nodes]
+            assert paths == dict(best)
+
+
 @pytest.mark.parametrize(("rows", "new"), [(0, 3), (2, 0), (0, 0)])
 def test_empty(rows, new, device):
     head = head_of("eagle3")

@@ -2,7 +2,8 @@
 //
 //   read the new elements, kChunkElements at a time, and behind those of each row the mask elements
 //   of a parallel head; kept are the last new element and the mask elements
-//   for each level: finish what was kept, lm_head's best tokens, the next frontier;
+//   for each level: finish what was kept, lm_head's best tokens, the next frontier, less what no
+//                   longer matters;
 //                   unless that was the last level or the head is parallel, read the frontier
 //   the trees
 //
@@ -53,6 +54,7 @@ class DraftRun {
     while (!problem) {
       const int64_t lists = attention.nodes;
       w_.trees.grow([&](int64_t b, int64_t list) { return w_.logits.children(b * lists + list); });
+      w_.trees.drop_hopeless();
       if (w_.trees.is_complete()) break;
       if (head_.is_parallel()) continue;  // the children of all levels are there
       attention = read_frontier();

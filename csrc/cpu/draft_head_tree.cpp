@@ -126,15 +126,24 @@ void DraftTrees::choose_static(int64_t row) {
   }
 }
 
+uint64_t DraftTrees::key(int64_t row, int64_t candidate) const {
+  const int64_t index = row * num_candidates_ + candidate;
+  return candidate_key(scores_[index], parents_[index], candidate);
+}
+
+// (key, ~candidate) of the candidates from `begin` to the end of the level.
+void DraftTrees::rank(int64_t row, int64_t begin) {
+  ranked_.clear();
+  for (int64_t candidate = begin; candidate < level_ends_[level_ - 1]; ++candidate) {
+    if (const uint64_t k = key(row, candidate); k > 0) {
+      ranked_.push_back(k << 32 | ~static_cast<uint32_t>(candidate));
+    }
+  }
+}
+
 // By score, equal ones by candidate.
 void DraftTrees::choose_best(int64_t row) {
-  const int64_t level_begin = level_ == 1 ? 0 : level_ends_[level_ - 2];
-  ranked_.clear();
-  for (int64_t candidate = level_begin; candidate < level_ends_[level_ - 1]; ++candidate) {
-    const int64_t index = row * num_candidates_ + candidate;
-    const uint64_t key = candidate_key(scores_[index], parents_[index], candidate);
-    if (key > 0) ranked_.push_back(key << 32 | ~static_cast<uint32_t>(candidate));
-  }
+  rank(row, level_ == 1 ? 0 : level_ends_[level_ - 2]);
   const int64_t count = std::min(shape_.top_k, std::ssize(ranked_));
   std::partial_sort(ranked_.begin(), ranked_.begin() + count, ranked_.end(), std::greater<>());
   for (int64_t i = 0; i < count; ++i) {
@@ -142,6 +151,37 @@ void DraftTrees::choose_best(int64_t row) {
     const int64_t index = row * num_candidates_ + candidate;
     next_.push_back({tokens_[index], candidate, places_[index], scores_[index], true});
   }
+}
+
+// The key of the last candidate that would be in the tree; 0: there is room for more.
+uint64_t DraftTrees::last_selected_key(int64_t row) {
+  const int64_t selected = shape_.nodes - 1;
+  rank(row, 0);
+  if (std::ssize(ranked_) < selected) return 0;
+  if (selected == 0) return std::numeric_limits<uint64_t>::max();
+  const auto last = ranked_.begin() + selected - 1;
+  std::nth_element(ranked_.begin(), last, ranked_.end(), std::greater<>());
+  return *last >> 32;
+}
+
+// A descendant is no better than its ancestor and comes behind all candidates that there are.
+void DraftTrees::drop_hopeless() {
+  if (!shape_.is_dynamic() || is_complete()) return;
+  int64_t width = 0;
+  for (int64_t row = 0; row < batch_; ++row) {
+    const uint64_t bar = last_selected_key(row);
+    for (int64_t i = 0; i < width_; ++i) {
+      FrontierNode& node = frontier_[row * width_ + i];
+      node.is_alive = node.is_alive && key(row, node.candidate) > bar;
+      if (node.is_alive) width = std::max(width, i + 1);
+    }
+  }
+  for (int64_t row = 0; row < batch_; ++row) {
+    std::copy_n(frontier_.begin() + row * width_, width, frontier_.begin() + row * width);
+    std::copy_n(ancestors_.begin() + row * width_ * words_, width * words_,
+                ancestors_.begin() + row * width * words_);
+  }
+  width_ = width;
 }
 
 // Of next_, from those of the frontier: what the parent sees, and itself.

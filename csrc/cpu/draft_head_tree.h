@@ -40,7 +40,7 @@ class DraftTrees {
   int64_t words() const { return words_; }
   // The depth of their nodes.
   int64_t level() const { return level_; }
-  bool is_complete() const { return level_ == shape_.depth; }
+  bool is_complete() const { return level_ == shape_.depth || width_ == 0; }
 
   // Which of a row's lists of children belongs to node i: a parallel head has one for each level.
   int64_t list(int64_t i) const { return is_parallel_ ? level_ : i; }
@@ -56,6 +56,10 @@ class DraftTrees {
     finish_level();
   }
 
+  // Takes from the frontier of a dynamic tree what cannot have a descendant among the best of all
+  // candidates. The trees stay the same.
+  void drop_hopeless();
+
   // The tree of a row; `root` is its node 0. Outputs [nodes].
   void finish(int64_t row, int64_t root, int64_t* tokens, int64_t* parents, float* scores);
 
@@ -65,7 +69,10 @@ class DraftTrees {
   void add_child(int64_t row, int64_t i, int64_t candidate, const DraftChild& child);
   void finish_level();
   void choose_static(int64_t row);
+  uint64_t key(int64_t row, int64_t candidate) const;
+  void rank(int64_t row, int64_t begin);
   void choose_best(int64_t row);
+  uint64_t last_selected_key(int64_t row);
   void see_ancestors(int64_t next_width);
   void finish_static(int64_t row, int64_t* tokens, int64_t* parents, float* scores) const;
   void finish_dynamic(int64_t row, int64_t root, int64_t* tokens, int64_t* parents, float* scores);

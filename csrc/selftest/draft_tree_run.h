@@ -89,20 +89,15 @@ class Run {
       if (case_.counts[row] > 0 && !is_illegal[row]) active_.push_back(row);
     }
     is_broken_.assign(params_.plan.batch, false);
-    cpu::DraftTrees trees;
-    trees.begin(shape_, case_.is_parallel, std::ssize(active_));
-    while (!active_.empty() && !trees.is_complete()) {
-      find_children(trees);
-      trees.grow([&](int64_t b, int64_t list) -> std::span<const cpu::DraftChild> {
-        return children_[b][list];
-      });
-      if (!trees.is_complete() && !case_.is_parallel) check_frontier(trees);
-    }
+    cpu::DraftTrees trees, hopeful;
+    grow(trees, false);
+    grow(hopeful, true);
     for (int64_t row = 0; row < params_.plan.batch; ++row) {
       const auto at = std::find(active_.begin(), active_.end(), row);
       const bool is_alone = at == active_.end() || is_broken_[row];
       if (!is_alone) {
         check_tree(trees, at - active_.begin(), row);
+        check_tree(hopeful, at - active_.begin(), row);
       } else {
         check_root_alone(row, is_illegal[row] || is_broken_[row]);
       }
@@ -113,6 +108,21 @@ class Run {
   }
 
  private:
+  void grow(cpu::DraftTrees& trees, bool drops_hopeless) {
+    trees.begin(shape_, case_.is_parallel, std::ssize(active_));
+    while (!active_.empty() && !trees.is_complete()) {
+      find_children(trees);
+      trees.grow([&](int64_t b, int64_t list) -> std::span<const cpu::DraftChild> {
+        return children_[b][list];
+      });
+      if (drops_hopeless) {
+        trees.drop_hopeless();
+      } else if (!trees.is_complete() && !case_.is_parallel) {
+        check_frontier(trees);
+      }
+    }
+  }
+
   static float to_float(float x) { return x; }
   static float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
   static float to_float(__half x) { return __half2float(x); }
