@@ -28,13 +28,11 @@ class HeadDraft(NamedTuple):
     scores: Tensor
 
 
-@cache
 def _choices(tree: TreeConfig, device: torch.device) -> Tensor:
     """``[choices, 2]``: (parent, rank) of the nodes of a chain or static tree, none of a dynamic one."""
     return torch.tensor(tree.links, dtype=torch.long, device=device).view(-1, 2)
 
 
-@cache
 def _levels(tree: TreeConfig) -> tuple[list[int], list[int]]:
     """Of a chain or static tree, for each level, the choices up to its end and the nodes with children
     above it; of a dynamic tree nothing."""
@@ -47,6 +45,7 @@ def _levels(tree: TreeConfig) -> tuple[list[int], list[int]]:
     return ends, [sum(depths[node] == level for node in set(parents)) for level in levels]
 
 
+@cache
 def tree_arguments(tree: TreeConfig, device: torch.device) -> tuple[Any, ...]:
     """The op's arguments from choices to widths."""
     depth = tree_depth(tree)
