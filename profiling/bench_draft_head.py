@@ -5,8 +5,8 @@
     python profiling/bench_draft_head.py --out profiling/results/draft_head_cpu
 
 A call is what a decoding step asks for: NEW committed elements go into a cache of --context others, then a
-chain or a dynamic tree is drafted. Caches are flushed before each call, as the target's weights do it, unless
---warm. GB/s counts the head's weights once for each level, and the cache; %read holds it against this
+chain or a dynamic tree is drafted. Caches are flushed before each call, as the target's weights do it, and the
+same code then drafts with a small head (``timing.py``), unless --warm. GB/s counts the head's weights once for each level, and the cache; %read holds it against this
 machine's reading (``timing.py``). In float32 both must draft the same trees.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,6 +76,10 @@ CASES = [
 ]
 
 
+PRIMER_SIZES = {"hidden": 64, "intermediate": 96, "head_dim": 32, "draft_vocab": 128}
+PRIMER_CONTEXT = 8
+
+
 @dataclass(frozen=True)
 class Contest:
     """A case's calls, and the bytes of one."""
@@ -108,7 +112,8 @@ def measure(
     case: Case, context: int, repeats: int, warm: bool, stopwatch: Stopwatch
 ) -> dict[str, Any]:
     work = contest(case, context)
-    times = stopwatch.time(work.runs, repeats, warm=warm)
+    primers = None if warm else contest(replace(case, **PRIMER_SIZES), PRIMER_CONTEXT).runs
+    times = stopwatch.time(work.runs, repeats, primers=primers, warm=warm)
     row: dict[str, Any] = {
         "case": case.name,
         "dtype": str(case.dtype).removeprefix("torch."),
