@@ -188,16 +188,17 @@ class Controller(Policy):
         self._option, self._judged, self._probing = None, None, False
         self._drafted = None
         context.shape = None
-        if self._quiet and self._rows == len(context.rows):
+        if self._rows != len(context.rows):  # all that was decided
+            self._quiet = self._standing = 0
+        if self._quiet:
             self._quiet -= 1
             self._rested += 1
             return False
-        self._quiet = 0
         self._count_rest()
         room = max(context.remaining) - 1
         if room < 1:
             return False
-        if self._standing and self._rows == len(context.rows):
+        if self._standing:
             self._standing -= 1
             option = self._active
         else:
