@@ -105,13 +105,7 @@ class DraftModelDrafter(Drafter):
         self._cached = {row: 0 for row in context.rows}
         self._drafts: list[list[int]] = []  # of the step under way, per active row
         self._in_room = self._room(self._pending(context)) > 0
-        if self._in_room:
-            ids = [[0] * (width - len(text)) + text for text in texts]
-            mask = [[0] * (width - len(text)) + [1] * len(text) for text in texts]
-            device = self.model.device
-            self._target.prefill(
-                torch.tensor(ids, device=device), torch.tensor(mask, device=device)
-            )
+        self._unread = texts  # prompts, until somebody asks for a draft
 
     def shapes(self, context: Context) -> Sequence[Shape]:
         return [TreeConfig(depth=depth) for depth in range(1, self.num_draft_tokens + 1)]
@@ -157,6 +151,8 @@ class DraftModelDrafter(Drafter):
     def propose(self, context: Context) -> DraftTree:
         if not self._in_room:
             return DraftTree.root(context.roots)
+        if self._unread:
+            self._read_prompts()
         self._follow_rows(context.rows)
         pending = self._pending(context)
         room = self._room(pending)
@@ -195,6 +191,13 @@ class DraftModelDrafter(Drafter):
         self._drafts = drafts.tolist()
         draft_probs = torch.stack(laws, dim=1) if laws else None
         return DraftTree.chain(context.roots, drafts, counts, draft_probs)
+
+    def _read_prompts(self) -> None:
+        width, device = max(map(len, self._unread)), self.model.device
+        ids = [[0] * (width - len(text)) + text for text in self._unread]
+        mask = [[0] * (width - len(text)) + [1] * len(text) for text in self._unread]
+        self._target.prefill(torch.tensor(ids, device=device), torch.tensor(mask, device=device))
+        self._unread = []
 
     def _asked(self, context: Context) -> int:
         """Length of the chain of this step."""
