@@ -5,9 +5,10 @@
     python profiling/bench_draft_head.py --out profiling/results/draft_head_cpu
 
 A call is what a decoding step asks for: NEW committed elements go into a cache of --context others, then a
-chain or a dynamic tree is drafted. Caches are flushed before each call, as the target's weights do it, and the
-same code then drafts with a small head (``timing.py``), unless --warm. GB/s counts the head's weights once for each level, and the cache; %read holds it against this
-machine's reading (``timing.py``). In float32 both must draft the same trees.
+chain or a dynamic tree is drafted. Caches are flushed before each call, as the target's weights do it, and
+the same code then drafts with a small head (``timing.py``), unless --warm. GB/s counts the head's weights once
+for each level, and the cache; %read holds it against this machine's reading (``timing.py``). In float32 both
+must draft the same trees.
 """
 
 from __future__ import annotations

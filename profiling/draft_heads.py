@@ -57,9 +57,9 @@ def random_head(
 ) -> DraftHead:
     """Weights twice as large as usual, so that tokens differ in probability; norms are ones.
 
-    ``lm_head`` is six times as large, which makes the head about as sure of its tokens as the bundled one: of the
-    33 nodes that a tree of 41 nodes on five levels may expand, both expand 31 (of drafts that are less sure,
-    the CPU op expands fewer, because fewer can matter).
+    ``lm_head`` is six times as large, which makes the head about as sure of its tokens as the bundled one:
+    of the 33 nodes that a tree of 41 nodes on five levels may expand, both expand 31 (of drafts that are
+    less sure, the CPU op expands fewer, because fewer can matter).
     """
     generator = torch.Generator(device).manual_seed(seed)
     tensors = {}

@@ -15,6 +15,7 @@ class SplitAttention {
         task_(task),
         row_(params, task.row),
         split_{task.split * kSplitKeys, (task.split + 1) * kSplitKeys},
+        prefix_(row_.seen().intersection({0, row_.prefix_length()}).intersection(split_)),
         out_(out) {
     thread_local std::vector<Range> seen;
     thread_local FloatBuffer tile, queries, scores, node_scores;
@@ -96,18 +97,14 @@ class SplitAttention {
     }
   }
 
-  // Fills in what nodes see, and what all and what any of them see.
+  // Fills in what nodes see, and what all of them see.
   const Range* find_seen(std::vector<Range>& seen) {
     seen.clear();
-    Range all{INT64_MAX, 0};
     for (int64_t node = 0; node < params_.nodes; ++node) {
       const Range range = row_.seen_by(node), in_split = range.intersection(split_);
       seen.push_back(in_split.is_empty() ? Range{split_.begin, split_.begin} : in_split);
-      if (range.is_empty()) continue;
-      all = {std::min(all.begin, range.begin), std::max(all.end, range.end)};
-      all_see_from_ = std::max(all_see_from_, range.begin);
+      if (!range.is_empty()) all_see_from_ = std::max(all_see_from_, range.begin);
     }
-    prefix_ = all.intersection({0, row_.prefix_length()}).intersection(split_);
     return seen.data();
   }
 
@@ -237,8 +234,8 @@ class SplitAttention {
   const AttentionTask& task_;
   TreeRow row_;
   Range split_;
+  Range prefix_;                 // of this split, what some node sees of the prefix
   const Range* seen_ = nullptr;  // [nodes] of this split; never before it; may be empty
-  Range prefix_{0, 0};           // of this split, what some node sees of the prefix
   // Positions of the prefix from here on are seen by all nodes; inactive ones don't count, because
   // what they add up is never read.
   int64_t all_see_from_ = 0;

@@ -139,13 +139,13 @@ SPECDEC_TILES_TARGET void multiply_add_to(const float* weights, int64_t weight_s
                                           int64_t columns, float* out) {
   for (int64_t column = 0; column < columns; column += kColumnBlock) {
     BlockSums<kRows> sums;
-    SPECDEC_TILES_UNROLL for (int64_t r = 0; r < kRows; ++r) {
-      for (int64_t j = 0; j < kColumnBlock; ++j) sums[r][j] = out[r * columns + column + j];
+    for (int64_t r = 0; r < kRows; ++r) {
+      std::copy_n(out + r * columns + column, kColumnBlock, sums[r]);
     }
     const auto value = [values, column](int64_t k) { return values[k] + column; };
     add_products<kRows>(weights, weight_stride, value, 0, count, sums);
-    SPECDEC_TILES_UNROLL for (int64_t r = 0; r < kRows; ++r) {
-      for (int64_t j = 0; j < kColumnBlock; ++j) out[r * columns + column + j] = sums[r][j];
+    for (int64_t r = 0; r < kRows; ++r) {
+      std::copy_n(sums[r], kColumnBlock, out + r * columns + column);
     }
   }
 }
