@@ -6,9 +6,9 @@
 
 A call is what a decoding step asks for: NEW committed elements go into a cache of --context others, then a
 chain or a dynamic tree is drafted. Caches are flushed before each call, as the target's weights do it, and
-the same code then drafts with a small head (``timing.py``), unless --warm. GB/s counts the head's weights once
-for each level, and the cache; %read holds it against this machine's reading (``timing.py``). In float32 both
-must draft the same trees.
+the same code then drafts with a small head (``timing.py``), unless --warm. GB/s counts the head's weights
+once for each level, and the cache; %read holds it against this machine's reading (``timing.py``). In float32
+both must draft the same trees.
 """
 
 from __future__ import annotations
