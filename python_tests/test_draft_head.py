@@ -15,12 +15,6 @@ from specdec_ext.tree import INACTIVE, ROOT_PARENT
 from specdec_ext.tree_config import TreeConfig
 
 DTYPES = [torch.float32, torch.float64]
-# The weights stored with this case are not those its drafts were made with: EAGLE-1 copies the target's
-# embedding, and the two that are stored differ; no reading of the others gives its drafts.
-OTHER_WEIGHTS = pytest.param(
-    "eagle1_nobias", marks=pytest.mark.xfail(strict=True, reason="drafts of other weights")
-)
-GOLDEN_CASES = [OTHER_WEIGHTS if name == "eagle1_nobias" else name for name in GOLDEN_TREES]
 CHAIN, STATIC, DYNAMIC = TREES["chain"], TREES["static"], TREES["dynamic"]
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -35,7 +29,7 @@ def golden_run(case, dtype, tensors):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
-@pytest.mark.parametrize("case", GOLDEN_CASES)
+@pytest.mark.parametrize("case", GOLDEN_TREES)
 def test_trees_of_the_eagle_authors(case, dtype):
     tensors, _, meta, _ = load(case)
     run = golden_run(case, dtype, tensors)

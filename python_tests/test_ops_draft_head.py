@@ -512,14 +512,8 @@ def test_empty(rows, new, device):
     assert (parents[:, 0] == -1).all() and (parents[:, 1:] == -2).all()
 
 
-@pytest.mark.parametrize(
-    "case",
-    some_emulated(
-        [name for name in TREES if name != "eagle1_nobias"], ["eagle3_target_hidden_differs"]
-    ),
-)
+@pytest.mark.parametrize("case", some_emulated(TREES, ["eagle3_target_hidden_differs"]))
 def test_trees_of_the_eagle_authors(case, device):
-    """Without the case whose stored embedding is not the one its drafts were made with."""
     tensors, _, meta, _ = load(case)
     run = OpRun.start(
         load_draft(GOLDEN / case / "draft", dtype=torch.float32),
