@@ -6,9 +6,8 @@ measured is told from the sizes beside it, else from a curve of another batch or
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable
 
 from specdec_ext.acceptance import CHAIN
 
@@ -29,11 +28,12 @@ class Curve:
     """Seconds by size.
 
     Args:
-        elsewhere: what is known of a size from other measurements, or None; shapes the guesses.
+        elsewhere: a curve of other measurements, which shapes the guesses, or None.
+        ratio: the size there that stands for size 1 here.
     """
 
-    def __init__(self, elsewhere: Callable[[int], float | None] = lambda size: None):
-        self._elsewhere = elsewhere
+    def __init__(self, elsewhere: Curve | None = None, ratio: float = 1.0):
+        self._elsewhere, self._ratio = elsewhere, ratio
         self._times: dict[int, deque[float]] = {}
         self._sizes: list[int] = []
         self._medians: dict[int, float] = {}
@@ -62,11 +62,49 @@ class Curve:
 
     def __call__(self, size: int) -> float | None:
         """Seconds, or None where nothing at all is known."""
-        if len(self._times.get(size, ())) >= TRUSTED:
-            return self._median(size)
-        if size not in self._estimates:
-            self._estimates[size] = self._estimate(size)
-        return self._estimates[size]
+        if not self._is_known(size):
+            # The farthest curve first, without recursion: rows that end one after the other leave a chain of
+            # curves that may be longer than Python's stack is deep.
+            chain, sizes = [(self, {size})], self._asked_elsewhere({size})
+            while sizes:
+                elsewhere = chain[-1][0]._elsewhere
+                assert elsewhere is not None
+                chain.append((elsewhere, sizes))
+                sizes = elsewhere._asked_elsewhere(sizes)
+            for curve, sizes in reversed(chain):
+                unknown = [each for each in sizes if not curve._is_known(each)]
+                curve._estimates |= {each: curve._estimate(each) for each in unknown}
+        return self._known(size)
+
+    def _is_known(self, size: int) -> bool:
+        """Whether it was measured often enough, or estimated since."""
+        return len(self._times.get(size, ())) >= TRUSTED or size in self._estimates
+
+    def _known(self, size: int) -> float | None:
+        trusted = len(self._times.get(size, ())) >= TRUSTED
+        return self._median(size) if trusted else self._estimates[size]
+
+    def _told(self, size: int) -> float | None:
+        """What the other curve knows of this size."""
+        return None if self._elsewhere is None else self._elsewhere._known(self._there(size))
+
+    def _asked_elsewhere(self, sizes: set[int]) -> set[int]:
+        """The sizes of the other curve that estimates of ``sizes`` need."""
+        asked: set[int] = set()
+        for size in sizes:
+            below, above = self._beside(size)
+            if self._elsewhere is not None and not (self._is_known(size) or (below and above)):
+                asked |= {self._there(each) for each in (size, *below[-1:], *above[:1])}
+        return asked
+
+    def _there(self, size: int) -> int:
+        """The size of the other curve that stands for this one."""
+        return max(1, round(size * self._ratio))
+
+    def _beside(self, size: int) -> tuple[list[int], list[int]]:
+        """Smaller and larger sizes that were measured."""
+        sizes = self._sizes
+        return sizes[: bisect_left(sizes, size)], sizes[bisect_right(sizes, size) :]
 
     def spread(self, size: int) -> float:
         """Standard error of the mean of the times known of this size, in seconds; 0 of fewer than two."""
@@ -91,9 +129,7 @@ class Curve:
 
     def _guess(self, size: int) -> float | None:
         """From the sizes beside this one: between two a line, beyond them what is known elsewhere."""
-        place = bisect_left(self._sizes, size)
-        below = self._sizes[:place]
-        above = self._sizes[place + self._sizes[place : place + 1].count(size) :]
+        below, above = self._beside(size)
         if below and above:
             first, last = below[-1], above[0]
             share = (size - first) / (last - first)
@@ -101,10 +137,10 @@ class Curve:
             # A wide pass may be dear from some width on: what holds below is tried first.
             return min(line, self._beyond(below, size)) if len(below) > 1 else line
         if not below and not above:
-            return self._elsewhere(size)
+            return self._told(size)
         beside = below or above[::-1]
         near = beside[-1]
-        here, there = self._elsewhere(size), self._elsewhere(near)
+        here, there = self._told(size), self._told(near)
         if here is not None and there:
             return self._median(near) * here / there
         if len(beside) > 1:
@@ -132,17 +168,17 @@ class VerifyCosts:
         """By nodes per row, for about this context length."""
         key = rows, (max(0, context_length - 1) // SHORT_CONTEXT).bit_length()
         if key not in self.curves:
-            self.curves[key] = Curve(self._nearest(*key))
+            self.curves[key] = self._beginning(*key)
         return self.curves[key]
 
-    def _nearest(self, rows: int, scale: int) -> Callable[[int], float | None]:
-        """The nearest context length of as many rows; else another batch of as many tokens in all."""
+    def _beginning(self, rows: int, scale: int) -> Curve:
+        """A curve that leans on the nearest context length of as many rows; else on another batch, at as
+        many tokens in all."""
         known = [key for key, curve in self.curves.items() if curve.sizes]
         if not known:
-            return lambda size: None
+            return Curve()
         key = min(known, key=lambda key: (abs(key[0] - rows), abs(key[1] - scale)))
-        curve, ratio = self.curves[key], rows / key[0]
-        return lambda size: curve(max(1, round(size * ratio)))
+        return Curve(self.curves[key], rows / key[0])
 
 
 class DraftCosts:
@@ -162,5 +198,5 @@ class DraftCosts:
         key = rows, family
         if key not in self.curves:
             chain = None if family == CHAIN else self.curves.get((rows, CHAIN))
-            self.curves[key] = Curve() if chain is None else Curve(chain)
+            self.curves[key] = Curve(chain)
         return self.curves[key]
