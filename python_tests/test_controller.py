@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from statistics import fmean
 
 import pytest
@@ -19,7 +20,7 @@ from tiny import ScriptedDrafter, generated, oracle_chain, prompts, tiny_model
 import specdec_ext
 from specdec_ext import DraftModelDrafter, Speculation, TreeConfig
 from specdec_ext.acceptance import Acceptance, LearntAcceptance
-from specdec_ext.controller import forget, judged, memory_of
+from specdec_ext.controller import MEMORIES, Memory, _memories, forget, judged, memory_of
 from specdec_ext.costs import Curve, VerifyCosts
 from specdec_ext.explain import Gain
 from specdec_ext.policy import Policy
@@ -356,6 +357,15 @@ def test_costs_of_other_batches_and_contexts_are_guessed_from_those_known():
     assert costs.curve(1, 5000)(4) == pytest.approx(2.8)  # twice the other curve
 
 
+def test_costs_of_rows_that_end_one_after_the_other():
+    """Each number of rows leans on the one before, in a chain longer than Python's stack is deep."""
+    costs, rows = VerifyCosts(), 2 * sys.getrecursionlimit()
+    costs.curve(rows, 100).add(8, 8.0)
+    while rows := rows - 1:
+        costs.curve(rows, 100).add(1, 1.0)
+    assert costs.curve(1, 100)(8) > 1.0
+
+
 def test_the_interval_of_the_gain_holds_what_it_should():
     """In 95 % of worlds, give or take, the ratio of the expectations."""
     rng, inside = random.Random(0), 0
@@ -390,6 +400,25 @@ def test_explain():
     assert sum(stats.shapes.values()) == stats.steps
     assert call(None).speculation.explain() == "Plain decoding: there was no drafter."
     assert "drafted in every step (speculation='fixed')" in call("ngram").speculation.explain()
+
+
+def test_the_drafters_used_last_are_remembered():
+    class Named(ScriptedDrafter):
+        identity = ""
+
+    def memory(name: str) -> Memory:
+        drafter.identity = name
+        return memory_of(model, drafter)
+
+    model, drafter = tiny_model("llama"), Named([[]], oracle_chain)
+    forget(model)
+    used_often, used_once = memory("often"), memory("once")
+    for number in range(2 * MEMORIES):
+        latest = memory(str(number))
+        assert memory("often") is used_often and memory(str(number)) is latest
+    assert memory("once") is not used_once
+    assert len(_memories[model]) == MEMORIES
+    forget(model)
 
 
 def test_what_is_learnt_goes_with_the_model():

@@ -15,6 +15,7 @@ double while nothing comes of it, from a credit that grows with the time that ha
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -50,6 +51,8 @@ PAUSE = 8
 DRIFT = 0.2
 # What a new finding weighs against what was found before, at least.
 FADING = 0.05
+# Drafters (by identity, device, dtype and number of threads) remembered for a model, the last ones used.
+MEMORIES = 32
 
 
 @dataclass(frozen=True)
@@ -114,13 +117,18 @@ class Memory:
     credit: float | None = None
 
 
-_memories: WeakKeyDictionary[PreTrainedModel, dict[Hashable, Memory]] = WeakKeyDictionary()
+_memories: WeakKeyDictionary[PreTrainedModel, OrderedDict[Hashable, Memory]] = WeakKeyDictionary()
 
 
 def memory_of(model: PreTrainedModel, drafter: Drafter) -> Memory:
     """What earlier calls learnt with such a drafter on this model, device, dtype and number of threads."""
     place = drafter.identity, model.device, model.dtype, torch.get_num_threads()
-    return _memories.setdefault(model, {}).setdefault(place, Memory())
+    memories = _memories.setdefault(model, OrderedDict())
+    memory = memories.setdefault(place, Memory())
+    memories.move_to_end(place)
+    if len(memories) > MEMORIES:
+        memories.popitem(last=False)
+    return memory
 
 
 def forget(model: PreTrainedModel) -> None:
