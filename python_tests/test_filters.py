@@ -12,6 +12,7 @@ from transformers.generation import logits_process as hf
 import specdec_ext
 from specdec_ext import processors
 from specdec_ext.filters import SampleFilter, fuse_filters
+from specdec_ext.keyword_table import CONFIG, PARTS
 
 CPU = torch.device("cpu")
 TEMPERATURE, TOP_K = hf.TemperatureLogitsWarper(0.7), hf.TopKLogitsWarper(20)
@@ -75,6 +76,17 @@ def test_the_default_dtype_does_not_matter():
         assert fuse_filters(IN_ORDER, CPU)(ids, logits).dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("size", [40, 1000])
+def test_ties_at_the_edge_of_top_p(size):
+    """As many of them are kept as transformers keeps, perhaps others: the table says so."""
+    scores = torch.randn(50, size, generator=generator(0)).round(decimals=1)
+    warper = hf.TopPLogitsWarper(0.8)
+    (ours,) = fuse_filters(LogitsProcessorList([warper]), CPU)
+    kept, theirs = ours(ids, scores.clone()), warper(ids, scores.clone())
+    assert torch.equal(kept.sort().values, theirs.sort().values)
+    assert "tie" in PARTS["TopPLogitsWarper"].note and "tie" in CONFIG["top_p"].note
 
 
 @pytest.mark.parametrize("drafter", [None, "ngram"])

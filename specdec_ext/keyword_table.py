@@ -7,7 +7,7 @@ inputs it takes, ``PARTS`` the logits processors and stopping criteria that come
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -67,12 +67,13 @@ def _called(reads: Reads) -> Keyword:
 
 _SCORES, _PREFIX, _ORDER = map(_called, Reads)
 _COUNTED = Keyword(Verdict.EXACT, "decided from the token and the length", reads=Reads.SCORES)
+_TIES = "of tokens that tie at the edge as many are kept as transformers keeps, but perhaps others"
 _CODEBOOKS = _refused("it belongs to the audio codebooks of a model with a generate of its own")
 
 PARTS: dict[str, Keyword] = {
     "TemperatureLogitsWarper": _SCORES,
     "TopKLogitsWarper": _SCORES,
-    "TopPLogitsWarper": _SCORES,
+    "TopPLogitsWarper": replace(_SCORES, note=f"{_SCORES.note}; {_TIES}"),
     "MinPLogitsWarper": _SCORES,
     "TypicalLogitsWarper": _SCORES,
     "EpsilonLogitsWarper": _SCORES,
