@@ -141,7 +141,7 @@ def test_without_accelerate_the_way_out_is_named(monkeypatch, files, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "accelerate", None)
     result = run("bundled", "--data", files / "text.jsonl", "--out", tmp_path / "head")
     assert result.exit_code == 2
-    assert "pip install specdec_ext[train]" in words(result.output)
+    assert "pip install '.[train]'" in words(result.output)
 
 
 @pytest.mark.parametrize("kind", ["p-eagle", "medusa"])

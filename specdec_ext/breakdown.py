@@ -27,6 +27,7 @@ from specdec_ext.drafters import Drafter
 from specdec_ext.loop import Decoder
 from specdec_ext.machine import machine_line
 from specdec_ext.output import Recorder, TokenStream
+from specdec_ext.preflight.extras import require
 from specdec_ext.sampler import Sampler
 from specdec_ext.stopping import StopRule
 from specdec_ext.target import Target
@@ -122,15 +123,10 @@ class Breakdown:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "Breakdown.plot needs matplotlib, which is not installed: pip install matplotlib. "
-                "Breakdown.table() shows the same as text"
-            ) from error
+        otherwise = "Breakdown.table() shows the same as text"
+        figures = require("matplotlib.figure", "Breakdown.plot", otherwise)
         bars = [self, *others]
-        figure = Figure(figsize=(10, 1.8 + 0.8 * len(bars)), layout="constrained")
+        figure = figures.Figure(figsize=(10, 1.8 + 0.8 * len(bars)), layout="constrained")
         ax = figure.subplots()
         ends = [0.0] * len(bars)
         for index, name in enumerate(PARTS):

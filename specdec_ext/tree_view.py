@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specdec_ext.preflight.extras import require
 from specdec_ext.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -84,17 +85,12 @@ def plot(view: TreeView, ax: Axes | None = None) -> Figure:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "DraftTree.plot needs matplotlib, which is not installed: pip install matplotlib. "
-            "DraftTree.render() draws the tree as text"
-        ) from error
+    otherwise = "DraftTree.render() draws the tree as text"
+    figures = require("matplotlib.figure", "DraftTree.plot", otherwise)
     heights = _heights(view)
     if ax is None:
         size = (1.5 + 1.5 * max(view.depths), 1 + 0.4 * max(heights.values(), default=0.0))
-        ax = Figure(figsize=size, layout="constrained").subplots()
+        ax = figures.Figure(figsize=size, layout="constrained").subplots()
     for node, children in view.children.items():
         for child in children:
             taken = child in view.accepted

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from specdec_ext.preflight.extras import require
 from specdec_ext.training.trainer import Progress
 
 _SMOOTHED_OVER = 20
@@ -19,13 +20,8 @@ def plot_history(history: Sequence[Progress], path: Path) -> None:
     """
     if not history:
         raise ValueError("history is empty; expected the steps of a run")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "a plot needs matplotlib, which is not installed; pip install specdec_ext[train]"
-        ) from error
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    figures = require("matplotlib.figure", "a plot")
+    figure = figures.Figure(figsize=(11, 4), layout="constrained")
     losses, acceptance = figure.subplots(1, 2)
     steps = [progress.step for progress in history]
     for index in range(len(history[0].losses)):

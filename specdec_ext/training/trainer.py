@@ -27,6 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, optim
 
+from specdec_ext.preflight.extras import require
 from specdec_ext.training.batches import Example, Features
 from specdec_ext.training.evaluation import Evaluation, evaluate
 from specdec_ext.training.fingerprint import fingerprint
@@ -340,13 +341,10 @@ def make_accelerator(device: torch.device) -> Any:
     Raises:
         ImportError: if it is not installed.
     """
-    try:
-        from accelerate import Accelerator, DistributedDataParallelKwargs
-    except ImportError as error:
-        raise ImportError(
-            "training needs accelerate, which is not installed; pip install specdec_ext[train]"
-        ) from error
+    accelerate = require("accelerate", "training")
     # Its own mixed precision is a setting of the whole process.
     # Buffers are the target's and the same everywhere.
-    parallel = DistributedDataParallelKwargs(broadcast_buffers=False)
-    return Accelerator(cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[parallel])
+    parallel = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)
+    return accelerate.Accelerator(
+        cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[parallel]
+    )
