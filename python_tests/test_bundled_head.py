@@ -8,7 +8,7 @@ import torch
 
 import specdec_ext
 from specdec_ext import assets
-from specdec_ext.checkpoints import check_pair
+from specdec_ext.checkpoints import check_pair, tokenizer_fingerprint, weights_fingerprint
 from specdec_ext.drafters.auto import auto_drafter
 from specdec_ext.drafters.combined import CombinedDrafter
 
@@ -21,6 +21,16 @@ def test_it_is_the_head_of_the_bundled_target():
     assert head.config.fc_norm and head.config.norm_output
     files = [path for path in assets.FOLDER.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 20e6
+
+
+def test_its_checkpoint_leaves_nothing_open():
+    """Which target, with which weights and which tokenizer; and how every ambiguous field is meant."""
+    record, target = assets.load_head().record, assets.load_target()
+    assert record.ambiguous == ()
+    assert record.target_name == "tiny-python-target"
+    assert record.target_fingerprint == weights_fingerprint(target)
+    assert f"`{record.target_fingerprint}`" in CARD
+    assert record.tokenizer_fingerprint == tokenizer_fingerprint(assets.load_tokenizer())
 
 
 def test_auto_finds_it_wherever_the_target_lies(tmp_path):

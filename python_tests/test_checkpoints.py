@@ -16,6 +16,7 @@ import pytest
 import torch
 from checkpoint_cases import assert_same_head, random_head, read_folder, write_folder
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, Qwen3Config
 
 from specdec_ext import assets
 from specdec_ext.checkpoints import load_draft, save_draft, tokenizer_fingerprint
@@ -124,7 +125,7 @@ SHARED = {
     "other-width": {"target_hidden_size": 24, "own_embedding": True},
     "head-dim": {"head_dim": 16},
     "no-gqa": {"num_kv_heads": 4},
-    "eps": {"rms_norm_eps": 1e-6, "max_positions": 512},
+    "eps": {"rms_norm_eps": 1e-4, "max_positions": 512},
     "rope-llama3": {"rope_parameters": LLAMA3_ROPE},
     "rope-partial": {"rope_parameters": PARTIAL_ROPE},
     "fc-norm": {"fc_norm": True, "norm_output": True},
@@ -260,6 +261,18 @@ def test_target_and_tokenizer_are_recorded(tmp_path, layout):
     again = load_draft(tmp_path / "again").record
     assert again.target_name == "o/n"
     assert again.tokenizer_fingerprint == record.tokenizer_fingerprint
+
+
+@pytest.mark.parametrize("layout", ["eagle", "speculators"])
+def test_an_absent_epsilon_is_that_of_transformers_configs(tmp_path, layout):
+    """1e-6, as in SafeAILab's EConfig, LlamaConfig and Qwen3Config."""
+    folder = save_draft(random_head(rms_norm_eps=0.5), tmp_path, layout=layout)
+    config, tensors = read_folder(folder)
+    del (config if layout == "eagle" else config["transformer_layer_config"])["rms_norm_eps"]
+    write_folder(folder, config, tensors)
+    head = load_draft(folder)
+    assert head.config.rms_norm_eps == 1e-6 == LlamaConfig().rms_norm_eps
+    assert Qwen3Config().rms_norm_eps == 1e-6
 
 
 # --- other spellings of the same head ----------------------------------------------------------------

@@ -16,6 +16,7 @@ import re
 import struct
 import tracemalloc
 import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -383,19 +384,14 @@ DAMAGE = {
         field("eagle_aux_hidden_state_layer_ids", ["2", "4", "5"]),
         "a list of integers",
     ),
-    "no layers": (
-        "eagle3",
-        field("eagle_aux_hidden_state_layer_ids", []),
-        r"is \[\]; expected a list of integers",
-    ),
     "layer twice": (
         "eagle3",
-        field("eagle_aux_hidden_state_layer_ids", [2, 2, 5]),
+        both(no_field("specdec_ext"), field("eagle_aux_hidden_state_layer_ids", [2, 2, 5])),
         "expected different layers",
     ),
     "negative layer": (
         "eagle3",
-        field("eagle_aux_hidden_state_layer_ids", [-1, 2, 5]),
+        both(no_field("specdec_ext"), field("eagle_aux_hidden_state_layer_ids", [-1, 2, 5])),
         "expected different layers from 0",
     ),
     "too few layers": (
@@ -516,6 +512,31 @@ def nested(*parts: torch.Tensor) -> torch.Tensor:
         return torch.nested.nested_tensor(list(parts))
 
 
+def zipped(path: Path, compression: int, content: bytes) -> None:
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("archive/data.pkl", content)
+
+
+def sparse_member(path: Path, size: int) -> None:
+    """An archive with a pickle of this many bytes, of which the disk holds none."""
+    zipped(path, zipfile.ZIP_STORED, b"")
+    content = path.read_bytes()
+    directory = content.index(b"PK\x01\x02")
+    entry = bytearray(content[directory:])
+    entry[20:28] = struct.pack("<II", size, size)
+    end = entry.index(b"PK\x05\x06")
+    entry[end + 16 : end + 20] = struct.pack("<I", directory + size)
+    with path.open("r+b") as file:
+        file.seek(directory + size)
+        file.write(entry)
+
+
+def overwrite(path: Path, old: bytes, new: bytes) -> None:
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new))
+
+
 def text(name, content):
     return lambda folder: (folder / name).write_text(content)
 
@@ -589,6 +610,32 @@ FILES = {
         lambda f: as_torch_file(f, {"fc.weight": nested(torch.ones(2), torch.ones(3))}),
         "fc.weight is not a dense tensor",
     ),
+    "compressed torch file": (
+        lambda f: zipped(as_torch_file(f, {}), zipfile.ZIP_DEFLATED, bytes(2**24)),
+        r"'archive/data.pkl' in it is compressed, to be 16777216 bytes",
+    ),
+    "torch file of names alone": (
+        lambda f: sparse_member(as_torch_file(f, {}), 2**27),
+        "has 134217728 bytes; no checkpoint's names need so many",
+    ),
+    "torch file with a torn directory": (
+        lambda f: overwrite(
+            as_torch_file(f, {"fc.weight": torch.ones(9)}), b"PK\x01\x02", b"PK\x01\x09"
+        ),
+        "is damaged or no torch file",
+    ),
+    "weights that are a pipe": (
+        lambda f: ((f / "model.safetensors").unlink(), os.mkfifo(f / "model.safetensors")),
+        "holds no weights",
+    ),
+    "config that is a pipe": (
+        lambda f: ((f / "config.json").unlink(), os.mkfifo(f / "config.json")),
+        "config.json is missing",
+    ),
+    "config of a number without end": (
+        text("config.json", '{"hidden_size": ' + "9" * 100_000 + "}"),
+        "config.json is not JSON",
+    ),
     "tensor without bytes": (
         lambda f: as_torch_file(f, {"fc.weight": torch.ones(1).expand(2**20, 2**20)}),
         "the file has too few bytes",
@@ -649,7 +696,9 @@ STRANGE = [
     1,
     3,
     2**40,
+    10**400,
     1e400,
+    functools.reduce(lambda inner, _: [inner], range(300), 1),
     float("nan"),
     0.5,
     "",

@@ -14,6 +14,7 @@ from torch import Tensor
 from specdec_ext import MedusaHeads
 from specdec_ext.checkpoints.files import open_checkpoint
 from specdec_ext.checkpoints.medusa import looks_like_medusa, read_medusa, save_medusa
+from specdec_ext.head import HeadRecord
 
 
 def read(folder: Path, dtype: torch.dtype | None = None) -> MedusaHeads:
@@ -62,7 +63,7 @@ def test_the_authors_layout(tmp_path, layers, prefix):
     heads = read(write(tmp_path, tensors, medusa_num_heads=2, base_model_name_or_path="org/target"))
     assert (heads.config.num_heads, heads.config.num_layers) == (3, layers)
     assert (heads.config.hidden_size, heads.config.vocab_size, heads.config.bias) == (4, 6, True)
-    assert heads.target_name == "org/target"
+    assert heads.record.target_name == "org/target"
     for head in range(3):
         assert (heads.tensors[f"lm_heads.{head}.weight"] == 3.0 + head).all()
         for layer in range(layers):
@@ -101,10 +102,10 @@ def test_a_map_of_the_whole_vocabulary_is_not_read(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_written_and_read_back(tmp_path, layout, dtype):
     heads = random_heads(num_layers=2).to("cpu", dtype)
-    heads = MedusaHeads(heads.config, heads.tensors, target_name="org/target")
+    heads = MedusaHeads(heads.config, heads.tensors, record=HeadRecord(target_name="org/target"))
     again = read(save_medusa(heads, tmp_path / "new" / "folder", layout=layout))
     assert_equal(again, heads)
-    assert again.target_name == "org/target"
+    assert again.record.target_name == "org/target"
     assert (
         read(tmp_path / "new" / "folder", torch.float64).tensors["lm_heads.0.weight"].dtype
         == torch.float64

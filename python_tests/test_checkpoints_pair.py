@@ -6,18 +6,26 @@ that can't work is an error that names every reason; a pair that looks wrong is 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 
 import pytest
 import torch
-from checkpoint_cases import random_head
+from checkpoint_cases import random_head, read_folder, write_folder
 from test_medusa import random_heads
 from tiny import VOCAB, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec_ext import assets
-from specdec_ext.checkpoints import check_pair, load_draft, save_draft, tokenizer_fingerprint
+from specdec_ext.checkpoints import (
+    check_pair,
+    load_draft,
+    save_draft,
+    save_medusa,
+    tokenizer_fingerprint,
+    weights_fingerprint,
+)
 from specdec_ext.checkpoints.fields import Fields
 from specdec_ext.checkpoints.taps import recorded_layers
 from specdec_ext.head import HeadRecord
@@ -31,6 +39,7 @@ PUBLISHED = {
     "gpt-oss v2": ({"eagle_config": {IDS: [1, 17, 32]}}, (2, 18, 33), 36),
     "gpt-oss v3": ({"eagle_config": {IDS: [24, 30, 36]}}, (24, 30, 36), 36),
     "SpecForge, Kimi K2.5": ({"eagle_config": {IDS: [2, 30, 58]}}, (2, 30, 58), 61),
+    "SpecForge, from 4": ({"eagle_config": {IDS: [4, 20, 40]}}, (5, 21, 41), 48),
     "SpecForge, Gemma 3 27B": ({"eagle_config": {IDS: [1, 29, 61]}}, (2, 30, 62), 62),
     "SpecForge default, 32 layers": ({"eagle_config": {IDS: [1, 15, 28]}}, (2, 16, 29), 32),
     "speculators, 32 layers": (
@@ -53,26 +62,35 @@ PUBLISHED = {
     "dflash": ({"dflash_config": {"target_layer_ids": [1, 9, 17]}}, (2, 10, 18), 36),
     "both spellings": ({IDS: [2, 16, 29], "eagle_config": {IDS: [1, 15, 28]}}, (2, 16, 29), 32),
     "both spellings, from 3": ({IDS: [3, 5], "eagle_config": {IDS: [2, 4]}}, (3, 5), 32),
+    "ours": ({"specdec_ext": {"feature_layers": [5, 21]}, IDS: [5, 21]}, (5, 21), 32),
     "nested without ids": ({"eagle_config": {"use_aux_hidden_state": True}}, None, 32),
     "absent": ({}, None, 32),
+    "empty lists": ({IDS: [], "eagle_config": {IDS: []}}, None, 32),
+    "an empty list beside another": (
+        {IDS: [], "eagle_config": {IDS: [1, 15, 28]}},
+        (2, 16, 29),
+        32,
+    ),
 }
+GUESSED = {"SpecForge, from 4"}
 
 
 @pytest.mark.parametrize("case", PUBLISHED)
 def test_layer_ids_of_published_configs(case):
     config, expected, num_layers = PUBLISHED[case]
-    layers, origin = recorded_layers(Fields(config, "config.json"))
-    assert layers == expected
-    assert "layers" in origin
-    assert layers is None or max(layers) <= num_layers
+    found = recorded_layers(Fields(config, "config.json"))
+    assert found.layers == expected
+    assert "layers" in found.origin
+    assert found.layers is None or max(found.layers) <= num_layers
+    assert found.guessed == (case in GUESSED)
 
 
 @pytest.mark.parametrize("num_layers", [8, 32, 36, 61])
 def test_both_spellings_of_the_default_are_the_default(num_layers):
     """SpecForge's default in its own spelling is EAGLE-3's default."""
     outputs = [1, num_layers // 2 - 1, num_layers - 4]
-    layers, _ = recorded_layers(Fields({"eagle_config": {IDS: outputs}}, "config.json"))
-    assert layers == random_head().config.resolved_feature_layers(num_layers)
+    found = recorded_layers(Fields({"eagle_config": {IDS: outputs}}, "config.json"))
+    assert found.layers == random_head().config.resolved_feature_layers(num_layers)
 
 
 def test_a_head_without_tapped_layers_reads_the_last_hidden_state(tmp_path):
@@ -200,6 +218,120 @@ def test_another_target_is_told(recorded, name, same):
     )
 
 
+def without_own_section(config, tensors):
+    del config["specdec_ext"]
+
+
+def only_nested_layers(config, tensors):
+    del config["specdec_ext"], config["eagle_aux_hidden_state_layer_ids"]
+
+
+AMBIGUOUS = {
+    "norm_output of SpecForge": ({"norm_output": True}, without_own_section, ["norm_output"]),
+    "nested ids": ({"feature_layers": (3, 4, 6)}, only_nested_layers, ["feature_layers"]),
+    "both": (
+        {"feature_layers": (3, 4, 6), "norm_output": True},
+        only_nested_layers,
+        ["feature_layers", "norm_output"],
+    ),
+    "what is saved here": ({"feature_layers": (3, 4, 6), "norm_output": True}, None, []),
+}
+
+
+@pytest.mark.parametrize("case", AMBIGUOUS)
+def test_a_reading_that_is_a_guess_is_told(case, tmp_path):
+    """... until somebody who knows says which, by the caller's arguments or by a calibration."""
+    options, edit, expected = AMBIGUOUS[case]
+    folder = save_draft(random_head(**options), tmp_path)
+    config, tensors = read_folder(folder)
+    if edit is not None:
+        edit(config, tensors)
+        write_folder(folder, config, tensors)
+    head = load_draft(folder)
+    assert list(head.record.ambiguous) == expected
+    doubts = check_pair(head, target())
+    for name, doubt in zip(expected, doubts, strict=True):
+        value = getattr(head.config, name)
+        assert f"{name} is read as {value}, which its config leaves open" in doubt
+        assert "--calibrate finds out" in doubt
+    said = {name: getattr(head.config, name) for name in expected}
+    assert check_pair(load_draft(folder, **said), target()) == []
+    saved = load_draft(save_draft(head, tmp_path / "again"))
+    assert check_pair(saved, target()) == [] and saved.config == head.config
+
+
+def test_our_own_section_must_agree_with_the_file(tmp_path):
+    folder = save_draft(random_head(norm_output=True), tmp_path)
+    config, tensors = read_folder(folder)
+    config["norm_output"] = False
+    write_folder(folder, config, tensors)
+    with pytest.raises(
+        ValueError, match="norm_output is False, and in its section specdec_ext True"
+    ):
+        load_draft(folder)
+
+
+# --- weights -----------------------------------------------------------------------------------------
+
+
+def named(model, name, revision=None):
+    model = copy.deepcopy(model)
+    model.config._name_or_path, model.config._commit_hash = name, revision
+    return model
+
+
+def made_for(model, folder, kind):
+    """A head, or Medusa heads, that were saved for this target, as they are read."""
+    if kind == "medusa":
+        return load_draft(save_medusa(random_heads(), folder, layout="vllm", target=model))
+    return load_draft(
+        save_draft(random_head(feature_layers=(1, 2, 3)), folder, layout=kind, target=model)
+    )
+
+
+@pytest.mark.parametrize("kind", ["eagle", "speculators", "medusa"])
+def test_a_head_knows_its_target_by_its_weights(kind, tmp_path):
+    model = named(tiny_model("llama"), "org/name", "0123abcd")
+    head = made_for(model, tmp_path, kind)
+    assert head.record.target_name == "org/name" and head.record.target_revision == "0123abcd"
+    assert head.record.target_fingerprint == weights_fingerprint(model)
+    assert check_pair(head, model) == []
+    assert check_pair(head, named(model, "another/copy")) == [], "the same weights"
+    tuned = named(model, "org/name", "0123abcd")
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            parameter += 0.01 * torch.randn_like(parameter)
+    (doubt,) = check_pair(head, tuned)
+    assert "was made for other weights of org/name (fingerprint" in doubt
+    (doubt,) = check_pair(head, named(tuned, "org/tuned"))
+    assert "was made for org/name, the target is org/tuned" in doubt
+
+
+def test_without_weights_the_revision_is_compared(tmp_path):
+    head = made_for(named(tiny_model("llama"), "org/name", "0123abcd"), tmp_path, "eagle")
+    (doubt,) = check_pair(head, named(target(bos_token_id=3), "org/name", "4567"))
+    assert "was made for revision 0123abcd of org/name, the target is revision 4567" in doubt
+    assert check_pair(head, named(target(bos_token_id=3), "org/name", "0123abcd")) == []
+
+
+def test_a_fingerprint_is_that_of_the_values():
+    """Not of the dtype, the names or the wrapping; None where there are no plain numbers."""
+    model = named(tiny_model("llama"), "")
+    rounded = copy.deepcopy(model).bfloat16()
+    assert weights_fingerprint(rounded) == weights_fingerprint(model)
+    assert weights_fingerprint(rounded.float()) == weights_fingerprint(model)
+    assert weights_fingerprint(torch.compile(model)) == weights_fingerprint(model)
+    assert weights_fingerprint(tiny_model("qwen3")) != weights_fingerprint(model)
+    assert weights_fingerprint(copy.deepcopy(model).half()) is None
+    assert weights_fingerprint(target()) is None
+
+
+def test_a_local_target_is_recorded_by_the_name_of_its_folder(tmp_path):
+    model = named(tiny_model("llama"), str(tmp_path))
+    head = made_for(model, tmp_path / "head", "eagle")
+    assert head.record.target_name == tmp_path.name
+
+
 def test_medusa_heads_and_their_target():
     heads = random_heads()
     assert check_pair(heads, target()) == []
@@ -207,7 +339,7 @@ def test_medusa_heads_and_their_target():
         ValueError, match=r"width 32, the target's have 64.*up to 96, the target has 96"
     ):
         check_pair(heads, target(hidden_size=64, vocab_size=96))
-    heads = dataclasses.replace(heads, target_name="org/other")
+    heads = dataclasses.replace(heads, record=HeadRecord(target_name="org/other"))
     model = target(bos_token_id=2)
     model.config._name_or_path = "org/this"
     assert "was made for org/other, the target is org/this" in check_pair(heads, model)[0]

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoint_cases import random_head
+from checkpoint_cases import random_head, read_folder, write_folder
 from test_medusa import random_heads
 from typer.testing import CliRunner
 
 from specdec_ext import assets, save_draft
-from specdec_ext.checkpoints import Calibration, Trial, save_medusa
+from specdec_ext.checkpoints import Calibration, Trial, save_medusa, weights_fingerprint
 from specdec_ext.cli import app
 from specdec_ext.cli.inspect import _trials
 
@@ -75,6 +75,20 @@ def test_a_pair_that_looks_wrong(tmp_path):
     assert "looks wrong:" in text and "was made for org/other" in text
 
 
+def test_a_head_of_other_weights(tmp_path):
+    """The name says nothing of a fine-tuned copy; the weights do."""
+    target = assets.load_target()
+    save_draft(random_head(**SIZES), tmp_path / "head", target=target)
+    code, text = run(tmp_path / "head", "--target", TARGET)
+    assert code == 0 and f"fits {TARGET}" in text
+    assert f"made for tiny-python-target, weights {weights_fingerprint(target)}" in text
+    target.lm_head.weight.data.mul_(1.1)
+    target.save_pretrained(tmp_path / "tiny-python-target")
+    code, text = run(tmp_path / "head", "--target", tmp_path / "tiny-python-target")
+    assert code == 0 and "looks wrong:" in text
+    assert "was made for other weights of tiny-python-target (fingerprint" in text
+
+
 def test_a_pair_that_cannot_work():
     code, text = run(GOLDEN / "eagle1_gqa" / "draft", "--target", TARGET)
     assert code == 1
@@ -82,7 +96,10 @@ def test_a_pair_that_cannot_work():
 
 
 def test_calibration(tmp_path):
-    save_draft(random_head(**SIZES, norm_output=True), tmp_path / "head")
+    folder = save_draft(random_head(**SIZES, norm_output=True), tmp_path / "head")
+    config, tensors = read_folder(folder)
+    del config["specdec_ext"]  # a head of SpecForge
+    write_folder(folder, config, tensors)
     (tmp_path / "text.py").write_text("def area(width, height):\n    return width * height\n")
     code, text = run(tmp_path / "head", "--target", TARGET, "--calibrate", tmp_path / "text.py")
     assert code == 0, text

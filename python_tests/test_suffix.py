@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import numpy as np
@@ -207,6 +208,13 @@ def test_files_that_are_no_history(tmp_path, damage, message):
 def test_a_missing_file():
     with pytest.raises(FileNotFoundError, match="/nonexistent/history"):
         SuffixHistory.load("/nonexistent/history")
+
+
+def test_a_pipe(tmp_path):
+    """Opening one waits for a writer that may never come."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="is a pipe, a socket or a device; expected a file that Suff"):
+        SuffixHistory.load(tmp_path / "pipe")
 
 
 def test_a_folder(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -105,6 +106,16 @@ def test_a_text_file_is_cut_at_ends_of_lines_and_nothing_is_lost(tmp_path):
         ("a.jsonl", [{"tokens": [1, -1]}], "no list of token ids"),
         ("a.jsonl", [{"tokens": [1, True]}], "no list of token ids"),
         ("a.jsonl", [{"tokens": [1, 2**40]}], "no list of token ids"),
+        ("a.jsonl", [{"tokens": [1, 10**400]}], 'line 1: "tokens" is no list of token ids'),
+        ("a.jsonl", '{"tokens": [1, 1e999, NaN]}', "no list of token ids"),
+        ("a.jsonl", '{"tokens": [1, ' + "9" * 9999 + "]}", "line 1 is not valid JSON"),
+        ("a.jsonl", '{"text": NaN}', "column 'text' is of type float; expected text"),
+        ("a.jsonl", [{"tokens": [1, 2], "answers": [[0, 10**400]]}], "within its 2 tokens"),
+        (
+            "a.jsonl",
+            '{"messages": [{"role": ' + "[" * 900 + "]" * 900 + ', "content": "a"}]}',
+            "message 1: role .* is unknown",
+        ),
         ("a.jsonl", [{"tokens": [1, 2], "answers": [[1, 3]]}], "within its 2 tokens"),
         ("a.jsonl", [{"tokens": [1, 2], "answers": [[2, 1]]}], "within its 2 tokens"),
         ("a.jsonl", [{"tokens": [1, 2], "answers": None}], "within its 2 tokens"),
@@ -120,6 +131,14 @@ def test_says_what_is_wrong(tmp_path, name, content, message):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_records(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.json", "a.jsonl"])
+def test_a_pipe_is_no_file_of_texts(tmp_path, name):
+    """Opening one waits for a writer that may never come."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(OSError, match=f"{name} is a pipe, a socket or a device; expected a file"):
+        read_records(tmp_path / name)
 
 
 def test_the_split_is_by_content():

@@ -58,7 +58,7 @@ class HeadConfig:
     num_features: int
     feature_layers: tuple[int, ...] | None = None
     has_fc: bool = True
-    rms_norm_eps: float = 1e-5
+    rms_norm_eps: float = 1e-6
     max_positions: int = 2048
     rope_parameters: Mapping[str, Any] = field(
         default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
@@ -187,13 +187,16 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class HeadRecord:
-    """What a checkpoint tells about a head beside what it computes.
+    """What a checkpoint tells about a head, or about Medusa heads, beside what they compute.
 
     Attributes:
         format: of the checkpoint, in words.
         layers_from: what ``HeadConfig.feature_layers`` was taken from, in words.
         target_name: the target it was made for.
+        target_revision: commit of that target on the hub.
+        target_fingerprint: of that target's weights (``checkpoints.weights_fingerprint``).
         tokenizer_fingerprint: of that target's tokenizer (``checkpoints.tokenizer_fingerprint``).
+        ambiguous: fields of ``HeadConfig`` whose reading is a guess, as the checkpoint leaves two open.
         tied: its ``lm_head`` is an embedding that it shares with the target.
         ignored: tensors of the file that this head has no use for.
     """
@@ -201,7 +204,10 @@ class HeadRecord:
     format: str = "none"
     layers_from: str = "HeadConfig"
     target_name: str | None = None
+    target_revision: str | None = None
+    target_fingerprint: str | None = None
     tokenizer_fingerprint: str | None = None
+    ambiguous: tuple[str, ...] = ()
     tied: bool = False
     ignored: tuple[str, ...] = ()
 

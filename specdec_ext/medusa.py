@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from specdec_ext.draft_weights import DraftWeights
+from specdec_ext.head import HeadRecord
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,12 @@ class MedusaHeads(DraftWeights):
 
     Attributes:
         config: what they compute.
-        target_name: hub id or path of the target, if the checkpoint says.
+        record: what their checkpoint told about them.
     """
 
     config: MedusaConfig
     source: str = "heads made in memory"
-    target_name: str | None = None
+    record: HeadRecord = field(default_factory=HeadRecord)
 
 
 def likely_choices(

@@ -47,6 +47,7 @@ Made for demonstrations, tests and benchmarks of `specdec_ext`.
 | parameters | {parameters:,}, bf16 |
 | draft vocabulary | {vocab} of {target_vocab} tokens |
 | tapped hidden states | {layers} (inputs of these layers; {last} is the output of the last one) |
+| made for | `{target}`, weights `{fingerprint}` (`specdec_ext.checkpoints.weights_fingerprint`) |
 | trained on | {texts:,} steps, {tokens:,} tokens, with repetitions: beginnings of Python files, continued by the target |
 | training took | {minutes:.0f} minutes on two cores that were {busy} |
 
@@ -174,6 +175,8 @@ def export(
         target_vocab=config.vocab_size,
         layers=", ".join(map(str, config.feature_layers or ())),
         last=assets.load_target().config.num_hidden_layers,
+        target=draft.record.target_name,
+        fingerprint=draft.record.target_fingerprint,
         texts=len(history),
         tokens=sum(progress.tokens for progress in history),
         minutes=sum(progress.seconds for progress in history) / 60,

@@ -3,7 +3,7 @@
 from specdec_ext.checkpoints.calibrate import Calibration, Trial, calibrate
 from specdec_ext.checkpoints.load import is_draft, load_draft
 from specdec_ext.checkpoints.medusa import save_medusa
-from specdec_ext.checkpoints.pair import check_pair, tokenizer_fingerprint
+from specdec_ext.checkpoints.pair import check_pair, tokenizer_fingerprint, weights_fingerprint
 from specdec_ext.checkpoints.save import save_draft
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "save_draft",
     "save_medusa",
     "tokenizer_fingerprint",
+    "weights_fingerprint",
 ]

@@ -50,7 +50,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class Calibration:
-    """``head`` has the reading of the best of ``trials``; between equals, the reading it was given with."""
+    """``head`` has the reading of the best of ``trials``; between equals, the reading it was given with.
+
+    Nothing of it is ambiguous any more.
+    """
 
     head: DraftHead
     trials: tuple[Trial, ...]
@@ -91,9 +94,11 @@ def calibrate(
     trials = [_trial(each, model, text, features, predicted, num_drafts) for each in readings]
     chosen = readings[max(range(len(trials)), key=lambda index: trials[index].score)]
     own = head.config.resolved_feature_layers(config.num_hidden_layers)
+    record = replace(head.record, ambiguous=())
     if chosen.config == replace(head.config, feature_layers=own):
-        return Calibration(head, tuple(trials))
-    record = replace(head.record, layers_from=f"calibration on a text of {len(text)} tokens")
+        certain = replace(head, record=record) if head.record.ambiguous else head
+        return Calibration(certain, tuple(trials))
+    record = replace(record, layers_from=f"calibration on a text of {len(text)} tokens")
     return Calibration(replace(chosen, record=record), tuple(trials))
 
 

@@ -2,7 +2,8 @@
 
 Layouts differ in where a field stands and in what its absence means:
 
-    SafeAILab (EAGLE-1, EAGLE-3)   all at the top; no rope_theta means 10000, never the target's
+    SafeAILab (EAGLE-1, EAGLE-3)   all at the top; no rope_theta means 10000 and no rms_norm_eps 1e-6 (as in
+                                   ``LlamaConfig``), never the target's
     SpecForge, SGLang, vLLM        the same, and ``eagle_config``; P-EAGLE adds ``mask_hidden`` and a token id
     speculators                    the decoder's fields in ``transformer_layer_config``; no
                                    ``norm_before_residual`` means True for eagle3 and False for peagle
@@ -14,17 +15,20 @@ as a missing or surplus tensor. Only ``norm_output`` and ``norm_before_residual`
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from specdec_ext.checkpoints.decoder import rope_parameters, sizes, sliding_windows
 from specdec_ext.checkpoints.fields import MAX_SIZE, Fields
-from specdec_ext.checkpoints.taps import recorded_layers
+from specdec_ext.checkpoints.taps import RecordedLayers, recorded_layers
 from specdec_ext.head import HeadConfig, HeadRecord
 
 Shapes = Mapping[str, tuple[int, ...]]
 # vLLM's order of looking for P-EAGLE's mask token.
 _MASK_TOKEN_FIELDS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 _MAX_FEATURES = 256
+# Texts of ``HeadRecord`` that stand in the section ``specdec_ext`` of the heads that are written here.
+RECORDED = ("target_name", "target_revision", "target_fingerprint", "tokenizer_fingerprint")
 
 
 def head_config(
@@ -51,7 +55,8 @@ def head_config(
         )
     decoder = config if layout is None else config.section("transformer_layer_config")
     size = sizes(decoder)
-    features, layers_from = _features(kind, config, shapes, size["hidden_size"])
+    features, layers = _features(kind, config, shapes, size["hidden_size"])
+    norm_output, norm_output_guessed = _norm_output(layout, config)
     vocabulary, tied = _vocabulary(kind, config, shapes, size["vocab_size"])
     fields: dict[str, Any] = dict(
         kind=kind,
@@ -60,7 +65,8 @@ def head_config(
         **vocabulary,
         **_attention_flags(kind, layout, decoder, shapes),
         **_norm_flags(layout, config, shapes),
-        rms_norm_eps=decoder.number("rms_norm_eps", 1e-5),
+        norm_output=norm_output,
+        rms_norm_eps=decoder.number("rms_norm_eps", 1e-6),
         max_positions=decoder.integer("max_position_embeddings", 2048),
         rope_parameters=rope_parameters(decoder),
         sliding_windows=sliding_windows(decoder, size["num_layers"]),
@@ -71,17 +77,30 @@ def head_config(
         found = HeadConfig(**fields)
     except ValueError as error:
         raise ValueError(f"{config.where}: {error}") from None
-    record = HeadRecord(
+    guesses = {"feature_layers": layers.guessed, "norm_output": norm_output_guessed}
+    record = replace(
+        own_record(config),
         format=_format(kind, layout, config),
-        layers_from=layers_from,
-        target_name=_target_name(config),
-        tokenizer_fingerprint=config.section("specdec_ext").text("tokenizer_fingerprint"),
+        layers_from=layers.origin,
+        ambiguous=tuple(name for name, guessed in guesses.items() if guessed),
         tied=tied,
     )
+    if record.target_name is None:
+        verifier = config.section("speculators_config").section("verifier")
+        record = replace(record, target_name=verifier.text("name_or_path"))
     return found, record
 
 
-def _features(kind: str, config: Fields, shapes: Shapes, hidden: int) -> tuple[dict[str, Any], str]:
+def own_record(config: Fields) -> HeadRecord:
+    """What ``specdec_ext.checkpoints`` wrote about a head of any kind; empty for files of others."""
+    own = config.section("specdec_ext")
+    texts: dict[str, Any] = {name: own.text(name) for name in RECORDED}
+    return HeadRecord(**texts)
+
+
+def _features(
+    kind: str, config: Fields, shapes: Shapes, hidden: int
+) -> tuple[dict[str, Any], RecordedLayers]:
     """What the head takes from the target, and where that was found."""
     target_hidden = config.integer("target_hidden_size", hidden)
     declared = config.section("eagle_config").optional_flag("use_aux_hidden_state")
@@ -92,10 +111,11 @@ def _features(kind: str, config: Fields, shapes: Shapes, hidden: int) -> tuple[d
     if kind == "eagle1" or declared is False:
         fields |= {"feature_layers": (-1,), "num_features": 1, "has_fc": kind == "eagle1"}
         fields["fc_bias"] &= fields["has_fc"]
-        return fields, "the last hidden state, which heads of this kind are fed"
-    layers, layers_from = recorded_layers(config)
-    count = _num_features(config, layers, shapes, target_hidden)
-    return {**fields, "feature_layers": layers, "num_features": count}, layers_from
+        origin = "the last hidden state, which heads of this kind are fed"
+        return fields, RecordedLayers((-1,), origin)
+    recorded = recorded_layers(config)
+    count = _num_features(config, recorded.layers, shapes, target_hidden)
+    return {**fields, "feature_layers": recorded.layers, "num_features": count}, recorded
 
 
 def _vocabulary(
@@ -130,8 +150,23 @@ def _norm_flags(layout: str | None, config: Fields, shapes: Shapes) -> dict[str,
         "norm_before_fc": _flag(before_fc, shapes, "input_norm.weight"),
         "fc_norm": _flag(each, shapes, "fc_norm.0.weight"),
         "norm_before_residual": config.flag("norm_before_residual", layout == "eagle3"),
-        "norm_output": config.flag("norm_output", False),
     }
+
+
+def _norm_output(layout: str | None, config: Fields) -> tuple[bool, bool]:
+    """``norm_output``, and whether its meaning is a guess.
+
+    SpecForge before September 2026 meant something else. In files of speculators, and in ours, it has one
+    meaning.
+    """
+    declared = config.flag("norm_output", False)
+    ours = config.section("specdec_ext").optional_flag("norm_output")
+    if ours not in (None, declared):
+        raise ValueError(
+            f"{config.where}: norm_output is {declared}, and in its section specdec_ext {ours}; say which "
+            "with norm_output=..."
+        )
+    return declared, declared and ours is None and layout is None
 
 
 def _num_features(
@@ -195,11 +230,6 @@ def _mask_token_id(
         f"{config.where} is that of a head that drafts in parallel, but has no token for it; "
         f"expected one of {', '.join(_MASK_TOKEN_FIELDS)}, or pass mask_token_id=..."
     )
-
-
-def _target_name(config: Fields) -> str | None:
-    verifier = config.section("speculators_config").section("verifier")
-    return config.section("specdec_ext").text("target_name") or verifier.text("name_or_path")
 
 
 def _format(kind: str, layout: str | None, config: Fields) -> str:

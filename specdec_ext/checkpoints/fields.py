@@ -7,12 +7,22 @@ A field that is null counts as absent, as in transformers.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
+from reprlib import Repr
 from typing import Any
 
 # Larger than any model has; sizes below it can be multiplied without thought.
 MAX_SIZE = 2**24
+
+_short = Repr()
+_short.maxstring = _short.maxother = _short.maxlong = 80
+_short.maxlevel = 3
+
+
+def shown(value: Any) -> str:
+    """A value in a message, shortened: JSON may be as long and as deeply nested as it likes."""
+    return _short.repr(value)
 
 
 class Fields:
@@ -51,7 +61,7 @@ class Fields:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self._error(name, f"a number above {above:g}")
-        if not (math.isfinite(value) and value > above):
+        if not above < value <= sys.float_info.max:  # neither NaN nor an integer of 400 digits is
             raise self._error(name, f"a finite number above {above:g}")
         return float(value)
 
@@ -81,7 +91,7 @@ class Fields:
         if value is None:
             return None
         whole = isinstance(value, list) and all(type(each) is int for each in value)
-        if not whole or not value:
+        if not whole:
             raise self._error(name, "a list of integers")
         return value
 
@@ -92,6 +102,6 @@ class Fields:
     def _error(self, name: str, expected: str) -> ValueError:
         if name not in self:
             return ValueError(f"{self.where} has no {name}; expected {expected}")
-        given = repr(self.values[name])
-        given = given if len(given) <= 80 else given[:77] + "..."
-        return ValueError(f"{self.where}: {name} is {given}; expected {expected}")
+        return ValueError(
+            f"{self.where}: {name} is {shown(self.values[name])}; expected {expected}"
+        )

@@ -21,7 +21,7 @@ from huggingface_hub import constants, snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specdec_ext.checkpoints.fields import Fields
+from specdec_ext.checkpoints.fields import Fields, shown
 
 # Of several kinds of weights in one folder the first counts.
 _PREFERRED = (
@@ -45,6 +45,7 @@ _SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
 }
 _MAX_JSON_BYTES = 2**26
+_MAX_PICKLE_BYTES = 2**26  # of a file's names and shapes; tensors lie beside them
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,30 @@ def _read_safetensor(path: Path, name: str) -> Tensor:
     return tensor
 
 
+def _check_archive(path: Path) -> None:
+    """Refuse a zip archive that takes more to read than its size says; torch compresses nothing."""
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError) as error:
+        raise ValueError(f"{path} is damaged or no torch file: {error}; fetch it again") from error
+    for member in members:
+        if member.compress_type != zipfile.ZIP_STORED:
+            raise ValueError(
+                f"{path} is no torch file: {shown(member.filename)} in it is compressed, to be "
+                f"{member.file_size} bytes; fetch it again"
+            )
+        if member.filename.endswith(".pkl") and member.file_size > _MAX_PICKLE_BYTES:
+            raise ValueError(
+                f"{path}: {shown(member.filename)} has {member.file_size} bytes; no checkpoint's names "
+                "need so many"
+            )
+
+
 def _pickled(path: Path) -> dict[str, StoredTensor]:
+    _check_archive(path)
     try:
         # Files of before 2020 are no zip archives and can't be mapped.
         content = torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))

@@ -3,6 +3,10 @@
     eagle         as SafeAILab publishes and SGLang reads: ``midlayer.*``, fields at the top
     speculators   as the speculators library saves and vLLM reads: ``layers.*``, ``transformer_layer_config``
 
+Both get a section ``specdec_ext``: which target the head was made for, and the fields that projects read
+in two ways, as they are meant (``feature_layers``: inputs of layers; ``norm_output``: the normed output is
+fed back).
+
 A reader that does not know an option computes something else without a word, so an option that the layout's
 main reader ignores counts as one that the layout can't express.
 """
@@ -12,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from specdec_ext.checkpoints.eagle import RECORDED
 from specdec_ext.head import HeadConfig, HeadRecord
 
 Layout = Literal["eagle", "speculators"]
@@ -31,13 +36,18 @@ def config_json(config: HeadConfig, record: HeadRecord, layout: Layout) -> dict[
         way_out = f"; layout={others[0]!r} can" if others else ""
         raise ValueError(f"layout={layout!r} can't express {', '.join(problems)}{way_out}")
     written = _WRITERS[layout](config, record)
-    ours = {
-        "target_name": record.target_name,
-        "tokenizer_fingerprint": record.tokenizer_fingerprint,
-    }
-    if any(ours.values()):
-        written["specdec_ext"] = {name: value for name, value in ours.items() if value}
-    return written
+    ours: dict[str, Any] = own_section(record)
+    if config.kind == "eagle3":
+        ours["norm_output"] = config.norm_output
+        if config.has_fc and config.feature_layers is not None:
+            ours["feature_layers"] = list(config.feature_layers)
+    return {**written, **({"specdec_ext": ours} if ours else {})}
+
+
+def own_section(record: HeadRecord) -> dict[str, Any]:
+    """What is recorded in the section ``specdec_ext`` about a head of any kind."""
+    values = {name: getattr(record, name) for name in RECORDED}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _options(config: HeadConfig, **allowed: Any) -> Iterator[str]:

@@ -10,7 +10,7 @@ import torch
 
 from specdec_ext.checkpoints.decoder import rope_parameters
 from specdec_ext.checkpoints.eagle import head_config
-from specdec_ext.checkpoints.fields import Fields
+from specdec_ext.checkpoints.fields import Fields, shown
 from specdec_ext.checkpoints.files import Checkpoint, open_checkpoint
 from specdec_ext.checkpoints.medusa import looks_like_medusa, read_medusa
 from specdec_ext.checkpoints.names import canonical_names, eagle_kind, is_head
@@ -129,7 +129,7 @@ def _check_rope(config: HeadConfig, source: str) -> None:
         usable, reason = False, f"{type(error).__name__}: {error}"
     if not usable:
         raise ValueError(
-            f"{source}: rope_parameters {dict(config.rope_parameters)} can't be used: {reason}"
+            f"{source}: rope_parameters {shown(dict(config.rope_parameters))} can't be used: {reason}"
         )
 
 
@@ -160,4 +160,5 @@ def _overridden(
                 "the target, counted from 0, or -1 for the last"
             )
         record = replace(record, layers_from="feature_layers=... of the caller")
-    return replace(config, **checked), record
+    ambiguous = tuple(name for name in record.ambiguous if name not in checked)
+    return replace(config, **checked), replace(record, ambiguous=ambiguous)

@@ -17,16 +17,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specdec_ext.checkpoints.eagle import own_record
 from specdec_ext.checkpoints.fields import Fields
 from specdec_ext.checkpoints.files import StoredTensor
+from specdec_ext.checkpoints.layouts import own_section
+from specdec_ext.checkpoints.pair import completed_record
 from specdec_ext.checkpoints.tensors import check_dtypes, is_finite
+from specdec_ext.head import HeadRecord
 from specdec_ext.medusa import MedusaConfig, MedusaHeads
 
 _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
@@ -89,7 +95,10 @@ def read_medusa(
         read[name] = tensor.to(dtype)
     if "draft_to_target" in shapes:
         read["draft_to_target"] = _token_map(stored["draft_to_target"], medusa, source)
-    return MedusaHeads(medusa, read, source, config.text("base_model_name_or_path"))
+    record = replace(own_record(config), format="Medusa", layers_from="the last hidden state")
+    if record.target_name is None:
+        record = replace(record, target_name=config.text("base_model_name_or_path"))
+    return MedusaHeads(medusa, read, source, record)
 
 
 def _without_prefix(name: str) -> str:
@@ -170,9 +179,21 @@ def _token_map(stored: StoredTensor, config: MedusaConfig, source: str) -> Tenso
 
 
 def save_medusa(
-    heads: MedusaHeads, folder: str | Path, *, layout: Literal["medusa", "vllm"] = "medusa"
+    heads: MedusaHeads,
+    folder: str | Path,
+    *,
+    layout: Literal["medusa", "vllm"] = "medusa",
+    target: PreTrainedModel | None = None,
+    target_name: str | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Path:
     """Write heads as the authors' code (``medusa_lm_head.pt``) or vLLM (``model.safetensors``) reads them.
+
+    Args:
+        heads: to write.
+        folder: made if it is not there.
+        layout: see above.
+        target, target_name, tokenizer: what is recorded, as for :func:`~specdec_ext.checkpoints.save_draft`.
 
     Raises:
         ValueError: for an option that the authors' layout can't express.
@@ -195,7 +216,8 @@ def save_medusa(
         torch.save(tensors, folder / "medusa_lm_head.pt")
     else:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    fields = _config_json(heads, layout)
+    record = completed_record(heads.record, target, target_name, tokenizer)
+    fields = _config_json(heads.config, record, layout)
     (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
     return folder
 
@@ -211,15 +233,16 @@ def _file_name(name: str, config: MedusaConfig, layout: str) -> str:
     return f"{head}.{layer}.linear.{kind}"
 
 
-def _config_json(heads: MedusaHeads, layout: str) -> dict[str, object]:
-    config = heads.config
+def _config_json(config: MedusaConfig, record: HeadRecord, layout: str) -> dict[str, object]:
+    recorded = {"base_model_name_or_path": record.target_name, "specdec_ext": own_section(record)}
     if layout == "medusa":
         return {
+            **recorded,
             "medusa_num_heads": config.num_heads,
             "medusa_num_layers": config.num_layers,
-            "base_model_name_or_path": heads.target_name,
         }
     return {
+        **recorded,
         "model_type": "medusa",
         "architectures": ["MedusaModel"],
         "num_heads": config.num_heads,
@@ -229,5 +252,4 @@ def _config_json(heads: MedusaHeads, layout: str) -> dict[str, object]:
         "truncated_vocab_size": config.draft_vocab_size,
         "medusa_fc_bias": config.bias,
         "original_lm_head": config.shared_lm_head,
-        "base_model_name_or_path": heads.target_name,
     }

@@ -9,13 +9,23 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdec_ext.head import DraftHead
+from specdec_ext.head import DraftHead, HeadRecord
 from specdec_ext.medusa import MedusaHeads
+from specdec_ext.target.wrapped import unwrapped
+
+_SAMPLES = 32  # elements of each parameter that a fingerprint depends on
+_OTHER_READINGS = {
+    "feature_layers": "its ids may be outputs or inputs of layers, one apart",
+    "norm_output": "SpecForge has used the field in two senses",
+}
 
 
 def check_pair(
@@ -38,15 +48,68 @@ def check_pair(
     """
     if isinstance(head, MedusaHeads):
         problems = list(_medusa_problems(head, model))
-        doubts = _target_doubts(head.source, head.target_name, head.config.vocab_size, model)
     else:
         problems = [*_size_problems(head, model), *_layer_problems(head, model)]
-        doubts = _doubts(head, model, tokenizer)
     if problems:
         raise ValueError(
             f"{head.source} can't draft for {_name(model) or type(model).__name__}: {'; '.join(problems)}"
         )
-    return list(doubts)
+    return list(_doubts(head, model, tokenizer))
+
+
+def completed_record(
+    record: HeadRecord,
+    target: PreTrainedModel | None = None,
+    target_name: str | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> HeadRecord:
+    """A record with what is known of the target and its tokenizer; what is not stays as it was recorded.
+
+    Args:
+        record: of the head.
+        target: with weights; a local folder is recorded by its name alone.
+        target_name: in place of the target's own name.
+        tokenizer: the target's.
+    """
+    if target is not None:
+        name = _name(target)
+        record = replace(
+            record,
+            target_name=(Path(name).resolve().name if Path(name).is_dir() else name) or None,
+            target_revision=_revision(target),
+            target_fingerprint=weights_fingerprint(target),
+        )
+    if target_name is not None:
+        record = replace(record, target_name=target_name)
+    if tokenizer is not None:
+        record = replace(record, tokenizer_fingerprint=tokenizer_fingerprint(tokenizer))
+    return record
+
+
+@torch.no_grad()
+def weights_fingerprint(model: PreTrainedModel) -> str | None:
+    """16 hexadecimal digits that tell whose weights these are.
+
+    They depend on the shapes of all parameters and on 32 elements of each, spread evenly and rounded to
+    bfloat16: weights have one fingerprint in float32, in bfloat16 and under other names.
+
+    Returns:
+        None for weights that are not there in plain numbers of these types (offloaded, quantised, sharded,
+        float16, which rounds otherwise).
+    """
+    parameters = [parameter for parameter in unwrapped(model).parameters() if parameter.numel()]
+    readable = (torch.float32, torch.bfloat16)
+    if not parameters or not all(
+        type(each) in (Tensor, nn.Parameter) and each.dtype in readable and not each.is_meta
+        for each in parameters
+    ):
+        return None
+    shares = []
+    for parameter in parameters:
+        step = max(1, parameter.numel() // _SAMPLES)
+        shares.append(parameter.detach().reshape(-1)[::step][:_SAMPLES].bfloat16().cpu())
+    rows = [(list(p.shape), s.tolist()) for p, s in zip(parameters, shares, strict=True)]
+    return hashlib.sha256("".join(sorted(map(str, rows))).encode()).hexdigest()[:16]
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -125,25 +188,53 @@ def _layer_problems(head: DraftHead, model: PreTrainedModel) -> Iterator[str]:
 
 
 def _doubts(
-    head: DraftHead, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+    head: DraftHead | MedusaHeads,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> Iterator[str]:
-    yield from _target_doubts(head.source, head.record.target_name, head.config.vocab_size, model)
+    if (difference := _difference(head.record, model)) is not None:
+        yield (
+            f"{head.source} was made for {difference}; a fine-tuned or other model accepts fewer of its "
+            "drafts"
+        )
+    vocab = _text_config(model).vocab_size
+    if head.config.vocab_size != vocab:
+        yield (
+            f"{head.source} was made for a vocabulary of {head.config.vocab_size} tokens, the target has "
+            f"{vocab}"
+        )
+    for name in head.record.ambiguous:
+        yield (
+            f"{head.source}: {name} is read as {getattr(head.config, name)}, which its config leaves open "
+            f"({_OTHER_READINGS[name]}); specdec inspect with --target and --calibrate finds out, and "
+            f"load_draft(..., {name}=...) says so"
+        )
     fingerprint = head.record.tokenizer_fingerprint
     if fingerprint and tokenizer is not None and tokenizer_fingerprint(tokenizer) != fingerprint:
         yield f"{head.source} was made for another tokenizer; ids that mean other tokens are drafted"
 
 
-def _target_doubts(
-    source: str, recorded: str | None, vocab_size: int, model: PreTrainedModel
-) -> Iterator[str]:
-    name, vocab = _name(model), _text_config(model).vocab_size
+def _difference(record: HeadRecord, model: PreTrainedModel) -> str | None:
+    """What a head was made for and what the target is, where these are known not to be the same.
+
+    Weights tell more than names: a copy under another name is the same target.
+    """
+    name, recorded = _name(model), record.target_name
+    found = weights_fingerprint(model) if record.target_fingerprint else None
+    if found is not None and found == record.target_fingerprint:
+        return None
     if recorded and name and _base_name(recorded) != _base_name(name):
-        yield (
-            f"{source} was made for {recorded}, the target is {name}; a fine-tuned or other model accepts "
-            "fewer of its drafts"
+        return f"{recorded}, the target is {name}"
+    of_target = recorded or name or "its target"
+    if found is not None:
+        recorded = record.target_fingerprint
+        return f"other weights of {of_target} (fingerprint {recorded}, the target's is {found})"
+    revision = _revision(model)
+    if record.target_revision and revision and record.target_revision != revision:
+        return (
+            f"revision {record.target_revision} of {of_target}, the target is revision {revision}"
         )
-    if vocab_size != vocab:
-        yield (f"{source} was made for a vocabulary of {vocab_size} tokens, the target has {vocab}")
+    return None
 
 
 def _text_config(model: PreTrainedModel) -> Any:
@@ -152,6 +243,11 @@ def _text_config(model: PreTrainedModel) -> Any:
 
 def _name(model: PreTrainedModel) -> str:
     return str(getattr(model.config, "_name_or_path", "") or "")
+
+
+def _revision(model: PreTrainedModel) -> str | None:
+    """The commit that the hub gave the model by."""
+    return getattr(model.config, "_commit_hash", None)
 
 
 def _base_name(name: str) -> str:

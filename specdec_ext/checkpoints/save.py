@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec_ext.checkpoints.layouts import Layout, config_json
-from specdec_ext.checkpoints.pair import tokenizer_fingerprint
+from specdec_ext.checkpoints.pair import completed_record
 from specdec_ext.head import DraftHead, HeadConfig
 
 
@@ -23,6 +22,7 @@ def save_draft(
     folder: str | Path,
     *,
     layout: Layout = "eagle",
+    target: PreTrainedModel | None = None,
     target_name: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Path:
@@ -32,7 +32,9 @@ def save_draft(
         head: to write.
         folder: made if it is not there; its config.json and model.safetensors are replaced.
         layout: ``"eagle"`` (SafeAILab, SGLang, vLLM) or ``"speculators"`` (speculators, vLLM).
-        target_name: hub id or path of the target; by default what the head's checkpoint said.
+        target: whose name, revision and fingerprint of weights are recorded; by default what the head's
+            checkpoint said of them.
+        target_name: hub id or path of the target, in place of the name that it has.
         tokenizer: of the target; its fingerprint is recorded.
 
     Returns:
@@ -43,11 +45,7 @@ def save_draft(
     """
     if layout not in get_args(Layout):
         raise ValueError(f"layout={layout!r}; expected one of {get_args(Layout)}")
-    record = head.record
-    if target_name is not None:
-        record = replace(record, target_name=target_name)
-    if tokenizer is not None:
-        record = replace(record, tokenizer_fingerprint=tokenizer_fingerprint(tokenizer))
+    record = completed_record(head.record, target, target_name, tokenizer)
     config = config_json(head.config, record, layout)
     tensors = _file_tensors(head, layout)
     dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}

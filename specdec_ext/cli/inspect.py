@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from specdec_ext.checkpoints import Calibration
-    from specdec_ext.head import DraftHead
+    from specdec_ext.head import DraftHead, HeadRecord
     from specdec_ext.medusa import MedusaHeads
 
 # Of the calibration text; the costs grow with it, the certainty soon does not.
@@ -32,6 +32,7 @@ _MAX_TOKENS = 512
 _UNKNOWN = "not recorded"
 # Share of right first tokens under which no reading is right.
 _HOPELESS = 0.02
+_MEDUSA_ROWS = {"keys and values": "none", "hidden states read": "the last one"}
 
 
 def inspect(
@@ -52,8 +53,8 @@ def inspect(
 ) -> None:
     """Show a head's format, config and memory; with --target the verdict on the pair.
 
-    The exit code is 1 if the pair can't work. The target's weights are read for --calibrate only; --dtype and
-    --device are theirs.
+    The exit code is 1 if the pair can't work. The target's weights are read for --calibrate, and to compare
+    them with the fingerprint of a head that has one. --dtype and --device are for --calibrate.
     """
     if calibrate is not None and target is None:
         raise typer.BadParameter("--calibrate needs --target: the target's text is what is tried")
@@ -69,11 +70,13 @@ def inspect(
     console.print(_config(head))
     if target is None:
         return
-    works = _verdict(console, head, target)
+    loaded = load_target(target, dtype, device) if calibrate is not None else None
+    works = _verdict(console, head, target, loaded)
     if calibrate is not None and isinstance(head, DraftHead):
+        assert loaded is not None
         text = calibrate.read_text("utf-8")
         with console.status("calibrating"):
-            found = _calibrated(head, text, *load_target(target, dtype, device), device)
+            found = _calibrated(head, text, *loaded, device)
         console.print(_trials(found, head))
         works = True
     if not works:
@@ -89,8 +92,14 @@ def _summary(head: DraftHead | MedusaHeads) -> Table:
     rows = {
         "parameters": f"{count:,}",
         "weights": f"{_bytes(count * size)} ({str(weights[0].dtype).removeprefix('torch.')})",
-        **(_head_rows(head, size) if isinstance(head, DraftHead) else _medusa_rows(head)),
+        "format": head.record.format,
+        **(_head_rows(head, size) if isinstance(head, DraftHead) else _MEDUSA_ROWS),
+        "made for": _made_for(head.record),
     }
+    if head.record.ignored:
+        rows["tensors without use"] = ", ".join(head.record.ignored)
+    if head.record.ambiguous:
+        rows["ambiguous"] = f"{', '.join(head.record.ambiguous)}; --calibrate decides"
     table = Table(show_header=False, title=head.source, title_justify="left")
     for name, value in rows.items():
         table.add_row(name, value)
@@ -104,28 +113,20 @@ def _head_rows(head: DraftHead, size: int) -> dict[str, str]:
     states = (
         f"{', '.join(map(str, layers))} ({record.layers_from})" if layers else record.layers_from
     )
-    rows = {
-        "format": record.format,
+    return {
         "keys and values": f"{_bytes(per_token)} per token",
         "hidden states read": states,
-        "made for": record.target_name or _UNKNOWN,
     }
-    if record.ignored:
-        rows["tensors without use"] = ", ".join(record.ignored)
-    if config.norm_output and not record.format.startswith("speculators"):
-        rows["ambiguous"] = (
-            "norm_output, which SpecForge has used in two senses; --calibrate decides"
-        )
-    return rows
 
 
-def _medusa_rows(heads: MedusaHeads) -> dict[str, str]:
-    return {
-        "format": "Medusa",
-        "keys and values": "none",
-        "hidden states read": "the last one",
-        "made for": heads.target_name or _UNKNOWN,
+def _made_for(record: HeadRecord) -> str:
+    """Name, revision and fingerprint, what of them is recorded."""
+    known = {
+        "": record.target_name,
+        "revision ": record.target_revision,
+        "weights ": record.target_fingerprint,
     }
+    return ", ".join(f"{what}{value}" for what, value in known.items() if value) or _UNKNOWN
 
 
 def _bytes(count: int) -> str:
@@ -145,14 +146,17 @@ def _config(head: DraftHead | MedusaHeads) -> Table:
     return table
 
 
-def _verdict(console: Console, head: DraftHead | MedusaHeads, target: str) -> bool:
+def _verdict(
+    console: Console,
+    head: DraftHead | MedusaHeads,
+    target: str,
+    loaded: tuple[Model, PreTrainedTokenizerBase] | None,
+) -> bool:
     """Print what speaks against the pair; False if it can't work."""
     from specdec_ext.checkpoints import check_pair
-    from specdec_ext.head import DraftHead
 
-    recorded = isinstance(head, DraftHead) and head.record.tokenizer_fingerprint is not None
     with user_errors():
-        model, tokenizer = _without_weights(target, with_tokenizer=recorded)
+        model, tokenizer = loaded or _compared_with(head.record, target)
     try:
         doubts = check_pair(head, model, tokenizer)
     except ValueError as error:
@@ -165,17 +169,18 @@ def _verdict(console: Console, head: DraftHead | MedusaHeads, target: str) -> bo
     return True
 
 
-def _without_weights(
-    target: str, with_tokenizer: bool
-) -> tuple[Model, PreTrainedTokenizerBase | None]:
-    """The model as its config describes it, and its tokenizer if it is asked for."""
+def _compared_with(record: HeadRecord, target: str) -> tuple[Model, PreTrainedTokenizerBase | None]:
+    """The target and its tokenizer, as far as there is something to compare them with."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    config = AutoConfig.from_pretrained(target)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return model, AutoTokenizer.from_pretrained(target) if with_tokenizer else None
+    if record.target_fingerprint is not None:
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
+    else:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target))
+    recorded = record.tokenizer_fingerprint is not None
+    return model, AutoTokenizer.from_pretrained(target) if recorded else None
 
 
 def _calibrated(
@@ -214,7 +219,7 @@ def _trials(found: Calibration, head: DraftHead) -> Table:
         )
     if max(trial.first for trial in found.trials) < _HOPELESS:
         table.caption = "no reading agrees with the target: the head was made for another one"
-    elif found.head is head:
+    elif chosen == head.config:
         table.caption = "the checkpoint is read right"
     else:
         reading = f"feature_layers={chosen.feature_layers}, norm_output={chosen.norm_output}"

@@ -179,7 +179,6 @@ def train(
                 work=work,
                 dump=dump,
                 layout=None if layout is None else layout.value,
-                target_name=None if model == BUNDLED else model,
                 tokenizer=tokenizer,
                 on_step=shown,
                 on_dump=lambda size: console.print(f"hidden states: {size}", soft_wrap=True),

@@ -8,6 +8,7 @@ selection of EAGLE-2 (Li et al. 2024), which is exact here as no path changes a 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -57,17 +58,21 @@ class MedusaDrafter(Drafter):
     def __init__(self, heads: MedusaHeads, tree: TreeConfig | None = None):
         self.heads, self.tree = heads, tree
         self._home: tuple[torch.device, torch.dtype] | None = None
+        self._checked: weakref.ref[PreTrainedModel] | None = None
         if tree is not None:
             _check_tree(tree, heads)
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
-        """The last hidden state, after a check that heads and target fit; brings the heads to the target.
+        """The last hidden state, after a check, once for a model, that heads and target fit; brings the heads
+        to the target.
 
         Raises:
             ValueError: if they do not, naming what.
         """
-        for doubt in check_pair(self.heads, model):
-            warnings.warn(doubt, stacklevel=2)
+        if self._checked is None or self._checked() is not model:
+            for doubt in check_pair(self.heads, model):
+                warnings.warn(doubt, stacklevel=2)
+            self._checked = weakref.ref(model)
         home = draft_home(model)
         if self._home != home:
             self._heads, self._home = self.heads.to(*home), home

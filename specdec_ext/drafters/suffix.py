@@ -22,6 +22,7 @@ from specdec_ext._host import SuffixHistory as NativeHistory
 from specdec_ext._host import SuffixIndex, propose_suffix
 from specdec_ext.context import Context
 from specdec_ext.drafters.retrieval import RetrievalDrafter
+from specdec_ext.preflight.inputs import regular_file
 from specdec_ext.sampler import Accepted
 from specdec_ext.target import TargetOutput
 from specdec_ext.tree import DraftTree
@@ -93,13 +94,10 @@ class SuffixHistory:
         """Read what :meth:`save` wrote; with less room the oldest outputs are left out.
 
         Raises:
-            OSError: if there is no such file.
+            OSError: if there is no such file, or a pipe or folder in its place.
             ValueError: for a file that ``save`` did not write, or that was damaged since.
         """
-        if Path(path).is_dir():
-            raise IsADirectoryError(
-                f"{path} is a folder; expected a file that SuffixHistory.save wrote"
-            )
+        regular_file(path, "a file that SuffixHistory.save wrote")
         try:
             with safe_open(path, "numpy") as file:
                 _check_contents(file, path)

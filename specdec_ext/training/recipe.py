@@ -105,7 +105,8 @@ def train_head(
         dump: folder for the target's hidden states, which are computed once; None computes them in each step.
         layout: of the files: "eagle" (SafeAILab, SGLang, vLLM) or "speculators" (vLLM); by default the former
             where it can express the head. Medusa heads have one for vLLM where their vocabulary is a part.
-        target_name: written into the checkpoint.
+        target_name: written into the checkpoint, with the target's revision and the fingerprint of its
+            weights, in place of the name that it has.
         tokenizer: likewise its fingerprint.
         on_step: told of every step.
         on_dump: told what a dump takes before it is written.
@@ -121,7 +122,8 @@ def train_head(
     teacher = Teacher(model)
     objective, layers = make_objective(model, examples, recipe)
     objective.to(model.device)
-    save = _saver(objective.trained(), layout, target_name, tokenizer)
+    recorded = {"target": model, "target_name": target_name, "tokenizer": tokenizer}
+    save = _saver(objective.trained(), layout, recorded)
     if recipe.learn_everything:
         everything = [Example(each.tokens, torch.ones_like(each.loss_mask)) for each in examples]
         examples = everything
@@ -197,8 +199,7 @@ def _mask_token(recipe: HeadRecipe, config: Any) -> int:
 def _saver(
     draft: Any,
     layout: Layout | None,
-    target_name: str | None,
-    tokenizer: PreTrainedTokenizerBase | None,
+    recorded: dict[str, Any],
 ) -> Callable[[Path, Any], object]:
     """What saves the trained weights; a layout that can't express them is refused now."""
     if isinstance(draft, MedusaHeads):
@@ -208,7 +209,7 @@ def _saver(
             )
         whole = draft.config.draft_vocab_size == draft.config.vocab_size
         return lambda folder, heads: save_medusa(
-            heads, folder, layout="medusa" if whole else "vllm"
+            heads, folder, layout="medusa" if whole else "vllm", **recorded
         )
     if layout is None:
         try:
@@ -218,9 +219,7 @@ def _saver(
             layout = "speculators"
     config_json(draft.config, draft.record, layout)
     chosen: Layout = layout
-    return lambda folder, head: save_draft(
-        head, folder, layout=chosen, target_name=target_name, tokenizer=tokenizer
-    )
+    return lambda folder, head: save_draft(head, folder, layout=chosen, **recorded)
 
 
 @contextmanager

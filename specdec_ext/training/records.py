@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from specdec_ext.checkpoints.fields import shown
+from specdec_ext.preflight.inputs import regular_file
 from specdec_ext.training.batches import Example
 
 Chat = list[dict[str, str]]
@@ -99,7 +101,7 @@ def read_records(
         ValueError: for a file of another kind or with nothing in it; text that is not UTF-8 and JSON that is
             not valid, with the line; records without the column, with those that they have; a chat's
             message without text or with an unknown role; tokens that the target has not.
-        OSError: for a file that can't be read.
+        OSError: for a file that can't be read; of pipes and devices none is.
     """
     path = Path(path)
     if text_column is not None and messages_column is not None:
@@ -107,7 +109,7 @@ def read_records(
             f"text_column={text_column!r} and messages_column={messages_column!r} name two sources; pass one"
         )
     if path.suffix == ".txt":
-        pieces = _pieces(_decoded(path.read_bytes(), str(path)))
+        pieces = _pieces(_decoded(_opened(path).read_bytes(), str(path)))
         records = [
             Record(f"{path}, piece {n}", piece)
             for n, piece in enumerate(pieces, 1)
@@ -162,6 +164,10 @@ def split_records(records: Sequence[Record], one_in: int = 50) -> tuple[list[Rec
     )
 
 
+def _opened(path: Path) -> Path:
+    return regular_file(path, "a file of texts")
+
+
 def _decoded(raw: bytes, where: str) -> str:
     try:
         return raw.decode("utf-8-sig")
@@ -179,7 +185,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as file:
+    with _opened(path).open("rb") as file:
         for number, raw in enumerate(file, 1):
             where = f"{path} line {number}"
             line = _decoded(raw, where)
@@ -188,7 +194,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    text = _decoded(path.read_bytes(), str(path))
+    text = _decoded(_opened(path).read_bytes(), str(path))
     if not text.strip():
         return
     rows = _parsed(text, str(path))
@@ -221,7 +227,7 @@ def _records(
         if messages_column or (not text_column and column in CHAT_COLUMNS):
             yield Record(where, _chat(row[column], where))
         elif not text_column and column == "tokens":
-            yield Record(where, _tokens(row, where))
+            yield Record(where, transcript(row, where).example())
         else:
             yield Record(where, _text(row[column], f"{where}: column {column!r}"))
 
@@ -248,7 +254,9 @@ def _chat(messages: Any, where: str) -> Chat:
         role = message.get("role", message.get("from"))
         content = message.get("content", message.get("value"))
         if not isinstance(role, str) or role not in ROLES:
-            raise ValueError(f"{place}: role {role!r} is unknown; expected one of {sorted(ROLES)}")
+            raise ValueError(
+                f"{place}: role {shown(role)} is unknown; expected one of {sorted(ROLES)}"
+            )
         chat.append({"role": ROLES[role], "content": _text(content, f"{place}: its content")})
     return chat
 
@@ -264,8 +272,13 @@ def _text(value: Any, where: str) -> str:
     return value
 
 
-def _tokens(row: dict[str, Any], where: str) -> Example:
-    tokens = row["tokens"]
+def transcript(row: dict[str, Any], where: str) -> Transcript:
+    """A record's ``"tokens"`` and ``"answers"``; ``where`` is for the message.
+
+    Raises:
+        ValueError: for anything else in their place.
+    """
+    tokens = row.get("tokens")
     if not _all(tokens, lambda token: type(token) is int and 0 <= token < 2**31) or not tokens:
         raise ValueError(f'{where}: "tokens" is no list of token ids')
     answers: Any = row.get("answers", [[0, len(tokens)]])
@@ -280,7 +293,7 @@ def _tokens(row: dict[str, Any], where: str) -> Example:
         raise ValueError(
             f'{where}: "answers" is no list of [start, end] within its {len(tokens)} tokens'
         )
-    return Transcript(tokens, answers).example()
+    return Transcript(tokens, [(start, end) for start, end in answers])
 
 
 def _all(values: Any, holds: Callable[[Any], bool]) -> bool:

@@ -31,10 +31,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import specdec_ext
+from specdec_ext.preflight.inputs import regular_file
 from specdec_ext.training.batches import Example
 from specdec_ext.training.data import append_turn, chat_tokens
 from specdec_ext.training.fingerprint import fingerprint
-from specdec_ext.training.records import Chat, Transcript
+from specdec_ext.training.records import Chat, Transcript, transcript
 
 
 @dataclass(frozen=True)
@@ -335,7 +336,7 @@ def _kept(path: Path, name: str) -> dict[str, list[Transcript]]:
     whole = position = 0
     if not path.exists():
         return done
-    with path.open("rb") as file:
+    with regular_file(path, "a file that regenerate wrote").open("rb") as file:
         for number, line in enumerate(file, 1):
             position += len(line)
             if not line.endswith(b"\n"):
@@ -343,8 +344,8 @@ def _kept(path: Path, name: str) -> dict[str, list[Transcript]]:
             try:
                 record = json.loads(line)
                 of_target, key, (part, parts) = record["target"], record["prompt"], record["part"]
-                text = Transcript(record["tokens"], [(s, e) for s, e in record["answers"]])
-            except (ValueError, KeyError, TypeError) as error:
+                text = transcript(record, f"{path} line {number}")
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(
                     f"{path} line {number} is damaged ({error}); delete the line, or give another cache_file"
                 ) from error
