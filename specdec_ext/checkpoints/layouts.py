@@ -160,6 +160,11 @@ def _speculators(config: HeadConfig, record: HeadRecord) -> dict[str, Any]:
         ],
         "sliding_window": window,
         "use_sliding_window": window is not None,
+        # vLLM's models take these from here; its reader copies the first two from the top of eagle3
+        # configs, but not of peagle ones, and the third never.
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "num_aux_hidden_states": config.num_features,
     }
     written: dict[str, Any] = {
         "architectures": ["PEagleDraftModel" if parallel else "Eagle3DraftModel"],
