@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import sys
 
 import pytest
 import torch
@@ -62,7 +64,9 @@ def test_a_head_from_files(files, tmp_path):
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "step 2: loss" in words(result.output)
-    assert "mean acceptance length" in words(result.output)
+    start, end = words(result.output).split("step 2: loss")
+    for part in (start.split("step 0; ")[1], end):
+        assert re.search(r"mean acceptance length \d\.\d\d greedy, \d\.\d\d sampled at temp", part)
     head = load_draft(out)
     assert head.config.draft_vocab_size == 300 and head.config.feature_layers == (1, 3, 6)
     assert head.config.fc_norm and head.config.norm_output
@@ -78,9 +82,11 @@ def test_a_head_from_files(files, tmp_path):
     assert_same_head(load_draft(out), head)
     adapted = run(
         "bundled", "--data", files / "more.jsonl", "--out", tmp_path / "adapted",
-        "--init-from", out, "--learning-rate", 1e-9, *FEW,
+        "--init-from", out, "--learning-rate", 1e-9, "--old-held-out", files / "text.jsonl", *FEW,
     )  # fmt: skip
     assert adapted.exit_code == 0, adapted.output
+    for when in ("step 0; held out", "step 2: loss"):
+        assert re.search(rf"{when}.*?; old texts: \d\.\d\d greedy", words(adapted.output))
     changed = load_draft(tmp_path / "adapted")
     assert changed.config == head.config
     for name, tensor in head.tensors.items():
@@ -125,6 +131,54 @@ def test_bad_input_is_said_before_any_training(arguments, message, files, tmp_pa
     result = run("bundled", "--out", tmp_path / "head", "--max-length", 64, *named)
     assert result.exit_code == 2, result.output
     assert message in words(result.output)
+
+
+OUTPUTS = {
+    "a file as folder": (("--out", "text.jsonl"), "out .*text.jsonl: .*text.jsonl is no folder"),
+    "a folder below a file": (
+        ("--out", "text.jsonl/head"),
+        "text.jsonl is no folder; name another",
+    ),
+    "work": (("--out", "new", "--work", "text.jsonl"), "work .*text.jsonl is no folder"),
+    "dump": (("--out", "new", "--dump", "text.jsonl/dump"), "dump .*text.jsonl is no folder"),
+    "answers": (("--out", "new", "--regenerate", "text.jsonl/a"), "--regenerate .*is no folder"),
+    "a checkpoint": (
+        ("--out", "model"),
+        "holds a checkpoint, which would be replaced, and .*model",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OUTPUTS)
+def test_outputs_are_looked_at_before_the_target_is_read(case, files, monkeypatch):
+    arguments, message = OUTPUTS[case]
+    (files / "model").mkdir(exist_ok=True)
+    (files / "model" / "config.json").write_text("{}")
+    command = sys.modules["specdec_ext.cli.train"]
+    monkeypatch.setattr(command, "load_target", lambda *_: pytest.fail("the target was read"))
+    named = [each if each.startswith("--") else files / each for each in arguments]
+    result = run("bundled", "--data", files / "text.jsonl", *named)
+    assert result.exit_code == 2, result.output
+    assert re.search(message, words(result.output)), result.output
+
+
+@pytest.mark.parametrize("what", ["matplotlib is missing", "drawing fails"])
+def test_a_plot_that_can_not_be_drawn_costs_no_head(what, tmp_path, monkeypatch):
+    """Hours of training ended with "a plot needs matplotlib", and without a head."""
+    if what == "matplotlib is missing":
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        message = (
+            r"the run will have no plot: history.png needs matplotlib.*pip install '\.\[train\]'"
+        )
+    else:
+        monkeypatch.setattr("specdec_ext.training.recipe.plot_history", lambda *_: 1 / 0)
+        message = "the head is saved, and .*history.png can't be drawn: division by zero"
+    with pytest.warns(UserWarning, match=message) as told:
+        train_head(
+            tiny_model("llama"), random_examples(4, 12), [], tmp_path / "head", HeadRecipe(), QUICK
+        )
+    assert len(told) == 1
+    assert load_draft(tmp_path / "head").config.fc_norm
 
 
 def test_too_little_disk_is_said_before_any_training(tmp_path, monkeypatch):

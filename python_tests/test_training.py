@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import socket
 import subprocess
@@ -18,10 +19,11 @@ from tiny import VOCAB, tiny_model
 from training_cases import example, greedy_examples, random_examples
 
 import specdec_ext
+from specdec_ext import assets
 from specdec_ext.checkpoints import check_pair, load_draft, save_draft, save_medusa
-from specdec_ext.training.batches import OnlineFeatures
+from specdec_ext.training.batches import Example, OnlineFeatures
 from specdec_ext.training.eagle import EagleObjective
-from specdec_ext.training.evaluation import _walk, evaluate
+from specdec_ext.training.evaluation import HeldOut, _walk, evaluate, sampled_texts
 from specdec_ext.training.medusa_heads import MedusaObjective
 from specdec_ext.training.optimizers import scale
 from specdec_ext.training.order import epoch_batches
@@ -50,7 +52,7 @@ def run(folder: Path, config: TrainConfig, examples, held_out=(), kind="eagle3",
     on_step = on_step or (lambda progress: None)
     layers = (-1,) if kind == "medusa" else LAYERS
     features = OnlineFeatures(model, layers)
-    train(objective, features, Teacher(model), examples, held_out, folder, config, on_step)
+    train(objective, features, Teacher(model), examples, HeldOut(held_out), folder, config, on_step)
     return objective
 
 
@@ -95,6 +97,99 @@ def test_seconds_of_training_are_worth_it_and_drafting_is_as_the_estimate_says(k
         accepted += output.speculation.accepted_tokens
         drafts += output.speculation.drafts
     assert 1 + accepted / drafts == pytest.approx(found.acceptance_length, rel=0.15)
+
+
+@pytest.mark.slow
+def test_the_estimate_of_sampling_is_what_sampling_counts(tmp_path):
+    """The bundled pair at temperature 1, where the greedy estimate would be more than twice as long."""
+    model, head = assets.load_target(), assets.load_head().to("cpu", torch.float32)
+    texts = [
+        Example(ids, torch.ones(len(ids), dtype=torch.bool))
+        for ids in (
+            torch.tensor(assets.load_tokenizer()(each["prompt"])["input_ids"])
+            for each in assets.held_out_prompts()
+        )
+    ]
+    drawn = sampled_texts(model, texts, tmp_path / "sampled.jsonl")
+    features = OnlineFeatures(model, head.config.feature_layers)
+    embedding, rows = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    objective = EagleObjective(head, embedding, rows, steps=4)
+    found = evaluate(objective, features, Teacher(model), texts, depth=4, sampled=drawn)
+    drafter = specdec_ext.HeadDrafter(head, TreeConfig(depth=4))
+    accepted = drafts = 0
+    for seed, text in enumerate(drawn):
+        start = int(text.loss_mask.int().argmax())
+        output = specdec_ext.generate(
+            model,
+            text.tokens[None, :start],
+            drafter=drafter,
+            speculation="fixed",
+            max_new_tokens=128,
+            do_sample=True,
+            top_k=0,
+            seed=seed,
+            return_dict_in_generate=True,
+        )
+        accepted += output.speculation.accepted_tokens
+        drafts += output.speculation.drafts
+    measured = 1 + accepted / drafts
+    assert found.sampled_acceptance_length == pytest.approx(measured, rel=0.1)
+    assert found.acceptance_length > 1.5 * measured
+
+
+def test_a_text_that_was_drawn_is_judged_by_its_own_tokens(tmp_path):
+    """Not by what the target thinks best: the rule "match" accepts the token drawn."""
+    model, objective = tiny_model("llama"), objective_of("eagle3")
+    features, teacher = OnlineFeatures(model, LAYERS), Teacher(model)
+    greedy = greedy_examples(4, prompt=6, length=30)
+    drawn = sampled_texts(model, greedy, tmp_path / "sampled.jsonl", seed=3)
+    assert [each.tokens[:7].tolist() for each in drawn] == [
+        each.tokens[:7].tolist() for each in greedy
+    ]
+    assert all(each.loss_mask.tolist() == [False] * 7 + [True] * 15 for each in drawn)
+    assert [each.tokens.tolist() for each in drawn] != [
+        each.tokens[: len(each.tokens)].tolist() for each in greedy
+    ]
+    for texts in (greedy, drawn):
+        batch = features(texts)
+        found = objective.agreement(batch, teacher, 2)
+        drafted = torch.stack(
+            [step.hidden @ step.lm_head.T for step in objective.unroll(batch, 1)]
+        )[0].argmax(dim=-1)
+        rows, at = found.places // batch.tokens.shape[1], found.places % batch.tokens.shape[1]
+        ids = objective.draft_to_target[drafted[rows, at]]
+        assert torch.equal(found.sampled[:, 0], ids == batch.tokens[rows, at + 2])
+    same = evaluate(objective, features, teacher, greedy, 2, sampled=greedy)
+    assert same.sampled == same.greedy, "of a greedy text both are the same"
+    alone = evaluate(objective, features, teacher, greedy, 2)
+    assert alone.sampled == () and math.isnan(alone.sampled_acceptance_length)
+
+
+def test_old_texts_are_judged_beside_the_new_ones(tmp_path):
+    """Before the first step and along the way: what a head forgets when it learns something else."""
+    model, objective = tiny_model("llama"), objective_of("eagle3")
+    features, teacher = OnlineFeatures(model, LAYERS), Teacher(model)
+    held_out = HeldOut(greedy_examples(2, 6, 20), (), greedy_examples(2, 6, 20, seed=1))
+    started = []
+    config = dataclasses.replace(QUICK, evaluate_every=3, mixed_precision=False)
+    train(
+        objective,
+        features,
+        teacher,
+        random_examples(10, 12),
+        held_out,
+        tmp_path,
+        config,
+        on_start=lambda new, old: started.append((new, old)),
+    )
+    untrained = objective_of("eagle3")
+    assert started == [
+        tuple(evaluate(untrained, features, teacher, t, 2) for t in (held_out.texts, held_out.old))
+    ]
+    history = read_history(tmp_path)
+    assert [p.step for p in history if p.old_evaluation is not None] == [3, 6]
+    assert history[-1].old_evaluation == evaluate(objective, features, teacher, held_out.old, 2)
+    assert history[-1].evaluation == evaluate(objective, features, teacher, held_out.texts, 2)
 
 
 def test_the_walk_goes_on_behind_what_was_accepted():
@@ -151,8 +246,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_at_the_state_before(tmp_path):
 
     model, objective = tiny_model("llama"), objective_of("eagle3")
     features, teacher = OnlineFeatures(model, LAYERS), Teacher(model)
+    examples = random_examples(10, 12)
     with pytest.raises(ArithmeticError, match=r"losses of step 4 are \[nan"):
-        train(objective, features, teacher, random_examples(10, 12), [], tmp_path, QUICK, spoil)
+        train(objective, features, teacher, examples, HeldOut(), tmp_path, QUICK, spoil)
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     assert state["step"] == 2
     assert all(bool(each.isfinite().all()) for each in state["weights"].values())

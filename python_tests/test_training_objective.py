@@ -228,8 +228,8 @@ def test_paddings_change_nothing():
     )
     alone = [objective.agreement(features([each]), teacher, STEPS) for each in (texts[0], short)]
     both = objective.agreement(features([texts[0], short]), teacher, STEPS)
-    assert torch.equal(both.matches, torch.cat([each.matches for each in alone]))
-    torch.testing.assert_close(both.overlap, torch.cat([each.overlap for each in alone]))
+    assert torch.equal(both.greedy, torch.cat([each.greedy for each in alone]))
+    assert torch.equal(both.sampled, torch.cat([each.sampled for each in alone]))
 
 
 def test_agreement_counts_what_greedy_decoding_would_accept():
@@ -249,7 +249,7 @@ def test_agreement_counts_what_greedy_decoding_would_accept():
         optimizer.zero_grad()
         objective(batch, Teacher(model))[0].backward()
         optimizer.step()
-    lived = objective.agreement(batch, Teacher(model), STEPS).matches.cumprod(dim=1).sum(dim=1)
+    lived = objective.agreement(batch, Teacher(model), STEPS).greedy.cumprod(dim=1).sum(dim=1)
     expected = []
     for t in range(2, 24 - 1 - STEPS):
         run = Run.start(objective.trained(), 1, embedding=embedding)

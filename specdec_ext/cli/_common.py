@@ -79,7 +79,7 @@ def user_errors() -> Iterator[None]:
     """Errors about what the user asked for become one line and exit code 2 instead of a traceback."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         raise typer.BadParameter(str(error)) from error
 
 

@@ -24,6 +24,8 @@ from specdec_ext.cli._common import (
     user_errors,
     warn_if_busy,
 )
+from specdec_ext.preflight.extras import require
+from specdec_ext.preflight.outputs import writable_file
 
 if TYPE_CHECKING:
     from specdec_ext.benchmark import Report
@@ -76,6 +78,8 @@ def bench(
     """
     from specdec_ext import benchmark
 
+    with user_errors():
+        _check_outputs(json_file, plot_file)
     target, tokenizer = load_target(model, dtype, device)
     console = Console(highlight=False)
     with user_errors():
@@ -98,16 +102,25 @@ def bench(
                 on_call=lambda name: status.update(f"measuring {name}"),
             )
         steps = _breakdowns(target, encoded, drafters, max_new_tokens) if breakdown else []
-    _show(console, report)
-    for each in steps:
-        console.print(each.table(), markup=False, soft_wrap=True)
     if json_file is not None:
         record = {**report.record(), "breakdowns": [asdict(each) for each in steps]}
         json_file.write_text(json.dumps(record, indent=1) + "\n")
+    _show(console, report)
+    for each in steps:
+        console.print(each.table(), markup=False, soft_wrap=True)
     if plot_file is not None:
         benchmark.plot([report], plot_file)
         if steps:
             steps[0].plot(plot_file.with_stem(f"{plot_file.stem}_breakdown"), steps[1:])
+
+
+def _check_outputs(json_file: Path | None, plot_file: Path | None) -> None:
+    """Before minutes of measuring, what would fail at their end."""
+    if json_file is not None:
+        writable_file(json_file, "--json")
+    if plot_file is not None:
+        writable_file(plot_file, "--plot")
+        require("matplotlib", "--plot")
 
 
 def _breakdowns(

@@ -20,9 +20,11 @@ from specdec_ext.cli._common import (
     load_target,
     user_errors,
 )
+from specdec_ext.preflight.outputs import writable_folder
 
 if TYPE_CHECKING:
     from specdec_ext.training.batches import Example
+    from specdec_ext.training.evaluation import Evaluation
     from specdec_ext.training.records import Record
     from specdec_ext.training.trainer import Progress as Trained
 
@@ -69,6 +71,13 @@ def train(
         Path | None,
         typer.Option(
             help="Texts to estimate on; by default one in fifty of the data is kept for that."
+        ),
+    ] = None,
+    old_held_out: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --init-from: texts of what the head was made for; estimates on them tell what it "
+            "forgets."
         ),
     ] = None,
     regenerate: Annotated[
@@ -146,6 +155,9 @@ def train(
             steps=steps,
             learn_everything=learn_everything,
         )
+        recipes.check_outputs(out, work, dump)
+        if regenerate is not None:
+            writable_folder(regenerate.parent, "--regenerate")
         target, tokenizer = load_target(None if model == BUNDLED else model, dtype, place)
         answers = None
         if regenerate is not None:
@@ -153,7 +165,7 @@ def train(
         vocab_size = target.get_input_embeddings().num_embeddings
         texts = _Texts(tokenizer, max_length, text_column, messages_column, vocab_size, answers)
         with accelerator.main_process_first():  # which writes what the others then find in files
-            examples, kept = texts.read(data, held_out)
+            examples, kept, old = texts.read(data, held_out, old_held_out)
         if updates is None:
             updates = max(1, len(examples) // (batch_size * accelerator.num_processes))
         config = TrainConfig(
@@ -180,6 +192,8 @@ def train(
                 dump=dump,
                 layout=None if layout is None else layout.value,
                 tokenizer=tokenizer,
+                old_held_out=old,
+                on_start=shown.start,
                 on_step=shown,
                 on_dump=lambda size: console.print(f"hidden states: {size}", soft_wrap=True),
             )
@@ -193,10 +207,7 @@ def _accelerator(device: str) -> tuple[Any, str]:
 
     from specdec_ext.training.trainer import make_accelerator
 
-    try:
-        accelerator = make_accelerator(torch.device(device))
-    except ImportError as error:
-        raise typer.BadParameter(str(error)) from error
+    accelerator = make_accelerator(torch.device(device))
     return accelerator, str(accelerator.device) if device == "cuda" else device
 
 
@@ -253,8 +264,10 @@ class _Texts:
     vocab_size: int  # of the target
     answers: _Answers | None
 
-    def read(self, data: list[Path], held_out: Path | None) -> tuple[list[Example], list[Example]]:
-        """Examples to learn from, and to estimate on."""
+    def read(
+        self, data: list[Path], held_out: Path | None, old_held_out: Path | None
+    ) -> tuple[list[Example], list[Example], list[Example]]:
+        """Examples to learn from, to estimate on, and to tell on what is forgotten."""
         from specdec_ext.training.records import split_records
 
         records = [record for path in data for record in self._records(path)]
@@ -262,7 +275,8 @@ class _Texts:
             records, kept = split_records(records)
         else:
             kept = self._records(held_out)
-        return self._examples(records), self._examples(kept)
+        old = [] if old_held_out is None else self._examples(self._records(old_held_out))
+        return self._examples(records), self._examples(kept), old
 
     def _records(self, path: Path) -> list[Record]:
         from specdec_ext.training.records import read_records
@@ -318,12 +332,23 @@ class _Shown:
         rate = sum(p.tokens for p in self._recent) / sum(p.seconds for p in self._recent)
         state = f"loss {losses[0]:.3f} .. {losses[-1]:.3f}, {rate:,.0f} tokens/s"
         self._bar.update(self._task, completed=progress.step, description=state)
-        found = progress.evaluation
-        if found is not None:
-            by_position = " ".join(f"{share:.2f}" for share in found.conditional)
-            self._console.print(
-                f"step {progress.step}: {state}; held out: mean acceptance length "
-                f"{found.acceptance_length:.2f} greedy, {found.sampled_acceptance_length:.2f} sampled; "
-                f"by position {by_position}",
-                soft_wrap=True,
+        if progress.evaluation is not None:
+            self._print(
+                f"step {progress.step}: {state}", progress.evaluation, progress.old_evaluation
             )
+
+    def start(self, found: Evaluation, old: Evaluation | None) -> None:
+        """What the weights are worth before the first step."""
+        self._print("step 0", found, old)
+
+    def _print(self, when: str, found: Evaluation, old: Evaluation | None) -> None:
+        by_position = " ".join(f"{share:.2f}" for share in found.conditional)
+        sampled = ""
+        if found.sampled:
+            sampled = f", {found.sampled_acceptance_length:.2f} sampled at temperature 1"
+        forgotten = "" if old is None else f"; old texts: {old.acceptance_length:.2f} greedy"
+        self._console.print(
+            f"{when}; held out: mean acceptance length {found.acceptance_length:.2f} greedy{sampled}; "
+            f"by position {by_position}{forgotten}",
+            soft_wrap=True,
+        )

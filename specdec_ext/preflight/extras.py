@@ -9,6 +9,18 @@ from types import ModuleType
 _EXTRAS = {"accelerate": "train", "matplotlib": "train"}
 
 
+def missing(module: str, purpose: str, otherwise: str = "") -> str | None:
+    """Why an optional module can't be had, with the command that installs it; None if it can.
+
+    Arguments as for :func:`require`.
+    """
+    try:
+        require(module, purpose, otherwise)
+    except ImportError as error:
+        return str(error)
+    return None
+
+
 def require(module: str, purpose: str, otherwise: str = "") -> ModuleType:
     """An optional module.
 

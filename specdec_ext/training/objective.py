@@ -56,14 +56,14 @@ class Agreement:
     Attributes:
         places: ``[elements]`` int64, the element's place in its text, texts one after the other: where an
             element follows another in a text it is one more.
-        matches: ``[elements, steps]`` bool, its best token is the target's: accepted in greedy decoding.
-        overlap: ``[elements, steps]``, sum over tokens of the lesser of both probabilities: how often a token
-            drawn from the head is accepted in sampling (Leviathan et al. 2023).
+        greedy: ``[elements, steps]`` bool, its best token is the target's: accepted in greedy decoding.
+        sampled: ``[elements, steps]`` bool, its best token is the text's: accepted by the rule "match" where
+            the target drew this text.
     """
 
     places: Tensor
-    matches: Tensor
-    overlap: Tensor
+    greedy: Tensor
+    sampled: Tensor
 
 
 class Objective(nn.Module, ABC):
@@ -153,29 +153,24 @@ class Objective(nn.Module, ABC):
         n = batch.tokens.shape[1] - 1 - steps
         usable = torch.stack([ends[step, :, 1 + step : 1 + step + n] for step in range(steps)])
         rows, at = usable.all(dim=0).nonzero(as_tuple=True)
-        matches, overlap = [], []
+        greedy, sampled = [], []
         for step, output in enumerate(self.unroll(batch, steps)):
             hidden = _autocast(output.hidden[rows, at])
             states = batch.last_hidden[rows, at + 1 + step]
-            pieces = [
-                self._compare(part, output.lm_head.to(part.dtype), teacher.logits(state))
-                for part, state in zip(
-                    hidden.split(_EVALUATION_CHUNK), states.split(_EVALUATION_CHUNK), strict=True
-                )
-            ]
-            matches.append(torch.cat([piece[0] for piece in pieces]))
-            overlap.append(torch.cat([piece[1] for piece in pieces]))
+            lm_head = output.lm_head.to(hidden.dtype)
+            drafted = torch.cat(
+                [self._best(part, lm_head) for part in hidden.split(_EVALUATION_CHUNK)]
+            )
+            best = [teacher.logits(s).argmax(dim=-1) for s in states.split(_EVALUATION_CHUNK)]
+            greedy.append(drafted == torch.cat(best))
+            sampled.append(drafted == batch.tokens[rows, at + 2 + step])
         places = rows * batch.tokens.shape[1] + at
-        return Agreement(places, torch.stack(matches, dim=1), torch.stack(overlap, dim=1))
+        return Agreement(places, torch.stack(greedy, dim=1), torch.stack(sampled, dim=1))
 
-    def _compare(self, hidden: Tensor, lm_head: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """``(matches, overlap)`` of some elements; ``target`` are the target's logits."""
-        logits = (hidden @ lm_head.mT).to(target.dtype) * self.logit_scale
-        best, probs = target.argmax(dim=-1), target.softmax(dim=-1)
-        drafted = logits.argmax(dim=-1)
-        if self.draft_to_target is not None:
-            drafted, probs = self.draft_to_target[drafted], probs[:, self.draft_to_target]
-        return drafted == best, torch.minimum(logits.softmax(dim=-1), probs).sum(dim=-1)
+    def _best(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
+        """The target's ids of the tokens that some elements draft."""
+        drafted = (hidden @ lm_head.mT * self.logit_scale).argmax(dim=-1)
+        return drafted if self.draft_to_target is None else self.draft_to_target[drafted]
 
     @torch.no_grad()
     def _teach(self, teacher: Teacher, last_hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,9 +17,12 @@ from specdec_ext.checkpoints import check_pair, load_draft, save_draft, save_med
 from specdec_ext.checkpoints.layouts import Layout, config_json
 from specdec_ext.head import DraftHead
 from specdec_ext.medusa import MedusaHeads
+from specdec_ext.preflight.extras import missing
+from specdec_ext.preflight.outputs import writable_folder
 from specdec_ext.training.batches import Example, Features, OnlineFeatures
 from specdec_ext.training.dump import DumpedFeatures, DumpSize, dump_features, dump_size
 from specdec_ext.training.eagle import EagleObjective
+from specdec_ext.training.evaluation import Evaluation, HeldOut, sampled_texts
 from specdec_ext.training.fingerprint import fingerprint
 from specdec_ext.training.medusa_heads import MedusaObjective
 from specdec_ext.training.objective import Objective
@@ -28,6 +32,7 @@ from specdec_ext.training.teacher import Teacher
 from specdec_ext.training.trainer import (
     Progress,
     TrainConfig,
+    has_state,
     make_accelerator,
     read_history,
     train,
@@ -88,6 +93,8 @@ def train_head(
     layout: Layout | None = None,
     target_name: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    old_held_out: Sequence[Example] = (),
+    on_start: Callable[[Evaluation, Evaluation | None], None] = lambda new, old: None,
     on_step: Callable[[Progress], None] = lambda progress: None,
     on_dump: Callable[[DumpSize], None] = lambda size: None,
 ) -> DraftHead | MedusaHeads:
@@ -97,17 +104,20 @@ def train_head(
         model: the target, on the device to train on.
         examples: texts to learn from.
         held_out: texts for the early estimate of the acceptance length; may be empty.
-        out: folder of the head; its checkpoint files are replaced.
+        out: folder of the head; a checkpoint there is replaced by that of its own run alone.
         recipe: what to make.
         config: how to train it.
         work: folder of the state of the run, by which it is resumed, of ``history.jsonl``,
-            ``history.png`` and ``evaluation.json``; ``out`` with ".training" added by default.
+            ``history.png``, ``evaluation.json`` and ``sampled.jsonl``, texts that the target drew to be
+            estimated on; ``out`` with ".training" added by default.
         dump: folder for the target's hidden states, which are computed once; None computes them in each step.
         layout: of the files: "eagle" (SafeAILab, SGLang, vLLM) or "speculators" (vLLM); by default the former
             where it can express the head. Medusa heads have one for vLLM where their vocabulary is a part.
         target_name: written into the checkpoint, with the target's revision and the fingerprint of its
             weights, in place of the name that it has.
         tokenizer: likewise its fingerprint.
+        old_held_out: texts of the domain that ``recipe.init_from`` was made for, to tell what it forgets.
+        on_start: told the estimates before the first step, on ``held_out`` and on ``old_held_out``.
         on_step: told of every step.
         on_dump: told what a dump takes before it is written.
 
@@ -116,9 +126,12 @@ def train_head(
 
     Raises:
         ValueError: for what can't be trained or saved, before any training.
+        OSError: likewise for folders that can't be written.
     """
-    out = Path(out)
-    work = Path(work) if work is not None else out.with_name(f"{out.name}.training")
+    out, work = check_outputs(out, work, dump)
+    draws = missing("matplotlib", "history.png")
+    if draws is not None:
+        warnings.warn(f"the run will have no plot: {draws}", stacklevel=2)
     teacher = Teacher(model)
     objective, layers = make_objective(model, examples, recipe)
     objective.to(model.device)
@@ -128,25 +141,65 @@ def train_head(
         everything = [Example(each.tokens, torch.ones_like(each.loss_mask)) for each in examples]
         examples = everything
     features: Features = OnlineFeatures(model, layers)
-    if dump is not None:
-        with main_process_first(model.device) as is_main:
-            if is_main:
-                on_dump(dump_size(model, layers, [*examples, *held_out], dump))
-                features = dump_features(model, layers, [*examples, *held_out], dump)
-            else:
-                features = DumpedFeatures(model, layers, dump)
+    judges = HeldOut()  # in the main process
+    with main_process_first(model.device) as is_main:
+        if is_main:
+            sampled: list[Example] = []
+            if held_out:
+                sampled = sampled_texts(model, held_out, work / "sampled.jsonl", config.seed)
+            judges = HeldOut(held_out, sampled, old_held_out)
+        if dump is not None and is_main:
+            on_dump(dump_size(model, layers, [*examples, *judges], dump))
+            features = dump_features(model, layers, [*examples, *judges], dump)
+        elif dump is not None:
+            features = DumpedFeatures(model, layers, dump)
     target = fingerprint(model)
-    train(objective, features, teacher, examples, held_out, work, config, on_step, target)
+    train(objective, features, teacher, examples, judges, work, config, on_step, target, on_start)
     trained: DraftHead | MedusaHeads = objective.trained()
     with main_process_first(model.device) as is_main:
         if is_main:
+            save(out, trained.to("cpu", torch.bfloat16))
             history = read_history(work)
-            plot_history(history, work / "history.png")
             if history[-1].evaluation is not None:
                 text = json.dumps(asdict(history[-1].evaluation), indent=2)
                 (work / "evaluation.json").write_text(text + "\n")
-            save(out, trained.to("cpu", torch.bfloat16))
+            if draws is None:
+                _draw(history, work / "history.png")
     return trained.to("cpu", torch.float32)
+
+
+def check_outputs(
+    out: str | Path, work: str | Path | None = None, dump: str | Path | None = None
+) -> tuple[Path, Path]:
+    """The folders of the head and of its run, if :func:`train_head` can write there.
+
+    Args:
+        out, work, dump: as there.
+
+    Raises:
+        OSError: for a folder that can't be written.
+        ValueError: for a checkpoint that would be replaced by something else than the end of its own run.
+    """
+    out = Path(out)
+    work = Path(work) if work is not None else out.with_name(f"{out.name}.training")
+    named = {"out": out, "work": work, "dump": None if dump is None else Path(dump)}
+    for name, folder in named.items():
+        if folder is not None:
+            writable_folder(folder, name)
+    if (out / "config.json").exists() and not has_state(work):
+        raise ValueError(
+            f"{out} holds a checkpoint, which would be replaced, and {work} has no state of a run to go on "
+            "with; name another folder"
+        )
+    return out, work
+
+
+def _draw(history: Sequence[Progress], path: Path) -> None:
+    """Whatever is wrong with a plot, the head is saved."""
+    try:
+        plot_history(history, path)
+    except Exception as error:
+        warnings.warn(f"the head is saved, and {path} can't be drawn: {error}", stacklevel=3)
 
 
 def make_objective(

@@ -29,7 +29,7 @@ from torch import Tensor, optim
 
 from specdec_ext.preflight.extras import require
 from specdec_ext.training.batches import Example, Features
-from specdec_ext.training.evaluation import Evaluation, evaluate
+from specdec_ext.training.evaluation import Evaluation, HeldOut, evaluate
 from specdec_ext.training.fingerprint import fingerprint
 from specdec_ext.training.objective import Objective
 from specdec_ext.training.optimizers import make_optimizers, scale
@@ -97,7 +97,8 @@ class Progress:
         gradient_norm: before it was clipped.
         tokens: read in this step, paddings not counted, over all processes.
         seconds: since the step before.
-        evaluation: if there was one.
+        evaluation: on held-out texts, if there was one.
+        old_evaluation: on those of the domain that the head was made for before.
     """
 
     step: int
@@ -107,6 +108,7 @@ class Progress:
     tokens: int
     seconds: float
     evaluation: Evaluation | None = None
+    old_evaluation: Evaluation | None = None
 
 
 def train(
@@ -114,22 +116,24 @@ def train(
     features: Features,
     teacher: Teacher,
     examples: Sequence[Example],
-    held_out: Sequence[Example],
+    held_out: HeldOut,
     folder: Path,
     config: TrainConfig,
     on_step: Callable[[Progress], None] = lambda progress: None,
     target: str = "",
+    on_start: Callable[[Evaluation, Evaluation | None], None] = lambda new, old: None,
 ) -> None:
     """Train; continue where ``folder`` says an earlier call was stopped.
 
     Args:
         objective: on the device where features and teacher are; trained in place.
         examples: to learn from.
-        held_out: to evaluate on; may be empty.
+        held_out: to evaluate on, before the first step, too; may be empty.
         folder: for the state and the history; made if it is not there.
         on_step: told of every step, in the main process.
         target: :func:`~specdec_ext.training.fingerprint.fingerprint` of the target. A run goes on with the
             target, texts, beginning and processes that it was started with.
+        on_start: told what the weights that it begins with are worth, on what they learn and on what is old.
 
     Raises:
         ValueError: for too few examples, too little room on the disk, or a folder with the state of another
@@ -169,6 +173,27 @@ def train(
     def precision() -> torch.autocast:
         return torch.autocast(device.type, torch.bfloat16, enabled=config.mixed_precision)
 
+    def judged() -> tuple[Evaluation | None, Evaluation | None]:
+        """Of the weights as they are: on what they learn, and on what is old."""
+        found: list[Evaluation | None] = [None, None]
+        with precision():
+            if held_out.texts:
+                found[0] = evaluate(
+                    objective,
+                    features,
+                    teacher,
+                    held_out.texts,
+                    config.depth,
+                    sampled=held_out.sampled,
+                )
+            if held_out.old:
+                found[1] = evaluate(objective, features, teacher, held_out.old, config.depth)
+        return found[0], found[1]
+
+    if first == 0 and accelerator.is_main_process:
+        new, old = judged()
+        if new is not None:
+            on_start(new, old)
     for step in range(first, config.updates):
         began = time.perf_counter()
         factor = scale(step, config.updates, config.warmup, config.decay)
@@ -194,13 +219,11 @@ def train(
             )
         seconds = time.perf_counter() - began
         done, last = step + 1, step + 1 == config.updates
-        evaluation = None
         if accelerator.is_main_process:
-            if held_out and (last or done % config.evaluate_every == 0):
-                with precision():
-                    evaluation = evaluate(objective, features, teacher, held_out, config.depth)
+            asked = last or done % config.evaluate_every == 0
+            evaluations = judged() if asked else (None, None)
             rate = config.learning_rate * factor
-            progress = Progress(done, tuple(summed), norm, rate, int(tokens), seconds, evaluation)
+            progress = Progress(done, tuple(summed), norm, rate, int(tokens), seconds, *evaluations)
             run.record(progress)
             if last or done % config.save_every == 0:
                 run.save(done)
@@ -225,6 +248,11 @@ def check_room(folder: Path, objective: Objective) -> None:
         )
 
 
+def has_state(folder: Path) -> bool:
+    """Whether a run was stopped here that can be gone on with."""
+    return (folder / _STATE).exists()
+
+
 def read_history(folder: Path) -> list[Progress]:
     """The steps of a run so far; a line that a stopped run left half written is not one."""
     path = folder / _HISTORY
@@ -244,12 +272,16 @@ def _digest(examples: Sequence[Example]) -> str:
 
 
 def _progress(fields: dict[str, Any]) -> Progress:
-    found, losses = fields.pop("evaluation"), tuple(fields.pop("losses"))
-    evaluation = None
-    if found is not None:
-        drafts = found.pop("drafts")
-        evaluation = Evaluation(drafts, **{name: tuple(value) for name, value in found.items()})
-    return Progress(losses=losses, evaluation=evaluation, **fields)
+    new, old = (_evaluation(fields.pop(name, None)) for name in ("evaluation", "old_evaluation"))
+    losses = tuple(fields.pop("losses"))
+    return Progress(losses=losses, evaluation=new, old_evaluation=old, **fields)
+
+
+def _evaluation(fields: dict[str, Any] | None) -> Evaluation | None:
+    if fields is None:
+        return None
+    drafts = fields.pop("drafts")
+    return Evaluation(drafts, **{name: tuple(value) for name, value in fields.items()})
 
 
 class _Run:
