@@ -6,6 +6,7 @@ Claims: the text is plain decoding's; the head is read once per model, and calls
 from __future__ import annotations
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tiny import prompts, tiny_model
 
 import specdec_ext
 from specdec_ext.checkpoints import save_medusa
-from specdec_ext.drafters import NgramDrafter, auto
+from specdec_ext.drafters import NgramDrafter, resolve, resolve_drafter
 from specdec_ext.drafters.combined import CombinedDrafter
 from specdec_ext.drafters.head import HeadDrafter
 
@@ -47,27 +48,28 @@ def run(model, drafter):
 
 
 def test_a_model_without_a_head():
-    assert isinstance(auto.auto_drafter(tiny_model("llama")), NgramDrafter)
+    assert isinstance(resolve_drafter("auto", tiny_model("llama")), NgramDrafter)
     assert run(tiny_model("llama"), "auto").speculation.drafter == "NgramDrafter"
 
 
-def test_a_model_that_names_its_head(model, monkeypatch):
+def test_a_model_that_names_its_head(model, monkeypatch, tmp_path):
     loads = []
-    load = auto.load_draft
-    monkeypatch.setattr(auto, "load_draft", lambda path, **_: loads.append(path) or load(path))
+    load = resolve.load_draft
+    monkeypatch.setattr(resolve, "load_draft", lambda path, **_: loads.append(path) or load(path))
     outputs = [run(model, drafter) for drafter in (None, "auto", "auto")]
     for output in outputs[1:]:
         assert torch.equal(output.sequences, outputs[0].sequences)
         assert output.speculation.drafter == "CombinedDrafter"
         assert output.speculation.draft_tokens > 0
     assert len(loads) == 1
-    model.config.specdec_ext_draft = str(loads[0])  # the same by another name is read anew
+    moved = shutil.copytree(loads[0], tmp_path / "moved")
+    model.config.specdec_ext_draft = str(moved)
     run(model, "auto")
     assert len(loads) == 2
 
 
 def test_calls_share_weights_alone(model):
-    first, second = (auto.auto_drafter(model) for _ in range(2))
+    first, second = (resolve_drafter("auto", model) for _ in range(2))
     assert isinstance(first, CombinedDrafter) and isinstance(first.model_based, HeadDrafter)
     assert first.retrieval is not second.retrieval
     assert first.model_based is not second.model_based
@@ -78,7 +80,7 @@ def test_calls_share_medusa_heads_in_the_dtype_of_the_target(model, tmp_path):
     model = model.to(torch.bfloat16)
     save_medusa(random_heads(), tmp_path / "medusa")
     model.config.specdec_ext_draft = str(tmp_path / "medusa")
-    first, second = (auto.auto_drafter(model).model_based for _ in range(2))
+    first, second = (resolve_drafter("auto", model).model_based for _ in range(2))
     assert first is not second and first._heads is second._heads
     first.feature_layers(model)
     assert first._heads is second._heads

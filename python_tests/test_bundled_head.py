@@ -9,7 +9,7 @@ import torch
 import specdec_ext
 from specdec_ext import assets
 from specdec_ext.checkpoints import check_pair, tokenizer_fingerprint, weights_fingerprint
-from specdec_ext.drafters.auto import auto_drafter
+from specdec_ext.drafters import resolve_drafter
 from specdec_ext.drafters.combined import CombinedDrafter
 
 CARD = (assets.FOLDER / "tiny-python-head" / "README.md").read_text()
@@ -37,7 +37,7 @@ def test_auto_finds_it_wherever_the_target_lies(tmp_path):
     target = assets.load_target()
     target.save_pretrained(tmp_path)
     for model in (target, type(target).from_pretrained(tmp_path)):
-        drafter = auto_drafter(model)
+        drafter = resolve_drafter("auto", model)
         assert isinstance(drafter, CombinedDrafter)
         assert drafter.model_based.head.config == assets.load_head().config
 

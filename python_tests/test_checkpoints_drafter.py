@@ -62,12 +62,14 @@ def test_what_a_head_is_named_by(folder, monkeypatch):
     head = random_head(**LAYERS)
     asked = []
     monkeypatch.setattr(
-        "specdec_ext.checkpoints.load_draft", lambda name, **_: asked.append(name) or head
+        "specdec_ext.drafters.resolve.load_draft", lambda name, **_: asked.append(name) or head
     )
+    monkeypatch.setattr("specdec_ext.drafters.resolve.is_draft", lambda name: True)
+    model = tiny_model("llama")
     for drafter in (head, "org/name", folder, str(folder)):
-        found = resolve_drafter(drafter)
+        found = resolve_drafter(drafter, model)
         assert isinstance(found, HeadDrafter) and found.head is head
-    assert asked == ["org/name", str(folder), str(folder)]
+    assert asked == ["org/name", str(folder)]  # a folder is read once for a model
 
 
 @pytest.mark.parametrize(
@@ -76,16 +78,16 @@ def test_what_a_head_is_named_by(folder, monkeypatch):
         (
             "eagle9",
             ValueError,
-            r"is not known; expected one of \['auto', .* a folder or hub id of a draft",
+            r"is not known; expected one of \['auto', .* the folder or hub id of a draft",
         ),
-        ("./no/such", OSError, "'./no/such' is neither a file nor a folder here, and the hub"),
-        (str(TARGET), ValueError, "is a language model, .* passed as a model"),
-        (7, TypeError, "drafter is a int; expected a name"),
+        ("ngrm", ValueError, "drafter='ngrm' is not known; did you mean 'ngram'?"),
+        ("./no/such", OSError, "'./no/such' is neither a file nor a folder here, and no hub id"),
+        (7, TypeError, "drafter is a int; expected one of"),
     ],
 )
 def test_what_is_no_head(drafter, error, message):
     with pytest.raises(error, match=message):
-        resolve_drafter(drafter)
+        resolve_drafter(drafter, tiny_model("llama"))
 
 
 def test_a_pair_that_cannot_work_is_an_error_before_the_first_token(tmp_path):

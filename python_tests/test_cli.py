@@ -17,13 +17,16 @@ from typer.testing import CliRunner
 from versions import before
 
 import specdec_ext
-import specdec_ext.keywords
-from specdec_ext import assets
+from specdec_ext import assets, keyword_table
 from specdec_ext.cli import app
 from specdec_ext.cli._common import read_prompts
 from specdec_ext.cli._stream import CLOSING, OPENING, IncrementalDecoder, TextStreamer, legend
 
 PROMPT = "import unittest\n\n\nclass TestList(unittest.TestCase):\n\n    def test_append(self):\n"
+
+
+# The default is the type of the checkpoint; texts are compared in the one in which they must be equal.
+FLOAT32 = ("--dtype", "float32")
 
 
 def run(*arguments: str, stdin: str | None = None):
@@ -69,7 +72,7 @@ def test_keywords_says_what_becomes_of_each():
     shown = words(run("keywords", "beams").output)
     assert "num_beams refused beam search keeps several hypotheses" in shown
     assert "temperature" not in shown
-    assert run("keywords", "--markdown").output == specdec_ext.keywords.markdown() + "\n"
+    assert run("keywords", "--markdown").output == keyword_table.markdown() + "\n"
 
 
 # --- assets -----------------------------------------------------------------------------------------
@@ -176,13 +179,14 @@ def test_markup_in_the_text_is_text():
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "draft"])
 def test_generate_prints_what_the_model_alone_would(drafter):
-    result = run("generate", "-p", PROMPT, "--drafter", drafter, "--max-new-tokens", "40")
+    result = run("generate", "-p", PROMPT, "--drafter", drafter, "--max-new-tokens", "40", *FLOAT32)
     assert result.exit_code == 0, result.output
     assert result.stdout == greedy_text(PROMPT, 40) + "\n"
 
 
 def test_generate_reads_standard_input_and_marks_drafts():
-    result = run("generate", "--show-drafts", "--stats", "--max-new-tokens", "40", stdin=PROMPT)
+    marked = ("--show-drafts", "--stats", "--max-new-tokens", "40", *FLOAT32)
+    result = run("generate", *marked, stdin=PROMPT)
     assert result.exit_code == 0, result.output
     assert OPENING in result.stdout
     assert result.stdout.replace(OPENING, "").replace(CLOSING, "") == greedy_text(PROMPT, 40) + "\n"
@@ -209,7 +213,7 @@ def test_model_and_drafter_may_be_folders(tmp_path):
     tokenizer.save_pretrained(tmp_path / "target")
     result = run(
         "generate", str(tmp_path / "target"), "-p", PROMPT, "--max-new-tokens", "12",
-        "--drafter", str(tmp_path / "draft"),
+        "--drafter", str(tmp_path / "draft"), *FLOAT32,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert result.stdout == greedy_text(PROMPT, 12) + "\n"
@@ -247,7 +251,7 @@ def test_bench_measures_and_records(tmp_path):
     result = run(
         "bench", "--prompts", prompts_file(tmp_path, 2), "--drafter", "ngram", "--drafter", "none",
         "--assisted", "draft", "--max-new-tokens", "8", "--repeats", "1",
-        "--json", str(record), "--plot", str(chart), "--breakdown",
+        "--json", str(record), "--plot", str(chart), "--breakdown", *FLOAT32,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     names = ["HF generate", "HF prompt lookup", "HF assisted", "specdec none", "specdec ngram"]
@@ -333,6 +337,7 @@ def test_check_reports_the_first_difference(monkeypatch, tmp_path, verdict, exit
         ("p.txt", "a\nb", [("0", "a\nb")]),
         ("p.json", '["a", {"name": "n", "prompt": "b"}]', [("0", "a"), ("n", "b")]),
         ("p.jsonl", '{"question_id": 81, "turns": ["a", "b"]}\n\n', [("81", "a")]),
+        ("p.jsonl", '"one line\u2028of it"\n"two"', [("0", "one line\u2028of it"), ("1", "two")]),
     ],
 )
 def test_read_prompts(tmp_path, name, content, expected):
@@ -343,15 +348,22 @@ def test_read_prompts(tmp_path, name, content, expected):
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("p.json", "[]", "expected a list of prompts"),
-        ("p.json", '{"prompt": "a"}', "got dict"),
-        ("p.json", "[3]", "prompt 0: expected a text or an object, got int"),
-        ("p.jsonl", '{"turns": []}', "prompt 0: expected a non-empty text"),
-        ("p.txt", "", "prompt 0: expected a non-empty text"),
+        ("p.json", "[]", r"p\.json is empty; expected a list of prompts"),
+        ("p.json", '{"prompt": "a"}', r"p\.json holds a dict; expected a list"),
+        ("p.json", "[3]", "entry 1: expected a text or an object, got int"),
+        ("p.jsonl", '{"turns": []}', "line 1: expected a text under 'prompt'"),
+        ("p.jsonl", '"a"\n\n{"turns": 5}', "line 3: expected a text under 'prompt'"),
+        ("p.jsonl", '{"turns": {}}', "line 1: expected a text under 'prompt'"),
+        ("p.jsonl", '{"turns": [[]]}', "line 1: expected a text under 'prompt'"),
+        ("p.jsonl", '"a"\n{"prompt"', r"p\.jsonl line 2 is not valid JSON"),
+        ("p.json", "[" * 100_000, r"p\.json is not valid JSON"),
+        ("p.json", '["\\ud800"]', "entry 1: the prompt is not text: .*surrogates not allowed"),
+        ("p.txt", b"caf\xe9", r"p\.txt is not UTF-8 text"),
+        ("p.txt", "", r"p\.txt: expected a text"),
     ],
 )
 def test_read_prompts_rejects(tmp_path, name, content, message):
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
         read_prompts(tmp_path / name)
 

@@ -131,10 +131,46 @@ def test_seeds_are_ints_of_64_bits(seed):
         call(do_sample=True, seed=seed)
 
 
+@pytest.mark.parametrize("name", ["inputs", "input_ids"])
+@pytest.mark.parametrize(
+    "given, error, message",
+    [
+        (torch.arange(5), ValueError, r"is \[5\]; expected ids .*\[None\] is a batch of one row"),
+        (torch.zeros(1, 2, 3, dtype=torch.long), ValueError, r"is \[1, 2, 3\]; expected ids \["),
+        (
+            torch.zeros(1, 5),
+            ValueError,
+            "is of torch.float32; expected whole numbers, .*inputs_embeds",
+        ),
+        (
+            torch.ones(1, 5, dtype=torch.bool),
+            ValueError,
+            "is of torch.bool; expected whole numbers",
+        ),
+        (
+            "text",
+            TypeError,
+            r"is a str; expected a tensor of ids \[batch, length\], such as tokenizer",
+        ),
+        ([[1, 2]], TypeError, "is a list; expected a tensor of ids"),
+        (np.ones((1, 2), dtype=int), TypeError, "is a ndarray; expected a tensor of ids"),
+        (
+            {"input_ids": None},
+            TypeError,
+            r"is a dict; pass its entries: generate\(model, \*\*inputs",
+        ),
+    ],
+    ids=["1-d", "3-d", "float", "bool", "text", "list", "array", "mapping"],
+)
+def test_what_is_no_batch_of_ids(name, given, error, message):
+    with pytest.raises(error, match=f"^{name} {message}"):
+        specdec_ext.generate(tiny_model("llama"), **{name: given}, max_new_tokens=2)
+
+
 @pytest.mark.parametrize("drafter", [3, NgramDrafter, len], ids=repr)
 def test_things_that_are_no_drafter(drafter):
     with pytest.raises(
-        TypeError, match=r"expected a name .* a Hugging Face model or a specdec_ext.Drafter"
+        TypeError, match=r"expected one of .* a Hugging Face model or a specdec_ext.Drafter"
     ):
         call(drafter=drafter)
 

@@ -31,7 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import specdec_ext
 import specdec_ext.generation
-from specdec_ext import keywords
+from specdec_ext import keyword_table, keywords
 from specdec_ext.drafters.choice import Assistant, DrafterChoice
 from specdec_ext.keyword_table import ARGUMENTS, CONFIG, PARTS, Verdict
 
@@ -119,7 +119,7 @@ def test_fields_that_are_not_transformers_own_are_not_ours_either():
 def test_the_page_is_the_table():
     page = (Path(__file__).parent.parent / "KEYWORDS.md").read_text()
     # Entries that a test took out for a while came back last.
-    lines = set(keywords.markdown().splitlines())
+    lines = set(keyword_table.markdown().splitlines())
     assert {line for line in page.splitlines() if line.startswith("|")} == lines - {""}, (
         "the table has changed: put the output of `specdec keywords --markdown` into KEYWORDS.md"
     )
@@ -651,7 +651,7 @@ def test_synced_gpus_of_two_processes(process_group, monkeypatch, door):
 
 
 def test_the_table_for_people():
-    text = keywords.markdown()
+    text = keyword_table.markdown()
     for table in (CONFIG, ARGUMENTS, PARTS):
         for name, keyword in table.items():
             assert f"| `{name}` | {keyword.verdict.value} | {keyword.note} |" in text

@@ -80,7 +80,7 @@ def test_a_text_file_is_cut_at_ends_of_lines_and_nothing_is_lost(tmp_path):
         ("a.jsonl", '{"text": "a"}\n\n{"text": \n', "line 3 is not valid JSON"),
         ("a.jsonl", "[" * 200_000, "line 1 is not valid JSON"),
         ("a.json", '{"text": "a"}\n{"text": "b"}', "not valid JSON"),
-        ("a.json", {"text": "a"}, "expected a list of objects"),
+        ("a.json", {"text": "a"}, "a.json holds a dict; expected a list"),
         ("a.jsonl", ["a"], "line 1 is of type str; expected an object"),
         ("a.jsonl", [{"prompt": "a", "n": 1}], "its columns are 'prompt', 'n'; none is known"),
         ("a.jsonl", [{}], "its columns are none"),

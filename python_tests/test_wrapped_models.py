@@ -143,7 +143,7 @@ def test_a_draft_model_may_be_wrapped():
     wrapped = [torch.compile(fresh(), backend="eager"), adapted("LoraConfig", **LORA)]
     ids, _ = prompts((9,))
     for draft in wrapped:
-        assert isinstance(resolve_drafter(draft), DraftModelDrafter)
+        assert isinstance(resolve_drafter(draft, tiny_model("llama")), DraftModelDrafter)
         actual = specdec_ext.generate(tiny_model("llama"), ids, drafter=draft, max_new_tokens=6)
         expected = specdec_ext.generate(tiny_model("llama"), ids, drafter=None, max_new_tokens=6)
         assert torch.equal(actual, expected)

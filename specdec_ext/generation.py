@@ -35,13 +35,14 @@ from specdec_ext.loop import Decoder
 from specdec_ext.output import AnyOutput, Recorder, TokenStream
 from specdec_ext.policy import Policy
 from specdec_ext.sampler import VERIFICATIONS, Sampler
-from specdec_ext.speculation import Speculation, is_auto, resolve_speculation
+from specdec_ext.speculation import Speculation, resolve_speculation
 from specdec_ext.stopping import StopRule
 from specdec_ext.target import Target, make_target
 from specdec_ext.target.context_limit import Span
 from specdec_ext.target.wrapped import (
     agreed_clock,
     agreed_seed,
+    check_ids,
     check_model,
     check_wrapping,
     graph_breaks_explained,
@@ -75,10 +76,12 @@ def generate(
         model: any Hugging Face model that generates text (:func:`specdec_ext.supports` tells how).
         inputs: ``[batch, length]`` prompt ids (or ``input_ids=``), left or right padded; of an
             encoder-decoder model what its encoder reads.
-        drafter: ``"ngram"``, ``"suffix"``, ``"lookahead"``, folder or hub id of a draft head, a Hugging Face
-            model of the same tokenizer (classic draft model), a :class:`Drafter`, or None for plain decoding
-            through the same loop. ``"auto"``: the head that ``model.config.specdec_ext_draft`` names, behind
-            n-gram copies; of other models n-gram alone.
+        drafter: ``"auto"``: n-gram copies in front of the head that the model's config names, or alone;
+            ``"ngram"``, ``"suffix"``, ``"lookahead"``; ``"head"`` or ``"draft"``: the draft head or draft
+            model that ``model.config.specdec_ext_draft`` or ``specdec_ext_draft_model`` names; folder or hub
+            id of a draft head or a draft model (loaded once per target, in its dtype and onto its device); a
+            Hugging Face model of the same tokenizer (classic draft model); a :class:`Drafter`; ``None`` or
+            ``"none"``: plain decoding through the same loop.
         speculation: ``"auto"`` measures what drafting costs and brings, and drafts in each step what promises
             most tokens per second, or nothing; ``"fixed"`` drafts what the drafter drafts by itself in every
             step; a :class:`Speculation` pins what it names. The text is the same. Under the rules other than
@@ -92,7 +95,8 @@ def generate(
         generator: source of the seed.
         streamer: gets the prompt, then one ``[batch]`` tensor per column as soon as every unfinished
             row has reached it.
-        tokenizer: needed with ``stop_strings``, texts that end a row, and with ``assistant_tokenizer``.
+        tokenizer: needed with ``stop_strings``, texts that end a row, and with ``assistant_tokenizer``; the
+            one to compare a draft model's with, if that is named by its folder.
         assistant_model: transformers' name for a draft model; same as ``drafter=assistant_model``.
         assistant_tokenizer: of an ``assistant_model`` with another vocabulary.
         synced_gpus: whether several processes share the model, which is refused; None finds out.
@@ -105,8 +109,10 @@ def generate(
     Raises:
         ValueError: for an argument that can't be honoured without changing the text, naming it and the
             way out.
+        OSError: for a drafter's folder or hub id with nothing behind it.
     """
     check_model(model, kwargs)
+    check_ids(model, inputs, kwargs.get("input_ids"))
     if assistant_model is not None:
         if not (isinstance(drafter, str) and drafter == "auto"):
             raise ValueError("assistant_model and drafter name two drafters; pass one of them")
@@ -151,7 +157,7 @@ def custom_generate(
     ``model.generate`` loses its own ``streamer``, ``tokenizer``, ``stop_strings``, ``assistant_model`` and
     ``synced_gpus`` on this path: pass them here, the assistant as ``drafter``.
     """
-    choice = DrafterChoice(drafter)
+    choice = DrafterChoice(drafter, tokenizer)
     settings = resolve_speculation(speculation)
     if verification not in VERIFICATIONS:
         raise ValueError(
@@ -289,7 +295,7 @@ def _policy(
     if not sampler.needs_draft_probs:
         clock = agreed_clock(model, speculation.clock)
         return Controller(replace(speculation, clock=clock), drafter, model)
-    if is_auto(speculation):
+    if speculation == Speculation():  # "auto", by value
         return Policy(drafter)
     raise ValueError(
         "speculation leaves choices to measurements, and under this verification rule sampled text depends "

@@ -2,7 +2,8 @@
 
 ``CONFIG`` are the fields of ``GenerationConfig``, ``ARGUMENTS`` the parameters of ``generate`` and the model
 inputs it takes, ``PARTS`` the logits processors and stopping criteria that come with transformers.
-:mod:`specdec_ext.keywords` enforces the table and prints it; nothing that it says is said elsewhere.
+:mod:`specdec_ext.keywords` enforces the table; nothing that it says is said elsewhere. Neither torch nor
+transformers is needed to read it.
 """
 
 from __future__ import annotations
@@ -266,3 +267,22 @@ ARGUMENTS: dict[str, Keyword] = {
     "custom_generate": _refused("it is how specdec_ext.generate works itself; leave it out"),
     "trust_remote_code": _exact("of hub code that custom_generate names: no effect"),
 }
+
+TABLES: dict[str, dict[str, Keyword]] = {
+    "Field of GenerationConfig": CONFIG,
+    "Argument of generate": ARGUMENTS,
+    "Logits processor or stopping criterion": PARTS,
+}
+
+
+def markdown() -> str:
+    """The table for people."""
+    lines: list[str] = []
+    for title, table in TABLES.items():
+        lines += [f"| {title} | verdict | |", "|---|---|---|"]
+        lines += [
+            f"| `{name}` | {keyword.verdict.value} | {keyword.note} |"
+            for name, keyword in table.items()
+        ]
+        lines.append("")
+    return "\n".join(lines)

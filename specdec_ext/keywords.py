@@ -1,4 +1,4 @@
-"""What a call's keywords may be, and where its processors are called: the table, enforced and printed.
+"""What a call's keywords may be, and where its processors are called: the table, enforced.
 
 What the table lacks is refused by name when it is set: nothing of a newer transformers is ignored in silence.
 """
@@ -86,23 +86,3 @@ def _unlisted_fields() -> dict[str, Any]:
 def _unlisted_parameters() -> frozenset[str]:
     named = inspect.signature(GenerationMixin.generate).parameters
     return frozenset(named) - set(ARGUMENTS) - {"self"}
-
-
-TABLES: dict[str, dict[str, Keyword]] = {
-    "Field of GenerationConfig": CONFIG,
-    "Argument of generate": ARGUMENTS,
-    "Logits processor or stopping criterion": PARTS,
-}
-
-
-def markdown() -> str:
-    """The table for people."""
-    lines: list[str] = []
-    for title, table in TABLES.items():
-        lines += [f"| {title} | verdict | |", "|---|---|---|"]
-        lines += [
-            f"| `{name}` | {keyword.verdict.value} | {keyword.note} |"
-            for name, keyword in table.items()
-        ]
-        lines.append("")
-    return "\n".join(lines)

@@ -95,8 +95,3 @@ def resolve_speculation(given: Any) -> Speculation | None:
         f"speculation={given!r} is not known; expected 'auto' (drafts where it pays), 'fixed' (drafts in "
         "every step) or a specdec_ext.Speculation"
     )
-
-
-def is_auto(settings: Speculation) -> bool:
-    """Whether these are what "auto" stands for, and nothing that the caller made."""
-    return settings is AUTO

@@ -23,8 +23,8 @@ __all__ = ["held_out_prompts", "load_draft", "load_head", "load_target", "load_t
 FOLDER = Path(__file__).parent
 
 
-def load_target(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The bundled target on the CPU, in eval mode; the file holds bfloat16 weights."""
+def load_target(dtype: torch.dtype | str = torch.float32) -> PreTrainedModel:
+    """The bundled target on the CPU, in eval mode; "auto" is bfloat16, as the weights are stored."""
     return _load("tiny-python-target", dtype)
 
 
@@ -57,7 +57,7 @@ def held_out_prompts() -> list[dict[str, str]]:
     return json.loads((FOLDER / "prompts.json").read_text("utf-8"))
 
 
-def _load(name: str, dtype: torch.dtype) -> PreTrainedModel:
+def _load(name: str, dtype: torch.dtype | str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(_existing(name), dtype=dtype).eval()
 
 

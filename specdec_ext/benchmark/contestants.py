@@ -96,7 +96,10 @@ def endless(*models: Model) -> Iterator[None]:
 
 
 def batches(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], batch: int, device: str = "cpu"
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    batch: int,
+    device: str | torch.device = "cpu",
 ) -> list[Prompt]:
     """Prompts of ``batch`` texts each, padded on the left; what does not fill a batch is left out.
 

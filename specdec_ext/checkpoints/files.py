@@ -17,11 +17,12 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specdec_ext.checkpoints.fields import Fields, shown
+from specdec_ext.checkpoints.hub import on_disk
 
 # Of several kinds of weights in one folder the first counts.
 _PREFERRED = (
@@ -90,11 +91,11 @@ def open_checkpoint(
         raise ValueError(
             "the path of the checkpoint is empty; expected a folder, a file or a hub id"
         )
-    given = Path(path)
-    if given.is_file():
+    given = on_disk(path, revision, token)
+    if given is not None and given.is_file():
         folder, weights = given.parent, given
     else:
-        folder = given if given.is_dir() else _downloaded(str(path), revision, token)
+        folder = given or _downloaded(str(path), revision, token)
         weights = _weights_in(folder, str(path))
     config = read_json(folder / "config.json")
     source = str(path)
@@ -104,9 +105,6 @@ def open_checkpoint(
 def _downloaded(name: str, revision: str | None, token: str | bool | None) -> Path:
     """A hub repository's config and weights; pickles only where there are no safetensors."""
     options: dict[str, Any] = {"revision": revision, "token": token}
-    if constants.HF_HUB_OFFLINE:
-        # huggingface_hub 1.33 asks the hub for the files of a commit even then.
-        options["local_files_only"] = True
     try:
         folder = Path(
             snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], **options)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from specdec_ext.cli._console import printable
+
 if TYPE_CHECKING:
     from torch import BoolTensor, LongTensor
     from transformers import PreTrainedTokenizerBase
@@ -97,6 +99,8 @@ class TextStreamer:
         self._write(text, DRAFTED_STYLE if self._mark and drafted else "")
 
     def _write(self, text: str, style: str = "") -> None:
+        if self._console.is_terminal:  # a pipe gets the text to the byte
+            text = printable(text)
         self._console.print(Text(text, style=style), end="", soft_wrap=True)
         self._console.file.flush()
 

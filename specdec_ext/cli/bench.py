@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from specdec_ext.cli._common import (
+    DRAFTER_HELP,
     DeviceOption,
     Dtype,
     DtypeOption,
@@ -24,10 +24,13 @@ from specdec_ext.cli._common import (
     user_errors,
     warn_if_busy,
 )
+from specdec_ext.cli._console import PlainConsole
 from specdec_ext.preflight.extras import require
 from specdec_ext.preflight.outputs import writable_file
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from specdec_ext.benchmark import Report
     from specdec_ext.breakdown import Breakdown
 
@@ -38,8 +41,7 @@ def bench(
         list[str],
         typer.Option(
             "--drafter",
-            help="auto, ngram, suffix, lookahead, draft (the bundled draft model), or folder or hub id of a "
-            "draft head or a draft model; may be repeated.",
+            help=f"{DRAFTER_HELP} May be repeated.",
         ),
     ] = ["auto"],  # noqa: B006  (typer copies it)
     batch: Annotated[int, typer.Option("--batch", min=1, help="Prompts per call.")] = 1,
@@ -68,8 +70,8 @@ def bench(
             help="Where the time of a step goes with each drafter; beside --plot a second chart.",
         ),
     ] = False,
-    dtype: DtypeOption = Dtype.float32,
-    device: DeviceOption = "cpu",
+    dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = "auto",
 ) -> None:
     """Measure tokens per second of every way to generate, in turn on every prompt, medians.
 
@@ -81,14 +83,14 @@ def bench(
     with user_errors():
         _check_outputs(json_file, plot_file)
     target, tokenizer = load_target(model, dtype, device)
-    console = Console(highlight=False)
+    console = PlainConsole()
     with user_errors():
         if prompts is None and model is not None:
             raise ValueError("give --prompts FILE: the bundled ones are for the bundled model")
         texts = _bundled_texts() if prompts is None else [text for _, text in read_prompts(prompts)]
-        encoded = benchmark.batches(tokenizer, texts, batch, device)
-        drafters = {name: load_drafter(name, dtype, device) for name in drafter}
-        assistant = None if assisted is None else _draft_model(assisted, dtype, device)
+        encoded = benchmark.batches(tokenizer, texts, batch, target.device)
+        drafters = {name: load_drafter(name, target, tokenizer) for name in drafter}
+        assistant = None if assisted is None else _assistant(assisted, target, tokenizer)
         warn_if_busy(console)
         with console.status("warming up") as status:
             report = benchmark.compare(
@@ -143,24 +145,24 @@ def _bundled_texts() -> list[str]:
     return [each["prompt"] for each in assets.held_out_prompts()]
 
 
-def _draft_model(name: str, dtype: Dtype, device: str) -> Any:
-    from transformers import PreTrainedModel
+def _assistant(name: str, target: Model, tokenizer: PreTrainedTokenizerBase) -> Any:
+    from specdec_ext import DraftModelDrafter
 
-    found = load_drafter(name, dtype, device)
-    if not isinstance(found, PreTrainedModel):
+    found = load_drafter(name, target, tokenizer)
+    if not isinstance(found, DraftModelDrafter):
         raise ValueError(
             f"--assisted {name}: expected a draft model; transformers assists with models only"
         )
-    return found
+    return found.model
 
 
-def _show(console: Console, report: Report) -> None:
+def _show(console: PlainConsole, report: Report) -> None:
     from specdec_ext.benchmark import position_table
 
-    console.print(report.machine, soft_wrap=True)
+    console.sentence(report.machine)
     console.print(report.table())
     for series in report.series.values():
         if series.total("drafts"):
             console.print(position_table(series))
     for note in report.notes():
-        console.print(note, soft_wrap=True)
+        console.sentence(note)

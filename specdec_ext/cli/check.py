@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from specdec_ext.cli._common import (
@@ -27,6 +26,7 @@ from specdec_ext.cli._common import (
     read_prompts,
     user_errors,
 )
+from specdec_ext.cli._console import PlainConsole
 
 if TYPE_CHECKING:
     from specdec_ext import ModelCheck, Support
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 def check(
     model: ModelArgument = None,
-    drafter: DrafterOption = "ngram",
+    drafter: DrafterOption = "auto",
     prompts: PromptsOption = None,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="One prompt, instead of --prompts.")
     ] = None,
     max_new_tokens: MaxNewTokensOption = 64,
-    dtype: DtypeOption = Dtype.float32,
-    device: DeviceOption = "cpu",
+    dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = "auto",
 ) -> None:
     """Verify on the actual weights what is claimed about a model, then compare texts; exit 1 on a bug.
 
@@ -55,18 +55,18 @@ def check(
     with user_errors():
         texts = _texts(prompts, prompt)
     target, tokenizer = load_target(model, dtype, device)
-    proposer = load_drafter(drafter, dtype, device)
-    console = Console(highlight=False)
+    proposer = load_drafter(drafter, target, tokenizer)
+    console = PlainConsole()
     with user_errors(), console.status("checking the model"):
-        found = specdec_ext.check_model(target, encode(tokenizer, texts[0][1], device))
+        found = specdec_ext.check_model(target, encode(tokenizer, texts[0][1], target.device))
     console.print(_support_table(found.support), _logits_table(found))
     table = Table("prompt", "none vs HF generate", f"{drafter} vs none")
     table.columns[0].overflow = "fold"
     verdicts: list[str] = []
     for name, text in texts:
-        input_ids = encode(tokenizer, text, device)
         law: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
         with user_errors(), console.status(f"checking {name}"):
+            input_ids = encode(tokenizer, text, target.device)
             reference = target.generate(input_ids, **law)[0]
             plain = specdec_ext.generate(target, input_ids, drafter=None, **law)[0]
             drafted = specdec_ext.generate(
@@ -81,7 +81,7 @@ def check(
         table.add_row(name, *(describe(each, length) for each in compared))
     console.print(table)
     equal, ties, bugs = (verdicts.count(verdict) for verdict in ("equal", "near-tie", "bug"))
-    console.print(f"{len(texts)} prompts, {equal} pairs equal, {ties} near-ties, {bugs} bugs")
+    console.sentence(f"{len(texts)} prompts, {equal} pairs equal, {ties} near-ties, {bugs} bugs")
     if bugs or not found.holds:
         raise typer.Exit(1)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from specdec_ext.cli._common import (
+    DeviceOption,
     Dtype,
     DtypeOption,
     MaxNewTokensOption,
@@ -24,6 +24,7 @@ from specdec_ext.cli._common import (
     user_errors,
     warn_if_busy,
 )
+from specdec_ext.cli._console import PlainConsole
 from specdec_ext.cli._stream import TextStreamer, legend
 
 if TYPE_CHECKING:
@@ -53,23 +54,24 @@ def demo(
         ),
     ] = DRAFTERS,
     dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "auto",
     stream: Annotated[bool, typer.Option(help="Show a completion before measuring.")] = True,
 ) -> None:
     """Stream a completion of real code with accepted drafts marked, then measure against HF generate."""
     from specdec_ext import assets
     from specdec_ext.benchmark import machine_line, position_table
 
-    target, tokenizer = load_target(None, dtype, "cpu")
-    proposers = {name: load_drafter(name, dtype, "cpu") for name in drafter}
+    target, tokenizer = load_target(None, dtype, device)
+    proposers = {name: load_drafter(name, target, tokenizer) for name in drafter}
     streamed = proposers[drafter[-1]]
     held_out = assets.held_out_prompts()[: prompts or None]
-    console = Console(highlight=False)
+    console = PlainConsole()
     with user_errors():
         if stream:
             _stream(console, target, tokenizer, streamed, held_out[0], max_new_tokens)
         console.print(machine_line(target), soft_wrap=True)
         warn_if_busy(console)
-        encoded = [encode(tokenizer, each["prompt"], "cpu") for each in held_out]
+        encoded = [encode(tokenizer, each["prompt"], target.device) for each in held_out]
         results = _measure(console, target, proposers, encoded, max_new_tokens)
     title = f"medians over {len(held_out)} held-out prompts, {max_new_tokens} tokens each, greedy"
     compared = {
@@ -91,7 +93,7 @@ def demo(
 
 
 def _stream(
-    console: Console,
+    console: PlainConsole,
     target: Model,
     tokenizer: PreTrainedTokenizerBase,
     proposer: Any,
@@ -104,10 +106,10 @@ def _stream(
     console.print(legend(console))
     console.print()
     shown = prompt["prompt"].splitlines(keepends=True)[-SHOWN_PROMPT_LINES:]
-    console.print("...\n" + "".join(shown), style="dim", markup=False, end="", soft_wrap=True)
+    console.print("...\n" + "".join(shown), style="dim", end="", soft_wrap=True)
     specdec_ext.generate(
         target,
-        encode(tokenizer, prompt["prompt"], "cpu"),
+        encode(tokenizer, prompt["prompt"], target.device),
         drafter=proposer,
         streamer=TextStreamer(console, tokenizer, mark_drafted=True),
         max_new_tokens=max_new_tokens,
@@ -117,7 +119,7 @@ def _stream(
 
 
 def _measure(
-    console: Console,
+    console: PlainConsole,
     target: Model,
     proposers: dict[str, Any],
     encoded: list[LongTensor],
@@ -167,7 +169,7 @@ def _speed_table(
 
 
 def _print_differences(
-    console: Console,
+    console: PlainConsole,
     compared: dict[str, list[ComparedRuns]],
     prompts: list[dict[str, str]],
     encoded: list[LongTensor],

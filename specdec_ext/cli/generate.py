@@ -7,7 +7,6 @@ import time
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from specdec_ext.cli._common import (
     DeviceOption,
@@ -23,6 +22,7 @@ from specdec_ext.cli._common import (
     load_target,
     user_errors,
 )
+from specdec_ext.cli._console import PlainConsole
 from specdec_ext.cli._stream import TextStreamer
 
 
@@ -32,7 +32,7 @@ def generate(
         str | None,
         typer.Option("--prompt", "-p", help="Text to continue; standard input by default."),
     ] = None,
-    drafter: DrafterOption = "ngram",
+    drafter: DrafterOption = "auto",
     speculation: SpeculationOption = SpeculationMode.auto,
     max_new_tokens: MaxNewTokensOption = 128,
     sample: Annotated[
@@ -51,8 +51,8 @@ def generate(
         bool,
         typer.Option("--stats", help="Speed, acceptance and why it drafted, on standard error."),
     ] = False,
-    dtype: DtypeOption = Dtype.float32,
-    device: DeviceOption = "cpu",
+    dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = "auto",
 ) -> None:
     """Complete a prompt; the text does not depend on the drafter."""
     import specdec_ext
@@ -60,11 +60,11 @@ def generate(
     law = _law(sample, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     text = _prompt(prompt)
     target, tokenizer = load_target(model, dtype, device)
-    proposer = load_drafter(drafter, dtype, device)
-    console = Console(highlight=False)
-    input_ids = encode(tokenizer, text, device)
-    began = time.perf_counter()
+    proposer = load_drafter(drafter, target, tokenizer)
+    console = PlainConsole()
     with user_errors():
+        input_ids = encode(tokenizer, text, target.device)
+        began = time.perf_counter()
         output: Any = specdec_ext.generate(
             target,
             input_ids,
@@ -102,7 +102,8 @@ def _prompt(prompt: str | None) -> str:
     if prompt is None:
         if sys.stdin.isatty():
             raise typer.BadParameter("give a prompt with --prompt, or pipe one into standard input")
-        prompt = sys.stdin.read()
+        with user_errors():
+            prompt = sys.stdin.read()
     if not prompt:
         raise typer.BadParameter("the prompt is empty; there is nothing to continue")
     return prompt

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from specdec_ext.cli._common import (
@@ -19,6 +18,7 @@ from specdec_ext.cli._common import (
     load_target,
     user_errors,
 )
+from specdec_ext.cli._console import PlainConsole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +49,7 @@ def inspect(
         ),
     ] = None,
     dtype: DtypeOption = Dtype.float32,
-    device: DeviceOption = "cpu",
+    device: DeviceOption = "auto",
 ) -> None:
     """Show a head's format, config and memory; with --target the verdict on the pair.
 
@@ -61,7 +61,7 @@ def inspect(
     import specdec_ext
     from specdec_ext.head import DraftHead
 
-    console = Console(highlight=False)
+    console = PlainConsole()
     with user_errors():
         head = specdec_ext.load_draft(path)
     if calibrate is not None and not isinstance(head, DraftHead):
@@ -74,9 +74,10 @@ def inspect(
     works = _verdict(console, head, target, loaded)
     if calibrate is not None and isinstance(head, DraftHead):
         assert loaded is not None
-        text = calibrate.read_text("utf-8")
+        with user_errors():
+            text = calibrate.read_text("utf-8")
         with console.status("calibrating"):
-            found = _calibrated(head, text, *loaded, device)
+            found = _calibrated(head, text, *loaded)
         console.print(_trials(found, head))
         works = True
     if not works:
@@ -147,7 +148,7 @@ def _config(head: DraftHead | MedusaHeads) -> Table:
 
 
 def _verdict(
-    console: Console,
+    console: PlainConsole,
     head: DraftHead | MedusaHeads,
     target: str,
     loaded: tuple[Model, PreTrainedTokenizerBase] | None,
@@ -160,36 +161,40 @@ def _verdict(
     try:
         doubts = check_pair(head, model, tokenizer)
     except ValueError as error:
-        console.print(f"can't work: {error}", style="red", markup=False)
+        console.sentence(f"can't work: {error}", style="red")
         return False
     for doubt in doubts:
-        console.print(f"looks wrong: {doubt}", style="yellow", markup=False)
+        console.sentence(f"looks wrong: {doubt}", style="yellow")
     if not doubts:
-        console.print(f"fits {target}", markup=False)
+        console.sentence(f"fits {target}")
     return True
 
 
 def _compared_with(record: HeadRecord, target: str) -> tuple[Model, PreTrainedTokenizerBase | None]:
     """The target and its tokenizer, as far as there is something to compare them with."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from specdec_ext.checkpoints.hub import on_disk
+    from specdec_ext.checkpoints.language_model import load_language_model, load_tokenizer
 
     if record.target_fingerprint is not None:
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
+        model: Model = load_language_model(target, torch.bfloat16, "cpu")
     else:
+        config = AutoConfig.from_pretrained(on_disk(target) or target)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target))
+            model = AutoModelForCausalLM.from_config(config)
     recorded = record.tokenizer_fingerprint is not None
-    return model, AutoTokenizer.from_pretrained(target) if recorded else None
+    return model, load_tokenizer(target) if recorded else None
 
 
 def _calibrated(
-    head: DraftHead, text: str, model: Model, tokenizer: PreTrainedTokenizerBase, device: str
+    head: DraftHead, text: str, model: Model, tokenizer: PreTrainedTokenizerBase
 ) -> Calibration:
     from specdec_ext.checkpoints import calibrate
 
     with user_errors():
-        return calibrate(head, model, encode(tokenizer, text, device)[:, :_MAX_TOKENS])
+        return calibrate(head, model, encode(tokenizer, text, model.device)[:, :_MAX_TOKENS])
 
 
 def _trials(found: Calibration, head: DraftHead) -> Table:

@@ -6,6 +6,11 @@ from typing import Annotated
 
 import typer
 
+from specdec_ext.cli._common import user_errors
+from specdec_ext.cli._console import PlainConsole
+from specdec_ext.keyword_table import TABLES
+from specdec_ext.keyword_table import markdown as as_markdown
+
 
 def keywords(
     part: Annotated[str, typer.Argument(help="Only names that contain this.")] = "",
@@ -14,20 +19,32 @@ def keywords(
     ] = False,
 ) -> None:
     """Show which keywords of transformers' generate are exact, exact on a slower path, or refused and why."""
-    from rich.console import Console
     from rich.table import Table
-
-    from specdec_ext.keywords import TABLES
-    from specdec_ext.keywords import markdown as as_markdown
 
     if markdown:
         typer.echo(as_markdown())
         return
-    console = Console()
-    for title, keywords in TABLES.items():
-        found = {name: keyword for name, keyword in keywords.items() if part in name}
-        if found:
+    found = {
+        title: {name: keyword for name, keyword in keywords.items() if part in name}
+        for title, keywords in TABLES.items()
+    }
+    if not any(found.values()):
+        with user_errors():
+            raise ValueError(
+                f"PART {part!r}: no keyword of generate has that in its name{_close(part)}"
+            )
+    console = PlainConsole()
+    for title, keywords in found.items():
+        if keywords:
             table = Table(title, "verdict", "", box=None, title_justify="left")
-            for name, keyword in found.items():
+            for name, keyword in keywords.items():
                 table.add_row(name, keyword.verdict.value, keyword.note)
             console.print(table)
+
+
+def _close(part: str) -> str:
+    from difflib import get_close_matches
+
+    names = [name for keywords in TABLES.values() for name in keywords]
+    close = get_close_matches(part, names, n=1)
+    return f"; did you mean {close[0]!r}?" if close else "; leave it out to see all"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specdec_ext.cli._common import (
@@ -17,9 +16,11 @@ from specdec_ext.cli._common import (
     Dtype,
     DtypeOption,
     Model,
+    find_device,
     load_target,
     user_errors,
 )
+from specdec_ext.cli._console import PlainConsole
 from specdec_ext.preflight.outputs import writable_folder
 
 if TYPE_CHECKING:
@@ -134,15 +135,15 @@ def train(
         HeadLayout | None, typer.Option(help="By default eagle, if it can express the head.")
     ] = None,
     dtype: DtypeOption = Dtype.bfloat16,
-    device: DeviceOption = "cpu",
+    device: DeviceOption = "auto",
 ) -> None:
     """Train a draft head; call it again to go on where it was stopped.
 
     Several processes: accelerate launch --module specdec_ext.cli train ...
     """
-    console = Console(highlight=False)
+    console = PlainConsole()
     with user_errors():
-        accelerator, place = _accelerator(device)
+        accelerator, place = _accelerator(str(find_device(device)))
         from specdec_ext.training import recipe as recipes
         from specdec_ext.training.trainer import TrainConfig
 
@@ -229,7 +230,7 @@ class _Answers:
     max_new_tokens: int
     temperature: float
     seed: int
-    console: Console
+    console: PlainConsole
 
     def __call__(self, records: list[Record], tokenizer: Any, max_length: int) -> list[Example]:
         from specdec_ext.training.data import prompts
@@ -292,7 +293,7 @@ class _Texts:
         return encode(records, self.tokenizer, max_length=self.max_length)
 
 
-def _print_texts(console: Console, examples: list[Example], kept: list[Example]) -> None:
+def _print_texts(console: PlainConsole, examples: list[Example], kept: list[Example]) -> None:
     tokens = sum(len(each.tokens) for each in examples)
     learnt = sum(int(each.loss_mask.sum()) for each in examples)
     console.print(
@@ -305,13 +306,13 @@ def _print_texts(console: Console, examples: list[Example], kept: list[Example])
 class _Shown:
     """A bar, or where there is no terminal a line per estimate."""
 
-    def __init__(self, console: Console, updates: int):
+    def __init__(self, console: PlainConsole, updates: int):
         self._console = console
         self._recent: deque[Trained] = deque(maxlen=_SMOOTHED_OVER)
         self._bar = Progress(
             TextColumn("{task.completed}/{task.total}"),
             BarColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,

@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from specdec_ext.drafters import Drafter, DraftModelDrafter, NgramDrafter, resolve_drafter
-from specdec_ext.drafters.auto import auto_drafter
+from specdec_ext.drafters import Drafter, DraftModelDrafter, NgramDrafter
+from specdec_ext.drafters.resolve import checked_drafter, resolve_drafter
 from specdec_ext.keyword_table import CONFIG
 
 _LOOKUP = ("prompt_lookup_num_tokens", "max_matching_ngram_size")
@@ -47,24 +47,27 @@ class DrafterChoice:
 
     Args:
         drafter: as in :func:`specdec_ext.generate`, or an :class:`Assistant`.
+        tokenizer: of the target, if the caller gave one.
 
     Attributes:
         explicit: whether the caller named the drafter.
 
     Raises:
-        ValueError, OSError, TypeError: as :func:`resolve_drafter`.
+        ValueError, TypeError: as :func:`checked_drafter`.
     """
 
-    def __init__(self, drafter: Any):
+    def __init__(self, drafter: Any, tokenizer: Any = None):
         self.explicit = not (isinstance(drafter, str) and drafter == "auto")
-        given = isinstance(drafter, Assistant) or not self.explicit
-        self._drafter: Any = drafter if given else resolve_drafter(drafter)
+        given = isinstance(drafter, Assistant)
+        self._drafter: Any = drafter if given else checked_drafter(drafter)
+        self._tokenizer = tokenizer
 
     def drafter(self, model: PreTrainedModel, config: GenerationConfig) -> Drafter | None:
         """The drafter for one call on ``model``.
 
         Raises:
             ValueError: if keywords ask for another drafter than the one that was named.
+            ValueError, OSError: as :func:`resolve_drafter`.
         """
         lookup, shape = _asked(config, _LOOKUP), _asked(config, _ASSISTANT)
         if lookup and self.explicit:
@@ -79,9 +82,9 @@ class DrafterChoice:
                 f"{shape[0]}={getattr(config, shape[0])!r} shapes the drafts of assistant_model, and there "
                 f"is none; use DraftModelDrafter(model, {_ASSISTANT[shape[0]]}=...), or leave it out"
             )
-        if self.explicit:
-            return self._drafter
-        return _lookup_drafter(config) if lookup else auto_drafter(model)
+        if lookup:
+            return _lookup_drafter(config)
+        return resolve_drafter(self._drafter, model, self._tokenizer)
 
 
 def _asked(config: GenerationConfig, names: Any) -> list[str]:

@@ -52,6 +52,36 @@ def check_model(model: Any, arguments: Mapping[str, Any]) -> None:
         )
 
 
+def check_ids(model: PreTrainedModel, inputs: Any, input_ids: Any) -> None:
+    """Refuse what is no batch of token ids where a model reads ids.
+
+    Args:
+        inputs: the first argument of ``generate``.
+        input_ids: the keyword of that name.
+
+    Raises:
+        TypeError: for anything but a tensor, such as text.
+        ValueError: for a tensor of another shape or of floating-point numbers.
+    """
+    for name, given in (("inputs", inputs), ("input_ids", input_ids)):
+        if given is None or (name == "inputs" and model.main_input_name != "input_ids"):
+            continue  # of speech and image models the first argument is what their encoder reads
+        way_out = "ids [batch, length], such as tokenizer(text, return_tensors='pt').input_ids"
+        if isinstance(given, Mapping):
+            raise TypeError(
+                f"{name} is a {type(given).__name__}; pass its entries: generate(model, **inputs)"
+            )
+        if not isinstance(given, Tensor):
+            raise TypeError(f"{name} is a {type(given).__name__}; expected a tensor of {way_out}")
+        if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+            raise ValueError(
+                f"{name} is of {given.dtype}; expected whole numbers, {way_out}. Embeddings are inputs_embeds"
+            )
+        if given.ndim != 2:
+            one = f"; {name}[None] is a batch of one row" if given.ndim == 1 else ""
+            raise ValueError(f"{name} is {list(given.shape)}; expected {way_out}{one}")
+
+
 def check_wrapping(model: PreTrainedModel) -> None:
     """Refuse a model whose passes don't give the same text twice, or are not what its forward computes.
 

@@ -109,15 +109,14 @@ def read_records(
             f"text_column={text_column!r} and messages_column={messages_column!r} name two sources; pass one"
         )
     if path.suffix == ".txt":
-        pieces = _pieces(_decoded(_opened(path).read_bytes(), str(path)))
+        pieces = _pieces(read_text(path))
         records = [
             Record(f"{path}, piece {n}", piece)
             for n, piece in enumerate(pieces, 1)
             if piece.strip()
         ]
     elif path.suffix in (".jsonl", ".json"):
-        rows = list((_jsonl_rows if path.suffix == ".jsonl" else _json_rows)(path))
-        records = list(_records(rows, text_column, messages_column))
+        records = list(_records(read_rows(path), text_column, messages_column))
     else:
         raise ValueError(f"{path} is none of the files that are read: .txt, .jsonl, .json")
     if not records:
@@ -168,6 +167,24 @@ def _opened(path: Path) -> Path:
     return regular_file(path, "a file of texts")
 
 
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        ValueError: if it is no regular file or not UTF-8.
+    """
+    return _decoded(_opened(path).read_bytes(), str(path))
+
+
+def read_rows(path: Path) -> list[tuple[str, Any]]:
+    """(file and place, value) of every line of a ``.jsonl`` file, or entry of another one's list.
+
+    Raises:
+        ValueError: for what is not UTF-8 or not JSON, with the line, or a ``.json`` file without a list.
+    """
+    return list((_jsonl_rows if path.suffix == ".jsonl" else _json_rows)(path))
+
+
 def _decoded(raw: bytes, where: str) -> str:
     try:
         return raw.decode("utf-8-sig")
@@ -194,14 +211,14 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    text = _decoded(_opened(path).read_bytes(), str(path))
+    text = read_text(path)
     if not text.strip():
         return
     rows = _parsed(text, str(path))
     if not isinstance(rows, list):
         raise ValueError(
-            f"{path} holds {_kind(rows)}; expected a list of objects (a file with an object per line is "
-            "named .jsonl)"
+            f"{path} holds a {type(rows).__name__}; expected a list (a file with an entry per line is named "
+            ".jsonl)"
         )
     for number, row in enumerate(rows, 1):
         yield f"{path} entry {number}", row
@@ -229,7 +246,7 @@ def _records(
         elif not text_column and column == "tokens":
             yield Record(where, transcript(row, where).example())
         else:
-            yield Record(where, _text(row[column], f"{where}: column {column!r}"))
+            yield Record(where, checked_text(row[column], f"{where}: column {column!r}"))
 
 
 def _column(where: str, row: dict[str, Any]) -> str:
@@ -257,12 +274,17 @@ def _chat(messages: Any, where: str) -> Chat:
             raise ValueError(
                 f"{place}: role {shown(role)} is unknown; expected one of {sorted(ROLES)}"
             )
-        chat.append({"role": ROLES[role], "content": _text(content, f"{place}: its content")})
+        text = checked_text(content, f"{place}: its content")
+        chat.append({"role": ROLES[role], "content": text})
     return chat
 
 
-def _text(value: Any, where: str) -> str:
-    """A string that a tokenizer takes: JSON may have halves of surrogate pairs, which are no characters."""
+def checked_text(value: Any, where: str) -> str:
+    """A string that a tokenizer takes: JSON may have halves of surrogate pairs, which are no characters.
+
+    Raises:
+        ValueError: for anything else, saying where.
+    """
     if not isinstance(value, str):
         raise ValueError(f"{where} is {_kind(value)}; expected text")
     try:

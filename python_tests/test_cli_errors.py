@@ -1,0 +1,151 @@
+"""What a user gets wrong on the command line is one sentence and exit code 2, never a traceback.
+
+Claim: the sentence names the argument, what was given and the way out, and comes at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from specdec_ext import assets
+from specdec_ext.cli import app
+
+TARGET, HEAD = (str(assets.FOLDER / f"tiny-python-{kind}") for kind in ("target", "head"))
+SHORT = ("-p", "x", "--max-new-tokens", "1")
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="is no error on this machine")
+
+
+def run(*arguments: str, **options):
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "300"}, **options)
+
+
+def sentence(*arguments: str, **options) -> str:
+    """What is said about a call that must be refused."""
+    result = run(*arguments, **options)
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit) and "Traceback" not in result.output
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.output).split())
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        pytest.param(("--device", "cuda"), "--device cuda: torch", marks=NO_GPU),
+        (("--device", "mps"), "--device mps: the ops of this package run on cpu and cuda"),
+        (("--device", "gpu0"), "--device gpu0: expected auto, cpu, cuda or cuda:N"),
+        (("--dtype", "int8"), "'int8' is not one of 'auto', 'float32'"),
+        (("--drafter", "ngrm"), "drafter='ngrm' is not known; did you mean 'ngram'?"),
+        (("--drafter", "./nonexistent"), "'./nonexistent' is neither a file nor a folder here"),
+        ((HEAD,), f"{HEAD} is a draft head and no language model"),
+        (("./nonexistent",), "'./nonexistent' is neither a file nor a folder here, and no hub id"),
+        (("/no/such/folder",), "'/no/such/folder' is neither a file nor a folder here"),
+    ],
+    ids=str,
+)
+def test_generate_says_what_is_wrong(arguments, message):
+    assert message in sentence("generate", *arguments, *SHORT)
+
+
+@pytest.mark.parametrize("command", ["generate", "check", "bench", "inspect"])
+def test_every_command_refuses_a_device_that_is_not_there(command, tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    given = {
+        "generate": SHORT,
+        "inspect": (HEAD, "--target", TARGET, "--calibrate", str(tmp_path / "a.txt")),
+    }
+    assert "--device gpu0" in sentence(command, *given.get(command, ()), "--device", "gpu0")
+
+
+def test_a_folder_without_a_tokenizer_or_with_a_config_of_nothing(tmp_path):
+    model = shutil.copytree(TARGET, tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).unlink()
+    assert "has no tokenizer that transformers can load" in sentence("generate", str(model), *SHORT)
+    (model / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
+    found = sentence("generate", str(model), *SHORT)
+    assert "can't be loaded as a causal language model" in found
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("bad.json", "{", "bad.json is not valid JSON"),
+        ("bad.json", "[" * 100_000, "bad.json is not valid JSON"),
+        ("bad.jsonl", '"a"\n{"turns": 5}', "bad.jsonl line 2: expected a text under 'prompt'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["bench", "check"])
+def test_prompts(command, name, content, message, tmp_path):
+    (tmp_path / name).write_text(content)
+    assert message in sentence(command, "--prompts", str(tmp_path / name))
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    assert "the prompt is not text" in sentence("generate", "-p", "\udce9", "--max-new-tokens", "1")
+    assert "utf-8" in sentence("generate", "--max-new-tokens", "1", input=b"caf\xe9")
+
+
+def test_a_keyword_that_there_is_not():
+    assert "'foobar': no keyword of generate has that in its name" in sentence("keywords", "foobar")
+    assert "did you mean 'temperature'?" in sentence("keywords", "temprature")
+
+
+@pytest.mark.parametrize(
+    "command", [("generate", "org/no-such-model", "-p", "x"), ("inspect", "org/no-head")]
+)
+def test_a_name_that_is_not_on_disk_is_refused_at_once_without_a_network(command, monkeypatch):
+    """huggingface_hub alone tries for most of a minute."""
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    began = time.perf_counter()
+    message = sentence(*command)
+    assert (
+        "is neither a file nor a folder here, not in the hub's cache, and http://127.0.0.1:1"
+        in message
+    )
+    assert time.perf_counter() - began < 10
+
+
+# --- what it costs to say something ------------------------------------------------------------------
+
+LIGHT = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "numpy", "huggingface_hub"):
+            raise ImportError(f"{name} takes seconds to import")
+
+sys.meta_path.insert(0, Refuse())
+from specdec_ext.cli import app
+app(prog_name="specdec")
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--version",),
+        ("version",),
+        ("keywords", "beams"),
+        ("keywords", "--markdown"),
+        ("--help",),
+        ("bench", "--help"),
+    ],
+    ids=" ".join,
+)
+def test_what_needs_no_model_imports_neither_torch_nor_transformers(arguments):
+    done = subprocess.run([sys.executable, "-c", LIGHT, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout

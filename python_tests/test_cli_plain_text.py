@@ -1,0 +1,83 @@
+r"""Names in checkpoints and prompts are printed as they are: no markup, no escape sequences.
+
+Claim: nothing that a file holds makes a command fail or changes how anything else is shown.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from checkpoint_cases import random_head
+from rich.table import Table
+from typer.testing import CliRunner
+
+import specdec_ext
+from specdec_ext.cli import app
+from specdec_ext.cli._console import PlainConsole, printable
+
+# Markup that is not closed, is unknown to rich, or hides; emoji codes; ways to repaint a terminal.
+HOSTILE = (
+    "[/bold] [red]fits[/red] [link=x]y :smile: \x1b[2J\x1b]0;title\x07 \r\x08 \u202eslatot\u2029"
+)
+SHOWN = (
+    r"[/bold] [red]fits[/red] [link=x]y :smile: \x1b[2J\x1b]0;title\x07 \r\x08 \u202eslatot\u2029"
+)
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+
+
+def console(**options) -> PlainConsole:
+    return PlainConsole(file=io.StringIO(), width=200, **options)
+
+
+def test_what_steers_a_terminal_is_spelled_out():
+    assert printable(HOSTILE) == SHOWN
+    assert printable("plain\n\ttext, naïve — 🚨\u200d日本") == "plain\n\ttext, naïve — 🚨\u200d日本"
+    assert printable("\ud800") == "\\ud800"
+    assert printable("") == ""
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_strings_are_text_wherever_they_are_printed(terminal):
+    plain = console(force_terminal=terminal, color_system=None)
+    table = Table("a", title=HOSTILE, caption=HOSTILE)
+    table.add_column(HOSTILE)
+    table.add_row(HOSTILE, HOSTILE)
+    plain.print(HOSTILE)
+    plain.sentence(HOSTILE)
+    plain.print(table)
+    with plain.status(HOSTILE) as status:
+        status.update(HOSTILE)
+    said = plain.file.getvalue()
+    assert said.count(SHOWN) >= 2 + 5
+    assert "\x1b[2J" not in said and "\x07" not in said
+
+
+def test_a_checkpoint_does_not_dress_up_its_verdict(tmp_path):
+    folder = specdec_ext.save_draft(random_head(), tmp_path / "[red]head[/blue]\x1b[2J")
+    result = run("inspect", str(folder))
+    assert result.exit_code == 0, result.output
+    shown = result.output.replace("\n", "")  # the title breaks where the table is narrow
+    assert "[red]head[/blue]\\x1b[2J" in shown and "\x1b" not in shown
+
+
+@pytest.mark.parametrize("command", ["check", "bench"])
+def test_names_of_prompts(command, tmp_path):
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps([{"name": HOSTILE, "prompt": "def f():\n"}] * 2))
+    few = {"bench": ("--repeats", "1")}.get(command, ())
+    result = run(command, "--prompts", str(prompts), "--max-new-tokens", "2", *few)
+    assert result.exit_code == 0, result.output
+    if command == "check":
+        assert SHOWN in result.output
+    assert "\x1b" not in result.output and "\x07" not in result.output
+
+
+def test_errors_are_plain_text():
+    result = run("generate", f"./{HOSTILE}", "-p", "x")
+    assert result.exit_code == 2, result.output
+    assert "\x1b[2J" not in result.output and "\\x1b[2J" in result.output

@@ -1,0 +1,195 @@
+"""The one place that knows what ``drafter=`` may be, in Python and on the command line.
+
+A model names its drafters in its config: ``specdec_ext_draft`` is the hub id or folder of a draft head,
+``specdec_ext_draft_model`` of a draft model; a folder may be relative to the model's own, and
+``save_pretrained`` keeps both. ``"bundled"`` is what comes with this package for the target that comes with
+it. Nothing is looked for anywhere else.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
+
+from specdec_ext import assets
+from specdec_ext.checkpoints import is_draft, load_draft
+from specdec_ext.checkpoints.language_model import load_language_model, load_tokenizer
+from specdec_ext.drafters.base import Drafter
+from specdec_ext.drafters.combined import CombinedDrafter
+from specdec_ext.drafters.draft_model import DraftModelDrafter
+from specdec_ext.drafters.head import HeadDrafter
+from specdec_ext.drafters.ngram import NgramDrafter
+from specdec_ext.head import DraftHead
+from specdec_ext.medusa import MedusaHeads
+from specdec_ext.target.wrapped import unwrapped
+
+# Name -> module of this package and what makes the drafter, called without arguments.
+_MADE = {
+    "ngram": ("ngram", "NgramDrafter"),
+    "suffix": ("suffix", "SuffixDrafter"),
+    "lookahead": ("lookahead", "LookaheadDrafter"),
+}
+# Name -> the field of the model's config that says which one, what that is, and the bundled one.
+_OF_MODEL: dict[str, tuple[str, str, Callable[[], Any]]] = {
+    "head": ("specdec_ext_draft", "draft head", assets.load_head),
+    "draft": ("specdec_ext_draft_model", "draft model", assets.load_draft),
+}
+BUNDLED = "bundled"
+NAMES = ("auto", "none", *_MADE, *_OF_MODEL)
+_EXPECTED = (
+    f"expected one of {list(NAMES)}, the folder or hub id of a draft head or a draft model, "
+    "None, a Hugging Face model or a specdec_ext.Drafter"
+)
+
+# What was loaded for a target, by where it came from, and when that was written: read and packed once. Calls
+# draft with copies, which share the weights alone.
+_Loaded = dict[str, tuple[object, Drafter]]
+_loaded: WeakKeyDictionary[PreTrainedModel, _Loaded] = WeakKeyDictionary()
+
+
+def checked_drafter(drafter: Any) -> Drafter | str | Path | None:
+    """``drafter=`` as far as it goes without a target: heads and models as their drafters, names as they are.
+
+    Raises:
+        ValueError: for a text that is neither a name nor like a path or a hub id.
+        TypeError: for an object that is neither a drafter, a head nor a model.
+    """
+    if drafter is None or isinstance(drafter, (Drafter, Path)):
+        return drafter
+    if isinstance(drafter, str):
+        if drafter in NAMES or "/" in drafter or Path(drafter).exists():
+            return drafter
+        close = get_close_matches(drafter, NAMES, n=1)
+        meant = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"drafter={drafter!r} is not known{meant}; {_EXPECTED}")
+    if isinstance(drafter, (DraftHead, MedusaHeads)):
+        return _of_head(drafter)
+    if isinstance(unwrapped(drafter), PreTrainedModel):
+        return DraftModelDrafter(unwrapped(drafter))
+    raise TypeError(f"drafter is a {type(drafter).__name__}; {_EXPECTED}")
+
+
+def resolve_drafter(drafter: Any, model: PreTrainedModel, tokenizer: Any = None) -> Drafter | None:
+    """What ``generate(drafter=...)`` accepts -> a drafter for one call, or None for plain decoding.
+
+    Args:
+        drafter: None or "none"; "ngram", "suffix", "lookahead"; "head" or "draft", the draft head or draft
+            model that the config of ``model`` names; "auto", n-gram copies in front of that head if there is
+            one; folder or hub id of a draft head or a draft model; a head or a model; a ``Drafter``.
+        model: the target. What is loaded for it from a folder or the hub stays as long as it does; a draft
+            model is loaded in its dtype and onto its device.
+        tokenizer: of the target, to compare with the one in a draft model's folder; by default the one in the
+            target's own folder. Without both, ids are taken to mean the same to both models.
+
+    Raises:
+        ValueError: for an unknown name, a name that this model has nothing for, or a checkpoint that can't be
+            used with it.
+        OSError: for a path or hub id with nothing behind it.
+        TypeError: for an object that is neither a drafter, a head nor a model.
+    """
+    drafter = checked_drafter(drafter)
+    if not isinstance(drafter, (str, Path)):
+        return drafter
+    if drafter == "none":
+        return None
+    if drafter == "auto":
+        return _auto(model, tokenizer)
+    if drafter in _MADE:
+        module, class_name = _MADE[drafter]
+        made: Drafter = getattr(import_module(f"specdec_ext.drafters.{module}"), class_name)()
+        return made
+    if drafter in _OF_MODEL:
+        return _of_model(drafter, model, tokenizer)
+    return _from_place(str(drafter), model, tokenizer)
+
+
+def _auto(model: PreTrainedModel, tokenizer: Any) -> Drafter:
+    if getattr(model.config, _OF_MODEL["head"][0], None) is None:
+        return NgramDrafter()
+    return CombinedDrafter(NgramDrafter(), _of_model("head", model, tokenizer))
+
+
+def _of_model(name: str, model: PreTrainedModel, tokenizer: Any) -> Drafter:
+    """The head or draft model that the config of ``model`` names."""
+    field, what, load_bundled = _OF_MODEL[name]
+    named = getattr(model.config, field, None)
+    if named is None:
+        raise ValueError(
+            f"drafter={name!r} is the {what} that model.config.{field} names, and the config of this "
+            f"{type(model).__name__} names none; set it, pass the folder or hub id of a {what}, or use "
+            "drafter='auto'"
+        )
+    if not isinstance(named, str) or not named:
+        raise ValueError(
+            f"model.config.{field} is {named!r}; expected the folder or hub id of a {what}, or leave it out"
+        )
+    if named == BUNDLED:
+        return _kept(f"{BUNDLED} {name}", None, model, lambda: _prepared(load_bundled(), model))
+    beside = Path(str(model.config._name_or_path)) / named
+    return _from_place(str(beside) if beside.is_dir() else named, model, tokenizer)
+
+
+def _from_place(place: str, model: PreTrainedModel, tokenizer: Any) -> Drafter:
+    """The head or draft model in a folder, a file or on the hub."""
+
+    def load() -> Drafter:
+        if is_draft(place):
+            return _prepared(load_draft(place, keep=False), model)
+        return _draft_model(place, model, tokenizer)
+
+    path = Path(place)
+    files = sorted(path.iterdir()) if path.is_dir() else [path] if path.exists() else []
+    written = tuple((file.name, file.stat().st_mtime_ns) for file in files)
+    return _kept(place, written, model, load)
+
+
+def _kept(
+    place: str, written: object, model: PreTrainedModel, load: Callable[[], Drafter]
+) -> Drafter:
+    """What is loaded from a place, once for this state of the place and of the model."""
+    state = written, model.dtype, model.device
+    kept = _loaded.setdefault(model, {})
+    if place not in kept or kept[place][0] != state:
+        kept[place] = state, load()
+    return copy.copy(kept[place][1])
+
+
+def _prepared(loaded: Any, model: PreTrainedModel) -> Drafter:
+    if isinstance(loaded, PreTrainedModel):
+        return DraftModelDrafter(loaded.to(model.device, model.dtype))  # type: ignore[arg-type]
+    drafter = _of_head(loaded)
+    drafter.feature_layers(model)  # checks the pair, and packs the weights that the copies share
+    return drafter
+
+
+def _draft_model(place: str, model: PreTrainedModel, tokenizer: Any) -> Drafter:
+    draft = load_language_model(place, model.dtype, model.device)
+    own = str(model.config._name_or_path)
+    if tokenizer is None and own:
+        tokenizer = _tokenizer_in(own)
+    of_draft = _tokenizer_in(place)
+    if tokenizer is None or of_draft is None:
+        return DraftModelDrafter(draft)
+    return DraftModelDrafter(draft, tokenizer=of_draft, target_tokenizer=tokenizer)
+
+
+def _tokenizer_in(place: str) -> Any:
+    try:
+        return load_tokenizer(place)
+    except (OSError, ValueError):
+        return None
+
+
+def _of_head(head: DraftHead | MedusaHeads) -> Drafter:
+    if isinstance(head, DraftHead):
+        return HeadDrafter(head)
+    from specdec_ext.drafters.medusa import MedusaDrafter
+
+    return MedusaDrafter(head)
