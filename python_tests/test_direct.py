@@ -16,7 +16,7 @@ from specdec_ext.target import direct, make_target
 from specdec_ext.target.direct import direct_pass
 from specdec_ext.target.features import FeatureTap
 from specdec_ext.target.linears import plain_linears, row_invariant_linears
-from specdec_ext.target.replaced import replaced_forward
+from specdec_ext.target.patching.forwards import replaced_forward
 
 DIRECT = {"llama", "qwen3", "mistral-window"}
 TREE = DraftTree(

@@ -268,8 +268,7 @@ def test_a_scan_that_starts_from_a_state(gated):
     x, dt, z = normal(2, 6, 9), normal(2, 6, 9), normal(2, 6, 9)
     A, B, C = -normal(6, 4).exp(), normal(2, 4, 9), normal(2, 4, 9)
     fixed = dict(delta_bias=normal(6), delta_softplus=True, return_last_state=True)
-    scans._wrap_scan(modeling_mamba)
-    scan = modeling_mamba.mamba_selective_scan
+    scan = scans._with_initial_state(modeling_mamba.mamba_selective_scan)
 
     def run(part: slice, state: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         token = scans._initial.set(None if state is None else iter([state]))

@@ -36,6 +36,7 @@ from tiny import (
     tiny_model,
 )
 from tokenizers import Tokenizer, models
+from traces import traces
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -43,12 +44,10 @@ from transformers import (
     PreTrainedTokenizerFast,
     TextIteratorStreamer,
 )
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import specdec_ext
 from specdec_ext import HeadDrafter, LookaheadDrafter, NgramDrafter, SuffixDrafter
-from specdec_ext.target import cache, masks, replaced, slots
+from specdec_ext.target import cache, slots
 
 NEW_TOKENS = 14
 RAGGED = (9, 3, 6)
@@ -69,20 +68,6 @@ def generate(shape=oracle_tree, name: str = "llama", lengths=RAGGED, **kwargs):
         kwargs["drafter"] = ScriptedDrafter(generated(text, ids.shape[1]), shape)
     kwargs = dict(attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False) | kwargs
     return specdec_ext.generate(tiny_model(name), ids, **kwargs)
-
-
-def traces(model) -> dict:
-    """Whatever a call changes for its own time."""
-    modules = list(model.modules())
-    return {
-        "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules),
-        "attributes": [sorted(vars(module)) for module in modules],
-        "attention": ALL_ATTENTION_FUNCTIONS["sdpa"],
-        "masks": [ALL_MASK_ATTENTION_FUNCTIONS[name] for name in ("sdpa", "eager")],
-        "block": masks._current.get(),
-        "replaced": replaced._open.get(),
-        "modes": (torch.is_inference_mode_enabled(), torch.is_grad_enabled(), model.training),
-    }
 
 
 # --- limits inside a block

@@ -39,6 +39,7 @@ from specdec_ext.speculation import Speculation, resolve_speculation
 from specdec_ext.stopping import StopRule
 from specdec_ext.target import Target, make_target
 from specdec_ext.target.context_limit import Span
+from specdec_ext.target.patching.changes import current_changes, transactional
 from specdec_ext.target.wrapped import (
     agreed_clock,
     agreed_seed,
@@ -53,7 +54,7 @@ from specdec_ext.target.wrapped import (
 BLOCK_SLOTS = 64
 
 
-@torch.no_grad()
+@transactional
 def generate(
     model: PreTrainedModel,
     inputs: Tensor | None = None,
@@ -137,7 +138,8 @@ def generate(
         stop_strings=_take_stop_strings(kwargs, model.generation_config),
         synced_gpus=synced_gpus,
     )
-    return generate_through(model, inputs, hook, kwargs)
+    with torch.no_grad():
+        return generate_through(model, inputs, hook, kwargs)
 
 
 def custom_generate(
@@ -166,6 +168,7 @@ def custom_generate(
     if stop_strings is not None and tokenizer is None:
         raise ValueError("stop_strings needs tokenizer=..., to match texts against tokens")
 
+    @transactional
     def speculate(
         model: PreTrainedModel,
         input_ids: Tensor,
@@ -236,6 +239,7 @@ def _decode(
         config,
         _span(input_ids, past_key_values, model_kwargs, stop),
     )
+    current_changes().on_failure(target.abandon)
     drafter = _served(target, drafter, explicit, len(input_ids))
     if drafter is not None:
         target.tap(drafter.feature_layers(model))
@@ -261,11 +265,7 @@ def _decode(
     stream = TokenStream(streamer, context) if streamer is not None else None
     policy = _policy(speculation, drafter, model, sampler)
     decoder = Decoder(target, drafter, sampler, stop, context, recorder, stream, policy)
-    try:
-        sequences = context.sequences(decoder.run())
-    except BaseException:
-        target.abandon()
-        raise
+    sequences = context.sequences(decoder.run())
     if stream is not None:
         stream.end()
     if config.return_dict_in_generate:

@@ -24,6 +24,7 @@ from specdec_ext.ops.quantise import weight_dtype
 from specdec_ext.sampler import Accepted
 from specdec_ext.target import TargetOutput
 from specdec_ext.target.branches import padded
+from specdec_ext.target.patching.changes import inference_mode
 from specdec_ext.tree import DraftTree
 from specdec_ext.tree_config import Shape, TreeConfig
 
@@ -174,7 +175,7 @@ class HeadDrafter(Drafter):
             tokens, parents = tokens[context.rows], parents[context.rows]
         return DraftTree(tokens.to(context.device), parents.to(context.device))
 
-    @torch.inference_mode()
+    @inference_mode()
     def _draft(self, new: Elements, context: Context, tree: TreeConfig) -> tuple[Tensor, Tensor]:
         """Read ``new`` and draft for every row of the batch: ``(tokens, parents)``."""
         assert self._bound is not None

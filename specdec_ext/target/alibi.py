@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from specdec_ext.target.arguments import Sliced, call_with, innermost_taking
 from specdec_ext.target.masks import BlockVisibility, current_block
-from specdec_ext.target.replaced import Replacement
+from specdec_ext.target.patching.forwards import Replacement
 
 
 def alibi_of(model: PreTrainedModel) -> list[Replacement]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -99,6 +100,7 @@ def attach_rule(mask: Tensor, rule: MaskRule) -> None:
 _FOREIGN = ("position_bias", "cache", "softcap")
 
 
+@cache
 def with_tree_attention(original: Callable) -> Callable:
     """``tree_attention`` in front of what is registered for "sdpa"."""
 

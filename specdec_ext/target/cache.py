@@ -21,6 +21,7 @@ from specdec_ext.compat import (
     LinearAttentionLayer,
     cropped_length,
 )
+from specdec_ext.target.patching.changes import inference_mode
 
 GROWTH = (
     256  # slots, at least; growing in steps keeps reallocation rare without doubling the memory
@@ -94,7 +95,7 @@ class RollbackLayer(DynamicLayer):
         rows, heads, _, dim = like.shape
         # Zeros, not garbage: a slot that stays unused is masked, but NaN times zero is NaN.
         # A cache outlives the call: made in inference mode, nobody else could write to it.
-        with torch.inference_mode(False):
+        with inference_mode(False):
             return torch.zeros(rows, heads, slots, dim, dtype=like.dtype, device=like.device)
 
     def update(

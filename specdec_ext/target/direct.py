@@ -37,7 +37,7 @@ from specdec_ext.target.attention import TreeBlock
 from specdec_ext.target.cache import RollbackLayer
 from specdec_ext.target.features import TapHook
 from specdec_ext.target.linears import is_plain
-from specdec_ext.target.replaced import own_forward_replaced
+from specdec_ext.target.patching.forwards import own_forward_replaced
 
 # Modules of transformers whose classes are the pattern, and what their names begin with.
 _FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}

@@ -6,19 +6,50 @@ cache. Hooks on the tapped layers keep what is asked for.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from specdec_ext.target.patching.changes import binding, joined_changes
 
-class TapHook(partial[None]):
-    """A hook of a :class:`FeatureTap`, which changes nothing and acts in its own thread only."""
+_recorded: ContextVar[tuple[FeatureTap, dict[int, Tensor]] | None] = ContextVar(
+    "specdec_recorded_features", default=None
+)
+
+
+class TapHook:
+    """The hook of a :class:`FeatureTap` on one module: changes nothing, and acts while that records."""
+
+    def __init__(self, tap: FeatureTap, index: int, module: nn.Module, after: bool):
+        self._tap, self._index, self._module, self._after = tap, index, module, after
+
+    def register(self) -> None:
+        if self._after:
+            self._module.register_forward_hook(self)
+        else:
+            self._module.register_forward_pre_hook(self, with_kwargs=True)
+
+    def remove(self) -> None:
+        """From the module, however far :meth:`register` came."""
+        for hooks in (self._module._forward_hooks, self._module._forward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if hook is self]:
+                hooks.pop(key, None)
+                self._module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], other: Any) -> None:
+        """``other`` is the output, or the keywords of the call."""
+        tap, taken = _recorded.get() or (None, {})
+        if tap is not self._tap:
+            return
+        if not self._after:
+            taken[self._index] = args[0] if args else other["hidden_states"]
+        else:
+            taken[self._index] = other if isinstance(other, Tensor) else other[0]
 
 
 class FeatureTap:
@@ -74,31 +105,15 @@ class FeatureTap:
         """
         states: list[Tensor] = []
         taken: dict[int, Tensor] = {}
-        thread = threading.get_ident()
+        with joined_changes() as changes:
+            changes.make(self, ((hook.register, hook.remove) for hook in self._hooks()))
+            with binding(_recorded, (self, taken)):
+                yield states
+        states.extend(taken[index] for index in range(len(self._sources)))
 
-        def before(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, index: int
-        ) -> None:
-            if threading.get_ident() == thread:
-                taken[index] = args[0] if args else kwargs["hidden_states"]
-
-        def after(module: nn.Module, args: tuple[Any, ...], output: Any, *, index: int) -> None:
-            if threading.get_ident() == thread:
-                taken[index] = output if isinstance(output, Tensor) else output[0]
-
-        handles = []
+    def _hooks(self) -> Iterator[TapHook]:
         for index, (layer, source) in enumerate(zip(self._layers, self._sources, strict=True)):
-            if layer in self._after:
-                handles.append(source.register_forward_hook(TapHook(after, index=index)))
-            else:
-                hook = TapHook(before, index=index)
-                handles.append(source.register_forward_pre_hook(hook, with_kwargs=True))
-        try:
-            yield states
-            states.extend(taken[index] for index in range(len(handles)))
-        finally:
-            for handle in handles:
-                handle.remove()
+            yield TapHook(self, index, source, after=layer in self._after)
 
 
 def side_by_side(states: Sequence[Tensor]) -> tuple[Tensor, ...]:

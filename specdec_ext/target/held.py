@@ -23,7 +23,8 @@ from transformers.cache_utils import Cache
 
 from specdec_ext.compat import LinearAttentionCacheLayerMixin
 from specdec_ext.target.arguments import twin
-from specdec_ext.target.replaced import replaced_forward
+from specdec_ext.target.patching.changes import binding
+from specdec_ext.target.patching.forwards import replaced_forward
 
 # The layer of the cache for each module, in the pass that this thread is in.
 _layers: ContextVar[dict[nn.Module, Any]] = ContextVar("specdec_held_states")
@@ -59,12 +60,9 @@ def _recurrent_layers(cache: Cache) -> list[Any]:
 @contextmanager
 def held_in(cache: Cache, blocks: Sequence[nn.Module]) -> Iterator[None]:
     """Let these blocks keep their states in the recurrent layers of ``cache``, in this thread."""
-    token = _layers.set(dict(zip(blocks, _recurrent_layers(cache), strict=True)))
-    try:
-        with replaced_forward(blocks, _with_states_of_cache):
-            yield
-    finally:
-        _layers.reset(token)
+    layers = dict(zip(blocks, _recurrent_layers(cache), strict=True))
+    with binding(_layers, layers), replaced_forward(blocks, _with_states_of_cache):
+        yield
 
 
 def _with_states_of_cache(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec_ext import ops
-from specdec_ext.target.replaced import own_forward_replaced, replaced_forward
+from specdec_ext.target.patching.forwards import own_forward_replaced, replaced_forward
 
 # Rows of a decoding pass up to which the op is used. Beyond, arithmetic is the limit and torch's
 # product is as good.
@@ -54,7 +54,11 @@ def plain_linears(model: nn.Module) -> list[nn.Linear]:
         module._compiled_call_impl is not None for module in modules
     ):
         return []
-    return [module for module in modules if type(module) is nn.Linear and is_plain(module)]
+    return [
+        module
+        for module in modules
+        if type(module) is nn.Linear and is_plain(module) and not own_forward_replaced(module)
+    ]
 
 
 def is_plain(module: nn.Linear) -> bool:
@@ -74,6 +78,4 @@ def row_invariant_linears(modules: Sequence[nn.Linear]) -> AbstractContextManage
 
     Contexts may nest, and be open in several threads for the same modules.
     """
-    return replaced_forward(
-        [module for module in modules if not own_forward_replaced(module)], _linear
-    )
+    return replaced_forward(modules, _linear)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from specdec_ext.target.arguments import Sliced, twin
 from specdec_ext.target.masks import current_block
-from specdec_ext.target.replaced import Replacement
+from specdec_ext.target.patching.forwards import Replacement
 
 
 def local_attention_of(model: PreTrainedModel) -> list[Replacement]:

@@ -12,10 +12,10 @@ Where the rule is one that ``tree_attention`` knows, the mask carries it (``atte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -35,7 +35,8 @@ from specdec_ext.target.attention import (
     attach_rule,
     with_tree_attention,
 )
-from specdec_ext.target.registered import in_front
+from specdec_ext.target.patching.changes import Entry, binding, joined_changes
+from specdec_ext.target.patching.registries import registered
 
 SUPPORTED_IMPLEMENTATIONS = ("sdpa", "eager")
 
@@ -113,17 +114,10 @@ _current: ContextVar[BlockVisibility | None] = ContextVar("specdec_block_visibil
 @contextmanager
 def visibility(block: BlockVisibility) -> Iterator[None]:
     """Within this context, models called in this thread build their masks from ``block``."""
-    token = _current.set(block)
-    try:
-        with ExitStack() as stack:
-            for name, wrap in _MASKS.items():
-                stack.enter_context(in_front(ALL_MASK_ATTENTION_FUNCTIONS, name, wrap))
-            stack.enter_context(
-                in_front(ALL_ATTENTION_FUNCTIONS, IMPLEMENTATION, with_tree_attention)
-            )
+    with joined_changes() as changes:
+        changes.patch(_entries, _entries)
+        with binding(_current, block):
             yield
-    finally:
-        _current.reset(token)
 
 
 def current_block() -> BlockVisibility | None:
@@ -168,6 +162,7 @@ def _captured(function: Callable) -> Any:
     return cells[0].cell_contents if len(cells) == 1 else None
 
 
+@cache
 def _wrapped(original: Callable, additive: bool) -> Callable:
     def block_mask(
         batch_size: int,
@@ -203,5 +198,14 @@ def _wrapped(original: Callable, additive: bool) -> Callable:
     return block_mask
 
 
-# eager attention adds its mask to the scores: a boolean one would be silently wrong
-_MASKS = {name: partial(_wrapped, additive=name == "eager") for name in SUPPORTED_IMPLEMENTATIONS}
+def _entries() -> list[Entry]:
+    """What transformers' models look up in a block pass."""
+    masks, attention = ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS
+    # eager attention adds its mask to the scores: a boolean one would be silently wrong
+    wraps = {
+        name: partial(_wrapped, additive=name == "eager") for name in SUPPORTED_IMPLEMENTATIONS
+    }
+    return [
+        *(registered(masks, name, wrap) for name, wrap in wraps.items()),
+        registered(attention, IMPLEMENTATION, with_tree_attention),
+    ]

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from specdec_ext.target.alibi import alibi_of
 from specdec_ext.target.local import local_attention_of
+from specdec_ext.target.patching.forwards import Replacement, replaced_forward
 from specdec_ext.target.positions import distances_of, positions_of
-from specdec_ext.target.replaced import Replacement, replaced_forward
 from specdec_ext.target.selection import selection_of
 from specdec_ext.target.steps import steps_of
 from specdec_ext.target.temperature import temperature_of

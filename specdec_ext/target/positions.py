@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from specdec_ext.target.arguments import call_with, innermost_taking, takes
 from specdec_ext.target.masks import current_block
-from specdec_ext.target.replaced import Replacement
+from specdec_ext.target.patching.forwards import Replacement
 
 
 def positions_of(model: PreTrainedModel) -> list[Replacement]:

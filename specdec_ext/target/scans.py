@@ -12,22 +12,21 @@ own: ``exp(A (dt_1 + ... + dt_t)) h_0``. That is put on top of whatever implemen
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from specdec_ext.target.replaced import replaced_forward
+from specdec_ext.target.patching.changes import binding, joined_changes
+from specdec_ext.target.patching.forwards import replaced_forward
 
 SCAN = "mamba_selective_scan"
 # Initial states of the scans that the mixer under way will run, one per head of its own scan.
 _initial: ContextVar[Iterator[Tensor] | None] = ContextVar("specdec_scan_states", default=None)
-_ours: set[Callable] = set()
-_lock = threading.Lock()
 
 
 def stateless_scans(model: nn.Module) -> list[nn.Module]:
@@ -49,17 +48,16 @@ def can_continue(mixer: nn.Module) -> bool:
     return hasattr(sys.modules[type(mixer).__module__], SCAN)
 
 
-def continuing(mixers: Sequence[nn.Module]) -> AbstractContextManager[None]:
+@contextmanager
+def continuing(mixers: Sequence[nn.Module]) -> Iterator[None]:
     """Let the scans of these modules start from the cached states, in this thread."""
-    for name in {type(mixer).__module__ for mixer in mixers}:
-        _wrap_scan(sys.modules[name])
-    return replaced_forward(mixers, _continue)
-
-
-def _wrap_scan(module: Any) -> None:
-    with _lock:  # wrapped twice, it would add the states twice
-        if getattr(module, SCAN) not in _ours:
-            setattr(module, SCAN, _with_initial_state(getattr(module, SCAN)))
+    modules = {type(mixer).__module__ for mixer in mixers}
+    with joined_changes() as changes, replaced_forward(mixers, _continue):
+        changes.patch(
+            (continuing, frozenset(modules)),
+            lambda: [(vars(sys.modules[name]), SCAN, _with_initial_state) for name in modules],
+        )
+        yield
 
 
 def _continue(
@@ -74,13 +72,11 @@ def _continue(
     if hidden_states.shape[1] == 1 or state is None:
         return forward(hidden_states, cache_params, *args, **kwargs)
     # Zamba's mixers scan head by head: [rows, heads, channels, state] instead of [rows, channels, state].
-    token = _initial.set(iter(state.unbind(1) if state.ndim == 4 else [state]))
-    try:
+    with binding(_initial, iter(state.unbind(1) if state.ndim == 4 else [state])):
         return forward(hidden_states, cache_params, *args, **kwargs)
-    finally:
-        _initial.reset(token)
 
 
+@cache
 def _with_initial_state(scan: Callable[..., Any]) -> Callable[..., Any]:
     def selective_scan(
         x: Tensor,
@@ -126,5 +122,4 @@ def _with_initial_state(scan: Callable[..., Any]) -> Callable[..., Any]:
             return out
         return out, result[1] + carried[:, :, -1].to(result[1].dtype)
 
-    _ours.add(selective_scan)
     return selective_scan

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from specdec_ext.target.arguments import call_with, twin
 from specdec_ext.target.masks import BlockVisibility, current_block
-from specdec_ext.target.replaced import Replacement
+from specdec_ext.target.patching.forwards import Replacement
 
 
 def selection_of(model: PreTrainedModel) -> list[Replacement]:

@@ -45,6 +45,7 @@ from specdec_ext.target.linears import (
 )
 from specdec_ext.target.masks import BlockVisibility, unpack_ancestors, visibility
 from specdec_ext.target.model import NO_LIMIT, Target, TargetOutput
+from specdec_ext.target.patching.changes import inference_mode, joined_changes
 from specdec_ext.target.placements import placed, placements
 from specdec_ext.target.prompt import Prompt
 from specdec_ext.target.scans import continuing, stateless_scans
@@ -358,7 +359,8 @@ class SlotTarget(Target):
         # the cache (RollbackLayer._allocate, States.release) and recorded outputs (Recorder copies them).
         self.begun = True
         with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode())
+            stack.enter_context(joined_changes())  # outside of a call, those of this pass
+            stack.enter_context(inference_mode())
             if block is not None:
                 stack.enter_context(visibility(block))
                 stack.enter_context(placed(self._placements))
@@ -406,7 +408,7 @@ class SlotTarget(Target):
         origins = torch.tensor(branches.origins, device=device)
         self._block = _Block(tree, drafts, undoable, branches if branches.split else None)
         if undoable:
-            with torch.inference_mode():
+            with inference_mode():
                 self._states.branch(origins)
         if not branches.split:
             return self._score(tree)
@@ -453,7 +455,7 @@ class SlotTarget(Target):
         self._hold(self._start, slack)
         return agrees(self.model, directly.logits, by_modules.logits)
 
-    @torch.inference_mode()
+    @inference_mode()
     def _score_directly(self, tree: DraftTree, block: TreeBlock, positions: Tensor) -> TargetOutput:
         """The pass without transformers."""
         assert self._direct is not None
@@ -551,7 +553,7 @@ class SlotTarget(Target):
         kept, origins = torch.tensor(settled, device=device), torch.tensor(rows, device=device)
         if branches is not None or not all(settled):
             assert block.undoable
-            with torch.inference_mode():
+            with inference_mode():
                 self._states.join(origins, kept)
         if branches is not None:
             for layer in self._layers:
@@ -583,7 +585,7 @@ class SlotTarget(Target):
         for layer in self._layers:
             layer.reorder_rows(index)
         if self._states:
-            with torch.inference_mode():
+            with inference_mode():
                 self._states.reorder(order, active)
         kept = index[:active]
         for name in (*_PER_ROW, "_row_slots"):
@@ -612,7 +614,7 @@ class SlotTarget(Target):
 
     def _finish_states(self, last_tokens: Tensor, early: Tensor, columns: Tensor) -> None:
         """Read what is unread, and the last tokens of the rows that ended early."""
-        with torch.inference_mode():
+        with inference_mode():
             self._states.reorder(range(self._active), self._active)
         unread = torch.tensor([len(tokens) for tokens in self._unread], device=columns.device)
         self._row_slots = columns - 1 - unread

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec_ext.compat import LinearAttentionCacheLayerMixin
+from specdec_ext.target.patching.changes import inference_mode
 
 
 class States:
@@ -73,6 +74,6 @@ class States:
 
     def release(self) -> None:
         """Make them what the caller may write to: ordinary tensors, all rows in the order of the cache."""
-        with torch.inference_mode(False):
+        with inference_mode(False):
             for store, index in self._places():
                 store[index] = store[index].clone()

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from specdec_ext.target.arguments import twin
 from specdec_ext.target.masks import current_block
-from specdec_ext.target.replaced import Replacement
+from specdec_ext.target.patching.forwards import Replacement
 
 _UNLIMITED = (0.0, math.inf)
 

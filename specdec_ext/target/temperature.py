@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from specdec_ext.target.arguments import twin
 from specdec_ext.target.masks import current_block
-from specdec_ext.target.replaced import Replacement
+from specdec_ext.target.patching.forwards import Replacement
 
 
 def temperature_of(model: PreTrainedModel) -> list[Replacement]:

@@ -1,34 +1,33 @@
 """Replacing the ``forward`` of modules for a while, in one thread.
 
-A replacement acts only in the thread that opened it; other threads that call the same modules meanwhile get
-what the modules compute themselves. Afterwards the modules are as they were.
+A replacement acts only in the thread that opened it, and while it is open. Other threads that call the same
+modules meanwhile get what the modules compute themselves. After the call the modules are as they were.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from torch import nn
+
+from specdec_ext.target.patching.changes import binding, joined_changes
 
 # compute(module, its own forward, *args, **kwargs) -> what forward returns
 Compute = Callable[..., Any]
 Replacement = tuple[Sequence[nn.Module], Compute]
 
 _open: ContextVar[frozenset[Compute]] = ContextVar("specdec_replaced_forwards", default=frozenset())
-_lock = threading.Lock()
 
 
 class _Forward:
-    """What stands in for ``forward`` of one module while any thread has it open."""
+    """What stands in for ``forward`` of one module while any call may replace it."""
 
-    def __init__(self, module: nn.Module, compute: Compute):
-        self.module, self.compute = module, compute
-        self.instance_forward = module.__dict__.get("forward")
-        self.users = 0
+    def __init__(self, module: nn.Module, compute: Compute, instance_forward: Any):
+        self.module, self.compute, self.instance_forward = module, compute, instance_forward
 
     @property
     def own(self) -> Callable[..., Any]:
@@ -41,19 +40,11 @@ class _Forward:
             return self.compute(self.module, self.own, *args, **kwargs)
         return self.own(*args, **kwargs)
 
-    def remove(self) -> None:
-        if self.module.__dict__.get("forward") is not self:
-            return  # somebody else has replaced ours meanwhile
-        if self.instance_forward is None:
-            del self.module.__dict__["forward"]
-        else:
-            self.module.__dict__["forward"] = self.instance_forward
-
 
 def own_forward_replaced(module: nn.Module) -> bool:
     """Whether somebody else (an offloading library, say) has replaced this module's ``forward``."""
     forward = module.__dict__.get("forward")
-    if type(forward) is _Forward:
+    while type(forward) is _Forward:
         forward = forward.instance_forward
     return forward is not None
 
@@ -63,22 +54,12 @@ def replaced_forward(modules: Sequence[nn.Module], compute: Compute) -> Iterator
     """Let ``compute`` stand in for the ``forward`` of these modules in this thread.
 
     Contexts may nest, and be open in several threads for the same modules; a module has one replacement.
+    The modules are prepared once for all contexts of a call that are given the same sequence.
     """
-    opened: list[_Forward] = []
-    with _lock:
-        for module in modules:
-            forward = module.__dict__.get("forward")
-            if type(forward) is not _Forward:
-                forward = module.__dict__["forward"] = _Forward(module, compute)
-            forward.users += 1
-            opened.append(forward)
-    token = _open.set(_open.get() | {compute})
-    try:
-        yield
-    finally:
-        _open.reset(token)
-        with _lock:
-            for ours in opened:
-                ours.users -= 1
-                if ours.users == 0:
-                    ours.remove()
+    with joined_changes() as changes:
+        changes.patch(
+            (compute, id(modules)),
+            lambda: [(vars(each), "forward", partial(_Forward, each, compute)) for each in modules],
+        )
+        with binding(_open, _open.get() | {compute}):
+            yield
