@@ -344,14 +344,14 @@ def cells(head: str, machine: str, which: str, row: dict[str, float]) -> list[st
 
 def draw(intervals: list[Interval], title: str, path: Path) -> None:
     """Memory above what the warps compute, one level long."""
-    import matplotlib
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    colors = plt.get_cmap("tab10").colors
+    colors = colormaps["tab10"].colors
     ops = list(dict.fromkeys(each.op for each in intervals))
-    figure, axes = plt.subplots(figsize=(11, 2.6), layout="constrained")
+    figure = Figure(figsize=(11, 2.6), layout="constrained")
+    axes = figure.subplots()
     for each in intervals:
         height = 1 if each.actor == "memory" else 0
         width = each.end_us - each.begin_us
@@ -359,7 +359,7 @@ def draw(intervals: list[Interval], title: str, path: Path) -> None:
         axes.barh(height, width, 0.7, each.begin_us, color=color, edgecolor="white", linewidth=0.5)
         if width > intervals[-1].end_us / 14:
             axes.text(each.begin_us + width / 2, height, each.op, ha="center", va="center")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colors[i % len(colors)]) for i in range(len(ops))]
+    handles = [Rectangle((0, 0), 1, 1, color=colors[i % len(colors)]) for i in range(len(ops))]
     axes.legend(handles, ops, ncols=len(ops), loc="upper center", bbox_to_anchor=(0.5, -0.28))
     axes.set_yticks([0, 1], ["warps compute", "weights from memory"])
     axes.set_xlabel("microseconds (estimate)")
@@ -367,7 +367,6 @@ def draw(intervals: list[Interval], title: str, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def one_level(intervals: list[Interval]) -> list[Interval]:

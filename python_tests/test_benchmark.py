@@ -5,6 +5,8 @@ No number here is a time: what is timed is the machine's business.
 
 import json
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 from rich.console import Console
 from tiny import VOCAB, prompts, tiny_model
 
+import specdec_ext
 from specdec_ext import ComparedRuns, DraftTree, SpeculationStats, assets, benchmark
 from specdec_ext.benchmark import (
     Report,
@@ -229,6 +232,30 @@ def test_single_rows_meet_all_of_hugging_faces_ways(tmp_path):
     assert record["settings"]["max_new_tokens"] == 4
     benchmark.plot([report, report], tmp_path / "bars.png")
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_leaves_matplotlib_to_its_user(tmp_path):
+    """A notebook goes on with its backend and its figures, and what it draws later is shown."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    before = pyplot.get_backend()
+    try:
+        pyplot.switch_backend("svg")
+        figure = pyplot.figure()
+        benchmark.plot([hand_made_report()], tmp_path / "bars.png")
+        assert pyplot.get_backend() == "svg"
+        assert pyplot.get_fignums() == [figure.number]
+    finally:
+        pyplot.close("all")
+        pyplot.switch_backend(before)
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_module_chooses_a_backend():
+    """Neither ``pyplot``, which keeps figures for its user, nor ``matplotlib.use``."""
+    root = Path(specdec_ext.__file__).parent
+    sources = [*root.rglob("*.py"), *(root.parent / "profiling").glob("*.py")]
+    naming = [path for path in sources if re.search(r"pyplot|matplotlib\.use", path.read_text())]
+    assert len(sources) > 100 and not naming
 
 
 def hand_made_report():

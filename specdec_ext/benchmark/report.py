@@ -135,18 +135,11 @@ def position_table(series: Series) -> Table:
 
 def plot(reports: Sequence[Report], path: Path) -> None:
     """Bars of tokens per second, a panel per report, whiskers for the intervals of the ratios."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     sizes = [len(report.series) for report in reports]
-    figure, panels = pyplot.subplots(
-        len(reports),
-        figsize=(9, 0.42 * sum(sizes) + 0.9 * len(reports) + 0.4),
-        height_ratios=sizes,
-        squeeze=False,
-    )
+    figure = Figure(figsize=(9, 0.42 * sum(sizes) + 0.9 * len(reports) + 0.4))
+    panels = figure.subplots(len(reports), height_ratios=sizes, squeeze=False)
     for axes, report in zip(panels[:, 0], reports, strict=True):
         rows = report.rows()
         base = report.series[report.baseline].median_tokens_per_second
@@ -172,7 +165,6 @@ def plot(reports: Sequence[Report], path: Path) -> None:
     figure.suptitle(reports[0].machine, fontsize=6, x=0.01, ha="left")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def same_text(compared: Sequence[ComparedRuns]) -> str:
