@@ -3,8 +3,10 @@ does not take is said in words and drafted by the specification."""
 
 from __future__ import annotations
 
+import copy
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -302,3 +304,31 @@ def test_an_lm_head_that_nobody_has():
     assert not head.config.own_lm_head
     with pytest.raises(ValueError, match=r"has no lm_head of its own; pass lm_head="):
         ops.PackedHead.pack(head, torch.randn(head.config.vocab_size, head.config.hidden_size))
+
+
+def test_streams_share_weights_and_no_sync_buffer(monkeypatch):
+    """Drafters that ``"auto"`` hands out share a bound head: two streams counted in one barrier."""
+    model, streams = tiny_model("llama"), [SimpleNamespace(cuda_stream=number) for number in (1, 2)]
+    bound = BoundHead.bind(head_of("eagle3"), model)
+    packed = replace(bound._packed, sync=torch.zeros(256, dtype=torch.uint8))
+    monkeypatch.setitem(vars(bound), "_packed", packed)  # as on CUDA
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[0])
+    drafters = [HeadDrafter(head_of("eagle3")), None]
+    drafters[0]._bound = bound
+    drafters[1] = copy.copy(drafters[0])
+    used = []
+    for drafter in drafters:
+        used.append(drafter._bound._on_this_stream())
+        streams.reverse()
+    again = [drafters[1]._bound._on_this_stream(), None]
+    streams.reverse()
+    again[1] = drafters[0]._bound._on_this_stream()
+    assert used[0].sync.data_ptr() != used[1].sync.data_ptr()
+    assert used[0].weights is used[1].weights
+    assert again[0] is used[0] and again[1] is used[1]
+
+
+def test_on_the_cpu_there_is_nothing_to_share():
+    bound = BoundHead.bind(head_of("eagle3"), tiny_model("llama"))
+    assert bound._on_this_stream() is bound._packed
+    assert bound._packed.with_own_sync().sync is None

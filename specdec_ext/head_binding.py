@@ -67,6 +67,23 @@ class BoundHead:
         return ops.PackedHead.pack(self.head, self.embedding, lm_head, self.weights)
 
     @cached_property
+    def _of_stream(self) -> dict[int, ops.PackedHead]:
+        return {}
+
+    def _on_this_stream(self) -> ops.PackedHead:
+        """The head for launches on the current stream, which share a sync buffer with no other stream.
+
+        Drafters share a bound head, those that ``drafter="auto"`` hands out for one. Launches on one stream
+        wait for each other; on several they run at the same time.
+        """
+        if self._packed.sync is None:
+            return self._packed
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        if stream not in self._of_stream:
+            self._of_stream.setdefault(stream, self._packed.with_own_sync())
+        return self._of_stream[stream]
+
+    @cached_property
     def _in_memory(self) -> tuple[DraftHead, Tensor, Tensor]:
         """Head, embedding and lm_head as the specification reads them, over and over."""
         kept = replace(self.head, tensors=dict(self.head.tensors))
@@ -96,7 +113,7 @@ class BoundHead:
     ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
         reason = self.refusal(tree, num_rows)
         if reason is None:
-            return partial(ops.draft_head, self._packed)
+            return partial(ops.draft_head, self._on_this_stream())
         if self.weights != "same":
             raise ValueError(
                 f"weights={self.weights!r} needs the op draft_head, which does not draft this: {reason}; "

@@ -30,6 +30,7 @@
 #include "draft_product.cuh"
 #include "draft_rotate.cuh"
 #include "draft_rows.cuh"
+#include "specdec/device_answer.h"
 #include "specdec/silu.h"
 
 namespace specdec {
@@ -171,40 +172,35 @@ __global__ void __launch_bounds__(kDraftThreads, 1)
 
 // Blocks of as much shared memory as one may have, so that there is one per multiprocessor.
 struct DraftGrid {
-  int device = -1;
   int num_stages;
   int64_t shared_bytes;
   int64_t blocks;
 };
 
+template <typename T, typename W>
+cudaError_t ask_draft_grid(DraftGrid* grid) {
+  int64_t limit = 0;
+  const cudaError_t error = dynamic_shared_limit(draft_head_kernel<T, W>, &limit);
+  if (error != cudaSuccess) return error;
+  const int64_t fit = (limit - kReduceBytes) / kStageBytes;
+  grid->num_stages = static_cast<int>(std::min<int64_t>(fit, kMaxStages));
+  grid->shared_bytes = grid->num_stages * int64_t{kStageBytes} + kReduceBytes;
+  if (grid->num_stages < DraftRing<T, W>::kMinStages) return cudaErrorInvalidConfiguration;
+  return resident_blocks(draft_head_kernel<T, W>, kDraftThreads, grid->shared_bytes, &grid->blocks);
+}
+
 // Asked for once per thread and device: the runtime takes microseconds to answer.
 template <typename T, typename W>
 cudaError_t draft_grid(DraftGrid* grid) {
-  thread_local DraftGrid known;
+  thread_local DeviceAnswer<DraftGrid> known;
   int device = 0;
-  int64_t limit = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess && known.device != device) {
-    error = dynamic_shared_limit(draft_head_kernel<T, W>, &limit);
-    const int64_t fit = (limit - kReduceBytes) / kStageBytes;
-    known.num_stages = static_cast<int>(std::min<int64_t>(fit, kMaxStages));
-    known.shared_bytes = known.num_stages * int64_t{kStageBytes} + kReduceBytes;
-    if (error == cudaSuccess && known.num_stages < DraftRing<T, W>::kMinStages) {
-      error = cudaErrorInvalidConfiguration;
-    }
-    if (error == cudaSuccess) {
-      error = resident_blocks(draft_head_kernel<T, W>, kDraftThreads, known.shared_bytes,
-                              &known.blocks);
-    }
-    if (error == cudaSuccess) known.device = device;
-  }
-  *grid = known;
-  return error;
+  const cudaError_t error = cudaGetDevice(&device);
+  return error == cudaSuccess ? known.get(device, ask_draft_grid<T, W>, grid) : error;
 }
 
 template <typename T, typename W>
 cudaError_t DraftLaunch<T, W>::blocks(int64_t* num_blocks) {
-  DraftGrid grid;
+  DraftGrid grid{};
   const cudaError_t error = draft_grid<T, W>(&grid);
   *num_blocks = grid.blocks;
   return error;
@@ -213,7 +209,7 @@ cudaError_t DraftLaunch<T, W>::blocks(int64_t* num_blocks) {
 template <typename T, typename W>
 cudaError_t DraftLaunch<T, W>::run(const DraftKernelParams& params, DraftLaunches launches,
                                    cudaStream_t stream) {
-  DraftGrid grid;
+  DraftGrid grid{};
   DraftSpan span{};
   cudaError_t error = draft_grid<T, W>(&grid);
   if (error == cudaSuccess) error = has_bulk_copies(&span.has_bulk_copies);

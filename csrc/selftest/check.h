@@ -18,6 +18,7 @@ inline int num_checks = 0;
   } while (false)
 
 void test_numbers();              // numbers.cpp
+void test_device_answer();        // device_answer.cpp
 void test_thread_team();          // thread_team.cpp
 void test_draft_plan();           // draft_plan.cpp
 void test_draft_head();           // draft_head.cpp

@@ -10,6 +10,7 @@ int main() {
   test_numbers();
   test_number_formats();
   test_sampled_walk();
+  test_device_answer();
   test_thread_team();
   test_draft_plan();
   test_draft_head();

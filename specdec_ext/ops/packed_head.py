@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
@@ -45,8 +45,7 @@ class PackedHead:
         layout: sizes and flags.
         scalars: ``[rms_norm_eps, logit_scale]``.
         sync: on CUDA, where the blocks of a launch wait for each other. Calls that may run at the same time,
-            on different streams, need a PackedHead each: ``dataclasses.replace(head, sync=None)`` shares the
-            weights, and its calls make a buffer of their own each time.
+            on different streams, need a PackedHead each: :meth:`with_own_sync` shares the weights.
     """
 
     config: HeadConfig
@@ -114,6 +113,10 @@ class PackedHead:
             [config.rms_norm_eps, config.logit_scale],
             _sync_buffer(config, embedding.device),
         )
+
+    def with_own_sync(self) -> PackedHead:
+        """The same head for calls that may run at the same time as calls of this one."""
+        return replace(self, sync=None if self.sync is None else torch.zeros_like(self.sync))
 
     @property
     def num_bytes(self) -> int:
