@@ -189,7 +189,8 @@ def custom_generate(
             )
         criteria = StoppingCriteriaList(stopping_criteria)
         if stop_strings is not None:
-            criteria.append(StopStringCriteria(tokenizer, stop_strings))
+            with torch.device(input_ids.device):  # it makes its tensors on the default device
+                criteria.append(StopStringCriteria(tokenizer, stop_strings))
         with graph_breaks_explained(model):
             return _decode(
                 model,

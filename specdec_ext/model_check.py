@@ -156,7 +156,7 @@ def _batch(texts: Sequence[Tensor]) -> dict[str, Tensor]:
 def _random_prompt(model: PreTrainedModel) -> Tensor:
     vocab = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocab // 8, vocab, (1, PROMPT_TOKENS), generator=generator)
+    ids = torch.randint(vocab // 8, vocab, (1, PROMPT_TOKENS), generator=generator, device="cpu")
     return ids.to(model.device)
 
 
@@ -186,7 +186,8 @@ def _noise(model: PreTrainedModel, law: _Law) -> float:
     generator = torch.Generator().manual_seed(0)
 
     def flip_last_bits(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        signs = torch.randint(2, output.shape, generator=generator).to(output.device) * 2 - 1
+        bits = torch.randint(2, output.shape, generator=generator, device="cpu")
+        signs = bits.to(output.device) * 2 - 1
         return (output.float() * (1 + torch.finfo(output.dtype).eps * signs)).to(output.dtype)
 
     copies = {

@@ -57,7 +57,7 @@ class TokenStream:
             tokens = final[:, column]
             if hasattr(self._streamer, "put_drafted"):
                 flags = [flag[column] if column < len(flag) else False for flag in self._drafted]
-                self._streamer.put_drafted(tokens, torch.tensor(flags))
+                self._streamer.put_drafted(tokens, torch.tensor(flags, device="cpu"))
             else:
                 self._streamer.put(tokens)
         self._next = final.shape[1]

@@ -74,7 +74,7 @@ class Processors:
             # Row b of the batch at index b, as processors that know their rows expect.
             members = [j for j, length in enumerate(columns) if length == width]
             batch = scores.new_zeros(len(ids), scores.shape[-1])
-            numbers = torch.tensor([rows[j] for j in members])
+            numbers = torch.tensor([rows[j] for j in members], device=scores.device)
             batch[numbers] = scores[members]
             processed[members] = self._all(ids[:, :width], batch)[numbers].to(scores.dtype)
         return processed

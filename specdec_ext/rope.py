@@ -34,7 +34,7 @@ def rope_tables(
         ValueError: for a rope type that transformers does not know.
     """
     frequencies, scaling = _frequencies(config, num_positions)
-    positions = torch.arange(num_positions, dtype=dtype)[:, None]
+    positions = torch.arange(num_positions, dtype=dtype, device="cpu")[:, None]
     angles = positions * frequencies.to(dtype)
     return angles.cos() * scaling, angles.sin() * scaling
 
@@ -46,7 +46,7 @@ def _frequencies(config: HeadConfig, num_positions: int) -> tuple[Tensor, float]
     partial = parameters.pop("partial_rotary_factor", 1.0)
     if kind == "default":
         rotary = int(config.head_dim * partial)
-        exponents = torch.arange(0, rotary, 2, dtype=torch.float32) / rotary
+        exponents = torch.arange(0, rotary, 2, dtype=torch.float32, device="cpu") / rotary
         return (1.0 / parameters["rope_theta"] ** exponents)[None], 1.0
     # Plain tables need torch alone.
     from transformers import LlamaConfig
@@ -67,7 +67,9 @@ def _frequencies(config: HeadConfig, num_positions: int) -> tuple[Tensor, float]
     )
 
     def of_length(length: int) -> tuple[Tensor, float]:
-        frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](like, torch.device("cpu"), seq_len=length)
+        device = torch.device("cpu")
+        with device:  # some of them take the default device for a part of their tensors
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](like, device, seq_len=length)
         return frequencies, float(scaling)
 
     short, scaling = of_length(1)
@@ -77,6 +79,6 @@ def _frequencies(config: HeadConfig, num_positions: int) -> tuple[Tensor, float]
         return torch.cat(rows + [of_length(position + 1)[0][None] for position in beyond]), scaling
     if kind == "longrope":
         border = like.rope_parameters["original_max_position_embeddings"]
-        is_long = torch.arange(num_positions)[:, None] >= border
+        is_long = torch.arange(num_positions, device="cpu")[:, None] >= border
         return torch.where(is_long, of_length(border + 1)[0], short), scaling
     return short[None], scaling

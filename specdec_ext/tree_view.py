@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from specdec_ext.preflight.extras import require
@@ -50,7 +49,7 @@ class TreeView:
         for node, parent in enumerate(tree.parents[row].tolist()):
             if node in self.children and parent >= 0:
                 self.children[parent].append(node)
-        nodes = [] if path is None else torch.as_tensor(path).tolist()
+        nodes = [] if path is None else path.tolist() if isinstance(path, Tensor) else list(path)
         self.accepted = {node for node in nodes if node >= 0}
         unknown = sorted(self.accepted - self.children.keys())
         if unknown:

@@ -71,7 +71,7 @@ class StepwiseWalk:
 
     def level(self, alive: list[int]) -> tuple[list[int], list[bool]]:
         rows = [self._context.rows[i] for i in alive]
-        index = torch.tensor(alive), torch.tensor(self.nodes(alive))
+        index = torch.tensor([alive, self.nodes(alive)], device=self._scores.device).unbind()
         columns = [self._context.columns(row) for row in rows]
         processed = self._processors.with_text(
             self._scores[index], self._context.sequences(), rows, columns

@@ -81,6 +81,6 @@ def _file_tensors(head: DraftHead, layout: Layout) -> dict[str, Tensor]:
 
 def _vocabulary_maps(targets: Tensor, config: HeadConfig) -> dict[str, Tensor]:
     targets = targets.detach().cpu()
-    drafted = torch.zeros(config.vocab_size, dtype=torch.bool)
+    drafted = torch.zeros(config.vocab_size, dtype=torch.bool, device="cpu")
     drafted[targets] = True
-    return {"d2t": targets - torch.arange(len(targets)), "t2d": drafted}
+    return {"d2t": targets - torch.arange(len(targets), device="cpu"), "t2d": drafted}

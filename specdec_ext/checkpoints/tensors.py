@@ -153,7 +153,7 @@ def _draft_to_target(stored: Mapping[str, StoredTensor], config: HeadConfig, sou
             "integers"
         )
     values = offsets.read().long()
-    targets = values + torch.arange(count)
+    targets = values + torch.arange(count, device=values.device)
     bad = (targets < 0) | (targets >= config.vocab_size)
     if bad.any():
         index = int(bad.nonzero()[0])

@@ -227,7 +227,7 @@ def _prompt_elements(context: Context, taps: Sequence[Tensor]) -> tuple[Elements
         last = [taps[0].shape[1] - 1] * len(rows)
         if context.attention_mask is not None:
             valid = context.attention_mask[:, -taps[0].shape[1] :].bool().cpu()
-            last = (valid * torch.arange(valid.shape[1])).argmax(dim=1).tolist()
+            last = (valid * torch.arange(valid.shape[1], device="cpu")).argmax(dim=1).tolist()
         return Elements(rows, first, [tap[rows, last][:, None] for tap in taps]), [
             position - 1 for position in context.root_positions
         ]

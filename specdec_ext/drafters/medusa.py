@@ -81,10 +81,11 @@ class MedusaDrafter(Drafter):
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
         assert output.features is not None
         self._tree = self.tree or default_tree(model.device, self.heads.config.num_heads)
-        columns = torch.full((len(context.generated),), output.features.shape[1] - 1)
+        rows, last = len(context.generated), output.features.shape[1] - 1
+        columns = torch.full((rows,), last, device="cpu")
         if context.attention_mask is not None:
             valid = context.attention_mask.bool()[:, -output.features.shape[1] :].cpu()
-            columns = (valid * torch.arange(valid.shape[1])).argmax(dim=1)
+            columns = (valid * torch.arange(valid.shape[1], device="cpu")).argmax(dim=1)
         self._keep(list(context.rows), output.features, columns)
 
     def shapes(self, context: Context) -> Sequence[Shape]:
@@ -105,7 +106,8 @@ class MedusaDrafter(Drafter):
     def _keep(self, rows: list[int], features: Tensor, nodes: Tensor) -> None:
         """The hidden states before each row's root: ``features[i, nodes[i]]``."""
         self._rows = rows
-        self._states = features[torch.arange(len(rows)), nodes.to(features.device)]
+        nodes = nodes.to(features.device)
+        self._states = features[torch.arange(len(rows), device=nodes.device), nodes]
 
     def propose(self, context: Context) -> DraftTree:
         if max(context.remaining) < 2:  # a row's last token needs no draft

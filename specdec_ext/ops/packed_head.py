@@ -215,7 +215,7 @@ def _in_huge_pages(like: Sequence[Tensor]) -> list[Tensor]:
     addresses of small pages: reading the head's weights from memory then takes a third longer.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in like]
+        return [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in like]
     page, line = 2 << 20, 64
     ends = list(accumulate(-(-tensor.nbytes // line) * line for tensor in like))
     mapping = mmap.mmap(-1, ends[-1] + page, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

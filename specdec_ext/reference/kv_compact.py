@@ -18,10 +18,10 @@ def kv_compact(
 ) -> None:
     """What ``specdec_ext.ops.kv_compact`` does, in place."""
     if page_table is None:
-        page_table = torch.arange(len(path))[:, None]
+        page_table = torch.arange(len(path), device=path.device)[:, None]
     for row, accepted in enumerate(num_accepted.tolist()):
         sources = source_starts[row] + path[row, : accepted + 1]
-        targets = target_starts[row] + torch.arange(accepted + 1)
+        targets = target_starts[row] + torch.arange(accepted + 1, device=path.device)
         for cache in caches:
             page_size = cache.shape[2]
             moved = cache[page_table[row, sources // page_size], :, sources % page_size]

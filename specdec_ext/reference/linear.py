@@ -19,7 +19,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     wide = torch.float64 if input.dtype == torch.float64 else torch.float32
     per_lane = 2 if input.dtype == torch.bfloat16 else 1
     inputs, weights = (_steps(tensor, per_lane) for tensor in (input, weight))
-    lanes = torch.zeros(*input.shape[:-1], len(weight), LANES, dtype=wide)
+    lanes = input.new_zeros(*input.shape[:-1], len(weight), LANES, dtype=wide)
     for step in range(inputs.shape[-3]):
         for i in reversed(range(per_lane)):
             products = inputs[..., None, step, :, i] * weights[:, step, :, i]

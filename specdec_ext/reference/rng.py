@@ -70,7 +70,7 @@ def noise_bits(
     """The 32 bits of every token: ``[..., vocab]`` int64 for ``[...]`` int64 arguments."""
     groups = torch.arange((vocab + 3) // 4, device=seed.device)
     seed, row, position = (argument.unsqueeze(-1) for argument in (seed, row, position))
-    counter = (groups, position & _MASK, row & _MASK, torch.tensor(purpose))
+    counter = (groups, position & _MASK, row & _MASK, torch.full_like(groups, purpose))
     lanes = philox4x32_10(counter, (seed & _MASK, _high_word(seed)))
     lanes = torch.broadcast_tensors(*lanes)
     return torch.stack(lanes, dim=-1).flatten(-2)[..., :vocab]
@@ -128,7 +128,8 @@ def fma32(a: Tensor | float, b: Tensor | float, c: Tensor | float) -> Tensor:
     The product of two float32 is exact in float64. The sum is rounded to odd in float64; rounding that
     to float32 equals rounding the exact sum once, because 53 >= 24 + 2 bits (Boldo and Melquiond 2008).
     """
-    a, b, c = (torch.as_tensor(x, dtype=torch.float32).double() for x in (a, b, c))
+    device = next((x.device for x in (a, b, c) if isinstance(x, Tensor)), torch.device("cpu"))
+    a, b, c = (torch.as_tensor(x, dtype=torch.float32, device=device).double() for x in (a, b, c))
     product = a * b
     total = product + c
     virtual = total - product

@@ -56,6 +56,7 @@ def tree_attention(
             slots = torch.tensor(
                 seen_slots(ancestors[row, node], start, length, int(block_starts[row]), window),
                 dtype=torch.long,
+                device=query.device,
             )
             if len(slots) == 0:
                 continue

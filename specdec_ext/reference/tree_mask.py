@@ -13,7 +13,6 @@ Example: nodes 1 and 2 are children of the root, 3 and 4 of node 1::
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from specdec_ext.tree import ROOT_PARENT
@@ -43,7 +42,7 @@ def tree_mask(parents: Tensor, root_positions: Tensor) -> tuple[Tensor, ...]:
         for node, path in row_paths.items():
             depths[row, node] = len(path) - 1
             positions[row, node] += len(path) - 1
-            paths[row, node, : len(path)] = torch.tensor(path)
+            paths[row, node, : len(path)] = paths.new_tensor(path)
             for ancestor in path:
                 ancestors[row, node, ancestor // 64] |= _bit(ancestor % 64)
     return ancestors, depths, positions, first_child, next_sibling, paths

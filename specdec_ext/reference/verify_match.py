@@ -83,5 +83,5 @@ def verify_match(
         except _BadLogits as error:
             status[row] = error.status
         num_accepted[row] = len(visited) - 1
-        path[row, : len(visited)] = torch.tensor(visited, dtype=torch.long)
+        path[row, : len(visited)] = path.new_tensor(visited)
     return path, num_accepted, next_token, status

@@ -188,9 +188,9 @@ def _verify(
             status[row], accepted = error.status, examined
         else:
             bits = rng.round_bits(*stream, len(accepted) - 1, rng.PURPOSE_RESIDUAL, vocab)
-            next_token[row] = race(torch.tensor(law, dtype=torch.float64), bits)
+            next_token[row] = race(bits.new_tensor(law, dtype=torch.float64), bits)
         num_accepted[row] = len(accepted) - 1
-        path[row, : len(accepted)] = torch.tensor(accepted, dtype=torch.long)
+        path[row, : len(accepted)] = path.new_tensor(accepted)
     return path, num_accepted, next_token, status
 
 

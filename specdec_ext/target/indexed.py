@@ -130,5 +130,6 @@ class IndexedRollbackLayer(RollbackLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.length:
-            self._select_rows(torch.arange(len(self.key_buffer)).repeat_interleave(repeats))
+            rows = torch.arange(len(self.key_buffer), device=self.key_buffer.device)
+            self._select_rows(rows.repeat_interleave(repeats))
         super().batch_repeat_interleave(repeats)

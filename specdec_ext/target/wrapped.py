@@ -161,7 +161,7 @@ def agreed_seed(model: PreTrainedModel, seed: int) -> int:
     wait for each other for ever.
     """
     agree = _agreement(model)
-    return seed if agree is None else int(agree(torch.tensor(seed)))
+    return seed if agree is None else int(agree(torch.tensor(seed, device="cpu")))
 
 
 def agreed_clock(model: PreTrainedModel, clock: Callable[[], float]) -> Callable[[], float]:
@@ -172,7 +172,7 @@ def agreed_clock(model: PreTrainedModel, clock: Callable[[], float]) -> Callable
     agree = _agreement(model)
     if agree is None:
         return clock
-    return lambda: float(agree(torch.tensor(clock(), dtype=torch.float64)))
+    return lambda: float(agree(torch.tensor(clock(), dtype=torch.float64, device="cpu")))
 
 
 def _agreement(model: PreTrainedModel) -> Callable[[Tensor], Tensor] | None:

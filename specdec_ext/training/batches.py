@@ -110,5 +110,5 @@ def pad(examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
     return (
         pad_sequence([example.tokens for example in examples], batch_first=True),
         pad_sequence([example.loss_mask for example in examples], batch_first=True),
-        torch.tensor([len(example.tokens) for example in examples]),
+        torch.tensor([len(example.tokens) for example in examples], device="cpu"),
     )

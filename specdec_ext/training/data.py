@@ -118,7 +118,7 @@ def prompts(
             # A token is hardly ever longer than 16 characters: the rest need not be tokenized.
             ids = tokenizer(content[: 16 * length])["input_ids"][:length]
             if len(ids) == length:
-                found.append(torch.tensor(ids))
+                found.append(torch.tensor(ids, device="cpu"))
     if not found:
         raise ValueError(
             f"none of the {len(records)} texts is long enough for a prompt of {fewest} to {most} tokens"
@@ -190,8 +190,9 @@ def _tokens_before_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def _windows(ids: list[int], before: list[int], max_length: int) -> list[Example]:
     size = max_length - len(before)
-    windows = [torch.tensor(before + ids[s : s + size]) for s in range(0, len(ids), size)]
-    return [Example(each, torch.ones(len(each), dtype=torch.bool)) for each in windows]
+    texts = (before + ids[start : start + size] for start in range(0, len(ids), size))
+    windows = [torch.tensor(text, device="cpu") for text in texts]
+    return [Example(each, torch.ones_like(each, dtype=torch.bool)) for each in windows]
 
 
 def _chat_texts(messages: Chat, tokenizer: PreTrainedTokenizerBase, where: str) -> list[Transcript]:

@@ -276,7 +276,7 @@ class _Dump:
 
     def _write_shard(self, number: int, batch: int) -> None:
         examples = self._shards[number]
-        states: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(examples)
+        states: list[tuple[Tensor, Tensor]] = [2 * (torch.empty(0, device="cpu"),)] * len(examples)
         by_length = sorted(range(len(examples)), key=lambda index: len(examples[index].tokens))
         for start in range(0, len(by_length), batch):
             rows = by_length[start : start + batch]
@@ -292,7 +292,9 @@ class _Dump:
         partial = path.with_suffix(".partial")
         save_file(
             {
-                "lengths": torch.tensor([len(example.tokens) for example in examples]),
+                "lengths": torch.tensor(
+                    [len(example.tokens) for example in examples], device="cpu"
+                ),
                 "tokens": torch.cat([example.tokens for example in examples]),
                 "features": torch.cat([features for features, _ in states]),
                 "last_hidden": torch.cat([last_hidden for _, last_hidden in states]),

@@ -18,11 +18,11 @@ def epoch_batches(lengths: Sequence[int], size: int, seed: int, epoch: int) -> l
         size: of a batch, over all processes.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    order = torch.randperm(len(lengths), generator=generator).tolist()
+    order = torch.randperm(len(lengths), generator=generator, device="cpu").tolist()
     together = size * _SORTED_TOGETHER
     batches = []
     for start in range(0, len(order), together):
         part = sorted(order[start : start + together], key=lambda index: lengths[index])
         batches += [part[at : at + size] for at in range(0, len(part) - size + 1, size)]
-    shuffled = torch.randperm(len(batches), generator=generator).tolist()
+    shuffled = torch.randperm(len(batches), generator=generator, device="cpu").tolist()
     return [batches[index] for index in shuffled]

@@ -75,8 +75,8 @@ class Transcript:
 
     def example(self, max_length: int | None = None) -> Example:
         """The text, cut to ``max_length`` tokens."""
-        tokens = torch.tensor(self.tokens[:max_length], dtype=torch.int64)
-        mask = torch.zeros(len(tokens), dtype=torch.bool)
+        tokens = torch.tensor(self.tokens[:max_length], dtype=torch.int64, device="cpu")
+        mask = torch.zeros_like(tokens, dtype=torch.bool)
         for start, end in self.answers:
             mask[start:end] = True
         return Example(tokens, mask)

@@ -257,10 +257,10 @@ class _Writer:
 
     def _generate(self, prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
         width = max(len(prompt) for prompt in prompts)
-        tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
+        tokens = torch.zeros(len(prompts), width, dtype=torch.int64, device="cpu")
         mask = torch.zeros_like(tokens)
         for row, prompt in enumerate(prompts):
-            tokens[row, width - len(prompt) :] = torch.tensor(prompt)
+            tokens[row, width - len(prompt) :] = tokens.new_tensor(prompt)
             mask[row, width - len(prompt) :] = 1
         sampling: dict[str, Any] = {"do_sample": False}
         if self._temperature:

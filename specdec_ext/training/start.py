@@ -80,13 +80,13 @@ def new_head(
         elif name == "norm.weight":
             tensors[name] = _final_norm(model, config.hidden_size)
         elif len(shape) == 1 and name != "mask_hidden":
-            tensors[name] = torch.ones(shape)
+            tensors[name] = torch.ones(shape, device="cpu")
         else:
             onto_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             deviation = shape[-1] ** -0.5 * (0.2 if onto_residual else 1.0)
             if name == "mask_hidden":
                 deviation = 1.0
-            tensors[name] = torch.randn(shape, generator=generator) * deviation
+            tensors[name] = torch.randn(shape, generator=generator, device="cpu") * deviation
     return DraftHead(head_config, tensors, "a new head")
 
 
@@ -122,7 +122,9 @@ def new_medusa_heads(
             assert draft_to_target is not None
             tensors[name] = draft_to_target
         else:
-            tensors[name] = chosen.clone() if "lm_head" in name else torch.zeros(shape)
+            tensors[name] = (
+                chosen.clone() if "lm_head" in name else torch.zeros(shape, device="cpu")
+            )
     return MedusaHeads(config, tensors, "new heads")
 
 
@@ -148,5 +150,5 @@ def _final_norm(model: PreTrainedModel, width: int) -> Tensor:
         if isinstance(getattr(child, "weight", None), Tensor) and child.weight.shape == (width,)
     ]
     if len(norms) != 1:
-        return torch.ones(width)
+        return torch.ones(width, device="cpu")
     return norms[0].detach().float().cpu().clone()

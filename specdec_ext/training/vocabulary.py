@@ -47,7 +47,7 @@ def draft_vocabulary(examples: Sequence[Example], size: int, vocab_size: int) ->
             f"a draft vocabulary of {size} tokens can't be taken from the target's {vocab_size}; expected "
             f"1 to {vocab_size}"
         )
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    counts = torch.zeros(vocab_size, dtype=torch.int64, device="cpu")
     for example in examples:
         drafted = example.tokens[_FIRST_DRAFTED:][example.loss_mask[_FIRST_DRAFTED:]]
         if not len(drafted):
