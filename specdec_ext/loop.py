@@ -50,6 +50,7 @@ class Decoder:
         tree = DraftTree.root(context.input_ids.new_zeros(len(context.input_ids)))
         with self._timed("prefill"):
             output = target.prefill(context.input_ids, context.attention_mask)
+            self._num_logits = output.logits.shape[-1]
             self.recorder.prompt(output)
             accepted = self._verify(tree, output)
         if drafter is not None:
@@ -90,7 +91,7 @@ class Decoder:
                 f"{name}.propose returned a {type(tree).__name__}; expected a DraftTree"
             )
         roots = [context.generated[row][-1] for row in context.rows]
-        tree = tree.validated(roots, self.target.vocab_size, name)
+        tree = tree.validated(roots, self.target.vocab_size, name, self._num_logits)
         if not self.target.support.tree:
             tree = tree.first_chain()
         # The last token a row emits needs no key, so the deepest useful node is one short of the room left.

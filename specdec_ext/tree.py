@@ -218,13 +218,16 @@ class DraftTree:
             branches.append(row)
         return branches
 
-    def validated(self, roots: Sequence[int], vocab_size: int, source: str) -> DraftTree:
+    def validated(
+        self, roots: Sequence[int], vocab_size: int, source: str, num_logits: int | None = None
+    ) -> DraftTree:
         """This tree, after checking what a drafter returned against the contract of the class.
 
         Args:
             roots: the last committed token of each row.
             vocab_size: drafted tokens must be in ``[0, vocab_size)``.
             source: who made the tree, for the message.
+            num_logits: of the target, which ``draft_probs`` are to be as wide as; ``vocab_size`` by default.
 
         Raises:
             ValueError: naming the drafter, what was expected and what was given.
@@ -260,20 +263,20 @@ class DraftTree:
                         f"{source} drafted token {token} (row {row}, node {node}); the target's "
                         f"vocabulary is [0, {vocab_size})"
                     )
-        self._check_draft_probs(vocab_size, source)
+        self._check_draft_probs(vocab_size if num_logits is None else num_logits, source)
         return self
 
-    def _check_draft_probs(self, vocab_size: int, source: str) -> None:
+    def _check_draft_probs(self, num_logits: int, source: str) -> None:
         if self.draft_probs is None:
             return
-        expected = (*self.tokens.shape, vocab_size)
+        expected = (*self.tokens.shape, num_logits)
         if self.draft_probs.dtype != torch.float32 or self.draft_probs.shape != expected:
             raise ValueError(
                 f"{source} returned a DraftTree whose draft_probs are {self.draft_probs.dtype} "
                 f"{tuple(self.draft_probs.shape)}; expected torch.float32 of shape {expected}"
             )
         rows = torch.arange(self.num_rows, device=self.parents.device)[:, None]
-        tokens = self.tokens.clamp(0, vocab_size - 1)  # an inactive node's token may be anything
+        tokens = self.tokens.clamp(0, num_logits - 1)  # an inactive node's token may be anything
         drawn_from = self.draft_probs[rows, self.parents.clamp(min=0), tokens]
         wrong = (self.parents >= 0) & ~(drawn_from > 0)
         if wrong.any():

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec_ext.head import DraftHead, HeadRecord
 from specdec_ext.medusa import MedusaHeads
+from specdec_ext.target import vocab_size
 from specdec_ext.target.wrapped import unwrapped
 
 _SAMPLES = 32  # elements of each parameter that a fingerprint depends on
@@ -120,7 +121,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _size_problems(head: DraftHead, model: PreTrainedModel) -> Iterator[str]:
     config, target = head.config, _text_config(model)
-    hidden, vocab = target.hidden_size, _rows(model.get_input_embeddings(), target.vocab_size)
+    hidden, vocab = target.hidden_size, vocab_size(model)
     if hidden != config.target_hidden_size:
         yield f"it reads features of width {config.target_hidden_size}, the target's have {hidden}"
     if not config.own_embedding and hidden != config.hidden_size:
@@ -141,7 +142,7 @@ def _medusa_problems(heads: MedusaHeads, model: PreTrainedModel) -> Iterator[str
         yield (
             f"it reads features of width {heads.config.hidden_size}, the target's have {target.hidden_size}"
         )
-    vocab = _rows(model.get_input_embeddings(), target.vocab_size)
+    vocab = vocab_size(model)
     if (largest := _largest_target_id(heads)) >= vocab:
         yield f"it drafts token ids up to {largest}, the target has {vocab} tokens"
 

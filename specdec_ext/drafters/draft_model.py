@@ -20,7 +20,7 @@ from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.vocabulary import Vocabulary, match_vocabularies
 from specdec_ext.sampler import Accepted
-from specdec_ext.target import TargetOutput, make_target
+from specdec_ext.target import TargetOutput, make_target, vocab_size
 from specdec_ext.target.slots import SlotTarget
 from specdec_ext.tree import DraftTree
 from specdec_ext.tree_config import Shape, TreeConfig
@@ -84,6 +84,7 @@ class DraftModelDrafter(Drafter):
             raise ValueError(
                 f"the draft model is on {self.model.device}, the target on {model.device}; move one of them"
             )
+        self._num_logits = output.logits.shape[-1]
         self._vocabulary = self._match_vocabularies(model)
         # A prompt of embeddings has no text: the model begins with any token.
         texts = [self._vocabulary.read(context.prompt(row) or [0]) for row in context.rows]
@@ -116,12 +117,11 @@ class DraftModelDrafter(Drafter):
         return super().identity, type(self.model).__name__, *named, self.sampled
 
     def _match_vocabularies(self, target: PreTrainedModel) -> Vocabulary:
-        target_size, draft_size = sizes = tuple(
-            model.config.get_text_config(decoder=True).vocab_size for model in (target, self.model)
-        )
+        # What can be drafted is both read and written by the target.
+        sizes = min(vocab_size(target), self._num_logits), vocab_size(self.model)
         if sizes not in self._vocabularies:
             self._vocabularies[sizes] = match_vocabularies(
-                target_size, draft_size, *self._tokenizers, self.model.device
+                *sizes, *self._tokenizers, self.model.device
             )
         return self._vocabularies[sizes]
 
@@ -190,6 +190,8 @@ class DraftModelDrafter(Drafter):
         drafts = torch.stack(chain, dim=1)
         self._drafts = drafts.tolist()
         draft_probs = torch.stack(laws, dim=1) if laws else None
+        if draft_probs is not None and (never_read := self._num_logits - draft_probs.shape[-1]):
+            draft_probs = torch.nn.functional.pad(draft_probs, (0, never_read))
         return DraftTree.chain(context.roots, drafts, counts, draft_probs)
 
     def _read_prompts(self) -> None:

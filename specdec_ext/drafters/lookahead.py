@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.sampler import Accepted
-from specdec_ext.target import TargetOutput
+from specdec_ext.target import TargetOutput, vocab_size
 from specdec_ext.tree import DraftTree, TreeBuilder
 
 
@@ -137,6 +137,7 @@ class LookaheadDrafter(Drafter):
         self._pools = [NgramPool(self.ngram, self.guesses) for _ in texts]
         for pool, text in zip(self._pools, texts, strict=True):
             pool.add_text(text)
+        self._vocab_size = vocab_size(model)
         self._known = [len(generated) for generated in context.generated]
         # (row, node) of every last element of the tree under way, one window after the other.
         self._last: list[tuple[int, int]] = []
@@ -179,7 +180,8 @@ class LookaheadDrafter(Drafter):
             return
         rows, nodes = torch.tensor(self._last, device=output.logits.device).unbind(dim=1)
         self._last = []
-        choices = output.logits[rows, nodes].argmax(dim=-1).tolist()
+        # What the target would write, of what it also reads.
+        choices = output.logits[rows, nodes, : self._vocab_size].argmax(dim=-1).tolist()
         ends = [0]
         for row in self._advancing:
             ends.append(ends[-1] + len(self._windows[row].levels[0]))

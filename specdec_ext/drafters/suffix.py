@@ -24,7 +24,7 @@ from specdec_ext.context import Context
 from specdec_ext.drafters.retrieval import RetrievalDrafter
 from specdec_ext.preflight.inputs import regular_file
 from specdec_ext.sampler import Accepted
-from specdec_ext.target import TargetOutput
+from specdec_ext.target import TargetOutput, vocab_size
 from specdec_ext.tree import DraftTree
 
 FILE_FORMAT = "specdec_ext suffix history 1"
@@ -169,11 +169,10 @@ class SuffixDrafter(RetrievalDrafter):
         self.history = SuffixHistory() if history is None else history
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
-        vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        if self.history.largest_token >= vocab_size:
+        if self.history.largest_token >= (limit := vocab_size(model)):
             raise ValueError(
                 f"history holds token {self.history.largest_token}, but {type(model).__name__} has a "
-                f"vocabulary of {vocab_size}: it is the history of another model"
+                f"vocabulary of {limit}: it is the history of another model"
             )
         self._requests = []
         for row in range(len(context.generated)):

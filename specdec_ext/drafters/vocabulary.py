@@ -27,8 +27,8 @@ class Vocabulary:
     """The same ids on both sides. Embeddings are often padded to different sizes.
 
     Args:
-        target_size: of the target's logits.
-        draft_size: of the draft model's.
+        target_size: ids of the target that can be drafted, those that it reads and writes.
+        draft_size: ids that the draft model reads.
 
     Attributes:
         expansion: how many of the draft model's tokens one of the target's is read as, at most.
@@ -47,19 +47,16 @@ class Vocabulary:
         return [min(token, self.draft_size - 1) for token in tokens]
 
     def for_target(self, logits: Tensor) -> Tensor:
-        """``[n, draft_size]`` logits -> ``[n, target_size]``, -inf where the draft model has no token."""
-        missing = self.target_size - self.draft_size
-        if missing > 0:
-            return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-        return logits[:, : self.target_size]
+        """``[n, any]`` logits -> ``[n, target_size]``, -inf where the draft model has no token."""
+        return _resized(logits, self.target_size)
 
 
 class SharedVocabulary(Vocabulary):
     """Different ids: tokens that both tokenizers have are translated, the text of others is read anew.
 
     Args:
-        target_size: of the target's logits.
-        draft_size: of the draft model's.
+        target_size: ids of the target that can be drafted, those that it reads and writes.
+        draft_size: ids that the draft model reads.
         target_tokenizer: a transformers tokenizer.
         draft_tokenizer: a transformers tokenizer.
         device: of the logits.
@@ -120,8 +117,15 @@ class SharedVocabulary(Vocabulary):
 
     def for_target(self, logits: Tensor) -> Tensor:
         translated = logits.new_full((len(logits), self.target_size), -torch.inf)
-        translated[:, self._target_ids] = logits[:, self._draft_ids]
+        translated[:, self._target_ids] = _resized(logits, self.draft_size)[:, self._draft_ids]
         return translated
+
+
+def _resized(logits: Tensor, size: int) -> Tensor:
+    missing = size - logits.shape[1]
+    if missing > 0:
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+    return logits[:, :size]
 
 
 def match_vocabularies(

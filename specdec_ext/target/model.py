@@ -64,6 +64,24 @@ class TargetOutput:
         )
 
 
+def vocab_size(model: PreTrainedModel) -> int:
+    """How many token ids a model reads: a draft, which is read to be scored, must be below.
+
+    These are the rows of the embedding in front of its text decoder. Neither the config nor the logits need
+    to be of this size: Moshi reads one more id than it writes, and either matrix may be padded.
+    """
+    config = model.config
+    decoder: Any = model.get_decoder() if config.is_encoder_decoder else model
+    try:
+        weight = getattr(decoder.get_input_embeddings(), "weight", None)
+    except (AttributeError, NotImplementedError):  # it has none that transformers knows of
+        weight = None
+    # A packed weight has another shape.
+    if isinstance(weight, Tensor) and weight.is_floating_point() and weight.ndim == 2:
+        return len(weight)
+    return config.get_text_config(decoder=True).vocab_size
+
+
 class Target(ABC):
     """One model with its cache during one ``generate`` call.
 
@@ -98,9 +116,10 @@ class Target(ABC):
         self._tap = FeatureTap(model, self.config, ())
         self._linears = plain_linears(model)
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
-        return self.config.vocab_size
+        """How many token ids the model reads, see :func:`vocab_size`."""
+        return vocab_size(self.model)
 
     @property
     @abstractmethod
