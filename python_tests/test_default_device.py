@@ -11,28 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from head_cases import head_of
+from every_drafter import DRAFTERS
 from lossless import BATCHES, DECODING, every_decoding
-from test_drafters_sweep import DRAFTERS
 from test_rope import TYPES, config
 from test_stopping import letters_tokenizer
 from tiny import prompts, tiny_model
 from torch.utils._device import _device_constructors
 
 import specdec_ext
-from specdec_ext import DraftModelDrafter, HeadDrafter, NgramDrafter
 from specdec_ext.rope import rope_tables
 
 PACKAGE = Path(specdec_ext.__file__).parent
 CREATORS = {function.__name__ for function in _device_constructors()}
-OTHERS = {
-    "none": lambda: None,
-    "ngram": lambda: NgramDrafter(min_ngram=1),
-    "draft model": lambda: DraftModelDrafter(tiny_model("qwen3")),
-    "draft model, sampled": lambda: DraftModelDrafter(tiny_model("qwen3"), sampled=True),
-    "head": lambda: HeadDrafter(head_of("eagle3")),
-    "p-eagle": lambda: HeadDrafter(head_of("p-eagle")),
-}
 KEYWORDS = {
     "plain": {},
     "filters": {"top_p": 0.9, "min_p": 0.01, "typical_p": 0.95},
@@ -71,13 +61,13 @@ def test_every_tensor_says_where_it_is():
 
 @pytest.mark.parametrize("keywords", KEYWORDS)
 @every_decoding
-@pytest.mark.parametrize("name", {**OTHERS, **DRAFTERS})
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_the_text(name, decoding, keywords):
     ids, mask = prompts(BATCHES["five-ragged"])
     kwargs = {**DECODING[decoding], **KEYWORDS[keywords], "attention_mask": mask}
     sampled = "sampled" in name and keywords != "memory"  # which that rule refuses
     kwargs["verification"] = "rejection" if sampled else "match"
-    model, drafters = tiny_model("llama"), [{**OTHERS, **DRAFTERS}[name]() for _ in range(2)]
+    model, drafters = tiny_model("llama"), [DRAFTERS[name]() for _ in range(2)]
     expected = specdec_ext.generate(model, ids, drafter=drafters[0], max_new_tokens=16, **kwargs)
     with elsewhere():
         actual = specdec_ext.generate(model, ids, drafter=drafters[1], max_new_tokens=16, **kwargs)

@@ -8,42 +8,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_medusa import random_heads
+from every_drafter import GENERAL
 from tiny import ARCHITECTURES, prompts, tiny_model
 from transformers import DynamicCache
 
 import specdec_ext
-from specdec_ext import (
-    CombinedDrafter,
-    DraftModelDrafter,
-    LookaheadDrafter,
-    MedusaDrafter,
-    NgramDrafter,
-    SuffixDrafter,
-    TreeConfig,
-)
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*of the last")]
 
-MEDUSA_TREE = TreeConfig(depth=3, top_k=3, num_nodes=9)
-DRAFTERS = {
-    "suffix tree": lambda: SuffixDrafter(offset=2.0),
-    "suffix chain": lambda: SuffixDrafter(tree=False, offset=2.0),
-    "lookahead": LookaheadDrafter,
-    "medusa": lambda: MedusaDrafter(random_heads()),
-    "medusa dynamic": lambda: MedusaDrafter(random_heads(), MEDUSA_TREE),
-    "ngram and model": lambda: CombinedDrafter(
-        NgramDrafter(min_ngram=1), DraftModelDrafter(tiny_model("qwen3")), 2, max_nodes=10
-    ),
-    "suffix and medusa": lambda: CombinedDrafter(SuffixDrafter(), MedusaDrafter(random_heads()), 2),
-}
 CASES = {
     "left": ("left", {"do_sample": False}),
     "right": ("right", {"do_sample": False}),
     "penalty": ("left", {"do_sample": True, "seed": 5, "repetition_penalty": 1.2}),
 }
 
-every_drafter = pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS.keys())
+every_drafter = pytest.mark.parametrize("drafter", GENERAL.values(), ids=GENERAL.keys())
 every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
 
 

@@ -8,9 +8,8 @@ import copy
 
 import pytest
 import torch
+from every_drafter import DRAFTERS
 from lossless import DECODING, every_decoding
-from test_default_device import OTHERS
-from test_drafters_sweep import DRAFTERS
 from tiny import VOCAB, tiny_model
 from torch import nn
 
@@ -21,7 +20,7 @@ MORE = 15
 # A head is made for the sizes of its target, and checked (test_checkpoints_pair.py).
 EVERY = {
     name: make
-    for name, make in {**OTHERS, **DRAFTERS}.items()
+    for name, make in DRAFTERS.items()
     if name not in ("head", "p-eagle") and "medusa" not in name
 }
 

@@ -91,8 +91,11 @@ def generate(
             seed gives one text. ``"rejection"``, ``"block"`` (chains) and ``"recursive"`` (trees) need a
             drafter that samples, ``DraftModelDrafter(model, sampled=True)``; they keep the law of the
             text, but for one seed it depends on the drafter. Greedy decoding is the same under all.
-        seed: of the sampling noise, one for the call or one per row; by default drawn from
-            ``generator`` or from torch's global generator. One seed gives one text, whatever the drafter.
+        seed: of the sampling noise, one for the call or a list with one per row (each of the
+            ``num_return_sequences`` is a row); by default drawn from ``generator`` or from torch's global
+            generator. One seed gives one text, whatever the drafter. Rows that share one seed have different
+            noise. A row with a seed of its own has the noise of a call with that row and that seed alone: the
+            same prompt and seed give the same text in any row of any batch, however it is padded.
         generator: source of the seed.
         streamer: gets the prompt, then one ``[batch]`` tensor per column as soon as every unfinished
             row has reached it.
@@ -201,9 +204,9 @@ def custom_generate(
                 choice.drafter(model, generation_config),
                 choice.explicit,
                 settings,
-                _seeds(model, seed, generator, len(input_ids))
+                _noise(model, seed, generator, len(input_ids))
                 if generation_config.do_sample
-                else [0] * len(input_ids),
+                else [(0, 0)] * len(input_ids),
                 verification,
                 streamer,
                 inputs_tensor if model.config.is_encoder_decoder else None,
@@ -222,7 +225,7 @@ def _decode(
     drafter: Drafter | None,
     explicit: bool,
     speculation: Speculation | None,
-    seeds: list[int],
+    noise: list[tuple[int, int]],
     verification: str,
     streamer: Any,
     encoder_input: Tensor | None = None,
@@ -245,7 +248,7 @@ def _decode(
     if drafter is not None:
         target.tap(drafter.feature_layers(model))
     attention_mask = target.admit(input_ids, model_kwargs, config)
-    sampler = Sampler(processors, config.do_sample, seeds, input_ids.device, verification)
+    sampler = Sampler(processors, config.do_sample, noise, input_ids.device, verification)
     if sampler.needs_draft_probs and drafter is not None and not drafter.sampled:
         raise ValueError(
             f"verification={verification!r} needs a drafter that samples its drafts from known "
@@ -370,13 +373,13 @@ def _waits_for_others(model: PreTrainedModel, synced_gpus: bool | None) -> bool:
     return synced_gpus
 
 
-def _seeds(
+def _noise(
     model: PreTrainedModel,
     seed: int | Sequence[int] | None,
     generator: torch.Generator | None,
     batch: int,
-) -> list[int]:
-    """One seed per row."""
+) -> list[tuple[int, int]]:
+    """(seed, stream) of each row: streams 0, 1, 2, ... of one seed, or stream 0 of each row's own."""
     if seed is None:
         device = "cpu" if generator is None else generator.device
         drawn = int(torch.randint(2**62, (), generator=generator, device=device))
@@ -384,14 +387,14 @@ def _seeds(
     elif generator is not None:
         raise ValueError("seed and generator both choose the noise; pass one of them")
     if not isinstance(seed, (list, tuple)):
-        return [_checked_seed(seed)] * batch
+        return [(_checked_seed(seed), row) for row in range(batch)]
     seeds = [_checked_seed(each) for each in seed]
     if len(seeds) != batch:
         raise ValueError(
             f"seed has {len(seeds)} entries; expected one int, or one per row of the batch of {batch} "
             "(num_return_sequences included)"
         )
-    return seeds
+    return [(each, 0) for each in seeds]
 
 
 def _checked_seed(seed: Any) -> int:

@@ -186,7 +186,9 @@ CONFIG: dict[str, Keyword] = {
         Verdict.SLOWER, "`WatermarkLogitsProcessor` or `SynthIDTextWatermarkLogitsProcessor`"
     ),
     "token_healing": _refused("token healing rewrites the prompt; heal it before the call", False),
-    "num_return_sequences": _exact("every copy of a row has its own noise"),
+    "num_return_sequences": _exact(
+        "every copy of a row has its own noise (a list of seeds has one for each copy)"
+    ),
     "return_dict_in_generate": _exact("a `SpeculativeOutput`: transformers' output and statistics"),
     "output_scores": _exact(_RECORDED),
     "output_logits": _exact(_RECORDED),

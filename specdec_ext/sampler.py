@@ -2,11 +2,15 @@
 
 Rule 1, match, is the default. At each visited node one token is drawn from the processed target distribution;
 a child that carries it is descended into, otherwise it is emitted and the walk ends. Greedy decoding is the
-same with no noise. Noise belongs to (seed, row, position, token), so the text does not depend on the drafter.
+same with no noise. Noise belongs to (seed, stream, position, token), so no text depends on the drafter.
+
+The rows of a batch with one seed are streams 0, 1, 2, ... of it; a row with a seed of its own is stream 0,
+wherever it is in a batch. The position counts the tokens before, without paddings.
 
 Rules 2 to 4 (:mod:`specdec_ext.ops.verify_sampled`) keep the law, not the text: they are for trees with
-``draft_probs``, and their noise belongs to (seed, row, position of the round's root, depth). A step without
-drafts is plain decoding by rule 1 under all of them, and so is greedy decoding, which is their common limit.
+``draft_probs``, and their noise belongs to (seed, stream, position of the round's root, depth). A row
+without drafts is decoded plainly, by rule 1, under all of them, and so is greedy decoding, which is their
+common limit.
 """
 
 from __future__ import annotations
@@ -66,7 +70,7 @@ class Sampler:
     Args:
         processors: transformers' prepared list, warpers included.
         stochastic: sampling or greedy.
-        seeds: one per row of the batch.
+        noise: (seed, stream) of each row of the batch.
         device: of the logits.
         verification: one of ``VERIFICATIONS``; greedy decoding has no use for it.
 
@@ -78,13 +82,13 @@ class Sampler:
         self,
         processors: LogitsProcessorList,
         stochastic: bool,
-        seeds: Sequence[int],
+        noise: Sequence[tuple[int, int]],
         device: torch.device,
         verification: str = "match",
     ):
         self._processors = Processors(processors, device)
         self._stochastic = stochastic
-        self._seeds = list(seeds)
+        self._noise = list(noise)
         self._device = device
         self._verification = verification if stochastic else "match"
         self._row_tensors: tuple[list[int], tuple[Tensor, ...]] | None = None
@@ -116,15 +120,15 @@ class Sampler:
             )
 
     def _rows(self, rows: list[int]) -> tuple[Tensor, ...]:
-        """Seeds, row numbers, stochastic flags and counters of these rows, as the op takes them."""
+        """Seeds, streams, stochastic flags and counters of these rows, as the op takes them."""
         if self._row_tensors is None or self._row_tensors[0] != rows:
-            seeds = torch.tensor(
-                [self._seeds[row] for row in rows], dtype=torch.long, device=self._device
+            seeds, streams = (
+                torch.tensor([self._noise[row][i] for row in rows], device=self._device).long()
+                for i in (0, 1)
             )
-            numbers = torch.tensor(rows, dtype=torch.long, device=self._device)
             flags = torch.full((len(rows),), self._stochastic, device=self._device)
             counters = torch.zeros(len(rows), dtype=torch.int32, device=self._device)
-            self._row_tensors = (list(rows), (seeds, numbers, flags, counters))
+            self._row_tensors = (list(rows), (seeds, streams, flags, counters))
         return self._row_tensors[1]
 
     def _match(
@@ -136,25 +140,30 @@ class Sampler:
             scores, tree.tokens, tree.parents, root_positions, *self._rows(rows)
         )
 
+    def _sampled(
+        self, scores: Tensor, tree: DraftTree, positions: Sequence[int], rows: list[int]
+    ) -> ops.MatchResult:
+        """Rules 2 to 4; rule 1 for rows without drafts, which are not to depend on those of others."""
+        root_positions = torch.tensor(positions, dtype=torch.long, device=self._device)
+        seeds, streams, *_ = self._rows(rows)
+        result = RULES[self._verification](
+            scores, tree.draft_probs, tree.tokens, tree.parents, root_positions, seeds, streams
+        )
+        without = [max(depths) == 0 for depths in tree.depths]
+        if not any(without):
+            return result
+        plain = self._match(scores[:, :1], tree.pruned([0] * tree.num_rows), positions, rows)
+        is_plain = torch.tensor(without, device=self._device)
+        return result._replace(
+            next_token=torch.where(is_plain, plain.next_token, result.next_token)
+        )
+
     def _walk_tree(
         self, scores: Tensor, tree: DraftTree, positions: Sequence[int], rows: list[int]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What the rule accepts of a tree, its status turned into an error."""
-        if self._by_match(tree):
-            result = self._match(scores, tree, positions, rows)
-        else:
-            root_positions = torch.tensor(positions, dtype=torch.long, device=self._device)
-            seeds, numbers, *_ = self._rows(rows)
-            result = RULES[self._verification](
-                scores,
-                tree.draft_probs,
-                tree.tokens,
-                tree.parents,
-                root_positions,
-                seeds,
-                numbers,
-            )
-        path, num_accepted, next_token, status = result
+        result = self._match if self._by_match(tree) else self._sampled
+        path, num_accepted, next_token, status = result(scores, tree, positions, rows)
         if any(problems := status.tolist()):
             i = next(i for i, problem in enumerate(problems) if problem)
             # num_accepted counts the nodes below the root before the bad one (-1 if that is the root);
@@ -192,8 +201,8 @@ class Sampler:
     ) -> tuple[Tensor, Tensor]:
         """Independent draws from the law that the target would have if ``logits [n, vocab]`` were its own.
 
-        The noise is the drafter's stream: (seed, row, position of the round's root, depth), which no
-        verification uses. Processors that look at the text are left out; greedy draws the arg-max.
+        The noise is the drafter's: (seed, stream, position of the round's root, depth), for a purpose that no
+        verification has. Processors that look at the text are left out; greedy draws the arg-max.
 
         Args:
             logits: of the node whose child is drawn.
@@ -210,9 +219,9 @@ class Sampler:
             law = scores.softmax(dim=-1)
         else:
             law = torch.zeros_like(scores).scatter(1, scores.argmax(dim=-1, keepdim=True), 1.0)
-        seeds, numbers, *_ = self._rows(list(rows))
+        seeds, streams, *_ = self._rows(list(rows))
         positions = torch.tensor(root_positions, dtype=torch.long, device=self._device)
-        bits = rng.round_bits(seeds, numbers, positions, depth, rng.PURPOSE_DRAFT, 2)
+        bits = rng.round_bits(seeds, streams, positions, depth, rng.PURPOSE_DRAFT, 2)
         return _invert(law, bits), law
 
     def verify(

@@ -163,8 +163,9 @@ class DraftModelDrafter(Drafter):
         logits = self._catch_up(pending)
         for row in context.rows:
             self._cached[row] = len(context.generated[row])
-        # All rows draft in step: one that has no room left must not ask for positions beyond its last.
-        length = min(self._asked(context), min(context.remaining) - 1, room)
+        # All rows draft in step. What a row has no use for is cut later, so no row's draft, and with it no
+        # text under a rule that depends on drafts, depends on another's.
+        length = min(self._asked(context), max(context.remaining) - 1, room)
         chain: list[Tensor] = []
         laws: list[Tensor] = []
         going = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
