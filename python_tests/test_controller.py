@@ -18,11 +18,11 @@ from lossless import check_same_text, plain_text
 from tiny import ScriptedDrafter, generated, oracle_chain, prompts, tiny_model
 
 import specdec_ext
-from specdec_ext import DraftModelDrafter, Speculation, TreeConfig
+from specdec_ext import DraftModelDrafter, Speculation, SpeculationStats, TreeConfig
 from specdec_ext.acceptance import Acceptance, LearntAcceptance
 from specdec_ext.controller import MEMORIES, Memory, _memories, forget, judged, memory_of
 from specdec_ext.costs import Curve, VerifyCosts
-from specdec_ext.explain import Gain
+from specdec_ext.explain import Gain, Report
 from specdec_ext.policy import Policy
 
 MS = 1e-3
@@ -420,6 +420,20 @@ def test_the_drafters_used_last_are_remembered():
     assert memory("once") is not used_once
     assert len(_memories[model]) == MEMORIES
     forget(model)
+
+
+@pytest.mark.parametrize(
+    "low, high, told", [(0.0, 9.54, False), (1.0, math.inf, False), (0.9, 1.3, True)]
+)
+def test_a_gain_that_cannot_be_told_is_not_told(low, high, told):
+    """Short calls used to say such as 1.12x (95 %: 0.00x to 9.54x)."""
+    report = Report([(1, 1, 0.01, 2)], [], {}, 1.12, low, high)
+    stats = SpeculationStats("x", policy="auto", shapes={"chain of 3": 4}, report=report)
+    said = stats.explain()
+    assert ("1.12x the speed" in said) == told
+    assert (
+        "too short to tell what that gained: in 4 steps, with a plain step timed 2 times" in said
+    ) != told
 
 
 def test_what_is_learnt_goes_with_the_model():

@@ -171,7 +171,10 @@ def test_prompts_of_another_shape(shape):
 
 
 def test_the_command_shows_claims_and_checks():
-    result = run("check", "--prompt", "def f(x, y):\n    return", "--max-new-tokens", "4")
+    result = run(
+        "check", "--prompt", "def f(x, y):\n    return", "--max-new-tokens", "4",
+        "--dtype", "float32",
+    )  # fmt: skip
     assert result.exit_code == 0, result.output
     for name in ALL:
         assert re.search(rf"{name} +│ exact", result.output), name

@@ -12,7 +12,7 @@ import functools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 import specdec_ext
 from specdec_ext import ops
+from specdec_ext.display import Summarised
 from specdec_ext.drafters import Drafter
 from specdec_ext.loop import Decoder
 from specdec_ext.machine import machine_line
@@ -70,8 +71,8 @@ class Part:
     calls: float
 
 
-@dataclass(frozen=True)
-class Breakdown:
+@dataclass(frozen=True, repr=False)
+class Breakdown(Summarised):
     """The parts of a step, one pass of the target after the prompt.
 
     Attributes:
@@ -97,6 +98,16 @@ class Breakdown:
     def outside(self) -> float:
         """Microseconds of a step outside the target's forward and the draft op."""
         return sum(part.microseconds for part in self.parts if part.name not in INSIDE)
+
+    def summary(self) -> str:
+        largest = max(self.parts, key=lambda part: part.microseconds)
+        return (
+            f"{self.title}: a step takes {self.microseconds:.0f} us, of which {largest.name} "
+            f"{largest.microseconds:.0f} us"
+        )
+
+    def details(self) -> Iterable[tuple[str, ...]]:
+        yield from ((part.name, f"{part.microseconds:.1f} us") for part in self.parts)
 
     def table(self) -> str:
         """The parts as text, a line each."""

@@ -17,7 +17,7 @@ the two apart here: it measures rounding by passes of several tokens, which are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specdec_ext.display import Summarised
 from specdec_ext.drafters.scripted import Script, Shape, branches, mixed, mixed_branches, right
 from specdec_ext.generation import generate
 from specdec_ext.target import Support, supports
@@ -67,8 +68,8 @@ class Check:
         return self.verdict in ("exact", "near-tie")
 
 
-@dataclass(frozen=True)
-class ModelCheck:
+@dataclass(frozen=True, repr=False)
+class ModelCheck(Summarised):
     """What :func:`check_model` found.
 
     Attributes:
@@ -83,6 +84,16 @@ class ModelCheck:
     def holds(self) -> bool:
         """Whether every claim is true."""
         return all(check.holds for check in self.checks)
+
+    def summary(self) -> str:
+        verdict = "every claim holds" if self.holds else "NOT EVERY CLAIM HOLDS"
+        return f"{verdict}: " + ", ".join(f"{each.name} {each.verdict}" for each in self.checks)
+
+    def details(self) -> Iterable[tuple[str, ...]]:
+        yield "check", "verdict", "largest difference", "rounding explains", "tokens", "accepted"
+        for each in self.checks:
+            differences = f"{each.delta:.2g}", f"{each.bound:.2g}"
+            yield each.name, each.verdict, *differences, str(each.tokens), str(each.accepted)
 
 
 @dataclass(frozen=True)

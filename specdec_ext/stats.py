@@ -7,8 +7,10 @@ token is not an accepted draft, and a step without a draft counts as a step but 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from specdec_ext.display import Summarised
 from specdec_ext.explain import Report, explain
 
 # A draft whose first token is hardly ever accepted: a model that was made for the target gets many times this
@@ -17,8 +19,8 @@ ALARM_WINDOW = 100  # drafts
 ALARM_SHARE = 0.02
 
 
-@dataclass
-class SpeculationStats:
+@dataclass(repr=False)
+class SpeculationStats(Summarised):
     """What speculation did during one call.
 
     A *step* is one row taking part in one target pass after the prompt; a *draft* is such a step in which
@@ -61,6 +63,20 @@ class SpeculationStats:
     dropped: int = 0
     probes: int = 0
     report: Report | None = None
+
+    def summary(self) -> str:
+        return (
+            f"{self.drafter}, {self.policy}: {self.emitted_tokens} tokens in {self.steps} steps, "
+            f"{self.accepted_tokens} of {self.draft_tokens} draft tokens accepted, mean acceptance length "
+            f"{self.mean_acceptance_length:.2f}"
+        )
+
+    def details(self) -> Iterable[tuple[str, ...]]:
+        yield "tokens per step", f"{self.emitted_per_step:.2f}"
+        for phase, seconds in self.seconds.items():
+            yield phase, f"{seconds * 1e3:.1f} ms"
+        for position, share in enumerate(self.acceptance_per_position, 1):
+            yield f"accepted up to position {position}", f"{share:.0%}"
 
     def count_shape(self, name: str, steps: int = 1) -> None:
         """Steps of the whole batch."""

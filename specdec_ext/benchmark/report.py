@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ from rich.table import Table
 from specdec_ext.benchmark.series import Series
 from specdec_ext.benchmark.speedup import bootstrap
 from specdec_ext.comparison import ComparedRuns
+from specdec_ext.display import Summarised
 
 BAR_WIDTH = 20
 MIB = 1 << 20
 
 
-@dataclass
-class Report:
+@dataclass(repr=False)
+class Report(Summarised):
     """Contestants of one run on one batch of prompts.
 
     Attributes:
@@ -47,6 +48,22 @@ class Report:
     @property
     def unique_4grams(self) -> float:
         return self.series[self.baseline].unique_4grams
+
+    def summary(self) -> str:
+        rows = [row for row in self.rows() if row["name"] != self.baseline]
+        if not rows:
+            return f"{self.baseline} alone"
+        best = max(rows, key=lambda row: row["ratio"])
+        return (
+            f"{best['name']} is the fastest of {len(self.series)}: {best['ratio']:.2f}x of {self.baseline}, "
+            f"95 % [{best['interval'][0]:.2f}, {best['interval'][1]:.2f}]; {self.title}"
+        )
+
+    def details(self) -> Iterable[tuple[str, ...]]:
+        yield "", "tokens/s", "ratio", "acceptance length", "same text"
+        for row in self.rows():
+            numbers = f"{row['tokens_per_second']:.1f}", f"{row['ratio']:.2f}x"
+            yield row["name"], *numbers, _number(row["mean_acceptance_length"]), row["same_text"]
 
     def rows(self) -> list[dict[str, Any]]:
         """A record per contestant, of plain values."""

@@ -16,14 +16,15 @@ from transformers import PreTrainedModel
 from specdec_ext.benchmark.memory import peak_bytes, reset_peak
 from specdec_ext.benchmark.speedup import Speedup, bootstrap
 from specdec_ext.comparison import ComparedRuns, compare_runs
+from specdec_ext.display import Summarised
 from specdec_ext.stats import SpeculationStats
 
 # What a tokenizer returns: ``input_ids [batch, length]``, ``attention_mask``, and what else a model reads.
 Prompt = Mapping[str, Tensor]
 
 
-@dataclass
-class Series:
+@dataclass(repr=False)
+class Series(Summarised):
     """Results of one contestant, an entry per prompt.
 
     Attributes:
@@ -43,6 +44,12 @@ class Series:
     texts: list[Tensor] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
     speculation: list[SpeculationStats] = field(default_factory=list)
+
+    def summary(self) -> str:
+        if not self.seconds:
+            return f"{self.name}: nothing was run"
+        rate = f"{self.median_tokens_per_second:.1f} tokens/s"
+        return f"{self.name}: {rate}, the median over {len(self.seconds)} prompts"
 
     @property
     def tokens_per_second(self) -> list[float]:

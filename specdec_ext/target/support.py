@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from specdec_ext.compat import (
     STATES_CONTINUE,
     LinearAttentionCacheLayerMixin,
 )
+from specdec_ext.display import Summarised
 from specdec_ext.target import held
 from specdec_ext.target.adoption import unserved_layers
 from specdec_ext.target.alibi import alibi_of
@@ -58,8 +59,8 @@ _CAUSAL_MASKS = {
 _BIDIRECTIONAL_MASKS = {"create_bidirectional_mask"}
 
 
-@dataclass(frozen=True)
-class Support:
+@dataclass(frozen=True, repr=False)
+class Support(Summarised):
     """The verdict on a model.
 
     Attributes:
@@ -81,6 +82,17 @@ class Support:
     batch: bool
     rollback: Rollback
     reasons: tuple[str, ...] = ()
+
+    def summary(self) -> str:
+        claims = {"chains": self.chain, "trees": self.tree, "batches": self.batch}
+        able = ", ".join(name for name, holds in claims.items() if holds) or "one token at a time"
+        return "; ".join((able, f"rollback {self.rollback}", *self.reasons))
+
+    def details(self) -> Iterable[tuple[str, ...]]:
+        for name in ("chain", "tree", "batch"):
+            yield name, "yes" if getattr(self, name) else "no"
+        yield "rollback", self.rollback
+        yield from (("because", reason) for reason in self.reasons)
 
     @property
     def by_slots(self) -> bool:
