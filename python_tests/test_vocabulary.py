@@ -133,6 +133,31 @@ def test_the_same_vocabulary_needs_no_translation():
     assert swapped.read([0, 1, 2]) == [1, 0, 2]  # equal sizes, other ids
 
 
+def test_without_tokenizers_other_sizes_are_refused():
+    """As in transformers' assisted generation: 98 drafts went by of which none could be accepted."""
+    target, draft = tiny_model("llama"), resized(80)
+    ids = torch.arange(1, 6)[None]
+    with pytest.raises(ValueError, match="different tokenizers"):
+        target.generate(ids, assistant_model=draft, max_new_tokens=4)
+    for wanted in ({"drafter": draft}, {"assistant_model": draft}):
+        with pytest.raises(
+            ValueError, match=r"draft model has 80 tokens and the target 97: .*assistant_tokenizer="
+        ):
+            specdec_ext.generate(target, ids, max_new_tokens=4, **wanted)
+    words = [str(i) for i in range(80)]
+    drafter = specdec_ext.DraftModelDrafter(
+        draft, tokenizer=tokenizer(words), target_tokenizer=tokenizer([*words, "x", "y"])
+    )
+    text = specdec_ext.generate(target, ids, drafter=drafter, max_new_tokens=4, do_sample=False)
+    assert torch.equal(text, target.generate(ids, max_new_tokens=4, do_sample=False))
+
+
+def resized(vocab_size: int) -> PreTrainedModel:
+    draft = copy.deepcopy(tiny_model("llama"))
+    draft.resize_token_embeddings(vocab_size)
+    return draft
+
+
 def test_nothing_in_common():
     with pytest.raises(ValueError, match="share no token; use another draft model"):
         shared(["a", "b"], ["c", "d"])

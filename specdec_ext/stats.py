@@ -7,16 +7,22 @@ token is not an accepted draft, and a step without a draft counts as a step but 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from specdec_ext.display import Summarised
 from specdec_ext.explain import Report, explain
+from specdec_ext.tree import DraftTree
 
 # A draft whose first token is hardly ever accepted: a model that was made for the target gets many times this
 # share, one that reads the wrong layers or another vocabulary gets next to nothing.
 ALARM_WINDOW = 100  # drafts
 ALARM_SHARE = 0.02
+# As many from the very first, none of them right: with one in four right that comes once in a hundred.
+NEVER_WINDOW = 16
+# Steps that a controller could draft in, and the share that it must find worth it.
+PAYS_WINDOW = 1000
+PAYS_SHARE = 0.02
 
 
 @dataclass(repr=False)
@@ -140,30 +146,86 @@ class SpeculationStats(Summarised):
         ]
 
 
-class DraftAlarm:
-    """Warns, once per call, when over a window of drafts almost no first token was accepted.
+@dataclass
+class PairVerdict:
+    """Whether a drafter does anything for a model, over all calls with the two; says so once if it does not.
 
-    Args:
-        stats: of the call.
-        advice: what to check, :attr:`Drafter.dead_draft_advice`; "" never warns.
+    Drafts are judged by their *first tokens*, verified or not: the text that came tells whether the next
+    token was among them. Copies of the text count neither for nor against a model-based drafter.
+
+    Attributes:
+        ever: a first token was accepted once.
+        drafts: model-based proposals since the last look.
+        accepted: of these, those with the right first token.
+        steps: row-steps in which the controller was free to draft.
+        proposals: of these, those with a proposal, copies included.
+        told: what was said already.
     """
 
-    def __init__(self, stats: SpeculationStats, advice: str):
-        self._stats, self._advice = stats, advice
-        self._drafts = self._accepted = 0  # before the window
+    ever: bool = False
+    drafts: int = 0
+    accepted: int = 0
+    steps: int = 0
+    proposals: int = 0
+    told: set[str] = field(default_factory=set)
 
-    def check(self) -> None:
-        """After each step."""
-        drafts = self._stats.drafts - self._drafts
-        if not self._advice or drafts < ALARM_WINDOW:
+    def count(
+        self, proposal: DraftTree | None, kinds: Sequence[str], emitted: Sequence[Sequence[int]]
+    ) -> None:
+        """One step of some rows.
+
+        Args:
+            proposal: as the drafter made it, before any of it was dropped; None if it was not asked.
+            kinds: :attr:`Drafter.kinds` of the rows; "" for what a model drafted.
+            emitted: the tokens that came.
+        """
+        self.steps += len(emitted)
+        if proposal is None:
             return
-        accepted = self._stats.accepted_per_position[0] - self._accepted
-        self._drafts += drafts
-        self._accepted += accepted
-        if accepted < ALARM_SHARE * drafts:
-            warnings.warn(
-                f"{self._stats.drafter}: of the last {drafts} drafts {accepted} had their first token "
-                f"accepted, so drafting only costs time (the text is right all the same). {self._advice}",
-                stacklevel=2,
+        rows = zip(proposal.token_lists, proposal.parent_lists, kinds, emitted, strict=True)
+        for tokens, parents, kind, text in rows:
+            firsts = [token for token, parent in zip(tokens, parents, strict=True) if parent == 0]
+            self.proposals += bool(firsts)
+            if firsts and not kind:
+                self.drafts += 1
+                self.accepted += text[0] in firsts
+
+    def check(self, stats: SpeculationStats, advice: str) -> None:
+        """After each step.
+
+        Args:
+            stats: of the call.
+            advice: what to check, :attr:`Drafter.dead_draft_advice`; "" never warns.
+        """
+        self.ever |= self.accepted > 0
+        if not self.ever and self.drafts >= NEVER_WINDOW:
+            self._tell("never accepted", stats.drafter, advice)
+        if self.drafts >= ALARM_WINDOW:
+            if self.accepted < ALARM_SHARE * self.drafts:
+                self._tell("never accepted", stats.drafter, advice)
+            self.drafts = self.accepted = 0
+        if stats.policy != "auto":
+            self.steps = self.proposals = 0
+        elif self.steps >= PAYS_WINDOW:
+            if self.proposals < PAYS_SHARE * self.steps:
+                self._tell("not paying", stats.drafter, advice)
+            self.steps = self.proposals = 0
+
+    def _tell(self, what: str, drafter: str, advice: str) -> None:
+        if what in self.told or not advice:
+            return
+        if what == "never accepted":
+            message = (
+                f"of the last {self.drafts} drafts {self.accepted} had their first token accepted, so "
+                f"drafting only costs time (the text is right all the same). {advice}"
             )
-            self._advice = ""
+        elif "never accepted" in self.told:
+            return
+        else:
+            message = (
+                f"of the last {self.steps} steps {self.proposals} were worth a draft: here it costs more "
+                "than it brings (the text is right all the same; out.speculation.explain() shows what was "
+                "measured). Pass drafter=None, or a faster drafter such as 'ngram'."
+            )
+        self.told.add(what)
+        warnings.warn(f"{drafter}: {message}", stacklevel=2)

@@ -44,8 +44,8 @@ class DraftModelDrafter(Drafter):
             probability (softmax of its logits before any processing); 0 never ends it.
         tokenizer: of the draft model.
         target_tokenizer: of the target. Where the two differ, only tokens that both have are drafted, and
-            the draft model reads the text of others with its own tokenizer. Without tokenizers the ids are
-            taken to mean the same to both models.
+            the draft model reads the text of others with its own tokenizer. Without tokenizers, which both
+            sizes of vocabulary must be the same for, the ids are taken to mean the same to both models.
     """
 
     dead_draft_advice = (
@@ -78,6 +78,15 @@ class DraftModelDrafter(Drafter):
         self._tokenizers = (target_tokenizer, tokenizer)
         self._vocabularies: dict[tuple[int, ...], Vocabulary] = {}  # made once per pair of sizes
         self.sampled, self.min_confidence = sampled, min_confidence
+
+    def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
+        """None, after a check that the two vocabularies are known to agree.
+
+        Raises:
+            ValueError: if their sizes differ and no tokenizers tell what the ids mean.
+        """
+        self._match_vocabularies(model)
+        return ()
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
         if model.device != self.model.device:
