@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -133,7 +134,7 @@ def test_the_estimate_of_sampling_is_what_sampling_counts():
     measured = 1 + accepted / drafts
     # The last draft of a text is cut where it ends: the estimate leaves it out.
     assert found.sampled_acceptance_length == pytest.approx(measured, rel=0.03)
-    assert found.acceptance_length > measured + 0.5
+    assert found.acceptance_length > measured + 0.25
 
 
 def test_a_text_that_was_drawn_is_judged_by_its_own_tokens(tmp_path):
@@ -235,6 +236,33 @@ def test_a_run_goes_on_only_as_it_began(tmp_path):
         ValueError, match=r"state.pt is the state of a run with another learning_rate"
     ):
         run(tmp_path, dataclasses.replace(QUICK, updates=2, learning_rate=1.0), examples)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"nothing", pickle.dumps(print), "list", "config"],
+    ids=["empty", "text", "code", "a list", "a config of another type"],
+)
+def test_what_is_no_state_of_a_run_is_named(tmp_path, content):
+    path = tmp_path / "state.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save([1] if content == "list" else {"config": 3, "step": 1}, path)
+    with pytest.raises(ValueError, match=f"{path} is damaged, or no state of a run .* delete it"):
+        run(tmp_path, QUICK, random_examples(10, 12))
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["x", "[]", "{}", '{"losses": 3}', "[" * 200_000, '{"step": ' + "9" * 9999 + "}", "\xff"],
+)
+def test_what_is_no_step_of_a_run_is_named(tmp_path, line):
+    run(tmp_path, dataclasses.replace(QUICK, updates=1), random_examples(10, 12))
+    path = tmp_path / "history.jsonl"
+    path.write_bytes(path.read_bytes() + line.encode("latin-1") + b"\n")
+    with pytest.raises(ValueError, match=f"{path} line 2 is no step of a run"):
+        read_history(tmp_path)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_at_the_state_before(tmp_path):
