@@ -1,5 +1,6 @@
 """Counters and derived metrics against hand-counted examples (definitions: ``specdec_ext/stats.py``)."""
 
+import itertools
 import warnings
 
 import pytest
@@ -116,13 +117,19 @@ def test_copies_do_not_speak_for_the_model_behind_them():
 
 
 def test_what_never_pays_is_told_once():
-    few = [*[(1, None, "")] * 99, (1, 1, "")]
+    few = [*[(4, None, "")] * 99, (4, 4, "")]
     (message,) = told(*few * 30, policy="auto")
-    assert "of the last 1000 steps 10 were worth a draft" in message and "drafter=None" in message
-    assert not told(*few * 9, policy="auto")
+    assert "in 256 steps it was asked 2 times" in message and "drafter=None" in message
+    assert not told(*few * 2, policy="auto")
     assert not told(*few * 30, policy="fixed")
     assert not told(*[*[(1, None, "")] * 9, (1, 1, "")] * 300, policy="auto")
-    assert not told(*[*[(1, None, "")] * 9, (1, 1, "match of 8")] * 300, policy="auto")
+    assert not told(*[(1, 1, "match of 8")] * 3000, policy="auto")
+
+
+def test_what_was_given_up_at_once_is_told_why():
+    """After two drafts that were wrong, "auto" hardly asks again."""
+    (message,) = told(*[(1, 0, "")] * 2, *[(1, None, "")] * 3000, policy="auto")
+    assert "of the last 2 drafts 0 had their first token accepted" in message
 
 
 class DeadModel(DraftModelDrafter):
@@ -166,9 +173,12 @@ def test_a_wrong_head_is_told_under_the_default():
     head = random_head(**sizes, draft_vocab_size=4096, feature_layers=(1, 3, 6), seed=3)
     drafter = specdec_ext.CombinedDrafter(specdec_ext.NgramDrafter(), HeadDrafter(head))
     ids = tokenizer(assets.held_out_prompts()[0]["prompt"], return_tensors="pt")["input_ids"]
+    # By this clock a draft takes as long as a pass, so that the machine has no say.
+    settings = specdec_ext.Speculation(clock=itertools.count().__next__)
+    call = {"drafter": drafter, "speculation": settings, "max_new_tokens": 48}
     with pytest.warns(
         UserWarning, match="CombinedDrafter: of the last .* 0 had .*tapped"
     ) as caught:
         for _ in range(12):
-            specdec_ext.generate(target, ids[:, :100], drafter=drafter, max_new_tokens=48)
+            specdec_ext.generate(target, ids[:, :100], **call)
     assert len(caught) == 1

@@ -40,7 +40,12 @@ class Decoder:
         self.policy = policy
         self.stats = SpeculationStats(drafter=type(drafter).__name__ if drafter else "none")
         self.stats.policy = "fixed" if drafter else "none"
-        self._verdict = memory_of(target.model, drafter).verdict if drafter else None
+        # Of copies nobody expects anything.
+        self._verdict = (
+            memory_of(target.model, drafter).verdict
+            if drafter is not None and drafter.dead_draft_advice
+            else None
+        )
         self._proposal: DraftTree | None = None  # of the step under way, whole
         self._ends: dict[int, int] = {}  # original row -> columns at which it ended
         self._layout = list(context.rows)  # original row in each row of the cache

@@ -20,8 +20,8 @@ ALARM_WINDOW = 100  # drafts
 ALARM_SHARE = 0.02
 # As many from the very first, none of them right: with one in four right that comes once in a hundred.
 NEVER_WINDOW = 16
-# Steps that a controller could draft in, and the share that it must find worth it.
-PAYS_WINDOW = 1000
+# Steps in which a controller could ask the model, and the share in which it must find that worth it.
+PAYS_WINDOW = 256
 PAYS_SHARE = 0.02
 
 
@@ -157,8 +157,8 @@ class PairVerdict:
         ever: a first token was accepted once.
         drafts: model-based proposals since the last look.
         accepted: of these, those with the right first token.
-        steps: row-steps in which the controller was free to draft.
-        proposals: of these, those with a proposal, copies included.
+        steps: steps of the batch that copies left to the model, and the controller was free to use it.
+        asked: of these, those in which it did.
         told: what was said already.
     """
 
@@ -166,7 +166,7 @@ class PairVerdict:
     drafts: int = 0
     accepted: int = 0
     steps: int = 0
-    proposals: int = 0
+    asked: int = 0
     told: set[str] = field(default_factory=set)
 
     def count(
@@ -179,16 +179,26 @@ class PairVerdict:
             kinds: :attr:`Drafter.kinds` of the rows; "" for what a model drafted.
             emitted: the tokens that came.
         """
-        self.steps += len(emitted)
-        if proposal is None:
-            return
+        found = set() if proposal is None else self._count(proposal, kinds, emitted)
+        if found <= {""}:  # nothing was copied
+            self.steps += 1
+            self.asked += bool(found)
+
+    def _count(
+        self, proposal: DraftTree, kinds: Sequence[str], emitted: Sequence[Sequence[int]]
+    ) -> set[str]:
+        """The kinds of what was proposed."""
+        found = set()
         rows = zip(proposal.token_lists, proposal.parent_lists, kinds, emitted, strict=True)
         for tokens, parents, kind, text in rows:
             firsts = [token for token, parent in zip(tokens, parents, strict=True) if parent == 0]
-            self.proposals += bool(firsts)
-            if firsts and not kind:
+            if not firsts:
+                continue
+            found.add(kind)
+            if not kind:
                 self.drafts += 1
                 self.accepted += text[0] in firsts
+        return found
 
     def check(self, stats: SpeculationStats, advice: str) -> None:
         """After each step.
@@ -198,34 +208,43 @@ class PairVerdict:
             advice: what to check, :attr:`Drafter.dead_draft_advice`; "" never warns.
         """
         self.ever |= self.accepted > 0
-        if not self.ever and self.drafts >= NEVER_WINDOW:
-            self._tell("never accepted", stats.drafter, advice)
-        if self.drafts >= ALARM_WINDOW:
-            if self.accepted < ALARM_SHARE * self.drafts:
-                self._tell("never accepted", stats.drafter, advice)
+        never = not self.ever and self.drafts >= NEVER_WINDOW
+        whole = self.drafts >= ALARM_WINDOW
+        if never or (whole and self.accepted < ALARM_SHARE * self.drafts):
+            self._tell_never(stats.drafter, advice)
+        if whole:
             self.drafts = self.accepted = 0
         if stats.policy != "auto":
-            self.steps = self.proposals = 0
+            self.steps = self.asked = 0
         elif self.steps >= PAYS_WINDOW:
-            if self.proposals < PAYS_SHARE * self.steps:
-                self._tell("not paying", stats.drafter, advice)
-            self.steps = self.proposals = 0
+            if self.asked < PAYS_SHARE * self.steps:
+                self._tell_rest(stats.drafter, advice)
+            self.steps = self.asked = 0
 
-    def _tell(self, what: str, drafter: str, advice: str) -> None:
-        if what in self.told or not advice:
-            return
-        if what == "never accepted":
-            message = (
-                f"of the last {self.drafts} drafts {self.accepted} had their first token accepted, so "
-                f"drafting only costs time (the text is right all the same). {advice}"
+    def _tell_never(self, drafter: str, advice: str) -> None:
+        self._tell(
+            drafter,
+            advice,
+            "never accepted",
+            f"of the last {self.drafts} drafts {self.accepted} had their first token accepted, so drafting "
+            f"only costs time (the text is right all the same). {advice}",
+        )
+
+    def _tell_rest(self, drafter: str, advice: str) -> None:
+        """It is hardly asked any more: because it was never right, or because it takes too long."""
+        if not self.ever and self.drafts:
+            self._tell_never(drafter, advice)
+        elif "never accepted" not in self.told:
+            self._tell(
+                drafter,
+                advice,
+                "not paying",
+                f"in {self.steps} steps it was asked {self.asked} times: here a draft costs more than it "
+                "brings (the text is right all the same; out.speculation.explain() shows what was measured). "
+                "Pass drafter=None, or a faster drafter such as 'ngram'.",
             )
-        elif "never accepted" in self.told:
-            return
-        else:
-            message = (
-                f"of the last {self.steps} steps {self.proposals} were worth a draft: here it costs more "
-                "than it brings (the text is right all the same; out.speculation.explain() shows what was "
-                "measured). Pass drafter=None, or a faster drafter such as 'ngram'."
-            )
-        self.told.add(what)
-        warnings.warn(f"{drafter}: {message}", stacklevel=2)
+
+    def _tell(self, drafter: str, advice: str, what: str, message: str) -> None:
+        if advice and what not in self.told:
+            self.told.add(what)
+            warnings.warn(f"{drafter}: {message}", stacklevel=2)
