@@ -80,12 +80,21 @@ class DraftModelDrafter(Drafter):
         self.sampled, self.min_confidence = sampled, min_confidence
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
-        """None, after a check that the two vocabularies are known to agree.
+        """None, after a check that the ids may mean the same to both models, by transformers' rule.
 
         Raises:
-            ValueError: if their sizes differ and no tokenizers tell what the ids mean.
+            ValueError: if their vocabularies differ in size, and no tokenizers tell what the ids mean.
         """
-        self._match_vocabularies(model)
+        target_size, draft_size = (
+            each.config.get_text_config(decoder=True).vocab_size for each in (model, self.model)
+        )
+        if self._tokenizers == (None, None) and target_size != draft_size:
+            raise ValueError(
+                f"the draft model has {draft_size} tokens and the target {target_size}: of different "
+                "tokenizers the same ids mean different tokens. Pass both: DraftModelDrafter(model, "
+                "tokenizer=..., target_tokenizer=...), or assistant_tokenizer= and tokenizer= beside "
+                "assistant_model; where they agree, and one model is padded, that costs nothing"
+            )
         return ()
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:

@@ -137,20 +137,9 @@ def match_vocabularies(
 ) -> Vocabulary:
     """:class:`Vocabulary` if the ids mean the same on both sides, else :class:`SharedVocabulary`.
 
-    Without tokenizers (None) they are taken to mean the same, unless there are more of them on one side: then
-    nobody knows, and transformers' assisted generation refuses, too.
-
-    Raises:
-        ValueError: for sizes that differ without tokenizers.
+    Without tokenizers (None) they are taken to mean the same.
     """
     if target_tokenizer is None:
-        if target_size != draft_size:
-            raise ValueError(
-                f"the draft model has {draft_size} tokens and the target {target_size}: with different "
-                "tokenizers their ids mean different things. Pass both tokenizers: DraftModelDrafter(model, "
-                "tokenizer=..., target_tokenizer=...), or assistant_tokenizer= and tokenizer= beside "
-                "assistant_model; where they agree, and one side is padded, that costs nothing"
-            )
         return Vocabulary(target_size, draft_size)
     both = min(target_size, draft_size)
     target, draft = (

@@ -136,7 +136,9 @@ def evaluate(
             found = objective.agreement(batch, teacher, depth)
             accepted = getattr(found, name).long().cumprod(dim=1)
             walked.append(accepted[_walk(found.places.tolist(), accepted.sum(dim=1).tolist())])
-        return torch.cat([torch.empty(0, depth, device="cpu"), *(each.cpu() for each in walked)]).double()
+        return torch.cat(
+            [torch.empty(0, depth, device="cpu"), *(each.cpu() for each in walked)]
+        ).double()
 
     drafts = lived(examples, "greedy")
     if not len(drafts):
