@@ -1,4 +1,5 @@
-"""transformers' ``pipeline("text-generation")`` with our hook is the plain pipeline: texts, batches, chats.
+"""transformers' ``pipeline("text-generation")``, with our hook or an installed model, is the plain one:
+texts, batches, chats.
 
 Claim: equal output, greedy, on the bundled model and its tokenizer, with drafts that are partly right;
 sampled output does not depend on the drafter.
@@ -7,7 +8,7 @@ sampled output does not depend on the drafter.
 import functools
 
 import pytest
-from transformers import pipeline
+from transformers import TextStreamer, pipeline
 
 import specdec_ext
 from specdec_ext import assets
@@ -75,6 +76,33 @@ def test_stop_sequences_go_to_the_hook():
     stopping = hook(stop_strings="\n", tokenizer=pipe().tokenizer)
     assert pipe()(TEXTS[1], custom_generate=stopping, **kwargs) == expected
     assert expected[0]["generated_text"].endswith("\n") or ":\n" in expected[0]["generated_text"]
+
+
+def streamed(pieces, **kwargs):
+    """What a streamer gets to see, and the pipeline's answer."""
+    streamer = TextStreamer(pipe().tokenizer, skip_prompt=True)
+    streamer.on_finalized_text = lambda text, stream_end=False: pieces.append(text)
+    return pipe()(TEXTS[0], streamer=streamer, max_new_tokens=12, do_sample=False, **kwargs)
+
+
+def test_installed_models_stream_and_stop():
+    """With the hook the streamer is lost without a word; an installed model has it."""
+    plain, ours = [], []
+    expected = streamed(plain)
+    model, drafter = pipe().model, specdec_ext.DraftModelDrafter(assets.load_draft())
+    with specdec_ext.install(model, drafter):
+        assert streamed(ours) == expected
+        stopped = pipe()(TEXTS[1], stop_sequence="\n", max_new_tokens=20, do_sample=False)
+    assert plain and "".join(ours) == "".join(plain)
+    assert pipe()(TEXTS[1], stop_sequence="\n", max_new_tokens=20, do_sample=False) == stopped
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_installed(inputs):
+    kwargs = dict(max_new_tokens=10, do_sample=False)
+    expected = pipe()(INPUTS[inputs], **kwargs)
+    with specdec_ext.install(pipe().model):
+        assert pipe()(INPUTS[inputs], **kwargs) == expected
 
 
 def test_sampled():

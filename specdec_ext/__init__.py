@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from specdec_ext.drafters.medusa import MedusaDrafter
     from specdec_ext.drafters.suffix import SuffixDrafter, SuffixHistory
     from specdec_ext.generation import custom_generate, generate
+    from specdec_ext.hosts import install, uninstall
     from specdec_ext.medusa import MedusaHeads
     from specdec_ext.model_check import Check, ModelCheck, check_model
     from specdec_ext.output import SpeculativeEncoderDecoderOutput, SpeculativeOutput
@@ -54,9 +55,11 @@ __all__ = [
     "compare_runs",
     "custom_generate",
     "generate",
+    "install",
     "load_draft",
     "save_draft",
     "supports",
+    "uninstall",
 ]
 
 _MODULES = {
@@ -68,6 +71,7 @@ _MODULES = {
     "drafters.medusa": ("MedusaDrafter",),
     "drafters.suffix": ("SuffixDrafter", "SuffixHistory"),
     "generation": ("custom_generate", "generate"),
+    "hosts": ("install", "uninstall"),
     "medusa": ("MedusaHeads",),
     "model_check": ("Check", "ModelCheck", "check_model"),
     "output": ("SpeculativeEncoderDecoderOutput", "SpeculativeOutput"),

@@ -36,20 +36,36 @@ def generate_through(
     own = f"{name}.generate decodes in a way of its own, which can't be sped up; use model.generate"
     if not _delegates(type(model)):
         raise ValueError(own)
-    reached = False
-
-    @functools.wraps(hook)  # transformers reads its parameters
-    def noticed(*args: Any, **kwargs: Any) -> Any:
-        nonlocal reached
-        reached = True
-        return hook(*args, **kwargs)
-
+    noticed = Noticed(hook)
     # A generate of a model's own may call its first parameter otherwise.
     given = () if inputs is None else (inputs,)
     text: Any = model.generate(*given, custom_generate=noticed, **kwargs)  # type: ignore[operator]
-    if not reached:
+    if not noticed.reached:
         raise ValueError(own)
     return text
+
+
+class Noticed:
+    """A hook that knows whether it was called.
+
+    A ``generate`` of ours that is given one was called by :func:`generate_through`: it stands in for the
+    model's own, as after ``model.generate = functools.partial(specdec_ext.generate, model)``.
+    """
+
+    def __init__(self, hook: Callable[..., Any]):
+        functools.update_wrapper(self, hook)  # transformers reads its parameters
+        self._hook, self.reached = hook, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.reached = True
+        return self._hook(*args, **kwargs)
+
+
+def class_generate(model: PreTrainedModel) -> Callable[..., Any]:
+    """The ``generate`` that a model has by its class, whatever stands in for it in this object."""
+    function = getattr(type(model), "generate", None)
+    plain: Any = model.generate if function is None else function.__get__(model)
+    return plain
 
 
 def _delegates(cls: type) -> bool:

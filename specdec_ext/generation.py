@@ -27,7 +27,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from specdec_ext.context import Context
 from specdec_ext.controller import Controller
-from specdec_ext.delegation import check_loop, generate_through
+from specdec_ext.delegation import Noticed, check_loop, class_generate, generate_through
 from specdec_ext.drafters import Drafter
 from specdec_ext.drafters.choice import Assistant, DrafterChoice
 from specdec_ext.keywords import check_arguments, check_config
@@ -115,6 +115,8 @@ def generate(
             way out.
         OSError: for a drafter's folder or hub id with nothing behind it.
     """
+    if isinstance(kwargs.get("custom_generate"), Noticed):
+        return class_generate(model)(*(() if inputs is None else (inputs,)), **kwargs)
     check_model(model, kwargs)
     check_ids(model, inputs, kwargs.get("input_ids"))
     if assistant_model is not None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specdec_ext.delegation import class_generate
 from specdec_ext.display import Summarised
 from specdec_ext.drafters.scripted import Script, Shape, branches, mixed, mixed_branches, right
 from specdec_ext.generation import generate
@@ -181,7 +182,7 @@ _GREEDY: dict[str, Any] = {
 
 
 def _law(model: PreTrainedModel, inputs: dict[str, Any]) -> _Law:
-    output: Any = model.generate(**inputs, **_GREEDY)  # type: ignore[operator]
+    output: Any = class_generate(model)(**inputs, **_GREEDY)
     law = _Law(inputs, *_new(output))
     least = torch.finfo(model.dtype).eps * float(law.logits.abs().max())
     return replace(law, bound=SLACK * max(least, _noise(model, law)))
@@ -207,7 +208,7 @@ def _noise(model: PreTrainedModel, law: _Law) -> float:
     }
     hook = model.get_input_embeddings().register_forward_hook(flip_last_bits)
     try:
-        output: Any = model.generate(**copies, **_GREEDY)  # type: ignore[operator]
+        output: Any = class_generate(model)(**copies, **_GREEDY)
     finally:
         hook.remove()
     differences = _differences(law, *_new(output), copies=COPIES)

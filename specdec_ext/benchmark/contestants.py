@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specdec_ext.benchmark.series import Prompt
+from specdec_ext.delegation import class_generate
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.synthetic import SyntheticDrafter
 from specdec_ext.generation import generate
@@ -28,7 +29,7 @@ def hugging_face(model: Model, law: Mapping[str, Any], **keywords: Any) -> Conte
 
     def run(prompt: Prompt) -> Tensor:
         torch.manual_seed(SEED)
-        ids: Tensor = model.generate(**prompt, **law, **keywords)
+        ids: Tensor = class_generate(model)(**prompt, **law, **keywords)
         return ids
 
     return run
