@@ -4,10 +4,32 @@
 
 #if defined(SPECDEC_WITH_CUDA) && !defined(SPECDEC_EMULATED)
 #include <dlfcn.h>
+#endif
+#ifdef SPECDEC_NVTX
 #include <nvtx3/nvToolsExt.h>
 #endif
 
 namespace specdec::glue {
+
+#ifdef SPECDEC_NVTX
+
+static nvtxDomainHandle_t nvtx_domain() {
+  static const nvtxDomainHandle_t domain = nvtxDomainCreateA("specdec");
+  return domain;
+}
+
+NvtxRange::NvtxRange(const char* name) {
+  nvtxEventAttributes_t event{};
+  event.version = NVTX_VERSION;
+  event.size = NVTX_EVENT_ATTRIB_STRUCT_SIZE;
+  event.messageType = NVTX_MESSAGE_TYPE_ASCII;
+  event.message.ascii = name;
+  nvtxDomainRangePushEx(nvtx_domain(), &event);
+}
+
+NvtxRange::~NvtxRange() { nvtxDomainRangePop(nvtx_domain()); }
+
+#endif
 
 #ifdef SPECDEC_WITH_CUDA
 
@@ -22,7 +44,7 @@ void check_launch(const char* op, cudaError_t error) {
 
 namespace {
 
-using CurrentStreamFunction = AOTITorchError (*)(int32_t device_index, void** stream);
+using CurrentStreamFunction = Error (*)(int32_t device_index, void** stream);
 
 // Looked up at the first use, so that one library loads under torch with and without CUDA: a weak
 // symbol would stay null on CUDA torch, which loads libtorch_cuda RTLD_LOCAL.
@@ -35,23 +57,7 @@ CurrentStreamFunction current_stream_function() {
   return function;
 }
 
-nvtxDomainHandle_t nvtx_domain() {
-  static const nvtxDomainHandle_t domain = nvtxDomainCreateA("specdec");
-  return domain;
-}
-
 }  // namespace
-
-NvtxRange::NvtxRange(const char* name) {
-  nvtxEventAttributes_t event{};
-  event.version = NVTX_VERSION;
-  event.size = NVTX_EVENT_ATTRIB_STRUCT_SIZE;
-  event.messageType = NVTX_MESSAGE_TYPE_ASCII;
-  event.message.ascii = name;
-  nvtxDomainRangePushEx(nvtx_domain(), &event);
-}
-
-NvtxRange::~NvtxRange() { nvtxDomainRangePop(nvtx_domain()); }
 
 cudaStream_t current_stream(int32_t device_index) {
   const CurrentStreamFunction function = current_stream_function();
@@ -61,9 +67,7 @@ cudaStream_t current_stream(int32_t device_index) {
         "CUDA tensors need a CUDA build of torch >= 2.10");
   }
   void* stream = nullptr;
-  if (function(device_index, &stream) != AOTI_TORCH_SUCCESS) {
-    throw std::runtime_error("specdec_ext: torch could not give the current CUDA stream");
-  }
+  check(function(device_index, &stream), "aoti_torch_get_current_cuda_stream");
   return static_cast<cudaStream_t>(stream);
 }
 
@@ -75,7 +79,7 @@ void fail_without_cuda(const char* op) {
   throw std::runtime_error(
       "specdec::" + std::string(op) +
       ": this build of specdec_ext has no CUDA kernels; reinstall it where nvcc "
-      "is in PATH (SPECDEC_CUDA=1 pip install --no-build-isolation .)");
+      "is in PATH (SPECDEC_CUDA=1 pip install .)");
 }
 
 #endif

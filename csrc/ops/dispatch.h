@@ -5,9 +5,10 @@
 #include "register.h"
 
 #ifdef SPECDEC_WITH_CUDA
-#include <torch/csrc/stable/accelerator.h>
-
 #include "specdec/launchers.h"
+#if !defined(SPECDEC_EMULATED) && __has_include(<nvtx3/nvToolsExt.h>)
+#define SPECDEC_NVTX
+#endif
 #endif
 
 namespace specdec::glue {
@@ -22,10 +23,10 @@ void check_launch(const char* op, cudaError_t error);
 #endif
 
 // A range of the domain "specdec" around an op, for Nsight. Without a profiler it costs about 2 ns.
-// A build without the CUDA toolkit has no NVTX headers and no ranges.
+// A build without NVTX's headers, which small CUDA toolkits leave out, has no ranges.
 class NvtxRange {
  public:
-#if defined(SPECDEC_WITH_CUDA) && !defined(SPECDEC_EMULATED)
+#ifdef SPECDEC_NVTX
   explicit NvtxRange(const char* name);
   ~NvtxRange();
 #else
@@ -46,8 +47,8 @@ void dispatch(const char* op, [[maybe_unused]] const Tensor& tensor,
   check_launch(op, on_cuda(cudaStream_t{nullptr}));
 #elif defined(SPECDEC_WITH_CUDA)
   if (tensor.is_cpu()) return on_cpu();
-  const torch::stable::accelerator::DeviceGuard guard(tensor.get_device_index());
-  check_launch(op, on_cuda(current_stream(tensor.get_device_index())));
+  const DeviceGuard guard(tensor.device_index());
+  check_launch(op, on_cuda(current_stream(tensor.device_index())));
 #else
   if (!tensor.is_cpu()) fail_without_cuda(op);
   on_cpu();

@@ -2,8 +2,6 @@
 
 #ifdef SPECDEC_WITH_CUDA
 
-#include <torch/csrc/stable/ops.h>
-
 #include <initializer_list>
 
 #include "specdec/draft_scratch.h"
@@ -228,9 +226,7 @@ void set_call(const DraftHeadParams& call, int64_t num_new, int64_t num_position
 Tensor sync_buffer(const HeadWeights& head, const Tensor& features,
                    const std::optional<Tensor>& given) {
   const int64_t bytes = draft_sync_bytes(head.heads, head.head_dim);
-  if (!given) {
-    return torch::stable::new_zeros(features, {bytes}, torch::headeronly::ScalarType::Byte);
-  }
+  if (!given) return zero_bytes(features, bytes);
   const Argument argument("draft_head", "sync", *given);
   argument.has_dtype(aoti_torch_dtype_uint8()).has_dim(1, "[bytes]");
   argument.is_on_device_of(Argument("draft_head", "features", features));

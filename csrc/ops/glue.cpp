@@ -1,8 +1,5 @@
 #include "glue.h"
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/c/shim.h>
-
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -24,12 +21,7 @@ struct DeviceId {
   }
 };
 
-DeviceId device_of(const Tensor& tensor) {
-  DeviceId id;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &id.type));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &id.index));
-  return id;
-}
+DeviceId device_of(const Tensor& tensor) { return {tensor.device_type(), tensor.device_index()}; }
 
 template <typename Sizes>
 std::string join(const Sizes& sizes) {
@@ -42,12 +34,6 @@ std::string join(const Sizes& sizes) {
 }
 
 }  // namespace
-
-int32_t dtype_of(const Tensor& tensor) {
-  int32_t dtype;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
-  return dtype;
-}
 
 void fail(const std::string& message) { throw std::invalid_argument(message); }
 
@@ -146,11 +132,9 @@ Tensor empty(const Tensor& like, std::span<const int64_t> shape, int32_t dtype) 
     stride *= shape[i];
   }
   const DeviceId device = device_of(like);
-  AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()),
-                                                         shape.data(), strides, dtype, device.type,
-                                                         device.index, &handle));
-  const Tensor tensor(handle);
+  Tensor tensor(SPECDEC_TORCH_GET(TensorHandle, aoti_torch_empty_strided,
+                                  static_cast<int64_t>(shape.size()), shape.data(), strides, dtype,
+                                  device.type, device.index));
 #ifdef SPECDEC_EMULATED
   // NaN: what a kernel reads of it without having written it shows.
   if (tensor.numel() > 0) {
@@ -172,9 +156,15 @@ Tensor empty_bytes(const Tensor& like, int64_t count) {
   return empty(like, {&count, 1}, aoti_torch_dtype_uint8());
 }
 
+Tensor zero_bytes(const Tensor& like, int64_t count) {
+  Tensor tensor = empty_bytes(like, count);
+  check(aoti_torch_zero_(tensor.get()), "aoti_torch_zero_");
+  return tensor;
+}
+
 const ParallelFor kTorchParallelFor{
     [](void*, int64_t count, int64_t grain, ParallelFor::Body body, void* context) {
-      STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, count, grain, body, context));
+      check(torch_parallel_for(0, count, grain, body, context), "torch_parallel_for");
     }};
 
 }  // namespace specdec::glue

@@ -2,29 +2,28 @@
 // what was given; allocation; threads; the device.
 #pragma once
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <initializer_list>
+#include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "specdec/logits.h"
 #include "specdec/parallel.h"
 #include "specdec/platform.h"
 #include "specdec/thread_team.h"
+#include "torch_abi/tensor.h"
 
 namespace specdec::glue {
 
-using torch::stable::Tensor;
+using namespace torch_abi;  // the functions that it declares
 
 // Raises ValueError.
 [[noreturn]] void fail(const std::string& message);
 
 std::string describe_shape(const Tensor& tensor);
 std::string describe_numbers(std::span<const int64_t> numbers);
-int32_t dtype_of(const Tensor& tensor);
+inline int32_t dtype_of(const Tensor& tensor) { return tensor.dtype(); }
 const char* dtype_name(int32_t dtype);
 
 // An argument with its name. The checks return it, so that they chain.
@@ -69,6 +68,7 @@ Tensor empty(const Tensor& like, std::span<const int64_t> shape, int32_t dtype);
 Tensor empty_int64(const Tensor& like, std::initializer_list<int64_t> shape);
 Tensor empty_float(const Tensor& like, std::initializer_list<int64_t> shape);
 Tensor empty_bytes(const Tensor& like, int64_t count);
+Tensor zero_bytes(const Tensor& like, int64_t count);
 
 inline int64_t* int64_data(const Tensor& tensor) {
   return static_cast<int64_t*>(tensor.mutable_data_ptr());
@@ -80,7 +80,7 @@ extern const ParallelFor kTorchParallelFor;
 // work(parallel_for), with the threads of torch's pool awake from its first loop to its last.
 template <typename F>
 void with_team(const F& work) {
-  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t threads = SPECDEC_TORCH_GET(uint32_t, torch_get_num_threads);
   cpu::ThreadTeam team(threads);
   kTorchParallelFor(threads, 1, [&](int64_t begin, int64_t) {
     if (begin > 0) return team.help();

@@ -2,19 +2,32 @@
 // build that emulates the kernels on the host, in `specdec_emulated` for CPU tensors.
 #pragma once
 
-#include <torch/csrc/stable/library.h>
+#include <list>
+
+#include "torch_abi/library.h"
+
+namespace specdec::glue {
 
 #ifdef SPECDEC_EMULATED
-
-#define SPECDEC_SCHEMAS(m) STABLE_TORCH_LIBRARY(specdec_emulated, m)
-#define SPECDEC_REGISTER(op) \
-  STABLE_TORCH_LIBRARY_IMPL(specdec_emulated, CPU, m) { m.impl(#op, TORCH_BOX(&op)); }
-
+inline constexpr const char* kLibrary = "specdec_emulated";
+inline constexpr const char* kDispatchKeys[] = {"CPU"};
 #else
-
-#define SPECDEC_SCHEMAS(m) STABLE_TORCH_LIBRARY(specdec, m)
-#define SPECDEC_REGISTER(op)                                                  \
-  STABLE_TORCH_LIBRARY_IMPL(specdec, CPU, m) { m.impl(#op, TORCH_BOX(&op)); } \
-  STABLE_TORCH_LIBRARY_IMPL(specdec, CUDA, m) { m.impl(#op, TORCH_BOX(&op)); }
-
+inline constexpr const char* kLibrary = "specdec";
+inline constexpr const char* kDispatchKeys[] = {"CPU", "CUDA"};
 #endif
+
+// Registers an op's implementation as long as it lives.
+class Implementation {
+ public:
+  Implementation(const char* op, torch_abi::BoxedFunction function) {
+    for (const char* key : kDispatchKeys) libraries_.emplace_back(kLibrary, key).impl(op, function);
+  }
+
+ private:
+  std::list<torch_abi::Library> libraries_;
+};
+
+#define SPECDEC_REGISTER(op) \
+  static const Implementation registered_##op(#op, torch_abi::boxed<&op>);
+
+}  // namespace specdec::glue

@@ -2,50 +2,43 @@
 // (meta) implementations and the documented Python functions: specdec_ext/ops.
 #include "register.h"
 
-SPECDEC_SCHEMAS(m) {
-  m.def(
-      "tree_mask(Tensor parents, Tensor root_positions) -> (Tensor ancestors, Tensor depths, "
-      "Tensor positions, Tensor first_child, Tensor next_sibling, Tensor paths)");
-  m.def(
-      "build_dynamic_tree(Tensor scores, Tensor tokens, Tensor parents, Tensor root_tokens, int "
-      "nodes) -> (Tensor tree_tokens, Tensor tree_parents, Tensor selected)");
-  m.def(
-      "verify_match(Tensor logits, Tensor tokens, Tensor parents, Tensor root_positions, "
-      "Tensor seeds, Tensor row_ids, Tensor stochastic, Tensor(a!)? counters=None) -> (Tensor "
-      "path, "
-      "Tensor num_accepted, Tensor next_token, Tensor status)");
-  m.def(
-      "sample_filter(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p) "
-      "-> Tensor");
-  m.def(
-      "verify_rejection(Tensor logits, Tensor draft_probs, Tensor tokens, Tensor parents, "
-      "Tensor root_positions, Tensor seeds, Tensor row_ids) -> (Tensor path, "
-      "Tensor num_accepted, Tensor next_token, Tensor status)");
-  m.def(
-      "verify_recursive(Tensor logits, Tensor draft_probs, Tensor tokens, Tensor parents, "
-      "Tensor root_positions, Tensor seeds, Tensor row_ids) -> (Tensor path, "
-      "Tensor num_accepted, Tensor next_token, Tensor status)");
-  m.def(
-      "verify_block(Tensor logits, Tensor draft_probs, Tensor tokens, Tensor parents, "
-      "Tensor root_positions, Tensor seeds, Tensor row_ids) -> (Tensor path, "
-      "Tensor num_accepted, Tensor next_token, Tensor status)");
-  m.def(
-      "kv_compact(Tensor(a!)[] caches, Tensor path, Tensor num_accepted, Tensor source_starts, "
-      "Tensor target_starts, Tensor? page_table=None) -> ()");
-  m.def(
-      "draft_head(Tensor[] weights, int[] layout, float[] scalars, Tensor cosines, Tensor sines, "
-      "Tensor(a!) keys, Tensor(b!) values, Tensor tokens, Tensor features, Tensor counts, "
-      "Tensor lengths, Tensor positions, Tensor roots, Tensor choices, int depth, int top_k, "
-      "int nodes, int[] level_ends, int[] widths, Tensor(c!)? sync=None, bool "
-      "phase_launches=False) -> (Tensor tokens, Tensor parents, Tensor scores)");
-  m.def(
-      "decoder_layers(Tensor input, Tensor cosines, Tensor sines, Tensor[] weights, "
-      "Tensor(a!)[] caches, int[] windows, Tensor ancestors, Tensor prefix_starts, "
-      "Tensor prefix_lengths, int start, int head_dim, float eps, float scale) -> (Tensor states, "
-      "Tensor output)");
-  m.def("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor");
-  m.def(
-      "tree_attention(Tensor query, Tensor key, Tensor value, Tensor ancestors, "
-      "Tensor prefix_starts, Tensor prefix_lengths, Tensor block_starts, Tensor? page_table, "
-      "float scale, int window, float softcap) -> Tensor");
-}
+namespace specdec::glue {
+
+static const torch_abi::Library schemas(
+    kLibrary,
+    {
+        "tree_mask(Tensor parents, Tensor root_positions) -> (Tensor ancestors, Tensor depths, "
+        "Tensor positions, Tensor first_child, Tensor next_sibling, Tensor paths)",
+        "build_dynamic_tree(Tensor scores, Tensor tokens, Tensor parents, Tensor root_tokens, int "
+        "nodes) -> (Tensor tree_tokens, Tensor tree_parents, Tensor selected)",
+        "verify_match(Tensor logits, Tensor tokens, Tensor parents, Tensor root_positions, Tensor "
+        "seeds, Tensor row_ids, Tensor stochastic, Tensor(a!)? counters=None) -> (Tensor path, "
+        "Tensor num_accepted, Tensor next_token, Tensor status)",
+        "sample_filter(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor "
+        "min_p) -> Tensor",
+        "verify_rejection(Tensor logits, Tensor draft_probs, Tensor tokens, Tensor parents, Tensor "
+        "root_positions, Tensor seeds, Tensor row_ids) -> (Tensor path, Tensor num_accepted, "
+        "Tensor next_token, Tensor status)",
+        "verify_recursive(Tensor logits, Tensor draft_probs, Tensor tokens, Tensor parents, Tensor "
+        "root_positions, Tensor seeds, Tensor row_ids) -> (Tensor path, Tensor num_accepted, "
+        "Tensor next_token, Tensor status)",
+        "verify_block(Tensor logits, Tensor draft_probs, Tensor tokens, Tensor parents, Tensor "
+        "root_positions, Tensor seeds, Tensor row_ids) -> (Tensor path, Tensor num_accepted, "
+        "Tensor next_token, Tensor status)",
+        "kv_compact(Tensor(a!)[] caches, Tensor path, Tensor num_accepted, Tensor source_starts, "
+        "Tensor target_starts, Tensor? page_table=None) -> ()",
+        "draft_head(Tensor[] weights, int[] layout, float[] scalars, Tensor cosines, Tensor sines, "
+        "Tensor(a!) keys, Tensor(b!) values, Tensor tokens, Tensor features, Tensor counts, Tensor "
+        "lengths, Tensor positions, Tensor roots, Tensor choices, int depth, int top_k, int nodes, "
+        "int[] level_ends, int[] widths, Tensor(c!)? sync=None, bool phase_launches=False) -> "
+        "(Tensor tokens, Tensor parents, Tensor scores)",
+        "decoder_layers(Tensor input, Tensor cosines, Tensor sines, Tensor[] weights, Tensor(a!)[] "
+        "caches, int[] windows, Tensor ancestors, Tensor prefix_starts, Tensor prefix_lengths, int "
+        "start, int head_dim, float eps, float scale) -> (Tensor states, Tensor output)",
+        "linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
+        "tree_attention(Tensor query, Tensor key, Tensor value, Tensor ancestors, Tensor "
+        "prefix_starts, Tensor prefix_lengths, Tensor block_starts, Tensor? page_table, float "
+        "scale, int window, float softcap) -> Tensor",
+    });
+
+}  // namespace specdec::glue

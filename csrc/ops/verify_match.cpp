@@ -1,8 +1,6 @@
 // Glue of verify_match: checks, outputs, dispatch to the device of `logits`.
 #include "specdec/verify_match.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <optional>
 #include <tuple>
 
@@ -18,8 +16,7 @@ void run(const VerifyMatchParams& params, const Tensor& logits,
       [&](auto stream) {
         const Tensor counters = given_counters
                                     ? *given_counters
-                                    : torch::stable::new_zeros(logits, {params.batch},
-                                                               torch::headeronly::ScalarType::Int);
+                                    : zero_bytes(logits, params.batch * int64_t{sizeof(uint32_t)});
         const Tensor workspace = empty_bytes(logits, verify_match_workspace_bytes(params));
         return launch_verify_match(params, static_cast<uint32_t*>(counters.mutable_data_ptr()),
                                    workspace.mutable_data_ptr(), stream);

@@ -6,15 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 LIBRARY_PATH = Path(__file__).parent.parent / "_ops.abi3.so"
+OLDEST_TORCH = "2.10"  # the first with the stable ABI that csrc/ops/torch_abi declares
 
 
 def _load_library() -> None:
+    if TorchVersion(torch.__version__) < OLDEST_TORCH:
+        raise ImportError(
+            f"specdec_ext needs torch >= {OLDEST_TORCH}, and torch {torch.__version__} is installed: "
+            "pip install --upgrade torch"
+        )
     if not LIBRARY_PATH.exists():
         raise ImportError(
             f"specdec_ext's op library was not built: {LIBRARY_PATH} does not exist. "
-            "Build it with `pip install --no-build-isolation -e .` in the source tree."
+            "Build it with `pip install -e .` in the source tree."
         )
     try:
         torch.ops.load_library(LIBRARY_PATH)
@@ -22,8 +29,8 @@ def _load_library() -> None:
         raise ImportError(
             f"specdec_ext's op library {LIBRARY_PATH} does not load under torch "
             f"{torch.__version__}: {error}. "
-            "It needs torch >= 2.10 and the platform it was built on; rebuild it with "
-            "`pip install --no-build-isolation --force-reinstall --no-deps .`"
+            "It needs the platform it was built on; rebuild it with "
+            "`pip install --force-reinstall --no-deps .`"
         ) from error
 
 

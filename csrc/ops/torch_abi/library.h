@@ -1,0 +1,147 @@
+// Registration of ops with torch, and the way from torch's stack of values to a C++ function and
+// back.
+#pragma once
+
+#include <cstring>
+#include <initializer_list>
+#include <memory>
+#include <optional>
+#include <source_location>
+#include <tuple>
+#include <type_traits>
+#include <vector>
+
+#include "tensor.h"
+
+namespace specdec::torch_abi {
+
+// How a value of type T lies on the stack: take() reads an argument, which then belongs to the
+// caller; give() makes a result, which then belongs to torch.
+template <typename T>
+struct OnStack {
+  static_assert(std::is_arithmetic_v<T> || std::is_pointer_v<T>, "an op can't take or give this");
+
+  static T take(StableValue value) {
+    T result;
+    std::memcpy(&result, &value, sizeof(result));  // little-endian: the first bytes
+    return result;
+  }
+  static StableValue give(T given) {
+    StableValue value = 0;
+    std::memcpy(&value, &given, sizeof(given));
+    return value;
+  }
+};
+
+template <>
+struct OnStack<Tensor> {
+  static Tensor take(StableValue value) { return Tensor(OnStack<TensorHandle>::take(value)); }
+  static StableValue give(Tensor given) { return OnStack<TensorHandle>::give(given.release()); }
+};
+
+template <typename T>
+struct OnStack<std::optional<T>> {
+  static std::optional<T> take(StableValue value) {
+    const std::unique_ptr<StableValue> content(OnStack<StableValue*>::take(value));
+    if (content == nullptr) return std::nullopt;
+    return OnStack<T>::take(*content);
+  }
+};
+
+template <typename T>
+struct OnStack<std::vector<T>> {
+  static std::vector<T> take(StableValue value) {
+    struct Delete {
+      void operator()(ListHandle list) const { torch_delete_list(list); }
+    };
+    const std::unique_ptr<StableListOpaque, Delete> list(OnStack<ListHandle>::take(value));
+    std::vector<T> items;
+    const size_t size = SPECDEC_TORCH_GET(size_t, torch_list_size, list.get());
+    items.reserve(size);
+    for (size_t i = 0; i < size; ++i) {
+      items.push_back(
+          OnStack<T>::take(SPECDEC_TORCH_GET(StableValue, torch_list_get_item, list.get(), i)));
+    }
+    return items;
+  }
+};
+
+// boxed<&f> is f as torch calls it.
+template <typename Result, typename... Arguments>
+struct Boxing {
+  template <Result (*function)(Arguments...)>
+  static void call(StableValue* stack, uint64_t num_arguments, uint64_t num_results) {
+    check_counts(num_arguments, num_results);
+    auto arguments = take(stack, std::index_sequence_for<Arguments...>());
+    if constexpr (std::is_void_v<Result>) {
+      std::apply(function, arguments);
+    } else {
+      give(stack, std::apply(function, arguments));
+    }
+  }
+
+ private:
+  template <typename T>
+  struct Count : std::integral_constant<size_t, std::is_void_v<T> ? 0 : 1> {};
+  template <typename... T>
+  struct Count<std::tuple<T...>> : std::integral_constant<size_t, sizeof...(T)> {};
+
+  static void check_counts(uint64_t num_arguments, uint64_t num_results) {
+    if (num_arguments != sizeof...(Arguments) || num_results != Count<Result>::value) {
+      throw std::runtime_error("specdec_ext: an op does not have the arguments of its schema");
+    }
+  }
+
+  template <size_t... index>
+  static auto take(StableValue* stack, std::index_sequence<index...>) {
+    return std::tuple<std::remove_cvref_t<Arguments>...>{
+        OnStack<std::remove_cvref_t<Arguments>>::take(stack[index])...};
+  }
+
+  template <typename T>
+  static void give(StableValue* stack, T result) {
+    stack[0] = OnStack<T>::give(std::move(result));
+  }
+  template <typename... T>
+  static void give(StableValue* stack, std::tuple<T...> results) {
+    std::apply([&](T&... each) { ((*stack++ = OnStack<T>::give(std::move(each))), ...); }, results);
+  }
+};
+
+template <typename Result, typename... Arguments>
+Boxing<Result, Arguments...> boxing_of(Result (*)(Arguments...));
+
+template <auto function>
+inline constexpr BoxedFunction boxed = &decltype(boxing_of(function))::template call<function>;
+
+// Ops of one name space. Registrations last as long as the object.
+class Library {
+ public:
+  using Location = std::source_location;  // torch names it where it refuses a registration
+
+  // The ops that `schemas` declare.
+  Library(const char* name, std::initializer_list<const char*> schemas,
+          Location where = Location::current())
+      : handle_(SPECDEC_TORCH_GET(LibraryHandle, aoti_torch_library_init_def, name,
+                                  where.file_name(), where.line())) {
+    for (const char* schema : schemas) {
+      check(aoti_torch_library_def(handle_, schema), "aoti_torch_library_def");
+    }
+  }
+  // Their implementations for one kind of device, which impl() adds.
+  Library(const char* name, const char* dispatch_key, Location where = Location::current())
+      : handle_(SPECDEC_TORCH_GET(LibraryHandle, aoti_torch_library_init_impl, name, dispatch_key,
+                                  where.file_name(), where.line())) {}
+  ~Library() { aoti_torch_delete_library_object(handle_); }
+  Library(const Library&) = delete;
+  Library& operator=(const Library&) = delete;
+
+  void impl(const char* op, BoxedFunction function) {
+    check(torch_library_impl(handle_, op, function, kVersion), "torch_library_impl");
+  }
+
+ private:
+  LibraryHandle handle_;
+};
+
+}  // namespace specdec::torch_abi
