@@ -1,53 +1,127 @@
-// NumPy arrays in and out of the host module. Arrays are checked, never converted: an array of
-// another type or rank is an error that says what to pass.
+// NumPy arrays in and out of the host module, by NumPy's array interface. Arrays are checked, never
+// converted: an array of another type or rank is an error that says what to pass.
 #pragma once
 
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
-
-#include <cstdint>
-#include <string>
-#include <vector>
+#include <algorithm>
+#include <cstddef>
+#include <initializer_list>
+#include <type_traits>
 
 #include "../host/tokens.h"
+#include "python.h"
 
 namespace specdec::bindings {
-
-namespace py = pybind11;
 
 // The batched form of a draft tree: unused nodes carry token 0 and parent kInactive.
 inline constexpr int64_t kRootParent = -1;
 inline constexpr int64_t kInactive = -2;
 
-inline std::string type_name(const py::handle& object) {
-  return py::str(py::type::handle_of(object).attr("__name__"));
+// What an array's __array_struct__ points to; numpy.org/doc/stable/reference/arrays.interface.html.
+struct ArrayInterface {
+  int two;
+  int dim;
+  char kind;  // 'i': signed integer
+  int item_bytes;
+  int flags;
+  Py_ssize_t* shape;
+  Py_ssize_t* strides;
+  void* data;
+  PyObject* description;
+
+  static constexpr int kNativeByteOrder = 0x200;
+};
+
+// An attribute of NumPy, kept for good.
+inline PyObject* numpy(const char* attribute) {
+  const Object module(PyImport_ImportModule("numpy"));
+  return Object(PyObject_GetAttrString(module.get(), attribute)).release();
 }
 
-inline py::array require_int64_array(const py::handle& object, const std::string& name, int ndim) {
-  const std::string expected =
-      name + " must be an int64 NumPy array with " + std::to_string(ndim) + " dimension(s), got ";
-  if (!py::isinstance<py::array>(object)) {
-    throw py::type_error(expected + type_name(object) + "; pass numpy.asarray(" + name +
-                         ", dtype=numpy.int64)");
+template <typename T>
+PyObject* dtype_of() {
+  static_assert(std::is_same_v<T, int64_t> || std::is_same_v<T, double>);
+  static PyObject* const dtype =
+      Object(PyObject_CallFunction(numpy("dtype"), "s",
+                                   std::is_same_v<T, double> ? "float64" : "int64"))
+          .release();
+  return dtype;
+}
+
+// An array that Python owns, kept alive.
+class Array {
+ public:
+  // A new array [shape...] of unset int64 or double.
+  template <typename T>
+  static Array make(std::initializer_list<int64_t> shape) {
+    static PyObject* const empty = numpy("empty");
+    const Object sizes(PyTuple_New(std::ssize(shape)));
+    Py_ssize_t dim = 0;
+    for (const int64_t size : shape) PyTuple_SetItem(sizes.get(), dim++, integer(size).release());
+    return Array(Object(PyObject_CallFunctionObjArgs(empty, sizes.get(), dtype_of<T>(), nullptr)));
   }
-  auto array = py::reinterpret_borrow<py::array>(object);
-  if (!array.dtype().equal(py::dtype::of<int64_t>())) {
-    throw py::type_error(expected + "dtype " + std::string(py::str(array.dtype())) + "; pass " +
-                         name + ".astype(numpy.int64)");
+
+  // An int64 array of `dim` dimensions; `name` is that of the argument.
+  static Array require_int64(PyObject* object, const std::string& name, int dim) {
+    static PyObject* const ndarray = numpy("ndarray");
+    const std::string expected =
+        name + " must be an int64 NumPy array with " + std::to_string(dim) + " dimension(s), got ";
+    const int is_array = PyObject_IsInstance(object, ndarray);
+    if (is_array < 0) throw PythonError{};
+    if (is_array == 0) {
+      throw TypeError(expected + type_name(object) + "; pass numpy.asarray(" + name +
+                      ", dtype=numpy.int64)");
+    }
+    Array array{Object(Py_NewRef(object))};
+    const ArrayInterface& found = *array.interface_;
+    if (found.kind != 'i' || found.item_bytes != 8 ||
+        !(found.flags & ArrayInterface::kNativeByteOrder)) {
+      const Object dtype(PyObject_GetAttrString(object, "dtype"));
+      throw TypeError(expected + "dtype " + text_of(dtype.get()) + "; pass " + name +
+                      ".astype(numpy.int64)");
+    }
+    if (found.dim != dim) {
+      throw std::invalid_argument(expected + std::to_string(found.dim) + " dimension(s)");
+    }
+    return array;
   }
-  if (array.ndim() != ndim) {
-    throw py::value_error(expected + std::to_string(array.ndim()) + " dimension(s)");
+
+  int64_t size(int dim) const { return interface_->shape[dim]; }
+  template <typename T>
+  T* data() const {
+    return static_cast<T*>(interface_->data);
   }
+  // A 1-d array of token ids.
+  TokenView view() const { return {data<std::byte>(), size(0), interface_->strides[0]}; }
+  // The first `count` of row `row` of a 2-d array.
+  TokenView view_row(int64_t row, int64_t count) const {
+    return {data<std::byte>() + row * interface_->strides[0], count, interface_->strides[1]};
+  }
+
+  const Object& object() const { return array_; }
+
+ private:
+  explicit Array(Object array)
+      : array_(std::move(array)),
+        capsule_(PyObject_GetAttrString(array_.get(), "__array_struct__")),
+        interface_(
+            static_cast<const ArrayInterface*>(PyCapsule_GetPointer(capsule_.get(), nullptr))) {
+    if (interface_ == nullptr) throw PythonError{};
+  }
+
+  Object array_;
+  Object capsule_;
+  const ArrayInterface* interface_;
+};
+
+inline Array to_array(const std::vector<int64_t>& values) {
+  const Array array = Array::make<int64_t>({std::ssize(values)});
+  std::copy(values.begin(), values.end(), array.data<int64_t>());
   return array;
 }
 
-inline TokenView view_row(const py::array& tokens, int64_t row, int64_t count) {
-  const auto* data = static_cast<const std::byte*>(tokens.data());
-  return {data + row * tokens.strides(0), count, tokens.strides(1)};
-}
-
-inline py::array_t<int64_t> to_array(const std::vector<int64_t>& values) {
-  return py::array_t<int64_t>(static_cast<py::ssize_t>(values.size()), values.data());
+template <typename... Arrays>
+Object tuple_of(const Arrays&... arrays) {
+  return Object(PyTuple_Pack(sizeof...(arrays), arrays.object().get()...));
 }
 
 }  // namespace specdec::bindings

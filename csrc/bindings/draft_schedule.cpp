@@ -1,12 +1,9 @@
 // The order of work of the fused draft_head (specdec/draft_plan.h) for Python: what the kernel
 // walks, for tests and for the time model of profiling/.
-#include <pybind11/stl.h>
-
-#include <algorithm>
 #include <array>
 
 #include "arrays.h"
-#include "bind.h"
+#include "host.h"
 #include "specdec/draft_plan.h"
 
 namespace specdec::bindings {
@@ -21,14 +18,21 @@ static_assert(kPassNames.size() == static_cast<size_t>(PassKind::kFrontier) + 1)
 
 int require_in(const char* name, int64_t value, int64_t low, int64_t high) {
   if (value < low || value > high) {
-    throw py::value_error(std::string(name) + " must be in [" + std::to_string(low) + ", " +
-                          std::to_string(high) + "], got " + std::to_string(value));
+    throw std::invalid_argument(std::string(name) + " must be in [" + std::to_string(low) + ", " +
+                                std::to_string(high) + "], got " + std::to_string(value));
   }
   return static_cast<int>(value);
 }
 
-py::list phases(int64_t num_layers, const std::vector<int64_t>& widths, int64_t num_new,
-                int64_t batch, bool gathers, bool has_fc, bool feeds_fc, bool is_parallel) {
+Object phases(PyObject*, const Arguments& arguments) {
+  long long num_layers, num_new, batch = 1;
+  PyObject* width_list;
+  int gathers = 0, has_fc = 1, feeds_fc = 0, is_parallel = 0;
+  arguments.parse(
+      "LOL|$Lpppp:draft_phases",
+      {"num_layers", "widths", "num_new", "batch", "gathers", "has_fc", "feeds_fc", "is_parallel"},
+      &num_layers, &width_list, &num_new, &batch, &gathers, &has_fc, &feeds_fc, &is_parallel);
+  const std::vector<int64_t> widths = integers_of(width_list);
   DraftPlan plan{};
   plan.num_layers = require_in("num_layers", num_layers, 1, kMaxDraftLayers);
   plan.gathers = gathers;
@@ -40,27 +44,31 @@ py::list phases(int64_t num_layers, const std::vector<int64_t>& widths, int64_t 
   for (size_t level = 0; level < widths.size(); ++level) {
     plan.widths[level] = static_cast<int16_t>(require_in("widths", widths[level], 1, INT16_MAX));
   }
-  py::list result;
+  Object result(PyList_New(0));
   for (DraftCursor cursor(plan, require_in("num_new", num_new, 1, INT32_MAX)); !cursor.is_done();
        cursor.next()) {
     const DraftPass& pass = cursor.pass();
-    result.append(py::make_tuple(kPassNames[static_cast<size_t>(pass.kind)], pass.level,
-                                 kOpNames[static_cast<size_t>(cursor.op())], cursor.layer(),
-                                 pass.first_row, pass.num_rows));
+    const Object phase(Py_BuildValue("sisiii", kPassNames[static_cast<size_t>(pass.kind)],
+                                     pass.level, kOpNames[static_cast<size_t>(cursor.op())],
+                                     cursor.layer(), pass.first_row, pass.num_rows));
+    if (PyList_Append(result.get(), phase.get()) < 0) throw PythonError{};
   }
   return result;
 }
 
-py::array_t<int64_t> tiles(int64_t outs, int64_t num_blocks, bool is_paired) {
+Object tiles(PyObject*, const Arguments& arguments) {
+  long long outs, num_blocks;
+  int is_paired = 0;
+  arguments.parse("LL|$p:draft_tiles", {"outs", "num_blocks", "is_paired"}, &outs, &num_blocks,
+                  &is_paired);
   require_in("outs", outs, 1, INT32_MAX);
   if (is_paired && outs % 2 != 0) {
-    throw py::value_error("outs of a pair must be even, got " + std::to_string(outs));
+    throw std::invalid_argument("outs of a pair must be even, got " + std::to_string(outs));
   }
   const int blocks = require_in("num_blocks", num_blocks, 1, INT16_MAX);
-  const TileSchedule schedule{static_cast<int>(outs), is_paired};
-  const int64_t count = schedule.first_tile(blocks, blocks);
-  py::array_t<int64_t> result({count, int64_t{3}});
-  int64_t* row = result.mutable_data();
+  const TileSchedule schedule{static_cast<int>(outs), is_paired != 0};
+  const Array result = Array::make<int64_t>({schedule.first_tile(blocks, blocks), 3});
+  int64_t* row = result.data<int64_t>();
   for (int block = 0; block < blocks; ++block) {
     const int end = schedule.first_tile(block + 1, blocks);
     for (int tile = schedule.first_tile(block, blocks); tile < end; ++tile, row += 3) {
@@ -69,11 +77,14 @@ py::array_t<int64_t> tiles(int64_t outs, int64_t num_blocks, bool is_paired) {
       row[2] = schedule.num_outs(tile);
     }
   }
-  return result;
+  return result.object();
 }
 
 constexpr const char* kPhasesDoc =
-    R"(The phases of a fused draft, in the order in which its kernel walks them.
+    R"(draft_phases(num_layers, widths, num_new, *, batch=1, gathers=False, has_fc=True, feeds_fc=False, is_parallel=False)
+--
+
+The phases of a fused draft, in the order in which its kernel walks them.
 
 Args:
     num_layers: of the head.
@@ -90,7 +101,10 @@ Returns:
 Raises:
     ValueError: for a number out of range.)";
 
-constexpr const char* kTilesDoc = R"(Who streams which rows of a weight matrix of a fused draft.
+constexpr const char* kTilesDoc = R"(draft_tiles(outs, num_blocks, *, is_paired=False)
+--
+
+Who streams which rows of a weight matrix of a fused draft.
 
 Args:
     outs: rows of the matrix.
@@ -106,17 +120,16 @@ Raises:
 
 }  // namespace
 
-void bind_draft_schedule(py::module_& module) {
-  module.def("draft_phases", &phases, py::arg("num_layers"), py::arg("widths"), py::arg("num_new"),
-             py::kw_only(), py::arg("batch") = 1, py::arg("gathers") = false,
-             py::arg("has_fc") = true, py::arg("feeds_fc") = false, py::arg("is_parallel") = false,
-             kPhasesDoc);
-  module.def("draft_tiles", &tiles, py::arg("outs"), py::arg("num_blocks"), py::kw_only(),
-             py::arg("is_paired") = false, kTilesDoc);
-  module.attr("DRAFT_PASS_ROWS") = kPassRows;
-  module.attr("DRAFT_TILE_OUTS") = kTileOuts;
-  module.attr("DRAFT_PANEL_TILES") = kPanelTiles;
-  module.attr("DRAFT_SLICE_BYTES") = kSliceBytes;
+void define_draft_schedule(PyObject* module) {
+  static PyMethodDef functions[] = {
+      method<phases>("draft_phases", kPhasesDoc), method<tiles>("draft_tiles", kTilesDoc), {}};
+  if (PyModule_AddFunctions(module, functions) < 0) throw PythonError{};
+  for (const auto& [name, value] : {std::pair{"DRAFT_PASS_ROWS", kPassRows},
+                                    {"DRAFT_TILE_OUTS", kTileOuts},
+                                    {"DRAFT_PANEL_TILES", kPanelTiles},
+                                    {"DRAFT_SLICE_BYTES", kSliceBytes}}) {
+    if (PyModule_AddIntConstant(module, name, value) < 0) throw PythonError{};
+  }
 }
 
 }  // namespace specdec::bindings

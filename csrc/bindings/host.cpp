@@ -1,10 +1,22 @@
 // Python module specdec_ext._host: what runs on the host and is not a tensor op.
-#include "bind.h"
+#include "host.h"
 
-PYBIND11_MODULE(_host, module) {
-  module.doc() =
-      "What specdec_ext does on the host: indexes over token ids, the order of work of kernels.";
-  specdec::bindings::bind_draft_schedule(module);
-  specdec::bindings::bind_ngram_index(module);
-  specdec::bindings::bind_suffix(module);
+PyMODINIT_FUNC PyInit__host() {
+  static PyModuleDef definition{
+      PyModuleDef_HEAD_INIT,
+      "_host",
+      "What specdec_ext does on the host: indexes over token ids, the order of work of kernels.",
+      -1,
+      nullptr,
+      nullptr,
+      nullptr,
+      nullptr,
+      nullptr};
+  return specdec::bindings::translated<PyObject*>(nullptr, [] {
+    specdec::bindings::Object module(PyModule_Create(&definition));
+    specdec::bindings::define_draft_schedule(module.get());
+    specdec::bindings::define_ngram_index(module.get());
+    specdec::bindings::define_suffix(module.get());
+    return module.release();
+  });
 }

@@ -1,96 +1,117 @@
 // NgramIndex (csrc/host/ngram_index.h) for Python.
 #include "../host/ngram_index.h"
 
-#include <pybind11/stl.h>
-
 #include <algorithm>
-#include <memory>
 
 #include "arrays.h"
-#include "bind.h"
+#include "host.h"
 
 namespace specdec::bindings {
 namespace {
 
-using IndexList = std::vector<std::shared_ptr<NgramIndex>>;
+using Indexes = Instances<NgramIndex>;
 
-void require_indexes(const IndexList& indexes) {
-  for (size_t row = 0; row < indexes.size(); ++row) {
-    if (indexes[row] == nullptr) {
-      throw py::type_error("indexes[" + std::to_string(row) + "] must be an NgramIndex, got None");
-    }
+NgramIndex* create(const Arguments& arguments) {
+  long long min_ngram, max_ngram;
+  unsigned long long hash_multiplier = NgramIndex::kHashMultiplier;
+  arguments.parse("LL|$K:NgramIndex", {"min_ngram", "max_ngram", "hash_multiplier"}, &min_ngram,
+                  &max_ngram, &hash_multiplier);
+  return new NgramIndex(min_ngram, max_ngram, hash_multiplier);
+}
+
+Object extend(PyObject* self, const Arguments& arguments) {
+  PyObject* tokens;
+  arguments.parse("O:extend", {"tokens"}, &tokens);
+  const Array array = Array::require_int64(tokens, "tokens", 1);
+  {
+    const ReleaseGil released;
+    Class<NgramIndex>::value(self).extend(array.view());
   }
+  return Object::none();
 }
 
-void extend(NgramIndex& self, const py::object& tokens) {
-  const py::array array = require_int64_array(tokens, "tokens", 1);
-  const TokenView view{static_cast<const std::byte*>(array.data()), array.shape(0),
-                       array.strides(0)};
-  py::gil_scoped_release release;
-  self.extend(view);
+Object propose(PyObject* self, const Arguments& arguments) {
+  long long num_tokens, num_branches = 1;
+  arguments.parse("L|L:propose", {"num_tokens", "num_branches"}, &num_tokens, &num_branches);
+  const NgramDraft draft = Class<NgramIndex>::value(self).propose(num_tokens, num_branches);
+  return tuple_of(to_array(draft.tokens), to_array(draft.parents));
 }
 
-py::tuple propose(const NgramIndex& self, int64_t num_tokens, int64_t num_branches) {
-  const NgramDraft draft = self.propose(num_tokens, num_branches);
-  return py::make_tuple(to_array(draft.tokens), to_array(draft.parents));
+Object match_length(PyObject* self, const Arguments& arguments) {
+  arguments.parse(":match_length", {});
+  return integer(Class<NgramIndex>::value(self).match_length());
 }
 
-void extend_batch(const IndexList& indexes, const py::object& tokens, const py::object& counts) {
-  require_indexes(indexes);
-  const py::array token_array = require_int64_array(tokens, "tokens", 2);
-  const py::array count_array = require_int64_array(counts, "counts", 1);
-  const auto rows = static_cast<int64_t>(indexes.size());
-  if (token_array.shape(0) != rows || count_array.shape(0) != rows) {
-    throw py::value_error("tokens and counts must have one row for each of the " +
-                          std::to_string(rows) + " indexes, got " +
-                          std::to_string(token_array.shape(0)) + " and " +
-                          std::to_string(count_array.shape(0)));
+Object memory_bytes(PyObject* self, const Arguments& arguments) {
+  arguments.parse(":memory_bytes", {});
+  return integer(Class<NgramIndex>::value(self).memory_bytes());
+}
+
+Object extend_batch(PyObject*, const Arguments& arguments) {
+  PyObject *index_list, *tokens, *counts;
+  arguments.parse("OOO:extend_batch", {"indexes", "tokens", "counts"}, &index_list, &tokens,
+                  &counts);
+  const Indexes indexes(index_list, "indexes", "an NgramIndex");
+  const Array token_array = Array::require_int64(tokens, "tokens", 2);
+  const Array count_array = Array::require_int64(counts, "counts", 1);
+  const int64_t rows = indexes.size();
+  if (token_array.size(0) != rows || count_array.size(0) != rows) {
+    throw std::invalid_argument("tokens and counts must have one row for each of the " +
+                                std::to_string(rows) + " indexes, got " +
+                                std::to_string(token_array.size(0)) + " and " +
+                                std::to_string(count_array.size(0)));
   }
-  const TokenView count_view{static_cast<const std::byte*>(count_array.data()), rows,
-                             count_array.strides(0)};
   // Everything is checked before anything is appended.
   std::vector<TokenView> views;
   for (int64_t row = 0; row < rows; ++row) {
-    const int64_t count = count_view[row];
-    if (count < 0 || count > token_array.shape(1)) {
-      throw py::value_error("counts[" + std::to_string(row) + "] must be in [0, " +
-                            std::to_string(token_array.shape(1)) +
-                            "], the number of columns of tokens, got " + std::to_string(count));
+    const int64_t count = count_array.view()[row];
+    if (count < 0 || count > token_array.size(1)) {
+      throw std::invalid_argument("counts[" + std::to_string(row) + "] must be in [0, " +
+                                  std::to_string(token_array.size(1)) +
+                                  "], the number of columns of tokens, got " +
+                                  std::to_string(count));
     }
-    views.push_back(view_row(token_array, row, count));
-    if (const auto column = specdec::find_invalid_token(views.back())) {
-      throw py::value_error("tokens[" + std::to_string(row) + ", " + std::to_string(*column) +
-                            "] is " + std::to_string(views.back()[*column]) +
-                            ": token ids must be in [0, " + std::to_string(specdec::kMaxTokenId) +
-                            "]; leave padding out by a smaller counts[" + std::to_string(row) +
-                            "]");
+    views.push_back(token_array.view_row(row, count));
+    if (const auto column = find_invalid_token(views.back())) {
+      throw std::invalid_argument("tokens[" + std::to_string(row) + ", " + std::to_string(*column) +
+                                  "] is " + std::to_string(views.back()[*column]) +
+                                  ": token ids must be in [0, " + std::to_string(kMaxTokenId) +
+                                  "]; leave padding out by a smaller counts[" +
+                                  std::to_string(row) + "]");
     }
   }
-  py::gil_scoped_release release;
-  for (int64_t row = 0; row < rows; ++row) indexes[row]->extend(views[row]);
+  {
+    const ReleaseGil released;
+    for (int64_t row = 0; row < rows; ++row) indexes[row].extend(views[row]);
+  }
+  return Object::none();
 }
 
-py::tuple propose_batch(const IndexList& indexes, int64_t num_tokens, int64_t num_branches) {
-  require_indexes(indexes);
-  const auto rows = static_cast<int64_t>(indexes.size());
+Object propose_batch(PyObject*, const Arguments& arguments) {
+  PyObject* index_list;
+  long long num_tokens, num_branches = 1;
+  arguments.parse("OL|L:propose_batch", {"indexes", "num_tokens", "num_branches"}, &index_list,
+                  &num_tokens, &num_branches);
+  const Indexes indexes(index_list, "indexes", "an NgramIndex");
+  const int64_t rows = indexes.size();
   for (int64_t row = 0; row < rows; ++row) {
-    if (indexes[row]->size() == 0) {
-      throw py::value_error("indexes[" + std::to_string(row) +
-                            "] is empty, but the root of its tree is its last token; extend it "
-                            "with the prompt first");
+    if (indexes[row].size() == 0) {
+      throw std::invalid_argument("indexes[" + std::to_string(row) +
+                                  "] is empty, but the root of its tree is its last token; extend "
+                                  "it with the prompt first");
     }
   }
-  specdec::check_draft_size(num_tokens, num_branches);  // before num_tokens sizes an array
+  check_draft_size(num_tokens, num_branches);  // before num_tokens sizes an array
   const int64_t num_nodes = num_tokens + 1;
-  py::array_t<int64_t> tokens({rows, num_nodes});
-  py::array_t<int64_t> parents({rows, num_nodes});
-  int64_t* row_tokens = tokens.mutable_data();
-  int64_t* row_parents = parents.mutable_data();
+  const Array tokens = Array::make<int64_t>({rows, num_nodes}),
+              parents = Array::make<int64_t>({rows, num_nodes});
+  int64_t* row_tokens = tokens.data<int64_t>();
+  int64_t* row_parents = parents.data<int64_t>();
   {
-    py::gil_scoped_release release;
-    for (const auto& index : indexes) {
-      const NgramDraft draft = index->propose(num_tokens, num_branches);
-      row_tokens[0] = index->last_token();
+    const ReleaseGil released;
+    for (int64_t row = 0; row < rows; ++row) {
+      const NgramDraft draft = indexes[row].propose(num_tokens, num_branches);
+      row_tokens[0] = indexes[row].last_token();
       row_parents[0] = kRootParent;
       auto* token = std::copy(draft.tokens.begin(), draft.tokens.end(), row_tokens + 1);
       auto* parent = std::copy(draft.parents.begin(), draft.parents.end(), row_parents + 1);
@@ -100,10 +121,14 @@ py::tuple propose_batch(const IndexList& indexes, int64_t num_tokens, int64_t nu
       std::fill(parent, row_parents, kInactive);
     }
   }
-  return py::make_tuple(tokens, parents);
+  return tuple_of(tokens, parents);
 }
 
-constexpr const char* kClassDoc = R"(Incremental n-gram index over the token ids of one sequence.
+constexpr const char* kClassDoc =
+    R"(NgramIndex(min_ngram, max_ngram, *, hash_multiplier=0x9E3779B97F4A7C15)
+--
+
+Incremental n-gram index over the token ids of one sequence.
 
 Drafts by copying what followed an earlier occurrence of the last tokens: the longest n in
 [min_ngram, max_ngram] that occurred before, most recent occurrence first. The full rule is in
@@ -120,12 +145,18 @@ Raises:
 
 An index must not be used by two threads at once: calls release the GIL.)";
 
-constexpr const char* kExtendDoc = R"(Append tokens: int64 array [n], of any stride.
+constexpr const char* kExtendDoc = R"(extend($self, tokens)
+--
+
+Append tokens: int64 array [n], of any stride.
 
 Raises TypeError for another type, and ValueError for another rank, for an id outside [0, 2**31 - 1]
 and for more than 2**31 - 1 tokens in total; then nothing was appended.)";
 
-constexpr const char* kProposeDoc = R"(Draft at most num_tokens nodes on at most num_branches paths.
+constexpr const char* kProposeDoc = R"(propose($self, num_tokens, num_branches=1)
+--
+
+Draft at most num_tokens nodes on at most num_branches paths.
 
 Returns:
     (tokens, parents), int64 [n] with n <= num_tokens, both empty if nothing matched. The root is
@@ -135,7 +166,10 @@ Returns:
 Raises:
     ValueError: num_tokens < 0 or num_branches < 1.)";
 
-constexpr const char* kExtendBatchDoc = R"(Append the first counts[r] tokens of row r to indexes[r].
+constexpr const char* kExtendBatchDoc = R"(extend_batch(indexes, tokens, counts)
+--
+
+Append the first counts[r] tokens of row r to indexes[r].
 
 Args:
     indexes: a list of NgramIndex, one per row.
@@ -144,7 +178,10 @@ Args:
 
 Raises as extend does; nothing was appended then.)";
 
-constexpr const char* kProposeBatchDoc = R"(Draft one tree per row.
+constexpr const char* kProposeBatchDoc = R"(propose_batch(indexes, num_tokens, num_branches=1)
+--
+
+Draft one tree per row.
 
 Returns:
     (tokens, parents), int64 [rows, num_tokens + 1]. Column 0 is the root: the last token of the
@@ -153,23 +190,25 @@ Returns:
 Raises:
     ValueError: an index is empty, num_tokens < 0 or num_branches < 1.)";
 
+constexpr const char* kMatchLengthDoc =
+    "match_length($self)\n--\n\n"
+    "The largest n in [min_ngram, max_ngram] whose last n tokens occurred before, or 0.";
+
+constexpr const char* kMemoryBytesDoc =
+    "memory_bytes($self)\n--\n\nBytes allocated, unused capacity included.";
+
 }  // namespace
 
-void bind_ngram_index(py::module_& module) {
-  py::class_<NgramIndex, std::shared_ptr<NgramIndex>> cls(module, "NgramIndex", kClassDoc);
-  cls.def(py::init<int64_t, int64_t, uint64_t>(), py::arg("min_ngram"), py::arg("max_ngram"),
-          py::kw_only(), py::arg("hash_multiplier") = NgramIndex::kHashMultiplier)
-      .def("extend", &extend, py::arg("tokens"), kExtendDoc)
-      .def("propose", &propose, py::arg("num_tokens"), py::arg("num_branches") = 1, kProposeDoc)
-      .def("match_length", &NgramIndex::match_length,
-           "The largest n in [min_ngram, max_ngram] whose last n tokens occurred before, or 0.")
-      .def("__len__", &NgramIndex::size)
-      .def("memory_bytes", &NgramIndex::memory_bytes, "Bytes allocated, unused capacity included.")
-      .def_static("extend_batch", &extend_batch, py::arg("indexes"), py::arg("tokens"),
-                  py::arg("counts"), kExtendBatchDoc)
-      .def_static("propose_batch", &propose_batch, py::arg("indexes"), py::arg("num_tokens"),
-                  py::arg("num_branches") = 1, kProposeBatchDoc);
-  cls.attr("MAX_OCCURRENCES") = NgramIndex::kMaxOccurrences;
+void define_ngram_index(PyObject* module) {
+  using NgramClass = Class<NgramIndex>;
+  NgramClass::define<create, &NgramIndex::size>(
+      module, "NgramIndex", kClassDoc,
+      {method<extend>("extend", kExtendDoc), method<propose>("propose", kProposeDoc),
+       method<match_length>("match_length", kMatchLengthDoc),
+       method<memory_bytes>("memory_bytes", kMemoryBytesDoc),
+       method<extend_batch>("extend_batch", kExtendBatchDoc, METH_STATIC),
+       method<propose_batch>("propose_batch", kProposeBatchDoc, METH_STATIC)});
+  NgramClass::constant("MAX_OCCURRENCES", NgramIndex::kMaxOccurrences);
 }
 
 }  // namespace specdec::bindings

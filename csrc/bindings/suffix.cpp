@@ -1,135 +1,177 @@
 // SuffixIndex and SuffixHistory (csrc/host/suffix_draft.h) for Python.
-#include <pybind11/stl.h>
-
 #include <algorithm>
-#include <memory>
 
 #include "../host/suffix_draft.h"
 #include "arrays.h"
-#include "bind.h"
+#include "host.h"
 
 namespace specdec::bindings {
 namespace {
 
-using IndexList = std::vector<std::shared_ptr<SuffixIndex>>;
+using Requests = Instances<SuffixIndex>;
 
-TokenView view_of(const py::array& array) {
-  return {static_cast<const std::byte*>(array.data()), array.shape(0), array.strides(0)};
+SuffixIndex* create_index(const Arguments& arguments) {
+  arguments.parse(":SuffixIndex", {});
+  return new SuffixIndex();
 }
 
-void append(SuffixIndex& self, const py::object& tokens) {
-  const py::array array = require_int64_array(tokens, "tokens", 1);
-  py::gil_scoped_release release;
-  self.append(view_of(array));
+Object append(PyObject* self, const Arguments& arguments) {
+  PyObject* tokens;
+  arguments.parse("O:append", {"tokens"}, &tokens);
+  const Array array = Array::require_int64(tokens, "tokens", 1);
+  {
+    const ReleaseGil released;
+    Class<SuffixIndex>::value(self).append(array.view());
+  }
+  return Object::none();
 }
 
-void add(SuffixHistory& self, const py::object& tokens, const std::vector<int64_t>& counts) {
-  const py::array array = require_int64_array(tokens, "tokens", 1);
+SuffixHistory* create_history(const Arguments& arguments) {
+  long long max_tokens;
+  arguments.parse("L:SuffixHistory", {"max_tokens"}, &max_tokens);
+  return new SuffixHistory(max_tokens);
+}
+
+Object add(PyObject* self, const Arguments& arguments) {
+  PyObject *tokens, *count_list;
+  arguments.parse("OO:add", {"tokens", "counts"}, &tokens, &count_list);
+  const Array array = Array::require_int64(tokens, "tokens", 1);
+  const std::vector<int64_t> counts = integers_of(count_list);
   int64_t total = 0;
   for (const int64_t count : counts) {
-    if (count < 0 || count > array.shape(0) - total) {
-      throw py::value_error("counts must not be negative and add up to the " +
-                            std::to_string(array.shape(0)) + " tokens");
+    if (count < 0 || count > array.size(0) - total) {
+      throw std::invalid_argument("counts must not be negative and add up to the " +
+                                  std::to_string(array.size(0)) + " tokens");
     }
     total += count;
   }
-  if (total != array.shape(0)) {
-    throw py::value_error("counts add up to " + std::to_string(total) + ", but there are " +
-                          std::to_string(array.shape(0)) + " tokens");
+  if (total != array.size(0)) {
+    throw std::invalid_argument("counts add up to " + std::to_string(total) + ", but there are " +
+                                std::to_string(array.size(0)) + " tokens");
   }
-  py::gil_scoped_release release;
-  self.add(view_of(array), counts);
+  {
+    const ReleaseGil released;
+    Class<SuffixHistory>::value(self).add(array.view(), counts);
+  }
+  return Object::none();
 }
 
-py::tuple outputs(const SuffixHistory& self) {
+Object outputs(PyObject* self, const Arguments& arguments) {
+  arguments.parse(":outputs", {});
   std::vector<int64_t> tokens, counts;
   {
-    py::gil_scoped_release release;
-    self.copy(&tokens, &counts);
+    const ReleaseGil released;
+    Class<SuffixHistory>::value(self).copy(&tokens, &counts);
   }
-  return py::make_tuple(to_array(tokens), to_array(counts));
+  return tuple_of(to_array(tokens), to_array(counts));
 }
 
-std::vector<SuffixDraft> draft_rows(const IndexList& requests, const SuffixHistory* history,
+std::vector<SuffixDraft> draft_rows(const Requests& requests, const SuffixHistory* history,
                                     const SuffixRule& rule) {
   std::vector<SuffixDraft> drafts;
-  for (const auto& request : requests) {
-    drafts.push_back(draft_suffix(*request, *request, rule, {}));
+  for (int64_t row = 0; row < requests.size(); ++row) {
+    drafts.push_back(draft_suffix(requests[row], requests[row], rule, {}));
     if (history != nullptr) {
-      drafts.back() = history->draft(*request, rule, std::move(drafts.back()));
+      drafts.back() = history->draft(requests[row], rule, std::move(drafts.back()));
     }
   }
   return drafts;
 }
 
-py::tuple propose_batch(const IndexList& requests, const SuffixHistory* history,
-                        int64_t num_draft_tokens, int64_t max_match, double factor, double offset,
-                        double min_probability, bool tree) {
-  const SuffixRule rule{num_draft_tokens, max_match, factor, offset, min_probability, tree};
+Object propose_batch(PyObject*, const Arguments& arguments) {
+  PyObject *request_list, *history_object;
+  long long num_draft_tokens, max_match;
+  double factor, offset, min_probability;
+  int tree;
+  arguments.parse("OO$LLdddp:propose_suffix",
+                  {"requests", "history", "num_draft_tokens", "max_match", "factor", "offset",
+                   "min_probability", "tree"},
+                  &request_list, &history_object, &num_draft_tokens, &max_match, &factor, &offset,
+                  &min_probability, &tree);
+  const SuffixRule rule{num_draft_tokens, max_match, factor, offset, min_probability, tree != 0};
   rule.check();
-  const auto rows = static_cast<int64_t>(requests.size());
+  const SuffixHistory* history = nullptr;
+  if (Class<SuffixHistory>::is_type_of(history_object)) {
+    history = &Class<SuffixHistory>::value(history_object);
+  } else if (history_object != Py_None) {
+    throw TypeError("history must be a SuffixHistory or None, got " + type_name(history_object));
+  }
+  const Requests requests(request_list, "requests", "a SuffixIndex");
+  const int64_t rows = requests.size();
   for (int64_t row = 0; row < rows; ++row) {
-    const std::string name = "requests[" + std::to_string(row) + "]";
-    if (requests[row] == nullptr) {
-      throw py::type_error(name + " must be a SuffixIndex, got None");
-    }
-    if (requests[row]->size() == 0) {
-      throw py::value_error(name +
-                            " is empty, but the root of its tree is its last token; append the "
-                            "prompt first");
+    if (requests[row].size() == 0) {
+      throw std::invalid_argument("requests[" + std::to_string(row) +
+                                  "] is empty, but the root of its tree is its last token; append "
+                                  "the prompt first");
     }
   }
   std::vector<SuffixDraft> drafts;
   {
-    py::gil_scoped_release release;
+    const ReleaseGil released;
     drafts = draft_rows(requests, history, rule);
   }
   size_t longest = 0;
   for (const SuffixDraft& draft : drafts) longest = std::max(longest, draft.tokens.size());
   const auto num_nodes = static_cast<int64_t>(longest) + 1;
-  py::array_t<int64_t> tokens({rows, num_nodes}), parents({rows, num_nodes}), matches(rows);
-  py::array_t<double> scores(rows);
+  const Array tokens = Array::make<int64_t>({rows, num_nodes}),
+              parents = Array::make<int64_t>({rows, num_nodes}),
+              matches = Array::make<int64_t>({rows}), scores = Array::make<double>({rows});
   for (int64_t row = 0; row < rows; ++row) {
     const SuffixDraft& draft = drafts[row];
-    int64_t* row_tokens = tokens.mutable_data(row, 0);
-    int64_t* row_parents = parents.mutable_data(row, 0);
+    int64_t* row_tokens = tokens.data<int64_t>() + row * num_nodes;
+    int64_t* row_parents = parents.data<int64_t>() + row * num_nodes;
     std::fill_n(row_tokens, num_nodes, 0);
     std::fill_n(row_parents, num_nodes, kInactive);
-    row_tokens[0] = requests[row]->text().back();
+    row_tokens[0] = requests[row].text().back();
     row_parents[0] = kRootParent;
     std::copy(draft.tokens.begin(), draft.tokens.end(), row_tokens + 1);
     std::copy(draft.parents.begin(), draft.parents.end(), row_parents + 1);
-    matches.mutable_at(row) = draft.match_length;
-    scores.mutable_at(row) = draft.score;
+    matches.data<int64_t>()[row] = draft.match_length;
+    scores.data<double>()[row] = draft.score;
   }
-  return py::make_tuple(tokens, parents, matches, scores);
+  return tuple_of(tokens, parents, matches, scores);
 }
 
-constexpr const char* kIndexDoc = R"(Suffixes of the text of one request, for suffix decoding.
+constexpr const char* kIndexDoc = R"(SuffixIndex()
+--
+
+Suffixes of the text of one request, for suffix decoding.
 
 Must not be used by two threads at once: calls release the GIL.)";
 
-constexpr const char* kAppendDoc = R"(Append tokens: int64 array [n], of any stride.
+constexpr const char* kAppendDoc = R"(append($self, tokens)
+--
+
+Append tokens: int64 array [n], of any stride.
 
 Raises TypeError for another type, and ValueError for another rank, for an id outside [0, 2**31 - 1]
 and for more than 2**30 tokens in total; then nothing was appended.)";
 
 constexpr const char* kHistoryDoc =
-    R"(Past outputs, in order; the oldest leave when there is no room.
+    R"(SuffixHistory(max_tokens)
+--
+
+Past outputs, in order; the oldest leave when there is no room.
 
 Args:
     max_tokens: bound on the tokens held; each output counts as one more.
 
 Safe to share between threads.)";
 
-constexpr const char* kAddDoc = R"(Add outputs: the first counts[0] of tokens are the first one.
+constexpr const char* kAddDoc = R"(add($self, tokens, counts)
+--
+
+Add outputs: the first counts[0] of tokens are the first one.
 
 Args:
     tokens: int64 [sum of counts].
     counts: list of int. Of an output of max_tokens or more the end is kept.)";
 
 constexpr const char* kProposeBatchDoc =
-    R"(Draft one tree per row, by the rule of specdec_ext.reference.suffix.
+    R"(propose_suffix(requests, history, *, num_draft_tokens, max_match, factor, offset, min_probability, tree)
+--
+
+Draft one tree per row, by the rule of specdec_ext.reference.suffix.
 
 Args:
     requests: a list of SuffixIndex, one per row, each with the text of its row so far.
@@ -143,33 +185,29 @@ Returns:
 Raises:
     ValueError: an index is empty, or an argument is out of its range.)";
 
+constexpr const char* kOutputsDoc =
+    "outputs($self)\n--\n\n(tokens, counts) of all outputs, int64, as add takes them.";
+
+constexpr const char* kBytesDoc = "Bytes allocated, unused capacity included.";
+
 }  // namespace
 
-void bind_suffix(py::module_& module) {
-  py::class_<SuffixIndex, std::shared_ptr<SuffixIndex>> index(module, "SuffixIndex", kIndexDoc);
-  index.def(py::init<>())
-      .def("append", &append, py::arg("tokens"), kAppendDoc)
-      .def("__len__", &SuffixIndex::size)
-      .def_property_readonly("num_runs", &SuffixIndex::num_runs)
-      .def_property_readonly("nbytes", &SuffixIndex::memory_bytes,
-                             "Bytes allocated, unused capacity included.");
-  index.attr("DEPTH") = SuffixIndex::kDepth;
-  index.attr("MAX_TIED") = SuffixIndex::kMaxTied;
-
-  py::class_<SuffixHistory, std::shared_ptr<SuffixHistory>>(module, "SuffixHistory", kHistoryDoc)
-      .def(py::init<int64_t>(), py::arg("max_tokens"))
-      .def("add", &add, py::arg("tokens"), py::arg("counts"), kAddDoc)
-      .def("outputs", &outputs, "(tokens, counts) of all outputs, int64, as add takes them.")
-      .def("__len__", &SuffixHistory::num_outputs)
-      .def_property_readonly("max_tokens", &SuffixHistory::max_tokens)
-      .def_property_readonly("num_tokens", &SuffixHistory::num_tokens)
-      .def_property_readonly("largest_token", &SuffixHistory::largest_token)
-      .def_property_readonly("nbytes", &SuffixHistory::memory_bytes,
-                             "Bytes allocated, unused capacity included.");
-
-  module.def("propose_suffix", &propose_batch, py::arg("requests"), py::arg("history").none(true),
-             py::kw_only(), py::arg("num_draft_tokens"), py::arg("max_match"), py::arg("factor"),
-             py::arg("offset"), py::arg("min_probability"), py::arg("tree"), kProposeBatchDoc);
+void define_suffix(PyObject* module) {
+  Class<SuffixIndex>::define<create_index, &SuffixIndex::size>(
+      module, "SuffixIndex", kIndexDoc, {method<append>("append", kAppendDoc)},
+      {property<SuffixIndex, &SuffixIndex::num_runs>("num_runs"),
+       property<SuffixIndex, &SuffixIndex::memory_bytes>("nbytes", kBytesDoc)});
+  Class<SuffixIndex>::constant("DEPTH", SuffixIndex::kDepth);
+  Class<SuffixIndex>::constant("MAX_TIED", SuffixIndex::kMaxTied);
+  Class<SuffixHistory>::define<create_history, &SuffixHistory::num_outputs>(
+      module, "SuffixHistory", kHistoryDoc,
+      {method<add>("add", kAddDoc), method<outputs>("outputs", kOutputsDoc)},
+      {property<SuffixHistory, &SuffixHistory::max_tokens>("max_tokens"),
+       property<SuffixHistory, &SuffixHistory::num_tokens>("num_tokens"),
+       property<SuffixHistory, &SuffixHistory::largest_token>("largest_token"),
+       property<SuffixHistory, &SuffixHistory::memory_bytes>("nbytes", kBytesDoc)});
+  static PyMethodDef functions[] = {method<propose_batch>("propose_suffix", kProposeBatchDoc), {}};
+  if (PyModule_AddFunctions(module, functions) < 0) throw PythonError{};
 }
 
 }  // namespace specdec::bindings
