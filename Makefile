@@ -15,6 +15,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 NATIVE_SOURCES := $(shell find csrc -type f | LC_ALL=C sort)
+BUILD_SOURCES := setup.py pyproject.toml $(wildcard build_support/*.py)
 FORMATTED := $(filter %.h %.cuh %.cpp %.cu,$(NATIVE_SOURCES)) $(wildcard profiling/*.cu python_tests/*.c)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest python_tests
 PARALLEL := -n $(WORKERS) --dist worksteal
@@ -67,8 +68,9 @@ format: $(REQUIREMENTS) ## rewrite Python and C++ code in the project's style
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(FORMATTED)
 
-wheel: $(REQUIREMENTS) ## build a wheel into dist/
-	$(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+wheel: $(REQUIREMENTS) ## build a wheel into dist/, for every Python and with nvcc for every GPU
+	TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-all}" $(BIN)/python -m pip wheel --verbose --no-build-isolation \
+	  --no-deps --wheel-dir dist .
 
 bench: $(BUILD) ## tokens per second of every way to generate, in float32 and bfloat16
 	$(BIN)/python profiling/bench_generate.py --dtype float32 $(ARGS)
@@ -127,7 +129,9 @@ $(REQUIREMENTS): requirements-dev.txt | $(BIN)/python
 	$(@D)/bin/python -m pip install --quiet transformers==$*
 	@touch $@
 
-$(BUILD): $(REQUIREMENTS) setup.py pyproject.toml $(NATIVE_SOURCES)
+# pip shows nothing of a build that works: the compilers run before it, in sight.
+$(BUILD): $(REQUIREMENTS) $(BUILD_SOURCES) $(NATIVE_SOURCES)
 	@rm -f $(VENV)/.build-cuda-*.stamp
+	$(BIN)/python setup.py --quiet build_ext --inplace
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable .
 	@touch $@

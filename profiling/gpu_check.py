@@ -4,7 +4,7 @@
     python3 profiling/gpu_check.py --dry-run     # anywhere: prints the plan
 
 Needs an NVIDIA GPU and, under the python3 that runs it, a CUDA build of torch >= 2.10, NumPy, setuptools,
-ninja, pybind11, pytest, safetensors, transformers, triton and CuPy; in PATH nvcc and compute-sanitizer.
+ninja, pytest, safetensors, transformers, triton and CuPy; in PATH nvcc and compute-sanitizer.
 No step is skipped: what is missing fails. A step that takes longer than its budget is stopped and fails, and
 so do those that need it.
 """
@@ -29,7 +29,7 @@ from gpu_steps import BUILD, RESULTS, ROOT, Failed, Step, plan, read_last_line
 from text_table import format_markdown, format_table
 
 MODULES = (
-    "numpy", "setuptools", "ninja", "pybind11", "pytest", "safetensors", "transformers", "cupy",
+    "numpy", "setuptools", "ninja", "pytest", "safetensors", "transformers", "cupy",
     "triton",
 )  # fmt: skip
 PROGRAMS = ("nvcc", "c++", "compute-sanitizer", "sha256sum")

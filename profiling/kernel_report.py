@@ -3,9 +3,10 @@
     make kernel-report                              # every csrc/kernels/*.cu, every default architecture
     TORCH_CUDA_ARCH_LIST=9.0 python profiling/kernel_report.py
 
-Compiles with the flags of setup.py and reads ptxas' report, the generated PTX (block sizes) and, where
-cuobjdump is installed, the machine code (128-bit global loads). Needs nvcc, no GPU. Writes ``<out>.json`` and
-``<out>.md``; exits with 1 if a kernel uses local memory: it spills registers or has a stack frame.
+Compiles with the flags of build_support/native.py and reads ptxas' report, the generated PTX (block sizes)
+and, where cuobjdump is installed, the machine code (128-bit global loads). Needs nvcc, no GPU. Writes
+``<out>.json`` and ``<out>.md``; exits with 1 if a kernel uses local memory: it spills registers or has a
+stack frame.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import argparse
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -25,12 +25,17 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 from occupancy import occupancy
 from text_table import format_markdown, format_table
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from build_support import BuildError  # noqa: E402
+from build_support.architectures import VARIABLE  # noqa: E402
+from build_support.native import nvcc_command  # noqa: E402
+from build_support.toolchain import find_cxx, find_nvcc, read_cuda  # noqa: E402
+
 NO_DISASSEMBLER = "128-bit loads: not counted, cuobjdump is not installed."
 
 
@@ -264,9 +269,7 @@ def markdown(kernels: list[Kernel], archs: list[str], compiler: str, notes: list
     )
 
 
-def compile_all(nvcc: str, nvcc_command: str) -> list[Kernel]:
-    # Spills are to be shown here; in the build they are errors.
-    command = shlex.split(nvcc_command.replace(",--warning-as-error", ""))
+def compile_all(command: list[str]) -> list[Kernel]:
     cuobjdump = shutil.which("cuobjdump")
     sources = sorted((ROOT / "csrc" / "kernels").glob("*.cu"))
     jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
@@ -282,12 +285,20 @@ def main() -> int:
     default = ROOT / "profiling" / "results" / "kernels"
     parser.add_argument("--out", type=Path, default=default, help="write OUT.json and OUT.md")
     out = parser.parse_args().out
-    build = SimpleNamespace(**runpy.run_path(str(ROOT / "setup.py")))
-    nvcc = build.find_nvcc()
+    nvcc = find_nvcc()
     if nvcc is None:
-        print("kernel_report needs nvcc (13.0 or later for all architectures); no GPU is needed")
+        print("kernel_report needs nvcc (12.8 or later for all architectures); no GPU is needed")
         return 2
-    kernels = compile_all(nvcc, build.nvcc_command(nvcc))
+    os.environ.setdefault(VARIABLE, "all")
+    os.environ.pop("SPECDEC_STRICT", None)  # spills are to be shown here
+    try:
+        cxx = find_cxx()
+        cuda = read_cuda(nvcc, cxx)
+    except BuildError as error:
+        print(error)
+        return 2
+    command = shlex.split(f"{nvcc_command(cuda, cxx)} -I{ROOT}/csrc/include -Xptxas=-v")
+    kernels = compile_all(command)
     archs = sorted({kernel.arch for kernel in kernels}, key=number)
     version = run([nvcc, "--version"]).stdout.splitlines()[-2].split(", V")[-1]
     notes = [] if kernels[0].wide_loads is not None else [NO_DISASSEMBLER]

@@ -349,6 +349,13 @@ def test_arguments_of_drafters(make, message):
         make()
 
 
+@pytest.mark.parametrize("vocabulary", [50, 120])
+def test_draft_models_of_another_vocabulary_size_draft_what_both_know(vocabulary):
+    """Embeddings are often padded to different sizes; not an error."""
+    draft = other_model("llama", vocab_size=vocabulary)
+    assert torch.equal(call(2, drafter=draft, max_new_tokens=20), call(2, max_new_tokens=20))
+
+
 # --- numbers
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import pickle
 import socket
 import subprocess
 import sys
@@ -100,41 +99,42 @@ def test_seconds_of_training_are_worth_it_and_drafting_is_as_the_estimate_says(k
     assert 1 + accepted / drafts == pytest.approx(found.acceptance_length, rel=0.15)
 
 
-def test_the_estimate_of_sampling_is_what_sampling_counts():
-    """The bundled pair at temperature 1: on the texts that were drawn, draft for draft what decoding counts.
-
-    The estimate used to be made on greedy texts and by another rule, and was more than twice as long.
-    """
+@pytest.mark.slow
+def test_the_estimate_of_sampling_is_what_sampling_counts(tmp_path):
+    """The bundled pair at temperature 1, where the greedy estimate would be more than twice as long."""
     model, head = assets.load_target(), assets.load_head().to("cpu", torch.float32)
-    tokenizer, drafter = assets.load_tokenizer(), specdec_ext.HeadDrafter(head, TreeConfig(depth=4))
-    accepted, drafts, drawn = 0, 0, []
-    for seed, prompt in enumerate(assets.held_out_prompts()[:6]):
-        ids = tokenizer(prompt["prompt"], return_tensors="pt")["input_ids"][:, :64]
+    texts = [
+        Example(ids, torch.ones(len(ids), dtype=torch.bool))
+        for ids in (
+            torch.tensor(assets.load_tokenizer()(each["prompt"])["input_ids"])
+            for each in assets.held_out_prompts()
+        )
+    ]
+    drawn = sampled_texts(model, texts, tmp_path / "sampled.jsonl")
+    features = OnlineFeatures(model, head.config.feature_layers)
+    embedding, rows = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    objective = EagleObjective(head, embedding, rows, steps=4)
+    found = evaluate(objective, features, Teacher(model), texts, depth=4, sampled=drawn)
+    drafter = specdec_ext.HeadDrafter(head, TreeConfig(depth=4))
+    accepted = drafts = 0
+    for seed, text in enumerate(drawn):
+        start = int(text.loss_mask.int().argmax())
         output = specdec_ext.generate(
             model,
-            ids,
+            text.tokens[None, :start],
             drafter=drafter,
             speculation="fixed",
-            max_new_tokens=96,
+            max_new_tokens=128,
             do_sample=True,
             top_k=0,
             seed=seed,
             return_dict_in_generate=True,
         )
-        (tokens,) = output.sequences
-        drawn.append(Example(tokens, torch.arange(len(tokens)) > ids.shape[1]))
         accepted += output.speculation.accepted_tokens
         drafts += output.speculation.drafts
-    features, rows = (
-        OnlineFeatures(model, head.config.feature_layers),
-        model.get_output_embeddings(),
-    )
-    objective = EagleObjective(head, model.get_input_embeddings().weight, rows.weight, steps=4)
-    found = evaluate(objective, features, Teacher(model), drawn, depth=4, sampled=drawn)
     measured = 1 + accepted / drafts
-    # The last draft of a text is cut where it ends: the estimate leaves it out.
-    assert found.sampled_acceptance_length == pytest.approx(measured, rel=0.03)
-    assert found.acceptance_length > measured + 0.25
+    assert found.sampled_acceptance_length == pytest.approx(measured, rel=0.1)
+    assert found.acceptance_length > 1.5 * measured
 
 
 def test_a_text_that_was_drawn_is_judged_by_its_own_tokens(tmp_path):
@@ -236,33 +236,6 @@ def test_a_run_goes_on_only_as_it_began(tmp_path):
         ValueError, match=r"state.pt is the state of a run with another learning_rate"
     ):
         run(tmp_path, dataclasses.replace(QUICK, updates=2, learning_rate=1.0), examples)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"nothing", pickle.dumps(print), "list", "config"],
-    ids=["empty", "text", "code", "a list", "a config of another type"],
-)
-def test_what_is_no_state_of_a_run_is_named(tmp_path, content):
-    path = tmp_path / "state.pt"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
-        torch.save([1] if content == "list" else {"config": 3, "step": 1}, path)
-    with pytest.raises(ValueError, match=f"{path} is damaged, or no state of a run .* delete it"):
-        run(tmp_path, QUICK, random_examples(10, 12))
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["x", "[]", "{}", '{"losses": 3}', "[" * 200_000, '{"step": ' + "9" * 9999 + "}", "\xff"],
-)
-def test_what_is_no_step_of_a_run_is_named(tmp_path, line):
-    run(tmp_path, dataclasses.replace(QUICK, updates=1), random_examples(10, 12))
-    path = tmp_path / "history.jsonl"
-    path.write_bytes(path.read_bytes() + line.encode("latin-1") + b"\n")
-    with pytest.raises(ValueError, match=f"{path} line 2 is no step of a run"):
-        read_history(tmp_path)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_at_the_state_before(tmp_path):

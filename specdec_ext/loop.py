@@ -10,12 +10,11 @@ import nvtx
 import torch
 
 from specdec_ext.context import Context
-from specdec_ext.controller import memory_of
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.output import Recorder, TokenStream
 from specdec_ext.policy import Policy
 from specdec_ext.sampler import Accepted, Sampler
-from specdec_ext.stats import SpeculationStats
+from specdec_ext.stats import DraftAlarm, SpeculationStats
 from specdec_ext.stopping import StopRule
 from specdec_ext.target import Target, TargetOutput
 from specdec_ext.tree import DraftTree
@@ -40,13 +39,7 @@ class Decoder:
         self.policy = policy
         self.stats = SpeculationStats(drafter=type(drafter).__name__ if drafter else "none")
         self.stats.policy = "fixed" if drafter else "none"
-        # Of copies nobody expects anything.
-        self._verdict = (
-            memory_of(target.model, drafter).verdict
-            if drafter is not None and drafter.dead_draft_advice
-            else None
-        )
-        self._proposal: DraftTree | None = None  # of the step under way, whole
+        self._alarm = DraftAlarm(self.stats, drafter.dead_draft_advice if drafter else "")
         self._ends: dict[int, int] = {}  # original row -> columns at which it ended
         self._layout = list(context.rows)  # original row in each row of the cache
 
@@ -90,7 +83,6 @@ class Decoder:
 
     def _propose(self) -> DraftTree:
         context = self.context
-        self._proposal = None
         if self.drafter is None or self.policy is None or not self.policy.choose(context):
             return DraftTree.root(context.roots)
         tree, name = self.drafter.propose(context), type(self.drafter).__name__
@@ -106,8 +98,7 @@ class Decoder:
         useful = [left - 1 for left in context.remaining]
         before_end = map(self.target.context_room, context.root_positions)
         rooms = zip(useful, self.target.draft_room, before_end, strict=True)
-        self._proposal = tree.pruned([min(each) for each in rooms])
-        tree = self.policy.cut(self._proposal, context)
+        tree = self.policy.cut(tree.pruned([min(each) for each in rooms]), context)
         self.sampler.check(tree, name)
         return tree
 
@@ -173,10 +164,7 @@ class Decoder:
                 num_accepted=accepted.drafted[row],
                 num_emitted=len(accepted.emitted[row]),
             )
-        if self._verdict is not None and self.drafter is not None:
-            kinds = None if self._proposal is None else self.drafter.kinds
-            self._verdict.count(self._proposal, kinds or [""] * tree.num_rows, accepted.emitted)
-            self._verdict.check(self.stats, self.drafter.dead_draft_advice)
+        self._alarm.check()
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

@@ -7,22 +7,16 @@ token is not an accepted draft, and a step without a draft counts as a step but 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from specdec_ext.display import Summarised
 from specdec_ext.explain import Report, explain
-from specdec_ext.tree import DraftTree
 
 # A draft whose first token is hardly ever accepted: a model that was made for the target gets many times this
 # share, one that reads the wrong layers or another vocabulary gets next to nothing.
 ALARM_WINDOW = 100  # drafts
 ALARM_SHARE = 0.02
-# As many from the very first, none of them right: with one in four right that comes once in a hundred.
-NEVER_WINDOW = 16
-# Steps in which a controller could ask the model, and the share in which it must find that worth it.
-PAYS_WINDOW = 256
-PAYS_SHARE = 0.02
 
 
 @dataclass(repr=False)
@@ -146,105 +140,30 @@ class SpeculationStats(Summarised):
         ]
 
 
-@dataclass
-class PairVerdict:
-    """Whether a drafter does anything for a model, over all calls with the two; says so once if it does not.
+class DraftAlarm:
+    """Warns, once per call, when over a window of drafts almost no first token was accepted.
 
-    Drafts are judged by their *first tokens*, verified or not: the text that came tells whether the next
-    token was among them. Copies of the text count neither for nor against a model-based drafter.
-
-    Attributes:
-        ever: a first token was accepted once.
-        drafts: model-based proposals since the last look.
-        accepted: of these, those with the right first token.
-        steps: steps of the batch that copies left to the model, and the controller was free to use it.
-        asked: of these, those in which it did.
-        told: what was said already.
+    Args:
+        stats: of the call.
+        advice: what to check, :attr:`Drafter.dead_draft_advice`; "" never warns.
     """
 
-    ever: bool = False
-    drafts: int = 0
-    accepted: int = 0
-    steps: int = 0
-    asked: int = 0
-    told: set[str] = field(default_factory=set)
+    def __init__(self, stats: SpeculationStats, advice: str):
+        self._stats, self._advice = stats, advice
+        self._drafts = self._accepted = 0  # before the window
 
-    def count(
-        self, proposal: DraftTree | None, kinds: Sequence[str], emitted: Sequence[Sequence[int]]
-    ) -> None:
-        """One step of some rows.
-
-        Args:
-            proposal: as the drafter made it, before any of it was dropped; None if it was not asked.
-            kinds: :attr:`Drafter.kinds` of the rows; "" for what a model drafted.
-            emitted: the tokens that came.
-        """
-        found = set() if proposal is None else self._count(proposal, kinds, emitted)
-        if found <= {""}:  # nothing was copied
-            self.steps += 1
-            self.asked += bool(found)
-
-    def _count(
-        self, proposal: DraftTree, kinds: Sequence[str], emitted: Sequence[Sequence[int]]
-    ) -> set[str]:
-        """The kinds of what was proposed."""
-        found = set()
-        rows = zip(proposal.token_lists, proposal.parent_lists, kinds, emitted, strict=True)
-        for tokens, parents, kind, text in rows:
-            firsts = [token for token, parent in zip(tokens, parents, strict=True) if parent == 0]
-            if not firsts:
-                continue
-            found.add(kind)
-            if not kind:
-                self.drafts += 1
-                self.accepted += text[0] in firsts
-        return found
-
-    def check(self, stats: SpeculationStats, advice: str) -> None:
-        """After each step.
-
-        Args:
-            stats: of the call.
-            advice: what to check, :attr:`Drafter.dead_draft_advice`; "" never warns.
-        """
-        self.ever |= self.accepted > 0
-        never = not self.ever and self.drafts >= NEVER_WINDOW
-        whole = self.drafts >= ALARM_WINDOW
-        if never or (whole and self.accepted < ALARM_SHARE * self.drafts):
-            self._tell_never(stats.drafter, advice)
-        if whole:
-            self.drafts = self.accepted = 0
-        if stats.policy != "auto":
-            self.steps = self.asked = 0
-        elif self.steps >= PAYS_WINDOW:
-            if self.asked < PAYS_SHARE * self.steps:
-                self._tell_rest(stats.drafter, advice)
-            self.steps = self.asked = 0
-
-    def _tell_never(self, drafter: str, advice: str) -> None:
-        self._tell(
-            drafter,
-            advice,
-            "never accepted",
-            f"of the last {self.drafts} drafts {self.accepted} had their first token accepted, so drafting "
-            f"only costs time (the text is right all the same). {advice}",
-        )
-
-    def _tell_rest(self, drafter: str, advice: str) -> None:
-        """It is hardly asked any more: because it was never right, or because it takes too long."""
-        if not self.ever and self.drafts:
-            self._tell_never(drafter, advice)
-        elif "never accepted" not in self.told:
-            self._tell(
-                drafter,
-                advice,
-                "not paying",
-                f"in {self.steps} steps it was asked {self.asked} times: here a draft costs more than it "
-                "brings (the text is right all the same; out.speculation.explain() shows what was measured). "
-                "Pass drafter=None, or a faster drafter such as 'ngram'.",
+    def check(self) -> None:
+        """After each step."""
+        drafts = self._stats.drafts - self._drafts
+        if not self._advice or drafts < ALARM_WINDOW:
+            return
+        accepted = self._stats.accepted_per_position[0] - self._accepted
+        self._drafts += drafts
+        self._accepted += accepted
+        if accepted < ALARM_SHARE * drafts:
+            warnings.warn(
+                f"{self._stats.drafter}: of the last {drafts} drafts {accepted} had their first token "
+                f"accepted, so drafting only costs time (the text is right all the same). {self._advice}",
+                stacklevel=2,
             )
-
-    def _tell(self, drafter: str, advice: str, what: str, message: str) -> None:
-        if advice and what not in self.told:
-            self.told.add(what)
-            warnings.warn(f"{drafter}: {message}", stacklevel=2)
+            self._advice = ""

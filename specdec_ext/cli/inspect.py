@@ -19,7 +19,6 @@ from specdec_ext.cli._common import (
     user_errors,
 )
 from specdec_ext.cli._console import PlainConsole
-from specdec_ext.preflight.inputs import regular_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,7 +75,7 @@ def inspect(
     if calibrate is not None and isinstance(head, DraftHead):
         assert loaded is not None
         with user_errors():
-            text = regular_file(calibrate, "a text").read_text("utf-8")
+            text = calibrate.read_text("utf-8")
         with console.status("calibrating"):
             found = _calibrated(head, text, *loaded)
         console.print(_trials(found, head))

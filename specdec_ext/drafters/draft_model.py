@@ -44,8 +44,8 @@ class DraftModelDrafter(Drafter):
             probability (softmax of its logits before any processing); 0 never ends it.
         tokenizer: of the draft model.
         target_tokenizer: of the target. Where the two differ, only tokens that both have are drafted, and
-            the draft model reads the text of others with its own tokenizer. Without tokenizers, which both
-            sizes of vocabulary must be the same for, the ids are taken to mean the same to both models.
+            the draft model reads the text of others with its own tokenizer. Without tokenizers the ids are
+            taken to mean the same to both models.
     """
 
     dead_draft_advice = (
@@ -78,24 +78,6 @@ class DraftModelDrafter(Drafter):
         self._tokenizers = (target_tokenizer, tokenizer)
         self._vocabularies: dict[tuple[int, ...], Vocabulary] = {}  # made once per pair of sizes
         self.sampled, self.min_confidence = sampled, min_confidence
-
-    def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
-        """None, after a check that the ids may mean the same to both models, by transformers' rule.
-
-        Raises:
-            ValueError: if their vocabularies differ in size, and no tokenizers tell what the ids mean.
-        """
-        target_size, draft_size = (
-            each.config.get_text_config(decoder=True).vocab_size for each in (model, self.model)
-        )
-        if self._tokenizers == (None, None) and target_size != draft_size:
-            raise ValueError(
-                f"the draft model has {draft_size} tokens and the target {target_size}: of different "
-                "tokenizers the same ids mean different tokens. Pass both: DraftModelDrafter(model, "
-                "tokenizer=..., target_tokenizer=...), or assistant_tokenizer= and tokenizer= beside "
-                "assistant_model; where they agree, and one model is padded, that costs nothing"
-            )
-        return ()
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
         if model.device != self.model.device:

@@ -258,15 +258,8 @@ def read_history(folder: Path) -> list[Progress]:
     path = folder / _HISTORY
     if not path.exists():
         return []
-    history = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            continue
-        try:
-            history.append(_progress(json.loads(line)))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path} line {number} is no step of a run: {error!r}") from error
-    return history
+    lines = path.read_text().splitlines(keepends=True)
+    return [_progress(json.loads(line)) for line in lines if line.endswith("\n")]
 
 
 def _digest(examples: Sequence[Example]) -> str:
@@ -320,17 +313,10 @@ class _Run:
             if is_main:
                 (self._folder / _HISTORY).unlink(missing_ok=True)
             return 0
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            started_with, done = dict(state["config"]), int(state["step"])
-        except Exception as error:  # a damaged file raises whatever its last readable byte leads to
-            raise ValueError(
-                f"{path} is damaged, or no state of a run ({type(error).__name__}); delete it to begin "
-                "anew, or give another folder"
-            ) from error
-        if started_with != self._config:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["config"] != self._config:
             differing = sorted(
-                name for name, value in self._config.items() if started_with.get(name) != value
+                name for name, value in self._config.items() if state["config"].get(name) != value
             )
             raise ValueError(
                 f"{path} is the state of a run with another {', '.join(differing)}; give what it was started "
@@ -339,6 +325,7 @@ class _Run:
         self._objective.load_state_dict(state["weights"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
+        done: int = state["step"]
         if is_main:  # steps behind the state are done again
             kept = read_history(self._folder)[:done]
             lines = [json.dumps(asdict(progress)) + "\n" for progress in kept]

@@ -1,0 +1,173 @@
+"""The ninja build of the native libraries, in build/native.
+
+- ``_ops.abi3.so``: kernels, CPU ops and glue on torch's stable ABI, for torch >= 2.10 with and without CUDA;
+- ``_host.abi3.so``: the module for host-side state, on Python's limited API of 3.10;
+- on demand (``ninja -C build/native emulated``, or ``emulated-sanitized`` with AddressSanitizer and UBSan):
+  the ops with CPU tensors in and out, computed by the CUDA kernels compiled for the host (csrc/emulation).
+
+No command depends on torch, on the environment that builds, or on where the source tree lies: builds with and
+without isolation share what is compiled, and a copy of the tree goes on with its build folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from build_support.toolchain import Cuda, Toolchain
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "native"
+TO_ROOT = os.path.relpath(ROOT, BUILD)
+LIBRARIES = ("_ops", "_host")
+
+INCLUDE = f"-I{TO_ROOT}/csrc/include"
+# -ffp-contract=off: the noise must have the same bits everywhere (csrc/include/specdec/platform.h).
+# The two flags after it change no result; without them loops over float expressions do not vectorise.
+CXX_FLAGS = (
+    "-std=c++20 -O3 -fPIC -fvisibility=hidden -Wall -Wextra -DNDEBUG "
+    "-ffp-contract=off -fno-trapping-math -fno-math-errno"
+)
+NVCC_FLAGS = (
+    "-std=c++20 -O3 -lineinfo -DNDEBUG --expt-relaxed-constexpr "
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off"
+)
+# With SPECDEC_STRICT=1, as CI has it, a kernel that spills registers or needs a stack frame fails the build.
+# Elsewhere it is only slower, and what spills is the choice of the ptxas that happens to be installed.
+STRICT_NVCC_FLAGS = "-Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error"
+# Emulated kernels: -O1, because the sources are templates over templates and only tests run them.
+EMULATED_FLAGS = "-O1 -g1 -DSPECDEC_EMULATED -DSPECDEC_WITH_CUDA -Wno-unknown-pragmas"
+SANITIZE_FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all"
+# The functions of torch are found when the library is loaded; the linker is given an empty library of the
+# same name, so that the loader knows where they are.
+TORCH_STUB = "torch_stub/libtorch_cpu.so"
+LINK_TORCH = "-Ltorch_stub -Xlinker --no-as-needed -ltorch_cpu"
+
+# CPU seconds of a build from nothing, measured on one machine: for the CPU, and for each architecture.
+CPU_SECONDS = 100
+ARCHITECTURE_SECONDS = 110
+
+
+def nvcc_command(cuda: Cuda, cxx: str) -> str:
+    """Compiles a .cu file for all architectures; include folders, sources and outputs are to follow."""
+    flags = [cuda.nvcc, "-ccbin", cxx, NVCC_FLAGS]
+    if os.environ.get("SPECDEC_STRICT") == "1":
+        flags.append(STRICT_NVCC_FLAGS)
+    if os.environ.get("SPECDEC_WATCHDOG") == "1":
+        flags.append("-DSPECDEC_WATCHDOG")
+    return " ".join([*flags, *map(shlex.quote, cuda.architectures.nvcc_flags())])
+
+
+class NinjaFile:
+    """build.ninja as it grows: every path is relative to the build folder."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def rule(self, name: str, command: str, finds_headers: bool = False) -> None:
+        self._lines += [f"rule {name}", f"  command = {command}", "  description = $out"]
+        if finds_headers:
+            self._lines += ["  deps = gcc", "  depfile = $out.d"]
+
+    def build(self, target: str, rule: str, sources: str = "", flags: str = "") -> None:
+        self._lines += [
+            f"build {target}: {rule} {sources}",
+            *([f"  flags = {flags}"] if flags else []),
+        ]
+
+    def compile_all(self, pattern: str, rule: str, flags: str = "", folder: str = "") -> list[str]:
+        """Compile all sources of a pattern below csrc; the objects."""
+        objects = []
+        for path in sorted((ROOT / "csrc").glob(pattern)):
+            source = path.relative_to(ROOT / "csrc")
+            objects.append(f"{Path(folder, source)}.o")
+            self.build(objects[-1], rule, f"{TO_ROOT}/csrc/{source}", flags)
+        return objects
+
+    def link(self, library: str, objects: list[str], flags: str) -> None:
+        self.build(library, "link", f"{' '.join(objects)} | {TORCH_STUB}", flags)
+
+    def text(self) -> str:
+        return "\n".join(self._lines) + "\n"
+
+
+def ninja_file(tools: Toolchain) -> str:
+    """The text of build.ninja."""
+    file, cuda = NinjaFile(), tools.cuda
+    compiles = "-MD -MF $out.d -c $in -o $out"
+    file.rule("cxx", f"{tools.cxx} {CXX_FLAGS} {INCLUDE} $flags {compiles}", finds_headers=True)
+    file.rule("link", f"{tools.cxx} -shared $in -o $out $flags")
+    file.rule(
+        "stub",
+        f"{tools.cxx} -shared -x c++ {os.devnull} -Xlinker -soname={Path(TORCH_STUB).name} -o $out",
+    )
+    file.build(TORCH_STUB, "stub")
+    ops, with_cuda, runtime = [], "", ""
+    if cuda:
+        file.rule(
+            "nvcc", f"{nvcc_command(cuda, tools.cxx)} {INCLUDE} {compiles}", finds_headers=True
+        )
+        ops += file.compile_all("kernels/*.cu", "nvcc")  # first, because they take longest
+        with_cuda = " ".join(["-DSPECDEC_WITH_CUDA", *cuda.includes])
+        runtime = " ".join(["-Xlinker --exclude-libs=ALL", *cuda.runtime])
+    ops += file.compile_all("cpu/*.cpp", "cxx")
+    ops += file.compile_all("ops/*.cpp", "cxx", with_cuda)
+    file.link("_ops.abi3.so", ops, f"{LINK_TORCH} {runtime}")
+    host = file.compile_all("host/*.cpp", "cxx")
+    host += file.compile_all("bindings/*.cpp", "cxx", f"-isystem {tools.python_include}")
+    file.link("_host.abi3.so", host, "")
+    file.build("libraries", "phony", " ".join(f"{name}.abi3.so" for name in LIBRARIES))
+    for target, sanitize in (("emulated", ""), ("emulated-sanitized", SANITIZE_FLAGS)):
+        flags = f"-I{TO_ROOT}/csrc/emulation {EMULATED_FLAGS} {sanitize}"
+        objects = [
+            *file.compile_all("ops/*.cpp", "cxx", flags, target),
+            *file.compile_all("emulation/*.cpp", "cxx", f"{flags} -O2", target),
+            *file.compile_all("kernels/*.cu", "cxx", f"-x c++ {flags}", target),
+        ]
+        file.link(f"lib{target}.so", objects, f"{sanitize} {LINK_TORCH}")
+        file.build(target, "phony", f"lib{target}.so")
+    return file.text() + "default libraries\n"
+
+
+def describe(tools: Toolchain, jobs: int) -> list[str]:
+    """What is going to be built, and how long that takes from nothing."""
+    seconds = CPU_SECONDS
+    if tools.cuda is None:
+        lines = [f"CPU only, with {tools.cxx} ({tools.why_no_cuda})"]
+    else:
+        chosen = tools.cuda.architectures
+        seconds += ARCHITECTURE_SECONDS * len(chosen.machine_code)
+        lines = [
+            *chosen.notes,
+            f"CPU, with {tools.cxx}, and CUDA, with {tools.cuda.name}, for {chosen} ({chosen.reason})",
+        ]
+    minutes = max(1, round(seconds / jobs / 60))
+    return [
+        *lines,
+        f"from nothing this takes about {minutes} min with {jobs} jobs on an idle machine",
+    ]
+
+
+def build(tools: Toolchain) -> Mapping[str, Path]:
+    """Compile what is out of date; the libraries by name. Progress goes to standard output.
+
+    Raises:
+        subprocess.CalledProcessError: a compiler failed; ninja has printed why.
+    """
+    jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+    for line in describe(tools, jobs):
+        print(f"specdec_ext: {line}", flush=True)
+    BUILD.mkdir(parents=True, exist_ok=True)
+    (BUILD / "build.ninja").write_text(ninja_file(tools))
+    began = time.monotonic()
+    subprocess.run(
+        [tools.ninja, "-C", str(BUILD), "-j", str(jobs)],
+        check=True,
+        env={"NINJA_STATUS": "[%f of %t, %es] ", **os.environ},
+    )
+    print(f"specdec_ext: native libraries built in {time.monotonic() - began:.0f} s", flush=True)
+    return {name: BUILD / f"{name}.abi3.so" for name in LIBRARIES}

@@ -1,0 +1,165 @@
+"""Which GPU architectures a build is for: the rule of build_support/architectures.py, on what nvcc of four
+CUDA releases prints and on every kind of TORCH_CUDA_ARCH_LIST."""
+
+from __future__ import annotations
+
+import pytest
+
+from build_support import BuildError, architectures
+from build_support.architectures import choose, read_nvcc_list, visible_gpus
+
+# `nvcc --list-gpu-code` of each release.
+PRINTED = {
+    "12.0": "50 52 53 60 61 62 70 72 75 80 86 87 89 90",
+    "12.4": "50 52 53 60 61 62 70 72 75 80 86 87 89 90",
+    "12.8": "50 52 53 60 61 62 70 72 75 80 86 87 89 90 100 101 120",
+    "13.0": "75 80 86 87 88 89 90 100 110 103 120 121",
+}
+KNOWN = {
+    release: read_nvcc_list("".join(f"sm_{number}\n" for number in numbers.split()))
+    for release, numbers in PRINTED.items()
+}
+UP_TO_HOPPER = [
+    "-gencode=arch=compute_80,code=[sm_80,sm_89]",
+    "-gencode=arch=compute_90,code=[sm_90,compute_90]",
+]
+UP_TO_BLACKWELL = [
+    "-gencode=arch=compute_80,code=[sm_80,sm_89]",
+    "-gencode=arch=compute_90,code=[sm_90,sm_100,sm_120,compute_90]",
+]
+
+
+@pytest.mark.parametrize(
+    ("release", "flags"),
+    [
+        ("12.0", UP_TO_HOPPER),
+        ("12.4", UP_TO_HOPPER),
+        ("12.8", UP_TO_BLACKWELL),
+        ("13.0", UP_TO_BLACKWELL),
+    ],
+)
+def test_without_a_gpu_every_family_that_nvcc_knows_and_ptx_for_later_ones(release, flags):
+    for unset in (None, "", " "):
+        chosen = choose(unset, KNOWN[release], [], f"nvcc {release}")
+        assert chosen.nvcc_flags() == flags
+        assert chosen.reason == f"what nvcc {release} knows; no GPU is visible"
+
+
+@pytest.mark.parametrize(
+    ("release", "visible", "machine_code", "ptx"),
+    [
+        ("13.0", [86], [86], [80]),
+        ("13.0", [86, 86, 90], [86, 90], [90]),
+        ("13.0", [110], [110], [90]),
+        ("13.0", [75, 89], [89], [80]),
+        ("12.4", [120], [], [90]),  # newer than nvcc: PTX alone serves it
+        ("12.4", [80, 120], [80], [90]),
+    ],
+)
+def test_the_gpus_of_the_machine(release, visible, machine_code, ptx):
+    chosen = choose(None, KNOWN[release], visible)
+    assert list(chosen.machine_code) == machine_code
+    assert list(chosen.ptx) == ptx
+    assert chosen.reason == "the GPUs of this machine"
+
+
+def test_what_a_gpu_lacks_is_said():
+    assert choose(None, KNOWN["13.0"], [75, 89]).notes == (
+        "a GPU of this machine has 7.5: the kernels need 8.0 or later, so that is left out",
+    )
+    assert choose(None, KNOWN["12.4"], [120], "nvcc 12.4").notes == (
+        "nvcc 12.4 does not know 12.0: PTX serves it, compiled at first use",
+    )
+    only_old = choose(None, KNOWN["13.0"], [75])
+    assert only_old.nvcc_flags() == UP_TO_BLACKWELL and "7.5" in only_old.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("requested", "machine_code", "ptx"),
+    [
+        ("8.0", [80], []),
+        ("8.6 9.0+PTX", [86, 90], [90]),
+        ("8.0;8.6+ptx;9.0a", [80, 86, 90], [80]),
+        ("7.0;7.5;8.0", [80], []),
+        ("Volta,Ampere;Hopper", [80, 86, 90], []),
+        ("ada+PTX", [89], [80]),
+        ("Ampere+Tegra", [87], []),
+        ("Blackwell", [100, 103, 120, 121], []),
+        ("10.0f", [100], []),
+        ("native", [89, 90], []),
+        ("native+PTX", [89, 90], [90]),
+        ("all", [80, 89, 90, 100, 120], [90]),
+    ],
+)
+def test_a_list(requested, machine_code, ptx):
+    chosen = choose(requested, KNOWN["13.0"], [89, 90])
+    assert (list(chosen.machine_code), list(chosen.ptx)) == (machine_code, ptx)
+    assert chosen.reason == f"TORCH_CUDA_ARCH_LIST={requested!r}"
+
+
+def test_what_is_too_old_in_a_list_is_left_out_in_one_sentence():
+    chosen = choose("5.2 7.0 7.5 8.0 8.6", KNOWN["12.4"], [])
+    assert chosen.machine_code == (80, 86)
+    assert chosen.notes == (
+        "TORCH_CUDA_ARCH_LIST names 5.2, 7.0, 7.5: the kernels need 8.0 or later, so that is left out",
+    )
+
+
+def test_a_name_means_what_nvcc_knows_of_it():
+    assert choose("Blackwell", KNOWN["12.8"], []).machine_code == (100, 120)
+
+
+@pytest.mark.parametrize(
+    ("requested", "message"),
+    [
+        ("7.0;7.5", "has no architecture that specdec_ext can be built for: name 8.0 or later"),
+        ("Turing", "has no architecture that specdec_ext can be built for"),
+        (";", "has no architecture that specdec_ext can be built for"),
+        (
+            "8.0;hoper",
+            r"'hoper' is no architecture; expected numbers such as 8.6 or 9.0\+PTX, or nat",
+        ),
+        ("sm_80", "'sm_80' is no architecture"),
+        ("80", "'80' is no architecture"),
+        ("10.0", "names 10.0, which nvcc 12.4 does not know: leave it out or take a newer nvcc"),
+        ("Blackwell", "names Blackwell, which nvcc 12.4 does not know"),
+        ("native", "says native, but nvidia-smi shows no GPU"),
+    ],
+)
+def test_a_list_that_can_not_be_built(requested, message):
+    with pytest.raises(BuildError, match=message):
+        choose(requested, KNOWN["12.4"], [], "nvcc 12.4")
+
+
+def test_an_nvcc_that_knows_no_such_gpu():
+    with pytest.raises(BuildError, match=r"nvcc 11\.0 knows no GPU architecture from 8.0 on"):
+        choose(None, {70, 75}, [], "nvcc 11.0")
+
+
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ("printf '8.9\\n12.0\\n'", [89, 120]),
+        ("printf '[N/A]\\n'", []),
+        ("echo 'Field \"compute_cap\" is not a valid field to query.'; exit 2", []),
+        ("echo 'NVIDIA-SMI has failed' ; exit 9", []),
+    ],
+    ids=["two", "unknown", "old driver", "no driver"],
+)
+def test_visible_gpus(tmp_path, monkeypatch, script, found):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert visible_gpus() == found
+
+
+def test_a_machine_without_nvidia_smi(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert visible_gpus() == []
+
+
+def test_every_default_has_a_family():
+    assert [architectures.family_of(number) for number in architectures.DEFAULTS] == [
+        80, 80, 90, 90, 90,
+    ]  # fmt: skip
