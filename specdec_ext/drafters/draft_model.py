@@ -27,6 +27,9 @@ from specdec_ext.tree_config import Shape, TreeConfig
 
 # How many tokens the draft model reads in one pass after the prompt.
 BLOCK_TOKENS = 256
+# Tokens of a pass up to which row-invariant products are taken, which are faster for few. No text depends on
+# the bits of a draft.
+INVARIANT_ROWS = 128
 
 
 class DraftModelDrafter(Drafter):
@@ -96,6 +99,7 @@ class DraftModelDrafter(Drafter):
                 f"{type(self.model).__name__} can't be a draft model, whose drafts are taken back token by "
                 f"token: {'; '.join(target.support.reasons)}"
             )
+        target.invariant_rows = INVARIANT_ROWS
         self._target = target
         self._max_positions = getattr(self._target.config, "max_position_embeddings", None)
         self._warned = False

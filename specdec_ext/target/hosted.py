@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +31,7 @@ from specdec_ext.target.adoption import adopt_cache, unserved_layers
 from specdec_ext.target.branches import Branches, padded
 from specdec_ext.target.cache import RollbackLayer
 from specdec_ext.target.features import side_by_side
-from specdec_ext.target.linears import MAX_ROWS, row_invariant_linears
+from specdec_ext.target.linears import row_invariant_linears
 from specdec_ext.target.model import NO_LIMIT, Target, TargetOutput
 from specdec_ext.target.slots import MAX_UNREAD
 from specdec_ext.target.support import CACHE_ARGUMENTS, Support
@@ -240,9 +239,7 @@ class HostedTarget(Target):
         inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
             ids, next_sequence_length=columns, **kwargs
         )
-        with ExitStack() as stack:
-            if ids.shape[0] * (columns or ids.shape[1]) <= MAX_ROWS:
-                stack.enter_context(row_invariant_linears(self._linears))
+        with row_invariant_linears(self._linears):
             return self.model(**inputs, return_dict=True)
 
     def commit(self, path: Tensor, num_accepted: Tensor) -> None:

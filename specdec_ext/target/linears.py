@@ -22,10 +22,8 @@ from torch import Tensor, nn
 from specdec_ext import ops
 from specdec_ext.target.patching.forwards import own_forward_replaced, replaced_forward
 
-# Rows of a decoding pass up to which the op is used. Beyond, arithmetic is the limit and torch's
-# product is as good.
-MAX_ROWS = 128
-# A prompt is computed once and the same way with any drafter: only speed counts there.
+# Tokens of a prompt up to which the op is used. A prompt is computed once and the same way with any drafter:
+# only speed counts there. Of decoding passes all sizes are computed alike.
 MAX_PROMPT_ROWS = 32
 
 

@@ -19,6 +19,7 @@ accepted, like a row with a chain.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -38,11 +39,7 @@ from specdec_ext.target.cache import RollbackLayer
 from specdec_ext.target.direct import agrees, direct_pass, is_agreed
 from specdec_ext.target.features import side_by_side
 from specdec_ext.target.held import held_in, holding_states
-from specdec_ext.target.linears import (
-    MAX_PROMPT_ROWS,
-    MAX_ROWS,
-    row_invariant_linears,
-)
+from specdec_ext.target.linears import MAX_PROMPT_ROWS, row_invariant_linears
 from specdec_ext.target.masks import BlockVisibility, unpack_ancestors, visibility
 from specdec_ext.target.model import NO_LIMIT, Target, TargetOutput
 from specdec_ext.target.patching.changes import inference_mode, joined_changes
@@ -92,10 +89,14 @@ class SlotTarget(Target):
 
     Attributes:
         cache: the ``DynamicCache``; after the call laid out like ``sequences[:, :-1]``.
+        invariant_rows: tokens up to which a pass after the prompt has row-invariant linears. Only with passes
+            of every size among them is a token's result the same in all; a draft model can do without.
 
     Raises:
         ValueError: for a cache that can't be served, naming it and the way out.
     """
+
+    invariant_rows: float = math.inf
 
     def __init__(
         self,
@@ -337,7 +338,7 @@ class SlotTarget(Target):
     def _forward(
         self,
         block: BlockVisibility | None,
-        max_rows: int = MAX_ROWS,
+        max_rows: float = math.inf,
         past: bool = True,
         **inputs: Any,
     ) -> TargetOutput:
@@ -437,7 +438,7 @@ class SlotTarget(Target):
         if by_op:
             lengths = self._row_slots - self._first_slot
             by_tree = TreeBlock(ancestors, self._first_slot, lengths, self._start)
-        if by_tree is None or self._direct is None or tree.tokens.numel() > MAX_ROWS:
+        if by_tree is None or self._direct is None or tree.tokens.numel() > self.invariant_rows:
             return self._score_by_modules(tree, by_tree, ancestors, positions)
         if not (is_agreed(self.model) or self._ways_agree(tree, by_tree, ancestors, positions)):
             self._direct = None
@@ -483,7 +484,10 @@ class SlotTarget(Target):
             window=self._cache_window(),
         )
         return self._forward(
-            block, input_ids=tree.tokens, position_ids=self._model_positions(positions)
+            block,
+            self.invariant_rows,
+            input_ids=tree.tokens,
+            position_ids=self._model_positions(positions),
         )
 
     def _model_positions(self, positions: Tensor) -> Tensor:
