@@ -231,14 +231,15 @@ class HostedTarget(Target):
     @torch.no_grad()
     def _pass(self, ids: Tensor, kwargs: dict[str, Any], logits: int) -> Any:
         """Run what the cache does not hold of ``ids``, for the last ``logits`` logits."""
-        if kwargs.get("logits_to_keep") is not None:
-            kwargs = {**kwargs, "logits_to_keep": logits}
         columns = None
         if self.support.rollback != "recompute" and kwargs["use_cache"]:
             columns = ids.shape[1] + self.offset - self._held
         inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
             ids, next_sequence_length=columns, **kwargs
         )
+        # Some models' own preparation asks for the last logits alone, whatever it is given.
+        if inputs.get("logits_to_keep") is not None:
+            inputs["logits_to_keep"] = logits
         with row_invariant_linears(self._linears):
             return self.model(**inputs, return_dict=True)
 
