@@ -225,8 +225,11 @@ TENSOR_PARALLEL = """
 import sys
 import torch
 from transformers import AutoModelForCausalLM
+from head_cases import head_of
 from tiny import generated, make_drafter, prompts
+from torch.distributed.tensor import DTensor
 import specdec_ext
+from specdec_ext import HeadDrafter, save_draft
 
 folder, drafters = sys.argv[1], sys.argv[2:]
 whole = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -240,6 +243,23 @@ for name in drafters:
     drafter = make_drafter(name, model, generated(expected, 9))
     actual = specdec_ext.generate(model, ids, do_sample=False, drafter=drafter, **kwargs)
     assert torch.equal(actual, expected), (rank, name)
+gathered, full_tensor = [], DTensor.full_tensor
+DTensor.full_tensor = lambda self: gathered.append(self) or full_tensor(self)
+for kind in ("eagle1", "eagle3.1"):  # without a head of its own, and without an embedding
+    head = head_of(kind)
+    assert not (head.config.own_lm_head and head.config.own_embedding), kind
+    for each in (whole, model, model):
+        drafter = HeadDrafter(head)
+        actual = specdec_ext.generate(each, ids, do_sample=False, drafter=drafter, **kwargs)
+        assert torch.equal(actual, expected), (rank, kind)
+folder_of_head = f"{folder}/head{rank}"
+save_draft(head_of("eagle1"), folder_of_head)
+model.config.specdec_ext_draft = folder_of_head
+for _ in range(2):
+    actual = specdec_ext.generate(model, ids, do_sample=False, drafter="auto", **kwargs)
+    assert torch.equal(actual, expected), rank
+assert 1 <= len(gathered) <= 2, gathered  # lm_head, and the embedding where it is spread: once each
+DTensor.full_tensor = full_tensor
 torch.manual_seed(rank)  # processes that draw different seeds by themselves
 text = specdec_ext.generate(model, ids, do_sample=True, **kwargs)
 texts = [torch.empty_like(text) for _ in range(2)]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from specdec_ext import ops
 from specdec_ext.head import DraftHead
 from specdec_ext.reference.draft_head import draft_head
+from specdec_ext.target.wrapped import is_tensor_parallel
 from specdec_ext.tree_config import TreeConfig
 
 
@@ -25,7 +27,8 @@ class BoundHead:
     Attributes:
         head: on the target's device in the dtype of the draft.
         device, dtype: those.
-        shared: the target's embedding and lm_head, None where the head has its own.
+        shared: the target's embedding and lm_head, None where the head has its own. Of a tensor-parallel
+            target they are whole, put together from the parts of all processes.
         weights: format of the matrices, as for :meth:`specdec_ext.ops.PackedHead.pack`.
     """
 
@@ -147,8 +150,25 @@ def _shared_weights(head: DraftHead, model: PreTrainedModel) -> tuple[Tensor | N
     )
 
 
+# Module -> its weight, of which this process has a part, and the whole of it.
+_wholes: WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor]] = WeakKeyDictionary()
+
+
+def _whole(module: nn.Module, weight: Any) -> Tensor:
+    """A tensor-parallel weight in one piece, gathered once for as long as the module has it.
+
+    All processes gather it together: they make the same calls, with the same heads.
+    """
+    kept = _wholes.get(module)
+    if kept is None or kept[0] is not weight:
+        kept = _wholes[module] = weight, weight.detach().full_tensor()
+    return kept[1]
+
+
 def _weight(name: str, module: nn.Module | None, head: DraftHead) -> Tensor:
     weight: Any = getattr(module, "weight", None)
+    if module is not None and is_tensor_parallel(weight):
+        weight = _whole(module, weight)
     plain = type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point()
     if not plain or weight.is_meta:
         found = f"a {type(weight).__name__}"

@@ -175,15 +175,19 @@ def agreed_clock(model: PreTrainedModel, clock: Callable[[], float]) -> Callable
     return lambda: float(agree(torch.tensor(clock(), dtype=torch.float64, device="cpu")))
 
 
-def _agreement(model: PreTrainedModel) -> Callable[[Tensor], Tensor] | None:
-    """Gives all processes that share a tensor-parallel model what the first of them has; None without any."""
+def is_tensor_parallel(weight: Any) -> bool:
+    """Whether each of several processes has a part of this weight."""
     if not (distributed.is_available() and distributed.is_initialized()):
-        return None
+        return False
     from torch.distributed.tensor import DTensor
 
-    mesh = next(
-        (each.device_mesh for each in model.parameters() if isinstance(each, DTensor)), None
-    )
+    return isinstance(weight, DTensor)
+
+
+def _agreement(model: PreTrainedModel) -> Callable[[Tensor], Tensor] | None:
+    """Gives all processes that share a tensor-parallel model what the first of them has; None without any."""
+    parts: Any = filter(is_tensor_parallel, model.parameters())
+    mesh = next((each.device_mesh for each in parts), None)
     if mesh is None:
         return None
     group = mesh.get_group("tp" if mesh.ndim > 1 else None)
