@@ -27,8 +27,8 @@ from specdec_ext.tree_config import Shape, TreeConfig
 
 # How many tokens the draft model reads in one pass after the prompt.
 BLOCK_TOKENS = 256
-# Tokens of a pass up to which row-invariant products are taken, which are faster for few. No text depends on
-# the bits of a draft.
+# Tokens of a pass up to which row-invariant products are taken, which are faster for few. What is promised
+# does not depend on how drafts are rounded.
 INVARIANT_ROWS = 128
 
 

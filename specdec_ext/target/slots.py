@@ -89,8 +89,9 @@ class SlotTarget(Target):
 
     Attributes:
         cache: the ``DynamicCache``; after the call laid out like ``sequences[:, :-1]``.
-        invariant_rows: tokens up to which a pass after the prompt has row-invariant linears. Only with passes
-            of every size among them is a token's result the same in all; a draft model can do without.
+        invariant_rows: tokens of a pass after the prompt up to which its linears are row-invariant. A token's
+            bits are the same in all passes only if passes of every size are among them; a draft model can do
+            without.
 
     Raises:
         ValueError: for a cache that can't be served, naming it and the way out.
