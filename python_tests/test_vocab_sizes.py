@@ -53,3 +53,15 @@ def test_the_text(name, decoding, reads, writes):
     assert actual.shape == expected.shape
     if (rule, decoding) != ("rejection", "sampled"):  # which gives another text of the same law
         assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix tree", "lookahead"])
+def test_an_id_that_moshi_reads_and_never_writes(name):
+    model = tiny_model("moshi-window")
+    assert vocab_size(model) == model.config.vocab_size + 1
+    ids = torch.tensor([[5, 6, VOCAB, 7, 5, 6, VOCAB, 7, 5, 6]])
+    kwargs = dict(attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+    expected = model.generate(ids, **kwargs)
+    assert torch.equal(
+        specdec_ext.generate(model, ids, drafter=DRAFTERS[name](), **kwargs), expected
+    )
