@@ -199,7 +199,7 @@ def main(
             report.left_out = left_out
             if target is Target.bundled and HEAD not in makers:
                 report.left_out[HEAD] = "the bundled target has no head yet"
-            console.print(report.table())
+            console.print(*report.tables(), sep="\n")
             for note in report.notes():
                 console.print(note)
             reports.append(report)

@@ -15,7 +15,14 @@ from rich.console import Console
 from tiny import VOCAB, prompts, tiny_model
 
 import specdec_ext
-from specdec_ext import ComparedRuns, DraftTree, SpeculationStats, assets, benchmark
+from specdec_ext import (
+    ComparedRuns,
+    DraftModelDrafter,
+    DraftTree,
+    SpeculationStats,
+    assets,
+    benchmark,
+)
 from specdec_ext.benchmark import (
     Report,
     Series,
@@ -30,6 +37,7 @@ from specdec_ext.benchmark import (
     synthetic,
     unique_ngram_fraction,
 )
+from specdec_ext.benchmark.latency import Arrivals, Latency, summary
 from specdec_ext.benchmark.memory import peak_bytes, reset_peak
 from specdec_ext.benchmark.speedup import bootstrap
 from specdec_ext.drafters import Drafter, NgramDrafter
@@ -143,8 +151,12 @@ def test_interleaving_runs_everybody_on_everything_and_rotates_who_is_first():
         return run
 
     contestants = {"a": appending(4), "b": appending(6)}
-    results = interleave(contestants, [prompt(1, 3), prompt(2, 5)], on_call=order.append)
-    assert order == ["a", "b", "b", "a"]
+    results = interleave(
+        contestants,
+        [prompt(1, 3), prompt(2, 5)],
+        on_call=lambda name, done, total: order.append((name, done, total)),
+    )
+    assert order == [("a", 1, 4), ("b", 2, 4), ("b", 3, 4), ("a", 4, 4)]
     assert results["a"].new_tokens == [4, 8] and results["b"].new_tokens == [6, 12]
     assert [mask.shape[1] for mask in results["a"].masks] == [3, 5]
     assert results["b"].unique_4grams == pytest.approx(1 / 3)  # 1 of 3 in each of the three rows
@@ -291,15 +303,91 @@ def test_a_row_of_the_record():
 def test_a_table_shows_what_has_to_be_read_together():
     report = hand_made_report()
     report.left_out["HF assisted"] = "no reason"
-    console = Console(width=160)
+    report.same_text["specdec x"] = "8/10, 2 near-ties"
+    report.series["specdec x"].fixed = [stats((3, 3, 1, 2))]
+    report.series["specdec x"].speculation[0].policy = "auto"
+    report.series["specdec x"].latencies = [
+        Latency(0.2, 0.001, (0.004, 0.008)),
+        Latency(0.4, 0.003, ()),
+    ]
+    console = Console(width=80)
     with console.capture() as shown:
-        console.print(report.table())
-    line = next(line for line in shown.get().splitlines() if "specdec x" in line)
-    cells = [cell.strip() for cell in line.strip("│ ").split("│")]
-    expected = ["specdec x", "6.0", "4.00x [4.00, 4.00]", "2.00x", "2.00", "2.00", "2.00", "7"]
-    assert cells[:8] == expected
+        console.print(*report.tables())
+    lines = [line.split() for line in shown.get().splitlines() if "specdec x" in line]
+    assert lines == [
+        ["specdec", "x", "6.0", "4.00x", "[4.00,", "4.00]", "2.00x", "7"],
+        ["specdec", "x", "auto", "2.00", "2.00", "2.00", "8/10,", "2", "near-ties"],
+        ["specdec", "x", "300.00", "2.00", "6.00", "7.60", "7.96"],
+    ]
     notes = report.notes()
-    assert "unique 4-grams" in notes[0] and notes[1] == "HF assisted: left out, no reason"
+    assert "unique 4-grams" in notes[0] and notes[2] == "HF assisted: left out, no reason"
+    assert "policy: " in notes[1] and "accepted: " in notes[1]
+
+
+def test_a_table_fits_a_terminal_of_80_columns():
+    """Names break where they are long, numbers never do."""
+    report = hand_made_report()
+    name = "specdec /models/organisation/a-draft-head-with-a-very-long-name-3.1-8b"
+    series = report.series.pop("specdec x")
+    series.name = name
+    report.series[name] = series
+    report.series["HF generate"].seconds = [4000.0, 8.0]
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(*report.tables())
+    text = shown.get()
+    assert max(map(len, text.splitlines())) <= 80
+    for row in report.rows():
+        assert f"{row['ratio']:.2f}x [{row['interval'][0]:.2f}, {row['interval'][1]:.2f}]" in text
+
+
+def test_when_tokens_arrive(monkeypatch):
+    """Prompt at 0, a token at 1.0, three in one chunk at 1.5, one at 2.5 seconds, of two rows each."""
+    now = [0.0]
+    monkeypatch.setattr("specdec_ext.benchmark.latency.time.perf_counter", lambda: now[0])
+    arrivals = Arrivals()
+    arrivals.put(torch.zeros(2, 7))
+    for at in (1.0, 1.5, 1.50001, 1.50002, 2.5):
+        now[0] = at
+        arrivals.put(torch.zeros(2))
+    arrivals.end()
+    found = arrivals.latency()
+    assert (found.first, found.per_token) == (1.0, 1.5 / 4)
+    assert found.gaps == (0.5, 1.0)
+    assert summary([]) == {}
+    one_token = Latency(2.0, 0.0, ())
+    shown = summary([found, one_token])
+    assert shown["first_token"] == 1500 and shown["chunk_gap_p50"] == 750
+    assert summary([one_token])["chunk_gap_p99"] == 0
+
+
+def test_streams_of_all_contestants_are_timed():
+    """Hugging Face's and ours, plain and assisted: every token arrives."""
+    model = tiny_model("llama")
+    ids, mask = prompts((6,))
+    single = [{"input_ids": ids, "attention_mask": mask}]
+    drafters = {"ngram": NgramDrafter(min_ngram=1)}
+    report = compare(model, single, drafters, assistant=model, max_new_tokens=8, repeats=1)
+    for series in report.series.values():
+        (latency,) = series.latencies
+        assert latency.first > 0 and latency.per_token > 0 and 1 <= len(latency.gaps) <= 7
+    assert all(row["milliseconds"] for row in report.rows())
+
+
+def test_acceptance_is_compared_where_every_step_drafts(monkeypatch):
+    model = tiny_model("llama")
+    ids, mask = prompts((6,))
+    single = [{"input_ids": ids, "attention_mask": mask}]
+    drafters = {"right": DraftModelDrafter(model), "none": None}
+    for speculation, calls in (("auto", 1), ("fixed", 0)):
+        report = compare(
+            model, single, drafters, max_new_tokens=12, repeats=1, speculation=speculation
+        )
+        series = report.series["specdec right"]
+        assert len(series.fixed) == calls and not report.series["specdec none"].fixed
+        (row,) = (row for row in report.rows() if row["name"] == "specdec right")
+        assert (row["fixed_acceptance_length"] or row["mean_acceptance_length"]) > 3
+    assert row["policy"] == "fixed"
 
 
 class AtRandom(Drafter):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from tiny import tiny_model
 
 from specdec_ext import ops
@@ -86,3 +87,20 @@ def test_plot(tmp_path):
     bar = Breakdown((Part("verify", 5.0, 1.0), Part("commit", 2.0, 1.0)), 3, 1.0, "none", "here")
     bar.plot(tmp_path / "bars.png", [bar])
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_tells_bars_and_parts_apart(tmp_path, monkeypatch):
+    """Two heads had one name, and the first and the last part one colour."""
+    parts = tuple(Part(name, 1.0, 1.0) for name in PARTS)
+    first, second = (Breakdown(parts, 1, 1.0, name, "a machine") for name in ("one", "two"))
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path: drawn.append(self.axes[0]))
+    first.plot(tmp_path / "x.png", [second])
+    (axes,) = drawn
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["one", "two"]
+    assert len({bars[0].get_facecolor() for bars in axes.containers}) == len(PARTS)
+
+
+def test_a_breakdown_has_the_name_it_is_given():
+    seen = breakdown(tiny_model("llama"), [PROMPT], "ngram", 4, "my drafter")
+    assert seen.title == "my drafter, float32"

@@ -251,19 +251,25 @@ def test_bench_measures_and_records(tmp_path):
     result = run(
         "bench", "--prompts", prompts_file(tmp_path, 2), "--drafter", "ngram", "--drafter", "none",
         "--assisted", "draft", "--max-new-tokens", "8", "--repeats", "1",
+        "--drafter", "head", "--draft-length", "2", "--speculation", "fixed",
         "--json", str(record), "--plot", str(chart), "--breakdown", *FLOAT32,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    names = ["HF generate", "HF prompt lookup", "HF assisted", "specdec none", "specdec ngram"]
+    ours = ["specdec none", "specdec ngram", "specdec head"]
+    names = ["HF generate", "HF prompt lookup", "HF assisted", *ours]
     found = json.loads(record.read_text())
     assert [row["name"] for row in found["rows"]] == names
-    assert [row["same_text"] for row in found["rows"]] == ["", *["2/2"] * 4]
+    assert [row["same_text"] for row in found["rows"]] == ["", *["2/2"] * 5]
+    assert [row["policy"] for row in found["rows"][-2:]] == ["fixed", "fixed"]
+    assert all(len(row["acceptance_per_position"]) == 2 for row in found["rows"][-2:])
     assert found["settings"]["prompts"] == 2 and found["settings"]["max_new_tokens"] == 8
     for name in names:
         assert re.search(rf"{name}\W+\d+\.\d\W+\d+\.\d\dx \[", result.output), name
     assert f"torch {torch.__version__}" in result.output
-    assert result.output.count("outside target forward and draft op") == 2  # plain, ngram
-    assert [len(each["parts"]) > 3 for each in found["breakdowns"]] == [True, True]
+    assert result.output.count("outside target forward and draft op") == 3  # plain, ngram, head
+    assert all(len(each["parts"]) > 3 for each in found["breakdowns"])
+    titles = [each["title"] for each in found["breakdowns"]]
+    assert titles == ["none, float32", "ngram, float32", "head, float32"]
     for picture in (chart, tmp_path / "chart_breakdown.png"):
         assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -285,6 +291,13 @@ def test_bench_of_a_batch_leaves_out_what_takes_single_rows(tmp_path):
         (("--drafter", "crystal-ball"), "drafter='crystal-ball' is not known"),
         (("--assisted", "ngram"), "--assisted ngram: expected a draft model"),
         (("--repeats", "0"), "repeats"),
+        (("--tree", "6-10"), "--tree 6-10: expected DEPTHxTOP_KxNODES, such as 6x10x60"),
+        (("--tree", "2x2x5"), "--tree shapes draft heads, and --drafter auto is none"),
+        (
+            ("--drafter", "suffix", "--draft-length", "3"),
+            "--draft-length shapes ngram, draft models and draft heads, and --drafter suffix is none",
+        ),
+        (("--draft-length", "3", "--tree", "2x2x5"), "--draft-length and --tree both shape"),
     ],
 )
 def test_bench_refuses(arguments, message, tmp_path):

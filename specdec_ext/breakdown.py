@@ -136,16 +136,18 @@ class Breakdown(Summarised):
         """
         otherwise = "Breakdown.table() shows the same as text"
         figures = require("matplotlib.figure", "Breakdown.plot", otherwise)
+        matplotlib = require("matplotlib", "Breakdown.plot", otherwise)
         bars = [self, *others]
         figure = figures.Figure(figsize=(10, 1.8 + 0.8 * len(bars)), layout="constrained")
         ax = figure.subplots()
         ends = [0.0] * len(bars)
+        colours = matplotlib.colormaps["tab20"]
         for index, name in enumerate(PARTS):
             times = [
                 sum(part.microseconds for part in bar.parts if part.name == name) for bar in bars
             ]
             if any(times):
-                ax.barh(range(len(bars)), times, left=ends, label=name, color=f"C{index}")
+                ax.barh(range(len(bars)), times, left=ends, label=name, color=colours(index))
             ends = [end + time for end, time in zip(ends, times, strict=True)]
         ax.set_yticks(range(len(bars)), [bar.title for bar in bars])
         ax.invert_yaxis()
@@ -159,6 +161,7 @@ def breakdown(
     prompts: Sequence[Tensor],
     drafter: str | PreTrainedModel | Drafter | None,
     max_new_tokens: int,
+    name: str | None = None,
     **kwargs: Any,
 ) -> Breakdown:
     """Generate behind every prompt, after one call that is not counted, and take the steps apart.
@@ -168,6 +171,7 @@ def breakdown(
         prompts: each ``[batch, length]`` ids, a call each.
         drafter: as for :func:`specdec_ext.generate`.
         max_new_tokens: of each call.
+        name: of the drafter in the title; by default its class.
         **kwargs: further arguments of :func:`specdec_ext.generate`; greedy if they do not say.
 
     Raises:
@@ -203,7 +207,7 @@ def breakdown(
         ),
         len(steps),
         tokens / len(steps),
-        f"{out.speculation.drafter}, {dtype}",
+        f"{name or out.speculation.drafter}, {dtype}",
         machine_line(model.device),
     )
 

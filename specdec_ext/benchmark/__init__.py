@@ -6,7 +6,7 @@ median of a prompt's calls counts, and ratios are of medians over prompts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import transformers
@@ -24,7 +24,7 @@ from specdec_ext.benchmark.contestants import (
     synthetic,
 )
 from specdec_ext.benchmark.report import Report, plot, position_table, same_text, same_texts
-from specdec_ext.benchmark.series import Prompt, Series, interleave, unique_ngram_fraction
+from specdec_ext.benchmark.series import Progress, Prompt, Series, interleave, unique_ngram_fraction
 
 __all__ = [
     "HF",
@@ -71,7 +71,8 @@ def compare(
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     repeats: int = 3,
-    on_call: Callable[[str], None] = lambda name: None,
+    on_call: Progress = lambda name, done, total: None,
+    speculation: str = "auto",
     **settings: Any,
 ) -> Report:
     """Hugging Face's ways to generate, plain decoding through our loop, and drafters, in turn.
@@ -86,7 +87,9 @@ def compare(
             lookup does.
         temperature: to sample at; 0 is greedy.
         repeats: calls per prompt; the median counts.
-        on_call: told the contestant before each timed call.
+        on_call: told the contestant before each call, which call that is, and of how many.
+        speculation: "auto" or "fixed", of the timed calls. Under "auto" one more call per prompt and drafter
+            drafts in every step, so that acceptance can be compared.
         settings: more for the report's title.
     """
     shared = law(max_new_tokens, temperature)
@@ -102,9 +105,24 @@ def compare(
             left_out[name] = "transformers takes single rows there"
     contestants[PLAIN] = ours(model, None, shared)
     for name, drafter in drafters.items():
-        contestants[f"specdec {name}"] = ours(model, drafter, shared)
+        contestants[f"specdec {name}"] = ours(model, drafter, shared, speculation=speculation)
+    fixed = {
+        f"specdec {name}": ours(model, drafter, shared, speculation="fixed")
+        for name, drafter in drafters.items()
+        if drafter is not None and speculation != "fixed"
+    }
     with endless(model, *([assistant] if assistant is not None else [])):
-        report = race(model, contestants, prompts, shared, repeats, on_call, settings=settings)
+        report = race(
+            model,
+            contestants,
+            prompts,
+            shared,
+            repeats,
+            on_call,
+            settings=settings,
+            streamed=True,
+            fixed=fixed,
+        )
     report.left_out = left_out
     return report
 
@@ -115,18 +133,21 @@ def race(
     prompts: Sequence[Prompt],
     shared: Mapping[str, Any],
     repeats: int = 1,
-    on_call: Callable[[str], None] = lambda name: None,
+    on_call: Progress = lambda name, done, total: None,
     *,
     baseline: str = HF,
     settings: Mapping[str, Any] | None = None,
+    streamed: bool = False,
+    fixed: Mapping[str, Contestant] | None = None,
 ) -> Report:
     """Interleave any contestants; ratios are to ``baseline``, and to :data:`PLAIN` where it takes part.
 
     Args:
         shared: keywords of ``generate`` that all have, as :func:`law` makes them.
         settings: more for the report's title.
+        streamed, fixed: as for :func:`interleave`.
     """
-    series = interleave(contestants, prompts, repeats, on_call)
+    series = interleave(contestants, prompts, repeats, on_call, streamed, fixed)
     plain = PLAIN if PLAIN in series else None
     batch = len(prompts[0]["input_ids"])
     return Report(

@@ -18,7 +18,8 @@ from specdec_ext.generation import generate
 
 # A PreTrainedModel that can generate; transformers has no type that says both.
 Model = Any
-Contestant = Callable[[Prompt], Any]
+# Of a prompt, and perhaps ``streamer=``.
+Contestant = Callable[..., Any]
 
 LOOKUP_TOKENS = 10  # transformers' documentation of prompt_lookup_num_tokens
 SEED = 0
@@ -27,9 +28,9 @@ SEED = 0
 def hugging_face(model: Model, law: Mapping[str, Any], **keywords: Any) -> Contestant:
     """``model.generate`` with ``keywords`` that speed it up; sampling begins each call with one seed."""
 
-    def run(prompt: Prompt) -> Tensor:
+    def run(prompt: Prompt, streamer: Any = None) -> Tensor:
         torch.manual_seed(SEED)
-        ids: Tensor = class_generate(model)(**prompt, **law, **keywords)
+        ids: Tensor = class_generate(model)(**prompt, **law, **keywords, streamer=streamer)
         return ids
 
     return run
@@ -41,9 +42,9 @@ def ours(model: Model, drafter: Any, law: Mapping[str, Any], **keywords: Any) ->
     if law["do_sample"]:
         keywords["seed"] = SEED
 
-    def run(prompt: Prompt) -> Any:
+    def run(prompt: Prompt, streamer: Any = None) -> Any:
         inputs: dict[str, Any] = {**prompt}
-        return generate(model, drafter=drafter, **inputs, **keywords)
+        return generate(model, drafter=drafter, streamer=streamer, **inputs, **keywords)
 
     return run
 

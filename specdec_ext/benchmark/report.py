@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich import box
 from rich.table import Table
 
+from specdec_ext.benchmark import latency
 from specdec_ext.benchmark.series import Series
 from specdec_ext.benchmark.speedup import bootstrap
 from specdec_ext.comparison import ComparedRuns
@@ -80,26 +82,31 @@ class Report(Summarised):
             "rows": self.rows(),
         }
 
-    def table(self) -> Table:
-        """Ratios with 95 % intervals over prompts; acceptance length counts the bonus token."""
-        table = Table(title=self.title, title_justify="left", title_style="")
-        headings = ("", "tokens/s", "ratio", "to plain", "acceptance length", "emitted/step")
-        for heading in (*headings, "break-even", "peak MiB", "same text"):
-            table.add_column(heading, justify="right" if heading else "left")
+    def tables(self) -> list[Table]:
+        """Speed with 95 % intervals over prompts, drafts, and latency if it was measured; 80 columns each."""
+        speed = _table("", "tokens/s", "ratio [95 %]", "to plain", "peak MiB", title=self.title)
+        drafts = _table("", "policy", "accepted", "emitted", "break-even", "same text")
+        arrivals = _table("milliseconds", "to first", "per token", "gap p50", "p90", "p99")
         for row in self.rows():
-            peak = row["peak_bytes"]
-            table.add_row(
-                row["name"],
+            name, peak = row["name"], row["peak_bytes"]
+            speed.add_row(
+                name,
                 f"{row['tokens_per_second']:.1f}",
                 f"{row['ratio']:.2f}x [{row['interval'][0]:.2f}, {row['interval'][1]:.2f}]",
                 _number(row["ratio_to_plain"], "x"),
-                _number(row["mean_acceptance_length"]),
+                "" if peak is None else f"{peak / MIB:.0f}",
+            )
+            drafts.add_row(
+                name,
+                row["policy"],
+                _number(row["fixed_acceptance_length"] or row["mean_acceptance_length"]),
                 _number(row["emitted_per_step"]),
                 _number(row["break_even"]),
-                "" if peak is None else f"{peak / MIB:.0f}",
                 row["same_text"],
             )
-        return table
+            if row["milliseconds"]:
+                arrivals.add_row(name, *(f"{value:.2f}" for value in row["milliseconds"].values()))
+        return [speed, drafts, *([arrivals] if arrivals.row_count else [])]
 
     def notes(self) -> list[str]:
         """What has to be read with the table."""
@@ -107,7 +114,18 @@ class Report(Summarised):
             f"unique 4-grams in the completions: {self.unique_4grams:.0%} "
             "(text that repeats itself is easy to guess and inflates ratios)"
         )
-        return [repeated, *(f"{name}: left out, {why}" for name, why in self.left_out.items())]
+        columns = (
+            "policy: how the timed calls decided what to draft. accepted: mean acceptance length, bonus "
+            'token included, where every step drafts ("fixed"): under "auto" each drafter is asked in steps '
+            "of its own, so the lengths of two drafters can't be compared. emitted: tokens per step of the "
+            "timed calls. gap: between two arrivals of tokens in a stream"
+        )
+        left_out = (f"{name}: left out, {why}" for name, why in self.left_out.items())
+        return [
+            repeated,
+            *([columns] if any(row["policy"] for row in self.rows()) else []),
+            *left_out,
+        ]
 
     def _row(self, series: Series) -> dict[str, Any]:
         baseline = self.series[self.baseline]
@@ -121,11 +139,14 @@ class Report(Summarised):
             "interval": [speedup.low, speedup.high],
             "ratio_of_means": bootstrap(rates, baseline.tokens_per_second, np.mean).value,
             "ratio_to_plain": plain and series.speedup(plain).value,
+            "policy": series.policy,
             "mean_acceptance_length": series.mean_acceptance_length,
+            "fixed_acceptance_length": series.fixed_acceptance_length,
             "emitted_per_step": series.emitted_per_step,
             "acceptance_per_position": series.acceptance_per_position,
             "milliseconds_per_step": series.milliseconds_per_step,
             "break_even": plain and series.break_even(plain),
+            "milliseconds": latency.summary(series.latencies),
             "peak_bytes": series.peak,
             "same_text": self.same_text.get(series.name, ""),
             "tokens_per_second_by_prompt": rates,
@@ -215,6 +236,22 @@ def same_texts(
         if each.speculation and name != plain
     }
     return {name: f"{sum(each)}/{len(each)} of {plain}" for name, each in equal.items()}
+
+
+def _table(name: str, *headings: str, title: str | None = None) -> Table:
+    """Numbers stand whole; where the terminal is too narrow names break."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
+    table.add_column(name, overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
 
 
 def _number(value: float | None, unit: str = "") -> str:

@@ -6,13 +6,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import count, zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec_ext.benchmark.latency import Arrivals, Latency
 from specdec_ext.benchmark.memory import peak_bytes, reset_peak
 from specdec_ext.benchmark.speedup import Speedup, bootstrap
 from specdec_ext.comparison import ComparedRuns, compare_runs
@@ -21,6 +22,8 @@ from specdec_ext.stats import SpeculationStats
 
 # What a tokenizer returns: ``input_ids [batch, length]``, ``attention_mask``, and what else a model reads.
 Prompt = Mapping[str, Tensor]
+# Told what is called next, which call that is, and of how many.
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(repr=False)
@@ -35,6 +38,9 @@ class Series(Summarised):
         texts: ``[batch, length]`` ids of each call.
         peaks: bytes that each call had at most, as :func:`peak_bytes`; empty where nobody knows.
         speculation: counters of each call, empty for contestants that have none.
+        latencies: of an untimed call per prompt that was streamed, if one was made.
+        fixed: counters of an untimed call per prompt that drafted in every step, if one was made: by these
+            drafters are compared, as under "auto" each decides by itself where it drafts.
     """
 
     name: str
@@ -44,6 +50,8 @@ class Series(Summarised):
     texts: list[Tensor] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
     speculation: list[SpeculationStats] = field(default_factory=list)
+    latencies: list[Latency] = field(default_factory=list)
+    fixed: list[SpeculationStats] = field(default_factory=list)
 
     def summary(self) -> str:
         if not self.seconds:
@@ -75,6 +83,19 @@ class Series(Summarised):
     def mean_acceptance_length(self) -> float | None:
         drafts = self.total("drafts")
         return 1 + self.total("accepted_tokens") / drafts if drafts else None
+
+    @property
+    def fixed_acceptance_length(self) -> float | None:
+        """Mean acceptance length where every step drafts."""
+        drafts = sum(stats.drafts for stats in self.fixed)
+        accepted = sum(stats.accepted_tokens for stats in self.fixed)
+        return 1 + accepted / drafts if drafts else None
+
+    @property
+    def policy(self) -> str:
+        """ "auto" or "fixed", which the calls decided by; "" without a drafter."""
+        known = {stats.policy for stats in self.speculation} - {"none"}
+        return "/".join(sorted(known))
 
     @property
     def emitted_per_step(self) -> float | None:
@@ -141,19 +162,28 @@ class Series(Summarised):
 
 
 def interleave(
-    contestants: Mapping[str, Callable[[Prompt], Any]],
+    contestants: Mapping[str, Callable[..., Any]],
     prompts: Sequence[Prompt],
     repeats: int = 1,
-    on_call: Callable[[str], None] = lambda name: None,
+    on_call: Progress = lambda name, done, total: None,
+    streamed: bool = False,
+    fixed: Mapping[str, Callable[..., Any]] | None = None,
 ) -> dict[str, Series]:
     """Run every contestant on every prompt in turn, after one warm-up of each.
 
     Args:
         contestants: name -> function of a prompt that returns ids or an HF output.
         prompts: one call of every contestant each; of ``repeats`` calls the median time counts.
-        on_call: told before each timed call, for a progress bar.
+        on_call: told before each call behind the warm-up, for a progress bar.
+        streamed: whether to call each once more per prompt, with a streamer that notes when tokens arrive;
+            they must take ``streamer=`` then.
+        fixed: by name, the same contestants where they draft in every step; called once per prompt for their
+            counters.
     """
     results = {name: Series(name) for name in contestants}
+    fixed = fixed or {}
+    total = len(prompts) * (len(contestants) * (repeats + streamed) + len(fixed))
+    calls = count(1)
     for run in contestants.values():
         run(prompts[0])
     names = list(contestants)
@@ -166,7 +196,7 @@ def interleave(
         outputs: dict[str, Any] = {}
         for _ in range(repeats):
             for name in order:
-                on_call(name)
+                on_call(name, next(calls), total)
                 reset_peak(ids.device)
                 began = time.perf_counter()
                 outputs[name] = contestants[name](prompt)
@@ -185,6 +215,14 @@ def interleave(
             series.peaks += peaks[name]
             if (stats := getattr(output, "speculation", None)) is not None:
                 series.speculation.append(stats)
+        for name in order if streamed else ():
+            on_call(f"{name}, streamed", next(calls), total)
+            arrivals = Arrivals()
+            contestants[name](prompt, streamer=arrivals)
+            results[name].latencies.append(arrivals.latency())
+        for name, run in fixed.items():
+            on_call(f"{name}, acceptance", next(calls), total)
+            results[name].fixed.append(run(prompt).speculation)
     return results
 
 

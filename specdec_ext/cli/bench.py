@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specdec_ext.cli._common import (
     DRAFTER_HELP,
@@ -18,19 +19,22 @@ from specdec_ext.cli._common import (
     Model,
     ModelArgument,
     PromptsOption,
+    SpeculationMode,
+    SpeculationOption,
     load_drafter,
     load_target,
     read_prompts,
     user_errors,
     warn_if_busy,
 )
-from specdec_ext.cli._console import PlainConsole
+from specdec_ext.cli._console import PlainConsole, printable
 from specdec_ext.preflight.extras import require
 from specdec_ext.preflight.outputs import writable_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from specdec_ext import TreeConfig
     from specdec_ext.benchmark import Report
     from specdec_ext.breakdown import Breakdown
 
@@ -51,6 +55,17 @@ def bench(
         float, typer.Option(min=0, help="Sample at this temperature; 0 is greedy.")
     ] = 0.0,
     repeats: Annotated[int, typer.Option(min=1, help="Calls per prompt; the median counts.")] = 3,
+    speculation: SpeculationOption = SpeculationMode.auto,
+    draft_length: Annotated[
+        int | None,
+        typer.Option("--draft-length", min=1, help="Tokens of a draft: chains of this length."),
+    ] = None,
+    tree: Annotated[
+        str | None,
+        typer.Option(
+            "--tree", help="DEPTHxTOP_KxNODES, such as 6x10x60: dynamic trees of draft heads."
+        ),
+    ] = None,
     assisted: Annotated[
         str | None,
         typer.Option(
@@ -89,10 +104,13 @@ def bench(
             raise ValueError("give --prompts FILE: the bundled ones are for the bundled model")
         texts = _bundled_texts() if prompts is None else [text for _, text in read_prompts(prompts)]
         encoded = benchmark.batches(tokenizer, texts, batch, target.device)
-        drafters = {name: load_drafter(name, target, tokenizer) for name in drafter}
+        shape = _shape(draft_length, tree)
+        drafters = {
+            name: _shaped(name, load_drafter(name, target, tokenizer), shape) for name in drafter
+        }
         assistant = None if assisted is None else _assistant(assisted, target, tokenizer)
         warn_if_busy(console)
-        with console.status("warming up") as status:
+        with _Shown(console) as shown:
             report = benchmark.compare(
                 target,
                 encoded,
@@ -101,7 +119,8 @@ def bench(
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
                 repeats=repeats,
-                on_call=lambda name: status.update(f"measuring {name}"),
+                speculation=speculation.value,
+                on_call=shown,
             )
         steps = _breakdowns(target, encoded, drafters, max_new_tokens) if breakdown else []
     if json_file is not None:
@@ -135,8 +154,69 @@ def _breakdowns(
     if len(prompts[0]["input_ids"]) > 1:
         prompts, inputs = prompts[:1], {"attention_mask": prompts[0]["attention_mask"]}
     ids = [prompt["input_ids"] for prompt in prompts]
-    proposers = {"none": None, **drafters}.values()
-    return [breakdown(target, ids, each, max_new_tokens, **inputs) for each in proposers]
+    return [
+        breakdown(target, ids, each, max_new_tokens, name, **inputs)
+        for name, each in {"none": None, **drafters}.items()
+    ]
+
+
+def _shape(draft_length: int | None, tree: str | None) -> TreeConfig | None:
+    """What --draft-length and --tree ask for."""
+    from specdec_ext import TreeConfig
+
+    if tree is None:
+        return None if draft_length is None else TreeConfig(depth=draft_length)
+    if draft_length is not None:
+        raise ValueError("--draft-length and --tree both shape the drafts; give one of them")
+    numbers = tree.split("x")
+    if len(numbers) != 3 or not all(number.isdecimal() for number in numbers):
+        raise ValueError(f"--tree {tree}: expected DEPTHxTOP_KxNODES, such as 6x10x60")
+    depth, top_k, num_nodes = map(int, numbers)
+    return TreeConfig(depth=depth, top_k=top_k, num_nodes=num_nodes)
+
+
+def _shaped(name: str, drafter: Any, shape: TreeConfig | None) -> Any:
+    """A drafter that drafts in this shape."""
+    from specdec_ext import DraftModelDrafter, HeadDrafter, MedusaDrafter, NgramDrafter
+
+    if shape is None or drafter is None:
+        return drafter
+    if isinstance(drafter, HeadDrafter):
+        return HeadDrafter(drafter.head, shape, drafter.weights)
+    if isinstance(drafter, MedusaDrafter):
+        return MedusaDrafter(drafter.heads, shape)
+    if shape.top_k == 1 and isinstance(drafter, (NgramDrafter, DraftModelDrafter)):
+        drafter.num_draft_tokens = shape.depth
+        return drafter
+    option = "--draft-length" if shape.top_k == 1 else "--tree"
+    able = "ngram, draft models and draft heads" if shape.top_k == 1 else "draft heads"
+    raise ValueError(f"{option} shapes {able}, and --drafter {name} is none; leave one of them out")
+
+
+class _Shown:
+    """A bar with a count, or where there is no terminal nothing."""
+
+    def __init__(self, console: PlainConsole):
+        self._bar = Progress(
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total} {task.description}", markup=False),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self._task = self._bar.add_task("warming up", total=None)
+
+    def __enter__(self) -> _Shown:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        description = printable(f"measuring {name}")
+        self._bar.update(self._task, completed=done, total=total, description=description)
 
 
 def _bundled_texts() -> list[str]:
@@ -160,7 +240,9 @@ def _show(console: PlainConsole, report: Report) -> None:
     from specdec_ext.benchmark import position_table
 
     console.sentence(report.machine)
-    console.print(report.table())
+    for table in report.tables():
+        console.print(table)
+        console.print()
     for series in report.series.values():
         if series.total("drafts"):
             console.print(position_table(series))

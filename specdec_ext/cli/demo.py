@@ -135,13 +135,9 @@ def _measure(
     for name, proposer in {"none": None, **proposers}.items():
         contestants[OURS.format(name)] = ours(target, proposer, shared)
     prompts = [{"input_ids": ids, "attention_mask": ids.new_ones(ids.shape)} for ids in encoded]
-    total = len(contestants) * len(encoded)
-    done = 0
     with console.status("warming up") as status:
 
-        def progress(contestant: str) -> None:
-            nonlocal done
-            done += 1
+        def progress(contestant: str, done: int, total: int) -> None:
             status.update(f"measuring {done}/{total}: {contestant}")
 
         return interleave(contestants, prompts, on_call=progress)
