@@ -12,19 +12,15 @@ static const torch_abi::Library schemas(
         "build_dynamic_tree(Tensor scores, Tensor tokens, Tensor parents, Tensor root_tokens, int "
         "nodes) -> (Tensor tree_tokens, Tensor tree_parents, Tensor selected)",
         "verify_match(Tensor logits, Tensor tokens, Tensor parents, Tensor root_positions, Tensor "
-        "seeds, Tensor row_ids, Tensor stochastic, Tensor(a!)? counters=None) -> (Tensor path, "
-        "Tensor num_accepted, Tensor next_token, Tensor status)",
+        "seeds, Tensor row_ids, Tensor stochastic, Tensor(a!)? counters=None) -> Tensor",
         "sample_filter(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor "
         "min_p) -> Tensor",
         "verify_rejection(Tensor logits, Tensor draft_probs, Tensor tokens, Tensor parents, Tensor "
-        "root_positions, Tensor seeds, Tensor row_ids) -> (Tensor path, Tensor num_accepted, "
-        "Tensor next_token, Tensor status)",
+        "root_positions, Tensor seeds, Tensor row_ids) -> Tensor",
         "verify_recursive(Tensor logits, Tensor draft_probs, Tensor tokens, Tensor parents, Tensor "
-        "root_positions, Tensor seeds, Tensor row_ids) -> (Tensor path, Tensor num_accepted, "
-        "Tensor next_token, Tensor status)",
+        "root_positions, Tensor seeds, Tensor row_ids) -> Tensor",
         "verify_block(Tensor logits, Tensor draft_probs, Tensor tokens, Tensor parents, Tensor "
-        "root_positions, Tensor seeds, Tensor row_ids) -> (Tensor path, Tensor num_accepted, "
-        "Tensor next_token, Tensor status)",
+        "root_positions, Tensor seeds, Tensor row_ids) -> Tensor",
         "kv_compact(Tensor(a!)[] caches, Tensor path, Tensor num_accepted, Tensor source_starts, "
         "Tensor target_starts, Tensor? page_table=None) -> ()",
         "draft_head(Tensor[] weights, int[] layout, float[] scalars, Tensor cosines, Tensor sines, "

@@ -2,9 +2,9 @@
 #include "specdec/verify_match.h"
 
 #include <optional>
-#include <tuple>
 
 #include "dispatch.h"
+#include "verify_result.h"
 
 namespace specdec::glue {
 namespace {
@@ -34,12 +34,9 @@ void check_counters(const Argument& argument, const Argument& logits, const Tens
   }
 }
 
-using VerifyMatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-
-VerifyMatchResult verify_match(const Tensor& logits, const Tensor& tokens, const Tensor& parents,
-                               const Tensor& root_positions, const Tensor& seeds,
-                               const Tensor& row_ids, const Tensor& stochastic,
-                               const std::optional<Tensor>& counters) {
+Tensor verify_match(const Tensor& logits, const Tensor& tokens, const Tensor& parents,
+                    const Tensor& root_positions, const Tensor& seeds, const Tensor& row_ids,
+                    const Tensor& stochastic, const std::optional<Tensor>& counters) {
   constexpr const char* kOp = "verify_match";
   const Argument logits_arg(kOp, "logits", logits), tokens_arg(kOp, "tokens", tokens),
       parents_arg(kOp, "parents", parents), positions_arg(kOp, "root_positions", root_positions),
@@ -62,8 +59,7 @@ VerifyMatchResult verify_match(const Tensor& logits, const Tensor& tokens, const
   stochastic_arg.is_on_device_of(logits_arg);
   if (counters) check_counters(Argument(kOp, "counters", *counters), logits_arg, *counters, batch);
 
-  VerifyMatchResult result{empty_int64(logits, {batch, nodes}), empty_int64(logits, {batch}),
-                           empty_int64(logits, {batch}), empty_int64(logits, {batch})};
+  const VerifyResult result(logits, batch, nodes);
   if (batch > 0) {
     run({.logits = logits.const_data_ptr(),
          .logits_type = type,
@@ -78,13 +74,13 @@ VerifyMatchResult verify_match(const Tensor& logits, const Tensor& tokens, const
          .batch = batch,
          .nodes = nodes,
          .vocab = logits.size(2),
-         .path = int64_data(std::get<0>(result)),
-         .num_accepted = int64_data(std::get<1>(result)),
-         .next_token = int64_data(std::get<2>(result)),
-         .status = int64_data(std::get<3>(result))},
+         .path = result.path,
+         .num_accepted = result.num_accepted,
+         .next_token = result.next_token,
+         .status = result.status},
         logits, counters);
   }
-  return result;
+  return result.packed;
 }
 
 }  // namespace

@@ -2,9 +2,8 @@
 // device of `logits`.
 #include "specdec/verify_sampled.h"
 
-#include <tuple>
-
 #include "dispatch.h"
+#include "verify_result.h"
 
 namespace specdec::glue {
 namespace {
@@ -18,9 +17,7 @@ void run(const char* op, const VerifySampledParams& params, const Tensor& logits
       });
 }
 
-using VerifySampledResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-
-VerifySampledResult verify_sampled(const char* op, SampledRule rule, const Tensor& logits,
+Tensor verify_sampled(const char* op, SampledRule rule, const Tensor& logits,
                                    const Tensor& draft_probs, const Tensor& tokens,
                                    const Tensor& parents, const Tensor& root_positions,
                                    const Tensor& seeds, const Tensor& row_ids) {
@@ -45,8 +42,7 @@ VerifySampledResult verify_sampled(const char* op, SampledRule rule, const Tenso
     argument->has_dtype(int64).has_shape({batch}, "[batch]").is_on_device_of(logits_arg);
   }
 
-  VerifySampledResult result{empty_int64(logits, {batch, nodes}), empty_int64(logits, {batch}),
-                             empty_int64(logits, {batch}), empty_int64(logits, {batch})};
+  const VerifyResult result(logits, batch, nodes);
   if (batch > 0) {
     run(op,
         {.rule = rule,
@@ -65,16 +61,16 @@ VerifySampledResult verify_sampled(const char* op, SampledRule rule, const Tenso
          .batch = batch,
          .nodes = nodes,
          .vocab = vocab,
-         .path = int64_data(std::get<0>(result)),
-         .num_accepted = int64_data(std::get<1>(result)),
-         .next_token = int64_data(std::get<2>(result)),
-         .status = int64_data(std::get<3>(result))},
+         .path = result.path,
+         .num_accepted = result.num_accepted,
+         .next_token = result.next_token,
+         .status = result.status},
         logits);
   }
-  return result;
+  return result.packed;
 }
 
-VerifySampledResult verify_rejection(const Tensor& logits, const Tensor& draft_probs,
+Tensor verify_rejection(const Tensor& logits, const Tensor& draft_probs,
                                      const Tensor& tokens, const Tensor& parents,
                                      const Tensor& root_positions, const Tensor& seeds,
                                      const Tensor& row_ids) {
@@ -82,7 +78,7 @@ VerifySampledResult verify_rejection(const Tensor& logits, const Tensor& draft_p
                         parents, root_positions, seeds, row_ids);
 }
 
-VerifySampledResult verify_recursive(const Tensor& logits, const Tensor& draft_probs,
+Tensor verify_recursive(const Tensor& logits, const Tensor& draft_probs,
                                      const Tensor& tokens, const Tensor& parents,
                                      const Tensor& root_positions, const Tensor& seeds,
                                      const Tensor& row_ids) {
@@ -90,7 +86,7 @@ VerifySampledResult verify_recursive(const Tensor& logits, const Tensor& draft_p
                         parents, root_positions, seeds, row_ids);
 }
 
-VerifySampledResult verify_block(const Tensor& logits, const Tensor& draft_probs,
+Tensor verify_block(const Tensor& logits, const Tensor& draft_probs,
                                  const Tensor& tokens, const Tensor& parents,
                                  const Tensor& root_positions, const Tensor& seeds,
                                  const Tensor& row_ids) {

@@ -31,6 +31,7 @@ from specdec_ext.ops.verify import (
     STATUS_NAN,
     STATUS_NO_FINITE_LOGIT,
     STATUS_OK,
+    HostMatchResult,
     MatchResult,
     verify_match,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "DecoderStates",
     "DynamicTree",
     "HeadDraft",
+    "HostMatchResult",
     "MatchResult",
     "PackedHead",
     "TreeMask",

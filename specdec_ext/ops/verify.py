@@ -14,7 +14,14 @@ STATUS_NAN = 1
 STATUS_NO_FINITE_LOGIT = 2
 
 
-class MatchResult(NamedTuple):
+class _Parts(NamedTuple):
+    path: Tensor
+    num_accepted: Tensor
+    next_token: Tensor
+    status: Tensor
+
+
+class MatchResult(_Parts):
     """What a verification step accepted.
 
     Attributes:
@@ -25,12 +32,36 @@ class MatchResult(NamedTuple):
             row or where ``status`` is not 0.
         status: ``[batch]``; 0 ok, 1 the logits of the visited node contain NaN, 2 none of them is above
             -inf. Then ``path`` and ``num_accepted`` are what was walked before that node.
+        packed: ``[batch * (nodes + 3)]``, what the op returns: the parts, which are views of it, one behind
+            the other.
     """
 
-    path: Tensor
-    num_accepted: Tensor
-    next_token: Tensor
-    status: Tensor
+    packed: Tensor
+
+    @classmethod
+    def of(cls, packed: Tensor, batch: int, nodes: int) -> MatchResult:
+        """The parts of what the op returned for trees of this size."""
+        path, *others = packed.split([batch * nodes, batch, batch, batch])
+        result = cls(path.view(batch, nodes), *others)
+        result.packed = packed
+        return result
+
+    def on_host(self) -> HostMatchResult:
+        """The same in one copy to the host."""
+        batch, nodes = self.path.shape
+        numbers = self.packed.tolist()
+        paths = [numbers[row * nodes : (row + 1) * nodes] for row in range(batch)]
+        begins = [batch * (nodes + part) for part in range(3)]
+        return HostMatchResult(paths, *(numbers[begin : begin + batch] for begin in begins))
+
+
+class HostMatchResult(NamedTuple):
+    """:class:`MatchResult` in lists."""
+
+    path: list[list[int]]
+    num_accepted: list[int]
+    next_token: list[int]
+    status: list[int]
 
 
 def verify_match(
@@ -65,11 +96,10 @@ def verify_match(
             row count themselves in here, which makes the op one kernel launch; without it each call
             allocates and clears its own. Calls that may run at the same time need different ones.
     """
-    return MatchResult(
-        *_library.native.verify_match(
-            logits, tokens, parents, root_positions, seeds, row_ids, stochastic, counters
-        )
+    packed = _library.native.verify_match(
+        logits, tokens, parents, root_positions, seeds, row_ids, stochastic, counters
     )
+    return MatchResult.of(packed, *parents.shape)
 
 
 @torch.library.register_fake("specdec::verify_match")
@@ -82,6 +112,6 @@ def _verify_match_fake(
     row_ids: Tensor,
     stochastic: Tensor,
     counters: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+) -> Tensor:
     batch, nodes, _ = logits.shape
-    return parents.new_empty(batch, nodes), *(parents.new_empty(batch) for _ in range(3))
+    return parents.new_empty(batch * (nodes + 3))

@@ -41,11 +41,10 @@ def verify_rejection(
 
     In a tree only the first child of every node is looked at.
     """
-    return MatchResult(
-        *_library.native.verify_rejection(
-            logits, draft_probs, tokens, parents, root_positions, seeds, row_ids
-        )
+    packed = _library.native.verify_rejection(
+        logits, draft_probs, tokens, parents, root_positions, seeds, row_ids
     )
+    return MatchResult.of(packed, *parents.shape)
 
 
 def verify_recursive(
@@ -61,11 +60,10 @@ def verify_recursive(
 
     Siblings must be in the order in which they were drawn, none left out because of its score.
     """
-    return MatchResult(
-        *_library.native.verify_recursive(
-            logits, draft_probs, tokens, parents, root_positions, seeds, row_ids
-        )
+    packed = _library.native.verify_recursive(
+        logits, draft_probs, tokens, parents, root_positions, seeds, row_ids
     )
+    return MatchResult.of(packed, *parents.shape)
 
 
 def verify_block(
@@ -83,11 +81,10 @@ def verify_block(
     first child of every node is looked at. All nodes of the chain count as visited, up to the first
     token of target probability 0: a NaN in any of them makes the row's ``status`` 1.
     """
-    return MatchResult(
-        *_library.native.verify_block(
-            logits, draft_probs, tokens, parents, root_positions, seeds, row_ids
-        )
+    packed = _library.native.verify_block(
+        logits, draft_probs, tokens, parents, root_positions, seeds, row_ids
     )
+    return MatchResult.of(packed, *parents.shape)
 
 
 def _fake(
@@ -98,9 +95,9 @@ def _fake(
     root_positions: Tensor,
     seeds: Tensor,
     row_ids: Tensor,
-) -> tuple[Tensor, ...]:
+) -> Tensor:
     batch, nodes, _ = logits.shape
-    return parents.new_empty(batch, nodes), *(parents.new_empty(batch) for _ in range(3))
+    return parents.new_empty(batch * (nodes + 3))
 
 
 for _name in ("verify_rejection", "verify_recursive", "verify_block"):
