@@ -88,7 +88,7 @@ def test_after_rows_accepted_different_paths(model, tree):
     for depth in range(longest):  # a row that is done decodes junk, which is taken back
         visited = padded[:, depth].clamp(min=0)
         step(plain, tree.tokens.gather(1, visited[:, None])[:, 0])
-    plain.rewind(longest - 1 - accepted)
+    plain.rewind((longest - 1 - accepted).tolist())
     assert_same_bits(ours, step(plain, following))
 
 

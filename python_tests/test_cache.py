@@ -55,11 +55,11 @@ def test_fewer_rows_than_the_buffer_write_the_first_ones():
     assert keys.shape[0] == 2 and layer.key_buffer[2, 0, 2, 0] == 0
 
 
-def test_reorder_rows():
+def test_rows_move():
     layer = RollbackLayer()
     keys = torch.arange(4.0)[:, None, None, None].expand(4, 1, 2, 3).contiguous()
     layer.update(keys, keys)
-    layer.reorder_rows(torch.tensor([0, 3, 2, 1]))
+    layer.move_rows(torch.tensor([1, 3]), torch.tensor([3, 1]))
     assert layer.keys[:, 0, 0, 0].tolist() == [0, 3, 2, 1]
 
 

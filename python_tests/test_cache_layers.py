@@ -111,7 +111,7 @@ def test_the_index_is_among_what_is_compacted_and_reordered():
     layer.update(keys(3, 2), keys(3, 2))
     layer.update_indexer(torch.arange(3.0)[:, None, None].expand(3, 2, 5))
     assert layer.buffers[2].shape[:2] == (3, 1)
-    layer.reorder_rows(torch.tensor([2, 1, 0]))
+    layer.move_rows(torch.tensor([0, 2]), torch.tensor([2, 0]))
     assert layer.indexer_keys[:, 0, 0].tolist() == [2, 1, 0]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from specdec_ext.transfer import Staged, Staging
 from specdec_ext.tree_config import Shape
 
 
@@ -30,6 +31,8 @@ class Context:
         sample: ``sample(logits [n, vocab], depth, root_positions, rows) -> ([n], [n, vocab])``, independent
             draws at ``depth`` of a round's tree and what they were drawn from, for
             ``DraftTree.draft_probs``; see :meth:`specdec_ext.sampler.Sampler.sample`.
+        staging: takes integers to the device of the target; what a drafter stages goes with the rest of
+            what a round needs there, in one copy.
         shape: what the drafter is asked for in this step: one of those that it offers
             (:meth:`specdec_ext.Drafter.shapes`), or None for its own.
     """
@@ -46,6 +49,7 @@ class Context:
         sample: Callable[[Tensor, int, Sequence[int], Sequence[int]], tuple[Tensor, Tensor]],
         offset: int = 0,
         encoder_ids: Tensor | None = None,
+        staging: Staging | None = None,
     ):
         self.input_ids = input_ids
         self._encoder_ids = encoder_ids
@@ -53,6 +57,7 @@ class Context:
         self.offset = offset
         self.max_length = max_length
         self.draw, self.sample = draw, sample
+        self.staging = Staging(input_ids.device) if staging is None else staging
         self.rows = list(range(len(input_ids)))
         self.generated: list[list[int]] = [[] for _ in self.rows]
         self._prompt_lengths = (
@@ -61,7 +66,7 @@ class Context:
             else attention_mask.bool().sum(dim=1).tolist()
         )
         self._prompt_texts: list[list[int]] | None = None
-        self._last_tokens: tuple[list[int], Tensor] | None = None  # the same, as asked for last
+        self._last_tokens: tuple[list[int], Staged] | None = None  # as asked for last
         self._pad = pad_token_id
         self._sequences = input_ids
         self._written = [0] * len(input_ids)
@@ -81,10 +86,17 @@ class Context:
 
     def last_tokens(self, rows: Sequence[int]) -> Tensor:
         """``[len(rows)]`` last token of these original rows."""
+        return self._staged_tokens(rows).tensor
+
+    def _staged_tokens(self, rows: Sequence[int]) -> Staged:
         last = [self.generated[row][-1] for row in rows]
         if self._last_tokens is None or self._last_tokens[0] != last:
-            self._last_tokens = last, torch.tensor(last, device=self.device)
+            self._last_tokens = last, self.staging.stage(last)
         return self._last_tokens[1]
+
+    def stage(self) -> None:
+        """A round begins: its roots wait for the first copy to the device."""
+        self._staged_tokens(self.rows)
 
     @property
     def root_positions(self) -> list[int]:

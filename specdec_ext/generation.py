@@ -49,6 +49,7 @@ from specdec_ext.target.wrapped import (
     graph_breaks_explained,
     unwrapped,
 )
+from specdec_ext.transfer import Staging
 
 # Cache slots reserved for one draft block beside the text itself; a larger tree only makes the cache grow.
 BLOCK_SLOTS = 64
@@ -249,8 +250,9 @@ def _decode(
     drafter = _served(target, drafter, explicit, len(input_ids))
     if drafter is not None:
         target.tap(drafter.feature_layers(model))
+    target.staging = Staging(input_ids.device)
     attention_mask = target.admit(input_ids, model_kwargs, config)
-    sampler = Sampler(processors, config.do_sample, noise, input_ids.device, verification)
+    sampler = Sampler(processors, config.do_sample, noise, target.staging, verification)
     if sampler.needs_draft_probs and drafter is not None and not drafter.sampled:
         raise ValueError(
             f"verification={verification!r} needs a drafter that samples its drafts from known "
@@ -267,6 +269,7 @@ def _decode(
         sampler.sample,
         target.offset,
         _ids_of(encoder_input, len(input_ids), target.vocab_size),
+        target.staging,
     )
     stream = TokenStream(streamer, context) if streamer is not None else None
     policy = _policy(speculation, drafter, model, sampler)

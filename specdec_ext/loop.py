@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import nvtx
-import torch
 
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
@@ -65,7 +64,7 @@ class Decoder:
                 accepted = self._verify(tree, output)
             with self._timed("commit"):
                 self._count(tree, accepted)
-                target.commit(accepted.path, accepted.num_accepted)
+                target.commit(accepted.path, accepted.num_accepted, accepted.on_host)
                 if drafter is not None:
                     drafter.commit(context, accepted, output)
                 if policy is not None:
@@ -78,29 +77,32 @@ class Decoder:
         places = {row: i for i, row in enumerate(self._layout)}
         target.reorder([places[row] for row in everyone], active=0)
         columns = [min(context.columns(row), width) for row in everyone]
-        target.finish(context.last_tokens(everyone), torch.tensor(columns, device=context.device))
+        target.finish(context.last_tokens(everyone), columns)
         return width
 
     def _propose(self) -> DraftTree:
         context = self.context
+        context.stage()
+        self.sampler.stage(context.rows, context.root_positions)
+        # The last token a row emits needs no key, so the deepest useful node is one short of the room left.
+        useful = [left - 1 for left in context.remaining]
+        before_end = map(self.target.context_room, context.root_positions)
+        rooms = [*map(min, useful, self.target.draft_room, before_end)]
+        limits = context.staging.stage(rooms)
+        roots = [context.generated[row][-1] for row in context.rows]
         if self.drafter is None or self.policy is None or not self.policy.choose(context):
-            return DraftTree.root(context.roots)
+            return DraftTree.root(context.roots, roots)
         tree, name = self.drafter.propose(context), type(self.drafter).__name__
         if not isinstance(tree, DraftTree):
             raise TypeError(
                 f"{name}.propose returned a {type(tree).__name__}; expected a DraftTree"
             )
-        roots = [context.generated[row][-1] for row in context.rows]
         tree = tree.validated(roots, self.target.vocab_size, name, self._num_logits)
         if not self.target.support.tree:
             tree = tree.first_chain()
-        # The last token a row emits needs no key, so the deepest useful node is one short of the room left.
-        useful = [left - 1 for left in context.remaining]
-        before_end = map(self.target.context_room, context.root_positions)
-        rooms = zip(useful, self.target.draft_room, before_end, strict=True)
-        tree = self.policy.cut(tree.pruned([min(each) for each in rooms]), context)
+        tree = self.policy.cut(tree.pruned(rooms, limits), context)
         self.sampler.check(tree, name)
-        return tree
+        return tree.on(context.staging)
 
     def _verify(self, tree: DraftTree, output: TargetOutput) -> Accepted:
         context, rows = self.context, list(self.context.rows)

@@ -147,7 +147,7 @@ class Recorder:
             windows: sliding window per attention layer, None for full attention; None for weights that are
                 those of plain decoding already.
         """
-        paths = accepted.path.tolist()
+        paths = accepted.paths
         block_end = block_start + accepted.path.shape[1]
         for i, row in enumerate(rows):
             for j in range(len(accepted.emitted[i])):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from specdec_ext.context import Context
 from specdec_ext.processors import Processors
 from specdec_ext.reference import rng
 from specdec_ext.stopping import StopRule
+from specdec_ext.transfer import Staged, Staging
 from specdec_ext.tree import DraftTree
 from specdec_ext.walks import FinishedWalk, StepwiseWalk, Walk
 
@@ -62,6 +64,17 @@ class Accepted:
     emitted: list[list[int]]
     drafted: list[int]
     ended: list[bool]
+    known_paths: list[list[int]] | None = None
+
+    @cached_property
+    def paths(self) -> list[list[int]]:
+        """``path`` on the host."""
+        return self.path.tolist() if self.known_paths is None else self.known_paths
+
+    @property
+    def on_host(self) -> tuple[list[list[int]], list[int]]:
+        """``path`` and ``num_accepted`` as lists."""
+        return self.paths, [len(tokens) - 1 for tokens in self.emitted]
 
 
 class Sampler:
@@ -71,7 +84,7 @@ class Sampler:
         processors: transformers' prepared list, warpers included.
         stochastic: sampling or greedy.
         noise: (seed, stream) of each row of the batch.
-        device: of the logits.
+        staging: takes integers to the device of the logits.
         verification: one of ``VERIFICATIONS``; greedy decoding has no use for it.
 
     Raises:
@@ -83,15 +96,17 @@ class Sampler:
         processors: LogitsProcessorList,
         stochastic: bool,
         noise: Sequence[tuple[int, int]],
-        device: torch.device,
+        staging: Staging,
         verification: str = "match",
     ):
-        self._processors = Processors(processors, device)
+        self._processors = Processors(processors, staging.device)
         self._stochastic = stochastic
         self._noise = list(noise)
-        self._device = device
+        self._staging, self._device = staging, staging.device
         self._verification = verification if stochastic else "match"
-        self._row_tensors: tuple[list[int], tuple[Tensor, ...]] | None = None
+        self._noise_of: tuple[list[int], Staged] | None = None
+        self._row_tensors: tuple[Staged, tuple[Tensor, ...]] | None = None
+        self._root_positions: tuple[list[int], Staged] | None = None
         if self.needs_draft_probs and self._processors.with_memory:
             raise ValueError(
                 f"verification={verification!r} can't be combined with the logits processors "
@@ -119,33 +134,48 @@ class Sampler:
                 f"{self._verification!r} is for chains, use 'recursive' or 'match'"
             )
 
+    def stage(self, rows: Sequence[int], root_positions: Sequence[int]) -> None:
+        """A round begins: what its verification needs waits for the first copy to the device."""
+        self._staged_rows(list(rows))
+        self._positions_of(list(root_positions))
+
+    def _staged_rows(self, rows: list[int]) -> Staged:
+        """``[2, rows]``: seeds and streams."""
+        if self._noise_of is None or self._noise_of[0] != rows:
+            noise = [[self._noise[row][i] for row in rows] for i in (0, 1)]
+            self._noise_of = rows, self._staging.stage(noise)
+        return self._noise_of[1]
+
     def _rows(self, rows: list[int]) -> tuple[Tensor, ...]:
         """Seeds, streams, stochastic flags and counters of these rows, as the op takes them."""
-        if self._row_tensors is None or self._row_tensors[0] != rows:
-            seeds, streams = (
-                torch.tensor([self._noise[row][i] for row in rows], device=self._device).long()
-                for i in (0, 1)
-            )
-            flags = torch.full((len(rows),), self._stochastic, device=self._device)
-            counters = torch.zeros(len(rows), dtype=torch.int32, device=self._device)
-            self._row_tensors = (list(rows), (seeds, streams, flags, counters))
+        staged = self._staged_rows(rows)
+        if self._row_tensors is None or self._row_tensors[0] is not staged:
+            seeds, streams = staged.tensor
+            flags = torch.full_like(streams, self._stochastic, dtype=torch.bool)
+            counters = torch.zeros_like(streams, dtype=torch.int32)
+            self._row_tensors = (staged, (seeds, streams, flags, counters))
         return self._row_tensors[1]
+
+    def _positions_of(self, positions: list[int]) -> Staged:
+        if self._root_positions is None or self._root_positions[0] != positions:
+            self._root_positions = positions, self._staging.stage(positions)
+        return self._root_positions[1]
 
     def _match(
         self, scores: Tensor, tree: DraftTree, positions: Sequence[int], rows: list[int]
     ) -> ops.MatchResult:
         """Rule 1; ``positions`` are those of the roots."""
-        root_positions = torch.tensor(positions, dtype=torch.long, device=self._device)
+        root_positions = self._positions_of(list(positions)).tensor
         return ops.verify_match(
-            scores, tree.tokens, tree.parents, root_positions, *self._rows(rows)
+            scores, tree.tokens, tree.parents, root_positions, *self._rows(list(rows))
         )
 
     def _sampled(
         self, scores: Tensor, tree: DraftTree, positions: Sequence[int], rows: list[int]
     ) -> ops.MatchResult:
         """Rules 2 to 4; rule 1 for rows without drafts, which are not to depend on those of others."""
-        root_positions = torch.tensor(positions, dtype=torch.long, device=self._device)
-        seeds, streams, *_ = self._rows(rows)
+        root_positions = self._positions_of(list(positions)).tensor
+        seeds, streams, *_ = self._rows(list(rows))
         result = RULES[self._verification](
             scores, tree.draft_probs, tree.tokens, tree.parents, root_positions, seeds, streams
         )
@@ -154,28 +184,29 @@ class Sampler:
             return result
         plain = self._match(scores[:, :1], tree.pruned([0] * tree.num_rows), positions, rows)
         is_plain = torch.tensor(without, device=self._device)
-        return result._replace(
-            next_token=torch.where(is_plain, plain.next_token, result.next_token)
-        )
+        # A part is a view of what is packed, so the host finds it there, too.
+        result.next_token.copy_(torch.where(is_plain, plain.next_token, result.next_token))
+        return result
 
     def _walk_tree(
         self, scores: Tensor, tree: DraftTree, positions: Sequence[int], rows: list[int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[ops.MatchResult, ops.HostMatchResult]:
         """What the rule accepts of a tree, its status turned into an error."""
-        result = self._match if self._by_match(tree) else self._sampled
-        path, num_accepted, next_token, status = result(scores, tree, positions, rows)
-        if any(problems := status.tolist()):
-            i = next(i for i, problem in enumerate(problems) if problem)
+        verified = self._match if self._by_match(tree) else self._sampled
+        result = verified(scores, tree, positions, rows)
+        on_host = result.on_host()
+        if any(on_host.status):
+            i, problem = next((i, each) for i, each in enumerate(on_host.status) if each)
             # num_accepted counts the nodes below the root before the bad one (-1 if that is the root);
             # named is the position of the token that could not be drawn.
-            position = positions[i] + int(num_accepted[i]) + 2
+            position = positions[i] + on_host.num_accepted[i] + 2
             raise ValueError(
                 f"the target's processed logits of row {rows[i]} at position {position} "
-                f"{COMPLAINTS[problems[i]]}. Check the model's weights and dtype, the prompt, and the "
+                f"{COMPLAINTS[problem]}. Check the model's weights and dtype, the prompt, and the "
                 "logits processors; InfNanRemoveLogitsProcessor (remove_invalid_values=True) replaces "
                 "invalid values."
             )
-        return path, num_accepted, next_token
+        return result, on_host
 
     def _by_match(self, tree: DraftTree) -> bool:
         return not self.needs_draft_probs or tree.num_nodes == 1
@@ -183,7 +214,7 @@ class Sampler:
     def _pick(self, scores: Tensor, positions: Sequence[int], rows: list[int]) -> list[int]:
         """Tokens drawn from ``scores [n, vocab]`` after these positions."""
         roots = DraftTree.root(torch.zeros(len(scores), dtype=torch.long, device=scores.device))
-        return self._walk_tree(scores[:, None], roots, positions, rows)[2].tolist()
+        return self._walk_tree(scores[:, None], roots, positions, rows)[1].next_token
 
     def draw(self, logits: Tensor, positions: Sequence[int], rows: Sequence[int]) -> Tensor:
         """The tokens the target would emit at ``positions`` if ``logits [n, vocab]`` were its own.
@@ -220,7 +251,7 @@ class Sampler:
         else:
             law = torch.zeros_like(scores).scatter(1, scores.argmax(dim=-1, keepdim=True), 1.0)
         seeds, streams, *_ = self._rows(list(rows))
-        positions = torch.tensor(root_positions, dtype=torch.long, device=self._device)
+        positions = self._positions_of(list(root_positions)).tensor
         bits = rng.round_bits(seeds, streams, positions, depth, rng.PURPOSE_DRAFT, 2)
         return _invert(law, bits), law
 
@@ -316,14 +347,8 @@ class Sampler:
     def _accepted(
         self, walk: Walk, emitted: list[list[int]], drafted: list[int], ended: list[bool]
     ) -> Accepted:
-        num_accepted = [len(tokens) - 1 for tokens in emitted]
-        return Accepted(
-            path=walk.path(),
-            num_accepted=torch.tensor(num_accepted, device=self._device),
-            emitted=emitted,
-            drafted=drafted,
-            ended=ended,
-        )
+        path, num_accepted, paths = walk.accepted([len(tokens) - 1 for tokens in emitted])
+        return Accepted(path, num_accepted, emitted, drafted, ended, paths)
 
 
 def _invert(law: Tensor, bits: Tensor) -> Tensor:

@@ -15,12 +15,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specdec_ext import ops
+from specdec_ext.transfer import Staged, Staging
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 ROOT_PARENT = -1
 INACTIVE = -2
+
+
+def _where(
+    kept: list[list[bool]], rows: list[list[int]], other: int, width: int
+) -> list[list[int]]:
+    """``torch.where`` of lists, up to ``width`` columns."""
+    return [
+        [value if keep else other for value, keep in zip(row[:width], flags, strict=False)]
+        for row, flags in zip(rows, kept, strict=True)
+    ]
 
 
 class TreeBuilder:
@@ -62,7 +75,7 @@ class TreeBuilder:
 
 @dataclass(frozen=True)
 class DraftTree:
-    """A batch of token trees.
+    """A batch of token trees, on the CPU or where the target's text is.
 
     Attributes:
         tokens: ``[rows, nodes]`` int64; ``tokens[:, 0]`` are the roots.
@@ -77,10 +90,18 @@ class DraftTree:
     draft_probs: Tensor | None = None
 
     @classmethod
-    def root(cls, tokens: Tensor) -> DraftTree:
-        """Trees of one node each: plain decoding. ``tokens`` is ``[rows]``."""
+    def root(cls, tokens: Tensor, values: Sequence[int] | None = None) -> DraftTree:
+        """Trees of one node each: plain decoding.
+
+        Args:
+            tokens: ``[rows]``.
+            values: the same as the host has them, which spares a copy.
+        """
         tokens = tokens[:, None]
-        return cls(tokens, torch.full_like(tokens, ROOT_PARENT))
+        tree = cls(tokens, torch.full_like(tokens, ROOT_PARENT))
+        if values is None:
+            return tree
+        return tree._knowing([[token] for token in values], [[ROOT_PARENT] for _ in values])
 
     @classmethod
     def chain(
@@ -119,23 +140,29 @@ class DraftTree:
             builders.append(TreeBuilder(root, max_nodes))
             for path in row_paths:
                 builders[-1].add(path)
-        return cls.from_builders(builders, roots.device)
+        return cls.from_builders(builders)
 
     @classmethod
-    def from_builders(
-        cls, builders: Sequence[TreeBuilder], device: torch.device | None = None
-    ) -> DraftTree:
-        """The trees that these hold, a row each."""
+    def from_builders(cls, builders: Sequence[TreeBuilder]) -> DraftTree:
+        """The trees that these hold, a row each, on the CPU."""
         width = max((len(builder.tokens) for builder in builders), default=1)
         tokens, parents = [], []
         for builder in builders:
             unused = width - len(builder.tokens)
             tokens.append([*builder.tokens, *[0] * unused])
             parents.append([*builder.parents, *[INACTIVE] * unused])
-        return cls(
-            torch.tensor(tokens, dtype=torch.long, device=device).view(-1, width),
-            torch.tensor(parents, dtype=torch.long, device=device).view(-1, width),
+        return cls.of_lists(tokens, parents, width)
+
+    @classmethod
+    def of_lists(
+        cls, tokens: list[list[int]], parents: list[list[int]], width: int = -1
+    ) -> DraftTree:
+        """Trees on the CPU; ``width`` is how many nodes each has, which no rows don't tell."""
+        tree = cls(
+            torch.tensor(tokens, dtype=torch.long, device="cpu").view(len(tokens), width),
+            torch.tensor(parents, dtype=torch.long, device="cpu").view(len(tokens), width),
         )
+        return tree._knowing(tokens, parents)
 
     @classmethod
     def merged(cls, trees: Sequence[DraftTree], max_nodes: int | None = None) -> DraftTree:
@@ -160,7 +187,7 @@ class DraftTree:
                     place = builder.child(places[parent], token) if parent in places else None
                     if place is not None:
                         places[node] = place
-        return cls.from_builders(builders, trees[0].tokens.device)
+        return cls.from_builders(builders)
 
     @property
     def num_rows(self) -> int:
@@ -172,14 +199,35 @@ class DraftTree:
         return self.tokens.shape[1]
 
     @cached_property
+    def _lists(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Tokens and parents on the host, from a device in one copy."""
+        if self.tokens.device.type == "cpu":
+            return self.tokens.tolist(), self.parents.tolist()
+        tokens, parents = torch.stack([self.tokens, self.parents]).tolist()
+        return tokens, parents
+
+    def _knowing(self, tokens: list[list[int]], parents: list[list[int]]) -> DraftTree:
+        """This tree, whose numbers the host has already."""
+        vars(self)["_lists"] = tokens, parents
+        return self
+
+    @property
     def token_lists(self) -> list[list[int]]:
         """``tokens`` as the host reads them, which for a few nodes is faster than tensors are."""
-        return self.tokens.tolist()
+        return self._lists[0]
 
-    @cached_property
+    @property
     def parent_lists(self) -> list[list[int]]:
         """``parents``, likewise."""
-        return self.parents.tolist()
+        return self._lists[1]
+
+    def on(self, staging: Staging) -> DraftTree:
+        """This tree on the device of ``staging``; one that comes from the host goes with what waits there."""
+        if self.tokens.device == staging.device:
+            return self
+        tokens, parents = staging.stage(self.tokens.cpu()), staging.stage(self.parents.cpu())
+        probs = None if self.draft_probs is None else self.draft_probs.to(staging.device)
+        return DraftTree(tokens.tensor, parents.tensor, probs)._knowing(*self._lists)
 
     @cached_property
     def is_chain(self) -> bool:
@@ -311,14 +359,20 @@ class DraftTree:
             draft_probs = self.draft_probs[rows, index][:, :-1]
         return DraftTree.chain(tokens[:, 0], tokens[:, 1:], counts, draft_probs)
 
-    def pruned(self, max_depths: Sequence[int]) -> DraftTree:
+    def pruned(self, max_depths: Sequence[int], limits: Staged | None = None) -> DraftTree:
         """Without the nodes of row r deeper than ``max_depths[r]`` and without columns no row uses.
 
         A drafter need not know how much a row may still emit; nodes beyond that would be paid for in
         vain, and could ask a model for positions it does not have.
+
+        Args:
+            max_depths: of each row.
+            limits: the same where a tree on a device can have them without a copy of their own.
         """
-        limits = zip(self.depths, max_depths, strict=True)
-        if all(min(row) >= 0 and max(row) <= max(limit, 0) for row, limit in limits):
+        if all(
+            min(row) >= 0 and max(row) <= max(limit, 0)
+            for row, limit in zip(self.depths, max_depths, strict=True)
+        ):
             return self
         kept = [
             [node == 0 or 0 < depth <= limit for node, depth in enumerate(row)]
@@ -326,15 +380,30 @@ class DraftTree:
         ]
         width = max((node + 1 for row in kept for node, keep in enumerate(row) if keep), default=1)
         if width == 1:
-            return DraftTree.root(self.tokens[:, 0])
+            return DraftTree.root(self.tokens[:, 0], [row[0] for row in self.token_lists])
         tokens, parents = self.tokens[:, :width], self.parents[:, :width]
         draft_probs = None if self.draft_probs is None else self.draft_probs[:, :width]
         if not all(all(row[:width]) for row in kept):
-            keep = torch.tensor(kept, device=self.parents.device)[:, :width]
             # An inactive node's token is never read by the law, but it is embedded: keep it a legal id.
+            keep = self._kept(kept, max_depths, limits)[:, :width]
             tokens = torch.where(keep, tokens, 0)
             parents = torch.where(keep, parents, INACTIVE)
-        return DraftTree(tokens, parents, draft_probs)
+        return DraftTree(tokens, parents, draft_probs)._knowing(
+            _where(kept, self.token_lists, 0, width),
+            _where(kept, self.parent_lists, INACTIVE, width),
+        )
+
+    def _kept(
+        self, kept: list[list[bool]], max_depths: Sequence[int], limits: Staged | None
+    ) -> Tensor:
+        """``kept`` where the tree is; on a device from its own depths, which spares a copy."""
+        if self.parents.device.type == "cpu":
+            return torch.tensor(kept, device="cpu")
+        depths = ops.tree_mask(self.parents, self.parents[:, 0]).depths
+        if len(set(max_depths)) == 1:
+            return (depths >= 0) & (depths <= max(max_depths[0], 0))
+        limit = limits.tensor if limits else torch.tensor(max_depths, device=depths.device)
+        return (depths >= 0) & (depths <= limit.clamp(min=0)[:, None])
 
     def render(
         self, tokenizer: Any = None, row: int = 0, path: Sequence[int] | Tensor | None = None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec_ext.context import Context
+from specdec_ext.ops import HostMatchResult, MatchResult
 from specdec_ext.processors import Processors
 from specdec_ext.tree import DraftTree
 
@@ -18,10 +19,9 @@ Pick = Callable[[Tensor, Sequence[int], list[int]], list[int]]
 class FinishedWalk:
     """The walk when the op has already done all of it."""
 
-    def __init__(self, tree: DraftTree, path: Tensor, num_accepted: Tensor, next_token: Tensor):
-        self._path, self._nodes = path, path.tolist()
-        self._lengths = num_accepted.tolist()
-        self._next = next_token.tolist()
+    def __init__(self, tree: DraftTree, result: MatchResult, on_host: HostMatchResult):
+        self._result = result
+        self._nodes, self._lengths, self._next, _ = on_host
         self._tokens = tree.token_lists
         self._depth = 0
 
@@ -44,8 +44,14 @@ class FinishedWalk:
         nodes = self._nodes[i][1 : self._lengths[i] + 1]
         return [*(self._tokens[i][node] for node in nodes), self._next[i]]
 
-    def path(self) -> Tensor:
-        return self._path
+    def accepted(self, counts: list[int]) -> tuple[Tensor, Tensor, list[list[int]]]:
+        """What ``Accepted`` holds of it if each row keeps this many nodes below its root: ``path``,
+        ``num_accepted`` and ``paths``."""
+        if counts == self._lengths:
+            kept = self._result.num_accepted
+        else:  # a row ended within its block
+            kept = torch.tensor(counts, device=self._result.path.device)
+        return self._result.path, kept, self._nodes
 
 
 class StepwiseWalk:
@@ -98,10 +104,10 @@ class StepwiseWalk:
             None,
         )
 
-    def path(self) -> Tensor:
-        width = len(self._tokens[0])
-        padded = [path + [-1] * (width - len(path)) for path in self._paths]
-        return torch.tensor(padded, device=self._scores.device)
+    def accepted(self, counts: list[int]) -> tuple[Tensor, Tensor, list[list[int]]]:
+        width, device = len(self._tokens[0]), self._scores.device
+        paths = [path + [-1] * (width - len(path)) for path in self._paths]
+        return torch.tensor(paths, device=device), torch.tensor(counts, device=device), paths
 
 
 Walk = FinishedWalk | StepwiseWalk

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-import torch
 from transformers import PreTrainedModel
 
 from specdec_ext.context import Context
@@ -121,7 +120,8 @@ class CombinedDrafter(Drafter):
 
 def _only(tree: DraftTree, rows: Sequence[bool]) -> DraftTree:
     """The trees of these rows; of the others their roots."""
-    kept = torch.tensor(rows, device=tree.parents.device)[:, None]
-    parents = torch.where(kept, tree.parents, INACTIVE)
-    parents[:, 0] = tree.parents[:, 0]
-    return DraftTree(tree.tokens, parents)
+    parents = [
+        row if kept else [row[0], *[INACTIVE] * (len(row) - 1)]
+        for row, kept in zip(tree.parent_lists, rows, strict=True)
+    ]
+    return DraftTree.of_lists(tree.token_lists, parents)

@@ -246,7 +246,10 @@ class DraftModelDrafter(Drafter):
         tree = DraftTree.chain(padded[:, 0], padded[:, 1:], (counts - 1).clamp(min=0))
         logits = self._target.forward(tree).logits
         path = torch.arange(width, device=device).expand(len(tokens), -1)
-        self._target.commit(torch.where(path < counts[:, None], path, -1), counts - 1)
+        path = torch.where(path < counts[:, None], path, -1)
+        lengths = [len(new) for new in tokens]
+        chains = [[*range(length), *[-1] * (width - length)] for length in lengths]
+        self._target.commit(path, counts - 1, (chains, [length - 1 for length in lengths]))
         for row, new in zip(self._rows, tokens, strict=True):
             self._lengths[row] += len(new)
         return logits[torch.arange(len(tokens), device=device), (counts - 1).clamp(min=0)]
@@ -266,7 +269,7 @@ class DraftModelDrafter(Drafter):
             for drafts, emitted in zip(self._drafts, accepted.emitted, strict=True)
         ]
         self._drafts = []
-        self._target.rewind(written - torch.tensor(kept, device=self.model.device))
+        self._target.rewind([written - count for count in kept])
         for row, count in zip(context.rows, kept, strict=True):
             self._cached[row] += count
             self._lengths[row] -= written - count

@@ -23,8 +23,8 @@ from specdec_ext.head_binding import BoundHead
 from specdec_ext.ops.quantise import weight_dtype
 from specdec_ext.sampler import Accepted
 from specdec_ext.target import TargetOutput
-from specdec_ext.target.branches import padded
 from specdec_ext.target.patching.changes import inference_mode
+from specdec_ext.transfer import Staged
 from specdec_ext.tree import DraftTree
 from specdec_ext.tree_config import Shape, TreeConfig
 
@@ -126,6 +126,7 @@ class HeadDrafter(Drafter):
         self._pending = [prompt]
         self._unread = 0  # tokens of a row at most in it, those of the prompt aside
         self._apart = 0  # steps at its end that were not put together yet
+        self._active: Staged | None = None
         self._cache = HeadCache(
             self.head.config, first_positions, self._bound.device, self._bound.dtype
         )
@@ -146,7 +147,7 @@ class HeadDrafter(Drafter):
         width = max(map(len, accepted.emitted))
         if accepted.path.shape[1] > 1:
             # Of a chain, and of a tree's first branch, the nodes come first as they are.
-            visited = zip(accepted.path.tolist(), accepted.emitted, strict=True)
+            visited = zip(accepted.paths, accepted.emitted, strict=True)
             if any(nodes[: len(row)] != [*range(len(row))] for nodes, row in visited):
                 nodes = accepted.path[:, :width].clamp(min=0)
                 taps = [_at(tap, nodes) for tap in taps]
@@ -170,34 +171,45 @@ class HeadDrafter(Drafter):
         if max(context.remaining) < 2 or not self._pending:  # a row's last token needs no draft
             return DraftTree.root(context.roots)
         shape = context.shape if isinstance(context.shape, TreeConfig) else self._tree
+        active = self._staged_rows(context)
         tokens, parents = self._draft(self._take_pending(context), context, shape)
-        if len(context.rows) < len(context.generated):
-            tokens, parents = tokens[context.rows], parents[context.rows]
+        if active is not None:
+            index = active.tensor.to(tokens.device)
+            tokens, parents = tokens[index], parents[index]
         return DraftTree(tokens.to(context.device), parents.to(context.device))
+
+    def _staged_rows(self, context: Context) -> Staged | None:
+        """The active rows, if they are not all of the batch."""
+        if len(context.rows) == len(context.generated):
+            return None
+        if self._active is None or self._active.values != context.rows:
+            self._active = context.staging.stage(list(context.rows))
+        return self._active
 
     @inference_mode()
     def _draft(self, new: Elements, context: Context, tree: TreeConfig) -> tuple[Tensor, Tensor]:
         """Read ``new`` and draft for every row of the batch: ``(tokens, parents)``."""
         assert self._bound is not None
         bound, cache = self._bound, self._cache
-        roots = context.last_tokens(range(len(context.generated)))
         self._unread = 0
         cache.reserve(new.counts, _draft_slots(tree), tree.depth)
-        counts, lengths, positions = torch.tensor(
-            [new.counts, cache.lengths, cache.positions()], device=bound.device
-        )
+        width = max(map(len, new.tokens))
+        roots = [generated[-1] for generated in context.generated]
+        per_row = context.staging.stage([new.counts, cache.lengths, cache.positions(), roots])
+        padded = context.staging.stage([[*row, *[0] * (width - len(row))] for row in new.tokens])
+        counts, lengths, positions, last = per_row.tensor.to(bound.device)
         tokens, parents, _ = bound.draft(
             tree,
             cache.cosines,
             cache.sines,
             cache.keys,
             cache.values,
-            padded(new.tokens, bound.device),
+            padded.tensor.to(bound.device),
             new.features.to(bound.device, bound.dtype),
             counts,
             lengths,
             positions,
-            roots.to(bound.device),
+            last,
         )
         cache.lengths = [a + b for a, b in zip(cache.lengths, new.counts, strict=True)]
         return tokens, parents

@@ -157,7 +157,7 @@ class LookaheadDrafter(Drafter):
             if self.window and window.depth < room:
                 self._advancing.append(row)
                 self._last += [(i, node) for node in window.add_to(trees[-1])]
-        tree = DraftTree.from_builders(trees, context.device)
+        tree = DraftTree.from_builders(trees)
         self._num_nodes = tree.num_nodes
         return tree
 

@@ -58,10 +58,7 @@ class NgramDrafter(RetrievalDrafter):
         tokens, parents = NgramIndex.propose_batch(
             self._drafted, self.num_draft_tokens, self.num_branches
         )
-        return DraftTree(
-            torch.from_numpy(tokens).to(context.device),
-            torch.from_numpy(parents).to(context.device),
-        )
+        return DraftTree(torch.from_numpy(tokens), torch.from_numpy(parents))
 
     @property
     def longest_match(self) -> int:

@@ -192,10 +192,7 @@ class SuffixDrafter(RetrievalDrafter):
             [self._requests[row] for row in context.rows], self.history._outputs, **self._rule
         )
         self._match_lengths: list[int] = matches.tolist()
-        return DraftTree(
-            torch.from_numpy(tokens).to(context.device),
-            torch.from_numpy(parents).to(context.device),
-        )
+        return DraftTree(torch.from_numpy(tokens), torch.from_numpy(parents))
 
     @property
     def longest_match(self) -> int:

@@ -37,27 +37,38 @@ class TreeBlock:
         ancestors: ``[rows, nodes, words]`` packed ancestor bits.
         prefix_starts: ``[rows]`` slot of the first token of each row.
         prefix_lengths: ``[rows]`` committed tokens.
-        start: the slot of node 0, the same for all rows.
+        block_starts: ``[rows]`` slot of node 0, the same for all rows.
+        start: that slot.
     """
 
     ancestors: Tensor
     prefix_starts: Tensor
     prefix_lengths: Tensor
+    block_starts: Tensor
     start: int
+
+    def __post_init__(self) -> None:
+        self._starts = {0: (self.prefix_starts, self.block_starts)}
+
+    def starts_behind(self, first: int) -> tuple[Tensor, Tensor]:
+        """``prefix_starts`` and ``block_starts`` in keys that begin with slot ``first``."""
+        if first not in self._starts:  # layers with equal windows have them in common
+            self._starts[first] = self.prefix_starts - first, self.block_starts - first
+        return self._starts[first]
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int
     ) -> Tensor:
         """``[rows, nodes, heads, head_dim]``; ``key`` and ``value`` end with the block's slots."""
-        first = self.start + query.shape[2] - key.shape[2]
+        prefix_starts, block_starts = self.starts_behind(self.start + query.shape[2] - key.shape[2])
         return ops.tree_attention(
             query,
             key,
             value,
             self.ancestors,
-            self.prefix_starts - first,
+            prefix_starts,
             self.prefix_lengths,
-            torch.full_like(self.prefix_lengths, self.start - first),
+            block_starts,
             scale=query.shape[-1] ** -0.5 if scale is None else scale,
             window=window,
         )
@@ -92,8 +103,10 @@ class MaskRule:
     window: int
 
 
-def attach_rule(mask: Tensor, rule: MaskRule) -> None:
+def with_rule(mask: Tensor, rule: MaskRule) -> Tensor:
+    """This mask, which stands for ``rule``."""
     mask.specdec_rule = rule  # type: ignore[attr-defined]
+    return mask
 
 
 # Arguments of the attention function that change its result and that the op does not have.

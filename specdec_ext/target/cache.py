@@ -150,13 +150,10 @@ class RollbackLayer(DynamicLayer):
         stored = (getattr(self, name) for name in self._stores)
         return [buffer for buffer in stored if buffer is not None]
 
-    def reorder_rows(self, order: Tensor) -> None:
-        """Row i becomes what row ``order[i]`` was; only rows that move are copied."""
-        moved = (order != torch.arange(len(order), device=order.device)).nonzero().flatten()
+    def move_rows(self, to: Tensor, source: Tensor) -> None:
+        """Row ``to[i]`` becomes what row ``source[i]`` was."""
         for buffer in self.buffers:
-            if len(moved):
-                to, source = moved.to(buffer.device), order[moved].to(buffer.device)
-                buffer[to] = buffer[source]
+            buffer[to.to(buffer.device)] = buffer[source.to(buffer.device)]
 
     def branch(self, origins: Tensor, slots: int) -> None:
         """Let row i be a copy of row ``origins[i]`` with room for ``slots`` more; :meth:`join` ends that."""

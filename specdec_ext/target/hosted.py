@@ -32,7 +32,7 @@ from specdec_ext.target.branches import Branches, padded
 from specdec_ext.target.cache import RollbackLayer
 from specdec_ext.target.features import side_by_side
 from specdec_ext.target.linears import row_invariant_linears
-from specdec_ext.target.model import NO_LIMIT, Target, TargetOutput
+from specdec_ext.target.model import NO_LIMIT, HostPaths, Target, TargetOutput
 from specdec_ext.target.slots import MAX_UNREAD
 from specdec_ext.target.support import CACHE_ARGUMENTS, Support
 from specdec_ext.tree import DraftTree
@@ -243,12 +243,12 @@ class HostedTarget(Target):
         with row_invariant_linears(self._linears):
             return self.model(**inputs, return_dict=True)
 
-    def commit(self, path: Tensor, num_accepted: Tensor) -> None:
+    def commit(self, path: Tensor, num_accepted: Tensor, on_host: HostPaths | None = None) -> None:
         tree, self._block = self._block, None
         if tree is None:
             return  # the prompt needs no rollback
         outputs, self._outputs = self._outputs, None
-        kept = int(num_accepted[0]) + 1
+        kept = (int(num_accepted[0]) if on_host is None else on_host[1][0]) + 1
         self._ids = torch.cat([self._ids, self._tokens[:, path[0, :kept]]], dim=1)
         if self._branched:
             outputs = ModelOutput()
@@ -275,7 +275,7 @@ class HostedTarget(Target):
             self._last = {self._rows[i]: last_tokens[i] for i in ended}
         self._rows = [self._rows[i] for i in going]
 
-    def finish(self, last_tokens: Tensor, columns: Tensor) -> None:
+    def finish(self, last_tokens: Tensor, columns: Sequence[int]) -> None:
         if self.support.rollback == "snapshot" and self._held < self.start:
             before, tokens = self._before
             self._pass(self._ids, self._advanced(before, ModelOutput(), tokens), 1)

@@ -6,20 +6,22 @@ the registered one: outside a block pass it calls through; inside, it evaluates 
 at *token positions* while looking up visibility by *cache slot*, so one rule covers full and sliding
 layers, ragged rows, paddings and trees.
 
-Where the rule is one that ``tree_attention`` knows, the mask carries it (``attention.py``).
+Where the rule is one that ``tree_attention`` knows, the mask carries it (``attention.py``) and is computed
+only if it is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     bidirectional_mask_function,
@@ -32,7 +34,7 @@ from specdec_ext.target.attention import (
     IMPLEMENTATION,
     MaskRule,
     TreeBlock,
-    attach_rule,
+    with_rule,
     with_tree_attention,
 )
 from specdec_ext.target.patching.changes import Entry, binding, joined_changes
@@ -91,9 +93,13 @@ class BlockVisibility:
             where = (lengths == length).nonzero(as_tuple=True)
             yield *where, belongs[where].nonzero()[:, 1].view(-1, length)
 
+    def mask_shape(self, kv_offset: int) -> tuple[int, int, int, int]:
+        """Of :meth:`mask`: ``[rows, 1, nodes, start + nodes - kv_offset]``."""
+        rows, nodes = self.query_positions.shape
+        return rows, 1, nodes, self.committed.shape[1] + nodes - kv_offset
+
     def mask(self, kv_offset: int, mask_function: Callable) -> Tensor:
         """``[rows, 1, nodes, start + nodes - kv_offset]`` bool, True where attention is allowed."""
-        self.consulted = True
         nodes = self.block.shape[1]
         committed = self.committed[:, None, kv_offset:].expand(-1, nodes, -1)
         allowed = torch.cat([committed, self.block], dim=-1)[:, None]
@@ -106,6 +112,108 @@ class BlockVisibility:
             self.query_positions[:, None, :, None],
             self.key_positions[:, None, None, kv_offset:],
         )
+
+
+class SlotVisibility(BlockVisibility):
+    """A block of draft trees behind the slots of a cache; its tensors are made when a model reads them.
+
+    Args:
+        tree: as in the base class.
+        ancestors: ``[rows, nodes, words]`` packed ancestor bits.
+        query_positions: ``[rows, nodes]``.
+        start: the slot of node 0.
+        row_slots: ``[rows]`` slots that each row holds.
+        aligned: whether all rows hold equally many.
+        slot_valid: ``[rows, slots]`` bool, False where a slot is padding.
+        slot_positions: ``[rows, slots]`` tokens before each slot.
+        window: as in the base class.
+    """
+
+    def __init__(
+        self,
+        *,
+        tree: TreeBlock | None,
+        ancestors: Tensor,
+        query_positions: Tensor,
+        start: int,
+        row_slots: Tensor,
+        aligned: bool,
+        slot_valid: Tensor,
+        slot_positions: Tensor,
+        window: int | None,
+    ):
+        self.tree, self.query_positions, self.window = tree, query_positions, window
+        self._ancestors, self._row_slots, self._aligned = ancestors, row_slots, aligned
+        self._slot_valid, self._slot_positions = slot_valid[:, :start], slot_positions[:, :start]
+
+    def mask_shape(self, kv_offset: int) -> tuple[int, int, int, int]:
+        rows, nodes = self.query_positions.shape
+        return rows, 1, nodes, self._slot_valid.shape[1] + nodes - kv_offset
+
+    @cached_property
+    def committed(self) -> Tensor:  # type: ignore[override]
+        if self._aligned:
+            return self._slot_valid
+        slots = torch.arange(self._slot_valid.shape[1], device=self._slot_valid.device)
+        return self._slot_valid & (slots < self._row_slots[:, None])
+
+    @cached_property
+    def block(self) -> Tensor:  # type: ignore[override]
+        return unpack_ancestors(self._ancestors, self.query_positions.shape[1])
+
+    @cached_property
+    def key_positions(self) -> Tensor:  # type: ignore[override]
+        return torch.cat([self._slot_positions, self.query_positions], dim=1)
+
+    @cached_property
+    def columns(self) -> Tensor:  # type: ignore[override]
+        return self.query_positions + self._row_slots[:, None] - self.query_positions[:, :1]
+
+
+class LazyMask(Tensor):
+    """A boolean mask that is computed when anything but its shape, dtype and device is read.
+
+    Most layers read what it stands for instead (``attention.py``). Every function of torch gets the mask
+    itself, :meth:`made`, which stands for the same.
+    """
+
+    _make: Callable[[], Tensor]
+    _made: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, shape: Sequence[int], device: torch.device, make: Callable[[], Tensor]
+    ) -> LazyMask:
+        mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        mask._make, mask._made = make, None
+        return mask
+
+    def made(self) -> Tensor:
+        """The mask as an ordinary tensor."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METADATA:
+            return super().__torch_function__(func, types, args, kwargs)
+        return func(*tree_map(_made, args), **tree_map(_made, kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*tree_map(_made, args), **tree_map(_made, kwargs or {}))
+
+
+_METADATA = {
+    getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda")
+} | {Tensor.size, Tensor.dim}
+
+
+def _made(value: Any) -> Any:
+    return value.made() if isinstance(value, LazyMask) else value
 
 
 _current: ContextVar[BlockVisibility | None] = ContextVar("specdec_block_visibility", default=None)
@@ -181,19 +289,28 @@ def _wrapped(original: Callable, additive: bool) -> Callable:
             )
         if block.window is not None and mask_function is causal_mask_function:
             mask_function = sliding_window_causal_mask_function(block.window)
-        mask = block.mask(kv_offset, mask_function)
-        if mask.shape[2:] != (q_length, kv_length):
+        block.consulted = True
+        shape = block.mask_shape(kv_offset)
+        if shape[2:] != (q_length, kv_length):
             raise RuntimeError(
                 f"the model asked for a mask of {q_length} queries x {kv_length} keys, the cache layer "
-                f"provides {tuple(mask.shape[2:])}; this model keeps its cache in a way that is not supported"
+                f"provides {shape[2:]}; this model keeps its cache in a way that is not supported"
             )
         if additive:
             dtype = kwargs.get("dtype", torch.float32)
-            return torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)
+            allowed = block.mask(kv_offset, mask_function)
+            return torch.where(allowed, 0.0, torch.finfo(dtype).min).to(dtype)
         window = causal_window(mask_function)
-        if block.tree is not None and window is not None:
-            attach_rule(mask, MaskRule(block.tree, window))
-        return mask
+        if block.tree is None or window is None:
+            return block.mask(kv_offset, mask_function)
+        rule = MaskRule(block.tree, window)
+
+        def make() -> Tensor:
+            return with_rule(block.mask(kv_offset, mask_function), rule)
+
+        if torch.compiler.is_compiling():  # which can't follow tensors that are not there
+            return make()
+        return with_rule(LazyMask(shape, block.query_positions.device, make), rule)
 
     return block_mask
 

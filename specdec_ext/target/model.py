@@ -17,8 +17,11 @@ from specdec_ext.target.context_limit import max_positions
 from specdec_ext.target.features import FeatureTap
 from specdec_ext.target.linears import plain_linears
 from specdec_ext.target.support import Support
+from specdec_ext.transfer import Staging
 from specdec_ext.tree import DraftTree
 
+# ``path`` and ``num_accepted`` of a verification as lists.
+HostPaths = tuple[list[list[int]], list[int]]
 # A draft may be as deep as its drafter likes.
 NO_LIMIT = 2**31
 
@@ -96,6 +99,7 @@ class Target(ABC):
         config: of the model's text decoder.
         cache: what ``past_key_values`` is after the call.
         begun: whether the cache has been written to.
+        staging: takes what a pass needs of the host's numbers to the device of the text.
         offset: slots of the cache in front of the columns of ``sequences``: what a prompt of embeddings is
             longer than its ``input_ids``, which may be none.
     """
@@ -115,6 +119,7 @@ class Target(ABC):
         self._forward_kwargs = {"use_cache": True, "return_dict": True, **(forward_kwargs or {})}
         self._tap = FeatureTap(model, self.config, ())
         self._linears = plain_linears(model)
+        self.staging = Staging(model.device)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -188,12 +193,13 @@ class Target(ABC):
         """Score every node of ``tree``, ``[rows, nodes]``; node 0 is the last committed token."""
 
     @abstractmethod
-    def commit(self, path: Tensor, num_accepted: Tensor) -> None:
+    def commit(self, path: Tensor, num_accepted: Tensor, on_host: HostPaths | None = None) -> None:
         """Keep the root and the accepted nodes of the tree just scored, forget the rest.
 
         Args:
             path: ``[rows, nodes]`` node visited at each depth (``verify_match``).
             num_accepted: ``[rows]`` accepted drafts; the root is kept in addition.
+            on_host: both as lists; None copies them.
         """
 
     @abstractmethod
@@ -208,13 +214,13 @@ class Target(ABC):
         """
 
     @abstractmethod
-    def finish(self, last_tokens: Tensor, columns: Tensor) -> None:
+    def finish(self, last_tokens: Tensor, columns: Sequence[int]) -> None:
         """Leave the cache laid out like ``sequences[:, :-1]``.
 
         Args:
             last_tokens: ``[rows]`` of the whole batch, in the order the rows have in the cache now, which
                 must be that of the prompt.
-            columns: ``[rows]`` columns of each row, its last token included.
+            columns: of each row, its last token included.
         """
 
     def abandon(self) -> None:

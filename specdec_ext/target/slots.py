@@ -23,7 +23,7 @@ import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +40,8 @@ from specdec_ext.target.direct import agrees, direct_pass, is_agreed
 from specdec_ext.target.features import side_by_side
 from specdec_ext.target.held import held_in, holding_states
 from specdec_ext.target.linears import MAX_PROMPT_ROWS, row_invariant_linears
-from specdec_ext.target.masks import BlockVisibility, unpack_ancestors, visibility
-from specdec_ext.target.model import NO_LIMIT, Target, TargetOutput
+from specdec_ext.target.masks import BlockVisibility, SlotVisibility, visibility
+from specdec_ext.target.model import NO_LIMIT, HostPaths, Target, TargetOutput
 from specdec_ext.target.patching.changes import inference_mode, joined_changes
 from specdec_ext.target.placements import placed, placements
 from specdec_ext.target.prompt import Prompt
@@ -55,8 +55,27 @@ from specdec_ext.tree import DraftTree
 FIRST_SLOTS = 2048
 # Unread tokens at which a row reads them without drafts behind; a block costs more the longer it is.
 MAX_UNREAD = 16
-# What is known of each row from the prompt on.
-_PER_ROW = ("_slot_valid", "_slot_positions", "_holes_before", "_first_slot", "_position_shift")
+# What is known of each row from the prompt on: on the device, and on the host.
+_ROW_TENSORS = ("_slot_valid", "_slot_positions", "_position_shift")
+_ROW_LISTS = ("_holes_before", "_first_slot")
+
+
+class _RowNumbers(NamedTuple):
+    """Where the rows of a block stand, ``[rows]`` int64 each on the device.
+
+    Attributes:
+        root_positions: of the first token of the block.
+        slots: that each row holds; its next token goes there in the end.
+        first_slots: of each row's text.
+        lengths: committed tokens.
+        block_starts: the slot of node 0, the same for all.
+    """
+
+    root_positions: Tensor
+    slots: Tensor
+    first_slots: Tensor
+    lengths: Tensor
+    block_starts: Tensor
 
 
 @dataclass
@@ -135,9 +154,8 @@ class SlotTarget(Target):
         self._block: _Block | None = None
 
     @property
-    def row_positions(self) -> Tensor:
-        """``[rows]`` position of each active row's first token of the next block."""
-        return self._row_slots - self._holes_before
+    def _numbers(self) -> _RowNumbers:
+        return _RowNumbers(*self._staged_numbers.tensor.unbind())
 
     @property
     def windows(self) -> list[int | None]:
@@ -276,14 +294,16 @@ class SlotTarget(Target):
         self._slot_positions = torch.cat(
             [prompt.positions, prompt.lengths[:, None] + future], dim=1
         )
-        self._holes_before, self._first_slot = columns - prompt.lengths, prompt.first
+        lengths, self._first_slot = torch.stack([prompt.lengths, prompt.first]).tolist()
+        self._holes_before = [columns - length for length in lengths]
         prepared = (self._prompt_kwargs or {}).get("position_ids", prompt.positions)
         self._position_shift = (prepared[..., -1] + 1 - prompt.lengths).view(-1, rows).T
-        self._whole_batch = [getattr(self, name) for name in _PER_ROW]
-        self._row_slots = torch.full_like(prompt.lengths, columns)
+        self._whole_batch = {name: getattr(self, name) for name in (*_ROW_TENSORS, *_ROW_LISTS)}
+        self._row_slots = [columns] * rows
         self._unread, self._active = [[] for _ in range(rows)], rows
         self._start, self._aligned = columns, True
         self._padded, self._holes = prompt.padded, prompt.holes
+        self._stage()
         self._by_op = self._attends_by_op()
 
     def _read_prompt(self, prompt: Prompt, input_ids: Tensor, begin: int, end: int) -> TargetOutput:
@@ -416,17 +436,40 @@ class SlotTarget(Target):
             return self._score(tree)
         for layer in self._layers:
             layer.branch(origins, tree.num_nodes)
-        ours = {name: getattr(self, name) for name in (*_PER_ROW, "_row_slots")}
-        vars(self).update({name: tensor[origins] for name, tensor in ours.items()})
+        names = (*_ROW_TENSORS, *_ROW_LISTS, "_row_slots", "_staged_numbers")
+        ours = {name: getattr(self, name) for name in names}
+        self._select(branches.origins, origins)
         try:
             return self._score(tree)
         finally:
             vars(self).update(ours)
 
+    def _select(self, rows: Sequence[int], index: Tensor) -> None:
+        """Row i becomes what row ``rows[i]`` was, in all that is known of rows; ``index`` are the same."""
+        for name in _ROW_TENSORS:
+            setattr(self, name, getattr(self, name)[index])
+        for name in (*_ROW_LISTS, "_row_slots"):
+            old = getattr(self, name)
+            setattr(self, name, [old[row] for row in rows])
+        self._stage()
+
+    def _stage(self) -> None:
+        """Let where the rows stand go with the next copy to the device."""
+        rows = list(zip(self._row_slots, self._holes_before, self._first_slot, strict=True))
+        self._staged_numbers = self.staging.stage(
+            [
+                [slots - holes for slots, holes, _ in rows],
+                self._row_slots,
+                self._first_slot,
+                [slots - first for slots, _, first in rows],
+                [self._start] * len(rows),
+            ]
+        )
+
     def _score(self, tree: DraftTree) -> TargetOutput:
         """One pass over the nodes of ``tree``, whose root is the first token that a row does not hold."""
-        root_positions = self.row_positions
-        by_op = self._by_op
+        numbers, by_op = self._numbers, self._by_op
+        root_positions = numbers.root_positions
         if tree.num_nodes == 1 and self._aligned and not (self._padded or by_op):
             # Plain decoding: transformers' own masks, none where there is no padding.
             return self._forward(
@@ -437,8 +480,9 @@ class SlotTarget(Target):
         ancestors, _, positions, *_ = ops.tree_mask(tree.parents, root_positions)
         by_tree = None
         if by_op:
-            lengths = self._row_slots - self._first_slot
-            by_tree = TreeBlock(ancestors, self._first_slot, lengths, self._start)
+            by_tree = TreeBlock(
+                ancestors, numbers.first_slots, numbers.lengths, numbers.block_starts, self._start
+            )
         if by_tree is None or self._direct is None or tree.tokens.numel() > self.invariant_rows:
             return self._score_by_modules(tree, by_tree, ancestors, positions)
         if not (is_agreed(self.model) or self._ways_agree(tree, by_tree, ancestors, positions)):
@@ -469,19 +513,15 @@ class SlotTarget(Target):
         self, tree: DraftTree, by_tree: TreeBlock | None, ancestors: Tensor, positions: Tensor
     ) -> TargetOutput:
         """The pass as the model runs it, over masks that show each node what it may see."""
-        start, root_positions = self._start, positions[:, :1]
-        committed = self._slot_valid[:, :start]
-        if not self._aligned:
-            committed = committed & (
-                torch.arange(start, device=committed.device) < self._row_slots[:, None]
-            )
-        block = BlockVisibility(
-            committed=committed,
-            block=unpack_ancestors(ancestors, tree.num_nodes),
-            query_positions=positions,
-            key_positions=torch.cat([self._slot_positions[:, :start], positions], dim=1),
+        block = SlotVisibility(
             tree=by_tree,
-            columns=positions + self._row_slots[:, None] - root_positions,
+            ancestors=ancestors,
+            query_positions=positions,
+            start=self._start,
+            row_slots=self._numbers.slots,
+            aligned=self._aligned,
+            slot_valid=self._slot_valid,
+            slot_positions=self._slot_positions,
             window=self._cache_window(),
         )
         return self._forward(
@@ -514,20 +554,23 @@ class SlotTarget(Target):
             and self.config._attn_implementation == IMPLEMENTATION
         )
 
-    def commit(self, path: Tensor, num_accepted: Tensor) -> None:
+    def commit(self, path: Tensor, num_accepted: Tensor, on_host: HostPaths | None = None) -> None:
         block, self._block = self._block, None
         if block is None:
             return  # the prompt needs no rollback
+        paths, counts = on_host or (path.tolist(), num_accepted.tolist())
         if self._states:
-            path, num_accepted = self._commit_states(block, path.tolist(), num_accepted.tolist())
+            path, num_accepted, counts = self._commit_states(block, paths, counts)
         if not (block.tree.is_chain and self._aligned):
             self._compact(path, num_accepted)
-        self._row_slots = self._row_slots + num_accepted + 1
+        self._row_slots = [
+            slots + count + 1 for slots, count in zip(self._row_slots, counts, strict=True)
+        ]
         self._settle()
 
     def _compact(self, path: Tensor, num_accepted: Tensor) -> None:
         """Move each row's accepted nodes to its end, on every device that layers are on."""
-        places = path, num_accepted, torch.full_like(self._row_slots, self._start), self._row_slots
+        places = path, num_accepted, self._numbers.block_starts, self._numbers.slots
         buffers = [buffer[: len(path)] for layer in self._layers for buffer in layer.buffers]
         for device in {buffer.device for buffer in buffers}:
             ops.kv_compact(
@@ -537,11 +580,12 @@ class SlotTarget(Target):
 
     def _commit_states(
         self, block: _Block, paths: list[list[int]], num_accepted: list[int]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, list[int]]:
         """Undo the states of rows that did not keep the whole block, of a tree a whole branch.
 
         Returns:
-            Path and number of accepted nodes in ``block.tree``, -1 for rows that hold what they held.
+            Path and number of accepted nodes in ``block.tree``, -1 for rows that hold what they held, and
+            these numbers as a list.
         """
         device, width, branches = block.tree.tokens.device, block.tree.num_nodes, block.branches
         settled, rows = [], list(range(len(paths)))
@@ -564,19 +608,22 @@ class SlotTarget(Target):
             for layer in self._layers:
                 layer.join(origins, width)
         whole = torch.arange(width, device=device).expand(len(settled), -1)
-        return whole, torch.where(kept, width, 0) - 1
+        counts = [width - 1 if each else -1 for each in settled]
+        return whole, torch.where(kept, width, 0) - 1, counts
 
-    def rewind(self, counts: Tensor) -> None:
+    def rewind(self, counts: Sequence[int]) -> None:
         """Forget the last ``counts[r]`` committed tokens of each active row; not with recurrent states."""
         assert not self._states
-        self._row_slots = self._row_slots - counts
+        self._row_slots = [
+            slots - count for slots, count in zip(self._row_slots, counts, strict=True)
+        ]
         self._settle()
 
     def _settle(self) -> None:
-        lengths = self._row_slots.tolist()
-        self._start = max(lengths)
-        self._aligned = min(lengths) == self._start
-        self._hold(self._start, self._holes + self._start - min(lengths))
+        self._start, shortest = max(self._row_slots), min(self._row_slots)
+        self._aligned = shortest == self._start
+        self._hold(self._start, self._holes + self._start - shortest)
+        self._stage()
 
     def _hold(self, slots: int, slack: int) -> None:
         """Let the cache end after this many slots."""
@@ -585,46 +632,49 @@ class SlotTarget(Target):
         compat.cut_positions(self.cache, slots)
 
     def reorder(self, order: Sequence[int], active: int, last_tokens: Tensor | None = None) -> None:
-        device = self._row_slots.device
-        index = torch.tensor(order, device=device)
-        for layer in self._layers:
-            layer.reorder_rows(index)
+        going = list(order[:active])
+        moved = [i for i, row in enumerate(order) if i != row]
+        index = self.staging.stage(going)
+        if moved:
+            to, source = self.staging.stage([moved, [order[i] for i in moved]]).tensor
+            for layer in self._layers:
+                layer.move_rows(to, source)
         if self._states:
             with inference_mode():
                 self._states.reorder(order, active)
-        kept = index[:active]
-        for name in (*_PER_ROW, "_row_slots"):
-            setattr(self, name, getattr(self, name)[kept])
+        if going != list(range(len(self._row_slots))):
+            self._select(going, index.tensor)
         self._unread, self._active = [self._unread[i] for i in order], active
         if active:
             self._settle()
 
-    def finish(self, last_tokens: Tensor, columns: Tensor) -> None:
-        columns = columns + self.offset
-        width = int(columns.max())
-        early = columns < width
-        if self._states or early.any():
-            for name, tensor in zip(_PER_ROW, self._whole_batch, strict=True):
-                setattr(self, name, tensor)
+    def finish(self, last_tokens: Tensor, columns: Sequence[int]) -> None:
+        columns = [each + self.offset for each in columns]
+        width = max(columns)
+        early = [each < width for each in columns]
+        if self._states or any(early):
+            vars(self).update(self._whole_batch)
             self._active = len(columns)
             if self._states:
                 self._finish_states(last_tokens, early, columns)
             else:
                 # Nobody has read the last token of a row that ended early; the next turn needs its keys.
-                self._row_slots = columns - 1
+                self._row_slots = [each - 1 for each in columns]
                 self._settle()
                 self.forward(DraftTree.root(last_tokens))
-                self.commit(torch.zeros_like(columns)[:, None], torch.zeros_like(columns))
+                roots = torch.zeros_like(last_tokens)
+                self.commit(roots[:, None], roots, ([[0] for _ in columns], [0] * len(columns)))
         self._hold(width - 1, 0)
 
-    def _finish_states(self, last_tokens: Tensor, early: Tensor, columns: Tensor) -> None:
+    def _finish_states(self, last_tokens: Tensor, early: list[bool], columns: list[int]) -> None:
         """Read what is unread, and the last tokens of the rows that ended early."""
         with inference_mode():
             self._states.reorder(range(self._active), self._active)
-        unread = torch.tensor([len(tokens) for tokens in self._unread], device=columns.device)
-        self._row_slots = columns - 1 - unread
+        self._row_slots = [
+            count - 1 - len(tokens) for count, tokens in zip(columns, self._unread, strict=True)
+        ]
         self._settle()
-        ended = zip(self._unread, last_tokens.tolist(), early.tolist(), strict=True)
+        ended = zip(self._unread, last_tokens.tolist(), early, strict=True)
         for tokens, last, is_early in ended:
             tokens += [last] * is_early
         drafts = DraftTree.root(last_tokens)
