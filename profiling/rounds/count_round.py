@@ -1,0 +1,261 @@
+"""What one round of ``generate`` asks of a GPU: launches, copies to the host, copies from it. Needs no GPU.
+
+    python profiling/rounds/count_round.py                        # a table; --sites lists who asked
+    python profiling/rounds/count_round.py --out profiling/results/round_counts
+
+The bundled target and head run on :mod:`cuda_like` tensors: the code paths of CUDA with real values. A round
+is one turn of the decoding loop: draft, verify, commit. Counted is what reaches torch's dispatcher, an op of
+ours as one launch. Left out are the first round of a call, in which buffers are made, and the last. A round
+in which a row of a batch ends, and others take its place in the cache, is counted apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "profiling"), str(Path(__file__).parent)]
+
+import nvtx  # noqa: E402  # isort: split
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from cuda_like import (  # noqa: E402  # first: see there
+    CPU,
+    FROM_HOST,
+    KINDS,
+    TO_HOST,
+    CudaLike,
+    cuda_like,
+    to_device,
+)
+from text_table import format_markdown, format_table  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+import specdec_ext  # noqa: E402
+from specdec_ext import HeadDrafter, NgramDrafter, assets  # noqa: E402
+from specdec_ext.head import DraftHead  # noqa: E402
+from specdec_ext.machine import machine_line  # noqa: E402
+from specdec_ext.ops import packed_head  # noqa: E402
+from specdec_ext.target.slots import SlotTarget  # noqa: E402
+from specdec_ext.tree_config import TreeConfig  # noqa: E402
+
+NEW_TOKENS = 32
+PROMPT = (
+    "def read(path):\n    with open(path) as file:\n        return file.read()\n\n\n"
+    "def read_all(paths):\n"
+)
+RAGGED = (PROMPT, PROMPT[40:], PROMPT + PROMPT, PROMPT[16:64])
+TEXTS = {"greedy": {}, "sampled": {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "seed": 1}}
+DRAFTERS = ("none", "ngram", "head chain", "head tree")
+BATCHES = {"1": (PROMPT,), "ragged 4": RAGGED}
+HEADER = (
+    "drafter", "batch", "text", "rounds", *KINDS, "most to host", "most from host",
+    "rows end", "most to host then", "most from host then",
+)  # fmt: skip
+
+
+@dataclass
+class Round:
+    """What one round asked for.
+
+    Attributes:
+        asked: ``(kind, place in the code) -> times``.
+        row_ended: whether a row left the batch.
+    """
+
+    asked: Counter[tuple[str, str]] = field(default_factory=Counter)
+    row_ended: bool = False
+
+    def count(self, kind: str) -> int:
+        return sum(times for (asked, _), times in self.asked.items() if asked == kind)
+
+
+@dataclass
+class Case:
+    """The rounds of one call."""
+
+    drafter: str
+    batch: str
+    text: str
+    rounds: list[Round] = field(default_factory=list)
+
+    @property
+    def steady(self) -> list[Round]:
+        return [each for each in self.rounds[1:-1] if not each.row_ended]
+
+    @property
+    def with_ends(self) -> list[Round]:
+        return [each for each in self.rounds[1:-1] if each.row_ended]
+
+    def sites(self, kind: str) -> dict[str, float]:
+        """Mean per steady round, the most frequent place first."""
+        total: Counter[str] = Counter()
+        for each in self.steady:
+            for (asked, site), times in each.asked.items():
+                if asked == kind:
+                    total[site] += times
+        return {site: round(times / len(self.steady), 2) for site, times in total.most_common()}
+
+    def row(self) -> list[str]:
+        copies = (TO_HOST, FROM_HOST)
+        typical = [f"{median(each.count(kind) for each in self.steady):g}" for kind in KINDS]
+        most = [str(max(each.count(kind) for each in self.steady)) for kind in copies]
+        ends = [str(_most(self.with_ends, kind)) if self.with_ends else "" for kind in copies]
+        counts = str(len(self.steady)), *typical, *most, str(len(self.with_ends)), *ends
+        return [self.drafter, self.batch, self.text, *counts]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "drafter": self.drafter,
+            "batch": self.batch,
+            "text": self.text,
+            "rounds": len(self.steady),
+            "median": {kind: median(each.count(kind) for each in self.steady) for kind in KINDS},
+            "most": {kind: _most(self.steady, kind) for kind in KINDS},
+            "rounds in which a row ends": len(self.with_ends),
+            "most then": {kind: _most(self.with_ends, kind) for kind in KINDS},
+            "places": {kind: self.sites(kind) for kind in (TO_HOST, FROM_HOST)},
+        }
+
+
+def _most(rounds: Sequence[Round], kind: str) -> int:
+    return max((each.count(kind) for each in rounds), default=0)
+
+
+class Counting:
+    """Books what a call asks for under the round that asks."""
+
+    def __init__(self) -> None:
+        self.case: Case | None = None
+        self._open = False
+        self._reorder = SlotTarget.reorder
+
+    def book(self, kind: str, site: str) -> None:
+        if self._open and self.case is not None:
+            self.case.rounds[-1].asked[kind, site] += 1
+
+    def enter(self, phase: str, **_: Any) -> Any:
+        """Stands in for ``nvtx.annotate``: the loop names its phases."""
+        if self.case is not None and phase == "draft":
+            self.case.rounds.append(Round())
+            self._open = True
+        return mock.MagicMock()
+
+    def reorder(self, target: SlotTarget, *args: Any, **kwargs: Any) -> None:
+        """Stands in for ``SlotTarget.reorder``: a row has left the batch."""
+        if self._open and self.case is not None:
+            self.case.rounds[-1].row_ended = True
+        self._reorder(target, *args, **kwargs)
+
+    @contextmanager
+    def of(self, case: Case) -> Iterator[None]:
+        """What is asked for inside is that of the case."""
+        self.case, self._open = case, False
+        yield
+        self.case = None
+
+
+def room_like(tensor: Tensor) -> CudaLike:
+    return CudaLike(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
+
+
+def own_weights(head: DraftHead, target: Any) -> DraftHead:
+    """The head on the device, with a copy of the embedding that it shares with the target."""
+    embedding = target.get_input_embeddings().weight.detach().clone()
+    tensors = {**head.to(CPU, target.dtype).tensors, "embed_tokens.weight": embedding}
+    config = replace(head.config, own_embedding=True)
+    return DraftHead(config, {name: CudaLike(each) for name, each in tensors.items()}, head.source)
+
+
+def run(names: Sequence[str] = DRAFTERS) -> list[Case]:
+    """Count the rounds of these drafters, for every batch and kind of text."""
+    counting = Counting()
+    target, tokenizer = assets.load_target(), assets.load_tokenizer()
+    with (
+        mock.patch.object(nvtx, "annotate", counting.enter),
+        mock.patch.object(
+            SlotTarget, "reorder", lambda *args, **kwargs: counting.reorder(*args, **kwargs)
+        ),
+        # The op that computes for the device is the CPU's.
+        mock.patch.object(packed_head, "reads_panels", lambda device: True),
+        mock.patch.object(packed_head, "_in_huge_pages", lambda like: [*map(room_like, like)]),
+        cuda_like(counting.book),
+    ):
+        head = own_weights(assets.load_head(), target)
+        to_device(target)
+        drafters = {
+            "none": None,
+            "ngram": NgramDrafter(min_ngram=1, num_branches=2),
+            "head chain": HeadDrafter(head, TreeConfig(depth=7)),
+            "head tree": HeadDrafter(head, TreeConfig(depth=6, top_k=10, num_nodes=60)),
+        }
+        cases = []
+        for name, (batch, prompts), (text, kwargs) in product(
+            names, BATCHES.items(), TEXTS.items()
+        ):
+            inputs = tokenizer(list(prompts), return_tensors="pt", padding=True)
+            cases.append(Case(name, batch, text))
+            with counting.of(cases[-1]):
+                specdec_ext.generate(
+                    target,
+                    input_ids=CudaLike(inputs["input_ids"]),
+                    attention_mask=CudaLike(inputs["attention_mask"]),
+                    drafter=drafters[name],
+                    speculation="fixed",
+                    max_new_tokens=NEW_TOKENS,
+                    eos_token_id=None,
+                    **kwargs,
+                )
+    return cases
+
+
+def site_lines(case: Case, kind: str) -> str:
+    lines = [f"{case.drafter}, batch {case.batch}, {case.text}: {kind} per round"]
+    lines += [f"  {times:7.2f}  {site}" for site, times in case.sites(kind).items()]
+    return "\n".join(lines)
+
+
+def write(stem: Path, counted: str, cases: list[Case]) -> None:
+    """A table in Markdown, and JSON with the places that ask for copies."""
+    rows = [case.row() for case in cases]
+    values = {"counted": counted, "cases": [case.as_json() for case in cases]}
+    stem.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")
+    text = f"# One round on a GPU: launches and copies\n\n{counted}\n\n"
+    text += (
+        "As `profiling/rounds/count_round.py` counts them: medians and the largest numbers of all rounds, "
+        "those in which a row of the batch ends apart.\n\n"
+    )
+    stem.with_suffix(".md").write_text(f"{text}{format_markdown(HEADER, rows)}\n")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--drafter", nargs="+", choices=DRAFTERS, default=DRAFTERS)
+    parser.add_argument(
+        "--sites", nargs="+", choices=KINDS, default=(), help="list the places that ask for these"
+    )
+    parser.add_argument("--out", type=Path, help="stem of a JSON and a Markdown file")
+    options = parser.parse_args(arguments)
+    counted = machine_line(CPU, f"transformers {transformers.__version__}")
+    cases = run(options.drafter)
+    print(counted)
+    print(format_table(HEADER, [case.row() for case in cases], left=HEADER[:3]))
+    for case, kind in product(cases, options.sites):
+        print(f"\n{site_lines(case, kind)}")
+    if options.out is not None:
+        write(options.out, counted, cases)
+
+
+if __name__ == "__main__":
+    main()
