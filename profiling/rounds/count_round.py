@@ -178,7 +178,7 @@ def own_weights(head: DraftHead, target: Any) -> DraftHead:
     return DraftHead(config, {name: CudaLike(each) for name, each in tensors.items()}, head.source)
 
 
-def run(names: Sequence[str] = DRAFTERS) -> list[Case]:
+def run(names: Sequence[str] = DRAFTERS, new_tokens: int = NEW_TOKENS) -> list[Case]:
     """Count the rounds of these drafters, for every batch and kind of text."""
     counting = Counting()
     target, tokenizer = assets.load_target(), assets.load_tokenizer()
@@ -213,7 +213,7 @@ def run(names: Sequence[str] = DRAFTERS) -> list[Case]:
                     attention_mask=CudaLike(inputs["attention_mask"]),
                     drafter=drafters[name],
                     speculation="fixed",
-                    max_new_tokens=NEW_TOKENS,
+                    max_new_tokens=new_tokens,
                     eos_token_id=None,
                     **kwargs,
                 )
@@ -242,13 +242,14 @@ def write(stem: Path, counted: str, cases: list[Case]) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--drafter", nargs="+", choices=DRAFTERS, default=DRAFTERS)
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
     parser.add_argument(
         "--sites", nargs="+", choices=KINDS, default=(), help="list the places that ask for these"
     )
     parser.add_argument("--out", type=Path, help="stem of a JSON and a Markdown file")
     options = parser.parse_args(arguments)
     counted = machine_line(CPU, f"transformers {transformers.__version__}")
-    cases = run(options.drafter)
+    cases = run(options.drafter, options.new_tokens)
     print(counted)
     print(format_table(HEADER, [case.row() for case in cases], left=HEADER[:3]))
     for case, kind in product(cases, options.sites):

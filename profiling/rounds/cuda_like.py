@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -261,6 +262,9 @@ def cuda_like(report: Book) -> Iterator[None]:
     """Within this context tensors may be on :data:`DEVICE`; ``report`` is told what it is asked for."""
     patches = (
         mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
+        mock.patch.object(
+            torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0)
+        ),
         mock.patch.object(torch, "tensor", _made_on_host(torch.tensor)),
         mock.patch.object(torch, "as_tensor", _made_on_host(torch.as_tensor)),
     )
