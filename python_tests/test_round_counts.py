@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROUNDS = ROOT / "profiling" / "rounds"
+SCRIPTS = ROOT / "profiling" / "generation"
 TO_HOST, FROM_HOST = "to host", "from host"
 
 
@@ -25,7 +25,7 @@ def run(*command: object) -> str:
 def cases(tmp_path_factory):
     """``(drafter, batch, text) -> numbers``."""
     stem = tmp_path_factory.mktemp("rounds") / "counts"
-    run(ROUNDS / "count_round.py", "--new-tokens", 20, "--out", stem)
+    run(SCRIPTS / "count_round.py", "--new-tokens", 20, "--out", stem)
     found = json.loads(stem.with_suffix(".json").read_text())["cases"]
     return {(case["drafter"], case["batch"], case["text"]): case for case in found}
 
@@ -62,7 +62,7 @@ def test_launches_do_not_grow_with_masks_and_starts(cases):
 
 COUNTED = """
 import sys
-sys.path.insert(0, {rounds!r})
+sys.path.insert(0, {scripts!r})
 from cuda_like import CudaLike, cuda_like
 import torch
 
@@ -97,7 +97,7 @@ with cuda_like(lambda kind, site: asked.append(kind)):
 
 
 def test_what_counts_as_what():
-    assert run("-c", COUNTED.format(rounds=str(ROUNDS))).splitlines() == [
+    assert run("-c", COUNTED.format(scripts=str(SCRIPTS))).splitlines() == [
         "",
         "launch",
         "launch, to host",

@@ -142,6 +142,12 @@ class Context:
         """Append tokens to one original row."""
         self.generated[row] += tokens
 
+    def generated_column(self, column: int) -> Tensor:
+        """``[batch]`` ids on the CPU of this column behind the prompt, shorter rows padded."""
+        return torch.tensor(
+            [row[column] if column < len(row) else self._pad for row in self.generated]
+        )
+
     def sequences(self, width: int | None = None) -> Tensor:
         """``[batch, columns]`` ids up to the longest row (or ``width`` columns), shorter rows padded."""
         longest = self.prompt_columns + max(map(len, self.generated), default=0)

@@ -52,15 +52,15 @@ class TokenStream:
         """Hand out what is final: the first ``columns`` columns of ``sequences``."""
         for row, emitted, count in zip(rows, accepted.emitted, accepted.drafted, strict=True):
             self._drafted[row].extend(j < count for j in range(len(emitted)))
-        final = self._context.sequences(columns)[:, self._context.prompt_columns :].cpu()
-        for column in range(self._next, final.shape[1]):
-            tokens = final[:, column]
+        end = columns - self._context.prompt_columns
+        for column in range(self._next, end):
+            tokens = self._context.generated_column(column)
             if hasattr(self._streamer, "put_drafted"):
                 flags = [flag[column] if column < len(flag) else False for flag in self._drafted]
                 self._streamer.put_drafted(tokens, torch.tensor(flags, device="cpu"))
             else:
                 self._streamer.put(tokens)
-        self._next = final.shape[1]
+        self._next = end
 
     def end(self) -> None:
         self._streamer.end()

@@ -1,7 +1,7 @@
 """What one round of ``generate`` asks of a GPU: launches, copies to the host, copies from it. Needs no GPU.
 
-    python profiling/rounds/count_round.py                        # a table; --sites lists who asked
-    python profiling/rounds/count_round.py --out profiling/results/round_counts
+    python profiling/generation/count_round.py                        # a table; --sites lists who asked
+    python profiling/generation/count_round.py --out profiling/results/round_counts
 
 The bundled target and head run on :mod:`cuda_like` tensors: the code paths of CUDA with real values. A round
 is one turn of the decoding loop: draft, verify, commit. Counted is what reaches torch's dispatcher, an op of
@@ -233,8 +233,8 @@ def write(stem: Path, counted: str, cases: list[Case]) -> None:
     stem.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")
     text = f"# One round on a GPU: launches and copies\n\n{counted}\n\n"
     text += (
-        "As `profiling/rounds/count_round.py` counts them: medians and the largest numbers of all rounds, "
-        "those in which a row of the batch ends apart.\n\n"
+        "As `profiling/generation/count_round.py` counts them: medians, and the largest numbers of all "
+        "rounds. Rounds in which a row of the batch ends are apart.\n\n"
     )
     stem.with_suffix(".md").write_text(f"{text}{format_markdown(HEADER, rows)}\n")
 
