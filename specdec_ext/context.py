@@ -144,9 +144,8 @@ class Context:
 
     def generated_column(self, column: int) -> Tensor:
         """``[batch]`` ids on the CPU of this column behind the prompt, shorter rows padded."""
-        return torch.tensor(
-            [row[column] if column < len(row) else self._pad for row in self.generated]
-        )
+        tokens = [row[column] if column < len(row) else self._pad for row in self.generated]
+        return torch.tensor(tokens, device="cpu")
 
     def sequences(self, width: int | None = None) -> Tensor:
         """``[batch, columns]`` ids up to the longest row (or ``width`` columns), shorter rows padded."""
