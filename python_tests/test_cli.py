@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 from versions import before
 
 import specdec_ext
-from specdec_ext import assets, keyword_table
+from specdec_ext import assets, benchmark, keyword_table
 from specdec_ext.cli import app
 from specdec_ext.cli._common import read_prompts
 from specdec_ext.cli._stream import CLOSING, OPENING, IncrementalDecoder, TextStreamer, legend
+from specdec_ext.cli.demo import SAMPLED, STREAMED, STREAMED_TOKENS
 
 PROMPT = "import unittest\n\n\nclass TestList(unittest.TestCase):\n\n    def test_append(self):\n"
 
@@ -145,6 +146,20 @@ def test_accepted_drafts_are_bracketed_without_a_terminal():
     stream(console, mark_drafted=True)
     assert console.file.getvalue() == f"a{OPENING}bc{CLOSING}d{OPENING}e{CLOSING}"
     assert OPENING in legend(console).plain
+
+
+def test_brackets_stand_around_words():
+    """Space that was drafted at their edges is outside; between two drafted words it is inside."""
+    tokenizer = assets.load_tokenizer()
+    console = Console(file=io.StringIO(), force_terminal=False)
+    streamer = TextStreamer(console, tokenizer, mark_drafted=True)
+    streamer.put(torch.zeros(1, 1, dtype=torch.long))
+    pieces = [("\n    ", True), ("a", True), (" b", True), ("\n", False), ("c", True), (" ", True)]
+    for text, drafted in pieces:
+        for token in tokenizer(text)["input_ids"]:
+            streamer.put_drafted(torch.tensor([token]), torch.tensor([drafted]))
+    streamer.end()
+    assert console.file.getvalue() == f"\n    {OPENING}a b{CLOSING}\n{OPENING}c{CLOSING} "
 
 
 def test_accepted_drafts_are_styled_on_a_terminal():
@@ -384,15 +399,33 @@ def test_read_prompts_rejects(tmp_path, name, content, message):
 # --- demo -------------------------------------------------------------------------------------------
 
 
-def test_demo_streams_measures_and_compares():
-    result = run("demo", "--prompts", "2", "--max-new-tokens", "24")
+def sampled_text_of_the_demo(max_new_tokens: int) -> str:
+    """Without drafts."""
+    (prompt,) = (each for each in assets.held_out_prompts() if each["name"] == STREAMED)
+    tokenizer, target = assets.load_tokenizer(), assets.load_target()
+    ids = tokenizer(prompt["prompt"], return_tensors="pt")["input_ids"]
+    law = {**SAMPLED, "max_new_tokens": max_new_tokens}
+    output = specdec_ext.generate(target, ids, drafter=None, **law)
+    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_the_demo_shows_no_loop():
+    """Greedy text of the bundled model goes in circles; what is shown is new for the most part."""
+    ids = assets.load_tokenizer()(sampled_text_of_the_demo(STREAMED_TOKENS))["input_ids"]
+    assert benchmark.unique_ngram_fraction([ids]) > 0.75
+
+
+def test_demo_streams_measures_and_compares(tmp_path):
+    picture = tmp_path / "demo.svg"
+    result = run("demo", "--prompts", "2", "--max-new-tokens", "24", "--picture", str(picture))
     assert result.exit_code == 0, result.output
-    prompt = assets.held_out_prompts()[0]
-    assert prompt["name"] in result.output
+    assert STREAMED in result.output
     assert OPENING in result.output
-    assert greedy_text(prompt["prompt"], 24) in result.output.replace(OPENING, "").replace(
-        CLOSING, ""
-    )
+    shown = result.output.replace(OPENING, "").replace(CLOSING, "")
+    assert sampled_text_of_the_demo(24) in shown
+    drawn = picture.read_text("utf-8")
+    assert drawn.startswith("<svg") and "text-decoration: underline" in drawn
+    assert "@font-face" not in drawn and len(drawn) < 50_000
     assert f"torch {torch.__version__}" in result.output
     for name in (
         "HF generate",

@@ -72,6 +72,10 @@ class TextStreamer:
         self._mark = mark_drafted
         self._brackets = mark_drafted and not console.is_terminal
         self._inside = False
+        self._space, self._space_drafted = (
+            "",
+            True,
+        )  # not printed yet, and whether all of it was drafted
         self._prompt_seen = False
 
     def put(self, tokens: LongTensor) -> None:
@@ -87,16 +91,31 @@ class TextStreamer:
 
     def end(self) -> None:
         self._print(self._decoder.flush(), drafted=self._inside)
-        if self._inside:
-            self._write(CLOSING)
+        if self._brackets:
+            self._write((CLOSING if self._inside else "") + self._space)
 
     def _print(self, text: str, drafted: bool) -> None:
-        if not text:
+        if self._brackets:
+            self._print_in_brackets(text, drafted)
+        elif text:
+            self._write(text, DRAFTED_STYLE if self._mark and drafted else "")
+
+    def _print_in_brackets(self, text: str, drafted: bool) -> None:
+        """Brackets stand around words: space at the edges of what was drafted is outside them."""
+        words = text.strip()
+        if not words:
+            self._space += text
+            self._space_drafted &= drafted
             return
-        if self._brackets and drafted != self._inside:
-            self._write(OPENING if drafted else CLOSING)
-            self._inside = drafted
-        self._write(text, DRAFTED_STYLE if self._mark and drafted else "")
+        before, _, after = text.partition(words)
+        space = self._space + before
+        if drafted and self._inside and self._space_drafted:
+            self._write(space)
+        else:
+            self._write((CLOSING if self._inside else "") + space + (OPENING if drafted else ""))
+        self._write(words)
+        self._inside = drafted
+        self._space, self._space_drafted = after, drafted
 
     def _write(self, text: str, style: str = "") -> None:
         if self._console.is_terminal:  # a pipe gets the text to the byte

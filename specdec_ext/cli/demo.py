@@ -6,9 +6,13 @@ warm-up of each; medians over prompts.
 
 from __future__ import annotations
 
+import io
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.table import Table
 
 from specdec_ext.cli._common import (
@@ -26,6 +30,7 @@ from specdec_ext.cli._common import (
 )
 from specdec_ext.cli._console import PlainConsole
 from specdec_ext.cli._stream import TextStreamer, legend
+from specdec_ext.preflight.outputs import writable_file
 
 if TYPE_CHECKING:
     from torch import LongTensor
@@ -39,7 +44,13 @@ HF_LOOKUP = "HF prompt lookup (10)"
 OURS = "specdec, drafter={}"
 # n-gram copies, the bundled head, and what the two do together.
 DRAFTERS = ["ngram", "head", "auto"]
+# What is streamed: code that is new enough to be read, where greedy text of a small model goes in circles.
+STREAMED = "torch/testing/_comparison.py"
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.6, "top_k": 0, "seed": 1}
+STREAMED_TOKENS = 110
 SHOWN_PROMPT_LINES = 6
+# A picture that fetches no fonts.
+_SVG = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 
 
 def demo(
@@ -56,19 +67,39 @@ def demo(
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "auto",
     stream: Annotated[bool, typer.Option(help="Show a completion before measuring.")] = True,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            "--picture", dir_okay=False, help="Write the completion here, in colour (SVG)."
+        ),
+    ] = None,
 ) -> None:
     """Stream a completion of real code with accepted drafts marked, then measure against HF generate."""
     from specdec_ext import assets
     from specdec_ext.benchmark import machine_line, position_table
 
+    if picture is not None:
+        with user_errors():
+            writable_file(picture, "--picture")
     target, tokenizer = load_target(None, dtype, device)
     proposers = {name: load_drafter(name, target, tokenizer) for name in drafter}
     streamed = proposers[drafter[-1]]
     held_out = assets.held_out_prompts()[: prompts or None]
     console = PlainConsole()
     with user_errors():
+        tokens = min(max_new_tokens, STREAMED_TOKENS)
         if stream:
-            _stream(console, target, tokenizer, streamed, held_out[0], max_new_tokens)
+            _stream(console, target, tokenizer, streamed, tokens)
+        if picture is not None:
+            recorded = PlainConsole(
+                record=True,
+                file=io.StringIO(),
+                force_terminal=True,
+                color_system="truecolor",
+                width=90,
+            )
+            _stream(recorded, target, tokenizer, streamed, tokens)
+            recorded.save_svg(str(picture), title="specdec demo", code_format=_SVG)
         console.print(machine_line(target), soft_wrap=True)
         warn_if_busy(console)
         encoded = [encode(tokenizer, each["prompt"], target.device) for each in held_out]
@@ -97,12 +128,17 @@ def _stream(
     target: Model,
     tokenizer: PreTrainedTokenizerBase,
     proposer: Any,
-    prompt: dict[str, str],
     max_new_tokens: int,
 ) -> None:
     import specdec_ext
+    from specdec_ext import assets
 
-    console.print(f"{prompt['name']}, a file the model never saw, continued by it", style="bold")
+    (prompt,) = (each for each in assets.held_out_prompts() if each["name"] == STREAMED)
+    console.sentence(
+        f"{STREAMED}, a file the model never saw, continued by it (sampled at temperature "
+        f"{SAMPLED['temperature']}, seed {SAMPLED['seed']}: one text, whatever the drafter)",
+        style="bold",
+    )
     console.print(legend(console))
     console.print()
     shown = prompt["prompt"].splitlines(keepends=True)[-SHOWN_PROMPT_LINES:]
@@ -113,7 +149,8 @@ def _stream(
         drafter=proposer,
         streamer=TextStreamer(console, tokenizer, mark_drafted=True),
         max_new_tokens=max_new_tokens,
-        do_sample=False,
+        speculation="fixed",  # "auto" goes by the clock, and would mark other tokens each time
+        **SAMPLED,
     )
     console.print("\n")
 
