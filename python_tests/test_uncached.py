@@ -28,3 +28,14 @@ def test_the_text(name, shape):
     )
     assert torch.equal(output.sequences, expected)
     assert output.speculation.mean_acceptance_length > 1
+
+
+def test_attention_that_sorts_the_whole_text_is_not_speculated_on():
+    """Reformer's buckets: which tokens share one depends on what is behind them."""
+    model, ids = zoo.build("reformer"), torch.tensor([[5, 6, 7, 8] * 3])
+    kwargs = dict(use_cache=False, max_new_tokens=10, do_sample=False)
+    with pytest.raises(ValueError, match="its hashing attention sorts all tokens of the text"):
+        specdec_ext.generate(model, ids, drafter="ngram", **kwargs)
+    with pytest.warns(UserWarning, match="is decoded without speculation.*hashing attention"):
+        actual = specdec_ext.generate(model, ids, **kwargs)
+    assert torch.equal(actual, model.generate(ids, **kwargs))

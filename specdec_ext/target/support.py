@@ -229,6 +229,8 @@ def _unprepared_reason(model: PreTrainedModel, rollback: Rollback) -> str | None
         if _prepares_several(model):
             return None
         return "its prepare_inputs_for_generation prepares one token at a time"
+    if any(hasattr(module, "num_hashes") for module in model.modules()):
+        return "its hashing attention sorts all tokens of the text, those behind a token too"
     # Some models predict at a token that they append to the text, so that no other column counts.
     text = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     prepare: Any = model.prepare_inputs_for_generation
