@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 
 import specdec_ext
@@ -31,6 +32,19 @@ def test_its_checkpoint_leaves_nothing_open():
     assert record.target_fingerprint == weights_fingerprint(target)
     assert f"`{record.target_fingerprint}`" in CARD
     assert record.tokenizer_fingerprint == tokenizer_fingerprint(assets.load_tokenizer())
+
+
+def test_generate_tells_of_a_target_with_other_weights():
+    """A fine-tuned copy has the name that the head was made for."""
+    target = assets.load_target()
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.mul_(1.01)
+    ids = torch.arange(5)[None]
+    with pytest.warns(UserWarning, match="made for other weights of tiny-python-target") as told:
+        for _ in range(3):
+            specdec_ext.generate(target, ids, max_new_tokens=4)
+    assert len(told) == 1
 
 
 def test_auto_finds_it_wherever_the_target_lies(tmp_path):

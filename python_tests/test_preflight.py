@@ -10,8 +10,10 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from specdec_ext.cli import app
@@ -91,14 +93,51 @@ def test_files_where_none_can_be(tmp_path):
         outputs.writable_file(tmp_path / "a" / "b" / "c.json", "--json")
 
 
-@pytest.mark.parametrize("option", ["--json", "--plot"])
-def test_bench_looks_at_its_outputs_before_it_measures(option, tmp_path, monkeypatch):
-    """Minutes of measurements were lost when the file could not be written."""
-    command = sys.modules["specdec_ext.cli.bench"]
-    monkeypatch.setattr(command, "load_target", lambda *_: pytest.fail("the model was read"))
-    result = CliRunner().invoke(app, ["bench", option, str(tmp_path / "missing" / "file")])
-    assert result.exit_code == 2 and "there is no folder" in " ".join(result.output.split())
-    if option == "--plot":
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
-        result = CliRunner().invoke(app, ["bench", option, str(tmp_path / "file.png")])
-        assert result.exit_code == 2 and "--plot needs matplotlib" in result.output
+# --- commands ----------------------------------------------------------------------------------------
+
+COMMANDS = {each.callback.__name__: each.callback for each in app.registered_commands}
+FILES = [
+    (name, option.opts[0])
+    for name, command in typer.main.get_command(app).commands.items()
+    for option in command.params
+    if "pathlib.Path" in str(get_type_hints(COMMANDS[name]).get(option.name))
+]
+
+
+def run(name, *arguments):
+    result = CliRunner().invoke(app, [name, *map(str, arguments)], env={"COLUMNS": "300"})
+    return result.exit_code, " ".join(result.output.replace("│", " ").split())
+
+
+def test_commands_have_files():
+    assert {("bench", "--json"), ("bench", "--plot"), ("train", "--out")} <= set(FILES)
+
+
+@pytest.mark.parametrize("name, option", FILES, ids=" ".join)
+def test_every_file_is_looked_at_before_a_model_is_read(name, option, tmp_path, monkeypatch):
+    """Minutes of measuring, or hours of training, were lost when a file could not be written."""
+    (tmp_path / "text.jsonl").write_text('{"text": "a text"}\n')
+    arguments = []
+    if name == "train":
+        arguments = ["bundled", "--data", tmp_path / "text.jsonl", "--out", tmp_path / "head"]
+    module = sys.modules[f"specdec_ext.cli.{name}"]
+    monkeypatch.setattr(module, "load_target", lambda *_: pytest.fail("a model was read"))
+    code, said = run(name, *arguments, option, tmp_path / "text.jsonl" / "below")
+    assert code == 2 and "text.jsonl" in said, said
+    assert not (tmp_path / "head").exists()
+
+
+def test_packages_and_numbers_are_looked_at_before_a_model_is_read(tmp_path, monkeypatch):
+    (tmp_path / "text.jsonl").write_text('{"text": "a text"}\n')
+    for name in ("bench", "train"):
+        module = sys.modules[f"specdec_ext.cli.{name}"]
+        monkeypatch.setattr(module, "load_target", lambda *_: pytest.fail("a model was read"))
+    train = ["train", "bundled", "--data", tmp_path / "text.jsonl", "--out", tmp_path / "head"]
+    code, said = run(*train, "--learning-rate", 0)
+    assert code == 2 and "learning_rate is 0" in said
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, said = run("bench", "--plot", tmp_path / "plot.png")
+    assert code == 2 and "--plot needs matplotlib" in said
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    code, said = run(*train)
+    assert code == 2 and "training needs accelerate" in said

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import specdec_ext
 from specdec_ext import assets
-from specdec_ext.checkpoints import load_draft, save_draft
+from specdec_ext.checkpoints import load_draft, save_draft, weights_fingerprint
 from specdec_ext.cli import app
 from specdec_ext.training import trainer
 from specdec_ext.training.recipe import HeadRecipe, make_objective, train_head
@@ -70,6 +70,8 @@ def test_a_head_from_files(files, tmp_path):
     head = load_draft(out)
     assert head.config.draft_vocab_size == 300 and head.config.feature_layers == (1, 3, 6)
     assert head.config.fc_norm and head.config.norm_output
+    assert head.record.ambiguous == () and head.record.target_name == "tiny-python-target"
+    assert head.record.target_fingerprint == assets.load_head().record.target_fingerprint
     assert head.tensors["norm.weight"].dtype == torch.bfloat16
     work = tmp_path / "head.training"
     assert json.loads((work / "evaluation.json").read_text())["drafts"] > 0
@@ -207,6 +209,8 @@ def test_other_kinds_are_saved_in_a_layout_that_can_express_them(kind, tmp_path)
     trained = train_head(model, examples, held_out, tmp_path / "head", recipe, config)
     loaded = load_draft(tmp_path / "head")
     assert loaded.config == trained.config
+    assert loaded.record.target_fingerprint == weights_fingerprint(model)
+    assert loaded.record.ambiguous == ()
     drafter = specdec_ext.MedusaDrafter if kind == "medusa" else specdec_ext.HeadDrafter
     ids = torch.arange(5)[None]
     plain = model.generate(ids, max_new_tokens=8, do_sample=False)

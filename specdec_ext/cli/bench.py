@@ -97,12 +97,12 @@ def bench(
 
     with user_errors():
         _check_outputs(json_file, plot_file)
-    target, tokenizer = load_target(model, dtype, device)
-    console = PlainConsole()
-    with user_errors():
         if prompts is None and model is not None:
             raise ValueError("give --prompts FILE: the bundled ones are for the bundled model")
         texts = _bundled_texts() if prompts is None else [text for _, text in read_prompts(prompts)]
+    target, tokenizer = load_target(model, dtype, device)
+    console = PlainConsole()
+    with user_errors():
         encoded = benchmark.batches(tokenizer, texts, batch, target.device)
         shape = _shape(draft_length, tree)
         drafters = {

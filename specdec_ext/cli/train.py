@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +21,7 @@ from specdec_ext.cli._common import (
     user_errors,
 )
 from specdec_ext.cli._console import PlainConsole
+from specdec_ext.preflight.inputs import regular_file
 from specdec_ext.preflight.outputs import writable_folder
 
 if TYPE_CHECKING:
@@ -156,9 +157,18 @@ def train(
             steps=steps,
             learn_everything=learn_everything,
         )
+        config = TrainConfig(
+            updates=updates or 1,  # until the texts are counted
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+            optimizer=optimizer.value,
+            decay=decay,
+            seed=seed,
+            evaluate_every=evaluate_every,
+            save_every=save_every,
+        )
+        _check_files([*data, held_out, old_held_out], regenerate)
         recipes.check_outputs(out, work, dump)
-        if regenerate is not None:
-            writable_folder(regenerate.parent, "--regenerate")
         target, tokenizer = load_target(None if model == BUNDLED else model, dtype, place)
         answers = None
         if regenerate is not None:
@@ -168,20 +178,11 @@ def train(
         with accelerator.main_process_first():  # which writes what the others then find in files
             examples, kept, old = texts.read(data, held_out, old_held_out)
         if updates is None:
-            updates = max(1, len(examples) // (batch_size * accelerator.num_processes))
-        config = TrainConfig(
-            updates=updates,
-            batch_size=batch_size,
-            learning_rate=learning_rate,
-            optimizer=optimizer.value,
-            decay=decay,
-            seed=seed,
-            evaluate_every=evaluate_every,
-            save_every=save_every,
-        )
+            epoch = max(1, len(examples) // (batch_size * accelerator.num_processes))
+            config = replace(config, updates=epoch)
         if accelerator.is_main_process:
             _print_texts(console, examples, kept)
-        with _Shown(console, updates) as shown:
+        with _Shown(console, config.updates) as shown:
             recipes.train_head(
                 target,
                 examples,
@@ -210,6 +211,17 @@ def _accelerator(device: str) -> tuple[Any, str]:
 
     accelerator = make_accelerator(torch.device(device))
     return accelerator, str(accelerator.device) if device == "cuda" else device
+
+
+def _check_files(texts: list[Path | None], answers: Path | None) -> None:
+    """Before a target is read, and answers for hours, what they would be wasted on."""
+    for path in texts:
+        if path is not None:
+            regular_file(path, "a file of texts")
+    if answers is not None:
+        writable_folder(answers.parent, "--regenerate")
+        if answers.exists():
+            regular_file(answers, "a file that --regenerate wrote")
 
 
 def _numbers(given: str | None) -> tuple[int, ...] | None:
