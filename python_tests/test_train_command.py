@@ -106,6 +106,17 @@ def test_answers_that_the_target_writes_and_hidden_states_on_disk(files, tmp_pat
     assert answers.exists() and list(dump.glob("*.safetensors"))
 
 
+def test_a_dump_serves_runs_with_other_seeds(files, tmp_path):
+    """It does not hold what is sampled for the estimate."""
+    for seed in (0, 1):
+        result = run(
+            "bundled", "--data", files / "text.jsonl", "--out", tmp_path / f"head{seed}",
+            "--seed", seed, "--dump", tmp_path / "dump", *FEW,
+        )  # fmt: skip
+        assert result.exit_code == 0, result.output
+        assert "sampled at temperature 1" in words(result.output)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,1 +1,1 @@
-"""What is looked at before long work begins: packages that it needs at its end, and files that it writes."""
+"""What is looked at before long work begins: packages that it needs, files that it reads and writes."""

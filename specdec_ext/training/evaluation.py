@@ -10,9 +10,8 @@ accepts a draft that is the token drawn. Of other texts it is an estimate.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -36,14 +35,13 @@ class HeldOut:
         texts: of what it learns; estimates of greedy decoding.
         sampled: continuations that the target drew, :func:`sampled_texts`; estimates of sampling.
         old: of what the head was made for before it was adapted; what it forgets.
+        features: of the sampled texts, which a dump does not have; None for those of the others.
     """
 
     texts: Sequence[Example] = ()
     sampled: Sequence[Example] = ()
     old: Sequence[Example] = ()
-
-    def __iter__(self) -> Iterator[Example]:
-        return chain(self.texts, self.sampled, self.old)
+    features: Features | None = None
 
 
 @dataclass(frozen=True)
@@ -114,19 +112,21 @@ def evaluate(
     depth: int,
     batch_size: int = 8,
     sampled: Sequence[Example] = (),
+    sampled_features: Features | None = None,
 ) -> Evaluation:
     """Draft chains at every place of the examples whose next tokens are in the loss mask.
 
     Args:
         depth: tokens of a chain; fewer if the draft weights have not as many (Medusa heads).
         sampled: texts that the target drew, for the estimate of sampling.
+        sampled_features: of these; None for ``features``.
 
     Raises:
         ValueError: if there is no such place.
     """
     depth = min(depth, objective.deepest)
 
-    def lived(texts: Sequence[Example], name: str) -> Tensor:
+    def lived(features: Features, texts: Sequence[Example], name: str) -> Tensor:
         """``[drafts, depth]``: of each draft of the walk which tokens are accepted."""
         walked = []
         # An element reads two tokens and drafts ``depth``.
@@ -140,7 +140,7 @@ def evaluate(
             [torch.empty(0, depth, device="cpu"), *(each.cpu() for each in walked)]
         ).double()
 
-    drafts = lived(examples, "greedy")
+    drafts = lived(features, examples, "greedy")
     if not len(drafts):
         raise ValueError(
             f"the held-out texts have no place with {depth + 1} tokens of the loss mask in a row; give "
@@ -148,7 +148,7 @@ def evaluate(
         )
     greedy = drafts.mean(dim=0)
     before = torch.cat([greedy.new_ones(1), greedy[:-1]])
-    drawn = lived(sampled, "sampled")
+    drawn = lived(sampled_features or features, sampled, "sampled")
     return Evaluation(
         len(drafts),
         tuple(greedy.tolist()),

@@ -6,7 +6,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -129,9 +129,8 @@ def train_head(
         OSError: likewise for folders that can't be written.
     """
     out, work = check_outputs(out, work, dump)
-    draws = missing("matplotlib", "history.png")
-    if draws is not None:
-        warnings.warn(f"the run will have no plot: {draws}", stacklevel=2)
+    if (no_plot := missing("matplotlib", "history.png")) is not None:
+        warnings.warn(f"the run will have no plot: {no_plot}", stacklevel=2)
     teacher = Teacher(model)
     objective, layers = make_objective(model, examples, recipe)
     objective.to(model.device)
@@ -140,19 +139,19 @@ def train_head(
     if recipe.learn_everything:
         everything = [Example(each.tokens, torch.ones_like(each.loss_mask)) for each in examples]
         examples = everything
-    features: Features = OnlineFeatures(model, layers)
-    judges = HeldOut()  # in the main process
+    online = OnlineFeatures(model, layers)
+    features: Features = online
+    judges = HeldOut(held_out, (), old_held_out, online)
     with main_process_first(model.device) as is_main:
-        if is_main:
-            sampled: list[Example] = []
-            if held_out:
-                sampled = sampled_texts(model, held_out, work / "sampled.jsonl", config.seed)
-            judges = HeldOut(held_out, sampled, old_held_out)
         if dump is not None and is_main:
-            on_dump(dump_size(model, layers, [*examples, *judges], dump))
-            features = dump_features(model, layers, [*examples, *judges], dump)
+            texts = [*examples, *held_out, *old_held_out]
+            on_dump(dump_size(model, layers, texts, dump))
+            features = dump_features(model, layers, texts, dump)
         elif dump is not None:
             features = DumpedFeatures(model, layers, dump)
+        if held_out and is_main:  # which judges
+            sampled = sampled_texts(model, held_out, work / "sampled.jsonl", config.seed)
+            judges = replace(judges, sampled=sampled)
     target = fingerprint(model)
     train(objective, features, teacher, examples, judges, work, config, on_step, target, on_start)
     trained: DraftHead | MedusaHeads = objective.trained()
@@ -163,7 +162,7 @@ def train_head(
             if history[-1].evaluation is not None:
                 text = json.dumps(asdict(history[-1].evaluation), indent=2)
                 (work / "evaluation.json").write_text(text + "\n")
-            if draws is None:
+            if no_plot is None:
                 _draw(history, work / "history.png")
     return trained.to("cpu", torch.float32)
 

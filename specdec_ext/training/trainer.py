@@ -185,6 +185,7 @@ def train(
                     held_out.texts,
                     config.depth,
                     sampled=held_out.sampled,
+                    sampled_features=held_out.features,
                 )
             if held_out.old:
                 found[1] = evaluate(objective, features, teacher, held_out.old, config.depth)
