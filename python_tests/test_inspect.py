@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from specdec_ext import assets, save_draft
 from specdec_ext.checkpoints import Calibration, Trial, save_medusa, weights_fingerprint
 from specdec_ext.cli import app
+from specdec_ext.cli._console import PlainConsole
 from specdec_ext.cli.inspect import _trials
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -36,7 +38,10 @@ def run(*arguments) -> tuple[int, str]:
 
 
 def test_a_head_alone():
-    code, text = run(GOLDEN / "speculators_qwen3_two_layers" / "draft")
+    code, short = run(GOLDEN / "speculators_qwen3_two_layers" / "draft")
+    assert code == 0, short
+    assert "format speculators eagle3" in short and "norm_before_residual" not in short
+    code, text = run(GOLDEN / "speculators_qwen3_two_layers" / "draft", "--all")
     assert code == 0, text
     for expected in (
         "format speculators eagle3",
@@ -54,7 +59,7 @@ def test_a_head_alone():
 
 def test_medusa_heads(tmp_path):
     save_medusa(random_heads(hidden_size=256, vocab_size=4096, draft_vocab_size=4096), tmp_path)
-    code, text = run(tmp_path, "--target", TARGET)
+    code, text = run(tmp_path, "--target", TARGET, "--all")
     assert code == 0, text
     assert "format Medusa" in text and "num_heads 3" in text and "fits" in text
     code, text = run(tmp_path, "--target", TARGET, "--calibrate", __file__)
@@ -65,7 +70,7 @@ def test_a_good_pair(tmp_path):
     save_draft(random_head(**SIZES), tmp_path, tokenizer=assets.load_tokenizer())
     code, text = run(tmp_path, "--target", TARGET)
     assert code == 0
-    assert "fits" in text and "looks wrong" not in text
+    assert text.startswith("fits") and "looks wrong" not in text
 
 
 def test_a_pair_that_looks_wrong(tmp_path):
@@ -92,7 +97,16 @@ def test_a_head_of_other_weights(tmp_path):
 def test_a_pair_that_cannot_work():
     code, text = run(GOLDEN / "eagle1_gqa" / "draft", "--target", TARGET)
     assert code == 1
-    assert "can't work:" in text and "features of width 64, the target's have 256" in text
+    assert text.startswith("can't work:") and "features of width 64, the target's have 256" in text
+
+
+def test_long_notes_break_at_words_in_a_terminal(tmp_path):
+    shown = PlainConsole(file=io.StringIO(), force_terminal=True, color_system=None, width=80)
+    note = "looks wrong: " + "a note of many words that goes on and on " * 6
+    shown.sentence(note)
+    lines = shown.file.getvalue().splitlines()
+    assert len(lines) > 2 and max(map(len, lines)) <= 80
+    assert " ".join(line.strip() for line in lines) == note.strip()
 
 
 def test_calibration(tmp_path):

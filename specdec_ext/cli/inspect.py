@@ -48,10 +48,13 @@ def inspect(
             help="Text on which to try both spellings of the tapped layers; needs --target.",
         ),
     ] = None,
-    dtype: DtypeOption = Dtype.float32,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Show every option of the head's config, too.")
+    ] = False,
+    dtype: DtypeOption = Dtype.auto,
     device: DeviceOption = "auto",
 ) -> None:
-    """Show a head's format, config and memory; with --target the verdict on the pair.
+    """With --target the verdict on the pair; then a head's format, memory and what it was made for.
 
     The exit code is 1 if the pair can't work. The target's weights are read for --calibrate, and to compare
     them with the fingerprint of a head that has one. --dtype and --device are for --calibrate.
@@ -66,12 +69,11 @@ def inspect(
         head = specdec_ext.load_draft(path)
     if calibrate is not None and not isinstance(head, DraftHead):
         raise typer.BadParameter(f"{path} holds Medusa heads, which have nothing to calibrate")
-    console.print(_summary(head))
-    console.print(_config(head))
-    if target is None:
-        return
-    loaded = load_target(target, dtype, device) if calibrate is not None else None
-    works = _verdict(console, head, target, loaded)
+    loaded, works = None, True
+    if target is not None:
+        if calibrate is not None:
+            loaded = load_target(target, dtype, device)
+        works = _verdict(console, head, target, loaded)
     if calibrate is not None and isinstance(head, DraftHead):
         assert loaded is not None
         with user_errors():
@@ -80,6 +82,9 @@ def inspect(
             found = _calibrated(head, text, *loaded)
         console.print(_trials(found, head))
         works = True
+    console.print(_summary(head))
+    if show_all:
+        console.print(_config(head))
     if not works:
         raise typer.Exit(1)
 
