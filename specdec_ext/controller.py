@@ -38,13 +38,21 @@ from specdec_ext.tree_config import FOUND, Shape, TreeConfig
 # Where drafts come from; plain steps are one of the sources.
 PLAIN, MODEL = "plain", "model"
 # Steps without a source after which it is tried, at first and at most.
-FIRST_INTERVAL, LAST_INTERVAL = {PLAIN: 16, MODEL: 4, FOUND: 4}, {PLAIN: 128, MODEL: 32, FOUND: 32}
+FIRST_INTERVAL, LAST_INTERVAL = {PLAIN: 16, MODEL: 4, FOUND: 4}, {PLAIN: 128, MODEL: 64, FOUND: 64}
 # Steps for which a choice to draft stands while something comes of it: choosing takes time, too.
 STANDS = 3
-# Plain steps before anything is drafted, once for a drafter on a model: what all is measured against.
-FIRST_PLAIN_STEPS = 2
+# Steps of a try of drafts that a model makes, if something comes of them: the first reads what was missed and
+# tells little of what drafts cost. It ends earlier with a debt of so many plain steps.
+TRIED, MOST_DEBT = 4, 3.0
+# A plain step takes longer behind a wider pass or a draft, which had the caches: only those behind a plain
+# step are what all is measured against. Of such steps, one behind the other, that many are made before
+# anything is drafted, once for a drafter on a model, and whenever they are measured again.
+REFERENCE_STEPS = 2
 # Credit for probes never exceeds what this many plain steps take.
 MOST_CREDIT = 1.5
+# Plain steps that chosen drafts may lose before anything was gained; what they have gained counts up to MOST,
+# and a single step at most as MOST_LOSS: it may have been interrupted.
+FIRST_BALANCE, MOST_BALANCE, MOST_LOSS = 10.0, 10.0, 2.0
 # Steps without a draft after which a draft is one after a pause.
 PAUSE = 8
 # A plain step that takes longer or shorter by this share than thought is measured again soon.
@@ -71,12 +79,17 @@ class Candidate:
 
 @dataclass(slots=True)
 class Option:
-    """What a step may do, and what that adds to a plain step."""
+    """What a step may do, and what that adds to a plain step.
+
+    Attributes:
+        once: seconds that only the first of such steps adds: the drafter reads what it has missed.
+    """
 
     source: str
     shape: Shape | None
     tokens: float
     seconds: float
+    once: float = 0.0
 
 
 @dataclass
@@ -104,6 +117,28 @@ class Found:
 
 
 @dataclass
+class Ledger:
+    """What chosen drafts have gained on plain decoding, as measured.
+
+    Whatever is expected of drafts, they are chosen only as long as the balance is positive; else it takes
+    tries that gain something.
+
+    Attributes:
+        balance: in plain steps, so that it holds for any batch and context length.
+    """
+
+    balance: float = FIRST_BALANCE
+
+    def add(self, gain: float) -> None:
+        """A step that drafted: plain steps saved, negative if it took longer than its tokens are worth."""
+        self.balance = min(self.balance + max(gain, -MOST_LOSS), MOST_BALANCE)
+
+    @property
+    def pays(self) -> bool:
+        return self.balance > 0
+
+
+@dataclass
 class Memory:
     """What is known of one drafter on one model, over calls."""
 
@@ -111,7 +146,8 @@ class Memory:
     drafts: DraftCosts = field(default_factory=DraftCosts)
     acceptance: LearntAcceptance = field(default_factory=LearntAcceptance)
     found: Found = field(default_factory=Found)
-    plain_steps: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
+    plain_steps: int = 0  # of those that are a reference
     idle: int = 0  # steps since the last plain one
     plain_interval: int = FIRST_INTERVAL[PLAIN]
     credit: float | None = None
@@ -157,14 +193,18 @@ class Controller(Policy):
         self._rested = 0  # of such, those that went by; they are timed together
         self._standing = 0  # further steps of what was chosen last, for as many rows
         self._rows = 0
+        self._settled = False  # whether the last step was plain, for as many rows
         # source -> step in which it was used last
         self._used: dict[str, int] = {PLAIN: -self._memory.idle}
         self._interval = {**FIRST_INTERVAL, PLAIN: self._memory.plain_interval}
+        self._stands: Option | None = None  # what those steps do
+        self._trying = False  # whether they are a try
         self._active: Option | None = None  # what was chosen last, probes aside
         self._option: Option | None = None  # of this step
         self._probing = False
         self._price = 0.0  # tokens that a second is worth
-        self._last_model_draft: int | None = None
+        self._last_model_draft = -math.inf  # step
+        self._read = 0  # tokens of the longest row that the drafter had read then
         self._judged: tuple[DraftTree, list[str]] | None = None
 
     def begin(self, context: Context, stats: SpeculationStats) -> None:
@@ -188,16 +228,18 @@ class Controller(Policy):
         self._sources += [FOUND] * self._asks_found + [MODEL] * bool(fitting)
         self._began = self._clock()
         self._drafted: float | None = None
+        self._drafting = 0.0  # seconds that the draft of this step usually takes
 
     # --- before the draft
 
     def choose(self, context: Context) -> bool:
         self._step += 1
         self._option, self._judged, self._probing = None, None, False
-        self._drafted = None
+        self._drafted, self._drafting = None, 0.0
         context.shape = None
         if self._rows != len(context.rows):  # all that was decided
             self._quiet = self._standing = 0
+            self._settled = False
         if self._quiet:
             self._quiet -= 1
             self._rested += 1
@@ -206,10 +248,11 @@ class Controller(Policy):
         room = max(context.remaining) - 1
         if room < 1:
             return False
-        if self._standing:
+        if self._standing and (self._trying or self._pays):
             self._standing -= 1
-            option = self._active
+            option, self._probing = self._stands, self._trying
         else:
+            self._trying = False
             option = self._chosen(context, room)
         if option is None:
             return False
@@ -221,16 +264,21 @@ class Controller(Policy):
 
     def _chosen(self, context: Context, room: int) -> Option | None:
         """What this step does, and some after it; None for a plain step that tells nothing new."""
-        if self._memory.plain_steps < FIRST_PLAIN_STEPS and self._settings.may_rest:
-            return None
         self._rows = len(context.rows)
         self._verify = self._curve(context)
+        if self._memory.plain_steps < REFERENCE_STEPS and self._settings.may_rest:
+            self._quiet = REFERENCE_STEPS
+            return None
         self._plain = self._verify(1) or 0.0
-        options = self._options(context.rows, room)
-        best = self._best(options, self._rows)
-        if (probe := self._due(options, best, self._rows)) is not None:
+        options = self._options(context, room)
+        best = self._best(options, self._rows, room)
+        if (probe := self._due(options, best, self._rows, room)) is not None:
             source = probe.source
             self._interval[source] = min(2 * self._interval[source], LAST_INTERVAL[source])
+            if source == PLAIN:
+                self._quiet = REFERENCE_STEPS
+            elif source == MODEL:
+                self._standing, self._stands, self._trying = TRIED - 1, probe, True
             return probe
         if self._active is None or self._active.source != best.source:
             self._interval[best.source] = FIRST_INTERVAL[best.source]
@@ -238,15 +286,20 @@ class Controller(Policy):
         if best.source == PLAIN:
             self._rest()
             return None
-        self._standing = STANDS - 1
+        self._standing, self._stands = STANDS - 1, best
         return best
 
     def _curve(self, context: Context) -> Curve:
         return self._memory.verify.curve(len(context.rows), context.root_positions[0] + 1)
 
-    def _options(self, rows: Sequence[int], room: int) -> list[Option]:
+    @property
+    def _pays(self) -> bool:
+        return self._memory.ledger.pays or not self._settings.may_rest
+
+    def _options(self, context: Context, room: int) -> list[Option]:
         """What this step may do."""
-        count, memory = len(rows), self._memory
+        rows, memory = context.rows, self._memory
+        count = len(rows)
         options = [Option(PLAIN, None, 0.0, 0.0)] if self._settings.may_rest else []
         tokens = seconds = 0.0
         missing = 1.0  # share of rows left to the model
@@ -262,29 +315,50 @@ class Controller(Policy):
                 [self._acceptance.ahead(row, family, deepest, family != CHAIN) for row in rows]
             )
             draft = memory.drafts.curve(count, family)
+            once = 0.0
+            if self._paused:
+                reading = memory.drafts.after_pause(self._unread(context))
+                once = max(0.0, (reading or 0.0) - (draft(1) or 0.0))
             for each in fitting:
                 own = (draft(each.levels) or 0.0) + (self._verify(each.nodes) or 0.0) - self._plain
                 gained = tokens + missing * ahead[each.levels]
-                options.append(Option(MODEL, each.shape, gained, seconds + missing * own))
+                options.append(Option(MODEL, each.shape, gained, seconds + missing * own, once))
         return options
 
-    def _rate(self, option: Option, rows: int) -> float:
-        """Tokens per second."""
-        return (rows + option.tokens) / max(self._plain + option.seconds, 1e-9)
+    @property
+    def _paused(self) -> bool:
+        """Whether a draft now is one after a pause: the first of a call, too."""
+        return self._step - self._last_model_draft > PAUSE
 
-    def _best(self, options: list[Option], rows: int) -> Option:
+    def _unread(self, context: Context) -> int:
+        """Tokens that the drafter has to read first, up to a power of two."""
+        unread = (max(context.root_positions) + 1 - self._read) * len(context.rows)
+        return 1 << max(0, unread - 1).bit_length()
+
+    def _rate(self, option: Option, rows: int, room: int) -> float:
+        """Tokens per second, of steps like this to the end of the text."""
+        tokens = rows + option.tokens
+        once = option.once * min(1.0, tokens / (rows * room))
+        return tokens / max(self._plain + option.seconds + once, 1e-9)
+
+    def _best(self, options: list[Option], rows: int, room: int) -> Option:
         """Most tokens per second; what is in use stays unless another is better by the hysteresis."""
+        rates = [self._rate(option, rows, room) for option in options]
 
-        def favoured(option: Option) -> float:
-            used = self._active is not None and option.shape is self._active.shape
-            return self._rate(option, rows) * (1 + self._settings.hysteresis * used)
+        def favoured(i: int) -> float:
+            used = self._active is not None and options[i].shape is self._active.shape
+            return rates[i] * (1 + self._settings.hysteresis * used)
 
-        best = max(options, key=favoured)
-        self._price = self._rate(best, rows)
-        return best
+        chosen = range(len(options)) if self._pays else [0]  # plain
+        best = max(chosen, key=favoured)
+        self._price = rates[best]
+        return options[best]
 
-    def _due(self, options: list[Option], best: Option, rows: int) -> Option | None:
-        """A source that is not in use and worth a try now; of others notes what credit they lack."""
+    def _due(self, options: list[Option], best: Option, rows: int, room: int) -> Option | None:
+        """A source that is not in use and worth a try now; of others notes what credit they lack.
+
+        What is tried is the cheapest, or the best if that promises more than what is in use.
+        """
         self._lacking = math.inf
         for source in self._sources:
             idle = self._step - self._used.get(source, 0)
@@ -292,12 +366,12 @@ class Controller(Policy):
                 continue
             if source == FOUND and best.source == MODEL:
                 continue
-            option = min(
-                (each for each in options if each.source == source), key=lambda each: each.seconds
-            )
-            lost = self._plain + option.seconds - (rows + option.tokens) / self._price
-            if source == MODEL and self._last_model_draft is not None:
-                lost = max(lost, self._memory.drafts.after_pause(1) or 0.0)
+            offered = [each for each in options if each.source == source]
+            option = max(offered, key=lambda each: self._rate(each, rows, room))
+            if self._rate(option, rows, room) <= self._price:
+                option = min(offered, key=lambda each: each.seconds)
+            seconds = self._plain + option.seconds + option.once
+            lost = seconds - (rows + option.tokens) / self._price
             lacking = min(lost, MOST_CREDIT * self._plain) - self._credit()
             if lacking <= 0:
                 self._probing = True
@@ -330,6 +404,7 @@ class Controller(Policy):
         option = self._option
         assert option is not None and option.shape is not None
         family = family_of(option.shape)
+        self._missed = self._unread(context)
         kinds = [kind or family for kind in self._drafter.kinds or [""] * tree.num_rows]
         self._judged = tree, kinds
         depths = [max(row) for row in tree.depths]
@@ -394,16 +469,26 @@ class Controller(Policy):
         nodes = accepted.path.shape[1]
         verify = self._curve(context)
         self._memory.idle += 1
-        if nodes == 1:
+        if nodes == 1 and self._settled:
             self._count_plain(verify(1), now - drafted)
-        verify.add(nodes, now - drafted)
+        if nodes > 1 or self._settled:
+            verify.add(nodes, now - drafted)
+        # A lookup leaves the caches as they are.
+        self._settled = nodes == 1 and (self._option is None or self._option.source != MODEL)
         if self._judged is not None:
-            self._learn_draft(drafted - began, accepted, context)
+            self._drafting = self._learn_draft(drafted - began, accepted, context)
         took, emitted = now - began, sum(map(len, accepted.emitted))
         spent = max(0.0, took - emitted / self._price) if self._probing else 0.0
-        self._earn(took, verify(1), spent)
-        plain = took if self._drafted is None else emitted * (verify(1) or 0.0) / rows
+        reference = verify(1)
+        self._earn(took, reference, spent)
+        if self._trying and self._credit() < -MOST_DEBT * (reference or 0.0):
+            self._standing = 0
+        plain = took if self._drafted is None else emitted * (reference or 0.0) / rows
         self._gain.add(took, plain)
+        if reference and (plain > took or not self._probing):  # the loss of a probe is paid for
+            # Not what an interruption or a first call took.
+            usual = self._drafting + (verify(nodes) or 0.0)
+            self._memory.ledger.add((plain - min(took, 2 * usual)) / reference)
         self._stats.count_shape(self._label(nodes))
 
     def _count_rest(self) -> None:
@@ -434,28 +519,32 @@ class Controller(Policy):
             earned = self._memory.credit + self._settings.probing * took - spent
             self._memory.credit = min(earned, MOST_CREDIT * plain)
 
-    def _learn_draft(self, seconds: float, accepted: Accepted, context: Context) -> None:
+    def _learn_draft(self, seconds: float, accepted: Accepted, context: Context) -> float:
+        """Returns the seconds that such a draft usually takes."""
         assert self._judged is not None and self._option is not None
         tree, kinds = self._judged
         shape = self._option.shape
         if shape == FOUND or all(map(_is_found, kinds)):
-            self._memory.drafts.curve(len(kinds), FOUND).add(1, seconds)
+            curve, size = self._memory.drafts.curve(len(kinds), FOUND), 1
         else:
             assert isinstance(shape, TreeConfig)
-            last, self._last_model_draft = self._last_model_draft, self._step
-            if last is not None and self._step - last <= PAUSE:
+            if self._paused:
+                curve, size = self._memory.drafts.after_pause, self._missed
+            else:
                 curve = self._memory.drafts.curve(len(kinds), family_of(shape))
-                curve.add(levels(shape), seconds)
-            elif last is not None:
-                self._memory.drafts.after_pause.add(1, seconds)
+                size = levels(shape)
+            self._last_model_draft = self._step
+            self._read = max(context.root_positions)
+        curve.add(size, seconds)
         texts = zip(tree.token_lists, tree.parent_lists, accepted.emitted, strict=True)
         for row, kind, (tokens, parents, emitted) in zip(context.rows, kinds, texts, strict=True):
             matched, missed = judged(tokens, parents, emitted)
             self._acceptance.add(row, kind, matched, missed)
-            if not matched:
+            if not matched and not (self._trying and self._standing == TRIED - 1):
                 self._standing = 0
             if self._probing and matched:  # something came of it: once more, at once
                 self._interval[self._option.source] = 1
+        return curve(size) or 0.0
 
     def _label(self, nodes: int) -> str:
         if self._judged is None or self._option is None:
@@ -522,12 +611,19 @@ def _columns(tree: DraftTree, deepest: int) -> list[int]:
 def judged(
     tokens: Sequence[int], parents: Sequence[int], emitted: Sequence[int]
 ) -> tuple[int, bool]:
-    """How many levels of a proposal the text took, and whether it then left it for a token not proposed."""
-    node = 0
+    """How many levels of a proposal the text took, and whether the proposal went on without it.
+
+    It did where the text has another token than those proposed, or none was proposed behind a branch that is
+    shorter than others: acceptance is of the levels of whole proposals.
+    """
+    node, depths = 0, [0] * len(parents)
+    for child in range(1, len(parents)):
+        depths[child] = depths[parents[child]] + 1 if parents[child] >= 0 else 0
+    deepest = max(depths)
     for level, token in enumerate(emitted):
         children = [child for child in range(node + 1, len(parents)) if parents[child] == node]
         if not children:
-            return level, False
+            return level, level < deepest
         taken = [child for child in children if tokens[child] == token]
         if not taken:
             return level, True

@@ -186,7 +186,8 @@ class DraftCosts:
 
     Attributes:
         curves: (rows, family of shapes) -> curve by levels.
-        after_pause: of drafts after steps without, in which the drafter reads what it has missed.
+        after_pause: of drafts after steps without, in which the drafter reads what it has missed: by the
+            tokens that it reads.
     """
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.vocabulary import Vocabulary, match_vocabularies
 from specdec_ext.sampler import Accepted
-from specdec_ext.target import TargetOutput, make_target, vocab_size
+from specdec_ext.target import TargetOutput, make_target, supports, vocab_size
 from specdec_ext.target.slots import SlotTarget
 from specdec_ext.tree import DraftTree
 from specdec_ext.tree_config import Shape, TreeConfig
@@ -93,15 +93,15 @@ class DraftModelDrafter(Drafter):
         texts = [self._vocabulary.read(context.prompt(row) or [0]) for row in context.rows]
         width = max(map(len, texts))
         growth = (context.max_length - context.prompt_columns) * self._vocabulary.expansion
-        target = make_target(self.model, None, width + growth + self.num_draft_tokens)
-        if not isinstance(target, SlotTarget) or target.support.rollback != "compact":
+        support = supports(self.model)
+        if not support.by_slots or support.rollback != "compact":
             raise ValueError(
                 f"{type(self.model).__name__} can't be a draft model, whose drafts are taken back token by "
-                f"token: {'; '.join(target.support.reasons)}"
+                f"token: {'; '.join(support.reasons)}"
             )
-        target.invariant_rows = INVARIANT_ROWS
-        self._target = target
-        self._max_positions = getattr(self._target.config, "max_position_embeddings", None)
+        self._max_slots = width + growth + self.num_draft_tokens
+        config = self.model.config.get_text_config(decoder=True)
+        self._max_positions = getattr(config, "max_position_embeddings", None)
         self._warned = False
         self._rows = list(context.rows)
         self._layout = list(context.rows)
@@ -203,6 +203,10 @@ class DraftModelDrafter(Drafter):
         width, device = max(map(len, self._unread)), self.model.device
         ids = [[0] * (width - len(text)) + text for text in self._unread]
         mask = [[0] * (width - len(text)) + [1] * len(text) for text in self._unread]
+        target = make_target(self.model, None, self._max_slots)
+        assert isinstance(target, SlotTarget)
+        target.invariant_rows = INVARIANT_ROWS
+        self._target = target
         self._target.prefill(torch.tensor(ids, device=device), torch.tensor(mask, device=device))
         self._unread = []
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from specdec_ext.checkpoints.pair import check_pair
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
-from specdec_ext.drafters.head_cache import Elements, HeadCache, of_active_rows
+from specdec_ext.drafters.head_cache import Elements, HeadCache, at_columns, of_active_rows
 from specdec_ext.head import DraftHead
 from specdec_ext.head_binding import BoundHead
 from specdec_ext.ops.quantise import weight_dtype
@@ -150,7 +150,7 @@ class HeadDrafter(Drafter):
             visited = zip(accepted.paths, accepted.emitted, strict=True)
             if any(nodes[: len(row)] != [*range(len(row))] for nodes, row in visited):
                 nodes = accepted.path[:, :width].clamp(min=0)
-                taps = [_at(tap, nodes) for tap in taps]
+                taps = [at_columns(tap, nodes) for tap in taps]
             taps = [torch.cat([tap[:, :width] for tap in taps], dim=-1)]
         self._pending.append(Elements(context.rows, accepted.emitted, taps))
         self._unread += width
@@ -222,11 +222,6 @@ def _draft_slots(tree: TreeConfig) -> int:
     return max(Counter(map(len, tree.choices)).values()) * tree.depth
 
 
-def _at(tap: Tensor, columns: Tensor) -> Tensor:
-    """``[rows, n, hidden]`` in these ``columns [rows, n]``."""
-    return tap.gather(1, columns[..., None].expand(-1, -1, tap.shape[2]))
-
-
 def _prompt_elements(context: Context, taps: Sequence[Tensor]) -> tuple[Elements, list[int]]:
     """Elements of the prompt and each row's first position.
 
@@ -243,7 +238,7 @@ def _prompt_elements(context: Context, taps: Sequence[Tensor]) -> tuple[Elements
         return Elements(rows, first, [tap[rows, last][:, None] for tap in taps]), [
             position - 1 for position in context.root_positions
         ]
-    held = context.prompt_columns - taps[0].shape[1]
+    held, order = context.prompt_columns - taps[0].shape[1], None
     if context.attention_mask is None:
         before = [held] * len(rows)
     else:
@@ -252,7 +247,6 @@ def _prompt_elements(context: Context, taps: Sequence[Tensor]) -> tuple[Elements
         # Each row's features move to the left, in their order.
         longest = int(valid[:, held:].sum(dim=1).max())
         order = (~valid[:, held:]).long().argsort(dim=1, stable=True)[:, :longest]
-        taps = [_at(tap, order) for tap in taps]
     texts = [context.prompt(row)[count:] for row, count in zip(rows, before, strict=True)]
     tokens = [text[1:] + last for text, last in zip(texts, first, strict=True)]
-    return Elements(rows, tokens, taps), before
+    return Elements(rows, tokens, taps, order), before

@@ -28,21 +28,32 @@ class Elements:
         tokens: of each row, as many as it has elements.
         taps: ``[rows, new, width]`` each, side by side the features; what is behind a row's elements is
             arbitrary.
+        order: ``[rows, new]`` columns of the taps where the elements are, or None: 0, 1, ... Nothing is moved
+            before the features are read.
     """
 
     rows: list[int]
     tokens: list[list[int]]
     taps: Sequence[Tensor]
+    order: Tensor | None = None
 
     @property
     def features(self) -> Tensor:
         """``[rows, new, width]``"""
-        return torch.cat(list(self.taps), dim=-1) if len(self.taps) > 1 else self.taps[0]
+        taps = self.taps
+        if self.order is not None:
+            taps = [at_columns(tap, self.order) for tap in taps]
+        return torch.cat(list(taps), dim=-1) if len(taps) > 1 else taps[0]
 
     @property
     def counts(self) -> list[int]:
         """How many elements each row has."""
         return [len(row) for row in self.tokens]
+
+
+def at_columns(tap: Tensor, columns: Tensor) -> Tensor:
+    """``[rows, n, hidden]`` in these ``columns [rows, n]``."""
+    return tap.gather(1, columns[..., None].expand(-1, -1, tap.shape[2]))
 
 
 def of_active_rows(pending: Sequence[Elements], active: list[int], num_rows: int) -> Elements:
@@ -68,7 +79,7 @@ def of_active_rows(pending: Sequence[Elements], active: list[int], num_rows: int
 
 def _kind(part: Elements) -> tuple[Any, ...]:
     """Equal for steps that can be joined as they are: of the same rows, which all have as many elements."""
-    even = all(len(new) == part.taps[0].shape[1] for new in part.tokens)
+    even = part.order is None and all(len(new) == part.taps[0].shape[1] for new in part.tokens)
     return tuple(part.rows), len(part.taps), even or id(part)
 
 
