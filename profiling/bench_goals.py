@@ -2,16 +2,23 @@
 
     python profiling/bench_goals.py --out profiling/results/goals_cpu      # idle machine, about 15 minutes
     python profiling/bench_goals.py --only speed --dtype float32
+    python profiling/bench_goals.py --only never-slower --model bundled --batch 4 --dtype bfloat16 \
+        --out profiling/results/never_slower --add
 
-Ratios are of medians over prompts in one interleaved run, with 95 % intervals over prompts; whether a goal is
-met is decided by the ratio itself. The table is printed; with ``--out`` also written as ``<out>.md``, and
-``<out>.json`` has the whole runs.
+"Never slower" is a race of every drafter with plain decoding, in repetitions of all prompts: its ratios are
+of medians over repetitions, with 95 % intervals over them. Other ratios are of medians over prompts in one
+interleaved run, with 95 % intervals over prompts. Whether a goal is met is decided by the ratio itself.
+
+The table is printed; with ``--out`` also written as ``<out>.md``, and ``<out>.json`` has the whole runs. With
+``--add`` the rows of ``<out>.json`` that a run does not measure are kept: a table can be made in parts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -24,23 +31,28 @@ import typer
 from bench_generate import (
     ADVERSARY,
     AUTO,
+    HEAD,
     Text,
     bundled_contestants,
     bundled_prompts,
+    head_of,
     random_contestants,
     synthetic_name,
 )
-from random_targets import random_prompts, random_target
+from random_targets import random_draft_of, random_head_of, random_prompts, random_target
 from rich.console import Console
 from text_table import format_markdown, format_table
 
-from specdec_ext import assets, benchmark
-from specdec_ext.benchmark import HF, HF_ASSISTED, HF_LOOKUP, PLAIN, Report
+from specdec_ext import HeadDrafter, assets, benchmark
+from specdec_ext.benchmark import HF, HF_ASSISTED, HF_LOOKUP, PLAIN, Contestant, Prompt, Report
+from specdec_ext.benchmark.speedup import Speedup, bootstrap
 from specdec_ext.breakdown import breakdown
 from specdec_ext.machine import machine_line
 
 HEADER = ("what", "dtype", "goal", "measured", "verdict")
 SYNTHETIC_LENGTH, SYNTHETIC_DEPTH = 3.5, 7
+NEVER_SLOWER = 0.97
+NGRAM, RANDOM_HEAD = "specdec n-gram", "specdec random head"
 TRAINING = Path(
     "build/bundled/head/tiny-python-head.training"
 )  # where `make head` keeps its record
@@ -51,10 +63,18 @@ class Part(str, Enum):
 
     speed = "speed"
     never_slower = "never-slower"
+    random_text = "random-text"
     synthetic = "synthetic"
     overhead = "overhead"
     memory = "memory"
     training = "training"
+
+
+class Model(str, Enum):
+    """Whose plain decoding no drafter may be slower than."""
+
+    bundled = "bundled"
+    small = "135m"
 
 
 @dataclass(frozen=True)
@@ -64,10 +84,11 @@ class Scale:
     prompts: int = 10
     tokens: int = 128
     repeats: int = 3
+    repetitions: int = 7  # of a race of all prompts
 
     @classmethod
     def quick(cls) -> Scale:
-        return cls(prompts=1, tokens=8, repeats=1)
+        return cls(prompts=1, tokens=8, repeats=1, repetitions=1)
 
 
 @dataclass(frozen=True)
@@ -154,12 +175,94 @@ def speed(pair: Pair, found: Measured) -> None:
     found.records += [each.record() for each in (greedy, sampled, batch)]
 
 
-def never_slower(pair: Pair, found: Measured) -> None:
-    python = pair.race([PLAIN, ADVERSARY])
-    found.at_least(python, "adversarial drafter, auto: to plain", ADVERSARY, PLAIN, 0.97)
+@dataclass
+class Race:
+    """Seconds of each contestant for all prompts, by repetition; entry i of all is of the same repetition."""
+
+    seconds: dict[str, list[float]]
+
+    @classmethod
+    def run(
+        cls, contestants: dict[str, Contestant], prompts: list[Prompt], repetitions: int
+    ) -> Race:
+        """Contestants take turns prompt by prompt, after a call of each that is not counted."""
+        names = list(contestants)
+        for contestant in contestants.values():
+            contestant(prompts[0])
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for turn in range(repetitions):
+            taken = dict.fromkeys(names, 0.0)
+            for prompt in prompts:
+                for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                    began = time.perf_counter()
+                    contestants[name](prompt)
+                    taken[name] += time.perf_counter() - began
+            for name in names:
+                seconds[name].append(taken[name])
+        return cls(seconds)
+
+    def speedup(self, name: str, to: str) -> Speedup:
+        ours, theirs = ([1 / taken for taken in self.seconds[each]] for each in (name, to))
+        return bootstrap(ours, theirs)
+
+    def fastest(self, names: list[str]) -> str:
+        return min(names, key=lambda name: statistics.median(self.seconds[name]))
+
+
+def drafters_of(
+    model: Model, dtype: str, batch: int, scale: Scale
+) -> tuple[list[Any], dict[str, Callable[[list[Prompt]], Contestant]], list[Prompt]]:
+    """The models whose texts must not end, makers of all contestants, and the prompts."""
+    kind, law = getattr(torch, dtype), benchmark.law(scale.tokens)
+    if model is Model.bundled:
+        target, draft = assets.load_target(kind), assets.load_draft(kind)
+        head = head_of(target)
+        makers = bundled_contestants(target, draft, law)
+        count = min(scale.prompts, 3)
+        vocab_size = target.config.vocab_size
+        prompts = bundled_prompts(Text.python, count * batch, batch, vocab_size)[:count]
+    else:
+        target, draft = random_target(model.value, kind), random_draft_of(model.value, kind)
+        head = random_head_of(model.value, kind)
+        makers = random_contestants(model.value, target, law, [], SYNTHETIC_DEPTH)
+        for name, drafter in (("lookahead",) * 2, ("suffix",) * 2, ("n-gram", "ngram")):
+            makers[f"specdec {name}"] = lambda _, drafter=drafter: benchmark.ours(
+                target, drafter, law
+            )
+        makers["specdec draft model"] = lambda _: benchmark.ours(target, draft, law)
+        prompts = random_prompts(target.config.vocab_size, batch, 64, 1)
+    makers[RANDOM_HEAD] = lambda _: benchmark.ours(target, HeadDrafter(head), law)
+    return [target, draft], makers, prompts
+
+
+def never_slower(model: Model, dtype: str, batch: int, scale: Scale, found: Measured) -> None:
+    """Every drafter to plain decoding, and of the bundled pair ``auto`` to the better of its parts."""
+    drafters = ["specdec lookahead", "specdec suffix", "specdec draft model", RANDOM_HEAD, NGRAM]
+    drafters += [ADVERSARY, *([HEAD, AUTO] if model is Model.bundled else [])]
+    models, makers, prompts = drafters_of(model, dtype, batch, scale)
+    with benchmark.endless(*models):
+        contestants = {name: makers[name](prompts) for name in (PLAIN, *drafters)}
+        race = Race.run(contestants, prompts, scale.repetitions)
+    pairs = [(name, PLAIN) for name in drafters]
+    if model is Model.bundled:
+        pairs.append((AUTO, race.fastest([NGRAM, HEAD])))
+    for name, to in pairs:
+        ratio = race.speedup(name, to)
+        ours, theirs = (each.removeprefix("specdec ") for each in (name, to))
+        what = f"{model.value}, batch {batch}: {ours} to "
+        what += "plain" if to == PLAIN else "the better of n-gram and head"
+        measured = str(ratio) if to == PLAIN else f"{ratio} ({theirs})"
+        met = ratio.value >= NEVER_SLOWER
+        found.rows.append(Row(what, dtype, f">= {NEVER_SLOWER:g}x", measured, met))
+    found.records.append(
+        {"never slower": model.value, "batch": batch, "dtype": dtype, "seconds": race.seconds}
+    )
+
+
+def random_text(pair: Pair, found: Measured) -> None:
     random = pair.race([PLAIN, AUTO], Text.random)
-    found.at_least(random, "random text, auto: to plain", AUTO, PLAIN, 0.97)
-    found.records += [each.record() for each in (python, random)]
+    found.at_least(random, "random text, auto: to plain", AUTO, PLAIN, NEVER_SLOWER)
+    found.records.append(random.record())
 
 
 def synthetic(dtype: str, scale: Scale, found: Measured, name: str = "135m") -> None:
@@ -233,16 +336,28 @@ def training(folder: Path, found: Measured) -> None:
 
 
 def measure(
-    parts: list[Part], dtypes: list[str], scale: Scale, folder: Path
+    parts: list[Part],
+    models: list[Model],
+    batches: list[int],
+    dtypes: list[str],
+    scale: Scale,
+    folder: Path,
 ) -> Iterator[tuple[str, Measured]]:
     """What was found after each part, and the part's name."""
     found = Measured()
     for dtype in dtypes:
         pair = Pair(dtype, scale)
-        for part, run in ((Part.speed, speed), (Part.never_slower, never_slower)):
-            if part in parts:
-                run(pair, found)
-                yield f"{part.value}, {dtype}", found
+        if Part.speed in parts:
+            speed(pair, found)
+            yield f"speed, {dtype}", found
+        if Part.never_slower in parts:
+            for model in models:
+                for batch in batches:
+                    never_slower(model, dtype, batch, scale, found)
+                    yield f"never-slower, {model.value}, batch {batch}, {dtype}", found
+        if Part.random_text in parts:
+            random_text(pair, found)
+            yield f"random-text, {dtype}", found
         if Part.overhead in parts:
             overhead(pair, found)
             yield f"overhead, {dtype}", found
@@ -260,16 +375,19 @@ def measure(
 def main(
     only: Annotated[list[Part], typer.Option(help="parts of the table; may be repeated")] = [],  # noqa: B006
     dtype: Annotated[list[str], typer.Option(help="may be repeated")] = ["float32", "bfloat16"],  # noqa: B006
+    model: Annotated[list[Model], typer.Option(help="of never-slower; may be repeated")] = [*Model],  # noqa: B006
+    batch: Annotated[list[int], typer.Option(help="of never-slower; may be repeated")] = [1, 4],  # noqa: B006
     training_folder: Annotated[
         Path, typer.Option(help="where the bundled head was trained")
     ] = TRAINING,
     quick: Annotated[bool, typer.Option(help="one prompt, few tokens: does it run?")] = False,
     out: Annotated[Path | None, typer.Option(help="write OUT.md and OUT.json")] = None,
+    add: Annotated[bool, typer.Option(help="keep what OUT.json has and this run hasn't")] = False,
 ) -> None:
     console = Console(highlight=False)
     scale = Scale.quick() if quick else Scale()
     found, shown = Measured(), 0
-    for part, found in measure(only or list(Part), dtype, scale, training_folder):
+    for part, found in measure(only or list(Part), model, batch, dtype, scale, training_folder):
         console.print(part, style="bold")
         for row in found.rows[shown:]:
             console.print("  " + " | ".join(row.cells), markup=False, soft_wrap=True)
@@ -279,20 +397,30 @@ def main(
     console.print(machine, format_table(HEADER, cells, left=HEADER), sep="\n", soft_wrap=True)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
+        file = out.with_suffix(".json")
+        rows, records = found.rows, found.records
+        if add and file.exists():
+            kept = json.loads(file.read_text())
+            measured = {(row.what, row.dtype) for row in rows}
+            old = [Row(**row) for row in kept["rows"]]
+            rows = [row for row in old if (row.what, row.dtype) not in measured] + rows
+            records = kept["records"] + records
+        cells = [row.cells for row in rows]
         out.with_suffix(".md").write_text(_markdown(machine, cells, quick))
         report = {
             "machine": machine,
             "scale": asdict(scale),
-            "rows": [asdict(row) for row in found.rows],
-            "records": found.records,
+            "rows": [asdict(row) for row in rows],
+            "records": records,
         }
-        out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+        file.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _markdown(machine: str, cells: list[tuple[str, ...]], quick: bool) -> str:
     notes = [
         "`python profiling/bench_goals.py`. The goals are for float32, of the 135M shape for bfloat16;",
-        "the other dtype is reported beside it. Intervals are 95 %, by bootstrap over prompts.",
+        "the other dtype is reported beside it. Intervals are 95 %, by bootstrap over prompts; of every",
+        "drafter to plain decoding over repetitions.",
         "*Synthetic acceptance*: random weights, prescribed acceptance; it shows what speculation costs,",
         "not how well anything guesses.",
     ]

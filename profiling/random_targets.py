@@ -60,6 +60,28 @@ def random_target(name: str, dtype: torch.dtype, seed: int = 0) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
+def random_draft_of(name: str, dtype: torch.dtype, seed: int = 1) -> Any:
+    """A draft model for it: two layers of a third of its width, the same vocabulary."""
+    kind, sizes, _ = SHAPES[name]
+    heads = sizes["num_key_value_heads"]
+    config = AutoConfig.for_model(
+        kind,
+        hidden_size=heads * (sizes["hidden_size"] // sizes["num_attention_heads"]),
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        intermediate_size=sizes["intermediate_size"] // 3,
+        vocab_size=sizes["vocab_size"],
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
 def random_head_of(name: str, dtype: torch.dtype, seed: int = 0) -> DraftHead:
     """An EAGLE-3 head of one layer of the target's width."""
     kind, sizes, draft_vocab = SHAPES[name]

@@ -8,7 +8,7 @@ import bench_memory
 import pytest
 import random_targets
 import torch
-from bench_goals import Measured, Part, Row, Scale
+from bench_goals import Measured, Model, Part, Race, Row, Scale
 from bench_memory import MIB, Bound, Peak
 from test_bench_generate import TINY
 
@@ -54,10 +54,49 @@ def test_the_synthetic_rows(monkeypatch):
 
 def test_a_run_writes_its_table(tmp_path):
     out = tmp_path / "goals"
-    bench_goals.main(only=[Part.training], dtype=[], training_folder=tmp_path, quick=True, out=out)
+    arguments = dict(only=[Part.training], dtype=[], training_folder=tmp_path, quick=True, out=out)
+    bench_goals.main(**arguments)
     record = json.loads(out.with_suffix(".json").read_text())
     assert record["rows"][0]["met"] is None and "history.jsonl" in record["rows"][0]["measured"]
     assert "numbers mean nothing" in out.with_suffix(".md").read_text()
+    # what is measured again replaces what was, the rest stays
+    other = {**record["rows"][0], "what": "of another run"}
+    record["rows"] = [other, {**record["rows"][0], "measured": "long ago"}]
+    out.with_suffix(".json").write_text(json.dumps(record))
+    bench_goals.main(**arguments, add=True)
+    rows = json.loads(out.with_suffix(".json").read_text())["rows"]
+    assert [row["what"] for row in rows] == ["of another run", record["rows"][1]["what"]]
+    assert "history.jsonl" in rows[1]["measured"]
+
+
+def test_a_race_pairs_repetitions():
+    """Entry i of every contestant is of repetition i; a slow repetition of both widens no interval."""
+    race = Race({PLAIN: [1.0, 3.0, 1.0], "ours": [0.5, 1.5, 0.5], "theirs": [2.0, 2.0, 2.0]})
+    ratio = race.speedup("ours", PLAIN)
+    assert (ratio.value, ratio.low, ratio.high) == (2.0, 2.0, 2.0)
+    assert race.fastest(["ours", "theirs"]) == "ours"
+    calls = []
+    contestants = {
+        name: lambda prompt, name=name: calls.append((name, prompt)) for name in (PLAIN, "ours")
+    }
+    race = Race.run(contestants, ["a", "b"], 2)
+    assert [len(seconds) for seconds in race.seconds.values()] == [2, 2]
+    timed = calls[2:]
+    assert [prompt for _, prompt in timed] == ["a", "a", "b", "b"] * 2
+    assert [name for name, _ in timed[::2]] == [PLAIN, PLAIN, "ours", "ours"]  # who begins
+
+
+def test_every_drafter_is_raced_with_plain_decoding(monkeypatch):
+    monkeypatch.setitem(random_targets.SHAPES, "135m", ("llama", TINY, 48))
+    found = Measured()
+    bench_goals.never_slower(Model.small, "float32", 2, Scale.quick(), found)
+    raced = [
+        row.what.removeprefix("135m, batch 2: ").removesuffix(" to plain") for row in found.rows
+    ]
+    assert raced == ["lookahead", "suffix", "draft model", "random head", "n-gram", "adversary"]
+    assert {row.goal for row in found.rows} == {">= 0.97x"}
+    seconds = found.records[0]["seconds"]
+    assert len(seconds) == 7 and all(len(each) == 1 for each in seconds.values())
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 #include "specdec/thread_team.h"
 
+#include <algorithm>
+#include <chrono>
 #include <thread>
 
 namespace specdec::cpu {
@@ -13,6 +15,7 @@ class Wait {
  public:
   void again() {
     if (++turns_ > kAwakeTurns) {
+      if (yielding_since_ == 0) yielding_since_ = nanoseconds_now();
       std::this_thread::yield();
       return;
     }
@@ -23,12 +26,36 @@ class Wait {
 #endif
   }
 
+  // Nanoseconds since it began to yield; 0 if it never did.
+  int64_t yielded() const { return yielding_since_ == 0 ? 0 : nanoseconds_now() - yielding_since_; }
+
  private:
   static constexpr int kAwakeTurns = 4096;
   int turns_ = 0;
+  int64_t yielding_since_ = 0;
 };
 
 }  // namespace
+
+Sharing sharing;
+
+int64_t nanoseconds_now() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
+void Sharing::report(int64_t waited, int64_t now) {
+  const int64_t pause = pause_.load(std::memory_order_relaxed);
+  if (waited > kLongWait) {
+    good_runs_.store(0, std::memory_order_relaxed);
+    pause_.store(std::min(2 * pause, kLastPause), std::memory_order_relaxed);
+    alone_until_.store(now + pause, std::memory_order_relaxed);
+  } else if (pause > kFirstPause &&
+             good_runs_.fetch_add(1, std::memory_order_relaxed) + 1 >= kGoodRuns) {
+    good_runs_.store(0, std::memory_order_relaxed);
+    pause_.store(std::max(pause / 2, kFirstPause), std::memory_order_relaxed);
+  }
+}
 
 void ThreadTeam::help() {
   Wait wait;
@@ -61,6 +88,7 @@ void ThreadTeam::loop(int64_t count, int64_t grain, ParallelFor::Body body, void
   }
   Wait wait;
   while (chunks_done_.load(std::memory_order_acquire) < chunks) wait.again();
+  waited_ += wait.yielded();
 }
 
 // False if none is left.

@@ -74,18 +74,27 @@ inline int64_t* int64_data(const Tensor& tensor) {
   return static_cast<int64_t*>(tensor.mutable_data_ptr());
 }
 
-// Loops on torch's thread pool.
+// Loops on torch's thread pool, or by the caller where others want the processors (`cpu::Sharing`).
 extern const ParallelFor kTorchParallelFor;
 
-// work(parallel_for), with the threads of torch's pool awake from its first loop to its last.
+// work(parallel_for), with the threads of torch's pool awake from its first loop to its last, unless
+// others want the processors (`cpu::Sharing`).
 template <typename F>
 void with_team(const F& work) {
   const int64_t threads = SPECDEC_TORCH_GET(uint32_t, torch_get_num_threads);
+  if (threads < 2 || cpu::sharing.is_alone(cpu::nanoseconds_now())) {
+    cpu::ThreadTeam(1).lead(work);
+    return;
+  }
   cpu::ThreadTeam team(threads);
+  int64_t led = 0;
   kTorchParallelFor(threads, 1, [&](int64_t begin, int64_t) {
     if (begin > 0) return team.help();
     team.lead(work);
+    led = cpu::nanoseconds_now();
   });
+  const int64_t now = cpu::nanoseconds_now();
+  cpu::sharing.report(team.waited() + now - led, now);
 }
 
 }  // namespace specdec::glue

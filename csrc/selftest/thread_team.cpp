@@ -66,9 +66,53 @@ void test_exception() {
   CHECK(is_caught);
 }
 
+// Without helpers after a long wait, for longer the more often that happens, and back again.
+void test_sharing() {
+  constexpr int64_t kMillisecond = 1'000'000;
+  cpu::Sharing sharing;
+  int64_t now = 5 * kMillisecond;
+  const auto pause = [&] {
+    sharing.report(2 * kMillisecond, now);
+    int64_t pause = 0;
+    while (sharing.is_alone(now)) now += kMillisecond, pause += kMillisecond;
+    return pause;
+  };
+  CHECK(!sharing.is_alone(now));
+  sharing.report(cpu::Sharing::kLongWait, now);
+  CHECK(!sharing.is_alone(now));
+  CHECK(pause() == cpu::Sharing::kFirstPause);
+  CHECK(pause() == 2 * cpu::Sharing::kFirstPause);
+  for (int i = 0; i < 10; ++i) CHECK(pause() <= cpu::Sharing::kLastPause);
+  CHECK(pause() == cpu::Sharing::kLastPause);
+  for (int i = 0; i < 6 * cpu::Sharing::kGoodRuns; ++i) sharing.report(0, now);
+  CHECK(pause() == cpu::Sharing::kFirstPause);
+}
+
+// What a leader waits for a member that does not come back from its chunk is counted.
+void test_waited() {
+  cpu::ThreadTeam team(2);
+  std::atomic<bool> is_there{false};
+  std::thread member([&] { team.help(); });
+  team.lead([&](const ParallelFor& parallel_for) {
+    const auto leader = std::this_thread::get_id();
+    parallel_for(2, 1, [&](int64_t, int64_t) {
+      if (std::this_thread::get_id() == leader) {
+        while (!is_there) std::this_thread::yield();
+      } else {
+        is_there = true;
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      }
+    });
+  });
+  member.join();
+  CHECK(team.waited() > 10'000'000);
+}
+
 }  // namespace
 
 void test_thread_team() {
+  test_sharing();
+  test_waited();
   test_team(1, 0);
   test_team(2, 1);
   test_team(3, 2);

@@ -2,7 +2,10 @@
 // microseconds, as long as such a loop itself; members of a team wait awake.
 //
 // Loops are cut into a chunk for each member, and who is free takes the next. So a member that the
-// system runs late, or never, is not waited for: the leader does its chunks.
+// system runs late, or never, is not waited for: the leader does its chunks. A member that the system
+// interrupts within a chunk is waited for, and so is one that comes too late to take any, when the pool
+// gathers its threads at the end: where other processes want the processors that is a time slice of
+// theirs, longer than a whole run of loops. `Sharing` notices, and runs are led alone for a while.
 #pragma once
 
 #include <atomic>
@@ -10,6 +13,34 @@
 #include "specdec/parallel.h"
 
 namespace specdec::cpu {
+
+// Whether the processors are shared with others, told by how long leaders wait for their helpers.
+//
+// A long wait is a strike: for a pause, which doubles from strike to strike, there are no helpers. What
+// a strike costs is so a small share of the time, and helpers are back soon after others are gone.
+// Runs without a long wait shorten the next pause again. Any thread may ask and report; a race between
+// two makes a pause a little too long or short. Times are of one clock, in nanoseconds.
+class Sharing {
+ public:
+  // Helpers that a processor has to be found for first may take tens of microseconds.
+  static constexpr int64_t kLongWait = 300'000;
+  static constexpr int64_t kFirstPause = 20'000'000, kLastPause = 1'000'000'000;
+  // Good runs in a row that halve the next pause.
+  static constexpr int64_t kGoodRuns = 32;
+
+  bool is_alone(int64_t now) const { return now < alone_until_.load(std::memory_order_relaxed); }
+  void report(int64_t waited, int64_t now);
+
+ private:
+  std::atomic<int64_t> alone_until_{0};
+  std::atomic<int64_t> pause_{kFirstPause};
+  std::atomic<int64_t> good_runs_{0};
+};
+
+// Of this process.
+extern Sharing sharing;
+// Of a clock that never goes back.
+int64_t nanoseconds_now();
 
 class ThreadTeam {
  public:
@@ -27,6 +58,10 @@ class ThreadTeam {
     } dismissal{is_over_};
     work(ParallelFor{run, this, kGrainDivisor});
   }
+
+  // Nanoseconds that the leader has waited for chunks of others, short waits aside. To be asked by
+  // the leader.
+  int64_t waited() const { return waited_; }
 
   // By every other member: takes part in the leader's loops until its work is over.
   void help();
@@ -52,6 +87,7 @@ class ThreadTeam {
   std::atomic<void*> context_{nullptr};
 
   const int64_t threads_;
+  int64_t waited_ = 0;
 };
 
 }  // namespace specdec::cpu
