@@ -20,7 +20,16 @@ from tiny import ScriptedDrafter, generated, oracle_chain, prompts, tiny_model
 import specdec_ext
 from specdec_ext import DraftModelDrafter, Speculation, SpeculationStats, TreeConfig
 from specdec_ext.acceptance import Acceptance, LearntAcceptance
-from specdec_ext.controller import MEMORIES, Memory, _memories, forget, judged, memory_of
+from specdec_ext.controller import (
+    MEMORIES,
+    Controller,
+    Ledger,
+    Memory,
+    _memories,
+    forget,
+    judged,
+    memory_of,
+)
 from specdec_ext.costs import Curve, VerifyCosts
 from specdec_ext.explain import Gain, Report
 from specdec_ext.policy import Policy
@@ -109,11 +118,132 @@ def test_probes_are_paid_from_a_share_of_the_time():
     world.run(drafter, 64)  # nothing was known: two drafts or three
     asked = len(drafter.asked)
     seconds = world.run(drafter, 1000).seconds["verify"]
-    # a start's credit of one and a half plain steps, and one percent of three seconds
-    assert 1 <= (len(drafter.asked) - asked) <= 1 + 0.01 * seconds / (30 * MS)
+    # a start's credit of one and a half plain steps, and half a percent of three seconds
+    assert len(drafter.asked) - asked <= 1 + 0.005 * seconds / (30 * MS)
+    asked = len(drafter.asked)
+    world.run(drafter, 20_000)
+    assert 2 <= len(drafter.asked) - asked <= 1 + 0.005 * 20_000 * 3 / 30
     asked = len(drafter.asked)
     world.run(drafter, 1000, Speculation(probing=0.0))
     assert len(drafter.asked) == asked
+
+
+class Hopeful(Controller):
+    """Expects all of every draft to be right, whatever it has seen."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._acceptance.ahead = lambda row, kind, depth, is_tree=False: [
+            *map(float, range(depth + 1))
+        ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "options"),
+    [
+        pytest.param(head_cost, CHAINS, id="head"),
+        pytest.param(lookup_cost, {}, id="lookup"),
+    ],
+)
+def test_what_drafts_have_gained_decides_whatever_was_expected_of_them(seconds, options):
+    """Expectations that are wrong for good cost what the ledger has at first, and then the price of tries."""
+    world = World(verify)
+    drafter = world.drafter(always(0.1), seconds, **options)
+
+    def call():
+        settings = Speculation(clock=world.clock)
+        return speed(world, drafter, policy=Hopeful(settings, drafter, world.model))
+
+    assert call() > 0.87
+    assert min(call() for _ in range(4)) > 0.965
+    assert memory_of(world.model, drafter).ledger.balance <= 2
+    assert speed(world, drafter, policy=Policy(drafter)) < 0.8  # so there was something to lose
+
+
+def test_drafts_that_begin_to_pay_fill_an_empty_ledger():
+    world = World(verify)
+    good = world.drafter(always(0.9), head_cost, **CHAINS)
+    memory = memory_of(world.model, good)
+    memory.ledger.balance = -2.0
+    for _ in range(4):
+        world.run(good, 128)
+    assert memory.ledger.pays
+    assert speed(world, good) > 1.5
+
+
+def test_a_single_step_costs_the_ledger_little():
+    """It may have been interrupted: a second of another process says nothing of drafts."""
+    ledger = Ledger()
+    before = ledger.balance
+    ledger.add(-1000.0)
+    assert before - ledger.balance == 2
+    for _ in range(100):
+        ledger.add(5.0)
+    assert ledger.balance == before  # gains of long ago pay for no more than that
+
+
+def test_only_plain_steps_behind_plain_steps_are_a_reference():
+    """The first plain step behind a wider pass takes longer; plain decoding is made of the others."""
+    last = [1]
+
+    def verify_after(rows, nodes):
+        slow = 1.5 if nodes == 1 and last[0] > 1 else 1.0
+        last[0] = nodes
+        return slow * verify(rows, nodes)
+
+    world = World(verify_after, noise=lambda rng: 1.0)
+    drafter = world.drafter(always(0.9), head_cost, **CHAINS)
+    stats = world.run(drafter, 2000)
+    assert stats.shapes["plain"] > 10
+    times = memory_of(world.model, drafter).verify.curve(1, 400)._times[1]
+    assert list(times) == pytest.approx([3 * MS] * len(times))
+
+
+@pytest.mark.parametrize("drafter", ["head", "lookup"])
+def test_a_call_whose_first_draft_is_dear_is_not_given_it_for_a_few_tokens(drafter):
+    """The prompt is read then: worth it for a long text, not for a short one."""
+    world = World(verify)
+    first = [True]
+
+    def cost(depth):
+        cost = head_cost(depth) + (60 * MS if first[0] else 0)
+        first[0] = False
+        return cost
+
+    drafter = world.drafter(always(0.9), cost, **CHAINS)
+
+    def call(tokens):
+        first[0] = True
+        return speed(world, drafter, tokens)
+
+    for _ in range(3):
+        call(400)
+    assert fmean(call(400) for _ in range(3)) > 1.3
+    assert fmean(call(16) for _ in range(6)) > 0.9
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_clock_will_do(seed):
+    """Stopped, jumping, from 0 or from the end of time: no exception, and every token comes."""
+    world = World(lambda rows, nodes: 0.0, rows=3, seed=seed)
+    rng = random.Random(seed)
+    jumps = [0.0, 0.0, 1e-9, 1e-3, 1.0, 1e9, 1e100]
+
+    class Odd:
+        now = rng.choice([0.0, -1e9, 1e12])
+
+        def __call__(self):
+            self.now += rng.choice(jumps[: 2 + seed])
+            return self.now
+
+    for options in (CHAINS, {}):
+        for rest in (True, False):
+            drafter = world.drafter(always(rng.random()), lambda depth: 0.0, **options)
+            settings = Speculation(clock=Odd(), may_rest=rest)
+            policy = Controller(settings, drafter, world.model)
+            stats = world.run(drafter, 100, policy=policy, lengths=[100, 60, 5])
+            assert stats.emitted_tokens == 99 + 59 + 4
+            assert stats.explain()
 
 
 # --- near the best
@@ -302,6 +432,11 @@ def test_judged_by_the_text():
     #     root -> 1 -> 2, root -> 7 -> 8; the last node is inactive
     tree = [5, 1, 7, 2, 8, 0], [-1, 0, 0, 1, 2, -2]
     assert judged(*tree, [7, 8, 4]) == (2, False)
+    #     root -> 1 -> 2 -> 3, root -> 7: the text goes on where the short branch ends, the proposal does not
+    uneven = [5, 1, 7, 2, 3], [-1, 0, 0, 1, 3]
+    assert judged(*uneven, [7, 9]) == (1, True)
+    assert judged(*uneven, [7]) == (1, False)  # dropped: nobody knows
+    assert judged(*uneven, [1, 2, 3, 4]) == (3, False)
     assert judged(*tree, [7, 2]) == (1, True)
     assert judged(*tree, [2]) == (0, True)
 

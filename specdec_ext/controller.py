@@ -372,7 +372,8 @@ class Controller(Policy):
                 option = min(offered, key=lambda each: each.seconds)
             seconds = self._plain + option.seconds + option.once
             lost = seconds - (rows + option.tokens) / self._price
-            lacking = min(lost, MOST_CREDIT * self._plain) - self._credit()
+            # What promises a gain needs no debt, either: it may have promised it before.
+            lacking = min(max(lost, 0.0), MOST_CREDIT * self._plain) - self._credit()
             if lacking <= 0:
                 self._probing = True
                 self._stats.probes += 1

@@ -35,7 +35,7 @@ class Speculation:
     shapes: Sequence[TreeConfig] | None = None
     max_nodes: int | None = None
     may_rest: bool = True
-    probing: float = 0.01
+    probing: float = 0.005
     hysteresis: float = 0.02
     clock: Callable[[], float] = time.perf_counter
 
