@@ -199,8 +199,7 @@ def test_only_plain_steps_behind_plain_steps_are_a_reference():
     assert list(times) == pytest.approx([3 * MS] * len(times))
 
 
-@pytest.mark.parametrize("drafter", ["head", "lookup"])
-def test_a_call_whose_first_draft_is_dear_is_not_given_it_for_a_few_tokens(drafter):
+def test_a_call_whose_first_draft_is_dear_is_not_given_it_for_a_few_tokens():
     """The prompt is read then: worth it for a long text, not for a short one."""
     world = World(verify)
     first = [True]

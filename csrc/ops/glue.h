@@ -77,8 +77,8 @@ inline int64_t* int64_data(const Tensor& tensor) {
 // Loops on torch's thread pool, or by the caller where others want the processors (`cpu::Sharing`).
 extern const ParallelFor kTorchParallelFor;
 
-// work(parallel_for), with the threads of torch's pool awake from its first loop to its last, unless
-// others want the processors (`cpu::Sharing`).
+// work(parallel_for), with the threads of torch's pool awake from its first loop to its last,
+// unless others want the processors (`cpu::Sharing`).
 template <typename F>
 void with_team(const F& work) {
   const int64_t threads = SPECDEC_TORCH_GET(uint32_t, torch_get_num_threads);

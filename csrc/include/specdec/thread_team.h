@@ -2,10 +2,11 @@
 // microseconds, as long as such a loop itself; members of a team wait awake.
 //
 // Loops are cut into a chunk for each member, and who is free takes the next. So a member that the
-// system runs late, or never, is not waited for: the leader does its chunks. A member that the system
-// interrupts within a chunk is waited for, and so is one that comes too late to take any, when the pool
-// gathers its threads at the end: where other processes want the processors that is a time slice of
-// theirs, longer than a whole run of loops. `Sharing` notices, and runs are led alone for a while.
+// system runs late, or never, is not waited for: the leader does its chunks. A member that the
+// system interrupts within a chunk is waited for, and so is one that comes too late to take any,
+// when the pool gathers its threads at the end: where other processes want the processors that is a
+// time slice of theirs, longer than a whole run of loops. `Sharing` notices, and runs are led alone
+// for a while.
 #pragma once
 
 #include <atomic>
@@ -16,10 +17,11 @@ namespace specdec::cpu {
 
 // Whether the processors are shared with others, told by how long leaders wait for their helpers.
 //
-// A long wait is a strike: for a pause, which doubles from strike to strike, there are no helpers. What
-// a strike costs is so a small share of the time, and helpers are back soon after others are gone.
-// Runs without a long wait shorten the next pause again. Any thread may ask and report; a race between
-// two makes a pause a little too long or short. Times are of one clock, in nanoseconds.
+// A long wait is a strike: for a pause, which doubles from strike to strike, there are no helpers.
+// What a strike costs is so a small share of the time, and helpers are back soon after others are
+// gone. Runs without a long wait shorten the next pause again. Any thread may ask and report; a
+// race between two makes a pause a little too long or short. Times are of one clock, in
+// nanoseconds.
 class Sharing {
  public:
   // Helpers that a processor has to be found for first may take tens of microseconds.
