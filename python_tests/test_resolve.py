@@ -22,7 +22,7 @@ from specdec_ext.cli.bench import bench
 from specdec_ext.cli.check import check
 from specdec_ext.cli.demo import demo
 from specdec_ext.cli.generate import generate
-from specdec_ext.drafters import resolve, resolve_drafter
+from specdec_ext.drafters import draft_model, resolve, resolve_drafter
 from specdec_ext.drafters.combined import CombinedDrafter
 from specdec_ext.drafters.head import HeadDrafter
 from specdec_ext.drafters.vocabulary import SharedVocabulary
@@ -108,16 +108,22 @@ def test_a_draft_models_folder_is_read_once_until_it_is_written_again(draft_fold
     assert len(loads) == 2
 
 
-def test_the_tokenizers_of_both_folders_are_compared(target, draft_folder):
+def test_the_tokenizers_of_both_folders_are_compared(target, draft_folder, monkeypatch):
     """Of the same model under another vocabulary only tokens that both have are drafted."""
-    same = resolve_drafter(draft_folder, target)
-    assert type(same._match_vocabularies(target)).__name__ == "Vocabulary"
+    found, match = [], draft_model.match_vocabularies
+
+    def noticed(*given):
+        found.append(match(*given))
+        return found[-1]
+
+    monkeypatch.setattr(draft_model, "match_vocabularies", noticed)
+    plain = completed(target, draft_folder)
     content = json.loads((draft_folder / "tokenizer.json").read_text("utf-8"))
     ids = content["model"]["vocab"]
     ids["def"], ids["Ġdef"] = ids["Ġdef"], ids["def"]
     (draft_folder / "tokenizer.json").write_text(json.dumps(content), "utf-8")
-    other = resolve_drafter(draft_folder, target)
-    assert isinstance(other._match_vocabularies(target), SharedVocabulary)
+    assert torch.equal(completed(target, draft_folder).sequences, plain.sequences)
+    assert [isinstance(each, SharedVocabulary) for each in found] == [False, True]
 
 
 def test_the_callers_tokenizer_stands_above_the_targets_folder(draft_folder):

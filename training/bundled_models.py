@@ -380,6 +380,7 @@ def export(
     model = model.to(torch.bfloat16)
     if kind == "target":
         model.config.specdec_ext_draft = "bundled"  # training/bundled_head.py
+        model.config.specdec_ext_draft_model = "bundled"
     folder = assets / ASSET_NAMES[kind]
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
