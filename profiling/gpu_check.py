@@ -1,4 +1,4 @@
-"""Everything that only a GPU can show, in one run of under nine minutes: ``make gpu-check``.
+"""Everything that only a GPU can show, in one run of under ten minutes: ``make gpu-check``.
 
     python3 profiling/gpu_check.py               # writes profiling/results/gpu_check_<card>.json and .md
     python3 profiling/gpu_check.py --dry-run     # anywhere: prints the plan
@@ -29,11 +29,11 @@ from gpu_steps import BUILD, RESULTS, ROOT, Failed, Step, plan, read_last_line
 from text_table import format_markdown, format_table
 
 MODULES = (
-    "numpy", "setuptools", "ninja", "pytest", "safetensors", "transformers", "cupy",
+    "numpy", "nvtx", "setuptools", "ninja", "pytest", "safetensors", "transformers", "cupy",
     "triton",
 )  # fmt: skip
 PROGRAMS = ("nvcc", "c++", "compute-sanitizer", "sha256sum")
-LIMIT = 540  # seconds
+LIMIT = 600  # seconds
 TAIL = 4000  # characters of a failed step's output that the report keeps
 
 

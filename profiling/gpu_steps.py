@@ -47,7 +47,7 @@ class Step:
 
 
 def read_checks(output: str) -> str:
-    """The PASS and FAIL lines of op_checks.py."""
+    """The PASS and FAIL lines of op_checks.py and generate_checks.py."""
     verdicts = Counter(re.findall(r"^(PASS|FAIL)\b", output, re.MULTILINE))
     if verdicts["FAIL"]:
         lines = [line for line in output.splitlines() if line.startswith("FAIL")]
@@ -134,6 +134,7 @@ def plan(card: str, capability: str) -> list[Step]:
         Step("kernel report", 40, report, read_last_line, environment=on_card),
         device_tests("op tests", 70, op_test_files()),
         device_tests("draft head tests", 60, draft_head_test_files()),
+        Step("generate", 60, script("generation/generate_checks.py"), read_checks, "build"),
         Step("repeats", 20, script("op_checks.py", "repeat"), read_checks, "build"),
         Step("graph replay", 15, script("op_checks.py", "replay"), read_checks, "build"),
         planted_bugs(15),

@@ -1,0 +1,129 @@
+"""``generate`` on a device: every kind of drafter gives the text that the model alone gives.
+
+    python profiling/generation/generate_checks.py                     # on CUDA, as `make gpu-check` does
+    python profiling/generation/generate_checks.py --device cpu --dtype float32
+
+The bundled target, greedy and sampled, one row and a ragged batch, in float32, bfloat16 and float16. Greedy
+text is compared with ``model.generate``, and every text with ``drafter=None``: token for token in float32.
+In 16 bits texts may part where two tokens are a near-tie: all logits up to there, and those that parted, are
+the same but for rounding. A drafter of which nothing was accepted has shown nothing, and fails.
+
+Prints PASS or FAIL and the case per line; exits with 1 if any failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+import specdec_ext  # noqa: E402
+from specdec_ext import DraftModelDrafter, HeadDrafter, NgramDrafter, assets  # noqa: E402
+from specdec_ext.tree_config import TreeConfig  # noqa: E402
+
+# Largest difference of a logit that rounding explains, as a share of the largest logit.
+ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.01}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ROUNDING}
+PROMPTS = (
+    "def read(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef read_all(paths):\n",
+    "import os\n\n\nclass Node:\n    def __init__(self, value):\n",
+    "for index in range(10):\n",
+)
+BATCHES = {"1 row": PROMPTS[:1], "ragged": PROMPTS}
+TEXTS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "seed": 1},
+}
+Run = tuple[Tensor, Tensor]  # tokens [rows, new] and raw logits [rows, new, vocab]
+
+
+def why_different(ours: Run, law: Run, dtype: torch.dtype) -> str | None:
+    """Why the first run is not the second, or None."""
+    for row, (tokens, expected) in enumerate(zip(ours[0].tolist(), law[0].tolist(), strict=True)):
+        pairs = zip(tokens, expected, strict=True)
+        parts = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if parts is not None and dtype == torch.float32:
+            return f"row {row} has token {tokens[parts]} in place {parts}, not {expected[parts]}"
+        end = len(tokens) if parts is None else parts + 1
+        mine, theirs = ours[1][row, :end].float(), law[1][row, :end].float()
+        delta, bound = (
+            float((mine - theirs).abs().max()),
+            ROUNDING[dtype] * float(theirs.abs().max()),
+        )
+        if not delta <= bound:
+            return f"a logit of row {row} differs by {delta:.2g}; rounding explains {bound:.2g}"
+    return None
+
+
+def new_of(output: Any) -> Run:
+    logits = torch.stack(output.logits, dim=1)
+    return output.sequences[:, -logits.shape[1] :], logits
+
+
+def drafters_of(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    head = assets.load_head()
+    draft: Any = assets.load_draft(dtype)
+    return {
+        "ngram": NgramDrafter(min_ngram=1, num_branches=2),
+        "head, a chain": HeadDrafter(head, TreeConfig(depth=4)),
+        "head, a tree": HeadDrafter(head, TreeConfig(depth=4, top_k=4, num_nodes=16)),
+        "draft model": DraftModelDrafter(draft.to(device)),
+    }
+
+
+def checks(
+    dtype: torch.dtype, device: torch.device, new_tokens: int
+) -> Iterator[tuple[str, str | None]]:
+    """Names of cases, and why each fails or None."""
+    model: Any = assets.load_target(dtype).to(device)
+    tokenizer, drafters = assets.load_tokenizer(), drafters_of(dtype, device)
+    limits = {"max_new_tokens": new_tokens, "eos_token_id": None}
+    recorded = {"return_dict_in_generate": True, "output_logits": True}
+    for (batch, prompts), (text, kwargs) in product(BATCHES.items(), TEXTS.items()):
+        inputs = tokenizer(list(prompts), return_tensors="pt", padding=True).to(device)
+        given = {**inputs, **limits, **kwargs}
+        plain = new_of(specdec_ext.generate(model, **given, **recorded, drafter=None))
+        name = f"{text}, {batch}, {str(dtype).removeprefix('torch.')}"
+        if text == "greedy":
+            law = new_of(model.generate(**given, **recorded))
+            yield f"no drafter, {name}", why_different(plain, law, dtype)
+        for drafter_name, drafter in drafters.items():
+            how = {"drafter": drafter, "speculation": "fixed"}
+            output: Any = specdec_ext.generate(model, **given, **recorded, **how)
+            ours = new_of(output)
+            why = why_different(ours, plain, dtype)
+            if why is None and not output.speculation.accepted_tokens:
+                why = "no draft was accepted"
+            # Nothing is recorded in a usual call, which takes another way through the verification.
+            usual = specdec_ext.generate(model, **given, **how)[:, -new_tokens:]
+            if why is None and not torch.equal(usual, ours[0]):
+                why = "the text is another one if logits are recorded"
+            yield f"{drafter_name}, {name}", why
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--new-tokens", type=int, default=24)
+    options = parser.parse_args(arguments)
+    passed = True
+    for name in options.dtype:
+        cases = checks(DTYPES[name], torch.device(options.device), options.new_tokens)
+        for case, why in cases:
+            print(f"{'PASS' if why is None else f'FAIL ({why})'} generate {case}", flush=True)
+            passed &= why is None
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
