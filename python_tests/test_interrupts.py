@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_at_every_instruction(name, stride):
 
 
 class Storm:
-    """A signal whose handler raises, as those of Ctrl-C and of timeouts do, until it is over.
+    """A signal whose handler raises, as those of Ctrl-C and of timeouts do, but inside ``generate`` alone.
 
     Args:
         delay: seconds until the first.
@@ -162,12 +163,14 @@ class Storm:
         self.raised = 0
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        self.raised += 1
-        raise KeyboardInterrupt
+        while frame is not None:
+            if frame.f_code is specdec_ext.generate.__code__:
+                self.raised += 1
+                raise KeyboardInterrupt
+            frame = frame.f_back
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """The handler that was there before comes back; what is raised inside ends inside."""
         before = signal.signal(signal.SIGALRM, self._raise)
         try:
             signal.setitimer(signal.ITIMER_REAL, self.delay, self.interval)
@@ -175,13 +178,8 @@ class Storm:
         except KeyboardInterrupt:
             pass
         finally:
-            while True:
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                    signal.signal(signal.SIGALRM, before)
-                    break
-                except KeyboardInterrupt:
-                    continue
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
 
 def seconds_of(function: Callable[[], Any]) -> float:
@@ -213,6 +211,35 @@ def test_storm(name, count):
             assert at.is_exact()
     assert raised > count / 2
     assert at.is_exact()
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gemma2", "falcon_h1"])
+def test_a_filled_cache_is_as_it_was_or_empty(name, count):
+    """The second turn of a dialogue, interrupted: the caller can tell what became of the first."""
+    at, rng = case(name), random.Random(name)
+    longer = torch.cat([at.text, at.ids[:, -2:]], dim=1)
+    mask = torch.cat([at.kwargs["attention_mask"], torch.ones(2, NEW_TOKENS + 2).long()], dim=1)
+    second = {**at.kwargs, "attention_mask": mask}
+    expected = at.model.generate(longer, **second)
+
+    def turn(cache: DynamicCache | None) -> torch.Tensor:
+        return specdec_ext.generate(at.model, longer, past_key_values=cache, **second)
+
+    span, seen = seconds_of(lambda: turn(None)), set()
+    for _ in range(count):
+        cache = DynamicCache(config=at.model.config)
+        at.generate(past_key_values=cache)
+        held = cache.get_seq_length()
+        storm = Storm(rng.uniform(1e-4, 0.6 * span))
+        with storm.around():
+            turn(cache)
+        if not storm.raised:
+            continue
+        seen.add(cache.get_seq_length())
+        assert seen <= {0, held}
+        assert torch.equal(turn(cache), expected)
+    assert seen
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(300, marks=pytest.mark.slow)])
@@ -295,3 +322,15 @@ def test_what_cannot_be_undone_is_an_error():
 
     with pytest.raises(ZeroDivisionError):
         call()
+
+
+def test_one_place_enters_inference_mode():
+    """torch's own leaves it when its object is destroyed, after the mode of gradients was put right."""
+    root = Path(specdec_ext.__file__).parent
+    sources = [
+        *(root / "target").rglob("*.py"),
+        *(root / "drafters").rglob("*.py"),
+        *root.glob("*.py"),
+    ]
+    naming = [path.name for path in sources if "torch.inference_mode(" in path.read_text()]
+    assert len(sources) > 60 and naming == ["changes.py"]

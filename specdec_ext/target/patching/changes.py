@@ -116,9 +116,7 @@ def transactional(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        while _left_behind:
-            _undo(_left_behind[-1])
-            _left_behind.pop()
+        _sweep()
         changes = Changes()
         try:
             try:
@@ -195,6 +193,12 @@ def _undo(journal: list[Undo], depth: int = 0) -> None:
                 journal.pop()
     if interrupt is not None:
         raise interrupt
+
+
+def _sweep() -> None:
+    with suppress(IndexError):  # all done, perhaps by another thread
+        while True:
+            _undo(_left_behind.pop())
 
 
 def _leave(manager: AbstractContextManager[None]) -> None:
