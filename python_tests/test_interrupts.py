@@ -8,6 +8,7 @@ them, and so meets every moment for certain; the other sends signals at random t
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import random
 import signal
@@ -26,7 +27,7 @@ from checkpoint_cases import random_head
 from tiny import ScriptedDrafter, generated, oracle_tree
 from torch.autograd import grad_mode
 from traces import traces
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaForCausalLM
 
 import specdec_ext
 from specdec_ext import HeadDrafter, generation
@@ -278,6 +279,25 @@ def test_another_thread_is_not_disturbed():
     assert at.is_exact()
 
 
+class Late(LlamaForCausalLM):
+    """Interrupted when the loop has ended and ``generate`` has not."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        super().generate(*args, **kwargs)
+        raise KeyboardInterrupt
+
+
+def test_interrupted_behind_the_loop():
+    """The text is lost, so its cache is no use to anybody."""
+    at = case("llama")
+    model = copy.copy(at.model)
+    model.__class__ = Late
+    cache = DynamicCache(config=model.config)
+    with pytest.raises(KeyboardInterrupt):
+        specdec_ext.generate(model, at.ids, past_key_values=cache, drafter="ngram", **at.kwargs)
+    assert cache.get_seq_length() == 0
+
+
 # --- the parts
 
 
@@ -310,6 +330,18 @@ def test_undone_although_interrupted():
     with pytest.raises(KeyboardInterrupt):
         call()
     assert place == {"forward": 1} and len(attempts) == 5
+
+
+def test_modes_of_gradients_are_put_right():
+    """What an interrupt of ``torch.no_grad`` leaves, in transformers' code or in ours."""
+
+    @changes.transactional
+    def call() -> None:
+        torch.set_grad_enabled(False)
+
+    with torch.enable_grad():
+        call()
+        assert torch.is_grad_enabled()
 
 
 def test_what_cannot_be_undone_is_an_error():

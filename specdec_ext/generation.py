@@ -8,6 +8,7 @@ tokenizer, stop_strings, assistant_model); ``generate`` carries them past it in 
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -144,6 +145,8 @@ def generate(
         stop_strings=_take_stop_strings(kwargs, model.generation_config),
         synced_gpus=synced_gpus,
     )
+    # As a part of this call's changes: those of a transaction of its own would be settled when it returns.
+    hook = inspect.unwrap(hook)
     with torch.no_grad():
         return generate_through(model, inputs, hook, kwargs)
 
