@@ -4,6 +4,9 @@
 #ifdef SPECDEC_X86
 #include <immintrin.h>
 
+// GCC 12 warns about its own intrinsics (bug 105593).
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+
 #define SPECDEC_TILES_TARGET SPECDEC_TARGET_AVX512
 
 namespace specdec::cpu {

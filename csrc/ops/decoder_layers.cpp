@@ -60,9 +60,8 @@ class Weights {
     const Tensor& tensor = tensors_[index];
     const bool fits = tensor.dim() == 2 && tensor.size(0) == outs && tensor.size(1) == ins &&
                       (ins == 1 || tensor.stride(1) == 1);
-    check(index, fits,
-          "[" + std::to_string(outs) + ", " + std::to_string(ins) +
-              "] with a contiguous last dimension");
+    const int64_t shape[] = {outs, ins};
+    check(index, fits, describe_numbers(shape) + " with a contiguous last dimension");
     return {tensor.const_data_ptr(), tensor.stride(0), vector(index + 1, outs, true), outs};
   }
 
