@@ -31,7 +31,7 @@ struct AttentionTile {
   static constexpr int kDim = kDimensions;
   static constexpr bool kIsFloat = sizeof(T) == 4;
   static constexpr int kChunk = 16 / sizeof(T);  // elements of a 16-byte copy
-  static constexpr int kKeys = kDim > 128 ? 16 : 32;
+  static constexpr int kKeys = kDim <= 128 ? 32 : kIsFloat ? 8 : 16;
   static constexpr int kStride = kDim + kChunk;
   static constexpr int kElements = kKeys * kStride;  // of keys, and of values
   static constexpr int kKeyBlocks = kKeys / 8;
@@ -239,6 +239,7 @@ __device__ __forceinline__ void finish_scores(float scale, float softcap, const 
 template <class Tile>
 __device__ __forceinline__ void update_softmax(float (&scores)[Tile::kKeyBlocks][4],
                                                AttentionState<Tile>& state) {
+  float factors[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {  // rows lane / 4 and lane / 4 + 8
     float maximum = state.maximum[half];
@@ -250,7 +251,7 @@ __device__ __forceinline__ void update_softmax(float (&scores)[Tile::kKeyBlocks]
     maximum = larger(shuffle_xor(maximum, 1), maximum);
     maximum = larger(shuffle_xor(maximum, 2), maximum);
     const float shift = finite_shift(maximum);
-    const float factor = softmax_weight<Tile>(state.maximum[half], shift);
+    factors[half] = softmax_weight<Tile>(state.maximum[half], shift);
     float sum = 0;
 #pragma unroll
     for (int block = 0; block < Tile::kKeyBlocks; ++block) {
@@ -264,11 +265,14 @@ __device__ __forceinline__ void update_softmax(float (&scores)[Tile::kKeyBlocks]
     sum = exact_add(sum, shuffle_xor(sum, 1));
     sum = exact_add(sum, shuffle_xor(sum, 2));
     state.maximum[half] = maximum;
-    state.sum[half] = exact_fma(state.sum[half], factor, sum);
+    state.sum[half] = exact_fma(state.sum[half], factors[half], sum);
+  }
+  // Behind the branches of the exponentials: ptxas keeps a copy of what is written between them.
 #pragma unroll
-    for (int dim = 0; dim < Tile::kDimBlocks; ++dim) {
-      state.values[dim][2 * half] = exact_mul(state.values[dim][2 * half], factor);
-      state.values[dim][2 * half + 1] = exact_mul(state.values[dim][2 * half + 1], factor);
+  for (int dim = 0; dim < Tile::kDimBlocks; ++dim) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      state.values[dim][i] = exact_mul(state.values[dim][i], factors[i / 2]);
     }
   }
 }
