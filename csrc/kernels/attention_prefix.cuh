@@ -76,11 +76,13 @@ __global__ void __launch_bounds__(PrefixShape<Tile>::kThreads, 2)
   };
 
   // What this block does: the last splits, which may be the longest, first.
-  const int64_t row_blocks = (partials.query_rows + kRows - 1) / kRows;
-  const int64_t row_and_head = blockIdx.x / row_blocks;
-  const int64_t row = row_and_head / params.kv_heads, kv_head = row_and_head % params.kv_heads;
-  const int64_t first_row = blockIdx.x % row_blocks * kRows;
-  const int64_t split = gridDim.y - 1 - blockIdx.y;
+  // In 32 bits, because the accumulators need the registers: a grid has fewer than 2^31 blocks.
+  const unsigned row_blocks = static_cast<unsigned>((partials.query_rows + kRows - 1) / kRows);
+  const unsigned kv_heads = static_cast<unsigned>(params.kv_heads);
+  const unsigned row_and_head = blockIdx.x / row_blocks;
+  const unsigned row = row_and_head / kv_heads, kv_head = row_and_head % kv_heads;
+  const int first_row = static_cast<int>(blockIdx.x % row_blocks) * kRows;
+  const unsigned split = gridDim.y - 1 - blockIdx.y;
   const RowPlan plan(params, row, Tile::kKeys);
   const int64_t begin = plan.walk_begin(plan.first_split + split, Tile::kKeys);
   const int num_tiles =
@@ -89,11 +91,12 @@ __global__ void __launch_bounds__(PrefixShape<Tile>::kThreads, 2)
 
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int64_t start = params.prefix_starts[row] + begin;
+  const int first_seen = static_cast<int>(max(plan.first_seen - begin, int64_t{0}));
   const auto copy = [&](int tile) {
     if (tile < num_tiles) {
       copy_tile<Tile>(params, row, kv_head, keys(tile), values(tile), [&](int key) {
         const int place = tile * Tile::kKeys + key;
-        return begin + place < plan.first_seen ? -1 : start + place;
+        return place < first_seen ? -1 : start + place;
       });
     }
     cp_async_commit();
@@ -101,7 +104,7 @@ __global__ void __launch_bounds__(PrefixShape<Tile>::kThreads, 2)
   copy_queries<Tile>(params, row, kv_head, first_row, partials.query_rows, kRows, queries);
   for (int tile = 0; tile < Shape::kStages - 1; ++tile) copy(tile);
 
-  const int64_t warp_row = first_row + warp * kWarpRows;
+  const int warp_row = first_row + warp * kWarpRows;
   for (int i = threadIdx.x; i < kRows; i += blockDim.x) {
     int64_t hidden = 0;
     if (params.window > 0 && first_row + i < partials.query_rows) {
