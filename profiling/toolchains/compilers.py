@@ -1,8 +1,8 @@
 """CUDA compilers from the package index.
 
-The index has ptxas alone of CUDA 12 (``nvidia-cuda-nvcc-cu12``) and all of nvcc of CUDA 13 (``nvidia-cuda-nvcc``
-and what it names). A ptxas of CUDA 12 is given the PTX of the newest nvcc, whose ``.version`` line is set to
-the version that this ptxas reads: a feature that it does not have is an error.
+The index has ptxas alone of CUDA 12 (``nvidia-cuda-nvcc-cu12``), and all of nvcc of CUDA 13
+(``nvidia-cuda-nvcc`` and what it names). A ptxas of CUDA 12 is given the PTX of an nvcc 13, whose
+``.version`` line is set to the version that this ptxas reads: a feature that it does not have is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 # CUDA release -> the PTX version that its ptxas reads, as the PTX manual's release notes have it.
 PTX_VERSIONS = {"12.4": "8.4", "12.6": "8.5", "12.8": "8.7", "12.9": "8.8"}
 PTXAS_RELEASES = ("12.4.131", "12.6.85", "12.8.93", "12.9.86")
-NVCC_RELEASES = ("13.0.88", "13.5.37")
+# nvcc -> the release of its C++ headers, which have numbers of their own from 13.3 on.
+NVCC_RELEASES = {"13.0.88": "13.0.*", "13.5.37": "13.3.5.0.6"}
 DISASSEMBLER_RELEASE = "13.5.37"
 
 
@@ -91,11 +92,12 @@ def install_ptxas(folder: Path, release: str) -> Compiler:
 def install_nvcc(folder: Path, release: str) -> Compiler:
     """All that ``nvcc -cubin`` needs: front end, optimiser, assembler and headers of one release."""
     minor = release.rpartition(".")[0]
-    parts = ("nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
+    parts = ("nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-runtime")
     place = installed(
         folder / f"nvcc-{release}",
         f"nvidia-cuda-nvcc=={release}",
         *(f"{part}=={minor}.*" for part in parts),
+        f"nvidia-cuda-cccl=={NVCC_RELEASES[release]}",
     )
     nvcc = program(place, "nvcc")
     for path in (*nvcc.parent.iterdir(), *place.rglob("cicc")):

@@ -3,27 +3,23 @@
 Each rule is about something that neither the emulator nor PTX can show, because ptxas decides it:
 
 - ``local memory``: no LDL and no STL. Registers were spilled, or an array got an address.
-- ``constant load``: no LDG.CONSTANT in a kernel whose blocks wait for each other (one with a GPU-scope fence).
+- ``constant load``: no LDG.CONSTANT in a kernel with a GPU-scope fence, whose blocks wait for each other.
   Such a load goes through a cache that does not see what other blocks have written in the launch.
-- ``release``: a MEMBAR of GPU scope before an atomic of GPU scope. Without it other blocks may see the
-  atomic before what was written ahead of it.
-- ``acquire``: a CCTL.IVALL after an atomic or a strong load of GPU scope. Without it later loads may hit lines
-  of L1 from before.
-- ``divergent barrier``: no BAR.SYNC between a BSSY and the place where its threads meet again. Only some of a
-  warp's threads may be there.
+- ``release``: a MEMBAR of GPU scope between an atomic of GPU scope and the last global store ahead of it.
+  Without it other blocks may see the atomic before what was stored.
+- ``acquire``: a CCTL.IVALL between an atomic or a strong load of GPU scope and the next global load. Without
+  it the load may hit a line of L1 from before.
 
-The order of instructions is that of addresses, so the last rule is a sieve, not a proof.
+Barriers under a divergent branch are not looked for: which branches the number of a thread decides can't be
+told from the order of addresses. The emulator reports every barrier that not all threads reach.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-
-# How far ahead of an atomic its fence, and behind a strong load its invalidation may lie, in instructions.
-FENCE_DISTANCE, INVALIDATION_DISTANCE = 8, 3
 
 
 @dataclass(frozen=True)
@@ -47,11 +43,10 @@ class Instruction:
 
 @dataclass
 class Function:
-    """A kernel's instructions in the order of their addresses, and where its labels are."""
+    """A kernel's instructions in the order of their addresses."""
 
     name: str
     instructions: list[Instruction]
-    labels: dict[str, int]  # label -> index of the instruction behind it
 
 
 @dataclass(frozen=True)
@@ -72,11 +67,9 @@ def parse(text: str) -> list[Function]:
     functions: list[Function] = []
     for line in text.splitlines():
         if found := re.match(r"\s*//-+ \.text\.(\S+)", line):
-            functions.append(Function(found[1], [], {}))
+            functions.append(Function(found[1], []))
         elif not functions:
             continue
-        elif found := re.match(r"(\.L_\w+):", line.strip()):
-            functions[-1].labels[found[1]] = len(functions[-1].instructions)
         elif found := re.match(
             r"\s*/\*([0-9a-f]+)\*/\s+\{?\s*(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);?", line
         ):
@@ -94,7 +87,6 @@ def check(function: Function) -> list[Finding]:
             *_local_memory(function),
             *_constant_loads(function),
             *_fences(function),
-            *_divergent_barriers(function),
         )
     ]
 
@@ -134,17 +126,23 @@ def _fences(function: Function) -> Iterator[tuple[str, Instruction]]:
         is_load = each.parts[0] in ("LD", "LDG")
         if "STRONG" not in each.parts or "GPU" not in each.parts or not (is_atomic or is_load):
             continue
-        if is_atomic and not any(map(_is_fence, code[max(0, i - FENCE_DISTANCE) : i])):
+        if is_atomic and not _comes_first(reversed(code[:i]), _is_fence, ("ST", "STG")):
             yield "release", each
-        behind = code[i + 1 : i + 1 + INVALIDATION_DISTANCE]
-        if not any(later.opcode == "CCTL.IVALL" for later in behind):
+        if not _comes_first(code[i + 1 :], _invalidates, ("LD", "LDG")):
             yield "acquire", each
 
 
-def _divergent_barriers(function: Function) -> Iterator[tuple[str, Instruction]]:
-    meeting = -1  # index at which the threads of all open regions have met again
-    for i, each in enumerate(function.instructions):
-        if each.parts[0] == "BSSY" and (label := re.search(r"\.L_\w+", each.operands)):
-            meeting = max(meeting, function.labels.get(label[0], -1))
-        elif each.parts[:2] == ["BAR", "SYNC"] and i < meeting:
-            yield "divergent barrier", each
+def _invalidates(instruction: Instruction) -> bool:
+    return instruction.opcode == "CCTL.IVALL"
+
+
+def _comes_first(
+    code: Iterable[Instruction], wanted: Callable[[Instruction], bool], others: Sequence[str]
+) -> bool:
+    """Whether an instruction that is wanted comes before all others of these kinds, and comes at all."""
+    for each in code:
+        if wanted(each):
+            return True
+        if each.parts[0] in others:
+            return False
+    return False

@@ -1,0 +1,74 @@
+"""Compile every kernel with every compiler: ``python profiling/toolchains`` (``make toolchains``).
+
+Installs the compilers below build/toolchains (a gigabyte), then takes about ten minutes on two cores.
+Exits with 1 if a kernel does not compile, spills registers or breaks a rule of toolchains/sass.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+PROFILING = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(PROFILING), str(PROFILING.parent)]
+
+from text_table import format_table  # noqa: E402
+
+from build_support.native import ROOT  # noqa: E402
+from toolchains import matrix  # noqa: E402
+from toolchains.compilers import (  # noqa: E402
+    NVCC_RELEASES,
+    PTXAS_RELEASES,
+    install_disassembler,
+    install_nvcc,
+    install_ptxas,
+)
+
+RELEASES = (*PTXAS_RELEASES, *NVCC_RELEASES)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="toolchains", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--release", action="append", choices=RELEASES, help="only these; may be repeated"
+    )
+    parser.add_argument("--source", action="append", help="only these .cu files; may be repeated")
+    results = PROFILING / "results" / "toolchains"
+    parser.add_argument("--out", type=Path, default=results, help="write OUT.json and OUT.md")
+    given = parser.parse_args()
+    folder = ROOT / "build" / "toolchains"
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = given.release or RELEASES
+    front_end = install_nvcc(folder, next(iter(NVCC_RELEASES)))
+    compilers = [install_ptxas(folder, each) for each in PTXAS_RELEASES if each in wanted]
+    compilers += [install_nvcc(folder, each) for each in NVCC_RELEASES if each in wanted]
+    sources = sorted((ROOT / "csrc" / "kernels").rglob("*.cu"))
+    if given.source:
+        sources = [path for path in sources if path.name in given.source]
+    if not sources:
+        parser.error(f"--source names no file of csrc/kernels: {given.source}")
+    assert front_end.nvcc is not None
+    outcomes = matrix.compile_all(
+        compilers, front_end.nvcc, install_disassembler(folder), sources, folder / "made"
+    )
+    matrix.write(outcomes, given.out, front_end.release)
+    header = ["CUDA", *(f"sm_{arch}" for arch in matrix.ARCHITECTURES)]
+    print(format_table(header, matrix.summary(outcomes), left=("CUDA",)))
+    bad = [each for each in outcomes if not each.is_clean]
+    for each in bad:
+        print(f"CUDA {each.release}, sm_{each.arch}, {each.source}:")
+        for line in (
+            *each.error.splitlines()[:5],
+            *(f"{name} spills" for name in each.spills),
+            *each.findings,
+        ):
+            print(f"  {line}")
+    print(f"{len(outcomes)} files compiled, {len(bad)} with a complaint")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

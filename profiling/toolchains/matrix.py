@@ -1,0 +1,238 @@
+"""Compile every kernel for every architecture with every compiler, and read what came out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kernel_report import PtxasEntry, demangle, parse_ptxas
+from text_table import format_markdown
+
+from build_support.architectures import family_of
+from build_support.native import NVCC_FLAGS, ROOT
+from toolchains import sass
+from toolchains.compilers import Compiler, with_ptx_version
+
+# One architecture of each kind that NVIDIA has made since 8.0, embedded ones aside.
+ARCHITECTURES = (80, 86, 89, 90, 100, 103, 110, 120, 121)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One source file on one architecture by one compiler.
+
+    Attributes:
+        release: of the compiler.
+        arch: compute capability, 9.0 as 90.
+        source: file name.
+        kernels: in it.
+        error: what the compiler said, if it failed.
+        spills: names of kernels that use local memory.
+        findings: what breaks a rule of :mod:`toolchains.sass`.
+        wide_loads: 128-bit global loads.
+        global_loads: all of them.
+    """
+
+    release: str
+    arch: int
+    source: str
+    kernels: int = 0
+    error: str = ""
+    spills: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
+    wide_loads: int = 0
+    global_loads: int = 0
+
+    @property
+    def is_clean(self) -> bool:
+        return not (self.error or self.spills or self.findings)
+
+
+def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def make_ptx(nvcc: Path, source: Path, family: int, folder: Path) -> Path:
+    """The PTX of a source file for a family of architectures.
+
+    Raises:
+        RuntimeError: nvcc failed; with its words.
+    """
+    target = folder / f"{source.stem}.compute_{family}.ptx"
+    arch = f"-arch=compute_{family}"
+    include = f"-I{ROOT}/csrc/include"
+    done = run(
+        [str(nvcc), *NVCC_FLAGS.split(), arch, include, "-ptx", str(source), "-o", str(target)]
+    )
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr.strip())
+    return target
+
+
+def assemble(
+    compiler: Compiler, ptx: Path, source: str, arch: int, nvdisasm: Path, folder: Path
+) -> Outcome:
+    """Make machine code of PTX and check it."""
+    text = folder / f"{ptx.stem}.{compiler.release}.sm_{arch}.ptx"
+    text.write_text(with_ptx_version(ptx.read_text(), compiler.ptx_version))
+    cubin = text.with_suffix(".cubin")
+    command = [str(compiler.ptxas), "-v", "-O3", f"-arch=sm_{arch}", str(text), "-o", str(cubin)]
+    done = run(command)
+    if done.returncode != 0:
+        return Outcome(compiler.release, arch, source, error=done.stderr.strip())
+    entries = parse_ptxas(done.stderr)
+    listing = run([str(nvdisasm), "-c", str(cubin)])
+    if listing.returncode != 0:
+        return Outcome(compiler.release, arch, source, error=listing.stderr.strip())
+    functions = sass.parse(listing.stdout)
+    if {each.name for each in functions} < {each.symbol for each in entries}:
+        raise ValueError(
+            f"{cubin.name}: nvdisasm's output has changed, adapt toolchains.sass.parse"
+        )
+    names = demangle({entry.symbol for entry in entries})
+    loads = [sass.count_loads(each) for each in functions]
+    for path in (text, cubin):
+        path.unlink()
+    return Outcome(
+        compiler.release,
+        arch,
+        source,
+        kernels=len(entries),
+        spills=tuple(names[each.symbol] for each in entries if touches_local_memory(each)),
+        findings=tuple(findings(functions, names)),
+        wide_loads=sum(wide for wide, _ in loads),
+        global_loads=sum(every for _, every in loads),
+    )
+
+
+def touches_local_memory(entry: PtxasEntry) -> bool:
+    return bool(entry.stack or entry.spill_stores or entry.spill_loads)
+
+
+def findings(functions: Iterable[sass.Function], names: dict[str, str]) -> list[str]:
+    """One line for each rule that a kernel breaks: "name: rule, 3 times, first LDL at 0x10"."""
+    lines = []
+    for function in functions:
+        found = sass.check(function)
+        for rule, count in Counter(each.rule for each in found).items():
+            first = next(each for each in found if each.rule == rule)
+            name = names.get(function.name, function.name)
+            lines.append(f"{name}: {count} x {first}")
+    return lines
+
+
+def compile_all(
+    compilers: Sequence[Compiler],
+    front_end: Path,
+    nvdisasm: Path,
+    sources: Sequence[Path],
+    folder: Path,
+) -> list[Outcome]:
+    """Every source by every compiler for every architecture that it knows.
+
+    Args:
+        compilers: those with an nvcc of their own compile the sources, the others take ``front_end``'s PTX.
+        front_end: an nvcc.
+        nvdisasm: the disassembler.
+        sources: ``.cu`` files.
+        folder: for what is made on the way.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs = []
+    for compiler in compilers:
+        known = sorted(compiler.architectures() & set(ARCHITECTURES))
+        families = sorted({family_of(arch) for arch in known})
+        for source in sources:
+            for family in families:
+                archs = [arch for arch in known if family_of(arch) == family]
+                jobs.append((compiler, source, family, archs))
+
+    def work(job: tuple[Compiler, Path, int, list[int]]) -> list[Outcome]:
+        compiler, source, family, archs = job
+        own = folder / (compiler.release if compiler.nvcc else "front-end")
+        own.mkdir(exist_ok=True)
+        try:
+            ptx = own / f"{source.stem}.compute_{family}.ptx"
+            if compiler.nvcc or not ptx.exists():
+                ptx = make_ptx(compiler.nvcc or front_end, source, family, own)
+        except RuntimeError as error:
+            return [
+                Outcome(compiler.release, arch, source.name, error=str(error)) for arch in archs
+            ]
+        return [assemble(compiler, ptx, source.name, arch, nvdisasm, own) for arch in archs]
+
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
+        return [outcome for outcomes in pool.map(work, jobs) for outcome in outcomes]
+
+
+def summary(outcomes: Sequence[Outcome]) -> list[list[str]]:
+    """A row per compiler, a cell per architecture: kernels, and what is wrong with them."""
+    rows = []
+    for release in dict.fromkeys(each.release for each in outcomes):
+        row = [release]
+        for arch in ARCHITECTURES:
+            cell = [each for each in outcomes if (each.release, each.arch) == (release, arch)]
+            row.append(describe(cell))
+        rows.append(row)
+    return rows
+
+
+def describe(cell: Sequence[Outcome]) -> str:
+    """The kernels of a cell and its complaints: "54, 1 files failed, 2 spill"; empty without outcomes."""
+    if not cell:
+        return ""
+    parts = [str(sum(each.kernels for each in cell))]
+    for count, what in (
+        (sum(bool(each.error) for each in cell), "files failed"),
+        (sum(len(each.spills) for each in cell), "spill"),
+        (sum(len(each.findings) for each in cell), "findings"),
+    ):
+        if count:
+            parts.append(f"{count} {what}")
+    return ", ".join(parts)
+
+
+def wide_load_shares(outcomes: Sequence[Outcome]) -> list[list[str]]:
+    """A row per source: 128-bit of all global loads, by the newest compiler."""
+    newest = outcomes[-1].release
+    rows = []
+    for source in sorted({each.source for each in outcomes}):
+        row = [source]
+        for arch in ARCHITECTURES:
+            found = [
+                each
+                for each in outcomes
+                if (each.release, each.arch, each.source) == (newest, arch, source)
+            ]
+            row.append(f"{found[0].wide_loads}/{found[0].global_loads}" if found else "")
+        rows.append(row)
+    return rows
+
+
+def write(outcomes: Sequence[Outcome], out: Path, front_end: str) -> None:
+    """``out``.md for people, ``out``.json for programs."""
+    header = [f"sm_{arch}" for arch in ARCHITECTURES]
+    lines = [
+        "# Kernels by compiler",
+        "",
+        f"Made by `make toolchains`; compilers of CUDA 12 get the PTX of nvcc {front_end}. Kernels that were",
+        "compiled, files that failed, kernels that spill registers, and findings, which are rules of",
+        "`profiling/toolchains/sass.py` that a kernel breaks. Empty: the compiler does not know the GPU.",
+        "",
+        format_markdown(["CUDA", *header], summary(outcomes)),
+        "",
+        f"128-bit of all global loads, asynchronous copies included, by CUDA {outcomes[-1].release}:",
+        "",
+        format_markdown(["source", *header], wide_load_shares(outcomes)),
+        "",
+    ]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".md").write_text("\n".join(lines))
+    values = [asdict(each) for each in outcomes]
+    out.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")
