@@ -32,7 +32,7 @@ OTHER := .venv-transformers-$(VERSION)
 
 export SPECDEC_CUDA
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-transformers test-architectures lint format wheel bench bench-goals bench-ops kernel-report gpu-check head other-heads clean
+.PHONY: help demo test test-slow test-transformers test-architectures lint format wheel bench bench-goals bench-ops kernel-report toolchains gpu-check head other-heads clean
 
 help: ## list the targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -84,6 +84,10 @@ bench-ops: $(BUILD) ## microseconds and bandwidth of every op, against PyTorch's
 
 kernel-report: $(REQUIREMENTS) ## registers, spills and occupancy of every kernel on every architecture; needs nvcc
 	$(BIN)/python profiling/kernel_report.py $(ARGS)
+
+# A gigabyte of compilers from the package index, kept in build/toolchains.
+toolchains: $(REQUIREMENTS) ## compile every kernel with CUDA 12.4 to 13.5 for every architecture, and check the code
+	$(BIN)/python profiling/toolchains $(ARGS)
 
 # Runs with the python3 of the machine: one with a GPU may have no index to install from.
 gpu-check: ## build, tests, sanitizer and benchmarks on this machine's GPU; ARGS=--dry-run for the plan
