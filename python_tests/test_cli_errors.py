@@ -39,14 +39,20 @@ def sentence(*arguments: str, **options) -> str:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        pytest.param(("--device", "cuda"), "--device cuda: torch", marks=NO_GPU),
-        (("--device", "mps"), "--device mps: the ops of this package run on cpu and cuda"),
-        (("--device", "gpu0"), "--device gpu0: expected auto, cpu, cuda or cuda:N"),
+        pytest.param(("--device", "cuda"), "--device: cuda: torch", marks=NO_GPU),
+        (("--device", "mps"), "--device: mps: the ops of this package run on cpu and cuda"),
+        (("--device", "gpu0"), "--device: 'gpu0' is no device; expected auto, cpu, cuda or cuda:N"),
         (("--dtype", "int8"), "'int8' is not one of 'auto', 'float32'"),
-        (("--drafter", "ngrm"), "drafter='ngrm' is not known; did you mean 'ngram'?"),
-        (("--drafter", "./nonexistent"), "'./nonexistent' is neither a file nor a folder here"),
-        ((HEAD,), f"{HEAD} is a draft head and no language model"),
-        (("./nonexistent",), "'./nonexistent' is neither a file nor a folder here, and no hub id"),
+        (("--drafter", "ngrm"), "--drafter: drafter='ngrm' is not known; did you mean 'ngram'?"),
+        (
+            ("--drafter", "./nonexistent"),
+            "--drafter: './nonexistent' is neither a file nor a folder here",
+        ),
+        ((HEAD,), f"MODEL: {HEAD} is a draft head and no language model"),
+        (
+            ("./nonexistent",),
+            "MODEL: './nonexistent' is neither a file nor a folder here, and no hub id",
+        ),
         (("/no/such/folder",), "'/no/such/folder' is neither a file nor a folder here"),
     ],
     ids=str,
@@ -62,7 +68,7 @@ def test_every_command_refuses_a_device_that_is_not_there(command, tmp_path):
         "generate": SHORT,
         "inspect": (HEAD, "--target", TARGET, "--calibrate", str(tmp_path / "a.txt")),
     }
-    assert "--device gpu0" in sentence(command, *given.get(command, ()), "--device", "gpu0")
+    assert "--device: 'gpu0'" in sentence(command, *given.get(command, ()), "--device", "gpu0")
 
 
 def test_a_folder_without_a_tokenizer_or_with_a_config_of_nothing(tmp_path):

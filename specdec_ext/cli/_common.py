@@ -91,26 +91,35 @@ MaxNewTokensOption = Annotated[
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
-    """Errors about what the user asked for become one line and exit code 2 instead of a traceback."""
+def user_errors(argument: str | None = None) -> Iterator[None]:
+    """Errors about what the user asked for become one line and exit code 2 instead of a traceback.
+
+    Args:
+        argument: which one it is about, for errors that do not say so.
+    """
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
-        raise typer.BadParameter(printable(str(error))) from error
+        raise typer.BadParameter(printable(str(error)), param_hint=argument) from error
 
 
 def load_target(
-    model: str | None, dtype: Dtype, device: str
+    model: str | None, dtype: Dtype, device: str, argument: str = "MODEL"
 ) -> tuple[Model, PreTrainedTokenizerBase]:
-    """The model named on the command line, in eval mode, and its tokenizer; None names the bundled one."""
+    """The model named on the command line, in eval mode, and its tokenizer; None names the bundled one.
+
+    Args:
+        argument: which one names it.
+    """
     from transformers.utils import logging
 
     from specdec_ext import assets
     from specdec_ext.checkpoints.language_model import load_language_model, load_tokenizer
 
     logging.disable_progress_bar()  # a bar for each model loaded says nothing about generation
-    with user_errors():
+    with user_errors("--device"):
         place = find_device(device)
+    with user_errors(argument):
         if model is None:
             bundled: Model = assets.load_target(_torch_dtype(dtype))
             return bundled.to(place), assets.load_tokenizer()
@@ -121,7 +130,7 @@ def load_drafter(name: str, target: Model, tokenizer: PreTrainedTokenizerBase) -
     """What ``generate(drafter=...)`` takes, for a name on the command line; it is loaded already."""
     from specdec_ext.drafters import resolve_drafter
 
-    with user_errors():
+    with user_errors("--drafter"):
         found = resolve_drafter(name, target, tokenizer)
     # Where "auto" can't draft there is a warning; a drafter that was asked for is an error.
     return name if name == "auto" else found
@@ -140,18 +149,16 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"--device {name}: expected auto, cpu, cuda or cuda:N") from error
+        raise ValueError(f"{name!r} is no device; expected auto, cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(
-            f"--device {name}: the ops of this package run on cpu and cuda; give one of them"
-        )
+        raise ValueError(f"{name}: the ops of this package run on cpu and cuda; give one of them")
     if device.type == "cuda" and not torch.cuda.is_available():
         lacks = "was built without CUDA" if torch.version.cuda is None else "finds no GPU"
         raise ValueError(
-            f"--device {name}: torch {torch.__version__} {lacks}; give --device cpu, or leave it out"
+            f"{name}: torch {torch.__version__} {lacks}; give --device cpu, or leave it out"
         )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device {name}: this machine has {torch.cuda.device_count()} GPUs")
+        raise ValueError(f"{name}: this machine has {torch.cuda.device_count()} GPUs")
     return device
 
 

@@ -65,14 +65,14 @@ def inspect(
     from specdec_ext.head import DraftHead
 
     console = PlainConsole()
-    with user_errors():
+    with user_errors("PATH"):
         head = specdec_ext.load_draft(path)
     if calibrate is not None and not isinstance(head, DraftHead):
         raise typer.BadParameter(f"{path} holds Medusa heads, which have nothing to calibrate")
     loaded, works = None, True
     if target is not None:
         if calibrate is not None:
-            loaded = load_target(target, dtype, device)
+            loaded = load_target(target, dtype, device, "--target")
         works = _verdict(console, head, target, loaded)
     if calibrate is not None and isinstance(head, DraftHead):
         assert loaded is not None
@@ -161,7 +161,7 @@ def _verdict(
     """Print what speaks against the pair; False if it can't work."""
     from specdec_ext.checkpoints import check_pair
 
-    with user_errors():
+    with user_errors("--target"):
         model, tokenizer = loaded or _compared_with(head.record, target)
     try:
         doubts = check_pair(head, model, tokenizer)

@@ -143,8 +143,10 @@ def train(
     Several processes: accelerate launch --module specdec_ext.cli train ...
     """
     console = PlainConsole()
+    with user_errors("--device"):
+        found = find_device(device)
     with user_errors():
-        accelerator, place = _accelerator(str(find_device(device)))
+        accelerator, place = _accelerator(str(found))
         from specdec_ext.training import recipe as recipes
         from specdec_ext.training.trainer import TrainConfig
 
