@@ -54,7 +54,7 @@ test-transformers: $(BUILD) $(OTHER)/.stamp ## set up, then run the tests on ano
 	  $(PARALLEL) --ignore-glob='*/test_ops_*' --ignore-glob='*/test_packaging.py' $(ARGS)
 
 # On another transformers: make test-transformers ARGS="-m sweep --verdicts profiling/results".
-test-architectures: $(BUILD) ## judge every architecture of the installed transformers, and write the table
+test-architectures: $(BUILD) ## judge every architecture of the installed transformers, and write the tables
 	$(PYTEST)/test_architectures.py -m sweep $(PARALLEL) --verdicts profiling/results $(ARGS)
 
 lint: $(REQUIREMENTS) ## check style and types of Python and C++ code, changing nothing

@@ -25,11 +25,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.verdicts and not hasattr(config, "workerinput"):
-        from verdict_table import (
-            VerdictTable,  # needs transformers, which tests of ops alone do not
-        )
+        from verdict_table import tables  # needs transformers, which tests of ops alone do not
 
-        config.pluginmanager.register(VerdictTable(config.option.verdicts))
+        for table in tables(config.option.verdicts):
+            config.pluginmanager.register(table)
     config.addinivalue_line("markers", "emulated: an op's CUDA kernels, run on the host")
     config.addinivalue_line(
         "markers", "auto: the controller decides what is drafted, by a real clock"

@@ -111,7 +111,7 @@ class World:
                     accepted.drafted[row],
                     len(accepted.emitted[row]),
                 )
-            policy.learn(accepted, context)
+            policy.learn(accepted, context, tree.num_nodes)
             context.rows = [
                 row for row in context.rows if len(context.generated[row]) < lengths[row]
             ]

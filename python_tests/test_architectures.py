@@ -1,10 +1,12 @@
 """Every architecture of transformers: text and logits of its own generation, or a reason why not.
 
-`make test-architectures` judges them all and writes the table; the suite judges one of every kind.
+`make test-architectures` judges them all and writes the tables; the suite judges one of every kind. Drafts of
+tokens that a model can't compute with have a table of their own, over attentions and dtypes.
 """
 
 from __future__ import annotations
 
+import poison
 import pytest
 import verdicts
 import zoo
@@ -60,3 +62,11 @@ def test_every(name, record_property):
     verdict = verdicts.judge(name)
     record_property("verdict", verdict.row())
     assert verdict.outcome not in verdicts.FAILURES, verdict
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", [*zoo.ARCHITECTURES, *zoo.VARIANTS])
+def test_every_with_poison(name, record_property):
+    row = poison.judge(name)
+    record_property("poison", row)
+    assert not row["failed"], row

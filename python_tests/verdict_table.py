@@ -1,9 +1,10 @@
-"""The table that `make test-architectures` writes."""
+"""The tables that `make test-architectures` writes."""
 
 from __future__ import annotations
 
 import csv
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +24,51 @@ MEANING = {
 }
 
 
-class VerdictTable:
-    """A pytest plugin that collects the rows that tests record as the property ``verdict``.
+class ResultTable:
+    """A pytest plugin that collects the rows that tests record as one property.
 
-    Writes ``architectures_<version of transformers>.csv``, and the counts and everything that is not exact as
-    ``.md`` beside it.
+    Writes ``<stem>_<version of transformers>.csv``, and the summary as ``.md`` beside it.
+
+    Args:
+        folder: where.
+        recorded: name of the property.
+        stem: of the files.
+        summary: of all rows, in Markdown.
     """
 
-    def __init__(self, folder: Path):
-        self._folder = folder
+    def __init__(
+        self, folder: Path, recorded: str, stem: str, summary: Callable[[list[dict[str, Any]]], str]
+    ):
+        self._folder, self._recorded, self._stem = folder, recorded, stem
+        self._summary = summary
         self._rows: list[dict[str, str]] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call":
-            self._rows.extend(value for name, value in report.user_properties if name == "verdict")
+            properties = report.user_properties
+            self._rows.extend(value for name, value in properties if name == self._recorded)
 
     def pytest_sessionfinish(self) -> None:
         if not self._rows:
             return
         self._rows.sort(key=lambda row: ("+" in row["name"], row["name"]))
-        path = self._folder / f"architectures_{transformers.__version__}.csv"
+        path = self._folder / f"{self._stem}_{transformers.__version__}.csv"
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, self._rows[0])
             writer.writeheader()
             writer.writerows(self._rows)
-        path.with_suffix(".md").write_text(summary(self._rows))
+        path.with_suffix(".md").write_text(self._summary(self._rows))
 
 
-def summary(rows: list[dict[str, Any]]) -> str:
+def tables(folder: Path) -> list[ResultTable]:
+    """All of them."""
+    return [
+        ResultTable(folder, "verdict", "architectures", verdicts),
+        ResultTable(folder, "poison", "poison", poisoned),
+    ]
+
+
+def verdicts(rows: list[dict[str, Any]]) -> str:
     """Markdown: how many architectures fare how, and why not better."""
     lines = [
         f"Architectures of transformers {transformers.__version__}, tiny, random, in float32: greedy text",
@@ -71,4 +89,24 @@ def summary(rows: list[dict[str, Any]]) -> str:
             lines.append(
                 f"| {row['name']} | {row['outcome']} | {row['batch']} | {row['rollback']} | {detail} |"
             )
+    return "\n".join(lines) + "\n"
+
+
+def poisoned(rows: list[dict[str, Any]]) -> str:
+    """Markdown: how many calls with poison drafts gave the right text, by attention and dtype."""
+    lines = [
+        f"Architectures of transformers {transformers.__version__}, tiny and random, with drafts of tokens",
+        "that the model can't compute with (NaN, infinite or huge embeddings; infinite keys, or all other",
+        "activations): calls with the text and logits of plain decoding, chains as well as trees, these with",
+        "`remove_invalid_values=True`. An architecture counts where transformers runs it with that attention",
+        "and it is speculated on. Made by `make test-architectures`.",
+        "",
+        "| attention, dtype | architectures and further models | calls | right |",
+        "|---|---|---|---|",
+    ]
+    for setting in [name for name in rows[0] if name not in ("name", "failed")]:
+        counts = [row[setting].split("/") for row in rows if row[setting]]
+        right, calls = (sum(int(count[i]) for count in counts) for i in (0, 1))
+        lines.append(f"| {setting} | {len(counts)} | {calls} | {right} |")
+    lines += [f"- {row['name']}: {row['failed']}" for row in rows if row["failed"]]
     return "\n".join(lines) + "\n"

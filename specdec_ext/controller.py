@@ -461,13 +461,12 @@ class Controller(Policy):
 
     # --- behind the step
 
-    def learn(self, accepted: Accepted, context: Context) -> None:
+    def learn(self, accepted: Accepted, context: Context, nodes: int) -> None:
         if self._rested:
             return
         now, rows = self._clock(), len(accepted.emitted)
         began, self._began = self._began, now
         drafted = began if self._drafted is None else self._drafted
-        nodes = accepted.path.shape[1]
         verify = self._curve(context)
         self._memory.idle += 1
         if nodes == 1 and self._settled:

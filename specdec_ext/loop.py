@@ -60,15 +60,14 @@ class Decoder:
             with self._timed("draft"):
                 tree = self._propose()
             with self._timed("verify"):
-                output = target.forward(tree)
-                accepted = self._verify(tree, output)
+                output, accepted = self._score(tree)
             with self._timed("commit"):
                 self._count(tree, accepted)
                 target.commit(accepted.path, accepted.num_accepted, accepted.on_host)
                 if drafter is not None:
                     drafter.commit(context, accepted, output)
                 if policy is not None:
-                    policy.learn(accepted, context)
+                    policy.learn(accepted, context, tree.num_nodes)
         if policy is not None:
             policy.end()
         # The cache ends like sequences[:, :-1], its rows where the caller's rows are.
@@ -104,12 +103,31 @@ class Decoder:
         self.sampler.check(tree, name)
         return tree.on(context.staging)
 
-    def _verify(self, tree: DraftTree, output: TargetOutput) -> Accepted:
+    def _score(self, tree: DraftTree) -> tuple[TargetOutput, Accepted]:
+        """Run the tree and walk it; without its drafts if they have left NaN.
+
+        A token that is masked still takes part: zero times NaN is NaN. So a draft, accepted or not, may spoil
+        the logits of all nodes. What plain decoding would do, the roots alone tell.
+        """
+        output = self.target.forward(tree)
+        accepted = self._verify(tree, output)
+        if accepted is None:
+            self.stats.reruns += 1
+            self.target.withdraw(tree)
+            roots = DraftTree.root(self.context.roots, [row[0] for row in tree.token_lists])
+            output = self.target.forward(roots)
+            accepted = self._verify(roots, output)
+        assert accepted is not None
+        return output, accepted
+
+    def _verify(self, tree: DraftTree, output: TargetOutput) -> Accepted | None:
         context, rows = self.context, list(self.context.rows)
         before = [len(context.generated[row]) for row in rows]
         accepted = self.sampler.verify(
             tree, output.logits, context, self.stop, self.recorder.record_scores
         )
+        if accepted is None:
+            return None
         if self.recorder.keeps_passes:
             self.recorder.step(
                 output,

@@ -46,8 +46,14 @@ class Policy:
         """The part of a proposal that is verified; it keeps its node numbers."""
         return tree
 
-    def learn(self, accepted: Accepted, context: Context) -> None:
-        """The step is over, the drafter told."""
+    def learn(self, accepted: Accepted, context: Context, nodes: int) -> None:
+        """The step is over, the drafter told.
+
+        Args:
+            accepted: what was emitted.
+            context: the text.
+            nodes: of the tree that was scored, also if nothing could be accepted of it.
+        """
 
     def end(self) -> None:
         """The call is over."""

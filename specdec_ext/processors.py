@@ -32,6 +32,7 @@ class Processors:
 
     Attributes:
         pure: whether all are functions of the scores alone, so that all nodes go through them at once.
+        keep_nan: whether scores of NaN are sure to stay NaN.
         with_memory: names of those that may keep state or look at other rows: they must be called as plain
             decoding calls them, once per emitted position.
     """
@@ -43,6 +44,7 @@ class Processors:
             for each in self._all
         ]
         self._shared = [each for each, reads in called if reads is Reads.SCORES]
+        self.keep_nan = all(type(each) is SampleFilter for each in self._all)
         self.pure = len(self._shared) == len(self._all)
         self.with_memory = sorted(
             {type(each).__name__ for each, reads in called if reads is Reads.ORDER}

@@ -29,7 +29,7 @@ from specdec_ext.processors import Processors
 from specdec_ext.reference import rng
 from specdec_ext.stopping import StopRule
 from specdec_ext.transfer import Staged, Staging
-from specdec_ext.tree import DraftTree
+from specdec_ext.tree import ROOT_PARENT, DraftTree
 from specdec_ext.walks import FinishedWalk, StepwiseWalk, Walk
 
 # The rules beside "match", for drafts that were sampled from known probabilities.
@@ -190,12 +190,18 @@ class Sampler:
 
     def _walk_tree(
         self, scores: Tensor, tree: DraftTree, positions: Sequence[int], rows: list[int]
-    ) -> tuple[ops.MatchResult, ops.HostMatchResult]:
-        """What the rule accepts of a tree, its status turned into an error."""
+    ) -> tuple[ops.MatchResult, ops.HostMatchResult] | None:
+        """What the rule accepts of a tree.
+
+        Where a visited node's logits are of no use it is None if there are drafts, which may have spoilt
+        them, and else an error.
+        """
         verified = self._match if self._by_match(tree) else self._sampled
         result = verified(scores, tree, positions, rows)
         on_host = result.on_host()
         if any(on_host.status):
+            if tree.num_nodes > 1:
+                return None
             i, problem = next((i, each) for i, each in enumerate(on_host.status) if each)
             # num_accepted counts the nodes below the root before the bad one (-1 if that is the root);
             # named is the position of the token that could not be drawn.
@@ -214,7 +220,9 @@ class Sampler:
     def _pick(self, scores: Tensor, positions: Sequence[int], rows: list[int]) -> list[int]:
         """Tokens drawn from ``scores [n, vocab]`` after these positions."""
         roots = DraftTree.root(torch.zeros(len(scores), dtype=torch.long, device=scores.device))
-        return self._walk_tree(scores[:, None], roots, positions, rows)[1].next_token
+        walked = self._walk_tree(scores[:, None], roots, positions, rows)
+        assert walked is not None
+        return walked[1].next_token
 
     def draw(self, logits: Tensor, positions: Sequence[int], rows: Sequence[int]) -> Tensor:
         """The tokens the target would emit at ``positions`` if ``logits [n, vocab]`` were its own.
@@ -262,7 +270,7 @@ class Sampler:
         context: Context,
         stop: StopRule,
         record: RecordScores | None = None,
-    ) -> Accepted:
+    ) -> Accepted | None:
         """Emit what plain decoding would emit (of rules 2 to 4: could emit), as far as ``tree`` reaches.
 
         Writes the emitted tokens into ``context``.
@@ -275,14 +283,23 @@ class Sampler:
             record: is given the processed scores behind each token as it is emitted; what it answers
                 goes to the stopping criteria.
 
+        Returns:
+            What was emitted, or None if the drafts may have spoilt the logits: nothing was emitted, and the
+            roots are to be scored alone.
+
         Raises:
-            ValueError: a visited node has NaN or no finite logit; the row and position are named.
+            ValueError: of a tree of roots, one has NaN or no finite logit; the row and position are named.
         """
         rows, positions = context.rows, context.root_positions
         walk: Walk
         if self._processors.pure or not self._by_match(tree):
-            scores = self._processors.on_tree(logits, tree, context)
-            walk = FinishedWalk(tree, *self._walk_tree(scores, tree, positions, rows))
+            scores = self._with_nan(self._processors.on_tree(logits, tree, context), logits, tree)
+            walked = self._walk_tree(scores, tree, positions, rows)
+            if walked is None:
+                return None
+            walk = FinishedWalk(tree, *walked)
+        elif tree.num_nodes > 1 and bool(_spoilt(logits, tree).any()):
+            return None  # before processors that keep state are called
         else:
             scores = logits.to(torch.float32, copy=True)
             walk = StepwiseWalk(self._processors, self._pick, tree, scores, context)
@@ -292,6 +309,20 @@ class Sampler:
         if isinstance(walk, FinishedWalk) and stop.is_known and record is None and not lockstep:
             return self._emit(walk, context, stop)
         return self._follow(walk, scores, context, stop, lockstep, record)
+
+    def _with_nan(self, scores: Tensor, logits: Tensor, tree: DraftTree) -> Tensor:
+        """``scores`` with NaN wherever a draft may have left it in ``logits``, for the walk to find.
+
+        Processors may replace NaN (``remove_invalid_values``). And a rule whose text depends on the drafts
+        must not be asked whether it visits such a node: what is drawn again after that would not have the
+        law of what was drawn first.
+        """
+        if tree.num_nodes == 1 or (self._by_match(tree) and self._processors.keep_nan):
+            return scores
+        spoilt = _spoilt(logits, tree)
+        if not self._by_match(tree):
+            spoilt = spoilt.any(dim=1, keepdim=True)
+        return scores.masked_fill(spoilt[..., None], torch.nan)
 
     def _emit(self, walk: FinishedWalk, context: Context, stop: StopRule) -> Accepted:
         """Emit each row's block at once: nobody asks token by token."""
@@ -349,6 +380,11 @@ class Sampler:
     ) -> Accepted:
         path, num_accepted, paths = walk.accepted([len(tokens) - 1 for tokens in emitted])
         return Accepted(path, num_accepted, emitted, drafted, ended, paths)
+
+
+def _spoilt(logits: Tensor, tree: DraftTree) -> Tensor:
+    """``[rows, nodes]`` nodes of the trees that have NaN among their ``logits [rows, nodes, vocab]``."""
+    return logits.isnan().any(dim=-1) & (tree.parents >= ROOT_PARENT)
 
 
 def _invert(law: Tensor, bits: Tensor) -> Tensor:

@@ -41,6 +41,8 @@ class SpeculationStats(Summarised):
         shapes: steps of the whole batch by what was drafted; in ``"auto"`` alone.
         dropped: steps whose draft was not verified.
         probes: steps that tried what was not in use, to see whether it has become better.
+        reruns: target passes that were run again without drafts, because logits of the first were NaN. Then
+            tokens of the draft overflow the model's dtype, or the model is broken.
         report: what the controller measured; :meth:`explain` puts it into words.
         seconds: wall time by phase: ``prefill``, ``draft``, ``verify`` (target pass and walk), ``commit``.
     """
@@ -62,6 +64,7 @@ class SpeculationStats(Summarised):
     shapes: dict[str, int] = field(default_factory=dict)
     dropped: int = 0
     probes: int = 0
+    reruns: int = 0
     report: Report | None = None
 
     def summary(self) -> str:

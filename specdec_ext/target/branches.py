@@ -66,6 +66,11 @@ class Branches:
 
 
 def padded(tokens: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """``[rows, width]``, 0 behind the end of a shorter row."""
+    """``[rows, width]``; behind the end of a shorter row its first token again, of an empty one 0.
+
+    What is computed there is of no use, but a model that computes NaN from some token had better read one of
+    the text: masked or not, NaN may reach the other tokens of its row.
+    """
     width = max(map(len, tokens))
-    return torch.tensor([[*row, *[0] * (width - len(row))] for row in tokens], device=device)
+    rows = [[*row, *[row[0] if row else 0] * (width - len(row))] for row in tokens]
+    return torch.tensor(rows, device=device)

@@ -297,9 +297,9 @@ def _wrapped(original: Callable, additive: bool) -> Callable:
                 f"provides {shape[2:]}; this model keeps its cache in a way that is not supported"
             )
         if additive:
-            dtype = kwargs.get("dtype", torch.float32)
+            # Not the lowest number, as in transformers: a score of 65504 in float16 would make that 0.
             allowed = block.mask(kv_offset, mask_function)
-            return torch.where(allowed, 0.0, torch.finfo(dtype).min).to(dtype)
+            return torch.where(allowed, 0.0, -torch.inf).to(kwargs.get("dtype", torch.float32))
         window = causal_window(mask_function)
         if block.tree is None or window is None:
             return block.mask(kv_offset, mask_function)

@@ -198,9 +198,14 @@ class Target(ABC):
 
         Args:
             path: ``[rows, nodes]`` node visited at each depth (``verify_match``).
-            num_accepted: ``[rows]`` accepted drafts; the root is kept in addition.
+            num_accepted: ``[rows]`` accepted drafts; the root is kept in addition. -1: not even the root.
             on_host: both as lists; None copies them.
         """
+
+    def withdraw(self, tree: DraftTree) -> None:
+        """Forget the tree just scored, its roots included, as if it had not been scored."""
+        nothing = torch.full_like(tree.parents[:, 0], -1)
+        self.commit(tree.parents, nothing, (tree.parent_lists, [-1] * tree.num_rows))
 
     @abstractmethod
     def reorder(self, order: Sequence[int], active: int, last_tokens: Tensor | None = None) -> None:

@@ -664,6 +664,7 @@ class SlotTarget(Target):
                 self.forward(DraftTree.root(last_tokens))
                 roots = torch.zeros_like(last_tokens)
                 self.commit(roots[:, None], roots, ([[0] for _ in columns], [0] * len(columns)))
+            self._clear()
         self._hold(width - 1, 0)
 
     def _finish_states(self, last_tokens: Tensor, early: list[bool], columns: list[int]) -> None:
@@ -682,9 +683,17 @@ class SlotTarget(Target):
             width = min(len(tokens) for tokens in self._unread if tokens)
             chains = [tokens[:width] for tokens in self._unread]
             self._read(Branches.known(chains), drafts, undoable=True)
-            # None of ``drafts`` is accepted, not even the root.
-            self.commit(drafts.parents, drafts.parents[:, 0])
+            self.withdraw(drafts)
         self._states.release()
+
+    def _clear(self) -> None:
+        """Make zeros of what lies behind the ends of rows: what was rejected there may be NaN.
+
+        Ours mask it, and ``tree_attention`` does not read what is masked; the caller's next turn may.
+        """
+        for buffer in (buffer for layer in self._layers for buffer in layer.buffers):
+            for row, end in enumerate(self._row_slots):
+                buffer[row, :, end : self._start] = 0
 
 
 def _prefill_chunk(config: GenerationConfig) -> int | None:
