@@ -30,7 +30,6 @@ def _cuda_kernels_built() -> bool:
     """Ops are registered for CUDA in every build; GPU code, in an ELF section of its own, is in some."""
     import specdec_ext
 
-    library = (
-        Path(specdec_ext.__file__).parent / "_ops.abi3.so"
-    )  # importing the ops would import torch
+    # specdec_ext.ops knows the path, but importing it imports torch.
+    library = Path(specdec_ext.__file__).parent / "_ops.abi3.so"
     return library.exists() and b".nv_fatbin" in library.read_bytes()
