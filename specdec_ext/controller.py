@@ -55,6 +55,9 @@ MOST_CREDIT = 1.5
 FIRST_BALANCE, MOST_BALANCE, MOST_LOSS = 10.0, 10.0, 2.0
 # Steps without a draft after which a draft is one after a pause.
 PAUSE = 8
+# Share by which drafts have to be better than plain steps. Steps do not show all that drafts cost a call:
+# rows of a batch that get on at different paces end one after the other, and the last have passes alone.
+MARGIN = 0.05
 # A plain step that takes longer or shorter by this share than thought is measured again soon.
 DRIFT = 0.2
 # What a new finding weighs against what was found before, at least.
@@ -347,7 +350,8 @@ class Controller(Policy):
 
         def favoured(i: int) -> float:
             used = self._active is not None and options[i].shape is self._active.shape
-            return rates[i] * (1 + self._settings.hysteresis * used)
+            margin = MARGIN * (options[i].source == PLAIN)
+            return rates[i] * (1 + self._settings.hysteresis * used + margin)
 
         chosen = range(len(options)) if self._pays else [0]  # plain
         best = max(chosen, key=favoured)
@@ -488,7 +492,8 @@ class Controller(Policy):
         if reference and (plain > took or not self._probing):  # the loss of a probe is paid for
             # Not what an interruption or a first call took.
             usual = self._drafting + (verify(nodes) or 0.0)
-            self._memory.ledger.add((plain - min(took, 2 * usual)) / reference)
+            worth = plain if self._drafted is None else plain / (1 + MARGIN)
+            self._memory.ledger.add((worth - min(took, 2 * usual)) / reference)
         self._stats.count_shape(self._label(nodes))
 
     def _count_rest(self) -> None:
