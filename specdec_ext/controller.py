@@ -55,8 +55,9 @@ MOST_CREDIT = 1.5
 FIRST_BALANCE, MOST_BALANCE, MOST_LOSS = 10.0, 10.0, 2.0
 # Steps without a draft after which a draft is one after a pause.
 PAUSE = 8
-# Share by which drafts have to be better than plain steps. Steps do not show all that drafts cost a call:
-# rows of a batch that get on at different paces end one after the other, and the last have passes alone.
+# Share by which drafts that a model makes have to promise more than what needs none, and by which drafts
+# have to be better than plain steps. Steps do not show all that they cost a call: rows of a batch that get on
+# at different paces end one after the other, and the last have passes alone.
 MARGIN = 0.05
 # A plain step that takes longer or shorter by this share than thought is measured again soon.
 DRIFT = 0.2
@@ -350,8 +351,8 @@ class Controller(Policy):
 
         def favoured(i: int) -> float:
             used = self._active is not None and options[i].shape is self._active.shape
-            margin = MARGIN * (options[i].source == PLAIN)
-            return rates[i] * (1 + self._settings.hysteresis * used + margin)
+            margin = MARGIN * (options[i].source == MODEL)
+            return rates[i] * (1 + self._settings.hysteresis * used - margin)
 
         chosen = range(len(options)) if self._pays else [0]  # plain
         best = max(chosen, key=favoured)
