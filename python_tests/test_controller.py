@@ -171,6 +171,19 @@ def test_drafts_that_begin_to_pay_fill_an_empty_ledger():
     assert speed(world, good) > 1.5
 
 
+def test_drafts_of_a_model_have_to_promise_more_than_plain_steps_by_a_margin():
+    """What a step does not show is not in its costs: two tokens in 1.96 plain steps are not enough."""
+    shares = {}
+    for name, plain_steps in (("little", 1.96), ("enough", 1.8)):
+        world = World(verify, noise=lambda rng: 1.0)
+        cost = (plain_steps - 1.12) * verify(1, 1)
+        drafter = world.drafter(always(1.0), lambda depth, cost=cost: cost, depths=(1,))
+        for _ in range(2):
+            stats = world.run(drafter, 400)
+        shares[name] = stats.drafts / stats.steps
+    assert shares["little"] < 0.1 and shares["enough"] > 0.8
+
+
 def test_a_single_step_costs_the_ledger_little():
     """It may have been interrupted: a second of another process says nothing of drafts."""
     ledger = Ledger()

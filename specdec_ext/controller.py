@@ -10,6 +10,9 @@ Costs (:mod:`specdec_ext.costs`) and acceptance (:mod:`specdec_ext.acceptance`) 
 themselves and kept for later calls. A proposal is judged by the text that came, verified or not: a dropped
 one still tells whether its first token was right. What is not in use is tried now and then, at intervals that
 double while nothing comes of it, from a credit that grows with the time that has passed.
+
+Expectations may be wrong, so a :class:`Ledger` has the last word: what drafts have gained on plain decoding,
+as measured. Without a positive balance there are plain steps and tries.
 """
 
 from __future__ import annotations
@@ -373,7 +376,7 @@ class Controller(Policy):
                 continue
             offered = [each for each in options if each.source == source]
             option = max(offered, key=lambda each: self._rate(each, rows, room))
-            if self._rate(option, rows, room) <= self._price:
+            if self._rate(option, rows, room) <= self._price * (1 + MARGIN):
                 option = min(offered, key=lambda each: each.seconds)
             seconds = self._plain + option.seconds + option.once
             lost = seconds - (rows + option.tokens) / self._price
@@ -483,7 +486,10 @@ class Controller(Policy):
         if self._judged is not None:
             self._drafting = self._learn_draft(drafted - began, accepted, context)
         took, emitted = now - began, sum(map(len, accepted.emitted))
-        spent = max(0.0, took - emitted / self._price) if self._probing else 0.0
+        spent = 0.0
+        if self._probing:
+            margin = MARGIN * (self._drafted is not None)
+            spent = max(0.0, took - emitted / self._price / (1 + margin))
         reference = verify(1)
         self._earn(took, reference, spent)
         if self._trying and self._credit() < -MOST_DEBT * (reference or 0.0):
