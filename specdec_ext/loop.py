@@ -83,14 +83,14 @@ class Decoder:
         context = self.context
         context.stage()
         self.sampler.stage(context.rows, context.root_positions)
+        roots = [context.generated[row][-1] for row in context.rows]
+        if self.drafter is None or self.policy is None or not self.policy.choose(context):
+            return DraftTree.root(context.roots, roots)
         # The last token a row emits needs no key, so the deepest useful node is one short of the room left.
         useful = [left - 1 for left in context.remaining]
         before_end = map(self.target.context_room, context.root_positions)
         rooms = [*map(min, useful, self.target.draft_room, before_end)]
         limits = context.staging.stage(rooms)
-        roots = [context.generated[row][-1] for row in context.rows]
-        if self.drafter is None or self.policy is None or not self.policy.choose(context):
-            return DraftTree.root(context.roots, roots)
         tree, name = self.drafter.propose(context), type(self.drafter).__name__
         if not isinstance(tree, DraftTree):
             raise TypeError(
