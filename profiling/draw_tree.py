@@ -55,6 +55,7 @@ def main(
         assets.load_target(torch.float32),
         **tokenizer(text, return_tensors="pt"),
         drafter=drafter,
+        speculation="fixed",
         seed=0,
         max_new_tokens=max_new_tokens,
         **law,

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ torch.set_num_threads(1)  # two pytest workers share two cores
 import emulation  # noqa: E402
 from op_cases import DEVICES  # noqa: E402
 
-from specdec_ext import speculation  # noqa: E402
+from specdec_ext import controller, speculation  # noqa: E402
+from specdec_ext.loop import Decoder  # noqa: E402
 from specdec_ext.ops import _library, packed_head  # noqa: E402
+from specdec_ext.speculation import Speculation  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,9 +33,6 @@ def pytest_configure(config: pytest.Config) -> None:
         for table in tables(config.option.verdicts):
             config.pluginmanager.register(table)
     config.addinivalue_line("markers", "emulated: an op's CUDA kernels, run on the host")
-    config.addinivalue_line(
-        "markers", "auto: the controller decides what is drafted, by a real clock"
-    )
     config.addinivalue_line("markers", "slow_emulated: slow if it is on emulated kernels")
     wanted = "not emulated" not in config.option.markexpr
     if wanted and not hasattr(config, "workerinput"):  # once, not in every xdist worker
@@ -57,11 +57,35 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
         raise
 
 
+class SimulatedTime:
+    """A clock on which a pass takes a millisecond, whatever its width, and a look at the clock 50 us."""
+
+    PASS, READING = 1e-3, 5e-5
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        self.seconds += self.READING
+        return self.seconds
+
+
 @pytest.fixture(autouse=True)
-def fixed_speculation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In tests not marked ``auto``, ``speculation="auto"`` is "fixed": drafters draft in every step."""
-    if not request.node.get_closest_marker("auto"):
-        monkeypatch.setattr(speculation, "AUTO", None)
+def simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``speculation="auto"`` decides by simulated time and remembers nothing of earlier tests.
+
+    So what it drafts depends neither on the machine nor on the order of the tests. Passes are bound by
+    reading weights and drafts are cheap: drafting pays as soon as a draft is accepted now and then.
+    """
+    clock, verify = SimulatedTime(), Decoder._verify
+
+    def verify_after_a_pass(*arguments: Any) -> Any:
+        clock.seconds += clock.PASS
+        return verify(*arguments)
+
+    monkeypatch.setattr(Decoder, "_verify", verify_after_a_pass)
+    monkeypatch.setattr(speculation, "AUTO", Speculation(clock=clock))
+    controller._memories.clear()
 
 
 @pytest.fixture(

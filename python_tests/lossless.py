@@ -45,9 +45,12 @@ def plain_text(batch: str, decoding: str) -> torch.Tensor:
 
 
 def check_same_text(drafter: Drafter, batch: str, decoding: str) -> SpeculationStats:
-    """Generate with ``drafter``, compare with plain decoding, and tell how it went."""
-    output = generate(drafter, batch, decoding)
+    """The text of plain decoding, drafting in every step and by default; the counters of the former."""
+    output, by_default = (
+        generate(drafter, batch, decoding, speculation=policy) for policy in ("fixed", "auto")
+    )
     assert torch.equal(output.sequences, plain_text(batch, decoding))
+    assert torch.equal(by_default.sequences, plain_text(batch, decoding))
     return output.speculation
 
 
@@ -58,4 +61,6 @@ def check_generated_text(model: PreTrainedModel, batch: str, new_tokens: int) ->
     expected = model.generate(ids, **kwargs)
     for shape in (noisy_chain, random_tree):
         drafter = ScriptedDrafter(generated(expected, ids.shape[1]), shape)
-        assert torch.equal(specdec_ext.generate(model, ids, drafter=drafter, **kwargs), expected)
+        for policy in ("fixed", "auto"):
+            text = specdec_ext.generate(model, ids, drafter=drafter, speculation=policy, **kwargs)
+            assert torch.equal(text, expected)

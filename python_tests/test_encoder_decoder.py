@@ -121,7 +121,11 @@ def check(kind: str, rows: int, shapes: Sequence[Callable] = SHAPES, **kwargs: A
     for shape in shapes:
         drafter = ScriptedDrafter(answers, shape)
         output = specdec_ext.generate(
-            model, drafter=drafter, return_dict_in_generate=True, **kwargs
+            model,
+            drafter=drafter,
+            speculation="fixed",
+            return_dict_in_generate=True,
+            **kwargs,
         )
         assert torch.equal(output.sequences, expected), shape.__name__
         if shape.__name__ == "oracle_chain" and specdec_ext.supports(model).chain and rows == 1:
@@ -220,6 +224,7 @@ def test_copies_from_what_the_encoder_reads(drafter):
         model,
         ids,
         drafter=drafter,
+        speculation="fixed",
         logits_processor=processors,
         return_dict_in_generate=True,
         **kwargs,

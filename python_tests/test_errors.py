@@ -297,14 +297,14 @@ BROKEN_TREES = {
 def test_broken_trees(case):
     make, message = BROKEN_TREES[case]
     with pytest.raises(ValueError, match=message):
-        call(2, drafter=Fixed(make))
+        call(2, drafter=Fixed(make), speculation="fixed")
 
 
 @pytest.mark.parametrize("what", [None, torch.zeros(2), [1, 2]], ids=["none", "tensor", "list"])
 def test_something_else_than_a_tree(what):
     message = f"Fixed.propose returned a {type(what).__name__}; expected a DraftTree"
     with pytest.raises(TypeError, match=message):
-        call(2, drafter=Fixed(lambda context: what))
+        call(2, drafter=Fixed(lambda context: what), speculation="fixed")
 
 
 def test_inactive_nodes_may_hold_any_token_and_lend_themselves_as_parents():
@@ -314,9 +314,9 @@ def test_inactive_nodes_may_hold_any_token_and_lend_themselves_as_parents():
         return tree(context, [5000, -7, 8], [-1, -2, -2, 0])
 
     expected = call(2, drafter=None)
-    assert torch.equal(call(2, drafter=Fixed(make)), expected)
+    assert torch.equal(call(2, drafter=Fixed(make), speculation="fixed"), expected)
     below = Fixed(lambda context: tree(context, [9, 10], [-1, -2, 1]))
-    assert torch.equal(call(2, drafter=below), expected)
+    assert torch.equal(call(2, drafter=below, speculation="fixed"), expected)
 
 
 def test_an_exception_inside_a_drafter_is_the_callers():
@@ -324,7 +324,7 @@ def test_an_exception_inside_a_drafter_is_the_callers():
         raise KeyError("no such draft")
 
     with pytest.raises(KeyError, match="no such draft"):
-        call(2, drafter=Fixed(broken))
+        call(2, drafter=Fixed(broken), speculation="fixed")
     assert call(2).shape == (2, 11)
 
 
@@ -333,7 +333,7 @@ def test_a_drafter_without_propose():
         pass
 
     with pytest.raises(NotImplementedError, match="Idle must define propose"):
-        call(drafter=Idle())
+        call(drafter=Idle(), speculation="fixed")
 
 
 @pytest.mark.parametrize(

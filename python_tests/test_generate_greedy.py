@@ -71,9 +71,8 @@ def test_a_perfect_draft_is_accepted_whole(reference):
     """Four right tokens a step and the bonus: 23 tokens after the first take five target passes."""
     ids, kwargs, _ = reference("llama", "one")
     drafter = DraftModelDrafter(tiny_model("llama"), num_draft_tokens=4)
-    stats = specdec_ext.generate(
-        tiny_model("llama"), ids, drafter=drafter, return_dict_in_generate=True, **kwargs
-    ).speculation
+    kwargs |= {"return_dict_in_generate": True, "speculation": "fixed"}
+    stats = specdec_ext.generate(tiny_model("llama"), ids, drafter=drafter, **kwargs).speculation
     assert (stats.steps, stats.drafts, stats.emitted_tokens) == (5, 5, 23)
     assert stats.accepted_tokens == stats.draft_tokens == 18  # the last draft is cut at max_length
 

@@ -237,6 +237,7 @@ def test_rows_that_end_leave_the_others_alone():
     assert not torch.equal(expected, sequences[:, : expected.shape[1]])
     right = answers(sequences, columns)
     watched = Watched(HeadDrafter(head_of("qk-norm-window"), TREES["static"]), right)
+    options["speculation"] = "fixed"
     given = specdec_ext.generate(model, ids, attention_mask=mask, drafter=watched, **options)
     assert torch.equal(given, expected)
     assert_as_specified(watched, model, texts_of(ids, mask), sequences, columns)
@@ -301,6 +302,7 @@ def test_a_trained_head_is_accepted_as_often_alone_as_in_a_batch():
                 row_ids,
                 attention_mask=row_mask,
                 drafter=drafter,
+                speculation="fixed",
                 max_new_tokens=30,
                 return_dict_in_generate=True,
             )

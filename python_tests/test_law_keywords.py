@@ -161,6 +161,7 @@ def draw(kwargs: dict, rows: int, seed: int, drafter: Drafter):
         six_token_model(),
         PROMPT.expand(rows, -1),
         drafter=drafter,
+        speculation="fixed",
         seed=seed,
         return_dict_in_generate=True,
         **fresh(kwargs),

@@ -224,6 +224,7 @@ def test_right_guesses_are_accepted(tree):
         ids,
         attention_mask=mask,
         drafter=MedusaDrafter(counting_heads(), tree),
+        speculation="fixed",
         max_new_tokens=25,
         do_sample=False,
         return_dict_in_generate=True,

@@ -244,6 +244,7 @@ def stats_of(
         long = {**kwargs, "eos_token_id": None, "max_new_tokens": NEW_TOKENS + 8}
         answers = generated(model.generate(ids, **long), ids.shape[1])
         made = make_drafter(drafter, model, answers)
+    kwargs["speculation"] = "fixed"
     out = specdec_ext.generate(model, ids, drafter=made, return_dict_in_generate=True, **kwargs)
     assert torch.equal(out.sequences, plain)
     return out.speculation, sum(ends(plain, ids.shape[1], eos if isinstance(eos, list) else [eos]))
@@ -320,7 +321,8 @@ def test_reusing_one_drafter_begins_new_counters():
     kwargs = dict(attention_mask=mask, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True)
     drafter = specdec_ext.NgramDrafter(min_ngram=1)
     runs = [
-        specdec_ext.generate(model, ids, drafter=drafter, **kwargs).speculation for _ in range(2)
+        specdec_ext.generate(model, ids, drafter=drafter, speculation="fixed", **kwargs).speculation
+        for _ in range(2)
     ]
     for stats in runs:
         stats.seconds = {}

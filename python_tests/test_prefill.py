@@ -116,6 +116,7 @@ def test_a_draft_head_reads_every_column(side):
             ids,
             attention_mask=mask,
             drafter=drafter,
+            speculation="fixed",
             max_new_tokens=NEW_TOKENS,
             **options,
         )

@@ -101,7 +101,7 @@ class DeadModel(DraftModelDrafter):
 
 def drafted(drafter):
     ids, mask = prompts((6,) * 8)
-    kwargs = dict(attention_mask=mask, max_new_tokens=20, do_sample=False)
+    kwargs = dict(attention_mask=mask, max_new_tokens=20, do_sample=False, speculation="fixed")
     return specdec_ext.generate(tiny_model("llama"), ids, drafter=drafter, **kwargs)
 
 

@@ -39,6 +39,7 @@ def generate(drafter, lengths=(6,), max_new_tokens=24, **law):
         ids,
         attention_mask=mask,
         drafter=drafter,
+        speculation="fixed",
         max_new_tokens=max_new_tokens,
         return_dict_in_generate=True,
         **law,

@@ -111,17 +111,26 @@ class BoundHead:
         roots = inputs[-1]
         return self._function(tree, len(roots))(*inputs, tree)
 
-    def _function(
-        self, tree: TreeConfig, num_rows: int
-    ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    def check(self, tree: TreeConfig, num_rows: int) -> str | None:
+        """The :meth:`refusal`, or an error where nothing else can draft with weights of this format.
+
+        Raises:
+            ValueError: ``weights`` is a format that only the op has, and the op does not draft this.
+        """
         reason = self.refusal(tree, num_rows)
-        if reason is None:
-            return partial(ops.draft_head, self._on_this_stream())
-        if self.weights != "same":
+        if reason is not None and self.weights != "same":
             raise ValueError(
                 f"weights={self.weights!r} needs the op draft_head, which does not draft this: {reason}; "
                 "pass weights='same'"
             )
+        return reason
+
+    def _function(
+        self, tree: TreeConfig, num_rows: int
+    ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+        reason = self.check(tree, num_rows)
+        if reason is None:
+            return partial(ops.draft_head, self._on_this_stream())
         warnings.warn(
             f"{self.head.source} drafts in PyTorch, many times slower than the op draft_head, which does "
             f"not draft this: {reason}",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from specdec_ext.tree_config import TreeConfig
@@ -37,7 +37,7 @@ class Speculation:
     may_rest: bool = True
     probing: float = 0.005
     hysteresis: float = 0.02
-    clock: Callable[[], float] = time.perf_counter
+    clock: Callable[[], float] = field(default=time.perf_counter, compare=False)
 
     def __post_init__(self) -> None:
         if self.shapes is not None:

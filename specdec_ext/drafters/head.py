@@ -122,6 +122,7 @@ class HeadDrafter(Drafter):
         num_rows = len(context.generated)
         parallel = self.head.config.mask_token_id is not None
         self._tree = self.tree or default_tree(self._bound.device, num_rows, parallel)
+        self._bound.check(self._tree, num_rows)  # now, because it may never be asked for a draft
         prompt, first_positions = _prompt_elements(context, output.taps)
         self._pending = [prompt]
         self._unread = 0  # tokens of a row at most in it, those of the prompt aside
