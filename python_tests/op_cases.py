@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -31,8 +33,9 @@ def all_parents(nodes: int) -> Tensor:
     return torch.cartesian_prod(*choices).view(-1, nodes)
 
 
-def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], names: list[str]) -> None:
+def assert_same(actual: Iterable[Tensor], expected: Iterable[Tensor], names: list[str]) -> None:
     """Bitwise equality of op outputs, naming the output that differs."""
+    actual, expected = tuple(actual), tuple(expected)
     assert len(actual) == len(expected) == len(names)
     for name, ours, theirs in zip(names, actual, expected, strict=True):
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape, name

@@ -262,7 +262,7 @@ def verify(rule, parents, tokens, positions, draft_probs, seed, device="cpu"):
         torch.arange(rows),
     )
     result = getattr(ops, f"verify_{rule}")(*(argument.to(device) for argument in arguments))
-    return ops.MatchResult(*(part.cpu() for part in result))
+    return ops.MatchResult(result.packed.cpu(), *result.path.shape)
 
 
 def append(texts, lengths, tokens, result):

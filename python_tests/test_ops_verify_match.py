@@ -15,7 +15,7 @@ from specdec_ext import ops
 from specdec_ext.reference.rng import gumbel_noise
 from specdec_ext.reference.verify_match import verify_match as verify_match_reference
 
-NAMES = list(ops.MatchResult._fields)
+NAMES = list(ops.HostMatchResult._fields)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 CASES = {  # name: (batch, nodes, vocab)

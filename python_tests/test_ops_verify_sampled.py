@@ -17,7 +17,7 @@ from specdec_ext import ops
 from specdec_ext.reference import rng
 from specdec_ext.reference import verify_sampled as reference
 
-NAMES = list(ops.MatchResult._fields)
+NAMES = list(ops.HostMatchResult._fields)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RULES = ["rejection", "recursive", "block"]
 INF, NAN = torch.inf, torch.nan

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import nvtx
 
@@ -47,7 +45,7 @@ class Decoder:
         context, target, drafter, policy = self.context, self.target, self.drafter, self.policy
         # Nobody looks at the root's token, and a prompt of embeddings has none.
         tree = DraftTree.root(context.input_ids.new_zeros(len(context.input_ids)))
-        with self._timed("prefill"):
+        with _Timed("prefill", self.stats.seconds):
             output = target.prefill(context.input_ids, context.attention_mask)
             self._num_logits = output.logits.shape[-1]
             self.recorder.prompt(output)
@@ -56,12 +54,15 @@ class Decoder:
             drafter.start(context, target.model, output)
         if policy is not None:
             policy.begin(context, self.stats)
+        draft, verify, commit = (
+            _Timed(phase, self.stats.seconds) for phase in ("draft", "verify", "commit")
+        )
         while self._unfinished():
-            with self._timed("draft"):
+            with draft:
                 tree = self._propose()
-            with self._timed("verify"):
+            with verify:
                 output, accepted = self._score(tree)
-            with self._timed("commit"):
+            with commit:
                 self._count(tree, accepted)
                 target.commit(accepted.path, accepted.num_accepted, accepted.on_host)
                 if drafter is not None:
@@ -186,10 +187,18 @@ class Decoder:
             )
         self._alarm.check()
 
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        """Count the seconds of a phase and show it as an NVTX range to Nsight."""
-        began = time.perf_counter()
-        with nvtx.annotate(phase, domain="specdec"):
-            yield
-        self.stats.seconds[phase] += time.perf_counter() - began
+
+class _Timed:
+    """Counts the seconds of a phase and shows it as an NVTX range to Nsight."""
+
+    def __init__(self, phase: str, seconds: dict[str, float]):
+        self._phase, self._seconds = phase, seconds
+        self._range = nvtx.annotate(phase, domain="specdec")
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+        self._range.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._range.__exit__(*error)
+        self._seconds[self._phase] += time.perf_counter() - self._began

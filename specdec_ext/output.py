@@ -75,6 +75,9 @@ class Recorder:
         config: of the call.
         batch: rows.
         encoder_outputs: of an encoder-decoder model.
+
+    Attributes:
+        keeps_passes: whether :meth:`step` is to be told of every pass.
     """
 
     def __init__(
@@ -93,6 +96,8 @@ class Recorder:
         self._cross: list[tuple[Tensor, ...]] | None = (
             [] if self._attentions is not None and encoder_outputs is not None else None
         )
+        stores = self._logits, self._hidden, self._attentions
+        self.keeps_passes = any(store is not None for store in stores)
 
     @property
     def forward_kwargs(self) -> dict[str, bool]:
@@ -107,11 +112,6 @@ class Recorder:
     def record_scores(self) -> RecordScores | None:
         """What the sampler tells each token's scores to, or None if nobody wants them."""
         return None if self._scores is None else self._score
-
-    @property
-    def keeps_passes(self) -> bool:
-        """Whether :meth:`step` is to be told of every pass."""
-        return any(part is not None for part in (self._logits, self._hidden, self._attentions))
 
     def prompt(self, output: TargetOutput) -> None:
         """Hidden states and attentions of the prompt pass are handed out whole (as ordinary tensors)."""

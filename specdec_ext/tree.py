@@ -99,6 +99,8 @@ class DraftTree:
         """
         tokens = tokens[:, None]
         tree = cls(tokens, torch.full_like(tokens, ROOT_PARENT))
+        # Known without a look at the numbers.
+        vars(tree).update(depths=[[0] for _ in range(tree.num_rows)], is_chain=True)
         if values is None:
             return tree
         return tree._knowing([[token] for token in values], [[ROOT_PARENT] for _ in values])
@@ -281,7 +283,7 @@ class DraftTree:
             ValueError: naming the drafter, what was expected and what was given.
         """
         for name, tensor in (("tokens", self.tokens), ("parents", self.parents)):
-            if tensor.dtype != torch.long or tensor.ndim != 2 or len(tensor) != len(roots):
+            if tensor.dtype != torch.long or tensor.ndim != 2 or tensor.shape[0] != len(roots):
                 raise ValueError(
                     f"{source} returned a DraftTree whose {name} are {tensor.dtype} {tuple(tensor.shape)}; "
                     f"expected torch.int64 of shape ({len(roots)}, nodes), a row per unfinished row"

@@ -145,12 +145,17 @@ class Counting:
         if self._open and self.case is not None:
             self.case.rounds[-1].asked[kind, site] += 1
 
-    def enter(self, phase: str, **_: Any) -> Any:
-        """Stands in for ``nvtx.annotate``: the loop names its phases."""
-        if self.case is not None and phase == "draft":
+    def phase(self, name: str, **_: Any) -> Any:
+        """Stands in for ``nvtx.annotate``: the loop names its phases, and enters them in every round."""
+        phase = mock.MagicMock()
+        if name == "draft":
+            phase.__enter__.side_effect = self._begin
+        return phase
+
+    def _begin(self) -> None:
+        if self.case is not None:
             self.case.rounds.append(Round())
             self._open = True
-        return mock.MagicMock()
 
     def reorder(self, target: SlotTarget, *args: Any, **kwargs: Any) -> None:
         """Stands in for ``SlotTarget.reorder``: a row has left the batch."""
@@ -183,7 +188,7 @@ def run(names: Sequence[str] = DRAFTERS, new_tokens: int = NEW_TOKENS) -> list[C
     counting = Counting()
     target, tokenizer = assets.load_target(), assets.load_tokenizer()
     with (
-        mock.patch.object(nvtx, "annotate", counting.enter),
+        mock.patch.object(nvtx, "annotate", counting.phase),
         mock.patch.object(
             SlotTarget, "reorder", lambda *args, **kwargs: counting.reorder(*args, **kwargs)
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -14,15 +15,8 @@ STATUS_NAN = 1
 STATUS_NO_FINITE_LOGIT = 2
 
 
-class _Parts(NamedTuple):
-    path: Tensor
-    num_accepted: Tensor
-    next_token: Tensor
-    status: Tensor
-
-
-class MatchResult(_Parts):
-    """What a verification step accepted.
+class MatchResult:
+    """What a verification step accepted: the first four attributes, in this order when it is unpacked.
 
     Attributes:
         path: ``[batch, nodes]``; the visited node at depth d for d <= num_accepted (node 0 first),
@@ -33,26 +27,42 @@ class MatchResult(_Parts):
         status: ``[batch]``; 0 ok, 1 the logits of the visited node contain NaN, 2 none of them is above
             -inf. Then ``path`` and ``num_accepted`` are what was walked before that node.
         packed: ``[batch * (nodes + 3)]``, what the op returns: the parts, which are views of it, one behind
-            the other.
+            the other. Views are made when they are asked for, as most steps read :meth:`on_host` alone.
     """
 
-    packed: Tensor
+    def __init__(self, packed: Tensor, batch: int, nodes: int):
+        self.packed, self._batch, self._nodes = packed, batch, nodes
 
-    @classmethod
-    def of(cls, packed: Tensor, batch: int, nodes: int) -> MatchResult:
-        """The parts of what the op returned for trees of this size."""
-        path, *others = packed.split([batch * nodes, batch, batch, batch])
-        result = cls(path.view(batch, nodes), *others)
-        result.packed = packed
-        return result
+    @property
+    def path(self) -> Tensor:
+        return self.packed[: self._batch * self._nodes].view(self._batch, self._nodes)
+
+    @property
+    def num_accepted(self) -> Tensor:
+        return self._behind_path(0)
+
+    @property
+    def next_token(self) -> Tensor:
+        return self._behind_path(1)
+
+    @property
+    def status(self) -> Tensor:
+        return self._behind_path(2)
+
+    def _behind_path(self, part: int) -> Tensor:
+        begin = self._batch * (self._nodes + part)
+        return self.packed[begin : begin + self._batch]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.path, self.num_accepted, self.next_token, self.status))
 
     def on_host(self) -> HostMatchResult:
         """The same in one copy to the host."""
-        batch, nodes = self.path.shape
+        batch, nodes = self._batch, self._nodes
         numbers = self.packed.tolist()
         paths = [numbers[row * nodes : (row + 1) * nodes] for row in range(batch)]
         begins = [batch * (nodes + part) for part in range(3)]
-        return HostMatchResult(paths, *(numbers[begin : begin + batch] for begin in begins))
+        return HostMatchResult(paths, *[numbers[begin : begin + batch] for begin in begins])
 
 
 class HostMatchResult(NamedTuple):
@@ -99,7 +109,7 @@ def verify_match(
     packed = _library.native.verify_match(
         logits, tokens, parents, root_positions, seeds, row_ids, stochastic, counters
     )
-    return MatchResult.of(packed, *parents.shape)
+    return MatchResult(packed, *parents.shape)
 
 
 @torch.library.register_fake("specdec::verify_match")

