@@ -14,10 +14,7 @@ torch.set_num_threads(1)  # two pytest workers share two cores
 import emulation  # noqa: E402
 from op_cases import DEVICES  # noqa: E402
 
-from specdec_ext import controller, speculation  # noqa: E402
-from specdec_ext.loop import Decoder  # noqa: E402
 from specdec_ext.ops import _library, packed_head  # noqa: E402
-from specdec_ext.speculation import Speculation  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -77,14 +74,18 @@ def simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
     So what it drafts depends neither on the machine nor on the order of the tests. Passes are bound by
     reading weights and drafts are cheap: drafting pays as soon as a draft is accepted now and then.
     """
-    clock, verify = SimulatedTime(), Decoder._verify
+    if "specdec_ext.generation" not in sys.modules:
+        return  # a test of ops alone, which need no transformers
+    from specdec_ext import controller, loop, speculation
+
+    clock, verify = SimulatedTime(), loop.Decoder._verify
 
     def verify_after_a_pass(*arguments: Any) -> Any:
         clock.seconds += clock.PASS
         return verify(*arguments)
 
-    monkeypatch.setattr(Decoder, "_verify", verify_after_a_pass)
-    monkeypatch.setattr(speculation, "AUTO", Speculation(clock=clock))
+    monkeypatch.setattr(loop.Decoder, "_verify", verify_after_a_pass)
+    monkeypatch.setattr(speculation, "AUTO", speculation.Speculation(clock=clock))
     controller._memories.clear()
 
 

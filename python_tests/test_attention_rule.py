@@ -62,6 +62,7 @@ def test_every_layer_of_every_pass_after_the_prompt(served, drafter):
         model,
         prompts((9,))[0],
         drafter=drafter,
+        speculation="fixed",
         max_new_tokens=12,
         do_sample=False,
         return_dict_in_generate=True,

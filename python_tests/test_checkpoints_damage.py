@@ -673,7 +673,7 @@ def test_damaged_files_are_named(tmp_path, folder, case):
 
 def test_a_path_to_nothing():
     with pytest.raises(
-        OSError, match="'no/such/folder' is neither a file nor a folder here, and the"
+        OSError, match="'no/such/folder' is neither a file nor a folder here, and no hub id"
     ):
         load_draft("no/such/folder")
 

@@ -57,7 +57,9 @@ def test_greedy_text_is_that_of_hf(drafter, ids, batch):
     kwargs = dict(**given, max_new_tokens=NEW, do_sample=False, eos_token_id=EOS)
     expected = model.generate(**kwargs)
     answers = generated(expected, columns(given))
-    actual = specdec_ext.generate(model, drafter=DRAFTERS[drafter](answers), **kwargs)
+    actual = specdec_ext.generate(
+        model, drafter=DRAFTERS[drafter](answers), speculation="fixed", **kwargs
+    )
     assert torch.equal(actual, expected)
 
 
@@ -70,7 +72,7 @@ def test_outputs_and_cache(name, ids):
         kwargs[f"output_{recorded}"] = True
     expected = model.generate(**kwargs)
     drafter = ScriptedDrafter(generated(expected.sequences, columns(given)), noisy_chain)
-    actual = specdec_ext.generate(model, drafter=drafter, **kwargs)
+    actual = specdec_ext.generate(model, drafter=drafter, speculation="fixed", **kwargs)
     assert torch.equal(actual.sequences, expected.sequences)
     for recorded in ("scores", "logits", "hidden_states", "attentions"):
         torch.testing.assert_close(actual[recorded], expected[recorded], rtol=1e-4, atol=1e-4)
@@ -102,7 +104,7 @@ def test_sampled_text_is_that_of_the_ids():
     ids = given.pop("input_ids")
     expected = specdec_ext.generate(model, ids, attention_mask=mask, drafter=None, **kwargs)
     drafter = ScriptedDrafter(generated(expected, ids.shape[1]), noisy_chain)
-    actual = specdec_ext.generate(model, drafter=drafter, **given, **kwargs)
+    actual = specdec_ext.generate(model, drafter=drafter, speculation="fixed", **given, **kwargs)
     assert torch.equal(actual, expected[:, ids.shape[1] :])
 
 
@@ -128,7 +130,9 @@ def test_other_kinds_of_targets(kind, ids):
         kwargs["input_ids"] = tokens[:, :3]
     expected = model.generate(max_new_tokens=NEW, **kwargs)
     drafter = ScriptedDrafter(generated(expected, columns(kwargs)), noisy_chain)
-    actual = specdec_ext.generate(model, drafter=drafter, max_new_tokens=NEW, **kwargs)
+    actual = specdec_ext.generate(
+        model, drafter=drafter, speculation="fixed", max_new_tokens=NEW, **kwargs
+    )
     assert torch.equal(actual, expected)
 
 

@@ -92,7 +92,15 @@ def test_greedy(drafter, batch):
     model, theirs, grammar = tiny_model("llama"), Brackets(), Brackets()
     expected = run(model.generate, batch, theirs, do_sample=False)
     made = make_drafter(drafter, model, generated(expected, max(BATCHES[batch])))
-    out = run(ours, batch, grammar, do_sample=False, drafter=made, return_dict_in_generate=True)
+    out = run(
+        ours,
+        batch,
+        grammar,
+        do_sample=False,
+        drafter=made,
+        speculation="fixed",
+        return_dict_in_generate=True,
+    )
     assert torch.equal(out.sequences, expected)
     assert (grammar.calls, grammar.open, grammar.pairs) == (theirs.calls, theirs.open, theirs.pairs)
     if drafter == "oracle_chain":
@@ -105,7 +113,7 @@ def test_sampled(drafter, batch):
     plain, grammar = Brackets(), Brackets()
     expected = run(ours, batch, plain, do_sample=True, seed=3, drafter=None)
     made = make_drafter(drafter, tiny_model("llama"), generated(expected, max(BATCHES[batch])))
-    actual = run(ours, batch, grammar, do_sample=True, seed=3, drafter=made)
+    actual = run(ours, batch, grammar, do_sample=True, seed=3, drafter=made, speculation="fixed")
     assert torch.equal(actual, expected)
     assert grammar.calls == plain.calls
 
@@ -137,7 +145,12 @@ def test_prefix_allowed_tokens_fn_is_asked_in_order():
     for drafter in DRAFTERS:
         made = make_drafter(drafter, model, generated(expected, 12))
         actual = specdec_ext.generate(
-            model, ids, drafter=made, prefix_allowed_tokens_fn=walker(), **kwargs
+            model,
+            ids,
+            drafter=made,
+            speculation="fixed",
+            prefix_allowed_tokens_fn=walker(),
+            **kwargs,
         )
         assert torch.equal(actual, expected)
 

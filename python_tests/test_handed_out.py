@@ -28,7 +28,7 @@ def generate(model, ids, answers, **kwargs):
     if answers is None:
         return model.generate(ids, **kwargs)
     drafter = ScriptedDrafter(answers[:, ids.shape[1] :].tolist(), noisy_chain)
-    return specdec_ext.generate(model, ids, drafter=drafter, **kwargs)
+    return specdec_ext.generate(model, ids, drafter=drafter, speculation="fixed", **kwargs)
 
 
 def test_the_callers_cache_is_the_one_that_was_used():

@@ -36,7 +36,9 @@ def plain_text(ids):
 def generate(model, ids, expected, shape=noisy_chain):
     """The output with drafts that are partly right."""
     drafter = ScriptedDrafter(generated(expected, ids.shape[1]), shape)
-    return specdec_ext.generate(model, ids, drafter=drafter, return_dict_in_generate=True, **GREEDY)
+    return specdec_ext.generate(
+        model, ids, drafter=drafter, speculation="fixed", return_dict_in_generate=True, **GREEDY
+    )
 
 
 def held(model):
@@ -74,7 +76,9 @@ def test_a_call_inside_another(model):
             return super().propose(context)
 
     drafter = Interrupts(generated(expected, 9), noisy_chain)
-    assert torch.equal(specdec_ext.generate(model, outer, drafter=drafter, **GREEDY), expected)
+    assert torch.equal(
+        specdec_ext.generate(model, outer, drafter=drafter, speculation="fixed", **GREEDY), expected
+    )
     assert torch.equal(found[0].sequences, expected_inside)
 
 

@@ -20,7 +20,12 @@ KWARGS = dict(max_new_tokens=8, do_sample=False)
 
 @pytest.fixture
 def model():
-    return copy.deepcopy(tiny_model("llama"))
+    """Without the hooks that transformers leaves on a model of which hidden states were asked for."""
+    shared = tiny_model("llama")
+    fresh = type(shared)(copy.deepcopy(shared.config)).eval()
+    fresh.load_state_dict(shared.state_dict())
+    fresh.generation_config = copy.deepcopy(shared.generation_config)
+    return fresh
 
 
 @functools.cache

@@ -94,7 +94,8 @@ def test_all_outputs_equal_those_of_hf(name, batch, drafter):
     )
     theirs = model.generate(ids, **kwargs)
     answers = generated(theirs.sequences, ids.shape[1])
-    mine = specdec_ext.generate(model, ids, drafter=make_drafter(drafter, model, answers), **kwargs)
+    kwargs |= {"drafter": make_drafter(drafter, model, answers), "speculation": "fixed"}
+    mine = specdec_ext.generate(model, ids, **kwargs)
     assert isinstance(mine, SpeculativeOutput)
     assert_same_outputs(mine, theirs, ends(theirs.sequences, ids.shape[1], eos))
     assert mine.past_key_values.get_seq_length() == theirs.past_key_values.get_seq_length()

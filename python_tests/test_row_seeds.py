@@ -33,7 +33,7 @@ def texts(drafter, ids, mask, seed, model="llama", **kwargs) -> list[list[int]]:
     kwargs = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.9, **kwargs}
     model = tiny_model(model)
     output = specdec_ext.generate(
-        model, ids, attention_mask=mask, drafter=drafter, seed=seed, **kwargs
+        model, ids, attention_mask=mask, drafter=drafter, speculation="fixed", seed=seed, **kwargs
     )
     return output[:, ids.shape[1] :].tolist()
 

@@ -43,7 +43,7 @@ def run(batch: str, drafter: str, **kwargs):
         return {name: value() if callable(value) else value for name, value in kwargs.items()}
 
     ours = specdec_ext.generate(
-        model, ids, drafter=make_drafter(drafter, model, answers), **fresh()
+        model, ids, drafter=make_drafter(drafter, model, answers), speculation="fixed", **fresh()
     )
     return ours, model.generate(ids, **fresh())
 

@@ -66,9 +66,10 @@ def run(batch: str, drafter, streamer, door: str = "generate", **kwargs) -> torc
         **kwargs,
     }
     made = make_drafter(drafter, model, answers) if isinstance(drafter, str) else drafter
+    options = {"drafter": made, "speculation": "fixed", "streamer": streamer}
     if door == "generate":
-        return specdec_ext.generate(model, ids, drafter=made, streamer=streamer, **kwargs)
-    hook = specdec_ext.custom_generate(made, streamer=streamer)
+        return specdec_ext.generate(model, ids, **options, **kwargs)
+    hook = specdec_ext.custom_generate(**options)
     return model.generate(ids, custom_generate=hook, **kwargs)
 
 
@@ -170,7 +171,7 @@ def test_positions_are_put_as_soon_as_all_unfinished_rows_have_them(drafter):
 def test_which_tokens_were_drafted():
     """Blocks of four drafts and a bonus, after the token of the prompt."""
     streamer = DraftedLog()
-    run("one", "oracle_chain", streamer, max_new_tokens=12, speculation="fixed")
+    run("one", "oracle_chain", streamer, max_new_tokens=12)
     flags = [bool(flag) for flag in torch.cat(streamer.flags)]
     assert flags == [False] + ([True] * 4 + [False]) * 2 + [False]
 
