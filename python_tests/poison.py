@@ -10,6 +10,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -152,59 +153,94 @@ def faults(model: PreTrainedModel) -> tuple[list[str], int]:
     calls = {
         batch: inputs(batch, NEW_TOKENS) for batch in BATCHES if batch == "one" or support.batch
     }
-    try:
-        expected = {batch: model.generate(**call) for batch, call in calls.items()}
-    except Exception:
-        return [], 0  # transformers can't run it in this dtype
     if not support.chain:
         return [], 0
-    if model.dtype != torch.float32:
-        # Between transformers' loop and ours rounding may decide; between drafts and none it should not.
-        expected = {
-            batch: specdec_ext.generate(model, drafter=None, **call)
-            for batch, call in calls.items()
-        }
+    try:
+        expected = {batch: model.generate(**call) for batch, call in calls.items()}
+        if model.dtype != torch.float32:
+            # Between transformers' loop and ours rounding may decide; between drafts and none it should not.
+            expected = {
+                batch: specdec_ext.generate(model, drafter=None, **call)
+                for batch, call in calls.items()
+            }
+    except Exception:
+        return [], 0  # it can't be run in this dtype, or its logits are NaN
     count, found = 0, []
     for kind, values in KINDS.items():
         tokens = unread_tokens(len(values), *(each.sequences for each in expected.values()))
         for batch, tree in itertools.product(calls, (False, True)):
             count += 1
-            call, plain = calls[batch], expected[batch]
-            answers = plain.sequences[:, call["inputs"].shape[1] :].tolist()
-            drafter = PoisonDrafter(answers, tokens, tree)
-            arguments: dict[str, Any] = {"remove_invalid_values": True} if tree else {}
-            if (
-                model.dtype != torch.float32
-            ):  # where rounding decides otherwise, not for these tokens
-                arguments["suppress_tokens"] = tokens
+            drafted = Drafted(model, calls[batch], expected[batch], tokens, tree)
             try:
                 with poisoned(model, tokens, kind):
-                    output = specdec_ext.generate(
-                        model, drafter=drafter, speculation="fixed", **call, **arguments
-                    )
-                fault = difference(output, plain, model.dtype)
+                    fault = drafted.difference()
+                if fault and model.dtype != torch.float32 and drafted.as_with_harmless_tokens():
+                    fault = ""
             except Exception as error:
                 fault = told(error)
             if fault:
                 shape = "tree" if tree else "chain"
-                found.append(f"{kind}, {shape}, batch of {len(answers)}: {fault}")
+                rows = len(expected[batch].sequences)
+                found.append(f"{kind}, {shape}, batch of {rows}: {fault}")
     return found, count
 
 
-def difference(ours: Any, plain: Any, dtype: torch.dtype) -> str:
-    """How the output of a call differs from that of plain decoding, "" if it does not.
+@dataclass
+class Drafted:
+    """A call with drafts of ``tokens``, beside plain decoding.
 
-    In half precision two tokens that tie but for rounding are the same to it, and the row's rest is left out.
+    Attributes:
+        model: under test.
+        call: arguments of ``generate``.
+        plain: what they give without drafts.
+        tokens: that are drafted and not in the text.
+        tree: whether trees are drafted.
+        drift: largest difference of logits that :meth:`difference` has seen.
     """
-    columns = ours.sequences.shape[1] - len(plain.logits)
-    for row, (text, expected) in enumerate(zip(ours.sequences, plain.sequences, strict=True)):
-        for step, (mine, logits) in enumerate(zip(ours.logits, plain.logits, strict=True)):
-            drift = float((mine[row].float() - logits[row].float()).abs().max())
-            if not drift < DRIFTS[dtype]:
-                return f"logits of row {row}, token {step} differ by {drift:.2g}"
-            token, right = int(text[columns + step]), int(expected[columns + step])
-            if token != right:
-                if dtype == torch.float32:
-                    return f"row {row} differs from token {step} on"
-                break
-    return ""
+
+    model: PreTrainedModel
+    call: dict[str, Any]
+    plain: Any
+    tokens: Sequence[int]
+    tree: bool
+    drift: float = 0.0
+
+    def difference(self, seed: int = 0) -> str:
+        """How the output differs from that of plain decoding, "" if it does not.
+
+        In half precision two tokens that tie but for rounding are the same to it, and the row's rest is left
+        out.
+        """
+        dtype, columns = self.model.dtype, self.call["inputs"].shape[1]
+        answers = self.plain.sequences[:, columns:].tolist()
+        arguments: dict[str, Any] = {"remove_invalid_values": True} if self.tree else {}
+        if dtype != torch.float32:
+            # Where rounding chooses another text, that is not to hold these tokens.
+            arguments["suppress_tokens"] = self.tokens
+        drafter = PoisonDrafter(answers, self.tokens, self.tree, seed)
+        ours = specdec_ext.generate(
+            self.model, drafter=drafter, speculation="fixed", **self.call, **arguments
+        )
+        for row, answer in enumerate(answers):
+            for step, (mine, logits) in enumerate(zip(ours.logits, self.plain.logits, strict=True)):
+                drift = float((mine[row].float() - logits[row].float()).abs().max())
+                if not drift <= self.drift:  # NaN is no drift, and stays
+                    self.drift = drift
+                if not drift < DRIFTS[dtype]:
+                    return f"logits of row {row}, token {step} differ by {drift:.2g}"
+                if ours.sequences[row, columns + step] != answer[step]:
+                    if dtype == torch.float32:
+                        return f"row {row} differs from token {step} on"
+                    break
+        return ""
+
+    def as_with_harmless_tokens(self) -> bool:
+        """Whether logits drift as far by rounding alone, of experts that are chosen, say.
+
+        To be asked outside of :func:`poisoned`.
+        """
+        harmless = replace(self, drift=0.0)
+        return any(
+            bool(harmless.difference(seed)) and harmless.drift >= self.drift / 2
+            for seed in range(8)
+        )
