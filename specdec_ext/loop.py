@@ -82,8 +82,9 @@ class Decoder:
 
     def _propose(self) -> DraftTree:
         context = self.context
-        context.stage()
-        self.sampler.stage(context.rows, context.root_positions)
+        if context.staging.waits:
+            context.stage()
+            self.sampler.stage(context.rows, context.root_positions)
         roots = [context.generated[row][-1] for row in context.rows]
         if self.drafter is None or self.policy is None or not self.policy.choose(context):
             return DraftTree.root(context.roots, roots)

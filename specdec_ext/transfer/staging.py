@@ -42,23 +42,26 @@ class Staging:
 
     On the CPU nothing waits: values become tensors when they are asked for, and those that nobody asks for
     never do.
+
+    Attributes:
+        waits: whether staging before it is needed is of use.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._on_cpu = device.type == "cpu"
+        self.waits = device.type != "cpu"
         self._waiting: list[Staged] = []
 
     def stage(self, values: Integers) -> Staged:
         """Let ``values`` go with the next copy."""
         staged = Staged(self, values)
-        if not self._on_cpu:
+        if self.waits:
             self._waiting.append(staged)
         return staged
 
     def send(self, asked: Staged) -> None:
         """Copy what is asked for, and all that waits."""
-        if self._on_cpu:
+        if not self.waits:
             asked._tensor = _on_host(asked.values)
             return
         waiting, self._waiting = self._waiting, []
