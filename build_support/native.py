@@ -125,6 +125,7 @@ def ninja_file(tools: Toolchain) -> str:
         flags = f"-I{TO_ROOT}/csrc/emulation {EMULATED_FLAGS} {sanitize}"
         objects = [
             *file.compile_all("ops/*.cpp", "cxx", flags, target),
+            *file.compile_all("cpu/thread_team.cpp", "cxx", flags, target),  # the glue's loops
             *file.compile_all("emulation/*.cpp", "cxx", f"{flags} -O2", target),
             *file.compile_all("kernels/*.cu", "cxx", f"-x c++ {flags}", target),
         ]
