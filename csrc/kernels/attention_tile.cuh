@@ -1,9 +1,9 @@
 // The step that both kernels of tree_attention.cu are made of: a warp attends from 16 query rows
 // (or several times 16) to one tile of keys and values in shared memory, with an online softmax.
 //
-// A tile is 32 keys (16 for more than 128 dimensions, 8 if they are float32). Its rows are kDim elements, zeros
-// beyond head_dim, plus 16 bytes: an odd number of 16-byte chunks, so that the 8 rows of an
-// ldmatrix lie in different banks.
+// A tile is 32 keys (16 for more than 128 dimensions, 8 if they are float32). Its rows are kDim
+// elements, zeros beyond head_dim, plus 16 bytes: an odd number of 16-byte chunks, so that the 8
+// rows of an ldmatrix lie in different banks.
 //
 // Registers follow the C fragment of mma.m16n8k16: of each 16 x 8 block, a lane holds rows lane / 4
 // and lane / 4 + 8, columns 2 (lane % 4) and the next one. For 16-bit types products are

@@ -18,9 +18,8 @@ void run(const char* op, const VerifySampledParams& params, const Tensor& logits
 }
 
 Tensor verify_sampled(const char* op, SampledRule rule, const Tensor& logits,
-                                   const Tensor& draft_probs, const Tensor& tokens,
-                                   const Tensor& parents, const Tensor& root_positions,
-                                   const Tensor& seeds, const Tensor& row_ids) {
+                      const Tensor& draft_probs, const Tensor& tokens, const Tensor& parents,
+                      const Tensor& root_positions, const Tensor& seeds, const Tensor& row_ids) {
   const Argument logits_arg(op, "logits", logits), draft_arg(op, "draft_probs", draft_probs),
       tokens_arg(op, "tokens", tokens), parents_arg(op, "parents", parents),
       positions_arg(op, "root_positions", root_positions), seeds_arg(op, "seeds", seeds),
@@ -70,26 +69,23 @@ Tensor verify_sampled(const char* op, SampledRule rule, const Tensor& logits,
   return result.packed;
 }
 
-Tensor verify_rejection(const Tensor& logits, const Tensor& draft_probs,
-                                     const Tensor& tokens, const Tensor& parents,
-                                     const Tensor& root_positions, const Tensor& seeds,
-                                     const Tensor& row_ids) {
+Tensor verify_rejection(const Tensor& logits, const Tensor& draft_probs, const Tensor& tokens,
+                        const Tensor& parents, const Tensor& root_positions, const Tensor& seeds,
+                        const Tensor& row_ids) {
   return verify_sampled("verify_rejection", SampledRule::kRejection, logits, draft_probs, tokens,
                         parents, root_positions, seeds, row_ids);
 }
 
-Tensor verify_recursive(const Tensor& logits, const Tensor& draft_probs,
-                                     const Tensor& tokens, const Tensor& parents,
-                                     const Tensor& root_positions, const Tensor& seeds,
-                                     const Tensor& row_ids) {
+Tensor verify_recursive(const Tensor& logits, const Tensor& draft_probs, const Tensor& tokens,
+                        const Tensor& parents, const Tensor& root_positions, const Tensor& seeds,
+                        const Tensor& row_ids) {
   return verify_sampled("verify_recursive", SampledRule::kRecursive, logits, draft_probs, tokens,
                         parents, root_positions, seeds, row_ids);
 }
 
-Tensor verify_block(const Tensor& logits, const Tensor& draft_probs,
-                                 const Tensor& tokens, const Tensor& parents,
-                                 const Tensor& root_positions, const Tensor& seeds,
-                                 const Tensor& row_ids) {
+Tensor verify_block(const Tensor& logits, const Tensor& draft_probs, const Tensor& tokens,
+                    const Tensor& parents, const Tensor& root_positions, const Tensor& seeds,
+                    const Tensor& row_ids) {
   return verify_sampled("verify_block", SampledRule::kBlock, logits, draft_probs, tokens, parents,
                         root_positions, seeds, row_ids);
 }
