@@ -1,6 +1,6 @@
 """Compile every kernel with every compiler: ``python profiling/toolchains`` (``make toolchains``).
 
-Installs the compilers below build/toolchains (a gigabyte), then takes about ten minutes on two cores.
+Installs the compilers below build/toolchains (a gigabyte), then takes about half an hour on two cores.
 Exits with 1 if a kernel does not compile, spills registers or breaks a rule of toolchains/sass.py.
 """
 
