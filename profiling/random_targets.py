@@ -47,31 +47,30 @@ def random_target(name: str, dtype: torch.dtype, seed: int = 0) -> Any:
     Its weights are drawn in ``dtype``, so that nothing larger was ever in memory.
     """
     kind, sizes, _ = SHAPES[name]
-    config = AutoConfig.for_model(
-        kind,
-        **sizes,
-        max_position_embeddings=POSITIONS,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return _random_model(kind, dtype, seed, **sizes)
 
 
 def random_draft_of(name: str, dtype: torch.dtype, seed: int = 1) -> Any:
     """A draft model for it: two layers of a third of its width, the same vocabulary."""
     kind, sizes, _ = SHAPES[name]
     heads = sizes["num_key_value_heads"]
-    config = AutoConfig.for_model(
+    return _random_model(
         kind,
+        dtype,
+        seed,
         hidden_size=heads * (sizes["hidden_size"] // sizes["num_attention_heads"]),
         num_hidden_layers=2,
         num_attention_heads=heads,
         num_key_value_heads=heads,
         intermediate_size=sizes["intermediate_size"] // 3,
         vocab_size=sizes["vocab_size"],
+    )
+
+
+def _random_model(kind: str, dtype: torch.dtype, seed: int, **sizes: Any) -> Any:
+    config = AutoConfig.for_model(
+        kind,
+        **sizes,
         max_position_embeddings=POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=None,
