@@ -84,7 +84,7 @@ class Scale:
     prompts: int = 10
     tokens: int = 128
     repeats: int = 3
-    repetitions: int = 7  # of a race of all prompts
+    repetitions: int = 15  # of a race of all prompts
 
     @classmethod
     def quick(cls) -> Scale:

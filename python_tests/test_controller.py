@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+from itertools import pairwise
 from statistics import fmean
 
 import pytest
@@ -22,6 +23,7 @@ from specdec_ext import DraftModelDrafter, Speculation, SpeculationStats, TreeCo
 from specdec_ext.acceptance import Acceptance, LearntAcceptance
 from specdec_ext.controller import (
     MEMORIES,
+    MOST_BALANCE,
     Controller,
     Ledger,
     Memory,
@@ -192,7 +194,29 @@ def test_a_single_step_costs_the_ledger_little():
     assert before - ledger.balance == 2
     for _ in range(100):
         ledger.add(5.0)
-    assert ledger.balance == before  # gains of long ago pay for no more than that
+    assert ledger.balance == MOST_BALANCE  # gains of long ago pay for no more than that
+
+
+def test_a_try_goes_on_behind_the_reading_of_what_was_missed():
+    """However dear that was: it tells nothing of what the drafts behind it cost."""
+    world = World(verify, noise=lambda rng: 1.0)
+    drafter = world.drafter(always(0.0), head_cost, depths=(1,))
+    world.run(drafter, 64)
+    steps = []
+    seconds, propose = drafter.seconds, drafter.propose
+
+    def noted(context):
+        steps.append(len(context.generated[0]))
+        return propose(context)
+
+    def reading(depth):
+        return seconds(depth) + 8 * verify(1, 1) * (len(steps) < 2 or steps[-1] - steps[-2] > 20)
+
+    drafter.seconds, drafter.propose = reading, noted
+    world.run(drafter, 20_000)
+    tries = sum(step - before > 20 for before, step in pairwise([-100, *steps]))
+    assert tries > 2
+    assert len(steps) == 2 * tries  # and ends with the first wrong draft behind it
 
 
 def test_only_plain_steps_behind_plain_steps_are_a_reference():

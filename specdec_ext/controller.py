@@ -45,8 +45,8 @@ FIRST_INTERVAL, LAST_INTERVAL = {PLAIN: 16, MODEL: 4, FOUND: 4}, {PLAIN: 128, MO
 # Steps for which a choice to draft stands while something comes of it: choosing takes time, too.
 STANDS = 3
 # Steps of a try of drafts that a model makes, if something comes of them: the first reads what was missed and
-# tells little of what drafts cost. It ends earlier with a debt of so many plain steps.
-TRIED, MOST_DEBT = 4, 3.0
+# tells little of what drafts cost. It ends earlier if the steps behind that one have lost so many plain steps.
+TRIED, MOST_LOST = 4, 3.0
 # A plain step takes longer behind a wider pass or a draft, which had the caches: only those behind a plain
 # step are what all is measured against. Of such steps, one behind the other, that many are made before
 # anything is drafted, once for a drafter on a model, and whenever they are measured again.
@@ -55,7 +55,7 @@ REFERENCE_STEPS = 2
 MOST_CREDIT = 1.5
 # Plain steps that chosen drafts may lose before anything was gained; what they have gained counts up to MOST,
 # and a single step at most as MOST_LOSS: it may have been interrupted.
-FIRST_BALANCE, MOST_BALANCE, MOST_LOSS = 10.0, 10.0, 2.0
+FIRST_BALANCE, MOST_BALANCE, MOST_LOSS = 10.0, 30.0, 2.0
 # Steps without a draft after which a draft is one after a pause.
 PAUSE = 8
 # Share by which drafts that a model makes have to promise more than what needs none, and by which drafts
@@ -206,6 +206,7 @@ class Controller(Policy):
         self._interval = {**FIRST_INTERVAL, PLAIN: self._memory.plain_interval}
         self._stands: Option | None = None  # what those steps do
         self._trying = False  # whether they are a try
+        self._lost = 0.0  # seconds that it has lost, the first of them aside
         self._active: Option | None = None  # what was chosen last, probes aside
         self._option: Option | None = None  # of this step
         self._probing = False
@@ -286,6 +287,7 @@ class Controller(Policy):
                 self._quiet = REFERENCE_STEPS
             elif source == MODEL:
                 self._standing, self._stands, self._trying = TRIED - 1, probe, True
+                self._lost = 0.0
             return probe
         if self._active is None or self._active.source != best.source:
             self._interval[best.source] = FIRST_INTERVAL[best.source]
@@ -492,8 +494,10 @@ class Controller(Policy):
             spent = max(0.0, took - emitted / self._price / (1 + margin))
         reference = verify(1)
         self._earn(took, reference, spent)
-        if self._trying and self._credit() < -MOST_DEBT * (reference or 0.0):
-            self._standing = 0
+        if self._trying and self._standing < TRIED - 1:
+            self._lost += spent
+            if self._lost > MOST_LOST * (reference or 0.0):
+                self._standing = 0
         plain = took if self._drafted is None else emitted * (reference or 0.0) / rows
         self._gain.add(took, plain)
         if reference and (plain > took or not self._probing):  # the loss of a probe is paid for

@@ -30,7 +30,7 @@ from specdec_ext.tree_config import Shape, TreeConfig
 
 # Committed steps, and tokens of a row, after which a head that is not asked for drafts puts together, and
 # reads, the features it was given: what it keeps of them is bounded. (A tap may be a view of all layers.)
-MERGED_STEPS = 16
+MERGED_STEPS = 64
 MAX_UNREAD = 512
 
 
