@@ -219,6 +219,19 @@ def test_a_try_goes_on_behind_the_reading_of_what_was_missed():
     assert len(steps) == 2 * tries  # and ends with the first wrong draft behind it
 
 
+@pytest.mark.parametrize("slow", [1, 3])
+def test_tokens_of_fast_rows_pay_for_nothing_while_a_slow_row_decides_the_end(slow):
+    """However many tokens a step brings in all, it saves no pass; the call as a whole tells."""
+    world = World(lambda rows, nodes: verify(1, nodes) * (1 + 0.02 * (rows - 1)), rows=4)
+    drafter = world.drafter(
+        lambda row, at: [0.0 if row < slow else 0.95] * 8, lambda depth: 1.2 * MS, **CHAINS
+    )
+    for _ in range(6):
+        speed(world, drafter)
+    assert fmean(speed(world, drafter) for _ in range(6)) > 0.97
+    assert speed(world, drafter, policy=Policy(drafter, TreeConfig(depth=3))) < 0.9
+
+
 def test_only_plain_steps_behind_plain_steps_are_a_reference():
     """The first plain step behind a wider pass takes longer; plain decoding is made of the others."""
     last = [1]

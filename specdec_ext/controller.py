@@ -21,6 +21,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from weakref import WeakKeyDictionary
 
 import torch
@@ -45,7 +46,7 @@ FIRST_INTERVAL, LAST_INTERVAL = {PLAIN: 16, MODEL: 4, FOUND: 4}, {PLAIN: 128, MO
 # Steps for which a choice to draft stands while something comes of it: choosing takes time, too.
 STANDS = 3
 # Steps of a try of drafts that a model makes, if something comes of them: the first reads what was missed and
-# tells little of what drafts cost. It ends earlier if the steps behind that one have lost so many plain steps.
+# tells little of what drafts cost. It ends earlier if the steps after that one lose so many plain steps.
 TRIED, MOST_LOST = 4, 3.0
 # A plain step takes longer behind a wider pass or a draft, which had the caches: only those behind a plain
 # step are what all is measured against. Of such steps, one behind the other, that many are made before
@@ -62,6 +63,8 @@ PAUSE = 8
 # have to be better than plain steps. Steps do not show all that they cost a call: rows of a batch that get on
 # at different paces end one after the other, and the last have passes alone.
 MARGIN = 0.05
+# What earlier calls weigh beside the last in what tokens of rows at different paces are worth.
+PACES_KEPT = 0.8
 # A plain step that takes longer or shorter by this share than thought is measured again soon.
 DRIFT = 0.2
 # What a new finding weighs against what was found before, at least.
@@ -146,6 +149,32 @@ class Ledger:
 
 
 @dataclass
+class Paces:
+    """What the tokens that drafts add are worth while other rows decode beside, told by whole calls.
+
+    A step values a token at its share of a plain step. But rows that get on at different paces end one after
+    the other: the last have passes alone, and the others have saved only what a row adds to a pass. How that
+    ends is known when the call ends. Both amounts fade from call to call.
+
+    Attributes:
+        claimed: plain steps that such steps were taken to save.
+        saved: plain steps that they saved.
+    """
+
+    claimed: float = 4.0
+    saved: float = 4.0
+
+    def add(self, claimed: float, saved: float) -> None:
+        self.claimed = PACES_KEPT * self.claimed + claimed
+        self.saved = PACES_KEPT * self.saved + saved
+
+    @property
+    def share(self) -> float:
+        """Of what drafts add, 0 to 1."""
+        return min(max(self.saved / self.claimed, 0.0), 1.0) if self.claimed > 0 else 1.0
+
+
+@dataclass
 class Memory:
     """What is known of one drafter on one model, over calls."""
 
@@ -154,6 +183,7 @@ class Memory:
     acceptance: LearntAcceptance = field(default_factory=LearntAcceptance)
     found: Found = field(default_factory=Found)
     ledger: Ledger = field(default_factory=Ledger)
+    paces: Paces = field(default_factory=Paces)
     plain_steps: int = 0  # of those that are a reference
     idle: int = 0  # steps since the last plain one
     plain_interval: int = FIRST_INTERVAL[PLAIN]
@@ -237,6 +267,11 @@ class Controller(Policy):
         self._began = self._clock()
         self._drafted: float | None = None
         self._drafting = 0.0  # seconds that the draft of this step usually takes
+        self._context, self._first_lengths = context, list(map(len, context.generated))
+        self._references: dict[int, float] = {}  # seconds of a plain step by rows, the last known
+        # Seconds of a plain step beside each of the steps so far, and what their further tokens were taken to
+        # save: beside other rows, before it was discounted, and alone.
+        self._steps = self._claimed = self._saved_alone = 0.0
 
     # --- before the draft
 
@@ -273,6 +308,7 @@ class Controller(Policy):
     def _chosen(self, context: Context, room: int) -> Option | None:
         """What this step does, and some after it; None for a plain step that tells nothing new."""
         self._rows = len(context.rows)
+        self._share = self._memory.paces.share if self._rows > 1 else 1.0
         self._verify = self._curve(context)
         if self._memory.plain_steps < REFERENCE_STEPS and self._settings.may_rest:
             self._quiet = REFERENCE_STEPS
@@ -313,7 +349,7 @@ class Controller(Policy):
         tokens = seconds = 0.0
         missing = 1.0  # share of rows left to the model
         if self._asks_found:
-            tokens = memory.found.tokens * count
+            tokens = memory.found.tokens * count * self._share
             seconds = memory.found.wider + (memory.drafts.curve(count, FOUND)(1) or 0.0)
             options.append(Option(FOUND, FOUND, tokens, seconds))
             missing -= memory.found.share
@@ -330,7 +366,7 @@ class Controller(Policy):
                 once = max(0.0, (reading or 0.0) - (draft(1) or 0.0))
             for each in fitting:
                 own = (draft(each.levels) or 0.0) + (self._verify(each.nodes) or 0.0) - self._plain
-                gained = tokens + missing * ahead[each.levels]
+                gained = tokens + missing * ahead[each.levels] * self._share
                 options.append(Option(MODEL, each.shape, gained, seconds + missing * own, once))
         return options
 
@@ -448,7 +484,7 @@ class Controller(Policy):
 
         def worth(level: int) -> float:
             wider = (self._verify(columns[level]) or 0.0) - self._plain
-            return tokens[level] - self._price * wider
+            return tokens[level] * self._share - self._price * wider
 
         return max(fitting, key=worth)
 
@@ -491,20 +527,22 @@ class Controller(Policy):
         spent = 0.0
         if self._probing:
             margin = MARGIN * (self._drafted is not None)
-            spent = max(0.0, took - emitted / self._price / (1 + margin))
+            tokens = rows + (emitted - rows) * self._share
+            spent = max(0.0, took - tokens / self._price / (1 + margin))
         reference = verify(1)
         self._earn(took, reference, spent)
         if self._trying and self._standing < TRIED - 1:
             self._lost += spent
             if self._lost > MOST_LOST * (reference or 0.0):
                 self._standing = 0
-        plain = took if self._drafted is None else emitted * (reference or 0.0) / rows
+        worth = self._worth(emitted, rows, reference or 0.0)
+        plain = took if self._drafted is None else worth
         self._gain.add(took, plain)
         if reference and (plain > took or not self._probing):  # the loss of a probe is paid for
             # Not what an interruption or a first call took.
             usual = self._drafting + (verify(nodes) or 0.0)
-            worth = plain if self._drafted is None else plain / (1 + MARGIN)
-            self._memory.ledger.add((worth - min(took, 2 * usual)) / reference)
+            saved = plain if self._drafted is None else plain / (1 + MARGIN)
+            self._memory.ledger.add((saved - min(took, 2 * usual)) / reference)
         self._stats.count_shape(self._label(nodes))
 
     def _count_rest(self) -> None:
@@ -517,6 +555,7 @@ class Controller(Policy):
         self._count_plain(self._verify(1), took / steps, steps)
         self._verify.add(1, took / steps)
         self._earn(took, self._verify(1))
+        self._worth(steps * self._rows, self._rows, self._verify(1) or 0.0, steps)
         self._gain.add(took, took)
         self._stats.count_shape(self._label(1), steps)
 
@@ -571,8 +610,35 @@ class Controller(Policy):
             return f"{asked}, dropped" if deepest else f"{asked}, nothing proposed"
         return asked
 
+    def _worth(self, emitted: int, rows: int, reference: float, steps: int = 1) -> float:
+        """Seconds that plain decoding would need for the tokens of a step."""
+        plain = steps * reference
+        added = emitted * reference / rows - plain
+        self._references[rows] = reference
+        self._steps += plain
+        if rows == 1:
+            self._saved_alone += added
+            return plain + added
+        self._claimed += added
+        return plain + added * self._memory.paces.share
+
+    def _compare_paces(self) -> None:
+        """Hold what the tokens of the call were taken to save against its plain decoding as a whole."""
+        counts = zip(self._context.generated, self._first_lengths, strict=True)
+        lengths = sorted(len(row) - first for row, first in counts)
+        reference = self._references.get(len(lengths), 0.0)
+        if not reference or not self._claimed:
+            return
+        cost, whole = reference, 0.0
+        for ended, (before, length) in enumerate(pairwise([0, *lengths])):
+            cost = self._references.get(len(lengths) - ended, cost)
+            whole += (length - before) * cost
+        saved = whole - self._steps - self._saved_alone
+        self._memory.paces.add(self._claimed / reference, saved / reference)
+
     def end(self) -> None:
         self._count_rest()
+        self._compare_paces()
         self._memory.plain_interval = self._interval[PLAIN]
         self._stats.report = Report.of(
             self._memory.verify, self._memory.drafts, self._memory.acceptance, self._gain

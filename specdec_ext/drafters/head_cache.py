@@ -30,12 +30,14 @@ class Elements:
             arbitrary.
         order: ``[rows, new]`` columns of the taps where the elements are, or None: 0, 1, ... Nothing is moved
             before the features are read.
+        even: whether all rows have as many elements as the taps have columns, in their order.
     """
 
     rows: list[int]
     tokens: list[list[int]]
     taps: Sequence[Tensor]
     order: Tensor | None = None
+    even: bool = False
 
     @property
     def features(self) -> Tensor:
@@ -79,19 +81,18 @@ def of_active_rows(pending: Sequence[Elements], active: list[int], num_rows: int
 
 def _kind(part: Elements) -> tuple[Any, ...]:
     """Equal for steps that can be joined as they are: of the same rows, which all have as many elements."""
-    even = part.order is None and all(len(new) == part.taps[0].shape[1] for new in part.tokens)
-    return tuple(part.rows), len(part.taps), even or id(part)
+    return part.rows, len(part.taps), part.even or id(part)
 
 
 def _joined(parts: list[Elements]) -> Elements:
     """Parts of one kind as one, whose features are side by side."""
     first = parts[0]
     if len(parts) == 1:
-        return Elements(first.rows, first.tokens, [first.features])
+        return Elements(first.rows, first.tokens, [first.features], even=first.even)
     tokens = [list(chain(*new)) for new in zip(*(part.tokens for part in parts), strict=True)]
     taps = zip(*(part.taps for part in parts), strict=True)
     joined = [torch.cat(each, dim=1) for each in taps]
-    return Elements(first.rows, tokens, [torch.cat(joined, dim=-1)])
+    return Elements(first.rows, tokens, [torch.cat(joined, dim=-1)], even=first.even)
 
 
 class HeadCache:
