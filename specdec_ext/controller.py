@@ -592,13 +592,15 @@ class Controller(Policy):
             self._read = max(context.root_positions)
         curve.add(size, seconds)
         texts = zip(tree.token_lists, tree.parent_lists, accepted.emitted, strict=True)
+        hits = misses = 0
         for row, kind, (tokens, parents, emitted) in zip(context.rows, kinds, texts, strict=True):
             matched, missed = judged(tokens, parents, emitted)
             self._acceptance.add(row, kind, matched, missed)
-            if not matched and not (self._trying and self._standing == TRIED - 1):
-                self._standing = 0
-            if self._probing and matched:  # something came of it: once more, at once
-                self._interval[self._option.source] = 1
+            hits, misses = hits + (matched > 0), misses + missed
+        if misses and not hits and not (self._trying and self._standing == TRIED - 1):
+            self._standing = 0
+        if self._probing and hits:  # something came of it: once more, at once
+            self._interval[self._option.source] = 1
         return curve(size) or 0.0
 
     def _label(self, nodes: int) -> str:
