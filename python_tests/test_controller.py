@@ -114,6 +114,23 @@ def test_probes_back_off():
     assert stats.shapes["plain"] > 550
 
 
+def test_drafts_that_are_never_right_are_tried_less_and_less_over_calls():
+    """And as often as before once one is right."""
+    world = World(verify)
+    right = [0.0]
+    drafter = world.drafter(lambda row, at: right * 8, head_cost, **CHAINS)
+    for _ in range(20):
+        world.run(drafter, 128)
+    asked = len(drafter.asked)
+    for _ in range(20):
+        world.run(drafter, 128)
+    assert 1 <= len(drafter.asked) - asked <= 4
+    right[0] = 0.9
+    for _ in range(20):
+        world.run(drafter, 128)
+    assert speed(world, drafter) > 1.5
+
+
 def test_probes_are_paid_from_a_share_of_the_time():
     world = World(verify, noise=lambda rng: 1.0)
     drafter = world.drafter(always(0.0), lambda depth: 30 * MS, **CHAINS)

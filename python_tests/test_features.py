@@ -11,7 +11,7 @@ from tiny import ARCHITECTURES, VOCAB, prompts, tiny_model
 
 import specdec_ext
 from specdec_ext.target import make_target
-from specdec_ext.target.features import FeatureTap
+from specdec_ext.target.features import FeatureTap, LayerStates
 from specdec_ext.tree import DraftTree
 
 LAYERS = (0, 1, 2, -1)
@@ -142,3 +142,20 @@ def test_the_output_of_the_last_layer_is_what_the_final_norm_takes(name):
 def test_a_layer_that_is_not_there(layer):
     with pytest.raises(ValueError, match=f"features of layer {layer}.*layers 0 to 2"):
         make_target(tiny_model("llama"), None, 64).tap((layer,))
+
+
+def test_states_that_are_selected_when_they_are_read():
+    """Of passes one behind the other, joined before they are read, the same as each by itself."""
+    generator = torch.Generator().manual_seed(0)
+    layers = [2, 0, -1, 3]
+    parts = []
+    for nodes in (1, 3):
+        states = torch.randn(3, 2, nodes, 4, generator=generator)
+        first, last = (torch.randn(2, nodes, 4, generator=generator) for _ in range(2))
+        part = LayerStates(layers, states, first, last)
+        chosen = [states[1], first, last, states[2]]
+        assert all(map(torch.equal, part, chosen)) and len(part) == 4
+        parts.append(part)
+    joined = LayerStates.joined(parts)
+    for i, both in enumerate(zip(*parts, strict=True)):
+        assert torch.equal(joined[i], torch.cat(both, dim=1))

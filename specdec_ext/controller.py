@@ -43,6 +43,9 @@ from specdec_ext.tree_config import FOUND, Shape, TreeConfig
 PLAIN, MODEL = "plain", "model"
 # Steps without a source after which it is tried, at first and at most.
 FIRST_INTERVAL, LAST_INTERVAL = {PLAIN: 16, MODEL: 4, FOUND: 4}, {PLAIN: 128, MODEL: 64, FOUND: 64}
+# Steps, over calls, without a source whose drafts were all wrong in the last steps that used it: its first
+# interval, doubled for every two such steps, at most so many.
+LONGEST_INTERVAL, MOST_MISSES = 1024, 20
 # Steps for which a choice to draft stands while something comes of it: choosing takes time, too.
 STANDS = 3
 # Steps of a try of drafts that a model makes, if something comes of them: the first reads what was missed and
@@ -188,6 +191,9 @@ class Memory:
     idle: int = 0  # steps since the last plain one
     plain_interval: int = FIRST_INTERVAL[PLAIN]
     credit: float | None = None
+    # Of each source: steps in a row in which all of its drafts were wrong, and steps since it was used.
+    misses: dict[str, int] = field(default_factory=dict)
+    unused: dict[str, int] = field(default_factory=dict)
 
 
 _memories: WeakKeyDictionary[PreTrainedModel, OrderedDict[Hashable, Memory]] = WeakKeyDictionary()
@@ -299,9 +305,8 @@ class Controller(Policy):
             option = self._chosen(context, room)
         if option is None:
             return False
-        self._used[option.source] = self._step
-        if option.source == MODEL:
-            self._used[FOUND] = self._step
+        for source in (MODEL, FOUND) if option.source == MODEL else (option.source,):
+            self._used[source], self._memory.unused[source] = self._step, 0
         self._option, context.shape = option, option.shape
         return option.source != PLAIN
 
@@ -407,8 +412,7 @@ class Controller(Policy):
         """
         self._lacking = math.inf
         for source in self._sources:
-            idle = self._step - self._used.get(source, 0)
-            if source == best.source or idle < self._interval[source]:
+            if source == best.source or self._wait(source) > 0:
                 continue
             if source == FOUND and best.source == MODEL:
                 continue
@@ -427,6 +431,15 @@ class Controller(Policy):
             self._lacking = min(self._lacking, lacking)
         return None
 
+    def _wait(self, source: str) -> int:
+        """Steps until a source that is not in use is due."""
+        idle = self._step - self._used.get(source, 0)
+        wait = self._interval[source] - idle
+        if misses := self._memory.misses.get(source, 0):
+            longest = min(FIRST_INTERVAL[source] << misses // 2, LONGEST_INTERVAL)
+            wait = max(wait, longest - idle - self._memory.unused.get(source, 0))
+        return wait
+
     def _credit(self) -> float:
         if self._memory.credit is None:
             self._memory.credit = MOST_CREDIT * self._plain
@@ -436,7 +449,7 @@ class Controller(Policy):
         """Plain steps follow until something is due, or credit has grown to what is lacking."""
         waits = [LAST_INTERVAL[PLAIN]]
         for source in self._sources:
-            due = self._interval[source] - (self._step - self._used.get(source, 0))
+            due = self._wait(source)
             if source != PLAIN and due > 0:
                 waits.append(due)
         earned = self._settings.probing * self._plain
@@ -597,10 +610,13 @@ class Controller(Policy):
             matched, missed = judged(tokens, parents, emitted)
             self._acceptance.add(row, kind, matched, missed)
             hits, misses = hits + (matched > 0), misses + missed
+        source, missed_before = self._option.source, self._memory.misses
+        if hits or misses:
+            missed_before[source] = 0 if hits else min(missed_before.get(source, 0) + 1, MOST_MISSES)
         if misses and not hits and not (self._trying and self._standing == TRIED - 1):
             self._standing = 0
         if self._probing and hits:  # something came of it: once more, at once
-            self._interval[self._option.source] = 1
+            self._interval[source] = 1
         return curve(size) or 0.0
 
     def _label(self, nodes: int) -> str:
@@ -641,6 +657,9 @@ class Controller(Policy):
     def end(self) -> None:
         self._count_rest()
         self._compare_paces()
+        for source in self._sources:
+            before = self._memory.unused.get(source, 0)
+            self._memory.unused[source] = before + self._step - self._used.get(source, 0)
         self._memory.plain_interval = self._interval[PLAIN]
         self._stats.report = Report.of(
             self._memory.verify, self._memory.drafts, self._memory.acceptance, self._gain

@@ -153,7 +153,7 @@ class HeadDrafter(Drafter):
                 nodes = accepted.path[:, :width].clamp(min=0)
                 taps = [at_columns(tap, nodes) for tap in taps]
             taps = [torch.cat([tap[:, :width] for tap in taps], dim=-1)]
-        even = width * len(accepted.emitted) == sum(map(len, accepted.emitted))
+        even = width == 1 or all(len(tokens) == width for tokens in accepted.emitted)
         self._pending.append(Elements(context.rows, accepted.emitted, taps, even=even))
         self._unread += width
         self._apart += 1

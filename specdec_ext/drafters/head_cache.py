@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec_ext.head import HeadConfig
 from specdec_ext.rope import rope_tables
+from specdec_ext.target.features import LayerStates
 
 # Caches and tables grow by at least this many, so that they are seldom copied.
 STEP = 1024
@@ -90,9 +91,14 @@ def _joined(parts: list[Elements]) -> Elements:
     if len(parts) == 1:
         return Elements(first.rows, first.tokens, [first.features], even=first.even)
     tokens = [list(chain(*new)) for new in zip(*(part.tokens for part in parts), strict=True)]
-    taps = zip(*(part.taps for part in parts), strict=True)
-    joined = [torch.cat(each, dim=1) for each in taps]
-    return Elements(first.rows, tokens, [torch.cat(joined, dim=-1)], even=first.even)
+    taps = [part.taps for part in parts]
+    passes = [each for each in taps if isinstance(each, LayerStates)]
+    joined: Sequence[Tensor]
+    if len(passes) == len(taps):
+        joined = LayerStates.joined(passes)
+    else:
+        joined = [torch.cat(each, dim=1) for each in zip(*taps, strict=True)]
+    return Elements(first.rows, tokens, [torch.cat(list(joined), dim=-1)], even=first.even)
 
 
 class HeadCache:

@@ -52,6 +52,45 @@ class TapHook:
             taken[self._index] = other if isinstance(other, Tensor) else other[0]
 
 
+class LayerStates(Sequence[Tensor]):
+    """Chosen hidden states of a pass that wrote those of all layers into one tensor.
+
+    Each is selected when it is read: steps whose features nothing reads are not slowed down.
+
+    Args:
+        layers: which, numbered as in :class:`FeatureTap`.
+        states: ``[layers, rows, nodes, hidden]``.
+        first, last: ``[rows, nodes, hidden]`` of layers 0 and -1, if they are chosen.
+    """
+
+    __slots__ = ("_first", "_last", "_layers", "_states")
+
+    def __init__(
+        self, layers: Sequence[int], states: Tensor, first: Tensor | None, last: Tensor | None
+    ):
+        self._layers, self._states, self._first, self._last = layers, states, first, last
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __getitem__(self, index: Any) -> Any:
+        layer = self._layers[index]
+        if layer == -1:
+            return self._last
+        return self._states[layer - 1] if layer else self._first
+
+    @staticmethod
+    def joined(parts: Sequence[LayerStates]) -> LayerStates:
+        """The nodes of several passes one behind the other."""
+        states = torch.cat([part._states for part in parts], dim=2)
+        ends = [[part._first for part in parts], [part._last for part in parts]]
+        first, last = (
+            None if end[0] is None else torch.cat([state for state in end if state is not None], 1)
+            for end in ends
+        )
+        return LayerStates(parts[0]._layers, states, first, last)
+
+
 class FeatureTap:
     """The hidden states ``layers`` of one model.
 
@@ -91,11 +130,12 @@ class FeatureTap:
                 self._sources.append(blocks[min(layer, config.num_hidden_layers - 1)])
         self._after = {-1, config.num_hidden_layers}  # outputs; the others are inputs
 
-    def chosen(self, first: Tensor, states: Tensor, last: Tensor) -> tuple[Tensor, ...]:
+    def chosen(self, first: Tensor, states: Tensor, last: Tensor) -> LayerStates:
         """The same out of the input of the first layer, ``states [layers, rows, nodes, hidden]``, the outputs
         of all layers, and that of the last after the norm."""
-        ends = {0: first, -1: last}
-        return tuple(ends[i] if i in ends else states[i - 1] for i in self._layers)
+        needed = 0 in self._layers, -1 in self._layers
+        ends = [state if each else None for state, each in zip((first, last), needed, strict=True)]
+        return LayerStates(self._layers, states, *ends)
 
     @contextmanager
     def recording(self) -> Iterator[list[Tensor]]:

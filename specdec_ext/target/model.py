@@ -41,7 +41,7 @@ class TargetOutput:
     """
 
     logits: Tensor
-    taps: tuple[Tensor, ...] = ()
+    taps: Sequence[Tensor] = ()
     hidden_states: tuple[Tensor, ...] = ()
     attentions: tuple[Tensor, ...] = ()
     cross_attentions: tuple[Tensor, ...] = ()
@@ -49,7 +49,7 @@ class TargetOutput:
     @cached_property
     def features(self) -> Tensor | None:
         """``taps`` side by side, ``[rows, nodes, width]``; None without any."""
-        return torch.cat(self.taps, dim=-1) if self.taps else None
+        return torch.cat(list(self.taps), dim=-1) if self.taps else None
 
     def at(self, rows: Tensor, columns: Tensor) -> TargetOutput:
         """What this pass computed in these places: for ``[rows, nodes]``, the row and column of each."""
