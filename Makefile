@@ -16,7 +16,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 NATIVE_SOURCES := $(shell find csrc -type f | LC_ALL=C sort)
 BUILD_SOURCES := setup.py pyproject.toml $(wildcard build_support/*.py)
-FORMATTED := $(filter %.h %.cuh %.cpp %.cu,$(NATIVE_SOURCES)) $(wildcard profiling/*.cu python_tests/*.c)
+FORMATTED := $(filter %.h %.cuh %.cpp %.cu,$(NATIVE_SOURCES)) $(wildcard profiling/*.cu python_tests/helpers/*.c)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest python_tests
 PARALLEL := -n $(WORKERS) --dist worksteal
 # The CUDA kernels, compiled for the host, run under AddressSanitizer and UBSan. Their runtime has to be in
@@ -51,11 +51,11 @@ test-slow: $(BUILD) ## set up, then run the tests marked slow, which `make test`
 # Ops and packaging don't meet transformers.
 test-transformers: $(BUILD) $(OTHER)/.stamp ## set up, then run the tests on another transformers: VERSION=5.17.0
 	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest python_tests -m "not slow and not sweep and not emulated" \
-	  $(PARALLEL) --ignore-glob='*/test_ops_*' --ignore-glob='*/test_packaging.py' $(ARGS)
+	  $(PARALLEL) --ignore=python_tests/ops --ignore=python_tests/project $(ARGS)
 
 # On another transformers: make test-transformers ARGS="-m sweep --verdicts profiling/results".
 test-architectures: $(BUILD) ## judge every architecture of the installed transformers, and write the tables
-	$(PYTEST)/test_architectures.py -m sweep $(PARALLEL) --verdicts profiling/results $(ARGS)
+	$(PYTEST)/models/test_architectures.py -m sweep $(PARALLEL) --verdicts profiling/results $(ARGS)
 
 lint: $(REQUIREMENTS) ## check style and types of Python and C++ code, changing nothing
 	$(BIN)/ruff check .

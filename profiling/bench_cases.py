@@ -19,8 +19,8 @@ from torch import Tensor
 from torch_ops import LEVELS
 
 from specdec_ext import ops
-from specdec_ext.head import HeadConfig
-from specdec_ext.tree_config import TreeConfig
+from specdec_ext.heads.config import HeadConfig
+from specdec_ext.tree.config import TreeConfig
 
 ACCEPTED = 4  # draft tokens accepted in the verification cases: 5 nodes are visited
 MOVED = 8  # tokens that kv_compact moves

@@ -26,9 +26,9 @@ from draft_heads import cache_bytes
 from text_table import format_table
 from timing import Stopwatch
 
-from specdec_ext.head import HeadConfig
-from specdec_ext.machine import machine_line
-from specdec_ext.tree_config import TreeConfig
+from specdec_ext.evaluate.machine import machine_line
+from specdec_ext.heads.config import HeadConfig
+from specdec_ext.tree.config import TreeConfig
 
 CHAIN = TreeConfig(depth=5)
 TREE = TreeConfig(depth=5, top_k=8, num_nodes=41)

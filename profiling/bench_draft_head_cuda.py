@@ -34,8 +34,8 @@ from model_draft_head import MACHINES, Workload, draft_estimate, level_estimates
 from text_table import format_table
 from timing import Stopwatch
 
-from specdec_ext.machine import machine_line
-from specdec_ext.tree_config import TreeConfig
+from specdec_ext.evaluate.machine import machine_line
+from specdec_ext.tree.config import TreeConfig
 
 DRAFTS = {
     **{f"chain {depth}": TreeConfig(depth=depth) for depth in (3, 5, 7)},

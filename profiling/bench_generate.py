@@ -11,7 +11,7 @@ Ratios are of medians over prompts, to Hugging Face ``generate`` in the same run
 with Hugging Face's; where they differ, the first difference is classified as near-tie or bug.
 
 Targets ``135m`` and ``500m`` have random weights, and so have their heads: there the *cost* is measured, and
-acceptance is prescribed ("synthetic acceptance", :mod:`specdec_ext.drafters.synthetic`).
+acceptance is prescribed ("synthetic acceptance", :mod:`specdec_ext.evaluate.synthetic`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from random_targets import SHAPES, head_of, random_head_of, random_prompts, rand
 from rich.console import Console
 
 import specdec_ext
-from specdec_ext import assets, benchmark
-from specdec_ext.benchmark import HF, HF_ASSISTED, HF_LOOKUP, PLAIN, Contestant, Prompt
-from specdec_ext.drafters.synthetic import constant_acceptance
+from specdec_ext import assets
+from specdec_ext.evaluate import benchmark
+from specdec_ext.evaluate.benchmark import HF, HF_ASSISTED, HF_LOOKUP, PLAIN, Contestant, Prompt
+from specdec_ext.evaluate.synthetic import constant_acceptance
 
 RANDOM_LENGTH = 128  # of random prompts of the bundled target
 AUTO, HEAD = "specdec auto", "specdec head"

@@ -42,11 +42,20 @@ from random_targets import random_draft_of, random_head_of, random_prompts, rand
 from rich.console import Console
 from text_table import format_markdown, format_table
 
-from specdec_ext import HeadDrafter, assets, benchmark
-from specdec_ext.benchmark import HF, HF_ASSISTED, HF_LOOKUP, PLAIN, Contestant, Prompt, Report
-from specdec_ext.benchmark.speedup import Speedup, bootstrap
-from specdec_ext.breakdown import breakdown
-from specdec_ext.machine import machine_line
+from specdec_ext import HeadDrafter, assets
+from specdec_ext.evaluate import benchmark
+from specdec_ext.evaluate.benchmark import (
+    HF,
+    HF_ASSISTED,
+    HF_LOOKUP,
+    PLAIN,
+    Contestant,
+    Prompt,
+    Report,
+)
+from specdec_ext.evaluate.benchmark.speedup import Speedup, bootstrap
+from specdec_ext.evaluate.breakdown import breakdown
+from specdec_ext.evaluate.machine import machine_line
 
 HEADER = ("what", "dtype", "goal", "measured", "verdict")
 SYNTHETIC_LENGTH, SYNTHETIC_DEPTH = 3.5, 7

@@ -24,13 +24,13 @@ import typer
 from random_targets import SHAPES, random_head_of, random_prompts, random_target
 from text_table import format_table
 
-from specdec_ext.benchmark import machine_line
-from specdec_ext.benchmark.memory import peak_bytes, reset_peak
-from specdec_ext.checkpoints import load_draft, save_draft
 from specdec_ext.drafters import HeadDrafter
+from specdec_ext.evaluate.benchmark import machine_line
+from specdec_ext.evaluate.benchmark.memory import peak_bytes, reset_peak
 from specdec_ext.generation import generate
-from specdec_ext.head import DraftHead
-from specdec_ext.tree_config import TreeConfig
+from specdec_ext.heads.checkpoints import load_draft, save_draft
+from specdec_ext.heads.config import DraftHead
+from specdec_ext.tree.config import TreeConfig
 
 SLACK = 0.05
 MIB = 1 << 20

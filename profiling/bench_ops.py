@@ -27,7 +27,7 @@ from bench_cases import CASES, OPS, Case, Work
 from text_table import format_table
 from timing import Bandwidth, Stopwatch
 
-from specdec_ext.machine import machine_line
+from specdec_ext.evaluate.machine import machine_line
 
 TEXT = ("op", "case", "dtype")
 # The host walks the one; the other is hundreds of operations (bench_draft_head_cuda.py has their graph).

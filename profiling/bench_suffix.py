@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from specdec_ext._host import SuffixHistory, SuffixIndex, propose_suffix
 
-from specdec_ext.machine import machine_line
+from specdec_ext.evaluate.machine import machine_line
 from specdec_ext.reference.suffix import Rule
 
 OUTPUT_TOKENS = 500

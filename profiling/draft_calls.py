@@ -13,9 +13,9 @@ from torch import Tensor
 from torch_draft_head import TorchHead
 
 from specdec_ext import ops
-from specdec_ext.head import DraftHead, HeadConfig
-from specdec_ext.rope import rope_tables
-from specdec_ext.tree_config import TreeConfig
+from specdec_ext.heads.config import DraftHead, HeadConfig
+from specdec_ext.heads.rope import rope_tables
+from specdec_ext.tree.config import TreeConfig
 
 NEW = 3  # committed elements per draft and row: two accepted tokens and the bonus
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from specdec_ext import _host
-from specdec_ext.head import DraftHead, HeadConfig
-from specdec_ext.tree_config import TreeConfig
+from specdec_ext.heads.config import DraftHead, HeadConfig
+from specdec_ext.tree.config import TreeConfig
 
 WEIGHT_BYTES = {"same": 2, "int8": 1, "float8": 1}  # of a 16-bit head
 SCALE_BYTES = 4  # per output of an 8-bit matrix

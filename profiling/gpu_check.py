@@ -163,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
     import torch
 
     sys.path.insert(0, str(ROOT))
-    from specdec_ext.machine import machine_line
+    from specdec_ext.evaluate.machine import machine_line
 
     name = torch.cuda.get_device_name()
     major, minor = torch.cuda.get_device_capability()

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "profiling" / "results"
 BUILD = ROOT / "build" / "gpu_check"
 TOOLS = ("memcheck", "racecheck", "synccheck")
+OP_TESTS = ROOT / "python_tests" / "ops"
 CPU_ONLY = ("test_ops_linear.py",)
 DRAFT_HEAD = "test_ops_draft_head*.py"  # need transformers, which the other tests of ops do not
 
@@ -157,12 +158,12 @@ def script(name: str, *arguments: str) -> list[str]:
 
 def draft_head_test_files() -> list[str]:
     """Options, reference cases, batches and layouts of draft_head."""
-    return sorted(path.name for path in (ROOT / "python_tests").glob(DRAFT_HEAD))
+    return sorted(path.name for path in OP_TESTS.glob(DRAFT_HEAD))
 
 
 def op_test_files() -> list[str]:
     """Those of the other ops, and the reference cases."""
-    names = sorted(path.name for path in (ROOT / "python_tests").glob("test_ops_*.py"))
+    names = sorted(path.name for path in OP_TESTS.glob("test_ops_*.py"))
     others = {*CPU_ONLY, *draft_head_test_files()}
     return [name for name in names if name not in others] + ["test_golden.py"]
 
@@ -173,7 +174,7 @@ def device_tests(name: str, seconds: int, files: list[str]) -> Step:
     command = [sys.executable, "-m", "pytest", "-q", "-k", "cuda", "-p", "no:cacheprovider"]
     command += ["-m", "not slow and not emulated", f"--junitxml={junit}"]
     command += ["-n", "4"] if importlib.util.find_spec("xdist") else []
-    command += [f"python_tests/{name}" for name in files]
+    command += [f"python_tests/ops/{name}" for name in files]
     return Step(name, seconds, command, lambda output: read_junit(junit, files), "build")
 
 

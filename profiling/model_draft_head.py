@@ -45,8 +45,8 @@ from occupancy import most_shared_bytes
 from text_table import format_markdown, format_table
 
 from specdec_ext import _host
-from specdec_ext.head import HeadConfig
-from specdec_ext.tree_config import TreeConfig
+from specdec_ext.heads.config import HeadConfig
+from specdec_ext.tree.config import TreeConfig
 
 GOAL = 1.35
 NEW = 3  # committed elements per draft and row

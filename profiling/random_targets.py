@@ -9,7 +9,7 @@ import torch
 from draft_heads import head_config, random_head
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specdec_ext.head import DraftHead
+from specdec_ext.heads.config import DraftHead
 
 POSITIONS = 8192
 # Name -> (model type, sizes, tokens that a head's drafts are made of).

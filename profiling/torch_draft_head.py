@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec_ext import ops
-from specdec_ext.head import DraftHead
-from specdec_ext.tree_config import TreeConfig
+from specdec_ext.heads.config import DraftHead
+from specdec_ext.tree.config import TreeConfig
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Test helpers live beside the tests; ``device`` is where an op runs."""
+"""Fixtures of all tests. Their helpers are in ``helpers/``; ``device`` is where an op runs."""
 
 import sys
 from collections.abc import Generator
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 torch.set_num_threads(1)  # two pytest workers share two cores
 
 import emulation  # noqa: E402
@@ -76,7 +76,9 @@ def simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     if "specdec_ext.generation" not in sys.modules:
         return  # a test of ops alone, which need no transformers
-    from specdec_ext import controller, loop, speculation
+    from specdec_ext import loop
+    from specdec_ext.schedule import controller
+    from specdec_ext.schedule import settings as speculation
 
     clock, verify = SimulatedTime(), loop.Decoder._verify
 

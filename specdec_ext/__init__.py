@@ -10,23 +10,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specdec_ext.checkpoints import load_draft, save_draft
-    from specdec_ext.comparison import ComparedRuns, compare_runs
     from specdec_ext.drafters import Drafter, DraftModelDrafter, HeadDrafter, NgramDrafter
     from specdec_ext.drafters.combined import CombinedDrafter
     from specdec_ext.drafters.lookahead import LookaheadDrafter
     from specdec_ext.drafters.medusa import MedusaDrafter
     from specdec_ext.drafters.suffix import SuffixDrafter, SuffixHistory
+    from specdec_ext.evaluate.check import Check, ModelCheck, check_model
+    from specdec_ext.evaluate.compare import ComparedRuns, compare_runs
     from specdec_ext.generation import custom_generate, generate
+    from specdec_ext.heads.checkpoints import load_draft, save_draft
+    from specdec_ext.heads.medusa import MedusaHeads
     from specdec_ext.hosts import install, uninstall
-    from specdec_ext.medusa import MedusaHeads
-    from specdec_ext.model_check import Check, ModelCheck, check_model
+    from specdec_ext.models import Support, supports
     from specdec_ext.output import SpeculativeEncoderDecoderOutput, SpeculativeOutput
-    from specdec_ext.speculation import Speculation
+    from specdec_ext.schedule.settings import Speculation
     from specdec_ext.stats import SpeculationStats
-    from specdec_ext.target import Support, supports
-    from specdec_ext.tree import DraftTree
-    from specdec_ext.tree_config import TreeConfig
+    from specdec_ext.tree.config import TreeConfig
+    from specdec_ext.tree.draft_tree import DraftTree
 
 __version__ = "0.1.0"
 
@@ -63,8 +63,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "checkpoints": ("load_draft", "save_draft"),
-    "comparison": ("ComparedRuns", "compare_runs"),
+    "heads.checkpoints": ("load_draft", "save_draft"),
+    "evaluate.compare": ("ComparedRuns", "compare_runs"),
     "drafters": ("Drafter", "DraftModelDrafter", "HeadDrafter", "NgramDrafter"),
     "drafters.combined": ("CombinedDrafter",),
     "drafters.lookahead": ("LookaheadDrafter",),
@@ -72,14 +72,14 @@ _MODULES = {
     "drafters.suffix": ("SuffixDrafter", "SuffixHistory"),
     "generation": ("custom_generate", "generate"),
     "hosts": ("install", "uninstall"),
-    "medusa": ("MedusaHeads",),
-    "model_check": ("Check", "ModelCheck", "check_model"),
+    "heads.medusa": ("MedusaHeads",),
+    "evaluate.check": ("Check", "ModelCheck", "check_model"),
     "output": ("SpeculativeEncoderDecoderOutput", "SpeculativeOutput"),
-    "speculation": ("Speculation",),
+    "schedule.settings": ("Speculation",),
     "stats": ("SpeculationStats",),
-    "target": ("Support", "supports"),
-    "tree": ("DraftTree",),
-    "tree_config": ("TreeConfig",),
+    "models": ("Support", "supports"),
+    "tree.draft_tree": ("DraftTree",),
+    "tree.config": ("TreeConfig",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

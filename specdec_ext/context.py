@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec_ext.transfer import Staged, Staging
-from specdec_ext.tree_config import Shape
+from specdec_ext.tree.config import Shape
 
 
 class Context:
@@ -30,7 +30,7 @@ class Context:
             with it agree with the target more often than independent samples do.
         sample: ``sample(logits [n, vocab], depth, root_positions, rows) -> ([n], [n, vocab])``, independent
             draws at ``depth`` of a round's tree and what they were drawn from, for
-            ``DraftTree.draft_probs``; see :meth:`specdec_ext.sampler.Sampler.sample`.
+            ``DraftTree.draft_probs``; see :meth:`specdec_ext.verify.sampler.Sampler.sample`.
         staging: takes integers to the device of the target; what a drafter stages goes with the rest of
             what a round needs there, in one copy.
         shape: what the drafter is asked for in this step: one of those that it offers

@@ -27,21 +27,15 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from specdec_ext.context import Context
-from specdec_ext.controller import Controller
 from specdec_ext.delegation import Noticed, check_loop, class_generate, generate_through
 from specdec_ext.drafters import Drafter
 from specdec_ext.drafters.choice import Assistant, DrafterChoice
 from specdec_ext.keywords import check_arguments, check_config
 from specdec_ext.loop import Decoder
-from specdec_ext.output import AnyOutput, Recorder, TokenStream
-from specdec_ext.policy import Policy
-from specdec_ext.sampler import VERIFICATIONS, Sampler
-from specdec_ext.speculation import Speculation, resolve_speculation
-from specdec_ext.stopping import StopRule
-from specdec_ext.target import Target, make_target
-from specdec_ext.target.context_limit import Span
-from specdec_ext.target.patching.changes import current_changes, transactional
-from specdec_ext.target.wrapped import (
+from specdec_ext.models import Target, make_target
+from specdec_ext.models.context_limit import Span
+from specdec_ext.models.patching.changes import current_changes, transactional
+from specdec_ext.models.wrapped import (
     agreed_clock,
     agreed_seed,
     check_ids,
@@ -50,7 +44,13 @@ from specdec_ext.target.wrapped import (
     graph_breaks_explained,
     unwrapped,
 )
+from specdec_ext.output import AnyOutput, Recorder, TokenStream
+from specdec_ext.schedule.controller import Controller
+from specdec_ext.schedule.policy import Policy
+from specdec_ext.schedule.settings import Speculation, resolve_speculation
 from specdec_ext.transfer import Staging
+from specdec_ext.verify.sampler import VERIFICATIONS, Sampler
+from specdec_ext.verify.stopping import StopRule
 
 # Cache slots reserved for one draft block beside the text itself; a larger tree only makes the cache grow.
 BLOCK_SLOTS = 64

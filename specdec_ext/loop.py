@@ -8,13 +8,13 @@ import nvtx
 
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
+from specdec_ext.models import Target, TargetOutput
 from specdec_ext.output import Recorder, TokenStream
-from specdec_ext.policy import Policy
-from specdec_ext.sampler import Accepted, Sampler
+from specdec_ext.schedule.policy import Policy
 from specdec_ext.stats import DraftAlarm, SpeculationStats
-from specdec_ext.stopping import StopRule
-from specdec_ext.target import Target, TargetOutput
-from specdec_ext.tree import DraftTree
+from specdec_ext.tree.draft_tree import DraftTree
+from specdec_ext.verify.sampler import Accepted, Sampler
+from specdec_ext.verify.stopping import StopRule
 
 
 class Decoder:

@@ -12,9 +12,9 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 from transformers.utils import ModelOutput
 
 from specdec_ext.context import Context
-from specdec_ext.sampler import Accepted, RecordScores
+from specdec_ext.models import TargetOutput
 from specdec_ext.stats import SpeculationStats
-from specdec_ext.target import TargetOutput
+from specdec_ext.verify.sampler import Accepted, RecordScores
 
 
 class SpeculativeOutput(GenerateDecoderOnlyOutput):

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from specdec_ext.display import Summarised
-from specdec_ext.explain import Report, explain
+from specdec_ext.schedule.report import Report, explain
 
 # A draft whose first token is hardly ever accepted: a model that was made for the target gets many times this
 # share, one that reads the wrong layers or another vocabulary gets next to nothing.

@@ -23,9 +23,9 @@ import typer
 
 import specdec_ext
 from specdec_ext import assets
-from specdec_ext.benchmark import machine_line
-from specdec_ext.benchmark.series import unique_ngram_fraction
-from specdec_ext.checkpoints import load_draft
+from specdec_ext.evaluate.benchmark import machine_line
+from specdec_ext.evaluate.benchmark.series import unique_ngram_fraction
+from specdec_ext.heads.checkpoints import load_draft
 from specdec_ext.training.trainer import read_history
 
 NAME = "tiny-python-head"
@@ -47,7 +47,7 @@ Made for demonstrations, tests and benchmarks of `specdec_ext`.
 | parameters | {parameters:,}, bf16 |
 | draft vocabulary | {vocab} of {target_vocab} tokens |
 | tapped hidden states | {layers} (inputs of these layers; {last} is the output of the last one) |
-| made for | `{target}`, weights `{fingerprint}` (`specdec_ext.checkpoints.weights_fingerprint`) |
+| made for | `{target}`, weights `{fingerprint}` (`specdec_ext.heads.checkpoints.weights_fingerprint`) |
 | trained on | {texts:,} steps, {tokens:,} tokens, with repetitions: beginnings of Python files, continued by the target |
 | training took | {minutes:.0f} minutes on two cores that were {busy} |
 

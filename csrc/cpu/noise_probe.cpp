@@ -1,4 +1,4 @@
-// A C function for tests (python_tests/test_rng.py): the noise of given bits as each instruction
+// A C function for tests (python_tests/verify/test_rng.py): the noise of given bits as each instruction
 // set computes it, so that "the same bits everywhere" can be checked on values and not only on
 // arg-maxes.
 #include <cstdint>

@@ -1,4 +1,4 @@
-// A C function for tests (python_tests/emulation.py).
+// A C function for tests (python_tests/helpers/emulation.py).
 #include "cuda_runtime.h"
 
 extern "C" __attribute__((visibility("default"))) void specdec_set_thread_order(int order) {

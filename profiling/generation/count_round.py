@@ -44,11 +44,11 @@ from torch import Tensor  # noqa: E402
 
 import specdec_ext  # noqa: E402
 from specdec_ext import HeadDrafter, NgramDrafter, assets  # noqa: E402
-from specdec_ext.head import DraftHead  # noqa: E402
-from specdec_ext.machine import machine_line  # noqa: E402
+from specdec_ext.evaluate.machine import machine_line  # noqa: E402
+from specdec_ext.heads.config import DraftHead  # noqa: E402
+from specdec_ext.models.slots import SlotTarget  # noqa: E402
 from specdec_ext.ops import packed_head  # noqa: E402
-from specdec_ext.target.slots import SlotTarget  # noqa: E402
-from specdec_ext.tree_config import TreeConfig  # noqa: E402
+from specdec_ext.tree.config import TreeConfig  # noqa: E402
 
 NEW_TOKENS = 32
 PROMPT = (

@@ -28,7 +28,7 @@ from torch import Tensor  # noqa: E402
 
 import specdec_ext  # noqa: E402
 from specdec_ext import DraftModelDrafter, HeadDrafter, NgramDrafter, assets  # noqa: E402
-from specdec_ext.tree_config import TreeConfig  # noqa: E402
+from specdec_ext.tree.config import TreeConfig  # noqa: E402
 
 # Largest difference of a logit that rounding explains, as a share of the largest logit.
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.01}

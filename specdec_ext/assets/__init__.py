@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 if TYPE_CHECKING:
-    from specdec_ext.head import DraftHead
+    from specdec_ext.heads.config import DraftHead
 
 __all__ = ["held_out_prompts", "load_draft", "load_head", "load_target", "load_tokenizer"]
 
@@ -35,8 +35,8 @@ def load_draft(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 def load_head() -> DraftHead:
     """The bundled EAGLE 3.1 head of :func:`load_target`, in bfloat16; ``drafter="auto"`` finds it."""
-    from specdec_ext.checkpoints import load_draft as load_checkpoint
-    from specdec_ext.head import DraftHead
+    from specdec_ext.heads.checkpoints import load_draft as load_checkpoint
+    from specdec_ext.heads.config import DraftHead
 
     head = load_checkpoint(_existing("tiny-python-head"))
     assert isinstance(head, DraftHead)

@@ -114,7 +114,7 @@ def load_target(
     from transformers.utils import logging
 
     from specdec_ext import assets
-    from specdec_ext.checkpoints.language_model import load_language_model, load_tokenizer
+    from specdec_ext.heads.checkpoints.language_model import load_language_model, load_tokenizer
 
     logging.disable_progress_bar()  # a bar for each model loaded says nothing about generation
     with user_errors("--device"):

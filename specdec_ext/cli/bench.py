@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from specdec_ext import TreeConfig
-    from specdec_ext.benchmark import Report
-    from specdec_ext.breakdown import Breakdown
+    from specdec_ext.evaluate.benchmark import Report
+    from specdec_ext.evaluate.breakdown import Breakdown
 
 
 def bench(
@@ -93,7 +93,7 @@ def bench(
     Every text has --max-new-tokens tokens: ends of sequence are not heeded. Ratios are to Hugging Face
     generate, with 95 % intervals over prompts; break-even is what a step costs in steps of plain decoding.
     """
-    from specdec_ext import benchmark
+    from specdec_ext.evaluate import benchmark
 
     with user_errors():
         _check_outputs(json_file, plot_file)
@@ -148,7 +148,7 @@ def _breakdowns(
     target: Model, prompts: list[Any], drafters: dict[str, Any], max_new_tokens: int
 ) -> list[Breakdown]:
     """Of greedy decoding without a drafter and with each; of padded batches the first."""
-    from specdec_ext.breakdown import breakdown
+    from specdec_ext.evaluate.breakdown import breakdown
 
     inputs: dict[str, Any] = {}
     if len(prompts[0]["input_ids"]) > 1:
@@ -237,7 +237,7 @@ def _assistant(name: str, target: Model, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _show(console: PlainConsole, report: Report) -> None:
-    from specdec_ext.benchmark import position_table
+    from specdec_ext.evaluate.benchmark import position_table
 
     console.sentence(report.machine)
     for table in report.tables():

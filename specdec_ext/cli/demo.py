@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from specdec_ext import ComparedRuns
-    from specdec_ext.benchmark import Series
+    from specdec_ext.evaluate.benchmark import Series
 
 HF = "HF generate"
 HF_LOOKUP = "HF prompt lookup (10)"
@@ -76,7 +76,7 @@ def demo(
 ) -> None:
     """Stream a completion of real code with accepted drafts marked, then measure against HF generate."""
     from specdec_ext import assets
-    from specdec_ext.benchmark import machine_line, position_table
+    from specdec_ext.evaluate.benchmark import machine_line, position_table
 
     if picture is not None:
         with user_errors():
@@ -162,7 +162,7 @@ def _measure(
     encoded: list[LongTensor],
     max_new_tokens: int,
 ) -> dict[str, Series]:
-    from specdec_ext.benchmark import hugging_face, interleave, law, ours
+    from specdec_ext.evaluate.benchmark import hugging_face, interleave, law, ours
 
     shared = law(max_new_tokens)
     contestants = {
@@ -183,7 +183,7 @@ def _measure(
 def _speed_table(
     results: dict[str, Series], compared: dict[str, list[ComparedRuns]], title: str
 ) -> Table:
-    from specdec_ext.benchmark import same_text
+    from specdec_ext.evaluate.benchmark import same_text
 
     table = Table(title=title, title_justify="left")
     table.add_column("")

@@ -23,9 +23,9 @@ from specdec_ext.cli._console import PlainConsole
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from specdec_ext.checkpoints import Calibration
-    from specdec_ext.head import DraftHead, HeadRecord
-    from specdec_ext.medusa import MedusaHeads
+    from specdec_ext.heads.checkpoints import Calibration
+    from specdec_ext.heads.config import DraftHead, HeadRecord
+    from specdec_ext.heads.medusa import MedusaHeads
 
 # Of the calibration text; the costs grow with it, the certainty soon does not.
 _MAX_TOKENS = 512
@@ -62,7 +62,7 @@ def inspect(
     if calibrate is not None and target is None:
         raise typer.BadParameter("--calibrate needs --target: the target's text is what is tried")
     import specdec_ext
-    from specdec_ext.head import DraftHead
+    from specdec_ext.heads.config import DraftHead
 
     console = PlainConsole()
     with user_errors("PATH"):
@@ -90,7 +90,7 @@ def inspect(
 
 
 def _summary(head: DraftHead | MedusaHeads) -> Table:
-    from specdec_ext.head import DraftHead
+    from specdec_ext.heads.config import DraftHead
 
     storages = {tensor.data_ptr(): tensor for tensor in head.tensors.values()}
     weights = [tensor for tensor in storages.values() if tensor.is_floating_point()]
@@ -159,7 +159,7 @@ def _verdict(
     loaded: tuple[Model, PreTrainedTokenizerBase] | None,
 ) -> bool:
     """Print what speaks against the pair; False if it can't work."""
-    from specdec_ext.checkpoints import check_pair
+    from specdec_ext.heads.checkpoints import check_pair
 
     with user_errors("--target"):
         model, tokenizer = loaded or _compared_with(head.record, target)
@@ -180,8 +180,8 @@ def _compared_with(record: HeadRecord, target: str) -> tuple[Model, PreTrainedTo
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from specdec_ext.checkpoints.hub import on_disk
-    from specdec_ext.checkpoints.language_model import load_language_model, load_tokenizer
+    from specdec_ext.heads.checkpoints.hub import on_disk
+    from specdec_ext.heads.checkpoints.language_model import load_language_model, load_tokenizer
 
     if record.target_fingerprint is not None:
         model: Model = load_language_model(target, torch.bfloat16, "cpu")
@@ -196,7 +196,7 @@ def _compared_with(record: HeadRecord, target: str) -> tuple[Model, PreTrainedTo
 def _calibrated(
     head: DraftHead, text: str, model: Model, tokenizer: PreTrainedTokenizerBase
 ) -> Calibration:
-    from specdec_ext.checkpoints import calibrate
+    from specdec_ext.heads.checkpoints import calibrate
 
     with user_errors():
         return calibrate(head, model, encode(tokenizer, text, model.device)[:, :_MAX_TOKENS])

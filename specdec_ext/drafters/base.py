@@ -10,10 +10,10 @@ from collections.abc import Hashable, Sequence
 from transformers import PreTrainedModel
 
 from specdec_ext.context import Context
-from specdec_ext.sampler import Accepted
-from specdec_ext.target import TargetOutput
-from specdec_ext.tree import DraftTree
-from specdec_ext.tree_config import FOUND, Shape
+from specdec_ext.models import TargetOutput
+from specdec_ext.tree.config import FOUND, Shape
+from specdec_ext.tree.draft_tree import DraftTree
+from specdec_ext.verify.sampler import Accepted
 
 
 class Drafter:

@@ -15,10 +15,10 @@ from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.lookahead import LookaheadDrafter
 from specdec_ext.drafters.retrieval import RetrievalDrafter
-from specdec_ext.sampler import Accepted
-from specdec_ext.target import TargetOutput
-from specdec_ext.tree import INACTIVE, DraftTree
-from specdec_ext.tree_config import FOUND, Shape
+from specdec_ext.models import TargetOutput
+from specdec_ext.tree.config import FOUND, Shape
+from specdec_ext.tree.draft_tree import INACTIVE, DraftTree
+from specdec_ext.verify.sampler import Accepted
 
 
 class CombinedDrafter(Drafter):

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.vocabulary import Vocabulary, match_vocabularies
-from specdec_ext.sampler import Accepted
-from specdec_ext.target import TargetOutput, make_target, supports, vocab_size
-from specdec_ext.target.slots import SlotTarget
-from specdec_ext.tree import DraftTree
-from specdec_ext.tree_config import Shape, TreeConfig
+from specdec_ext.models import TargetOutput, make_target, supports, vocab_size
+from specdec_ext.models.slots import SlotTarget
+from specdec_ext.tree.config import Shape, TreeConfig
+from specdec_ext.tree.draft_tree import DraftTree
+from specdec_ext.verify.sampler import Accepted
 
 # How many tokens the draft model reads in one pass after the prompt.
 BLOCK_TOKENS = 256

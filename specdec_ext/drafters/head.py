@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec_ext.checkpoints.pair import check_pair
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
+from specdec_ext.drafters.bound_head import BoundHead
 from specdec_ext.drafters.head_cache import Elements, HeadCache, at_columns, of_active_rows
-from specdec_ext.head import DraftHead
-from specdec_ext.head_binding import BoundHead
+from specdec_ext.heads.checkpoints.pair import check_pair
+from specdec_ext.heads.config import DraftHead
+from specdec_ext.models import TargetOutput
+from specdec_ext.models.patching.changes import inference_mode
 from specdec_ext.ops.quantise import weight_dtype
-from specdec_ext.sampler import Accepted
-from specdec_ext.target import TargetOutput
-from specdec_ext.target.patching.changes import inference_mode
 from specdec_ext.transfer import Staged
-from specdec_ext.tree import DraftTree
-from specdec_ext.tree_config import Shape, TreeConfig
+from specdec_ext.tree.config import Shape, TreeConfig
+from specdec_ext.tree.draft_tree import DraftTree
+from specdec_ext.verify.sampler import Accepted
 
 # Committed steps, and tokens of a row, after which a head that is not asked for drafts puts together, and
 # reads, the features it was given: what it keeps of them is bounded. (A tap may be a view of all layers.)
@@ -74,7 +74,7 @@ class HeadDrafter(Drafter):
     (:func:`specdec_ext.ops.draft_head_refusal` tells before).
 
     Args:
-        head: from :func:`specdec_ext.checkpoints.load_draft`.
+        head: from :func:`specdec_ext.heads.checkpoints.load_draft`.
         tree: the only shape to draft; None for :func:`default_tree`, or what the controller asks for.
         weights: "int8" or "float8" has a head in bfloat16 or float16 read half the bytes, with drafts that
             are a little worse; CUDA only. "same" keeps the target's dtype.
@@ -86,8 +86,8 @@ class HeadDrafter(Drafter):
 
     dead_draft_advice = (
         "Check the tapped layers (the two spellings of their numbers differ by one; "
-        "specdec_ext.checkpoints.calibrate decides), the reading of norm_output, that the head was trained "
-        "for this very target (a fine-tuned or requantised one is another) and with its tokenizer, and that "
+        "specdec_ext.heads.checkpoints.calibrate decides), the reading of norm_output, that the head was "
+        "trained for this very target (a fine-tuned or requantised one is another) and with its tokenizer, and that "
         "sampling is not so hot that nothing can be foreseen."
     )
 

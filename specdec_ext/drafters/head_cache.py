@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_ext.head import HeadConfig
-from specdec_ext.rope import rope_tables
-from specdec_ext.target.features import LayerStates
+from specdec_ext.heads.config import HeadConfig
+from specdec_ext.heads.rope import rope_tables
+from specdec_ext.models.passes.features import LayerStates
 
 # Caches and tables grow by at least this many, so that they are seldom copied.
 STEP = 1024

@@ -17,15 +17,15 @@ from torch.nn.functional import linear, silu
 from transformers import PreTrainedModel
 
 from specdec_ext import ops
-from specdec_ext.checkpoints.pair import check_pair
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
-from specdec_ext.head_binding import draft_home
-from specdec_ext.medusa import MedusaHeads, likely_choices
-from specdec_ext.sampler import Accepted
-from specdec_ext.target import TargetOutput
-from specdec_ext.tree import INACTIVE, ROOT_PARENT, DraftTree
-from specdec_ext.tree_config import Shape, TreeConfig
+from specdec_ext.drafters.bound_head import draft_home
+from specdec_ext.heads.checkpoints.pair import check_pair
+from specdec_ext.heads.medusa import MedusaHeads, likely_choices
+from specdec_ext.models import TargetOutput
+from specdec_ext.tree.config import Shape, TreeConfig
+from specdec_ext.tree.draft_tree import INACTIVE, ROOT_PARENT, DraftTree
+from specdec_ext.verify.sampler import Accepted
 
 
 def default_tree(device: torch.device, num_heads: int) -> TreeConfig:
@@ -33,7 +33,7 @@ def default_tree(device: torch.device, num_heads: int) -> TreeConfig:
 
     The best tree for heads whose first guesses are right in 60 % of all cases, a fifth less for each further
     head and a third for each further rank. That is assumed, not measured: for heads whose accuracies are
-    known :func:`specdec_ext.medusa.likely_choices` makes a better one.
+    known :func:`specdec_ext.heads.medusa.likely_choices` makes a better one.
     """
     accuracies = [[0.6 * 0.8**head * 3.0**-rank for rank in range(10)] for head in range(num_heads)]
     return TreeConfig(choices=likely_choices(accuracies, 16 if device.type == "cpu" else 64))
@@ -45,7 +45,7 @@ class MedusaDrafter(Drafter):
     The heads compute in the target's dtype (in float32 where that is float16 on the CPU).
 
     Args:
-        heads: from :func:`specdec_ext.checkpoints.load_draft`.
+        heads: from :func:`specdec_ext.heads.checkpoints.load_draft`.
         tree: the only shape to draft, of at most as many levels as there are heads; None for
             :func:`default_tree`, or what the controller asks for.
     """

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from specdec_ext._host import NgramIndex
 from specdec_ext.context import Context
 from specdec_ext.drafters.retrieval import RetrievalDrafter
-from specdec_ext.target import TargetOutput
-from specdec_ext.tree import DraftTree
+from specdec_ext.models import TargetOutput
+from specdec_ext.tree.draft_tree import DraftTree
 
 
 class NgramDrafter(RetrievalDrafter):

@@ -19,16 +19,16 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from specdec_ext import assets
-from specdec_ext.checkpoints import is_draft, load_draft
-from specdec_ext.checkpoints.language_model import load_language_model, load_tokenizer
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.combined import CombinedDrafter
 from specdec_ext.drafters.draft_model import DraftModelDrafter
 from specdec_ext.drafters.head import HeadDrafter
 from specdec_ext.drafters.ngram import NgramDrafter
-from specdec_ext.head import DraftHead
-from specdec_ext.medusa import MedusaHeads
-from specdec_ext.target.wrapped import unwrapped
+from specdec_ext.heads.checkpoints import is_draft, load_draft
+from specdec_ext.heads.checkpoints.language_model import load_language_model, load_tokenizer
+from specdec_ext.heads.config import DraftHead
+from specdec_ext.heads.medusa import MedusaHeads
+from specdec_ext.models.wrapped import unwrapped
 
 # Name -> module of this package and what makes the drafter, called without arguments.
 _MADE = {

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from specdec_ext.delegation import class_generate
 from specdec_ext.generation import custom_generate, generate
-from specdec_ext.target.wrapped import check_model
+from specdec_ext.models.wrapped import check_model
 
 # Those of generate() that do not belong to one prompt, and are checked when they are given.
 _OF_HOOK = ("speculation", "verification", "seed", "generator")

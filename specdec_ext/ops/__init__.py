@@ -36,7 +36,7 @@ from specdec_ext.ops.verify import (
     verify_match,
 )
 from specdec_ext.ops.verify_sampled import verify_block, verify_recursive, verify_rejection
-from specdec_ext.tree_config import MAX_CANDIDATES, MAX_NODES
+from specdec_ext.tree.config import MAX_CANDIDATES, MAX_NODES
 
 __all__ = [
     "LIBRARY_PATH",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec_ext.ops import _library
 from specdec_ext.ops.packed_head import PackedHead
-from specdec_ext.tree_config import TreeConfig
+from specdec_ext.tree.config import TreeConfig
 
 
 class HeadDraft(NamedTuple):
@@ -86,8 +86,8 @@ def draft_head(
 
     Args:
         head: as :meth:`PackedHead.pack` made it; its dtype is that of features, keys and values.
-        cosines: ``[positions, rotary / 2]`` float32 (:func:`specdec_ext.rope.rope_tables`), for all positions
-            up to that of the last level.
+        cosines: ``[positions, rotary / 2]`` float32 (:func:`specdec_ext.heads.rope.rope_tables`), for all
+            positions up to that of the last level.
         sines: likewise.
         keys: ``[layers, rows, kv_heads, capacity, head_dim]``, the head's cache, written in place: the
             new elements at slots ``lengths[r]`` and up. What lies behind them after the call, drafted

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from specdec_ext.head import HeadConfig
+from specdec_ext.heads.config import HeadConfig
 from specdec_ext.ops.draft import tree_depth
-from specdec_ext.tree_config import TreeConfig
+from specdec_ext.tree.config import TreeConfig
 
 # Of the CUDA kernel: csrc/include/specdec/draft_plan.h.
 _MAX_LAYERS, _MAX_HEAD_DIM, _MAX_DEPTH, _MAX_TOP_K, _MAX_ROWS = 8, 256, 64, 32, 128

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec_ext.head import DraftHead, HeadConfig
+from specdec_ext.heads.config import DraftHead, HeadConfig
 from specdec_ext.ops.quantise import quantise, weight_dtype
 
 # Where the matrices are among the weights of a head, and among those of a layer.

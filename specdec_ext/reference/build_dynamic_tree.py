@@ -21,7 +21,7 @@ import math
 
 from torch import Tensor
 
-from specdec_ext.tree import INACTIVE, ROOT_PARENT
+from specdec_ext.tree.draft_tree import INACTIVE, ROOT_PARENT
 
 
 def build_dynamic_tree(

@@ -38,11 +38,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec_ext.head import DraftHead
+from specdec_ext.heads.config import DraftHead
 from specdec_ext.reference.draft_head_layers import HeadLayers, wide
 from specdec_ext.reference.draft_head_tree import Level, dynamic_tree, static_tree
-from specdec_ext.tree import INACTIVE, ROOT_PARENT
-from specdec_ext.tree_config import TreeConfig
+from specdec_ext.tree.config import TreeConfig
+from specdec_ext.tree.draft_tree import INACTIVE, ROOT_PARENT
 
 # New elements run this many at a time: the scores of a long prompt would not fit in memory.
 CHUNK = 256
@@ -70,7 +70,7 @@ def draft_head(
         head: its tensors.
         embedding: ``[vocab, hidden]``, the head's own or the target's.
         lm_head: ``[draft_vocab, hidden]``, likewise.
-        cosines, sines: ``[positions, rotary / 2]``, see :func:`specdec_ext.rope.rope_tables`.
+        cosines, sines: ``[positions, rotary / 2]``, see :func:`specdec_ext.heads.rope.rope_tables`.
         keys, values: ``[layers, rows, kv_heads, capacity, head_dim]``, written in place: new elements of row
             r at slots ``lengths[r]`` and up, behind them drafted nodes, of which nothing is to be kept.
         tokens: ``[rows, new]`` int64, of element i x[t+1].

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec_ext.head import DraftHead
+from specdec_ext.heads.config import DraftHead
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

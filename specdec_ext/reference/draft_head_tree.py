@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from specdec_ext.reference.build_dynamic_tree import build_dynamic_tree
-from specdec_ext.tree import INACTIVE, ROOT_PARENT
-from specdec_ext.tree_config import TreeConfig
+from specdec_ext.tree.config import TreeConfig
+from specdec_ext.tree.draft_tree import INACTIVE, ROOT_PARENT
 
 
 @dataclass

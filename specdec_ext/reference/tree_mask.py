@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from specdec_ext.tree import ROOT_PARENT
+from specdec_ext.tree.draft_tree import ROOT_PARENT
 
 
 def tree_mask(parents: Tensor, root_positions: Tensor) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec_ext.reference.rng import gumbel_noise
-from specdec_ext.tree import ROOT_PARENT
+from specdec_ext.tree.draft_tree import ROOT_PARENT
 
 OK, NAN, NO_FINITE_LOGIT = 0, 1, 2
 

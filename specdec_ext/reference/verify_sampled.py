@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specdec_ext.reference import rng
 from specdec_ext.reference.verify_match import NAN, NO_FINITE_LOGIT, OK
-from specdec_ext.tree import ROOT_PARENT
+from specdec_ext.tree.draft_tree import ROOT_PARENT
 
 Law = Sequence[Any]  # numbers: float or Fraction
 Laws = Callable[[int], Law]  # of a node

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from specdec_ext.target.features import FeatureTap
+from specdec_ext.models.passes.features import FeatureTap
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class OnlineFeatures:
 
     Args:
         model: the target; its weights get no gradients.
-        layers: tapped hidden states, numbered as in :class:`~specdec_ext.target.features.FeatureTap`; none
-            for heads that read the last hidden state alone.
+        layers: tapped hidden states, numbered as in :class:`~specdec_ext.models.passes.features.FeatureTap`;
+            none for heads that read the last hidden state alone.
 
     Raises:
         ValueError: for a layer that the model does not have.

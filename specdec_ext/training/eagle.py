@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec_ext.head import DraftHead
-from specdec_ext.rope import rope_tables
+from specdec_ext.heads.config import DraftHead
+from specdec_ext.heads.rope import rope_tables
 from specdec_ext.training.attention import unrolled_attention
 from specdec_ext.training.batches import Batch
 from specdec_ext.training.objective import Objective, Step

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec_ext.medusa import MedusaHeads
+from specdec_ext.heads.medusa import MedusaHeads
 from specdec_ext.training.batches import Batch
 from specdec_ext.training.objective import Objective, Step
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specdec_ext.draft_weights import DraftWeights
+from specdec_ext.heads.weights import DraftWeights
 from specdec_ext.training.batches import Batch
 from specdec_ext.training.loss import soft_cross_entropy
 from specdec_ext.training.teacher import Teacher

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdec_ext.checkpoints import check_pair, load_draft, save_draft, save_medusa
-from specdec_ext.checkpoints.layouts import Layout, config_json
-from specdec_ext.head import DraftHead
-from specdec_ext.medusa import MedusaHeads
+from specdec_ext.heads.checkpoints import check_pair, load_draft, save_draft, save_medusa
+from specdec_ext.heads.checkpoints.layouts import Layout, config_json
+from specdec_ext.heads.config import DraftHead
+from specdec_ext.heads.medusa import MedusaHeads
 from specdec_ext.preflight.extras import missing
 from specdec_ext.preflight.outputs import writable_folder
 from specdec_ext.training.batches import Example, Features, OnlineFeatures

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from specdec_ext.checkpoints.fields import shown
+from specdec_ext.heads.checkpoints.fields import shown
 from specdec_ext.preflight.inputs import regular_file
 from specdec_ext.training.batches import Example
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec_ext.head import DraftHead, HeadConfig
-from specdec_ext.medusa import MedusaConfig, MedusaHeads
+from specdec_ext.heads.config import DraftHead, HeadConfig
+from specdec_ext.heads.medusa import MedusaConfig, MedusaHeads
 
 # For reference alone: rope tables reach as far as a text.
 _UNKNOWN_POSITIONS = 2048

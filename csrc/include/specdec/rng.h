@@ -18,7 +18,7 @@
 // Error of g against float64 at the same float32 v: below 1.1e-6 (half an ulp at 16 is 9.5e-7),
 // below 3.5e-7 for g < 8. Rounding v to float32 adds less than 1e-6 above g = -1.5; below it the
 // values are coarse (0.025 at the very end), where only 1 draw in 88 lies and none decides an
-// arg-max. python_tests/test_rng.py measures both.
+// arg-max. python_tests/verify/test_rng.py measures both.
 //
 // Philox: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 #pragma once

@@ -4,7 +4,7 @@
 //
 // Contract: torch/csrc/inductor/aoti_torch/c/shim.h and torch/csrc/stable/c/shim.h of torch 2.10,
 // which later releases keep. A test compiles both side by side and compares every type
-// (python_tests/test_torch_abi.py).
+// (python_tests/ops/test_torch_abi.py).
 #pragma once
 
 #include <cstddef>

@@ -1,0 +1,464 @@
+"""The command line on the bundled model: what it prints, what it refuses, and its exit codes.
+
+Texts are compared with Hugging Face generate in float32, token for token.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+
+import pytest
+import torch
+from rich.console import Console
+from tiny import tiny_model
+from typer.testing import CliRunner
+from versions import before
+
+import specdec_ext
+from specdec_ext import assets, keyword_table
+from specdec_ext.cli import app
+from specdec_ext.cli._common import read_prompts
+from specdec_ext.cli._stream import CLOSING, OPENING, IncrementalDecoder, TextStreamer, legend
+from specdec_ext.cli.demo import SAMPLED, STREAMED, STREAMED_TOKENS
+from specdec_ext.evaluate import benchmark
+
+PROMPT = "import unittest\n\n\nclass TestList(unittest.TestCase):\n\n    def test_append(self):\n"
+
+
+# The default is the type of the checkpoint; texts are compared in the one in which they must be equal.
+FLOAT32 = ("--dtype", "float32")
+
+
+def run(*arguments: str, stdin: str | None = None):
+    return CliRunner().invoke(app, list(arguments), input=stdin, env={"COLUMNS": "160"})
+
+
+def words(text: str) -> str:
+    """Text without colours, boxes and line breaks, which depend on the terminal."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
+
+
+def greedy_text(prompt: str, max_new_tokens: int) -> str:
+    tokenizer, target = assets.load_tokenizer(), assets.load_target()
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    output = target.generate(ids, max_new_tokens=max_new_tokens, do_sample=False)
+    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+# --- help and version -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command", ["demo", "generate", "bench", "check", "inspect", "keywords", "train", "version"]
+)
+def test_every_command_is_listed_and_explains_itself(command):
+    assert command in words(run("--help").output)
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"specdec {command}" in words(result.output)
+
+
+@pytest.mark.parametrize("arguments", [("version",), ("--version",)])
+def test_version_names_what_is_installed(arguments):
+    result = run(*arguments)
+    assert result.exit_code == 0
+    assert f"specdec_ext {specdec_ext.__version__}" in result.output
+    assert f"torch {torch.__version__}" in result.output
+    assert re.search(r"CUDA kernels: (not )?built", result.output)
+
+
+def test_keywords_says_what_becomes_of_each():
+    shown = words(run("keywords", "beams").output)
+    assert "num_beams refused beam search keeps several hypotheses" in shown
+    assert "temperature" not in shown
+    assert run("keywords", "--markdown").output == keyword_table.markdown() + "\n"
+
+
+# --- assets -----------------------------------------------------------------------------------------
+
+
+def test_held_out_prompts_fit_and_end_where_a_block_opens():
+    tokenizer = assets.load_tokenizer()
+    prompts = assets.held_out_prompts()
+    assert len(prompts) >= 12
+    assert len({each["name"] for each in prompts}) == len(prompts)
+    for each in prompts:
+        assert each["license"] in ("PSF-2.0", "BSD-3-Clause", "Apache-2.0", "MIT")
+        assert 100 < len(tokenizer(each["prompt"])["input_ids"]) <= 350, each["name"]
+        assert each["prompt"].endswith(":")
+        assert re.search(r"^\s*(def|class) ", each["prompt"], re.MULTILINE), each["name"]
+    assert (assets.FOLDER / "prompts.json").stat().st_size <= 60_000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_models_load_in_the_asked_dtype_and_share_a_vocabulary(dtype):
+    target, draft = assets.load_target(dtype), assets.load_draft(dtype)
+    for model in (target, draft):
+        assert model.dtype == dtype
+        assert not model.training
+    assert target.config.vocab_size == draft.config.vocab_size == len(assets.load_tokenizer())
+
+
+def test_a_missing_model_says_how_to_make_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(assets, "FOLDER", tmp_path)
+    with pytest.raises(
+        FileNotFoundError, match=r"tiny-python-target is missing .*bundled_models\.py"
+    ):
+        assets.load_target()
+
+
+# --- streaming --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text", ["def f(x):\n    return x\n", "é", "naïve — 🚨🚨 déjà", "a\ufffdb", ""]
+)
+def test_pieces_add_up_to_the_text(text):
+    tokenizer = assets.load_tokenizer()
+    decoder = IncrementalDecoder(tokenizer)
+    tokens = tokenizer(text)["input_ids"]
+    assert "".join([*map(decoder.feed, tokens), decoder.flush()]) == text
+
+
+def test_half_a_character_waits_for_its_other_half():
+    tokenizer = assets.load_tokenizer()
+    tokens = tokenizer("🜂")["input_ids"]
+    assert len(tokens) > 1, "the test needs a character of several tokens"
+    decoder = IncrementalDecoder(tokenizer)
+    assert [decoder.feed(token) for token in tokens] == [""] * (len(tokens) - 1) + ["🜂"]
+    assert decoder.feed(tokens[0]) == ""
+    assert decoder.flush() == "\ufffd"
+
+
+def stream(console: Console, mark_drafted: bool) -> None:
+    tokenizer = assets.load_tokenizer()
+    streamer = TextStreamer(console, tokenizer, mark_drafted)
+    streamer.put(torch.tensor([tokenizer("never printed")["input_ids"]]))
+    for text, drafted in (("a", False), ("b", True), ("c", True), ("d", False), ("e", True)):
+        streamer.put_drafted(torch.tensor(tokenizer(text)["input_ids"]), torch.tensor([drafted]))
+    streamer.end()
+
+
+def test_accepted_drafts_are_bracketed_without_a_terminal():
+    console = Console(file=io.StringIO(), force_terminal=False)
+    stream(console, mark_drafted=True)
+    assert console.file.getvalue() == f"a{OPENING}bc{CLOSING}d{OPENING}e{CLOSING}"
+    assert OPENING in legend(console).plain
+
+
+def test_brackets_stand_around_words():
+    """Space that was drafted at their edges is outside; between two drafted words it is inside."""
+    tokenizer = assets.load_tokenizer()
+    console = Console(file=io.StringIO(), force_terminal=False)
+    streamer = TextStreamer(console, tokenizer, mark_drafted=True)
+    streamer.put(torch.zeros(1, 1, dtype=torch.long))
+    pieces = [("\n    ", True), ("a", True), (" b", True), ("\n", False), ("c", True), (" ", True)]
+    for text, drafted in pieces:
+        for token in tokenizer(text)["input_ids"]:
+            streamer.put_drafted(torch.tensor([token]), torch.tensor([drafted]))
+    streamer.end()
+    assert console.file.getvalue() == f"\n    {OPENING}a b{CLOSING}\n{OPENING}c{CLOSING} "
+
+
+def test_accepted_drafts_are_styled_on_a_terminal():
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard")
+    stream(console, mark_drafted=True)
+    marked = re.findall(r"\x1b\[4;32m(\w)", console.file.getvalue())
+    assert marked == ["b", "c", "e"]
+    assert re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue()) == "abcde"
+    assert OPENING not in legend(console).plain
+
+
+def test_nothing_is_marked_unless_asked():
+    console = Console(file=io.StringIO(), force_terminal=False)
+    stream(console, mark_drafted=False)
+    assert console.file.getvalue() == "abcde"
+
+
+def test_markup_in_the_text_is_text():
+    tokenizer = assets.load_tokenizer()
+    console = Console(file=io.StringIO(), force_terminal=False, width=20)
+    streamer = TextStreamer(console, tokenizer)
+    streamer.put(torch.zeros(1, 1, dtype=torch.long))
+    text = "x = y[bold]  # :smile: " + "and a line much wider than the console\n"
+    for token in tokenizer(text)["input_ids"]:
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    assert console.file.getvalue() == text
+
+
+# --- generate ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft"])
+def test_generate_prints_what_the_model_alone_would(drafter):
+    result = run("generate", "-p", PROMPT, "--drafter", drafter, "--max-new-tokens", "40", *FLOAT32)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == greedy_text(PROMPT, 40) + "\n"
+
+
+def test_generate_reads_standard_input_and_marks_drafts():
+    marked = ("--show-drafts", "--stats", "--max-new-tokens", "40", *FLOAT32)
+    result = run("generate", *marked, stdin=PROMPT)
+    assert result.exit_code == 0, result.output
+    assert OPENING in result.stdout
+    assert result.stdout.replace(OPENING, "").replace(CLOSING, "") == greedy_text(PROMPT, 40) + "\n"
+    assert re.search(r"40 tokens in .* draft tokens accepted", result.stderr)
+
+
+def test_a_seed_gives_one_text_whatever_the_drafter():
+    law = ("--sample", "--seed", "5", "--temperature", "0.8", "--top-p", "0.9", "--top-k", "50")
+    texts = {
+        run("generate", "-p", PROMPT, "--max-new-tokens", "30", "--drafter", drafter, *law).stdout
+        for drafter in ("none", "ngram")
+    }
+    assert len(texts) == 1
+    other = run("generate", "-p", PROMPT, "--max-new-tokens", "30", *law[:1], "--seed", "6").stdout
+    assert other not in texts
+
+
+def test_model_and_drafter_may_be_folders(tmp_path):
+    """A random draft model: slow, never wrong."""
+    tokenizer, target = assets.load_tokenizer(), assets.load_target()
+    config = type(target.config)(**{**tiny_model("llama").config.to_dict(), "vocab_size": 4096})
+    type(target)(config).save_pretrained(tmp_path / "draft")
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    result = run(
+        "generate", str(tmp_path / "target"), "-p", PROMPT, "--max-new-tokens", "12",
+        "--drafter", str(tmp_path / "draft"), *FLOAT32,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert result.stdout == greedy_text(PROMPT, 12) + "\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("-p", "x", "--seed", "1", "--top-p", "0.5"), "--top-p, --seed needs --sample"),
+        (("-p", ""), "the prompt is empty"),
+        (("-p", "x", "--drafter", "crystal-ball"), "drafter='crystal-ball' is not known"),
+        (("nowhere/to be found", "-p", "x"), "nowhere/to be found"),
+        (("-p", "x", "--max-new-tokens", "0"), "max-new-tokens"),
+        (("-p", "x", "--dtype", "int8"), "int8"),
+    ],
+)
+def test_generate_refuses(arguments, message):
+    result = run("generate", *arguments)
+    assert result.exit_code == 2
+    assert message in words(result.output)
+    assert "Traceback" not in result.output
+
+
+# --- bench ------------------------------------------------------------------------------------------
+
+
+def prompts_file(folder, count):
+    texts = [PROMPT, "import", "def f(x):\n"][:count]
+    (folder / "prompts.json").write_text(json.dumps(texts))
+    return str(folder / "prompts.json")
+
+
+def test_bench_measures_and_records(tmp_path):
+    record, chart = tmp_path / "record.json", tmp_path / "chart.png"
+    result = run(
+        "bench", "--prompts", prompts_file(tmp_path, 2), "--drafter", "ngram", "--drafter", "none",
+        "--assisted", "draft", "--max-new-tokens", "8", "--repeats", "1",
+        "--drafter", "head", "--draft-length", "2", "--speculation", "fixed",
+        "--json", str(record), "--plot", str(chart), "--breakdown", *FLOAT32,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    ours = ["specdec none", "specdec ngram", "specdec head"]
+    names = ["HF generate", "HF prompt lookup", "HF assisted", *ours]
+    found = json.loads(record.read_text())
+    assert [row["name"] for row in found["rows"]] == names
+    assert [row["same_text"] for row in found["rows"]] == ["", *["2/2"] * 5]
+    assert [row["policy"] for row in found["rows"][-2:]] == ["fixed", "fixed"]
+    assert all(len(row["acceptance_per_position"]) == 2 for row in found["rows"][-2:])
+    assert found["settings"]["prompts"] == 2 and found["settings"]["max_new_tokens"] == 8
+    for name in names:
+        assert re.search(rf"{name}\W+\d+\.\d\W+\d+\.\d\dx \[", result.output), name
+    assert f"torch {torch.__version__}" in result.output
+    assert result.output.count("outside target forward and draft op") == 3  # plain, ngram, head
+    assert all(len(each["parts"]) > 3 for each in found["breakdowns"])
+    titles = [each["title"] for each in found["breakdowns"]]
+    assert titles == ["none, float32", "ngram, float32", "head, float32"]
+    for picture in (chart, tmp_path / "chart_breakdown.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_of_a_batch_leaves_out_what_takes_single_rows(tmp_path):
+    result = run(
+        "bench", "--prompts", prompts_file(tmp_path, 3), "--drafter", "none", "--batch", "2",
+        "--temperature", "0.8", "--max-new-tokens", "4", "--repeats", "1",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "HF prompt lookup: left out, transformers takes single rows there" in result.output
+    assert "batch 2, prompts 1" in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--batch", "3"), "a batch of 3 needs as many prompts, and there are 2"),
+        (("--drafter", "crystal-ball"), "drafter='crystal-ball' is not known"),
+        (("--assisted", "ngram"), "--assisted ngram: expected a draft model"),
+        (("--repeats", "0"), "repeats"),
+        (("--tree", "6-10"), "--tree 6-10: expected DEPTHxTOP_KxNODES, such as 6x10x60"),
+        (("--tree", "2x2x5"), "--tree shapes draft heads, and --drafter auto is none"),
+        (
+            ("--drafter", "suffix", "--draft-length", "3"),
+            "--draft-length shapes ngram, draft models and draft heads, and --drafter suffix is none",
+        ),
+        (("--draft-length", "3", "--tree", "2x2x5"), "--draft-length and --tree both shape"),
+    ],
+)
+def test_bench_refuses(arguments, message, tmp_path):
+    result = run("bench", "--prompts", prompts_file(tmp_path, 2), *arguments)
+    assert result.exit_code == 2
+    assert message in words(result.output)
+    assert "Traceback" not in result.output
+
+
+# --- check ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_check_finds_no_bug(dtype, tmp_path):
+    (tmp_path / "prompts.json").write_text(
+        json.dumps([PROMPT, {"name": "second", "prompt": "import"}])
+    )
+    result = run(
+        "check",
+        "--prompts",
+        str(tmp_path / "prompts.json"),
+        "--max-new-tokens",
+        "24",
+        "--dtype",
+        dtype,
+    )
+    assert result.exit_code == 0, result.output
+    assert "second" in result.output
+    assert re.search(r"2 prompts, \d pairs equal, \d near-ties, 0 bugs", result.output)
+    if dtype == "float32":
+        assert "4 pairs equal" in result.output
+
+
+@pytest.mark.parametrize("verdict, exit_code", [("near-tie", 0), ("bug", 1)])
+def test_check_reports_the_first_difference(monkeypatch, tmp_path, verdict, exit_code):
+    def difference(model, first, second, prompt_length, **_):
+        return specdec_ext.ComparedRuns(False, prompt_length + 3, verdict, 0.25, 0.5)
+
+    monkeypatch.setattr(specdec_ext, "compare_runs", difference)
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    result = run("check", "--prompts", str(tmp_path / "prompt.txt"), "--max-new-tokens", "4")
+    assert result.exit_code == exit_code
+    shown = "BUG" if verdict == "bug" else verdict
+    assert f"{shown} at token 3: logit gap 0.25, bound 0.5" in words(result.output)
+
+
+@pytest.mark.parametrize(
+    "name, content, expected",
+    [
+        ("p.txt", "a\nb", [("0", "a\nb")]),
+        ("p.json", '["a", {"name": "n", "prompt": "b"}]', [("0", "a"), ("n", "b")]),
+        ("p.jsonl", '{"question_id": 81, "turns": ["a", "b"]}\n\n', [("81", "a")]),
+        ("p.jsonl", '"one line\u2028of it"\n"two"', [("0", "one line\u2028of it"), ("1", "two")]),
+    ],
+)
+def test_read_prompts(tmp_path, name, content, expected):
+    (tmp_path / name).write_text(content)
+    assert read_prompts(tmp_path / name) == expected
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("p.json", "[]", r"p\.json is empty; expected a list of prompts"),
+        ("p.json", '{"prompt": "a"}', r"p\.json holds a dict; expected a list"),
+        ("p.json", "[3]", "entry 1: expected a text or an object, got int"),
+        ("p.jsonl", '{"turns": []}', "line 1: expected a text under 'prompt'"),
+        ("p.jsonl", '"a"\n\n{"turns": 5}', "line 3: expected a text under 'prompt'"),
+        ("p.jsonl", '{"turns": {}}', "line 1: expected a text under 'prompt'"),
+        ("p.jsonl", '{"turns": [[]]}', "line 1: expected a text under 'prompt'"),
+        ("p.jsonl", '"a"\n{"prompt"', r"p\.jsonl line 2 is not valid JSON"),
+        ("p.json", "[" * 100_000, r"p\.json is not valid JSON"),
+        ("p.json", '["\\ud800"]', "entry 1: the prompt is not text: .*surrogates not allowed"),
+        ("p.txt", b"caf\xe9", r"p\.txt is not UTF-8 text"),
+        ("p.txt", "", r"p\.txt: expected a text"),
+    ],
+)
+def test_read_prompts_rejects(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=message):
+        read_prompts(tmp_path / name)
+
+
+# --- demo -------------------------------------------------------------------------------------------
+
+
+def sampled_text_of_the_demo(max_new_tokens: int) -> str:
+    """Without drafts."""
+    (prompt,) = (each for each in assets.held_out_prompts() if each["name"] == STREAMED)
+    tokenizer, target = assets.load_tokenizer(), assets.load_target()
+    ids = tokenizer(prompt["prompt"], return_tensors="pt")["input_ids"]
+    law = {**SAMPLED, "max_new_tokens": max_new_tokens}
+    output = specdec_ext.generate(target, ids, drafter=None, **law)
+    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_the_demo_shows_no_loop():
+    """Greedy text of the bundled model goes in circles; what is shown is new for the most part."""
+    ids = assets.load_tokenizer()(sampled_text_of_the_demo(STREAMED_TOKENS))["input_ids"]
+    assert benchmark.unique_ngram_fraction([ids]) > 0.75
+
+
+def test_demo_streams_measures_and_compares(tmp_path):
+    picture = tmp_path / "demo.svg"
+    result = run("demo", "--prompts", "2", "--max-new-tokens", "24", "--picture", str(picture))
+    assert result.exit_code == 0, result.output
+    assert STREAMED in result.output
+    assert OPENING in result.output
+    shown = result.output.replace(OPENING, "").replace(CLOSING, "")
+    assert sampled_text_of_the_demo(24) in shown
+    drawn = picture.read_text("utf-8")
+    assert drawn.startswith("<svg") and "text-decoration: underline" in drawn
+    assert "@font-face" not in drawn and len(drawn) < 50_000
+    assert f"torch {torch.__version__}" in result.output
+    for name in (
+        "HF generate",
+        "HF prompt lookup (10)",
+        "specdec, drafter=none",
+        "specdec, drafter=ngram",
+        "specdec, drafter=head",
+        "specdec, drafter=auto",
+    ):
+        assert re.search(rf"{re.escape(name)}\W+\d+\.\d\W+\d+\.\d\dx", result.output), name
+    # Up to transformers 5.14 prompt lookup may end behind max_new_tokens.
+    assert result.output.count("2/2") == (4 if before("5.15") else 5)
+    assert "acceptance by position" in result.output
+    assert "unique 4-grams in the completions" in result.output
+
+
+def test_demo_without_drafter_shows_plain_decoding():
+    result = run(
+        "demo", "--prompts", "1", "--max-new-tokens", "8", "--drafter", "none", "--no-stream"
+    )
+    assert result.exit_code == 0, result.output
+    assert "acceptance by position" not in result.output
+    assert "continued by it" not in result.output
+
+
+def test_demo_fails_on_a_bug_and_names_it(monkeypatch):
+    def bug(model, first, second, prompt_length, **_):
+        return specdec_ext.ComparedRuns(False, prompt_length + 1, "bug", 3.0, 0.5)
+
+    monkeypatch.setattr("specdec_ext.evaluate.benchmark.series.compare_runs", bug)
+    result = run("demo", "--prompts", "1", "--max-new-tokens", "4", "--no-stream")
+    assert result.exit_code == 1
+    assert "0/1, 1 bug" in result.output
+    name = assets.held_out_prompts()[0]["name"]
+    assert f"specdec, drafter=ngram, {name}: BUG at token 1" in words(result.output)

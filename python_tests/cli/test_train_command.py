@@ -1,0 +1,268 @@
+"""``specdec train`` and ``train_head``: from files to a checkpoint, and bad input before any training."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+
+import pytest
+import torch
+from checkpoint_cases import assert_same_head
+from tiny import VOCAB, tiny_model
+from training_cases import greedy_examples, random_examples
+from typer.testing import CliRunner
+
+import specdec_ext
+from specdec_ext import assets
+from specdec_ext.cli import app
+from specdec_ext.heads.checkpoints import load_draft, save_draft, weights_fingerprint
+from specdec_ext.training import trainer
+from specdec_ext.training.recipe import HeadRecipe, make_objective, train_head
+from specdec_ext.training.start import new_head
+from specdec_ext.training.trainer import TrainConfig
+
+QUICK = TrainConfig(updates=3, batch_size=2, warmup=1, depth=2, mixed_precision=False)
+
+
+def words(output: str) -> str:
+    return " ".join(output.replace("│", " ").split())
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A target in a folder with its tokenizer, and texts."""
+    folder = tmp_path_factory.mktemp("files")
+    prompts = [each["prompt"] for each in assets.held_out_prompts()]
+    lines = [json.dumps({"text": text[:400]}) for text in prompts for _ in range(2)]
+    (folder / "text.jsonl").write_text("\n".join(lines[:6]))
+    (folder / "more.jsonl").write_text("\n".join(lines[6:10]))
+    (folder / "empty.jsonl").write_text("")
+    (folder / "foreign.jsonl").write_text('{"tokens": [5, 4095]}\n{"tokens": [4096, 7]}\n')
+    (folder / "other.jsonl").write_text('{"body": "nothing that is read"}\n')
+    chats = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "b"}]}
+        for n in range(3)
+    ]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    return folder
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["train", *map(str, arguments)])
+
+
+FEW = ("--updates", 2, "--batch-size", 1, "--max-length", 24, "--steps", 2)
+
+
+def test_a_head_from_files(files, tmp_path):
+    out = tmp_path / "head"
+    result = run(
+        "bundled", "--data", files / "text.jsonl", "--data", files / "more.jsonl", "--out", out,
+        "--held-out", files / "more.jsonl", "--draft-vocab", 300, "--layers", "1,3,6", *FEW,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "step 2: loss" in words(result.output)
+    start, end = words(result.output).split("step 2: loss")
+    for part in (start.split("step 0; ")[1], end):
+        assert re.search(r"mean acceptance length \d\.\d\d greedy, \d\.\d\d sampled at temp", part)
+    head = load_draft(out)
+    assert head.config.draft_vocab_size == 300 and head.config.feature_layers == (1, 3, 6)
+    assert head.config.fc_norm and head.config.norm_output
+    assert head.record.ambiguous == () and head.record.target_name == "tiny-python-target"
+    assert head.record.target_fingerprint == assets.load_head().record.target_fingerprint
+    assert head.tensors["norm.weight"].dtype == torch.bfloat16
+    work = tmp_path / "head.training"
+    assert json.loads((work / "evaluation.json").read_text())["drafts"] > 0
+    assert (work / "history.png").exists()
+    again = run(
+        "bundled", "--data", files / "text.jsonl", "--data", files / "more.jsonl", "--out", out,
+        "--held-out", files / "more.jsonl", "--draft-vocab", 300, "--layers", "1,3,6", *FEW,
+    )  # fmt: skip
+    assert again.exit_code == 0 and "step 2" not in again.output  # nothing was left to do
+    assert_same_head(load_draft(out), head)
+    adapted = run(
+        "bundled", "--data", files / "more.jsonl", "--out", tmp_path / "adapted",
+        "--init-from", out, "--learning-rate", 1e-9, "--old-held-out", files / "text.jsonl", *FEW,
+    )  # fmt: skip
+    assert adapted.exit_code == 0, adapted.output
+    for when in ("step 0; held out", "step 2: loss"):
+        assert re.search(rf"{when}.*?; old texts: \d\.\d\d greedy", words(adapted.output))
+    changed = load_draft(tmp_path / "adapted")
+    assert changed.config == head.config
+    for name, tensor in head.tensors.items():
+        torch.testing.assert_close(changed.tensors[name], tensor)
+
+
+def test_answers_that_the_target_writes_and_hidden_states_on_disk(files, tmp_path):
+    answers, dump = tmp_path / "answers.jsonl", tmp_path / "dump"
+    result = run(
+        "bundled", "--data", files / "text.jsonl", "--out", tmp_path / "head",
+        "--regenerate", answers, "--max-new-tokens", 6, "--dump", dump, *FEW,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "are free" in words(result.output)
+    assert answers.exists() and list(dump.glob("*.safetensors"))
+
+
+def test_a_dump_serves_runs_with_other_seeds(files, tmp_path):
+    """It does not hold what is sampled for the estimate."""
+    for seed in (0, 1):
+        result = run(
+            "bundled", "--data", files / "text.jsonl", "--out", tmp_path / f"head{seed}",
+            "--seed", seed, "--dump", tmp_path / "dump", *FEW,
+        )  # fmt: skip
+        assert result.exit_code == 0, result.output
+        assert "sampled at temperature 1" in words(result.output)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--data", "empty.jsonl"), "has no text in it"),
+        (("--data", "other.jsonl"), "body"),
+        (("--data", "foreign.jsonl"), "line 2 has token 4096; the target has 4096"),
+        (("--data", "chat.jsonl"), "chat template"),
+        (("--data", "nothing.jsonl"), "nothing.jsonl"),
+        (("--data", "text.jsonl", "--layers", "low,high"), "expected numbers such as 2,16,29"),
+        (("--data", "text.jsonl", "--layers", "1,2,9"), "layers 0 to 5"),
+        (("--data", "text.jsonl", "--draft-vocab", "9999"), "9999"),
+        (("--data", "text.jsonl", "--batch-size", "99"), "expected at least 99, a batch"),
+        (("--data", "text.jsonl", "--init-from", "x", "--layers", "1"), "decides layers"),
+        (("--data", "text.jsonl", "--kind", "p-eagle", "--layout", "eagle"), "mask_token_id"),
+        (("--data", "text.jsonl", "--kind", "medusa", "--layout", "eagle"), "EAGLE heads"),
+        (("--data", "text.jsonl", "--learning-rate", "0"), "learning_rate is 0"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else "",
+)
+def test_bad_input_is_said_before_any_training(arguments, message, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer._Run, "record", lambda *_: pytest.fail("a step was trained"))
+    named = [files / each if each.endswith(".jsonl") else each for each in arguments]
+    if "--batch-size" not in named:
+        named += ["--batch-size", 1]
+    result = run("bundled", "--out", tmp_path / "head", "--max-length", 64, *named)
+    assert result.exit_code == 2, result.output
+    assert message in words(result.output)
+
+
+OUTPUTS = {
+    "a file as folder": (("--out", "text.jsonl"), "out .*text.jsonl: .*text.jsonl is no folder"),
+    "a folder below a file": (
+        ("--out", "text.jsonl/head"),
+        "text.jsonl is no folder; name another",
+    ),
+    "work": (("--out", "new", "--work", "text.jsonl"), "work .*text.jsonl is no folder"),
+    "dump": (("--out", "new", "--dump", "text.jsonl/dump"), "dump .*text.jsonl is no folder"),
+    "answers": (("--out", "new", "--regenerate", "text.jsonl/a"), "--regenerate .*is no folder"),
+    "a checkpoint": (
+        ("--out", "model"),
+        "holds a checkpoint, which would be replaced, and .*model",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OUTPUTS)
+def test_outputs_are_looked_at_before_the_target_is_read(case, files, monkeypatch):
+    arguments, message = OUTPUTS[case]
+    (files / "model").mkdir(exist_ok=True)
+    (files / "model" / "config.json").write_text("{}")
+    command = sys.modules["specdec_ext.cli.train"]
+    monkeypatch.setattr(command, "load_target", lambda *_: pytest.fail("the target was read"))
+    named = [each if each.startswith("--") else files / each for each in arguments]
+    result = run("bundled", "--data", files / "text.jsonl", *named)
+    assert result.exit_code == 2, result.output
+    assert re.search(message, words(result.output)), result.output
+
+
+@pytest.mark.parametrize("what", ["matplotlib is missing", "drawing fails"])
+def test_a_plot_that_can_not_be_drawn_costs_no_head(what, tmp_path, monkeypatch):
+    """Hours of training ended with "a plot needs matplotlib", and without a head."""
+    if what == "matplotlib is missing":
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        message = (
+            r"the run will have no plot: history.png needs matplotlib.*pip install '\.\[train\]'"
+        )
+    else:
+        monkeypatch.setattr("specdec_ext.training.recipe.plot_history", lambda *_: 1 / 0)
+        message = "the head is saved, and .*history.png can't be drawn: division by zero"
+    with pytest.warns(UserWarning, match=message) as told:
+        train_head(
+            tiny_model("llama"), random_examples(4, 12), [], tmp_path / "head", HeadRecipe(), QUICK
+        )
+    assert len(told) == 1
+    assert load_draft(tmp_path / "head").config.fc_norm
+
+
+def test_too_little_disk_is_said_before_any_training(tmp_path, monkeypatch):
+    full = trainer.shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(trainer.shutil, "disk_usage", lambda path: full)
+    with pytest.raises(ValueError, match=r"0\.00 GB free and the state of the run may take"):
+        train_head(
+            tiny_model("llama"), random_examples(4, 12), [], tmp_path / "head", HeadRecipe(), QUICK
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_accelerate_the_way_out_is_named(monkeypatch, files, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "accelerate", None)
+    result = run("bundled", "--data", files / "text.jsonl", "--out", tmp_path / "head")
+    assert result.exit_code == 2
+    assert "pip install '.[train]'" in words(result.output)
+
+
+@pytest.mark.parametrize("kind", ["p-eagle", "medusa"])
+def test_other_kinds_are_saved_in_a_layout_that_can_express_them(kind, tmp_path):
+    recipe = HeadRecipe(kind=kind, steps=2, mask_token_id=1 if kind == "p-eagle" else None)
+    model = tiny_model("llama")
+    examples, held_out = random_examples(6, 12), random_examples(2, 12)
+    config = dataclasses.replace(QUICK, depth=3)  # deeper than what is trained
+    trained = train_head(model, examples, held_out, tmp_path / "head", recipe, config)
+    loaded = load_draft(tmp_path / "head")
+    assert loaded.config == trained.config
+    assert loaded.record.target_fingerprint == weights_fingerprint(model)
+    assert loaded.record.ambiguous == ()
+    drafter = specdec_ext.MedusaDrafter if kind == "medusa" else specdec_ext.HeadDrafter
+    ids = torch.arange(5)[None]
+    plain = model.generate(ids, max_new_tokens=8, do_sample=False)
+    tree = specdec_ext.TreeConfig(depth=2)
+    output = specdec_ext.generate(model, ids, drafter=drafter(loaded, tree), max_new_tokens=8)
+    assert torch.equal(output, plain)
+
+
+def test_an_adapted_head_begins_as_the_head(tmp_path):
+    model = tiny_model("llama")
+    head = new_head(model, (1, 2, 3), torch.arange(5, VOCAB), seed=4)
+    save_draft(head, tmp_path / "head")
+    recipe = HeadRecipe(init_from=str(tmp_path / "head"))
+    objective, layers = make_objective(model, random_examples(3, 12), recipe)
+    assert layers == (1, 2, 3)
+    assert_same_head(objective.trained(), head)
+    with pytest.raises(ValueError, match="decides layers, kind"):
+        dataclasses.replace(recipe, layers=(1,), kind="medusa")
+
+
+def test_learning_everything_learns_from_prompts(tmp_path):
+    model = tiny_model("llama")
+    masked = [
+        dataclasses.replace(each, loss_mask=torch.arange(len(each.tokens)) >= 9)
+        for each in greedy_examples(4, prompt=4, length=14)
+    ]
+    curves = []
+    for name, everything in (("answers", False), ("everything", True)):
+        recipe = HeadRecipe(steps=2, learn_everything=everything)
+        train_head(model, masked, [], tmp_path / name, recipe, QUICK)
+        curves.append(trainer.read_history(tmp_path / f"{name}.training"))
+    assert curves[0][0].losses != curves[1][0].losses
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "eagle"}, "kind='eagle'; expected 'eagle3', 'p-eagle' or 'medusa'"),
+        ({"steps": 0}, "steps is 0"),
+    ],
+)
+def test_recipes_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        HeadRecipe(**options)

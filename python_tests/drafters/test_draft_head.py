@@ -1,0 +1,329 @@
+"""The specification of ``draft_head`` equals the drafts of the heads' authors, and every option counts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from head_cases import KINDS, TREES, Run, elements, head_of
+from test_golden import CHAINS, GOLDEN, load
+from test_golden import TREES as GOLDEN_TREES
+
+from specdec_ext.heads.checkpoints import load_draft
+from specdec_ext.tree.config import TreeConfig
+from specdec_ext.tree.draft_tree import INACTIVE, ROOT_PARENT
+
+DTYPES = [torch.float32, torch.float64]
+CHAIN, STATIC, DYNAMIC = TREES["chain"], TREES["static"], TREES["dynamic"]
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def golden_run(case, dtype, tensors):
+    embedding, lm_head = (
+        tensors[name].to(dtype) if name in tensors else None
+        for name in ("target_embed_tokens.weight", "target_lm_head.weight")
+    )
+    head = load_draft(GOLDEN / case / "draft", dtype=dtype)
+    return Run.start(head, 1, capacity=200, embedding=embedding, lm_head=lm_head)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
+@pytest.mark.parametrize("case", GOLDEN_TREES)
+def test_trees_of_the_eagle_authors(case, dtype):
+    tensors, _, meta, _ = load(case)
+    run = golden_run(case, dtype, tensors)
+    # Their depth counts the levels below the root's children.
+    tree = TreeConfig(meta["depth"] + 1, meta["top_k"], meta["total_tokens"])
+    for number in range(meta["rounds"]):
+        features = tensors[f"round{number}.features"].to(dtype)
+        text = tensors[f"round{number}.input_ids"]
+        tokens, parents, scores = run.draft(tree, text[:, -features.shape[1] :], features)
+        assert torch.equal(tokens, tensors[f"round{number}.draft_tokens"])
+        ancestors = tensors[f"round{number}.tree_mask"][0, 0]
+        order = torch.arange(len(ancestors))
+        strict = ancestors & (order < order[:, None])
+        assert torch.equal(parents[0], torch.where(strict, order, -1).amax(dim=1))
+        assert scores.isfinite().all() and scores.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
+@pytest.mark.parametrize("case", CHAINS)
+def test_chains_of_speculators(case, dtype):
+    tensors, _, meta, _ = load(case)
+    run = golden_run(case, dtype, tensors)
+    tokens, parents, _ = run.draft(
+        TreeConfig(meta["depth"]), tensors["input_ids"][:, 1:], tensors["features"].to(dtype)
+    )
+    assert torch.equal(tokens[:, 1:], tensors["draft_tokens"])
+    assert parents[0].tolist() == list(range(-1, meta["depth"]))
+
+
+def drafted(head, tree, rows=1, new=9, counts=None, first_position=0):
+    run = Run.start(head, rows, first_position=first_position)
+    return run.draft(tree, *elements(head, rows, new), counts)
+
+
+def assert_same(given, expected):
+    for ours, theirs in zip(given[:2], expected[:2], strict=True):
+        assert torch.equal(ours, theirs)
+    torch.testing.assert_close(given[2], expected[2], **CLOSE)
+
+
+def double(kind, **options):
+    return head_of(kind, dtype=torch.float64, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tensor_counts(kind):
+    """Scores of an element and of a drafted level change with each tensor that the config asks for."""
+    head = double(kind)
+    scores = drafted(head, DYNAMIC)[2]
+    for name, tensor in head.tensors.items():
+        other = tensor + 0.1 * tensor.flip(0)
+        if name == "draft_to_target":  # other ids, ascending as well
+            other = head.config.vocab_size - 1 - tensor.flip(0)
+        tensors = {**head.tensors, name: other}
+        changed = drafted(dataclasses.replace(head, tensors=tensors), DYNAMIC)
+        assert not torch.equal(changed[2], scores), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("eagle3", {"norm_output": True}),
+        ("eagle3", {"norm_before_residual": True}),
+        ("eagle3", {"logit_scale": 2.0}),
+        ("eagle3", {"sliding_windows": (4,)}),
+        ("eagle3", {"rms_norm_eps": 0.1}),
+        ("eagle3", {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
+        ("qk-norm-window", {"sliding_windows": (None, 5)}),
+        ("p-eagle", {"mask_token_id": 4}),
+    ],
+    ids=str,
+)
+def test_every_option_without_a_tensor_counts(kind, options):
+    assert not torch.equal(
+        drafted(double(kind, **options), CHAIN)[2], drafted(double(kind), CHAIN)[2]
+    )
+
+
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_independent(kind, name):
+    """A ragged batch drafts what its rows draft alone; a row without new elements is a root."""
+    head, tree = double(kind), TREES[name]
+    tokens, features = elements(head, 4, 9)
+    counts = torch.tensor([9, 1, 0, 4])
+    batch = Run.start(head, 4).draft(tree, tokens, features, counts)
+    for row, count in enumerate(counts.tolist()):
+        together = [each[row : row + 1] for each in batch]
+        if count == 0:
+            assert together[0][0, 0] == tokens[row, 0]
+            assert together[1][0].tolist() == [ROOT_PARENT] + [INACTIVE] * (tree.num_nodes - 1)
+            assert together[2][0].tolist() == [0] + [-torch.inf] * (tree.num_nodes - 1)
+            continue
+        part = slice(row, row + 1), slice(None, count)
+        assert_same(together, Run.start(head, 1).draft(tree, tokens[part], features[part]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_extension_in_parts(kind, monkeypatch):
+    """What was drafted in between, and how a prompt is cut, leave no trace."""
+    head = double(kind)
+    tokens, features = elements(head, 2, 9)
+    expected = Run.start(head, 2).draft(DYNAMIC, tokens, features)
+    parts = Run.start(head, 2)
+    for part in (slice(0, 4), slice(4, 5), slice(5, 9)):
+        given = parts.draft(DYNAMIC, tokens[:, part], features[:, part])
+    assert_same(given, expected)
+    monkeypatch.setattr("specdec_ext.reference.draft_head.CHUNK", 2)
+    assert_same(Run.start(head, 2).draft(DYNAMIC, tokens, features), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trees_and_chains_agree(kind):
+    head = double(kind)
+    tokens, _, scores = drafted(head, CHAIN)
+    one_branch = TreeConfig(choices=tuple((0,) * depth for depth in range(1, 5)))
+    assert_same(drafted(head, one_branch), (tokens, drafted(head, CHAIN)[1], scores))
+    # The best path of a static tree is the chain, and its first level the best tokens.
+    static = drafted(head, STATIC)
+    best = [0, *(1 + STATIC.choices.index((0,) * depth) for depth in (1, 2, 3))]
+    assert torch.equal(static[0][:, best], tokens[:, :4])
+    torch.testing.assert_close(static[2][:, best], scores[:, :4], **CLOSE)
+    wide = drafted(head, TreeConfig(depth=1, top_k=3))
+    assert torch.equal(wide[0], static[0][:, :4])
+    assert torch.equal(static[1][0], torch.tensor([-1, 0, 0, 0, 1, 1, 2, 4]))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "p-eagle"])
+def test_a_path_of_a_tree_is_drafted_like_committed_text(kind):
+    """A node sees the text, its ancestors and itself: siblings change nothing.
+
+    Each path of a static tree is drafted again in a tree of its own.
+    """
+    head = double(kind)
+    tokens, _, scores = drafted(head, STATIC)
+    for leaf in ((1, 0), (0, 0, 0), (0, 1)):
+        path = [leaf[:depth] for depth in range(1, len(leaf) + 1)]
+        # Ranks above the path's own come along, without children.
+        siblings = [(*prefix[:-1], rank) for prefix in path for rank in range(prefix[-1])]
+        alone = TreeConfig(choices=tuple(path + siblings))
+        alone_tokens, _, alone_scores = drafted(head, alone)
+        for prefix in path:
+            here, there = (1 + tree.choices.index(prefix) for tree in (STATIC, alone))
+            assert tokens[0, here] == alone_tokens[0, there]
+            torch.testing.assert_close(scores[0, here], alone_scores[0, there], **CLOSE)
+
+
+def test_p_eagle_levels_do_not_depend_on_nodes():
+    head = double("p-eagle")
+    two = tuple((first, second) for first in range(3) for second in range(3))
+    tree = TreeConfig(choices=((0,), (1,), (2,), *two))
+    tokens, _, scores = drafted(head, tree)
+    children = tokens[0, 4:].view(3, 3)
+    assert (children == children[0]).all()
+    steps = scores[0, 4:].view(3, 3) - scores[0, 1:4, None]
+    torch.testing.assert_close(steps, steps[:1].expand(3, 3), **CLOSE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_are_relative(kind):
+    assert_same(drafted(double(kind), STATIC, first_position=37), drafted(double(kind), STATIC))
+
+
+@pytest.mark.parametrize("window", [3, 5])
+def test_a_window_ends_where_it_should(window):
+    """The last committed element sees ``window`` elements, itself included; a drafted node at depth d sees
+    d fewer of them."""
+    head = double("eagle3", sliding_windows=(window,))
+    tokens, features = elements(head, 1, 9)
+    expected = Run.start(head, 1).draft(CHAIN, tokens, features)[2]
+    for back in range(1, 9):
+        changed = features.clone()
+        changed[0, 8 - back] += 1
+        scores = Run.start(head, 1).draft(CHAIN, tokens, changed)[2]
+        # Of a single layer, only keys and values tell about other elements.
+        assert torch.equal(scores, expected) == (back >= window)
+
+
+def test_a_window_counts_positions_not_slots():
+    """Drafted siblings have keys of their own but share a position: they push nothing out of the window."""
+    head = double("eagle3", sliding_windows=(2,))
+    chain = drafted(head, TreeConfig(depth=5))
+    longest = tuple((0,) * depth for depth in range(1, 6))
+    bushy = TreeConfig(choices=(*longest, (1,), (2,), (1, 0), (2, 0), (1, 0, 0), (2, 0, 0)))
+    nodes = [0, *(1 + bushy.choices.index(path) for path in longest)]
+    tokens, _, scores = drafted(head, bushy)
+    assert torch.equal(tokens[:, nodes], chain[0])
+    torch.testing.assert_close(scores[:, nodes], chain[2], **CLOSE)
+
+
+def test_ties_go_to_the_lower_id():
+    head = double("eagle1")
+    run = Run.start(head, 1)
+    run.lm_head = torch.zeros_like(run.lm_head)
+    tokens, parents, scores = run.draft(TreeConfig(3, 4, 12), *elements(head, 1, 4))
+    assert tokens[0, 1:].tolist() == [0, 1, 2, 3] * 2 + [0, 1, 2]
+    assert parents[0].tolist() == [-1, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2]
+    step = -torch.tensor(97.0, dtype=torch.float64).log()
+    torch.testing.assert_close(scores[0], step * torch.tensor([0] + [1] * 4 + [2] * 7))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("eagle3", {"sliding_windows": (0,)}, r"sliding_windows=\(0,\) must be positive"),
+        ("eagle3", {"rope_parameters": {"rope_type": "default"}}, "must have a rope_theta"),
+        ("p-eagle", {"mask_token_id": -1}, "mask_token_id=-1 must be in"),
+        ("eagle3", {"sliding_windows": (None, 4)}, r"sliding_windows=\(None, 4\).*num_layers=1"),
+        ("eagle3", {"feature_layers": (1, 2)}, r"feature_layers=\(1, 2\).*num_features=3"),
+        ("eagle3", {"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
+        ("eagle1", {"has_fc": False}, "EAGLE-1 head has an fc"),
+        ("eagle1", {"hidden_size": 40}, "target_hidden_size=32 .* the width hidden_size=40"),
+        ("no-fc", {"hidden_size": 40}, "target_hidden_size=32 .* the width hidden_size=40"),
+    ],
+    ids=str,
+)
+def test_a_config_that_contradicts_itself(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        head_of(kind, **options)
+
+
+@pytest.mark.parametrize("wrong", [-1, 97])
+def test_draft_ids_without_a_target_id(wrong):
+    head = head_of("eagle3")
+    targets = head.tensors["draft_to_target"].clone()
+    targets[0 if wrong < 0 else -1] = wrong
+    with pytest.raises(ValueError, match=rf"draft_to_target holds ids .*{wrong}.*\[0, 97\)"):
+        dataclasses.replace(head, tensors={**head.tensors, "draft_to_target": targets})
+
+
+def test_default_feature_layers():
+    layers = {
+        kind: head_of(kind, feature_layers=None).config.resolved_feature_layers(32)
+        for kind in ("eagle1", "eagle3", "no-fc")
+    }
+    assert layers == {"eagle1": (-1,), "eagle3": (2, 16, 29), "no-fc": (-1,)}
+
+
+def test_only_tokens_of_the_draft_vocabulary():
+    head = double("eagle3")
+    reachable = head.tensors["draft_to_target"]
+    tokens, parents, _ = drafted(head, TreeConfig(3, 8, 60), rows=3)
+    assert torch.isin(tokens[:, 1:][parents[:, 1:] != INACTIVE], reachable).all()
+
+
+@pytest.mark.parametrize("tree", [TreeConfig(3, 8, 20), TreeConfig(choices=((0,), (7,), (0, 2)))])
+def test_more_children_than_the_vocabulary_has(tree):
+    head = double("eagle3", draft_vocab_size=3)
+    tokens, parents, scores = drafted(head, tree)
+    absent = parents[0] == INACTIVE
+    assert (tokens[0][absent] == 0).all() and (scores[0][absent] == -torch.inf).all()
+    assert (parents[0] == 0).sum() == (3 if tree.choices is None else 1)
+
+
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_of_nan_drafts_nothing(kind, name):
+    head = head_of(kind)
+    tensors = {
+        key: torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else tensor
+        for key, tensor in head.tensors.items()
+    }
+    tokens, parents, scores = drafted(dataclasses.replace(head, tensors=tensors), TREES[name])
+    assert parents[0, 0] == ROOT_PARENT and (parents[0, 1:] == INACTIVE).all()
+    assert (tokens[0, 1:] == 0).all() and (scores[0, 1:] == -torch.inf).all()
+
+
+def test_nan_stays_in_its_row_and_token():
+    head = head_of("eagle3")
+    tokens, features = elements(head, 2, 5)
+    expected = Run.start(head, 2).draft(DYNAMIC, tokens, features)
+    poisoned = features.clone()
+    poisoned[0, 2] = torch.nan
+    given = Run.start(head, 2).draft(DYNAMIC, tokens, poisoned)
+    assert (given[1][0, 1:] == INACTIVE).all()
+    for ours, theirs in zip(given, expected, strict=True):
+        assert torch.equal(ours[1], theirs[1])
+    # One row of lm_head: all tokens but that one are drafted.
+    lm_head = head.tensors["lm_head.weight"].clone()
+    best = (head.tensors["draft_to_target"] == expected[0][0, 1]).nonzero().item()
+    lm_head[best] = torch.nan
+    tensors = {**head.tensors, "lm_head.weight": lm_head}
+    without = Run.start(dataclasses.replace(head, tensors=tensors), 2)
+    tokens = without.draft(DYNAMIC, tokens, features)[0]
+    assert tokens[0, 1] == expected[0][0, 2] and not (tokens == expected[0][0, 1]).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_is_near_float64(kind):
+    head = head_of(kind, dtype=torch.bfloat16)
+    tokens, features = elements(head, 1, 9)
+    run, exact = Run.start(head, 1), Run.start(head.to("cpu", torch.float64), 1)
+    exact.embedding, exact.lm_head = run.embedding.double(), run.lm_head.double()
+    given = run.draft(TreeConfig(1), tokens, features)[2]
+    expected = exact.draft(TreeConfig(1), tokens, features.double())[2]
+    assert given.dtype == torch.float32
+    torch.testing.assert_close(given.double(), expected, rtol=0, atol=0.1)

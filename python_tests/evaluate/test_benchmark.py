@@ -1,0 +1,405 @@
+"""``specdec_ext.evaluate.benchmark``: what tables and records are computed from, on hand-made results.
+
+No number here is a time: what is timed is the machine's business.
+"""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from tiny import VOCAB, prompts, tiny_model
+
+import specdec_ext
+from specdec_ext import ComparedRuns, DraftModelDrafter, DraftTree, SpeculationStats, assets
+from specdec_ext.drafters import Drafter, NgramDrafter
+from specdec_ext.evaluate import benchmark
+from specdec_ext.evaluate.benchmark import (
+    Report,
+    Series,
+    batches,
+    compare,
+    endless,
+    interleave,
+    law,
+    ours,
+    race,
+    same_text,
+    synthetic,
+    unique_ngram_fraction,
+)
+from specdec_ext.evaluate.benchmark.latency import Arrivals, Latency, summary
+from specdec_ext.evaluate.benchmark.memory import peak_bytes, reset_peak
+from specdec_ext.evaluate.benchmark.speedup import bootstrap
+
+
+def stats(*steps, **seconds):
+    made = SpeculationStats()
+    for step in steps:
+        made.count_step(*step)
+    made.seconds.update(seconds)
+    return made
+
+
+def prompt(batch, columns):
+    return {"input_ids": torch.zeros(batch, columns, dtype=torch.long)}
+
+
+# --- counters -------------------------------------------------------------------------------------
+
+
+def test_totals_over_calls_of_different_depth():
+    calls = [stats((3, 3, 3, 4), (3, 3, 1, 2)), stats((1, 1, 0, 1), (0, 0, 0, 1))]
+    series = Series("x", speculation=calls)
+    assert series.total_per_position("proposed_per_position") == [3, 2, 2]
+    assert series.total_per_position("accepted_per_position") == [2, 1, 1]
+    assert series.acceptance_per_position == pytest.approx([2 / 3, 1 / 3, 1 / 3])
+    assert series.mean_acceptance_length == pytest.approx(1 + 4 / 3)
+    assert series.emitted_per_step == pytest.approx(8 / 4)
+
+
+def test_a_contestant_without_counters():
+    series = Series("x")
+    assert series.acceptance_per_position == []
+    assert series.mean_acceptance_length is None and series.emitted_per_step is None
+    assert series.milliseconds_per_step == {} and series.peak is None
+    assert (
+        series.break_even(Series("plain", speculation=[stats((0, 0, 0, 1), verify=0.01)])) is None
+    )
+
+
+def test_break_even_is_a_step_in_steps_of_plain():
+    """4 drafts of 3 + 11 + 1 ms beside plain steps of 10 ms: 1.5 tokens per step pay for it."""
+    chains = stats(*[(3, 3, 2, 3)] * 4, draft=0.012, verify=0.044, commit=0.004, prefill=9.0)
+    plain = stats(*[(0, 0, 0, 1)] * 10, verify=0.1)
+    series, alone = Series("x", speculation=[chains]), Series("plain", speculation=[plain])
+    assert series.milliseconds_per_step == pytest.approx({"draft": 3, "verify": 11, "commit": 1})
+    assert series.break_even(alone) == pytest.approx(1.5)
+    assert alone.break_even(alone) == 1
+
+
+def test_verdicts_in_words():
+    equal, tie = ComparedRuns(True, None, "equal"), ComparedRuns(False, 9, "near-tie", 0.1, 0.2)
+    bug = ComparedRuns(False, 9, "bug", 3.0, 0.2)
+    assert same_text([equal, equal]) == "2/2"
+    assert same_text([tie, equal, tie]) == "1/3, 2 near-ties"
+    assert same_text([tie, bug]) == "0/2, 1 near-tie, 1 bug"
+
+
+def test_repetition():
+    assert unique_ngram_fraction([[1] * 8]) == pytest.approx(1 / 5)
+    assert unique_ngram_fraction([[1, 2, 3, 4, 5], [1] * 5]) == pytest.approx((1 + 1 / 2) / 2)
+    assert unique_ngram_fraction([[1, 2]]) == 1.0  # too short to repeat anything
+
+
+# --- speed-ups ------------------------------------------------------------------------------------
+
+
+def test_ratios_of_medians_and_of_means():
+    assert bootstrap([10.0, 20.0, 90.0], [10.0, 10.0, 70.0]).value == 2
+    assert bootstrap([30.0, 90.0], [10.0, 50.0], np.mean).value == 2  # and not (3 + 1.8) / 2
+
+
+def test_an_interval_of_prompts_that_agree_has_no_width():
+    """Slow and fast prompts, each twice as fast: what prompts do to both is not doubt about the ratio."""
+    baseline = [10.0, 35.0, 80.0, 21.0]
+    speedup = bootstrap([2 * rate for rate in baseline], baseline)
+    assert (speedup.value, speedup.low, speedup.high) == (2, 2, 2)
+    assert str(speedup) == "2.00x [2.00, 2.00]"
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says():
+    """Of 200 samples of 20 prompts whose means have the ratio 2, about 190 intervals hold it."""
+    drawn = np.random.default_rng(0)
+    covered = 0
+    for seed in range(200):
+        rates, baseline = drawn.normal(2, 0.4, 20), drawn.normal(1, 0.1, 20)
+        found = bootstrap(rates.tolist(), baseline.tolist(), np.mean, seed)
+        assert found.low < found.value < found.high
+        covered += found.low <= 2 <= found.high
+    assert 175 <= covered <= 198
+
+
+def test_a_bootstrap_needs_pairs():
+    with pytest.raises(ValueError, match="a rate of both for every prompt, got 2 and 1"):
+        bootstrap([1.0, 2.0], [1.0])
+    with pytest.raises(ValueError, match="got 0 and 0"):
+        bootstrap([], [])
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def test_interleaving_runs_everybody_on_everything_and_rotates_who_is_first():
+    order = []
+
+    def appending(count):
+        def run(prompt):
+            ids = prompt["input_ids"]
+            return torch.cat([ids, ids.new_ones(len(ids), count)], dim=1)
+
+        return run
+
+    contestants = {"a": appending(4), "b": appending(6)}
+    results = interleave(
+        contestants,
+        [prompt(1, 3), prompt(2, 5)],
+        on_call=lambda name, done, total: order.append((name, done, total)),
+    )
+    assert order == [("a", 1, 4), ("b", 2, 4), ("b", 3, 4), ("a", 4, 4)]
+    assert results["a"].new_tokens == [4, 8] and results["b"].new_tokens == [6, 12]
+    assert [mask.shape[1] for mask in results["a"].masks] == [3, 5]
+    assert results["b"].unique_4grams == pytest.approx(1 / 3)  # 1 of 3 in each of the three rows
+
+
+def test_peaks_are_of_the_call_alone():
+    """A call that fills 64 MiB has a higher peak than one that follows it and fills nothing."""
+    cpu = torch.device("cpu")
+    reset_peak(cpu)
+    before = peak_bytes(cpu)
+    if before is None:
+        pytest.skip("this system does not tell a process's peak")
+    torch.ones(16 << 20).sum()
+    assert peak_bytes(cpu) > before + (60 << 20)
+    reset_peak(cpu)
+    assert peak_bytes(cpu) < before + (30 << 20)
+
+
+def test_batches_are_padded_on_the_left():
+    tokenizer = assets.load_tokenizer()
+    texts = ["import os\n", "def f(x):\n    return x\n", "never a part of a batch"]
+    (pair,) = batches(tokenizer, texts, 2)
+    assert pair["attention_mask"][0, 0] == 0 and pair["attention_mask"][:, -1].tolist() == [1, 1]
+    assert len(batches(tokenizer, texts, 1)) == 3
+    with pytest.raises(ValueError, match="a batch of 4 needs as many prompts, and there are 3"):
+        batches(tokenizer, texts, 4)
+
+
+def test_texts_have_one_length_and_the_model_is_left_as_it_was():
+    model = tiny_model("llama")
+    ids, mask = prompts((5,))
+    first = int(model.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False)[0, -1])
+    end, model.generation_config.eos_token_id = model.generation_config.eos_token_id, first
+    try:
+        plain = ours(model, None, law(6))
+        assert plain({"input_ids": ids, "attention_mask": mask}).sequences.shape[1] == 5 + 1
+        with endless(model):
+            assert plain({"input_ids": ids, "attention_mask": mask}).sequences.shape[1] == 5 + 6
+        assert model.generation_config.eos_token_id == first
+    finally:
+        model.generation_config.eos_token_id = end
+
+
+def pairs(count):
+    made = []
+    for seed in range(count):
+        ids, mask = prompts((4 + seed, 7), seed=seed)
+        made.append({"input_ids": ids, "attention_mask": mask})
+    return made
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
+def test_a_comparison_of_padded_batches(temperature):
+    """Ours draw one text; greedy ones are Hugging Face's."""
+    model = tiny_model("llama")
+    report = compare(
+        model,
+        pairs(2),
+        {"ngram": NgramDrafter(min_ngram=1)},
+        assistant=model,
+        max_new_tokens=12,
+        temperature=temperature,
+        repeats=1,
+    )
+    assert list(report.series) == ["HF generate", "specdec none", "specdec ngram"]
+    assert set(report.left_out) == {"HF prompt lookup", "HF assisted"}
+    expected = {"specdec none": "4/4", "specdec ngram": "4/4"}
+    if temperature:
+        expected = {"specdec ngram": "2/2 of specdec none"}
+    assert report.same_text == expected
+    assert report.settings["batch"] == 2 and report.settings["do_sample"] == (temperature > 0)
+    assert report.series["HF generate"].new_tokens == [24, 24]
+
+
+def test_single_rows_meet_all_of_hugging_faces_ways(tmp_path):
+    model = tiny_model("llama")
+    ids, mask = prompts((6,))
+    single = [{"input_ids": ids, "attention_mask": mask}]
+    report = compare(model, single, {}, assistant=model, max_new_tokens=4, repeats=1)
+    names = ["HF generate", "HF prompt lookup", "HF assisted", "specdec none"]
+    assert list(report.series) == names and not report.left_out
+    record = json.loads(json.dumps(report.record()))
+    assert [row["name"] for row in record["rows"]] == names
+    assert record["rows"][0]["ratio"] == 1 and record["rows"][0]["interval"] == [1, 1]
+    assert record["settings"]["max_new_tokens"] == 4
+    benchmark.plot([report, report], tmp_path / "bars.png")
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_leaves_matplotlib_to_its_user(tmp_path):
+    """A notebook goes on with its backend and its figures, and what it draws later is shown."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    before = pyplot.get_backend()
+    try:
+        pyplot.switch_backend("svg")
+        figure = pyplot.figure()
+        benchmark.plot([hand_made_report()], tmp_path / "bars.png")
+        assert pyplot.get_backend() == "svg"
+        assert pyplot.get_fignums() == [figure.number]
+    finally:
+        pyplot.close("all")
+        pyplot.switch_backend(before)
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_module_chooses_a_backend():
+    """Neither ``pyplot``, which keeps figures for its user, nor ``matplotlib.use``."""
+    root = Path(specdec_ext.__file__).parent
+    sources = [*root.rglob("*.py"), *(root.parent / "profiling").glob("*.py")]
+    naming = [path for path in sources if re.search(r"pyplot|matplotlib\.use", path.read_text())]
+    assert len(sources) > 100 and not naming
+
+
+def hand_made_report():
+    def series(name, seconds, *calls):
+        return Series(
+            name,
+            seconds=seconds,
+            masks=[torch.ones(1, 2)] * 2,
+            new_tokens=[8, 8],
+            texts=[torch.arange(10)[None]] * 2,
+            peaks=[5 << 20, 7 << 20],
+            speculation=list(calls),
+        )
+
+    rows = [
+        series("HF generate", [4.0, 8.0]),
+        series("specdec none", [2.0, 4.0], stats(*[(0, 0, 0, 1)] * 7, verify=7.0)),
+        series("specdec x", [1.0, 2.0], stats((3, 3, 2, 3), (3, 3, 0, 1), verify=4.0)),
+    ]
+    made = {each.name: each for each in rows}
+    return Report("a machine", {"batch": 1}, made, "HF generate", "specdec none")
+
+
+def test_a_row_of_the_record():
+    row = hand_made_report().rows()[2]
+    assert row["ratio"] == pytest.approx(4) and row["ratio_to_plain"] == pytest.approx(2)
+    assert row["ratio_of_means"] == pytest.approx(4) and row["interval"] == pytest.approx([4, 4])
+    assert row["tokens_per_second_by_prompt"] == [8, 4] and row["tokens_per_second"] == 6
+    assert row["mean_acceptance_length"] == 2 and row["break_even"] == pytest.approx(2)
+    assert row["acceptance_per_position"] == [0.5, 0.5, 0] and row["peak_bytes"] == 7 << 20
+
+
+def test_a_table_shows_what_has_to_be_read_together():
+    report = hand_made_report()
+    report.left_out["HF assisted"] = "no reason"
+    report.same_text["specdec x"] = "8/10, 2 near-ties"
+    report.series["specdec x"].fixed = [stats((3, 3, 1, 2))]
+    report.series["specdec x"].speculation[0].policy = "auto"
+    report.series["specdec x"].latencies = [
+        Latency(0.2, 0.001, (0.004, 0.008)),
+        Latency(0.4, 0.003, ()),
+    ]
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(*report.tables())
+    lines = [line.split() for line in shown.get().splitlines() if "specdec x" in line]
+    assert lines == [
+        ["specdec", "x", "6.0", "4.00x", "[4.00,", "4.00]", "2.00x", "7"],
+        ["specdec", "x", "auto", "2.00", "2.00", "2.00", "8/10,", "2", "near-ties"],
+        ["specdec", "x", "300.00", "2.00", "6.00", "7.60", "7.96"],
+    ]
+    notes = report.notes()
+    assert "unique 4-grams" in notes[0] and notes[2] == "HF assisted: left out, no reason"
+    assert "policy: " in notes[1] and "accepted: " in notes[1]
+
+
+def test_a_table_fits_a_terminal_of_80_columns():
+    """Names break where they are long, numbers never do."""
+    report = hand_made_report()
+    name = "specdec /models/organisation/a-draft-head-with-a-very-long-name-3.1-8b"
+    series = report.series.pop("specdec x")
+    series.name = name
+    report.series[name] = series
+    report.series["HF generate"].seconds = [4000.0, 8.0]
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(*report.tables())
+    text = shown.get()
+    assert max(map(len, text.splitlines())) <= 80
+    for row in report.rows():
+        assert f"{row['ratio']:.2f}x [{row['interval'][0]:.2f}, {row['interval'][1]:.2f}]" in text
+
+
+def test_when_tokens_arrive(monkeypatch):
+    """Prompt at 0, a token at 1.0, three in one chunk at 1.5, one at 2.5 seconds, of two rows each."""
+    now = [0.0]
+    monkeypatch.setattr("specdec_ext.evaluate.benchmark.latency.time.perf_counter", lambda: now[0])
+    arrivals = Arrivals()
+    arrivals.put(torch.zeros(2, 7))
+    for at in (1.0, 1.5, 1.50001, 1.50002, 2.5):
+        now[0] = at
+        arrivals.put(torch.zeros(2))
+    arrivals.end()
+    found = arrivals.latency()
+    assert (found.first, found.per_token) == (1.0, 1.5 / 4)
+    assert found.gaps == (0.5, 1.0)
+    assert summary([]) == {}
+    one_token = Latency(2.0, 0.0, ())
+    shown = summary([found, one_token])
+    assert shown["first_token"] == 1500 and shown["chunk_gap_p50"] == 750
+    assert summary([one_token])["chunk_gap_p99"] == 0
+
+
+def test_streams_of_all_contestants_are_timed():
+    """Hugging Face's and ours, plain and assisted: every token arrives."""
+    model = tiny_model("llama")
+    ids, mask = prompts((6,))
+    single = [{"input_ids": ids, "attention_mask": mask}]
+    drafters = {"ngram": NgramDrafter(min_ngram=1)}
+    report = compare(model, single, drafters, assistant=model, max_new_tokens=8, repeats=1)
+    for series in report.series.values():
+        (latency,) = series.latencies
+        assert latency.first > 0 and latency.per_token > 0 and 1 <= len(latency.gaps) <= 7
+    assert all(row["milliseconds"] for row in report.rows())
+
+
+def test_acceptance_is_compared_where_every_step_drafts(monkeypatch):
+    model = tiny_model("llama")
+    ids, mask = prompts((6,))
+    single = [{"input_ids": ids, "attention_mask": mask}]
+    drafters = {"right": DraftModelDrafter(model), "none": None}
+    for speculation, calls in (("auto", 1), ("fixed", 0)):
+        report = compare(
+            model, single, drafters, max_new_tokens=12, repeats=1, speculation=speculation
+        )
+        series = report.series["specdec right"]
+        assert len(series.fixed) == calls and not report.series["specdec none"].fixed
+        (row,) = (row for row in report.rows() if row["name"] == "specdec right")
+        assert (row["fixed_acceptance_length"] or row["mean_acceptance_length"]) > 3
+    assert row["policy"] == "fixed"
+
+
+class AtRandom(Drafter):
+    """Chains of three random tokens."""
+
+    def propose(self, context):
+        chains = [[[random.randrange(VOCAB) for _ in range(3)]] for _ in context.rows]
+        return DraftTree.from_paths(context.roots, chains)
+
+
+def test_synthetic_contestants_know_each_prompts_text():
+    """Always right in place of a drafter that hardly ever is."""
+    model, made = tiny_model("llama"), pairs(2)
+    shared = law(9)
+    sure = synthetic(model, AtRandom(), [1.0] * 3, made, shared)
+    contestants = {"HF generate": ours(model, None, shared), "sure": sure}
+    series = race(model, contestants, made, shared).series["sure"]
+    assert series.acceptance_per_position == [1, 1, 1]
+    assert series.equals(
+        Series("", texts=[ours(model, None, shared)(each).sequences for each in made])
+    )

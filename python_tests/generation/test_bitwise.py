@@ -1,0 +1,152 @@
+"""A token scored in a tree gets the very bits that plain decoding of its row gives it.
+
+On the CPU the target's linear layers and its attention accumulate in an order that depends on a token and
+what it follows, and on nothing else: not on the size of the batch, nor on that of the tree. So verification
+makes exactly the comparison that plain decoding would make, in bfloat16 as well, and no near-tie between two
+tokens can come out differently.
+
+Holds for models whose matrix products are ``nn.Linear`` and whose attention is sdpa, without paddings between
+tokens; the architectures here are such.
+"""
+
+import pytest
+import torch
+from tiny import VOCAB, ScriptedDrafter, generated, prompts, tiny_model
+from torch import Tensor
+
+import specdec_ext
+from specdec_ext import DraftTree
+from specdec_ext.models import Target, make_target
+
+LENGTHS = (11, 4, 7)
+SLOTS = 64
+# Two levels of branching with a chain below, and one more leaf next to the root.
+PARENTS = [-1, 0, 0, 1, 1, 3, 5, 2, 0]
+
+
+def path_to(node: int) -> list[int]:
+    return [] if node == -1 else [*path_to(PARENTS[node]), node]
+
+
+def started(model) -> Target:
+    target = make_target(model, None, SLOTS)
+    target.prefill(*prompts(LENGTHS))
+    return target
+
+
+def step(target: Target, tokens: Tensor) -> Tensor:
+    """Plain decoding of one token per row; ``[rows, vocab]``."""
+    logits = target.forward(DraftTree.root(tokens)).logits[:, 0]
+    zeros = torch.zeros(len(tokens), dtype=torch.long)
+    target.commit(zeros[:, None], zeros)
+    return logits
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(params=["llama", "qwen3", "mistral-window", "phi"])
+def model(request, dtype):
+    return tiny_model(request.param, dtype=dtype)
+
+
+@pytest.fixture
+def tree():
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, VOCAB, (len(LENGTHS), len(PARENTS)), generator=generator)
+    return DraftTree(tokens, torch.tensor([PARENTS] * len(LENGTHS)))
+
+
+def assert_same_bits(ours: Tensor, theirs: Tensor) -> None:
+    assert torch.isfinite(ours).all()
+    assert torch.equal(ours, theirs), f"largest difference {(ours - theirs).abs().max()}"
+
+
+def test_every_node_of_a_tree(model, tree):
+    scored = started(model).forward(tree).logits
+    for node in range(len(PARENTS)):
+        target = started(model)
+        for visited in path_to(node):
+            logits = step(target, tree.tokens[:, visited])
+        assert_same_bits(scored[:, node], logits)
+
+
+def test_after_rows_accepted_different_paths(model, tree):
+    paths = [path_to(6), path_to(0), path_to(7)]
+    longest = max(map(len, paths))
+    accepted = torch.tensor([len(path) - 1 for path in paths])
+    padded = torch.tensor([path + [-1] * (len(PARENTS) - len(path)) for path in paths])
+    target = started(model)
+    target.forward(tree)
+    target.commit(padded, accepted)
+    following = torch.tensor([5, 6, 7])
+    ours = step(target, following)
+
+    plain = started(model)
+    for depth in range(longest):  # a row that is done decodes junk, which is taken back
+        visited = padded[:, depth].clamp(min=0)
+        step(plain, tree.tokens.gather(1, visited[:, None])[:, 0])
+    plain.rewind((longest - 1 - accepted).tolist())
+    assert_same_bits(ours, step(plain, following))
+
+
+def test_a_row_does_not_depend_on_the_others(model, tree):
+    """Rows retire: what is left goes on with the same bits."""
+    target, alone = started(model), started(model)
+    alone.reorder([2, 0, 1], active=1)
+    one = DraftTree(tree.tokens[2:], tree.parents[2:])
+    assert_same_bits(target.forward(tree).logits[2:], alone.forward(one).logits)
+
+
+WIDE = [
+    -1,
+    *[0] * 60,
+    *range(1, 61),
+    *range(61, 121),
+    121,
+]  # 60 branches of three nodes, and one of four
+
+
+def test_nodes_of_a_large_tree(model):
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(1, VOCAB, (len(LENGTHS), len(WIDE)), generator=generator)
+    scored = started(model).forward(DraftTree(tokens, torch.tensor([WIDE] * len(LENGTHS)))).logits
+    assert len(WIDE) > 128
+    for path in ([0, 1, 61, 121, 181], [0, 37, 97, 157], [0, 60, 120, 180]):
+        target = started(model)
+        for node in path:
+            assert_same_bits(scored[:, node], step(target, tokens[:, node]))
+
+
+def siblings(right, rng):
+    """The right chain and, at each of its levels, wrong tokens."""
+    chain = right[:6]
+    wrong = [
+        [*chain[:level], (token + other) % VOCAB]
+        for level, token in enumerate(chain)
+        for other in range(1, 25)
+    ]
+    return [chain, *wrong]
+
+
+def chain_of_seven(right, rng):
+    return [[*right[:6], 0]]
+
+
+@pytest.mark.parametrize("decoding", [{"do_sample": False}, {"do_sample": True, "seed": 5}])
+@pytest.mark.parametrize(
+    ("rows", "shape"), [(17, chain_of_seven), (64, chain_of_seven), (2, siblings)]
+)
+def test_text_and_logits_of_large_passes(model, rows, shape, decoding):
+    """Up to 512 tokens in a pass, where a product of torch's would have other bits than for a few."""
+    ids, mask = prompts((7,) * rows)
+    kwargs = dict(attention_mask=mask, max_new_tokens=20, **decoding)
+    kwargs |= dict(return_dict_in_generate=True, output_logits=True)
+    plain = specdec_ext.generate(model, ids, drafter=None, **kwargs)
+    drafter = ScriptedDrafter(generated(plain.sequences, 7), shape)
+    ours = specdec_ext.generate(model, ids, drafter=drafter, speculation="fixed", **kwargs)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert_same_bits(torch.stack(ours.logits), torch.stack(plain.logits))
+    assert ours.speculation.mean_acceptance_length > 4

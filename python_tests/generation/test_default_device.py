@@ -1,0 +1,113 @@
+"""Torch's default device, perhaps left over from building a model, changes no text.
+
+Every tensor of the package says where it is. "meta" stands for any device but the model's: what is made there
+has no numbers.
+"""
+
+import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from every_drafter import DRAFTERS
+from lossless import BATCHES, DECODING, every_decoding
+from rope_cases import TYPES, config
+from stopping_cases import letters_tokenizer
+from tiny import prompts, tiny_model
+from torch.utils._device import _device_constructors
+
+import specdec_ext
+from specdec_ext.heads.rope import rope_tables
+
+PACKAGE = Path(specdec_ext.__file__).parent
+CREATORS = {function.__name__ for function in _device_constructors()}
+KEYWORDS = {
+    "plain": {},
+    "filters": {"top_p": 0.9, "min_p": 0.01, "typical_p": 0.95},
+    "text": {"repetition_penalty": 1.3, "output_scores": True, "output_hidden_states": True},
+    "memory": {"guidance_scale": 1.5},
+}
+
+
+@contextmanager
+def elsewhere() -> Iterator[None]:
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+def creations(path: Path) -> Iterator[str]:
+    """Calls that make a tensor on the default device."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and ast.unparse(node.func.value) == "torch"
+            and node.func.attr in CREATORS
+            and not any(keyword.arg == "device" for keyword in node.keywords)
+        ):
+            yield f"{path}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_every_tensor_says_where_it_is():
+    assert {"tensor", "zeros", "arange", "randint", "as_tensor"} <= CREATORS
+    found = [line for path in PACKAGE.rglob("*.py") for line in creations(path)]
+    assert not found, "\n".join(["without device=:", *found])
+
+
+@pytest.mark.parametrize("keywords", KEYWORDS)
+@every_decoding
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_text(name, decoding, keywords):
+    ids, mask = prompts(BATCHES["five-ragged"])
+    kwargs = {**DECODING[decoding], **KEYWORDS[keywords], "attention_mask": mask}
+    sampled = "sampled" in name and keywords != "memory"  # which that rule refuses
+    kwargs["verification"] = "rejection" if sampled else "match"
+    model, drafters = tiny_model("llama"), [DRAFTERS[name]() for _ in range(2)]
+    expected = specdec_ext.generate(model, ids, drafter=drafters[0], max_new_tokens=16, **kwargs)
+    with elsewhere():
+        actual = specdec_ext.generate(model, ids, drafter=drafters[1], max_new_tokens=16, **kwargs)
+    assert actual.tolist() == expected.tolist()
+
+
+class Collector:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self):
+        self.values = []
+
+    def put_drafted(self, tokens, drafted):
+        self.values.append((tokens.tolist(), drafted.tolist()))
+
+    def put(self, tokens):
+        self.values.append(tokens.tolist())
+
+    def end(self):
+        self.values.append("end")
+
+
+def test_what_streams_and_where_it_stops():
+    ids, tokenizer = prompts((9, 9))[0], letters_tokenizer()
+
+    def run():
+        streamer = Collector()
+        kwargs = dict(stop_strings=["bcc", "i"], tokenizer=tokenizer, streamer=streamer)
+        kwargs |= dict(drafter="ngram", max_new_tokens=40, do_sample=False)
+        return specdec_ext.generate(tiny_model("llama"), ids, **kwargs).tolist(), streamer.values
+
+    expected = run()
+    with elsewhere():
+        actual = run()
+    assert actual == expected
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_rotations_of_heads(kind):
+    expected = rope_tables(config(kind), 40)
+    with elsewhere():
+        actual = rope_tables(config(kind), 40)
+    assert all(map(torch.equal, actual, expected))

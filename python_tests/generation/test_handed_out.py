@@ -1,0 +1,84 @@
+"""What a call hands out beside text, on models whose caches are not all keys and values in slots.
+
+Claim: the cache that the caller gave is the one that has read the text, also where drafts are taken back by
+copies; rows of a batch that ended have read their last token and paddings, as transformers' own have;
+attentions are those of the layers that attend, each with its own window.
+"""
+
+import pytest
+import torch
+import zoo
+from tiny import ScriptedDrafter, noisy_chain, prompts
+from transformers import DynamicCache
+
+import specdec_ext
+from specdec_ext.models import supports
+
+NEW_TOKENS = 10
+
+
+def generate(model, ids, answers, **kwargs):
+    """The output of transformers or, with right answers to draft from, ours."""
+    kwargs = {
+        "max_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        **kwargs,
+    }
+    if answers is None:
+        return model.generate(ids, **kwargs)
+    drafter = ScriptedDrafter(answers[:, ids.shape[1] :].tolist(), noisy_chain)
+    return specdec_ext.generate(model, ids, drafter=drafter, speculation="fixed", **kwargs)
+
+
+def test_the_callers_cache_is_the_one_that_was_used():
+    """Its copies are put back into it, and it can be written to."""
+    model = zoo.build("deepseek_v4")
+    assert supports(model).rollback == "snapshot"
+    ids, _ = prompts((9,))
+    given, theirs = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    plain = generate(model, ids, None, past_key_values=theirs)
+    ours = generate(model, ids, plain.sequences, past_key_values=given)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert ours.speculation.accepted_tokens < ours.speculation.draft_tokens, "nothing to take back"
+    assert ours.past_key_values is given
+    longer = torch.cat([plain.sequences, ids[:, :4]], dim=1)
+    expected = generate(model, longer, None, past_key_values=theirs).sequences
+    assert torch.equal(generate(model, longer, None, past_key_values=given).sequences, expected)
+
+
+def test_rows_that_ended_read_on():
+    model = zoo.build("minimax")
+    assert not supports(model).batch
+    ids, _ = prompts((10, 10, 10))
+    free = generate(model, ids, None)
+    eos = int(free.sequences[0, 13])
+    ends = {"eos_token_id": eos, "pad_token_id": 5}
+    plain = generate(model, ids, None, **ends)
+    assert (plain.sequences == 5).any(), "no row ended early"
+    with pytest.warns(UserWarning, match="without speculation in a batch of 3"):
+        ours = generate(model, ids, plain.sequences, **ends)
+    assert torch.equal(ours.sequences, plain.sequences)
+    layers = zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True)
+    compared = 0
+    for mine, their in layers:
+        if getattr(their, "keys", None) is not None:
+            # Linears of ours sum in another order; a token that was not read is off by its whole key.
+            torch.testing.assert_close(mine.keys, their.keys, rtol=1e-4, atol=1e-4)
+            compared += 1
+    assert compared
+
+
+@pytest.mark.parametrize("name", ["lfm2_moe", "nemotron_h", "gemma4_text+shared", "deepseek_v4"])
+def test_attentions_of_layers_that_attend(name):
+    """Layers without attention have none; layers that read other layers' keys have theirs."""
+    model = zoo.build(name)
+    model.set_attn_implementation("eager")
+    ids, _ = prompts((9,))
+    plain = generate(model, ids, None, output_attentions=True)
+    ours = generate(model, ids, plain.sequences, output_attentions=True)
+    assert torch.equal(ours.sequences, plain.sequences)
+    for mine, their in zip(ours.attentions, plain.attentions, strict=True):
+        assert len(mine) == len(their) > 0
+        for layer, expected in zip(mine, their, strict=True):
+            torch.testing.assert_close(layer, expected)

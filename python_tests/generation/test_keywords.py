@@ -1,0 +1,657 @@
+"""Every keyword of the installed transformers is in the table, and what the table says of it is so.
+
+Claim: whatever is exact gives the ids, and the recorded outputs, of ``model.generate`` with the same keywords
+(float32; tolerance of outputs 1e-4): greedy with drafts that are partly right, and in sampling along the path
+that we emit, where transformers' own loop is made to draw our tokens and must arrive at the scores we drew
+them from. Whatever is refused says so by name, whichever way it comes. A keyword without a case here fails.
+"""
+
+import copy
+import functools
+import inspect
+
+import pytest
+import torch
+from places import ROOT
+from stopping_cases import letters_tokenizer
+from tiny import VOCAB, ScriptedDrafter, generated, noisy_chain, prompts, random_tree, tiny_model
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    SynthIDTextWatermarkingConfig,
+)
+from transformers.generation import logits_process as hf
+from transformers.generation import stopping_criteria
+from transformers.generation.configuration_utils import (
+    ALL_CACHE_IMPLEMENTATIONS,
+    CompileConfig,
+)
+from transformers.generation.streamers import BaseStreamer
+
+import specdec_ext
+import specdec_ext.generation
+from specdec_ext import keyword_table, keywords
+from specdec_ext.drafters.choice import Assistant, DrafterChoice
+from specdec_ext.keyword_table import ARGUMENTS, CONFIG, PARTS, Verdict
+
+EOS = 42  # occurs now and then in the texts of this model
+LENGTH = 12
+BATCHES = {"one": (7,), "ragged": (9, 4, 7)}
+every_batch = pytest.mark.parametrize(
+    "batch", ["ragged", pytest.param("one", marks=pytest.mark.slow)]
+)
+
+
+def served(table) -> set[str]:
+    return {name for name, keyword in table.items() if keyword.verdict is not Verdict.REFUSED}
+
+
+def installed(names) -> list[str]:
+    """Those that the installed transformers has: the table holds all of the supported versions'."""
+    return [name for name in names if hasattr(GenerationConfig(), name)]
+
+
+# --- completeness
+
+
+def test_every_field_of_the_config_is_listed():
+    assert {name for name in vars(GenerationConfig()) if not name.startswith("_")} <= set(CONFIG)
+
+
+def test_every_parameter_of_generate_is_listed():
+    named = set(inspect.signature(GenerationMixin.generate).parameters) - {"self"}
+    assert named <= set(ARGUMENTS)
+    own = set(inspect.signature(specdec_ext.generate).parameters) - {"model"}
+    assert own - set(ARGUMENTS) == {"drafter", "speculation", "verification", "seed", "generator"}
+
+
+@pytest.mark.parametrize(
+    "module, base",
+    [(hf, hf.LogitsProcessor), (stopping_criteria, stopping_criteria.StoppingCriteria)],
+    ids=["processors", "criteria"],
+)
+def test_every_processor_and_criterion_is_listed(module, base):
+    classes = {
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, base) and value is not base
+    }
+    assert classes - {"LogitsProcessorList", "StoppingCriteriaList"} <= set(PARTS)
+
+
+def test_a_field_that_the_table_lacks_is_refused_when_it_is_set(monkeypatch):
+    """A newer transformers, played by a table without one of its rows."""
+    monkeypatch.delitem(CONFIG, "repetition_penalty")
+    keywords._unlisted_fields.cache_clear()
+    try:
+        call()  # at its default
+        for kwargs in (
+            dict(repetition_penalty=1.2),
+            dict(generation_config=GenerationConfig(repetition_penalty=1.2, max_new_tokens=3)),
+        ):
+            with pytest.raises(
+                ValueError, match=r"repetition_penalty=1\.2 is a keyword of transfor"
+            ):
+                call(**kwargs)
+    finally:
+        keywords._unlisted_fields.cache_clear()
+
+
+def test_a_parameter_that_the_table_lacks_is_refused_when_it_is_set(monkeypatch):
+    monkeypatch.delitem(ARGUMENTS, "negative_prompt_ids")
+    keywords._unlisted_parameters.cache_clear()
+    try:
+        call(negative_prompt_ids=None)
+        with pytest.raises(
+            ValueError, match=r"negative_prompt_ids=.* is a keyword of transformers"
+        ):
+            call(negative_prompt_ids=torch.ones(1, 3, dtype=torch.long))
+    finally:
+        keywords._unlisted_parameters.cache_clear()
+
+
+def test_fields_that_are_not_transformers_own_are_not_ours_either():
+    """Checkpoints carry fields for other code in generation_config.json; transformers ignores them."""
+    assert call(generation_config=GenerationConfig(chat_format="chatml", max_new_tokens=3)).shape
+
+
+def test_the_page_is_the_table():
+    page = (ROOT / "KEYWORDS.md").read_text()
+    # Entries that a test took out for a while came back last.
+    lines = set(keyword_table.markdown().splitlines())
+    assert {line for line in page.splitlines() if line.startswith("|")} == lines - {""}, (
+        "the table has changed: put the output of `specdec keywords --markdown` into KEYWORDS.md"
+    )
+
+
+# --- what is refused
+
+REFUSED = {
+    "num_beams": 2,
+    "num_beam_groups": 2,
+    "constraints": [1],
+    "force_words_ids": [[3]],
+    "penalty_alpha": 0.6,
+    "dola_layers": "low",
+    "cache_implementation": "static",
+    "token_healing": True,
+    "num_assistant_tokens_schedule": "heuristic",
+    "assistant_lookbehind": 3,
+    "target_lookbehind": 3,
+    "assistant_ensemble_weight": 0.5,
+    "assistant_early_exit": 2,
+    "is_assistant": True,
+    "use_mtp": True,
+    "speculation_type": "dflash",
+    "compile_config": CompileConfig(),
+    "continuous_batching_config": "c",
+}
+
+
+def call(**kwargs):
+    ids, _ = prompts((6,))
+    return specdec_ext.generate(tiny_model("llama"), ids, **{"max_new_tokens": 3, **kwargs})
+
+
+def test_every_refused_keyword_has_a_case():
+    assert set(REFUSED) == set(CONFIG) - served(CONFIG)
+
+
+@pytest.mark.filterwarnings("ignore:Passing ContinuousBatchingConfig")
+@pytest.mark.parametrize("door", ["generate", "hook", "config"])
+@pytest.mark.parametrize("name", installed(REFUSED))
+def test_refused_keywords(name, door):
+    value, ids = REFUSED[name], prompts((6,))[0]
+    if (name, door) == ("token_healing", "hook"):
+        pytest.skip("transformers heals, and fails without a tokenizer, before it calls the hook")
+    with pytest.raises(ValueError) as raised:
+        if door == "generate":
+            call(**{name: value})
+        elif door == "config":
+            call(generation_config=GenerationConfig(max_new_tokens=3, **{name: value}))
+        else:
+            hook = specdec_ext.custom_generate()
+            tiny_model("llama").generate(
+                ids, custom_generate=hook, max_new_tokens=3, **{name: value}
+            )
+    message = f"{name}={value!r} can't be combined with speculation: {CONFIG[name].note}"
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("name", installed(REFUSED))
+def test_values_that_ask_for_nothing_are_not_refused(name):
+    for value in CONFIG[name].harmless[1:]:
+        if name != "cache_implementation" or value in ALL_CACHE_IMPLEMENTATIONS:
+            assert call(**{name: value}).shape == (1, 9)
+
+
+def test_custom_generate_is_how_it_works():
+    with pytest.raises(ValueError, match=r"custom_generate=.* it is how .* works itself; leave it"):
+        call(custom_generate=print)
+
+
+@pytest.mark.parametrize("name", sorted(set(PARTS) - served(PARTS)))
+def test_processors_of_audio_codebooks(name):
+    processor = getattr(hf, name).__new__(getattr(hf, name))
+    with pytest.raises(ValueError, match=f"{name} is not supported: it belongs to the audio"):
+        call(logits_processor=[processor])
+
+
+# --- what is exact
+
+# Each ends one row of the batches, somewhere between the borders of tokens.
+STOPS = ["iab", "gbg", "eiie", "ijgj"]
+SAMPLED = dict(do_sample=True, top_k=0)
+AUDIO = GenerationConfig(eos_token_id=EOS)
+AUDIO.no_timestamps_token_id = 70
+
+
+class EvenAfterOdd(hf.LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        same = (torch.arange(VOCAB)[None] % 2) == (input_ids[:, -1:] % 2)
+        return scores.masked_fill(same, -torch.inf)
+
+
+class AfterFifteen(stopping_criteria.StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -1] % 15 == 0
+
+
+class Silent(BaseStreamer):
+    def put(self, value):
+        pass
+
+    def end(self):
+        pass
+
+
+def few_after(batch_id: int, text: torch.Tensor) -> list[int]:
+    return [(int(text[-1]) + batch_id + step) % VOCAB for step in range(1, 40, 3)]
+
+
+# Values that are functions without arguments are made anew for each side.
+FIELDS = {
+    "max_length": dict(max_new_tokens=None, max_length=18),
+    "max_new_tokens": dict(max_new_tokens=7),
+    "eos_token_id": dict(eos_token_id=[EOS, 48]),
+    "stop_strings": dict(stop_strings=STOPS, tokenizer=letters_tokenizer, eos_token_id=EOS),
+    "max_time": dict(max_time=1e-9),
+    "min_length": dict(eos_token_id=[EOS, 48], min_length=16),
+    "min_new_tokens": dict(eos_token_id=[EOS, 48], min_new_tokens=9),
+    "early_stopping": dict(early_stopping=True),
+    "length_penalty": dict(length_penalty=0.5),
+    "diversity_penalty": dict(diversity_penalty=0.3),
+    "do_sample": SAMPLED,
+    "low_memory": dict(low_memory=True),
+    "cache_config": dict(cache_config={"nbits": 4}),
+    "max_cache_len": dict(max_cache_len=64),
+    "use_cache": dict(use_cache=False),
+    "prefill_chunk_size": dict(prefill_chunk_size=4),
+    "temperature": dict(temperature=0.6, **SAMPLED),
+    "top_k": dict(do_sample=True, top_k=7),
+    "top_p": dict(top_p=0.7, **SAMPLED),
+    "min_p": dict(min_p=0.15, **SAMPLED),
+    "top_h": dict(top_h=0.5, **SAMPLED),
+    "typical_p": dict(typical_p=0.6, **SAMPLED),
+    "epsilon_cutoff": dict(epsilon_cutoff=0.02, **SAMPLED),
+    "eta_cutoff": dict(eta_cutoff=0.05, **SAMPLED),
+    "repetition_penalty": dict(repetition_penalty=1.4),
+    "encoder_repetition_penalty": dict(encoder_repetition_penalty=1.3),
+    "no_repeat_ngram_size": dict(no_repeat_ngram_size=2),
+    "encoder_no_repeat_ngram_size": dict(encoder_no_repeat_ngram_size=1),
+    "bad_words_ids": dict(bad_words_ids=[[43], [48, 84], [66]]),
+    "sequence_bias": dict(sequence_bias=[[[48, 23], 6.0], [[43], -4.0], [[19], 2.0]]),
+    "forced_bos_token_id": dict(forced_bos_token_id=5, bos_token_id=3),  # begins without a prompt
+    "forced_eos_token_id": dict(forced_eos_token_id=EOS, eos_token_id=EOS),
+    "suppress_tokens": dict(suppress_tokens=[43, 48, 66]),
+    "begin_suppress_tokens": dict(begin_suppress_tokens=[9, 48, 2, 35, 96]),
+    "exponential_decay_length_penalty": dict(
+        exponential_decay_length_penalty=(3, 1.7), eos_token_id=EOS
+    ),
+    "remove_invalid_values": dict(remove_invalid_values=True),
+    "renormalize_logits": dict(renormalize_logits=True, repetition_penalty=1.2),
+    "guidance_scale": dict(guidance_scale=1.6, eos_token_id=EOS),
+    "watermarking_config": dict(
+        watermarking_config=lambda: SynthIDTextWatermarkingConfig(ngram_len=3, keys=[5, 9, 17])
+    ),
+    "num_return_sequences": dict(num_return_sequences=2, **SAMPLED),
+    "return_dict_in_generate": dict(return_dict_in_generate=True),
+    "output_scores": dict(output_scores=True, repetition_penalty=1.2),
+    "output_logits": dict(output_logits=True, repetition_penalty=1.2),
+    "output_hidden_states": dict(output_hidden_states=True),
+    "output_attentions": dict(output_attentions=True),
+    "pad_token_id": dict(pad_token_id=5, eos_token_id=EOS),
+    "bos_token_id": dict(bos_token_id=3),
+    "decoder_start_token_id": dict(decoder_start_token_id=3),
+    "disable_compile": dict(disable_compile=True),
+    "transformers_version": dict(
+        generation_config=lambda: GenerationConfig(
+            transformers_version="5.0.0", max_new_tokens=LENGTH, pad_token_id=0
+        )
+    ),
+}
+# Fields that ask for a drafter: transformers would assist its own decoding.
+DRAFTING = {
+    "prompt_lookup_num_tokens": 3,
+    "max_matching_ngram_size": 2,
+    "num_assistant_tokens": 6,
+    "assistant_confidence_threshold": 0.05,
+}
+PASSED = {
+    "attention_mask": {},
+    "position_ids": dict(position_ids="as prepared"),
+    "inputs_embeds": dict(inputs_embeds="of the prompt"),
+    "past_key_values": dict(past_key_values=DynamicCache),
+    "generation_config": dict(
+        generation_config=lambda: GenerationConfig(
+            repetition_penalty=1.4, max_new_tokens=9, pad_token_id=0
+        )
+    ),
+    "logits_processor": dict(logits_processor=lambda: [EvenAfterOdd()]),
+    "stopping_criteria": dict(stopping_criteria=lambda: [AfterFifteen()]),
+    "prefix_allowed_tokens_fn": dict(prefix_allowed_tokens_fn=lambda: few_after),
+    "negative_prompt_ids": dict(guidance_scale=1.6, negative_prompt_ids="another prompt"),
+    "negative_prompt_attention_mask": dict(
+        guidance_scale=1.6,
+        negative_prompt_ids="another prompt",
+        negative_prompt_attention_mask="its mask",
+    ),
+    "streamer": dict(streamer=Silent),
+    "tokenizer": dict(tokenizer=letters_tokenizer, stop_strings=STOPS, eos_token_id=EOS),
+    "synced_gpus": dict(synced_gpus=False),
+    "trust_remote_code": dict(trust_remote_code=False),
+}
+EOS_IDS = torch.tensor([EOS, 48])
+MADE = {
+    "TemperatureLogitsWarper": (0.6,),
+    "TopKLogitsWarper": (7,),
+    "TopPLogitsWarper": (0.7,),
+    "MinPLogitsWarper": (0.15,),
+    "TypicalLogitsWarper": (0.6,),
+    "EpsilonLogitsWarper": (0.02,),
+    "EtaLogitsWarper": (0.05,),
+    "TopHLogitsWarper": (0.5,),
+    "LogitNormalization": (),
+    "InfNanRemoveLogitsProcessor": (),
+    "SuppressTokensLogitsProcessor": ([43, 48, 66],),
+    "BarkEosPrioritizerLogitsProcessor": (EOS_IDS, 0.02),
+    "MinLengthLogitsProcessor": (16, EOS_IDS),
+    "MinNewTokensLengthLogitsProcessor": (9, 9, EOS_IDS),
+    "RepetitionPenaltyLogitsProcessor": (1.4,),
+    "EncoderRepetitionPenaltyLogitsProcessor": (1.3, "the prompt"),
+    "NoRepeatNGramLogitsProcessor": (2,),
+    "EncoderNoRepeatNGramLogitsProcessor": (1, "the prompt"),
+    "SequenceBiasLogitsProcessor": ([[[48, 23], 6.0], [[43], -4.0], [[19], 2.0]],),
+    "NoBadWordsLogitsProcessor": ([[43], [48, 84], [66]],),
+    "ForcedBOSTokenLogitsProcessor": (5,),
+    "ForcedEOSTokenLogitsProcessor": (21, EOS),
+    "ExponentialDecayLengthPenalty": ((3, 1.7), EOS_IDS, 9),
+    "SuppressTokensAtBeginLogitsProcessor": ([9, 48, 2, 35, 96], 9),
+    "WatermarkLogitsProcessor": (VOCAB, "cpu", 0.25, 3.0),
+    "AlternatingCodebooksLogitsProcessor": (9, 20, 50),
+    "WhisperTimeStampLogitsProcessor": (AUDIO, 9),
+    "PrefixConstrainedLogitsProcessor": (few_after, 1),
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": (1.6, "the model"),
+    "SynthIDTextWatermarkLogitsProcessor": (3, [5, 9, 17], 64, 0, 8, "cpu"),
+    "WhisperNoSpeechDetection": (5, 1),
+    "MaxLengthCriteria": (17,),
+    "EosTokenCriteria": (EOS_IDS,),
+    "MaxTimeCriteria": (1e-9,),
+    "StopStringCriteria": ("its tokenizer", STOPS),
+    "ConfidenceCriteria": (0.3,),
+}
+
+
+SILENT = {"InfNanRemoveLogitsProcessor", "WhisperNoSpeechDetection"}  # change nothing here
+
+
+def made(name: str, batch: str) -> dict:
+    """The keywords that hand over a fresh processor or criterion."""
+    stand_ins = {
+        "the prompt": prompts(BATCHES[batch])[0],
+        "the model": tiny_model("llama"),
+        "its tokenizer": letters_tokenizer(),
+    }
+    arguments = [stand_ins.get(a, a) if isinstance(a, str) else a for a in MADE[name]]
+    if hasattr(hf, name):
+        return dict(logits_processor=[getattr(hf, name)(*arguments)])
+    return dict(stopping_criteria=[getattr(stopping_criteria, name)(*arguments)])
+
+
+def test_everything_that_is_exact_has_a_case():
+    assert set(FIELDS) | set(DRAFTING) == served(CONFIG)
+    shown_below = {"assistant_model", "assistant_tokenizer", "kwargs", "inputs"}
+    assert set(PASSED) | shown_below == served(ARGUMENTS) | {"synced_gpus"}
+    assert set(MADE) == served(PARTS)
+
+
+def of_both(batch: str, kwargs: dict, monkeypatch):
+    """Check that ids and outputs are those of transformers for the same keywords; transformers' own."""
+    ids, mask = prompts(BATCHES[batch])
+    other, other_mask = prompts(tuple(length - 2 for length in BATCHES[batch]), seed=5)
+    stand_ins = {
+        "as prepared": (mask.cumsum(1) - 1).clamp(min=0),
+        "another prompt": other,
+        "its mask": other_mask,
+        "of the prompt": tiny_model("llama").get_input_embeddings()(ids).detach(),
+    }
+    recorded = any(name.startswith("output_") for name in kwargs)
+    if recorded or kwargs.get("do_sample"):
+        kwargs = {**kwargs, "return_dict_in_generate": True}
+    if kwargs.get("do_sample"):
+        kwargs.update(output_scores=True, output_logits=True)
+    if "generation_config" not in kwargs:
+        kwargs = {"max_new_tokens": LENGTH, "do_sample": False, **kwargs}
+    implementation = "eager" if "output_attentions" in kwargs else None
+    model = tiny_model("llama", implementation)
+
+    def run(generate, **extra):
+        fresh = {name: value() if callable(value) else value for name, value in kwargs.items()}
+        for name, value in fresh.items():
+            if isinstance(value, str):
+                fresh[name] = stand_ins.get(value, value)
+        fresh.update(fresh.pop("part", {}))
+        if "bos_token_id" not in fresh:
+            fresh.update(inputs=ids, attention_mask=mask)
+        return generate(**fresh, **extra)
+
+    def ours(drafter):
+        return run(
+            lambda **all: specdec_ext.generate(model, **all),
+            drafter=drafter,
+            **(dict(seed=11) if kwargs.get("do_sample") else {}),
+        )
+
+    columns = 1 if "bos_token_id" in kwargs else ids.shape[1]
+    if kwargs.get("do_sample"):
+        answers = generated(ours(None).sequences, columns)
+        actual = ours(ScriptedDrafter(answers, noisy_chain))
+        draw_these(monkeypatch, actual.sequences[:, columns:])
+        expected = run(model.generate)
+        assert_same(actual, expected)
+        return expected
+    expected = run(model.generate)
+    answers = generated(getattr(expected, "sequences", expected), columns)
+    for shape in (noisy_chain, random_tree):
+        assert_same(ours(ScriptedDrafter(answers, shape)), expected)
+    return expected
+
+
+def draw_these(monkeypatch, tokens: torch.Tensor) -> None:
+    """Let transformers' loop draw ``tokens [rows, steps]``, one column after the other."""
+    columns = iter(tokens.T.tolist())
+    monkeypatch.setattr(
+        torch, "multinomial", lambda probs, num_samples: torch.tensor(next(columns))[:, None]
+    )
+
+
+def assert_same(actual, expected) -> None:
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(actual, expected)
+        return
+    assert torch.equal(actual.sequences, expected.sequences)
+    for name in ("scores", "logits", "hidden_states", "attentions"):
+        assert (getattr(actual, name) is None) == (getattr(expected, name) is None)
+        if getattr(expected, name) is not None:
+            torch.testing.assert_close(actual[name], expected[name], rtol=1e-4, atol=1e-4)
+
+
+@every_batch
+@pytest.mark.parametrize("name", installed(FIELDS))
+def test_fields_of_the_config(name, batch, monkeypatch):
+    of_both(batch, FIELDS[name], monkeypatch)
+
+
+@every_batch
+@pytest.mark.parametrize("name", PASSED)
+def test_arguments_of_generate(name, batch, monkeypatch):
+    of_both(batch, PASSED[name], monkeypatch)
+
+
+@pytest.mark.parametrize("name", [name for name in MADE if hasattr(hf, name)])
+def test_processors_given_as_objects(name, monkeypatch):
+    """In sampling, so that their scores are compared; each changes some."""
+    kwargs = {"part": functools.partial(made, name, "ragged"), **SAMPLED}
+    if name == "ForcedBOSTokenLogitsProcessor":
+        kwargs["bos_token_id"] = 3  # it acts on texts of one token
+    expected = of_both("ragged", kwargs, monkeypatch)
+    pairs = zip(expected.scores, expected.logits, strict=True)
+    assert any(not torch.equal(*pair) for pair in pairs) == (name not in SILENT)
+
+
+@pytest.mark.parametrize("name", [name for name in MADE if hasattr(stopping_criteria, name)])
+def test_criteria_given_as_objects(name, monkeypatch):
+    kwargs = {"part": functools.partial(made, name, "ragged")}
+    if name == "ConfidenceCriteria":
+        kwargs["output_scores"] = True
+    of_both("ragged", kwargs, monkeypatch)
+
+
+# --- drafters that transformers' keywords ask for
+
+
+def test_every_drafting_keyword_has_a_case():
+    asked = {name for name in CONFIG if "assistant_model" in CONFIG[name].note} | set(LOOKUPS)
+    assert asked & served(CONFIG) == set(DRAFTING)
+
+
+LOOKUPS = {
+    "prompt_lookup_num_tokens": (3, dict(num_draft_tokens=3, min_ngram=2, max_ngram=6)),
+    "max_matching_ngram_size": (1, dict(num_draft_tokens=10, min_ngram=1, max_ngram=1)),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_prompt_lookup_is_the_ngram_drafter(name):
+    value, shape = LOOKUPS[name]
+    config = GenerationConfig(**{name: value})
+    drafter = DrafterChoice("auto").drafter(tiny_model("llama"), config)
+    assert isinstance(drafter, specdec_ext.NgramDrafter)
+    assert {field: getattr(drafter, field) for field in shape} == shape
+    ids = prompts((7,))[0].repeat(1, 2)
+    expected = tiny_model("llama").generate(ids, max_new_tokens=LENGTH, do_sample=False)
+    out = specdec_ext.generate(
+        tiny_model("llama"),
+        ids,
+        max_new_tokens=LENGTH,
+        do_sample=False,
+        return_dict_in_generate=True,
+        **{name: value},
+    )
+    assert torch.equal(out.sequences, expected)
+    assert out.speculation.drafter == "NgramDrafter"
+
+
+def other_config(**fields):
+    """A model like the target whose ``generation_config`` has these fields."""
+    model = copy.deepcopy(tiny_model("llama"))
+    model.generation_config.update(**fields)
+    return model
+
+
+def test_the_assistant_is_the_draft_model():
+    """Shaped by the call, else by its own generation_config, where transformers looks."""
+    defaults = GenerationConfig(**GenerationConfig._get_default_generation_params())
+    call_config = GenerationConfig(num_assistant_tokens=6, assistant_confidence_threshold=0.05)
+    model = other_config(num_assistant_tokens=3, assistant_confidence_threshold=0.0)
+    for assistant, config, shape in (
+        (tiny_model("llama"), defaults, (4, 0.0)),
+        (model, defaults, (3, 0.0)),
+        (model, call_config, (6, 0.05)),
+    ):
+        drafter = DrafterChoice(Assistant(assistant)).drafter(tiny_model("llama"), config)
+        assert (drafter.num_draft_tokens, drafter.min_confidence) == shape
+
+
+@every_batch
+def test_text_with_an_assistant(batch):
+    ids, mask = prompts(BATCHES[batch])
+    model = tiny_model("llama")
+    kwargs = dict(attention_mask=mask, max_new_tokens=LENGTH, do_sample=False)
+    expected = model.generate(ids, **kwargs)
+    for names in (
+        {},
+        dict(num_assistant_tokens=6, assistant_confidence_threshold=0.05),
+        dict(tokenizer=letters_tokenizer(), assistant_tokenizer=letters_tokenizer()),
+    ):
+        out = specdec_ext.generate(
+            model, ids, assistant_model=model, return_dict_in_generate=True, **kwargs, **names
+        )
+        assert torch.equal(out.sequences, expected)
+        assert out.speculation.drafter == "DraftModelDrafter"
+        assert out.speculation.emitted_per_step > 2
+
+
+# --- the rest of what a call hands over
+
+
+def test_stop_strings_come_from_the_call_its_config_or_the_model():
+    """As in transformers the call beats its config, which beats the model's; None in the call beats all."""
+    model = other_config(stop_strings=["ggfg"])
+    ids, mask = prompts(BATCHES["one"])
+    config = GenerationConfig(stop_strings=["deh"], max_new_tokens=LENGTH, pad_token_id=0)
+    lengths = []
+    for kwargs in (
+        dict(max_new_tokens=LENGTH),
+        dict(max_new_tokens=LENGTH, stop_strings="bjed"),
+        dict(max_new_tokens=LENGTH, stop_strings=None),
+        dict(generation_config=config),
+        dict(generation_config=config, stop_strings=["eigg"]),
+        dict(generation_config=GenerationConfig(max_new_tokens=LENGTH)),
+    ):
+        kwargs = dict(attention_mask=mask, tokenizer=letters_tokenizer(), **kwargs)
+        expected = model.generate(ids, **kwargs)
+        assert torch.equal(specdec_ext.generate(model, ids, **kwargs), expected)
+        lengths.append(expected.shape[1] - ids.shape[1])
+    assert lengths == [7, 4, 12, 5, 9, 7]
+    assert config.stop_strings == ["deh"] and model.generation_config.stop_strings == ["ggfg"]
+
+
+@pytest.mark.filterwarnings("ignore:.* is decoded without speculation in a batch")
+@every_batch
+def test_other_inputs_of_the_model(batch):
+    """Token types, which GPT-2 takes for further embeddings."""
+    ids, mask = prompts(BATCHES[batch])
+    model = tiny_model("gpt2")
+    kwargs = dict(attention_mask=mask, max_new_tokens=LENGTH, do_sample=False)
+    expected = model.generate(ids, token_type_ids=torch.full_like(ids, 3), **kwargs)
+    assert not torch.equal(expected, model.generate(ids, **kwargs))
+    drafter = ScriptedDrafter(generated(expected, ids.shape[1]), random_tree)
+    actual = specdec_ext.generate(
+        model, ids, token_type_ids=torch.full_like(ids, 3), drafter=drafter, **kwargs
+    )
+    assert torch.equal(actual, expected)
+
+
+def test_inputs_by_position_and_by_name():
+    ids, _ = prompts((6,))
+    model = tiny_model("llama")
+    named = specdec_ext.generate(model, input_ids=ids, max_new_tokens=3, do_sample=False)
+    assert torch.equal(named, call())
+
+
+def test_the_callers_config_is_not_changed():
+    config = GenerationConfig(
+        max_new_tokens=5, repetition_penalty=1.1, stop_strings=["ei"], pad_token_id=0
+    )
+    before = copy.deepcopy(vars(config))
+    call(generation_config=config, tokenizer=letters_tokenizer(), max_new_tokens=4)
+    assert vars(config) == before
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_synced_gpus_of_one_process(process_group):
+    """There is nobody to wait for."""
+    assert torch.equal(call(synced_gpus=True), call())
+
+
+@pytest.mark.parametrize("door", ["call", "hook", "found-out"])
+def test_synced_gpus_of_two_processes(process_group, monkeypatch, door):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match=r"synced_gpus=True .* rows advance at different paces"):
+        if door == "call":
+            call(synced_gpus=True)
+        elif door == "hook":
+            hook = specdec_ext.custom_generate(synced_gpus=True)
+            tiny_model("llama").generate(prompts((6,))[0], custom_generate=hook, max_new_tokens=3)
+        else:
+            monkeypatch.setattr(specdec_ext.generation, "is_fsdp_managed_module", lambda _: True)
+            call()
+    monkeypatch.setattr(specdec_ext.generation, "is_fsdp_managed_module", lambda _: True)
+    assert call(synced_gpus=False).shape == (1, 9)  # the caller knows better
+
+
+def test_the_table_for_people():
+    text = keyword_table.markdown()
+    for table in (CONFIG, ARGUMENTS, PARTS):
+        for name, keyword in table.items():
+            assert f"| `{name}` | {keyword.verdict.value} | {keyword.note} |" in text

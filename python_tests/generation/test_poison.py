@@ -1,0 +1,277 @@
+"""Drafts of tokens that a model can't compute with leave the text as it is, and raise nothing.
+
+A rejected token may leave NaN, infinity, or numbers of another scale. Masked, it still takes part: in
+attention as zero times NaN, in recurrent layers within its chunk, and in the cache until something else lies
+there. The sweep (`test_architectures.py`) holds every architecture to the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import poison
+import pytest
+import torch
+from head_cases import head_of
+from poison import PoisonDrafter, poisoned, unread_tokens
+from tiny import ScriptedDrafter, generated, noisy_chain, prompts, tiny_model
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+import specdec_ext
+from specdec_ext import DraftModelDrafter, DraftTree, HeadDrafter
+from specdec_ext.context import Context
+from specdec_ext.models.passes.branches import padded
+from specdec_ext.schedule.policy import Policy
+from specdec_ext.transfer import Staging
+from specdec_ext.verify.sampler import Sampler
+from specdec_ext.verify.stopping import StopRule
+
+LENGTHS = (6, 3, 5)
+SETTINGS = [
+    *(("llama", attention, dtype) for attention in poison.ATTENTIONS for dtype in poison.DTYPES),
+    # Biases, sinks and windows, which are eager alone; an indexer; other head sizes; an encoder; chunks of
+    # recurrent states with and without attention; a cache of its own.
+    *((name, "eager", torch.float32) for name in ("gemma2", "bloom", "gpt_oss", "mpt", "gptj")),
+    *(
+        (name, "sdpa", torch.float32)
+        for name in ("deepseek_v3", "deepseek_v32", "bart", "qwen3_next")
+    ),
+    *((name, "eager", torch.float32) for name in ("falcon_h1", "mamba2", "minimax", "openai-gpt")),
+    *((name, "eager", torch.float16) for name in ("bloom", "gemma2", "falcon_h1")),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "dtype"), SETTINGS, ids=lambda each: str(each).removeprefix("torch.")
+)
+def test_text_of_plain_decoding(name, attention, dtype):
+    model = poison.built(name, attention, dtype)
+    assert model is not None
+    found, count = poison.faults(model)
+    assert count and not found, found
+
+
+@pytest.fixture
+def eager():
+    """A model of which every token of a block meets the values of all the others."""
+    return copy.deepcopy(tiny_model("llama", "eager"))
+
+
+generate = partial(specdec_ext.generate, speculation="fixed")
+
+
+def call(ids, mask, new_tokens=14, **kwargs):
+    return dict(
+        inputs=ids, attention_mask=mask, do_sample=False, max_new_tokens=new_tokens, **kwargs
+    )
+
+
+@pytest.mark.parametrize("removing", [False, True], ids=["raises", "removes"])
+@pytest.mark.parametrize("attention", poison.ATTENTIONS)
+def test_an_overflow_of_float16(attention, removing):
+    """All weights are finite: the MLP of one token exceeds what float16 can hold."""
+    model = copy.deepcopy(tiny_model("llama", attention, torch.float16))
+    ids, mask = prompts((4,))
+    bad = 50
+    with torch.no_grad():
+        embeddings = model.model.embed_tokens.weight
+        embeddings[:, 0] = 0
+        embeddings[bad] = 0
+        embeddings[bad, 0] = 1
+        for layer in model.model.layers:
+            for output in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                output.weight[0] = 0
+            for inputs in (layer.mlp.gate_proj, layer.mlp.up_proj):
+                inputs.weight[:, 0] = 600
+        assert model.model(torch.tensor([[bad]])).last_hidden_state.isnan().all()
+    arguments = call(ids, mask, suppress_tokens=[bad], remove_invalid_values=removing)
+    expected = generate(model, drafter=None, **arguments)
+    drafter = ScriptedDrafter([[0]], lambda right, rng: [[bad]])
+    assert torch.equal(generate(model, drafter=drafter, **arguments), expected)
+
+
+def test_a_score_that_exceeds_the_mask():
+    """Float16 ends at 65504: a score of that and a mask of minus that would add up to zero."""
+    model = copy.deepcopy(tiny_model("gpt2", "eager", torch.float16))
+    width, heads = model.config.n_embd, model.config.n_head
+    channels = torch.arange(heads) * (width // heads)  # the first of every head
+    read = []
+    model.transformer.wte.register_forward_pre_hook(lambda module, args: read.append(args[0]))
+
+    def spoil(module, args, output):
+        output, bad = output.clone(), (read[-1] == token)[..., None]
+        output[..., channels] = 8.0  # of all queries
+        keys = output[..., width : 2 * width]
+        keys.masked_fill_(bad, 0)
+        keys[..., channels] = torch.where(bad, 8188.0, -8.0).half()
+        return output
+
+    for block in model.transformer.h:
+        block.attn.scaling = 1.0
+        block.attn.c_attn.register_forward_hook(spoil)
+    ids, mask = prompts((6,))
+    token = -1
+    expected = model.generate(**call(ids, mask))
+    (token,) = unread_tokens(1, expected)
+    drafter = PoisonDrafter(generated(expected, 6), [token], tree=False)
+    assert torch.equal(generate(model, drafter=drafter, **call(ids, mask)), expected)
+
+
+def test_a_pass_is_run_again_once(eager):
+    """However often the drafter says it, and for all rows together."""
+    ids, mask = prompts(LENGTHS)
+    expected = eager.generate(**call(ids, mask))
+    tokens = unread_tokens(3, expected)
+    passes = []
+    eager.model.register_forward_hook(lambda *_: passes.append(1))
+    drafter = ScriptedDrafter(generated(expected, 6), lambda right, rng: [[tokens[0], *right[:2]]])
+    with poisoned(eager, tokens, "embedding"):
+        output = generate(eager, drafter=drafter, **call(ids, mask, return_dict_in_generate=True))
+    assert torch.equal(output.sequences, expected)
+    stats = output.speculation
+    # All but the last of 13 steps, which has no room for a draft.
+    assert stats.reruns == 12 and len(passes) == 1 + 13 + 12
+    assert stats.drafts == 36 and stats.accepted_tokens == 0
+
+
+@pytest.mark.parametrize("attention", poison.ATTENTIONS)
+@pytest.mark.parametrize("shape", [noisy_chain, lambda right, rng: [[3, 4], right]])
+def test_what_plain_decoding_complains_about(attention, shape):
+    """A token that the text itself comes to."""
+    model = copy.deepcopy(tiny_model("llama", attention))
+    ids, mask = prompts(LENGTHS)
+    texts = generated(model.generate(**call(ids, mask)), 6)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[texts[1][6]] = torch.nan
+    with pytest.raises(ValueError, match=r"logits of row . at position \d+ contain NaN") as plain:
+        generate(model, drafter=None, **call(ids, mask))
+    with pytest.raises(ValueError, match="contain NaN") as error:
+        generate(model, drafter=ScriptedDrafter(texts, shape), **call(ids, mask))
+    assert str(error.value) == str(plain.value)
+
+
+class Notes(LogitsProcessor):
+    """Keeps what it is called with."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, input_ids, scores):
+        self.calls.append(input_ids.tolist())
+        assert scores.isfinite().all()
+        return scores
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_processors_that_keep_state_are_called_as_in_plain_decoding(eager, tree):
+    ids, mask = prompts((6, 6, 6))
+    plain, ours = Notes(), Notes()
+    expected = eager.generate(**call(ids, mask, logits_processor=[plain]))
+    tokens = unread_tokens(3, expected)
+    drafter = PoisonDrafter(generated(expected, 6), tokens, tree)
+    with poisoned(eager, tokens, "embedding"):
+        text = generate(eager, drafter=drafter, **call(ids, mask, logits_processor=[ours]))
+    assert torch.equal(text, expected) and ours.calls == plain.calls
+
+
+@pytest.mark.parametrize("name", ["llama", "jamba"])
+def test_the_cache_that_is_handed_out_holds_nothing_of_it(name):
+    """Rows that end early end with a draft whose keys are NaN; the caller goes on with transformers."""
+    model = poison.built(name, "sdpa", torch.float32)
+    ids, mask = prompts(LENGTHS)
+    arguments = call(ids, mask, pad_token_id=0, return_dict_in_generate=True)
+    texts = generated(model.generate(**arguments).sequences, 6)
+    arguments["eos_token_id"] = [texts[0][5], texts[1][7]]
+    plain = model.generate(**arguments)
+    tokens = unread_tokens(3, plain.sequences)
+    drafter = ScriptedDrafter(texts, lambda right, rng: [[*right[:1], *tokens]])
+    with poisoned(model, tokens, "embedding"):
+        ours = generate(model, drafter=drafter, **arguments)
+    assert torch.equal(ours.sequences, plain.sequences)
+    for layer in ours.past_key_values.layers:
+        for stored in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+            assert stored is None or stored.isfinite().all()
+
+
+def test_paddings_of_a_block_are_no_token_that_the_text_does_not_hold():
+    """Rows of a recurrent model read different numbers of tokens again, the shorter ones padded."""
+    assert padded([[5, 6], [7], []], torch.device("cpu")).tolist() == [[5, 6], [7, 7], [0, 0]]
+    model = poison.built("mamba2", "eager", torch.float32)
+    ids, mask = prompts((6, 6, 6))
+    arguments = call(ids, mask, suppress_tokens=[0])
+    expected = model.generate(**arguments)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = torch.nan
+    for seed in range(3):
+        drafter = ScriptedDrafter(generated(expected, 6), noisy_chain, seed)
+        assert torch.equal(generate(model, drafter=drafter, **arguments), expected)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "recursive"])
+def test_rules_that_depend_on_drafts_do_not_ask_who_visits_nan(rule):
+    """Redrawn only if it was accepted, such a draft would be emitted too rarely: here it is rejected."""
+    logits = torch.zeros(1, 3, 8)
+    logits[0, 0, 1] = -torch.inf
+    logits[0, 2, 5] = torch.nan
+    tree = DraftTree(
+        torch.tensor([[1, 1, 3]]), torch.tensor([[-1, 0, 1]]), torch.full((1, 3, 8), 1 / 8)
+    )
+    context = Context(torch.tensor([[4, 1]]), None, 0, 20, lambda *_: None, lambda *_: None)
+    context.generated = [[1]]
+    stop = StopRule([], GenerationConfig(max_length=20))
+    sampler = Sampler(LogitsProcessorList(), True, [(0, 0)], Staging(torch.device("cpu")), rule)
+    assert sampler.verify(tree, logits, context, stop) is None
+    assert context.generated == [[1]]
+    assert sampler.verify(tree, logits.nan_to_num(), context, stop) is not None
+
+
+class HeadAndPoison(HeadDrafter):
+    """A head's drafts, and poison beside them."""
+
+    def __init__(self, head, poison):
+        super().__init__(head)
+        self.poison = poison
+
+    def propose(self, context):
+        tree = super().propose(context)
+        others = [[[token] for token in self.poison]] * tree.num_rows
+        return DraftTree.merged([DraftTree.from_paths(context.roots, others), tree])
+
+
+@pytest.mark.parametrize("attention", poison.ATTENTIONS)
+def test_a_head_goes_on_drafting(attention):
+    model = copy.deepcopy(tiny_model("llama", attention))
+    ids, mask = prompts(LENGTHS)
+    expected = model.generate(**call(ids, mask))
+    drafter = HeadAndPoison(head_of("eagle3"), unread_tokens(3, expected))
+    with poisoned(model, drafter.poison, "embedding"):
+        text = generate(model, drafter=drafter, **call(ids, mask))
+    assert torch.equal(text, expected)
+
+
+@pytest.mark.parametrize("attention", poison.ATTENTIONS)
+def test_a_draft_model_that_reads_nan(attention):
+    """It is of no use from there on, and of no harm."""
+    model, draft = tiny_model("llama"), copy.deepcopy(tiny_model("llama", attention))
+    ids, mask = prompts(LENGTHS)
+    expected = model.generate(**call(ids, mask))
+    with torch.no_grad():
+        draft.model.embed_tokens.weight[generated(expected, 6)[1][5]] = torch.nan
+    text = generate(model, drafter=DraftModelDrafter(draft), **call(ids, mask))
+    assert torch.equal(text, expected)
+
+
+def test_policies_learn_what_was_run_first(eager, monkeypatch):
+    """Two passes are no plain step: drafts that have to be run again cost the time of both."""
+    learnt = []
+    monkeypatch.setattr(
+        Policy, "learn", lambda self, accepted, context, nodes: learnt.append(nodes)
+    )
+    ids, mask = prompts(LENGTHS)
+    expected = eager.generate(**call(ids, mask))
+    tokens = unread_tokens(3, expected)
+    with poisoned(eager, tokens, "embedding"):
+        drafter = ScriptedDrafter(generated(expected, 6), lambda right, rng: [tokens])
+        generate(eager, drafter=drafter, **call(ids, mask))
+    assert learnt == [4] * 10 + [3, 2, 1]

@@ -1,0 +1,510 @@
+"""What goes on around the text: limits reached inside blocks, errors anywhere, many calls, many threads.
+
+The text is always that of plain decoding, row by row; after an exception, from whoever it came, nothing of
+ours is left in the model, in transformers' registries or in the thread, and the next call gives the right
+text.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import zoo
+from head_cases import head_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny import _COMMON as SIZES
+from tiny import (
+    DRAFTERS,
+    SHAPES,
+    VOCAB,
+    ScriptedDrafter,
+    generated,
+    make_drafter,
+    noisy_chain,
+    oracle_chain,
+    oracle_tree,
+    prompts,
+    random_tree,
+    tiny_model,
+)
+from tokenizers import Tokenizer, models
+from traces import traces
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedTokenizerFast,
+    TextIteratorStreamer,
+)
+
+import specdec_ext
+from specdec_ext import HeadDrafter, LookaheadDrafter, NgramDrafter, SuffixDrafter
+from specdec_ext.models import slots
+from specdec_ext.models.cache import layers as cache
+
+NEW_TOKENS = 14
+RAGGED = (9, 3, 6)
+
+
+@functools.cache
+def expected(name: str = "llama", lengths: tuple[int, ...] = RAGGED, new_tokens: int = NEW_TOKENS):
+    """``(ids, mask, transformers' text)``."""
+    ids, mask = prompts(lengths)
+    kwargs = dict(attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
+    return ids, mask, tiny_model(name).generate(ids, **kwargs)
+
+
+def generate(shape=oracle_tree, name: str = "llama", lengths=RAGGED, **kwargs):
+    """Our text, drafted by a script that knows it, unless a drafter is given."""
+    ids, mask, text = expected(name, lengths)
+    if "drafter" not in kwargs:
+        kwargs["drafter"] = ScriptedDrafter(generated(text, ids.shape[1]), shape)
+    kwargs = dict(attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False) | kwargs
+    return specdec_ext.generate(tiny_model(name), ids, **kwargs)
+
+
+# --- limits inside a block
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3-window", "gpt2"])
+@pytest.mark.parametrize("shape", [oracle_chain, random_tree])
+def test_the_cache_grows_inside_a_block(name, shape, monkeypatch):
+    monkeypatch.setattr(slots, "FIRST_SLOTS", 2)
+    monkeypatch.setattr(cache, "GROWTH", 3)
+    copies = []
+    allocate = cache.RollbackLayer._allocate
+    monkeypatch.setattr(
+        cache.RollbackLayer,
+        "_allocate",
+        staticmethod(lambda like, count: copies.append(count) or allocate(like, count)),
+    )
+    assert torch.equal(generate(shape, name), expected(name)[2])
+    assert len(set(copies)) > 2
+
+
+def of_kind(kind: str, **overrides):
+    config = AutoConfig.for_model(kind, **{**SIZES, **overrides})
+    generator = torch.Generator().manual_seed(5)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                drawn = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(2 * drawn * parameter.shape[-1] ** -0.5)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+@functools.cache
+def ends_before_the_last_position() -> tuple[torch.Tensor, int]:
+    """A text of all 32 positions of a model, and where a token comes up that was not there before."""
+    for seed in range(50):
+        ids, _ = prompts((9,), seed)
+        text = tiny_model("gpt2-short").generate(ids, max_new_tokens=23, do_sample=False)
+        for end in (30, 29, 28):
+            if text[0, end] not in text[0, 9:end]:
+                return text, end
+    pytest.fail("every text repeats itself")
+
+
+def deep_chain(right, rng):
+    return [[*right, *range(1, 9)]]
+
+
+def deep_tree(right, rng):
+    return [*oracle_tree(right, rng), *deep_chain(right, rng)]
+
+
+@pytest.mark.parametrize("shape", [deep_chain, deep_tree])
+def test_drafts_stay_within_learned_positions(shape):
+    """The text ends before the last position, a draft would reach behind it."""
+    model, (text, end) = tiny_model("gpt2-short"), ends_before_the_last_position()
+    drafter = ScriptedDrafter([text[0, 9 : end + 1].tolist()], shape)
+    kwargs = dict(max_new_tokens=60, do_sample=False, drafter=drafter)
+    eos = int(text[0, end])
+    actual = specdec_ext.generate(model, text[:, :9], eos_token_id=eos, **kwargs)
+    assert torch.equal(actual, text[:, : end + 1])
+    with pytest.raises(IndexError):  # as without drafts
+        specdec_ext.generate(model, text[:, :9], **kwargs)
+
+
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 24,
+    **FACTORS,
+}
+CHANGING = {
+    "dynamic": ("llama", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, 24),
+    "longrope": ("llama", LONGROPE, 96),
+    "recomputed": ("phi3", LONGROPE, 96),
+}
+
+
+@functools.cache
+def changing(case: str):
+    kind, rope, positions = CHANGING[case]
+    overrides = {"original_max_position_embeddings": 24} if kind == "phi3" else {}
+    return of_kind(kind, rope_parameters=rope, max_position_embeddings=positions, **overrides)
+
+
+@pytest.mark.parametrize("lengths", [(9,), (9, 4)], ids=["one", "ragged"])
+@pytest.mark.parametrize("case", CHANGING)
+def test_rotary_embeddings_that_change_on_the_way(case, lengths):
+    """Calls across the change are decoded plainly, calls that end before it are not."""
+    model, (ids, mask) = changing(case), prompts(lengths)
+    kwargs = dict(attention_mask=mask, do_sample=False)
+    across = model.generate(ids, max_new_tokens=30, **kwargs)
+    assert torch.equal(
+        specdec_ext.generate(model, ids, max_new_tokens=30, drafter=None, **kwargs), across
+    )
+    with pytest.warns(UserWarning, match="without speculation: its rotary embedding changes"):
+        assert torch.equal(specdec_ext.generate(model, ids, max_new_tokens=30, **kwargs), across)
+    drafter = ScriptedDrafter(generated(across, 9), oracle_chain)
+    with pytest.raises(ValueError, match="crosses 24 tokens, and this call may reach 39"):
+        specdec_ext.generate(model, ids, max_new_tokens=30, drafter=drafter, **kwargs)
+    before = specdec_ext.generate(model, ids, max_new_tokens=15, drafter=drafter, **kwargs)
+    assert torch.equal(before, model.generate(ids, max_new_tokens=15, **kwargs))
+
+
+@pytest.mark.parametrize("case", ["longrope", "recomputed"])
+def test_behind_a_change_that_comes_once(case):
+    model, (ids, _) = changing(case), prompts((27,))
+    text = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+    drafter = ScriptedDrafter(generated(text, 27), oracle_tree)
+    assert torch.equal(
+        specdec_ext.generate(model, ids, max_new_tokens=NEW_TOKENS, drafter=drafter), text
+    )
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_the_whole_call_is_shorter_than_a_block(drafter):
+    text, model = expected()[2], tiny_model("llama")
+    for count in (1, 2, 3):
+        made = make_drafter(drafter, model, generated(text, 9))
+        actual = generate(drafter=made, max_new_tokens=None, max_length=9 + count)
+        assert torch.equal(actual, text[:, : 9 + count])
+
+
+# --- exceptions
+
+
+class Stop(Exception):
+    pass
+
+
+def bomb(error: type[BaseException], calls: int):
+    """Raises ``error`` when called for the ``calls``-th time, before that returns the last argument."""
+    count = 0
+
+    def explode(*args, **kwargs):
+        nonlocal count
+        count += 1
+        if count == calls:
+            raise error
+        return args[-1]
+
+    return explode
+
+
+class BadDrafter(ScriptedDrafter):
+    """Fails at one of its methods."""
+
+    def __init__(self, where: str, explode):
+        super().__init__(generated(expected()[2], 9), noisy_chain)
+        self.where, self.explode = where, explode
+
+    def feature_layers(self, model):
+        return (1, -1)
+
+    def start(self, context, model, output):
+        if self.where == "start":
+            self.explode(None)
+
+    def propose(self, context):
+        if self.where == "propose":
+            self.explode(None)
+        return super().propose(context)
+
+    def commit(self, context, accepted, output):
+        if self.where == "commit":
+            self.explode(None)
+
+
+class BadStreamer:
+    def __init__(self, explode):
+        self.put, self.end = explode, lambda: None
+
+
+def failing(where: str, explode) -> dict:
+    """Keywords with which a call fails there."""
+    return {
+        "processor": lambda: {"logits_processor": [explode]},
+        "criterion": lambda: {
+            "stopping_criteria": [
+                lambda ids, scores: torch.zeros(len(ids)).bool() | bool(explode(0))
+            ]
+        },
+        "streamer": lambda: {"streamer": BadStreamer(explode)},
+        "start": lambda: {"drafter": BadDrafter("start", explode)},
+        "propose": lambda: {"drafter": BadDrafter("propose", explode)},
+        "commit": lambda: {"drafter": BadDrafter("commit", explode)},
+    }[where]()
+
+
+@pytest.mark.parametrize("calls", [1, 2, 4])
+@pytest.mark.parametrize(
+    "where", ["processor", "criterion", "streamer", "start", "propose", "commit"]
+)
+def test_an_exception_leaves_nothing_behind(where, calls):
+    model, before = tiny_model("llama"), traces(tiny_model("llama"))
+    given = DynamicCache(config=model.config)
+    kwargs = failing(where, bomb(Stop, 1 if where == "start" else calls))
+    with pytest.raises(Stop):
+        generate(past_key_values=given, **kwargs)
+    assert traces(model) == before
+    assert given.get_seq_length() == 0
+    assert torch.equal(generate(past_key_values=given), expected()[2])
+    assert given.get_seq_length() == expected()[2].shape[1] - 1
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "minimax", "xlnet"])
+def test_states_and_caches_of_other_kinds(name):
+    """Recurrent states, caches of a model's own, models that transformers prepares passes for."""
+    model, (ids, mask) = zoo.build(name), prompts((9,))
+    kwargs = dict(attention_mask=mask, max_new_tokens=8, do_sample=False)
+    text = model.generate(ids, **kwargs)
+    made = generated(text, 9) if specdec_ext.supports(model).chain else None
+    kwargs["drafter"] = made and ScriptedDrafter(made, noisy_chain)
+    for calls in (1, 4):
+        with pytest.raises(Stop):
+            specdec_ext.generate(model, ids, logits_processor=[bomb(Stop, calls)], **kwargs)
+        assert torch.equal(specdec_ext.generate(model, ids, **kwargs), text)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Stop])
+@pytest.mark.parametrize("passes", [1, 2, 4])
+def test_interrupted_inside_a_pass(passes, error):
+    """In a layer in the middle, with features tapped, masks and linears of ours in place."""
+    model = tiny_model("llama")
+    before = traces(model)
+    given = DynamicCache(config=model.config)
+    explode = bomb(error, passes)
+    handle = model.model.layers[1].register_forward_hook(lambda *args: explode(None))
+    try:
+        with pytest.raises(error):
+            generate(drafter=BadDrafter("never", None), past_key_values=given)
+    finally:
+        handle.remove()
+    assert traces(model) == before
+    assert torch.equal(generate(past_key_values=given), expected()[2])
+
+
+def test_a_drafter_that_failed_serves_the_next_call():
+    text = expected()[2]
+    for drafter in (
+        HeadDrafter(head_of("eagle3")),
+        SuffixDrafter(),
+        LookaheadDrafter(),
+        specdec_ext.DraftModelDrafter(tiny_model("qwen3")),
+    ):
+        with pytest.raises(Stop):
+            generate(drafter=drafter, logits_processor=[bomb(Stop, 5)])
+        assert torch.equal(generate(drafter=drafter), text)
+
+
+# --- streamers that are generators
+
+
+def letters() -> PreTrainedTokenizerFast:
+    words = {f"w{i} ": i for i in range(VOCAB)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "w0 ")))
+
+
+@pytest.mark.parametrize("reader", ["slow", "gone"])
+def test_iterating_over_the_text_elsewhere(reader):
+    """A slow reader gets everything; generation does not wait for one that has gone."""
+    text = expected(lengths=(9,))[2]
+    tokenizer = letters()
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(generate, lengths=(9,), streamer=streamer)
+        pieces = []
+        for piece in streamer:
+            pieces.append(piece)
+            if reader == "gone":
+                break
+            threading.Event().wait(0.003)
+        assert torch.equal(running.result(timeout=60), text)
+    whole = tokenizer.decode(text[0, 9:])
+    assert "".join(pieces) == whole if reader == "slow" else whole.startswith(pieces[0])
+
+
+# --- threads
+
+JOBS = [
+    ("llama", lambda: NgramDrafter(min_ngram=1), (9, 3, 6), {}),
+    ("llama", lambda: HeadDrafter(head_of("eagle3")), (9,), {"do_sample": True, "seed": 3}),
+    ("llama", LookaheadDrafter, (4, 9), {"repetition_penalty": 1.3}),
+    ("gemma2-window", lambda: NgramDrafter(min_ngram=1), (12, 5), {}),
+    ("llama", lambda: None, (9, 3), {}),
+    ("gpt2", lambda: specdec_ext.DraftModelDrafter(tiny_model("llama")), (7,), {}),
+]
+
+
+def work(job) -> torch.Tensor:
+    name, drafter, lengths, options = job
+    ids, mask = prompts(lengths)
+    kwargs = dict(attention_mask=mask, max_new_tokens=NEW_TOKENS) | options
+    return specdec_ext.generate(tiny_model(name), ids, drafter=drafter(), **kwargs)
+
+
+def others(job) -> torch.Tensor:
+    """transformers' own passes, which ours must not touch."""
+    name, _, lengths, _ = job
+    ids, mask = prompts(lengths)
+    kwargs = dict(attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return tiny_model(name).generate(ids, **kwargs)
+
+
+def test_threads(monkeypatch):
+    """The same model in several threads, several models at once, transformers' own generate beside them."""
+    tasks = [(work, job) for job in JOBS] + [(others, job) for job in JOBS[:4]]
+    alone = [task(job) for task, job in tasks]
+    models = {name: tiny_model(name) for name, *_ in JOBS}
+    before = {name: traces(model) for name, model in models.items()}
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            together = list(pool.map(lambda task: task[0](task[1]), tasks * 2))
+    finally:
+        sys.setswitchinterval(interval)
+    for result, one in zip(together, alone * 2, strict=True):
+        assert torch.equal(result, one)
+    assert {name: traces(model) for name, model in models.items()} == before
+
+
+# --- many calls
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+
+def calls(count: int) -> None:
+    drafters = [NgramDrafter(), HeadDrafter(head_of("eagle3")), LookaheadDrafter(), "auto", None]
+    for i in range(count):
+        options = {"drafter": drafters[i % len(drafters)], "max_new_tokens": 6}
+        if i % 7 == 0:
+            options |= {"output_hidden_states": True, "return_dict_in_generate": True}
+        if i % 11 == 0:
+            with pytest.raises(Stop):
+                generate(logits_processor=[bomb(Stop, 3)], **options)
+        else:
+            generate(**options)
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(2000, marks=pytest.mark.slow)])
+def test_calls_leave_no_memory_behind(count):
+    """Of tensors not one; of memory less than a tenth of a kilobyte per call in the long run."""
+    calls(35)  # every way once, and what is made at first use
+    model = tiny_model("llama")
+    before, alive = traces(model), tensors()
+    memory = resident()
+    calls(count)
+    assert tensors() == alive
+    assert traces(model) == before
+    if count > 1000:
+        assert resident() - memory < 20 * 2**20
+
+
+# --- anything together
+
+ROWS = st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=4)
+
+
+@functools.cache
+def row_alone(name: str, text: tuple[int, ...], new_tokens: int) -> list[int]:
+    """What transformers generates after one text."""
+    ids = torch.tensor([text])
+    mask = torch.ones_like(ids)
+    kwargs = dict(attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
+    return generated(tiny_model(name).generate(ids, **kwargs), len(text))[0]
+
+
+def check_anything(name, rows, seed, shape, new_tokens, eos, chunk, pad):
+    """Rows with paddings anywhere, ends anywhere, drafts right or wrong: each row as alone."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(map(len, rows))
+    mask = torch.zeros(len(rows), width, dtype=torch.long)
+    for i, row in enumerate(rows):
+        places = torch.tensor(row).long()
+        places[int(torch.randint(len(row), (), generator=generator))] = 1
+        start = int(torch.randint(width - len(row) + 1, (), generator=generator))
+        mask[i, start : start + len(row)] = places
+    ids = torch.randint(1, VOCAB, mask.shape, generator=generator)
+    texts = [tuple(row[keep].tolist()) for row, keep in zip(ids, mask.bool(), strict=True)]
+    answers = [row_alone(name, text, new_tokens) for text in texts]
+    ends = [
+        next((i + 1 for i, token in enumerate(row) if token in eos), new_tokens) for row in answers
+    ]
+    longest = max(ends)
+    want = [row[:end] + [pad] * (longest - end) for row, end in zip(answers, ends, strict=True)]
+    actual = specdec_ext.generate(
+        tiny_model(name),
+        ids,
+        attention_mask=mask,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        drafter=ScriptedDrafter(answers, shape, seed),
+        eos_token_id=sorted(eos) or None,
+        pad_token_id=pad,
+        prefill_chunk_size=chunk,
+    )
+    assert generated(actual, width) == want
+
+
+anything = given(
+    name=st.sampled_from(["llama", "mistral-window", "gpt2", "gemma3-window"]),
+    rows=ROWS,
+    seed=st.integers(0, 10**6),
+    shape=st.sampled_from(SHAPES),
+    new_tokens=st.integers(1, 16),
+    eos=st.sets(st.integers(1, VOCAB - 1), max_size=12),
+    chunk=st.none() | st.integers(1, 13),
+    pad=st.integers(0, VOCAB - 1),
+)
+quiet = functools.partial(
+    settings, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+)
+
+
+@quiet(max_examples=25, derandomize=True)
+@anything
+def test_anything(**case):
+    check_anything(**case)
+
+
+@pytest.mark.slow
+@quiet(max_examples=600)
+@anything
+def test_anything_at_length(**case):
+    check_anything(**case)

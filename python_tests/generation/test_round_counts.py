@@ -1,0 +1,115 @@
+"""What a round of ``generate`` asks of a GPU is bounded: copies to the host and from it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from places import ROOT
+
+SCRIPTS = ROOT / "profiling" / "generation"
+TO_HOST, FROM_HOST = "to host", "from host"
+
+
+def run(*command: object) -> str:
+    """A process of its own: torch is another one for what counts."""
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    """``(drafter, batch, text) -> numbers``."""
+    stem = tmp_path_factory.mktemp("rounds") / "counts"
+    run(SCRIPTS / "count_round.py", "--new-tokens", 20, "--out", stem)
+    found = json.loads(stem.with_suffix(".json").read_text())["cases"]
+    return {(case["drafter"], case["batch"], case["text"]): case for case in found}
+
+
+@pytest.mark.parametrize("text", ["greedy", "sampled"])
+@pytest.mark.parametrize("batch", ["1", "ragged 4"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "head chain", "head tree"])
+def test_copies_of_a_round(cases, drafter, batch, text):
+    """One copy brings a round's numbers to the device, one the verdict back, and one a tree that was drafted
+    on the device."""
+    case = cases[drafter, batch, text]
+    assert case["rounds"] > 1
+    assert case["most"][FROM_HOST] == 1, case["places"][FROM_HOST]
+    expected = 2 if drafter.startswith("head") else 1
+    assert case["most"][TO_HOST] == expected, case["places"][TO_HOST]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "head chain", "head tree"])
+def test_copies_of_a_round_in_which_a_row_ends(cases, drafter):
+    """Which rows move, and where the row ended in its block, are known after the round's own copy."""
+    ended = [case for (name, *_), case in cases.items() if name == drafter]
+    ended = [case for case in ended if case["rounds in which a row ends"]]
+    assert ended
+    for case in ended:
+        assert case["most then"][FROM_HOST] <= 3
+        assert case["most then"][TO_HOST] <= 2
+
+
+def test_launches_do_not_grow_with_masks_and_starts(cases):
+    """Beside the modules of the model (6 layers of 36 kernels, and 13) a plain round launches three ops and
+    fills one tensor."""
+    assert cases["none", "1", "greedy"]["median"]["launch"] <= 236
+
+
+COUNTED = """
+import sys
+sys.path.insert(0, {scripts!r})
+from cuda_like import CudaLike, cuda_like
+import torch
+
+asked = []
+with cuda_like(lambda kind, site: asked.append(kind)):
+    given = CudaLike(torch.arange(6.0).view(2, 3))
+    for act in [
+        lambda: given[:, 1:].t(),
+        lambda: given + 1,
+        lambda: given.sum().item(),
+        lambda: bool(given.sum() > 3),
+        lambda: given.tolist(),
+        lambda: given.cpu(),
+        lambda: given[given > 2],
+        lambda: given.nonzero(),
+        lambda: torch.tensor([1, 2], device="cuda:0"),
+        lambda: torch.ones(2, device="cuda:0"),
+        lambda: torch.ones(2).to("cuda:0"),
+        lambda: given[[0, 1]],
+        lambda: given[torch.tensor([0, 1])],
+        lambda: given.__setitem__((0, 0), 7.0),
+    ]:
+        asked.clear()
+        act()
+        print(", ".join(asked))
+    assert given.inner.tolist() == [[7.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    try:
+        given + torch.ones(3)
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_what_counts_as_what():
+    assert run("-c", COUNTED.format(scripts=str(SCRIPTS))).splitlines() == [
+        "",
+        "launch",
+        "launch, to host",
+        "launch, launch, to host",
+        "to host",
+        "to host",
+        "launch, to host, launch",
+        "to host",
+        "from host",
+        "launch",
+        "from host",
+        "from host, launch",
+        "from host, launch",
+        "launch",
+        "add was given tensors of cuda:0 and of the CPU",
+    ]

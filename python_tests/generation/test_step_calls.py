@@ -1,0 +1,94 @@
+"""What a step on the CPU costs beside its arithmetic, counted instead of timed: calls of functions, Python's
+and C's, outside of the target's pass and the draft op. A step of a small model is a millisecond, a call
+tenths of a microsecond to some microseconds of it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import specdec_ext
+from specdec_ext import assets, ops
+from specdec_ext.drafters import HeadDrafter, NgramDrafter
+from specdec_ext.loop import Decoder
+from specdec_ext.models.passes.direct import DirectPass
+from specdec_ext.models.slots import SlotTarget
+from specdec_ext.tree.config import TreeConfig
+
+NEW_TOKENS = 64
+DRAFTERS = {
+    "none": lambda: None,
+    "ngram": NgramDrafter,
+    "chain": lambda: HeadDrafter(assets.load_head(), TreeConfig(depth=4)),
+    "tree": lambda: HeadDrafter(assets.load_head()),
+}
+# About a tenth more than it is.
+MOST = {
+    ("none", 1): 240,
+    ("ngram", 1): 365,
+    ("chain", 1): 475,
+    ("tree", 1): 475,
+    ("none", 4): 330,
+    ("ngram", 4): 555,
+    ("chain", 4): 750,
+    ("tree", 4): 755,
+}
+
+
+class CallCounter:
+    """Counts calls from the first step to the end of the last; use as a profile function."""
+
+    def __init__(self) -> None:
+        self.calls = self.steps = self._inside = 0
+        self._stepping = False
+
+    def __call__(self, frame, event, argument) -> None:
+        code = frame.f_code
+        if event == "call":
+            self.steps += code is _STEP
+            self._stepping = (self._stepping or code is _STEP) and code is not _END
+            self._inside += code in _ARITHMETIC
+        elif event == "return":
+            self._inside -= code in _ARITHMETIC
+        if self._stepping and not self._inside and event in ("call", "c_call"):
+            self.calls += 1
+
+
+_STEP, _END = Decoder._propose.__code__, SlotTarget.finish.__code__
+_ARITHMETIC = {DirectPass.__call__.__code__, ops.draft_head.__code__}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return assets.load_target()
+
+
+@pytest.mark.parametrize(("name", "rows"), MOST)
+def test_calls_of_a_step(name, rows, target):
+    tokenizer, drafter = assets.load_tokenizer(), DRAFTERS[name]()
+    texts = [tokenizer(each["prompt"]).input_ids[:80] for each in assets.held_out_prompts()]
+    prompt = torch.tensor([text for text in texts if len(text) == 80][:rows])
+
+    def generate():
+        specdec_ext.generate(
+            target,
+            prompt,
+            drafter=drafter,
+            speculation="fixed",
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+
+    generate()  # a model's first pass is computed twice
+    counter = CallCounter()
+    sys.setprofile(counter)
+    try:
+        generate()
+    finally:
+        sys.setprofile(None)
+    assert len(prompt) == rows and counter.steps > NEW_TOKENS // 16
+    assert counter.calls / counter.steps < MOST[name, rows]

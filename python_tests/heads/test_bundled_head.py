@@ -1,0 +1,85 @@
+"""The head that comes with the package: it fits, it is found, it drafts well, and it changes no text."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import specdec_ext
+from specdec_ext import assets
+from specdec_ext.drafters import resolve_drafter
+from specdec_ext.drafters.combined import CombinedDrafter
+from specdec_ext.heads.checkpoints import check_pair, tokenizer_fingerprint, weights_fingerprint
+
+CARD = (assets.FOLDER / "tiny-python-head" / "README.md").read_text()
+
+
+def test_it_is_the_head_of_the_bundled_target():
+    head = assets.load_head()
+    assert check_pair(head, assets.load_target()) == []
+    assert head.config.fc_norm and head.config.norm_output
+    files = [path for path in assets.FOLDER.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 20e6
+
+
+def test_its_checkpoint_leaves_nothing_open():
+    """Which target, with which weights and which tokenizer; and how every ambiguous field is meant."""
+    record, target = assets.load_head().record, assets.load_target()
+    assert record.ambiguous == ()
+    assert record.target_name == "tiny-python-target"
+    assert record.target_fingerprint == weights_fingerprint(target)
+    assert f"`{record.target_fingerprint}`" in CARD
+    assert record.tokenizer_fingerprint == tokenizer_fingerprint(assets.load_tokenizer())
+
+
+def test_generate_tells_of_a_target_with_other_weights():
+    """A fine-tuned copy has the name that the head was made for."""
+    target = assets.load_target()
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.mul_(1.01)
+    ids = torch.arange(5)[None]
+    with pytest.warns(UserWarning, match="made for other weights of tiny-python-target") as told:
+        for _ in range(3):
+            specdec_ext.generate(target, ids, max_new_tokens=4)
+    assert len(told) == 1
+
+
+def test_auto_finds_it_wherever_the_target_lies(tmp_path):
+    target = assets.load_target()
+    target.save_pretrained(tmp_path)
+    for model in (target, type(target).from_pretrained(tmp_path)):
+        drafter = resolve_drafter("auto", model)
+        assert isinstance(drafter, CombinedDrafter)
+        assert drafter.model_based.head.config == assets.load_head().config
+
+
+def test_its_drafts_are_accepted_and_the_text_stays():
+    """The card's number is of all prompts and 128 tokens; a part of them must not be far from it."""
+    target, tokenizer = assets.load_target(), assets.load_tokenizer()
+    drafter = specdec_ext.HeadDrafter(assets.load_head(), specdec_ext.TreeConfig(depth=5))
+    emitted = steps = 0
+    for prompt in assets.held_out_prompts()[:4]:
+        ids = tokenizer(prompt["prompt"], return_tensors="pt")["input_ids"]
+        options = {"max_new_tokens": 48, "do_sample": False}
+        plain = specdec_ext.generate(target, ids, drafter=None, **options)
+        output = specdec_ext.generate(
+            target,
+            ids,
+            drafter=drafter,
+            speculation="fixed",
+            return_dict_in_generate=True,
+            **options,
+        )
+        assert torch.equal(output.sequences, plain)
+        emitted += output.speculation.accepted_tokens
+        steps += output.speculation.drafts
+    assert 1 + emitted / steps > 2.5
+
+
+def test_the_card_claims_what_was_asked_for():
+    (length,) = re.findall(r"held-out Python .*\*\*(\d\.\d\d)\*\*", CARD)
+    assert float(length) >= 3
+    assert "specdec train bundled" in CARD and "prose" in CARD

@@ -1,0 +1,202 @@
+"""``calibrate`` finds the reading for which a head was made, and says by how much.
+
+Heads are built, not trained: one whose ``fc`` is fitted to the features of certain layers, and one that
+counts only if its output is fed back normed. Claims: from every neighbouring spelling the right one is found;
+a head that is right is returned as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from checkpoint_cases import VOCAB, random_head
+from tiny import tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specdec_ext.heads.checkpoints import calibrate
+from specdec_ext.models.passes.features import FeatureTap
+
+WIDTH = 128
+
+
+def silent(head):
+    """The head with layers that add nothing: its output is what ``fc`` makes of the features."""
+    for name, tensor in head.tensors.items():
+        if "norm" in name:
+            tensor.fill_(1.0)
+        else:
+            tensor.zero_()
+    return head
+
+
+@functools.cache
+def text() -> torch.Tensor:
+    """What the target writes itself, so that its most probable token is the text's."""
+    start = torch.tensor([[3, 1, 4, 1, 5]])
+    return tiny_model("llama").generate(start, max_new_tokens=50, do_sample=False)
+
+
+def fitted_head(layers: tuple[int, int]):
+    """A head that knows the text by heart from the hidden states of these layers."""
+    head = silent(
+        random_head(
+            num_features=2,
+            feature_layers=layers,
+            hidden_size=WIDTH,
+            target_hidden_size=32,
+            own_embedding=True,
+        )
+    )
+    target = tiny_model("llama")
+    tap = FeatureTap(target, target.config, layers)
+    with torch.no_grad(), tap.recording() as states:
+        target(text())
+    features = torch.cat([state[0] for state in states], dim=-1)[:-2]
+    answers = torch.nn.functional.one_hot(text()[0, 2:], WIDTH).float()
+    weights = torch.linalg.lstsq(features.double(), answers.double()).solution
+    head.tensors["fc.weight"].copy_(weights.T)
+    head.tensors["lm_head.weight"].copy_(torch.eye(VOCAB, WIDTH))
+    return head
+
+
+@pytest.mark.parametrize("written", [(0, 1), (1, 2), (2, 3)])
+def test_the_right_layers_are_found(written):
+    right = fitted_head((1, 2))
+    head = replace(right, config=replace(right.config, feature_layers=written))
+    found = calibrate(head, tiny_model("llama"), text())
+    assert found.head.config.feature_layers == (1, 2)
+    assert found.head.tensors is head.tensors
+    assert found.trials[0].feature_layers == written
+    best = max(found.trials, key=lambda trial: trial.score)
+    assert best.first > 0.9
+    assert all(trial.first < 0.5 for trial in found.trials if trial is not best)
+    assert {trial.drafts for trial in found.trials} == {53}
+    if written == (1, 2):
+        assert found.head is head, "a head that is right stays as it is"
+    else:
+        assert found.head.record.layers_from == "calibration on a text of 55 tokens"
+
+
+def test_layers_that_the_target_lacks_are_corrected():
+    """A checkpoint whose ids were read one up reaches beyond the target."""
+    right = fitted_head((2, 3))
+    head = replace(right, config=replace(right.config, feature_layers=(3, 4)))
+    found = calibrate(head, tiny_model("llama"), text())
+    assert found.head.config.feature_layers == (2, 3)
+    assert [trial.feature_layers for trial in found.trials] == [(2, 3)]
+
+
+def lookup_target(step: int):
+    """A target whose next token is (token + step) % VOCAB: its layers add nothing to the embedding."""
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        intermediate_size=8,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        tie_word_embeddings=False,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.zero_()
+        model.get_input_embeddings().weight.copy_(torch.eye(VOCAB, WIDTH))
+        model.get_output_embeddings().weight.copy_(shift(step))
+    return model
+
+
+def shift(step: int, width: int = WIDTH) -> torch.Tensor:
+    """``[VOCAB, width]``: takes the one-hot of a token to the one-hot of (token + step) % VOCAB."""
+    return torch.eye(VOCAB, width).roll(step, dims=0)
+
+
+def counting_head(step: int, norm_output: bool):
+    """Its first token is 2 ``step`` on; the next one more if what is fed back was normed, else the same.
+
+    ``fc`` makes 1000 times a one-hot vector, beside which the 60 times the next one-hot vector that the MLP
+    adds are nothing; normed, the vector's length is about 11 and the MLP wins.
+    """
+    options = {"num_features": 3, "feature_layers": (2, 3, 4), "norm_output": norm_output}
+    sizes = {"hidden_size": WIDTH, "target_hidden_size": WIDTH, "intermediate_size": WIDTH}
+    head = silent(random_head(**options, **sizes))
+    head.tensors["fc.weight"][:VOCAB, :WIDTH] = 1000 * shift(2 * step)
+    head.tensors["layers.0.mlp.gate_proj.weight"].copy_(10 * torch.eye(WIDTH))
+    head.tensors["layers.0.mlp.up_proj.weight"].copy_(torch.eye(WIDTH))
+    head.tensors["layers.0.mlp.down_proj.weight"][:VOCAB] = 0.05 * shift(1)
+    head.tensors["lm_head.weight"].copy_(torch.eye(VOCAB, WIDTH))
+    return head
+
+
+@pytest.mark.parametrize("step, right", [(1, True), (0, False)], ids=["post-norm", "pre-norm"])
+def test_the_right_feedback_is_found(step, right):
+    """A text that counts is drafted with the normed output, one that stands still without."""
+    target = lookup_target(step)
+    ids = (torch.arange(20) * step + 5) % VOCAB
+    found = calibrate(counting_head(step, norm_output=True), target, ids)
+    assert found.head.config.norm_output is right
+    by_reading = {(t.feature_layers, t.norm_output): t for t in found.trials}
+    assert by_reading[(2, 3, 4), right].first == by_reading[(2, 3, 4), right].second == 1.0
+    assert by_reading[(2, 3, 4), not right].first == 1.0
+    assert by_reading[(2, 3, 4), not right].second == 0.0
+
+
+def test_a_head_that_reads_the_last_token_is_given_it():
+    """EAGLE-1 whose ``fc`` takes the embedding alone: the target's own table does the rest."""
+    head = silent(random_head("eagle1", hidden_size=WIDTH, target_hidden_size=WIDTH))
+    head.tensors["fc.weight"][:, :WIDTH] = torch.eye(WIDTH)
+    (trial,) = calibrate(head, lookup_target(1), torch.arange(20) + 5).trials
+    assert trial.first == trial.second == 1.0
+
+
+def test_second_tokens_count_after_first_ones_that_the_text_has():
+    """After a first token that the text does not have, the target was asked about another text."""
+    head = silent(random_head("eagle1", fc_bias=True, hidden_size=WIDTH, target_hidden_size=WIDTH))
+    head.tensors["fc.bias"][8] = 1.0  # so it drafts 9, whatever it reads
+    (trial,) = calibrate(head, lookup_target(1), torch.full((20,), 8)).trials
+    assert trial.first == 1.0, "the target, too, says 9 after 8"
+    assert trial.second == 0.0, "but 8 is what the text goes on with"
+
+
+def test_a_head_that_says_no_norm_output_is_not_asked_again():
+    found = calibrate(counting_head(1, norm_output=False), lookup_target(1), torch.arange(9))
+    assert {trial.norm_output for trial in found.trials} == {False}
+    assert [trial.feature_layers for trial in found.trials] == [(2, 3, 4), (3, 4, 5), (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("eagle1", {}),
+        ("eagle3", {"has_fc": False, "num_features": 1, "feature_layers": (-1,)}),
+    ],
+)
+def test_heads_of_the_last_hidden_state_have_one_reading(kind, options):
+    found = calibrate(random_head(kind, **options), tiny_model("llama"), text(), num_drafts=5)
+    assert len(found.trials) == 1
+    assert found.trials[0].drafts == 5
+
+
+def test_p_eagle_and_bfloat16():
+    head = random_head(mask_token_id=7, feature_layers=(0, 1, 2), draft_vocab_size=40)
+    found = calibrate(head, tiny_model("llama", dtype=torch.bfloat16), text(), num_drafts=3)
+    assert len(found.trials) == 2, "of three layers, those one down do not exist"
+
+
+@pytest.mark.parametrize("ids", [torch.ones(7).long(), torch.ones(2, 9).long()])
+def test_what_is_no_text_is_refused(ids):
+    with pytest.raises(ValueError, match=r"expected one text of at least 8 tokens"):
+        calibrate(random_head(feature_layers=(0, 1, 2)), tiny_model("llama"), ids)
+
+
+def test_a_pair_that_cannot_work_is_refused():
+    with pytest.raises(ValueError, match="can't draft for"):
+        calibrate(
+            random_head(vocab_size=50, draft_vocab_size=50, own_embedding=True),
+            tiny_model("llama"),
+            text(),
+        )

@@ -1,0 +1,44 @@
+"""A drafter of every kind for the tiny Llama; each call makes a new one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from head_cases import head_of
+from medusa_cases import random_heads
+from tiny import tiny_model
+
+from specdec_ext import (
+    CombinedDrafter,
+    Drafter,
+    DraftModelDrafter,
+    HeadDrafter,
+    LookaheadDrafter,
+    MedusaDrafter,
+    NgramDrafter,
+    SuffixDrafter,
+    TreeConfig,
+)
+
+MEDUSA_TREE = TreeConfig(depth=3, top_k=3, num_nodes=9)
+# Those that need nothing of the architecture.
+GENERAL: dict[str, Callable[[], Drafter]] = {
+    "suffix tree": lambda: SuffixDrafter(offset=2.0),
+    "suffix chain": lambda: SuffixDrafter(tree=False, offset=2.0),
+    "lookahead": LookaheadDrafter,
+    "medusa": lambda: MedusaDrafter(random_heads()),
+    "medusa dynamic": lambda: MedusaDrafter(random_heads(), MEDUSA_TREE),
+    "ngram and model": lambda: CombinedDrafter(
+        NgramDrafter(min_ngram=1), DraftModelDrafter(tiny_model("qwen3")), 2, max_nodes=10
+    ),
+    "suffix and medusa": lambda: CombinedDrafter(SuffixDrafter(), MedusaDrafter(random_heads()), 2),
+}
+DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
+    **GENERAL,
+    "none": lambda: None,
+    "ngram": lambda: NgramDrafter(min_ngram=1),
+    "draft model": lambda: DraftModelDrafter(tiny_model("qwen3")),
+    "draft model, sampled": lambda: DraftModelDrafter(tiny_model("qwen3"), sampled=True),
+    "head": lambda: HeadDrafter(head_of("eagle3")),
+    "p-eagle": lambda: HeadDrafter(head_of("p-eagle")),
+}

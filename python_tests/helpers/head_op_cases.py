@@ -1,0 +1,173 @@
+"""Drafts through the op ``draft_head``, on any device, beside the specification's of ``head_cases``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Iterable
+from functools import cached_property
+from typing import Any
+
+import pytest
+import torch
+from head_cases import Run, elements
+from torch import Tensor
+
+from specdec_ext import ops
+from specdec_ext.heads.config import DraftHead
+from specdec_ext.tree.config import TreeConfig
+
+STATIC = TreeConfig(
+    choices=(
+        (0,),
+        (1,),
+        (3,),
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (0, 0, 0),
+        (0, 0, 2),
+        (1, 0, 1),
+        (1, 0, 1, 0),
+    )
+)
+SHAPES = {
+    "chain": TreeConfig(4),
+    "cut-chain": TreeConfig(6, num_nodes=3),
+    "padded-chain": TreeConfig(2, num_nodes=5),
+    "static": STATIC,
+    "dynamic": TreeConfig(4, 3, 12),
+    "wide": TreeConfig(2, 32, 40),
+}
+# Of three rows in several calls: rows in the middle and in front have nothing new, the last call is more than
+# a chunk of the CPU's and two passes of the kernel.
+ROUNDS = [(9, [9, 4, 7]), (3, [1, 0, 3]), (2, [0, 2, 1]), (70, [2, 70, 1])]
+EMULATED_ROUNDS = [(4, [3, 1, 4]), (2, [1, 0, 2])]
+
+
+def some_emulated(cases: Iterable[Any], emulated: Container[Any]) -> list[Any]:
+    """Cases of a test, values or tuples of them; where kernels are emulated all but the second ones are
+    slow."""
+    return [
+        case
+        if case in emulated
+        else pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow_emulated
+        )
+        for case in cases
+    ]
+
+
+@dataclasses.dataclass
+class OpRun(Run):
+    """A :class:`Run` through the op; results come back to the CPU.
+
+    Attributes:
+        device: where the op runs.
+        weights: format of the packed weights.
+    """
+
+    device: str = "cpu"
+    weights: str = "same"
+
+    @classmethod
+    def start(
+        cls,
+        head: DraftHead,
+        rows: int,
+        capacity: int = 128,
+        embedding: Tensor | None = None,
+        lm_head: Tensor | None = None,
+        first_position: int = 0,
+        device: str = "cpu",
+        weights: str = "same",
+    ) -> OpRun:
+        run = super().start(head, rows, capacity, embedding, lm_head, first_position)
+        run.device, run.weights = device, weights
+        run.keys, run.values = run.keys.to(device), run.values.to(device)
+        return run
+
+    def draft(
+        self, tree: TreeConfig, tokens: Tensor, features: Tensor, counts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if counts is None:
+            counts = torch.full((len(tokens),), tokens.shape[1])
+        drafted = ops.draft_head(**self.arguments(tokens, features, counts), tree=tree)
+        self.lengths, self.positions = self.lengths + counts, self.positions + counts
+        return tuple(each.cpu() for each in drafted)
+
+    @cached_property
+    def packed(self) -> ops.PackedHead:
+        return ops.PackedHead.pack(
+            self.head.to(self.device, self.embedding.dtype),
+            self.embedding.to(self.device),
+            self.lm_head.to(self.device),
+            self.weights,
+        )
+
+    def arguments(self, tokens: Tensor, features: Tensor, counts: Tensor) -> dict[str, Any]:
+        """All of the op's but the tree."""
+        roots = torch.zeros_like(counts)
+        if tokens.shape[1] > 0:
+            roots = tokens.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
+        tensors = dict(
+            cosines=self.cosines,
+            sines=self.sines,
+            keys=self.keys,
+            values=self.values,
+            tokens=tokens,
+            features=features,
+            counts=counts,
+            lengths=self.lengths,
+            positions=self.positions,
+            roots=roots,
+        )
+        on_device = {name: tensor.to(self.device) for name, tensor in tensors.items()}
+        return {"head": self.packed, **on_device}
+
+
+def poisoned(features: Tensor, counts: list[int]) -> Tensor:
+    """NaN in the elements that do not count."""
+    padding = torch.arange(features.shape[1]) >= torch.tensor(counts)[:, None]
+    return features.masked_fill(padding[..., None], torch.nan)
+
+
+def committed(run: Run) -> list[Tensor]:
+    """Keys and values of each row that are in use."""
+    return [
+        cache[:, row, :, :length].cpu()
+        for row, length in enumerate(run.lengths.tolist())
+        for cache in (run.keys, run.values)
+    ]
+
+
+def assert_equal_drafts(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def assert_same_draft(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    assert_equal_drafts(actual[:2], expected[:2])
+    torch.testing.assert_close(actual[2], expected[2], rtol=2e-5, atol=2e-3)
+
+
+def check_against_reference(
+    head: DraftHead, tree: TreeConfig, device: str, rounds: list[tuple[int, list[int]]]
+) -> None:
+    """Draft after draft; what does not count is NaN."""
+    rows = len(rounds[0][1])
+    ours = OpRun.start(head, rows, capacity=150, device=device)
+    theirs = Run.start(head, rows, capacity=150)
+    for seed, (new, counts) in enumerate(rounds):
+        tokens, features = elements(head, rows, new, seed)
+        drafted = ours.draft(tree, tokens, poisoned(features, counts), torch.tensor(counts))
+        assert_same_draft(drafted, theirs.draft(tree, tokens, features, torch.tensor(counts)))
+    for actual, expected in zip(committed(ours), committed(theirs), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def path_scores(drafted: tuple[Tensor, ...]) -> dict[tuple[int, ...], float]:
+    """Score by path of tokens, of a batch of one."""
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(drafted[0][0].tolist(), drafted[1][0].tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return dict(zip(paths, drafted[2][0].tolist(), strict=True))

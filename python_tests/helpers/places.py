@@ -1,0 +1,7 @@
+"""Where the repository keeps what tests read."""
+
+from pathlib import Path
+
+HELPERS = Path(__file__).resolve().parent
+GOLDEN = HELPERS.parent / "golden"
+ROOT = HELPERS.parent.parent

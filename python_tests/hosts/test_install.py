@@ -1,0 +1,200 @@
+"""``install``: ``model.generate`` speculates with the arguments it always had, and comes back unchanged."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import weakref
+
+import pytest
+import torch
+from tiny import ScriptedDrafter, generated, oracle_tree, prompts, tiny_model
+from transformers import GenerationConfig, LogitsProcessorList
+
+import specdec_ext
+from specdec_ext.evaluate import benchmark
+
+KWARGS = dict(max_new_tokens=8, do_sample=False)
+
+
+@pytest.fixture
+def model():
+    """Without the hooks that transformers leaves on a model of which hidden states were asked for."""
+    shared = tiny_model("llama")
+    fresh = type(shared)(copy.deepcopy(shared.config)).eval()
+    fresh.load_state_dict(shared.state_dict())
+    fresh.generation_config = copy.deepcopy(shared.generation_config)
+    return fresh
+
+
+@functools.cache
+def expected():
+    """``(ids, text)`` of transformers."""
+    ids, _ = prompts((6,))
+    return ids, tiny_model("llama").generate(ids, **KWARGS)
+
+
+def right() -> ScriptedDrafter:
+    ids, text = expected()
+    return ScriptedDrafter(generated(text, ids.shape[1]), oracle_tree)
+
+
+def test_generate_speculates(model):
+    ids, text = expected()
+    specdec_ext.install(model, right())
+    out = model.generate(ids, return_dict_in_generate=True, **KWARGS)
+    assert torch.equal(out.sequences, text)
+    assert out.speculation.accepted_tokens > 0
+
+
+def test_positional_arguments(model):
+    """In the order of ``model.generate``: the config, then logits processors."""
+    ids, text = expected()
+    specdec_ext.install(model, right())
+    config = GenerationConfig(pad_token_id=0, **KWARGS)
+    assert torch.equal(model.generate(ids, config, LogitsProcessorList()), text)
+
+
+class Pieces:
+    """A streamer that keeps what it gets."""
+
+    def __init__(self):
+        self.tokens, self.ended = [], False
+
+    def put(self, tokens):
+        self.tokens += tokens.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+def test_streamer_and_assistant_as_in_transformers(model):
+    ids, text = expected()
+    specdec_ext.install(model, right())
+    pieces = Pieces()
+    assert torch.equal(model.generate(ids, streamer=pieces, **KWARGS), text)
+    assert pieces.tokens == text[0].tolist() and pieces.ended
+    out = model.generate(
+        ids, assistant_model=tiny_model("llama"), return_dict_in_generate=True, **KWARGS
+    )
+    assert out.speculation.drafter == "DraftModelDrafter"
+    assert torch.equal(out.sequences, text)
+
+
+def test_defaults_are_for_calls_that_do_not_say(model):
+    ids, _ = expected()
+    specdec_ext.install(model, None, seed=3, do_sample=True, max_new_tokens=8)
+    plain = specdec_ext.generate(model, ids, drafter=None, seed=3, do_sample=True, max_new_tokens=8)
+    assert torch.equal(model.generate(ids), plain)
+    other = model.generate(ids, seed=4, return_dict_in_generate=True, drafter="ngram")
+    assert other.speculation.drafter == "NgramDrafter"
+    assert not torch.equal(other.sequences, plain)
+
+
+def test_a_loop_of_the_callers_own(model):
+    ids, text = expected()
+    specdec_ext.install(model, right())
+    hook = specdec_ext.custom_generate(None)
+    out = model.generate(ids, custom_generate=hook, return_dict_in_generate=True, **KWARGS)
+    assert torch.equal(out.sequences, text) and out.speculation.drafter == "none"
+
+
+def test_uninstalled_and_installed_again(model):
+    before = dict(vars(model))
+    specdec_ext.uninstall(model)  # nothing to do
+    specdec_ext.install(model)
+    second = specdec_ext.install(model, "ngram")
+    assert model.generate is second
+    specdec_ext.uninstall(model)
+    assert vars(model) == before
+    with specdec_ext.install(model) as same:
+        assert same is model and "generate" in vars(model)
+    assert vars(model) == before
+    with specdec_ext.install(model):
+        newer = specdec_ext.install(model)
+    assert model.generate is newer  # not the one whose context has ended
+
+
+def test_what_stood_there_is_called_and_comes_back(model):
+    """A ``generate`` that another library has put there."""
+    calls, (ids, text) = [], expected()
+
+    def theirs(*args, **kwargs):
+        calls.append(kwargs)
+        return type(model).generate(model, *args, **kwargs)
+
+    model.generate = theirs
+    specdec_ext.install(model)
+    specdec_ext.install(model, right())
+    assert torch.equal(model.generate(ids, **KWARGS), text) and len(calls) == 1
+    specdec_ext.uninstall(model)
+    assert model.generate is theirs
+
+
+def test_assigned_by_hand(model):
+    """It called itself, and the message blamed the model."""
+    ids, text = expected()
+    model.generate = functools.partial(specdec_ext.generate, model, drafter=right())
+    out = model.generate(ids, return_dict_in_generate=True, **KWARGS)
+    assert torch.equal(out.sequences, text) and out.speculation.accepted_tokens > 0
+    assert torch.equal(specdec_ext.generate(model, ids, **KWARGS), text)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_copies_are_plain_models(again, model):
+    ids, text = expected()
+    specdec_ext.install(model, right())
+    other = again(model)
+    out = other.generate(ids, return_dict_in_generate=True, **KWARGS)
+    assert torch.equal(out.sequences, text) and not hasattr(out, "speculation")
+    assert other.generate.__self__ is other
+    specdec_ext.install(other, right())
+    assert model.generate.model is model and other.generate.model is other
+
+
+def test_saved_as_always(model, tmp_path):
+    specdec_ext.install(model, right())
+    model.save_pretrained(tmp_path)
+    ids, text = expected()
+    assert torch.equal(type(model).from_pretrained(tmp_path).generate(ids, **KWARGS), text)
+
+
+def test_a_model_is_freed_at_once():
+    """Installed or not: its memory on a GPU is wanted back."""
+    model = copy.deepcopy(tiny_model("llama"))
+    installed, alive = specdec_ext.install(model), weakref.ref(model)
+    del model
+    assert alive() is None
+    with pytest.raises(ReferenceError, match="does not exist any more"):
+        installed(torch.tensor([[1]]))
+
+
+def test_compiled_models(model):
+    ids, text = expected()
+    compiled = torch.compile(model, backend="eager")
+    specdec_ext.install(compiled, right())
+    out = compiled.generate(ids, return_dict_in_generate=True, **KWARGS)
+    assert torch.equal(out.sequences, text) and out.speculation.accepted_tokens > 0
+    specdec_ext.uninstall(compiled)
+    assert "generate" not in vars(model)
+
+
+def test_baselines_are_those_of_transformers(model):
+    """What ours is compared with must not be ours."""
+    ids, _ = expected()
+    specdec_ext.install(model, right())
+    run = benchmark.hugging_face(model, {"do_sample": False}, return_dict_in_generate=True)
+    assert not hasattr(run({"input_ids": ids}), "speculation")
+
+
+def test_errors(model):
+    ids, _ = expected()
+    with pytest.raises(ValueError, match="verification='other' is not known"):
+        specdec_ext.install(model, verification="other")
+    with pytest.raises(TypeError, match="Linear, which has no generate"):
+        specdec_ext.install(torch.nn.Linear(2, 2))
+    assert "generate" not in vars(model)
+    specdec_ext.install(model)
+    with pytest.raises(ValueError, match=r"num_beams.*specdec_ext.uninstall\(model\) brings back"):
+        model.generate(ids, num_beams=2, **KWARGS)

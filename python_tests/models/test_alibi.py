@@ -1,0 +1,94 @@
+"""Attention biased or cut off by distance: exact where siblings share a distance and slots do not.
+
+Claim: Bloom, MPT and Falcon with ALiBi and GPT-Neo with local attention give ``model.generate``'s text, and
+the logits of a tree equal those of each of its branches alone, within 1e-4 in float32.
+"""
+
+import pytest
+import torch
+from lossless import BATCHES, check_generated_text
+from tiny import (
+    BY_DISTANCE,
+    ScriptedDrafter,
+    generated,
+    prompts,
+    random_tree,
+    tiny_model,
+)
+from tree_logits import check_tree_logits
+
+import specdec_ext
+from specdec_ext.models.families.alibi import alibi_of
+from specdec_ext.models.families.local import local_attention_of
+
+
+@pytest.mark.parametrize("lengths", [(7,), (12, 3, 9, 5)], ids=["one", "four-ragged"])
+@pytest.mark.parametrize("name", BY_DISTANCE)
+def test_trees_score_what_their_branches_would(name, lengths):
+    check_tree_logits(tiny_model(name), lengths)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", BY_DISTANCE)
+def test_text_equals_generate(name, batch):
+    check_generated_text(tiny_model(name), batch, new_tokens=16)
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon-alibi"])
+def test_eager_attention(name):
+    check_tree_logits(tiny_model(name, attn_implementation="eager"), (12, 3, 9, 5))
+
+
+def test_in_bfloat16_a_tree_is_as_far_from_float32_as_plain_decoding_is():
+    """Falcon makes its biases in bfloat16; they are moved, never computed again."""
+    model = tiny_model("falcon-alibi", dtype=torch.bfloat16)
+    ids, mask = prompts(BATCHES["five-ragged"])
+    kwargs = dict(attention_mask=mask, max_new_tokens=16, do_sample=False)
+    plain = specdec_ext.generate(model, ids, drafter=None, **kwargs)
+    drafter = ScriptedDrafter(generated(plain, ids.shape[1]), random_tree)
+    drafted = specdec_ext.generate(model, ids, drafter=drafter, **kwargs)
+    for row in range(len(ids)):
+        report = specdec_ext.compare_runs(model, plain[row], drafted[row], ids.shape[1])
+        assert report.verdict in ("equal", "near-tie")
+
+
+@pytest.mark.parametrize("name", ["mpt", "gpt_neo-window"])
+def test_blocks_near_the_end_of_the_buffers(name):
+    """A tree of more slots than the model has positions, at depths that it has."""
+    model = tiny_model(name)
+    end = getattr(model.config, "max_seq_len", None) or model.config.max_position_embeddings
+    ids, mask = prompts((end - 8, end - 20))
+    kwargs = dict(attention_mask=mask, max_length=end, do_sample=False)
+    expected = model.generate(ids, **kwargs)
+
+    def bushy(right, rng):
+        return [right, *([rng.randrange(97)] for _ in range(12))]
+
+    drafter = ScriptedDrafter(generated(expected, ids.shape[1]), bushy)
+    assert torch.equal(specdec_ext.generate(model, ids, drafter=drafter, **kwargs), expected)
+
+
+def test_paddings_between_tokens():
+    """Bloom and Falcon count tokens, so holes in the prompt don't matter."""
+    ids = torch.tensor([[5, 6, 0, 0, 7, 8, 0, 9], [1, 2, 3, 4, 5, 6, 7, 8]])
+    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 0, 1], [1] * 8])
+    for name in ("bloom", "falcon-alibi"):
+        model = tiny_model(name)
+        kwargs = dict(attention_mask=mask, max_new_tokens=10, do_sample=False)
+        expected = model.generate(ids, **kwargs)
+        drafter = ScriptedDrafter(generated(expected, 8), random_tree)
+        assert torch.equal(specdec_ext.generate(model, ids, drafter=drafter, **kwargs), expected)
+
+
+def test_other_models_need_nothing():
+    for name in ("llama", "gpt2", "bart"):
+        assert alibi_of(tiny_model(name)) == []
+        assert local_attention_of(tiny_model(name)) == []
+
+
+@pytest.mark.parametrize("name", BY_DISTANCE)
+def test_models_are_left_as_they_were(name):
+    model = tiny_model(name)
+    ids, mask = prompts((7, 4))
+    specdec_ext.generate(model, ids, attention_mask=mask, drafter="ngram", max_new_tokens=6)
+    assert not any("forward" in vars(module) for module in model.modules())

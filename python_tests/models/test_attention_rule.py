@@ -1,0 +1,114 @@
+"""Where ``tree_attention`` stands in for sdpa: exactly where a mask follows a rule that the op computes."""
+
+import pytest
+import torch
+from tiny import VOCAB, generated, prompts, tiny_model
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+import specdec_ext
+from specdec_ext.models import slots
+from specdec_ext.models.passes import attention
+from specdec_ext.models.passes.masks import causal_window
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Counts the layers' attentions that the op computes, the model being run by its modules."""
+    counter = []
+    original = attention.TreeBlock.attend
+
+    def attend(block, query, *rest):
+        counter.append(query.shape)
+        return original(block, query, *rest)
+
+    monkeypatch.setattr(attention.TreeBlock, "attend", attend)
+    monkeypatch.setattr(slots, "direct_pass", lambda model: None)
+    return counter
+
+
+def test_windows_of_causal_rules():
+    assert causal_window(causal_mask_function) == 0
+    assert causal_window(sliding_window_causal_mask_function(7)) == 7
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        bidirectional_mask_function,
+        sliding_window_bidirectional_mask_function(7),
+        chunked_causal_mask_function(4, torch.zeros(1)),
+        or_masks(causal_mask_function, bidirectional_mask_function),
+        and_masks(causal_mask_function, sliding_window_causal_mask_function(7)),
+        and_masks(causal_mask_function, causal_mask_function),
+        lambda batch, head, query, key: key <= query,
+    ],
+    ids=["bidirectional", "bidirectional-window", "chunked", "or", "nested", "causal-twice", "own"],
+)
+def test_other_rules_are_left_to_their_mask(rule):
+    assert causal_window(rule) is None
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+def test_every_layer_of_every_pass_after_the_prompt(served, drafter):
+    model = tiny_model("mistral-window")
+    out = specdec_ext.generate(
+        model,
+        prompts((9,))[0],
+        drafter=drafter,
+        speculation="fixed",
+        max_new_tokens=12,
+        do_sample=False,
+        return_dict_in_generate=True,
+    )
+    passes = out.speculation.steps
+    assert len(served) == model.config.num_hidden_layers * passes
+
+
+def text(model, ids, mask, **kwargs):
+    law = dict(attention_mask=mask, max_new_tokens=12, do_sample=False)
+    sequences = (
+        model.generate(ids, **law)
+        if not kwargs
+        else specdec_ext.generate(model, ids, **law, **kwargs)
+    )
+    return generated(sequences, ids.shape[1])
+
+
+def test_eager_attention_keeps_its_own(served):
+    model = tiny_model("llama", "eager")
+    ids, mask = prompts((9, 4))
+    assert text(model, ids, mask, drafter="ngram") == text(model, ids, mask)
+    assert not served
+
+
+def test_paddings_between_tokens_keep_the_mask(served):
+    model = tiny_model("llama")
+    ids, mask = prompts((9, 4), side="right")
+    alone = [text(model, ids[row : row + 1, :n], None)[0] for row, n in enumerate((9, 4))]
+    assert text(model, ids, mask, drafter="ngram") == alone
+    assert not served
+
+
+def test_a_mask_that_the_model_changed_counts_as_it_is(served, monkeypatch):
+    """A model that cuts or adds to its mask gets sdpa with that mask."""
+    model = tiny_model("llama")
+    ids = torch.randint(1, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
+    layer = type(model.model.layers[0].self_attn)
+    original = layer.forward
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+        if attention_mask is not None:
+            attention_mask = attention_mask[..., :]
+        return original(self, hidden_states, position_embeddings, attention_mask, **kwargs)
+
+    monkeypatch.setattr(layer, "forward", forward)
+    assert text(model, ids, None, drafter="ngram") == text(model, ids, None)
+    assert not served

@@ -1,0 +1,161 @@
+"""Features handed to drafters are transformers' own hidden states, on the prompt and in trees."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+from tiny import ARCHITECTURES, VOCAB, prompts, tiny_model
+
+import specdec_ext
+from specdec_ext.models import make_target
+from specdec_ext.models.passes.features import FeatureTap, LayerStates
+from specdec_ext.tree.draft_tree import DraftTree
+
+LAYERS = (0, 1, 2, -1)
+# Our linears sum in another order than torch's; another layer's states differ by about 1.
+CLOSE = {"rtol": 1e-3, "atol": 1e-4}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_equal_output_hidden_states(name):
+    model = tiny_model(name)
+    ids, mask = prompts((5, 9))
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    with torch.no_grad():
+        expected = model(
+            ids, attention_mask=mask, position_ids=positions, output_hidden_states=True
+        ).hidden_states
+    target = make_target(model, None, 64)
+    target.tap(LAYERS)
+    features = target.prefill(ids, mask).features
+    valid = mask.bool()
+    torch.testing.assert_close(
+        features[valid], torch.cat([expected[layer] for layer in LAYERS], dim=-1)[valid], **CLOSE
+    )
+
+
+def test_of_every_node_of_a_tree():
+    model = tiny_model("llama")
+    ids, _ = prompts((6,))
+    target = make_target(model, None, 64)
+    target.tap((1, -1))
+    target.prefill(ids, None)
+    tree = DraftTree.from_paths(torch.tensor([3]), [[[4, 5], [7]]])
+    features = target.forward(tree).features
+    for node, path in enumerate(([3], [3, 4], [3, 4, 5], [3, 7])):
+        text = torch.cat([ids, torch.tensor([path])], dim=1)
+        with torch.no_grad():
+            expected = model(text, output_hidden_states=True).hidden_states
+        torch.testing.assert_close(
+            features[0, node], torch.cat([expected[1][0, -1], expected[-1][0, -1]]), **CLOSE
+        )
+
+
+def test_other_threads_are_not_recorded():
+    """Hooks sit on modules, and a model may serve several threads at once."""
+    model = tiny_model("llama")
+    tap = FeatureTap(model, model.config, LAYERS)
+    mine, others = torch.tensor([[1, 2, 3]]), torch.tensor([[4, 5], [6, 7]])
+    with torch.no_grad():
+        with tap.recording() as alone:
+            model(mine)
+        with tap.recording() as states:
+            model(mine)
+            other = threading.Thread(target=model, args=(others,))
+            other.start()
+            other.join()
+    assert len(states) == len(LAYERS)
+    assert all(torch.equal(a, b) for a, b in zip(states, alone, strict=True))
+
+
+def test_no_hook_stays_behind():
+    model = tiny_model("llama")
+
+    def hooks():
+        return [
+            (len(module._forward_pre_hooks), len(module._forward_hooks))
+            for module in model.modules()
+        ]
+
+    before = hooks()
+    for ids in (prompts((4,))[0], torch.tensor([[10**6]])):
+        target = make_target(model, None, 64)
+        target.tap(LAYERS)
+        with nullcontext() if int(ids.max()) < VOCAB else pytest.raises(IndexError):
+            target.prefill(ids, None)
+        assert hooks() == before
+
+
+class Watching(specdec_ext.Drafter):
+    """Proposes the right text and keeps what it is told."""
+
+    def __init__(self, answer):
+        self.answer, self.features = answer, []
+
+    def feature_layers(self, model):
+        return (2,)
+
+    def start(self, context, model, output):
+        self.features.append(output.features[0])
+
+    def propose(self, context):
+        done = len(context.generated[0])
+        return DraftTree.from_paths(context.roots, [[[1], self.answer[done : done + 3]]])
+
+    def commit(self, context, accepted, output):
+        path = accepted.path[0]
+        self.features.append(output.features[0, path[path >= 0]])
+
+
+def test_a_drafter_gets_the_features_of_all_committed_text():
+    model = tiny_model("llama")
+    ids, _ = prompts((7,))
+    expected = specdec_ext.generate(model, ids, drafter=None, max_new_tokens=14)
+    drafter = Watching(expected[0, 7:].tolist())
+    assert torch.equal(
+        specdec_ext.generate(model, ids, drafter=drafter, max_new_tokens=14), expected
+    )
+    features = torch.cat(drafter.features)
+    with torch.no_grad():
+        states = model(expected, output_hidden_states=True).hidden_states[2][0]
+    assert len(features) == expected.shape[1] - 1
+    torch.testing.assert_close(features, states[:-1], **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2-window", "gpt2"])
+def test_the_output_of_the_last_layer_is_what_the_final_norm_takes(name):
+    """Published heads for gpt-oss are fed it: 36 of 36 layers."""
+    model = tiny_model(name)
+    ids, _ = prompts((7,))
+    target = make_target(model, None, 64)
+    target.tap((3, -1))
+    before, after = target.prefill(ids, None).features.chunk(2, dim=-1)
+    norm = model.get_decoder().ln_f if name == "gpt2" else model.get_decoder().norm
+    torch.testing.assert_close(norm(before.clone()), after.clone(), rtol=0, atol=0)
+    assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("layer", [4, 99, -2])
+def test_a_layer_that_is_not_there(layer):
+    with pytest.raises(ValueError, match=f"features of layer {layer}.*layers 0 to 2"):
+        make_target(tiny_model("llama"), None, 64).tap((layer,))
+
+
+def test_states_that_are_selected_when_they_are_read():
+    """Of passes one behind the other, joined before they are read, the same as each by itself."""
+    generator = torch.Generator().manual_seed(0)
+    layers = [2, 0, -1, 3]
+    parts = []
+    for nodes in (1, 3):
+        states = torch.randn(3, 2, nodes, 4, generator=generator)
+        first, last = (torch.randn(2, nodes, 4, generator=generator) for _ in range(2))
+        part = LayerStates(layers, states, first, last)
+        chosen = [states[1], first, last, states[2]]
+        assert all(map(torch.equal, part, chosen)) and len(part) == 4
+        parts.append(part)
+    joined = LayerStates.joined(parts)
+    for i, both in enumerate(zip(*parts, strict=True)):
+        assert torch.equal(joined[i], torch.cat(both, dim=1))

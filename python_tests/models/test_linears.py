@@ -1,0 +1,170 @@
+"""Row-invariant linears: a module's output for a token is the same bits however many rows it is computed
+with, and nothing of it is left when the pass is over."""
+
+import threading
+
+import pytest
+import torch
+from tiny import CONFIGS, tiny_model
+from torch import nn
+
+from specdec_ext import ops
+from specdec_ext.models.passes.linears import plain_linears, row_invariant_linears
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture
+def op_calls(monkeypatch):
+    """The numbers of rows that ops.linear was called with."""
+    calls, linear = [], ops.linear
+    monkeypatch.setattr(
+        ops, "linear", lambda input, *rest: calls.append(input.numel()) or linear(input, *rest)
+    )
+    return calls
+
+
+def small_linear(**changes):
+    torch.manual_seed(0)
+    return nn.Linear(40, 24, **changes).eval()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linears_of_a_llama_are_row_invariant(dtype):
+    model = tiny_model("llama", dtype=dtype)
+    linears = plain_linears(model)
+    assert len(linears) == 7 * 3 + 1
+    for module in linears:
+        input = torch.randn(33, module.in_features).to(dtype)
+        with torch.inference_mode(), row_invariant_linears(linears):
+            alone = torch.cat([module(row[None]) for row in input])
+            for rows in (2, 5, 8, 33):
+                assert torch.equal(module(input[None, :rows])[0], alone[:rows])
+        torch.testing.assert_close(alone, module(input).detach())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_model_output_is_as_before(name):
+    model = tiny_model(name)
+    ids = torch.arange(1, 9)[None]
+    with torch.inference_mode():
+        expected = model(ids).logits
+        with row_invariant_linears(plain_linears(model)):
+            actual = model(ids).logits
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_modules_are_as_before_afterwards():
+    module = small_linear()
+    before = dict(module.__dict__)
+    with pytest.raises(RuntimeError, match="stop"), row_invariant_linears([module]):
+        with row_invariant_linears([module, module]):
+            assert "forward" in module.__dict__
+        assert "forward" in module.__dict__
+        raise RuntimeError("stop")
+    assert module.__dict__ == before
+
+
+def test_threads(op_calls):
+    """Other threads compute as ever, and the last context to close restores the module."""
+    module, input = small_linear(), torch.randn(1, 40)
+
+    @torch.inference_mode()
+    def elsewhere():
+        module(input)
+        seen.append(len(op_calls))
+        with row_invariant_linears([module]):
+            both_open.wait()
+            first_closed.wait()
+            module(input)
+            seen.append(len(op_calls))
+
+    seen, both_open, first_closed = [], threading.Barrier(2), threading.Event()
+    thread = threading.Thread(target=elsewhere)
+    with row_invariant_linears([module]):
+        thread.start()
+        both_open.wait()
+    assert "forward" in module.__dict__
+    first_closed.set()
+    thread.join()
+    assert seen == [0, 1]
+    assert "forward" not in module.__dict__
+
+
+@torch.inference_mode()
+def test_hooks_still_run(op_calls):
+    module, seen = small_linear(), []
+    module.register_forward_pre_hook(lambda module, args: seen.append("before"))
+    module.register_forward_hook(lambda module, args, output: output + 1)
+    with row_invariant_linears([module]):
+        actual = module(torch.zeros(1, 40))
+    assert seen == ["before"] and len(op_calls) == 1
+    assert torch.equal(actual[0], module.bias + 1)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda module: module(torch.ones(1, 40)),  # records gradients
+        torch.inference_mode()(lambda module: module.train()(torch.ones(1, 40))),
+        torch.inference_mode()(
+            lambda module: torch.autocast("cpu", torch.bfloat16)(module)(torch.ones(1, 40))
+        ),
+    ],
+    ids=["gradients", "training", "autocast"],
+)
+def test_falls_back(call, op_calls):
+    module = small_linear()
+    with row_invariant_linears(plain_linears(module)):
+        actual = call(module)
+    assert not op_calls
+    assert torch.equal(actual, call(module))
+
+
+@torch.inference_mode()
+def test_any_layout_of_the_input():
+    module = small_linear()
+    input = torch.randn(40, 5, 4, 3).permute(3, 1, 2, 0)
+    expected = module(input)
+    with row_invariant_linears([module]):
+        torch.testing.assert_close(module(input), expected)
+
+
+class Subclass(nn.Linear):
+    pass
+
+
+def offloaded():
+    module = small_linear()
+    module.forward = lambda input: nn.Linear.forward(module, input)
+    return module
+
+
+def compiled():
+    module = small_linear()
+    module.compile(backend="eager")
+    return module
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Subclass(40, 24),
+        small_linear(dtype=torch.float64),
+        small_linear(device="meta"),
+        nn.utils.parametrizations.weight_norm(small_linear()),
+        torch.compile(small_linear(), backend="eager"),
+        compiled(),
+    ],
+    ids=["subclass", "float64", "meta", "weight-norm", "compile", "compiled"],
+)
+def test_others_are_left_alone(module):
+    assert plain_linears(module) == []
+
+
+def test_a_replaced_forward_is_left_alone():
+    module = offloaded()
+    forward = module.forward
+    with row_invariant_linears(plain_linears(module)):
+        assert module.forward is forward
+    assert module.forward is forward

@@ -1,0 +1,616 @@
+"""``draft_head``: one call drafts what the specification drafts, and a row depends on nothing but itself.
+
+In float32 tokens and parents are equal and scores close. In 16 bits the error of the scores against the
+specification in float64 is at most twice that of the specification in the same dtype.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from head_cases import KINDS, Run, elements, head_of
+from head_op_cases import (
+    EMULATED_ROUNDS,
+    ROUNDS,
+    SHAPES,
+    STATIC,
+    OpRun,
+    assert_equal_drafts,
+    assert_same_draft,
+    check_against_reference,
+    committed,
+    path_scores,
+    some_emulated,
+)
+from op_cases import DEVICES, generator
+from places import HELPERS
+from test_golden import CHAINS, GOLDEN, TREES, load
+from torch import Tensor
+
+from specdec_ext import ops
+from specdec_ext.heads.checkpoints import load_draft
+from specdec_ext.heads.config import DraftHead
+from specdec_ext.tree.config import TreeConfig
+
+DTYPES = [torch.float32, torch.bfloat16]
+ODD_SIZES: dict[str, dict[str, Any]] = {
+    "odd": dict(
+        hidden_size=48,
+        num_heads=3,
+        num_kv_heads=1,
+        head_dim=20,
+        intermediate_size=77,
+        vocab_size=101,
+        draft_vocab_size=101,
+        target_hidden_size=17,
+    ),
+    "ones": dict(
+        hidden_size=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=2,
+        intermediate_size=1,
+        vocab_size=1,
+        draft_vocab_size=1,
+        target_hidden_size=1,
+        num_features=1,
+        feature_layers=(1,),
+    ),
+    # Several blocks of lm_head, the last one not full.
+    "vocabulary": dict(vocab_size=2000, draft_vocab_size=1201),
+}
+# In rows of 16 bytes.
+KERNEL_ODD_SIZES: dict[str, dict[str, Any]] = {
+    "odd": dict(
+        hidden_size=44,
+        num_heads=3,
+        num_kv_heads=1,
+        head_dim=72,  # more than a panel of attention
+        intermediate_size=76,
+        vocab_size=101,
+        draft_vocab_size=101,
+        target_hidden_size=20,
+    ),
+    "least": dict(
+        hidden_size=4,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        intermediate_size=4,
+        vocab_size=1,
+        draft_vocab_size=1,
+        target_hidden_size=4,
+        num_features=1,
+        feature_layers=(1,),
+    ),
+    "vocabulary": dict(vocab_size=2000, draft_vocab_size=1201),
+    # Rows of weights of several slices; 9 heads share keys and values.
+    "wide": dict(hidden_size=520, intermediate_size=1040, num_heads=9, num_kv_heads=1, head_dim=8),
+}
+
+
+@pytest.fixture
+def rounds(emulated: bool) -> list[tuple[int, list[int]]]:
+    return EMULATED_ROUNDS if emulated else ROUNDS
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    some_emulated(
+        itertools.product(KINDS, SHAPES),
+        {
+            ("eagle1", "dynamic"),
+            ("eagle1-two-layers", "static"),
+            ("eagle3", "wide"),
+            ("eagle3.1", "chain"),
+            ("qk-norm-window", "dynamic"),
+            ("no-fc", "cut-chain"),
+            ("p-eagle", "static"),
+            ("p-eagle", "padded-chain"),
+        },
+    ),
+)
+def test_equals_reference(name, tree, device, rounds):
+    check_against_reference(head_of(name), SHAPES[tree], device, rounds)
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+@pytest.mark.parametrize("sizes", ODD_SIZES)
+@pytest.mark.parametrize("name", ["eagle3.1", "qk-norm-window"])
+def test_odd_sizes(name, sizes, tree):
+    check_against_reference(head_of(name, **ODD_SIZES[sizes]), SHAPES[tree], "cpu", ROUNDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "tree"),
+    some_emulated(
+        itertools.product(["eagle3.1", "qk-norm-window"], KERNEL_ODD_SIZES, ["chain", "dynamic"]),
+        {("eagle3.1", "odd", "dynamic"), ("qk-norm-window", "least", "chain")},
+    ),
+)
+def test_odd_sizes_on_cuda(name, sizes, tree, device, rounds):
+    head = head_of(name, **KERNEL_ODD_SIZES[sizes])
+    check_against_reference(head, SHAPES[tree], device, rounds)
+
+
+def test_all_norms_of_the_features(device, rounds):
+    """Of all, then of each."""
+    head = head_of("eagle3.1", norm_before_fc=True)
+    check_against_reference(head, SHAPES["chain"], device, rounds)
+
+
+def test_more_children_than_a_level_may_keep(device, rounds):
+    """Of a draft vocabulary of 7 at most 7 are there."""
+    head = head_of("eagle3", draft_vocab_size=7)
+    check_against_reference(head, SHAPES["wide"], device, rounds)
+
+
+def test_more_children_than_on_cuda():
+    check_against_reference(head_of("eagle3"), TreeConfig(2, 63, 40), "cpu", ROUNDS)
+
+
+@pytest.mark.parametrize("layers", some_emulated([1, 2], [2]))
+def test_narrow_windows(layers, device, rounds):
+    """A window of one sees the element alone."""
+    head = head_of("eagle3", num_layers=layers, sliding_windows=(1, 3)[:layers])
+    check_against_reference(head, STATIC, device, rounds)
+
+
+@pytest.mark.parametrize("layers", some_emulated([1, 2], [2]))
+def test_many_levels(layers, device, emulated, kernel):
+    """70 levels are more than a word of bits; CUDA's limit is 64."""
+    options = dict(num_layers=layers, sliding_windows=(None,) * layers)
+    head = head_of("p-eagle", vocab_size=500, draft_vocab_size=500, **options)
+    tree = TreeConfig(9 if emulated else 64 if kernel else 70)
+    ours = OpRun.start(head, rows=2, capacity=200, device=device)
+    theirs = Run.start(head, rows=2, capacity=200)
+    for new in (5, 2):
+        tokens, features = elements(head, 2, new)
+        assert_same_draft(*(run.draft(tree, tokens, features) for run in (ours, theirs)))
+
+
+def test_worked_example(device):
+    """EAGLE-1 that knows the last token only: its layer adds nothing, its fc keeps the embedding, and
+    token t is embedded as the unit vector t."""
+    probabilities = torch.tensor(
+        [[0.1, 0.9, 0, 0], [0, 0.3, 0.6, 0.1], [0.02, 0, 0.08, 0.9], [1.0, 0, 0, 0]]
+    )
+    head = head_of(
+        "eagle1",
+        hidden_size=4,
+        target_hidden_size=4,
+        vocab_size=4,
+        draft_vocab_size=4,
+        fc_bias=False,
+    )
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in head.tensors.items()}
+    tensors["fc.weight"] = torch.eye(4, 8)
+    run = OpRun.start(
+        DraftHead(head.config, tensors),
+        device=device,
+        rows=1,
+        embedding=torch.eye(4),
+        lm_head=probabilities.log().nan_to_num(neginf=-200.0).T.contiguous(),
+    )
+    tree = TreeConfig(depth=3, top_k=2, num_nodes=6)
+    tokens, parents, scores = run.draft(tree, torch.tensor([[0]]), torch.zeros(1, 1, 4))
+    # 0 ┬ 1 (.9) ┬ 2 (.54) ┬ 3 (.486)
+    #   │          │         └ 2 (.0432)
+    #   │          └ 1 (.27) ┬ 2 (.162)
+    #   │                    └ 1 (.081)
+    #   └ 0 (.1) ┬ 1 (.09)
+    #            └ 0 (.01)
+    assert tokens[0].tolist() == [0, 1, 2, 1, 3, 2]
+    assert parents[0].tolist() == [-1, 0, 1, 1, 2, 3]
+    expected = torch.tensor([1, 0.9, 0.54, 0.27, 0.486, 0.162])
+    torch.testing.assert_close(scores[0].exp(), expected)
+
+
+def test_equal_scores_go_to_the_lower_token(device):
+    """Across the blocks of 384 in which lm_head is multiplied; one of the signs is the better one."""
+    head = head_of("eagle3", vocab_size=2000, draft_vocab_size=1500)
+    drafts = []
+    for sign in (1, -1):
+        lm_head = torch.zeros(1500, head.config.hidden_size)
+        lm_head[[1499, 700, 399, 3]] = sign * torch.ones(24)
+        lm_head[5] = -sign * torch.ones(24)
+        tied = DraftHead(head.config, {**head.tensors, "lm_head.weight": lm_head})
+        tokens, _, _ = OpRun.start(tied, 1, device=device).draft(
+            TreeConfig(1, 6, 7), *elements(head, 1, 3)
+        )
+        drafts.append(tokens[0, 1:].tolist())
+    expected = [[3, 399, 700, 1499, 0, 1], [5, 0, 1, 2, 4, 6]]
+    tokens = head.tensors["draft_to_target"][torch.tensor(expected)]
+    assert sorted(drafts) == sorted(tokens.tolist())
+
+
+def test_equal_scores_of_a_level_go_to_the_lower_candidate(device):
+    """Three tokens share all probability at every node: of nine equal candidates the first three go on."""
+    head = head_of("eagle3")
+    lm_head = torch.full((61, head.config.hidden_size), torch.nan)
+    lm_head[:3] = 0
+    tied = DraftHead(head.config, {**head.tensors, "lm_head.weight": lm_head})
+    _, parents, _ = OpRun.start(tied, 1, device=device).draft(
+        TreeConfig(3, 3, 22), *elements(head, 1, 3)
+    )
+    expected = [node for level in ([0], [1, 2, 3], [4, 5, 6]) for node in level for _ in range(3)]
+    assert parents[0].tolist() == [-1, *expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    some_emulated(
+        itertools.product(KINDS, [torch.bfloat16, torch.float16]),
+        {("eagle3.1", torch.bfloat16), ("eagle1", torch.float16)},
+    ),
+    ids=str,
+)
+def test_error_in_16_bits_is_at_most_twice_the_references(name, dtype, device, emulated, kernel):
+    """A tree with all paths over a vocabulary of 3 is the same in every dtype, up to the order of siblings.
+    The mean error, because the largest is one path's chance."""
+    if dtype == torch.float16 and not kernel:
+        pytest.skip("not on the CPU")
+    tree = TreeConfig(
+        choices=[path for n in (1, 2, 3) for path in itertools.product(range(3), repeat=n)]
+    )
+    errors: dict[str, list[float]] = {"op": [], "reference": []}
+    for seed in range(2 if emulated else 6):
+        head = head_of(name, seed, dtype, vocab_size=7, draft_vocab_size=3, own_lm_head=True)
+        embedding = torch.randn(7, head.config.hidden_size, generator=generator(seed)).to(dtype)
+        exact_head = head.to("cpu", torch.float64)
+        runs = {
+            "op": OpRun.start(head, 1, embedding=embedding, device=device),
+            "reference": Run.start(head, 1, embedding=embedding),
+            "exact": Run.start(exact_head, 1, embedding=embedding.double()),
+        }
+        tokens, features = elements(head, 1, 12, seed)
+        scores = {
+            key: path_scores(run.draft(tree, tokens, features.to(run.embedding.dtype)))
+            for key, run in runs.items()
+        }
+        exact = scores.pop("exact")
+        for key, ours in scores.items():
+            assert ours.keys() == exact.keys()
+            errors[key] += [abs(ours[path] - exact[path]) for path in exact]
+    assert sum(errors["op"]) <= 2 * sum(errors["reference"])
+
+
+@pytest.mark.parametrize(
+    ("name", "tree", "dtype"),
+    some_emulated(
+        itertools.product(
+            ["eagle1-two-layers", "eagle3.1", "qk-norm-window", "p-eagle"],
+            ["chain", "static", "dynamic"],
+            DTYPES,
+        ),
+        {("qk-norm-window", "chain", torch.bfloat16), ("p-eagle", "static", torch.float32)},
+    ),
+    ids=str,
+)
+def test_a_row_does_not_depend_on_the_others(name, tree, dtype, device, rounds):
+    head = head_of(name, dtype=dtype)
+    together = OpRun.start(head, rows=3, device=device)
+    alone = [OpRun.start(head, rows=1, device=device) for _ in range(3)]
+    for seed, (new, counts) in enumerate(rounds):
+        tokens, features = elements(head, 3, new, seed)
+        drafted = together.draft(SHAPES[tree], tokens, features, torch.tensor(counts))
+        for row, (run, count) in enumerate(zip(alone, counts, strict=True)):
+            part = slice(row, row + 1)
+            own = run.draft(SHAPES[tree], tokens[part, :count], features[part, :count])
+            if count > 0:
+                assert_equal_drafts([each[part] for each in drafted], own)
+    own_caches = [cache for run in alone for cache in committed(run)]
+    for ours, theirs in zip(committed(together), own_caches, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    some_emulated(
+        itertools.product(
+            ["eagle1", "eagle1-two-layers", "eagle3", "qk-norm-window", "p-eagle"], DTYPES
+        ),
+        {("qk-norm-window", torch.bfloat16)},
+    ),
+    ids=str,
+)
+def test_elements_in_several_calls(name, dtype, device, emulated):
+    """Also with other trees between, whose nodes leave their keys and values behind."""
+    head = head_of(name, dtype=dtype)
+    ends = [0, 1, 34, 35] if emulated else [0, 1, 2, 40, 41, 99, 100]
+    tokens, features = elements(head, 2, ends[-1])
+    whole, parts = (OpRun.start(head, rows=2, device=device) for _ in range(2))
+    expected = whole.draft(SHAPES["dynamic"], tokens, features)
+    for i, (begin, end) in enumerate(itertools.pairwise(ends)):
+        tree = SHAPES["dynamic"] if end == ends[-1] else SHAPES[("static", "chain", "wide")[i % 3]]
+        drafted = parts.draft(tree, tokens[:, begin:end], features[:, begin:end])
+    assert_equal_drafts(drafted, expected)
+    for ours, theirs in zip(committed(parts), committed(whole), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_threads_do_not_change_the_result(dtype):
+    sizes = dict(hidden_size=128, intermediate_size=512, vocab_size=3000, draft_vocab_size=3000)
+    head = head_of("eagle3", dtype=dtype, **sizes)
+    tokens, features = elements(head, 4, 40)
+    expected = OpRun.start(head, rows=4).draft(SHAPES["dynamic"], tokens, features)
+    torch.set_num_threads(2)
+    try:
+        for _ in range(10):
+            drafted = OpRun.start(head, rows=4).draft(SHAPES["dynamic"], tokens, features)
+            assert_equal_drafts(drafted, expected)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("name", some_emulated(["eagle3.1", "qk-norm-window"], ["eagle3.1"]))
+def test_layouts(name, device, kernel):
+    """Any strides, on CUDA those that keep rows at 16 bytes; nothing else is read or written."""
+    head = head_of(name)
+    gap = 4 if kernel else 1
+    tokens, features = elements(head, 3, 6)
+    run, strided = (OpRun.start(head, rows=3, device=device) for _ in range(2))
+    expected = run.draft(STATIC, tokens, features)
+    layers, rows, kv_heads, capacity, head_dim = run.keys.shape
+    wide = torch.full((capacity, rows, 2, layers, kv_heads, head_dim + 3 * gap), 7.0, device=device)
+    wide[..., gap : gap + head_dim] = torch.nan
+    strided.keys, strided.values = wide.permute(2, 3, 1, 4, 0, 5)[..., gap : gap + head_dim]
+    width = features.shape[2]
+    everywhere = torch.full((6, 2, 3, width + 5 * gap), torch.nan, device=device)
+    everywhere[:, 1, :, gap : gap + width] = features.transpose(0, 1)
+    columns = torch.full((6, 7), -1, device=device)
+    columns[:, 2:5] = tokens.T
+    tables = torch.full((2, *run.cosines.shape[:1], run.cosines.shape[1] + 1), torch.nan)
+    tables[:, :, 1:] = torch.stack([run.cosines, run.sines])
+    cosines, sines = tables.to(device)[:, :, 1:]
+    numbers = torch.full((3, 4), 6, device=device)
+    numbers[:, 1] = 0
+    numbers[:, 3] = tokens[:, -1]
+    drafted = ops.draft_head(
+        strided.packed,
+        cosines,
+        sines,
+        strided.keys,
+        strided.values,
+        columns[:, 2:5].T,
+        everywhere[:, 1, :, gap : gap + width].transpose(0, 1),
+        numbers[:, 2],
+        numbers[:, 1],
+        numbers[:, 1],
+        numbers[:, 3],
+        STATIC,
+    )
+    strided.lengths += 6
+    assert_equal_drafts([each.cpu() for each in drafted], expected)
+    for ours, theirs in zip(committed(strided), committed(run), strict=True):
+        assert torch.equal(ours, theirs)
+    assert (wide[..., :gap] == 7).all() and (wide[..., gap + head_dim :] == 7).all()
+
+
+def test_only_slots_of_the_draft_are_written(device):
+    """The new elements', and one for each of the 5 nodes below the root that have children."""
+    head = head_of("eagle3")
+    tokens, features = elements(head, 2, 3)
+    run = OpRun.start(head, rows=2, capacity=12, device=device)
+    run.lengths = torch.tensor([2, 4])
+    run.keys[:, :, :, :4] = run.values[:, :, :, :4] = 0
+    before = run.keys.clone()
+    run.draft(STATIC, tokens, features, torch.tensor([2, 3]))
+    changed = ~((run.keys == before) | (run.keys.isnan() & before.isnan())).all(-1).all(2)[0]
+    assert changed[0].nonzero().flatten().tolist() == [2, 3, *range(4, 9)]
+    assert changed[1].nonzero().flatten().tolist() == [4, 5, 6, *range(7, 12)]
+
+
+def test_absolute_positions(device):
+    """Rotation is relative: a text that begins later drafts the same."""
+    head = head_of("eagle3")
+    tokens, features = elements(head, 2, 8)
+    drafts = [
+        OpRun.start(head, rows=2, first_position=first, device=device).draft(
+            STATIC, tokens, features
+        )
+        for first in (0, 300)
+    ]
+    assert_same_draft(*drafts)
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    some_emulated(
+        itertools.product(
+            ["eagle1-two-layers", "eagle3", "p-eagle"], ["chain", "static", "dynamic"]
+        ),
+        {("eagle3", "dynamic")},
+    ),
+)
+def test_nan_features_leave_the_root_alone(name, tree, device):
+    head = head_of(name)
+    tokens, features = elements(head, 3, 5)
+    expected = OpRun.start(head, rows=3, device=device).draft(SHAPES[tree], tokens, features)
+    features[1, 2] = torch.nan
+    drafted = OpRun.start(head, rows=3, device=device).draft(SHAPES[tree], tokens, features)
+    for row in (0, 2):
+        assert_equal_drafts([each[row] for each in drafted], [each[row] for each in expected])
+    assert drafted[0][1].tolist() == [tokens[1, -1], *[0] * (len(drafted[0][1]) - 1)]
+    assert drafted[1][1].tolist() == [-1, *[-2] * (len(drafted[0][1]) - 1)]
+    assert drafted[2][1].tolist() == [0.0, *[-torch.inf] * (len(drafted[0][1]) - 1)]
+
+
+@pytest.mark.parametrize("value", some_emulated([torch.nan, torch.inf, -torch.inf], [torch.nan]))
+def test_weights_that_are_no_numbers(value, device):
+    """NaN logits are no candidates, as in the specification; infinite ones leave nothing to draft."""
+    head = head_of("eagle3")
+    run = OpRun.start(head, rows=1, device=device)
+    best = run.draft(TreeConfig(1, 3, 4), *elements(head, 1, 4))[0][0, 1]
+    row = (head.tensors["draft_to_target"] == best).nonzero().item()
+    head.tensors["lm_head.weight"][row] = value
+    drafts = [
+        run.draft(SHAPES["dynamic"], *elements(head, 1, 4))
+        for run in (OpRun.start(head, rows=1, device=device), Run.start(head, rows=1))
+    ]
+    assert_same_draft(*drafts)
+    assert best not in drafts[0][0][0, 1:]
+
+
+@pytest.mark.parametrize("tree", some_emulated(SHAPES, ["static", "dynamic"]))
+def test_all_weights_nan(tree, device):
+    head = head_of("eagle3")
+    for tensor in head.tensors.values():
+        if tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+    _, parents, _ = OpRun.start(head, rows=2, device=device).draft(
+        SHAPES[tree], *elements(head, 2, 4)
+    )
+    assert (parents[:, 1:] == -2).all()
+
+
+@pytest.mark.slow_emulated
+def test_an_unlikely_subtree_is_absent(device):
+    """Candidates of probability 0 end a path; its row goes on without them."""
+    head = head_of("eagle3", vocab_size=9, draft_vocab_size=9)
+    lm_head = head.tensors["lm_head.weight"]
+    lm_head[2:] = -torch.inf  # times both signs: NaN, no candidates
+    for tree in SHAPES.values():
+        drafts = [
+            run.draft(tree, *elements(head, 2, 4))
+            for run in (OpRun.start(head, rows=2, device=device), Run.start(head, rows=2))
+        ]
+        assert_same_draft(*drafts)
+
+
+@pytest.mark.parametrize("sureness", [0.5, 2.0, 6.0])
+def test_a_small_tree_is_the_best_of_a_large_one(sureness):
+    """On the CPU nodes that no longer matter are not expanded: of the largest tree, all matter."""
+    head = head_of("eagle3")
+    head.tensors["lm_head.weight"] *= sureness
+    rows, candidates = 3, 30
+
+    def draft(nodes: int) -> list[dict[tuple[int, ...], float]]:
+        drafted = OpRun.start(head, rows).draft(TreeConfig(4, 3, nodes), *elements(head, rows, 2))
+        return [path_scores(tuple(each[[row]] for each in drafted)) for row in range(rows)]
+
+    whole = draft(candidates + 1)
+    for nodes in range(2, candidates + 1):
+        for paths, all_paths in zip(draft(nodes), whole, strict=True):
+            best = sorted(all_paths.items(), key=lambda item: -item[1])[:nodes]
+            assert paths == dict(best)
+
+
+@pytest.mark.parametrize(("rows", "new"), [(0, 3), (2, 0), (0, 0)])
+def test_empty(rows, new, device):
+    head = head_of("eagle3")
+    tokens, parents, scores = OpRun.start(head, rows, device=device).draft(
+        STATIC, *elements(head, rows, new)
+    )
+    assert tokens.shape == parents.shape == scores.shape == (rows, 11)
+    assert (parents[:, 0] == -1).all() and (parents[:, 1:] == -2).all()
+
+
+@pytest.mark.parametrize("case", some_emulated(TREES, ["eagle3_target_hidden_differs"]))
+def test_trees_of_the_eagle_authors(case, device):
+    tensors, _, meta, _ = load(case)
+    run = OpRun.start(
+        load_draft(GOLDEN / case / "draft", dtype=torch.float32),
+        device=device,
+        rows=1,
+        capacity=200,
+        embedding=tensors["target_embed_tokens.weight"],
+        lm_head=tensors["target_lm_head.weight"] if "eagle1" in case else None,
+    )
+    tree = TreeConfig(meta["depth"] + 1, meta["top_k"], meta["total_tokens"])
+    for number in range(meta["rounds"]):
+        features = tensors[f"round{number}.features"]
+        text = tensors[f"round{number}.input_ids"]
+        tokens, parents, _ = run.draft(tree, text[:, -features.shape[1] :], features)
+        assert torch.equal(tokens, tensors[f"round{number}.draft_tokens"])
+        ancestors = tensors[f"round{number}.tree_mask"][0, 0]
+        order = torch.arange(len(ancestors))
+        strict = ancestors & (order < order[:, None])
+        assert torch.equal(parents[0], torch.where(strict, order, -1).amax(dim=1))
+
+
+@pytest.mark.parametrize("case", some_emulated(CHAINS, ["speculators_eagle31_fcnorm_normout"]))
+def test_chains_of_speculators(case, device):
+    tensors, _, meta, _ = load(case)
+    run = OpRun.start(
+        load_draft(GOLDEN / case / "draft", dtype=torch.float32), rows=1, device=device
+    )
+    tokens, _, _ = run.draft(
+        TreeConfig(meta["depth"]), tensors["input_ids"][:, 1:], tensors["features"]
+    )
+    assert torch.equal(tokens[:, 1:], tensors["draft_tokens"])
+
+
+def isa_drafts() -> list[tuple[Tensor, ...]]:
+    """What the instruction sets are compared on."""
+    return [
+        tuple(OpRun.start(head, rows=2).draft(SHAPES["dynamic"], *elements(head, 2, 40)))
+        for dtype in DTYPES
+        for head in (
+            head_of("qk-norm-window", dtype=dtype),
+            head_of("p-eagle", dtype=dtype),
+        )
+    ]
+
+
+def test_instruction_sets(tmp_path):
+    """Other processes, because the choice is made once. The baseline of x86 has its own bits in linear, and
+    bfloat16 may round elsewhere then."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from test_ops_draft_head import isa_drafts\n"
+        "torch.save(isa_drafts(), sys.argv[1])\n"
+    )
+    processes = {}
+    for isa in ("baseline", "avx2", "avx512"):
+        environment = {
+            **os.environ,
+            "SPECDEC_CPU_ISA": isa,
+            "PYTHONPATH": os.pathsep.join([str(HELPERS), *sys.path]),
+        }
+        command = [sys.executable, script, tmp_path / f"{isa}.pt"]
+        processes[isa] = subprocess.Popen(command, env=environment)
+    for isa, process in processes.items():
+        assert process.wait() == 0
+        theirs = torch.load(tmp_path / f"{isa}.pt")
+        for index, (drafted, ours) in enumerate(zip(theirs, isa_drafts(), strict=True)):
+            if isa != "baseline":
+                assert_equal_drafts(drafted, ours)
+            elif index < 2:
+                assert_same_draft(drafted, ours)
+            else:
+                torch.testing.assert_close(drafted[2][:, 1], ours[2][:, 1], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["eagle1", "p-eagle"])
+def test_opcheck(name, device):
+    head = head_of(name)
+    tokens, features = elements(head, 2, 4)
+    run = OpRun.start(head, rows=2, device=device)
+    arguments = run.arguments(tokens, features, torch.tensor([4, 2]))
+    packed = arguments.pop("head")
+    tensors = [tensor.nan_to_num() for tensor in arguments.values()]
+    trees = ((((0, 0), (1, 0)), 2, 1, 3, [1, 2], [1, 1]), ((), 2, 2, 5, [], []))
+    for links, *numbers in trees:
+        choices = torch.tensor(links, dtype=torch.long, device=device).view(-1, 2)
+        torch.library.opcheck(
+            torch.ops.specdec.draft_head,
+            (
+                packed.weights,
+                packed.layout,
+                packed.scalars,
+                *tensors,
+                choices,
+                *numbers,
+                packed.sync,
+            ),
+        )

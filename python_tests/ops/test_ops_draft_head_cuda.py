@@ -1,0 +1,499 @@
+"""``draft_head`` as its CUDA kernel computes it, emulated and on the GPU where there is one: many rows, long
+texts, float16, 8-bit weights, numbers that nobody checked, a buffer that outlives the launches.
+
+Float32 drafts equal the specification's. 8-bit weights are numbers that 16 bits can hold exactly, so the rule
+for 16 bits holds for them: the error is at most twice that of the specification.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_cases import random_head
+from emulation import emulated_ops
+from head_cases import KINDS, Run, elements, head_of
+from head_op_cases import (
+    EMULATED_ROUNDS,
+    SHAPES,
+    STATIC,
+    OpRun,
+    assert_equal_drafts,
+    assert_same_draft,
+    check_against_reference,
+    committed,
+    path_scores,
+    poisoned,
+    some_emulated,
+)
+from op_cases import DEVICES
+from tiny import prompts, tiny_model
+
+import specdec_ext
+from specdec_ext import HeadDrafter, ops
+from specdec_ext.heads.config import DraftHead
+from specdec_ext.ops import _library
+from specdec_ext.ops.packed_head import sync_bytes
+from specdec_ext.ops.quantise import quantise, weight_dtype
+from specdec_ext.tree.config import TreeConfig
+
+EMULATED = pytest.param("emulated", marks=pytest.mark.emulated)
+pytestmark = pytest.mark.parametrize(
+    "device", [EMULATED, *(device for device in DEVICES if device == "cuda")], indirect=True
+)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tree"),
+    some_emulated(
+        itertools.product([1, 3, 20], ["static", "dynamic"]), {(3, "static"), (20, "dynamic")}
+    ),
+)
+def test_rows(rows, tree, device):
+    """20 rows have more lists and new elements than a pass has; every fourth row has nothing new."""
+    head = head_of("qk-norm-window")
+    tokens, features = elements(head, rows, 3)
+    counts = [0 if row % 4 == 3 else 1 + row % 3 for row in range(rows)]
+    ours, theirs = OpRun.start(head, rows, device=device), Run.start(head, rows)
+    for _ in range(1 if rows == 20 else 2):
+        drafted = ours.draft(SHAPES[tree], tokens, poisoned(features, counts), torch.tensor(counts))
+        expected = theirs.draft(SHAPES[tree], tokens, features, torch.tensor(counts))
+        assert_same_draft(drafted, expected)
+    for actual, expected in zip(committed(ours), committed(theirs), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def committed_text(head: DraftHead, lengths: Sequence[int], device: str) -> tuple[OpRun, Run]:
+    """Runs whose caches hold so many elements, at random, and NaN behind them."""
+    runs = []
+    for kind in (OpRun, Run):
+        run = kind.start(head, len(lengths), capacity=max(lengths) + 32)
+        generator = torch.Generator().manual_seed(3)
+        for cache in (run.keys, run.values):
+            for row, length in enumerate(lengths):
+                used = cache[:, row, :, :length]
+                used.copy_(torch.randn(used.shape, generator=generator))
+        run.lengths = run.positions = torch.tensor(lengths)
+        runs.append(run)
+    ours, theirs = runs
+    ours.device = device
+    ours.keys, ours.values = ours.keys.to(device), ours.values.to(device)
+    return ours, theirs
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    some_emulated(
+        itertools.product(["eagle1", "qk-norm-window"], [(0, 126, 300), (8180, 8500, 1)]),
+        {("eagle1", (0, 126, 300))},
+    ),
+    ids=str,
+)
+def test_long_texts(name, lengths, device):
+    """Attention in one split, in several, and in as many as there may be; a split ends between rows."""
+    head = head_of(name)
+    ours, theirs = committed_text(head, lengths, device)
+    tokens, features = elements(head, 3, 3)
+    counts = torch.tensor([1, 3, 2])
+    drafts = [run.draft(SHAPES["dynamic"], tokens, features, counts) for run in (ours, theirs)]
+    assert_same_draft(*drafts)
+
+
+def test_absent_nodes_that_see_nothing_committed(device):
+    """A vocabulary of two tokens leaves the third node of a level absent. Behind a window of one token it
+    sees no more than itself, and what becomes of it reaches no other node in the next layer."""
+    head = head_of("qk-norm-window", draft_vocab_size=2, sliding_windows=(1, None))
+    check_against_reference(head, TreeConfig(3, 3, 12), device, EMULATED_ROUNDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    some_emulated(
+        itertools.product(
+            ["eagle1-two-layers", "qk-norm-window", "p-eagle"], ["chain", "static", "dynamic"]
+        ),
+        {("qk-norm-window", "chain")},
+    ),
+)
+def test_float16_rows_do_not_depend_on_the_others(name, tree, device):
+    head = head_of(name, dtype=torch.float16)
+    tokens, features = elements(head, 3, 4)
+    counts = torch.tensor([4, 0, 2])
+    together = OpRun.start(head, 3, device=device).draft(SHAPES[tree], tokens, features, counts)
+    for row in (0, 2):
+        part, count = slice(row, row + 1), int(counts[row])
+        alone = OpRun.start(head, 1, device=device)
+        own = alone.draft(SHAPES[tree], tokens[part, :count], features[part, :count])
+        assert_equal_drafts([each[part] for each in together], own)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_repeats(dtype, device, emulated):
+    """The emulator already compares three thread orders."""
+    head = head_of("eagle3.1", dtype=dtype)
+    tokens, features = elements(head, 3, 12)
+    drafts = []
+    for _ in range(2 if emulated else 250):
+        run = OpRun.start(head, 3, device=device)
+        drafts.append(run.draft(SHAPES["dynamic"], tokens, features))
+    for drafted in drafts[1:]:
+        assert_equal_drafts(drafted, drafts[0])
+
+
+# Matrices of a layer and of the head that have 8 bits then.
+MATRICES = ("_proj.weight", "fc.weight", "lm_head.weight")
+
+
+def with_exact_weights(head: DraftHead, weights: str) -> DraftHead:
+    """The head with matrices that 8 bits hold exactly: their numbers times powers of two, one for each
+    output, with the largest number of the format in each row."""
+    dtype = weight_dtype(weights)
+    assert dtype is not None
+    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    tensors = dict(head.tensors)
+    for name, tensor in head.tensors.items():
+        if not name.endswith(MATRICES):
+            continue
+        numbers, scales = quantise(tensor, dtype)
+        exact = numbers.float()
+        exact[:, -1] = largest
+        # Neighbours have very different scales: one that goes to another output shows.
+        factors = (
+            scales.log2().floor().exp2()
+            * torch.tensor([1.0, 0.25, 2.0]).repeat(len(scales))[: len(scales)]
+        )
+        tensors[name] = (exact * factors[:, None]).to(tensor.dtype)
+        assert torch.equal(tensors[name].float(), exact * factors[:, None])
+    return dataclasses.replace(head, tensors=tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "dtype"),
+    some_emulated(
+        itertools.product(KINDS, ["int8", "float8"], [torch.bfloat16, torch.float16]),
+        {("qk-norm-window", "int8", torch.bfloat16), ("eagle1", "float8", torch.float16)},
+    ),
+    ids=str,
+)
+def test_8_bit_weights(name, weights, dtype, device, emulated):
+    sizes = dict(hidden_size=32, vocab_size=16, draft_vocab_size=3, own_lm_head=True)
+    tree = TreeConfig(
+        choices=[path for n in (1, 2) for path in itertools.product(range(3), repeat=n)]
+    )
+    errors: dict[str, list[float]] = {"op": [], "reference": []}
+    for seed in range(2 if emulated else 6):
+        head = with_exact_weights(head_of(name, seed, dtype, **sizes), weights)
+        exact_head = head.to("cpu", torch.float64)
+        ours = OpRun.start(head, 1, device=device, weights=weights)
+        assert ours.packed.weights[1].dtype == weight_dtype(weights)
+        reference, exact = Run.start(head, 1), Run.start(exact_head, 1)
+        exact.embedding = reference.embedding.double()
+        tokens, features = elements(head, 1, 5, seed)
+        expected = path_scores(exact.draft(tree, tokens, features.double()))
+        for key, run in (("op", ours), ("reference", reference)):
+            scores = path_scores(run.draft(tree, tokens, features))
+            assert scores.keys() == expected.keys()
+            errors[key] += [abs(scores[path] - expected[path]) for path in expected]
+    assert sum(errors["op"]) <= 2 * sum(errors["reference"])
+
+
+def any_head(seed: int) -> DraftHead:
+    """Of a config that the kernel takes in float32."""
+    rng = random.Random(seed)
+    kind = rng.choice(["eagle1", "eagle3", "eagle3"])
+    kv_heads, group = rng.choice([1, 2, 3]), rng.randint(1, 6)
+    hidden, layers = 4 * rng.randint(1, rng.choice([12, 12, 70])), rng.choice([1, 1, 2, 3])
+    draft_vocab, num_features = rng.choice([1, 2, 31, rng.randint(1, 700)]), rng.choice([1, 2, 3])
+    flags = ["qkv_bias", "o_bias", "qk_norm", "own_embedding", "own_lm_head", "fc_bias"]
+    options: dict[str, Any] = dict(
+        hidden_size=hidden,
+        intermediate_size=4 * rng.randint(1, 60),
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_dim=rng.choice([8, 16, 24, 72] if group < 4 else [8, 16]),
+        num_layers=layers,
+        vocab_size=draft_vocab + rng.choice([0, 1, 50]),
+        draft_vocab_size=draft_vocab,
+        logit_scale=rng.choice([1.0, 0.5]),
+        sliding_windows=tuple(rng.choice([None, 1, 2, 5, 17]) for _ in range(layers)),
+    )
+    partial = {"rope_theta": 500.0, "partial_rotary_factor": rng.choice([0.25, 0.5])}
+    if rng.random() < 0.3:
+        options["rope_parameters"] = partial
+    if kind == "eagle1":
+        options |= dict(num_features=1, target_hidden_size=hidden)
+    else:
+        flags += ["norm_before_residual", "norm_output", "fc_norm", "norm_before_fc"]
+        options |= dict(num_features=num_features, target_hidden_size=4 * rng.randint(1, 30))
+        if rng.random() < 0.25:
+            options |= dict(has_fc=False, num_features=1, target_hidden_size=hidden)
+        if rng.random() < 0.3:
+            options["mask_token_id"] = rng.randrange(options["vocab_size"])
+    return random_head(kind, seed=seed, **options, **{flag: rng.random() < 0.4 for flag in flags})
+
+
+def any_tree(seed: int) -> TreeConfig:
+    rng = random.Random(seed)
+    depth, top_k = rng.randint(1, 5), rng.choice([2, 3, 7])
+    kind = rng.choice(["chain", "static", "dynamic"])
+    if kind == "chain":
+        return TreeConfig(depth, num_nodes=rng.choice([None, 2, 8]))
+    if kind == "dynamic":
+        return TreeConfig(depth, top_k, rng.choice([None, 2, 30]))
+    paths: list[tuple[int, ...]] = [()]
+    for _ in range(rng.randint(1, 20)):
+        paths.append((*rng.choice(paths), rng.randrange(top_k)))
+    return TreeConfig(choices=tuple(path for path in paths if path))
+
+
+@pytest.mark.parametrize("seed", some_emulated(range(60), range(6)))
+def test_any_head_and_tree(seed, device):
+    """Of random sizes and options; rows with nothing new among others."""
+    rng = random.Random(seed)
+    rows = rng.choice([1, 2, 3, 7])
+    rounds = []
+    for most in rng.choices([1, 2, 5, 20], k=2):
+        counts = [rng.choice([0, most, rng.randint(0, most)]) for _ in range(rows)]
+        rounds.append((most, counts))
+    check_against_reference(any_head(seed), any_tree(seed), device, rounds)
+
+
+NEW, SLOTS, CAPACITY, VOCAB = 3, 6, 40, 97  # of the runs below
+BAD_NUMBERS = [
+    ("counts", -1),
+    ("counts", NEW + 1),
+    ("counts", 2**62),
+    ("lengths", -1),
+    ("lengths", CAPACITY - NEW - SLOTS + 1),
+    ("lengths", 2**62),
+    ("positions", -1),
+    ("positions", CAPACITY - NEW - 2 + 1),
+    ("positions", 2**62),
+    ("roots", -1),
+    ("roots", VOCAB),
+    ("tokens", -1),
+    ("tokens", VOCAB),
+    ("tokens", 2**62),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    some_emulated(
+        BAD_NUMBERS, {("counts", -1), ("lengths", 2**62), ("roots", VOCAB), ("tokens", -1)}
+    ),
+    ids=str,
+)
+def test_numbers_out_of_range_leave_the_root_alone(name, number, device):
+    """In their row; its score is NaN, its cache is not written, and other rows have the same bits."""
+    head, tree = head_of("qk-norm-window"), TreeConfig(3, 3, 12)
+    tokens, features = elements(head, 3, NEW)
+    counts = torch.tensor([2, NEW, 1])
+    runs = [OpRun.start(head, 3, capacity=CAPACITY, device=device) for _ in range(2)]
+    expected, arguments = (run.arguments(tokens, features, counts) for run in runs)
+    arguments[name] = arguments[name].clone()
+    arguments[name][1] = number
+    drafts = [
+        [each.cpu() for each in ops.draft_head(**given, tree=tree)]
+        for given in (expected, arguments)
+    ]
+    assert_root_alone([each[1] for each in drafts[1]], int(arguments["roots"][1]))
+    assert arguments["keys"][:, 1].isnan().all() and arguments["values"][:, 1].isnan().all()
+    for row in (0, 2):
+        assert_equal_drafts([each[row] for each in drafts[1]], [each[row] for each in drafts[0]])
+
+
+def assert_root_alone(drafted: list[torch.Tensor], root: int, score: float = torch.nan) -> None:
+    tokens, parents, scores = drafted
+    assert tokens.tolist() == [root, *[0] * (len(tokens) - 1)]
+    assert parents.tolist() == [-1, *[-2] * (len(tokens) - 1)]
+    expected = torch.tensor([score, *[-torch.inf] * (len(tokens) - 1)])
+    assert torch.equal(scores.isnan(), expected.isnan())
+    assert torch.equal(scores[1:], expected[1:])
+
+
+def test_the_last_numbers_in_range(device):
+    head, tree = head_of("qk-norm-window"), TreeConfig(3, 3, 12)
+    tokens, features = elements(head, 1, NEW)
+    tokens[0, 0], tokens[0, -1] = VOCAB - 1, 0
+    lengths = [CAPACITY - NEW - SLOTS]
+    ours, theirs = committed_text(head, lengths, device)
+    ours.keys, ours.values = (
+        cache[:, :, :, :CAPACITY].contiguous() for cache in (ours.keys, ours.values)
+    )
+    for run in (ours, theirs):
+        run.positions = torch.tensor([CAPACITY - NEW - 2])
+        run.cosines, run.sines = run.cosines[:CAPACITY], run.sines[:CAPACITY]
+    assert_same_draft(*(run.draft(tree, tokens, features) for run in (ours, theirs)))
+
+
+def test_what_does_not_count_may_hold_anything(device):
+    """Of a row without new elements only the root is read; of tokens, those that count."""
+    head = head_of("eagle3")
+    tokens, features = elements(head, 2, 3)
+    runs = [OpRun.start(head, 2, device=device) for _ in range(2)]
+    expected, arguments = (run.arguments(tokens, features, torch.tensor([0, 2])) for run in runs)
+    arguments["lengths"] = torch.tensor([-5, 0], device=device)
+    arguments["positions"] = torch.tensor([2**40, 0], device=device)
+    arguments["tokens"] = torch.tensor(
+        [[-1, -1, -1], [*tokens[1, :2].tolist(), 2**40]], device=device
+    )
+    drafts = [
+        [each.cpu() for each in ops.draft_head(**given, tree=STATIC)]
+        for given in (expected, arguments)
+    ]
+    assert_equal_drafts(*drafts)
+    assert_root_alone([each[0] for each in drafts[1]], int(arguments["roots"][0]), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("tree", "wrong"),
+    some_emulated(
+        itertools.product(["chain", "static", "dynamic"], [-1, VOCAB, 2**40]), {("dynamic", VOCAB)}
+    ),
+)
+def test_draft_to_target_out_of_range(tree, wrong, device):
+    """Where it is drafted, the row gets its root alone."""
+    head = head_of("eagle3")
+    tokens, features = elements(head, 1, 3)
+    run = OpRun.start(head, 1, device=device)
+    best = run.draft(SHAPES[tree], tokens, features)[0][0, 1]
+    run = OpRun.start(head, 1, device=device)
+    ids = head.tensors["draft_to_target"].clone()
+    run.packed.weights[2] = ids.where(ids != best, wrong).to(device)
+    drafted = run.draft(SHAPES[tree], tokens, features)
+    assert_root_alone([each[0] for each in drafted], int(tokens[0, -1]))
+
+
+@pytest.mark.parametrize(
+    ("row", "wrong"),
+    some_emulated(
+        [
+            (4, (1, -1)),  # no candidate
+            (4, (2**62, 0)),
+            (4, (8, 0)),  # a node of the last level
+            (6, (4, 0)),  # a node beside it: nobody is left of a level
+            (3, (3, 0)),  # more parents than widths tell
+            (0, (1, 0)),  # itself
+            (0, (0, -(2**63))),
+            (9, (-(2**63), 2**62)),
+        ],
+        {(4, (2**62, 0)), (6, (4, 0))},
+    ),
+    ids=str,
+)
+def test_choices_that_levels_do_not_describe_cost_nodes(row, wrong, device):
+    """The host can't compare them on CUDA; what is left is a tree of legal tokens, and nothing else."""
+    head = head_of("eagle3")
+    run = OpRun.start(head, 2, device=device)
+    arguments = run.arguments(*elements(head, 2, 3), torch.tensor([3, 1]))
+    packed = arguments.pop("head")
+    choices, *others = ops.draft.tree_arguments(STATIC, torch.device(device))
+    choices = choices.clone()
+    choices[row] = torch.tensor(wrong)
+    drafted = _library.native.draft_head(
+        packed.weights, packed.layout, packed.scalars, *arguments.values(), choices, *others
+    )
+    for tokens, parents, scores in zip(*(each.tolist() for each in drafted), strict=True):
+        assert parents[0] == -1
+        for node, parent in enumerate(parents[1:], start=1):
+            assert parent == -2 or (parent < node and parents[parent] != -2)
+            assert (scores[node] > -torch.inf) == (parent != -2)
+            assert 0 <= tokens[node] < head.config.vocab_size
+
+
+def test_the_sync_buffer_serves_launch_after_launch(device):
+    """With trees and batches of several sizes between; its counters are zero after each."""
+    head = head_of("qk-norm-window")
+    sync = torch.zeros(sync_bytes(head.config), dtype=torch.uint8, device=device)
+    native = torch.ops.specdec_emulated if device == "cpu" else torch.ops.specdec
+    for rows, tree in ((1, TreeConfig(2)), (3, STATIC), (2, SHAPES["dynamic"])):
+        tokens, features = elements(head, rows, 4)
+        run = OpRun.start(head, rows, device=device)
+        expected = run.draft(tree, tokens, features)
+        again = OpRun.start(head, rows, device=device)
+        arguments = again.arguments(tokens, features, torch.full((rows,), 4))
+        packed = arguments.pop("head")
+        drafted = native.draft_head(
+            packed.weights,
+            packed.layout,
+            packed.scalars,
+            *arguments.values(),
+            *ops.draft.tree_arguments(tree, torch.device(device)),
+            sync,
+        )
+        assert_equal_drafts([each.cpu() for each in drafted], expected)
+        assert int(sync.count_nonzero()) <= 1  # the barrier's turn
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    some_emulated(
+        itertools.product(["eagle1", "eagle3.1", "qk-norm-window", "p-eagle"], SHAPES),
+        {("qk-norm-window", "static"), ("p-eagle", "dynamic")},
+    ),
+)
+def test_a_launch_for_each_phase(kind, tree, device):
+    """The same bits as one launch for all, of the cache too, whatever rows have nothing new."""
+    head = head_of(kind)
+    tokens, features = elements(head, 3, 4)
+    runs = []
+    for phase_launches in (False, True):
+        run = OpRun.start(head, 3, device=device)
+        counts = torch.tensor([2, 0, 4])
+        drafted = ops.draft_head(
+            **run.arguments(tokens, features, counts),
+            tree=SHAPES[tree],
+            phase_launches=phase_launches,
+        )
+        runs.append([*drafted, run.keys, run.values])
+    for one, many in zip(*runs, strict=True):
+        torch.testing.assert_close(one, many, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_sync_buffer_that_is_too_small(device):
+    head = head_of("qk-norm-window")
+    run = OpRun.start(head, 1, device=device)
+    arguments = run.arguments(*elements(head, 1, 2), torch.tensor([2]))
+    bytes_ = sync_bytes(head.config)
+    for sync, message in (
+        (torch.zeros(bytes_ - 1, dtype=torch.uint8), rf"with at least {bytes_} bytes, got shape"),
+        (torch.zeros(bytes_), r"must be torch.uint8, got torch.float32"),
+    ):
+        packed = dataclasses.replace(arguments["head"], sync=sync.to(device))
+        with pytest.raises(ValueError, match=rf"argument sync .*{message}"):
+            ops.draft_head(**{**arguments, "head": packed}, tree=STATIC)
+
+
+class OnlyDrafts:
+    """Emulates draft_head; the target runs as ever."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(emulated_ops if name == "draft_head" else torch.ops.specdec, name)
+
+
+@pytest.mark.parametrize("weights", ["same", "int8"])
+def test_generation(weights, device, emulated, monkeypatch):
+    """With a head whose drafts come from the kernel, the text stays the target's own."""
+    if emulated:
+        monkeypatch.setattr(_library, "native", OnlyDrafts())
+    dtype = torch.float32 if weights == "same" else torch.float16
+    if emulated and weights != "same":
+        pytest.skip("targets on the CPU have no 8-bit heads")
+    model = copy.deepcopy(tiny_model("llama", dtype=dtype)).to(device)
+    ids, mask = (tensor.to(device) for tensor in prompts((5, 3)))
+    drafter = HeadDrafter(head_of("eagle3"), TreeConfig(3, 2, 5), weights)
+    given = specdec_ext.generate(model, ids, attention_mask=mask, drafter=drafter, max_new_tokens=6)
+    assert drafter._bound.refusal(drafter.tree, 2) is None
+    if dtype == torch.float32:
+        plain = specdec_ext.generate(
+            model, ids, attention_mask=mask, drafter=None, max_new_tokens=6
+        )
+        assert torch.equal(given, plain)
+    assert given.shape == (2, 11)

@@ -1,0 +1,234 @@
+"""``linear``: the op equals its specification bit for bit, so a row never depends on the others.
+
+The op has no CUDA kernel; the claims are about CPU instruction sets, threads and layouts. Error class:
+at most twice torch's in the same dtype against float64, plus one rounding of the largest output.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from op_cases import generator
+from places import HELPERS
+
+from specdec_ext import ops
+from specdec_ext.reference.linear import linear as linear_reference
+
+DTYPES = [torch.float32, torch.bfloat16]
+# Below, at and beyond a step (16 or 32), a chunk (512 or 1024) and a tile of 24 outputs.
+IN_FEATURES = [1, 15, 16, 17, 33, 256, 511, 513, 1056, 2049]
+OUT_FEATURES = [1, 2, 7, 24, 25, 50]
+ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 25, 31, 32, 33, 70]
+
+needs_fma = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"),
+    reason="without fused multiply-add the op has bits of its own",
+)
+
+
+def random_arguments(rows, in_features, out_features, dtype, seed=0):
+    rng = generator(seed)
+    input = torch.randn(rows, in_features, generator=rng)
+    weight = torch.randn(out_features, in_features, generator=rng) * max(1, in_features) ** -0.5
+    bias = torch.randn(out_features, generator=rng)
+    return input.to(dtype), weight.to(dtype), bias.to(dtype)
+
+
+@needs_fma
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("in_features", IN_FEATURES)
+def test_equals_reference(in_features, dtype):
+    for out_features in (25, 3):
+        input, weight, bias = random_arguments(9, in_features, out_features, dtype)
+        for b in (bias, None):
+            actual = ops.linear(input, weight, b)
+            assert torch.equal(actual, linear_reference(input, weight, b))
+
+
+@needs_fma
+@pytest.mark.parametrize(
+    ("elements", "dtype", "expected"),
+    [
+        ({0: 2.0**24, 16: 1}, torch.float32, 2.0**24),  # one lane: lost
+        ({0: 2.0**24, 8: 1, 4: 1}, torch.float32, 2.0**24),  # lane 8 meets lane 0 first, then 4
+        ({0: 2.0**24, 12: 1, 4: 1}, torch.float32, 2.0**24 + 2),  # lanes 12 and 4 meet before
+        ({0: 2.0**24, 2: 1, 1: 1}, torch.float32, 2.0**24),
+        ({0: 2.0**24, 3: 1, 1: 1}, torch.float32, 2.0**24 + 2),
+        ({1: 2.0**24, 33: -(2.0**24), 32: 1}, torch.bfloat16, 1),  # of a pair, the second first
+        ({0: 2.0**24, 32: -(2.0**24), 33: 1}, torch.bfloat16, 0),
+        ({0: 2.0**24, 2: 1, 32: -(2.0**24)}, torch.bfloat16, 1),  # the next pair, the next lane
+    ],
+)
+def test_worked_example(elements, dtype, expected):
+    """2^24 + 1 is no float32: the sum shows the order."""
+    weight = torch.zeros(1, 34)
+    weight[0, list(elements)] = torch.tensor(list(elements.values()), dtype=torch.float32)
+    assert ops.linear(torch.ones(1, 34, dtype=dtype), weight.to(dtype)).item() == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("in_features", [40, 4096])
+def test_error_is_at_most_twice_torchs(in_features, dtype):
+    input, weight, bias = random_arguments(33, in_features, 300, dtype)
+    exact = torch.nn.functional.linear(input.double(), weight.double(), bias.double())
+    torchs = torch.nn.functional.linear(input, weight, bias)
+    floor = exact.abs().max() * torch.finfo(dtype).eps
+    error = (ops.linear(input, weight, bias) - exact).abs().max()
+    assert error <= 2 * (torchs - exact).abs().max() + floor
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("in_features", [7, 256, 1100])
+def test_a_row_does_not_depend_on_the_others(in_features, dtype):
+    """Every number of rows, and the row at every position of the batch."""
+    input, weight, bias = random_arguments(70, in_features, 50, dtype)
+    alone = torch.cat([ops.linear(row[None], weight, bias) for row in input])
+    for rows in ROWS:
+        assert torch.equal(ops.linear(input[:rows], weight, bias), alone[:rows])
+        assert torch.equal(ops.linear(input[-rows:], weight, bias), alone[-rows:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_output_does_not_depend_on_the_others(dtype):
+    input, weight, bias = random_arguments(7, 300, 50, dtype)
+    together = ops.linear(input, weight, bias)
+    for out_features in OUT_FEATURES:
+        part = ops.linear(input, weight[-out_features:], bias[-out_features:])
+        assert torch.equal(part, together[:, -out_features:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_threads_do_not_change_the_result(dtype):
+    arguments = random_arguments(5, 700, 1001, dtype)
+    expected = ops.linear(*arguments)
+    torch.set_num_threads(2)
+    try:
+        for _ in range(20):
+            assert torch.equal(ops.linear(*arguments), expected)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layouts(dtype):
+    """Leading dimensions, strided and unaligned rows of input and weight; nothing else is read."""
+    input, weight, bias = random_arguments(12, 45, 31, dtype)
+    expected = ops.linear(input, weight, bias)
+    wide_input = torch.full((3, 5, 2, 101), torch.nan, dtype=dtype)
+    view = wide_input[:, 1:, 1, 51:96]
+    view.copy_(input.view(3, 4, 45))
+    wide_weight = torch.full((33, 47), torch.nan, dtype=dtype)
+    wide_weight[1:32, 1:46] = weight
+    wide_bias = torch.full((33,), torch.nan, dtype=dtype)
+    wide_bias[1:32] = bias
+    actual = ops.linear(view, wide_weight[1:32, 1:46], wide_bias[1:32])
+    assert actual.shape == (3, 4, 31) and actual.is_contiguous()
+    assert torch.equal(actual.flatten(0, 1), expected)
+    assert torch.equal(ops.linear(input[5], weight, bias), expected[5])
+    assert torch.equal(ops.linear(input.view(2, 1, 3, 2, 45), weight, bias).view(12, 31), expected)
+    expanded = ops.linear(input[:1].expand(6, 45), weight[:1].expand(9, 45))
+    assert torch.equal(expanded, expanded[:1, :1].expand(6, 9))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 0), (0, 0, 0)], ids=str)
+def test_empty(shape, dtype):
+    input, weight, bias = random_arguments(*shape, dtype)
+    expected = torch.nn.functional.linear(input, weight, bias)
+    actual = ops.linear(input, weight, bias)
+    assert actual.shape == expected.shape and torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_and_infinity_propagate(dtype):
+    inf, nan, largest = torch.inf, torch.nan, torch.finfo(dtype).max
+    input = torch.zeros(6, 21, dtype=dtype)
+    input[:, 20] = torch.tensor([1.0, inf, -inf, nan, largest, 2.0])
+    weight = torch.zeros(4, 21, dtype=dtype)
+    weight[:, 20] = torch.tensor([1.0, 0.0, -2.0, inf])
+    expected = torch.nn.functional.linear(input, weight)
+    torch.testing.assert_close(ops.linear(input, weight), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_instruction_sets(isa, tmp_path):
+    """Another process, because the choice is made once. AVX2 and AVX-512, with and without its
+    bfloat16 products, have the same bits; the baseline of x86 has its own, as independent of the rows."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from test_ops_linear import *\n"
+        "results = []\n"
+        "for dtype in DTYPES:\n"
+        "    test_error_is_at_most_twice_torchs(40, dtype)\n"
+        "    test_layouts(dtype)\n"
+        "    for in_features in (7, 1100):\n"
+        "        test_a_row_does_not_depend_on_the_others(in_features, dtype)\n"
+        "        results.append(ops.linear(*random_arguments(33, in_features, 50, dtype)))\n"
+        "torch.save(results, sys.argv[1])\n"
+    )
+    environment = {
+        **os.environ,
+        "SPECDEC_CPU_ISA": isa,
+        "PYTHONPATH": os.pathsep.join([str(HELPERS), *sys.path]),
+    }
+    saved = tmp_path / "results.pt"
+    subprocess.run([sys.executable, script, saved], env=environment, check=True)
+    expected = [
+        ops.linear(*random_arguments(33, in_features, 50, dtype))
+        for dtype in DTYPES
+        for in_features in (7, 1100)
+    ]
+    for actual, ours in zip(torch.load(saved), expected, strict=True):
+        if isa != "baseline":
+            assert torch.equal(actual, ours)
+        else:
+            torch.testing.assert_close(actual, ours)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_opcheck(with_bias, dtype):
+    input, weight, bias = random_arguments(6, 9, 4, dtype)
+    arguments = (input.view(2, 3, 9), weight, bias if with_bias else None)
+    torch.library.opcheck(torch.ops.specdec.linear, arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "input",
+            lambda t: t.half(),
+            r"must be torch.float32 or torch.bfloat16, got torch.float16",
+        ),
+        ("input", lambda t: t[0, 0], r"must be \[..., in_features\], got shape \[\]"),
+        ("input", lambda t: t[:, ::2], r"must be contiguous in its last dimension, got stride 2"),
+        (
+            "input",
+            lambda t: t.new_zeros(4, 4, 4, 6).permute(2, 1, 0, 3),
+            r"of shape \[4, 4, 4, 6\] has rows at three or more independent strides; call",
+        ),
+        ("weight", lambda t: t.bfloat16(), r"must be torch.float32, got torch.bfloat16; convert"),
+        ("weight", lambda t: t[0], r"must be \[out_features, in_features\], got shape \[6\]"),
+        ("weight", lambda t: t[:, :5], r"must be .* = \[3, 6\], got shape \[3, 5\]"),
+        ("weight", lambda t: t.mT.contiguous().mT, r"must be contiguous .*, got stride 3; call"),
+        ("bias", lambda t: t[:2], r"must be \[out_features\] = \[3\], got shape \[2\]"),
+        ("bias", lambda t: t.bfloat16(), r"must be torch.float32, got torch.bfloat16"),
+        ("bias", lambda t: t.new_zeros(6)[::2], r"must be contiguous .*, got stride 2; call"),
+    ],
+)
+def test_rejects(name, change, message):
+    arguments = {"input": torch.zeros(2, 6), "weight": torch.zeros(3, 6), "bias": torch.zeros(3)}
+    arguments[name] = change(arguments[name])
+    with pytest.raises(ValueError, match=rf"specdec::linear: argument {name} {message}"):
+        ops.linear(**arguments)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_tensors_are_refused():
+    input, weight, _ = (t.cuda() for t in random_arguments(2, 3, 4, torch.float32))
+    with pytest.raises(ValueError, match=r"must be on the CPU; .* torch.nn.functional.linear"):
+        ops.linear(input, weight)

@@ -1,0 +1,334 @@
+"""Heads for the op ``draft_head``: 8-bit weights are the nearest ones, memory is reported, and what the op
+does not take is said in words and drafted by the specification."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoint_cases import head_config
+from head_cases import Run, elements, head_of
+from tiny import prompts, tiny_model
+
+import specdec_ext
+from specdec_ext import HeadDrafter, TreeConfig, ops
+from specdec_ext.drafters.bound_head import BoundHead
+from specdec_ext.heads.weights import UnkeptTensors
+from specdec_ext.ops import packed_head
+from specdec_ext.ops import quantise as quantise_module
+from specdec_ext.ops.quantise import quantise, weight_dtype
+
+FORMATS = ["int8", "float8"]
+
+
+@pytest.mark.parametrize("at_once", [1, 20, 1 << 24])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("weights", FORMATS)
+def test_the_nearest_numbers(weights, source, at_once, monkeypatch):
+    """Each weight becomes the nearest of its row's numbers times scale; the largest stays what it is."""
+    monkeypatch.setattr(quantise_module, "_AT_ONCE", at_once)
+    dtype = weight_dtype(weights)
+    matrix = torch.randn(7, 10, generator=torch.Generator().manual_seed(0)).to(source)
+    matrix *= torch.tensor([1, 1e-3, 30, 1, 1, 1, 1], dtype=source)[:, None]
+    numbers, scales = quantise(matrix, dtype)
+    assert numbers.dtype == dtype and numbers.shape == matrix.shape
+    assert scales.dtype == torch.float32 and scales.shape == (7,)
+    everything = torch.arange(-127, 128).to(torch.int8)
+    if weights == "float8":
+        everything = torch.arange(256).to(torch.uint8).view(dtype)
+        everything = everything[everything.float().isfinite()]
+    levels = everything.double() * scales[:, None].double()
+    best = (matrix.double()[..., None] - levels[:, None]).abs().amin(dim=2)
+    ours = numbers.double() * scales[:, None].double()
+    torch.testing.assert_close((matrix.double() - ours).abs(), best, rtol=1e-4, atol=1e-9)
+    torch.testing.assert_close(ours.abs().amax(1), matrix.double().abs().amax(1), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+def test_worked_example(weights):
+    matrix = torch.tensor([[127.0, -127.0, 0.4, 63.6], [0, 0, 0, 0]])
+    numbers, scales = quantise(
+        matrix * (448 / 127 if weights == "float8" else 1), weight_dtype(weights)
+    )
+    assert scales.tolist() == [1, 1]
+    expected = [127, -127, 0, 64] if weights == "int8" else [448, -448, 1.375, 224]
+    assert numbers.float().tolist() == [expected, [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("weights", FORMATS)
+def test_weights_that_are_no_numbers(weights, value):
+    """The product of their row is no number either, whatever the others are; other rows stay."""
+    matrix = torch.tensor([[1.0, value, -2], [1, 2, 3]])
+    numbers, scales = quantise(matrix, weight_dtype(weights))
+    products = numbers.float() @ torch.tensor([1.0, 1, 1]) * scales
+    assert not products[0].isfinite() and products[1].isfinite()
+    assert numbers.float().isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["eagle1-two-layers", "no-fc"])
+def test_matrices_and_their_scales(kind, monkeypatch):
+    """Of lm_head, fc and four of each layer; what is absent stays, and so does all else."""
+    monkeypatch.setattr(packed_head, "reads_panels", lambda _: False)
+    head = head_of(kind)
+    run = Run.start(head, 1)
+    same = ops.PackedHead.pack(head, run.embedding, run.lm_head)
+    packed = ops.PackedHead.pack(head, run.embedding, run.lm_head, "int8")
+    layers = head.config.num_layers
+    matrices = [1, 5] if head.config.has_fc else [1]
+    matrices += [10 + 10 * layer + i for layer in range(layers) for i in (1, 5, 8, 9)]
+    changed = [packed.weights[i].dtype == torch.int8 for i in range(len(same.weights))]
+    assert [i for i, is_int8 in enumerate(changed) if is_int8] == matrices
+    scales = packed.weights[len(same.weights) :]
+    assert len(scales) == 2 + 4 * layers
+    expected = [len(tensor) for i, tensor in enumerate(packed.weights) if i in matrices]
+    assert [len(scale) for scale in scales if len(scale)] == expected
+    for i, tensor in enumerate(same.weights):
+        if i not in matrices:
+            assert packed.weights[i] is tensor or torch.equal(packed.weights[i], tensor)
+    for index, scale in zip(matrices, filter(len, scales), strict=True):
+        numbers, expected_scale = quantise(same.weights[index], torch.int8)
+        assert torch.equal(packed.weights[index], numbers) and torch.equal(scale, expected_scale)
+
+
+def test_bytes(monkeypatch):
+    """An embedding that is lm_head, too, counts once."""
+    monkeypatch.setattr(packed_head, "reads_panels", lambda _: False)
+    head = head_of("eagle1", dtype=torch.bfloat16)
+    embedding = torch.zeros(97, 32, dtype=torch.bfloat16)
+    tied = ops.PackedHead.pack(head, embedding, embedding)
+    apart = ops.PackedHead.pack(head, embedding, embedding.clone())
+    own = sum(tensor.nbytes for tensor in head.tensors.values())
+    assert (tied.num_bytes, apart.num_bytes) == (own + 97 * 64, own + 2 * 97 * 64)
+    small = ops.PackedHead.pack(head, embedding, embedding, "int8")
+    # lm_head, fc, qkv, o, gate and up, down with half the bytes and a scale for each output.
+    weights = 97 * 32 + 32 * 64 + 64 * 32 + 32 * 32 + 96 * 32 + 32 * 48
+    scales = 4 * (97 + 32 + 64 + 32 + 96 + 32)
+    assert small.num_bytes == own + 97 * 64 - 2 * (weights - 97 * 32) + weights + scales
+
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+SIZES = dict(hidden_size=32, target_hidden_size=32, intermediate_size=48, head_dim=8)
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "dtype", "tree", "rows", "weights", "reason"),
+    [
+        ({}, CPU, torch.float32, TreeConfig(70, 2), 500, "same", None),
+        ({"hidden_size": 31}, CPU, torch.bfloat16, TreeConfig(), 1, "same", None),
+        ({}, CPU, torch.float16, TreeConfig(), 1, "same", "on the CPU it takes torch.float32 and"),
+        ({}, CPU, torch.float64, TreeConfig(), 1, "same", "on the CPU it takes torch.float32 and"),
+        ({}, CPU, torch.float32, TreeConfig(), 1, "int8", "on the CPU it takes no int8 weights"),
+        ({}, torch.device("xpu"), torch.float32, TreeConfig(), 1, "same", "not for xpu"),
+        ({}, CUDA, torch.float32, TreeConfig(64, 1, 1024), 128, "same", None),
+        ({}, CUDA, torch.float16, TreeConfig(2, 32), 1, "same", None),
+        ({}, CUDA, torch.bfloat16, TreeConfig(2, 32), 1, "float8", None),
+        ({}, CUDA, torch.float64, TreeConfig(), 1, "same", "float16, not torch.float64"),
+        ({}, CUDA, torch.float32, TreeConfig(), 1, "int8", "int8 weights with torch.bfloat16 and"),
+        (
+            {},
+            CUDA,
+            torch.float32,
+            TreeConfig(65),
+            1,
+            "same",
+            "depth of trees may be up to 64, not 65",
+        ),
+        ({}, CUDA, torch.float32, TreeConfig(65, num_nodes=4), 1, "same", None),
+        (
+            {},
+            CUDA,
+            torch.float32,
+            TreeConfig(2, 33),
+            1,
+            "same",
+            "top_k of trees may be up to 32, not",
+        ),
+        ({}, CUDA, torch.float32, TreeConfig(choices=((32,),)), 1, "same", "up to 32, not 33"),
+        ({}, CUDA, torch.float32, TreeConfig(), 129, "same", "the batch may be up to 128, not 129"),
+        (
+            {"hidden_size": 30},
+            CUDA,
+            torch.float32,
+            TreeConfig(),
+            1,
+            "same",
+            "hidden_size must be a",
+        ),
+        ({"hidden_size": 36}, CUDA, torch.float32, TreeConfig(), 1, "same", None),
+        (
+            {"hidden_size": 36},
+            CUDA,
+            torch.float16,
+            TreeConfig(),
+            1,
+            "same",
+            "multiple of 8, not 36",
+        ),
+        ({"hidden_size": 40}, CUDA, torch.float16, TreeConfig(), 1, "same", None),
+        (
+            {"hidden_size": 40},
+            CUDA,
+            torch.float16,
+            TreeConfig(),
+            1,
+            "int8",
+            "multiple of 16, not 40",
+        ),
+        (
+            {"head_dim": 12},
+            CUDA,
+            torch.float32,
+            TreeConfig(),
+            1,
+            "same",
+            "head_dim must be a multiple",
+        ),
+        (
+            {"head_dim": 264},
+            CUDA,
+            torch.float32,
+            TreeConfig(),
+            1,
+            "same",
+            "head_dim may be up to 256",
+        ),
+        (
+            {"num_layers": 9},
+            CUDA,
+            torch.float32,
+            TreeConfig(),
+            1,
+            "same",
+            "num_layers may be up to 8",
+        ),
+    ],
+)
+def test_refusals(options, device, dtype, tree, rows, weights, reason):
+    config = head_config("eagle3", **{**SIZES, **options})
+    given = ops.draft_head_refusal(config, device, dtype, tree, rows, weights)
+    assert given is None if reason is None else reason in given
+
+
+def test_the_specification_drafts_what_the_op_refuses():
+    head = head_of("eagle3")
+    model = tiny_model("llama", dtype=torch.float64)
+    bound = BoundHead.bind(head, model)
+    assert "torch.float64" in bound.refusal(TreeConfig(2), 1)
+    run = Run.start(bound.head, 1, embedding=bound.embedding, lm_head=bound.lm_head)
+    tokens, features = elements(bound.head, 1, 3)
+    numbers = [torch.tensor([n]) for n in (3, 0, 0)]
+    caches = run.keys.clone(), run.values.clone()
+    with pytest.warns(UserWarning, match="in PyTorch, many times slower .*torch.float64"):
+        drafted = bound.draft(
+            TreeConfig(2),
+            run.cosines,
+            run.sines,
+            *caches,
+            tokens,
+            features,
+            *numbers,
+            tokens[:, -1],
+        )
+    for ours, theirs in zip(drafted, run.draft(TreeConfig(2), tokens, features), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_no_other_weights_than_those_asked_for():
+    """Where the op has no 8-bit weights, nothing else is drafted with in silence."""
+    ids, _ = prompts((5,))
+    drafter = HeadDrafter(head_of("eagle1"), weights="int8")
+    with pytest.raises(
+        ValueError, match=r"weights='int8' needs the op draft_head.* on the CPU it takes no int8"
+    ):
+        specdec_ext.generate(tiny_model("llama"), ids, drafter=drafter, max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"weights='int3'; expected one of same, int8, float8"):
+        HeadDrafter(head_of("eagle1"), weights="int3")
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def counted(head):
+    """The head with tensors that are not kept, and the names of those alive, now and at most at a time."""
+    alive, most = [], []
+
+    def read(name):
+        tensor = head.tensors[name].clone()
+        alive.append(name)
+        most.append(len(alive))
+        weakref.finalize(tensor, alive.remove, name)
+        return tensor
+
+    return replace(head, tensors=UnkeptTensors(head.tensors, read)), alive, most
+
+
+@pytest.mark.parametrize("options", [{}, {"hidden_size": 40, "intermediate_size": 72}], ids=str)
+def test_tensors_that_are_not_kept_are_packed_one_weight_after_the_other(options):
+    """No more at a time than queries, keys and values of one layer; none stays; the bits are the same."""
+    head = head_of("eagle3", **options)
+    unkept, alive, most = counted(head)
+    assert not alive
+    del most[:]
+    embedding = torch.randn(head.config.vocab_size, head.config.hidden_size)
+    packed = ops.PackedHead.pack(unkept, embedding)
+    assert max(most) <= 4 and not alive  # and the one whose dtype was asked for
+    expected = ops.PackedHead.pack(head, embedding, head.tensors["lm_head.weight"])
+    for ours, theirs in zip(packed.weights, expected.weights, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+def test_a_head_that_is_not_kept_drafts_the_same():
+    """Behind the first draft the panels are all that is in memory of it; the specification keeps its own."""
+    head, model = head_of("eagle3"), tiny_model("llama")
+    unkept, alive, _ = counted(head)
+    ids, _ = prompts((6,))
+    stats = []
+    for each in (head, unkept):
+        output = specdec_ext.generate(
+            model, ids, drafter=HeadDrafter(each), speculation="fixed", max_new_tokens=12,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        stats.append((output.sequences.tolist(), output.speculation.accepted_per_position))
+    assert stats[0] == stats[1] and not alive
+    double = BoundHead.bind(unkept, tiny_model("llama", dtype=torch.float64))
+    assert double._in_memory[0].tensors.keys() == head.tensors.keys()
+
+
+def test_an_lm_head_that_nobody_has():
+    head = head_of("eagle1")
+    assert not head.config.own_lm_head
+    with pytest.raises(ValueError, match=r"has no lm_head of its own; pass lm_head="):
+        ops.PackedHead.pack(head, torch.randn(head.config.vocab_size, head.config.hidden_size))
+
+
+def test_streams_share_weights_and_no_sync_buffer(monkeypatch):
+    """Drafters that ``"auto"`` hands out share a bound head: two streams counted in one barrier."""
+    model, streams = tiny_model("llama"), [SimpleNamespace(cuda_stream=number) for number in (1, 2)]
+    bound = BoundHead.bind(head_of("eagle3"), model)
+    packed = replace(bound._packed, sync=torch.zeros(256, dtype=torch.uint8))
+    monkeypatch.setitem(vars(bound), "_packed", packed)  # as on CUDA
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[0])
+    drafters = [HeadDrafter(head_of("eagle3")), None]
+    drafters[0]._bound = bound
+    drafters[1] = copy.copy(drafters[0])
+    used = []
+    for drafter in drafters:
+        used.append(drafter._bound._on_this_stream())
+        streams.reverse()
+    again = [drafters[1]._bound._on_this_stream(), None]
+    streams.reverse()
+    again[1] = drafters[0]._bound._on_this_stream()
+    assert used[0].sync.data_ptr() != used[1].sync.data_ptr()
+    assert used[0].weights is used[1].weights
+    assert again[0] is used[0] and again[1] is used[1]
+
+
+def test_on_the_cpu_there_is_nothing_to_share():
+    bound = BoundHead.bind(head_of("eagle3"), tiny_model("llama"))
+    assert bound._on_this_stream() is bound._packed
+    assert bound._packed.with_own_sync().sync is None

@@ -1,0 +1,65 @@
+"""``profiling/bench_generate.py``: who takes part, and a whole run on a tiny random target."""
+
+import json
+
+import bench_generate
+import pytest
+import random_targets
+import typer
+from bench_generate import HF, HF_LOOKUP, PLAIN, chosen
+
+from specdec_ext.evaluate.benchmark import HF_ASSISTED
+
+TINY = dict(
+    hidden_size=32,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=64,
+    vocab_size=96,
+)
+
+
+@pytest.mark.parametrize("names, expected", [([], [HF, HF_LOOKUP, PLAIN]), ([PLAIN], [HF, PLAIN])])
+def test_contestants_can_be_chosen(names, expected):
+    makers = dict.fromkeys([HF, HF_LOOKUP, PLAIN])
+    assert chosen(makers, names, 1) == (expected, {})
+
+
+def test_batches_leave_out_what_takes_single_rows():
+    names, left_out = chosen(dict.fromkeys([HF, HF_LOOKUP, HF_ASSISTED, PLAIN]), [], 4)
+    assert names == [HF, PLAIN] and set(left_out) == {HF_LOOKUP, HF_ASSISTED}
+
+
+def test_an_unknown_contestant_is_refused():
+    with pytest.raises(typer.BadParameter, match=r"no contestant \['gpt'\]; there are"):
+        chosen({HF: None}, ["gpt"], 1)
+
+
+def test_a_random_target_with_synthetic_acceptance(monkeypatch, tmp_path):
+    """Two batch sizes, two contexts: four records that say what was prescribed, and equal texts."""
+    monkeypatch.setitem(random_targets.SHAPES, "135m", ("llama", TINY, 48))
+    bench_generate.main(
+        target=bench_generate.Target.small,
+        batch=[1, 2],
+        context=[5, 9],
+        count=2,
+        max_new_tokens=8,
+        acceptance=[2.0],
+        depth=3,
+        repeats=1,
+        out=tmp_path / "run",
+    )
+    records = json.loads((tmp_path / "run.json").read_text())
+    shapes = [(each["settings"]["batch"], each["settings"]["context"]) for each in records]
+    assert shapes == [(1, "5"), (1, "9"), (2, "5"), (2, "9")]
+    asked = "specdec, synthetic acceptance 2 at chain 3"
+    names = [HF, PLAIN, asked, f"{asked}, auto", "specdec adversary"]
+    for record in records:
+        assert [row["name"] for row in record["rows"]] == names
+        texts = 2 * record["settings"]["batch"]
+        equal = f"{texts}/{texts}"
+        assert [row["same_text"] for row in record["rows"]] == ["", *[equal] * 4]
+        assert record["rows"][4]["mean_acceptance_length"] in (1, None)
+        assert record["settings"]["head's vocabulary"] == "48"
+    assert (tmp_path / "run.png").exists()

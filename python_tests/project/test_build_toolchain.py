@@ -1,0 +1,250 @@
+"""What a build needs, and the one sentence about each thing that is missing, before any work.
+
+Compilers that are not installed here are played by scripts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+from build_support import BuildError, native, toolchain
+from build_support.architectures import VARIABLE
+
+
+def program(path: Path, script: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def fake_nvcc(
+    toolkit: Path, release: str = "12.4", codes: str = "75 80 90", probe: str = ""
+) -> Path:
+    """nvcc of a toolkit: answers questions, and does `probe` where it is to compile."""
+    lines = "".join(f"sm_{code}\\n" for code in codes.split())
+    return program(
+        toolkit / "bin" / "nvcc",
+        f"""case "$*" in
+  --version) echo "Cuda compilation tools, release {release}, V{release}.1" ;;
+  --list-gpu-code) printf '{lines}' ;;
+  *--dryrun*)
+    echo '#$ INCLUDES="-I{toolkit}/bin/../include"  ' >&2
+    echo '#$ SYSTEM_INCLUDES="-isystem" "{toolkit}/bin/../include/cccl"  ' >&2
+    echo '#$ LIBRARIES=  "-L{toolkit}/bin/../lib/stubs" "-L{toolkit}/bin/../lib"' >&2 ;;
+  *) {probe or ":"} ;;
+esac""",
+    )
+
+
+@pytest.fixture
+def toolkit(tmp_path, monkeypatch) -> Path:
+    """A folder for a CUDA toolkit, on a machine with a C++ compiler and nothing else of CUDA."""
+    for variable in ("SPECDEC_CUDA", "NVCC", "CUDA_HOME", VARIABLE, "CXX", "SPECDEC_STRICT"):
+        monkeypatch.delenv(variable, raising=False)
+    tools = tmp_path / "tools"
+    program(tools / "c++", 'case "$*" in -print-file-name=*) echo none ;; esac')
+    monkeypatch.setenv("PATH", str(tools))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "none"))
+    return tmp_path / "cuda"
+
+
+def test_the_compilers_of_this_machine_will_do():
+    tools = toolchain.find_toolchain()
+    assert Path(tools.python_include, "Python.h").exists()
+    assert shutil.which(tools.ninja)
+
+
+def test_a_toolkit(toolkit, monkeypatch):
+    nvcc = fake_nvcc(toolkit)
+    (toolkit / "lib").mkdir()
+    (toolkit / "lib" / "libcudart_static.a").touch()
+    monkeypatch.setenv("CUDA_HOME", str(toolkit))
+    cuda, _ = toolchain.find_cuda("c++")
+    assert (cuda.nvcc, cuda.name) == (str(nvcc), "nvcc 12.4")
+    assert cuda.includes == (f"-isystem {toolkit}/include", f"-isystem {toolkit}/include/cccl")
+    assert cuda.runtime[0] == f"{toolkit}/lib/libcudart_static.a"
+    assert str(cuda.architectures) == "sm_80, sm_90, PTX of compute_90"
+
+
+def test_a_toolkit_with_the_shared_runtime_alone(toolkit, monkeypatch):
+    """As pip and conda install it: no static library, and only the name with the version."""
+    monkeypatch.setenv("NVCC", str(fake_nvcc(toolkit)))
+    (toolkit / "lib").mkdir()
+    (toolkit / "lib" / "libcudart.so.12").touch()
+    cuda, _ = toolchain.find_cuda("c++")
+    assert cuda.runtime[:2] == (f"{toolkit}/lib/libcudart.so.12", f"-Xlinker -rpath={toolkit}/lib")
+
+
+def test_a_toolkit_without_a_runtime(toolkit, monkeypatch):
+    monkeypatch.setenv("NVCC", str(fake_nvcc(toolkit)))
+    with pytest.raises(
+        BuildError, match=r"has no runtime library to link: install nvidia-cuda-run"
+    ):
+        toolchain.find_cuda("c++")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"release": "11.8"}, r"need nvcc 12.0 or later, and .*/nvcc is nvcc 11.8: put a newer one"),
+        ({"probe": "echo 'crt/host_config.h: error: unsupported GNU version!' >&2; exit 1"},
+         r"can't compile with c\+\+ \(crt/host_config.h: error: unsupported GNU version!\): complete"),
+    ],
+    ids=["old", "host compiler"],
+)  # fmt: skip
+def test_an_nvcc_that_will_not_do(toolkit, monkeypatch, arguments, message):
+    monkeypatch.setenv("NVCC", str(fake_nvcc(toolkit, **arguments)))
+    with pytest.raises(BuildError, match=message):
+        toolchain.find_cuda("c++")
+
+
+def test_nvcc_as_asked(toolkit, monkeypatch):
+    assert toolchain.find_cuda("c++") == (None, "nvcc not found; add it to PATH for CUDA")
+    monkeypatch.setenv("SPECDEC_CUDA", "1")
+    with pytest.raises(
+        BuildError, match="SPECDEC_CUDA=1, but nvcc is neither named by NVCC nor in"
+    ):
+        toolchain.find_cuda("c++")
+    monkeypatch.setenv("NVCC", "/nowhere/nvcc")
+    with pytest.raises(BuildError, match="NVCC names /nowhere/nvcc, which is no program"):
+        toolchain.find_cuda("c++")
+    monkeypatch.setenv("SPECDEC_CUDA", "0")
+    assert toolchain.find_cuda("c++") == (None, "SPECDEC_CUDA=0")
+    monkeypatch.setenv("SPECDEC_CUDA", "yes")
+    with pytest.raises(BuildError, match="SPECDEC_CUDA must be auto, 0 or 1, got 'yes'"):
+        toolchain.find_cuda("c++")
+
+
+def test_a_compiler_of_yesterday(toolkit, monkeypatch):
+    old = program(toolkit / "g++", 'echo "g++: error: unrecognized option -std=c++20" >&2; exit 1')
+    monkeypatch.setenv("CXX", str(old))
+    with pytest.raises(BuildError, match=r"can't compile C\+\+20 \(g\+\+: error: unrecognized opt"):
+        toolchain.find_cxx()
+
+
+def test_no_ninja(toolkit, monkeypatch):
+    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BuildError, match="needs ninja to build: pip install ninja"):
+        toolchain.find_ninja()
+
+
+def test_no_python_headers(tmp_path, monkeypatch):
+    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(BuildError, match=r"has no Python.h: install python3-dev"):
+        toolchain.find_python_include()
+
+
+@pytest.mark.parametrize("installed", ["2.9.1", "1.13.0+cu117"])
+def test_a_torch_that_is_too_old(monkeypatch, installed):
+    monkeypatch.setattr(toolchain, "version", lambda package: installed)
+    with pytest.raises(
+        BuildError, match=f"needs torch >= 2.10, and this environment has {installed[:3]}"
+    ):
+        toolchain.check_torch()
+
+
+@pytest.mark.parametrize("installed", ["2.10.0", "2.14.1+cu130", "3.0.0a0+git1"])
+def test_a_torch_that_will_do(monkeypatch, installed):
+    monkeypatch.setattr(toolchain, "version", lambda package: installed)
+    toolchain.check_torch()
+
+
+# --- as pip meets it ----------------------------------------------------------------------------------
+
+
+def metadata(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What pip asks for first, before it downloads dependencies."""
+    return subprocess.run(
+        [sys.executable, ROOT / "setup.py", "--quiet", "dist_info", "--output-dir", tmp_path],
+        cwd=ROOT,
+        env={**os.environ, "SPECDEC_CUDA": "0", **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        (
+            {"CXX": "no-such-compiler"},
+            "specdec_ext needs a C++20 compiler, and no-such-compiler is not",
+        ),
+        (
+            {"SPECDEC_CUDA": "1", "NVCC": "/nowhere/nvcc"},
+            "NVCC names /nowhere/nvcc, which is no program",
+        ),
+    ],
+    ids=["compiler", "nvcc"],
+)
+def test_pip_hears_a_sentence_and_nothing_else(tmp_path, environment, sentence):
+    done = metadata(tmp_path, **environment)
+    assert done.returncode == 1
+    assert done.stderr.startswith(sentence) and done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_old_setuptools_is_a_sentence(tmp_path):
+    """65 is what a fresh environment of Python 3.11 has; it can't read the licence in pyproject.toml."""
+    package = tmp_path / "setuptools"
+    for name, text in {
+        "__init__": "__version__ = '65.5.0'\nExtension = setup = None",
+        "command/__init__": "",
+        "command/build_ext": "build_ext = object",
+        "command/dist_info": "dist_info = object",
+    }.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / f"{name}.py").write_text(text)
+    done = metadata(tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr == (
+        "specdec_ext needs setuptools >= 77 to build, and this environment has 65.5.0: "
+        "pip install --upgrade setuptools, or leave out --no-build-isolation\n"
+    )
+
+
+# --- the plan of the build ----------------------------------------------------------------------------
+
+
+def tools_with(cuda: toolchain.Cuda | None) -> toolchain.Toolchain:
+    return toolchain.Toolchain("c++", "ninja", "/usr/include/python3", cuda, "nvcc not found")
+
+
+@pytest.fixture
+def cuda(toolkit, monkeypatch) -> toolchain.Cuda:
+    nvcc = fake_nvcc(toolkit)
+    (toolkit / "lib").mkdir()
+    (toolkit / "lib" / "libcudart_static.a").touch()
+    return toolchain.read_cuda(str(nvcc), "c++")
+
+
+def test_what_is_built_is_said(cuda):
+    assert native.describe(tools_with(None), jobs=2)[0] == "CPU only, with c++ (nvcc not found)"
+    with_cuda = native.describe(tools_with(cuda), jobs=2)
+    assert with_cuda[0] == (
+        "CPU, with c++, and CUDA, with nvcc 12.4, for sm_80, sm_90, PTX of compute_90 "
+        "(what nvcc 12.4 knows; no GPU is visible)"
+    )
+    assert "about" in with_cuda[1] and "min with 2 jobs" in with_cuda[1]
+
+
+def test_no_command_depends_on_torch_or_on_where_the_tree_lies(cuda):
+    """Or a build in isolation would compile everything again."""
+    for tools in (tools_with(None), tools_with(cuda)):
+        text = native.ninja_file(tools)
+        assert "kernels/tree_mask.cu.o" in text
+        assert str(ROOT) not in text and "site-packages" not in text
+
+
+def test_a_spill_is_an_error_in_ci_only(cuda, monkeypatch):
+    assert "-Xptxas" not in native.nvcc_command(cuda, "c++")
+    monkeypatch.setenv("SPECDEC_STRICT", "1")
+    assert "--warning-as-error" in native.nvcc_command(cuda, "c++")

@@ -1,0 +1,44 @@
+"""What importing the package costs: names are found at their first use, ops need torch alone."""
+
+import subprocess
+import sys
+
+import pytest
+
+import specdec_ext
+
+OPS_ALONE = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        others = "transformers tokenizers safetensors huggingface_hub typer rich nvtx"
+        if name.partition(".")[0] in others.split():
+            raise ImportError(f"{name} is out of reach")
+
+sys.meta_path.insert(0, Refuse())
+import torch
+from specdec_ext import ops, reference
+from specdec_ext.evaluate import machine
+from specdec_ext.reference import tree_mask
+mask = ops.tree_mask(torch.tensor([[-1, 0]]), torch.tensor([4]))
+assert mask.positions.tolist() == [[4, 5]]
+print(machine.machine_line(torch.device("cpu")))
+"""
+
+
+def test_ops_need_torch_alone():
+    done = subprocess.run([sys.executable, "-c", OPS_ALONE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"torch {__import__('torch').__version__} | commit" in done.stdout
+
+
+def test_every_public_name_is_found_and_listed():
+    for name in specdec_ext.__all__:
+        assert getattr(specdec_ext, name).__name__ == name
+        assert name in dir(specdec_ext)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match=r"module 'specdec_ext' has no attribute 'generates'"):
+        _ = specdec_ext.generates

@@ -1,0 +1,116 @@
+"""Whatever a policy decides, the text stays: drafts asked for or not, in any shape, cut anywhere or dropped.
+
+``Chaos`` decides at random. Every drafter has to go on after steps in which it was not asked, and after
+proposals of which a part or nothing was verified.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any, ClassVar
+
+import pytest
+from head_cases import TREES, head_of
+from lossless import check_same_text, plain_text
+from test_medusa import random_heads
+from tiny import ScriptedDrafter, generated, noisy_chain, random_tree, tiny_model
+
+from specdec_ext import (
+    CombinedDrafter,
+    Drafter,
+    DraftModelDrafter,
+    HeadDrafter,
+    LookaheadDrafter,
+    MedusaDrafter,
+    NgramDrafter,
+    SuffixDrafter,
+    generation,
+)
+from specdec_ext.drafters import head as head_module
+from specdec_ext.schedule.policy import Policy, offered
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the last")
+
+
+class Chaos(Policy):
+    """Streaks with and without drafts, any shape, any cut. ``log`` counts what it did."""
+
+    log: ClassVar = {"plain": 0, "dropped": 0, "cut": 0, "whole": 0}
+
+    def __init__(self, settings: Any, drafter: Drafter, model: Any):
+        super().__init__(drafter)
+        self.random = random.Random(1)
+        self.drafting = True
+
+    def begin(self, context, stats):
+        self.shapes = list(offered(self._drafter, context, None))
+
+    def choose(self, context):
+        if self.random.random() < 0.3:
+            self.drafting = not self.drafting
+        context.shape = self.random.choice(self.shapes)
+        self.log["plain"] += not self.drafting
+        return self.drafting
+
+    def cut(self, tree, context):
+        deepest = max(map(max, tree.depths))
+        kept = self.random.randint(0, deepest)
+        if self._drafter.whole:
+            kept = self.random.choice([0, deepest])
+        name = "whole" if kept == deepest else "cut" if kept else "dropped"
+        self.log[name] += deepest > 0
+        return tree.pruned([kept] * tree.num_rows)
+
+
+def right_tokens(batch: str, decoding: str) -> list[list[int]]:
+    text = plain_text(batch, decoding)
+    return generated(text, text.shape[1] - 32)
+
+
+DRAFTERS = {
+    "ngram": lambda: NgramDrafter(min_ngram=1, num_branches=2),
+    "suffix": lambda: SuffixDrafter(offset=2.0),
+    "lookahead": LookaheadDrafter,
+    "medusa": lambda: MedusaDrafter(random_heads()),
+    "head": lambda: HeadDrafter(head_of("eagle3.1")),
+    "head, dynamic tree": lambda: HeadDrafter(head_of("eagle3"), TREES["dynamic"]),
+    "p-eagle": lambda: HeadDrafter(head_of("p-eagle")),
+    "the model itself": lambda: DraftModelDrafter(tiny_model("llama")),
+    "ngram and model": lambda: CombinedDrafter(
+        NgramDrafter(min_ngram=1), DraftModelDrafter(tiny_model("llama")), 2, max_nodes=10
+    ),
+    "suffix and head": lambda: CombinedDrafter(
+        SuffixDrafter(offset=2.0), HeadDrafter(head_of("eagle3")), 2
+    ),
+    "scripted chain": functools.partial(ScriptedDrafter, shape=noisy_chain),
+    "scripted tree": functools.partial(ScriptedDrafter, shape=random_tree),
+}
+CASES = [
+    pytest.param("one", "greedy", id="one"),
+    pytest.param("five-ragged", "greedy", id="ragged", marks=pytest.mark.slow),
+    pytest.param("five-ragged", "sampled", id="ragged-sampled"),
+]
+
+
+@pytest.mark.parametrize(("batch", "decoding"), CASES)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_text_stays(name, batch, decoding, monkeypatch):
+    monkeypatch.setattr(generation, "Controller", Chaos)
+    monkeypatch.setattr(Chaos, "log", dict.fromkeys(Chaos.log, 0))
+    monkeypatch.setattr(head_module, "MERGED_STEPS", 3)
+    monkeypatch.setattr(head_module, "MAX_UNREAD", 5)
+    make = DRAFTERS[name]
+    drafter = make(right_tokens(batch, decoding)) if name.startswith("scripted") else make()
+    check_same_text(drafter, batch, decoding)
+    assert Chaos.log["plain"]
+    assert Chaos.log["dropped"] + Chaos.log["cut"] + Chaos.log["whole"], "nothing was proposed"
+
+
+def test_chaos_is_chaotic(monkeypatch):
+    """Of the drafters above one shows everything: some of it cut, dropped, kept, and accepted."""
+    monkeypatch.setattr(generation, "Controller", Chaos)
+    monkeypatch.setattr(Chaos, "log", dict.fromkeys(Chaos.log, 0))
+    stats = check_same_text(DRAFTERS["the model itself"](), "five-ragged", "greedy")
+    assert min(Chaos.log.values()) > 0
+    assert stats.accepted_tokens > 0

@@ -1,0 +1,383 @@
+"""Training as a whole: it learns, resumes to the same curve, and is the same on several processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from checkpoint_cases import assert_same_head
+from places import HELPERS
+from tiny import VOCAB, tiny_model
+from training_cases import example, greedy_examples, random_examples
+
+import specdec_ext
+from specdec_ext import assets
+from specdec_ext.heads.checkpoints import check_pair, load_draft, save_draft, save_medusa
+from specdec_ext.training.batches import Example, OnlineFeatures
+from specdec_ext.training.eagle import EagleObjective
+from specdec_ext.training.evaluation import HeldOut, _walk, evaluate, sampled_texts
+from specdec_ext.training.medusa_heads import MedusaObjective
+from specdec_ext.training.optimizers import scale
+from specdec_ext.training.order import epoch_batches
+from specdec_ext.training.plot import plot_history
+from specdec_ext.training.start import default_layers, new_head, new_medusa_heads
+from specdec_ext.training.teacher import Teacher
+from specdec_ext.training.trainer import TrainConfig, read_history, train
+from specdec_ext.tree.config import TreeConfig
+
+LAYERS = (1, 2, 3)
+QUICK = TrainConfig(updates=6, batch_size=2, save_every=2, warmup=2, depth=2)
+
+
+def objective_of(kind: str):
+    model = tiny_model("llama")
+    if kind == "medusa":
+        return MedusaObjective(new_medusa_heads(model, 3, torch.arange(2, VOCAB)))
+    options = {"mask_token_id": 1, "num_layers": 2} if kind == "p-eagle" else {}
+    head = new_head(model, LAYERS, torch.arange(2, VOCAB), **options)
+    embedding = model.get_input_embeddings().weight
+    return EagleObjective(head, embedding, embedding, steps=3)
+
+
+def run(folder: Path, config: TrainConfig, examples, held_out=(), kind="eagle3", on_step=None):
+    model, objective = tiny_model("llama"), objective_of(kind)
+    on_step = on_step or (lambda progress: None)
+    layers = (-1,) if kind == "medusa" else LAYERS
+    features = OnlineFeatures(model, layers)
+    train(objective, features, Teacher(model), examples, HeldOut(held_out), folder, config, on_step)
+    return objective
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "medusa"])
+def test_seconds_of_training_are_worth_it_and_drafting_is_as_the_estimate_says(kind, tmp_path):
+    """The head learns a few greedy texts. Its estimate is what generation counts, draft for draft, and
+    the text stays what it is."""
+    model = tiny_model("llama")
+    texts = greedy_examples(4, prompt=6, length=40)
+    config = TrainConfig(
+        updates=90,
+        batch_size=4,
+        learning_rate=3e-2,
+        optimizer="adamw",
+        warmup=5,
+        evaluate_every=90,
+        depth=3,
+        mixed_precision=False,
+    )
+    untrained = objective_of(kind)
+    features = OnlineFeatures(model, (-1,) if kind == "medusa" else LAYERS)
+    masked = [
+        dataclasses.replace(each, loss_mask=torch.arange(len(each.tokens)) >= 8) for each in texts
+    ]
+    before = evaluate(untrained, features, Teacher(model), masked, 3)
+    objective = run(tmp_path, config, texts, masked, kind)
+    history = read_history(tmp_path)
+    assert history[-1].losses[-1] < history[0].losses[-1] - 2
+    found = history[-1].evaluation
+    assert before.acceptance_length < 1.5 < 2.5 < found.acceptance_length
+    draft = objective.trained()
+    tree = TreeConfig(depth=3)
+    make = specdec_ext.MedusaDrafter if kind == "medusa" else specdec_ext.HeadDrafter
+    accepted, drafts = 0, 0
+    for text in texts:
+        ids = text.tokens[None, :6]
+        # The last draft is cut where the text ends: the estimate leaves it out.
+        output = specdec_ext.generate(
+            model, ids, drafter=make(draft, tree), max_new_tokens=34, return_dict_in_generate=True
+        )
+        assert output.sequences[0].tolist() == text.tokens.tolist()
+        accepted += output.speculation.accepted_tokens
+        drafts += output.speculation.drafts
+    assert 1 + accepted / drafts == pytest.approx(found.acceptance_length, rel=0.15)
+
+
+@pytest.mark.slow
+def test_the_estimate_of_sampling_is_what_sampling_counts(tmp_path):
+    """The bundled pair at temperature 1, where the greedy estimate would be more than twice as long."""
+    model, head = assets.load_target(), assets.load_head().to("cpu", torch.float32)
+    texts = [
+        Example(ids, torch.ones(len(ids), dtype=torch.bool))
+        for ids in (
+            torch.tensor(assets.load_tokenizer()(each["prompt"])["input_ids"])
+            for each in assets.held_out_prompts()
+        )
+    ]
+    drawn = sampled_texts(model, texts, tmp_path / "sampled.jsonl")
+    features = OnlineFeatures(model, head.config.feature_layers)
+    embedding, rows = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    objective = EagleObjective(head, embedding, rows, steps=4)
+    found = evaluate(objective, features, Teacher(model), texts, depth=4, sampled=drawn)
+    drafter = specdec_ext.HeadDrafter(head, TreeConfig(depth=4))
+    accepted = drafts = 0
+    for seed, text in enumerate(drawn):
+        start = int(text.loss_mask.int().argmax())
+        output = specdec_ext.generate(
+            model,
+            text.tokens[None, :start],
+            drafter=drafter,
+            speculation="fixed",
+            max_new_tokens=128,
+            do_sample=True,
+            top_k=0,
+            seed=seed,
+            return_dict_in_generate=True,
+        )
+        accepted += output.speculation.accepted_tokens
+        drafts += output.speculation.drafts
+    measured = 1 + accepted / drafts
+    assert found.sampled_acceptance_length == pytest.approx(measured, rel=0.1)
+    assert found.acceptance_length > 1.5 * measured
+
+
+def test_a_text_that_was_drawn_is_judged_by_its_own_tokens(tmp_path):
+    """Not by what the target thinks best: the rule "match" accepts the token drawn."""
+    model, objective = tiny_model("llama"), objective_of("eagle3")
+    features, teacher = OnlineFeatures(model, LAYERS), Teacher(model)
+    greedy = greedy_examples(4, prompt=6, length=30)
+    drawn = sampled_texts(model, greedy, tmp_path / "sampled.jsonl", seed=3)
+    assert [each.tokens[:7].tolist() for each in drawn] == [
+        each.tokens[:7].tolist() for each in greedy
+    ]
+    assert all(each.loss_mask.tolist() == [False] * 7 + [True] * 15 for each in drawn)
+    assert [each.tokens.tolist() for each in drawn] != [
+        each.tokens[: len(each.tokens)].tolist() for each in greedy
+    ]
+    for texts in (greedy, drawn):
+        batch = features(texts)
+        found = objective.agreement(batch, teacher, 2)
+        drafted = torch.stack(
+            [step.hidden @ step.lm_head.T for step in objective.unroll(batch, 1)]
+        )[0].argmax(dim=-1)
+        rows, at = found.places // batch.tokens.shape[1], found.places % batch.tokens.shape[1]
+        ids = objective.draft_to_target[drafted[rows, at]]
+        assert torch.equal(found.sampled[:, 0], ids == batch.tokens[rows, at + 2])
+    same = evaluate(objective, features, teacher, greedy, 2, sampled=greedy)
+    assert same.sampled == same.greedy, "of a greedy text both are the same"
+    alone = evaluate(objective, features, teacher, greedy, 2)
+    assert alone.sampled == () and math.isnan(alone.sampled_acceptance_length)
+
+
+def test_old_texts_are_judged_beside_the_new_ones(tmp_path):
+    """Before the first step and along the way: what a head forgets when it learns something else."""
+    model, objective = tiny_model("llama"), objective_of("eagle3")
+    features, teacher = OnlineFeatures(model, LAYERS), Teacher(model)
+    held_out = HeldOut(greedy_examples(2, 6, 20), (), greedy_examples(2, 6, 20, seed=1))
+    started = []
+    config = dataclasses.replace(QUICK, evaluate_every=3, mixed_precision=False)
+    train(
+        objective,
+        features,
+        teacher,
+        random_examples(10, 12),
+        held_out,
+        tmp_path,
+        config,
+        on_start=lambda new, old: started.append((new, old)),
+    )
+    untrained = objective_of("eagle3")
+    assert started == [
+        tuple(evaluate(untrained, features, teacher, t, 2) for t in (held_out.texts, held_out.old))
+    ]
+    history = read_history(tmp_path)
+    assert [p.step for p in history if p.old_evaluation is not None] == [3, 6]
+    assert history[-1].old_evaluation == evaluate(objective, features, teacher, held_out.old, 2)
+    assert history[-1].evaluation == evaluate(objective, features, teacher, held_out.texts, 2)
+
+
+def test_the_walk_goes_on_behind_what_was_accepted():
+    #        text of six places            another text
+    places = [3, 4, 5, 6, 7, 8, 20, 21, 22]
+    accepted = [2, 0, 3, 0, 1, 0, 0, 5, 0]
+    assert _walk(places, accepted) == [0, 3, 4, 6, 7]
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_a_resumed_run_has_the_same_curve_and_the_same_bits(tmp_path):
+    examples, held_out = random_examples(10, 12), random_examples(2, 12, seed=1)
+    through = run(tmp_path / "through", QUICK, examples, held_out)
+
+    def stop(progress):
+        if progress.step == 5:  # one step behind the last state
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        run(tmp_path / "stopped", QUICK, examples, held_out, on_step=stop)
+    with (tmp_path / "stopped" / "history.jsonl").open("a") as file:
+        file.write('{"step": 6, "los')  # killed while it wrote
+    assert len(read_history(tmp_path / "stopped")) == 5
+    resumed = run(tmp_path / "stopped", QUICK, examples, held_out)
+    assert_same_head(resumed.trained(), through.trained())
+    curves = [read_history(tmp_path / name) for name in ("through", "stopped")]
+    for one, other in zip(*curves, strict=True):
+        assert dataclasses.replace(one, seconds=0) == dataclasses.replace(other, seconds=0)
+    assert [progress.step for progress in curves[0]] == [1, 2, 3, 4, 5, 6]
+    assert curves[0][-1].evaluation is not None
+
+
+def test_a_run_goes_on_only_as_it_began(tmp_path):
+    examples = random_examples(10, 12)
+    run(tmp_path, dataclasses.replace(QUICK, updates=2), examples)
+    with pytest.raises(ValueError, match=r"state.pt is the state of a run with another data"):
+        run(tmp_path, dataclasses.replace(QUICK, updates=2), random_examples(10, 12, seed=1))
+    with pytest.raises(ValueError, match=r"state.pt is the state of a run with another head"):
+        run(tmp_path, dataclasses.replace(QUICK, updates=2), examples, kind="p-eagle")
+    with pytest.raises(
+        ValueError, match=r"state.pt is the state of a run with another learning_rate"
+    ):
+        run(tmp_path, dataclasses.replace(QUICK, updates=2, learning_rate=1.0), examples)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_at_the_state_before(tmp_path):
+    def spoil(progress):
+        if progress.step == 3:
+            with torch.no_grad():
+                next(objective.parameters()).fill_(torch.nan)
+
+    model, objective = tiny_model("llama"), objective_of("eagle3")
+    features, teacher = OnlineFeatures(model, LAYERS), Teacher(model)
+    examples = random_examples(10, 12)
+    with pytest.raises(ArithmeticError, match=r"losses of step 4 are \[nan"):
+        train(objective, features, teacher, examples, HeldOut(), tmp_path, QUICK, spoil)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert state["step"] == 2
+    assert all(bool(each.isfinite().all()) for each in state["weights"].values())
+
+
+def test_held_out_texts_too_short_for_a_draft_are_passed_over(tmp_path):
+    model, objective = tiny_model("llama"), objective_of("eagle3")
+    features, teacher = OnlineFeatures(model, LAYERS), Teacher(model)
+    texts = random_examples(2, 12)
+    short = [example([1] * length) for length in (2, 3, 5, 6)]
+    found = evaluate(objective, features, teacher, [*short, *texts], depth=5)
+    assert found == evaluate(objective, features, teacher, texts, depth=5)
+    for hopeless in (short, [], [example([1] * 12, [0] * 12)]):
+        with pytest.raises(ValueError, match=r"no place with 6 tokens of the loss mask"):
+            evaluate(objective, features, teacher, hopeless, depth=5)
+
+
+def test_too_few_examples_are_said_before_anything_is_written(tmp_path):
+    folder = tmp_path / "run"
+    short = [example([1, 2, 3, 4])] * 5 + random_examples(1, 12)
+    with pytest.raises(ValueError, match=r"1 of 6 examples .* expected at least 2, a batch"):
+        run(folder, QUICK, short)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["updates", "batch_size", "learning_rate", "clip", "save_every", "evaluate_every", "depth"],
+)
+def test_impossible_settings_are_refused(field):
+    for value in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=rf"{field} is {value}; expected more than 0"):
+            dataclasses.replace(QUICK, **{field: value})
+    with pytest.raises(ValueError, match=r"optimizer='sgd'; expected 'muon' or 'adamw'"):
+        dataclasses.replace(QUICK, optimizer="sgd")
+
+
+ON_TWO = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import torch
+torch.set_num_threads(1)
+from test_training import QUICK, dataclasses, random_examples, run
+config = dataclasses.replace(QUICK, batch_size={size}, updates=4, mixed_precision=False)
+run(Path({folder!r}), config, random_examples(12, 14))
+"""
+
+
+def test_two_processes_have_the_curve_of_one_with_their_batches_together(tmp_path):
+    """Two processes of gloo; texts of different lengths and masks, so that shares of the loss differ."""
+    tests = str(HELPERS)
+    script = tmp_path / "on_two.py"
+    script.write_text(ON_TWO.format(tests=tests, size=2, folder=str(tmp_path / "two")))
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    # What a launcher sets.
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    for process in processes:
+        assert process.wait(timeout=250) == 0, process.communicate()[1][-3000:]
+    config = dataclasses.replace(QUICK, batch_size=4, updates=4, mixed_precision=False)
+    run(tmp_path / "one", config, random_examples(12, 14))
+    one, two = (read_history(tmp_path / name) for name in ("one", "two"))
+    assert [progress.tokens for progress in one] == [progress.tokens for progress in two]
+    for alone, together in zip(one, two, strict=True):
+        assert together.losses == pytest.approx(alone.losses, rel=1e-4)
+        assert together.gradient_norm == pytest.approx(alone.gradient_norm, rel=1e-3)
+
+
+def test_what_was_trained_is_saved_for_others_and_read_again(tmp_path):
+    objective = run(tmp_path / "run", QUICK, random_examples(10, 12))
+    head = objective.trained()
+    for layout in ("eagle", "speculators"):
+        folder = save_draft(head, tmp_path / layout, layout=layout)
+        assert_same_head(load_draft(folder), head)
+    heads = run(tmp_path / "medusa", QUICK, random_examples(10, 12), kind="medusa").trained()
+    loaded = load_draft(save_medusa(heads, tmp_path / "vllm", layout="vllm"))
+    assert loaded.config == heads.config
+    assert all(torch.equal(loaded.tensors[name], heads.tensors[name]) for name in heads.tensors)
+
+
+def test_every_example_comes_once_in_an_epoch_and_neighbours_are_of_a_length():
+    lengths = [5 + index * 7 % 23 for index in range(40)]
+    batches = epoch_batches(lengths, 4, seed=0, epoch=0)
+    assert sorted(index for batch in batches for index in batch) == list(range(40))
+    assert batches != epoch_batches(lengths, 4, seed=0, epoch=1)
+    assert batches == epoch_batches(lengths, 4, seed=0, epoch=0)
+    assert max(max(lengths[i] for i in b) - min(lengths[i] for i in b) for b in batches) <= 6
+    assert len(epoch_batches(lengths[:39], 4, seed=0, epoch=0)) == 9
+
+
+def test_the_learning_rate_rises_stays_and_falls():
+    factors = [scale(step, total=100, warmup=10, decay=0.5) for step in range(100)]
+    assert factors[0] == 0.1 and factors[9] == factors[49] == 1
+    assert factors[75] == 0.5 and factors[99] == 0.02
+    assert factors[50:] == sorted(factors[50:], reverse=True)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", "mpt", "falcon", "gemma3_text"])
+def test_a_new_head_fits_targets_whose_configs_have_other_names(name):
+    model = tiny_model(name) if name == "gpt2" else zoo.build(name)
+    head = new_head(model, (1, 2))
+    assert check_pair(head, model) == []
+
+
+def test_taps_are_spread_over_shallow_targets():
+    assert default_layers(32) == (2, 16, 29)
+    assert default_layers(6) == (1, 3, 6)
+    assert default_layers(1) == (1,)
+
+
+def test_a_history_becomes_a_picture(tmp_path):
+    run(tmp_path, QUICK, random_examples(10, 12), random_examples(2, 12, seed=1))
+    history = read_history(tmp_path)
+    plot_history(history, tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    plot_history([dataclasses.replace(history[0], evaluation=None)], tmp_path / "bare.png")
+    with pytest.raises(ValueError, match="history is empty"):
+        plot_history([], tmp_path / "empty.png")
+    lines = (tmp_path / "history.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["step"] == 1

@@ -1,0 +1,306 @@
+"""What draft heads are trained for, against its formulas in float64.
+
+A step of training-time test must be what the head computes when it drafts, so it is held to the specification
+of ``draft_head``; losses and gradients are held to formulas without chunks and fused kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+import zoo
+from head_cases import KINDS, Run, head_of
+from tiny import CONFIGS, VOCAB, tiny_model
+from training_cases import example, greedy_examples, random_batch
+
+from specdec_ext.heads.config import DraftHead
+from specdec_ext.heads.medusa import MedusaConfig, MedusaHeads
+from specdec_ext.training.attention import unrolled_attention
+from specdec_ext.training.batches import Batch, OnlineFeatures, pad
+from specdec_ext.training.eagle import EagleObjective
+from specdec_ext.training.loss import soft_cross_entropy
+from specdec_ext.training.medusa_heads import MedusaObjective
+from specdec_ext.training.start import new_head
+from specdec_ext.training.teacher import Teacher
+from specdec_ext.tree.config import TreeConfig
+
+STEPS = 3
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def objective_of(head: DraftHead, steps: int = STEPS) -> EagleObjective:
+    run = Run.start(head, 1)
+    return EagleObjective(head, run.embedding, run.lm_head, steps)
+
+
+class TableTeacher:
+    """Logits are a fixed function of the last hidden state."""
+
+    def __init__(self, vocab: int, width: int):
+        self.table = random(vocab, width, seed=3)
+
+    def logits(self, last_hidden: torch.Tensor) -> torch.Tensor:
+        return last_hidden @ self.table.mT
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_attention_is_one_softmax_over_a_causal_block_and_a_diagonal(window, depth):
+    rows, heads, kv_heads, n, size = 2, 4, 2, 7, 8
+    queries = random(rows, heads, n, size)
+    keys = [random(rows, kv_heads, n, size, seed=1 + i) for i in range(depth + 1)]
+    values = [random(rows, kv_heads, n, size, seed=9 + i) for i in range(depth + 1)]
+    mixed = unrolled_attention(queries, keys, values, window)
+    for head in range(heads):
+        for t in range(n):
+            seen = [(0, s) for s in range(t + 1)] + [(i, t) for i in range(1, depth + 1)]
+            if window is not None:
+                seen = [(i, s) for i, s in seen if i + s > depth + t - window]
+            kv = head // (heads // kv_heads)
+            scores = torch.stack([keys[i][:, kv, s] for i, s in seen], dim=1)
+            scores = (scores @ queries[:, head, t, :, None])[..., 0] * size**-0.5
+            found = torch.stack([values[i][:, kv, s] for i, s in seen], dim=1)
+            expected = (scores.softmax(dim=1)[..., None] * found).sum(dim=1)
+            torch.testing.assert_close(mixed[:, head, t], expected)
+
+
+def test_attention_has_the_gradients_of_its_formula():
+    shapes = [(1, 2, 4, 4)] + [(1, 1, 4, 4)] * 6
+    inputs = [random(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+    assert torch.autograd.gradcheck(
+        lambda q, *kv: unrolled_attention(q, list(kv[:3]), list(kv[3:])), inputs
+    )
+
+
+def test_soft_cross_entropy_is_its_formula(monkeypatch):
+    monkeypatch.setattr("specdec_ext.training.loss._LOGITS", 2 * 11)  # two elements at a time
+    hidden, weight = random(5, 3).requires_grad_(), random(11, 3, seed=1).requires_grad_()
+    teacher = random(4, 11, seed=2).softmax(dim=-1)
+    rows = torch.tensor([3, 0, 0, 2, 1])
+    loss = soft_cross_entropy(hidden, weight, teacher, rows, 0.5)
+    log_probs = (hidden @ weight.mT * 0.5).log_softmax(dim=-1)
+    torch.testing.assert_close(loss, -(teacher[rows] * log_probs).sum())
+    assert torch.autograd.gradcheck(
+        lambda h, w: soft_cross_entropy(h, w, teacher, rows, 0.5), [hidden, weight]
+    )
+    assert soft_cross_entropy(hidden[:0], weight, teacher, rows[:0]).item() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_a_level_of_the_chain_that_the_head_drafts(kind):
+    """Fed what the head drafts, step i gives the scores of level i of its specification."""
+    head = head_of(kind, dtype=torch.float64)
+    objective = objective_of(head)
+    batch = random_batch(head, rows=1, columns=8)
+    for t in range(8 - 2 - STEPS):
+        run = Run.start(head, 1)
+        tokens, _, scores = run.draft(
+            TreeConfig(depth=STEPS), batch.tokens[:, 1 : t + 2], batch.features[:, : t + 1]
+        )
+        fed = batch.tokens.clone()
+        fed[:, t + 1 : t + 2 + STEPS] = tokens
+        with torch.no_grad():
+            steps = list(objective.unroll(dataclasses.replace(batch, tokens=fed), STEPS))
+        total = torch.zeros((), dtype=torch.float64)
+        for level, step in enumerate(steps, start=1):
+            logits = step.hidden[0, t] @ step.lm_head.mT * head.config.logit_scale
+            best, drafted = logits.log_softmax(dim=-1).max(dim=-1)
+            ids = head.tensors.get("draft_to_target")
+            assert (drafted if ids is None else ids[drafted]) == tokens[0, level]
+            total += best
+            torch.testing.assert_close(total, scores[0, level], rtol=1e-9, atol=1e-9)
+
+
+def naive_losses(objective, batch: Batch, teacher: TableTeacher) -> torch.Tensor:
+    """The formula, element by element."""
+    ids = objective.draft_to_target
+    losses = []
+    for i, step in enumerate(objective.unroll(batch, objective.steps)):
+        parts = []
+        for row in range(len(batch.tokens)):
+            for t in range(batch.tokens.shape[1] - 2 - i):
+                target = teacher.logits(batch.last_hidden[row, t + 1 + i])
+                drafted = target if ids is None else target[ids]
+                if batch.loss_mask[row, t + 2 + i] and drafted.max() == target.max():
+                    logits = step.hidden[row, t] @ step.lm_head.mT * objective.logit_scale
+                    parts.append(-(drafted.softmax(-1) * logits.log_softmax(-1)).sum())
+        losses.append(torch.stack(parts).mean())
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3.1", "no-fc", "p-eagle", "medusa"])
+def test_losses_are_means_over_the_masked_tokens_that_are_predicted(kind):
+    if kind == "medusa":
+        config = MedusaConfig(STEPS, 1, 32, VOCAB, 61)
+        shapes = config.tensor_shapes()
+        tensors = {
+            name: random(*shape, seed=i) * 0.2 for i, (name, shape) in enumerate(shapes.items())
+        }
+        tensors["draft_to_target"] = torch.arange(61) + 3
+        objective = MedusaObjective(MedusaHeads(config, tensors))
+        batch = random_batch(head_of("eagle3"), rows=2, columns=9)
+    else:
+        head = head_of(kind, dtype=torch.float64)
+        objective = objective_of(head)
+        batch = random_batch(head, rows=2, columns=9)
+    batch.loss_mask[0, 5:] = False
+    batch.loss_mask[1, :4] = False
+    teacher = TableTeacher(VOCAB, batch.last_hidden.shape[-1])
+    loss, losses = objective(batch, teacher)
+    expected = naive_losses(objective, batch, teacher)
+    torch.testing.assert_close(losses, expected)
+    torch.testing.assert_close(loss, expected[0] + 0.8 * expected[1] + 0.64 * expected[2])
+
+
+@pytest.mark.parametrize("kind", ["eagle3.1", "qk-norm-window", "p-eagle"])
+def test_gradients_flow_through_the_steps(kind):
+    """Along a random direction of all weights the loss rises as its gradients say."""
+    head = head_of(kind, dtype=torch.float64)
+    objective = objective_of(head)
+    batch = random_batch(head, rows=2, columns=9)
+    teacher = TableTeacher(VOCAB, batch.last_hidden.shape[-1])
+    objective(batch, teacher)[0].backward()
+    parameters = list(objective.parameters())
+    directions = [random(*each.shape, seed=i) for i, each in enumerate(parameters)]
+    rise = sum(float((p.grad * d).sum()) for p, d in zip(parameters, directions, strict=True))
+    values = []
+    for step in (1e-6, -1e-6):
+        with torch.no_grad():
+            for parameter, direction in zip(parameters, directions, strict=True):
+                parameter += step * direction
+            values.append(float(objective(batch, teacher)[0]))
+            for parameter, direction in zip(parameters, directions, strict=True):
+                parameter -= step * direction
+    assert rise == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-5)
+    # The features are read in step 0 only, but later steps learn from them, too.
+    objective.zero_grad()
+    step = list(objective.unroll(batch, STEPS))[-1]
+    step.hidden.sum().backward()
+    assert float(objective.weights["fc/weight"].grad.abs().max()) > 0
+
+
+@pytest.mark.parametrize("token", [STEPS + 1, 6, 8])
+def test_the_mask_is_that_of_the_predicted_token(token):
+    """Only the target's distribution before the masked token counts: a mask one off would count another."""
+    head = head_of("eagle3.1", dtype=torch.float64)
+    objective = objective_of(head)
+    batch = random_batch(head, rows=1, columns=9)
+    batch.loss_mask[:] = False
+    batch.loss_mask[0, token] = True
+    teacher = TableTeacher(VOCAB, batch.last_hidden.shape[-1])
+    _, losses = objective(batch, teacher)
+    assert (losses > 0).all()
+    for column in range(9):
+        changed = batch.last_hidden.clone()
+        changed[0, column] += 1
+        _, others = objective(dataclasses.replace(batch, last_hidden=changed), teacher)
+        assert bool((others != losses).all()) == (column == token - 1)
+        assert bool((others != losses).any()) == (column == token - 1)
+
+
+def test_the_first_masked_tokens_have_fewer_steps():
+    """Token 2 is predicted by step 0 of element 0; there is no earlier element for later steps."""
+    head = head_of("eagle3.1", dtype=torch.float64)
+    objective = objective_of(head)
+    batch = random_batch(head, rows=1, columns=9)
+    batch.loss_mask[:] = False
+    batch.loss_mask[0, 2] = True
+    _, losses = objective(batch, TableTeacher(VOCAB, batch.last_hidden.shape[-1]))
+    assert (losses > 0).tolist() == [True, False, False]
+
+
+def test_paddings_change_nothing():
+    model = copy.deepcopy(tiny_model("llama")).double()
+    features, teacher = OnlineFeatures(model, (1, 2, 3)), Teacher(model)
+    texts = greedy_examples(2, prompt=3, length=14)
+    short = example(texts[1].tokens[:9].tolist())
+    objective = EagleObjective(
+        new_head(model, (1, 2, 3)).to("cpu", torch.float64),
+        *(model.get_input_embeddings().weight,) * 2,
+        STEPS,
+    )
+    alone = [objective.agreement(features([each]), teacher, STEPS) for each in (texts[0], short)]
+    both = objective.agreement(features([texts[0], short]), teacher, STEPS)
+    assert torch.equal(both.greedy, torch.cat([each.greedy for each in alone]))
+    assert torch.equal(both.sampled, torch.cat([each.sampled for each in alone]))
+
+
+def test_agreement_counts_what_greedy_decoding_would_accept():
+    """At every place of a greedy text, the drafts that live are those that the specification drafts right."""
+    model = tiny_model("llama")
+    (text,) = greedy_examples(1, prompt=4, length=24)
+    features = OnlineFeatures(model, (1, 2, 3))
+    batch = features([text])
+    batch.loss_mask[:, :4] = False  # what follows the prompt is greedy
+    head = new_head(model, (1, 2, 3))
+    embedding = model.get_input_embeddings().weight.detach()
+    # The target's own embedding as output head: some of the drafts are right.
+    objective = EagleObjective(head, embedding, embedding, STEPS)
+    objective(batch, Teacher(model))[0].backward()
+    optimizer = torch.optim.Adam(objective.parameters(), lr=3e-3)
+    for _ in range(30):
+        optimizer.zero_grad()
+        objective(batch, Teacher(model))[0].backward()
+        optimizer.step()
+    lived = objective.agreement(batch, Teacher(model), STEPS).greedy.cumprod(dim=1).sum(dim=1)
+    expected = []
+    for t in range(2, 24 - 1 - STEPS):
+        run = Run.start(objective.trained(), 1, embedding=embedding)
+        tokens, _, _ = run.draft(
+            TreeConfig(depth=STEPS), batch.tokens[:, 1 : t + 2], batch.features[:, : t + 1]
+        )
+        right = tokens[0, 1:] == batch.tokens[0, t + 2 : t + 2 + STEPS]
+        expected.append(int(right.cumprod(dim=0).sum()))
+    assert lived.tolist() == expected
+    assert len(set(expected)) > 1
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2-window", "cohere", "granite", "gpt2"])
+def test_the_teacher_has_the_logits_of_the_target(name, monkeypatch):
+    model = tiny_model(name) if name in CONFIGS else zoo.build(name)
+    if name == "granite":
+        monkeypatch.setattr(model.config, "logits_scaling", 4.0)
+    if name == "cohere":
+        monkeypatch.setattr(model.config, "logit_scale", 0.25)
+        monkeypatch.setattr(model, "logit_scale", 0.25)
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        found = Teacher(model).logits(
+            OnlineFeatures(model, (1,))([example(ids[0].tolist())]).last_hidden
+        )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_target_whose_logits_are_something_else_is_refused(monkeypatch):
+    model = tiny_model("gemma2-window")
+    monkeypatch.setattr(model.config, "final_logit_softcapping", None)
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            model, "forward", lambda **given: doubled(type(model).forward(model, **given))
+        )
+        with pytest.raises(ValueError, match="not those of its output head on its last hidden"):
+            Teacher(model)
+
+
+def doubled(output):
+    output.logits = output.logits * 2
+    return output
+
+
+def test_pad_checks_its_examples():
+    with pytest.raises(ValueError, match="examples is empty"):
+        pad([])
+    with pytest.raises(ValueError, match=r"tokens \[3\] and loss_mask \[2\]"):
+        pad([dataclasses.replace(example([1, 2, 3]), loss_mask=torch.ones(2).bool())])
+    tokens, mask, lengths = pad([example([1, 2, 3], [0, 1, 1]), example([4])])
+    assert tokens.tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert mask.tolist() == [[False, True, True], [True, False, False]]
+    assert lengths.tolist() == [3, 1]

@@ -1,0 +1,242 @@
+"""Rule 1 is lossless: the law of what is emitted equals the law of the target.
+
+Exact: the walk of the reference is enumerated over all picks, weighted with rational target
+probabilities. Statistical: chi-square on over 1e6 draws with fixed seeds through the compiled op, with
+logits processed by transformers. Both tests are shown to have teeth: deliberately biased rules fail them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from fractions import Fraction
+
+import pytest
+import torch
+from laws import Target, Text, chi_square_excess, continued, random_target
+from op_cases import DEVICES, generator
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specdec_ext import ops
+from specdec_ext.reference.verify_match import walk
+from specdec_ext.verify.filters import fuse_filters
+
+# Exact laws
+
+
+class _MorePicks(Exception):
+    """The walk asks for a pick that is not chosen yet."""
+
+
+def enumerate_walks(tokens: list[int], parents: list[int], target: Target) -> Iterator:
+    """(emitted tokens, probability) of rule 1 for every sequence of picks of positive probability."""
+    pending: list[tuple[Text, Fraction]] = [((), Fraction(1))]
+    while pending:
+        picks, weight = pending.pop()
+
+        def pick(node: int, depth: int, picks: Text = picks) -> int:
+            if depth == len(picks):
+                raise _MorePicks
+            return picks[depth]
+
+        try:
+            path, next_token = walk(tokens, parents, pick)
+        except _MorePicks:
+            for token, probability in enumerate(target(picks)):
+                if probability:
+                    pending.append(((*picks, token), weight * probability))
+        else:
+            yield (*(tokens[node] for node in path[1:]), next_token), weight
+
+
+def random_tree(nodes: int, max_depth: int, vocab: int, rng: random.Random):
+    tokens, parents, depths = [0], [-1], [0]
+    while len(tokens) < nodes:
+        parent = rng.choice([node for node in range(len(tokens)) if depths[node] < max_depth])
+        tokens.append(rng.randrange(vocab))  # duplicate siblings happen
+        parents.append(parent if rng.random() < 0.9 else -2)
+        depths.append(depths[parent] + 1 if parents[-1] >= 0 else max_depth)
+    return tokens, parents
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 3, 4, 6])
+def test_exact_law_of_the_walk(vocab):
+    rng = random.Random(vocab)
+    for _ in range(15):
+        target = random_target(vocab, rng)
+        tokens, parents = random_tree(rng.randint(1, 9), 3, vocab, rng)
+        length = 4 if vocab < 6 else 3
+        emitted = continued(enumerate_walks(tokens, parents, target), target, length)
+        assert emitted == continued(iter([((), Fraction(1))]), target, length)
+
+
+def test_every_tree_of_three_nodes():
+    rng = random.Random(0)
+    target = random_target(3, rng)
+    plain = continued(iter([((), Fraction(1))]), target, 3)
+    for parents in ([-1, 0, 0], [-1, 0, 1], [-1, -2, 0], [-1, 0, -2]):
+        for drafts in itertools.product(range(3), repeat=2):
+            walks = enumerate_walks([0, *drafts], parents, target)
+            assert continued(walks, target, 3) == plain
+
+
+def test_the_exact_test_sees_a_biased_rule():
+    """Accepting siblings one by one against the same target, without a residual, is caught."""
+    target = random_target(3, random.Random(1))
+
+    def one_by_one(children: list[int]) -> Iterator:
+        root, rest = target(()), Fraction(1)
+        for child in children:
+            yield (child,), rest * root[child]
+            rest *= 1 - root[child]
+        for token, probability in enumerate(root):
+            yield (token,), rest * probability
+
+    plain = continued(iter([((), Fraction(1))]), target, 1)
+    assert continued(one_by_one([0, 1]), target, 1) != plain
+
+
+# Statistical laws through the compiled op
+
+NUM_DRAWS = 1 << 20
+ROWS = 1 << 16
+VOCAB = 12
+
+
+class _Nothing(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+PROCESSORS = {
+    "plain": _Nothing(),
+    "temperature-0.7": TemperatureLogitsWarper(0.7),
+    "temperature-1.7": TemperatureLogitsWarper(1.7),
+    "top-k-5": TopKLogitsWarper(5),
+    "top-k-1": TopKLogitsWarper(1),
+    "top-p-0.8": TopPLogitsWarper(0.8),
+    "min-p-0.1": MinPLogitsWarper(0.1),
+    "repetition-penalty-1.3": RepetitionPenaltyLogitsProcessor(1.3),
+    "all": LogitsProcessorList(
+        [
+            RepetitionPenaltyLogitsProcessor(1.2),
+            TemperatureLogitsWarper(0.9),
+            TopKLogitsWarper(9),
+            TopPLogitsWarper(0.95),
+            MinPLogitsWarper(0.02),
+        ]
+    ),
+}
+PROCESSORS["all-fused"] = fuse_filters(PROCESSORS["all"], torch.device("cpu"))
+DRAFTS = [4, 7, 4, 2]  # nodes 1 .. 4; node 3 is a child of node 1, the others of the root
+PARENTS = [-1, 0, 0, 1, 0]
+
+
+def node_logits(processor) -> torch.Tensor:
+    """``[nodes, VOCAB]`` processed logits, each node with its own prefix."""
+    raw = torch.randn(len(PARENTS), VOCAB, generator=generator(0)) * 1.5
+    raw[0, DRAFTS[:2]] += 1.5  # the children are likely, so that walks go deep
+    prefixes = [[1, 2], [1, 2, 4], [1, 2, 7], [1, 2, 4, 4], [1, 2, 2]]
+    rows = [
+        processor(torch.tensor([prefix]), scores[None].clone())[0]
+        for prefix, scores in zip(prefixes, raw, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+def draw(logits: torch.Tensor, device: str = "cpu") -> torch.Tensor:
+    """Counts ``[VOCAB, VOCAB + 1]`` of the first two emitted tokens; last column: only one emitted."""
+    counts = torch.zeros(VOCAB * (VOCAB + 1), dtype=torch.long)
+    tokens = torch.tensor([0, *DRAFTS], device=device).expand(ROWS, -1)
+    parents = torch.tensor(PARENTS, device=device).expand(ROWS, -1)
+    row_ids = torch.arange(ROWS, device=device)
+    for turn in range(NUM_DRAWS // ROWS):
+        result = ops.verify_match(
+            logits.to(device).expand(ROWS, -1, -1),
+            tokens,
+            parents,
+            torch.full((ROWS,), 10 * turn, device=device),
+            torch.full((ROWS,), 1234 + turn // 4, device=device),
+            row_ids,
+            torch.ones(ROWS, dtype=torch.bool, device=device),
+        )
+        nodes = result.path[:, 1:3].clamp(min=0)
+        emitted = torch.where(
+            torch.arange(2, device=device) < result.num_accepted[:, None],
+            tokens.gather(1, nodes),
+            result.next_token[:, None],
+        )
+        first = emitted[:, 0]
+        second = torch.where(result.num_accepted > 0, emitted[:, 1], VOCAB)
+        cells = first * (VOCAB + 1) + second
+        counts += torch.bincount(cells.cpu(), minlength=len(counts))
+    return counts.view(VOCAB, VOCAB + 1)
+
+
+def expected_law(logits: torch.Tensor) -> torch.Tensor:
+    """The probabilities of :func:`draw`'s cells under the target."""
+    probabilities = logits.double().softmax(dim=-1)
+    law = torch.zeros(VOCAB, VOCAB + 1, dtype=torch.double)
+    law[:, VOCAB] = probabilities[0]
+    for node in (4, 2, 1):  # the nodes that the walk can reach from the root
+        token = [0, *DRAFTS][node]
+        law[token, VOCAB] = 0
+        law[token, :VOCAB] = probabilities[0, token] * probabilities[node]
+    return law
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_law_of_the_op(name, device):
+    logits = node_logits(PROCESSORS[name])
+    assert chi_square_excess(draw(logits, device), expected_law(logits)) < 1
+
+
+def test_the_statistical_test_sees_two_percent_of_temperature():
+    logits = node_logits(PROCESSORS["plain"])
+    assert chi_square_excess(draw(logits / 1.02), expected_law(logits)) > 1
+
+
+def test_the_statistical_test_sees_noise_used_twice():
+    """Drawing the second token with the first one's noise (the position not advanced) is biased."""
+    logits = node_logits(PROCESSORS["plain"])
+    zeros = torch.zeros(ROWS, dtype=torch.long)
+    row_ids, sampled = torch.arange(ROWS), torch.ones(ROWS, dtype=torch.bool)
+
+    def pick(node):
+        root = torch.zeros(ROWS, 1, dtype=torch.long)
+        one = logits[node].expand(ROWS, 1, VOCAB)
+        return ops.verify_match(one, root, root - 1, zeros, zeros, row_ids, sampled).next_token
+
+    first = pick(0)
+    seconds = torch.stack([pick(1), pick(2), pick(4)])
+    second = torch.full((ROWS,), VOCAB)
+    for index, token in enumerate((4, 7, 2)):
+        second = torch.where(first == token, seconds[index], second)
+    counts = torch.bincount(first * (VOCAB + 1) + second, minlength=VOCAB * (VOCAB + 1))
+    counts = counts.view(VOCAB, VOCAB + 1)
+    law = expected_law(logits)
+    assert chi_square_excess(counts, law) > 1
+    # Each token alone has the right law: only the joint law shows the fault.
+    assert chi_square_excess(counts.sum(dim=1), law.sum(dim=1)) < 1
+
+
+def test_the_statistical_test_sees_a_biased_acceptance():
+    """First-come siblings without a residual: each child accepted with its own probability."""
+    logits = node_logits(PROCESSORS["plain"])
+    probabilities = logits[0].double().softmax(dim=-1)
+    rng = generator(3)
+    drawn = torch.multinomial(probabilities, NUM_DRAWS, replacement=True, generator=rng)
+    for child in reversed(DRAFTS[:2]):
+        accepted = torch.rand(NUM_DRAWS, generator=rng) < probabilities[child]
+        drawn = torch.where(accepted, child, drawn)
+    assert chi_square_excess(torch.bincount(drawn, minlength=VOCAB), probabilities) > 1

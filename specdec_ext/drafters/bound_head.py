@@ -1,0 +1,192 @@
+"""A draft head at a target: its tensors where the target computes, and the two that it may share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specdec_ext import ops
+from specdec_ext.heads.config import DraftHead
+from specdec_ext.models.wrapped import is_tensor_parallel
+from specdec_ext.reference.draft_head import draft_head
+from specdec_ext.tree.config import TreeConfig
+
+
+@dataclass(frozen=True)
+class BoundHead:
+    """A head that can run beside one target.
+
+    Attributes:
+        head: on the target's device in the dtype of the draft.
+        device, dtype: those.
+        shared: the target's embedding and lm_head, None where the head has its own. Of a tensor-parallel
+            target they are whole, put together from the parts of all processes.
+        weights: format of the matrices, as for :meth:`specdec_ext.ops.PackedHead.pack`.
+    """
+
+    head: DraftHead
+    device: torch.device
+    dtype: torch.dtype
+    shared: tuple[Tensor | None, Tensor | None]
+    weights: str = "same"
+
+    @classmethod
+    def bind(cls, head: DraftHead, model: PreTrainedModel, weights: str = "same") -> BoundHead:
+        """Bring a head to a target; tensors that fit are not copied.
+
+        Raises:
+            ValueError: where the head shares a weight that the target does not have as plain numbers.
+        """
+        device, dtype = draft_home(model)
+        shared = _shared_weights(head, model)
+        return cls(head.to(device, dtype), device, dtype, shared, weights)
+
+    @property
+    def embedding(self) -> Tensor:
+        """``[vocab, hidden]``, on the device in the dtype."""
+        return self._either(self.shared[0], "embed_tokens.weight")
+
+    @property
+    def lm_head(self) -> Tensor:
+        """``[draft_vocab, hidden]``, likewise."""
+        return self._either(self.shared[1], "lm_head.weight")
+
+    def _either(self, shared: Tensor | None, name: str) -> Tensor:
+        if shared is None:
+            return self.head.tensors[name]
+        return shared.detach().to(self.device, self.dtype)
+
+    @cached_property
+    def _packed(self) -> ops.PackedHead:
+        lm_head = None if self.shared[1] is None else self.lm_head
+        return ops.PackedHead.pack(self.head, self.embedding, lm_head, self.weights)
+
+    @cached_property
+    def _of_stream(self) -> dict[int, ops.PackedHead]:
+        return {}
+
+    def _on_this_stream(self) -> ops.PackedHead:
+        """The head for launches on the current stream, which share a sync buffer with no other stream.
+
+        Drafters share a bound head, those that ``drafter="auto"`` hands out for one. Launches on one stream
+        wait for each other; on several they run at the same time.
+        """
+        if self._packed.sync is None:
+            return self._packed
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        if stream not in self._of_stream:
+            self._of_stream.setdefault(stream, self._packed.with_own_sync())
+        return self._of_stream[stream]
+
+    @cached_property
+    def _in_memory(self) -> tuple[DraftHead, Tensor, Tensor]:
+        """Head, embedding and lm_head as the specification reads them, over and over."""
+        kept = replace(self.head, tensors=dict(self.head.tensors))
+        return kept, self.embedding, self.lm_head
+
+    def refusal(self, tree: TreeConfig, num_rows: int) -> str | None:
+        """Why the specification drafts such trees instead of the op, or None."""
+        config = self.head.config
+        return ops.draft_head_refusal(config, self.device, self.dtype, tree, num_rows, self.weights)
+
+    def draft(self, tree: TreeConfig, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``draft_head`` with this head: the op where there is no :meth:`refusal`, else its specification,
+        with a warning.
+
+        Args:
+            tree: what to draft.
+            inputs: the op's between head and tree.
+
+        Raises:
+            ValueError: where the weights have a format that only the op has, and the op does not draft this.
+        """
+        roots = inputs[-1]
+        return self._function(tree, len(roots))(*inputs, tree)
+
+    def check(self, tree: TreeConfig, num_rows: int) -> str | None:
+        """The :meth:`refusal`, or an error where nothing else can draft with weights of this format.
+
+        Raises:
+            ValueError: ``weights`` is a format that only the op has, and the op does not draft this.
+        """
+        reason = self.refusal(tree, num_rows)
+        if reason is not None and self.weights != "same":
+            raise ValueError(
+                f"weights={self.weights!r} needs the op draft_head, which does not draft this: {reason}; "
+                "pass weights='same'"
+            )
+        return reason
+
+    def _function(
+        self, tree: TreeConfig, num_rows: int
+    ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+        reason = self.check(tree, num_rows)
+        if reason is None:
+            return partial(ops.draft_head, self._on_this_stream())
+        warnings.warn(
+            f"{self.head.source} drafts in PyTorch, many times slower than the op draft_head, which does "
+            f"not draft this: {reason}",
+            stacklevel=2,
+        )
+        return partial(draft_head, *self._in_memory)
+
+    def serves(self, model: PreTrainedModel) -> bool:
+        """Whether binding to this target would give the same."""
+        weights = _shared_weights(self.head, model)
+        same = all(mine is theirs for mine, theirs in zip(self.shared, weights, strict=True))
+        return same and (self.device, self.dtype) == draft_home(model)
+
+
+def draft_home(model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
+    """Where and in which dtype the head computes: as the target, but never in float16 on the CPU."""
+    slow = model.device.type == "cpu" and model.dtype == torch.float16
+    return model.device, torch.float32 if slow else model.dtype
+
+
+def _shared_weights(head: DraftHead, model: PreTrainedModel) -> tuple[Tensor | None, Tensor | None]:
+    config = head.config
+    return (
+        None if config.own_embedding else _weight("embedding", model.get_input_embeddings(), head),
+        None if config.own_lm_head else _weight("lm_head", model.get_output_embeddings(), head),
+    )
+
+
+# Module -> its weight, of which this process has a part, and the whole of it.
+_wholes: WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor]] = WeakKeyDictionary()
+
+
+def _whole(module: nn.Module, weight: Any) -> Tensor:
+    """A tensor-parallel weight in one piece, gathered once for as long as the module has it.
+
+    All processes gather it together: they make the same calls, with the same heads.
+    """
+    kept = _wholes.get(module)
+    if kept is None or kept[0] is not weight:
+        kept = _wholes[module] = weight, weight.detach().full_tensor()
+    return kept[1]
+
+
+def _weight(name: str, module: nn.Module | None, head: DraftHead) -> Tensor:
+    weight: Any = getattr(module, "weight", None)
+    if module is not None and is_tensor_parallel(weight):
+        weight = _whole(module, weight)
+    plain = type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point()
+    if not plain or weight.is_meta:
+        found = f"a {type(weight).__name__}"
+        if isinstance(weight, Tensor):
+            found += f" of {weight.dtype} on {weight.device}"
+        raise ValueError(
+            f"{head.source} has no {name} of its own and the target's is {found}; expected a plain "
+            f"floating-point tensor. Leave {name} out of quantisation and offloading, or take a head that "
+            "has its own"
+        )
+    tensor: Tensor = weight
+    return tensor

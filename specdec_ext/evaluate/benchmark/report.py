@@ -1,0 +1,258 @@
+"""What a comparison says: rows as a table, as JSON and as bars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from specdec_ext.display import Summarised
+from specdec_ext.evaluate.benchmark import latency
+from specdec_ext.evaluate.benchmark.series import Series
+from specdec_ext.evaluate.benchmark.speedup import bootstrap
+from specdec_ext.evaluate.compare import ComparedRuns
+
+BAR_WIDTH = 20
+MIB = 1 << 20
+
+
+@dataclass(repr=False)
+class Report(Summarised):
+    """Contestants of one run on one batch of prompts.
+
+    Attributes:
+        machine: :func:`machine_line`.
+        settings: everything that shaped the run.
+        series: results by contestant.
+        baseline, plain: names of those that ratios are to; ``plain`` decodes one token at a time through our
+            loop.
+        same_text: by contestant, how many texts are the baseline's, in words.
+        left_out: contestant that could not take part -> why.
+    """
+
+    machine: str
+    settings: dict[str, Any]
+    series: dict[str, Series]
+    baseline: str
+    plain: str | None = None
+    same_text: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.settings.items())
+
+    @property
+    def unique_4grams(self) -> float:
+        return self.series[self.baseline].unique_4grams
+
+    def summary(self) -> str:
+        rows = [row for row in self.rows() if row["name"] != self.baseline]
+        if not rows:
+            return f"{self.baseline} alone"
+        best = max(rows, key=lambda row: row["ratio"])
+        return (
+            f"{best['name']} is the fastest of {len(self.series)}: {best['ratio']:.2f}x of {self.baseline}, "
+            f"95 % [{best['interval'][0]:.2f}, {best['interval'][1]:.2f}]; {self.title}"
+        )
+
+    def details(self) -> Iterable[tuple[str, ...]]:
+        yield "", "tokens/s", "ratio", "acceptance length", "same text"
+        for row in self.rows():
+            numbers = f"{row['tokens_per_second']:.1f}", f"{row['ratio']:.2f}x"
+            yield row["name"], *numbers, _number(row["mean_acceptance_length"]), row["same_text"]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A record per contestant, of plain values."""
+        return [self._row(series) for series in self.series.values()]
+
+    def record(self) -> dict[str, Any]:
+        """The whole run, for JSON."""
+        return {
+            "machine": self.machine,
+            "settings": self.settings,
+            "baseline": self.baseline,
+            "unique_4gram_fraction": self.unique_4grams,
+            "left_out": self.left_out,
+            "rows": self.rows(),
+        }
+
+    def tables(self) -> list[Table]:
+        """Speed with 95 % intervals over prompts, drafts, and latency if it was measured; 80 columns each."""
+        speed = _table("", "tokens/s", "ratio [95 %]", "to plain", "peak MiB", title=self.title)
+        drafts = _table("", "policy", "accepted", "emitted", "break-even", "same text")
+        arrivals = _table("milliseconds", "to first", "per token", "gap p50", "p90", "p99")
+        for row in self.rows():
+            name, peak = row["name"], row["peak_bytes"]
+            speed.add_row(
+                name,
+                f"{row['tokens_per_second']:.1f}",
+                f"{row['ratio']:.2f}x [{row['interval'][0]:.2f}, {row['interval'][1]:.2f}]",
+                _number(row["ratio_to_plain"], "x"),
+                "" if peak is None else f"{peak / MIB:.0f}",
+            )
+            drafts.add_row(
+                name,
+                row["policy"],
+                _number(row["fixed_acceptance_length"] or row["mean_acceptance_length"]),
+                _number(row["emitted_per_step"]),
+                _number(row["break_even"]),
+                row["same_text"],
+            )
+            if row["milliseconds"]:
+                arrivals.add_row(name, *(f"{value:.2f}" for value in row["milliseconds"].values()))
+        return [speed, drafts, *([arrivals] if arrivals.row_count else [])]
+
+    def notes(self) -> list[str]:
+        """What has to be read with the table."""
+        repeated = (
+            f"unique 4-grams in the completions: {self.unique_4grams:.0%} "
+            "(text that repeats itself is easy to guess and inflates ratios)"
+        )
+        columns = (
+            "policy: how the timed calls decided what to draft. accepted: mean acceptance length, bonus "
+            'token included, where every step drafts ("fixed"): under "auto" each drafter is asked in steps '
+            "of its own, so the lengths of two drafters can't be compared. emitted: tokens per step of the "
+            "timed calls. gap: between two arrivals of tokens in a stream"
+        )
+        left_out = (f"{name}: left out, {why}" for name, why in self.left_out.items())
+        return [
+            repeated,
+            *([columns] if any(row["policy"] for row in self.rows()) else []),
+            *left_out,
+        ]
+
+    def _row(self, series: Series) -> dict[str, Any]:
+        baseline = self.series[self.baseline]
+        plain = self.series.get(self.plain) if self.plain else None
+        speedup = series.speedup(baseline)
+        rates = series.tokens_per_second
+        return {
+            "name": series.name,
+            "tokens_per_second": series.median_tokens_per_second,
+            "ratio": speedup.value,
+            "interval": [speedup.low, speedup.high],
+            "ratio_of_means": bootstrap(rates, baseline.tokens_per_second, np.mean).value,
+            "ratio_to_plain": plain and series.speedup(plain).value,
+            "policy": series.policy,
+            "mean_acceptance_length": series.mean_acceptance_length,
+            "fixed_acceptance_length": series.fixed_acceptance_length,
+            "emitted_per_step": series.emitted_per_step,
+            "acceptance_per_position": series.acceptance_per_position,
+            "milliseconds_per_step": series.milliseconds_per_step,
+            "break_even": plain and series.break_even(plain),
+            "milliseconds": latency.summary(series.latencies),
+            "peak_bytes": series.peak,
+            "same_text": self.same_text.get(series.name, ""),
+            "tokens_per_second_by_prompt": rates,
+        }
+
+
+def position_table(series: Series) -> Table:
+    """Acceptance by position in the draft."""
+    proposed = series.total_per_position("proposed_per_position")
+    accepted = series.total_per_position("accepted_per_position")
+    table = Table(title=f"acceptance by position in the draft, {series.name}", title_justify="left")
+    for heading in ("position", "drafted", "accepted", "of all drafts"):
+        table.add_column(heading, justify="right")
+    table.add_column("of those drafted")
+    drafts = series.total("drafts")
+    for position, (tried, kept) in enumerate(zip(proposed, accepted, strict=True), start=1):
+        share = kept / tried
+        bar = "█" * round(BAR_WIDTH * share)
+        table.add_row(
+            str(position), str(tried), str(kept), f"{kept / drafts:.0%}", f"{share:4.0%} {bar}"
+        )
+    return table
+
+
+def plot(reports: Sequence[Report], path: Path) -> None:
+    """Bars of tokens per second, a panel per report, whiskers for the intervals of the ratios."""
+    from matplotlib.figure import Figure
+
+    sizes = [len(report.series) for report in reports]
+    figure = Figure(figsize=(9, 0.42 * sum(sizes) + 0.9 * len(reports) + 0.4))
+    panels = figure.subplots(len(reports), height_ratios=sizes, squeeze=False)
+    for axes, report in zip(panels[:, 0], reports, strict=True):
+        rows = report.rows()
+        base = report.series[report.baseline].median_tokens_per_second
+        rates = [row["tokens_per_second"] for row in rows]
+        low, high = (
+            [abs(base * row["interval"][end] - rate) for row, rate in zip(rows, rates, strict=True)]
+            for end in (0, 1)
+        )
+        bars = axes.barh(
+            [row["name"] for row in rows],
+            rates,
+            xerr=[low, high],
+            error_kw={"elinewidth": 0.8, "ecolor": "#5f6368"},
+            color=["#9aa0a6" if row["name"].startswith("HF") else "#1a73e8" for row in rows],
+        )
+        axes.bar_label(bars, [f"{row['ratio']:.2f}x" for row in rows], padding=3, fontsize=8)
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        axes.set_title(report.title, fontsize=7, loc="left")
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1, 0].set_xlabel("tokens per second, median over prompts", fontsize=8)
+    figure.suptitle(reports[0].machine, fontsize=6, x=0.01, ha="left")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def same_text(compared: Sequence[ComparedRuns]) -> str:
+    """``"8/10, 2 near-ties"``: how many texts are equal, and what the others are."""
+    verdicts = [each.verdict for each in compared]
+    summary = f"{verdicts.count('equal')}/{len(verdicts)}"
+    for verdict in ("near-tie", "bug"):
+        if count := verdicts.count(verdict):
+            summary += f", {count} {verdict}" + ("s" if count > 1 else "")
+    return summary
+
+
+def same_texts(
+    series: Mapping[str, Series], baseline: str, plain: str | None, model: Any, sampled: bool
+) -> dict[str, str]:
+    """By contestant, how many texts are equal: greedy ones the baseline's, sampled ones of ours plain's.
+
+    Of one law, transformers and we draw different texts.
+    """
+    if not sampled:
+        return {
+            name: same_text(each.compared_to(series[baseline], model))
+            for name, each in series.items()
+            if name != baseline
+        }
+    if plain is None:
+        return {}
+    equal = {
+        name: each.equals(series[plain])
+        for name, each in series.items()
+        if each.speculation and name != plain
+    }
+    return {name: f"{sum(each)}/{len(each)} of {plain}" for name, each in equal.items()}
+
+
+def _table(name: str, *headings: str, title: str | None = None) -> Table:
+    """Numbers stand whole; where the terminal is too narrow names break."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
+    table.add_column(name, overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _number(value: float | None, unit: str = "") -> str:
+    return "" if value is None else f"{value:.2f}{unit}"

@@ -1,0 +1,324 @@
+"""``breakdown``: where the time of a step goes, from the draft to the streamed token.
+
+While a breakdown runs, the functions that make up a step are replaced by ones that look at the clock; at
+all other times nothing is there. A part's time is its own: what parts within it take is theirs. Looking
+costs half a microsecond per call, which lands in the part around it. Calls of ``generate`` in other threads
+would be counted, too: run nothing beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import specdec_ext
+from specdec_ext import ops
+from specdec_ext.display import Summarised
+from specdec_ext.drafters import Drafter
+from specdec_ext.evaluate.machine import machine_line
+from specdec_ext.loop import Decoder
+from specdec_ext.models import Target
+from specdec_ext.models.passes.direct import DirectPass
+from specdec_ext.output import Recorder, TokenStream
+from specdec_ext.preflight.extras import require
+from specdec_ext.verify.sampler import Sampler
+from specdec_ext.verify.stopping import StopRule
+
+DRAFT_OP, DRAFT = "draft op", "draft, around it"
+FORWARD = "target, the rest of its forward"
+LAYERS, LINEARS, ATTENTION = "target, layers", "target, linears", "target, attention"
+# Arithmetic; everything else is what a step costs beside it.
+INSIDE = (DRAFT_OP, LAYERS, LINEARS, ATTENTION, FORWARD)
+PREFILL = "prefill"
+# In the order in which a step comes by.
+PARTS = (
+    DRAFT_OP,
+    DRAFT,
+    LAYERS,
+    LINEARS,
+    ATTENTION,
+    FORWARD,
+    "target, around its forward",
+    "verify",
+    "commit",
+    "stop and stream",
+    "loop",
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a step.
+
+    Attributes:
+        name: one of ``PARTS``.
+        microseconds: of a step, the median over steps.
+        calls: per step.
+    """
+
+    name: str
+    microseconds: float
+    calls: float
+
+
+@dataclass(frozen=True, repr=False)
+class Breakdown(Summarised):
+    """The parts of a step, one pass of the target after the prompt.
+
+    Attributes:
+        parts: in the order of ``PARTS``.
+        steps: how many were measured.
+        tokens_per_step: emitted, over all rows.
+        title: drafter and dtype.
+        machine: and commit.
+    """
+
+    parts: tuple[Part, ...]
+    steps: int
+    tokens_per_step: float
+    title: str
+    machine: str
+
+    @property
+    def microseconds(self) -> float:
+        """Of a whole step."""
+        return sum(part.microseconds for part in self.parts)
+
+    @property
+    def outside(self) -> float:
+        """Microseconds of a step outside the target's forward and the draft op."""
+        return sum(part.microseconds for part in self.parts if part.name not in INSIDE)
+
+    def summary(self) -> str:
+        largest = max(self.parts, key=lambda part: part.microseconds)
+        return (
+            f"{self.title}: a step takes {self.microseconds:.0f} us, of which {largest.name} "
+            f"{largest.microseconds:.0f} us"
+        )
+
+    def details(self) -> Iterable[tuple[str, ...]]:
+        yield from ((part.name, f"{part.microseconds:.1f} us") for part in self.parts)
+
+    def table(self) -> str:
+        """The parts as text, a line each."""
+        width = max(len(name) for name in PARTS)
+        lines = [
+            f"{self.title} | {self.machine}",
+            f"{'part of a step':{width}}  {'us':>8}  {'share':>6}  {'calls':>6}",
+        ]
+        for part in self.parts:
+            share = part.microseconds / self.microseconds
+            lines.append(
+                f"{part.name:{width}}  {part.microseconds:8.1f}  {share:6.1%}  {part.calls:6.1f}"
+            )
+        lines += [
+            f"{'a step':{width}}  {self.microseconds:8.1f}",
+            f"{'outside target forward and draft op':{width}}  {self.outside:8.1f}",
+            f"{self.steps} steps, {self.tokens_per_step:.2f} tokens each",
+        ]
+        return "\n".join(lines)
+
+    def plot(self, path: str | Path, others: Sequence[Breakdown] = ()) -> None:
+        """A stacked bar as an image file, with one more bar for each of ``others``.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        otherwise = "Breakdown.table() shows the same as text"
+        figures = require("matplotlib.figure", "Breakdown.plot", otherwise)
+        matplotlib = require("matplotlib", "Breakdown.plot", otherwise)
+        bars = [self, *others]
+        figure = figures.Figure(figsize=(10, 1.8 + 0.8 * len(bars)), layout="constrained")
+        ax = figure.subplots()
+        ends = [0.0] * len(bars)
+        colours = matplotlib.colormaps["tab20"]
+        for index, name in enumerate(PARTS):
+            times = [
+                sum(part.microseconds for part in bar.parts if part.name == name) for bar in bars
+            ]
+            if any(times):
+                ax.barh(range(len(bars)), times, left=ends, label=name, color=colours(index))
+            ends = [end + time for end, time in zip(ends, times, strict=True)]
+        ax.set_yticks(range(len(bars)), [bar.title for bar in bars])
+        ax.invert_yaxis()
+        ax.set_xlabel("microseconds of a step")
+        figure.legend(loc="outside lower center", ncols=3, fontsize="small")
+        figure.savefig(path)
+
+
+def breakdown(
+    model: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    drafter: str | PreTrainedModel | Drafter | None,
+    max_new_tokens: int,
+    name: str | None = None,
+    **kwargs: Any,
+) -> Breakdown:
+    """Generate behind every prompt, after one call that is not counted, and take the steps apart.
+
+    Args:
+        model: the target.
+        prompts: each ``[batch, length]`` ids, a call each.
+        drafter: as for :func:`specdec_ext.generate`.
+        max_new_tokens: of each call.
+        name: of the drafter in the title; by default its class.
+        **kwargs: further arguments of :func:`specdec_ext.generate`; greedy if they do not say.
+
+    Raises:
+        ValueError: without prompts.
+    """
+    if not prompts:
+        raise ValueError("prompts is empty; expected at least one [batch, length] tensor of ids")
+    kwargs = {"do_sample": False, **kwargs, "return_dict_in_generate": True}
+    clock = _Clock()
+    steps: list[_Step] = []
+    tokens = 0
+    with _measured(model, clock):
+        for turn, prompt in enumerate([prompts[0], *prompts]):
+            clock.begin()
+            out: Any = specdec_ext.generate(
+                model, prompt, drafter=drafter, max_new_tokens=max_new_tokens, **kwargs
+            )
+            if turn > 0:
+                steps += clock.steps
+                tokens += out.speculation.emitted_tokens
+    if not steps:
+        raise ValueError(f"max_new_tokens={max_new_tokens} leaves no step behind the prompt")
+    dtype = str(model.dtype).removeprefix("torch.")
+    return Breakdown(
+        tuple(
+            Part(
+                part,
+                1e6 * statistics.median(step.seconds[part] for step in steps),
+                statistics.mean(step.calls[part] for step in steps),
+            )
+            for part in PARTS
+            if any(step.seconds[part] for step in steps)
+        ),
+        len(steps),
+        tokens / len(steps),
+        f"{name or out.speculation.drafter}, {dtype}",
+        machine_line(model.device),
+    )
+
+
+# A step begins with it.
+_FIRST = Decoder._propose
+
+
+class _Step:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.calls: dict[str, int] = defaultdict(int)
+
+
+class _Clock:
+    """Own times of nested parts."""
+
+    def begin(self) -> None:
+        """A call of ``generate`` begins; what comes before its first step is not kept."""
+        self.steps: list[_Step] = []
+        self._step = _Step()
+        self._open: list[str] = []
+        self._since = 0.0
+
+    def _charge(self) -> None:
+        now = time.perf_counter()
+        if self._open:
+            self._step.seconds[self._open[-1]] += now - self._since
+        self._since = now
+
+    def timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        """``function``, whose calls count as ``part``, and all within them where that is the prefill."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if PREFILL in self._open:
+                return function(*args, **kwargs)
+            self._charge()
+            if function is _FIRST:
+                self._step = _Step()
+                self.steps.append(self._step)
+            self._open.append(part)
+            self._step.calls[part] += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._charge()
+                self._open.pop()
+
+        return call
+
+
+@contextmanager
+def _measured(model: PreTrainedModel, clock: _Clock) -> Iterator[None]:
+    """Let ``clock`` see the parts of every call."""
+    targets, drafters = _subclasses(Target), _subclasses(Drafter)
+    places: list[tuple[Any, str, str]] = [
+        (Decoder, "run", "loop"),
+        (Decoder, "_propose", DRAFT),
+        (ops, "draft_head", DRAFT_OP),
+        (ops, "decoder_layers", LAYERS),
+        (ops, "linear", LINEARS),
+        (ops, "tree_attention", ATTENTION),
+        (DirectPass, "__call__", FORWARD),
+        (Sampler, "verify", "verify"),
+        (StopRule, "ended", "stop and stream"),
+        (TokenStream, "advance", "stop and stream"),
+        (Recorder, "step", "stop and stream"),
+        *((target, "prefill", PREFILL) for target in targets),
+        *((target, "forward", "target, around its forward") for target in targets),
+        *((target, "commit", "commit") for target in targets),
+        *((target, "finish", PREFILL) for target in targets),
+        *((drafter, "start", PREFILL) for drafter in drafters),
+        *((drafter, "commit", DRAFT) for drafter in drafters),
+    ]
+    with ExitStack() as stack:
+        for owner, name, part in places:
+            if name in vars(owner):
+                stack.enter_context(_replaced(owner, name, clock.timed(vars(owner)[name], part)))
+        stack.enter_context(_forward_measured(model, clock))
+        yield
+
+
+def _forward_measured(model: PreTrainedModel, clock: _Clock) -> Any:
+    """The target's forward is a part; that of another model of its class belongs to who runs it."""
+    kind: Any = type(model)
+    own = kind.__call__
+    timed = clock.timed(own, FORWARD)
+
+    @functools.wraps(own)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (timed if self is model else own)(self, *args, **kwargs)
+
+    return _replaced(kind, "__call__", call)
+
+
+def _subclasses(base: type[Any]) -> list[type[Any]]:
+    classes: list[type[Any]] = [base]
+    for child in base.__subclasses__():
+        classes += _subclasses(child)
+    return classes
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    had, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if had:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)

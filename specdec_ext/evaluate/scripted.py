@@ -1,0 +1,67 @@
+"""``Script``: drafts made from a text that is known already, right and wrong as a check needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from specdec_ext.context import Context
+from specdec_ext.drafters.base import Drafter
+from specdec_ext.tree.draft_tree import DraftTree
+
+# (the next right tokens, vocabulary, count of drafts so far) -> paths of the tree
+Shape = Callable[[list[int], int, int], list[list[int]]]
+
+# Draft tokens in one path; passes of a few tokens show what passes of many would.
+DEPTH = 4
+
+
+class Script(Drafter):
+    """Drafts what a shape makes of the next right tokens, row by row.
+
+    Args:
+        answers: by row, all tokens that are right.
+        vocab: size of the vocabulary, for wrong ones.
+        shape: what to make of them.
+    """
+
+    def __init__(self, answers: list[list[int]], vocab: int, shape: Shape):
+        self._answers, self._vocab, self._shape = answers, vocab, shape
+        self._drafts = 0
+
+    def propose(self, context: Context) -> DraftTree:
+        paths = []
+        for row in context.rows:
+            done = len(context.generated[row])
+            answer = self._answers[row][done : done + DEPTH]
+            paths.append(self._shape(answer, self._vocab, self._drafts + row))
+        self._drafts += 1
+        return DraftTree.from_paths(context.roots, paths)
+
+
+def right(answer: list[int], vocab: int, turn: int) -> list[list[int]]:
+    """What is right."""
+    return [answer]
+
+
+def mixed(answer: list[int], vocab: int, turn: int) -> list[list[int]]:
+    """In turn a wrong chain, one whose first half is right, and a right one."""
+    half = len(answer) // 2
+    chains = [_wrong(answer, vocab), answer[:half] + _wrong(answer[half:], vocab), answer]
+    return [chains[turn % 3]]
+
+
+def branches(answer: list[int], vocab: int, turn: int) -> list[list[int]]:
+    """The right branch at a place that changes; one of the others leaves it after the first token."""
+    others = [_wrong(answer, vocab, 2), answer[:1] + _wrong(answer[1:], vocab)]
+    others.insert(turn % 3, answer)
+    return others
+
+
+def mixed_branches(answer: list[int], vocab: int, turn: int) -> list[list[int]]:
+    """The chains of :func:`mixed` between wrong branches."""
+    (chain,) = mixed(answer, vocab, turn)
+    return [_wrong(answer, vocab, 2), chain, answer[:1] + _wrong(answer[1:], vocab, 3)]
+
+
+def _wrong(tokens: list[int], vocab: int, by: int = 1) -> list[int]:
+    return [(token + by) % vocab for token in tokens]

@@ -1,0 +1,24 @@
+"""Draft heads in the formats in which they are published, read into and written from ``DraftHead``."""
+
+from specdec_ext.heads.checkpoints.calibrate import Calibration, Trial, calibrate
+from specdec_ext.heads.checkpoints.load import is_draft, load_draft
+from specdec_ext.heads.checkpoints.medusa import save_medusa
+from specdec_ext.heads.checkpoints.pair import (
+    check_pair,
+    tokenizer_fingerprint,
+    weights_fingerprint,
+)
+from specdec_ext.heads.checkpoints.save import save_draft
+
+__all__ = [
+    "Calibration",
+    "Trial",
+    "calibrate",
+    "check_pair",
+    "is_draft",
+    "load_draft",
+    "save_draft",
+    "save_medusa",
+    "tokenizer_fingerprint",
+    "weights_fingerprint",
+]

@@ -1,0 +1,272 @@
+"""The files of a checkpoint: found in a folder or on the hub, and read without trusting them.
+
+Weights are safetensors, or what ``torch.load(weights_only=True)`` takes: a pickle that asks for anything but
+tensors is refused, not run. Names, shapes and dtypes are known before a tensor is read, so that a file whose
+header claims absurd sizes is refused before memory is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from specdec_ext.heads.checkpoints.fields import Fields, shown
+from specdec_ext.heads.checkpoints.hub import on_disk
+
+# Of several kinds of weights in one folder the first counts.
+_PREFERRED = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "medusa_lm_head.safetensors",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "medusa_lm_head.pt",
+)
+_SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_MAX_JSON_BYTES = 2**26
+_MAX_PICKLE_BYTES = 2**26  # of a file's names and shapes; tensors lie beside them
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that has not been read yet; ``dtype`` is None where torch has no plain one."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint.
+
+    Attributes:
+        source: what the caller named it by.
+        config: of its config.json.
+        tensors: by the name they have in the file.
+    """
+
+    source: str
+    config: Fields
+    tensors: dict[str, StoredTensor]
+
+
+def open_checkpoint(
+    path: str | Path, revision: str | None = None, token: str | bool | None = None
+) -> Checkpoint:
+    """The checkpoint in a folder, beside a weight file, or on the hub.
+
+    Args:
+        path: folder, weight file, or hub id such as ``"org/name"``.
+        revision: branch, tag or commit on the hub.
+        token: for the hub, as in ``huggingface_hub.snapshot_download``.
+
+    Raises:
+        OSError: for a path or hub id with nothing behind it.
+        ValueError: for files that can't be read.
+    """
+    if not str(path):
+        raise ValueError(
+            "the path of the checkpoint is empty; expected a folder, a file or a hub id"
+        )
+    given = on_disk(path, revision, token)
+    if given is not None and given.is_file():
+        folder, weights = given.parent, given
+    else:
+        folder = given or _downloaded(str(path), revision, token)
+        weights = _weights_in(folder, str(path))
+    config = read_json(folder / "config.json")
+    source = str(path)
+    return Checkpoint(source, Fields(config, f"{source}/config.json"), _stored_tensors(weights))
+
+
+def _downloaded(name: str, revision: str | None, token: str | bool | None) -> Path:
+    """A hub repository's config and weights; pickles only where there are no safetensors."""
+    options: dict[str, Any] = {"revision": revision, "token": token}
+    try:
+        folder = Path(
+            snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], **options)
+        )
+        if not any(folder.glob("*.safetensors")):
+            snapshot_download(name, allow_patterns=["*.json", "*.bin", "*.pt"], **options)
+    except (OSError, ValueError) as error:
+        raise OSError(
+            f"{name!r} is neither a file nor a folder here, and the hub does not give it: {error}"
+        ) from error
+    return folder
+
+
+def _weights_in(folder: Path, source: str) -> Path:
+    for name in _PREFERRED:
+        if (folder / name).is_file():
+            return folder / name
+    for suffix in (".safetensors", ".bin", ".pt"):
+        found = sorted(path for path in folder.glob(f"*{suffix}") if path.is_file())
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise ValueError(
+                f"{source} has {len(found)} files *{suffix} and no index of them: "
+                f"{', '.join(path.name for path in found[:4])}; name one of them"
+            )
+    raise OSError(
+        f"{source} holds no weights; expected one of {', '.join(_PREFERRED)} or a single file "
+        "*.safetensors, *.bin or *.pt"
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        OSError: if there is no such file.
+        ValueError: if it holds something else.
+    """
+    if not path.is_file():
+        raise OSError(f"{path} is missing; a checkpoint has it beside its weights")
+    if path.stat().st_size > _MAX_JSON_BYTES:
+        raise ValueError(
+            f"{path} has {path.stat().st_size} bytes; no config or index needs so many"
+        )
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}; expected an object")
+    return value
+
+
+def _stored_tensors(weights: Path) -> dict[str, StoredTensor]:
+    if weights.name.endswith(".index.json"):
+        return _sharded(weights)
+    if weights.suffix == ".safetensors":
+        return _safetensors(weights)
+    return _pickled(weights)
+
+
+def _sharded(index: Path) -> dict[str, StoredTensor]:
+    """The tensors of all files that an index lists."""
+    listed = Fields(read_json(index), str(index)).section("weight_map").values
+    if not listed:
+        raise ValueError(f"{index} lists no tensors; expected weight_map with the file of each")
+    tensors: dict[str, StoredTensor] = {}
+    for name in _file_names(listed.values(), index):
+        if not (index.parent / name).is_file():
+            raise OSError(f"{index} lists {name!r}, which is missing")
+        shard = _stored_tensors(index.parent / name)
+        if shard.keys() & tensors.keys():
+            raise ValueError(f"{index}: {min(shard.keys() & tensors.keys())} is in two files")
+        tensors |= shard
+    if tensors.keys() != listed.keys():
+        different = ", ".join(sorted(tensors.keys() ^ listed.keys())[:8])
+        raise ValueError(f"{index} and its files differ: {different} are in one of them only")
+    return tensors
+
+
+def _file_names(values: Iterable[Any], index: Path) -> list[str]:
+    names = set()
+    for value in values:
+        # An index must not lead out of its folder.
+        if not isinstance(value, str) or Path(value).name != value or value.endswith(".json"):
+            raise ValueError(f"{index}: {value!r} is not the name of a weight file beside it")
+        names.add(value)
+    return sorted(names)
+
+
+def _safetensors(path: Path) -> dict[str, StoredTensor]:
+    tensors = {}
+    try:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118, it is not a dict
+                part = file.get_slice(name)
+                dtype = _SAFETENSORS_DTYPES.get(part.get_dtype())
+                read = partial(_read_safetensor, path, name)
+                tensors[name] = StoredTensor(tuple(part.get_shape()), dtype, read)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is damaged or no safetensors file: {error}; fetch it again"
+        ) from error
+    return tensors
+
+
+def _read_safetensor(path: Path, name: str) -> Tensor:
+    with safe_open(path, "pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
+
+
+def _check_archive(path: Path) -> None:
+    """Refuse a zip archive that takes more to read than its size says; torch compresses nothing."""
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError) as error:
+        raise ValueError(f"{path} is damaged or no torch file: {error}; fetch it again") from error
+    for member in members:
+        if member.compress_type != zipfile.ZIP_STORED:
+            raise ValueError(
+                f"{path} is no torch file: {shown(member.filename)} in it is compressed, to be "
+                f"{member.file_size} bytes; fetch it again"
+            )
+        if member.filename.endswith(".pkl") and member.file_size > _MAX_PICKLE_BYTES:
+            raise ValueError(
+                f"{path}: {shown(member.filename)} has {member.file_size} bytes; no checkpoint's names "
+                "need so many"
+            )
+
+
+def _pickled(path: Path) -> dict[str, StoredTensor]:
+    _check_archive(path)
+    try:
+        # Files of before 2020 are no zip archives and can't be mapped.
+        content = torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except UnpicklingError as error:
+        raise ValueError(
+            f"{path} is refused: it is no torch file, or holds objects other than tensors, and reading such "
+            "a pickle can run any code. Ask for safetensors, or convert it where you trust it. "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+    except Exception as error:  # a damaged pickle raises whatever its last readable byte leads to
+        raise ValueError(f"{path} is damaged or no torch file: {error}; fetch it again") from error
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise ValueError(f"{path} holds a {type(content).__name__}; expected names and tensors")
+    tensors = {}
+    for name, value in content.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{path}: {name} is a {type(value).__name__}; expected a tensor")
+        # A nested tensor has no shape to ask for.
+        odd = value.is_nested or value.is_quantized or value.layout is not torch.strided
+        if odd or value.device.type != "cpu":
+            raise ValueError(f"{path}: {name} is not a dense tensor")
+        # A pickle chooses strides: a few bytes can pose as a tensor of any size.
+        if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise ValueError(
+                f"{path}: {name} claims {tuple(value.shape)}, for which the file has too few bytes"
+            )
+        tensors[name] = StoredTensor(tuple(value.shape), value.dtype, value.contiguous)
+    return tensors

@@ -1,0 +1,164 @@
+"""``load_draft``: a checkpoint of any supported layout as a ``DraftHead`` or ``MedusaHeads``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec_ext.heads.checkpoints.decoder import rope_parameters
+from specdec_ext.heads.checkpoints.eagle import head_config
+from specdec_ext.heads.checkpoints.fields import Fields, shown
+from specdec_ext.heads.checkpoints.files import Checkpoint, open_checkpoint
+from specdec_ext.heads.checkpoints.medusa import looks_like_medusa, read_medusa
+from specdec_ext.heads.checkpoints.names import canonical_names, eagle_kind, is_head
+from specdec_ext.heads.checkpoints.tensors import head_tensors
+from specdec_ext.heads.config import DraftHead, HeadConfig, HeadRecord
+from specdec_ext.heads.medusa import MedusaHeads
+from specdec_ext.heads.rope import rope_tables
+
+# What no tensor shows, and so a caller may know better than a config.json.
+OVERRIDES = (
+    "feature_layers",
+    "logit_scale",
+    "mask_token_id",
+    "norm_before_residual",
+    "norm_output",
+    "rms_norm_eps",
+    "rope_parameters",
+    "sliding_windows",
+)
+
+
+def load_draft(
+    path: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    dtype: torch.dtype | None = None,
+    keep: bool = True,
+    **overrides: Any,
+) -> DraftHead | MedusaHeads:
+    """Read a draft head, or Medusa heads.
+
+    Layouts: SafeAILab EAGLE-1 (which EAGLE-2 shares) and EAGLE-3, SpecForge/SGLang, vLLM ``speculators``
+    (eagle3, peagle), Medusa. The tensors say which one it is.
+
+    Args:
+        path: folder, weight file with a config.json beside it, or hub id ``"org/name"``.
+        revision: branch, tag or commit on the hub.
+        token: for the hub.
+        dtype: of the weights; by default the checkpoint's own.
+        keep: False reads a tensor of an EAGLE head from its file whenever it is asked for, after all were
+            checked once: a drafter that lays them out anew has them in memory once then, and not twice. The
+            file must stay where it is.
+        **overrides: fields of ``HeadConfig`` that stand above the checkpoint's, of ``OVERRIDES``; None leaves
+            the checkpoint's. Two are known to be wrong at times: ``feature_layers`` (two spellings, see
+            ``checkpoints.taps``) and ``norm_output`` (in SpecForge before September 2026 it meant something
+            else).
+
+    Raises:
+        OSError: if there is no such checkpoint.
+        ValueError: if it is damaged, contradicts itself, or is of a kind that is not supported.
+    """
+    unknown = sorted(overrides.keys() - set(OVERRIDES))
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)} can't be overridden; only {', '.join(OVERRIDES)} can"
+        )
+    checkpoint = open_checkpoint(path, revision, token)
+    if not looks_like_medusa(checkpoint.tensors):
+        return _eagle(checkpoint, dtype, keep, overrides)
+    if overrides:
+        raise ValueError(
+            f"{checkpoint.source} holds Medusa heads, which have no {', '.join(overrides)}"
+        )
+    return read_medusa(checkpoint.tensors, checkpoint.config, checkpoint.source, dtype)
+
+
+def is_draft(path: str | Path) -> bool:
+    """Whether a checkpoint is a draft head (a whole model is none); hub ids are fetched.
+
+    Raises:
+        OSError: if there is no such checkpoint.
+        ValueError: if its files can't be read.
+    """
+    checkpoint = open_checkpoint(path)
+    names = canonical_names(checkpoint.tensors, checkpoint.source)
+    return is_head(names) or looks_like_medusa(checkpoint.tensors)
+
+
+def _eagle(
+    checkpoint: Checkpoint, dtype: torch.dtype | None, keep: bool, overrides: dict[str, Any]
+) -> DraftHead:
+    source = checkpoint.source
+    names = canonical_names(checkpoint.tensors, source)
+    stored = {ours: checkpoint.tensors[name] for ours, name in names.items()}
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    kind, mask_token_id = eagle_kind(names, source), overrides.get("mask_token_id")
+    config, record = head_config(kind, checkpoint.config, shapes, mask_token_id)
+    config, record = _overridden(config, record, overrides, source)
+    _check_rope(config, source)
+    tied = record.tied and config.own_embedding
+    if tied:
+        config = replace(config, own_lm_head=False)
+    tensors, ignored = head_tensors(config, stored, names, source, dtype, keep)
+    if tied:
+        config = replace(config, own_lm_head=True)
+        tensors = dict(tensors)
+        tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
+    record = replace(record, ignored=ignored, tied=record.tied and not tied)
+    return DraftHead(config, tensors, source, record)
+
+
+def _check_rope(config: HeadConfig, source: str) -> None:
+    """Each rope type has fields of its own; whether they make sense, transformers finds out."""
+    try:
+        usable = all(bool(table.isfinite().all()) for table in rope_tables(config, 2))
+        reason = "its angles are not finite"
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        usable, reason = False, f"{type(error).__name__}: {error}"
+    if not usable:
+        raise ValueError(
+            f"{source}: rope_parameters {shown(dict(config.rope_parameters))} can't be used: {reason}"
+        )
+
+
+def _overridden(
+    config: HeadConfig, record: HeadRecord, overrides: dict[str, Any], source: str
+) -> tuple[HeadConfig, HeadRecord]:
+    """The config with a caller's values, which are checked like those of a file."""
+    given = Fields(overrides, "load_draft")
+    for name in ("norm_before_residual", "norm_output"):
+        given.flag(name, False)
+    for name in ("logit_scale", "rms_norm_eps"):
+        given.number(name, 1.0)
+    checked = {name: value for name, value in overrides.items() if value is not None}
+    if "rope_parameters" in given:
+        checked["rope_parameters"] = rope_parameters(given)
+    if "sliding_windows" in given:
+        checked["sliding_windows"] = windows = tuple(overrides["sliding_windows"])
+        if len(windows) != config.num_layers or not all(w is None or w > 0 for w in windows):
+            raise ValueError(
+                f"sliding_windows={windows}; expected, for each of the {config.num_layers} layers of "
+                f"{source}, a number of tokens or None"
+            )
+    if "feature_layers" in given:
+        checked["feature_layers"] = layers = tuple(overrides["feature_layers"])
+        if len(set(layers)) != config.num_features or min(layers) < -1:
+            raise ValueError(
+                f"feature_layers={layers}; {source} takes {config.num_features} different hidden states of "
+                "the target, counted from 0, or -1 for the last"
+            )
+        record = replace(record, layers_from="feature_layers=... of the caller")
+    ambiguous = tuple(name for name in record.ambiguous if name not in checked)
+    return replace(config, **checked), replace(record, ambiguous=ambiguous)

@@ -1,0 +1,7 @@
+"""The Hugging Face side: model, cache, masks. Only this package knows transformers' internals."""
+
+from specdec_ext.models.base import Target, TargetOutput, vocab_size
+from specdec_ext.models.factory import make_target
+from specdec_ext.models.support import Support, supports
+
+__all__ = ["Support", "Target", "TargetOutput", "make_target", "supports", "vocab_size"]

@@ -1,0 +1,1 @@
+"""Cache layers that can be rolled back."""

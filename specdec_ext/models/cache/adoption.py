@@ -1,0 +1,120 @@
+"""Taking over a cache: its layers are replaced in place by ones that can be rolled back.
+
+The caller's own ``DynamicCache`` object therefore stays usable with ``model.generate`` and with later calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+from specdec_ext.models.cache.indexed import IndexedRollbackLayer, is_indexed
+from specdec_ext.models.cache.layers import RollbackLayer, RollbackStateLayer
+from specdec_ext.models.compat import (
+    DummyLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+# Layers that SlotTarget serves: those it replaces, and those that have nothing to roll back by slot.
+_WINDOWED = (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+_WITH_STATES = (
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+_KEPT = (LinearAttentionLayer, DummyLayer, RollbackLayer, IndexedRollbackLayer, RollbackStateLayer)
+_SERVED = (DynamicLayer, *_WINDOWED, *_WITH_STATES, *_KEPT)
+
+
+def unserved_layers(cache: Cache) -> list[str]:
+    """Names of the layer classes in ``cache`` that can't be rolled back by slot."""
+    return sorted(
+        {
+            type(layer).__name__
+            for layer in cache.layers
+            if type(layer) not in _SERVED and not is_indexed(layer)
+        }
+    )
+
+
+def adopt_cache(cache: Cache | None, config: PreTrainedConfig) -> DynamicCache:
+    """Swap the layers of ``cache`` for ones that can be rolled back, in place, keeping what they hold.
+
+    Args:
+        cache: the caller's ``DynamicCache``, possibly empty, or None for a new one.
+        config: the text config of the model; gives the layer types of layers that do not exist yet.
+
+    Raises:
+        ValueError: for a cache class that is not a plain, resident ``DynamicCache``, or foreign layers.
+    """
+    if cache is None:
+        cache = DynamicCache(config=config)
+    if type(cache) is not DynamicCache or cache.offloading:
+        kind = (
+            "an offloading cache" if getattr(cache, "offloading", False) else type(cache).__name__
+        )
+        raise ValueError(
+            f"past_key_values is {kind}; expected a transformers.DynamicCache (its layers are replaced in "
+            "place by ones that can be rolled back). Leave past_key_values and cache_implementation out, or "
+            "pass DynamicCache(config=model.config)."
+        )
+    if cache.layer_class_to_replicate is not None:
+        # Made without a config: layers would be appended one by one, all of the same class.
+        wanted = DynamicCache(config=config).layers
+        cache.layers.extend(DynamicLayer() for _ in range(len(cache.layers), len(wanted)))
+        cache.layer_class_to_replicate = None
+    if foreign := unserved_layers(cache):
+        raise ValueError(
+            f"past_key_values has layers of type {', '.join(foreign)}, which can't be rolled back; leave it "
+            "out, or pass DynamicCache(config=model.config)"
+        )
+    cache.layers = [_adopt_layer(layer) for layer in cache.layers]
+    return cache
+
+
+def _adopt_layer(layer: Any) -> Any:
+    if type(layer) in _KEPT:
+        return layer
+    window = layer.sliding_window if isinstance(layer, _WINDOWED) else None
+    if type(layer) in _WITH_STATES:
+        adopted: RollbackLayer = RollbackStateLayer(window, layer.number_of_states)
+        states = vars(LinearAttentionLayer(number_of_states=layer.number_of_states))
+        vars(adopted).update({name: getattr(layer, name) for name in states})
+    elif is_indexed(layer):
+        adopted = IndexedRollbackLayer(window)
+    else:
+        adopted = RollbackLayer(window)
+    if layer.get_seq_length() == 0:
+        return adopted
+    # A sliding layer has dropped what left its window; those slots stay zero, out of every window.
+    stored, total = layer.keys.shape[2], layer.get_seq_length()
+    adopted.reserve(total)
+    RollbackLayer.lazy_initialization(adopted, layer.keys, layer.values)
+    adopted.key_buffer[:, :, total - stored : total] = layer.keys
+    adopted.value_buffer[:, :, total - stored : total] = layer.values
+    adopted.length, adopted.dropped = total, total - stored
+    if isinstance(adopted, IndexedRollbackLayer):
+        adopted.take_index(layer)
+    return adopted
+
+
+def attention_windows(cache: Cache, config: PreTrainedConfig) -> list[int | None]:
+    """Sliding window of each layer that attends, None for full attention; the cache is an adopted one.
+
+    A layer that keeps nothing may still attend: to the keys of the last layer of its own type.
+    """
+    kinds: Any = getattr(config, "layer_types", None) or [None] * len(cache.layers)
+    kept: dict[str | None, int | None] = {}
+    windows = []
+    # Where transformers has no DummyLayer, the last layers that keep nothing have no place in the cache.
+    layers = [*cache.layers, *(DummyLayer() for _ in kinds[len(cache.layers) :])]
+    for kind, layer in zip(kinds, layers, strict=True):
+        if isinstance(layer, RollbackLayer):
+            kept[kind] = layer.window
+        elif not isinstance(layer, DummyLayer) or kind not in kept:
+            continue
+        windows.append(kept[kind])
+    return windows

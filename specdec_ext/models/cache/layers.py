@@ -1,0 +1,215 @@
+"""Key/value storage that can be rolled back: HF cache layers over preallocated buffers.
+
+A layer keeps ``[rows, heads, capacity, dim]`` buffers of which the first ``length`` slots count.
+Rolling back a chain is a smaller ``length``; a tree is compacted in the buffers by ``kv_compact``.
+A sliding-window layer keeps its whole history (so that rolling back is free there, too) and shows
+attention the last ``window - 1 + slack`` slots and the new ones; the mask decides the rest.
+
+``adoption.py`` swaps the layers into the caller's own ``DynamicCache`` object.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from specdec_ext.models.compat import (
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+    cropped_length,
+)
+from specdec_ext.models.patching.changes import inference_mode
+
+GROWTH = (
+    256  # slots, at least; growing in steps keeps reallocation rare without doubling the memory
+)
+
+
+class RollbackLayer(DynamicLayer):
+    """One attention layer's keys and values, preallocated.
+
+    Attributes:
+        length: slots that hold written keys; what ``get_seq_length`` reports.
+        window: the sliding window in tokens, or None for full attention.
+        slack: further slots before the window that must be shown: rows of a ragged batch end at different
+            slots, and paddings between a row's tokens take slots of its window.
+        dropped: slots at the front whose keys were gone when a sliding layer was adopted.
+    """
+
+    is_croppable = True
+    _stores: tuple[str, ...] = ("key_buffer", "value_buffer")
+
+    def __init__(self, window: int | None = None):
+        self.key_buffer: Any = None  # [rows, heads, capacity, dim], None until the first update
+        self.value_buffer: Any = None
+        self.length = 0
+        super().__init__()
+        self.window = window
+        self.slack = 0
+        self.dropped = 0
+        self._first_capacity = 0
+        self.is_sliding = window is not None
+
+    @property
+    def keys(self) -> Tensor | None:
+        return None if self.key_buffer is None else self.key_buffer[:, :, : self.length]
+
+    @keys.setter
+    def keys(self, value: Tensor | None) -> None:
+        # Cache.reorder_cache, batch_select_indices and batch_repeat_interleave assign here.
+        self.key_buffer = value
+        self.length = 0 if value is None else value.shape[2]
+
+    @property
+    def values(self) -> Tensor | None:
+        return None if self.value_buffer is None else self.value_buffer[:, :, : self.length]
+
+    @values.setter
+    def values(self, value: Tensor | None) -> None:
+        self.value_buffer = value
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.key_buffer = self._allocate(key_states, self._first_capacity)
+        self.value_buffer = self._allocate(value_states, self._first_capacity)
+        self.is_initialized = True
+
+    def reserve(self, slots: int) -> None:
+        """Make room for ``slots`` slots in all; what is stored stays."""
+        if self.key_buffer is None or self.value_buffer is None:
+            self._first_capacity = max(self._first_capacity, slots)
+            return
+        if self.key_buffer.shape[2] >= slots:
+            return
+        for name in ("key_buffer", "value_buffer"):
+            old = getattr(self, name)
+            grown = self._allocate(old, slots + max(GROWTH, slots // 4))
+            grown[:, :, : self.length] = old[:, :, : self.length]
+            setattr(self, name, grown)
+
+    @staticmethod
+    def _allocate(like: Tensor, slots: int) -> Tensor:
+        rows, heads, _, dim = like.shape
+        # Zeros, not garbage: a slot that stays unused is masked, but NaN times zero is NaN.
+        # A cache outlives the call: made in inference mode, nobody else could write to it.
+        with inference_mode(False):
+            return torch.zeros(rows, heads, slots, dim, dtype=like.dtype, device=like.device)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append ``[active rows, heads, new, dim]`` to the first rows; returns what attention may see."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, stop = self.length, self.length + key_states.shape[2]
+        self.reserve(stop)
+        rows = key_states.shape[0]
+        self.key_buffer[:rows, :, start:stop] = key_states
+        self.value_buffer[:rows, :, start:stop] = value_states
+        self.length = stop
+        first = self._first_visible(start)
+        return self.key_buffer[:rows, :, first:stop], self.value_buffer[:rows, :, first:stop]
+
+    def _first_visible(self, length: int) -> int:
+        return 0 if self.window is None else max(0, length - (self.window - 1) - self.slack)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        first = self._first_visible(self.length)
+        return self.length + query_length - first, first
+
+    def get_seq_length(self) -> int:
+        # Slots are given out to all layers; one for images stays empty where there are none (Mllama).
+        return 0 if self.key_buffer is None else self.length
+
+    def get_max_length(self) -> int:
+        return -1 if self.window is None else self.window
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` slots (negative, as in transformers 5.23)."""
+        length = cropped_length(self.length, tokens_to_remove)
+        reach = 0 if self.window is None else length - (self.window - 1)
+        if self.dropped and reach < self.dropped < length:
+            raise ValueError(
+                f"this sliding-window layer was taken over without its first {self.dropped} tokens; cropped "
+                f"to {length} its window of {self.window} would reach back to them"
+            )
+        self.length = length
+
+    def reset(self) -> None:
+        # The buffers go, too: the next conversation may have another number of rows.
+        self.key_buffer = self.value_buffer = None
+        self.is_initialized = False
+        self.length = self.slack = self.dropped = 0
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """What is stored by slot, each ``[rows, heads, capacity, dim]``."""
+        stored = (getattr(self, name) for name in self._stores)
+        return [buffer for buffer in stored if buffer is not None]
+
+    def move_rows(self, to: Tensor, source: Tensor) -> None:
+        """Row ``to[i]`` becomes what row ``source[i]`` was."""
+        for buffer in self.buffers:
+            buffer[to.to(buffer.device)] = buffer[source.to(buffer.device)]
+
+    def branch(self, origins: Tensor, slots: int) -> None:
+        """Let row i be a copy of row ``origins[i]`` with room for ``slots`` more; :meth:`join` ends that."""
+        stop = self.length + slots
+        self.reserve(stop)
+        self._trunk = {name: getattr(self, name) for name in self._stores}
+        for name, buffer in self._trunk.items():
+            if buffer is not None:
+                setattr(self, name, buffer[:, :, :stop].index_select(0, origins.to(buffer.device)))
+
+    def join(self, rows: Tensor, slots: int) -> None:
+        """Back to the rows before :meth:`branch`, but row i with the new slots of ``rows[i]``."""
+        new = slice(self.length - slots, self.length)
+        for name, buffer in self._trunk.items():
+            if buffer is not None:
+                branches = getattr(self, name)
+                buffer[: len(rows), :, new] = branches[rows.to(buffer.device), :, new]
+            setattr(self, name, buffer)
+        self._trunk = {}
+
+
+class RollbackStateLayer(  # type: ignore[misc, override]
+    LinearAttentionAndFullAttentionLayer, LinearAttentionLayer, RollbackLayer
+):
+    """A layer that has both: states, and keys and values in slots.
+
+    By its base transformers knows that it attends and may ask it for the sizes of masks.
+
+    Args:
+        window: the sliding window in tokens, or None for full attention.
+        number_of_states: as in ``LinearAttentionLayer``.
+    """
+
+    is_compileable = False
+
+    def __init__(self, window: int | None, number_of_states: int):
+        RollbackLayer.__init__(self, window)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        # Attention initialises with two tensors, states with keywords.
+        if args:
+            RollbackLayer.lazy_initialization(self, *args)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def get_max_length(self) -> int:
+        return RollbackLayer.get_max_length(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise ValueError("a layer with recurrent states can't be cropped: states don't go back")
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        RollbackLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        RollbackLayer.reorder_cache(self, beam_idx)

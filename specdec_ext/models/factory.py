@@ -1,0 +1,65 @@
+"""``make_target``: the target that serves a model and what ``generate`` prepared for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from specdec_ext.models.base import Target
+from specdec_ext.models.context_limit import (
+    Span,
+    rotation_change,
+    scale_change,
+    selection_change,
+)
+from specdec_ext.models.hosted import HostedTarget
+from specdec_ext.models.slots import SlotTarget
+from specdec_ext.models.support import Support, beyond_text, supports
+
+
+def make_target(
+    model: PreTrainedModel,
+    past_key_values: Cache | None,
+    max_slots: int,
+    forward_kwargs: dict[str, Any] | None = None,
+    model_kwargs: dict[str, Any] | None = None,
+    config: GenerationConfig | None = None,
+    span: Span | None = None,
+) -> Target:
+    """The target for one call.
+
+    Args:
+        model: any Hugging Face model that generates text.
+        past_key_values: the caller's cache or None.
+        max_slots: slots the call may need at most, the last block included.
+        forward_kwargs: passed to every forward (``output_hidden_states`` and the like).
+        model_kwargs: what else ``generate`` prepared for the model.
+        config: of the call; by default the model's.
+        span: of the call, where that counts; by default one row.
+
+    Raises:
+        ValueError: for a cache that can't be served, naming it and the way out.
+    """
+    kwargs = {name: value for name, value in (model_kwargs or {}).items() if value is not None}
+    if past_key_values is not None:
+        kwargs["past_key_values"] = past_key_values
+    support = supports(model, kwargs)
+    if span is not None:
+        support = _over_span(support, model.config.get_text_config(decoder=True), span)
+    if support.by_slots and (support.batch or span is None or span.rows == 1):
+        cache = kwargs.get("past_key_values", kwargs.get("cache_params"))
+        prompt = kwargs if beyond_text(kwargs) else None
+        return SlotTarget(model, cache, max_slots, support, forward_kwargs, prompt)
+    return HostedTarget(model, support, kwargs, config or model.generation_config, forward_kwargs)
+
+
+def _over_span(support: Support, config: PreTrainedConfig, span: Span) -> Support:
+    """The verdict for a call of this length."""
+    if change := rotation_change(config, span) or selection_change(config, span):
+        return Support(False, False, False, "none", (*support.reasons, change))
+    if change := scale_change(config, span):
+        return replace(support, tree=False, batch=False, reasons=(*support.reasons, change))
+    return support

@@ -1,0 +1,40 @@
+"""Causal masks that are buffers of attention modules, by slot; with a window in GPT-Neo's local layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specdec_ext.models.passes.masks import current_block
+from specdec_ext.models.patching.arguments import Sliced, twin
+from specdec_ext.models.patching.forwards import Replacement
+
+
+def local_attention_of(model: PreTrainedModel) -> list[Replacement]:
+    """What makes the causal buffers of attention modules count columns.
+
+    Returns:
+        Nothing for a model without such buffers: ``bias [1, 1, slots, slots]``, True where a key is seen.
+    """
+    modules = [module for module in model.modules() if _is_causal(module._buffers.get("bias"))]
+    return [(modules, _attend_by_column)] if modules else []
+
+
+def _is_causal(bias: Tensor | None) -> bool:
+    return bias is not None and bias.dtype == torch.bool and bias.ndim == 4
+
+
+def _attend_by_column(
+    attention: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    block = current_block()
+    if block is None or block.columns is None:
+        return forward(*args, **kwargs)
+    bias: Any = attention.bias
+    visible = bias[0, 0, block.columns[:, :, None], block.key_columns[:, None, :]]
+    by_column = twin(attention, bias=Sliced(visible[:, None], bias.shape))
+    return type(attention).forward(by_column, *args, **kwargs)

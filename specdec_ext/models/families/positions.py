@@ -1,0 +1,110 @@
+"""Positions for models whose ``forward`` takes none, or that count slots beside it.
+
+Such a model counts columns itself, on from the length of its cache. Within a block a slot is no column:
+siblings stand in the same one, and rows of a ragged batch end in different ones. So within a block pass
+(``masks.visibility``) every node gets the position that it would have in a pass of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specdec_ext.models.passes.masks import current_block
+from specdec_ext.models.patching.arguments import call_with, innermost_taking, takes
+from specdec_ext.models.patching.forwards import Replacement
+
+
+def positions_of(model: PreTrainedModel) -> list[Replacement]:
+    """What gives the nodes of a block their positions.
+
+    Args:
+        model: a causal language model.
+
+    Returns:
+        Nothing if ``forward`` takes ``position_ids``, or if there is nothing to put positions into: neither
+        embeddings that count on from ``past_key_values_length``, nor a decoder that takes ``position_ids``
+        which the model does not pass.
+    """
+    if takes(model, "position_ids"):
+        return []
+    if counting := innermost_taking(model, "past_key_values_length"):
+        rotated = innermost_taking(model, "sinusoidal_pos")
+        return [(counting, _embed_columns), (rotated, _rotate_by_row)]
+    decoder = model.get_decoder()
+    if decoder is not None and takes(decoder, "position_ids"):
+        return [([decoder], _pass_columns)]
+    return []
+
+
+def distances_of(model: PreTrainedModel) -> list[Replacement]:
+    """What gives the nodes of a block their distances from keys, which Inkling biases attention by."""
+    biases = innermost_taking(model, "key_positions")
+    return [(biases, _bias_row_by_row)] if biases else []
+
+
+def _bias_row_by_row(
+    module: nn.Module,
+    forward: Callable[..., Tensor],
+    relative_states: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+) -> Tensor:
+    """``[rows, heads, nodes, keys]`` of slots that are common to all rows, with those of each row."""
+    block = current_block()
+    if block is None or block.columns is None:
+        return forward(relative_states, query_positions, key_positions)
+    keys = block.key_columns[:, -len(key_positions) :]
+    rows = zip(relative_states.split(1), block.columns, keys, strict=True)
+    return torch.cat([forward(*row) for row in rows])
+
+
+def _embed_columns(
+    embedding: nn.Module, forward: Callable[..., Tensor], tokens: Any, *args: Any, **kwargs: Any
+) -> Tensor:
+    """``[rows, nodes, dim]``: each node embedded as a single token after the columns before it.
+
+    ``tokens`` is ``[rows, nodes]``, or only that shape. Asked one column at a time, the embedding counts
+    by its own rule, offsets and all.
+    """
+    block = current_block()
+    if block is None or block.columns is None:
+        return forward(tokens, *args, **kwargs)
+    embedded: Tensor | None = None
+    for column in block.columns.unique():
+        there = block.columns == column
+        single = tokens[there][:, None] if isinstance(tokens, Tensor) else (int(there.sum()), 1)
+        given = {"position_ids": column[None]} if takes(embedding, "position_ids") else {}
+        vectors = forward(single, int(column), **given)
+        if embedded is None:
+            embedded = vectors.new_empty(*there.shape, vectors.shape[-1])
+        embedded[there] = vectors.view(-1, vectors.shape[-1])
+    assert embedded is not None  # a block has nodes
+    return embedded
+
+
+def _rotate_by_row(
+    attention: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """RoFormer takes positions to be common to all rows and puts dimensions of rows and heads in front."""
+
+    def rows_first(arguments: dict[str, Any]) -> dict[str, Any]:
+        positions = arguments["sinusoidal_pos"]
+        if positions.ndim == 5:  # [1, 1, rows, nodes, dim]
+            positions = positions[0].transpose(0, 1)
+        return {"sinusoidal_pos": positions}
+
+    return call_with(attention, forward, args, kwargs, rows_first)
+
+
+def _pass_columns(
+    decoder: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    block = current_block()
+    if block is not None and block.columns is not None:
+        kwargs = {**kwargs, "position_ids": block.columns}
+    return forward(*args, **kwargs)

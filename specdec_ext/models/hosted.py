@@ -1,0 +1,325 @@
+"""``HostedTarget``: a model whose passes are prepared by transformers, as in its own decoding loop.
+
+For everything that :class:`SlotTarget` can't lay out itself: encoder-decoder models, images in the prompt,
+caches of a model's own, no cache at all. A single row is speculated on. What a rejected chain takes back
+depends on the cache, which is cut, or copied before and put back; then what was accepted is *unread* and
+read again in front of the next block. A tree runs on a copy of the cache with a row for each of its branches
+(``branches.py``), of which nothing stays. Rows of a larger batch advance together, one token at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
+
+from specdec_ext.models.base import NO_LIMIT, HostPaths, Target, TargetOutput
+from specdec_ext.models.cache.adoption import adopt_cache, unserved_layers
+from specdec_ext.models.cache.layers import RollbackLayer
+from specdec_ext.models.compat import LinearAttentionCacheLayerMixin
+from specdec_ext.models.passes.branches import Branches, padded
+from specdec_ext.models.passes.features import side_by_side
+from specdec_ext.models.passes.linears import row_invariant_linears
+from specdec_ext.models.slots import MAX_UNREAD
+from specdec_ext.models.support import CACHE_ARGUMENTS, Support
+from specdec_ext.tree.draft_tree import DraftTree
+
+# What else caches are made of.
+_NO_TENSORS = (bool, int, float, str, type, torch.dtype, torch.device, PreTrainedConfig)
+
+
+class HostedTarget(Target):
+    """A model behind ``prepare_inputs_for_generation``.
+
+    Args:
+        model: any Hugging Face model that generates text.
+        support: the verdict on it.
+        model_kwargs: as ``generate`` prepared them: cache, masks, positions, encoder outputs, images.
+        config: of the call.
+        forward_kwargs: passed to every forward (``output_hidden_states`` and the like).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        support: Support,
+        model_kwargs: dict[str, Any],
+        config: GenerationConfig,
+        forward_kwargs: dict[str, Any] | None = None,
+    ):
+        super().__init__(model, support, forward_kwargs)
+        if support.rollback == "recompute" and forward_kwargs:
+            raise ValueError(
+                f"{' and '.join(forward_kwargs)} can't be recorded: {type(model).__name__} runs the whole "
+                "text in every pass, and transformers returns all of it for every token; use model.generate"
+            )
+        self._generation_config = config
+        self._kwargs = {"use_cache": True, **model_kwargs, **(forward_kwargs or {})}
+        self._encodes = model.config.is_encoder_decoder
+        self._layers: list[RollbackLayer] | None = None  # if all of the cache goes back by length
+        self._held = 0  # columns that the cache holds
+        # Of rows that have just ended, the token that nobody has read.
+        self._last: dict[int, Tensor] = {}
+        self._outputs: Any = None  # of the pass that commit is to judge
+        self._block: DraftTree | None = None
+        self._branched = False  # whether that pass was on copies
+        self._lengths: list[int] = []  # of the layers before that pass
+        self._saved: dict[str, Any] = {}
+        # What was prepared before the last commit, and columns since.
+        self._before: tuple[dict[str, Any], int] = ({}, 0)
+
+    @property
+    def cache(self) -> Any:
+        return next((self._kwargs[name] for name in CACHE_ARGUMENTS if name in self._kwargs), None)
+
+    @property
+    def start(self) -> int:
+        return self._ids.shape[1] + self.offset
+
+    @property
+    def windows(self) -> list[int | None] | None:
+        return None if self._layers is None else [layer.window for layer in self._layers]
+
+    @property
+    def draft_room(self) -> list[int]:
+        unread = self.start - self._held if self.support.rollback == "snapshot" else 0
+        free = self.support.chain and len(self._ids) == 1 and unread < MAX_UNREAD
+        if self._layers is None and self._kwargs.get("output_attentions"):
+            free = False  # which keys a cache of a model's own shows to each token, only the model knows
+        return [NO_LIMIT if free else 0] * len(self._rows)
+
+    def admit(
+        self, input_ids: Tensor, model_kwargs: dict[str, Any], config: GenerationConfig
+    ) -> Tensor | None:
+        embeddings = None if self._encodes else model_kwargs.get("inputs_embeds")
+        columns = input_ids.shape[1] if embeddings is None else embeddings.shape[1]
+        self.offset = columns - input_ids.shape[1]
+        mask = model_kwargs.get("decoder_attention_mask" if self._encodes else "attention_mask")
+        shape = (len(input_ids), columns)
+        if mask is None or mask.shape != shape or bool((mask == 1).all()):
+            return None
+        return mask
+
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> TargetOutput:
+        self._ids, self._rows = input_ids, list(range(len(input_ids)))
+        self._layers = self._adopted_layers()
+        self.begun = True
+        with torch.no_grad(), self._tap.recording() as features:
+            outputs: Any = self.model._prefill(input_ids, self._generation_config, self._kwargs)  # type: ignore[operator]
+        self._kwargs = self._advanced(self._kwargs, outputs, 1)
+        self._held = self.start
+        recorded = self._kwargs.get("output_attentions")  # by slot, which branches share
+        if len(self._ids) == 1 and (recorded or not _can_branch(self._caches())):
+            self.support = replace(self.support, tree=False)
+        return self._output(outputs, features, None, self._rows)
+
+    def _adopted_layers(self) -> list[RollbackLayer] | None:
+        """The layers of the cache, cut back by length from now on, if it is of slots alone."""
+        if self.support.rollback != "snapshot":
+            return None
+        cache = self.cache
+        if isinstance(cache, EncoderDecoderCache):
+            cache = cache.self_attention_cache
+        if type(cache) is not DynamicCache or cache.offloading or unserved_layers(cache):
+            return None
+        if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
+            return None
+        layers = adopt_cache(cache, self.config).layers
+        return [layer for layer in layers if isinstance(layer, RollbackLayer)]
+
+    def _advanced(self, kwargs: dict[str, Any], outputs: Any, tokens: int) -> dict[str, Any]:
+        """What ``generate`` prepared, with the caches of ``outputs`` and for ``tokens`` more columns."""
+        # One by one like transformers' own loop: for some inputs several at once are not the same.
+        for _ in range(tokens):
+            kwargs = self.model._update_model_kwargs_for_generation(  # type: ignore[operator]
+                outputs, dict(kwargs), is_encoder_decoder=self._encodes
+            )
+            outputs = ModelOutput()
+        return kwargs
+
+    def _caches(self) -> dict[str, Any]:
+        """What the model remembers of the text, by the name of the argument."""
+        named = {name: self._kwargs.get(name) for name in CACHE_ARGUMENTS}
+        return {name: cache for name, cache in named.items() if cache is not None}
+
+    def _output(
+        self, outputs: Any, features: list[Tensor], nodes: int | None, rows: list[int]
+    ) -> TargetOutput:
+        """These rows of a pass at the last ``nodes`` columns, of the prompt the last logits and all else."""
+
+        def last(states: Any, dim: int) -> tuple[Tensor, ...]:
+            picked = [state[rows] for state in states or () if state is not None]
+            if nodes is None:
+                return tuple(picked)
+            return tuple(state.narrow(dim, state.shape[dim] - nodes, nodes) for state in picked)
+
+        prefix = "decoder_" if self._encodes else ""
+        logits = outputs.logits[rows]
+        if logits.shape[1] < (nodes or 1):
+            raise RuntimeError(
+                f"{type(self.model).__name__} was given {nodes} tokens and returned logits of "
+                f"{logits.shape[1]}; it can't be speculated on, pass drafter=None"
+            )
+        return TargetOutput(
+            logits[:, -(nodes or 1) :],
+            side_by_side(last(features, 1)),
+            last(outputs.get(f"{prefix}hidden_states"), 1),
+            last(outputs.get(f"{prefix}attentions"), 2),
+            last(outputs.get("cross_attentions"), 2),
+        )
+
+    def forward(self, tree: DraftTree) -> TargetOutput:
+        self._block = tree
+        self._tokens = self._of_all_rows(tree.tokens)
+        self._branched = not tree.is_chain
+        if self._branched:
+            return self._score_branches(Branches.of(tree, [[]]))
+        drafts = tree.num_nodes - 1
+        self._lengths = [layer.length for layer in self._layers or ()]
+        if drafts and self._layers is None and self.support.rollback == "snapshot":
+            with torch.no_grad():
+                self._saved = copy.deepcopy(self._caches())
+        kwargs = self._advanced(self._kwargs, ModelOutput(), drafts)
+        with self._tap.recording() as features:
+            self._outputs = self._pass(
+                torch.cat([self._ids, self._tokens], dim=1), kwargs, tree.num_nodes
+            )
+        return self._output(self._outputs, features, tree.num_nodes, self._rows)
+
+    def _score_branches(self, branches: Branches) -> TargetOutput:
+        """Score the one row's tree in rows of their own, without a trace in its cache."""
+        tokens = padded(branches.tokens, self._ids.device)
+        rows, columns = tokens.shape
+        kwargs = self._advanced(self._kwargs, ModelOutput(), columns - 1)
+        # transformers repeats the rows of what an encoder has given where they are.
+        kwargs = {
+            name: copy.copy(value) if isinstance(value, ModelOutput) else value
+            for name, value in kwargs.items()
+        }
+        ids, kwargs = self.model._expand_inputs_for_generation(  # type: ignore[operator]
+            expand_size=rows, is_encoder_decoder=self._encodes, input_ids=self._ids, **kwargs
+        )
+        with torch.no_grad():
+            kwargs |= _mapped(self._caches(), lambda state: state.repeat_interleave(rows, dim=0))
+        with self._tap.recording() as features:
+            outputs = self._pass(torch.cat([ids, tokens], dim=1), kwargs, columns)
+        return branches.nodes(self._output(outputs, features, columns, [*range(rows)]))
+
+    def _of_all_rows(self, tokens: Tensor) -> Tensor:
+        """``tokens`` of the active rows in their places; rows that ended read their last token, then pad."""
+        pad = getattr(self._generation_config, "_pad_token_tensor", None)
+        rows = tokens.new_full((len(self._ids), tokens.shape[1]), 0 if pad is None else int(pad))
+        rows[self._rows] = tokens
+        for row, token in self._last.items():
+            rows[row] = token
+        self._last = {}
+        return rows
+
+    @torch.no_grad()
+    def _pass(self, ids: Tensor, kwargs: dict[str, Any], logits: int) -> Any:
+        """Run what the cache does not hold of ``ids``, for the last ``logits`` logits."""
+        columns = None
+        if self.support.rollback != "recompute" and kwargs["use_cache"]:
+            columns = ids.shape[1] + self.offset - self._held
+        inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
+            ids, next_sequence_length=columns, **kwargs
+        )
+        # Some models' own preparation asks for the last logits alone, whatever it is given.
+        if inputs.get("logits_to_keep") is not None:
+            inputs["logits_to_keep"] = logits
+        with row_invariant_linears(self._linears):
+            return self.model(**inputs, return_dict=True)
+
+    def commit(self, path: Tensor, num_accepted: Tensor, on_host: HostPaths | None = None) -> None:
+        tree, self._block = self._block, None
+        if tree is None:
+            return  # the prompt needs no rollback
+        outputs, self._outputs = self._outputs, None
+        kept = (int(num_accepted[0]) if on_host is None else on_host[1][0]) + 1
+        self._ids = torch.cat([self._ids, self._tokens[:, path[0, :kept]]], dim=1)
+        if self._branched:
+            outputs = ModelOutput()
+        elif kept == tree.num_nodes or self._layers is not None:
+            read, self._held = self.start - self._held, self.start
+            for layer, before in zip(self._layers or (), self._lengths, strict=True):
+                if layer.length > before:  # not those that hold an image
+                    layer.length = before + read
+        else:
+            for name, saved in self._saved.items():
+                self._kwargs[name] = _restored(self._kwargs[name], saved)
+            outputs = ModelOutput()
+        self._saved = {}
+        self._before = self._kwargs, kept - 1
+        self._kwargs = self._advanced(self._kwargs, outputs, kept)
+
+    def reorder(self, order: Sequence[int], active: int, last_tokens: Tensor | None = None) -> None:
+        # Rows stay where they are: transformers runs the finished ones along, too.
+        if not active:
+            return
+        going = order[:active]
+        if last_tokens is not None:
+            ended = set(range(len(self._rows))) - set(going)
+            self._last = {self._rows[i]: last_tokens[i] for i in ended}
+        self._rows = [self._rows[i] for i in going]
+
+    def finish(self, last_tokens: Tensor, columns: Sequence[int]) -> None:
+        if self.support.rollback == "snapshot" and self._held < self.start:
+            before, tokens = self._before
+            self._pass(self._ids, self._advanced(before, ModelOutput(), tokens), 1)
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of a cache, whatever it is made of, with other tensors; counters (of one dimension) stay.
+
+    Raises:
+        TypeError: for what nobody knows whether tensors are in it.
+    """
+    if value is None or isinstance(value, _NO_TENSORS):
+        return value
+    if isinstance(value, Tensor):
+        return change(value) if value.ndim > 1 else value.clone()
+    if isinstance(value, (list, tuple)):
+        return type(value)([_mapped(each, change) for each in value])
+    if callable(value) or not (isinstance(value, dict) or hasattr(value, "__dict__")):
+        raise TypeError(f"a cache with a {type(value).__name__} in it")
+    other = copy.copy(value)
+    inside = other if isinstance(value, dict) else vars(other)
+    inside.update({name: _mapped(each, change) for name, each in inside.items()})
+    return other
+
+
+def _can_branch(caches: dict[str, Any]) -> bool:
+    """Whether all tensors in the caches of a single row are known to have the rows as first dimension."""
+    known = []
+
+    def see(tensor: Tensor) -> Tensor:
+        known.append(type(tensor) is Tensor and tensor.shape[0] == 1)
+        return tensor
+
+    try:
+        _mapped(caches, see)
+    except TypeError:
+        return False
+    return all(known)
+
+
+def _restored(cache: Any, saved: Any) -> Any:
+    """What ``saved`` holds; in ``cache`` itself if that can take it, for the caller may have given it."""
+    if not isinstance(cache, Cache):
+        return saved
+    vars(cache).clear()
+    vars(cache).update(vars(saved))
+    return cache

@@ -1,0 +1,352 @@
+"""A pass without transformers in between, for decoders of the common kind.
+
+Many decoders are Llama in all but name, and for a small one the Python of its modules takes longer than its
+arithmetic. Where every module's code is, byte for byte, that of a decoder in ``_FAMILIES``, one call of
+``ops.decoder_layers`` stands for all layers. It reads the weights where they are, and its products and its
+attention are the row-invariant ones that block passes have anyway.
+
+Not for modules that anybody has changed or watches: hooks, a ``forward`` of an instance, code from outside of
+transformers, subclasses of ``nn.Linear``, quantised and parametrized weights, compiled models. And a model's
+first pass is computed both ways and compared.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import CodeType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+from specdec_ext import ops
+from specdec_ext.models.cache.adoption import adopt_cache, attention_windows
+from specdec_ext.models.cache.layers import RollbackLayer
+from specdec_ext.models.passes.attention import TreeBlock
+from specdec_ext.models.passes.features import TapHook
+from specdec_ext.models.passes.linears import is_plain
+from specdec_ext.models.patching.forwards import own_forward_replaced
+
+# Modules of transformers whose classes are the pattern, and what their names begin with.
+_FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
+_HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
+# Of logits, relative: rounding apart, both ways compute the same.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+
+_agreed: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class DirectPass:
+    """The embeddings, all layers, the final norm and the output head of one model.
+
+    Attributes:
+        windows: sliding window of each layer, 0 for full attention.
+    """
+
+    embedding: Tensor
+    rotary: Callable[..., tuple[Tensor, Tensor]]
+    weights: list[Tensor]
+    head: nn.Linear
+    windows: list[int]
+    head_dim: int
+    eps: float
+    scale: float
+
+    def serves(self, layers: Sequence[Any]) -> bool:
+        """Whether a cache of these layers is one that the model fills layer by layer."""
+        # A cache need not know of the windows: it keeps all there is then.
+        return len(layers) == len(self.windows) and all(
+            type(layer) is RollbackLayer and layer.window in (None, window)
+            for layer, window in zip(layers, self.windows, strict=True)
+        )
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        block: TreeBlock,
+        layers: Sequence[RollbackLayer],
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Score ``tokens [rows, nodes]`` and append their keys and values to the cache.
+
+        Returns:
+            ``[rows, nodes, vocab]`` logits, and the hidden states that :meth:`FeatureTap.chosen` takes.
+        """
+        rows, nodes = tokens.shape
+        stop = block.start + nodes
+        caches = []
+        for layer in layers:
+            layer.reserve(stop)
+            layer.length = stop
+            caches += layer.buffers
+        if len(caches[0]) != rows:
+            caches = [buffer[:rows] for buffer in caches]
+        hidden = nn.functional.embedding(tokens, self.embedding)
+        cosines, sines = self.rotary(hidden, position_ids=position_ids)
+        states, output = ops.decoder_layers(
+            hidden,
+            cosines,
+            sines,
+            self.weights,
+            caches,
+            self.windows,
+            block.ancestors,
+            block.prefix_starts,
+            block.prefix_lengths,
+            block.start,
+            self.head_dim,
+            self.eps,
+            self.scale,
+        )
+        logits = ops.linear(output, self.head.weight, self.head.bias)
+        return logits, (hidden, states, output)
+
+
+def direct_pass(model: PreTrainedModel) -> DirectPass | None:
+    """The direct pass of a model, or None if it has none."""
+    if _agreed.get(model) is False or module_hooks._has_any_global_hook():
+        return None
+    if torch.is_autocast_enabled("cpu") or not all(map(_untouched, model.modules())):
+        return None
+    try:
+        return _read(model)
+    except (AttributeError, KeyError):  # it has not the modules that the pattern has
+        return None
+
+
+def agrees(model: nn.Module, directly: Tensor, by_modules: Tensor) -> bool:
+    """Whether the logits of both ways are the same but for rounding; remembered for the model."""
+    error = float((directly.float() - by_modules.float()).norm() / by_modules.float().norm())
+    if not math.isfinite(error):
+        return False  # logits that are not numbers say nothing
+    _agreed[model] = error <= _TOLERANCE[by_modules.dtype]
+    if not _agreed[model]:
+        warnings.warn(
+            f"{type(model).__name__} computes something else than its code says (logits differ by "
+            f"{error:.2g}), so it is run module by module, which takes longer. Please report this, with "
+            f"the version of transformers, {transformers.__version__}",
+            stacklevel=2,
+        )
+    return _agreed[model]
+
+
+def is_agreed(model: nn.Module) -> bool:
+    """Whether both ways were compared and agreed."""
+    return _agreed.get(model, False)
+
+
+def _untouched(module: nn.Module) -> bool:
+    return not (
+        module.training
+        or own_forward_replaced(module)
+        or module._compiled_call_impl is not None
+        or not all(map(_changes_nothing, _hooks(module)))
+    )
+
+
+def _changes_nothing(hook: Any) -> bool:
+    """Whether it only looks, and not now: taps, and what transformers leaves on every module of a model that
+    was once asked for hidden states or attentions."""
+    return type(hook) is TapHook or getattr(hook, "__module__", None) == _CAPTURING
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """All hooks; a call in another thread may have a tap open, which is not meant for this one."""
+    return [hook for name in _HOOKS for hook in list(vars(module).get(name, {}).values())]
+
+
+def _read(model: Any) -> DirectPass | None:
+    decoder = getattr(model, model.base_model_prefix)
+    head, embedding, norm = model.lm_head, decoder.embed_tokens, decoder.norm
+    layers = list(decoder.layers)
+    first = layers[0].self_attn
+    parts = {
+        "ForCausalLM": [model],
+        "Model": [decoder],
+        "DecoderLayer": layers,
+        "Attention": [layer.self_attn for layer in layers],
+        "MLP": [layer.mlp for layer in layers],
+        "RMSNorm": list(_norms(decoder)),
+    }
+    linears = [head, *(linear for layer in layers for linear in _linears(layer))]
+    activations = [layer.mlp.act_fn for layer in layers]
+    shaped = (
+        _children(model) == {model.base_model_prefix, "lm_head"}
+        and _children(decoder) == {"embed_tokens", "layers", "norm", "rotary_emb"}
+        and all(_children(layer) == {*_LAYER} for layer in layers)
+        and all(_children(layer.mlp) == {*_MLP} for layer in layers)
+        and all(
+            _children(attention) in ({*_PROJECTIONS}, {*_PROJECTIONS, "q_norm", "k_norm"})
+            for attention in parts["Attention"]
+        )
+        and type(embedding) is nn.Embedding
+        and embedding.max_norm is None
+        and all(type(linear) is nn.Linear and is_plain(linear) for linear in linears)
+        and all(type(act) in (nn.SiLU, type(ACT2FN["silu"])) for act in activations)
+    )
+    if not shaped or len(layers) != decoder.config.num_hidden_layers:
+        return None
+    weights = [tensor for layer in layers for tensor in _weights(layer)] + [_weight(norm)]
+    vectors = [tensor for tensor in [*weights, _weight(embedding)] if tensor.numel()]
+    dtype = head.weight.dtype
+    same = (
+        all(tensor.dtype == dtype and tensor.is_cpu for tensor in vectors)
+        and all(type(tensor) is nn.Parameter and tensor.is_contiguous() for tensor in vectors)
+        and len({each.variance_epsilon for each in parts["RMSNorm"]}) == 1
+        and [each.layer_idx for each in parts["Attention"]] == [*range(len(layers))]
+        and {each.scaling for each in parts["Attention"]} == {first.scaling}
+        and {each.head_dim for each in parts["Attention"]} == {first.head_dim}
+        and 2 * decoder.rotary_emb.inv_freq.numel() == first.head_dim
+    )
+    if not same or not _known(parts):
+        return None
+    return DirectPass(
+        _weight(embedding),
+        decoder.rotary_emb,
+        weights,
+        head,
+        _windows(decoder),
+        first.head_dim,
+        norm.variance_epsilon,
+        first.scaling,
+    )
+
+
+def _windows(decoder: Any) -> list[int]:
+    if _codes(type(decoder).forward) in _pattern("Model", ("llama",)):
+        return [0] * len(decoder.layers)  # whatever its config says
+    cache = adopt_cache(None, decoder.config)
+    return [window or 0 for window in attention_windows(cache, decoder.config)]
+
+
+def _children(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+def _norms(decoder: Any) -> Iterator[Any]:
+    yield decoder.norm
+    for layer in decoder.layers:
+        yield from (layer.input_layernorm, layer.post_attention_layernorm)
+        if hasattr(layer.self_attn, "q_norm"):
+            yield from (layer.self_attn.q_norm, layer.self_attn.k_norm)
+
+
+def _linears(layer: Any) -> list[nn.Linear]:
+    attention, mlp = layer.self_attn, layer.mlp
+    return [
+        *(getattr(attention, name) for name in _PROJECTIONS),
+        mlp.gate_proj,
+        mlp.up_proj,
+        mlp.down_proj,
+    ]
+
+
+def _weight(module: nn.Module) -> Tensor:
+    weight = module._parameters["weight"]
+    assert weight is not None
+    return weight
+
+
+def _weights(layer: Any) -> list[Tensor]:
+    """Those of one layer in the order of ``ops.decoder.LAYER_TENSORS``."""
+    nothing = _weight(layer.input_layernorm).new_empty(0)
+
+    def linear(module: nn.Linear) -> list[Tensor]:
+        bias = module._parameters["bias"]
+        return [_weight(module), nothing if bias is None else bias]
+
+    attention, mlp = layer.self_attn, layer.mlp
+    query, key, value, output = (linear(getattr(attention, name)) for name in _PROJECTIONS)
+    norms = [nothing, nothing]
+    if hasattr(attention, "q_norm"):
+        norms = [_weight(attention.q_norm), _weight(attention.k_norm)]
+    return [
+        _weight(layer.input_layernorm),
+        *query,
+        *key,
+        *value,
+        *norms,
+        *output,
+        _weight(layer.post_attention_layernorm),
+        *linear(mlp.gate_proj),
+        *linear(mlp.up_proj),
+        *linear(mlp.down_proj),
+    ]
+
+
+def _known(parts: dict[str, list[Any]]) -> bool:
+    """Whether the code of all these modules is that of the families."""
+    for part, modules in parts.items():
+        for kind in {type(module) for module in modules}:
+            codes = _codes(kind.forward)
+            if codes is None or codes not in _pattern(part, tuple(_FAMILIES)):
+                return False
+    rotations = {_rotation(type(each).forward) for each in parts["Attention"]}
+    return rotations == {_rotation(_class("llama", "Attention").forward)} != {None}
+
+
+@cache
+def _class(family: str, part: str) -> Any:
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    return getattr(module, _FAMILIES[family] + part)
+
+
+@cache
+def _pattern(part: str, families: tuple[str, ...]) -> set[Any]:
+    return {_codes(_class(family, part).forward) for family in families}
+
+
+def _rotation(attention: Callable[..., Any]) -> tuple[Any, ...] | None:
+    """The codes of the functions that turn queries and keys, or None if one is from elsewhere."""
+    turn = inspect.unwrap(attention).__globals__["apply_rotary_pos_emb"]
+    half = inspect.unwrap(turn).__globals__["rotate_half"]
+    codes = _codes(turn), _codes(half)
+    return None if None in codes else codes
+
+
+@cache
+def _codes(function: Any) -> tuple[Any, ...] | None:
+    """What identifies the code of a function and of all that it wraps, or None if any is from elsewhere."""
+    codes = []
+    while function is not None:
+        code = function.__code__
+        if _PACKAGE not in Path(code.co_filename).parents:
+            return None
+        codes.append(_identity(code))
+        function = getattr(function, "__wrapped__", None)
+    return tuple(codes)
+
+
+_PACKAGE = Path(transformers.__file__).parent
+_CAPTURING = "transformers.utils.output_capturing"
+
+
+def _identity(code: CodeType) -> tuple[Any, ...]:
+    constants: list[Any] = [
+        _identity(each) if isinstance(each, CodeType) else each for each in code.co_consts
+    ]
+    if constants and isinstance(constants[0], str) and "\n" in constants[0]:
+        constants[0] = None  # a docstring, which may name the model
+    return (
+        code.co_code,
+        code.co_names,
+        code.co_varnames,
+        code.co_freevars,
+        tuple(map(repr, constants)),
+    )

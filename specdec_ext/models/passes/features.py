@@ -1,0 +1,170 @@
+"""``FeatureTap``: hidden states of chosen layers, taken while the model runs.
+
+``output_hidden_states=True`` would keep the states of every layer: for a long prompt more memory than the
+cache. Hooks on the tapped layers keep what is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from specdec_ext.models.patching.changes import binding, joined_changes
+
+_recorded: ContextVar[tuple[FeatureTap, dict[int, Tensor]] | None] = ContextVar(
+    "specdec_recorded_features", default=None
+)
+
+
+class TapHook:
+    """The hook of a :class:`FeatureTap` on one module: changes nothing, and acts while that records."""
+
+    def __init__(self, tap: FeatureTap, index: int, module: nn.Module, after: bool):
+        self._tap, self._index, self._module, self._after = tap, index, module, after
+
+    def register(self) -> None:
+        if self._after:
+            self._module.register_forward_hook(self)
+        else:
+            self._module.register_forward_pre_hook(self, with_kwargs=True)
+
+    def remove(self) -> None:
+        """From the module, however far :meth:`register` came."""
+        for hooks in (self._module._forward_hooks, self._module._forward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if hook is self]:
+                hooks.pop(key, None)
+                self._module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], other: Any) -> None:
+        """``other`` is the output, or the keywords of the call."""
+        tap, taken = _recorded.get() or (None, {})
+        if tap is not self._tap:
+            return
+        if not self._after:
+            taken[self._index] = args[0] if args else other["hidden_states"]
+        else:
+            taken[self._index] = other if isinstance(other, Tensor) else other[0]
+
+
+class LayerStates(Sequence[Tensor]):
+    """Chosen hidden states of a pass that wrote those of all layers into one tensor.
+
+    Each is selected when it is read: steps whose features nothing reads are not slowed down.
+
+    Args:
+        layers: which, numbered as in :class:`FeatureTap`.
+        states: ``[layers, rows, nodes, hidden]``.
+        first, last: ``[rows, nodes, hidden]`` of layers 0 and -1, if they are chosen.
+    """
+
+    __slots__ = ("_first", "_last", "_layers", "_states")
+
+    def __init__(
+        self, layers: Sequence[int], states: Tensor, first: Tensor | None, last: Tensor | None
+    ):
+        self._layers, self._states, self._first, self._last = layers, states, first, last
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __getitem__(self, index: Any) -> Any:
+        layer = self._layers[index]
+        if layer == -1:
+            return self._last
+        return self._states[layer - 1] if layer else self._first
+
+    @staticmethod
+    def joined(parts: Sequence[LayerStates]) -> LayerStates:
+        """The nodes of several passes one behind the other."""
+        states = torch.cat([part._states for part in parts], dim=2)
+        ends = [[part._first for part in parts], [part._last for part in parts]]
+        first, last = (
+            None if end[0] is None else torch.cat([state for state in end if state is not None], 1)
+            for end in ends
+        )
+        return LayerStates(parts[0]._layers, states, first, last)
+
+
+class FeatureTap:
+    """The hidden states ``layers`` of one model.
+
+    Args:
+        model: a causal language model.
+        config: its text config.
+        layers: indices into transformers' ``hidden_states``: i is the input of decoder layer i, -1 the last
+            hidden state, after the final norm. Of n layers, n is the output of the last one, before that
+            norm, which transformers has no index for.
+
+    Raises:
+        ValueError: for a layer that the model does not have, or a model without a list of layers.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: PreTrainedConfig, layers: Sequence[int]):
+        self._sources: list[nn.Module] = []
+        self._layers = list(layers)
+        if not layers:
+            return
+        decoder: Any = model.get_decoder()
+        blocks = _decoder_layers(decoder, config.num_hidden_layers)
+        for layer in layers:
+            if not -1 <= layer <= config.num_hidden_layers:
+                raise ValueError(
+                    f"features of layer {layer} were asked for; {type(model).__name__} has layers 0 to "
+                    f"{config.num_hidden_layers - 1}, {config.num_hidden_layers} is the output of the last "
+                    "one, and -1 its last hidden state"
+                )
+            if layer >= 0 and blocks is None:
+                raise ValueError(
+                    f"{type(model).__name__} has no list of {config.num_hidden_layers} layers to take "
+                    "features from; use a drafter that needs none, such as 'ngram'"
+                )
+            if layer == -1 or blocks is None:
+                self._sources.append(decoder)
+            else:
+                self._sources.append(blocks[min(layer, config.num_hidden_layers - 1)])
+        self._after = {-1, config.num_hidden_layers}  # outputs; the others are inputs
+
+    def chosen(self, first: Tensor, states: Tensor, last: Tensor) -> LayerStates:
+        """The same out of the input of the first layer, ``states [layers, rows, nodes, hidden]``, the outputs
+        of all layers, and that of the last after the norm."""
+        needed = 0 in self._layers, -1 in self._layers
+        ends = [state if each else None for state, each in zip((first, last), needed, strict=True)]
+        return LayerStates(self._layers, states, *ends)
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Tensor]]:
+        """A list that the pass inside fills with ``[rows, columns, hidden]``, in the order of ``layers``.
+
+        Passes of the same model in other threads are not recorded.
+        """
+        states: list[Tensor] = []
+        taken: dict[int, Tensor] = {}
+        with joined_changes() as changes:
+            changes.make(self, ((hook.register, hook.remove) for hook in self._hooks()))
+            with binding(_recorded, (self, taken)):
+                yield states
+        states.extend(taken[index] for index in range(len(self._sources)))
+
+    def _hooks(self) -> Iterator[TapHook]:
+        for index, (layer, source) in enumerate(zip(self._layers, self._sources, strict=True)):
+            yield TapHook(self, index, source, after=layer in self._after)
+
+
+def side_by_side(states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """One copy of them all: what a compiled model returns it may overwrite in its next pass."""
+    return (torch.cat(list(states), dim=-1),) if states else ()
+
+
+def _decoder_layers(decoder: nn.Module, count: int) -> nn.ModuleList | None:
+    lists = [
+        child
+        for child in decoder.children()
+        if isinstance(child, nn.ModuleList) and len(child) == count
+    ]
+    return lists[0] if len(lists) == 1 else None

@@ -1,0 +1,328 @@
+"""Attention masks of a token block (a tree, or a padded prompt) through transformers' mask interface.
+
+A model builds its masks by calling the function registered for its attention implementation, once per
+kind of layer, with that kind's ``mask_function`` (causal, sliding window, ...) over positions. Ours wraps
+the registered one: outside a block pass it calls through; inside, it evaluates the same ``mask_function``
+at *token positions* while looking up visibility by *cache slot*, so one rule covers full and sliding
+layers, ragged rows, paddings and trees.
+
+Where the rule is one that ``tree_attention`` knows, the mask carries it (``attention.py``) and is computed
+only if it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    bidirectional_mask_function,
+    causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from specdec_ext.models.passes.attention import (
+    IMPLEMENTATION,
+    MaskRule,
+    TreeBlock,
+    with_rule,
+    with_tree_attention,
+)
+from specdec_ext.models.patching.changes import Entry, binding, joined_changes
+from specdec_ext.models.patching.registries import registered
+
+SUPPORTED_IMPLEMENTATIONS = ("sdpa", "eager")
+
+
+@dataclass
+class BlockVisibility:
+    """What the queries of one forward pass may attend to.
+
+    Attributes:
+        committed: ``[rows, start]`` bool, slots before the block that hold text of the row.
+        block: ``[rows, nodes, nodes]`` bool, which nodes of the block each query sees, itself included.
+        query_positions: ``[rows, nodes]`` token positions of the queries.
+        key_positions: ``[rows, start + nodes]`` token positions of all slots.
+        tree: the same block as ``tree_attention`` takes it, or None if the rows' text has holes.
+        consulted: whether a model has asked for a mask of it.
+        columns: ``[rows, nodes]`` columns of ``sequences`` where the queries would stand, paddings counted,
+            or None if those are their slots. What transformers counts in models that take no positions.
+        window: of the cache if all its layers are windowed. Some models leave it to the cache to end
+            attention (Moshi), which over a block would end it later than over a single token.
+    """
+
+    committed: Tensor
+    block: Tensor
+    query_positions: Tensor
+    key_positions: Tensor
+    tree: TreeBlock | None = None
+    consulted: bool = False
+    columns: Tensor | None = None
+    window: int | None = None
+
+    @property
+    def key_columns(self) -> Tensor:
+        """``[rows, start + nodes]`` columns of all slots."""
+        rows, start = self.committed.shape
+        slots = torch.arange(start + self.block.shape[1], device=self.committed.device)
+        slots = slots.expand(rows, -1)
+        return slots if self.columns is None else torch.cat([slots[:, :start], self.columns], dim=1)
+
+    def texts(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """The columns up to each query, for queries with equally many of them.
+
+        Yields:
+            ``rows [n]`` and ``nodes [n]`` of the queries, and ``slots [n, columns]``, in order, in which the
+            columns of their rows lie, paddings included.
+        """
+        assert self.columns is not None
+        start = self.committed.shape[1]
+        before = torch.arange(start, device=self.committed.device) < self.columns[:, :1]
+        belongs = torch.cat([before[:, None].expand(-1, self.block.shape[1], -1), self.block], -1)
+        lengths = belongs.sum(-1)
+        for length in lengths.unique().tolist():
+            where = (lengths == length).nonzero(as_tuple=True)
+            yield *where, belongs[where].nonzero()[:, 1].view(-1, length)
+
+    def mask_shape(self, kv_offset: int) -> tuple[int, int, int, int]:
+        """Of :meth:`mask`: ``[rows, 1, nodes, start + nodes - kv_offset]``."""
+        rows, nodes = self.query_positions.shape
+        return rows, 1, nodes, self.committed.shape[1] + nodes - kv_offset
+
+    def mask(self, kv_offset: int, mask_function: Callable) -> Tensor:
+        """``[rows, 1, nodes, start + nodes - kv_offset]`` bool, True where attention is allowed."""
+        nodes = self.block.shape[1]
+        committed = self.committed[:, None, kv_offset:].expand(-1, nodes, -1)
+        allowed = torch.cat([committed, self.block], dim=-1)[:, None]
+        if mask_function is causal_mask_function:
+            return allowed  # every visible slot holds an ancestor, hence an earlier position
+        rows = torch.arange(len(self.block), device=self.block.device)
+        return allowed & mask_function(
+            rows[:, None, None, None],
+            torch.zeros_like(rows[:1])[None, :, None, None],
+            self.query_positions[:, None, :, None],
+            self.key_positions[:, None, None, kv_offset:],
+        )
+
+
+class SlotVisibility(BlockVisibility):
+    """A block of draft trees behind the slots of a cache; its tensors are made when a model reads them.
+
+    Args:
+        tree: as in the base class.
+        ancestors: ``[rows, nodes, words]`` packed ancestor bits.
+        query_positions: ``[rows, nodes]``.
+        start: the slot of node 0.
+        row_slots: ``[rows]`` slots that each row holds.
+        aligned: whether all rows hold equally many.
+        slot_valid: ``[rows, slots]`` bool, False where a slot is padding.
+        slot_positions: ``[rows, slots]`` tokens before each slot.
+        window: as in the base class.
+    """
+
+    def __init__(
+        self,
+        *,
+        tree: TreeBlock | None,
+        ancestors: Tensor,
+        query_positions: Tensor,
+        start: int,
+        row_slots: Tensor,
+        aligned: bool,
+        slot_valid: Tensor,
+        slot_positions: Tensor,
+        window: int | None,
+    ):
+        self.tree, self.query_positions, self.window = tree, query_positions, window
+        self._ancestors, self._row_slots, self._aligned = ancestors, row_slots, aligned
+        self._slot_valid, self._slot_positions = slot_valid[:, :start], slot_positions[:, :start]
+
+    def mask_shape(self, kv_offset: int) -> tuple[int, int, int, int]:
+        rows, nodes = self.query_positions.shape
+        return rows, 1, nodes, self._slot_valid.shape[1] + nodes - kv_offset
+
+    @cached_property
+    def committed(self) -> Tensor:  # type: ignore[override]
+        if self._aligned:
+            return self._slot_valid
+        slots = torch.arange(self._slot_valid.shape[1], device=self._slot_valid.device)
+        return self._slot_valid & (slots < self._row_slots[:, None])
+
+    @cached_property
+    def block(self) -> Tensor:  # type: ignore[override]
+        return unpack_ancestors(self._ancestors, self.query_positions.shape[1])
+
+    @cached_property
+    def key_positions(self) -> Tensor:  # type: ignore[override]
+        return torch.cat([self._slot_positions, self.query_positions], dim=1)
+
+    @cached_property
+    def columns(self) -> Tensor:  # type: ignore[override]
+        return self.query_positions + self._row_slots[:, None] - self.query_positions[:, :1]
+
+
+class LazyMask(Tensor):
+    """A boolean mask that is computed when anything but its shape, dtype and device is read.
+
+    Most layers read what it stands for instead (``attention.py``). Every function of torch gets the mask
+    itself, :meth:`made`, which stands for the same.
+    """
+
+    _make: Callable[[], Tensor]
+    _made: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, shape: Sequence[int], device: torch.device, make: Callable[[], Tensor]
+    ) -> LazyMask:
+        mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        mask._make, mask._made = make, None
+        return mask
+
+    def made(self) -> Tensor:
+        """The mask as an ordinary tensor."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METADATA:
+            return super().__torch_function__(func, types, args, kwargs)
+        return func(*tree_map(_made, args), **tree_map(_made, kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*tree_map(_made, args), **tree_map(_made, kwargs or {}))
+
+
+_METADATA = {
+    getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda")
+} | {Tensor.size, Tensor.dim}
+
+
+def _made(value: Any) -> Any:
+    return value.made() if isinstance(value, LazyMask) else value
+
+
+_current: ContextVar[BlockVisibility | None] = ContextVar("specdec_block_visibility", default=None)
+
+
+@contextmanager
+def visibility(block: BlockVisibility) -> Iterator[None]:
+    """Within this context, models called in this thread build their masks from ``block``."""
+    with joined_changes() as changes:
+        changes.patch(_entries, _entries)
+        with binding(_current, block):
+            yield
+
+
+def current_block() -> BlockVisibility | None:
+    """The block of the pass that this thread is in, or None outside of block passes."""
+    return _current.get()
+
+
+def unpack_ancestors(ancestors: Tensor, nodes: int) -> Tensor:
+    """``[rows, nodes, words]`` packed bits -> ``[rows, nodes, nodes]`` bool with a true diagonal.
+
+    The diagonal keeps an inactive node's softmax defined; nothing ever reads its result.
+    """
+    bits = torch.arange(64, device=ancestors.device)
+    block = ((ancestors[..., None] >> bits) & 1).bool().flatten(2)[..., :nodes]
+    return block | torch.eye(nodes, dtype=torch.bool, device=ancestors.device)
+
+
+def causal_window(mask_function: Callable) -> int | None:
+    """The window of a causal mask function, 0 for none; None for any other function.
+
+    transformers builds mask functions as closures; which one it is, its code objects tell.
+    """
+    if mask_function is causal_mask_function:
+        return 0
+    template = sliding_window_causal_mask_function(1)
+    if _code(mask_function) is not _code(template):
+        return None
+    match _captured(mask_function), _captured(template):
+        case (overlay, causal), (known_overlay, _):
+            if causal is causal_mask_function and _code(overlay) is _code(known_overlay):
+                return _captured(overlay)
+    return None
+
+
+def _code(function: Callable) -> Any:
+    return getattr(function, "__code__", None)
+
+
+def _captured(function: Callable) -> Any:
+    """The one variable that a closure captured, or None."""
+    cells: Any = getattr(function, "__closure__", None) or ()
+    return cells[0].cell_contents if len(cells) == 1 else None
+
+
+@cache
+def _wrapped(original: Callable, additive: bool) -> Callable:
+    def block_mask(
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int = 0,
+        kv_offset: int = 0,
+        mask_function: Callable = causal_mask_function,
+        **kwargs: Any,
+    ) -> Tensor | None:
+        block = _current.get()
+        # Not causal: a mask over something else than the cache, such as an encoder's output.
+        if block is None or mask_function is bidirectional_mask_function:
+            return original(
+                batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, **kwargs
+            )
+        if block.window is not None and mask_function is causal_mask_function:
+            mask_function = sliding_window_causal_mask_function(block.window)
+        block.consulted = True
+        shape = block.mask_shape(kv_offset)
+        if shape[2:] != (q_length, kv_length):
+            raise RuntimeError(
+                f"the model asked for a mask of {q_length} queries x {kv_length} keys, the cache layer "
+                f"provides {shape[2:]}; this model keeps its cache in a way that is not supported"
+            )
+        if additive:
+            # Not the lowest number, as in transformers: a score of 65504 in float16 would make that 0.
+            allowed = block.mask(kv_offset, mask_function)
+            return torch.where(allowed, 0.0, -torch.inf).to(kwargs.get("dtype", torch.float32))
+        window = causal_window(mask_function)
+        if block.tree is None or window is None:
+            return block.mask(kv_offset, mask_function)
+        rule = MaskRule(block.tree, window)
+
+        def make() -> Tensor:
+            return with_rule(block.mask(kv_offset, mask_function), rule)
+
+        if torch.compiler.is_compiling():  # which can't follow tensors that are not there
+            return make()
+        return with_rule(LazyMask(shape, block.query_positions.device, make), rule)
+
+    return block_mask
+
+
+def _entries() -> list[Entry]:
+    """What transformers' models look up in a block pass."""
+    masks, attention = ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS
+    # eager attention adds its mask to the scores: a boolean one would be silently wrong
+    wraps = {
+        name: partial(_wrapped, additive=name == "eager") for name in SUPPORTED_IMPLEMENTATIONS
+    }
+    return [
+        *(registered(masks, name, wrap) for name, wrap in wraps.items()),
+        registered(attention, IMPLEMENTATION, with_tree_attention),
+    ]

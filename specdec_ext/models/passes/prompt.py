@@ -1,0 +1,99 @@
+"""``Prompt``: where the tokens of a padded batch lie, and what a pass over some of its columns may see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec_ext.models.passes.masks import BlockVisibility
+
+
+@dataclass
+class Prompt:
+    """The text before the first generated token, by column.
+
+    Attributes:
+        valid: ``[rows, columns]`` bool, False where a column is padding.
+        past: columns that the cache holds already.
+        lengths: ``[rows]`` tokens of each row.
+        first, last: ``[rows]`` column of each row's first and last token.
+        positions: ``[rows, columns]`` tokens before each column.
+        padded: whether any column of any row is padding.
+        holes: paddings behind a row's first token, of the row with the most: a window counts tokens, columns
+            also count these.
+    """
+
+    valid: Tensor
+    past: int
+
+    def __post_init__(self) -> None:
+        columns = self.valid.shape[1]
+        self.lengths = self.valid.sum(dim=1)
+        self.first = self.valid.long().argmax(dim=1)
+        self.last = columns - 1 - self.valid.flip(1).long().argmax(dim=1)
+        self.positions = (self.valid.cumsum(dim=1) - 1).clamp(min=0)
+        self.padded = int(self.lengths.min()) < columns
+        self.holes = int((columns - self.first - self.lengths).max())
+
+    @classmethod
+    def of(cls, text: Tensor, attention_mask: Tensor | None, past: int) -> Prompt:
+        """The prompt ``text [rows, columns, ...]``, of ids or embeddings.
+
+        Raises:
+            ValueError: for a row without a token, or without one that the cache does not hold.
+        """
+        columns = text.shape[1]
+        if past >= columns:
+            raise ValueError(
+                f"past_key_values holds {past} tokens and the prompt {columns}; pass the whole text, the "
+                "part in the cache included, with at least one new token"
+            )
+        valid = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)
+        if attention_mask is not None:
+            valid = attention_mask.to(torch.bool)
+        if not valid.any(dim=1).all():
+            raise ValueError(f"attention_mask row {int((~valid.any(1)).nonzero()[0])} has no token")
+        prompt = cls(valid, past)
+        if int(prompt.last.min()) < past:
+            raise ValueError(
+                f"row {int(prompt.last.argmin())} has no token after the {past} that past_key_values holds; "
+                "give every row a new token, or run the whole text without past_key_values"
+            )
+        return prompt
+
+    def chunks(self, size: int | None, only_tokens: bool) -> list[tuple[int, int]]:
+        """``(begin, end)`` of what each pass reads.
+
+        Args:
+            size: columns of a pass at most, None for all.
+            only_tokens: whether only the first pass may hold paddings and has to hold them all, at the
+                price of being longer than ``size``: recurrent layers skip them nowhere else.
+        """
+        columns = self.valid.shape[1]
+        size = size or columns
+        end = self.past + size
+        if only_tokens:
+            end = max(end, int(self.first.max()) + 1)
+        begins = [self.past, *range(end, columns, size)]
+        return list(zip(begins, [*begins[1:], columns], strict=True))
+
+    def visibility(self, begin: int, end: int) -> BlockVisibility | None:
+        """What a pass over these columns may see; None where transformers' own masks are right.
+
+        transformers would apply windows by column; ours counts tokens.
+        """
+        if not self.padded or not (begin or self.holes):
+            return None
+        own = torch.eye(end - begin, dtype=torch.bool, device=self.valid.device)
+        return BlockVisibility(
+            committed=self.valid[:, :begin],
+            block=torch.ones_like(own).tril() & self.valid[:, None, begin:end] | own,
+            query_positions=self.positions[:, begin:end],
+            key_positions=self.positions[:, :end],
+        )
+
+    def ends(self, begin: int, end: int) -> list[int]:
+        """Columns, counted from ``begin``, in which rows have their last tokens."""
+        return sorted({column - begin for column in self.last.tolist() if begin <= column < end})

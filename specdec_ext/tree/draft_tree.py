@@ -1,0 +1,436 @@
+"""``DraftTree``: the one shape in which every drafter proposes and the target verifies.
+
+Node 0 is the root, the last committed token of a row. A chain is a tree in which every node has one
+child; plain decoding is a tree of one node. Rows of a batch share ``nodes``; a row that proposes
+fewer leaves the rest inactive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from specdec_ext import ops
+from specdec_ext.transfer import Staged, Staging
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ROOT_PARENT = -1
+INACTIVE = -2
+
+
+def _where(
+    kept: list[list[bool]], rows: list[list[int]], other: int, width: int
+) -> list[list[int]]:
+    """``torch.where`` of lists, up to ``width`` columns."""
+    return [
+        [value if keep else other for value, keep in zip(row[:width], flags, strict=False)]
+        for row, flags in zip(rows, kept, strict=True)
+    ]
+
+
+class TreeBuilder:
+    """The tree of one row as it grows: equal paths share their nodes.
+
+    Args:
+        root: its token.
+        max_nodes: the root included; what goes beyond is left out.
+
+    Attributes:
+        tokens, parents: of every node, the root first.
+    """
+
+    def __init__(self, root: int, max_nodes: int | None = None):
+        self.tokens, self.parents = [root], [ROOT_PARENT]
+        self._max_nodes = max_nodes
+        self._children: dict[tuple[int, int], int] = {}
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of ``node`` with this token, made if need be; None if there is no room for it."""
+        key = (node, int(token))
+        if key not in self._children:
+            if len(self.tokens) == self._max_nodes:
+                return None
+            self._children[key] = len(self.tokens)
+            self.tokens.append(key[1])
+            self.parents.append(node)
+        return self._children[key]
+
+    def add(self, path: Iterable[int], node: int = 0) -> int:
+        """Make room for ``path`` below ``node``; the last node of it that there is."""
+        for token in path:
+            below = self.child(node, token)
+            if below is None:
+                break
+            node = below
+        return node
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """A batch of token trees, on the CPU or where the target's text is.
+
+    Attributes:
+        tokens: ``[rows, nodes]`` int64; ``tokens[:, 0]`` are the roots.
+        parents: ``[rows, nodes]`` int64; ``parents[r, i] < i``, -1 for the root, -2 for an inactive node.
+        draft_probs: ``[rows, nodes, vocab]`` float32 over the target's vocabulary, or None. At each node the
+            law that its children were sampled from, without replacement and in node order; what leaves
+            hold is never read. Verification rules other than "match" need it.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    draft_probs: Tensor | None = None
+
+    @classmethod
+    def root(cls, tokens: Tensor, values: Sequence[int] | None = None) -> DraftTree:
+        """Trees of one node each: plain decoding.
+
+        Args:
+            tokens: ``[rows]``.
+            values: the same as the host has them, which spares a copy.
+        """
+        tokens = tokens[:, None]
+        tree = cls(tokens, torch.full_like(tokens, ROOT_PARENT))
+        # Known without a look at the numbers.
+        vars(tree).update(depths=[[0] for _ in range(tree.num_rows)], is_chain=True)
+        if values is None:
+            return tree
+        return tree._knowing([[token] for token in values], [[ROOT_PARENT] for _ in values])
+
+    @classmethod
+    def chain(
+        cls,
+        roots: Tensor,
+        drafts: Tensor,
+        counts: Tensor | None = None,
+        draft_probs: Tensor | None = None,
+    ) -> DraftTree:
+        """Chains: ``drafts [rows, length]`` after ``roots [rows]``; row r uses its first ``counts[r]``.
+
+        ``draft_probs`` is ``[rows, length, vocab]``, what each draft was sampled from.
+        """
+        length = drafts.shape[1]
+        order = torch.arange(-1, length, device=drafts.device)
+        parents = order.expand(len(drafts), -1)
+        if counts is not None:
+            parents = torch.where(order < counts[:, None], parents, INACTIVE)
+        if draft_probs is not None:
+            draft_probs = torch.nn.functional.pad(draft_probs, (0, 0, 0, 1))  # the last is a leaf
+        return cls(torch.cat([roots[:, None], drafts], dim=1), parents, draft_probs)
+
+    @classmethod
+    def from_paths(
+        cls, roots: Tensor, paths: Sequence[Sequence[Sequence[int]]], max_nodes: int | None = None
+    ) -> DraftTree:
+        """Merge, per row, candidate continuations that may share prefixes.
+
+        Args:
+            roots: ``[rows]``.
+            paths: for every row a list of token sequences, best first; shared prefixes become shared nodes.
+            max_nodes: the root included; continuations beyond it are cut.
+        """
+        builders = []
+        for root, row_paths in zip(roots.tolist(), paths, strict=True):
+            builders.append(TreeBuilder(root, max_nodes))
+            for path in row_paths:
+                builders[-1].add(path)
+        return cls.from_builders(builders)
+
+    @classmethod
+    def from_builders(cls, builders: Sequence[TreeBuilder]) -> DraftTree:
+        """The trees that these hold, a row each, on the CPU."""
+        width = max((len(builder.tokens) for builder in builders), default=1)
+        tokens, parents = [], []
+        for builder in builders:
+            unused = width - len(builder.tokens)
+            tokens.append([*builder.tokens, *[0] * unused])
+            parents.append([*builder.parents, *[INACTIVE] * unused])
+        return cls.of_lists(tokens, parents, width)
+
+    @classmethod
+    def of_lists(
+        cls, tokens: list[list[int]], parents: list[list[int]], width: int = -1
+    ) -> DraftTree:
+        """Trees on the CPU; ``width`` is how many nodes each has, which no rows don't tell."""
+        tree = cls(
+            torch.tensor(tokens, dtype=torch.long, device="cpu").view(len(tokens), width),
+            torch.tensor(parents, dtype=torch.long, device="cpu").view(len(tokens), width),
+        )
+        return tree._knowing(tokens, parents)
+
+    @classmethod
+    def merged(cls, trees: Sequence[DraftTree], max_nodes: int | None = None) -> DraftTree:
+        """One tree per row of all paths in the trees of that row; equal paths share their nodes.
+
+        Deterministic trees only: of merged ones nothing says what their nodes were sampled from.
+
+        Args:
+            trees: of the same rows, the most important first; at least one.
+            max_nodes: the root included; the last nodes of the last trees are left out.
+        """
+        builders = [TreeBuilder(root, max_nodes) for root in trees[0].tokens[:, 0].tolist()]
+        for tree in trees:
+            rows = zip(builders, tree.token_lists, tree.parent_lists, strict=True)
+            for builder, tokens, parents in rows:
+                if tokens[0] != builder.tokens[0]:
+                    raise ValueError(
+                        f"trees with the roots {builder.tokens[0]} and {tokens[0]} are no trees of one row"
+                    )
+                places: dict[int, int] = {0: 0}  # node of the tree -> node of the merged one
+                for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+                    place = builder.child(places[parent], token) if parent in places else None
+                    if place is not None:
+                        places[node] = place
+        return cls.from_builders(builders)
+
+    @property
+    def num_rows(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes per row, root and inactive ones included."""
+        return self.tokens.shape[1]
+
+    @cached_property
+    def _lists(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Tokens and parents on the host, from a device in one copy."""
+        if self.tokens.device.type == "cpu":
+            return self.tokens.tolist(), self.parents.tolist()
+        tokens, parents = torch.stack([self.tokens, self.parents]).tolist()
+        return tokens, parents
+
+    def _knowing(self, tokens: list[list[int]], parents: list[list[int]]) -> DraftTree:
+        """This tree, whose numbers the host has already."""
+        vars(self)["_lists"] = tokens, parents
+        return self
+
+    @property
+    def token_lists(self) -> list[list[int]]:
+        """``tokens`` as the host reads them, which for a few nodes is faster than tensors are."""
+        return self._lists[0]
+
+    @property
+    def parent_lists(self) -> list[list[int]]:
+        """``parents``, likewise."""
+        return self._lists[1]
+
+    def on(self, staging: Staging) -> DraftTree:
+        """This tree on the device of ``staging``; one that comes from the host goes with what waits there."""
+        if self.tokens.device == staging.device:
+            return self
+        tokens, parents = staging.stage(self.tokens.cpu()), staging.stage(self.parents.cpu())
+        probs = None if self.draft_probs is None else self.draft_probs.to(staging.device)
+        return DraftTree(tokens.tensor, parents.tensor, probs)._knowing(*self._lists)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether no active node of any row has a sibling."""
+        return all(
+            parent in (node, INACTIVE)
+            for parents in self.parent_lists
+            for node, parent in enumerate(parents[1:])
+        )
+
+    @cached_property
+    def depths(self) -> list[list[int]]:
+        """Depth of every node: 0 for the root, -1 for an inactive node and for all below one."""
+        depths = []
+        for parents in self.parent_lists:
+            row = [0 if parents[0] == ROOT_PARENT else -1]
+            for parent in parents[1:]:
+                above = -1 if parent == INACTIVE else row[parent]
+                row.append(-1 if above < 0 else above + 1)
+            depths.append(row)
+        return depths
+
+    @cached_property
+    def branches(self) -> list[list[list[int]]]:
+        """Per row the nodes from the root to each leaf, in order of the leaves; inactive ones left out."""
+        branches = []
+        for parents, depths in zip(self.parent_lists, self.depths, strict=True):
+            inner = {parent for parent, depth in zip(parents, depths, strict=True) if depth > 0}
+            row = []
+            for node, depth in enumerate(depths):
+                if depth >= 0 and node not in inner:
+                    branch = [node]
+                    while branch[-1]:
+                        branch.append(parents[branch[-1]])
+                    row.append(branch[::-1])
+            branches.append(row)
+        return branches
+
+    def validated(
+        self, roots: Sequence[int], vocab_size: int, source: str, num_logits: int | None = None
+    ) -> DraftTree:
+        """This tree, after checking what a drafter returned against the contract of the class.
+
+        Args:
+            roots: the last committed token of each row.
+            vocab_size: drafted tokens must be in ``[0, vocab_size)``.
+            source: who made the tree, for the message.
+            num_logits: of the target, which ``draft_probs`` are to be as wide as; ``vocab_size`` by default.
+
+        Raises:
+            ValueError: naming the drafter, what was expected and what was given.
+        """
+        for name, tensor in (("tokens", self.tokens), ("parents", self.parents)):
+            if tensor.dtype != torch.long or tensor.ndim != 2 or tensor.shape[0] != len(roots):
+                raise ValueError(
+                    f"{source} returned a DraftTree whose {name} are {tensor.dtype} {tuple(tensor.shape)}; "
+                    f"expected torch.int64 of shape ({len(roots)}, nodes), a row per unfinished row"
+                )
+        if self.tokens.shape != self.parents.shape or self.num_nodes < 1:
+            raise ValueError(
+                f"{source} returned a DraftTree with tokens {tuple(self.tokens.shape)} and parents "
+                f"{tuple(self.parents.shape)}; expected equal shapes with at least the root"
+            )
+        expected = list(roots)
+        if (given := [tokens[0] for tokens in self.token_lists]) != expected:
+            raise ValueError(
+                f"{source} returned a DraftTree whose roots are {given}; node 0 must be "
+                f"the last committed token of each row, {expected} (context.roots)"
+            )
+        rows = zip(self.token_lists, self.parent_lists, strict=True)
+        for row, (tokens, parents) in enumerate(rows):
+            for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+                if not (0 <= parent < node or parent == (INACTIVE if node else ROOT_PARENT)):
+                    raise ValueError(
+                        f"{source} returned a DraftTree with parents[{row}, {node}] = {parent}; "
+                        "expected -1 for node 0, -2 for an inactive node, else the number of an earlier "
+                        "node"
+                    )
+                if not 0 <= token < vocab_size and parent != INACTIVE:
+                    raise ValueError(
+                        f"{source} drafted token {token} (row {row}, node {node}); the target's "
+                        f"vocabulary is [0, {vocab_size})"
+                    )
+        self._check_draft_probs(vocab_size if num_logits is None else num_logits, source)
+        return self
+
+    def _check_draft_probs(self, num_logits: int, source: str) -> None:
+        if self.draft_probs is None:
+            return
+        expected = (*self.tokens.shape, num_logits)
+        if self.draft_probs.dtype != torch.float32 or self.draft_probs.shape != expected:
+            raise ValueError(
+                f"{source} returned a DraftTree whose draft_probs are {self.draft_probs.dtype} "
+                f"{tuple(self.draft_probs.shape)}; expected torch.float32 of shape {expected}"
+            )
+        rows = torch.arange(self.num_rows, device=self.parents.device)[:, None]
+        tokens = self.tokens.clamp(0, num_logits - 1)  # an inactive node's token may be anything
+        drawn_from = self.draft_probs[rows, self.parents.clamp(min=0), tokens]
+        wrong = (self.parents >= 0) & ~(drawn_from > 0)
+        if wrong.any():
+            row, node = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"{source} returned a DraftTree in which token {self.tokens[row, node]} (row {row}, node "
+                f"{node}) has draft probability {drawn_from[row, node]:g}; draft_probs must hold, at a "
+                "node's parent, the law that the node was sampled from"
+            )
+
+    def first_chain(self) -> DraftTree:
+        """The first child of the root, its first child, and so on, as a chain.
+
+        For targets that can't score siblings. Of sampled siblings the first is a draw from the whole law.
+        """
+        if self.is_chain:
+            return self
+        paths = []
+        for parents in self.parent_lists:
+            path = [0]
+            while path[-1] in parents:
+                path.append(parents.index(path[-1]))
+            paths.append(path)
+        width = max(map(len, paths))
+        device = self.tokens.device
+        counts = torch.tensor([len(path) - 1 for path in paths], device=device)
+        index = torch.tensor([path + [0] * (width - len(path)) for path in paths], device=device)
+        tokens = self.tokens.gather(1, index)
+        draft_probs = None
+        if self.draft_probs is not None:
+            rows = torch.arange(self.num_rows, device=device)[:, None]
+            draft_probs = self.draft_probs[rows, index][:, :-1]
+        return DraftTree.chain(tokens[:, 0], tokens[:, 1:], counts, draft_probs)
+
+    def pruned(self, max_depths: Sequence[int], limits: Staged | None = None) -> DraftTree:
+        """Without the nodes of row r deeper than ``max_depths[r]`` and without columns no row uses.
+
+        A drafter need not know how much a row may still emit; nodes beyond that would be paid for in
+        vain, and could ask a model for positions it does not have.
+
+        Args:
+            max_depths: of each row.
+            limits: the same where a tree on a device can have them without a copy of their own.
+        """
+        if all(
+            min(row) >= 0 and max(row) <= max(limit, 0)
+            for row, limit in zip(self.depths, max_depths, strict=True)
+        ):
+            return self
+        kept = [
+            [node == 0 or 0 < depth <= limit for node, depth in enumerate(row)]
+            for row, limit in zip(self.depths, max_depths, strict=True)
+        ]
+        width = max((node + 1 for row in kept for node, keep in enumerate(row) if keep), default=1)
+        if width == 1:
+            return DraftTree.root(self.tokens[:, 0], [row[0] for row in self.token_lists])
+        tokens, parents = self.tokens[:, :width], self.parents[:, :width]
+        draft_probs = None if self.draft_probs is None else self.draft_probs[:, :width]
+        if not all(all(row[:width]) for row in kept):
+            # An inactive node's token is never read by the law, but it is embedded: keep it a legal id.
+            keep = self._kept(kept, max_depths, limits)[:, :width]
+            tokens = torch.where(keep, tokens, 0)
+            parents = torch.where(keep, parents, INACTIVE)
+        return DraftTree(tokens, parents, draft_probs)._knowing(
+            _where(kept, self.token_lists, 0, width),
+            _where(kept, self.parent_lists, INACTIVE, width),
+        )
+
+    def _kept(
+        self, kept: list[list[bool]], max_depths: Sequence[int], limits: Staged | None
+    ) -> Tensor:
+        """``kept`` where the tree is; on a device from its own depths, which spares a copy."""
+        if self.parents.device.type == "cpu":
+            return torch.tensor(kept, device="cpu")
+        depths = ops.tree_mask(self.parents, self.parents[:, 0]).depths
+        if len(set(max_depths)) == 1:
+            return (depths >= 0) & (depths <= max(max_depths[0], 0))
+        limit = limits.tensor if limits else torch.tensor(max_depths, device=depths.device)
+        return (depths >= 0) & (depths <= limit.clamp(min=0)[:, None])
+
+    def render(
+        self, tokenizer: Any = None, row: int = 0, path: Sequence[int] | Tensor | None = None
+    ) -> str:
+        """Row ``row`` as text, a line per node; see :class:`specdec_ext.tree.view.TreeView`.
+
+        ::
+
+            0: 'The' ✓
+            ├─ 1: ' cat' ✓
+            │  └─ 3: ' sat'
+            └─ 2: ' dog'
+        """
+        from specdec_ext.tree.view import TreeView, render
+
+        return render(TreeView(self, tokenizer, row, path))
+
+    def plot(
+        self,
+        tokenizer: Any = None,
+        row: int = 0,
+        path: Sequence[int] | Tensor | None = None,
+        ax: Axes | None = None,
+    ) -> Figure:
+        """Row ``row`` as a matplotlib figure, drawn into ``ax`` if given; arguments as in :meth:`render`."""
+        from specdec_ext.tree.view import TreeView, plot
+
+        return plot(TreeView(self, tokenizer, row, path), ax)

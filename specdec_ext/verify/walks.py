@@ -1,0 +1,113 @@
+"""The walk of a verification, level by level: what each row emits and whether a drafted node carries it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from specdec_ext.context import Context
+from specdec_ext.ops import HostMatchResult, MatchResult
+from specdec_ext.tree.draft_tree import DraftTree
+from specdec_ext.verify.processors import Processors
+
+# (processed scores [n, vocab], positions of the tokens before, original rows) -> the n tokens drawn
+Pick = Callable[[Tensor, Sequence[int], list[int]], list[int]]
+
+
+class FinishedWalk:
+    """The walk when the op has already done all of it."""
+
+    def __init__(self, tree: DraftTree, result: MatchResult, on_host: HostMatchResult):
+        self._result = result
+        self._nodes, self._lengths, self._next, _ = on_host
+        self._tokens = tree.token_lists
+        self._depth = 0
+
+    def nodes(self, alive: list[int]) -> list[int]:
+        """The node at which each of these rows stands."""
+        return [self._nodes[i][self._depth] for i in alive]
+
+    def level(self, alive: list[int]) -> tuple[list[int], list[bool]]:
+        """Picks at this level and whether a drafted child carries them."""
+        self._depth += 1
+        descends = [self._depth <= self._lengths[i] for i in alive]
+        picks = [
+            self._tokens[i][self._nodes[i][self._depth]] if descend else self._next[i]
+            for i, descend in zip(alive, descends, strict=True)
+        ]
+        return picks, descends
+
+    def whole(self, i: int) -> list[int]:
+        """All picks of row ``i``: the drafted tokens that were accepted, and the one behind them."""
+        nodes = self._nodes[i][1 : self._lengths[i] + 1]
+        return [*(self._tokens[i][node] for node in nodes), self._next[i]]
+
+    def accepted(self, counts: list[int]) -> tuple[Tensor, Tensor, list[list[int]]]:
+        """What ``Accepted`` holds of it if each row keeps this many nodes below its root: ``path``,
+        ``num_accepted`` and ``paths``."""
+        if counts == self._lengths:
+            kept = self._result.num_accepted
+        else:  # a row ended within its block
+            kept = torch.tensor(counts, device=self._result.path.device)
+        return self._result.path, kept, self._nodes
+
+
+class StepwiseWalk:
+    """The walk node by node, for processors that need the text: exactly the calls of plain decoding."""
+
+    def __init__(
+        self,
+        processors: Processors,
+        pick: Pick,
+        tree: DraftTree,
+        scores: Tensor,
+        context: Context,
+    ):
+        self._processors, self._pick = processors, pick
+        self._scores, self._context = scores, context
+        self._tokens, self._parents = tree.token_lists, tree.parent_lists
+        self._paths = [[0] for _ in context.rows]
+        self._positions = context.root_positions
+        self._depth = 0
+
+    def nodes(self, alive: list[int]) -> list[int]:
+        return [self._paths[i][-1] for i in alive]
+
+    def level(self, alive: list[int]) -> tuple[list[int], list[bool]]:
+        rows = [self._context.rows[i] for i in alive]
+        index = torch.tensor([alive, self.nodes(alive)], device=self._scores.device).unbind()
+        columns = [self._context.columns(row) for row in rows]
+        processed = self._processors.with_text(
+            self._scores[index], self._context.sequences(), rows, columns
+        )
+        self._scores[index] = processed
+        picks = self._pick(processed, [self._positions[i] + self._depth for i in alive], rows)
+        self._depth += 1
+        descends = []
+        for i, token in zip(alive, picks, strict=True):
+            child = self._child(i, token)
+            descends.append(child is not None)
+            if child is not None:
+                self._paths[i].append(child)
+        return picks, descends
+
+    def _child(self, i: int, token: int) -> int | None:
+        parent = self._paths[i][-1]
+        return next(
+            (
+                node
+                for node in range(parent + 1, len(self._parents[i]))
+                if self._parents[i][node] == parent and self._tokens[i][node] == token
+            ),
+            None,
+        )
+
+    def accepted(self, counts: list[int]) -> tuple[Tensor, Tensor, list[list[int]]]:
+        width, device = len(self._tokens[0]), self._scores.device
+        paths = [path + [-1] * (width - len(path)) for path in self._paths]
+        return torch.tensor(paths, device=device), torch.tensor(counts, device=device), paths
+
+
+Walk = FinishedWalk | StepwiseWalk
