@@ -25,7 +25,7 @@ TEXTS = [
     for pattern in (
         "specdec_ext/**/*.py",
         "profiling/**/*.py",
-        "training/**/*.py",
+        "tools/**/*.py",
         "docs/**/*.md",
         "*.md",
     )

@@ -1,9 +1,9 @@
 """The bundled models and the prompts that go with them; nothing is downloaded.
 
 ``tiny-python-target`` and ``tiny-python-draft`` are small Llama models of Python source with one tokenizer,
-made by ``training/bundled_models.py``; ``tiny-python-head`` is an EAGLE 3.1 head of the target, made by
+made by ``tools/bundled/bundled_models.py``; ``tiny-python-head`` is an EAGLE 3.1 head of the target, made by
 ``specdec train``. Their model cards give the commands. The prompts are beginnings of files that none of them
-was trained on (``PROMPTS.md``, made by ``training/make_prompts.py``).
+was trained on (``PROMPTS.md``, made by ``tools/bundled/make_prompts.py``).
 """
 
 from __future__ import annotations
@@ -66,6 +66,6 @@ def _existing(name: str) -> Path:
     if not folder.is_dir():
         raise FileNotFoundError(
             f"the bundled model {name} is missing from {FOLDER}; a checkout and a wheel have it, or make it "
-            "with training/bundled_models.py"
+            "with tools/bundled/bundled_models.py"
         )
     return folder

@@ -1,7 +1,7 @@
 """Choose the prompts that ship in ``specdec_ext/assets``: beginnings of files the bundled models never saw.
 
-    python training/bundled_models.py prepare
-    python training/make_prompts.py
+    python tools/bundled/bundled_models.py prepare
+    python tools/bundled/make_prompts.py
 
 Each file below is one of the held-out texts and is found by the hash of its content. The choice was
 made by kind (library code, tests, scientific code; classes, functions, doctests) and by licence, before
@@ -60,7 +60,7 @@ SOURCES = [
 NOTICE = """# Prompts
 
 `prompts.json` quotes the beginnings of the files below under their own licences; copyright is their
-authors'. Neither bundled model was trained on these files. Made by `training/make_prompts.py`.
+authors'. Neither bundled model was trained on these files. Made by `tools/bundled/make_prompts.py`.
 
 | file | licence |
 |---|---|
@@ -108,7 +108,7 @@ def seen_shares(texts: list[np.ndarray], corpus: np.ndarray, chunk: int = 4_000_
 
 
 def main(
-    work: Annotated[Path, typer.Option(help="as in training/bundled_models.py")] = Path(
+    work: Annotated[Path, typer.Option(help="as in tools/bundled/bundled_models.py")] = Path(
         "build/bundled"
     ),
     assets: Path = Path("specdec_ext/assets"),

@@ -1,6 +1,6 @@
 """Put a trained head into ``specdec_ext/assets``, with a model card that says what was measured.
 
-``make head`` makes one from scratch; its last command is ``python training/bundled_head.py export``.
+``make head`` makes one from scratch; its last command is ``python tools/bundled/bundled_head.py export``.
 
 What is measured is generation itself: greedy chains of five tokens in float32, 128 new tokens for each of the
 bundled held-out prompts, and for prose the same with beginnings of topics of Python's language reference
@@ -61,11 +61,11 @@ A model of this size repeats itself, which is easy to guess: read each length wi
 | prose: {prose_prompts} topics of the language reference, Python {version}; out of domain | {prose_length:.2f} | {prose_unique:.0%} | {prose} |
 
 ```
-python training/bundled_models.py texts
-python training/bundled_models.py completions
-python training/bundled_models.py completions held_out --files 300
+python tools/bundled/bundled_models.py texts
+python tools/bundled/bundled_models.py completions
+python tools/bundled/bundled_models.py completions held_out --files 300
 {command}
-python training/bundled_head.py export
+python tools/bundled/bundled_head.py export
 ```
 
 {machine}
@@ -206,7 +206,7 @@ def export(
 
 def train_command() -> str:
     """The command that the Makefile has."""
-    lines = (Path(__file__).parent.parent / "Makefile").read_text().splitlines()
+    lines = (Path(__file__).parents[2] / "Makefile").read_text().splitlines()
     start = next(index for index, line in enumerate(lines) if "specdec train bundled" in line)
     command = [lines[start].strip().replace("$(BIN)/", "")]
     while command[-1].endswith("\\"):

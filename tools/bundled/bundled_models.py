@@ -3,14 +3,14 @@ and the text that draft heads of the target learn from.
 
 Each step is resumable; state lives under ``--work`` (default ``build/bundled``):
 
-    python training/bundled_models.py prepare            # collect source files, train the tokenizer, tokenize
-    python training/bundled_models.py train target --tokens 40e6
-    python training/bundled_models.py train draft --tokens 40e6
-    python training/bundled_models.py export target      # bf16 safetensors, model card with perplexity
-    python training/bundled_models.py export draft
-    python training/bundled_models.py texts              # the corpus as head/text.jsonl, head/held_out.jsonl
-    python training/bundled_models.py completions        # beginnings of these, continued by the target
-    python training/bundled_models.py completions held_out --files 300
+    python tools/bundled/bundled_models.py prepare            # collect source files, train the tokenizer, tokenize
+    python tools/bundled/bundled_models.py train target --tokens 40e6
+    python tools/bundled/bundled_models.py train draft --tokens 40e6
+    python tools/bundled/bundled_models.py export target      # bf16 safetensors, model card with perplexity
+    python tools/bundled/bundled_models.py export draft
+    python tools/bundled/bundled_models.py texts              # the corpus as head/text.jsonl, head/held_out.jsonl
+    python tools/bundled/bundled_models.py completions        # beginnings of these, continued by the target
+    python tools/bundled/bundled_models.py completions held_out --files 300
 
 The last three need nothing of the steps before, only the exported target.
 
@@ -356,9 +356,9 @@ Made for demonstrations, tests and benchmarks of `specdec_ext`; it is not a usef
 | held-out perplexity | {perplexity:.2f} per token ({windows} windows of {context}, unseen files) |
 
 ```
-python training/bundled_models.py prepare
-python training/bundled_models.py train {kind} --tokens {seen}
-python training/bundled_models.py export {kind}
+python tools/bundled/bundled_models.py prepare
+python tools/bundled/bundled_models.py train {kind} --tokens {seen}
+python tools/bundled/bundled_models.py export {kind}
 ```
 """
 
@@ -379,7 +379,7 @@ def export(
     perplexity = held_out_perplexity(model.float(), work, context, windows)
     model = model.to(torch.bfloat16)
     if kind == "target":
-        model.config.specdec_ext_draft = "bundled"  # training/bundled_head.py
+        model.config.specdec_ext_draft = "bundled"  # tools/bundled/bundled_head.py
         model.config.specdec_ext_draft_model = "bundled"
     folder = assets / ASSET_NAMES[kind]
     shutil.rmtree(folder, ignore_errors=True)
