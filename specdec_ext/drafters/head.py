@@ -87,8 +87,8 @@ class HeadDrafter(Drafter):
     dead_draft_advice = (
         "Check the tapped layers (the two spellings of their numbers differ by one; "
         "specdec_ext.heads.checkpoints.calibrate decides), the reading of norm_output, that the head was "
-        "trained for this very target (a fine-tuned or requantised one is another) and with its tokenizer, and that "
-        "sampling is not so hot that nothing can be foreseen."
+        "trained for this very target (a fine-tuned or requantised one is another) and with its "
+        "tokenizer, and that sampling is not so hot that nothing can be foreseen."
     )
 
     def __init__(self, head: DraftHead, tree: TreeConfig | None = None, weights: str = "same"):

@@ -1,8 +1,8 @@
 """``DraftHead``: a draft head of the EAGLE family in the one form that this package computes with.
 
 Published formats differ in names, defaults and spellings; ``specdec_ext.heads.checkpoints`` reads them into
-this form and writes them from it. EAGLE-2 is EAGLE-1 with a dynamic tree, EAGLE 3.1 is EAGLE-3 with ``fc_norm``
-and ``norm_output``, P-EAGLE is EAGLE-3 with ``mask_token_id``: options, not classes.
+this form and writes them from it. EAGLE-2 is EAGLE-1 with a dynamic tree, EAGLE 3.1 is EAGLE-3 with
+``fc_norm`` and ``norm_output``, P-EAGLE is EAGLE-3 with ``mask_token_id``: options, not classes.
 
 The forward of one element (embedding e of token x[t+1], features g of position t; Li et al. 2024, 2025):
 

@@ -7,8 +7,8 @@ second over the active rows, and this rate is the price of a second wherever tim
 where a further level costs more seconds than its tokens are worth, and dropped where none is worth it.
 
 Costs (:mod:`specdec_ext.schedule.costs`) and acceptance (:mod:`specdec_ext.schedule.acceptance`) are learnt
-from the steps themselves and kept for later calls. A proposal is judged by the text that came, verified or not: a dropped
-one still tells whether its first token was right. What is not in use is tried now and then, at intervals that
+from the steps themselves and kept for later calls. A proposal is judged by the text that came, verified or
+not: a dropped one still tells whether its first token was right. What is not in use is tried now and then, at intervals that
 double while nothing comes of it, from a credit that grows with the time that has passed.
 
 Expectations may be wrong, so a :class:`Ledger` has the last word: what drafts have gained on plain decoding,

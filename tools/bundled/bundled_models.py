@@ -3,12 +3,12 @@ and the text that draft heads of the target learn from.
 
 Each step is resumable; state lives under ``--work`` (default ``build/bundled``):
 
-    python tools/bundled/bundled_models.py prepare            # collect source files, train the tokenizer, tokenize
+    python tools/bundled/bundled_models.py prepare            # collect source files, train the tokenizer
     python tools/bundled/bundled_models.py train target --tokens 40e6
     python tools/bundled/bundled_models.py train draft --tokens 40e6
     python tools/bundled/bundled_models.py export target      # bf16 safetensors, model card with perplexity
     python tools/bundled/bundled_models.py export draft
-    python tools/bundled/bundled_models.py texts              # the corpus as head/text.jsonl, head/held_out.jsonl
+    python tools/bundled/bundled_models.py texts              # head/text.jsonl and head/held_out.jsonl
     python tools/bundled/bundled_models.py completions        # beginnings of these, continued by the target
     python tools/bundled/bundled_models.py completions held_out --files 300
 
