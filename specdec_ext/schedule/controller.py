@@ -8,8 +8,8 @@ where a further level costs more seconds than its tokens are worth, and dropped 
 
 Costs (:mod:`specdec_ext.schedule.costs`) and acceptance (:mod:`specdec_ext.schedule.acceptance`) are learnt
 from the steps themselves and kept for later calls. A proposal is judged by the text that came, verified or
-not: a dropped one still tells whether its first token was right. What is not in use is tried now and then, at intervals that
-double while nothing comes of it, from a credit that grows with the time that has passed.
+not: a dropped one still tells whether its first token was right. What is not in use is tried now and then, at
+intervals that double while nothing comes of it, from a credit that grows with the time that has passed.
 
 Expectations may be wrong, so a :class:`Ledger` has the last word: what drafts have gained on plain decoding,
 as measured. Without a positive balance there are plain steps and tries.

@@ -1,8 +1,8 @@
 """``calibrate``: which reading of a checkpoint drafts better, where its config leaves two.
 
 Ids of tapped layers have two spellings, one apart (:mod:`specdec_ext.heads.checkpoints.taps`), and
-``norm_output`` has had two meanings: the normed output is fed back, or, in SpecForge before September 2026, it
-is not. No file says which is meant, but a short text does: the wrong reading drafts worse by far.
+``norm_output`` has had two meanings: the normed output is fed back, or, in SpecForge before September 2026,
+it is not. No file says which is meant, but a short text does: the wrong reading drafts worse by far.
 """
 
 from __future__ import annotations
