@@ -11,14 +11,13 @@ import re
 
 import pytest
 import torch
+from command_line import run, words
 from rich.console import Console
 from tiny import tiny_model
-from typer.testing import CliRunner
 from versions import before
 
 import specdec_ext
 from specdec_ext import assets, keyword_table
-from specdec_ext.cli import app
 from specdec_ext.cli._common import read_prompts
 from specdec_ext.cli._stream import CLOSING, OPENING, IncrementalDecoder, TextStreamer, legend
 from specdec_ext.cli.demo import SAMPLED, STREAMED, STREAMED_TOKENS
@@ -29,16 +28,6 @@ PROMPT = "import unittest\n\n\nclass TestList(unittest.TestCase):\n\n    def tes
 
 # The default is the type of the checkpoint; texts are compared in the one in which they must be equal.
 FLOAT32 = ("--dtype", "float32")
-
-
-def run(*arguments: str, stdin: str | None = None):
-    return CliRunner().invoke(app, list(arguments), input=stdin, env={"COLUMNS": "160"})
-
-
-def words(text: str) -> str:
-    """Text without colours, boxes and line breaks, which depend on the terminal."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
 
 
 def greedy_text(prompt: str, max_new_tokens: int) -> str:

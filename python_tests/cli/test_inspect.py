@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 from checkpoint_cases import random_head, read_folder, write_folder
+from medusa_cases import random_heads
 from places import GOLDEN
-from test_medusa import random_heads
 from typer.testing import CliRunner
 
 from specdec_ext import assets, save_draft

@@ -11,7 +11,7 @@ import shutil
 import pytest
 import torch
 from checkpoint_cases import random_head
-from test_medusa import random_heads
+from medusa_cases import random_heads
 from tiny import prompts, tiny_model
 
 import specdec_ext

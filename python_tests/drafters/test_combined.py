@@ -13,7 +13,7 @@ from lossless import (
     generate,
     plain_text,
 )
-from test_medusa import random_heads
+from medusa_cases import random_heads
 from tiny import prompts, tiny_model, wrong
 
 import specdec_ext

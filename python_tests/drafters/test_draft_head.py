@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 import torch
+from golden_cases import CHAINS, load
+from golden_cases import TREES as GOLDEN_TREES
 from head_cases import KINDS, TREES, Run, elements, head_of
-from test_golden import CHAINS, GOLDEN, load
-from test_golden import TREES as GOLDEN_TREES
+from places import GOLDEN
 
 from specdec_ext.heads.checkpoints import load_draft
 from specdec_ext.tree.config import TreeConfig

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from test_cli import run, words
+from command_line import run, words
 from tiny import prompts, tiny_model
 from torch import nn
 from transformers import PreTrainedModel

@@ -10,7 +10,7 @@ import re
 import pytest
 import torch
 from checkpoint_cases import random_head
-from test_medusa import random_heads
+from medusa_cases import random_heads
 from tiny import prompts, tiny_model
 from typer.testing import CliRunner
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from medusa_cases import random_heads
 from safetensors.torch import save_file
-from test_medusa import random_heads
 from torch import Tensor
 
 from specdec_ext import MedusaHeads

@@ -13,7 +13,7 @@ import functools
 import pytest
 import torch
 from checkpoint_cases import random_head, read_folder, write_folder
-from test_medusa import random_heads
+from medusa_cases import random_heads
 from tiny import VOCAB, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -14,7 +14,7 @@ import sys
 
 import pytest
 import torch
-from places import HELPERS
+from places import HELPERS, ROOT
 from tiny import DRAFTERS, generated, make_drafter, prompts, tiny_model
 from torch import nn
 
@@ -279,8 +279,7 @@ def test_tensor_parallel(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path)
     script = tmp_path / "tensor_parallel.py"
     script.write_text(TENSOR_PARALLEL)
-    tests = HELPERS
-    search = os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
+    search = os.pathsep.join([str(HELPERS), str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*command, str(script), str(tmp_path), *DRAFTERS],

@@ -7,28 +7,13 @@ with another case's, can't pass.
 from __future__ import annotations
 
 import hashlib
-import json
 
 import pytest
 import torch
+from golden_cases import CHAINS, TREES, load
 from places import GOLDEN
-from safetensors.torch import load_file
 
 from specdec_ext import ops
-
-CASES = sorted(path.parent.name for path in GOLDEN.glob("*/meta.json"))
-TREES = [name for name in CASES if name.startswith("eagle")]
-CHAINS = [name for name in CASES if name.startswith("speculators")]
-
-
-def load(case: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict, dict]:
-    """Inputs and expected outputs, draft weights, meta.json, the draft's config.json."""
-    folder = GOLDEN / case
-    meta, config = (
-        json.loads((folder / name).read_text()) for name in ("meta.json", "draft/config.json")
-    )
-    tensors = load_file(folder / "case.safetensors")
-    return tensors, load_file(folder / "draft" / "model.safetensors"), meta, config
 
 
 def test_every_file_is_there_and_unchanged():

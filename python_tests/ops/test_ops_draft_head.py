@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden_cases import CHAINS, TREES, load
 from head_cases import KINDS, Run, elements, head_of
 from head_op_cases import (
     EMULATED_ROUNDS,
@@ -29,8 +30,7 @@ from head_op_cases import (
     some_emulated,
 )
 from op_cases import DEVICES, generator
-from places import HELPERS
-from test_golden import CHAINS, GOLDEN, TREES, load
+from places import GOLDEN, HELPERS
 from torch import Tensor
 
 from specdec_ext import ops

@@ -7,17 +7,9 @@ import pytest
 import random_targets
 import typer
 from bench_generate import HF, HF_LOOKUP, PLAIN, chosen
+from tiny_shapes import TINY
 
 from specdec_ext.evaluate.benchmark import HF_ASSISTED
-
-TINY = dict(
-    hidden_size=32,
-    num_hidden_layers=8,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=64,
-    vocab_size=96,
-)
 
 
 @pytest.mark.parametrize("names, expected", [([], [HF, HF_LOOKUP, PLAIN]), ([PLAIN], [HF, PLAIN])])

@@ -10,7 +10,7 @@ import random_targets
 import torch
 from bench_goals import Measured, Model, Part, Race, Row, Scale
 from bench_memory import MIB, Bound, Peak
-from test_bench_generate import TINY
+from tiny_shapes import TINY
 
 from specdec_ext.evaluate.benchmark import PLAIN, Report, Series
 

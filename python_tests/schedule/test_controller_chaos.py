@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 from head_cases import TREES, head_of
 from lossless import check_same_text, plain_text
-from test_medusa import random_heads
+from medusa_cases import random_heads
 from tiny import ScriptedDrafter, generated, noisy_chain, random_tree, tiny_model
 
 from specdec_ext import (

@@ -290,7 +290,7 @@ def test_impossible_settings_are_refused(field):
 ON_TWO = """
 import json, sys
 from pathlib import Path
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {folders!r}
 import torch
 torch.set_num_threads(1)
 from test_training import QUICK, dataclasses, random_examples, run
@@ -301,9 +301,9 @@ run(Path({folder!r}), config, random_examples(12, 14))
 
 def test_two_processes_have_the_curve_of_one_with_their_batches_together(tmp_path):
     """Two processes of gloo; texts of different lengths and masks, so that shares of the loss differ."""
-    tests = str(HELPERS)
+    folders = [str(HELPERS), str(Path(__file__).parent)]
     script = tmp_path / "on_two.py"
-    script.write_text(ON_TWO.format(tests=tests, size=2, folder=str(tmp_path / "two")))
+    script.write_text(ON_TWO.format(folders=folders, size=2, folder=str(tmp_path / "two")))
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
