@@ -1,4 +1,4 @@
-"""What the README shows works: every Python block and every command runs, its drafter is lossless."""
+"""What README and docs show works: every Python block and every command runs, the drafter is lossless."""
 
 import json
 import re
@@ -15,11 +15,21 @@ from specdec_ext import assets
 from specdec_ext.cli import app
 
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PAGES = {
+    path.relative_to(ROOT / "docs").as_posix(): path.read_text()
+    for path in sorted((ROOT / "docs").rglob("*.md"))
+}
 
 
-def test_the_drafter_of_the_readme():
-    (block,) = [block for block in BLOCKS if "class BigramDrafter" in block]
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
+BLOCKS = python_blocks(README)
+
+
+def test_the_drafter_of_the_docs():
+    (block,) = python_blocks(PAGES["write-a-drafter.md"])
     model = tiny_model("llama")
     ids, mask = prompts((12, 3, 9))
     inputs = dict(input_ids=ids, attention_mask=mask, do_sample=False)
@@ -30,6 +40,7 @@ def test_the_drafter_of_the_readme():
         model,
         **inputs,
         drafter=names["BigramDrafter"](),
+        speculation="fixed",  # "auto" would not ask it again on a text this random
         max_new_tokens=64,
         return_dict_in_generate=True,
     )
@@ -43,23 +54,33 @@ def names_of_the_preamble():
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_every_python_block_runs_as_printed(number):
+def test_every_python_block_of_the_readme_runs_as_printed(number):
     """Behind the first one, which makes the names that the others use, each by itself."""
     exec(BLOCKS[number], names_of_the_preamble())
 
 
-def test_the_blocks_show_what_people_do():
+@pytest.mark.parametrize("page", [name for name in PAGES if python_blocks(PAGES[name])])
+def test_the_python_blocks_of_a_page_run_as_printed(page):
+    """One after the other, with the names that the README's first block makes."""
+    names = names_of_the_preamble()
+    for block in python_blocks(PAGES[page]):
+        exec(block, names)
+
+
+def test_the_first_block_shows_what_people_do():
     assert BLOCKS[0].count("from_pretrained(folder") == 2
     for part in ("apply_chat_template(", "TextStreamer(", "return_dict_in_generate=True"):
-        assert any(part in block for block in BLOCKS)
+        assert part in BLOCKS[0]
 
 
 # --- commands -----------------------------------------------------------------------------------------
 
-COMMANDS = [
-    shlex.split(line, comments=True)[1:]
-    for line in re.findall(r"^specdec .*", README, re.MULTILINE)
-]
+SHOWN = "\n".join([README, *PAGES.values()])
+COMMANDS = {
+    shlex.join(words): words[1:]
+    for line in re.findall(r"^ *specdec .*", SHOWN, re.MULTILINE)
+    for words in [shlex.split(line, comments=True)]
+}
 # What makes a command short.
 SHORT = {
     "demo": "--prompts 1 --max-new-tokens 8",
@@ -71,7 +92,7 @@ SHORT = {
 NUMBERS = re.compile(r"\d{4,}")  # sizes that the bundled model has not
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_every_command_runs(command, tmp_path):
     """As printed, with folders and files in place of the names that stand for them, and with less to do."""
     lines = [

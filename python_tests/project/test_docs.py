@@ -1,0 +1,60 @@
+"""The pages agree with the repository: links and paths lead somewhere, and no warning is left unexplained."""
+
+import ast
+import re
+
+import pytest
+from places import ROOT
+
+from tools.docs.hooks import links
+
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")],
+    key=str,
+)
+GENERATED = {"docs/cli.md"}  # by the hook, when the site is built
+# A file or folder of the repository, in backticks and without a placeholder.
+PATH = re.compile(r"`((?:csrc|docs|profiling|python_tests|specdec_ext|tools)/[\w./-]*)`")
+
+
+def anchors(text: str) -> set[str]:
+    """Of a page's headings, as mkdocs and code hosts make them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = (re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in headings)
+    return {re.sub(r"\s", "-", heading) for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_paths_lead_somewhere(page):
+    name, text = page.relative_to(ROOT).as_posix(), page.read_text("utf-8")
+    linked = set(links(name, text)) - GENERATED
+    named = set(PATH.findall(text))
+    assert not [path for path in linked | named if not (ROOT / path).exists()]
+    for link, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)#([^)\s]+)\)", text):
+        target = (page.parent / link).resolve() if link else page
+        assert anchor in anchors(target.read_text("utf-8")), f"{link}#{anchor}"
+
+
+def test_a_broken_link_is_found():
+    text = "[a](b.md#c) [d](https://e.f) ![g](../h.png)\n```\nx[0](y)\n```\n"
+    assert links("docs/internals/page.md", text) == ["docs/internals/b.md", "docs/h.png"]
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(
+        re.findall(r"^ +- ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    )
+    written = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert listed == written | {"cli.md"}
+
+
+def test_every_file_that_warns_is_in_troubleshooting():
+    """The page tells for each warning which file it comes from."""
+    warns = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "specdec_ext").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn"
+    }
+    explained = set(PATH.findall((ROOT / "docs" / "troubleshooting.md").read_text("utf-8")))
+    assert warns == explained
