@@ -39,6 +39,28 @@ def test_every_public_name_is_found_and_listed():
         assert name in dir(specdec_ext)
 
 
+FIRST = """
+import os
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedModel
+import specdec_ext
+
+first = {module: names[0] for module, names in specdec_ext._MODULES.items()}
+for name in first.values():
+    child = os.fork()
+    if not child:
+        getattr(specdec_ext, name)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, name
+"""
+
+
+def test_every_public_name_may_be_the_first_to_be_used():
+    """No module needs another one to be imported before; once ``load_draft`` did, by a circle of imports."""
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match=r"module 'specdec_ext' has no attribute 'generates'"):
         _ = specdec_ext.generates

@@ -24,8 +24,8 @@ from specdec_ext.drafters.combined import CombinedDrafter
 from specdec_ext.drafters.draft_model import DraftModelDrafter
 from specdec_ext.drafters.head import HeadDrafter
 from specdec_ext.drafters.ngram import NgramDrafter
-from specdec_ext.heads.checkpoints import is_draft, load_draft
 from specdec_ext.heads.checkpoints.language_model import load_language_model, load_tokenizer
+from specdec_ext.heads.checkpoints.load import is_draft, load_draft
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.heads.medusa import MedusaHeads
 from specdec_ext.models.wrapped import unwrapped
