@@ -81,12 +81,12 @@ def _key(ids: torch.Tensor) -> tuple[int, ...]:
 def scenarios(
     target: Any, batch: int, count: int, tokens: int
 ) -> Iterator[tuple[str, str, dict[str, Any], list[Prompt], dict[str, Any]]]:
-    """(kind, name, fixed contestants' drafters, prompts, law); the first drafter is the one of "auto"."""
+    """(kind, name, fixed contestants' drafters, prompts, shared); the first drafter is the one of "auto"."""
     texts = [prompt["prompt"] for prompt in assets.held_out_prompts()[: max(count, batch)]]
     python = benchmark.batches(assets.load_tokenizer(), texts, batch)[:count]
     vocab = target.config.vocab_size
     random = random_prompts(vocab, batch, RANDOM_PROMPT, count)
-    greedy = benchmark.law(tokens)
+    greedy = benchmark.generation_kwargs(tokens)
     plain = benchmark.ours(target, None, greedy)
     answers = {
         _key(each["input_ids"]): plain(each).sequences[:, each["input_ids"].shape[1] :].tolist()
@@ -96,7 +96,7 @@ def scenarios(
     yield "wrong", "draft model, wrong", {"": Wrong(draft)}, python, greedy
     yield "wrong", "chains, wrong", {"": Script(answers, vocab, 7, right=False)}, python, greedy
     yield "wrong", "trees, wrong", {"": Script(answers, vocab, 4, 3, right=False)}, python, greedy
-    hot = benchmark.law(tokens, temperature=1.5)
+    hot = benchmark.generation_kwargs(tokens, temperature=1.5)
     yield "random", "random text, n-gram", {"": NgramDrafter()}, random, hot
     yield "random", "random text, draft model", {"": DraftModelDrafter(draft)}, random, hot
     lengths = {str(n): NgramDrafter(num_draft_tokens=n) for n in (10, 4, 16)}
@@ -121,22 +121,24 @@ def main(
     target = assets.load_target(getattr(torch, dtype))
     rows, records = [], []
     with benchmark.endless(target):
-        for kind, name, drafters, prompts, law in scenarios(target, batch, count, max_new_tokens):
+        for kind, name, drafters, prompts, shared in scenarios(
+            target, batch, count, max_new_tokens
+        ):
             if only not in name:
                 continue
-            contestants = {PLAIN: benchmark.ours(target, None, law)}
+            contestants = {PLAIN: benchmark.ours(target, None, shared)}
             first = next(iter(drafters.values()))
 
-            def auto(prompt: Prompt, drafter: Any = first, law: Any = law) -> Any:
+            def auto(prompt: Prompt, drafter: Any = first, shared: Any = shared) -> Any:
                 if cold:
                     forget(target)
-                return benchmark.ours(target, drafter, law, speculation="auto")(prompt)
+                return benchmark.ours(target, drafter, shared, speculation="auto")(prompt)
 
             contestants[AUTO] = auto
             for label, drafter in drafters.items():
-                fixed = benchmark.ours(target, drafter, law, speculation="fixed")
+                fixed = benchmark.ours(target, drafter, shared, speculation="fixed")
                 contestants[f"fixed {label}".strip()] = fixed
-            report = benchmark.race(target, contestants, prompts, law, repeats, baseline=PLAIN)
+            report = benchmark.race(target, contestants, prompts, shared, repeats, baseline=PLAIN)
             series = report.series
             to_plain = {each: series[each].speedup(series[PLAIN]) for each in series}
             best = max(to_plain[each].value for each in series if each.startswith("fixed"))

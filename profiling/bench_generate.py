@@ -57,15 +57,15 @@ class Text(str, Enum):
 Maker = Callable[[list[Prompt]], Contestant]
 
 
-def bundled_contestants(target: Any, draft: Any, law: dict[str, Any]) -> dict[str, Maker]:
+def bundled_contestants(target: Any, draft: Any, shared: dict[str, Any]) -> dict[str, Maker]:
     """By name. The adversary drafts with the bundled head, or without one with a random head."""
     head = assets.load_head() if (assets.FOLDER / "tiny-python-head").is_dir() else None
 
     def ours(drafter: Any, **keywords: Any) -> Maker:
-        return lambda prompts: benchmark.ours(target, drafter, law, **keywords)
+        return lambda prompts: benchmark.ours(target, drafter, shared, **keywords)
 
     def theirs(**keywords: Any) -> Maker:
-        return lambda prompts: benchmark.hugging_face(target, law, **keywords)
+        return lambda prompts: benchmark.hugging_face(target, shared, **keywords)
 
     return {
         HF: theirs(),
@@ -74,7 +74,7 @@ def bundled_contestants(target: Any, draft: Any, law: dict[str, Any]) -> dict[st
         PLAIN: ours(None),
         AUTO: ours("auto"),
         ADVERSARY: lambda prompts: benchmark.synthetic(
-            target, specdec_ext.HeadDrafter(head or head_of(target)), [0.0] * 8, prompts, law
+            target, specdec_ext.HeadDrafter(head or head_of(target)), [0.0] * 8, prompts, shared
         ),
         **({HEAD: ours(specdec_ext.HeadDrafter(head))} if head else {}),
         **(
@@ -96,7 +96,7 @@ def bundled_contestants(target: Any, draft: Any, law: dict[str, Any]) -> dict[st
 
 
 def random_contestants(
-    name: str, target: Any, law: dict[str, Any], lengths: list[float], depth: int
+    name: str, target: Any, shared: dict[str, Any], lengths: list[float], depth: int
 ) -> dict[str, Maker]:
     """Hugging Face, plain decoding, and chains of a random head with prescribed acceptance."""
     drafter = specdec_ext.HeadDrafter(
@@ -105,12 +105,12 @@ def random_contestants(
 
     def synthetic(acceptance: list[float], **keywords: Any) -> Maker:
         return lambda prompts: benchmark.synthetic(
-            target, drafter, acceptance, prompts, law, **keywords
+            target, drafter, acceptance, prompts, shared, **keywords
         )
 
     makers: dict[str, Maker] = {
-        HF: lambda prompts: benchmark.hugging_face(target, law),
-        PLAIN: lambda prompts: benchmark.ours(target, None, law),
+        HF: lambda prompts: benchmark.hugging_face(target, shared),
+        PLAIN: lambda prompts: benchmark.ours(target, None, shared),
     }
     for length in lengths:
         asked, shares = synthetic_name(length, depth), constant_acceptance(length, depth)
@@ -171,16 +171,16 @@ def main(
     repeats: Annotated[int, typer.Option(help="calls per prompt; the median counts")] = 3,
     out: Annotated[Path | None, typer.Option(help="write OUT.json and OUT.png")] = None,
 ) -> None:
-    law = benchmark.law(max_new_tokens, temperature)
+    shared = benchmark.generation_kwargs(max_new_tokens, temperature)
     kind, settings = getattr(torch, dtype), {"target": target.value}
     draft = None
     if target is Target.bundled:
         model, draft = assets.load_target(kind), assets.load_draft(kind)
-        makers = bundled_contestants(model, draft, law)
+        makers = bundled_contestants(model, draft, shared)
         settings["text"] = text.value
     else:
         model = random_target(target.value, kind)
-        makers = random_contestants(target.value, model, law, acceptance, depth)
+        makers = random_contestants(target.value, model, shared, acceptance, depth)
         settings["head's vocabulary"] = str(SHAPES[target.value][2])
     console = Console(width=150, highlight=False)
     reports = []
@@ -195,7 +195,7 @@ def main(
             with benchmark.endless(model, *([draft] if draft else [])):
                 contestants = {name: makers[name](prompts) for name in names}
                 report = benchmark.race(
-                    model, contestants, prompts, law, repeats, settings=settings
+                    model, contestants, prompts, shared, repeats, settings=settings
                 )
             report.left_out = left_out
             if target is Target.bundled and HEAD not in makers:

@@ -149,20 +149,20 @@ class Pair:
         self, names: list[str], text: Text = Text.python, batch: int = 1, temperature: float = 0.0
     ) -> Report:
         """These contestants on the bundled prompts, or on random ones."""
-        law = benchmark.law(self.scale.tokens, temperature)
+        shared = benchmark.generation_kwargs(self.scale.tokens, temperature)
         vocab_size = self.target.config.vocab_size
         # Batches of four need twelve prompts to be more than two calls.
         count = self.scale.prompts if batch == 1 else max(12, batch)
         prompts = bundled_prompts(text, count, batch, vocab_size)
         if batch > 1:
             prompts = prompts[: self.scale.prompts]
-        makers = bundled_contestants(self.target, self.draft, law)
+        makers = bundled_contestants(self.target, self.draft, shared)
         with benchmark.endless(self.target, self.draft):
             return benchmark.race(
                 self.target,
                 {name: makers[name](prompts) for name in names},
                 prompts,
-                law,
+                shared,
                 self.scale.repeats,
                 baseline=names[0],
                 settings={"dtype": self.dtype, "text": text.value},
@@ -235,25 +235,25 @@ def drafters_of(
     model: Model, dtype: str, batch: int, scale: Scale
 ) -> tuple[list[Any], dict[str, Callable[[list[Prompt]], Contestant]], list[Prompt]]:
     """The models whose texts must not end, makers of all contestants, and the prompts."""
-    kind, law = getattr(torch, dtype), benchmark.law(scale.tokens)
+    kind, shared = getattr(torch, dtype), benchmark.generation_kwargs(scale.tokens)
     if model is Model.bundled:
         target, draft = assets.load_target(kind), assets.load_draft(kind)
         head = head_of(target)
-        makers = bundled_contestants(target, draft, law)
+        makers = bundled_contestants(target, draft, shared)
         count = min(scale.prompts, 3)
         vocab_size = target.config.vocab_size
         prompts = bundled_prompts(Text.python, count * batch, batch, vocab_size)[:count]
     else:
         target, draft = random_target(model.value, kind), random_draft_of(model.value, kind)
         head = random_head_of(model.value, kind)
-        makers = random_contestants(model.value, target, law, [], SYNTHETIC_DEPTH)
+        makers = random_contestants(model.value, target, shared, [], SYNTHETIC_DEPTH)
         for name, drafter in (("lookahead",) * 2, ("suffix",) * 2, ("n-gram", "ngram")):
             makers[f"specdec {name}"] = lambda _, drafter=drafter: benchmark.ours(
-                target, drafter, law
+                target, drafter, shared
             )
-        makers["specdec draft model"] = lambda _: benchmark.ours(target, draft, law)
+        makers["specdec draft model"] = lambda _: benchmark.ours(target, draft, shared)
         prompts = random_prompts(target.config.vocab_size, batch, 64, 1)
-    makers[RANDOM_HEAD] = lambda _: benchmark.ours(target, HeadDrafter(head), law)
+    makers[RANDOM_HEAD] = lambda _: benchmark.ours(target, HeadDrafter(head), shared)
     return [target, draft], makers, prompts
 
 
@@ -297,20 +297,20 @@ def random_text(pair: Pair, found: Measured) -> None:
 def synthetic(dtype: str, scale: Scale, found: Measured, name: str = "135m") -> None:
     target = random_target(name, getattr(torch, dtype))
     # Long texts behind short prompts: reading a prompt costs the same with any drafter.
-    law = benchmark.law(2 * scale.tokens)
-    makers = random_contestants(name, target, law, [SYNTHETIC_LENGTH], SYNTHETIC_DEPTH)
+    shared = benchmark.generation_kwargs(2 * scale.tokens)
+    makers = random_contestants(name, target, shared, [SYNTHETIC_LENGTH], SYNTHETIC_DEPTH)
     prompts = random_prompts(target.config.vocab_size, 1, 32, min(scale.prompts, 3))
     ours = synthetic_name(SYNTHETIC_LENGTH, SYNTHETIC_DEPTH)
     report = benchmark.race(
         target,
         {each: makers[each](prompts) for each in (PLAIN, ours, f"{ours}, auto")},
         prompts,
-        law,
+        shared,
         scale.repeats,
         baseline=PLAIN,
         settings={"dtype": dtype, "target": name},
     )
-    what = f"{name} shape, synthetic acceptance 3.5 at chain 7, {law['max_new_tokens']} tokens: to plain"
+    what = f"{name} shape, synthetic acceptance 3.5 at chain 7, {shared['max_new_tokens']} tokens: to plain"
     found.at_least(report, what, ours, PLAIN, 2.3)
     length, prescribed = report.series[ours].mean_acceptance_length, SYNTHETIC_LENGTH
     assert length is not None
@@ -330,11 +330,11 @@ def synthetic(dtype: str, scale: Scale, found: Measured, name: str = "135m") -> 
 
 
 def overhead(pair: Pair, found: Measured) -> None:
-    law = {"max_new_tokens": pair.scale.tokens}
+    shared = {"max_new_tokens": pair.scale.tokens}
     prompts = bundled_prompts(Text.python, pair.scale.prompts, 1, pair.target.config.vocab_size)
     with benchmark.endless(pair.target):
         ids = [prompt["input_ids"] for prompt in prompts]
-        parts = breakdown(pair.target, ids, "auto", **law)
+        parts = breakdown(pair.target, ids, "auto", **shared)
     what = "outside target forward and draft op, per step, batch 1, greedy, auto"
     found.at_most(what, pair.dtype, parts.outside / 1e3, 0.5, "ms", 3)
     found.records.append({"breakdown": asdict(parts)})

@@ -50,7 +50,9 @@ def main(
     tokenizer = assets.load_tokenizer()
     text = assets.held_out_prompts()[prompt]["prompt"]
     drafter = Watched(num_draft_tokens=12, min_probability=0.05)
-    law = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    keywords = (
+        {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    )
     specdec_ext.generate(
         assets.load_target(torch.float32),
         **tokenizer(text, return_tensors="pt"),
@@ -58,7 +60,7 @@ def main(
         speculation="fixed",
         seed=0,
         max_new_tokens=max_new_tokens,
-        **law,
+        **keywords,
     )
     tree, path = max(drafter.steps, key=interest)
     print(tree.render(tokenizer, path=path))

@@ -199,13 +199,17 @@ def test_generate_reads_standard_input_and_marks_drafts():
 
 
 def test_a_seed_gives_one_text_whatever_the_drafter():
-    law = ("--sample", "--seed", "5", "--temperature", "0.8", "--top-p", "0.9", "--top-k", "50")
+    sampled = ("--sample", "--seed", "5", "--temperature", "0.8", "--top-p", "0.9", "--top-k", "50")
     texts = {
-        run("generate", "-p", PROMPT, "--max-new-tokens", "30", "--drafter", drafter, *law).stdout
+        run(
+            "generate", "-p", PROMPT, "--max-new-tokens", "30", "--drafter", drafter, *sampled
+        ).stdout
         for drafter in ("none", "ngram")
     }
     assert len(texts) == 1
-    other = run("generate", "-p", PROMPT, "--max-new-tokens", "30", *law[:1], "--seed", "6").stdout
+    other = run(
+        "generate", "-p", PROMPT, "--max-new-tokens", "30", *sampled[:1], "--seed", "6"
+    ).stdout
     assert other not in texts
 
 
@@ -394,8 +398,8 @@ def sampled_text_of_the_demo(max_new_tokens: int) -> str:
     (prompt,) = (each for each in assets.held_out_prompts() if each["name"] == STREAMED)
     tokenizer, target = assets.load_tokenizer(), assets.load_target()
     ids = tokenizer(prompt["prompt"], return_tensors="pt")["input_ids"]
-    law = {**SAMPLED, "max_new_tokens": max_new_tokens}
-    output = specdec_ext.generate(target, ids, drafter=None, **law)
+    sampled = {**SAMPLED, "max_new_tokens": max_new_tokens}
+    output = specdec_ext.generate(target, ids, drafter=None, **sampled)
     return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
 

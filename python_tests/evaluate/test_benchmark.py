@@ -24,8 +24,8 @@ from specdec_ext.evaluate.benchmark import (
     batches,
     compare,
     endless,
+    generation_kwargs,
     interleave,
-    law,
     ours,
     race,
     same_text,
@@ -185,7 +185,7 @@ def test_texts_have_one_length_and_the_model_is_left_as_it_was():
     first = int(model.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False)[0, -1])
     end, model.generation_config.eos_token_id = model.generation_config.eos_token_id, first
     try:
-        plain = ours(model, None, law(6))
+        plain = ours(model, None, generation_kwargs(6))
         assert plain({"input_ids": ids, "attention_mask": mask}).sequences.shape[1] == 5 + 1
         with endless(model):
             assert plain({"input_ids": ids, "attention_mask": mask}).sequences.shape[1] == 5 + 6
@@ -395,7 +395,7 @@ class AtRandom(Drafter):
 def test_synthetic_contestants_know_each_prompts_text():
     """Always right in place of a drafter that hardly ever is."""
     model, made = tiny_model("llama"), pairs(2)
-    shared = law(9)
+    shared = generation_kwargs(9)
     sure = synthetic(model, AtRandom(), [1.0] * 3, made, shared)
     contestants = {"HF generate": ours(model, None, shared), "sure": sure}
     series = race(model, contestants, made, shared).series["sure"]

@@ -1,9 +1,9 @@
-"""The bundled models and the prompts that go with them; nothing is downloaded.
+"""The bundled models and prompts, which are part of the package; nothing is downloaded.
 
-``tiny-python-target`` and ``tiny-python-draft`` are small Llama models of Python source with one tokenizer,
-made by ``tools/bundled/bundled_models.py``; ``tiny-python-head`` is an EAGLE 3.1 head of the target, made by
-``specdec train``. Their model cards give the commands. The prompts are beginnings of files that none of them
-was trained on (``PROMPTS.md``, made by ``tools/bundled/make_prompts.py``).
+``tiny-python-target`` and ``tiny-python-draft`` are small Llama models of Python source code with the same
+tokenizer, trained by ``training/bundled_models.py``. ``tiny-python-head`` is an EAGLE 3.1 head for the
+target, trained by ``specdec train``. Their model cards give the commands. The prompts are the beginnings of
+files on which no model was trained (``PROMPTS.md``, made by ``training/make_prompts.py``).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ FOLDER = Path(__file__).parent
 
 
 def load_target(dtype: torch.dtype | str = torch.float32) -> PreTrainedModel:
-    """The bundled target on the CPU, in eval mode; "auto" is bfloat16, as the weights are stored."""
+    """Load the bundled target on the CPU, in eval mode; "auto" is bfloat16, the dtype of the file."""
     return _load("tiny-python-target", dtype)
 
 
 def load_draft(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The bundled draft model of :func:`load_target`'s vocabulary, on the CPU, in eval mode."""
+    """Load the bundled draft model, which has the target's vocabulary, on the CPU, in eval mode."""
     return _load("tiny-python-draft", dtype)
 
 
 def load_head() -> DraftHead:
-    """The bundled EAGLE 3.1 head of :func:`load_target`, in bfloat16; ``drafter="auto"`` finds it."""
+    """Load the bundled EAGLE 3.1 head of the target, in bfloat16; ``drafter="auto"`` finds it by itself."""
     from specdec_ext.heads.checkpoints import load_draft as load_checkpoint
     from specdec_ext.heads.config import DraftHead
 
@@ -44,14 +44,14 @@ def load_head() -> DraftHead:
 
 
 def load_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer of both models (byte-level BPE, pads on the left)."""
+    """Load the tokenizer of both models (byte-level BPE, pads on the left)."""
     return PreTrainedTokenizerFast.from_pretrained(_existing("tiny-python-target"))
 
 
 def held_out_prompts() -> list[dict[str, str]]:
-    """The bundled prompts in their fixed order, at most 350 tokens each.
+    """The bundled prompts in a fixed order, at most 350 tokens each.
 
-    Each is the beginning of a real source file, cut where a block opens: ``name`` (project and
+    Each prompt is the beginning of a real source file, cut where a block opens. Keys: ``name`` (project and
     path), ``prompt`` (the text) and ``license`` (SPDX identifier).
     """
     return json.loads((FOLDER / "prompts.json").read_text("utf-8"))
@@ -65,7 +65,7 @@ def _existing(name: str) -> Path:
     folder = FOLDER / name
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"the bundled model {name} is missing from {FOLDER}; a checkout and a wheel have it, or make it "
-            "with tools/bundled/bundled_models.py"
+            f"the bundled model {name} is missing from {FOLDER}; install a wheel or use a complete checkout, "
+            "or train it with training/bundled_models.py"
         )
     return folder

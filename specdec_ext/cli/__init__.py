@@ -1,7 +1,7 @@
 """The command line ``specdec``: one module per command, each a thin layer over public functions.
 
 torch, transformers and the rest of the package are imported inside the commands, so that ``specdec --help``
-costs no more than it must.
+starts quickly.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def specdec(
             "--version",
             callback=_print_versions_and_exit,
             is_eager=True,
-            help="Versions, then exit.",
+            help="Print versions and exit.",
         ),
     ] = False,
 ) -> None:
-    """Options before a command; none of them changes what a command does."""
+    """Options that stand before the command; none of them changes what a command does."""
 
 
 specdec.__doc__ = None  # the help text is the app's

@@ -1,4 +1,4 @@
-"""``python -m specdec_ext.cli``: the command line, for what starts modules, such as ``accelerate launch``."""
+"""``python -m specdec_ext.cli``: the command line as a module, for ``accelerate launch`` and the like."""
 
 from specdec_ext.cli import app
 

@@ -1,4 +1,4 @@
-"""What the commands share: options, loading of models and drafters, prompts from files, user errors."""
+"""Shared parts of the commands: options, loading of models and drafters, prompts from files, user errors."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from specdec_ext import ComparedRuns
 
 
-# A PreTrainedModel that can generate; transformers has no type that says both.
+# A PreTrainedModel that can generate; transformers has no type for that combination.
 Model = Any
 
-BUSY_SHARE = 0.2  # of all cores, by other processes
+BUSY_SHARE = 0.2  # warn if other processes use more than this share of all cores
 
 
 class Dtype(str, Enum):
-    """Floating point types a model can be loaded in, by torch's names and by the short ones."""
+    """Floating point types a model can be loaded in, by torch's names and by their short forms."""
 
     auto = "auto"
     float32 = "float32"
@@ -43,19 +43,19 @@ _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class SpeculationMode(str, Enum):
-    """Whether a step drafts where that pays, or always."""
+    """``auto`` drafts only where drafting saves time, ``fixed`` drafts in every step."""
 
     auto = "auto"
     fixed = "fixed"
 
 
 DRAFTER_HELP = (
-    "auto, none, ngram, suffix, lookahead, head or draft (which the model's config names; that of the "
-    "bundled model does), or folder or hub id of a draft head or a draft model."
+    "auto, none, ngram, suffix, lookahead; head or draft (the one named in the model's config, as the "
+    "bundled model has it); or the folder or hub id of a draft head or a draft model."
 )
 ModelArgument = Annotated[
     str | None,
-    typer.Argument(help="Folder or hub id of a causal language model; the bundled one by default."),
+    typer.Argument(help="Folder or hub id of a causal language model; default: the bundled model."),
 ]
 DrafterOption = Annotated[
     str,
@@ -66,15 +66,17 @@ DrafterOption = Annotated[
 ]
 SpeculationOption = Annotated[
     SpeculationMode,
-    typer.Option("--speculation", help="auto drafts where it pays, fixed in every step."),
+    typer.Option(
+        "--speculation", help="auto: draft only where it saves time; fixed: draft in every step."
+    ),
 ]
 DtypeOption = Annotated[
     Dtype,
-    typer.Option("--dtype", help="Type of weights and activations; auto is the checkpoint's own."),
+    typer.Option("--dtype", help="Type of weights and activations; auto: as in the checkpoint."),
 ]
 DeviceOption = Annotated[
     str,
-    typer.Option("--device", help="cpu, cuda or cuda:N; auto is the GPU where there is one."),
+    typer.Option("--device", help="cpu, cuda or cuda:N; auto: the GPU if there is one."),
 ]
 PromptsOption = Annotated[
     Path | None,
@@ -82,20 +84,20 @@ PromptsOption = Annotated[
         "--prompts",
         exists=True,
         dir_okay=False,
-        help="JSON list or JSONL of prompts, or one prompt as text; the bundled ones by default.",
+        help="File of prompts (JSON list or JSONL) or of one prompt (text); default: bundled prompts.",
     ),
 ]
 MaxNewTokensOption = Annotated[
-    int, typer.Option("--max-new-tokens", min=1, help="Tokens to generate per prompt.")
+    int, typer.Option("--max-new-tokens", min=1, help="Maximum number of new tokens per prompt.")
 ]
 
 
 @contextmanager
 def user_errors(argument: str | None = None) -> Iterator[None]:
-    """Errors about what the user asked for become one line and exit code 2 instead of a traceback.
+    """Turn errors in the user's input into one line and exit code 2, without a traceback.
 
     Args:
-        argument: which one it is about, for errors that do not say so.
+        argument: the argument that the error is about, for errors whose message does not name it.
     """
     try:
         yield
@@ -106,17 +108,17 @@ def user_errors(argument: str | None = None) -> Iterator[None]:
 def load_target(
     model: str | None, dtype: Dtype, device: str, argument: str = "MODEL"
 ) -> tuple[Model, PreTrainedTokenizerBase]:
-    """The model named on the command line, in eval mode, and its tokenizer; None names the bundled one.
+    """Load the model named on the command line, in eval mode, and its tokenizer; None: the bundled model.
 
     Args:
-        argument: which one names it.
+        argument: name of the command-line argument, for error messages.
     """
     from transformers.utils import logging
 
     from specdec_ext import assets
     from specdec_ext.heads.checkpoints.language_model import load_language_model, load_tokenizer
 
-    logging.disable_progress_bar()  # a bar for each model loaded says nothing about generation
+    logging.disable_progress_bar()  # bars of loading would mix with the output of the command
     with user_errors("--device"):
         place = find_device(device)
     with user_errors(argument):
@@ -127,12 +129,12 @@ def load_target(
 
 
 def load_drafter(name: str, target: Model, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """What ``generate(drafter=...)`` takes, for a name on the command line; it is loaded already."""
+    """Load the drafter that ``--drafter`` names, as a value for ``generate(drafter=...)``."""
     from specdec_ext.drafters import resolve_drafter
 
     with user_errors("--drafter"):
         found = resolve_drafter(name, target, tokenizer)
-    # Where "auto" can't draft there is a warning; a drafter that was asked for is an error.
+    # generate() warns if "auto" can't draft; a drafter named by the user that can't draft is an error above.
     return name if name == "auto" else found
 
 
@@ -149,13 +151,13 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"{name!r} is no device; expected auto, cpu, cuda or cuda:N") from error
+        raise ValueError(f"{name!r} is not a device; expected auto, cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name}: the ops of this package run on cpu and cuda; give one of them")
+        raise ValueError(f"{name}: the ops of this package run on cpu and cuda; pass one of them")
     if device.type == "cuda" and not torch.cuda.is_available():
         lacks = "was built without CUDA" if torch.version.cuda is None else "finds no GPU"
         raise ValueError(
-            f"{name}: torch {torch.__version__} {lacks}; give --device cpu, or leave it out"
+            f"{name}: torch {torch.__version__} {lacks}; pass --device cpu, or leave it out"
         )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"{name}: this machine has {torch.cuda.device_count()} GPUs")
@@ -172,13 +174,14 @@ def _torch_dtype(dtype: Dtype) -> torch.dtype | str:
 
 
 def read_prompts(path: Path) -> list[tuple[str, str]]:
-    """(name, text) of each prompt in a file.
+    """Read the (name, text) pairs of the prompts in a file.
 
-    ``.json``: a list of texts or of objects; ``.jsonl``: one of them per line; any other file is one prompt.
-    An object has ``prompt``, or ``turns`` of which the first counts, and perhaps ``name`` or ``question_id``.
+    A ``.json`` file is a list of texts or objects, a ``.jsonl`` file has one text or object per line, and any
+    other file is a single prompt. An object has the prompt under ``prompt``, or as the first entry of
+    ``turns``; its name may stand under ``name`` or ``question_id``.
 
     Raises:
-        ValueError: if the file holds something else, or nothing, with file and line.
+        ValueError: if the file is empty or has another content; the message names file and line.
     """
     from specdec_ext.training.records import read_rows, read_text
 
@@ -210,10 +213,10 @@ def _named_prompt(row: Any, where: str, default_name: str) -> tuple[str, str]:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, device: torch.device) -> LongTensor:
-    """``[1, length]`` ids of one prompt.
+    """Return the ``[1, length]`` token ids of one prompt.
 
     Raises:
-        ValueError: for what is no text: bytes of a shell that are not UTF-8.
+        ValueError: if the prompt is not valid Unicode (a shell passed bytes that are not UTF-8).
     """
     from specdec_ext.training.records import checked_text
 
@@ -223,7 +226,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, device: torch.device
 
 
 def describe(compared: ComparedRuns, prompt_length: int) -> str:
-    """One line about a comparison: the verdict and, at a difference, where and how close."""
+    """Describe a comparison in one line: the verdict and, for a difference, its position and logit gap."""
     if compared.equal or compared.position is None:
         return "equal"
     where = f"at token {compared.position - prompt_length}"
@@ -232,7 +235,7 @@ def describe(compared: ComparedRuns, prompt_length: int) -> str:
 
 
 def warn_if_busy(console: PlainConsole) -> None:
-    """Other processes distort ratios: threads of one matrix product wait for each other's cores."""
+    """Warn if other processes are busy: they distort ratios, as threads of one product wait for a core."""
     before = _processor_seconds()
     time.sleep(0.5)
     after = _processor_seconds()
@@ -242,14 +245,14 @@ def warn_if_busy(console: PlainConsole) -> None:
     busy = 1 - idle / total if total else 0.0
     if busy > BUSY_SHARE:
         console.sentence(
-            f"other processes use {busy:.0%} of this machine: the numbers below are not to be relied on "
-            "(with OMP_NUM_THREADS=1 they suffer least)",
+            f"other processes use {busy:.0%} of this machine: the numbers below are not reliable "
+            "(OMP_NUM_THREADS=1 reduces the effect)",
             style="yellow",
         )
 
 
 def _processor_seconds() -> tuple[float, float] | None:
-    """(total, idle) time of all cores since boot in ticks, or None where Linux does not say."""
+    """(total, idle) time of all cores since boot in ticks; None without /proc/stat."""
     try:
         fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
     except OSError:

@@ -1,7 +1,7 @@
-"""What the commands print with: text of checkpoints, prompts and models is shown as it is, and never obeyed.
+"""The console of all commands: text from checkpoints, prompts and models is printed as plain text.
 
-Names in a checkpoint and prompts are anybody's text. rich would take ``[red]`` in them for markup and hand on
-escape sequences, with which a file can repaint the verdict about itself.
+Prompts and names in a checkpoint are untrusted. rich would interpret ``[red]`` in them as markup and pass on
+escape sequences, with which a file could overwrite the verdict about itself.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from rich.text import Text
 _KEPT = "\n\t"
 # Control characters, halves of surrogate pairs, line separators.
 _HIDDEN = {"Cc", "Cs", "Zl", "Zp"}
-# Characters that show what follows them in another order.
+# Bidirectional controls: they change the order in which the following characters are shown.
 _REORDERING = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
 
 
 def printable(text: str) -> str:
-    r"""``text`` with characters that steer a terminal spelled out, such as ``\x1b``."""
+    r"""Return ``text`` with the characters that control a terminal written as escapes, such as ``\x1b``."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(
-        character.encode("unicode_escape").decode("ascii") if _steers(character) else character
+        character.encode("unicode_escape").decode("ascii") if _is_control(character) else character
         for character in text
     )
 
 
-def _steers(character: str) -> bool:
+def _is_control(character: str) -> bool:
     return character not in _KEPT and (
         unicodedata.category(character) in _HIDDEN
         or unicodedata.bidirectional(character) in _REORDERING
@@ -38,10 +38,9 @@ def _steers(character: str) -> bool:
 
 
 class PlainConsole(Console):
-    """A console on which strings are text: no markup, no emoji codes, no control characters.
+    """A console that prints strings without markup, emoji codes and control characters.
 
-    What is to have a style is a ``rich.text.Text``, or has the argument ``style``. Long lines break at words,
-    and in a pipe nowhere.
+    Styled output is a ``rich.text.Text`` or uses the argument ``style``.
     """
 
     def __init__(self, **options: Any):
@@ -54,12 +53,12 @@ class PlainConsole(Console):
         return _PlainStatus(status, console=self, **options)
 
     def sentence(self, text: str, style: str | None = None) -> None:
-        """A line of prose: broken at words by a terminal, left alone in a pipe."""
+        """Print a line of prose: wrapped at words on a terminal, unwrapped in a pipe."""
         self.print(text, style=style, soft_wrap=not self.is_terminal)
 
 
 class _PlainStatus(Status):
-    """A spinner takes strings for markup whatever the console says."""
+    """A spinner with plain text; rich's ``Status`` would interpret markup despite the console's setting."""
 
     def __init__(self, status: Any, **options: Any):
         super().__init__(_text(status), **options)

@@ -1,4 +1,4 @@
-"""Streamers: text appears token by token, accepted drafts marked if wanted."""
+"""Streamers that print text token by token and can mark accepted draft tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import BoolTensor, LongTensor
     from transformers import PreTrainedTokenizerBase
 
-# An accepted draft: by style on a terminal, by brackets where there are no styles.
+# Accepted drafts are styled on a terminal and put in brackets elsewhere.
 DRAFTED_STYLE = "underline green"
 OPENING, CLOSING = "⟦", "⟧"
 
@@ -21,9 +21,10 @@ OPENING, CLOSING = "⟦", "⟧"
 class IncrementalDecoder:
     """Turns a growing list of tokens into pieces of text whose concatenation is the decoded list.
 
-    A token's text may depend on the tokens before it (leading spaces) and a character may span tokens, so
-    each piece is the difference between two decodings of a short window, held back while it ends in the
-    middle of a character. The rule of Hugging Face's text-generation-inference (``decode_token``).
+    A token's text may depend on the tokens before it (leading spaces), and a character may span tokens. Each
+    piece is therefore the difference between two decodings of a short window, and it is held back while it
+    ends in the middle of a character. Same rule as ``decode_token`` in Hugging Face's
+    text-generation-inference.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -33,7 +34,7 @@ class IncrementalDecoder:
         self._told = 0
 
     def feed(self, token: int) -> str:
-        """The text that ``token`` completes, possibly none."""
+        """Add ``token`` and return the text that it completes, possibly empty."""
         self._tokens.append(token)
         told = self._decode(self._tokens[self._window_start : self._told])
         text = self._decode(self._tokens[self._window_start :])
@@ -43,7 +44,7 @@ class IncrementalDecoder:
         return text[len(told) :]
 
     def flush(self) -> str:
-        """What was held back: the text ended in the middle of a character."""
+        """Return the text held back because it ends in the middle of a character."""
         told = self._decode(self._tokens[self._window_start : self._told])
         text = self._decode(self._tokens[self._window_start :])
         self._window_start = self._told = len(self._tokens)
@@ -51,7 +52,7 @@ class IncrementalDecoder:
 
     def _decode(self, tokens: list[int]) -> str:
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        assert isinstance(text, str)  # a list only for a batch
+        assert isinstance(text, str)  # decode returns a list only for a batch
         return text
 
 
@@ -59,9 +60,9 @@ class TextStreamer:
     """Prints one text as it is generated.
 
     Args:
-        console: where to.
-        tokenizer: of the model.
-        mark_drafted: show which tokens came from accepted drafts.
+        console: the console to print on.
+        tokenizer: the model's tokenizer.
+        mark_drafted: mark the tokens that came from accepted drafts.
     """
 
     def __init__(
@@ -72,21 +73,22 @@ class TextStreamer:
         self._mark = mark_drafted
         self._brackets = mark_drafted and not console.is_terminal
         self._inside = False
-        self._space, self._space_drafted = (
-            "",
-            True,
-        )  # not printed yet, and whether all of it was drafted
+        self._space = ""  # white space that is not printed yet
+        self._space_drafted = True  # whether all of it was drafted
         self._prompt_seen = False
 
     def put(self, tokens: LongTensor) -> None:
-        """The prompt ``[1, length]``, which is not printed; then, from plain decoders, ``[1]`` per token."""
+        """Receive the prompt ``[1, length]``, which is not printed, then one token ``[1]`` per call.
+
+        Plain decoding passes its tokens here; :meth:`put_drafted` takes those of speculative decoding.
+        """
         if not self._prompt_seen:
             self._prompt_seen = True
             return
         self._print(self._decoder.feed(int(tokens[0])), drafted=False)
 
     def put_drafted(self, tokens: LongTensor, drafted: BoolTensor) -> None:
-        """One generated token ``[1]`` and whether it came from an accepted draft ``[1]``."""
+        """Receive one generated token ``[1]`` and whether it came from an accepted draft ``[1]``."""
         self._print(self._decoder.feed(int(tokens[0])), drafted=bool(drafted[0]))
 
     def end(self) -> None:
@@ -101,7 +103,7 @@ class TextStreamer:
             self._write(text, DRAFTED_STYLE if self._mark and drafted else "")
 
     def _print_in_brackets(self, text: str, drafted: bool) -> None:
-        """Brackets stand around words: space at the edges of what was drafted is outside them."""
+        """Put brackets around words: white space at the edges of a draft stays outside them."""
         words = text.strip()
         if not words:
             self._space += text
@@ -118,17 +120,17 @@ class TextStreamer:
         self._space, self._space_drafted = after, drafted
 
     def _write(self, text: str, style: str = "") -> None:
-        if self._console.is_terminal:  # a pipe gets the text to the byte
+        if self._console.is_terminal:  # a pipe gets the text unchanged
             text = printable(text)
         self._console.print(Text(text, style=style), end="", soft_wrap=True)
         self._console.file.flush()
 
 
 def legend(console: Console) -> Text:
-    """How accepted drafts look on this console."""
+    """Explain how accepted drafts are marked on this console."""
     if console.is_terminal:
         return Text.assemble(
             ("underlined green", DRAFTED_STYLE),
-            ": accepted drafts; the rest the target added itself",
+            ": accepted drafts; the target added the rest itself",
         )
-    return Text(f"{OPENING}in brackets{CLOSING}: accepted drafts; the rest the target added itself")
+    return Text(f"{OPENING}in brackets{CLOSING}: accepted drafts; the target added the rest itself")

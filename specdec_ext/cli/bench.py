@@ -1,4 +1,4 @@
-"""``specdec bench``: how fast is generation with each drafter, against Hugging Face's ways?"""
+"""``specdec bench``: measure the speed of each drafter against Hugging Face's ways to generate."""
 
 from __future__ import annotations
 
@@ -54,51 +54,60 @@ def bench(
     temperature: Annotated[
         float, typer.Option(min=0, help="Sample at this temperature; 0 is greedy.")
     ] = 0.0,
-    repeats: Annotated[int, typer.Option(min=1, help="Calls per prompt; the median counts.")] = 3,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Calls per prompt, of which the median is used.")
+    ] = 3,
     speculation: SpeculationOption = SpeculationMode.auto,
     draft_length: Annotated[
         int | None,
-        typer.Option("--draft-length", min=1, help="Tokens of a draft: chains of this length."),
+        typer.Option("--draft-length", min=1, help="Draft chains of this many tokens."),
     ] = None,
     tree: Annotated[
         str | None,
         typer.Option(
-            "--tree", help="DEPTHxTOP_KxNODES, such as 6x10x60: dynamic trees of draft heads."
+            "--tree",
+            help="Shape of the dynamic trees of draft heads, as DEPTHxTOP_KxNODES, such as 6x10x60.",
         ),
     ] = None,
     assisted: Annotated[
         str | None,
         typer.Option(
-            "--assisted", help="Draft model for Hugging Face's assisted decoding, or draft."
+            "--assisted",
+            help="Also measure Hugging Face's assisted decoding with this draft model (folder, hub id or "
+            "draft).",
         ),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", dir_okay=False, help="Write the whole record here.")
+        Path | None,
+        typer.Option("--json", dir_okay=False, help="Write all results to this file."),
     ] = None,
     plot_file: Annotated[
-        Path | None, typer.Option("--plot", dir_okay=False, help="Write a bar chart here (PNG).")
+        Path | None,
+        typer.Option("--plot", dir_okay=False, help="Write a bar chart to this file (PNG)."),
     ] = None,
     breakdown: Annotated[
         bool,
         typer.Option(
             "--breakdown",
-            help="Where the time of a step goes with each drafter; beside --plot a second chart.",
+            help="Show where the time of a step goes for each drafter; with --plot, in a second chart.",
         ),
     ] = False,
     dtype: DtypeOption = Dtype.auto,
     device: DeviceOption = "auto",
 ) -> None:
-    """Measure tokens per second of every way to generate, in turn on every prompt, medians.
+    """Compare the speed of each drafter, plain decoding and Hugging Face generate.
 
-    Every text has --max-new-tokens tokens: ends of sequence are not heeded. Ratios are to Hugging Face
-    generate, with 95 % intervals over prompts; break-even is what a step costs in steps of plain decoding.
+    The ways to generate take turns on every prompt, and the medians are reported. End-of-sequence tokens are
+    ignored, so that every text has --max-new-tokens tokens. Ratios are relative to Hugging Face generate,
+    with 95 % confidence intervals over prompts. Break-even is the cost of a speculative step in steps of
+    plain decoding: speculation pays if a step emits more tokens than that.
     """
     from specdec_ext.evaluate import benchmark
 
     with user_errors():
         _check_outputs(json_file, plot_file)
         if prompts is None and model is not None:
-            raise ValueError("give --prompts FILE: the bundled ones are for the bundled model")
+            raise ValueError("pass --prompts FILE: the bundled prompts are for the bundled model")
         texts = _bundled_texts() if prompts is None else [text for _, text in read_prompts(prompts)]
     target, tokenizer = load_target(model, dtype, device)
     console = PlainConsole()
@@ -110,7 +119,7 @@ def bench(
         }
         assistant = None if assisted is None else _assistant(assisted, target, tokenizer)
         warn_if_busy(console)
-        with _Shown(console) as shown:
+        with _ProgressBar(console) as progress:
             report = benchmark.compare(
                 target,
                 encoded,
@@ -120,7 +129,7 @@ def bench(
                 temperature=temperature,
                 repeats=repeats,
                 speculation=speculation.value,
-                on_call=shown,
+                on_call=progress,
             )
         steps = _breakdowns(target, encoded, drafters, max_new_tokens) if breakdown else []
     if json_file is not None:
@@ -136,7 +145,7 @@ def bench(
 
 
 def _check_outputs(json_file: Path | None, plot_file: Path | None) -> None:
-    """Before minutes of measuring, what would fail at their end."""
+    """Check before minutes of measuring that the results can be written afterwards."""
     if json_file is not None:
         writable_file(json_file, "--json")
     if plot_file is not None:
@@ -147,7 +156,7 @@ def _check_outputs(json_file: Path | None, plot_file: Path | None) -> None:
 def _breakdowns(
     target: Model, prompts: list[Any], drafters: dict[str, Any], max_new_tokens: int
 ) -> list[Breakdown]:
-    """Of greedy decoding without a drafter and with each; of padded batches the first."""
+    """Break down greedy decoding without a drafter and with each one; with padded batches, only the first."""
     from specdec_ext.evaluate.breakdown import breakdown
 
     inputs: dict[str, Any] = {}
@@ -161,13 +170,13 @@ def _breakdowns(
 
 
 def _shape(draft_length: int | None, tree: str | None) -> TreeConfig | None:
-    """What --draft-length and --tree ask for."""
+    """The shape that --draft-length and --tree ask for; None for the drafter's own."""
     from specdec_ext import TreeConfig
 
     if tree is None:
         return None if draft_length is None else TreeConfig(depth=draft_length)
     if draft_length is not None:
-        raise ValueError("--draft-length and --tree both shape the drafts; give one of them")
+        raise ValueError("--draft-length and --tree both shape the drafts; pass only one of them")
     numbers = tree.split("x")
     if len(numbers) != 3 or not all(number.isdecimal() for number in numbers):
         raise ValueError(f"--tree {tree}: expected DEPTHxTOP_KxNODES, such as 6x10x60")
@@ -176,7 +185,11 @@ def _shape(draft_length: int | None, tree: str | None) -> TreeConfig | None:
 
 
 def _shaped(name: str, drafter: Any, shape: TreeConfig | None) -> Any:
-    """A drafter that drafts in this shape."""
+    """Return a drafter that drafts in this shape.
+
+    Raises:
+        ValueError: if the drafter cannot draft in it.
+    """
     from specdec_ext import DraftModelDrafter, HeadDrafter, MedusaDrafter, NgramDrafter
 
     if shape is None or drafter is None:
@@ -190,11 +203,13 @@ def _shaped(name: str, drafter: Any, shape: TreeConfig | None) -> Any:
         return drafter
     option = "--draft-length" if shape.top_k == 1 else "--tree"
     able = "ngram, draft models and draft heads" if shape.top_k == 1 else "draft heads"
-    raise ValueError(f"{option} shapes {able}, and --drafter {name} is none; leave one of them out")
+    raise ValueError(
+        f"{option} works with {able}, not with --drafter {name}; leave out one of the two options"
+    )
 
 
-class _Shown:
-    """A bar with a count, or where there is no terminal nothing."""
+class _ProgressBar:
+    """Shows a progress bar with a count; without a terminal it shows nothing."""
 
     def __init__(self, console: PlainConsole):
         self._bar = Progress(
@@ -207,7 +222,7 @@ class _Shown:
         )
         self._task = self._bar.add_task("warming up", total=None)
 
-    def __enter__(self) -> _Shown:
+    def __enter__(self) -> _ProgressBar:
         self._bar.start()
         return self
 
@@ -231,7 +246,7 @@ def _assistant(name: str, target: Model, tokenizer: PreTrainedTokenizerBase) -> 
     found = load_drafter(name, target, tokenizer)
     if not isinstance(found, DraftModelDrafter):
         raise ValueError(
-            f"--assisted {name}: expected a draft model; transformers assists with models only"
+            f"--assisted {name}: expected a draft model; assisted decoding takes no other drafter"
         )
     return found.model
 

@@ -1,6 +1,6 @@
-"""``specdec check``: is speculation lossless for this model, drafter and machine?
+"""``specdec check``: test whether speculation is lossless for a model, a drafter and this machine.
 
-First what ``supports`` claims about the model, logit by logit; then whole texts with the drafter.
+First the claims of ``supports(model)`` are tested logit by logit, then whole texts are compared.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ def check(
     drafter: DrafterOption = "auto",
     prompts: PromptsOption = None,
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="One prompt, instead of --prompts.")
+        str | None, typer.Option("--prompt", "-p", help="A single prompt, instead of --prompts.")
     ] = None,
     max_new_tokens: MaxNewTokensOption = 64,
     dtype: DtypeOption = Dtype.auto,
     device: DeviceOption = "auto",
 ) -> None:
-    """Verify on the actual weights what is claimed about a model, then compare texts; exit 1 on a bug.
+    """Test that speculation is lossless for a model on this machine; exit code 1 if it is not.
 
-    Claims: passes of several tokens, rejected drafts, trees and ragged batches give the logits of Hugging
-    Face generate. Texts: greedy ones of generate, plain and speculative decoding. The first difference of two
-    is a near-tie if the logits of the two tokens are closer than twice what the ways of computing that
-    position differ by (half precision), and a bug otherwise.
+    First the model's logits: passes over several tokens, rejected drafts, trees and ragged batches must give
+    the logits of Hugging Face generate. Then greedy texts: Hugging Face generate, plain and speculative
+    decoding must emit the same tokens. Where two texts first differ, the difference is a near-tie (rounding
+    in half precision) if the logits of the two tokens differ by at most twice the rounding error measured at
+    that position, and a bug otherwise.
     """
     import specdec_ext
 
@@ -64,13 +65,13 @@ def check(
     table.columns[0].overflow = "fold"
     verdicts: list[str] = []
     for name, text in texts:
-        law: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
+        greedy: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
         with user_errors(), console.status(f"checking {name}"):
             input_ids = encode(tokenizer, text, target.device)
-            reference = target.generate(input_ids, **law)[0]
-            plain = specdec_ext.generate(target, input_ids, drafter=None, **law)[0]
+            reference = target.generate(input_ids, **greedy)[0]
+            plain = specdec_ext.generate(target, input_ids, drafter=None, **greedy)[0]
             drafted = specdec_ext.generate(
-                target, input_ids, drafter=proposer, speculation="fixed", **law
+                target, input_ids, drafter=proposer, speculation="fixed", **greedy
             )[0]
             length = input_ids.shape[1]
             compared = [
@@ -87,9 +88,9 @@ def check(
 
 
 def _texts(prompts: Path | None, prompt: str | None) -> list[tuple[str, str]]:
-    """(name, text) of what was asked for; without that, of the bundled prompts."""
+    """(name, text) of the prompts that the options name, or of the bundled prompts."""
     if prompts is not None and prompt is not None:
-        raise ValueError("--prompts and --prompt both name the texts; give one of them")
+        raise ValueError("--prompts and --prompt both name the texts; pass only one of them")
     if prompt is not None:
         return [("prompt", prompt)]
     if prompts is not None:
@@ -100,7 +101,7 @@ def _texts(prompts: Path | None, prompt: str | None) -> list[tuple[str, str]]:
 
 
 def _support_table(support: Support) -> Table:
-    """What is done with a model, and why not more."""
+    """What is supported for the model, and the reason for each limit."""
     table = Table("chains", "trees", "batches", "rollback", "because")
     claims = ("yes" if each else "no" for each in (support.chain, support.tree, support.batch))
     table.add_row(*claims, support.rollback, "; ".join(support.reasons))

@@ -1,7 +1,7 @@
-"""``specdec demo``: see speculation at work on the bundled models, then measure it against Hugging Face.
+"""``specdec demo``: show speculation on the bundled models, then measure it against Hugging Face.
 
-Numbers are of one run: every contestant continues every prompt in turn with the same keywords, after a
-warm-up of each; medians over prompts.
+All numbers come from one run: after a warm-up, the ways to generate take turns on every prompt with the same
+keywords. The medians over prompts are reported.
 """
 
 from __future__ import annotations
@@ -42,39 +42,40 @@ if TYPE_CHECKING:
 HF = "HF generate"
 HF_LOOKUP = "HF prompt lookup (10)"
 OURS = "specdec, drafter={}"
-# n-gram copies, the bundled head, and what the two do together.
+# n-gram lookup, the bundled head, and both together.
 DRAFTERS = ["ngram", "head", "auto"]
-# What is streamed: code that is new enough to be read, where greedy text of a small model goes in circles.
+# The prompt whose completion is streamed. It is sampled: greedy text of a small model repeats itself.
 STREAMED = "torch/testing/_comparison.py"
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.6, "top_k": 0, "seed": 1}
 STREAMED_TOKENS = 110
 SHOWN_PROMPT_LINES = 6
-# A picture that fetches no fonts.
+# rich's SVG template without its web fonts, so that the picture loads nothing.
 _SVG = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 
 
 def demo(
     prompts: Annotated[
-        int, typer.Option(min=0, help="Number of bundled prompts to measure; 0 for all of them.")
+        int, typer.Option(min=0, help="Number of bundled prompts to measure; 0: all of them.")
     ] = 10,
     max_new_tokens: MaxNewTokensOption = 128,
     drafter: Annotated[
         list[str],
         typer.Option(
-            "--drafter", help="As of generate; may be repeated. The last one is streamed."
+            "--drafter",
+            help="Drafter, as for specdec generate; may be repeated. The last one is streamed.",
         ),
     ] = DRAFTERS,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "auto",
-    stream: Annotated[bool, typer.Option(help="Show a completion before measuring.")] = True,
+    stream: Annotated[bool, typer.Option(help="Stream a completion before measuring.")] = True,
     picture: Annotated[
         Path | None,
         typer.Option(
-            "--picture", dir_okay=False, help="Write the completion here, in colour (SVG)."
+            "--picture", dir_okay=False, help="Draw the completion in colour to this file (SVG)."
         ),
     ] = None,
 ) -> None:
-    """Stream a completion of real code with accepted drafts marked, then measure against HF generate."""
+    """Stream a completion with accepted drafts marked, then compare speed with Hugging Face generate."""
     from specdec_ext import assets
     from specdec_ext.evaluate.benchmark import machine_line, position_table
 
@@ -135,8 +136,8 @@ def _stream(
 
     (prompt,) = (each for each in assets.held_out_prompts() if each["name"] == STREAMED)
     console.sentence(
-        f"{STREAMED}, a file the model never saw, continued by it (sampled at temperature "
-        f"{SAMPLED['temperature']}, seed {SAMPLED['seed']}: one text, whatever the drafter)",
+        f"The model continues {STREAMED}, a file that it was not trained on (sampled at temperature "
+        f"{SAMPLED['temperature']}, seed {SAMPLED['seed']}; the text is the same with every drafter)",
         style="bold",
     )
     console.print(legend(console))
@@ -149,7 +150,7 @@ def _stream(
         drafter=proposer,
         streamer=TextStreamer(console, tokenizer, mark_drafted=True),
         max_new_tokens=max_new_tokens,
-        speculation="fixed",  # "auto" goes by the clock, and would mark other tokens each time
+        speculation="fixed",  # "auto" depends on measured times and would mark other tokens in each run
         **SAMPLED,
     )
     console.print("\n")
@@ -162,9 +163,9 @@ def _measure(
     encoded: list[LongTensor],
     max_new_tokens: int,
 ) -> dict[str, Series]:
-    from specdec_ext.evaluate.benchmark import hugging_face, interleave, law, ours
+    from specdec_ext.evaluate.benchmark import generation_kwargs, hugging_face, interleave, ours
 
-    shared = law(max_new_tokens)
+    shared = generation_kwargs(max_new_tokens)
     contestants = {
         HF: hugging_face(target, shared),
         HF_LOOKUP: hugging_face(target, shared, prompt_lookup_num_tokens=10),
@@ -207,7 +208,7 @@ def _print_differences(
     prompts: list[dict[str, str]],
     encoded: list[LongTensor],
 ) -> bool:
-    """Name every difference from HF generate; whether none of them is a bug of specdec_ext."""
+    """Print every difference from HF generate; return False if one of them is a bug of specdec_ext."""
     sound = True
     for name, verdicts in compared.items():
         for each, prompt, ids in zip(verdicts, prompts, encoded, strict=True):

@@ -1,4 +1,4 @@
-"""``specdec generate``: complete a prompt, streaming the text to standard output."""
+"""``specdec generate``: complete a prompt and stream the text to standard output."""
 
 from __future__ import annotations
 
@@ -30,26 +30,36 @@ def generate(
     model: ModelArgument = None,
     prompt: Annotated[
         str | None,
-        typer.Option("--prompt", "-p", help="Text to continue; standard input by default."),
+        typer.Option("--prompt", "-p", help="Text to continue; default: standard input."),
     ] = None,
     drafter: DrafterOption = "auto",
     speculation: SpeculationOption = SpeculationMode.auto,
     max_new_tokens: MaxNewTokensOption = 128,
     sample: Annotated[
-        bool, typer.Option("--sample", help="Sample instead of greedy decoding.")
+        bool, typer.Option("--sample", help="Sample instead of decoding greedily.")
     ] = False,
-    temperature: Annotated[float | None, typer.Option(help="With --sample.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="With --sample.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="With --sample.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; needs --sample.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Nucleus probability; needs --sample.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample among the K most likely tokens; needs --sample.")
+    ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="With --sample; one seed gives one text.")
+        int | None,
+        typer.Option(help="Seed; the same seed gives the same text; needs --sample."),
     ] = None,
     show_drafts: Annotated[
-        bool, typer.Option("--show-drafts", help="Mark accepted draft tokens.")
+        bool, typer.Option("--show-drafts", help="Mark accepted draft tokens in the text.")
     ] = False,
     stats: Annotated[
         bool,
-        typer.Option("--stats", help="Speed, acceptance and why it drafted, on standard error."),
+        typer.Option(
+            "--stats",
+            help="Print speed, acceptance and the reasons for drafting to standard error.",
+        ),
     ] = False,
     dtype: DtypeOption = Dtype.auto,
     device: DeviceOption = "auto",
@@ -57,7 +67,9 @@ def generate(
     """Complete a prompt; the text does not depend on the drafter."""
     import specdec_ext
 
-    law = _law(sample, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    sampling = _sampling_kwargs(
+        sample, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
+    )
     text = _prompt(prompt)
     target, tokenizer = load_target(model, dtype, device)
     proposer = load_drafter(drafter, target, tokenizer)
@@ -73,7 +85,7 @@ def generate(
             streamer=TextStreamer(console, tokenizer, mark_drafted=show_drafts),
             max_new_tokens=max_new_tokens,
             return_dict_in_generate=True,
-            **law,
+            **sampling,
         )
     seconds = time.perf_counter() - began
     console.print()
@@ -89,19 +101,19 @@ def generate(
         )
 
 
-def _law(sample: bool, **options: Any) -> dict[str, Any]:
-    """Keywords of ``generate`` that choose what is emitted; options without effect are refused."""
+def _sampling_kwargs(sample: bool, **options: Any) -> dict[str, Any]:
+    """Keywords of ``generate`` for greedy decoding or sampling; options without effect are refused."""
     given = {name: value for name, value in options.items() if value is not None}
     if given and not sample:
         names = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise typer.BadParameter(f"{names} needs --sample: greedy decoding has nothing to draw")
+        raise typer.BadParameter(f"{names} needs --sample: greedy decoding draws nothing")
     return {"do_sample": sample, **given}
 
 
 def _prompt(prompt: str | None) -> str:
     if prompt is None:
         if sys.stdin.isatty():
-            raise typer.BadParameter("give a prompt with --prompt, or pipe one into standard input")
+            raise typer.BadParameter("pass a prompt with --prompt, or pipe one into standard input")
         with user_errors():
             prompt = sys.stdin.read()
     if not prompt:

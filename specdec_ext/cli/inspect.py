@@ -1,4 +1,4 @@
-"""``specdec inspect``: what a draft checkpoint is, what it costs, and whether it belongs to a target."""
+"""``specdec inspect``: show the format and memory of a draft head, and whether it fits a target."""
 
 from __future__ import annotations
 
@@ -27,40 +27,40 @@ if TYPE_CHECKING:
     from specdec_ext.heads.config import DraftHead, HeadRecord
     from specdec_ext.heads.medusa import MedusaHeads
 
-# Of the calibration text; the costs grow with it, the certainty soon does not.
+# Tokens of the calibration text; more would cost time and add little certainty.
 _MAX_TOKENS = 512
 _UNKNOWN = "not recorded"
-# Share of right first tokens under which no reading is right.
-_HOPELESS = 0.02
+# If no reading predicts this share of first tokens, the head was made for another target.
+_LEAST_AGREEMENT = 0.02
 _MEDUSA_ROWS = {"keys and values": "none", "hidden states read": "the last one"}
 
 
 def inspect(
     path: Annotated[str, typer.Argument(help="Folder, weight file or hub id of a draft head.")],
     target: Annotated[
-        str | None, typer.Option(help="Folder or hub id of the model it is to draft for.")
+        str | None, typer.Option(help="Folder or hub id of the model that the head drafts for.")
     ] = None,
     calibrate: Annotated[
         Path | None,
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="Text on which to try both spellings of the tapped layers; needs --target.",
+            help="Text file on which to try the possible readings of the head's config; needs --target.",
         ),
     ] = None,
     show_all: Annotated[
-        bool, typer.Option("--all", help="Show every option of the head's config, too.")
+        bool, typer.Option("--all", help="Also show every option of the head's config.")
     ] = False,
     dtype: DtypeOption = Dtype.auto,
     device: DeviceOption = "auto",
 ) -> None:
-    """With --target the verdict on the pair; then a head's format, memory and what it was made for.
+    """Show a draft head's format, memory and target; with --target, check whether the two fit.
 
-    The exit code is 1 if the pair can't work. The target's weights are read for --calibrate, and to compare
-    them with the fingerprint of a head that has one. --dtype and --device are for --calibrate.
+    The exit code is 1 if head and target can't work together. The target's weights are read only for
+    --calibrate, or if the head records a fingerprint of them. --dtype and --device apply to --calibrate.
     """
     if calibrate is not None and target is None:
-        raise typer.BadParameter("--calibrate needs --target: the target's text is what is tried")
+        raise typer.BadParameter("--calibrate needs --target: the head drafts for that model")
     import specdec_ext
     from specdec_ext.heads.config import DraftHead
 
@@ -68,7 +68,9 @@ def inspect(
     with user_errors("PATH"):
         head = specdec_ext.load_draft(path)
     if calibrate is not None and not isinstance(head, DraftHead):
-        raise typer.BadParameter(f"{path} holds Medusa heads, which have nothing to calibrate")
+        raise typer.BadParameter(
+            f"{path} holds Medusa heads, which have nothing to calibrate; leave out --calibrate"
+        )
     loaded, works = None, True
     if target is not None:
         if calibrate is not None:
@@ -103,7 +105,7 @@ def _summary(head: DraftHead | MedusaHeads) -> Table:
         "made for": _made_for(head.record),
     }
     if head.record.ignored:
-        rows["tensors without use"] = ", ".join(head.record.ignored)
+        rows["unused tensors"] = ", ".join(head.record.ignored)
     if head.record.ambiguous:
         rows["ambiguous"] = f"{', '.join(head.record.ambiguous)}; --calibrate decides"
     table = Table(show_header=False, title=head.source, title_justify="left")
@@ -126,7 +128,7 @@ def _head_rows(head: DraftHead, size: int) -> dict[str, str]:
 
 
 def _made_for(record: HeadRecord) -> str:
-    """Name, revision and fingerprint, what of them is recorded."""
+    """The recorded ones of the target's name, revision and fingerprint."""
     known = {
         "": record.target_name,
         "revision ": record.target_revision,
@@ -158,7 +160,7 @@ def _verdict(
     target: str,
     loaded: tuple[Model, PreTrainedTokenizerBase] | None,
 ) -> bool:
-    """Print what speaks against the pair; False if it can't work."""
+    """Print every problem with the pair; return False if it can't work."""
     from specdec_ext.heads.checkpoints import check_pair
 
     with user_errors("--target"):
@@ -176,7 +178,10 @@ def _verdict(
 
 
 def _compared_with(record: HeadRecord, target: str) -> tuple[Model, PreTrainedTokenizerBase | None]:
-    """The target and its tokenizer, as far as there is something to compare them with."""
+    """Load the parts of the target that the head's record can be compared with.
+
+    Weights are loaded only if the head records their fingerprint, and the tokenizer likewise.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -227,10 +232,10 @@ def _trials(found: Calibration, head: DraftHead) -> Table:
             f"{trial.score:.2f}",
             style="bold" if best else None,
         )
-    if max(trial.first for trial in found.trials) < _HOPELESS:
-        table.caption = "no reading agrees with the target: the head was made for another one"
+    if max(trial.first for trial in found.trials) < _LEAST_AGREEMENT:
+        table.caption = "no reading agrees with the target: the head was made for another target"
     elif chosen == head.config:
-        table.caption = "the checkpoint is read right"
+        table.caption = "the checkpoint is read correctly"
     else:
         reading = f"feature_layers={chosen.feature_layers}, norm_output={chosen.norm_output}"
         table.caption = f"pass {reading} to load_draft"

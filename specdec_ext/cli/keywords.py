@@ -1,4 +1,4 @@
-"""``specdec keywords``: what becomes of every keyword of transformers' ``generate``."""
+"""``specdec keywords``: how every keyword of transformers' ``generate`` is treated."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from specdec_ext.keyword_table import markdown as as_markdown
 
 
 def keywords(
-    part: Annotated[str, typer.Argument(help="Only names that contain this.")] = "",
+    part: Annotated[
+        str, typer.Argument(help="Show only keywords whose name contains this text.")
+    ] = "",
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="The whole table for a page.")
+        bool, typer.Option("--markdown", help="Print the whole table as Markdown.")
     ] = False,
 ) -> None:
-    """Show which keywords of transformers' generate are exact, exact on a slower path, or refused and why."""
+    """Show which keywords of transformers' generate are exact, exact but slower, or refused, and why."""
     from rich.table import Table
 
     if markdown:
@@ -31,7 +33,7 @@ def keywords(
     if not any(found.values()):
         with user_errors():
             raise ValueError(
-                f"PART {part!r}: no keyword of generate has that in its name{_close(part)}"
+                f"PART {part!r}: no keyword of generate contains that in its name{_close(part)}"
             )
     console = PlainConsole()
     for title, keywords in found.items():

@@ -1,4 +1,4 @@
-"""``specdec train``: make a draft head for a target from texts or chats."""
+"""``specdec train``: train a draft head for a target on texts or chats."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SMOOTHED_OVER = 20
 
 
 class HeadKind(str, Enum):
-    """What is trained."""
+    """Kinds of heads that can be trained."""
 
     eagle3 = "eagle3"
     p_eagle = "p-eagle"
@@ -43,14 +43,14 @@ class HeadKind(str, Enum):
 
 
 class HeadLayout(str, Enum):
-    """Of the files that are written."""
+    """Formats of the files that are written."""
 
     eagle = "eagle"
     speculators = "speculators"
 
 
 class Optimizer(str, Enum):
-    """What trains it."""
+    """Optimizers that can train a head."""
 
     muon = "muon"
     adamw = "adamw"
@@ -58,89 +58,125 @@ class Optimizer(str, Enum):
 
 def train(
     model: Annotated[
-        str, typer.Argument(help="Folder or hub id of the target; 'bundled' for the bundled one.")
+        str,
+        typer.Argument(help="Folder or hub id of the target; 'bundled' for the bundled model."),
     ],
     data: Annotated[
         list[Path],
-        typer.Option("--data", help="Texts or chats: .txt, .json, .jsonl; may be repeated."),
+        typer.Option(
+            "--data", help="File of training texts or chats: .txt, .json, .jsonl; may be repeated."
+        ),
     ],
-    out: Annotated[Path, typer.Option("--out", help="Folder of the head.")],
-    kind: Annotated[HeadKind, typer.Option(help="eagle3 makes EAGLE 3.1 heads.")] = HeadKind.eagle3,
+    out: Annotated[Path, typer.Option("--out", help="Folder to write the head to.")],
+    kind: Annotated[
+        HeadKind, typer.Option(help="Kind of head; eagle3 makes EAGLE 3.1 heads.")
+    ] = HeadKind.eagle3,
     init_from: Annotated[
-        str | None, typer.Option(help="Adapt this head: a folder or hub id.")
+        str | None,
+        typer.Option(
+            help="Start from this trained head (folder or hub id), not from random weights."
+        ),
     ] = None,
     held_out: Annotated[
         Path | None,
         typer.Option(
-            help="Texts to estimate on; by default one in fifty of the data is kept for that."
+            help="Texts to evaluate on; default: one text in fifty of the data is held out."
         ),
     ] = None,
     old_held_out: Annotated[
         Path | None,
         typer.Option(
-            help="With --init-from: texts of what the head was made for; estimates on them tell what it "
-            "forgets."
+            help="Texts of the domain that the head of --init-from was trained for; evaluating on them "
+            "shows what it forgets."
         ),
     ] = None,
     regenerate: Annotated[
         Path | None,
-        typer.Option(help="Let the target write the answers anew, and keep them in this file."),
+        typer.Option(help="Replace the answers by the target's own and save them in this file."),
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Of an answer, with --regenerate.")
+        int, typer.Option(min=1, help="Maximum tokens of an answer, for --regenerate.")
     ] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="Of answers, with --regenerate.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature of answers, for --regenerate.")
+    ] = 0.0,
     text_column: Annotated[
-        str | None, typer.Option(help="Where texts are, if not in 'text'.")
+        str | None, typer.Option(help="Column of the texts; default: 'text'.")
     ] = None,
     messages_column: Annotated[
-        str | None, typer.Option(help="Where chats are, if not in 'messages' or 'conversations'.")
+        str | None,
+        typer.Option(help="Column of the chats; default: 'messages' or 'conversations'."),
     ] = None,
     learn_everything: Annotated[
-        bool, typer.Option("--learn-everything", help="Learn from prompts as well as answers.")
+        bool, typer.Option("--learn-everything", help="Train on prompts as well as on answers.")
     ] = False,
-    max_length: Annotated[int, typer.Option(min=2, help="Tokens of a text.")] = 512,
+    max_length: Annotated[int, typer.Option(min=2, help="Maximum tokens of a text.")] = 512,
     layers: Annotated[
         str | None,
-        typer.Option(help="Tapped hidden states, such as 2,16,29; i is the input of layer i."),
+        typer.Option(
+            help="Target layers whose hidden states the head reads, such as 2,16,29; i is the input of "
+            "layer i."
+        ),
     ] = None,
     draft_vocab: Annotated[
-        int | None, typer.Option(min=1, help="Draft only the most frequent tokens; all by default.")
+        int | None,
+        typer.Option(min=1, help="Draft only this many most frequent tokens; default: all tokens."),
     ] = None,
     decoder_layers: Annotated[
-        int | None, typer.Option(min=1, help="Of the head; by default 1, of p-eagle 4.")
+        int | None,
+        typer.Option(min=1, help="Decoder layers of the head; default: 1, for p-eagle 4."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Tokens ahead to train; heads of medusa.")] = 4,
+    steps: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Draft tokens per position to train on; for medusa, number of heads."
+        ),
+    ] = 4,
     updates: Annotated[
-        int | None, typer.Option(min=1, help="Steps of the optimiser; by default one epoch.")
+        int | None, typer.Option(min=1, help="Number of optimizer steps; default: one epoch.")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Texts per step and process.")] = 8,
-    learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 1e-2,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-2,
     optimizer: Annotated[
-        Optimizer, typer.Option(help="Muon has AdamW beside it.")
+        Optimizer,
+        typer.Option(
+            help="muon: Muon for the matrices of the layers, AdamW for all other weights."
+        ),
     ] = Optimizer.muon,
     decay: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the steps in which the rate falls.")
+        float,
+        typer.Option(
+            min=0, max=1, help="Share of the steps, at the end, in which the learning rate decays."
+        ),
     ] = 0.5,
-    seed: Annotated[int, typer.Option(help="Of the new weights and the order of the texts.")] = 0,
-    evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between two estimates.")] = 200,
-    save_every: Annotated[int, typer.Option(min=1, help="Steps between two saved states.")] = 100,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the initial weights and of the order of the texts.")
+    ] = 0,
+    evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 200,
+    save_every: Annotated[
+        int, typer.Option(min=1, help="Steps between checkpoints of the training state.")
+    ] = 100,
     work: Annotated[
-        Path | None, typer.Option(help="State, history and plot; OUT.training by default.")
+        Path | None,
+        typer.Option(help="Folder of the training state, history and plot; default: OUT.training."),
     ] = None,
     dump: Annotated[
         Path | None,
-        typer.Option(help="Compute the target's hidden states once, and keep them in this folder."),
+        typer.Option(
+            help="Compute the target's hidden states once and store them in this folder; default: compute "
+            "them in every step."
+        ),
     ] = None,
     layout: Annotated[
-        HeadLayout | None, typer.Option(help="By default eagle, if it can express the head.")
+        HeadLayout | None,
+        typer.Option(help="Format of the head's files; default: eagle if it can express the head."),
     ] = None,
     dtype: DtypeOption = Dtype.bfloat16,
     device: DeviceOption = "auto",
 ) -> None:
-    """Train a draft head; call it again to go on where it was stopped.
+    """Train a draft head; the same command resumes a run that was stopped.
 
-    Several processes: accelerate launch --module specdec_ext.cli train ...
+    For several processes: accelerate launch --module specdec_ext.cli train ...
     """
     console = PlainConsole()
     with user_errors("--device"):
@@ -160,7 +196,7 @@ def train(
             learn_everything=learn_everything,
         )
         config = TrainConfig(
-            updates=updates or 1,  # until the texts are counted
+            updates=updates or 1,  # replaced by one epoch once the texts are counted
             batch_size=batch_size,
             learning_rate=learning_rate,
             optimizer=optimizer.value,
@@ -177,14 +213,15 @@ def train(
             answers = _Answers(regenerate, target, max_new_tokens, temperature, seed, console)
         vocab_size = target.get_input_embeddings().num_embeddings
         texts = _Texts(tokenizer, max_length, text_column, messages_column, vocab_size, answers)
-        with accelerator.main_process_first():  # which writes what the others then find in files
+        # The main process writes the answers to a file, which the others then read.
+        with accelerator.main_process_first():
             examples, kept, old = texts.read(data, held_out, old_held_out)
         if updates is None:
             epoch = max(1, len(examples) // (batch_size * accelerator.num_processes))
             config = replace(config, updates=epoch)
         if accelerator.is_main_process:
             _print_texts(console, examples, kept)
-        with _Shown(console, config.updates) as shown:
+        with _ProgressBar(console, config.updates) as progress:
             recipes.train_head(
                 target,
                 examples,
@@ -197,8 +234,8 @@ def train(
                 layout=None if layout is None else layout.value,
                 tokenizer=tokenizer,
                 old_held_out=old,
-                on_start=shown.start,
-                on_step=shown,
+                on_start=progress.start,
+                on_step=progress,
                 on_dump=lambda size: console.print(f"hidden states: {size}", soft_wrap=True),
             )
     if accelerator.is_main_process:
@@ -206,7 +243,7 @@ def train(
 
 
 def _accelerator(device: str) -> tuple[Any, str]:
-    """accelerate, and the device of this process: of several on "cuda" each has its own."""
+    """Return accelerate's Accelerator and this process's device; on "cuda" every process has its own."""
     import torch
 
     from specdec_ext.training.trainer import make_accelerator
@@ -216,7 +253,7 @@ def _accelerator(device: str) -> tuple[Any, str]:
 
 
 def _check_files(texts: list[Path | None], answers: Path | None) -> None:
-    """Before a target is read, and answers for hours, what they would be wasted on."""
+    """Check the files before the target is loaded and generates answers, which may take hours."""
     for path in texts:
         if path is not None:
             regular_file(path, "a file of texts")
@@ -237,7 +274,7 @@ def _numbers(given: str | None) -> tuple[int, ...] | None:
 
 @dataclass
 class _Answers:
-    """How the target answers the prompts of the texts."""
+    """Lets the target answer the prompts of the texts, for ``--regenerate``."""
 
     file: Path
     target: Model
@@ -252,7 +289,7 @@ class _Answers:
 
         longest = max(1, max_length - self.max_new_tokens)
         lengths = min(16, longest), min(256, longest)
-        with self.console.status("the target answers") as status:
+        with self.console.status("the target writes answers") as status:
             return regenerate(
                 self.target,
                 prompts(records, tokenizer, lengths=lengths, seed=self.seed),
@@ -263,14 +300,14 @@ class _Answers:
                 temperature=self.temperature,
                 seed=self.seed,
                 progress=lambda done: status.update(
-                    f"the target answers: {done.prompts} of {done.total}, {done.tokens:,} tokens"
+                    f"the target writes answers: {done.prompts} of {done.total}, {done.tokens:,} tokens"
                 ),
             )
 
 
 @dataclass
 class _Texts:
-    """How the files of a command line are read."""
+    """Reads the files of the command line into training examples."""
 
     tokenizer: Any
     max_length: int
@@ -282,7 +319,7 @@ class _Texts:
     def read(
         self, data: list[Path], held_out: Path | None, old_held_out: Path | None
     ) -> tuple[list[Example], list[Example], list[Example]]:
-        """Examples to learn from, to estimate on, and to tell on what is forgotten."""
+        """Return the examples to train on, to evaluate on, and those of ``--old-held-out``."""
         from specdec_ext.training.records import split_records
 
         records = [record for path in data for record in self._records(path)]
@@ -312,13 +349,13 @@ def _print_texts(console: PlainConsole, examples: list[Example], kept: list[Exam
     learnt = sum(int(each.loss_mask.sum()) for each in examples)
     console.print(
         f"{len(examples):,} texts, {tokens:,} tokens, of which {learnt:,} are in the loss mask; "
-        f"{len(kept):,} texts to estimate on",
+        f"{len(kept):,} texts to evaluate on",
         soft_wrap=True,
     )
 
 
-class _Shown:
-    """A bar, or where there is no terminal a line per estimate."""
+class _ProgressBar:
+    """Shows a progress bar, and prints one line per evaluation."""
 
     def __init__(self, console: PlainConsole, updates: int):
         self._console = console
@@ -333,7 +370,7 @@ class _Shown:
         )
         self._task = self._bar.add_task("", total=updates)
 
-    def __enter__(self) -> _Shown:
+    def __enter__(self) -> _ProgressBar:
         self._bar.start()
         return self
 
@@ -353,7 +390,7 @@ class _Shown:
             )
 
     def start(self, found: Evaluation, old: Evaluation | None) -> None:
-        """What the weights are worth before the first step."""
+        """Print the evaluation of the initial weights."""
         self._print("step 0", found, old)
 
     def _print(self, when: str, found: Evaluation, old: Evaluation | None) -> None:

@@ -1,4 +1,4 @@
-"""``specdec version``: what is installed, and whether its CUDA kernels were built."""
+"""``specdec version``: installed versions, and whether the CUDA kernels were built."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 
 def version() -> None:
-    """Print versions and whether the CUDA kernels were built."""
+    """Print the installed versions and whether the CUDA kernels were built."""
     print_versions()
 
 
@@ -27,7 +27,7 @@ def print_versions() -> None:
 
 
 def _cuda_kernels_built() -> bool:
-    """Ops are registered for CUDA in every build; GPU code, in an ELF section of its own, is in some."""
+    """Look for the library's section of GPU code: every build registers CUDA ops, so that tells nothing."""
     import specdec_ext
 
     # specdec_ext.ops knows the path, but importing it imports torch.

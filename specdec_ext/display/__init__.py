@@ -1,4 +1,4 @@
-"""How results show themselves: a line as text, a small table in a notebook."""
+"""Display of results: one line as text, a small table in a notebook."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ MAX_LINE = 200  # characters
 
 
 class Summarised:
-    """Base class of results whose fields are many: ``repr`` and ``str`` are one line.
+    """Base class of results with many fields: ``repr`` and ``str`` are one line.
 
-    A dataclass must be made with ``repr=False``. What it says may come from a checkpoint or a prompt, so
-    notebooks are given it escaped.
+    Subclasses that are dataclasses need ``repr=False``. The text may come from a checkpoint or a prompt, so
+    it is escaped in the HTML for notebooks.
     """
 
     def summary(self) -> str:
-        """The result in a line."""
+        """The result in one line."""
         raise NotImplementedError
 
     def details(self) -> Iterable[tuple[str, ...]]:
-        """Rows of the table of a notebook; the first cell of each names it."""
+        """Rows of the table shown in a notebook; the first cell is the name of the row."""
         return ()
 
     def __repr__(self) -> str:

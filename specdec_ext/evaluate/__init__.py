@@ -1,1 +1,1 @@
-"""Measuring and checking: is the text the same, how fast is it, where does the time go?"""
+"""Checks that the text is the same, benchmarks of its speed, and a breakdown of where the time goes."""

@@ -1,9 +1,9 @@
-"""``breakdown``: where the time of a step goes, from the draft to the streamed token.
+"""``breakdown``: measure where the time of a step goes, from the draft to the streamed token.
 
-While a breakdown runs, the functions that make up a step are replaced by ones that look at the clock; at
-all other times nothing is there. A part's time is its own: what parts within it take is theirs. Looking
-costs half a microsecond per call, which lands in the part around it. Calls of ``generate`` in other threads
-would be counted, too: run nothing beside it.
+While a breakdown runs, the functions of a step are wrapped by timers; at all other times the code is not
+instrumented. The time of a part excludes the parts nested in it. A timer costs half a microsecond per call,
+which counts for the enclosing part. Calls of ``generate`` in other threads would be measured too, so run
+nothing else meanwhile.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from specdec_ext.verify.stopping import StopRule
 DRAFT_OP, DRAFT = "draft op", "draft, around it"
 FORWARD = "target, the rest of its forward"
 LAYERS, LINEARS, ATTENTION = "target, layers", "target, linears", "target, attention"
-# Arithmetic; everything else is what a step costs beside it.
+# The parts that compute the draft and the forward pass; everything else is overhead of a step.
 INSIDE = (DRAFT_OP, LAYERS, LINEARS, ATTENTION, FORWARD)
 PREFILL = "prefill"
-# In the order in which a step comes by.
+# In the order of a step.
 PARTS = (
     DRAFT_OP,
     DRAFT,
@@ -62,8 +62,8 @@ class Part:
 
     Attributes:
         name: one of ``PARTS``.
-        microseconds: of a step, the median over steps.
-        calls: per step.
+        microseconds: time per step, the median over steps.
+        calls: mean number of calls per step.
     """
 
     name: str
@@ -73,14 +73,14 @@ class Part:
 
 @dataclass(frozen=True, repr=False)
 class Breakdown(Summarised):
-    """The parts of a step, one pass of the target after the prompt.
+    """Times of the parts of a step; a step is one pass of the target after the prefill.
 
     Attributes:
-        parts: in the order of ``PARTS``.
-        steps: how many were measured.
-        tokens_per_step: emitted, over all rows.
+        parts: the measured parts, in the order of ``PARTS``.
+        steps: number of measured steps.
+        tokens_per_step: emitted tokens per step, over all rows.
         title: drafter and dtype.
-        machine: and commit.
+        machine: machine, versions and commit.
     """
 
     parts: tuple[Part, ...]
@@ -91,7 +91,7 @@ class Breakdown(Summarised):
 
     @property
     def microseconds(self) -> float:
-        """Of a whole step."""
+        """Microseconds of a whole step."""
         return sum(part.microseconds for part in self.parts)
 
     @property
@@ -110,7 +110,7 @@ class Breakdown(Summarised):
         yield from ((part.name, f"{part.microseconds:.1f} us") for part in self.parts)
 
     def table(self) -> str:
-        """The parts as text, a line each."""
+        """The parts as text, one line each."""
         width = max(len(name) for name in PARTS)
         lines = [
             f"{self.title} | {self.machine}",
@@ -129,7 +129,7 @@ class Breakdown(Summarised):
         return "\n".join(lines)
 
     def plot(self, path: str | Path, others: Sequence[Breakdown] = ()) -> None:
-        """A stacked bar as an image file, with one more bar for each of ``others``.
+        """Save a stacked bar as an image file, with one more bar for each of ``others``.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -164,18 +164,18 @@ def breakdown(
     name: str | None = None,
     **kwargs: Any,
 ) -> Breakdown:
-    """Generate behind every prompt, after one call that is not counted, and take the steps apart.
+    """Generate for every prompt, after one warm-up call, and measure the parts of each step.
 
     Args:
         model: the target.
-        prompts: each ``[batch, length]`` ids, a call each.
+        prompts: ids ``[batch, length]``; one call each.
         drafter: as for :func:`specdec_ext.generate`.
-        max_new_tokens: of each call.
-        name: of the drafter in the title; by default its class.
-        **kwargs: further arguments of :func:`specdec_ext.generate`; greedy if they do not say.
+        max_new_tokens: new tokens per call.
+        name: name of the drafter in the title; by default its class.
+        **kwargs: further arguments of :func:`specdec_ext.generate`; decoding is greedy by default.
 
     Raises:
-        ValueError: without prompts.
+        ValueError: if there are no prompts, or if ``max_new_tokens`` leaves no step after the prefill.
     """
     if not prompts:
         raise ValueError("prompts is empty; expected at least one [batch, length] tensor of ids")
@@ -193,7 +193,9 @@ def breakdown(
                 steps += clock.steps
                 tokens += out.speculation.emitted_tokens
     if not steps:
-        raise ValueError(f"max_new_tokens={max_new_tokens} leaves no step behind the prompt")
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens} leaves no step to measure after the prompt; expected 2 or more"
+        )
     dtype = str(model.dtype).removeprefix("torch.")
     return Breakdown(
         tuple(
@@ -212,7 +214,7 @@ def breakdown(
     )
 
 
-# A step begins with it.
+# The first function of every step.
 _FIRST = Decoder._propose
 
 
@@ -223,10 +225,10 @@ class _Step:
 
 
 class _Clock:
-    """Own times of nested parts."""
+    """Measures the parts of each step; nested parts are not counted twice."""
 
     def begin(self) -> None:
-        """A call of ``generate`` begins; what comes before its first step is not kept."""
+        """Prepare for a call of ``generate``; times before its first step are discarded."""
         self.steps: list[_Step] = []
         self._step = _Step()
         self._open: list[str] = []
@@ -239,7 +241,7 @@ class _Clock:
         self._since = now
 
     def timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
-        """``function``, whose calls count as ``part``, and all within them where that is the prefill."""
+        """Wrap ``function`` so that its calls are timed as ``part``; calls within the prefill are not."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -262,9 +264,9 @@ class _Clock:
 
 @contextmanager
 def _measured(model: PreTrainedModel, clock: _Clock) -> Iterator[None]:
-    """Let ``clock`` see the parts of every call."""
+    """Wrap the functions of all parts with timers of ``clock``."""
     targets, drafters = _subclasses(Target), _subclasses(Drafter)
-    places: list[tuple[Any, str, str]] = [
+    functions: list[tuple[Any, str, str]] = [
         (Decoder, "run", "loop"),
         (Decoder, "_propose", DRAFT),
         (ops, "draft_head", DRAFT_OP),
@@ -284,7 +286,7 @@ def _measured(model: PreTrainedModel, clock: _Clock) -> Iterator[None]:
         *((drafter, "commit", DRAFT) for drafter in drafters),
     ]
     with ExitStack() as stack:
-        for owner, name, part in places:
+        for owner, name, part in functions:
             if name in vars(owner):
                 stack.enter_context(_replaced(owner, name, clock.timed(vars(owner)[name], part)))
         stack.enter_context(_forward_measured(model, clock))
@@ -292,7 +294,7 @@ def _measured(model: PreTrainedModel, clock: _Clock) -> Iterator[None]:
 
 
 def _forward_measured(model: PreTrainedModel, clock: _Clock) -> Any:
-    """The target's forward is a part; that of another model of its class belongs to who runs it."""
+    """Time the forward pass of ``model``, not that of other models of its class such as a draft model."""
     kind: Any = type(model)
     own = kind.__call__
     timed = clock.timed(own, FORWARD)

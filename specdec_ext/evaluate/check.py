@@ -1,18 +1,19 @@
-"""``check_model``: is what ``supports(model)`` claims true for these weights on this machine?
+"""``check_model``: test the claims of ``supports(model)`` on these weights and this machine.
 
-Hugging Face ``generate``, one token after the other, is the law. Each check generates the same greedy text
-with drafts that are right, wrong or both, and compares the logits of every token:
+Hugging Face ``generate``, which decodes one token at a time, is the baseline. Each check generates the same
+greedy text with drafts that are right, wrong or both, and compares the logits of every token with it:
 
-- single step: no drafts at all;
-- chain: right drafts, so several tokens in one pass;
-- rollback: wrong, half right and right drafts in turn, so what was rejected must leave nothing behind;
+- single step: no drafts;
+- chain: right drafts, so one pass scores several tokens;
+- rollback: wrong, half right and right drafts in turn, so rejected tokens must leave no trace;
 - tree: the right text as first, middle and last branch among wrong ones, so branches must not see each other;
-- batch: rows of different lengths, of which each accepts another part of its drafts.
+- batch: rows of different lengths, each of which accepts another part of its drafts.
 
-Two ways to compute the same logits round differently. What rounding can do to this model is measured: the
-*noise* is how far the law's own logits move if the embeddings are changed in their last bit. Larger
-differences are a wrong claim; where texts part within that, it is a near-tie. ``compare_runs`` can't tell
-the two apart here: it measures rounding by passes of several tokens, which are what is in doubt.
+Two ways to compute the same logits round differently. The effect of rounding on this model is measured: the
+*noise* is the largest change of the baseline's logits when the last bit of the embeddings changes. A larger
+difference than rounding explains means that the claim is wrong; if the texts differ while the logits agree
+within that bound, it is a near-tie. ``compare_runs`` cannot decide this here: it measures rounding with
+passes over several tokens, and whether these are right is the question.
 """
 
 from __future__ import annotations
@@ -34,26 +35,28 @@ from specdec_ext.models import Support, supports
 Verdict = Literal["exact", "near-tie", "wrong", "idle"]
 
 PROMPT_TOKENS = 24
-# Rows with embeddings of their own whose noise is measured in one pass.
+# The noise is measured on this many copies of the prompt in one pass, each with other changes.
 COPIES = 4
-# Another formula for the same, such as a scan in chunks for a recurrence, has been seen to differ by 6 times
-# the noise; what is wrong differs, in float32, by thousands.
+# The bound is SLACK times the noise. Another formula for the same result, such as a chunked scan for a
+# recurrence, differs by up to 6 times the noise; a wrong result differs, in float32, by thousands of times.
 SLACK = 8
 
 
 @dataclass(frozen=True)
 class Check:
-    """What one check found.
+    """Result of one check.
 
     Attributes:
         name: ``"single step"``, ``"chain"``, ``"rollback"``, ``"tree"`` or ``"batch"``.
-        verdict: ``"exact"``; ``"near-tie"``: another token of the same logits but for rounding; ``"wrong"``:
-            logits that rounding does not explain; ``"idle"``: no draft was verified although that is claimed.
-        delta: largest difference of a logit from Hugging Face ``generate``'s.
-        bound: the largest that rounding explains.
-        tokens: tokens compared, in all rows; of a row that parts from the law, up to there.
-        accepted: accepted drafts among them.
-        gap: where the texts part, by how much the law prefers its own token; None if they don't.
+        verdict: ``"exact"``: same tokens; ``"near-tie"``: another token, but the logits differ only by
+            rounding; ``"wrong"``: the logits differ by more; ``"idle"``: no draft was accepted, so the claim
+            was not tested.
+        delta: largest difference of a logit from that of Hugging Face ``generate``.
+        bound: largest difference that rounding explains.
+        tokens: number of tokens compared, over all rows; in a row that differs, up to the first difference.
+        accepted: number of accepted draft tokens.
+        gap: where the texts first differ, logit of the baseline's token minus logit of ours; None if they
+            are equal.
     """
 
     name: str
@@ -71,11 +74,11 @@ class Check:
 
 @dataclass(frozen=True, repr=False)
 class ModelCheck(Summarised):
-    """What :func:`check_model` found.
+    """Result of :func:`check_model`.
 
     Attributes:
-        support: what is claimed.
-        checks: one for each claim.
+        support: the claims.
+        checks: one check for each claim.
     """
 
     support: Support
@@ -98,14 +101,14 @@ class ModelCheck(Summarised):
 
 
 @dataclass(frozen=True)
-class _Law:
-    """What Hugging Face ``generate`` makes of prompts.
+class _Baseline:
+    """Output of Hugging Face ``generate``, which the checks compare with.
 
     Attributes:
-        inputs: ``input_ids`` and ``attention_mask``, ``[rows, columns]``, and what else there is.
+        inputs: ``input_ids`` and ``attention_mask``, ``[rows, columns]``, and the call's other arguments.
         tokens: ``[rows, new]``.
         logits: ``[rows, new, vocab]`` float32.
-        bound: of differences of its logits that rounding explains.
+        bound: largest difference of logits that rounding explains.
     """
 
     inputs: dict[str, Any]
@@ -121,13 +124,14 @@ def check_model(
     max_new_tokens: int = 16,
     **inputs: Any,
 ) -> ModelCheck:
-    """Verify ``supports(model)`` on the actual weights, in about a dozen passes per token.
+    """Test ``supports(model)`` on the actual weights; takes about a dozen passes per token.
 
     Args:
         model: any model that ``generate`` takes.
-        input_ids: ``[1, length]`` prompt, of two tokens or more; by default a fixed one of random tokens.
-        max_new_tokens: tokens to compare in each check.
-        **inputs: further inputs of the model (images, encoder inputs), for the prompt's one row.
+        input_ids: ``[1, length]`` prompt of at least two tokens; by default 24 fixed random tokens.
+        max_new_tokens: number of tokens to compare in each check.
+        **inputs: further inputs of the model (images, encoder inputs) for this one row. With them the batch
+            check is left out.
 
     Raises:
         ValueError: for a prompt of another shape, or a model that ``generate`` refuses.
@@ -136,27 +140,31 @@ def check_model(
         input_ids = _random_prompt(model)
     if input_ids.ndim != 2 or len(input_ids) != 1 or input_ids.shape[1] < 2:
         raise ValueError(
-            f"input_ids is {tuple(input_ids.shape)}; expected one prompt, [1, length], of two tokens or more"
+            f"input_ids has shape {tuple(input_ids.shape)}; expected one prompt [1, length] of at least 2 "
+            "tokens"
         )
     support = supports(model)
     limits = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens, "use_cache": True}
-    law = _law(model, {**_batch([input_ids]), **limits, **inputs})
-    checks = [_check(model, "single step", law, None)]
+    baseline = _baseline(model, {**_batch([input_ids]), **limits, **inputs})
+    checks = [_check(model, "single step", baseline, None)]
     if support.chain:
-        checks += [_check(model, "chain", law, right), _check(model, "rollback", law, mixed)]
+        checks += [
+            _check(model, "chain", baseline, right),
+            _check(model, "rollback", baseline, mixed),
+        ]
     if support.tree:
-        checks.append(_check(model, "tree", law, branches))
+        checks.append(_check(model, "tree", baseline, branches))
     if support.batch and not inputs:
         third = -(-input_ids.shape[1] // 3)
         texts = [input_ids, input_ids[:, third:], input_ids[:, -third:]]
-        law = _law(model, {**_batch(texts), **limits})
+        baseline = _baseline(model, {**_batch(texts), **limits})
         shape = mixed_branches if support.tree else mixed
-        checks.append(_check(model, "batch", law, shape))
+        checks.append(_check(model, "batch", baseline, shape))
     return ModelCheck(support, tuple(checks))
 
 
 def _batch(texts: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Texts ``[1, length]``, padded on the left."""
+    """Pad texts ``[1, length]`` on the left into one batch."""
     width = max(text.shape[1] for text in texts)
     ids = torch.zeros(len(texts), width, dtype=torch.long, device=texts[0].device)
     mask = torch.zeros_like(ids)
@@ -172,7 +180,7 @@ def _random_prompt(model: PreTrainedModel) -> Tensor:
     return ids.to(model.device)
 
 
-# A greedy text whose logits can be compared.
+# Keywords of ``generate`` for a greedy text with its logits.
 _GREEDY: dict[str, Any] = {
     "do_sample": False,
     "num_beams": 1,
@@ -181,20 +189,20 @@ _GREEDY: dict[str, Any] = {
 }
 
 
-def _law(model: PreTrainedModel, inputs: dict[str, Any]) -> _Law:
+def _baseline(model: PreTrainedModel, inputs: dict[str, Any]) -> _Baseline:
     output: Any = class_generate(model)(**inputs, **_GREEDY)
-    law = _Law(inputs, *_new(output))
-    least = torch.finfo(model.dtype).eps * float(law.logits.abs().max())
-    return replace(law, bound=SLACK * max(least, _noise(model, law)))
+    baseline = _Baseline(inputs, *_new(output))
+    least = torch.finfo(model.dtype).eps * float(baseline.logits.abs().max())
+    return replace(baseline, bound=SLACK * max(least, _noise(model, baseline)))
 
 
 def _new(output: Any) -> tuple[list[list[int]], Tensor]:
-    """Tokens and logits of what was generated."""
+    """Tokens and logits of the generated part."""
     logits = torch.stack(output.logits, dim=1).float()
     return output.sequences[:, -logits.shape[1] :].tolist(), logits
 
 
-def _noise(model: PreTrainedModel, law: _Law) -> float:
+def _noise(model: PreTrainedModel, baseline: _Baseline) -> float:
     generator = torch.Generator().manual_seed(0)
 
     def flip_last_bits(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -204,48 +212,52 @@ def _noise(model: PreTrainedModel, law: _Law) -> float:
 
     copies = {
         name: value.repeat_interleave(COPIES, 0) if isinstance(value, Tensor) else value
-        for name, value in law.inputs.items()
+        for name, value in baseline.inputs.items()
     }
     hook = model.get_input_embeddings().register_forward_hook(flip_last_bits)
     try:
         output: Any = class_generate(model)(**copies, **_GREEDY)
     finally:
         hook.remove()
-    differences = _differences(law, *_new(output), copies=COPIES)
+    differences = _differences(baseline, *_new(output), copies=COPIES)
     return max(difference for difference, _, _ in differences)
 
 
 def _differences(
-    law: _Law, tokens: list[list[int]], logits: Tensor, copies: int = 1
+    baseline: _Baseline, tokens: list[list[int]], logits: Tensor, copies: int = 1
 ) -> list[tuple[float, int, float | None]]:
-    """Per row: largest difference of a logit, tokens compared, the gap where the texts part if they do."""
+    """Per row: largest difference of a logit, tokens compared, gap where the texts first differ or None."""
     return [
-        _difference(law.tokens[row // copies], law.logits[row // copies], tokens[row], logits[row])
+        _difference(
+            baseline.tokens[row // copies], baseline.logits[row // copies], tokens[row], logits[row]
+        )
         for row in range(len(tokens))
     ]
 
 
 def _difference(
-    law: list[int], law_logits: Tensor, tokens: list[int], logits: Tensor
+    expected: list[int], expected_logits: Tensor, tokens: list[int], logits: Tensor
 ) -> tuple[float, int, float | None]:
-    same = [ours == theirs for ours, theirs in zip(tokens, law, strict=True)]
+    same = [ours == theirs for ours, theirs in zip(tokens, expected, strict=True)]
     parts = same.index(False) if False in same else None
     compared = len(same) if parts is None else parts + 1
-    delta = float((logits[:compared] - law_logits[:compared]).abs().max())
+    delta = float((logits[:compared] - expected_logits[:compared]).abs().max())
     if parts is None:
         return delta, compared, None
-    scores = law_logits[parts]
-    return delta, compared, float(scores[law[parts]] - scores[tokens[parts]])
+    scores = expected_logits[parts]
+    return delta, compared, float(scores[expected[parts]] - scores[tokens[parts]])
 
 
-def _check(model: PreTrainedModel, name: str, law: _Law, shape: Shape | None) -> Check:
-    drafter = None if shape is None else Script(law.tokens, law.logits.shape[-1], shape)
-    output: Any = generate(model, **law.inputs, **_GREEDY, drafter=drafter, speculation="fixed")
-    deltas, compared, gaps = zip(*_differences(law, *_new(output)), strict=True)
+def _check(model: PreTrainedModel, name: str, baseline: _Baseline, shape: Shape | None) -> Check:
+    drafter = None if shape is None else Script(baseline.tokens, baseline.logits.shape[-1], shape)
+    output: Any = generate(
+        model, **baseline.inputs, **_GREEDY, drafter=drafter, speculation="fixed"
+    )
+    deltas, compared, gaps = zip(*_differences(baseline, *_new(output)), strict=True)
     parted = [gap for gap in gaps if gap is not None]
     accepted = output.speculation.accepted_tokens
     verdict: Verdict = "near-tie" if parted else "exact"
-    if max(deltas) > law.bound:
+    if max(deltas) > baseline.bound:
         verdict = "wrong"
     elif drafter is not None and not accepted:
         verdict = "idle"
@@ -253,7 +265,7 @@ def _check(model: PreTrainedModel, name: str, law: _Law, shape: Shape | None) ->
         name,
         verdict,
         max(deltas),
-        law.bound,
+        baseline.bound,
         sum(compared),
         accepted,
         max(parted, default=None),

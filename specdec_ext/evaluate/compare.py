@@ -1,9 +1,9 @@
-"""Are two greedy texts of one prompt the same, and if not, is it a near-tie or a bug?
+"""``compare_runs``: decide whether two greedy texts of one prompt are equal, a near-tie apart, or a bug.
 
-A 1-row and an n-row matrix product round differently, so in half precision the best two logits of a
-position may change places. A difference is a *near-tie* if the gap between the two tokens' logits is at
-most twice the largest difference between the logits that the two ways of computing that position give;
-anything else is a bug.
+A 1-row and an n-row matrix product round differently, so in half precision the two largest logits of a
+position may change places. The first difference of two texts is a *near-tie* if the gap between the logits of
+the two tokens is at most twice the rounding error: the largest difference between the position's logits when
+they are computed token by token and in passes over several tokens. Any other difference is a bug.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class ComparedRuns:
     """Verdict on two texts.
 
     Attributes:
-        equal: same tokens.
+        equal: whether the tokens are the same.
         position: column of the first difference, or None.
         verdict: ``"equal"``, ``"near-tie"`` or ``"bug"``.
-        gap: absolute difference of the logits of the two tokens there (single-step pass).
-        bound: twice the largest difference of that position's logits between the ways of computing it.
+        gap: absolute difference of the logits of the two tokens at ``position``, computed token by token.
+        bound: largest gap of a near-tie, twice the rounding error at ``position``.
     """
 
     equal: bool
@@ -46,10 +46,10 @@ def compare_runs(
     """Compare two greedy continuations of one unpadded prompt.
 
     Args:
-        model: the model both came from.
+        model: the model that generated both.
         first, second: ``[length]`` ids, prompt included; may differ in length.
-        prompt_length: tokens of the common prompt.
-        block_lengths: how many tokens verification may have scored at once; each is tried.
+        prompt_length: number of tokens of the common prompt.
+        block_lengths: numbers of tokens that verification may have scored in one pass; all are tried.
 
     Returns:
         The verdict on the first difference.
@@ -68,7 +68,8 @@ def compare_runs(
     if not len(different):
         if len(first) == len(second):
             return ComparedRuns(True, None, "equal")
-        return ComparedRuns(False, common, "bug", float("inf"))  # one ended, the other went on
+        # Only one of the two texts ended here.
+        return ComparedRuns(False, common, "bug", float("inf"))
     position = int(different[0])
     prefix = first[None, :position]
     single = _logits_after(model, prefix, [prompt_length] + [1] * (position - prompt_length))
@@ -82,7 +83,7 @@ def compare_runs(
 
 
 def _logits_after(model: PreTrainedModel, ids: Tensor, pieces: list[int]) -> Tensor:
-    """``[vocab]`` float32 logits after ``ids [1, length]`` when it is run in these pieces."""
+    """``[vocab]`` float32 logits after ``ids [1, length]``, computed in passes over ``pieces`` tokens."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     start, logits = 0, None
     for length in pieces:

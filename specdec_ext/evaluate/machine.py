@@ -1,4 +1,4 @@
-"""The line that says on what a number was measured."""
+"""``machine_line``: the machine and versions of a measurement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def machine_line(device: torch.device, *more: str) -> str:
-    """Processor, threads, torch, whatever else matters, commit; separated by bars."""
+    """Processor, threads, torch version, ``more`` and commit, separated by ``|``."""
     if device.type == "cuda":
         processor = torch.cuda.get_device_name(device)
     else:
@@ -31,7 +31,7 @@ def _processor_name() -> str:
 
 
 def _commit() -> str:
-    """Short hash of the source tree this package runs from, with a + if it has changes."""
+    """Short commit hash of the source tree that this package runs from, with a + if files were changed."""
     root = Path(__file__).parent.parent
     if not (root / ".git").exists():
         return "none (installed)"

@@ -1,4 +1,4 @@
-"""``Script``: drafts made from a text that is known already, right and wrong as a check needs them."""
+"""``Script``: a drafter that knows the right text and drafts right and wrong tokens as a check needs them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.tree.draft_tree import DraftTree
 
-# (the next right tokens, vocabulary, count of drafts so far) -> paths of the tree
+# (next right tokens, size of the vocabulary, number of drafts so far) -> paths of the tree
 Shape = Callable[[list[int], int, int], list[list[int]]]
 
-# Draft tokens in one path; passes of a few tokens show what passes of many would.
+# Draft tokens in one path; longer passes would show no other errors.
 DEPTH = 4
 
 
 class Script(Drafter):
-    """Drafts what a shape makes of the next right tokens, row by row.
+    """Drafts the paths that ``shape`` makes from the next right tokens of each row.
 
     Args:
-        answers: by row, all tokens that are right.
-        vocab: size of the vocabulary, for wrong ones.
-        shape: what to make of them.
+        answers: for each row, all right tokens.
+        vocab: size of the vocabulary, from which wrong tokens are taken.
+        shape: function that returns the paths, such as :func:`branches`.
     """
 
     def __init__(self, answers: list[list[int]], vocab: int, shape: Shape):
@@ -39,26 +39,26 @@ class Script(Drafter):
 
 
 def right(answer: list[int], vocab: int, turn: int) -> list[list[int]]:
-    """What is right."""
+    """The right chain."""
     return [answer]
 
 
 def mixed(answer: list[int], vocab: int, turn: int) -> list[list[int]]:
-    """In turn a wrong chain, one whose first half is right, and a right one."""
+    """In turn: a wrong chain, a chain whose first half is right, and a right chain."""
     half = len(answer) // 2
     chains = [_wrong(answer, vocab), answer[:half] + _wrong(answer[half:], vocab), answer]
     return [chains[turn % 3]]
 
 
 def branches(answer: list[int], vocab: int, turn: int) -> list[list[int]]:
-    """The right branch at a place that changes; one of the others leaves it after the first token."""
+    """The right branch, in a changing place, and two wrong ones: one from the start, one after a token."""
     others = [_wrong(answer, vocab, 2), answer[:1] + _wrong(answer[1:], vocab)]
     others.insert(turn % 3, answer)
     return others
 
 
 def mixed_branches(answer: list[int], vocab: int, turn: int) -> list[list[int]]:
-    """The chains of :func:`mixed` between wrong branches."""
+    """The chain of :func:`mixed` between two wrong branches."""
     (chain,) = mixed(answer, vocab, turn)
     return [_wrong(answer, vocab, 2), chain, answer[:1] + _wrong(answer[1:], vocab, 3)]
 

@@ -1,8 +1,7 @@
-"""``SyntheticDrafter``: drafts that are right as often as asked for, at the cost of a real drafter.
+"""``SyntheticDrafter``: drafts with a prescribed acceptance, at the cost of a real drafter.
 
-What speculation costs on a target can be measured before anybody trained a head for it, if acceptance is
-prescribed. Numbers made with it say nothing about any drafter's quality and must be labelled "synthetic
-acceptance".
+With prescribed acceptance the speed of speculation on a target can be measured before a head is trained for
+it. Such numbers say nothing about the quality of a drafter and must be labelled "synthetic acceptance".
 """
 
 from __future__ import annotations
@@ -25,22 +24,23 @@ GOLDEN = 0.6180339887498949
 
 
 class SyntheticDrafter(Drafter):
-    """Lets another drafter draft chains, then replaces its tokens by right and wrong ones.
+    """Lets another drafter draft chains, then replaces their tokens by right and wrong ones.
 
-    Position i of a chain is right with probability ``acceptance[i]`` if everything before it is, and wrong
-    otherwise: the conditional acceptance that :class:`SpeculationStats` counts. How far a chain is right is
-    drawn from a sequence of low discrepancy (multiples of the golden ratio), so that even a short text comes
-    close to what was prescribed. The draws belong to (seed, prompt): a call can be repeated.
+    Position i of a chain is right with probability ``acceptance[i]`` if all positions before it are right,
+    and wrong otherwise; this is the conditional acceptance that :class:`SpeculationStats` counts. The number
+    of right tokens is drawn from a low-discrepancy sequence (multiples of the golden ratio), so that even a
+    short text comes close to the prescribed acceptance. The draws depend on seed, row and prompt only, so a
+    call can be repeated.
 
     Args:
-        drafter: whose drafts cost what drafts cost; proposes chains, such as a head with random weights.
-        answers: by row, all tokens that plain decoding of this call emits, of the same seed when sampling.
-        acceptance: conditional, of positions 1, 2, ...; a longer chain is wrong behind them.
-        vocab_size: of the target, for wrong tokens.
-        seed: of the draws.
+        drafter: the drafter whose cost is measured; proposes chains. It may be a head with random weights.
+        answers: for each row, all tokens that plain decoding emits in this call (with the same seed).
+        acceptance: conditional acceptance of positions 1, 2, ...; all later positions are wrong.
+        vocab_size: size of the target's vocabulary, from which wrong tokens are taken.
+        seed: seed of the draws.
 
     Raises:
-        ValueError: for probabilities outside [0, 1], or less than two tokens to choose from.
+        ValueError: for probabilities outside [0, 1] or a vocabulary of less than two tokens.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class SyntheticDrafter(Drafter):
         seed: int = 0,
     ):
         if not all(0 <= share <= 1 for share in acceptance):
-            raise ValueError(f"acceptance={list(acceptance)} must be probabilities, in [0, 1]")
+            raise ValueError(f"acceptance={list(acceptance)}; expected probabilities in [0, 1]")
         if vocab_size < 2:
-            raise ValueError(f"vocab_size={vocab_size} leaves no wrong token; expected at least 2")
+            raise ValueError(f"vocab_size={vocab_size} has no wrong token; expected at least 2")
         self.drafter, self.answers, self.acceptance = drafter, answers, acceptance
-        # Probabilities that the first position is right, the first two are, ...
+        # Probabilities that the first 1, 2, ... positions are right.
         self._reached = list(accumulate(acceptance, operator.mul))
         self._vocab_size, self._seed = vocab_size, seed
 
@@ -71,7 +71,7 @@ class SyntheticDrafter(Drafter):
         ]
 
     def shapes(self, context: Context) -> Sequence[Shape]:
-        """The chains among the drafter's."""
+        """The drafter's shapes that are chains."""
         return [shape for shape in self.drafter.shapes(context) if _is_chain(shape)]
 
     @property
@@ -84,8 +84,8 @@ class SyntheticDrafter(Drafter):
         for i, row in enumerate(context.rows):
             if tree.parents[i].tolist() != list(range(-1, len(tokens[i]) - 1)):
                 raise ValueError(
-                    f"{type(self.drafter).__name__} proposed a tree; acceptance by position is of chains: "
-                    "give it tree=TreeConfig(depth=...)"
+                    f"{type(self.drafter).__name__} proposed a tree, but synthetic acceptance is defined for "
+                    "chains: construct it with tree=TreeConfig(depth=...)"
                 )
             tokens[i][1:] = self._chain(row, len(context.generated[row]), len(tokens[i]) - 1)
         return DraftTree(tree.tokens.new_tensor(tokens), tree.parents)
@@ -94,7 +94,7 @@ class SyntheticDrafter(Drafter):
         self.drafter.commit(context, accepted, output)
 
     def _chain(self, row: int, done: int, length: int) -> list[int]:
-        """``length`` tokens behind the ``done`` that row has emitted; behind the answer's end token 0."""
+        """``length`` draft tokens after the ``done`` emitted ones; 0 after the end of the answer."""
         answer = list(self.answers[row][done : done + length])
         draw = self._draws[row]
         self._draws[row] = (draw + GOLDEN) % 1
@@ -108,17 +108,17 @@ def _is_chain(shape: Shape) -> bool:
 
 
 def constant_acceptance(mean_acceptance_length: float, depth: int) -> list[float]:
-    """The conditional acceptance, the same at all ``depth`` positions, of chains of this mean length.
+    """Conditional acceptance ``a``, equal at all ``depth`` positions, that gives a mean acceptance length.
 
-    The mean acceptance length of chains is ``1 + a + a^2 + ... + a^depth``, the bonus token included.
+    The mean acceptance length of chains is ``1 + a + a^2 + ... + a^depth``, bonus token included.
 
     Raises:
         ValueError: if no probability gives that length.
     """
     if not 1 <= mean_acceptance_length <= depth + 1:
         raise ValueError(
-            f"chains of {depth} have a mean acceptance length from 1 to {depth + 1}, never "
-            f"{mean_acceptance_length}"
+            f"mean_acceptance_length={mean_acceptance_length}; expected 1 to {depth + 1} for chains of "
+            f"{depth} tokens"
         )
     low, high = 0.0, 1.0
     for _ in range(60):

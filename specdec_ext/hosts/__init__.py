@@ -1,4 +1,4 @@
-"""Programs that call ``model.generate`` themselves, and how they come to speculate."""
+"""Speculation for programs that call ``model.generate`` themselves, such as ``pipeline``."""
 
 from specdec_ext.hosts.installed import Installed, install, uninstall
 

@@ -1,8 +1,8 @@
-"""``install``: a model whose own ``generate`` speculates, for code that calls ``model.generate``.
+"""``install``: replace ``model.generate`` by speculative decoding, for code that calls ``model.generate``.
 
-``pipeline``, servers and evaluation harnesses call that and pass on whatever they were given; transformers'
-hook for a loop of one's own (``custom_generate=``) drops the streamer and the tokenizer on the way. An
-installed model takes them as it always did.
+``pipeline``, servers and evaluation harnesses call ``model.generate`` and pass their arguments on.
+transformers' own hook for another decoding loop (``custom_generate=``) would lose the streamer and the
+tokenizer; the installed function takes them.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from specdec_ext.delegation import class_generate
 from specdec_ext.generation import custom_generate, generate
 from specdec_ext.models.wrapped import check_model
 
-# Those of generate() that do not belong to one prompt, and are checked when they are given.
-_OF_HOOK = ("speculation", "verification", "seed", "generator")
+# Arguments of generate() that do not depend on the prompt, so install() can check them.
+_CHECKED_AT_INSTALL = ("speculation", "verification", "seed", "generator")
 
 
 class Installed:
-    """What stands in for ``model.generate``; as a context manager, until its end.
+    """The function that replaces ``model.generate``; as a context manager it uninstalls itself at the end.
 
-    A deep copy of the model is a plain model, and so is one that was pickled: drafters hold the memory of
-    their calls. ``save_pretrained`` saves what it always does.
+    A deep copy or a pickle of the model has the original ``generate``, because drafters hold state of their
+    calls. ``save_pretrained`` is not affected.
 
     Attributes:
-        defaults: keyword arguments of the calls that do not name them.
+        defaults: keyword arguments for calls that do not pass them.
     """
 
     def __init__(self, model: PreTrainedModel, defaults: dict[str, Any], replaced: Any):
-        self._model = weakref.ref(model)  # which holds this: it is freed when nobody uses it
+        self._model = weakref.ref(model)  # weak, because the model holds this object
         self._replaced = replaced
         self.defaults = defaults
 
@@ -43,12 +43,13 @@ class Installed:
         model = self._model()
         if model is None:
             raise ReferenceError(
-                "the model that this generate was installed on does not exist any more"
+                "the model on which this generate was installed does not exist any more; keep a reference "
+                "to the model"
             )
         return model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``model.generate``, with the arguments of :func:`specdec_ext.generate` in addition."""
+        """Generate as ``model.generate`` does; also takes the arguments of :func:`specdec_ext.generate`."""
         plain = class_generate(self.model)
         names = list(inspect.signature(plain).parameters)
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -63,8 +64,8 @@ class Installed:
             if "model.generate" not in str(error):
                 raise
             raise ValueError(
-                f"{error}. model.generate is specdec_ext's here: specdec_ext.uninstall(model) brings back "
-                "the model's own"
+                f"{error}. specdec_ext is installed as model.generate of this model: "
+                "specdec_ext.uninstall(model) restores the original"
             ) from error
 
     def __enter__(self) -> PreTrainedModel:
@@ -80,25 +81,28 @@ class Installed:
 
 
 def install(model: PreTrainedModel, drafter: Any = "auto", **defaults: Any) -> Installed:
-    """Let ``model.generate`` speculate, with its own arguments, streamers and return types.
+    """Replace ``model.generate`` by speculative decoding with the same arguments and return types.
 
-    ``pipeline("text-generation", model=model)`` and all other code that calls ``model.generate`` speculates
-    from now on. Installed again, a model has the new defaults.
+    Afterwards ``pipeline("text-generation", model=model)`` and all other code that calls ``model.generate``
+    speculates. A second call of ``install`` replaces the defaults.
 
     Args:
         model: as in :func:`specdec_ext.generate`.
-        drafter: for calls that name neither ``drafter`` nor ``assistant_model``.
-        **defaults: other arguments of :func:`specdec_ext.generate`, for calls that do not name them.
+        drafter: drafter of calls that pass neither ``drafter`` nor ``assistant_model``.
+        **defaults: other arguments of :func:`specdec_ext.generate`, for calls that do not pass them.
 
     Returns:
-        ``with install(model): ...`` uninstalls at the end.
+        The installed function, which is also a context manager: ``with install(model): ...`` uninstalls it at
+        the end.
 
     Raises:
-        TypeError, ValueError: for a model that can't be served, or arguments that are wrong for any prompt.
+        TypeError, ValueError: for a model that is not supported, or arguments that are wrong for any prompt.
     """
     model = _holder(model)
     check_model(model, defaults)
-    custom_generate(drafter, **{name: defaults[name] for name in _OF_HOOK if name in defaults})
+    custom_generate(
+        drafter, **{name: defaults[name] for name in _CHECKED_AT_INSTALL if name in defaults}
+    )
     before = vars(model).get("generate")
     if isinstance(before, Installed):
         before = before._replaced
@@ -108,7 +112,7 @@ def install(model: PreTrainedModel, drafter: Any = "auto", **defaults: Any) -> I
 
 
 def uninstall(model: PreTrainedModel) -> None:
-    """Give a model back the ``generate`` that it had before :func:`install`; others stay as they are."""
+    """Restore the ``generate`` that the model had before :func:`install`; no effect on other models."""
     model = _holder(model)
     installed = vars(model).get("generate")
     if not isinstance(installed, Installed):
@@ -120,5 +124,5 @@ def uninstall(model: PreTrainedModel) -> None:
 
 
 def _holder(model: Any) -> Any:
-    """The module whose attributes a model's are: what ``torch.compile`` returned has none of its own."""
+    """The module that holds the model's attributes: for ``torch.compile(model)``, the original model."""
     return model._orig_mod if isinstance(model, torch._dynamo.OptimizedModule) else model

@@ -1,1 +1,1 @@
-"""What is looked at before long work begins: packages that it needs, files that it reads and writes."""
+"""Checks before long work begins: required packages, and files to be read or written."""

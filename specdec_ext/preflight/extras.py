@@ -1,18 +1,18 @@
-"""Optional dependencies: one place that knows how to get them."""
+"""Optional dependencies, and the commands that install them."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from types import ModuleType
 
-# Package -> the extra of pyproject.toml that has it.
+# Package -> the extra of pyproject.toml that installs it.
 _EXTRAS = {"accelerate": "train", "matplotlib": "train"}
 
 
 def missing(module: str, purpose: str, otherwise: str = "") -> str | None:
-    """Why an optional module can't be had, with the command that installs it; None if it can.
+    """Return why an optional module can't be imported and the command that installs it; None if it can.
 
-    Arguments as for :func:`require`.
+    The arguments are those of :func:`require`.
     """
     try:
         require(module, purpose, otherwise)
@@ -22,15 +22,15 @@ def missing(module: str, purpose: str, otherwise: str = "") -> str | None:
 
 
 def require(module: str, purpose: str, otherwise: str = "") -> ModuleType:
-    """An optional module.
+    """Import an optional module.
 
     Args:
-        module: such as ``"matplotlib.figure"``.
-        purpose: what needs it, for the message.
-        otherwise: a sentence that ends the message: what can be done without it.
+        module: name of the module, such as ``"matplotlib.figure"``.
+        purpose: the function or option that needs it, for the message.
+        otherwise: last sentence of the message: what can be done without the module.
 
     Raises:
-        ImportError: if it is not installed, with the command that installs it.
+        ImportError: if it is not installed; the message has the command that installs it.
     """
     try:
         return import_module(module)

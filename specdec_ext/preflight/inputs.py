@@ -1,4 +1,4 @@
-"""Files that somebody else may have written."""
+"""Checks of files before they are read; such files may be untrusted."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def regular_file(path: str | os.PathLike[str], expected: str) -> Path:
-    """The path, if a regular file is there: reading a pipe or a device may never end.
+    """Return ``path`` if it is a regular file; reading a pipe or a device might never end.
 
     Args:
-        path: to be opened next.
-        expected: what should be there, for the message.
+        path: path of the file.
+        expected: description of the file that was expected, for the message.
 
     Raises:
-        FileNotFoundError: if nothing is there.
+        FileNotFoundError: if the path does not exist.
         IsADirectoryError: for a folder.
         OSError: for a pipe, a socket or a device.
     """

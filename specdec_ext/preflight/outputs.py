@@ -1,4 +1,4 @@
-"""Files and folders that will be written when long work is done: whether they can be, before it begins."""
+"""Checks, before long work begins, that its results can be written afterwards."""
 
 from __future__ import annotations
 
@@ -7,34 +7,40 @@ from pathlib import Path
 
 
 def writable_file(path: Path, option: str) -> None:
-    """Refuse a file that can't be written, or whose folder is not there.
+    """Refuse a file that can't be written, or whose folder does not exist.
 
     Args:
-        path: of the file; one that is there will be replaced.
-        option: what named it, for the message.
+        path: path of the file; an existing file will be replaced.
+        option: the option that named it, for the message.
 
     Raises:
-        OSError: naming what is in the way.
+        OSError: with the reason.
     """
     if path.exists() and not path.is_file():
-        raise OSError(f"{option} {path} is no regular file; name another")
+        raise OSError(f"{option} {path} is not a regular file; choose another path")
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"{option} {path}: there is no folder {path.parent}; make it first")
+        raise FileNotFoundError(
+            f"{option} {path}: the folder {path.parent} does not exist; create it first"
+        )
     _check_access(path if path.exists() else path.parent, f"{option} {path}")
 
 
 def writable_folder(path: Path, option: str) -> None:
-    """Refuse a folder that can't be written, or made with the folders above it.
+    """Refuse a folder that can't be written to or, if it does not exist, created with its parents.
 
     Raises:
-        OSError: naming what is in the way.
+        OSError: with the reason.
     """
     existing = next(each for each in (path, *path.absolute().parents) if each.exists())
     if not existing.is_dir():
-        raise NotADirectoryError(f"{option} {path}: {existing} is no folder; name another")
+        raise NotADirectoryError(
+            f"{option} {path}: {existing} is not a folder; choose another path"
+        )
     _check_access(existing, f"{option} {path}")
 
 
 def _check_access(path: Path, what: str) -> None:
     if not os.access(path, os.W_OK):
-        raise PermissionError(f"{what}: {path} can't be written; name another, or change its mode")
+        raise PermissionError(
+            f"{what}: no permission to write to {path}; choose another path, or change its permissions"
+        )

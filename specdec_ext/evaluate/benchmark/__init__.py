@@ -1,7 +1,8 @@
 """Benchmarks of generation: :func:`compare` runs contestants in turn and reports medians and ratios.
 
-Tokens per second are new tokens of all rows over the wall time of the call, prompt included, by call; the
-median of a prompt's calls counts, and ratios are of medians over prompts.
+A contestant is one way to generate. Its tokens per second are the new tokens of all rows divided by the wall
+time of the call, prefill included. Of several calls with one prompt the median time is used; ratios compare
+medians over prompts.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ __all__ = [
     "batches",
     "compare",
     "endless",
+    "generation_kwargs",
     "hugging_face",
     "interleave",
-    "law",
     "machine_line",
     "ours",
     "plot",
@@ -68,8 +69,8 @@ HF, HF_LOOKUP, HF_ASSISTED = "HF generate", "HF prompt lookup", "HF assisted"
 PLAIN = "specdec none"
 
 
-def law(max_new_tokens: int, temperature: float = 0.0, **more: Any) -> dict[str, Any]:
-    """Keywords of ``generate`` that all contestants share: greedy, or plain sampling at a temperature."""
+def generation_kwargs(max_new_tokens: int, temperature: float = 0.0, **more: Any) -> dict[str, Any]:
+    """Keywords of ``generate`` that all contestants share: greedy for temperature 0, else sampling."""
     sampled = {"temperature": temperature, "top_k": 0} if temperature else {}
     return {"max_new_tokens": max_new_tokens, "do_sample": bool(temperature), **sampled, **more}
 
@@ -87,24 +88,24 @@ def compare(
     speculation: str = "auto",
     **settings: Any,
 ) -> Report:
-    """Hugging Face's ways to generate, plain decoding through our loop, and drafters, in turn.
+    """Compare Hugging Face's ways to generate, plain decoding through our loop, and drafters.
 
-    Every text has ``max_new_tokens`` tokens: ends of sequence are not heeded.
+    End-of-sequence tokens are ignored, so that every text has ``max_new_tokens`` tokens.
 
     Args:
         model: the target.
-        prompts: as :func:`batches` makes them, all of one batch size.
-        drafters: name -> what ``specdec_ext.generate`` takes as ``drafter``.
-        assistant: a draft model for Hugging Face's assisted decoding, which takes single rows as prompt
-            lookup does.
-        temperature: to sample at; 0 is greedy.
-        repeats: calls per prompt; the median counts.
-        on_call: told the contestant before each call, which call that is, and of how many.
-        speculation: "auto" or "fixed", of the timed calls. Under "auto" one more call per prompt and drafter
+        prompts: from :func:`batches`, all of one batch size.
+        drafters: name -> value of the argument ``drafter`` of ``specdec_ext.generate``.
+        assistant: a draft model for Hugging Face's assisted decoding. Assisted decoding and prompt lookup are
+            left out for batches of more than one row, which transformers does not support there.
+        temperature: of sampling; 0 is greedy.
+        repeats: calls per prompt, of which the median is used.
+        on_call: called before each call with the contestant's name, the number of the call and their total.
+        speculation: "auto" or "fixed", for the timed calls. Under "auto" one more call per prompt and drafter
             drafts in every step, so that acceptance can be compared.
-        settings: more for the report's title.
+        settings: further entries of the report's title.
     """
-    shared = law(max_new_tokens, temperature)
+    shared = generation_kwargs(max_new_tokens, temperature)
     contestants = {HF: hugging_face(model, shared)}
     left_out = {}
     helped = {HF_LOOKUP: {"prompt_lookup_num_tokens": LOOKUP_TOKENS}}
@@ -114,7 +115,7 @@ def compare(
         if len(prompts[0]["input_ids"]) == 1:
             contestants[name] = hugging_face(model, shared, **keywords)
         else:
-            left_out[name] = "transformers takes single rows there"
+            left_out[name] = "transformers supports it for batch size 1 only"
     contestants[PLAIN] = ours(model, None, shared)
     for name, drafter in drafters.items():
         contestants[f"specdec {name}"] = ours(model, drafter, shared, speculation=speculation)
@@ -152,11 +153,11 @@ def race(
     streamed: bool = False,
     fixed: Mapping[str, Contestant] | None = None,
 ) -> Report:
-    """Interleave any contestants; ratios are to ``baseline``, and to :data:`PLAIN` where it takes part.
+    """Interleave any contestants; report ratios to ``baseline``, and to :data:`PLAIN` if it takes part.
 
     Args:
-        shared: keywords of ``generate`` that all have, as :func:`law` makes them.
-        settings: more for the report's title.
+        shared: keywords of ``generate`` that all contestants use, from :func:`generation_kwargs`.
+        settings: further entries of the report's title.
         streamed, fixed: as for :func:`interleave`.
     """
     series = interleave(contestants, prompts, repeats, on_call, streamed, fixed)
@@ -173,6 +174,6 @@ def race(
 
 
 def machine_line(model: PreTrainedModel) -> str:
-    """Processor, threads, versions, dtype and commit: what a number needs to mean something."""
+    """Processor, threads, versions, dtype and commit of a measurement, in one line."""
     dtype = str(model.dtype).removeprefix("torch.")
     return machine.machine_line(model.device, f"transformers {transformers.__version__}", dtype)

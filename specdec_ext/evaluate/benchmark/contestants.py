@@ -1,4 +1,4 @@
-"""Ways to generate, as functions of a prompt: Hugging Face's and ours, with one set of keywords."""
+"""Contestants: Hugging Face's and our ways to generate, as functions of a prompt with shared keywords."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from specdec_ext.evaluate.benchmark.series import Prompt
 from specdec_ext.evaluate.synthetic import SyntheticDrafter
 from specdec_ext.generation import generate
 
-# A PreTrainedModel that can generate; transformers has no type that says both.
+# A PreTrainedModel that can generate; transformers has no type for that combination.
 Model = Any
-# Of a prompt, and perhaps ``streamer=``.
+# Function of a prompt and, for some contestants, of ``streamer=``.
 Contestant = Callable[..., Any]
 
-LOOKUP_TOKENS = 10  # transformers' documentation of prompt_lookup_num_tokens
+LOOKUP_TOKENS = 10  # as in the example of transformers' documentation of prompt_lookup_num_tokens
 SEED = 0
 
 
-def hugging_face(model: Model, law: Mapping[str, Any], **keywords: Any) -> Contestant:
-    """``model.generate`` with ``keywords`` that speed it up; sampling begins each call with one seed."""
+def hugging_face(model: Model, shared: Mapping[str, Any], **keywords: Any) -> Contestant:
+    """``model.generate`` with ``keywords`` that speed it up; every call sets the same seed first."""
 
     def run(prompt: Prompt, streamer: Any = None) -> Tensor:
         torch.manual_seed(SEED)
-        ids: Tensor = class_generate(model)(**prompt, **law, **keywords, streamer=streamer)
+        ids: Tensor = class_generate(model)(**prompt, **shared, **keywords, streamer=streamer)
         return ids
 
     return run
 
 
-def ours(model: Model, drafter: Any, law: Mapping[str, Any], **keywords: Any) -> Contestant:
-    """``specdec_ext.generate`` with ``drafter``; all of ours draw the same text."""
-    keywords |= {**law, "return_dict_in_generate": True}
-    if law["do_sample"]:
+def ours(model: Model, drafter: Any, shared: Mapping[str, Any], **keywords: Any) -> Contestant:
+    """``specdec_ext.generate`` with ``drafter``; the seed is fixed, so all drafters sample the same text."""
+    keywords |= {**shared, "return_dict_in_generate": True}
+    if shared["do_sample"]:
         keywords["seed"] = SEED
 
     def run(prompt: Prompt, streamer: Any = None) -> Any:
@@ -54,19 +54,19 @@ def synthetic(
     drafter: Drafter,
     acceptance: Sequence[float],
     prompts: Sequence[Prompt],
-    law: Mapping[str, Any],
+    shared: Mapping[str, Any],
     **keywords: Any,
 ) -> Contestant:
-    """``drafter`` with its drafts replaced by ones that are right as often as ``acceptance`` prescribes.
+    """``drafter`` whose drafts are replaced by ones that are accepted as often as ``acceptance`` prescribes.
 
     Plain decoding of each prompt is run here, before anything is timed.
 
     Args:
         drafter: proposes chains; see :class:`SyntheticDrafter`.
-        acceptance: conditional, by position.
-        prompts: those that the contestant will be given.
+        acceptance: conditional acceptance of each position.
+        prompts: the prompts that the contestant will be called with.
     """
-    plain = ours(model, None, law)
+    plain = ours(model, None, shared)
     answers = {
         _key(prompt): plain(prompt).sequences[:, prompt["input_ids"].shape[1] :].tolist()
         for prompt in prompts
@@ -75,7 +75,7 @@ def synthetic(
 
     def run(prompt: Prompt) -> Any:
         known = SyntheticDrafter(drafter, answers[_key(prompt)], acceptance, vocab_size)
-        return ours(model, known, law, **keywords)(prompt)
+        return ours(model, known, shared, **keywords)(prompt)
 
     return run
 
@@ -86,7 +86,10 @@ def _key(prompt: Prompt) -> tuple[int, ...]:
 
 @contextmanager
 def endless(*models: Model) -> Iterator[None]:
-    """No end of sequence in these models: texts have one length without a processor that sees to it."""
+    """Remove the end-of-sequence token from these models for a while, so that all texts have one length.
+
+    ``min_new_tokens`` would do the same with a logits processor, which takes time in every step.
+    """
     ends = [model.generation_config.eos_token_id for model in models]
     try:
         for model in models:
@@ -103,13 +106,13 @@ def batches(
     batch: int,
     device: str | torch.device = "cpu",
 ) -> list[Prompt]:
-    """Prompts of ``batch`` texts each, padded on the left; what does not fill a batch is left out.
+    """Prompts of ``batch`` texts each, padded on the left; texts that do not fill a batch are left out.
 
     Raises:
-        ValueError: if there are fewer texts than a batch has.
+        ValueError: if there are fewer than ``batch`` texts.
     """
     if len(texts) < batch:
-        raise ValueError(f"a batch of {batch} needs as many prompts, and there are {len(texts)}")
+        raise ValueError(f"a batch of {batch} needs {batch} prompts, got {len(texts)}")
     if batch > 1:
         tokenizer.padding_side = "left"
         if tokenizer.pad_token is None:

@@ -1,7 +1,7 @@
-"""When tokens arrive: the first one, the others on average, and the gaps that a reader of a stream sees.
+"""Latency: time to the first token, time per further token, and the gaps that a reader of a stream sees.
 
-A step of speculation emits several tokens at once, so these are different numbers. Time per output token is
-the mean behind the first token; a chunk gap is the time between two arrivals, of however many tokens each.
+A speculative step emits several tokens at once, so the last two differ. The time per token is the mean over
+all tokens after the first. A gap is the time between two arrivals, each of one or more tokens.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-# Tokens of one step are handed on one after the other, within microseconds.
+# Seconds. The tokens of one step reach the streamer one after the other, within microseconds.
 SAME_CHUNK = 1e-4
 PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Of one call, in seconds.
+    """Latency of one call, in seconds.
 
     Attributes:
-        first: from the call to the first token.
-        per_token: mean time of a token behind the first; 0 if there is none.
-        gaps: between two arrivals.
+        first: time from the call to the first token.
+        per_token: mean time per token after the first; 0 if there is only one.
+        gaps: times between two arrivals.
     """
 
     first: float
@@ -34,7 +34,7 @@ class Latency:
 
 
 class Arrivals:
-    """A streamer that notes when tokens come; the call begins when it is made."""
+    """A streamer that records when tokens arrive; time starts when the object is created."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -54,7 +54,7 @@ class Arrivals:
         self._tokens += tokens.numel() // self._rows
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: no token is held back."""
 
     def latency(self) -> Latency:
         first, last = self._chunks[0], self._last
@@ -69,7 +69,7 @@ class Arrivals:
 
 
 def summary(latencies: Sequence[Latency]) -> dict[str, float]:
-    """Milliseconds: medians over calls, percentiles over the gaps of all of them; empty without calls."""
+    """Milliseconds: medians over the calls, percentiles over the gaps of all calls; empty without calls."""
     if not latencies:
         return {}
     gaps = [gap for each in latencies for gap in each.gaps] or [0.0]

@@ -1,4 +1,4 @@
-"""How much memory a call had at most."""
+"""Peak memory of a call."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 _PROCESS = Path("/proc/self")
-_RESET_PEAK = "5"  # proc_pid_clear_refs(5): the peak becomes what is resident now
+_RESET_PEAK = "5"  # proc_pid_clear_refs(5): sets the peak to the current resident size
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin to look for a new peak; without effect where :func:`peak_bytes` is None."""
+    """Reset the peak to the current memory; no effect where :func:`peak_bytes` returns None."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif (_PROCESS / "clear_refs").exists():
@@ -20,8 +20,11 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Most bytes since :func:`reset_peak`: of tensors on a GPU, else resident in this process, models
-    included (VmHWM); None where Linux does not say."""
+    """Peak bytes since :func:`reset_peak`.
+
+    On a GPU: bytes of its tensors. On the CPU: resident bytes of this process (VmHWM), models included; None
+    if /proc does not tell.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

@@ -1,4 +1,4 @@
-"""What a comparison says: rows as a table, as JSON and as bars."""
+"""``Report``: the results of a comparison as tables, as JSON and as a bar chart."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ MIB = 1 << 20
 
 @dataclass(repr=False)
 class Report(Summarised):
-    """Contestants of one run on one batch of prompts.
+    """Results of all contestants in one run.
 
     Attributes:
-        machine: :func:`machine_line`.
-        settings: everything that shaped the run.
+        machine: see :func:`machine_line`.
+        settings: the settings of the run.
         series: results by contestant.
-        baseline, plain: names of those that ratios are to; ``plain`` decodes one token at a time through our
-            loop.
-        same_text: by contestant, how many texts are the baseline's, in words.
-        left_out: contestant that could not take part -> why.
+        baseline, plain: names of the contestants that ratios are relative to; ``plain`` decodes one token at
+            a time through our loop.
+        same_text: for each contestant, how many of its texts equal the baseline's, in words.
+        left_out: contestant that could not take part -> reason.
     """
 
     machine: str
@@ -54,10 +54,10 @@ class Report(Summarised):
     def summary(self) -> str:
         rows = [row for row in self.rows() if row["name"] != self.baseline]
         if not rows:
-            return f"{self.baseline} alone"
+            return f"only {self.baseline}, nothing to compare"
         best = max(rows, key=lambda row: row["ratio"])
         return (
-            f"{best['name']} is the fastest of {len(self.series)}: {best['ratio']:.2f}x of {self.baseline}, "
+            f"{best['name']} is the fastest of {len(self.series)}: {best['ratio']:.2f}x {self.baseline}, "
             f"95 % [{best['interval'][0]:.2f}, {best['interval'][1]:.2f}]; {self.title}"
         )
 
@@ -68,11 +68,11 @@ class Report(Summarised):
             yield row["name"], *numbers, _number(row["mean_acceptance_length"]), row["same_text"]
 
     def rows(self) -> list[dict[str, Any]]:
-        """A record per contestant, of plain values."""
+        """One record per contestant, for JSON."""
         return [self._row(series) for series in self.series.values()]
 
     def record(self) -> dict[str, Any]:
-        """The whole run, for JSON."""
+        """The whole report, for JSON."""
         return {
             "machine": self.machine,
             "settings": self.settings,
@@ -83,7 +83,7 @@ class Report(Summarised):
         }
 
     def tables(self) -> list[Table]:
-        """Speed with 95 % intervals over prompts, drafts, and latency if it was measured; 80 columns each."""
+        """Tables of speed (95 % intervals over prompts), drafts, and latency if measured; 80 columns wide."""
         speed = _table("", "tokens/s", "ratio [95 %]", "to plain", "peak MiB", title=self.title)
         drafts = _table("", "policy", "accepted", "emitted", "break-even", "same text")
         arrivals = _table("milliseconds", "to first", "per token", "gap p50", "p90", "p99")
@@ -109,16 +109,16 @@ class Report(Summarised):
         return [speed, drafts, *([arrivals] if arrivals.row_count else [])]
 
     def notes(self) -> list[str]:
-        """What has to be read with the table."""
+        """Explanations of the tables, and the contestants that were left out."""
         repeated = (
             f"unique 4-grams in the completions: {self.unique_4grams:.0%} "
             "(text that repeats itself is easy to guess and inflates ratios)"
         )
         columns = (
             "policy: how the timed calls decided what to draft. accepted: mean acceptance length, bonus "
-            'token included, where every step drafts ("fixed"): under "auto" each drafter is asked in steps '
-            "of its own, so the lengths of two drafters can't be compared. emitted: tokens per step of the "
-            "timed calls. gap: between two arrivals of tokens in a stream"
+            'token included, measured with drafts in every step ("fixed"): under "auto" each drafter drafts '
+            "in different steps, so their lengths can't be compared. emitted: tokens per step of the timed "
+            "calls. gap: time between two arrivals of tokens in a stream"
         )
         left_out = (f"{name}: left out, {why}" for name, why in self.left_out.items())
         return [
@@ -154,7 +154,7 @@ class Report(Summarised):
 
 
 def position_table(series: Series) -> Table:
-    """Acceptance by position in the draft."""
+    """Table of acceptance by position in the draft."""
     proposed = series.total_per_position("proposed_per_position")
     accepted = series.total_per_position("accepted_per_position")
     table = Table(title=f"acceptance by position in the draft, {series.name}", title_justify="left")
@@ -172,7 +172,7 @@ def position_table(series: Series) -> Table:
 
 
 def plot(reports: Sequence[Report], path: Path) -> None:
-    """Bars of tokens per second, a panel per report, whiskers for the intervals of the ratios."""
+    """Plot tokens per second as bars, one panel per report; whiskers are the intervals of the ratios."""
     from matplotlib.figure import Figure
 
     sizes = [len(report.series) for report in reports]
@@ -206,7 +206,7 @@ def plot(reports: Sequence[Report], path: Path) -> None:
 
 
 def same_text(compared: Sequence[ComparedRuns]) -> str:
-    """``"8/10, 2 near-ties"``: how many texts are equal, and what the others are."""
+    """How many texts are equal, and the verdicts on the others, such as ``"8/10, 2 near-ties"``."""
     verdicts = [each.verdict for each in compared]
     summary = f"{verdicts.count('equal')}/{len(verdicts)}"
     for verdict in ("near-tie", "bug"):
@@ -218,9 +218,10 @@ def same_text(compared: Sequence[ComparedRuns]) -> str:
 def same_texts(
     series: Mapping[str, Series], baseline: str, plain: str | None, model: Any, sampled: bool
 ) -> dict[str, str]:
-    """By contestant, how many texts are equal: greedy ones the baseline's, sampled ones of ours plain's.
+    """For each contestant, how many of its texts are equal to the expected ones.
 
-    Of one law, transformers and we draw different texts.
+    Greedy texts are compared with the baseline's. Sampled texts of our contestants are compared with those of
+    plain decoding: transformers samples different texts from the same distribution.
     """
     if not sampled:
         return {
@@ -239,7 +240,7 @@ def same_texts(
 
 
 def _table(name: str, *headings: str, title: str | None = None) -> Table:
-    """Numbers stand whole; where the terminal is too narrow names break."""
+    """An empty table: on a narrow terminal the names in the first column wrap, numbers never do."""
     table = Table(
         title=title,
         title_justify="left",

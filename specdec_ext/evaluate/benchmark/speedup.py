@@ -1,4 +1,4 @@
-"""Speed-ups with an interval that says how much they depend on the prompts."""
+"""Speed-ups with a confidence interval over prompts."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def bootstrap(
 ) -> Speedup:
     """Ratio of two averages with the percentile interval of Efron's bootstrap over prompts.
 
-    Entry i of both is of prompt i: prompts are drawn with replacement and keep their pair, so what makes a
-    prompt slow for both does not widen the interval. One prompt has an interval of no width.
+    Prompts are resampled with replacement, and the two rates of a prompt stay together, so a prompt that is
+    slow for both does not widen the interval. With one prompt the interval has no width.
 
     Args:
-        rates, baseline: tokens per second by prompt.
-        average: ``numpy.median``, or ``numpy.mean``: Spec-Bench's speed-up (Xia et al. 2024).
-        seed: of the resampling.
+        rates, baseline: tokens per second; entry i of both belongs to prompt i.
+        average: ``numpy.median``, or ``numpy.mean`` as in Spec-Bench (Xia et al. 2024).
+        seed: seed of the resampling.
 
     Raises:
-        ValueError: if they are empty or differ in length.
+        ValueError: if the two are empty or differ in length.
     """
     if len(rates) != len(baseline) or not rates:
         raise ValueError(
-            f"expected a rate of both for every prompt, got {len(rates)} and {len(baseline)}"
+            f"expected one rate per prompt from both, got {len(rates)} and {len(baseline)} rates"
         )
     pairs = np.array([rates, baseline])
     chosen = np.random.default_rng(seed).integers(len(rates), size=(RESAMPLES, len(rates)))
