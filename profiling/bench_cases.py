@@ -1,7 +1,7 @@
-"""Every op with the inputs it meets: what ``bench_ops.py`` times and ``gpu_check.py`` repeats and replays.
+"""Benchmark cases: every op with realistic inputs, for ``bench_ops.py`` and ``gpu_check.py``.
 
-A ``Case`` is a row of one of the tables at the end; ``make`` gives its ``Work``: arguments on a device, the
-PyTorch formulation, and the bytes that one pass over everything the op needs would move.
+A ``Case`` is one row of the benchmark. ``Case.make`` returns its ``Work``: the arguments on a device, the
+same computation in PyTorch, and the bytes that the op must move.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from specdec_ext import ops
 from specdec_ext.heads.config import HeadConfig
 from specdec_ext.tree.config import TreeConfig
 
-ACCEPTED = 4  # draft tokens accepted in the verification cases: 5 nodes are visited
+ACCEPTED = 4  # draft tokens accepted in the verification cases, so that 5 nodes are visited
 MOVED = 8  # tokens that kv_compact moves
-PAGE_SIZE = 16  # slots of a page
-TOP_K, DRAFT_DEPTH = 10, 5  # of the dynamic trees: 10 + 4 * 100 candidates
+PAGE_SIZE = 16  # slots per page
+TOP_K, DRAFT_DEPTH = 10, 5  # of the dynamic trees, which have 10 + 4 * 100 candidates
 
 
 @dataclass(frozen=True)
 class Model:
-    """The dimensions of a model that ops see."""
+    """The dimensions of a model that matter to the ops."""
 
     vocab: int
     layers: int
@@ -51,13 +51,13 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Work:
-    """One op call, ready to run.
+    """One call of an op, ready to run.
 
     Attributes:
-        arguments: of the op; tensors, lists of tensors and numbers.
-        baseline: the PyTorch formulation, without arguments.
-        moved_bytes: every needed input read once, every output written once. An op that reads less, as
-            verify_match on the CPU, shows more than 100 % of the bandwidth.
+        arguments: the op's arguments: tensors, lists of tensors and numbers.
+        baseline: the same computation in PyTorch, as a function without arguments.
+        moved_bytes: bytes moved if every needed input is read once and every output is written once. An op
+            that reads less, such as verify_match on the CPU, can exceed 100 % of the bandwidth.
     """
 
     arguments: tuple[Any, ...]
@@ -67,12 +67,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the benchmark.
+    """One row of the benchmark.
 
     Attributes:
-        op: name in the table; the function in ``specdec_ext.ops`` is its first word.
-        nodes: per row; for linear and sample_filter the rows.
-        prefix: committed tokens, for tree_attention and draft_head.
+        op: name in the table; its first word is the function in ``specdec_ext.ops``.
+        nodes: nodes per row; for linear and sample_filter, the number of rows.
+        prefix: number of committed tokens, for tree_attention and draft_head.
         keywords: keyword-only arguments of the op.
     """
 
@@ -107,12 +107,12 @@ class Case:
         return MODELS[self.name]
 
     def reduced(self) -> Case:
-        """The same code on little data."""
+        """The same case on little data."""
         nodes, prefix = min(self.nodes, MOVED), min(self.prefix, 64)
         return replace(self, name="small", batch=1, nodes=nodes, prefix=prefix)
 
     def make(self, device: torch.device, seed: int = 0) -> Work:
-        """Arguments and baseline; another seed gives other values of the same shapes."""
+        """Arguments and baseline; another seed gives other values with the same shapes."""
         return self.build(self, Inputs(device, seed))
 
     def run(self, arguments: Iterable[Any]) -> Any:
@@ -139,14 +139,14 @@ class Inputs:
         return torch.full(shape, value, dtype=dtype, device=self.device)
 
     def parents(self, batch: int, nodes: int) -> Tensor:
-        """A spine of LEVELS nodes with the other nodes hanging from it, in every row."""
+        """Parents of a chain of LEVELS nodes whose nodes also have all other nodes as children."""
         spine = min(nodes, LEVELS)
         order = torch.arange(nodes, device=self.device)
         parents = torch.where(order < spine, order - 1, order % max(1, spine - 1))
         return parents.expand(batch, nodes).contiguous()
 
     def cache_layout(self, case: Case, slots: int) -> tuple[tuple[int, ...], Tensor | None]:
-        """Shape of a key or value cache of so many slots per row, and the page table if it is paged."""
+        """Shape of a key or value cache with ``slots`` per row, and the page table if the cache is paged."""
         model = case.model
         if not case.paged:
             return (case.batch, model.kv_heads, slots, model.head_dim), None
@@ -171,7 +171,7 @@ def tree_mask(case: Case, inputs: Inputs) -> Work:
 
 
 def build_dynamic_tree(case: Case, inputs: Inputs) -> Work:
-    """The candidates of EAGLE-2: the best TOP_K of each level have TOP_K children each."""
+    """The candidates of EAGLE-2: each of the best TOP_K nodes of a level has TOP_K children."""
     parents = [inputs.full(-1, case.batch, TOP_K)]
     scores = [-inputs.normal(case.batch, TOP_K).abs()]
     first = 0
@@ -207,10 +207,10 @@ def verify_match(stochastic: bool) -> Callable[[Case, Inputs], Work]:
 
 
 def verification_inputs(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits that certainly accept the first ACCEPTED nodes of the spine and certainly no further one."""
+    """Logits, tokens and parents with which exactly the first ACCEPTED draft nodes are accepted."""
     vocab = case.model.vocab
     parents = inputs.parents(case.batch, case.nodes)
-    # Siblings differ; the last token stands in no tree and is what node ACCEPTED wants.
+    # Siblings differ. No tree contains the last token of the vocabulary, which node ACCEPTED predicts.
     tokens = torch.stack([inputs.permutation(vocab - 1)[: case.nodes] for _ in range(case.batch)])
     logits = inputs.normal(case.batch, case.nodes, vocab, dtype=case.dtype)
     wanted = torch.cat([tokens[:, 1 : ACCEPTED + 1], torch.full_like(tokens[:, :1], vocab - 1)], 1)
@@ -219,7 +219,7 @@ def verification_inputs(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor, Ten
 
 
 def verify_sampled_draft(rule: str) -> Callable[[Case, Inputs], Work]:
-    """Rules 2 to 4; the draft's law gives each child a tenth, whatever else it holds."""
+    """Rules 2 to 4; before normalisation, the draft distribution gives each child a probability of 0.1."""
     baseline = getattr(torch_ops, rule)
 
     def build(case: Case, inputs: Inputs) -> Work:
@@ -250,7 +250,7 @@ def sample_filter(case: Case, inputs: Inputs) -> Work:
 
 
 def kv_compact(case: Case, inputs: Inputs) -> Work:
-    """MOVED tokens of every layer's keys and values, from scattered slots to slots in front of them."""
+    """Moves the keys and values of MOVED tokens in every layer from scattered to earlier slots."""
     model, slots = case.model, 512
     shape, page_table = inputs.cache_layout(case, slots)
     caches = [inputs.normal(*shape, dtype=case.dtype) for _ in range(2 * model.layers)]
@@ -303,7 +303,7 @@ def linear(case: Case, inputs: Inputs) -> Work:
 
 
 def draft_config(name: str) -> HeadConfig:
-    """Of an EAGLE-3 head for a model."""
+    """Config of an EAGLE-3 head for a model."""
     m = MODELS[name]
     sizes = m.hidden, m.intermediate, m.heads, m.kv_heads, m.vocab
     return head_config(*sizes, head_dim=m.head_dim, draft_vocab=min(m.vocab // 2, 32_000))
@@ -315,14 +315,14 @@ def draft_tree(case: Case) -> TreeConfig:
     return TreeConfig(depth=case.nodes - 1)
 
 
-@lru_cache(maxsize=1)  # of the largest there is room for one
+@lru_cache(maxsize=1)  # memory has room for only one of the largest heads
 def draft_model(name: str, dtype: torch.dtype, device: torch.device) -> RandomHead:
-    """The same head whatever the seed of a case: weights are no input of the op."""
+    """A head with random weights, which do not depend on the case's seed."""
     return RandomHead(draft_config(name), dtype, device)
 
 
 def draft_head(case: Case, inputs: Inputs) -> Work:
-    """A chain, a dynamic tree, a chain by a head with 8-bit weights, or a chain launch by launch."""
+    """A chain, a dynamic tree, a chain with 8-bit weights, or a chain with one launch per phase."""
     kind = case.op.split()[1]
     call = DraftCall.make(
         draft_model(case.name, case.dtype, inputs.device),
@@ -348,8 +348,8 @@ CASES = [
     Case("build_dynamic_tree", "llama3-8b", F32, 1, 60, build_dynamic_tree),
     Case("build_dynamic_tree", "small", F32, 32, 60, build_dynamic_tree),
     *(
-        Case(f"verify_match {law}", name, BF16, 1, nodes, verify_match(law == "sampled"))
-        for law in ("greedy", "sampled")
+        Case(f"verify_match {mode}", name, BF16, 1, nodes, verify_match(mode == "sampled"))
+        for mode in ("greedy", "sampled")
         for name in LARGE_VOCABS
         for nodes in (8, 64)
     ),

@@ -1,11 +1,13 @@
-"""Is ``speculation="auto"`` never slower than plain decoding, and as fast as the best fixed shape?
+"""Compare ``speculation="auto"`` with plain decoding and with the best fixed shape.
 
     python profiling/bench_controller.py                     # bundled model, 128 tokens, batch 1
     python profiling/bench_controller.py --max-new-tokens 512 --batch 4 --out profiling/results/controller
 
-Every line is a race of its own: plain decoding, ``"auto"`` and ``"fixed"`` in turn, medians over prompts.
-What is learnt over calls is kept, as in a process that serves; ``--cold`` forgets it before each call.
-Synthetic drafts: a scripted text, right or wrong at will; those of the draft model cost what it costs.
+The goal: ``"auto"`` is never slower than plain decoding, and as fast as the best fixed shape. Every row is
+one interleaved run of plain decoding, ``"auto"`` and ``"fixed"``, with medians over prompts. What
+``"auto"`` learns is kept over calls, as in a server; ``--cold`` forgets it before each call. Scripted
+drafts are right or wrong as the scenario says and cost almost nothing; those of the draft model have their
+real cost.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ RANDOM_PROMPT = 128
 
 
 class Wrong(DraftModelDrafter):
-    """Drafts of a draft model at their real cost, every token of them changed."""
+    """Drafts of a draft model at their real cost, in which every token is replaced by a wrong one."""
 
     def propose(self, context: Any) -> DraftTree:
         tree = super().propose(context)
@@ -41,13 +43,14 @@ class Wrong(DraftModelDrafter):
 
 
 class Script(Drafter):
-    """A chain or a tree of a text that is known: right, or wrong from the first token on.
+    """Drafts chains or trees from a known text, right or wrong from the first token on.
 
     Args:
-        texts: prompt -> by row, what plain decoding generates.
-        length: of the longest path.
-        branches: paths beside it, all wrong.
-        right: whether it is.
+        texts: prompt -> for each row, the tokens that plain decoding generates.
+        vocab: size of the vocabulary, from which wrong tokens are taken.
+        length: number of tokens in a path.
+        branches: number of further paths, all wrong.
+        right: whether the first path is right.
     """
 
     def __init__(self, texts: Any, vocab: int, length: int, branches: int = 0, right: bool = True):
@@ -81,7 +84,10 @@ def _key(ids: torch.Tensor) -> tuple[int, ...]:
 def scenarios(
     target: Any, batch: int, count: int, tokens: int
 ) -> Iterator[tuple[str, str, dict[str, Any], list[Prompt], dict[str, Any]]]:
-    """(kind, name, fixed contestants' drafters, prompts, shared); the first drafter is the one of "auto"."""
+    """Yield (kind, name, drafters by label, prompts, keywords of generate) of each scenario.
+
+    All drafters run with "fixed"; the first one also runs with "auto".
+    """
     texts = [prompt["prompt"] for prompt in assets.held_out_prompts()[: max(count, batch)]]
     python = benchmark.batches(assets.load_tokenizer(), texts, batch)[:count]
     vocab = target.config.vocab_size
@@ -108,12 +114,14 @@ def scenarios(
 def main(
     max_new_tokens: int = 128,
     batch: int = 1,
-    count: Annotated[int, typer.Option(help="prompts")] = 6,
-    repeats: Annotated[int, typer.Option(help="calls per prompt; the median counts")] = 3,
+    count: Annotated[int, typer.Option(help="number of prompts")] = 6,
+    repeats: Annotated[int, typer.Option(help="calls per prompt, of which the median is used")] = 3,
     dtype: str = "float32",
-    threads: Annotated[int, typer.Option(help="0: as torch chooses")] = 0,
-    cold: Annotated[bool, typer.Option(help="forget what was learnt before each call")] = False,
-    only: Annotated[str, typer.Option(help="scenarios whose name holds this")] = "",
+    threads: Annotated[int, typer.Option(help="threads of torch; 0: torch's default")] = 0,
+    cold: Annotated[
+        bool, typer.Option(help="before each call, forget what earlier calls measured")
+    ] = False,
+    only: Annotated[str, typer.Option(help="only scenarios whose name contains this")] = "",
     out: Annotated[Path | None, typer.Option(help="write OUT.json")] = None,
 ) -> None:
     if threads:

@@ -1,14 +1,14 @@
-"""Microseconds of a draft by an EAGLE-3 head on the CPU: the op, and the same head in PyTorch, in turn.
+"""Time a draft by an EAGLE-3 head on the CPU: the op ``draft_head`` against the same head in PyTorch.
 
     python profiling/bench_draft_head.py                            # all cases, all threads
     python profiling/bench_draft_head.py --case small --threads 1 --repeats 200
     python profiling/bench_draft_head.py --out profiling/results/draft_head_cpu
 
-A call is what a decoding step asks for: NEW committed elements go into a cache of --context others, then a
-chain or a dynamic tree is drafted. Caches are flushed before each call, as the target's weights do it, and
-the same code then drafts with a small head (``timing.py``), unless --warm. GB/s counts the head's weights
-once for each level, and the cache; %read holds it against this machine's reading (``timing.py``). In float32
-both must draft the same trees.
+A call does the work of a decoding step: it adds NEW committed elements to a cache of --context elements and
+drafts a chain or a dynamic tree. Unless --warm, processor caches are flushed before each call, as the
+target's weights flush them in decoding, and the same code then drafts with a small head, so that code and
+threads are ready (``timing.py``). GB/s counts the head's weights once per level, and the cache; %read is its
+share of this machine's read bandwidth. In float32 the script fails unless both draft the same trees.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TREE = TreeConfig(depth=5, top_k=8, num_nodes=41)
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the table."""
+    """One row of the table."""
 
     name: str
     hidden: int
@@ -83,7 +83,7 @@ PRIMER_CONTEXT = 8
 
 @dataclass(frozen=True)
 class Contest:
-    """A case's calls, and the bytes of one."""
+    """The calls to be compared in a case, and the bytes that one of them moves."""
 
     runs: dict[str, Callable[[], Any]]
     moved_bytes: int
@@ -158,8 +158,10 @@ def main(
     case: Annotated[list[str] | None, typer.Option(help="large or small; may be repeated")] = None,
     context: Annotated[int, typer.Option(help="elements in the cache")] = 512,
     repeats: Annotated[int, typer.Option(help="calls of each, at least 5")] = 60,
-    threads: Annotated[int | None, typer.Option(help="of the op and of torch")] = None,
-    warm: Annotated[bool, typer.Option(help="leave the caches as the last call left them")] = False,
+    threads: Annotated[int | None, typer.Option(help="threads of the op and of torch")] = None,
+    warm: Annotated[
+        bool, typer.Option(help="do not flush the processor's caches between calls")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="write OUT.json")] = None,
 ) -> None:
     if threads:

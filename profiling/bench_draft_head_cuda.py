@@ -1,17 +1,17 @@
-"""Microseconds of a draft by an EAGLE-3 head on a GPU: the fused op, and the same head as PyTorch modules.
+"""Time a draft by an EAGLE-3 head on a GPU: the fused op against the same head as PyTorch modules.
 
     python profiling/bench_draft_head_cuda.py --out profiling/results/draft_head_h200     # all cases
     python profiling/bench_draft_head_cuda.py --quick                  # a few of each kind, half a minute
     python profiling/bench_draft_head_cuda.py --head 8b --draft "chain 5" --batch 1 --weights int8
-    python profiling/bench_draft_head_cuda.py --dry-run                # anywhere: cases, bytes, estimates
+    python profiling/bench_draft_head_cuda.py --dry-run                # no GPU: cases, bytes, estimates
 
-A call is what a decoding step asks for: NEW committed elements per row go into a cache of --context others,
-then a chain or a dynamic tree is drafted. Op, modules and a CUDA graph of the modules alternate call by call,
-with flushed caches; times are between events and hold what the device waits for the host. "host us" is what
-the call itself takes on an idle device. GB/s counts the weights once for each level, and the cache; %read
-holds it against reading alone, the best in this run. The modules have 16-bit weights in every row. "agree" is
-the share of drafted tokens that op and modules have in common: rounding parts them sooner or later, so it is
-no test.
+A call does the work of a decoding step: it adds NEW committed elements per row to a cache of --context
+elements and drafts a chain or a dynamic tree. The op, the modules and a CUDA graph of the modules take
+turns call by call, with flushed caches. Times are measured between CUDA events and include waiting for the
+host; "host us" is the host's time of a call on an idle device. GB/s counts the weights once per level, and
+the cache; %read is its share of the best read bandwidth measured in this run. The modules have 16-bit
+weights in every row. "agree" is the share of drafted tokens that op and modules have in common; it is not a
+test, because rounding makes their drafts differ sooner or later.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ DRAFTS = {
 }
 BATCHES = (1, 4, 16)
 CONFIGS = {**HEADS, "tiny": head_config(64, 96, 4, 2, 600, head_dim=16, draft_vocab=300)}
-READ = 1 << 30  # bytes of the stream that is read
+READ = 1 << 30  # bytes read to measure the read bandwidth
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the table."""
+    """One row of the table."""
 
     head: str
     weights: str
@@ -62,7 +62,7 @@ class Case:
 
 
 def chosen_cases(options: argparse.Namespace) -> list[Case]:
-    """Sorted by head and weights: of these only one is in memory at a time."""
+    """The cases to run, sorted by head and weights, because memory holds one head at a time."""
     heads, weights = options.head or list(HEADS), options.weights or list(WEIGHT_BYTES)
     if options.quick:
         cases = [Case(head, kind, "chain 5", 1) for head in heads for kind in weights]
@@ -88,7 +88,7 @@ def agreement(call: DraftCall) -> float:
 
 
 def host_us(run: Callable[[], Any], repeats: int, device: torch.device) -> float:
-    """Median time of the call alone, on a device with nothing to do."""
+    """Median host time of a call on an idle device."""
     calls = []
     for _ in range(repeats):
         if device.type == "cuda":
@@ -127,7 +127,7 @@ def measure(
 
 
 def read_gb_per_s(stopwatch: Stopwatch) -> float:
-    """The best of reading a long stream 20 times, and of the stopwatch's shorter ones."""
+    """Best read bandwidth of 20 long reads and of the stopwatch's shorter ones."""
     times = stopwatch.time({"read": stopwatch.reader(READ)}, 20, warm=True)["read"]
     return max(READ / min(times.calls) / 1e3, stopwatch.bandwidth().read)
 
@@ -151,7 +151,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def show_plan(cases: list[Case], context: int) -> None:
-    """What would be measured, and what the model expects of it on one machine."""
+    """Print the cases and the model's estimates for an H200, without running them."""
     lines = []
     for case in cases:
         work = Workload(CONFIGS[case.head], case.tree, context, case.batch, case.weights)
@@ -212,7 +212,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(machine)
     before = read_gb_per_s(stopwatch)
     rows = measure_all(cases, stopwatch, options)
-    # Measured twice, because other work on the machine comes and goes.
+    # Measured before and after, because other work on the machine may slow down one of the two.
     read = max(before, read_gb_per_s(stopwatch))
     for row in rows:
         row["read_percent"] = 100 * row["gb_per_s"] / read

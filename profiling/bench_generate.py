@@ -1,16 +1,16 @@
-"""Tokens per second of generate: Hugging Face's ways and ours, interleaved.
+"""Measure tokens per second of Hugging Face's and our ways to generate, in turn.
 
     python profiling/bench_generate.py                          # bundled models, float32, batch 1
     python profiling/bench_generate.py --dtype bfloat16 --batch 1 --batch 4 --out build/bfloat16
     python profiling/bench_generate.py --temperature 0.8        # sampled text repeats itself less
-    python profiling/bench_generate.py --prompts random         # nothing to foresee
+    python profiling/bench_generate.py --prompts random         # unpredictable text
     python profiling/bench_generate.py --target 135m --dtype bfloat16 --context 128 --context 2048
 
 Prints a table per batch size and context length; with ``--out`` also writes ``<out>.json`` and ``<out>.png``.
-Ratios are of medians over prompts, to Hugging Face ``generate`` in the same run. Greedy texts are compared
+Ratios compare medians over prompts with Hugging Face ``generate`` in the same run. Greedy texts are compared
 with Hugging Face's; where they differ, the first difference is classified as near-tie or bug.
 
-Targets ``135m`` and ``500m`` have random weights, and so have their heads: there the *cost* is measured, and
+The targets ``135m`` and ``500m`` and their heads have random weights: the benchmark measures *cost*, and
 acceptance is prescribed ("synthetic acceptance", :mod:`specdec_ext.evaluate.synthetic`).
 """
 
@@ -33,13 +33,13 @@ from specdec_ext.evaluate import benchmark
 from specdec_ext.evaluate.benchmark import HF, HF_ASSISTED, HF_LOOKUP, PLAIN, Contestant, Prompt
 from specdec_ext.evaluate.synthetic import constant_acceptance
 
-RANDOM_LENGTH = 128  # of random prompts of the bundled target
+RANDOM_LENGTH = 128  # tokens of random prompts for the bundled target
 AUTO, HEAD = "specdec auto", "specdec head"
-ADVERSARY = "specdec adversary"  # a head's drafts, each token replaced by a wrong one
+ADVERSARY = "specdec adversary"  # a head's drafts, in which each token is replaced by a wrong one
 
 
 class Target(str, Enum):
-    """Whose text is continued."""
+    """Target models."""
 
     bundled = "bundled"
     small = "135m"
@@ -47,18 +47,18 @@ class Target(str, Enum):
 
 
 class Text(str, Enum):
-    """What the bundled target continues."""
+    """Kinds of prompts for the bundled target."""
 
     python = "python"
     random = "random"
 
 
-# Makes the contestant for a list of prompts, whose plain text it may want to know.
+# Makes a contestant for a list of prompts; some contestants need the plain text of the prompts first.
 Maker = Callable[[list[Prompt]], Contestant]
 
 
 def bundled_contestants(target: Any, draft: Any, shared: dict[str, Any]) -> dict[str, Maker]:
-    """By name. The adversary drafts with the bundled head, or without one with a random head."""
+    """Makers by name. The adversary uses the bundled head, or a random one if there is none."""
     head = assets.load_head() if (assets.FOLDER / "tiny-python-head").is_dir() else None
 
     def ours(drafter: Any, **keywords: Any) -> Maker:
@@ -124,10 +124,10 @@ def synthetic_name(mean_acceptance_length: float, depth: int) -> str:
 
 
 def chosen(makers: dict[str, Maker], names: list[str], batch: int) -> tuple[list[str], dict]:
-    """Names of those that take part, and of the others that were asked for, why they don't.
+    """Names of the contestants that take part; for each other requested one, why it does not.
 
     Raises:
-        typer.BadParameter: for a name that nobody has.
+        typer.BadParameter: for an unknown name.
     """
     unknown = sorted(set(names) - set(makers))
     if unknown:
@@ -136,7 +136,11 @@ def chosen(makers: dict[str, Maker], names: list[str], batch: int) -> tuple[list
     single = {HF_LOOKUP, HF_ASSISTED} if batch > 1 else set()
     return (
         [name for name in asked if name not in single],
-        {name: "transformers takes single rows there" for name in asked if name in single},
+        {
+            name: "transformers supports it for batch size 1 only"
+            for name in asked
+            if name in single
+        },
     )
 
 
@@ -152,23 +156,28 @@ def main(
     dtype: str = "float32",
     batch: Annotated[list[int], typer.Option(help="may be repeated")] = [1],  # noqa: B006
     context: Annotated[
-        list[int], typer.Option(help="tokens of the prompts of a random target; may be repeated")
+        list[int],
+        typer.Option(help="tokens per prompt, for targets with random weights; may be repeated"),
     ] = [128],  # noqa: B006
     text: Annotated[
-        Text, typer.Option("--prompts", help="what the bundled target continues")
+        Text, typer.Option("--prompts", help="kind of prompts for the bundled target")
     ] = Text.python,
-    count: Annotated[int, typer.Option(help="prompts")] = 10,
+    count: Annotated[int, typer.Option(help="number of prompts")] = 10,
     max_new_tokens: int = 128,
-    temperature: Annotated[float, typer.Option(help="sample; 0 is greedy")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="sampling temperature; 0: greedy")] = 0.0,
     contestant: Annotated[
-        list[str], typer.Option(help="only these, beside HF generate; may be repeated")
+        list[str], typer.Option(help="run only this one and HF generate; may be repeated")
     ] = [],  # noqa: B006
     acceptance: Annotated[
         list[float],
-        typer.Option(help="synthetic mean acceptance length of a random target; may be repeated"),
+        typer.Option(
+            help="synthetic mean acceptance length, for targets with random weights; may be repeated"
+        ),
     ] = [3.5],  # noqa: B006
-    depth: Annotated[int, typer.Option(help="of a random target's chains")] = 7,
-    repeats: Annotated[int, typer.Option(help="calls per prompt; the median counts")] = 3,
+    depth: Annotated[
+        int, typer.Option(help="length of the chains, for targets with random weights")
+    ] = 7,
+    repeats: Annotated[int, typer.Option(help="calls per prompt, of which the median is used")] = 3,
     out: Annotated[Path | None, typer.Option(help="write OUT.json and OUT.png")] = None,
 ) -> None:
     shared = benchmark.generation_kwargs(max_new_tokens, temperature)
@@ -199,7 +208,7 @@ def main(
                 )
             report.left_out = left_out
             if target is Target.bundled and HEAD not in makers:
-                report.left_out[HEAD] = "the bundled target has no head yet"
+                report.left_out[HEAD] = "the bundled target has no head"
             console.print(*report.tables(), sep="\n")
             for note in report.notes():
                 console.print(note)

@@ -1,16 +1,17 @@
-"""The goals of this package on a CPU, measured in one go: what, goal, measured, met or missed.
+"""Measure every goal of speed and memory on a CPU and print goal, measured value and verdict.
 
     python profiling/bench_goals.py --out profiling/results/goals_cpu      # idle machine, about 15 minutes
     python profiling/bench_goals.py --only speed --dtype float32
     python profiling/bench_goals.py --only never-slower --model bundled --batch 4 --dtype bfloat16 \
         --out profiling/results/never_slower --add
 
-"Never slower" runs every drafter beside plain decoding, call by call: its ratios are medians over repetitions
-of all prompts, with 95 % intervals over repetitions. Other ratios are of medians over prompts in one
-interleaved run, with 95 % intervals over prompts. Whether a goal is met is decided by the ratio itself.
+"Never slower" alternates every drafter with plain decoding, call by call; its ratios are medians over
+repetitions of all prompts, with 95 % intervals over repetitions. All other ratios compare medians over
+prompts of one interleaved run, with 95 % intervals over prompts. A goal is met if the ratio itself reaches
+it; the interval does not matter.
 
-The table is printed; with ``--out`` also written as ``<out>.md``, and ``<out>.json`` has the whole runs. With
-``--add`` the rows of ``<out>.json`` that a run does not measure are kept: a table can be made in parts.
+The table is printed; ``--out`` also writes it to ``<out>.md`` and all results to ``<out>.json``. ``--add``
+keeps the rows of ``<out>.json`` that this run does not measure, so that a table can be made in parts.
 """
 
 from __future__ import annotations
@@ -61,13 +62,12 @@ HEADER = ("what", "dtype", "goal", "measured", "verdict")
 SYNTHETIC_LENGTH, SYNTHETIC_DEPTH = 3.5, 7
 NEVER_SLOWER = 0.97
 NGRAM, RANDOM_HEAD = "specdec n-gram", "specdec random head"
-TRAINING = Path(
-    "build/bundled/head/tiny-python-head.training"
-)  # where `make head` keeps its record
+# The training record of `make head`.
+TRAINING = Path("build/bundled/head/tiny-python-head.training")
 
 
 class Part(str, Enum):
-    """Of the table."""
+    """Parts of the table."""
 
     speed = "speed"
     never_slower = "never-slower"
@@ -79,7 +79,7 @@ class Part(str, Enum):
 
 
 class Model(str, Enum):
-    """Whose plain decoding no drafter may be slower than."""
+    """Target models of "never slower"."""
 
     bundled = "bundled"
     small = "135m"
@@ -87,12 +87,12 @@ class Model(str, Enum):
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured."""
+    """Amount of work."""
 
     prompts: int = 10
     tokens: int = 128
     repeats: int = 3
-    repetitions: int = 11  # of a race of all prompts
+    repetitions: int = 11  # of all prompts, in "never slower"
 
     @classmethod
     def quick(cls) -> Scale:
@@ -101,7 +101,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table; ``met`` is None where nothing was measured."""
+    """A row of the table; ``met`` is None if it was not measured."""
 
     what: str
     dtype: str
@@ -117,13 +117,13 @@ class Row:
 
 @dataclass
 class Measured:
-    """Rows, and the records they come from."""
+    """Rows of the table, and the records of the runs behind them."""
 
     rows: list[Row] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
 
     def at_least(self, report: Report, what: str, name: str, to: str, goal: float) -> None:
-        """A row: contestant ``name`` is ``goal`` times as fast as ``to``."""
+        """Add a row: contestant ``name`` should be at least ``goal`` times as fast as ``to``."""
         found = report.series[name].speedup(report.series[to])
         dtype = str(report.settings["dtype"])
         self.rows.append(Row(what, dtype, f">= {goal:g}x", str(found), found.value >= goal))
@@ -148,10 +148,10 @@ class Pair:
     def race(
         self, names: list[str], text: Text = Text.python, batch: int = 1, temperature: float = 0.0
     ) -> Report:
-        """These contestants on the bundled prompts, or on random ones."""
+        """Run these contestants on the bundled prompts or on random ones; the first is the baseline."""
         shared = benchmark.generation_kwargs(self.scale.tokens, temperature)
         vocab_size = self.target.config.vocab_size
-        # Batches of four need twelve prompts to be more than two calls.
+        # Twelve prompts make three batches of four.
         count = self.scale.prompts if batch == 1 else max(12, batch)
         prompts = bundled_prompts(text, count, batch, vocab_size)
         if batch > 1:
@@ -185,10 +185,10 @@ def speed(pair: Pair, found: Measured) -> None:
 
 @dataclass
 class Race:
-    """Seconds of each contestant and of the one beside it that it is measured against, call by call.
+    """Seconds of pairs of contestants, measured call by call.
 
     Attributes:
-        pairs: (contestant, the other) -> their seconds for the same prompt, one behind the other.
+        pairs: (contestant, baseline) -> seconds of both for the same prompt, in order of measurement.
     """
 
     pairs: dict[tuple[str, str], list[tuple[float, float]]]
@@ -201,18 +201,17 @@ class Race:
         prompts: list[Prompt],
         repetitions: int,
     ) -> Race:
-        """Pair by pair: both run every prompt, the one behind the other, in all repetitions.
+        """Run the two contestants of each pair one after the other on every prompt.
 
-        Which of the two goes first alternates. The first call of each is not counted: then both are as warm
-        as for a user who generates one text after the other with the same drafter.
+        A machine that slows down then slows both. Each contestant has one warm-up call, and which of the two
+        runs first alternates over repetitions.
         """
-        race = cls({})
-        for pair in pairs:
-            for name in pair:
-                contestants[name](prompts[0])
-            times = race.pairs[pair] = []
-            for turn in range(repetitions):
-                for prompt in prompts:
+        for contestant in contestants.values():
+            contestant(prompts[0])
+        race = cls({pair: [] for pair in pairs})
+        for turn in range(repetitions):
+            for prompt in prompts:
+                for pair in pairs:
                     taken = {}
                     for name in pair if turn % 2 else pair[::-1]:
                         began = time.perf_counter()
@@ -222,7 +221,7 @@ class Race:
         return race
 
     def speedup(self, name: str, to: str, prompts: int) -> Speedup:
-        """Of the time for all prompts, the median over repetitions of the ratios."""
+        """Median over repetitions of the ratio of the times for all prompts."""
         times = self.pairs[name, to]
         turns = [times[i : i + prompts] for i in range(0, len(times), prompts)]
         ratios = [
@@ -234,7 +233,7 @@ class Race:
 def drafters_of(
     model: Model, dtype: str, batch: int, scale: Scale
 ) -> tuple[list[Any], dict[str, Callable[[list[Prompt]], Contestant]], list[Prompt]]:
-    """The models whose texts must not end, makers of all contestants, and the prompts."""
+    """The models to run without end of sequence, the makers of all contestants, and the prompts."""
     kind, shared = getattr(torch, dtype), benchmark.generation_kwargs(scale.tokens)
     if model is Model.bundled:
         target, draft = assets.load_target(kind), assets.load_draft(kind)
@@ -258,7 +257,7 @@ def drafters_of(
 
 
 def never_slower(model: Model, dtype: str, batch: int, scale: Scale, found: Measured) -> None:
-    """Every drafter to plain decoding, and of the bundled pair ``auto`` to the better of its parts."""
+    """Compare every drafter with plain decoding, and ``auto`` of the bundled pair with its better part."""
     drafters = ["specdec lookahead", "specdec suffix", "specdec draft model", RANDOM_HEAD, NGRAM]
     drafters += [ADVERSARY, *([HEAD, AUTO] if model is Model.bundled else [])]
     models, makers, prompts = drafters_of(model, dtype, batch, scale)
@@ -296,7 +295,7 @@ def random_text(pair: Pair, found: Measured) -> None:
 
 def synthetic(dtype: str, scale: Scale, found: Measured, name: str = "135m") -> None:
     target = random_target(name, getattr(torch, dtype))
-    # Long texts behind short prompts: reading a prompt costs the same with any drafter.
+    # Long texts after short prompts, because prefill costs the same with every drafter.
     shared = benchmark.generation_kwargs(2 * scale.tokens)
     makers = random_contestants(name, target, shared, [SYNTHETIC_LENGTH], SYNTHETIC_DEPTH)
     prompts = random_prompts(target.config.vocab_size, 1, 32, min(scale.prompts, 3))
@@ -314,7 +313,8 @@ def synthetic(dtype: str, scale: Scale, found: Measured, name: str = "135m") -> 
     found.at_least(report, what, ours, PLAIN, 2.3)
     length, prescribed = report.series[ours].mean_acceptance_length, SYNTHETIC_LENGTH
     assert length is not None
-    # Few drafts miss the prescribed length by chance; what a step costs does not depend on it.
+    # With few drafts the drawn length differs from the prescribed one; the cost of a step does not depend
+    # on it.
     cost = report.series[ours].break_even(report.series[PLAIN])
     assert cost is not None
     found.rows.append(
@@ -351,7 +351,7 @@ def memory(scale: Scale, found: Measured, target: str = "500m", context: int = 2
 
 
 def training(folder: Path, found: Measured) -> None:
-    """From the record of the run that made the bundled head: nothing is trained here."""
+    """Add a row from the training record of the bundled head; nothing is trained here."""
     what = "training the bundled head from scratch on two cores (its own record)"
     path = folder / "history.jsonl"
     if not path.exists():
@@ -372,7 +372,7 @@ def measure(
     scale: Scale,
     folder: Path,
 ) -> Iterator[tuple[str, Measured]]:
-    """What was found after each part, and the part's name."""
+    """Yield the name of each part after it was measured, with all results so far."""
     found = Measured()
     for dtype in dtypes:
         pair = Pair(dtype, scale)
@@ -404,15 +404,26 @@ def measure(
 def main(
     only: Annotated[list[Part], typer.Option(help="parts of the table; may be repeated")] = [],  # noqa: B006
     dtype: Annotated[list[str], typer.Option(help="may be repeated")] = ["float32", "bfloat16"],  # noqa: B006
-    model: Annotated[list[Model], typer.Option(help="of never-slower; may be repeated")] = [*Model],  # noqa: B006
-    batch: Annotated[list[int], typer.Option(help="of never-slower; may be repeated")] = [1, 4],  # noqa: B006
+    model: Annotated[
+        list[Model],
+        typer.Option(help="target of never-slower; may be repeated"),
+    ] = [*Model],  # noqa: B006
+    batch: Annotated[
+        list[int], typer.Option(help="batch size of never-slower; may be repeated")
+    ] = [1, 4],  # noqa: B006
     training_folder: Annotated[
-        Path, typer.Option(help="where the bundled head was trained")
+        Path, typer.Option(help="training record of the bundled head")
     ] = TRAINING,
-    repetitions: Annotated[int, typer.Option(help="of never-slower")] = Scale.repetitions,
-    quick: Annotated[bool, typer.Option(help="one prompt, few tokens: does it run?")] = False,
+    repetitions: Annotated[
+        int, typer.Option(help="repetitions of all prompts in never-slower")
+    ] = Scale.repetitions,
+    quick: Annotated[
+        bool, typer.Option(help="one prompt and few tokens, to test the script")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="write OUT.md and OUT.json")] = None,
-    add: Annotated[bool, typer.Option(help="keep what OUT.json has and this run hasn't")] = False,
+    add: Annotated[
+        bool, typer.Option(help="keep the rows of OUT.json that this run does not measure")
+    ] = False,
 ) -> None:
     console = Console(highlight=False)
     scale = Scale.quick() if quick else Scale(repetitions=repetitions)
@@ -448,14 +459,14 @@ def main(
 
 def _markdown(machine: str, cells: list[tuple[str, ...]], quick: bool) -> str:
     notes = [
-        "`python profiling/bench_goals.py`. The goals are for float32, of the 135M shape for bfloat16;",
-        "the other dtype is reported beside it. Intervals are 95 %, by bootstrap over prompts; of every",
-        "drafter to plain decoding over repetitions.",
-        "*Synthetic acceptance*: random weights, prescribed acceptance; it shows what speculation costs,",
-        "not how well anything guesses.",
+        "`python profiling/bench_goals.py`. The goals are for float32, and for bfloat16 with the 135M shape;",
+        "the other dtype is reported as well. Intervals are 95 %, by bootstrap over prompts, and over",
+        "repetitions where a drafter is compared with plain decoding in pairs.",
+        "*Synthetic acceptance*: random weights and prescribed acceptance; it shows the cost of speculation,",
+        "not the quality of a drafter.",
     ]
     if quick:
-        notes.append("**A quick run: these numbers mean nothing.**")
+        notes.append("**A quick run, to test the script: the numbers are not meaningful.**")
     return "\n".join(
         ["# Goals on a CPU", "", machine, "", format_markdown(HEADER, cells), "", *notes, ""]
     )

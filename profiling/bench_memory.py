@@ -1,11 +1,11 @@
-"""What speculation adds to the memory of a call: peak resident bytes of plain decoding, and with a head.
+"""Measure the memory that speculation adds to a call: peak resident bytes with a head and without.
 
     python profiling/bench_memory.py                       # 500M shape, bfloat16, 2048 tokens of context
     python profiling/bench_memory.py --out profiling/results/memory_cpu
 
-Each call has a process of its own. The peak is the kernel's (VmHWM) from the loaded target on, so that it
-holds reading and packing the head, the prompt and the text. The bound is what must be there: the head's
-weights and its keys and values, and 5 %.
+Each call runs in its own process. The peak is that of the Linux kernel (VmHWM) after the target was loaded,
+so it includes reading and packing the head, prefill and decoding. The bound is the size of the head's
+weights and of its keys and values, plus 5 %.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DEPTH = 7
 
 @dataclass(frozen=True)
 class Peak:
-    """Of one process: bytes at the start of the call, and at most until its end."""
+    """Resident bytes of one process: at the start of the call, and the peak until its end."""
 
     before: int
     most: int
@@ -51,8 +51,8 @@ class Bound:
     """Bytes that speculation may add.
 
     Attributes:
-        weights: of the head, without what it shares with the target.
-        cache: its keys and values of the whole text and a draft.
+        weights: weights of the head, without those that it shares with the target.
+        cache: keys and values of the head for the whole text and a draft.
     """
 
     weights: int
@@ -72,7 +72,7 @@ class Bound:
 
 
 def measure(target: str, dtype: str, context: int, max_new_tokens: int, head: Path | None) -> Peak:
-    """In this process: one call, with the head in this folder or without a drafter."""
+    """Measure one call in this process, with the head in the folder ``head`` or without a drafter."""
     kind = getattr(torch, dtype)
     model = random_target(target, kind)
     (prompt,) = random_prompts(model.config.vocab_size, 1, context, 1)
@@ -84,12 +84,14 @@ def measure(target: str, dtype: str, context: int, max_new_tokens: int, head: Pa
     generate(model, drafter=drafter, max_new_tokens=max_new_tokens, do_sample=False, **prompt)
     most = peak_bytes(model.device)
     if before is None or most is None:
-        raise typer.BadParameter("this system does not tell the peak of a process (VmHWM)")
+        raise typer.BadParameter(
+            "this system does not report the peak memory of a process (VmHWM in /proc/self/status)"
+        )
     return Peak(before, most, machine_line(model))
 
 
 def measure_apart(**arguments: object) -> Peak:
-    """:func:`measure` in a fresh process."""
+    """Run :func:`measure` in a new process."""
     command = [sys.executable, __file__, "--child", json.dumps(arguments, default=str)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return Peak(**json.loads(done.stdout.splitlines()[-1]))
@@ -100,7 +102,9 @@ def main(
     dtype: str = "bfloat16",
     context: int = 2048,
     max_new_tokens: int = 64,
-    repeats: Annotated[int, typer.Option(help="processes of each; the median counts")] = 3,
+    repeats: Annotated[
+        int, typer.Option(help="processes of each kind, of which the median is used")
+    ] = 3,
     out: Annotated[Path | None, typer.Option(help="write OUT.json")] = None,
     child: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -120,7 +124,7 @@ def main(
 def compare(
     target: str, dtype: str, context: int, max_new_tokens: int, repeats: int
 ) -> dict[str, object]:
-    """Median peaks of plain decoding and of speculation, in turn, and the bound on their difference."""
+    """Median peaks of plain decoding and speculation, measured in turn, and the bound on the difference."""
     head = random_head_of(target, getattr(torch, dtype))
     bound = Bound.of(head, context + max_new_tokens, DEPTH)
     arguments = dict(target=target, dtype=dtype, context=context, max_new_tokens=max_new_tokens)

@@ -1,15 +1,15 @@
-"""Microseconds and bandwidth of every op, with cold caches, against PyTorch's own.
+"""Measure time and bandwidth of every op with cold caches, and compare with PyTorch.
 
     python profiling/bench_ops.py                                    # all ops of this build, best device
     python profiling/bench_ops.py --device cpu --op verify_match --op linear
     python profiling/bench_ops.py --device cuda --compile --cupy --out profiling/results/ops_h200
 
-GB/s counts every needed input read once and every output written once; %copy and %read hold it against the
-device's own copying and reading, the best measured in the same run. ``vs read`` is the time in which PyTorch
-reads as many bytes, taken in turn with the op's own, over the op's: it means the same while other work comes
-and goes. An op that need not read everything, as verify_match on the CPU, can pass 100 %. ``--cupy`` times
-once more with CuPy's benchmark helper, with warm caches, beside our own timer: an independent
-check of it. Needs torch alone.
+GB/s counts every needed input read once and every output written once; %copy and %read are its shares of the
+best copy and read bandwidth measured in the same run. ``vs read`` is the time in which PyTorch reads the same
+number of bytes divided by the op's time; the two are measured in turn, so other work on the machine affects
+both. An op that does not read everything, such as verify_match on the CPU, can exceed 100 %. ``--cupy``
+measures once more, with warm caches, with CuPy's benchmark helper and with our timer, to check the timer.
+The only dependency is torch.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from timing import Bandwidth, Stopwatch
 from specdec_ext.evaluate.machine import machine_line
 
 TEXT = ("op", "case", "dtype")
-# The host walks the one; the other is hundreds of operations (bench_draft_head_cuda.py has their graph).
+# Not compiled: the PyTorch form of verify_recursive runs on the host, and that of draft_head has hundreds of
+# operations (bench_draft_head_cuda.py measures them as a CUDA graph).
 UNCOMPILED = ("verify_recursive", "draft_head")
-CPU_SECONDS = 4.0  # per case; the table says how many calls that were
+CPU_SECONDS = 4.0  # time limit per case; the table shows the number of calls made
 
 
 def measure(
     case: Case, work: Work, stopwatch: Stopwatch, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """One row of the table."""
+    """Measure a case and return its row of the table."""
 
     def ours() -> Any:
         return case.run(work.arguments)
@@ -116,13 +117,13 @@ def table(rows: Iterable[dict[str, Any]], options: argparse.Namespace) -> str:
 def chosen_cases(
     names: list[str], models: list[str], device: str, largest: bool = False
 ) -> tuple[list[Case], list[str]]:
-    """The cases to run, and ops left out because this build lacks them.
+    """The cases to run, and the ops that are left out because this build does not have them.
 
     Args:
-        largest: of each op only the last, largest case.
+        largest: only the last case of each op, which is the largest.
 
     Raises:
-        SystemExit: for an op or model that doesn't exist, and for an op asked for that isn't built.
+        SystemExit: for an unknown op or model, and for a requested op that is not built.
     """
     for kind, given, known in (
         ("op", names, OPS),
@@ -164,11 +165,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default=best)
     parser.add_argument("--op", action="append", default=[], help="may be repeated")
     parser.add_argument("--model", action="append", default=[], help="may be repeated")
-    parser.add_argument("--largest", action="store_true", help="one case per op: the last")
+    parser.add_argument("--largest", action="store_true", help="only the largest case per op")
     parser.add_argument("--repeats", type=int, default=100, help="calls per case, at least 5")
-    parser.add_argument("--threads", type=int, help="of the CPU ops and of torch")
-    parser.add_argument("--compile", action="store_true", help="also against torch.compile")
-    parser.add_argument("--cupy", action="store_true", help="check the timer with CuPy's")
+    parser.add_argument("--threads", type=int, help="threads of the CPU ops and of torch")
+    parser.add_argument("--compile", action="store_true", help="also compare with torch.compile")
+    parser.add_argument("--cupy", action="store_true", help="check the timer against CuPy's")
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.csv")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -193,7 +194,7 @@ def main(arguments: list[str] | None = None) -> None:
     for case in cases:
         print(f"{case.op} {case.label} ...", file=sys.stderr)
         rows.append(measure(case, case.make(device), stopwatch, options))
-    # Measured twice, because other work on the machine comes and goes.
+    # Measured before and after, because other work on the machine may slow down one of the two.
     bandwidth = before.best(stopwatch.bandwidth())
     add_shares(rows, bandwidth)
     print(f"copy {bandwidth.copy:.0f} GB/s, read {bandwidth.read:.0f} GB/s")

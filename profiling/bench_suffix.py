@@ -1,12 +1,12 @@
-"""Suffix decoding's history at full size: microseconds per drafted token and bytes per token held.
+"""Measure suffix decoding with a full history: time per drafted token and memory per stored token.
 
     python profiling/bench_suffix.py                      # a million tokens
     python profiling/bench_suffix.py --tokens 100000 --vocabulary 4096
 
-The text is made, not real: half of each output are spans of 20 tokens on average, copied from earlier
-outputs, the rest is a Markov chain in which a token is followed by one of four, the first most often. The
-requests are such outputs, too, and grow by two tokens between two drafts, as they do in decoding. One row,
-one thread.
+The text is synthetic: half of each output consists of spans of 20 tokens on average that are copied from
+earlier outputs; the rest is a Markov chain in which each token has four possible successors, the first being
+the most likely. Requests are such outputs as well and grow by two tokens between two drafts, as in decoding.
+One row, one thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REQUEST_TOKENS = 400
 
 @dataclass
 class MadeText:
-    """Outputs over ``vocabulary`` tokens that repeat parts of earlier ones."""
+    """Generates outputs over ``vocabulary`` tokens that repeat parts of earlier outputs."""
 
     vocabulary: int
     seed: int = 0
@@ -65,12 +65,11 @@ class MadeText:
 
 
 def fill(text: MadeText, tokens: int) -> tuple[SuffixHistory, float, float]:
-    """A full history; seconds for all outputs, and for the slowest."""
+    """Fill a history; returns it with the seconds per token and those of the slowest output."""
     history = SuffixHistory(tokens)
     seconds, slowest = 0.0, 0.0
-    num_outputs = (
-        tokens * 11 // 10 // OUTPUT_TOKENS
-    )  # some are forgotten on the way, then it is full again
+    # 10 % more than fit, so that the history also has to drop old outputs.
+    num_outputs = tokens * 11 // 10 // OUTPUT_TOKENS
     for _ in range(num_outputs):
         output = text.output(OUTPUT_TOKENS)
         began = time.perf_counter()
@@ -83,7 +82,7 @@ def fill(text: MadeText, tokens: int) -> tuple[SuffixHistory, float, float]:
 def draft(
     outputs: list[np.ndarray], history: SuffixHistory, rule: Rule
 ) -> tuple[list[float], int, int]:
-    """Seconds of every draft, all drafted tokens, and those that came true."""
+    """Seconds of every draft, number of drafted tokens, and number of accepted ones."""
     seconds, drafted, accepted = [], 0, 0
     for output in outputs:
         request = SuffixIndex()
@@ -104,7 +103,7 @@ def draft(
 
 
 def main(
-    tokens: Annotated[int, typer.Option(help="size of the history")] = 1_000_000,
+    tokens: Annotated[int, typer.Option(help="size of the history in tokens")] = 1_000_000,
     vocabulary: int = 32_000,
 ) -> None:
     text = MadeText(vocabulary)

@@ -1,4 +1,4 @@
-"""Calls of the op ``draft_head`` as decoding makes them, with random weights, and the same in PyTorch."""
+"""Calls of the op ``draft_head`` as in decoding, with random weights, and the same drafts in PyTorch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from specdec_ext.heads.config import DraftHead, HeadConfig
 from specdec_ext.heads.rope import rope_tables
 from specdec_ext.tree.config import TreeConfig
 
-NEW = 3  # committed elements per draft and row: two accepted tokens and the bonus
+NEW = 3  # committed elements per draft and row: two accepted tokens and the bonus token
 
 
 class RandomHead:
-    """A head with the embedding of its target; packed for the op once per type of weights."""
+    """A random head and its target's embedding; packed for the op once per type of weights."""
 
     def __init__(self, config: HeadConfig, dtype: torch.dtype, device: torch.device | str):
         self.head: DraftHead = random_head(config, dtype, device)
@@ -49,13 +49,13 @@ class RandomHead:
 
 @dataclass(frozen=True)
 class DraftCall:
-    """One draft of a batch of rows with ``context`` elements in the cache and NEW new ones each."""
+    """One draft for a batch; each row has ``context`` elements in the cache and NEW new ones."""
 
     random: RandomHead
     weights: str
     tree: TreeConfig
     context: int
-    arguments: tuple[Any, ...]  # of the op
+    arguments: tuple[Any, ...]  # arguments of the op
 
     @classmethod
     def make(
@@ -67,7 +67,7 @@ class DraftCall:
         weights: str = "same",
         seed: int = 0,
     ) -> DraftCall:
-        """Another seed gives other inputs, not other weights."""
+        """Make a call; the seed changes the inputs, not the weights."""
         config, like = random.config, random.embedding
         device, dtype = like.device, like.dtype
         generator = torch.Generator(device).manual_seed(seed)
@@ -100,7 +100,7 @@ class DraftCall:
         return ops.draft_head(*self.arguments)
 
     def theirs(self) -> tuple[Tensor, Tensor]:
-        """Tokens and parents, from weights in the head's own type."""
+        """Tokens and parents of the PyTorch modules, which always use the head's own weights."""
         tokens, features = self.arguments[5:7]
         return self._modules.draft(tokens, features, self.context, self.tree)
 
@@ -112,14 +112,14 @@ class DraftCall:
 
     @property
     def needed_bytes(self) -> int:
-        """Weights of every level once, and the cache of every row and level; of a 16-bit head."""
+        """Bytes of the weights once per level and of the cache per row and level, for a 16-bit head."""
         rows, depth = len(self.arguments[5]), len(widths(self.tree))
         cache = rows * depth * cache_bytes(self.random.config, self.context + NEW)
         return needed_bytes(self.random.config, self.tree, self.weights) + cache
 
 
 def captured(run: Callable[[], Any]) -> Callable[[], None]:
-    """A CUDA graph of a call that has run before."""
+    """Capture ``run`` in a CUDA graph and return its replay; ``run`` must have been called before."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):

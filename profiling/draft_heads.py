@@ -1,5 +1,6 @@
-"""EAGLE-3 heads by the sizes of published ones, with random weights, and the order in which the fused CUDA op
-``draft_head`` works through them: the phases and tiles of ``csrc/include/specdec/draft_plan.h`` themselves.
+"""EAGLE-3 heads in the sizes of published ones, with random weights, and the work plan of the fused CUDA op.
+
+The phases and tiles come from ``csrc/include/specdec/draft_plan.h`` itself, through the host module.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from specdec_ext import _host
 from specdec_ext.heads.config import DraftHead, HeadConfig
 from specdec_ext.tree.config import TreeConfig
 
-WEIGHT_BYTES = {"same": 2, "int8": 1, "float8": 1}  # of a 16-bit head
+WEIGHT_BYTES = {"same": 2, "int8": 1, "float8": 1}  # per weight of a 16-bit head
 SCALE_BYTES = 4  # per output of an 8-bit matrix
 
 
@@ -29,7 +30,7 @@ def head_config(
     head_dim: int = 128,
     draft_vocab: int = 32_000,
 ) -> HeadConfig:
-    """One layer, three features of a target of the same width."""
+    """Config of a head with one layer and three features of a target of the same width."""
     return HeadConfig(
         kind="eagle3",
         hidden_size=hidden,
@@ -55,11 +56,11 @@ HEADS = {
 def random_head(
     config: HeadConfig, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
 ) -> DraftHead:
-    """Weights twice as large as usual, so that tokens differ in probability; norms are ones.
+    """A head with random weights, twice as large as usual so that tokens differ in probability; norms are 1.
 
-    ``lm_head`` is six times as large, which makes the head about as sure of its tokens as the bundled one:
-    of the 33 nodes that a tree of 41 nodes on five levels may expand, both expand 31 (of drafts that are
-    less sure, the CPU op expands fewer, because fewer can matter).
+    ``lm_head`` is six times as large, which makes the head about as confident as the bundled one: of the 33
+    nodes that a tree of 41 nodes on five levels may expand, both expand 31. With less confident drafts the
+    CPU op would expand fewer nodes, because fewer can enter the tree.
     """
     generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
@@ -81,13 +82,14 @@ def random_head(
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of one pass; the grid waits after each.
+    """One phase of one pass; the grid synchronises after each phase.
 
     Attributes:
-        kind: of the pass, "new", "kept" or "frontier".
-        level: the depth of a frontier's nodes, else 0.
-        op: as in ``DraftOp``.
-        first_row, num_rows: of the pass, among all of its kind and level.
+        kind: kind of the pass, "new", "kept" or "frontier".
+        level: depth of the nodes of a frontier, else 0.
+        op: operation, as in ``DraftOp``.
+        layer: decoder layer.
+        first_row, num_rows: rows of the pass, among all rows of its kind and level.
     """
 
     kind: str
@@ -100,10 +102,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight matrix as the blocks of a launch share it.
+    """A weight matrix, and how the blocks of a launch share its rows.
 
     Attributes:
-        is_paired: gate above up.
+        outs, ins: rows and columns.
+        is_paired: whether it consists of the gate matrix above the up matrix.
     """
 
     outs: int
@@ -115,12 +118,12 @@ class Matrix:
         return _host.draft_tiles(self.outs, num_blocks, is_paired=self.is_paired)
 
     def rows(self, num_blocks: int) -> np.ndarray:
-        """Rows that each block streams."""
+        """Number of rows that each block streams."""
         blocks, _, rows = self.tiles(num_blocks).T
         return np.bincount(blocks, rows, minlength=num_blocks)
 
     def panels(self, num_blocks: int) -> int:
-        """How often one row of inputs is read, by all blocks together."""
+        """Number of times that all blocks together read one row of inputs."""
         tiles = np.bincount(self.tiles(num_blocks)[:, 0], minlength=num_blocks)
         return int((-(-tiles // _host.DRAFT_PANEL_TILES)).sum())
 
@@ -131,10 +134,10 @@ class Matrix:
 
 
 def matrices(config: HeadConfig) -> dict[tuple[str, int], Matrix]:
-    """The matrices by the op and the layer of the phases that stream them.
+    """The matrices, by the operation and layer of the phases that stream them.
 
-    Of the last layer's projections, a pass of new elements that are nobody's last takes keys and values only;
-    here it counts as if it took all.
+    In the last layer, a pass over new elements that are not the last of their row needs only the keys and
+    values of the projections; here it counts as if it needed all of them.
     """
     hidden, is_eagle1 = config.hidden_size, config.kind == "eagle1"
     queries = config.num_heads * config.head_dim
@@ -153,7 +156,7 @@ def matrices(config: HeadConfig) -> dict[tuple[str, int], Matrix]:
 
 
 def widths(tree: TreeConfig) -> list[int]:
-    """For each level below the root, the nodes that are expanded for it."""
+    """For each level below the root, the number of nodes that are expanded for it."""
     if not tree.links:
         return [1] + [tree.top_k] * (tree.depth - 1)
     depths = [0]
@@ -164,7 +167,7 @@ def widths(tree: TreeConfig) -> list[int]:
 
 
 def phases(config: HeadConfig, tree: TreeConfig, num_new: int, batch: int = 1) -> list[Phase]:
-    """Of a draft by a head with ``num_new`` new elements in all rows together."""
+    """The phases of a draft, with ``num_new`` new elements in all rows together."""
     found = _host.draft_phases(
         config.num_layers,
         widths(tree),
@@ -179,13 +182,13 @@ def phases(config: HeadConfig, tree: TreeConfig, num_new: int, batch: int = 1) -
 
 
 def levels(order: list[Phase]) -> Iterator[list[Phase]]:
-    """The phases of each level; the new and kept elements' are level 0."""
+    """The phases of each level; those of new and kept elements are level 0."""
     for level in range(order[-1].level + 1):
         yield [phase for phase in order if phase.level == level]
 
 
 def needed_bytes(config: HeadConfig, tree: TreeConfig, weights: str = "same") -> int:
-    """Weights that a draft needs at least: of each level once."""
+    """Bytes of weights that a draft has to read at least: each level reads them once."""
     sizes = {op: matrix.size(weights) for op, matrix in matrices(config).items()}
     rereads = 1 if config.mask_token_id is not None else len(widths(tree))
     fc = sizes.pop(("fc", 0), 0)
@@ -193,5 +196,5 @@ def needed_bytes(config: HeadConfig, tree: TreeConfig, weights: str = "same") ->
 
 
 def cache_bytes(config: HeadConfig, slots: int) -> int:
-    """Keys and values of one row's slots, 16-bit."""
+    """Bytes of the 16-bit keys and values of one row."""
     return config.num_layers * 2 * config.num_kv_heads * config.head_dim * slots * 2

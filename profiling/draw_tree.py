@@ -1,8 +1,9 @@
-"""A tree that was drafted for the bundled model, with the path that it accepted: as text and as a picture.
+"""Show a tree that was drafted for the bundled model and its accepted path, as text and as a picture.
 
     python profiling/draw_tree.py --out profiling/results/draft_tree.png
 
-Of one completion the step whose tree has most leaves is shown, among those the one that accepted most.
+It takes the tree with the most leaves of one completion, and among those the one with the longest accepted
+path.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from specdec_ext import DraftTree, assets
 
 
 class Watched(specdec_ext.SuffixDrafter):
-    """Keeps every tree with its accepted path."""
+    """Records every tree with its accepted path."""
 
     def start(self, *call) -> None:
         super().start(*call)
@@ -30,7 +31,9 @@ class Watched(specdec_ext.SuffixDrafter):
 
     def commit(self, context, accepted, output) -> None:
         super().commit(context, accepted, output)
-        if accepted.path.shape[1] == self.tree.num_nodes:  # else cut at the end of the text
+        if (
+            accepted.path.shape[1] == self.tree.num_nodes
+        ):  # otherwise the tree was cut at the text's end
             self.steps.append((self.tree, accepted.path[0]))
 
 
@@ -44,8 +47,8 @@ def interest(step: tuple[DraftTree, torch.Tensor]) -> tuple[int, int]:
 def main(
     prompt: int = 5,
     max_new_tokens: int = 128,
-    temperature: Annotated[float, typer.Option(help="sample; 0 is greedy")] = 0.8,
-    out: Annotated[Path | None, typer.Option(help="write a picture here")] = None,
+    temperature: Annotated[float, typer.Option(help="sampling temperature; 0: greedy")] = 0.8,
+    out: Annotated[Path | None, typer.Option(help="write the picture to this file")] = None,
 ) -> None:
     tokenizer = assets.load_tokenizer()
     text = assets.held_out_prompts()[prompt]["prompt"]

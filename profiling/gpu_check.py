@@ -1,12 +1,12 @@
-"""Everything that only a GPU can show, in one run of under ten minutes: ``make gpu-check``.
+"""Run all checks and benchmarks that need a GPU, in less than ten minutes: ``make gpu-check``.
 
     python3 profiling/gpu_check.py               # writes profiling/results/gpu_check_<card>.json and .md
-    python3 profiling/gpu_check.py --dry-run     # anywhere: prints the plan
+    python3 profiling/gpu_check.py --dry-run     # without a GPU: prints the plan
 
-Needs an NVIDIA GPU and, under the python3 that runs it, a CUDA build of torch >= 2.10, NumPy, setuptools,
-ninja, pytest, safetensors, transformers, triton and CuPy; in PATH nvcc and compute-sanitizer.
-No step is skipped: what is missing fails. A step that takes longer than its budget is stopped and fails, and
-so do those that need it.
+Needs an NVIDIA GPU; for the python3 that runs it, a CUDA build of torch >= 2.10, NumPy, setuptools, ninja,
+pytest, safetensors, transformers, triton and CuPy; in PATH, nvcc and compute-sanitizer. No step is skipped:
+a missing requirement is a failure. A step that exceeds its time budget is stopped and fails, and so do the
+steps that need it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODULES = (
 )  # fmt: skip
 PROGRAMS = ("nvcc", "c++", "compute-sanitizer", "sha256sum")
 LIMIT = 600  # seconds
-TAIL = 4000  # characters of a failed step's output that the report keeps
+TAIL = 4000  # last characters of a failed step's output that the report keeps
 
 
 @dataclass
@@ -45,16 +45,16 @@ class Result:
     budget: int
     summary: str
     command: str
-    output: str  # the end of it if the step failed
+    output: str  # the end of the output, if the step failed
 
 
 def portable(text: str) -> str:
-    """Without the places of this machine: reports are committed."""
+    """Replace paths of this machine, because reports are committed."""
     return text.replace(f"{ROOT}/", "").replace(sys.executable, "python3")
 
 
 def run_step(step: Step, results: list[Result]) -> Result:
-    """Run one step unless one that it needs has failed."""
+    """Run a step, unless the step that it needs has failed."""
     command = portable(shlex.join(step.command))
     if any(result.step == step.needs and not result.passed for result in results):
         return Result(step.name, False, 0.0, step.seconds, f"needs {step.needs}", command, "")
@@ -84,7 +84,7 @@ def run_step(step: Step, results: list[Result]) -> Result:
 
 
 def explain(step: Step, done: subprocess.CompletedProcess[str]) -> str:
-    """Why a command that failed did: what its reader finds, or the exit status."""
+    """Why a command failed: the problem that its reader finds, or else the exit status."""
     try:
         step.read(done.stdout)
     except (Failed, OSError, ParseError) as error:
@@ -93,7 +93,7 @@ def explain(step: Step, done: subprocess.CompletedProcess[str]) -> str:
 
 
 def missing_parts() -> list[str]:
-    """What the check needs and this machine lacks."""
+    """The requirements that this machine does not meet."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     missing += [f"python module {name}" for name in MODULES if not importlib.util.find_spec(name)]
     if importlib.util.find_spec("torch") is None:
@@ -131,7 +131,7 @@ def report_markdown(machine: str, results: list[Result], planned: int) -> str:
 
 
 def write_report(stem: Path, machine: str, results: list[Result], planned: int) -> None:
-    """After every step: a run that is cut off leaves what it found."""
+    """Write the report; called after every step, so that an interrupted run leaves its results."""
     passed = len(results) == planned and all(result.passed for result in results)
     values = {"machine": machine, "passed": passed, "steps": [asdict(each) for each in results]}
     stem.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")
@@ -152,7 +152,7 @@ def show_plan(steps: list[Step]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and do nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and exit")
     if parser.parse_args(arguments).dry_run:
         show_plan(plan("<card>", "<capability>"))
         return 0

@@ -1,4 +1,4 @@
-"""The steps of the GPU check and how their output is read. Nothing here needs torch or a GPU."""
+"""The steps of the GPU check and the readers of their output. This module needs neither torch nor a GPU."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ BUILD = ROOT / "build" / "gpu_check"
 TOOLS = ("memcheck", "racecheck", "synccheck")
 OP_TESTS = ROOT / "python_tests" / "ops"
 CPU_ONLY = ("test_ops_linear.py",)
-DRAFT_HEAD = "test_ops_draft_head*.py"  # need transformers, which the other tests of ops do not
+DRAFT_HEAD = "test_ops_draft_head*.py"  # need transformers, unlike the other tests of ops
 
 
 class Failed(Exception):
-    """A step's own verdict on its output."""
+    """Raised by a reader whose step failed."""
 
 
-# What a step's output says: a summary for the table, or Failed.
+# Turns a step's output into a summary for the table, or raises Failed.
 Reader = Callable[[str], str]
 
 
@@ -34,8 +34,9 @@ class Step:
     """One command of the check.
 
     Attributes:
-        seconds: budget; beyond it the command is stopped.
-        needs: a step without which this one can't run.
+        seconds: time budget, after which the command is stopped.
+        read: reader of its output.
+        needs: name of the step that must have passed before this one can run.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Step:
 
 
 def read_checks(output: str) -> str:
-    """The PASS and FAIL lines of op_checks.py and generate_checks.py."""
+    """Read the PASS and FAIL lines of op_checks.py and generate_checks.py."""
     verdicts = Counter(re.findall(r"^(PASS|FAIL)\b", output, re.MULTILINE))
     if verdicts["FAIL"]:
         lines = [line for line in output.splitlines() if line.startswith("FAIL")]
@@ -59,7 +60,7 @@ def read_checks(output: str) -> str:
 
 
 def read_junit(path: Path, test_files: list[str]) -> str:
-    """pytest's XML report: every test file ran something, and nothing failed or was skipped."""
+    """Read pytest's XML report: every file must have run a test, and none may have failed or been skipped."""
     report = ElementTree.parse(path).getroot()
     outcomes: Counter[str] = Counter()
     ran: Counter[str] = Counter()
@@ -79,7 +80,7 @@ def read_junit(path: Path, test_files: list[str]) -> str:
 
 
 def sanitizer_findings(output: str) -> list[int]:
-    """How many errors or hazards each of compute-sanitizer's summaries counts."""
+    """The number of errors or hazards in each of compute-sanitizer's summaries."""
     summary = r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)"
     return [int(count) for count in re.findall(summary, output, re.MULTILINE)]
 
@@ -95,10 +96,10 @@ def read_sanitizer(output: str) -> str:
 
 
 def read_planted(output: str) -> str:
-    """Every tool must find the bug made for it."""
+    """Every tool must find the bug that was planted for it."""
     findings = sanitizer_findings(output)
     if len(findings) != len(TOOLS) or not all(findings):
-        raise Failed(f"findings by {', '.join(TOOLS)}: {findings}; each has a bug to find")
+        raise Failed(f"findings by {', '.join(TOOLS)}: {findings}; each tool has a bug to find")
     return f"found by {', '.join(TOOLS)}"
 
 
@@ -107,7 +108,7 @@ def read_last_line(output: str) -> str:
 
 
 def read_table(output: str) -> str:
-    """bench_ops.py's table: a header, a rule, a row per case."""
+    """Read the table of bench_ops.py: a header, a rule, and one row per case."""
     lines = output.splitlines()
     rules = [number for number, line in enumerate(lines) if line and not line.strip("-")]
     rows = len(lines) - rules[0] - 1 if rules else 0
@@ -118,7 +119,7 @@ def read_table(output: str) -> str:
 
 
 def plan(card: str, capability: str) -> list[Step]:
-    """All steps for a card, "h200", of a compute capability, "9.0"."""
+    """All steps for a card such as "h200" with a compute capability such as "9.0"."""
     on_card = {"TORCH_CUDA_ARCH_LIST": capability, "SPECDEC_CUDA": "1"}
     golden = ROOT / "python_tests" / "golden"
     checksums = ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"]
@@ -157,19 +158,19 @@ def script(name: str, *arguments: str) -> list[str]:
 
 
 def draft_head_test_files() -> list[str]:
-    """Options, reference cases, batches and layouts of draft_head."""
+    """The test files of draft_head: options, reference cases, batches and layouts."""
     return sorted(path.name for path in OP_TESTS.glob(DRAFT_HEAD))
 
 
 def op_test_files() -> list[str]:
-    """Those of the other ops, and the reference cases."""
+    """The test files of all other ops, and the reference cases."""
     names = sorted(path.name for path in OP_TESTS.glob("test_ops_*.py"))
     others = {*CPU_ONLY, *draft_head_test_files()}
     return [name for name in names if name not in others] + ["test_golden.py"]
 
 
 def device_tests(name: str, seconds: int, files: list[str]) -> Step:
-    """The CUDA cases of test files."""
+    """Step that runs the CUDA cases of test files."""
     junit = BUILD / f"{name.replace(' ', '_')}.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-k", "cuda", "-p", "no:cacheprovider"]
     command += ["-m", "not slow and not emulated", f"--junitxml={junit}"]
@@ -184,7 +185,8 @@ def sanitizer(tool: str) -> list[str]:
 
 def sanitized_ops(tool: str, seconds: int) -> Step:
     command = [*sanitizer(tool), *script("op_checks.py", "once", "--model", "small")]
-    # Every tensor is an allocation of its own, or memcheck would see the ends of torch's pool only.
+    # Without caching every tensor is its own allocation; otherwise memcheck sees only the ends of torch's
+    # pool.
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return Step(tool, seconds, command, read_sanitizer, "build", environment=environment)
 
@@ -193,5 +195,5 @@ def planted_bugs(seconds: int) -> Step:
     source, program = ROOT / "profiling" / "planted_bugs.cu", BUILD / "planted_bugs"
     commands = [shlex.join(["nvcc", "-arch=native", str(source), "-o", str(program)])]
     commands += [shlex.join([*sanitizer(tool), str(program), tool]) for tool in TOOLS]
-    # The program and the tools exit as they like: the findings count.
+    # Exit codes of the program and the tools are ignored; only the findings matter.
     return Step("planted bugs", seconds, ["sh", "-c", "; ".join([*commands, "true"])], read_planted)

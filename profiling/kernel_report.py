@@ -1,12 +1,12 @@
-"""What the compiler made of every kernel: registers, shared memory, spills, occupancy, vector loads.
+"""Report registers, shared memory, spills, occupancy and vector loads of every compiled kernel.
 
     make kernel-report                              # every csrc/kernels/*.cu, every default architecture
     TORCH_CUDA_ARCH_LIST=9.0 python profiling/kernel_report.py
 
-Compiles with the flags of build_support/native.py and reads ptxas' report, the generated PTX (block sizes)
-and, where cuobjdump is installed, the machine code (128-bit global loads). Needs nvcc, no GPU. Writes
-``<out>.json`` and ``<out>.md``; exits with 1 if a kernel uses local memory: it spills registers or has a
-stack frame.
+Compiles with the flags of build_support/native.py and reads the report of ptxas, the generated PTX (block
+sizes) and, if cuobjdump is installed, the machine code (128-bit global loads). Needs nvcc but no GPU. Writes
+``<out>.json`` and ``<out>.md``. The exit code is 1 if a kernel uses local memory, which means that it spills
+registers or has a stack frame.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from build_support.architectures import VARIABLE  # noqa: E402
 from build_support.native import nvcc_command  # noqa: E402
 from build_support.toolchain import find_cxx, find_nvcc, read_cuda  # noqa: E402
 
-NO_DISASSEMBLER = "128-bit loads: not counted, cuobjdump is not installed."
+NO_DISASSEMBLER = "128-bit loads: not counted, because cuobjdump is not installed."
 
 
 @dataclass(frozen=True)
 class PtxasEntry:
-    """What ptxas says about one kernel on one architecture; sizes in bytes, registers per thread."""
+    """ptxas' report on one kernel and architecture; sizes in bytes, registers per thread."""
 
     symbol: str
     arch: str
@@ -58,12 +58,12 @@ class Kernel(PtxasEntry):
 
     Attributes:
         source: file name.
-        name: demangled and short.
+        name: short demangled name.
         block: threads per block from ``__launch_bounds__``, or None.
-        dynamic_shared: whether it uses dynamic shared memory, whose size only a launch knows.
-        occupancy: theoretical, with static shared memory alone; None without ``block``.
+        dynamic_shared: whether it uses dynamic shared memory, whose size is known only at a launch.
+        occupancy: theoretical occupancy without dynamic shared memory; None without ``block``.
         wide_loads: 128-bit global loads in the machine code, cp.async included; None if not disassembled.
-        global_loads: all of them.
+        global_loads: all global loads; None if not disassembled.
     """
 
     source: str
@@ -80,7 +80,11 @@ class Kernel(PtxasEntry):
 
 
 def parse_ptxas(text: str) -> list[PtxasEntry]:
-    """The entry functions in what ``ptxas -v`` prints."""
+    """The entry functions in the output of ``ptxas -v``.
+
+    Raises:
+        ValueError: if a function could not be read.
+    """
     pattern = re.compile(
         r"Compiling entry function '(?P<symbol>\w+)' for '(?P<arch>sm_\w+)'\n"
         r".*Function properties for (?P=symbol)\n"
@@ -106,13 +110,13 @@ def parse_ptxas(text: str) -> list[PtxasEntry]:
     if len(entries) != announced:
         raise ValueError(
             f"ptxas announced {announced} kernels, but {len(entries)} reports were understood: "
-            "its output has changed, adapt parse_ptxas"
+            "the output of ptxas has changed; adapt parse_ptxas"
         )
     return entries
 
 
 def parse_ptx(text: str) -> dict[str, tuple[int | None, bool]]:
-    """Kernels of one PTX file: symbol -> threads per block if declared, uses dynamic shared memory."""
+    """Kernels of a PTX file: symbol -> (threads per block if declared, uses dynamic shared memory)."""
     dynamic = re.findall(r"^\.extern \.shared .*?(\w+)\[\];", text, re.MULTILINE)
     kernels = {}
     for match in re.finditer(r"\.entry (\w+)\((.*?)^\}", text, re.MULTILINE | re.DOTALL):
@@ -141,7 +145,7 @@ def parse_sass(text: str) -> dict[tuple[str, str], tuple[int, int]]:
 
 
 def ptx_target(arch: str, targets: Iterable[str]) -> str:
-    """Which PTX the machine code for ``arch`` is made from: the newest that is not newer."""
+    """The PTX from which the code for ``arch`` is made: the newest that is not newer than ``arch``."""
     return max((each for each in targets if number(each) <= number(arch)), key=number)
 
 
@@ -178,7 +182,7 @@ def run(command: list[str], **kwargs: str) -> subprocess.CompletedProcess[str]:
 
 
 def compile_kernels(source: Path, nvcc_command: list[str], cuobjdump: str | None) -> list[Kernel]:
-    """Compile one file for all architectures of the command and read what came out."""
+    """Compile one file for all architectures of the command and read the results."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = ["--keep", "--keep-dir", folder, "-o", f"{folder}/kernels.o"]
         report = run([*nvcc_command, "-c", str(source), *outputs]).stderr
@@ -218,7 +222,7 @@ HEADER = ["source", "kernel", "block", "shared", "stack", "spills"]
 
 
 def table_rows(kernels: list[Kernel], archs: list[str]) -> list[list[str]]:
-    """A row per kernel: what rarely depends on the architecture as a range, then a cell for each."""
+    """One row per kernel: properties over all architectures as ranges, then one cell per architecture."""
     grouped: dict[tuple[str, str], dict[str, Kernel]] = {}
     for kernel in kernels:
         grouped.setdefault((kernel.source, kernel.name), {})[kernel.arch] = kernel
@@ -245,7 +249,7 @@ def span(values: Iterable[int | None]) -> str:
 
 
 def cell(kernel: Kernel) -> str:
-    """Registers, occupancy, 128-bit of all global loads."""
+    """Registers, occupancy, 128-bit global loads / all global loads."""
     share = "-" if kernel.occupancy is None else f"{kernel.occupancy:.0%}"
     if kernel.dynamic_shared:
         share = f"≤{share}"
@@ -258,9 +262,9 @@ def markdown(kernels: list[Kernel], archs: list[str], compiler: str, notes: list
         [
             "# Kernels as compiled",
             "",
-            f"Made by `make kernel-report` with {compiler}. Below an architecture: registers per thread,",
-            "theoretical occupancy, 128-bit of all global loads. Shared memory (static; + and dynamic),",
-            "stack frame and spills in bytes.",
+            f"Made by `make kernel-report` with {compiler}. The columns of the architectures show registers",
+            "per thread, theoretical occupancy, and 128-bit global loads / all global loads. Shared memory",
+            "(static; +: also dynamic), stack frame and spills are in bytes.",
             *notes,
             "",
             format_markdown([*HEADER, *archs], table_rows(kernels, archs)),
@@ -290,7 +294,7 @@ def main() -> int:
         print("kernel_report needs nvcc (12.8 or later for all architectures); no GPU is needed")
         return 2
     os.environ.setdefault(VARIABLE, "all")
-    os.environ.pop("SPECDEC_STRICT", None)  # spills are to be shown here
+    os.environ.pop("SPECDEC_STRICT", None)  # spills are to be reported, not to stop the compiler
     try:
         cxx = find_cxx()
         cuda = read_cuda(nvcc, cxx)
@@ -304,7 +308,9 @@ def main() -> int:
     notes = [] if kernels[0].wide_loads is not None else [NO_DISASSEMBLER]
     print(format_table([*HEADER, *archs], table_rows(kernels, archs), left=("source", "kernel")))
     print(
-        "below an architecture: registers, occupancy, 128-bit of all global loads", *notes, sep="\n"
+        "columns of architectures: registers, occupancy, 128-bit global loads / all global loads",
+        *notes,
+        sep="\n",
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".md").write_text(markdown(kernels, archs, f"nvcc {version}", notes))

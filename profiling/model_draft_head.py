@@ -1,24 +1,24 @@
-"""What a draft by the fused CUDA op ``draft_head`` should cost: an ESTIMATE from its order of work.
+"""ESTIMATE the time of a draft by the fused CUDA op ``draft_head`` from its schedule of work.
 
     python profiling/model_draft_head.py                                  # every head on every machine
     python profiling/model_draft_head.py --head 8b --depth 8 --top-k 5 --weights int8
     python profiling/model_draft_head.py --out build/model                # JSON
     python profiling/model_draft_head.py --head 8b --machine h200 --picture build/level.png
 
-Nothing here is measured. Bytes, passes, tiles, panels and barriers are counted from the schedule that the
-kernel walks (``draft_heads.py``); the speeds in ``MACHINES`` and the times in ``TIMES`` are assumptions. Two
-sums bracket a level:
+Nothing here is measured. Bytes, passes, tiles, panels and barriers are counted from the kernel's own schedule
+(``draft_heads.py``); the speeds in ``MACHINES`` and the times in ``TIMES`` are assumptions. Two sums bracket
+the time of a level:
 
-    worst   nothing overlaps: weights and cache from memory at the busiest block's pace, inputs from the L2
-            cache, every start of a phase, every barrier
-    best    memory is busy all the time, except where the warps are away from products for longer than the
-            weights on their way into the ring last
+    worst   nothing overlaps: the time is the sum of reading weights and cache at the busiest block's pace,
+            reading inputs from the L2 cache, the start of every phase, and every barrier
+    best    memory is always busy, except when the warps do other work than products for longer than it
+            takes to fill the ring with weights
 
-"compute" is the time in which the warps of the busiest block work through a level's products if all weights
-are there. While it is below "memory" it costs nothing. A block loads a slice of up to TILE_ROWS rows of
-16-bit inputs while it multiplies the one before, and waits for every slice of more rows. Warp 0, which also
-refills the ring, sets the pace. The floor is weights once per level and the cache, at the read bandwidth;
-the goal is GOAL times that.
+"compute" is the time in which the warps of the busiest block compute a level's products if all weights have
+arrived. It costs nothing while it is shorter than "memory". With up to TILE_ROWS rows of 16-bit inputs a
+block loads a slice of inputs while it multiplies the one before; with more rows it waits for every slice.
+Warp 0, which also refills the ring, sets the pace. The floor is the time to read the weights once per level
+and the cache at the read bandwidth; the goal is GOAL times the floor.
 """
 
 from __future__ import annotations
@@ -50,22 +50,25 @@ from specdec_ext.tree.config import TreeConfig
 
 GOAL = 1.35
 NEW = 3  # committed elements per draft and row
-# Of a block's shared memory: sums of warps; all that is static (csrc/kernels/draft_block.cuh).
+# Shared memory of a block: the partial sums of its warps, and all static data (csrc/kernels/draft_block.cuh).
 REDUCE_BYTES, STATIC_BYTES = 32 * 1024, 15_488
 STAGE_BYTES = _host.DRAFT_TILE_OUTS * (_host.DRAFT_SLICE_BYTES + 64)
 MOST_STAGES = 24
-LAG = 2  # stages that are free and not refilled when the warps leave a product
-TILE_ROWS = 16  # that are multiplied together
+LAG = 2  # stages that are free but not yet refilled when the warps finish a product
+TILE_ROWS = 16  # rows that are multiplied together
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Assumed speeds.
+    """Assumed speeds of a GPU.
 
     Attributes:
-        read_gb_per_s: from memory, sustained.
-        l2_gb_per_s: from the L2 cache, by all SMs together.
-        barrier_us: from the last block's arrival at a grid barrier to the first's departure.
+        arch: architecture, such as "sm_90".
+        sms: number of SMs.
+        read_gb_per_s: sustained read bandwidth of memory.
+        l2_gb_per_s: read bandwidth of the L2 cache, all SMs together.
+        barrier_us: time from the last block's arrival at a grid barrier to the first block's departure.
+        source: where the numbers come from.
     """
 
     arch: str
@@ -77,12 +80,12 @@ class Machine:
 
     @property
     def stages(self) -> int:
-        """Of the ring of weights."""
+        """Number of stages in the ring of weights."""
         free = most_shared_bytes(self.arch) - REDUCE_BYTES - STATIC_BYTES
         return min(MOST_STAGES, free // STAGE_BYTES)
 
     def ring_bytes(self, weights: str) -> int:
-        """Weights on their way into all rings together when the warps leave a product."""
+        """Bytes of weights in flight into the rings of all SMs when the warps finish a product."""
         return self.sms * (self.stages - LAG) * _host.DRAFT_TILE_OUTS * slice_bytes(weights)
 
     def read_us(self, count: float) -> float:
@@ -93,7 +96,7 @@ class Machine:
 
 
 def slice_bytes(weights: str) -> int:
-    """Of a weight row in a stage; of 8-bit weights, whose products take more registers, half as much."""
+    """Bytes of a weight row in a stage; half for 8-bit weights, whose products need more registers."""
     return _host.DRAFT_SLICE_BYTES // (1 if weights == "same" else 2)
 
 
@@ -104,21 +107,21 @@ MACHINES = {
     "h100": Machine("sm_90", 132, 3000, 5500, 1.5, "90 % of the data sheet's 3.35 TB/s (SXM)"),
     "a100": Machine("sm_80", 108, 1830, 4000, 1.5, "90 % of the data sheet's 2.04 TB/s (80 GB)"),
 }
-# Microseconds; guesses from similar kernels until they are measured.
+# Microseconds, guessed from similar kernels.
 TIMES = {
     "gather": 2.0,
     "rotate": 2.0,
-    "attend": 4.0,  # beside the cache's bytes
+    "attend": 4.0,  # without reading the cache
     "grow": 4.0,
-    "product": 1.0,  # from a barrier to the first multiplication, beside the inputs' norms
-    "stage": 0.08,  # until a warp has taken a stage of the ring, and to give it back
-    "refill": 0.08,  # until warp 0 has asked for the weights of another stage
-    "multiply": 0.1,  # of 1024 k, all eight warps together, for up to TILE_ROWS rows
-    "slice": 0.7,  # until a slice of the inputs has come from the L2 cache
-    "launch": 8.0,  # once per draft: a cooperative launch, and what blocks do before their first phase
+    "product": 1.0,  # from a barrier to the first multiplication, without the norms of the inputs
+    "stage": 0.08,  # for a warp to acquire and release a stage of the ring
+    "refill": 0.08,  # for warp 0 to request the weights of another stage
+    "multiply": 0.1,  # per 1024 inputs, for all eight warps together and up to TILE_ROWS rows
+    "slice": 0.7,  # for a slice of the inputs to arrive from the L2 cache
+    "launch": 8.0,  # once per draft: a cooperative launch, and the work of blocks before their first phase
 }
-OTHERS = ("gather", "rotate", "attend", "grow")  # phases that are no products
-NORMED = ("projections", "gate_up", "logits")  # whose inputs are
+OTHERS = ("gather", "rotate", "attend", "grow")  # phases that are not products
+NORMED = ("projections", "gate_up", "logits")  # products whose inputs are normalised first
 
 
 PARTS = ("memory_us", "tail_us", "compute_us", "inputs_us", "start_us", "barrier_us")
@@ -126,15 +129,15 @@ PARTS = ("memory_us", "tail_us", "compute_us", "inputs_us", "start_us", "barrier
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one phase, in microseconds.
+    """Cost of one phase, in microseconds.
 
     Attributes:
-        memory_us: its bytes from memory at full bandwidth.
-        tail_us: how much later the busiest block has its share.
-        compute_us: of the busiest block's warps if its weights are there.
-        inputs_us: what it reads from L2.
-        start_us: before its first byte is used.
-        barrier_us: behind it.
+        memory_us: time to read its bytes from memory at full bandwidth.
+        tail_us: additional time until the busiest block has read its share.
+        compute_us: time of the busiest block's warps once its weights have arrived.
+        inputs_us: time to read its inputs from the L2 cache.
+        start_us: time before it uses its first byte.
+        barrier_us: time of the barrier after it.
     """
 
     op: str
@@ -167,7 +170,7 @@ class Workload:
 
 
 def compute_us(matrix: Matrix, num_rows: int, weights: str, machine: Machine) -> float:
-    """Of the busiest block: its tiles in panels, of each panel slice after slice."""
+    """Time of the busiest block, which processes its tiles in panels and each panel slice by slice."""
     slices = -(-matrix.ins * WEIGHT_BYTES[weights] // slice_bytes(weights))
     row_tiles = -(-num_rows // TILE_ROWS)
     elements = slice_bytes(weights) / WEIGHT_BYTES[weights]
@@ -176,7 +179,7 @@ def compute_us(matrix: Matrix, num_rows: int, weights: str, machine: Machine) ->
     total = 0.0
     for first in range(0, tiles, _host.DRAFT_PANEL_TILES):
         panel_us = min(tiles - first, _host.DRAFT_PANEL_TILES) * tile_us
-        if row_tiles == 1:  # the next slice is on its way
+        if row_tiles == 1:  # the next slice is loaded meanwhile
             total += TIMES["slice"] + slices * max(panel_us, TIMES["slice"])
         else:
             total += slices * (panel_us + TIMES["slice"])
@@ -203,7 +206,7 @@ def product_cost(phase: Phase, matrix: Matrix, weights: str, machine: Machine) -
 
 
 def other_cost(phase: Phase, work: Workload, machine: Machine) -> Cost:
-    """Of attention and of what moves next to nothing."""
+    """Cost of a phase that is not a product: attention, and phases that move few bytes."""
     config, level = work.config, phase.level
     memory = reread = 0
     if phase.op == "attend":
@@ -211,7 +214,7 @@ def other_cost(phase: Phase, work: Workload, machine: Machine) -> Cost:
         slots = work.context + NEW + expanded
         batch_rows = min(work.batch, phase.num_rows)
         memory = batch_rows * cache_bytes(config, slots) // config.num_layers
-        # Tiles of 16 query rows read all again, and of every panel of 64 dimensions the keys.
+        # Each tile of 16 query rows reads the values once, and the keys once per panel of 64 dimensions.
         queries = phase.num_rows / batch_rows * config.num_heads / config.num_kv_heads
         tiles, panels = -(-queries // 16), -(-config.head_dim // 64)
         reread = memory * (tiles * (panels + 1) / 2 - 1)
@@ -240,7 +243,7 @@ def phase_costs(work: Workload, machine: Machine) -> list[Cost]:
 
 @dataclass(frozen=True)
 class Interval:
-    """Of a timeline: "memory" streams the weights of an op, or the warps "compute" its phase."""
+    """An interval of a timeline: "memory" streams the weights of an op, or the warps "compute" its phase."""
 
     actor: str
     op: str
@@ -249,12 +252,12 @@ class Interval:
 
 
 def timeline(work: Workload, machine: Machine) -> list[Interval]:
-    """The best case: while warps are away from products, the ring fills with the next one's weights."""
+    """Timeline of the best case: while the warps do other work, the ring fills with the next weights."""
     ring_us = machine.read_us(machine.ring_bytes(work.weights))
     found: list[Interval] = []
     now = away_since = 0.0
-    cache_us = 0.0  # in which memory has something else to read
-    late = 0.0  # the busiest block's tail, which the others wait for
+    cache_us = 0.0  # time in which memory reads the cache instead of weights
+    late = 0.0  # the busiest block's tail, for which the other blocks wait
     for cost in phase_costs(work, machine):
         begin = now
         if cost.op not in OTHERS:
@@ -278,7 +281,7 @@ def timeline(work: Workload, machine: Machine) -> list[Interval]:
 
 
 def level_estimates(work: Workload, machine: Machine) -> list[dict[str, float]]:
-    """For each level bytes and microseconds: the parts of the worst case, both sums, floor and goal."""
+    """Bytes and microseconds of each level: the parts of the worst case, both sums, floor and goal."""
     rows = []
     costs = phase_costs(work, machine)
     floor_sizes = {op: each.size(work.weights) for op, each in matrices(work.config).items()}
@@ -311,7 +314,7 @@ def level_estimates(work: Workload, machine: Machine) -> list[dict[str, float]]:
 
 
 def draft_estimate(rows: list[dict[str, float]]) -> dict[str, float]:
-    """The sums over the levels of a draft, and its launch."""
+    """The sums over the levels of a draft, with its launch."""
     total = {name: sum(row[name] for row in rows) for name in rows[0] if name != "level"}
     total["best_us"] += TIMES["launch"]
     total["worst_us"] += TIMES["launch"]
@@ -343,7 +346,7 @@ def cells(head: str, machine: str, which: str, row: dict[str, float]) -> list[st
 
 
 def draw(intervals: list[Interval], title: str, path: Path) -> None:
-    """Memory above what the warps compute, one level long."""
+    """Draw the intervals of one level: memory in the upper row, the warps in the lower one."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
@@ -370,7 +373,7 @@ def draw(intervals: list[Interval], title: str, path: Path) -> None:
 
 
 def one_level(intervals: list[Interval]) -> list[Interval]:
-    """From the end of a level's logits to that of the next level's, the deepest, at 0."""
+    """The deepest level: from the end of the previous level's logits (time 0) to the end of its own."""
     ends = [each.end_us for each in intervals if each.actor == "compute" and each.op == "logits"]
     begin, end = ([0.0, *ends])[-2:]
     return [
@@ -386,12 +389,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--head", action="append", choices=HEADS, help="may be repeated")
     parser.add_argument("--machine", action="append", choices=MACHINES, help="may be repeated")
-    parser.add_argument("--depth", type=int, default=5, help="levels")
-    parser.add_argument("--top-k", type=int, default=1, help="more than 1: a dynamic tree")
+    parser.add_argument("--depth", type=int, default=5, help="levels of the draft")
+    parser.add_argument("--top-k", type=int, default=1, help="1: a chain; more: a dynamic tree")
     parser.add_argument("--context", type=int, default=1024, help="elements in the cache")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--weights", choices=WEIGHT_BYTES, default="same")
-    parser.add_argument("--markdown", action="store_true", help="the table for a README")
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--out", type=Path, help="write OUT.json")
     parser.add_argument("--picture", type=Path, help="draw a level of the first head and machine")
     return parser.parse_args(arguments)

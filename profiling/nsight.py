@@ -1,13 +1,14 @@
-"""One op or one generate call under Nsight Systems or Nsight Compute.
+"""Profile an op or a call of generate with Nsight Systems or Nsight Compute.
 
-    python profiling/nsight.py nsys generate                     # the time line of a call, phases and ops
+    python profiling/nsight.py nsys generate                     # timeline of a call with phases and ops
     python profiling/nsight.py ncu generate --phase verify       # the kernels of one phase
     python profiling/nsight.py ncu "verify_match sampled" --model llama3-8b --nodes 64
     python profiling/nsight.py ncu "draft_head phases" --launches 41     # a draft phase by phase
     python profiling/nsight.py none kv_compact --device cpu      # the same work without a profiler
 
-Prints the command and runs it; exits with 2 where the tool is not installed. What is profiled comes after a
-warm-up, between cudaProfilerStart and cudaProfilerStop. How to read the result: profiling/README.md.
+Prints the command and runs it; the exit code is 2 if the tool is not installed. The profiled calls run
+after a warm-up, between cudaProfilerStart and cudaProfilerStop. profiling/README.md explains how to read
+the result.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ SHOWN = {
 
 
 def chosen_case(options: argparse.Namespace) -> Case:
-    """The first case that fits.
+    """The first case that fits the options.
 
     Raises:
-        SystemExit: with the cases there are.
+        SystemExit: if no case fits; the message lists all cases.
     """
     cases = [case for case in CASES if options.work in (case.op, case.function)]
     for case in cases:
@@ -74,7 +75,7 @@ def profiler_command(tool: str, options: argparse.Namespace, workload: list[str]
 
 
 def workload_command(options: argparse.Namespace) -> list[str]:
-    """This script again, as what runs under the profiler."""
+    """The command of the profiled process: this script without a profiler."""
     command = [sys.executable, str(Path(__file__).resolve()), "none", options.work]
     for name in ("model", "nodes", "device", "repeats"):
         value = getattr(options, name)
@@ -83,13 +84,13 @@ def workload_command(options: argparse.Namespace) -> list[str]:
 
 
 def phase_names(case: Case) -> str:
-    """The kernels of one draft in order, pass by pass, where every phase is a launch."""
+    """The kernels of one draft in order, pass by pass, when every phase is its own launch."""
     order = phases(draft_config(case.name), draft_tree(case), NEW * case.batch, case.batch)
     passes = groupby(order, lambda phase: (phase.kind, phase.level, phase.first_row))
     named = [
         f"level {level} {kind}: {' '.join(p.op for p in of)}" for (kind, level, _), of in passes
     ]
-    return "\n".join([f"{len(order)} kernels a draft, in this order:", *named])
+    return "\n".join([f"{len(order)} kernels per draft, in this order:", *named])
 
 
 def op_work(options: argparse.Namespace) -> Callable[[], Any]:
@@ -130,14 +131,22 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     best = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("tool", choices=("nsys", "ncu", "none"))
-    parser.add_argument("work", metavar="op|generate", help="as the op column of bench_ops.py")
-    parser.add_argument("--model", help="of the op's case")
-    parser.add_argument("--nodes", type=int, help="of the op's case")
-    parser.add_argument("--phase", choices=PHASES, default="verify", help="ncu generate: which")
-    parser.add_argument("--launches", type=int, default=20, help="ncu: kernels at most")
-    parser.add_argument("--repeats", type=int, default=5, help="calls that are profiled")
+    parser.add_argument(
+        "work", metavar="op|generate", help="generate, or an op as in the op column of bench_ops.py"
+    )
+    parser.add_argument("--model", help="model of the op's case")
+    parser.add_argument("--nodes", type=int, help="number of nodes of the op's case")
+    parser.add_argument(
+        "--phase", choices=PHASES, default="verify", help="phase to profile with ncu generate"
+    )
+    parser.add_argument(
+        "--launches", type=int, default=20, help="maximum number of kernels to profile with ncu"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="number of profiled calls")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=best)
-    parser.add_argument("--out", type=Path, help="report, without its ending; build/profiles/...")
+    parser.add_argument(
+        "--out", type=Path, help="report without its suffix; default: build/profiles/TOOL_OP"
+    )
     options = parser.parse_args(arguments)
     if options.out is None:
         name = f"{options.tool}_{options.work.replace(' ', '_')}"

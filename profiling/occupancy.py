@@ -1,9 +1,9 @@
-"""Theoretical occupancy: how many warps of a kernel an SM can hold, as a share of what it could hold.
+"""Theoretical occupancy: the warps of a kernel that an SM can hold, as a share of the SM's maximum.
 
-Limits: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". Registers go to
-warps in units of 256, and a warp lives in one of the SM's four partitions; shared memory goes to blocks in
-units of 128 bytes, 1 KiB of each block being the system's. A test compares with NVIDIA's own calculator,
-``cuda_occupancy.h``.
+The limits are from the CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+Registers are allocated per warp in units of 256, and a warp belongs to one of the SM's four partitions.
+Shared memory is allocated per block in units of 128 bytes, and the system reserves 1 KiB per block. A test
+compares the results with NVIDIA's own calculator, ``cuda_occupancy.h``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SYSTEM_SHARED_BYTES = 1024  # per block
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one streaming multiprocessor."""
+    """Limits of one streaming multiprocessor."""
 
     warps: int
     blocks: int
@@ -37,7 +37,7 @@ LIMITS = {
 
 
 def most_shared_bytes(arch: str) -> int:
-    """Static and dynamic shared memory that one block may have, if it asks for it at the launch."""
+    """Static plus dynamic shared memory that one block may use if the launch requests it."""
     return LIMITS[arch].shared_bytes - SYSTEM_SHARED_BYTES
 
 
@@ -46,17 +46,17 @@ def round_up(value: int, unit: int) -> int:
 
 
 def blocks_per_sm(arch: str, block: int, registers: int, shared_bytes: int) -> int:
-    """How many blocks of ``block`` threads are resident; 0: such a block can't be launched.
+    """Number of resident blocks of ``block`` threads; 0 if such a block can't be launched.
 
     Args:
         arch: a key of ``LIMITS``.
-        registers: per thread.
-        shared_bytes: static and dynamic shared memory of a block, without the system's.
+        registers: registers per thread.
+        shared_bytes: static and dynamic shared memory of a block, without the system's share.
     """
     limits = LIMITS[arch]
     warps = round_up(block, WARP_SIZE) // WARP_SIZE
     warp_registers = round_up(registers * WARP_SIZE, REGISTER_UNIT)
-    # A launch is refused as if every partition took the block's largest share.
+    # A launch is refused as if every partition held as many of the block's warps as the fullest one.
     if warp_registers * round_up(warps, PARTITIONS) > REGISTERS:
         return 0
     by_registers = REGISTERS // PARTITIONS // warp_registers * PARTITIONS // warps
@@ -65,6 +65,6 @@ def blocks_per_sm(arch: str, block: int, registers: int, shared_bytes: int) -> i
 
 
 def occupancy(arch: str, block: int, registers: int, shared_bytes: int) -> float:
-    """Resident warps over the SM's maximum; arguments as in ``blocks_per_sm``."""
+    """Resident warps divided by the SM's maximum; arguments as for ``blocks_per_sm``."""
     warps = round_up(block, WARP_SIZE) // WARP_SIZE
     return blocks_per_sm(arch, block, registers, shared_bytes) * warps / LIMITS[arch].warps

@@ -1,10 +1,10 @@
-"""Every op of the benchmark once, 250 times, or in a CUDA graph.
+"""Run every op of the benchmark once, 250 times, or in a CUDA graph.
 
-    python profiling/op_checks.py once               # for compute-sanitizer: each case runs one time
-    python profiling/op_checks.py repeat             # 250 runs give the same bits
-    python profiling/op_checks.py replay             # a captured graph computes anew when inputs change
+    python profiling/op_checks.py once               # for compute-sanitizer: each case runs once
+    python profiling/op_checks.py repeat             # 250 runs must give the same bits
+    python profiling/op_checks.py replay             # a replayed graph must give the results of new inputs
 
-Prints PASS or FAIL and the case per line; exits with 1 if any failed, or if an op is missing from the build.
+Prints one line per case with PASS or FAIL; the exit code is 1 if a case failed or an op is not in the build.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def same_bits(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    """Of the values: NaN equals itself, -0.0 isn't 0.0."""
+    """Whether the values have the same bits: NaN equals itself, -0.0 differs from 0.0."""
     as_bytes = [
         [tensor.clone(memory_format=CONTIGUOUS).flatten().view(torch.uint8) for tensor in tensors]
         for tensors in (ours, theirs)
@@ -42,7 +42,7 @@ def same_bits(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 def outcome(case: Case, arguments: tuple[Any, ...]) -> list[Tensor]:
-    """What a run returns and what it leaves in its arguments."""
+    """The returned tensors of a run, and its arguments, which it may have changed."""
     return [*tensors_in(case.run(arguments)), *tensors_in(arguments)]
 
 
@@ -54,7 +54,7 @@ def once(case: Case, device: torch.device) -> str | None:
 
 
 def repeat(case: Case, device: torch.device) -> str | None:
-    """Why the case fails, or None."""
+    """The reason why the case fails, or None."""
     arguments = case.make(device).arguments
     originals = [tensor.clone() for tensor in tensors_in(arguments)]
     first = [tensor.clone() for tensor in outcome(case, arguments)]
@@ -67,12 +67,12 @@ def repeat(case: Case, device: torch.device) -> str | None:
 
 
 def replay(case: Case, device: torch.device) -> str | None:
-    """Why the case fails, or None."""
+    """The reason why the case fails, or None."""
     arguments = case.make(device).arguments
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
-        case.run(arguments)  # what happens at a first call only must not happen in the capture
+        case.run(arguments)  # the first call may do more, which must not be captured
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -95,14 +95,14 @@ CHECKS: dict[str, Callable[[Case, torch.device], str | None]] = {
 
 
 def run_checks(name: str, device: torch.device, cases: list[Case]) -> bool:
-    """Print a line per case; whether all passed."""
+    """Print one line per case; return whether all cases passed."""
     passed = True
     for case in cases:
         why: str | None = "the op is not in this build"
         if case.is_built:
             try:
                 why = CHECKS[name](case, device)
-            except RuntimeError as error:  # a CUDA error; those that follow it fail the same way
+            except RuntimeError as error:  # after a CUDA error all later cases fail as well
                 why = f"{type(error).__name__}: {error}"
         verdict = "PASS" if why is None else f"FAIL ({why})"
         print(f"{verdict} {name} {case.op} {case.label}, {case.nodes} nodes", flush=True)
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("check", choices=CHECKS)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--model", help="the cases of this model only")
+    parser.add_argument("--model", help="only the cases of this model")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     cases = [

@@ -1,4 +1,4 @@
-"""Targets of the sizes of small published models, with random weights: for the cost side of benchmarks."""
+"""Targets with random weights in the sizes of small published models, to measure cost in benchmarks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specdec_ext.heads.config import DraftHead
 
 POSITIONS = 8192
-# Name -> (model type, sizes, tokens that a head's drafts are made of).
+# Name -> (model type, sizes, size of a head's draft vocabulary).
 SHAPES: dict[str, tuple[str, dict[str, int], int]] = {
     "135m": (  # SmolLM2-135M
         "llama",
@@ -42,16 +42,16 @@ SHAPES: dict[str, tuple[str, dict[str, int], int]] = {
 
 
 def random_target(name: str, dtype: torch.dtype, seed: int = 0) -> Any:
-    """A model of ``SHAPES`` in eval mode that never ends a text.
+    """A model of ``SHAPES`` in eval mode, without an end-of-sequence token.
 
-    Its weights are drawn in ``dtype``, so that nothing larger was ever in memory.
+    Its weights are drawn in ``dtype``, so that memory never holds a larger copy.
     """
     kind, sizes, _ = SHAPES[name]
     return _random_model(kind, dtype, seed, **sizes)
 
 
 def random_draft_of(name: str, dtype: torch.dtype, seed: int = 1) -> Any:
-    """A draft model for it: two layers of a third of its width, the same vocabulary."""
+    """A draft model for the target ``name``: two layers with as many heads as the target has for keys."""
     kind, sizes, _ = SHAPES[name]
     heads = sizes["num_key_value_heads"]
     return _random_model(
@@ -82,13 +82,13 @@ def _random_model(kind: str, dtype: torch.dtype, seed: int, **sizes: Any) -> Any
 
 
 def random_head_of(name: str, dtype: torch.dtype, seed: int = 0) -> DraftHead:
-    """An EAGLE-3 head of one layer of the target's width."""
+    """An EAGLE-3 head with one layer of the target's width."""
     kind, sizes, draft_vocab = SHAPES[name]
     return _head_like(AutoConfig.for_model(kind, **sizes), draft_vocab, dtype, seed)
 
 
 def head_of(target: Any, seed: int = 0) -> DraftHead:
-    """The same for any Llama-like target, of its whole vocabulary."""
+    """An EAGLE-3 head for any Llama-like target, with its whole vocabulary."""
     return _head_like(target.config, target.config.vocab_size, target.dtype, seed)
 
 
@@ -110,7 +110,7 @@ def _head_like(config: Any, draft_vocab: int, dtype: torch.dtype, seed: int) -> 
 def random_prompts(
     vocab_size: int, batch: int, length: int, count: int, seed: int = 0
 ) -> list[Any]:
-    """``count`` prompts of random tokens, as a tokenizer returns them."""
+    """``count`` prompts of random tokens, in the form of a tokenizer's output."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, vocab_size, (count, batch, length), generator=generator)
     return [{"input_ids": each, "attention_mask": torch.ones_like(each)} for each in ids]

@@ -1,4 +1,4 @@
-"""Aligned plain text: the tables of scripts that must run where nothing but torch is installed."""
+"""Tables in plain text, for scripts that must run where only torch is installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 def format_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()
 ) -> str:
-    """One line per row under the header; numbers to the right, the columns named in ``left`` to the left."""
+    """One line per row under the header; columns in ``left`` are left-aligned, all others right-aligned."""
     table = [list(header), *map(list, rows)]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     lines = []

@@ -1,9 +1,9 @@
-"""Times of single calls with cold caches, and the bandwidth to hold them against.
+"""Times of single calls with cold caches, and the device's bandwidth for comparison.
 
-Before every timed call a buffer several times the last-level cache is read, so that the call's inputs come
-from memory; reading leaves no dirty lines whose write-back the call would pay for. On the CPU the same code
-then runs once on small inputs, because flushed with the data are Python and the op's own instructions.
-Contestants alternate call by call: whatever else the machine does hits all of them.
+Before every timed call a buffer several times as large as the last-level cache is read, so that the call's
+inputs come from memory. Reading leaves no dirty lines whose write-back would slow the call. On the CPU the
+flush also evicts the code of Python and the op, so the same code then runs once on small inputs ("primers").
+Contestants alternate call by call, so that other work on the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 Run = Callable[[], Any]
-CACHES = 4  # the flushed buffer, in last-level caches
-LARGE = 256 << 20  # bytes of the buffers for bandwidth
+CACHES = 4  # size of the flush buffer, in last-level caches
+LARGE = 256 << 20  # bytes of the buffers that measure bandwidth
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """GB/s of the device: ``copy`` counts bytes read and written, ``read`` bytes read."""
+    """GB/s of the device: ``copy`` counts bytes read plus bytes written, ``read`` bytes read."""
 
     copy: float
     read: float
@@ -61,7 +61,7 @@ class Stopwatch:
         torch.sum(self._buffer, dim=0, out=self._sum)
 
     def reader(self, size: int) -> Run:
-        """A call that reads ``size`` bytes: what an op that reads as much could take at best."""
+        """A call that reads ``size`` bytes; its time is the best possible for an op that reads as much."""
         source = torch.ones(max(1, size // 4), device=self.device)
         result = torch.empty((), device=self.device)
         return lambda: torch.amax(source, dim=0, out=result)
@@ -75,13 +75,14 @@ class Stopwatch:
         warm: bool = False,
         seconds: float = float("inf"),
     ) -> dict[str, Times]:
-        """Times of alternating calls, after three of each to warm up.
+        """Times of alternating calls, after three warm-up calls of each contestant.
 
         Args:
-            repeats: calls of each contestant; at least 5.
-            primers: a contestant's code on other inputs, to run after caches are flushed.
-            warm: leave the caches as the previous call left them.
-            seconds: stop early when this much wall time has passed, after 5 calls of each.
+            contestants: name -> call.
+            repeats: calls of each contestant, at least 5.
+            primers: for each contestant, its code on small inputs, run after the caches are flushed.
+            warm: do not flush the caches.
+            seconds: stop when this much time has passed, but not before 5 calls of each contestant.
         """
         for run in contestants.values():
             for _ in range(3):
@@ -112,7 +113,7 @@ class Stopwatch:
         return (time.perf_counter_ns() - began) / 1e3
 
     def _events(self, run: Run) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Nobody waits here: while the device flushes, the host gets the call's launches queued."""
+        """Record events around the call; the host does not wait and queues it while the device flushes."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
@@ -120,7 +121,7 @@ class Stopwatch:
         return start, end
 
     def bandwidth(self) -> Bandwidth:
-        """The best of 20 on buffers of 256 MiB; reading: the faster of two reductions."""
+        """Best bandwidth of 20 calls on buffers of 256 MiB; for reading, of two kinds of reduction."""
         source = torch.ones(LARGE // 4, device=self.device)
         target, scalar = torch.empty_like(source), torch.empty((), device=self.device)
         runs: dict[str, Run] = {

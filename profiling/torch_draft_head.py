@@ -1,8 +1,8 @@
-"""An EAGLE-3 head in PyTorch, as one would write it to be fast: the baseline of the benchmarks of drafts.
+"""A fast EAGLE-3 head in plain PyTorch, the baseline of the draft benchmarks.
 
-Fused projections, PyTorch's own rms_norm and attention, a preallocated cache, one pass per level for all
-nodes of a batch; nothing waits for the device, so a draft can be captured in a CUDA graph. For rows of one
-length and heads with EAGLE-3's plain options.
+It has fused projections, PyTorch's rms_norm and attention, a preallocated cache, and one pass per level for
+all nodes of a batch. Nothing waits for the device, so a draft can be captured in a CUDA graph. It supports
+rows of equal length and heads with the default options of EAGLE-3.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from specdec_ext.tree.config import TreeConfig
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """``x [rows, heads, n, head_dim]`` by ``cosines, sines [n, head_dim]``."""
+    """Rotate ``x [rows, heads, n, head_dim]`` by ``cosines, sines [n, head_dim]``."""
     first, second = x.chunk(2, dim=-1)
     return x * cosines + torch.cat([-second, first], dim=-1) * sines
 
@@ -26,7 +26,7 @@ class TorchHead:
     """A head with its cache.
 
     Args:
-        head: of one layer.
+        head: a head with one layer.
         embedding, lm_head: as for :func:`specdec_ext.ops.draft_head`.
         cosines, sines: ``[positions, head_dim / 2]``.
         keys, values: ``[1, rows, kv_heads, capacity, head_dim]``.
@@ -68,7 +68,7 @@ class TorchHead:
     def layer(
         self, tokens: Tensor, hidden: Tensor, slot: int, positions: slice, mask: Tensor | None
     ) -> Tensor:
-        """Elements ``[rows, n]`` into the slots from ``slot`` on; ``mask [.., n, slots]`` for all heads."""
+        """Compute elements ``[rows, n]`` and store them from ``slot`` on; ``mask [.., n, slots]``."""
         rows, n = tokens.shape
         embedded = F.rms_norm(
             F.embedding(tokens, self.embedding), self.hidden, self.input_norm, self.eps
@@ -103,7 +103,7 @@ class TorchHead:
         return ids if self.draft_to_target is None else self.draft_to_target[ids]
 
     def extend(self, tokens: Tensor, features: Tensor, length: int) -> Tensor:
-        """Hidden state of the last new element, ``[rows, 1, hidden]``."""
+        """Add new elements to the cache; returns the hidden state of the last one, ``[rows, 1, hidden]``."""
         new = tokens.shape[1]
         mask = None
         if new > 1:
@@ -116,14 +116,14 @@ class TorchHead:
     def draft(
         self, tokens: Tensor, features: Tensor, length: int, tree: TreeConfig
     ) -> tuple[Tensor, Tensor]:
-        """Tokens and parents, ``[rows, nodes]``, after ``length`` elements in the cache."""
+        """Draft tokens and parents, ``[rows, nodes]``, when the cache holds ``length`` elements."""
         if tree.top_k > 1:
             return self._tree(tokens, features, length, tree)
         drafted = torch.cat([tokens[:, -1:], self._chain(tokens, features, length, tree.depth)], 1)
         return drafted, torch.arange(-1, tree.depth, device=tokens.device).expand_as(drafted)
 
     def _chain(self, tokens: Tensor, features: Tensor, length: int, depth: int) -> Tensor:
-        """``[rows, depth]`` drafted tokens."""
+        """Draft a chain, ``[rows, depth]`` tokens."""
         hidden = self.extend(tokens, features, length)
         length += tokens.shape[1]
         drafted = []
@@ -137,7 +137,7 @@ class TorchHead:
     def _tree(
         self, tokens: Tensor, features: Tensor, length: int, tree: TreeConfig
     ) -> tuple[Tensor, Tensor]:
-        """Of a dynamic tree (EAGLE-2)."""
+        """Draft a dynamic tree (EAGLE-2): tokens and parents, ``[rows, nodes]``."""
         rows, k, device = len(tokens), tree.top_k, tokens.device
         assert tree.num_nodes is not None
         hidden = self.extend(tokens, features, length)

@@ -1,8 +1,8 @@
-"""The ops as one would write them with PyTorch's own, the baselines of ``bench_ops.py``.
+"""The ops written in PyTorch, the baselines of ``bench_ops.py``.
 
-Sound formulations, not strawmen: batched over rows and nodes, no host synchronisation except in
-``verify_recursive``, whose walk has no fixed length. They need legal inputs (no inactive rows, trees of at
-most ``LEVELS`` levels), return what costs time to make, and are compared with the ops by a test.
+They are written to be fast: batched over rows and nodes, and without host synchronisation except in
+``verify_recursive``, whose walk has no fixed length. They need valid inputs (no inactive rows, trees of at
+most ``LEVELS`` levels) and return only the outputs that cost time. A test compares them with the ops.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-LEVELS = 8  # of the benchmark's trees, the root's included
+LEVELS = 8  # levels of the benchmark's trees, root included
 
 
 def tree_mask(parents: Tensor, root_positions: Tensor) -> tuple[Tensor, ...]:
@@ -46,7 +46,7 @@ def build_dynamic_tree(
     batch, candidates = scores.shape
     node_of = torch.zeros(batch, candidates + 1, dtype=torch.int64, device=scores.device)
     node_of.scatter_(1, chosen, torch.arange(1, nodes, device=scores.device).expand_as(chosen))
-    # Parent -1, the root, finds the extra entry at the end: node 0.
+    # Parent -1, the root, indexes the extra entry at the end, which is node 0.
     tree_parents = node_of.gather(1, parents.gather(1, chosen) % (candidates + 1))
     return (
         torch.cat([root_tokens[:, None], tokens.gather(1, chosen)], 1),
@@ -58,7 +58,7 @@ def build_dynamic_tree(
 def verify_match_greedy(
     logits: Tensor, tokens: Tensor, parents: Tensor, *_: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``num_accepted``, ``next_token``."""
+    """Returns ``num_accepted`` and ``next_token``."""
     return _walk(logits.argmax(-1), tokens, parents)
 
 
@@ -117,14 +117,14 @@ def _correction(target: Tensor, draft_probs: Tensor, node: Tensor, keep: Tensor)
     rows = torch.arange(len(node), device=node.device)
     is_last = node == target.shape[1] - 1
     draft = torch.where(is_last[:, None], 0, draft_probs[rows, node])
-    law = (keep[rows, node, None] * target[rows, node] - draft).clamp(min=0)
-    return (law / torch.empty_like(law).exponential_()).argmax(-1)
+    residual = (keep[rows, node, None] * target[rows, node] - draft).clamp(min=0)
+    return (residual / torch.empty_like(residual).exponential_()).argmax(-1)
 
 
 def verify_recursive(
     logits: Tensor, draft_probs: Tensor, tokens: Tensor, parents: Tensor, *_: Tensor
 ) -> tuple[list[int], list[int]]:
-    """Row by row, sibling by sibling; every verdict is read by the host."""
+    """Goes row by row and sibling by sibling; the host reads the result of every test."""
     target = logits.float().softmax(-1)
     walked = [
         _walk_recursively(target[row], draft_probs[row], tokens[row], parents[row])
@@ -139,18 +139,18 @@ def _walk_recursively(
     node, depth = 0, 0
     ids, links = tokens.tolist(), parents.tolist()
     while True:
-        law, draft = target[node], draft_probs[node].clone()
+        residual, draft = target[node], draft_probs[node].clone()
         for child in (i for i, parent in enumerate(links) if parent == node):
             token = ids[child]
-            if bool(torch.rand((), device=law.device) * draft[token] < law[token]):
+            if bool(torch.rand((), device=residual.device) * draft[token] < residual[token]):
                 node, depth = child, depth + 1
                 break
-            rest = (law - draft).clamp(min=0)
-            law = rest / rest.sum()
+            rest = (residual - draft).clamp(min=0)
+            residual = rest / rest.sum()
             draft[token] = 0
             draft /= draft.sum()
         else:
-            return depth, int(torch.multinomial(law, 1))
+            return depth, int(torch.multinomial(residual, 1))
 
 
 def sample_filter(

@@ -1,12 +1,13 @@
-"""What one round of ``generate`` asks of a GPU: launches, copies to the host, copies from it. Needs no GPU.
+"""Count what one round of ``generate`` does on a GPU: launches, copies to and from the host. Needs no GPU.
 
-    python profiling/generation/count_round.py                        # a table; --sites lists who asked
+    python profiling/generation/count_round.py                   # a table; --sites lists the code places
     python profiling/generation/count_round.py --out profiling/results/round_counts
 
-The bundled target and head run on :mod:`cuda_like` tensors: the code paths of CUDA with real values. A round
-is one turn of the decoding loop: draft, verify, commit. Counted is what reaches torch's dispatcher, an op of
-ours as one launch. Left out are the first round of a call, in which buffers are made, and the last. A round
-in which a row of a batch ends, and others take its place in the cache, is counted apart.
+The bundled target and head run on :mod:`cuda_like` tensors, which take the code paths of CUDA and have real
+values. A round is one turn of the decoding loop: draft, verify, commit. The script counts the calls that
+reach torch's dispatcher; an op of ours counts as one launch. The first round of a call, which allocates
+buffers, and the last one are left out. Rounds in which a row of the batch ends, so that the rows in the
+cache are reordered, are counted separately.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ HEADER = (
 
 @dataclass
 class Round:
-    """What one round asked for.
+    """Counts of one round.
 
     Attributes:
-        asked: ``(kind, place in the code) -> times``.
+        asked: ``(kind, place in the code) -> number of calls``.
         row_ended: whether a row left the batch.
     """
 
@@ -99,7 +100,7 @@ class Case:
         return [each for each in self.rounds[1:-1] if each.row_ended]
 
     def sites(self, kind: str) -> dict[str, float]:
-        """Mean per steady round, the most frequent place first."""
+        """Mean number of calls per steady round by place in the code, the most frequent place first."""
         total: Counter[str] = Counter()
         for each in self.steady:
             for (asked, site), times in each.asked.items():
@@ -134,7 +135,7 @@ def _most(rounds: Sequence[Round], kind: str) -> int:
 
 
 class Counting:
-    """Books what a call asks for under the round that asks."""
+    """Counts the calls of each round."""
 
     def __init__(self) -> None:
         self.case: Case | None = None
@@ -146,7 +147,7 @@ class Counting:
             self.case.rounds[-1].asked[kind, site] += 1
 
     def phase(self, name: str, **_: Any) -> Any:
-        """Stands in for ``nvtx.annotate``: the loop names its phases, and enters them in every round."""
+        """Replacement of ``nvtx.annotate``, with which the loop marks its phases: "draft" begins a round."""
         phase = mock.MagicMock()
         if name == "draft":
             phase.__enter__.side_effect = self._begin
@@ -158,14 +159,14 @@ class Counting:
             self._open = True
 
     def reorder(self, target: SlotTarget, *args: Any, **kwargs: Any) -> None:
-        """Stands in for ``SlotTarget.reorder``: a row has left the batch."""
+        """Replacement of ``SlotTarget.reorder``, which the loop calls when a row has left the batch."""
         if self._open and self.case is not None:
             self.case.rounds[-1].row_ended = True
         self._reorder(target, *args, **kwargs)
 
     @contextmanager
     def of(self, case: Case) -> Iterator[None]:
-        """What is asked for inside is that of the case."""
+        """Count the calls inside this context for ``case``."""
         self.case, self._open = case, False
         yield
         self.case = None
@@ -176,7 +177,7 @@ def room_like(tensor: Tensor) -> CudaLike:
 
 
 def own_weights(head: DraftHead, target: Any) -> DraftHead:
-    """The head on the device, with a copy of the embedding that it shares with the target."""
+    """The head on the device, with its own copy of the target's embedding."""
     embedding = target.get_input_embeddings().weight.detach().clone()
     tensors = {**head.to(CPU, target.dtype).tensors, "embed_tokens.weight": embedding}
     config = replace(head.config, own_embedding=True)
@@ -192,7 +193,7 @@ def run(names: Sequence[str] = DRAFTERS, new_tokens: int = NEW_TOKENS) -> list[C
         mock.patch.object(
             SlotTarget, "reorder", lambda *args, **kwargs: counting.reorder(*args, **kwargs)
         ),
-        # The op that computes for the device is the CPU's.
+        # The CPU op computes for the device, and it reads matrices in panels.
         mock.patch.object(packed_head, "reads_panels", lambda device: True),
         mock.patch.object(packed_head, "_in_huge_pages", lambda like: [*map(room_like, like)]),
         cuda_like(counting.book),
@@ -232,14 +233,14 @@ def site_lines(case: Case, kind: str) -> str:
 
 
 def write(stem: Path, counted: str, cases: list[Case]) -> None:
-    """A table in Markdown, and JSON with the places that ask for copies."""
+    """Write a table in Markdown, and JSON with the places in the code that copy."""
     rows = [case.row() for case in cases]
     values = {"counted": counted, "cases": [case.as_json() for case in cases]}
     stem.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")
     text = f"# One round on a GPU: launches and copies\n\n{counted}\n\n"
     text += (
-        "As `profiling/generation/count_round.py` counts them: medians, and the largest numbers of all "
-        "rounds. Rounds in which a row of the batch ends are apart.\n\n"
+        "Counted by `profiling/generation/count_round.py`: medians, and the largest numbers over all rounds. "
+        "Rounds in which a row of the batch ends are counted separately.\n\n"
     )
     stem.with_suffix(".md").write_text(f"{text}{format_markdown(HEADER, rows)}\n")
 
@@ -249,9 +250,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--drafter", nargs="+", choices=DRAFTERS, default=DRAFTERS)
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
     parser.add_argument(
-        "--sites", nargs="+", choices=KINDS, default=(), help="list the places that ask for these"
+        "--sites", nargs="+", choices=KINDS, default=(), help="list the places in the code of these"
     )
-    parser.add_argument("--out", type=Path, help="stem of a JSON and a Markdown file")
+    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
     options = parser.parse_args(arguments)
     counted = machine_line(CPU, f"transformers {transformers.__version__}")
     cases = run(options.drafter, options.new_tokens)

@@ -1,20 +1,20 @@
-"""``CudaLike``: tensors that say they are on "cuda:0" and compute on the CPU, to count what a GPU would do.
+"""``CudaLike``: tensors that report device "cuda:0" but compute on the CPU, to count what a GPU would do.
 
-A CPU build of torch can't hold CUDA tensors, and fake tensors have no values, which a decoding loop needs to
-go on. Here every tensor of the device is a wrapper around a CPU tensor that has the values. Each call that
-reaches the dispatcher is booked as what it is on CUDA:
+A CPU build of torch can't hold CUDA tensors, and fake tensors have no values, which a decoding loop needs.
+Here every tensor of the device is a wrapper around a CPU tensor with the values. Each call that reaches the
+dispatcher is counted as what it would be on CUDA:
 
-- a *launch*: a kernel. Views and uninitialised memory are none. An op of ours counts as one.
+- *launch*: a kernel. Views and uninitialised memory need none. An op of ours counts as one.
 - *to host*: a copy from the device, for which the host waits: ``item``, ``tolist``, ``bool``, ``.cpu()``, and
-  what finds out a size on the device (``nonzero``, indexing by a boolean mask).
+  calls that determine a size on the device (``nonzero``, indexing by a boolean mask).
 - *from host*: a copy to the device: ``torch.tensor(..., device=...)``, ``.to(device)``, indexing by a list or
   a CPU tensor.
 
-Tensors of both devices in one op are the error that they are on CUDA.
+Tensors of both devices in one op raise an error, as on CUDA.
 
-For a process of its own, which imports this module before the code that it measures: there is no
-``torch.inference_mode`` then (wrappers can't be views of its tensors), and torch believes that CUDA was
-initialised.
+Use it in a separate process, and import it before the code to be measured: it replaces
+``torch.inference_mode`` by ``torch.no_grad`` (wrappers can't be views of inference tensors), and makes torch
+believe that CUDA was initialised.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ torch.inference_mode = lambda mode=True: torch.no_grad()  # type: ignore[assignm
 DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 LAUNCH, TO_HOST, FROM_HOST = KINDS = ("launch", "to host", "from host")
-# Called with a kind and the place in our code, or transformers', that asked for it.
+# Called with the kind and the place in our code, or in transformers, that made the call.
 Book = Callable[[str, str], None]
 
 _NO_KERNEL = {
@@ -75,7 +75,7 @@ class CudaLike(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _device.call(func, args, kwargs or {})
 
-    # What torch implements in C++ below the dispatcher, or behind a guard that a CPU build lacks.
+    # Methods that torch implements in C++ below the dispatcher, or guards in a way that fails in a CPU build.
 
     def tolist(self) -> Any:
         _device.book(TO_HOST)
@@ -131,7 +131,7 @@ class CudaLike(Tensor):
 
 
 class _Device(TorchDispatchMode):
-    """Books calls and computes them on the CPU."""
+    """Counts calls and computes them on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class _Device(TorchDispatchMode):
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """What happens inside is part of something that was booked already."""
+        """Do not count calls inside this context: they are part of a call that was counted already."""
         before, self._is_quiet = self._is_quiet, True
         try:
             yield
@@ -151,7 +151,7 @@ class _Device(TorchDispatchMode):
             self._is_quiet = before
 
     def index(self, index: Any) -> Any:
-        """An index of the device's tensors for the CPU's; what it takes to bring it there is booked."""
+        """Convert an index of a device tensor to one of its CPU tensor, and count the copies it needs."""
         parts = index if isinstance(index, tuple) else (index,)
         for part in parts:
             if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
@@ -195,7 +195,7 @@ class _Device(TorchDispatchMode):
         def outer(value: Any) -> Any:
             if not isinstance(value, Tensor) or leaves:
                 return value
-            known = ours.get(id(value))  # an op that writes in place returns what it was given
+            known = ours.get(id(value))  # an in-place op returns its argument
             return CudaLike(value) if known is None else known
 
         return tree_map(outer, result)
@@ -222,7 +222,7 @@ def _has_mask(indices: Any) -> bool:
 
 
 def _site() -> str:
-    """``folder/file.py:line function`` of the innermost frame of the code that is measured."""
+    """``folder/file.py:line function`` of the innermost frame in the measured code."""
     frame = sys._getframe(2)
     while frame is not None:
         place = _place(frame.f_code.co_filename)
@@ -234,7 +234,7 @@ def _site() -> str:
 
 @cache
 def _place(filename: str) -> str | None:
-    """The file below ``_SOURCES``; None if it is not among them."""
+    """The path from the package in ``_SOURCES`` on; None for other files."""
     parts = Path(filename).parts
     for source in _SOURCES:
         if source in parts:
@@ -243,7 +243,7 @@ def _place(filename: str) -> str | None:
 
 
 def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``torch.tensor`` or ``torch.as_tensor``, which copy to the device below the dispatcher."""
+    """Wrap ``torch.tensor`` or ``torch.as_tensor``, which copy to the device below the dispatcher."""
 
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         if device is None or torch.device(device).type != "cuda":
@@ -259,7 +259,7 @@ def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @contextmanager
 def cuda_like(report: Book) -> Iterator[None]:
-    """Within this context tensors may be on :data:`DEVICE`; ``report`` is told what it is asked for."""
+    """Allow tensors on :data:`DEVICE` within this context; ``report`` is called for each counted call."""
     patches = (
         mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
         mock.patch.object(

@@ -1,14 +1,15 @@
-"""``generate`` on a device: every kind of drafter gives the text that the model alone gives.
+"""Check ``generate`` on a device: every kind of drafter gives the text that the model alone gives.
 
     python profiling/generation/generate_checks.py                     # on CUDA, as `make gpu-check` does
     python profiling/generation/generate_checks.py --device cpu --dtype float32
 
-The bundled target, greedy and sampled, one row and a ragged batch, in float32, bfloat16 and float16. Greedy
-text is compared with ``model.generate``, and every text with ``drafter=None``: token for token in float32.
-In 16 bits texts may part where two tokens are a near-tie: all logits up to there, and those that parted, are
-the same but for rounding. A drafter of which nothing was accepted has shown nothing, and fails.
+Runs the bundled target, greedy and sampled, with one row and with a ragged batch, in float32, bfloat16 and
+float16. Plain greedy text is compared with ``model.generate``, and the text of every drafter with that of
+``drafter=None``. In float32 all tokens must be equal. In 16 bits two texts may differ after a near-tie: up to
+and including the first different token, all logits must be equal except for rounding. A drafter fails if none
+of its drafts was accepted, because that tests nothing.
 
-Prints PASS or FAIL and the case per line; exits with 1 if any failed.
+Prints one line per case with PASS or FAIL; the exit code is 1 if any case failed.
 """
 
 from __future__ import annotations
@@ -46,15 +47,16 @@ TEXTS: dict[str, dict[str, Any]] = {
 Run = tuple[Tensor, Tensor]  # tokens [rows, new] and raw logits [rows, new, vocab]
 
 
-def why_different(ours: Run, law: Run, dtype: torch.dtype) -> str | None:
-    """Why the first run is not the second, or None."""
-    for row, (tokens, expected) in enumerate(zip(ours[0].tolist(), law[0].tolist(), strict=True)):
+def why_different(ours: Run, baseline: Run, dtype: torch.dtype) -> str | None:
+    """How the first run differs from the baseline, or None."""
+    texts = zip(ours[0].tolist(), baseline[0].tolist(), strict=True)
+    for row, (tokens, expected) in enumerate(texts):
         pairs = zip(tokens, expected, strict=True)
         parts = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if parts is not None and dtype == torch.float32:
-            return f"row {row} has token {tokens[parts]} in place {parts}, not {expected[parts]}"
+            return f"row {row} has token {tokens[parts]} at position {parts}, expected {expected[parts]}"
         end = len(tokens) if parts is None else parts + 1
-        mine, theirs = ours[1][row, :end].float(), law[1][row, :end].float()
+        mine, theirs = ours[1][row, :end].float(), baseline[1][row, :end].float()
         delta, bound = (
             float((mine - theirs).abs().max()),
             ROUNDING[dtype] * float(theirs.abs().max()),
@@ -83,7 +85,7 @@ def drafters_of(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
 def checks(
     dtype: torch.dtype, device: torch.device, new_tokens: int
 ) -> Iterator[tuple[str, str | None]]:
-    """Names of cases, and why each fails or None."""
+    """Yield the name of each case and the reason why it fails, or None."""
     model: Any = assets.load_target(dtype).to(device)
     tokenizer, drafters = assets.load_tokenizer(), drafters_of(dtype, device)
     limits = {"max_new_tokens": new_tokens, "eos_token_id": None}
@@ -94,8 +96,8 @@ def checks(
         plain = new_of(specdec_ext.generate(model, **given, **recorded, drafter=None))
         name = f"{text}, {batch}, {str(dtype).removeprefix('torch.')}"
         if text == "greedy":
-            law = new_of(model.generate(**given, **recorded))
-            yield f"no drafter, {name}", why_different(plain, law, dtype)
+            baseline = new_of(model.generate(**given, **recorded))
+            yield f"no drafter, {name}", why_different(plain, baseline, dtype)
         for drafter_name, drafter in drafters.items():
             how = {"drafter": drafter, "speculation": "fixed"}
             output: Any = specdec_ext.generate(model, **given, **recorded, **how)
@@ -103,10 +105,10 @@ def checks(
             why = why_different(ours, plain, dtype)
             if why is None and not output.speculation.accepted_tokens:
                 why = "no draft was accepted"
-            # Nothing is recorded in a usual call, which takes another way through the verification.
+            # A usual call records no logits and takes another path through verification.
             usual = specdec_ext.generate(model, **given, **how)[:, -new_tokens:]
             if why is None and not torch.equal(usual, ours[0]):
-                why = "the text is another one if logits are recorded"
+                why = "recording logits changes the text"
             yield f"{drafter_name}, {name}", why
 
 

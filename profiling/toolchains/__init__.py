@@ -1,6 +1,6 @@
-"""Every CUDA kernel, compiled by every compiler that users have: ``make toolchains``.
+"""Compile every CUDA kernel with every supported compiler and check the results: ``make toolchains``.
 
 - :mod:`toolchains.compilers` installs compilers from the package index;
-- :mod:`toolchains.matrix` compiles every kernel for every architecture with each, without a GPU;
-- :mod:`toolchains.sass` reads the machine code and checks it for what a test on the host can't see.
+- :mod:`toolchains.matrix` compiles every kernel with each of them for every architecture, without a GPU;
+- :mod:`toolchains.sass` checks the machine code for errors that tests on the host can't find.
 """

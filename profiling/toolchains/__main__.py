@@ -1,7 +1,7 @@
 """Compile every kernel with every compiler: ``python profiling/toolchains`` (``make toolchains``).
 
-Installs the compilers below build/toolchains (a gigabyte), then takes about half an hour on two cores.
-Exits with 1 if a kernel does not compile, spills registers or breaks a rule of toolchains/sass.py.
+Installs the compilers in build/toolchains (a gigabyte), then takes about half an hour on two cores. The exit
+code is 1 if a kernel does not compile, spills registers or breaks a rule of toolchains/sass.py.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def main() -> int:
         prog="toolchains", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--release", action="append", choices=RELEASES, help="only these; may be repeated"
+        "--release", action="append", choices=RELEASES, help="only this compiler; may be repeated"
     )
-    parser.add_argument("--source", action="append", help="only these .cu files; may be repeated")
+    parser.add_argument("--source", action="append", help="only this .cu file; may be repeated")
     results = PROFILING / "results" / "toolchains"
     parser.add_argument("--out", type=Path, default=results, help="write OUT.json and OUT.md")
     given = parser.parse_args()
@@ -66,7 +66,7 @@ def main() -> int:
             *each.findings,
         ):
             print(f"  {line}")
-    print(f"{len(outcomes)} files compiled, {len(bad)} with a complaint")
+    print(f"{len(outcomes)} files compiled, {len(bad)} with problems")
     return 1 if bad else 0
 
 

@@ -1,8 +1,9 @@
-"""CUDA compilers from the package index.
+"""Install CUDA compilers from the package index.
 
-The index has ptxas alone of CUDA 12 (``nvidia-cuda-nvcc-cu12``), and all of nvcc of CUDA 13
-(``nvidia-cuda-nvcc`` and what it names). A ptxas of CUDA 12 is given the PTX of an nvcc 13, whose
-``.version`` line is set to the version that this ptxas reads: a feature that it does not have is an error.
+For CUDA 12 the index has only ptxas (``nvidia-cuda-nvcc-cu12``), for CUDA 13 all of nvcc
+(``nvidia-cuda-nvcc`` and its dependencies). A ptxas of CUDA 12 compiles the PTX of an nvcc 13 whose
+``.version`` line is replaced by the version that this ptxas reads; a feature that the ptxas does not have
+is then an error.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-# CUDA release -> the PTX version that its ptxas reads, as the PTX manual's release notes have it.
+# CUDA release -> the PTX version that its ptxas reads, from the release notes of the PTX manual.
 PTX_VERSIONS = {"12.4": "8.4", "12.6": "8.5", "12.8": "8.7", "12.9": "8.8"}
 PTXAS_RELEASES = ("12.4.131", "12.6.85", "12.8.93", "12.9.86")
-# nvcc -> the release of its C++ headers, which have numbers of their own from 13.3 on.
+# nvcc -> the release of its C++ headers, which have other version numbers from 13.3 on.
 NVCC_RELEASES = {"13.0.88": "13.0.*", "13.5.37": "13.3.5.0.6"}
 DISASSEMBLER_RELEASE = "13.5.37"
 
@@ -26,10 +27,10 @@ class Compiler:
     """A compiler of machine code.
 
     Attributes:
-        release: of CUDA, "12.4.131".
-        ptxas: the program.
-        nvcc: the program, or None for a ptxas alone.
-        ptx_version: what the ``.version`` line of its input is set to; None: as its own nvcc writes it.
+        release: CUDA release, such as "12.4.131".
+        ptxas: path of ptxas.
+        nvcc: path of nvcc, or None if there is only ptxas.
+        ptx_version: version for the ``.version`` line of its input; None: unchanged.
     """
 
     release: str
@@ -38,12 +39,12 @@ class Compiler:
     ptx_version: str | None = None
 
     def architectures(self) -> set[int]:
-        """The compute capabilities for which it makes machine code, 8.0 as 80."""
+        """The compute capabilities that it supports, 8.0 as 80."""
         return read_architectures(answer(self.ptxas, "--help"))
 
 
 def read_architectures(text: str) -> set[int]:
-    """The ``sm_`` targets in what ``ptxas --help`` prints, those with a suffix left out."""
+    """The ``sm_`` targets in the output of ``ptxas --help``, without those that have a suffix."""
     return {int(number) for number in re.findall(r"'sm_(\d+)'", text)}
 
 
@@ -54,7 +55,7 @@ def answer(program: Path, *arguments: str) -> str:
 
 
 def with_ptx_version(ptx: str, version: str | None) -> str:
-    """PTX with this version in its header."""
+    """Return PTX with this version in its header."""
     if version is None:
         return ptx
     changed, count = re.subn(r"^\.version .*$", f".version {version}", ptx, flags=re.MULTILINE)
@@ -64,7 +65,7 @@ def with_ptx_version(ptx: str, version: str | None) -> str:
 
 
 def installed(folder: Path, *requirements: str) -> Path:
-    """``folder`` with these packages in it, installed unless they are there."""
+    """Install these packages in ``folder`` unless they are there already; returns the folder."""
     stamp = folder / ".installed"
     wanted = "\n".join(requirements)
     if not stamp.exists() or stamp.read_text() != wanted:
@@ -75,7 +76,7 @@ def installed(folder: Path, *requirements: str) -> Path:
 
 
 def program(folder: Path, name: str) -> Path:
-    """The program of this name below ``folder``."""
+    """Find the program of this name below ``folder``."""
     found = [path for path in folder.rglob(name) if path.is_file() and path.parent.name == "bin"]
     if len(found) != 1:
         raise FileNotFoundError(f"expected one bin/{name} below {folder}, found {len(found)}")
@@ -90,7 +91,7 @@ def install_ptxas(folder: Path, release: str) -> Compiler:
 
 
 def install_nvcc(folder: Path, release: str) -> Compiler:
-    """All that ``nvcc -cubin`` needs: front end, optimiser, assembler and headers of one release."""
+    """Install everything that ``nvcc -cubin`` needs: front end, optimiser, assembler and headers."""
     minor = release.rpartition(".")[0]
     parts = ("nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-runtime")
     place = installed(
@@ -107,6 +108,6 @@ def install_nvcc(folder: Path, release: str) -> Compiler:
 
 
 def install_disassembler(folder: Path) -> Path:
-    """nvdisasm, which reads the machine code of every architecture that the compilers know."""
+    """Install nvdisasm, which reads the machine code of every architecture that the compilers know."""
     requirement = f"nvidia-cuda-nvdisasm=={DISASSEMBLER_RELEASE}"
     return program(installed(folder / "nvdisasm", requirement), "nvdisasm")

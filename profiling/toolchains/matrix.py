@@ -1,4 +1,4 @@
-"""Compile every kernel for every architecture with every compiler, and read what came out."""
+"""Compile every kernel for every architecture with every compiler, and read the results."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from build_support.native import NVCC_FLAGS, ROOT
 from toolchains import sass
 from toolchains.compilers import Compiler, with_ptx_version
 
-# One architecture of each kind that NVIDIA has made since 8.0, embedded ones aside.
+# One architecture of each kind since 8.0, without embedded ones.
 ARCHITECTURES = (80, 86, 89, 90, 100, 103, 110, 120, 121)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One source file on one architecture by one compiler.
+    """One source file, compiled by one compiler for one architecture.
 
     Attributes:
-        release: of the compiler.
+        release: release of the compiler.
         arch: compute capability, 9.0 as 90.
         source: file name.
-        kernels: in it.
-        error: what the compiler said, if it failed.
+        kernels: number of kernels.
+        error: message of the compiler if it failed.
         spills: names of kernels that use local memory.
-        findings: what breaks a rule of :mod:`toolchains.sass`.
+        findings: violations of the rules of :mod:`toolchains.sass`.
         wide_loads: 128-bit global loads.
-        global_loads: all of them.
+        global_loads: all global loads.
     """
 
     release: str
@@ -59,10 +59,10 @@ def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def make_ptx(nvcc: Path, source: Path, family: int, folder: Path) -> Path:
-    """The PTX of a source file for a family of architectures.
+    """Make the PTX of a source file for a family of architectures.
 
     Raises:
-        RuntimeError: nvcc failed; with its words.
+        RuntimeError: if nvcc failed, with its message.
     """
     target = folder / f"{source.stem}.compute_{family}.ptx"
     arch = f"-arch=compute_{family}"
@@ -78,7 +78,7 @@ def make_ptx(nvcc: Path, source: Path, family: int, folder: Path) -> Path:
 def assemble(
     compiler: Compiler, ptx: Path, source: str, arch: int, nvdisasm: Path, folder: Path
 ) -> Outcome:
-    """Make machine code of PTX and check it."""
+    """Make machine code from PTX and check it."""
     text = folder / f"{ptx.stem}.{compiler.release}.sm_{arch}.ptx"
     text.write_text(with_ptx_version(ptx.read_text(), compiler.ptx_version))
     cubin = text.with_suffix(".cubin")
@@ -93,7 +93,7 @@ def assemble(
     functions = sass.parse(listing.stdout)
     if {each.name for each in functions} < {each.symbol for each in entries}:
         raise ValueError(
-            f"{cubin.name}: nvdisasm's output has changed, adapt toolchains.sass.parse"
+            f"{cubin.name}: the output of nvdisasm has changed; adapt toolchains.sass.parse"
         )
     names = demangle({entry.symbol for entry in entries})
     loads = [sass.count_loads(each) for each in functions]
@@ -116,7 +116,7 @@ def touches_local_memory(entry: PtxasEntry) -> bool:
 
 
 def findings(functions: Iterable[sass.Function], names: dict[str, str]) -> list[str]:
-    """One line for each rule that a kernel breaks: "name: rule, 3 times, first LDL at 0x10"."""
+    """One line for each rule that a kernel breaks, such as "name: 3 x local memory: LDL at 0x10"."""
     lines = []
     for function in functions:
         found = sass.check(function)
@@ -134,14 +134,14 @@ def compile_all(
     sources: Sequence[Path],
     folder: Path,
 ) -> list[Outcome]:
-    """Every source by every compiler for every architecture that it knows.
+    """Compile every source with every compiler for every architecture that the compiler supports.
 
     Args:
-        compilers: those with an nvcc of their own compile the sources, the others take ``front_end``'s PTX.
+        compilers: those that have an nvcc compile the sources, all others the PTX of ``front_end``.
         front_end: an nvcc.
         nvdisasm: the disassembler.
         sources: ``.cu`` files.
-        folder: for what is made on the way.
+        folder: folder for intermediate files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     jobs = []
@@ -172,7 +172,7 @@ def compile_all(
 
 
 def summary(outcomes: Sequence[Outcome]) -> list[list[str]]:
-    """A row per compiler, a cell per architecture: kernels, and what is wrong with them."""
+    """One row per compiler, one cell per architecture: the number of kernels and their problems."""
     rows = []
     for release in dict.fromkeys(each.release for each in outcomes):
         row = [release]
@@ -184,7 +184,7 @@ def summary(outcomes: Sequence[Outcome]) -> list[list[str]]:
 
 
 def describe(cell: Sequence[Outcome]) -> str:
-    """The kernels of a cell and its complaints: "54, 1 files failed, 2 spill"; empty without outcomes."""
+    """Number of kernels and problems, such as "54, 1 files failed, 2 spill"; empty without outcomes."""
     if not cell:
         return ""
     parts = [str(sum(each.kernels for each in cell))]
@@ -199,7 +199,7 @@ def describe(cell: Sequence[Outcome]) -> str:
 
 
 def wide_load_shares(outcomes: Sequence[Outcome]) -> list[list[str]]:
-    """A row per source: 128-bit of all global loads, by the newest compiler."""
+    """One row per source: 128-bit global loads / all global loads, by the newest compiler."""
     newest = outcomes[-1].release
     rows = []
     for source in sorted({each.source for each in outcomes}):
@@ -216,18 +216,20 @@ def wide_load_shares(outcomes: Sequence[Outcome]) -> list[list[str]]:
 
 
 def write(outcomes: Sequence[Outcome], out: Path, front_end: str) -> None:
-    """``out``.md for people, ``out``.json for programs."""
+    """Write the results to ``out``.md and ``out``.json."""
     header = [f"sm_{arch}" for arch in ARCHITECTURES]
     lines = [
         "# Kernels by compiler",
         "",
-        f"Made by `make toolchains`; compilers of CUDA 12 get the PTX of nvcc {front_end}. Kernels that were",
-        "compiled, files that failed, kernels that spill registers, and findings, which are rules of",
-        "`profiling/toolchains/sass.py` that a kernel breaks. Empty: the compiler does not know the GPU.",
+        f"Made by `make toolchains`; compilers of CUDA 12 compile the PTX of nvcc {front_end}. A cell shows",
+        "the number of compiled kernels, of files that failed, of kernels that spill registers, and of",
+        "findings, which are violations of the rules of `profiling/toolchains/sass.py`. Empty: the compiler",
+        "does not support the GPU.",
         "",
         format_markdown(["CUDA", *header], summary(outcomes)),
         "",
-        f"128-bit of all global loads, asynchronous copies included, by CUDA {outcomes[-1].release}:",
+        f"128-bit global loads / all global loads, asynchronous copies included, by CUDA "
+        f"{outcomes[-1].release}:",
         "",
         format_markdown(["source", *header], wide_load_shares(outcomes)),
         "",

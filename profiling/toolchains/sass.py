@@ -1,17 +1,19 @@
-"""Checks of machine code (SASS) as ``nvdisasm`` prints it.
+"""Checks of machine code (SASS) in the output of ``nvdisasm``.
 
-Each rule is about something that neither the emulator nor PTX can show, because ptxas decides it:
+The rules are about properties that neither the emulator nor PTX can show, because ptxas decides them:
 
-- ``local memory``: no LDL and no STL. Registers were spilled, or an array got an address.
-- ``constant load``: no LDG.CONSTANT in a kernel with a GPU-scope fence, whose blocks wait for each other.
-  Such a load goes through a cache that does not see what other blocks have written in the launch.
-- ``release``: a MEMBAR of GPU scope between an atomic of GPU scope and the last global store ahead of it.
-  Without it other blocks may see the atomic before what was stored.
-- ``acquire``: a CCTL.IVALL between an atomic or a strong load of GPU scope and the next global load. Without
-  it the load may hit a line of L1 from before.
+- ``local memory``: there must be no LDL and no STL. They appear if registers are spilled or an array is
+indexed
+  by address.
+- ``constant load``: there must be no LDG.CONSTANT in a kernel with a GPU-scope fence, whose blocks wait for
+  each other. Such a load uses a cache that does not see what other blocks have written in the same launch.
+- ``release``: there must be a MEMBAR of GPU scope between the last global store and a later atomic of GPU
+  scope. Without it other blocks may see the atomic before the stored value.
+- ``acquire``: there must be a CCTL.IVALL between an atomic or a strong load of GPU scope and the next global
+  load. Without it the load may hit an outdated line of the L1 cache.
 
-Barriers under a divergent branch are not looked for: which branches the number of a thread decides can't be
-told from the order of addresses. The emulator reports every barrier that not all threads reach.
+Barriers in divergent branches are not checked: the order of addresses does not show which branches depend on
+the thread index. The emulator reports every barrier that not all threads reach.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ class Instruction:
     """One line of machine code.
 
     Attributes:
-        address: in the function, bytes.
-        opcode: with its modifiers, "LDG.E.128".
+        address: byte offset in the function.
+        opcode: opcode with its modifiers, such as "LDG.E.128".
         operands: the rest of the line.
     """
 
@@ -63,7 +65,7 @@ class Finding:
 
 
 def parse(text: str) -> list[Function]:
-    """The functions in what ``nvdisasm -c`` prints."""
+    """The functions in the output of ``nvdisasm -c``."""
     functions: list[Function] = []
     for line in text.splitlines():
         if found := re.match(r"\s*//-+ \.text\.(\S+)", line):
@@ -80,7 +82,7 @@ def parse(text: str) -> list[Function]:
 
 
 def check(function: Function) -> list[Finding]:
-    """What breaks a rule of this module."""
+    """The violations of this module's rules."""
     return [
         Finding(rule, function.name, each.address, each.opcode)
         for rule, each in (
@@ -92,7 +94,7 @@ def check(function: Function) -> list[Finding]:
 
 
 def count_loads(function: Function) -> tuple[int, int]:
-    """128-bit global loads (asynchronous copies included), all global loads."""
+    """Number of 128-bit global loads (asynchronous copies included) and of all global loads."""
     loads = Counter("128" in each.parts for each in function.instructions if is_global_load(each))
     return loads[True], loads.total()
 
@@ -139,7 +141,7 @@ def _invalidates(instruction: Instruction) -> bool:
 def _comes_first(
     code: Iterable[Instruction], wanted: Callable[[Instruction], bool], others: Sequence[str]
 ) -> bool:
-    """Whether an instruction that is wanted comes before all others of these kinds, and comes at all."""
+    """Whether a wanted instruction exists and precedes all instructions whose opcode is in ``others``."""
     for each in code:
         if wanted(each):
             return True

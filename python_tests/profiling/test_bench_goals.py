@@ -58,7 +58,7 @@ def test_a_run_writes_its_table(tmp_path):
     bench_goals.main(**arguments)
     record = json.loads(out.with_suffix(".json").read_text())
     assert record["rows"][0]["met"] is None and "history.jsonl" in record["rows"][0]["measured"]
-    assert "numbers mean nothing" in out.with_suffix(".md").read_text()
+    assert "numbers are not meaningful" in out.with_suffix(".md").read_text()
     # what is measured again replaces what was, the rest stays
     other = {**record["rows"][0], "what": "of another run"}
     record["rows"] = [other, {**record["rows"][0], "measured": "long ago"}]

@@ -38,7 +38,7 @@ def test_16_bit_texts_may_part_at_a_near_tie_alone():
     assert generate_checks.why_different(ours, law, torch.bfloat16) is None
     assert (
         generate_checks.why_different(ours, law, torch.float32)
-        == "row 0 has token 4 in place 1, not 3"
+        == "row 0 has token 4 at position 1, expected 3"
     )
     law = torch.tensor([[3, 3]]), logits
     assert "differs by 8" in generate_checks.why_different(ours, law, torch.bfloat16)
