@@ -1,10 +1,15 @@
 """Native part of the build: the op library and the host module, compiled by ninja (build_support/native.py).
 
-    pip install -v .        # or -e .; -v shows progress; the build folder build/native is incremental
+    pip install -v .        # or -e .; -v shows progress; builds in build/native are incremental
 
-Environment: ``SPECDEC_CUDA=auto|0|1`` (auto: nvcc is found), ``TORCH_CUDA_ARCH_LIST``, ``CXX``, ``NVCC``,
-``CUDA_HOME``, ``MAX_JOBS``, ``SPECDEC_WATCHDOG=1`` for CUDA kernels that fail where they would hang,
-``SPECDEC_STRICT=1`` for a build that fails where a kernel spills registers.
+Environment variables:
+
+- ``SPECDEC_CUDA``: 1 builds the CUDA kernels, 0 does not, auto (default) builds them if nvcc is found;
+- ``TORCH_CUDA_ARCH_LIST``: GPU architectures to build for, as torch reads it;
+- ``CXX``, ``NVCC``, ``CUDA_HOME``: compilers to use;
+- ``MAX_JOBS``: number of parallel compilers;
+- ``SPECDEC_WATCHDOG=1``: CUDA kernels fail when they would wait forever;
+- ``SPECDEC_STRICT=1``: the build fails if a kernel spills registers.
 """
 
 import shutil
@@ -20,7 +25,7 @@ from setuptools.command.dist_info import dist_info
 
 if int(setuptools.__version__.split(".")[0]) < 77:
     sys.exit(
-        f"specdec_ext needs setuptools >= 77 to build, and this environment has {setuptools.__version__}: "
+        f"specdec_ext needs setuptools >= 77 to build, but this environment has {setuptools.__version__}: "
         "pip install --upgrade setuptools, or leave out --no-build-isolation"
     )
 
@@ -38,7 +43,7 @@ def toolchain() -> Toolchain:
 
 
 class CheckedDistInfo(dist_info):
-    """Metadata are what pip asks for before it downloads dependencies: the time to say what is missing."""
+    """Checks the toolchain first: pip asks for metadata before it downloads any dependency."""
 
     def run(self) -> None:
         toolchain()
@@ -46,26 +51,26 @@ class CheckedDistInfo(dist_info):
 
 
 class NinjaBuild(build_ext):
-    """Builds the libraries incrementally and copies them to where they belong."""
+    """Builds the libraries incrementally and copies them into the package."""
 
     def build_extensions(self) -> None:
         try:
             libraries = native.build(toolchain())
         except CalledProcessError as error:
-            sys.exit(f"specdec_ext was not built: {error}; the first error above says why")
+            sys.exit(f"specdec_ext was not built: {error}; see the first error above")
         for name, library in libraries.items():
             target = Path(self.get_ext_fullpath(f"specdec_ext.{name}"))
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(library, target)
 
     def copy_extensions_to_source(self) -> None:
-        # Python prefers modules for itself alone, which earlier versions have left here.
+        # Python would prefer these modules for one Python version, which earlier releases have left here.
         for old in (ROOT / "specdec_ext").glob("*.cpython-*.so"):
             old.unlink()
         super().copy_extensions_to_source()
 
 
-# Packages are put together in a folder that is empty: what was deleted since stays out of them.
+# An empty staging folder, so that files deleted since the last build do not get into the package.
 with tempfile.TemporaryDirectory() as staging:
     setup(
         ext_modules=[

@@ -1,5 +1,5 @@
-"""What ``setup.py`` does beyond setuptools: find and check compilers, choose GPU architectures, run ninja."""
+"""The native build behind ``setup.py``: find and check compilers, choose GPU architectures, run ninja."""
 
 
 class BuildError(Exception):
-    """A sentence for the user: what is missing or wrong, and the way out."""
+    """A build problem; the message is one sentence with the problem and its solution."""

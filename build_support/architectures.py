@@ -1,15 +1,15 @@
-"""Which GPU architectures the CUDA kernels are compiled for.
+"""Choose the GPU architectures for which the CUDA kernels are compiled.
 
-Terms: a compute capability is written 8.6 by NVIDIA and ``TORCH_CUDA_ARCH_LIST``, and 86 here. Machine code
-for 86 (``sm_86``) runs on 8.6 and later 8.x; PTX (``compute_80``) is compiled by the driver for anything
-from 8.0 on. The kernels have two front-end families, 80 and 90: no kernel tells more of them apart.
+NVIDIA and ``TORCH_CUDA_ARCH_LIST`` write a compute capability as 8.6; this module writes 86. Machine code
+for 86 (``sm_86``) runs on 8.6 and later 8.x; the driver can compile PTX (``compute_80``) for every GPU from
+8.0 on. The front end of nvcc runs for two families, 80 and 90, because the kernels distinguish no others.
 
-Rule, in this order:
+The first of these rules that applies decides:
 
-1. ``TORCH_CUDA_ARCH_LIST``, as torch reads it: numbers, names ("Hopper", "native", "all"), each with or
-   without "+PTX". What is older than 8.0 is left out.
+1. ``TORCH_CUDA_ARCH_LIST``, as torch reads it: numbers and names ("Hopper", "native", "all"), each with or
+   without "+PTX". Architectures older than 8.0 are left out.
 2. The GPUs that nvidia-smi shows, and PTX of their newest family.
-3. What this nvcc knows of ``DEFAULTS``, and PTX of the newest family.
+3. The architectures of ``DEFAULTS`` that this nvcc supports, and PTX of the newest family.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from build_support import BuildError
 
 OLDEST = 80
 FAMILIES = (80, 90)
-# Machine code for every GPU that is not embedded: 8.9 and 12.0 run what they have more of than 8.0 and 10.0.
+# Machine code for every GPU that is not embedded; 8.9 and 12.0 are listed for their features beyond 8.0 and
+# 10.0.
 DEFAULTS = (80, 89, 90, 100, 120)
 NAMES = {
     "kepler": (35,),
@@ -43,13 +44,13 @@ VARIABLE = "TORCH_CUDA_ARCH_LIST"
 
 @dataclass(frozen=True)
 class Architectures:
-    """What to compile for.
+    """The architectures to compile for.
 
     Attributes:
-        machine_code: capabilities, ascending.
-        ptx: families whose PTX goes into the binary, ascending.
-        reason: where the choice comes from, for the user.
-        notes: sentences about what was left out.
+        machine_code: compute capabilities to make machine code for, ascending.
+        ptx: families whose PTX is included in the binary, ascending.
+        reason: the source of the choice, for the user.
+        notes: sentences about architectures that were left out.
     """
 
     machine_code: tuple[int, ...]
@@ -62,7 +63,7 @@ class Architectures:
         return ", ".join([*names, *(f"PTX of compute_{number}" for number in self.ptx)])
 
     def nvcc_flags(self) -> list[str]:
-        """One ``-gencode`` for each family, because each is one run of nvcc's front end."""
+        """One ``-gencode`` option for each family, because nvcc's front end runs once per option."""
         flags = []
         for family in FAMILIES:
             codes = [f"sm_{number}" for number in self.machine_code if family_of(number) == family]
@@ -79,16 +80,18 @@ def choose(
 
     Args:
         requested: ``TORCH_CUDA_ARCH_LIST``; None or empty if it is not set.
-        known: capabilities that nvcc makes machine code for.
-        visible: capabilities of the GPUs of this machine.
-        nvcc: its name and version, for messages.
+        known: compute capabilities that nvcc supports.
+        visible: compute capabilities of the GPUs of this machine.
+        nvcc: name and version of nvcc, for messages.
 
     Raises:
-        BuildError: ``requested`` can't be read, or has nothing that can be built.
+        BuildError: if ``requested`` can't be read, or has no architecture that can be built.
     """
     known = {number for number in known if number >= OLDEST}
     if not known:
-        raise BuildError(f"{nvcc} knows no GPU architecture from 8.0 on: take nvcc 12.0 or later")
+        raise BuildError(
+            f"{nvcc} supports no GPU architecture from 8.0 on: install nvcc 12.0 or later"
+        )
     visible = sorted(set(visible))
     if requested and requested.strip():
         return _requested(requested, known, visible, nvcc)
@@ -99,19 +102,20 @@ def choose(
         newer = set(supported) - known
         if newer:
             notes += (
-                f"{nvcc} does not know {dotted(newer)}: PTX serves it, compiled at first use",
+                f"{nvcc} does not support {dotted(newer)}: the driver will compile PTX "
+                "for it at the first use",
             )
         return _with_ptx(set(supported) & known, family_of(max(supported)), known, reason, notes)
-    return _defaults(known, f"what {nvcc} knows; no GPU is visible", notes)
+    return _defaults(known, f"all that {nvcc} supports, because no GPU was found", notes)
 
 
 def family_of(number: int) -> int:
-    """The newest family that is not newer."""
+    """The newest family that is not newer than the capability ``number``."""
     return max(family for family in FAMILIES if family <= number)
 
 
 def dotted(numbers: Iterable[int]) -> str:
-    """80, 120 -> "8.0, 12.0"."""
+    """Write capabilities for the user: 80, 120 -> "8.0, 12.0"."""
     return ", ".join(f"{number // 10}.{number % 10}" for number in sorted(numbers))
 
 
@@ -130,7 +134,7 @@ def _with_ptx(
 def _left_out(who: str, numbers: Collection[int]) -> tuple[str, ...]:
     if not numbers:
         return ()
-    return (f"{who} {dotted(numbers)}: the kernels need 8.0 or later, so that is left out",)
+    return (f"{who} {dotted(numbers)}, left out because the kernels need 8.0 or later",)
 
 
 def _requested(requested: str, known: set[int], visible: list[int], nvcc: str) -> Architectures:
@@ -160,11 +164,11 @@ def _requested(requested: str, known: set[int], visible: list[int], nvcc: str) -
 
 
 def _read(word: str, name: str, known: set[int], visible: list[int], nvcc: str) -> Collection[int]:
-    """The capabilities that one word of the list means."""
+    """The capabilities that one word of the list stands for."""
     if name == "native":
         if not visible:
             raise BuildError(
-                f"{VARIABLE} says native, but nvidia-smi shows no GPU: name capabilities"
+                f"{VARIABLE} says native, but nvidia-smi shows no GPU: list capabilities such as 8.6 instead"
             )
         return visible
     if name in NAMES:
@@ -172,28 +176,30 @@ def _read(word: str, name: str, known: set[int], visible: list[int], nvcc: str) 
         old = {number for number in numbers if number < OLDEST}
         if numbers == old or numbers & known:
             return old | numbers & known
-    elif match := re.fullmatch(r"(\d{1,2})\.(\d)[af]?", name):  # no kernel uses what a and f add
+    elif match := re.fullmatch(
+        r"(\d{1,2})\.(\d)[af]?", name
+    ):  # the kernels need no features of a and f
         numbers = {int(match[1] + match[2])}
         if numbers <= known or max(numbers) < OLDEST:
             return numbers
     else:
         names = [each.title() for each in NAMES if max(NAMES[each]) >= OLDEST]
         raise BuildError(
-            f"{VARIABLE}: {word!r} is no architecture; expected numbers such as 8.6 or 9.0+PTX, or "
+            f"{VARIABLE}: {word!r} is not an architecture; expected numbers such as 8.6 or 9.0+PTX, or "
             f"native, all, {', '.join(names)}"
         )
     raise BuildError(
-        f"{VARIABLE} names {word}, which {nvcc} does not know: leave it out or take a newer nvcc"
+        f"{VARIABLE} names {word}, which {nvcc} does not support: leave it out or install a newer nvcc"
     )
 
 
 def read_nvcc_list(text: str) -> set[int]:
-    """The capabilities in what ``nvcc --list-gpu-code`` prints."""
+    """The capabilities in the output of ``nvcc --list-gpu-code``."""
     return {int(number) for number in re.findall(r"^sm_(\d+)$", text, re.MULTILINE)}
 
 
 def visible_gpus() -> list[int]:
-    """Capabilities of the GPUs that nvidia-smi shows; none without a driver, or with one too old to say."""
+    """Capabilities of the GPUs that nvidia-smi shows; empty without a driver or with a very old one."""
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)

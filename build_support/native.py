@@ -1,12 +1,14 @@
 """The ninja build of the native libraries, in build/native.
 
-- ``_ops.abi3.so``: kernels, CPU ops and glue on torch's stable ABI, for torch >= 2.10 with and without CUDA;
-- ``_host.abi3.so``: the module for host-side state, on Python's limited API of 3.10;
-- on demand (``ninja -C build/native emulated``, or ``emulated-sanitized`` with AddressSanitizer and UBSan):
-  the ops with CPU tensors in and out, computed by the CUDA kernels compiled for the host (csrc/emulation).
+- ``_ops.abi3.so``: kernels, CPU ops and glue on torch's stable ABI, for torch >= 2.10 with and without CUDA.
+- ``_host.abi3.so``: the module for state on the host, on the limited API of Python 3.10.
+- On demand (``ninja -C build/native emulated``, or ``emulated-sanitized`` with AddressSanitizer and UBSan):
+the
+  ops for CPU tensors, computed by the CUDA kernels that are compiled for the host (csrc/emulation).
 
-No command depends on torch, on the environment that builds, or on where the source tree lies: builds with and
-without isolation share what is compiled, and a copy of the tree goes on with its build folder.
+No command depends on torch, on the environment of the build, or on the location of the source tree. Builds
+with and without isolation therefore share their object files, and a copy of the tree can reuse its build
+folder.
 """
 
 from __future__ import annotations
@@ -36,24 +38,24 @@ NVCC_FLAGS = (
     "-std=c++20 -O3 -lineinfo -DNDEBUG --expt-relaxed-constexpr "
     "-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off"
 )
-# With SPECDEC_STRICT=1, as CI has it, a kernel that spills registers or needs a stack frame fails the build.
-# Elsewhere it is only slower, and what spills is the choice of the ptxas that happens to be installed.
+# With SPECDEC_STRICT=1, as in CI, a kernel that spills registers or needs a stack frame fails the build.
+# By default it does not: such a kernel is only slower, and whether it spills depends on the installed ptxas.
 STRICT_NVCC_FLAGS = "-Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error"
-# Emulated kernels: -O1, because the sources are templates over templates and only tests run them.
+# Emulated kernels: -O1, because the sources have many templates and only tests run them.
 EMULATED_FLAGS = "-O1 -g1 -DSPECDEC_EMULATED -DSPECDEC_WITH_CUDA -Wno-unknown-pragmas"
 SANITIZE_FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all"
-# The functions of torch are found when the library is loaded; the linker is given an empty library of the
-# same name, so that the loader knows where they are.
+# torch's functions are resolved when the library is loaded. The library is linked with an empty library of
+# the same name, so that the loader knows in which library to find them.
 TORCH_STUB = "torch_stub/libtorch_cpu.so"
 LINK_TORCH = "-Ltorch_stub -Xlinker --no-as-needed -ltorch_cpu"
 
-# CPU seconds of a build from nothing, measured on one machine: for the CPU, and for each architecture.
+# CPU seconds of a clean build, measured on one machine: for the CPU ops, and for each GPU architecture.
 CPU_SECONDS = 100
 ARCHITECTURE_SECONDS = 80
 
 
 def nvcc_command(cuda: Cuda, cxx: str) -> str:
-    """Compiles a .cu file for all architectures; include folders, sources and outputs are to follow."""
+    """Start of a command that compiles a .cu file for all architectures, without includes and files."""
     flags = [cuda.nvcc, "-ccbin", cxx, NVCC_FLAGS]
     if os.environ.get("SPECDEC_STRICT") == "1":
         flags.append(STRICT_NVCC_FLAGS)
@@ -63,7 +65,7 @@ def nvcc_command(cuda: Cuda, cxx: str) -> str:
 
 
 class NinjaFile:
-    """build.ninja as it grows: every path is relative to the build folder."""
+    """Collects the lines of build.ninja; every path is relative to the build folder."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -80,7 +82,7 @@ class NinjaFile:
         ]
 
     def compile_all(self, pattern: str, rule: str, flags: str = "", folder: str = "") -> list[str]:
-        """Compile all sources of a pattern below csrc; the objects."""
+        """Add build statements for all sources in csrc that match ``pattern``; returns the object files."""
         objects = []
         for path in sorted((ROOT / "csrc").glob(pattern)):
             source = path.relative_to(ROOT / "csrc")
@@ -111,7 +113,7 @@ def ninja_file(tools: Toolchain) -> str:
         file.rule(
             "nvcc", f"{nvcc_command(cuda, tools.cxx)} {INCLUDE} {compiles}", finds_headers=True
         )
-        ops += file.compile_all("kernels/*.cu", "nvcc")  # first, because they take longest
+        ops += file.compile_all("kernels/*.cu", "nvcc")  # first, because they take the longest
         with_cuda = " ".join(["-DSPECDEC_WITH_CUDA", *cuda.includes])
         runtime = " ".join(["-Xlinker --exclude-libs=ALL", *cuda.runtime])
     ops += file.compile_all("cpu/*.cpp", "cxx")
@@ -135,7 +137,7 @@ def ninja_file(tools: Toolchain) -> str:
 
 
 def describe(tools: Toolchain, jobs: int) -> list[str]:
-    """What is going to be built, and how long that takes from nothing."""
+    """Sentences for the user: what is built, with which compilers, and how long a clean build takes."""
     seconds = CPU_SECONDS
     if tools.cuda is None:
         lines = [f"CPU only, with {tools.cxx} ({tools.why_no_cuda})"]
@@ -149,15 +151,15 @@ def describe(tools: Toolchain, jobs: int) -> list[str]:
     minutes = max(1, round(seconds / jobs / 60))
     return [
         *lines,
-        f"from nothing this takes about {minutes} min with {jobs} jobs on an idle machine",
+        f"a clean build takes about {minutes} min with {jobs} jobs on an idle machine",
     ]
 
 
 def build(tools: Toolchain) -> Mapping[str, Path]:
-    """Compile what is out of date; the libraries by name. Progress goes to standard output.
+    """Compile everything that is out of date and return the libraries by name; prints the progress.
 
     Raises:
-        subprocess.CalledProcessError: a compiler failed; ninja has printed why.
+        subprocess.CalledProcessError: if a compiler failed; ninja has printed its message.
     """
     jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
     for line in describe(tools, jobs):

@@ -1,4 +1,4 @@
-"""The compilers and tools of a build, found and checked before any work; each problem is one sentence."""
+"""Find and check the compilers and tools of a build before it starts; each problem is one sentence."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from build_support.architectures import (
     visible_gpus,
 )
 
-OLDEST_NVCC = (12, 0)  # the first with C++20
-OLDEST_TORCH = (2, 10)  # the first with the stable ABI that csrc/ops/torch_abi declares
-# What the host code and the kernels include of the standard library and of the CUDA toolkit.
+OLDEST_NVCC = (12, 0)  # the first version with C++20
+OLDEST_TORCH = (2, 10)  # the first version with the stable ABI that csrc/ops/torch_abi declares
+# Headers that the host code needs from the standard library, and the kernels from the CUDA toolkit.
 CXX_PROBE = "#include <source_location>\n#include <span>\n"
 CUDA_PROBE = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n#include <cuda_runtime.h>\n"
 
 
 @dataclass(frozen=True)
 class Cuda:
-    """A CUDA toolkit that works with the C++ compiler, and what to build with it.
+    """A CUDA toolkit that works with the C++ compiler.
 
     Attributes:
-        nvcc: the program.
-        name: with its version, for the user.
+        nvcc: path of nvcc.
+        name: name and version of nvcc, for the user.
         includes: flags with which the C++ compiler finds the toolkit's headers.
         runtime: flags that link the CUDA runtime.
-        architectures: what to compile for.
+        architectures: GPU architectures to compile for.
     """
 
     nvcc: str
@@ -52,14 +52,14 @@ class Cuda:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Everything that a build needs.
+    """The tools of a build.
 
     Attributes:
-        cxx: the C++ compiler's command.
-        ninja: the program.
-        python_include: the folder of Python.h.
-        cuda: None for a build without CUDA kernels.
-        why_no_cuda: the reason, for the user.
+        cxx: command of the C++ compiler.
+        ninja: path of ninja.
+        python_include: folder of Python.h.
+        cuda: CUDA toolkit; None for a build without CUDA kernels.
+        why_no_cuda: reason for a build without CUDA kernels, for the user.
     """
 
     cxx: str
@@ -70,10 +70,10 @@ class Toolchain:
 
 
 def find_toolchain() -> Toolchain:
-    """Find and check all of it.
+    """Find and check all tools.
 
     Raises:
-        BuildError: something is missing or does not work.
+        BuildError: if a tool is missing or does not work.
     """
     check_torch()
     cxx = find_cxx()
@@ -82,14 +82,14 @@ def find_toolchain() -> Toolchain:
 
 
 def check_torch() -> None:
-    """The torch of this environment is not needed, but one that is too old could not load what is built."""
+    """Refuse an installed torch that is too old to load the library; the build itself needs no torch."""
     try:
         installed = version("torch")
     except PackageNotFoundError:
         return
     if tuple(map(int, re.findall(r"\d+", installed)[:2])) < OLDEST_TORCH:
         raise BuildError(
-            f"specdec_ext needs torch >= 2.10, and this environment has {installed}: "
+            f"specdec_ext needs torch >= 2.10, but this environment has {installed}: "
             "pip install --upgrade torch"
         )
 
@@ -98,14 +98,14 @@ def find_cxx() -> str:
     cxx = os.environ.get("CXX") or "c++"
     if shutil.which(shlex.split(cxx)[0]) is None:
         raise BuildError(
-            f"specdec_ext needs a C++20 compiler, and {cxx} is not in PATH: "
-            "install g++ >= 11 or clang++ >= 16, or name yours in CXX"
+            f"specdec_ext needs a C++20 compiler, but {cxx} is not in PATH: "
+            "install g++ >= 11 or clang++ >= 16, or set CXX to your compiler"
         )
     done = run([*shlex.split(cxx), "-std=c++20", "-x", "c++", "-fsyntax-only", "-"], CXX_PROBE)
     if done.returncode != 0:
         raise BuildError(
-            f"specdec_ext needs a C++20 compiler, and {cxx} can't compile C++20 "
-            f"({first_error(done)}): install g++ >= 11 or clang++ >= 16, or name yours in CXX"
+            f"specdec_ext needs a C++20 compiler, but {cxx} can't compile C++20 "
+            f"({first_error(done)}): install g++ >= 11 or clang++ >= 16, or set CXX to your compiler"
         )
     return cxx
 
@@ -126,17 +126,17 @@ def find_python_include() -> str:
     folder = sysconfig.get_path("include")
     if not Path(folder, "Python.h").exists():
         raise BuildError(
-            f"specdec_ext needs Python's headers, and {folder} has no Python.h: "
+            f"specdec_ext needs Python's headers, but {folder} has no Python.h: "
             "install python3-dev (Debian, Ubuntu) or python3-devel (Fedora)"
         )
     return folder
 
 
 def find_cuda(cxx: str) -> tuple[Cuda | None, str]:
-    """The toolkit to use, as SPECDEC_CUDA asks, or None and why."""
+    """The toolkit to use according to SPECDEC_CUDA, or None and the reason."""
     mode = os.environ.get("SPECDEC_CUDA", "auto")
     if mode not in ("auto", "0", "1"):
-        raise BuildError(f"SPECDEC_CUDA must be auto, 0 or 1, got {mode!r}")
+        raise BuildError(f"SPECDEC_CUDA={mode!r}; expected auto, 0 or 1")
     if mode == "0":
         return None, "SPECDEC_CUDA=0"
     nvcc = find_nvcc()
@@ -144,34 +144,35 @@ def find_cuda(cxx: str) -> tuple[Cuda | None, str]:
         return read_cuda(nvcc, cxx), ""
     if mode == "1":
         raise BuildError(
-            "SPECDEC_CUDA=1, but nvcc is neither named by NVCC nor in PATH nor in CUDA_HOME/bin "
-            "(by default /usr/local/cuda/bin)"
+            "SPECDEC_CUDA=1, but nvcc was not found: install it, add it to PATH, or set NVCC or CUDA_HOME "
+            "(default: /usr/local/cuda)"
         )
-    return None, "nvcc not found; add it to PATH for CUDA"
+    return None, "nvcc not found; add it to PATH to build the CUDA kernels"
 
 
 def find_nvcc() -> str | None:
     named = os.environ.get("NVCC")
     if named:
         if shutil.which(named) is None:
-            raise BuildError(f"NVCC names {named}, which is no program: correct or unset it")
+            raise BuildError(f"NVCC={named} is not a program: correct or unset it")
         return named
     home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
     return shutil.which("nvcc") or shutil.which("nvcc", path=os.path.join(home, "bin"))
 
 
 def read_cuda(nvcc: str, cxx: str) -> Cuda:
-    """Ask nvcc what it is, where its toolkit lies and what it can compile for; try it once."""
+    """Ask nvcc for its version, its toolkit and its architectures, and test that it can compile."""
     release = re.search(r"release (\d+)\.(\d+)", answer(nvcc, "--version"))
     if release is None:
         raise BuildError(
-            f"{nvcc} --version names no release: is it nvcc? (SPECDEC_CUDA=0 does without)"
+            f"{nvcc} --version prints no release: set NVCC to the right program, or SPECDEC_CUDA=0 to build "
+            "without CUDA kernels"
         )
     name = f"nvcc {release[1]}.{release[2]}"
     if (int(release[1]), int(release[2])) < OLDEST_NVCC:
         raise BuildError(
-            f"the CUDA kernels need nvcc 12.0 or later, and {nvcc} is {name}: "
-            "put a newer one first in PATH, or set SPECDEC_CUDA=0 to build without them"
+            f"the CUDA kernels need nvcc 12.0 or later, but {nvcc} is {name}: "
+            "put a newer one first in PATH, or set SPECDEC_CUDA=0 to build without CUDA kernels"
         )
     with tempfile.TemporaryDirectory() as folder:
         probe = Path(folder, "probe.cu")
@@ -179,10 +180,10 @@ def read_cuda(nvcc: str, cxx: str) -> Cuda:
         done = run([nvcc, "-ccbin", cxx, "-std=c++20", "-E", "-o", os.devnull, str(probe)])
     if done.returncode != 0:
         raise BuildError(
-            f"{nvcc} can't compile with {cxx} ({first_error(done)}): complete the toolkit, name another "
-            "compiler in CXX, or set SPECDEC_CUDA=0 to build without CUDA kernels"
+            f"{nvcc} can't compile with {cxx} ({first_error(done)}): complete the toolkit, set CXX to "
+            "another compiler, or set SPECDEC_CUDA=0 to build without CUDA kernels"
         )
-    # Where the toolkit lies is nvcc's to say: it may be a wrapper or a link.
+    # nvcc is asked for the folders of its toolkit, because it may be a wrapper or a link.
     plan = run([nvcc, "--dryrun", "-x", "cu", os.devnull]).stderr
     variables = dict(re.findall(r"^#\$ (\w+)=(.*)$", plan, re.MULTILINE))
     headers = shlex.split(variables.get("INCLUDES", "") + variables.get("SYSTEM_INCLUDES", ""))
@@ -203,9 +204,9 @@ def read_cuda(nvcc: str, cxx: str) -> Cuda:
 
 
 def find_cuda_runtime(folders: Iterable[Path], cxx: str) -> tuple[str, ...]:
-    """Flags that link the CUDA runtime: the static one where there is one, else the shared one.
+    """Flags that link the CUDA runtime: the static library if there is one, else the shared one.
 
-    Toolkits of conda and pip may have the shared one alone, and that without the name that -lcudart needs.
+    Toolkits of conda and pip may have only the shared library, and without the file name that -lcudart needs.
     """
     default = run([*shlex.split(cxx), "-print-file-name=libcudart_static.a"]).stdout.strip()
     places = [Path(os.path.realpath(folder)) for folder in [*folders, Path(default).parent]]
@@ -236,7 +237,7 @@ def answer(nvcc: str, question: str) -> str:
 
 
 def first_error(done: subprocess.CompletedProcess[str]) -> str:
-    """The line that says most of a failed command's output."""
+    """The most informative line of a failed command's output: the first error, or else the first line."""
     lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower()]
     return (errors or lines or [f"exit status {done.returncode}"])[0]

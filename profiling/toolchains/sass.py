@@ -2,9 +2,8 @@
 
 The rules are about properties that neither the emulator nor PTX can show, because ptxas decides them:
 
-- ``local memory``: there must be no LDL and no STL. They appear if registers are spilled or an array is
-indexed
-  by address.
+- ``local memory``: there must be no LDL and no STL. They appear if registers are spilled or if an array is
+  kept in memory.
 - ``constant load``: there must be no LDG.CONSTANT in a kernel with a GPU-scope fence, whose blocks wait for
   each other. Such a load uses a cache that does not see what other blocks have written in the same launch.
 - ``release``: there must be a MEMBAR of GPU scope between the last global store and a later atomic of GPU

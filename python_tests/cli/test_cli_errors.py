@@ -1,6 +1,6 @@
-"""What a user gets wrong on the command line is one sentence and exit code 2, never a traceback.
+"""A user error on the command line gives one sentence and exit code 2, never a traceback.
 
-Claim: the sentence names the argument, what was given and the way out, and comes at once.
+Claim: the sentence names the argument, the given value and the solution, and appears at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specdec_ext.cli import app
 
 TARGET, HEAD = (str(assets.FOLDER / f"tiny-python-{kind}") for kind in ("target", "head"))
 SHORT = ("-p", "x", "--max-new-tokens", "1")
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="is no error on this machine")
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
 
 def run(*arguments: str, **options):
@@ -29,7 +29,7 @@ def run(*arguments: str, **options):
 
 
 def sentence(*arguments: str, **options) -> str:
-    """What is said about a call that must be refused."""
+    """The message of a call that must be refused."""
     result = run(*arguments, **options)
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit) and "Traceback" not in result.output
@@ -41,7 +41,10 @@ def sentence(*arguments: str, **options) -> str:
     [
         pytest.param(("--device", "cuda"), "--device: cuda: torch", marks=NO_GPU),
         (("--device", "mps"), "--device: mps: the ops of this package run on cpu and cuda"),
-        (("--device", "gpu0"), "--device: 'gpu0' is no device; expected auto, cpu, cuda or cuda:N"),
+        (
+            ("--device", "gpu0"),
+            "--device: 'gpu0' is not a device; expected auto, cpu, cuda or cuda:N",
+        ),
         (("--dtype", "int8"), "'int8' is not one of 'auto', 'float32'"),
         (("--drafter", "ngrm"), "--drafter: drafter='ngrm' is not known; did you mean 'ngram'?"),
         (
@@ -101,7 +104,8 @@ def test_bytes_that_are_no_text(tmp_path):
 
 
 def test_a_keyword_that_there_is_not():
-    assert "'foobar': no keyword of generate has that in its name" in sentence("keywords", "foobar")
+    message = sentence("keywords", "foobar")
+    assert "'foobar': no keyword of generate contains that in its name" in message
     assert "did you mean 'temperature'?" in sentence("keywords", "temprature")
 
 
@@ -109,7 +113,7 @@ def test_a_keyword_that_there_is_not():
     "command", [("generate", "org/no-such-model", "-p", "x"), ("inspect", "org/no-head")]
 )
 def test_a_name_that_is_not_on_disk_is_refused_at_once_without_a_network(command, monkeypatch):
-    """huggingface_hub alone tries for most of a minute."""
+    """Without our check huggingface_hub would retry for most of a minute."""
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
@@ -123,7 +127,7 @@ def test_a_name_that_is_not_on_disk_is_refused_at_once_without_a_network(command
     assert time.perf_counter() - began < 10
 
 
-# --- what it costs to say something ------------------------------------------------------------------
+# --- commands that need no model start fast ----------------------------------------------------------
 
 LIGHT = """
 import sys

@@ -1,6 +1,6 @@
-r"""Names in checkpoints and prompts are printed as they are: no markup, no escape sequences.
+r"""Names in checkpoints and prompts are printed as plain text, without markup and escape sequences.
 
-Claim: nothing that a file holds makes a command fail or changes how anything else is shown.
+Claim: no content of a file makes a command fail or changes how other output is shown.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import specdec_ext
 from specdec_ext.cli import app
 from specdec_ext.cli._console import PlainConsole, printable
 
-# Markup that is not closed, is unknown to rich, or hides; emoji codes; ways to repaint a terminal.
+# Unbalanced, unknown and hidden markup; emoji codes; escape sequences that repaint a terminal.
 HOSTILE = (
     "[/bold] [red]fits[/red] [link=x]y :smile: \x1b[2J\x1b]0;title\x07 \r\x08 \u202eslatot\u2029"
 )

@@ -1,5 +1,7 @@
-"""Which GPU architectures a build is for: the rule of build_support/architectures.py, on what nvcc of four
-CUDA releases prints and on every kind of TORCH_CUDA_ARCH_LIST."""
+"""The choice of GPU architectures in build_support/architectures.py.
+
+Tested with the architecture lists of four nvcc releases and with every kind of TORCH_CUDA_ARCH_LIST.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import pytest
 from build_support import BuildError, architectures
 from build_support.architectures import choose, read_nvcc_list, visible_gpus
 
-# `nvcc --list-gpu-code` of each release.
+# Output of `nvcc --list-gpu-code` of each release, without "sm_".
 PRINTED = {
     "12.0": "50 52 53 60 61 62 70 72 75 80 86 87 89 90",
     "12.4": "50 52 53 60 61 62 70 72 75 80 86 87 89 90",
@@ -42,7 +44,7 @@ def test_without_a_gpu_every_family_that_nvcc_knows_and_ptx_for_later_ones(relea
     for unset in (None, "", " "):
         chosen = choose(unset, KNOWN[release], [], f"nvcc {release}")
         assert chosen.nvcc_flags() == flags
-        assert chosen.reason == f"what nvcc {release} knows; no GPU is visible"
+        assert chosen.reason == f"all that nvcc {release} supports, because no GPU was found"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,7 @@ def test_without_a_gpu_every_family_that_nvcc_knows_and_ptx_for_later_ones(relea
         ("13.0", [86, 86, 90], [86, 90], [90]),
         ("13.0", [110], [110], [90]),
         ("13.0", [75, 89], [89], [80]),
-        ("12.4", [120], [], [90]),  # newer than nvcc: PTX alone serves it
+        ("12.4", [120], [], [90]),  # newer than nvcc: only PTX
         ("12.4", [80, 120], [80], [90]),
     ],
 )
@@ -63,12 +65,12 @@ def test_the_gpus_of_the_machine(release, visible, machine_code, ptx):
     assert chosen.reason == "the GPUs of this machine"
 
 
-def test_what_a_gpu_lacks_is_said():
+def test_notes_about_gpus_without_machine_code():
     assert choose(None, KNOWN["13.0"], [75, 89]).notes == (
-        "a GPU of this machine has 7.5: the kernels need 8.0 or later, so that is left out",
+        "a GPU of this machine has 7.5, left out because the kernels need 8.0 or later",
     )
     assert choose(None, KNOWN["12.4"], [120], "nvcc 12.4").notes == (
-        "nvcc 12.4 does not know 12.0: PTX serves it, compiled at first use",
+        "nvcc 12.4 does not support 12.0: the driver will compile PTX for it at the first use",
     )
     only_old = choose(None, KNOWN["13.0"], [75])
     assert only_old.nvcc_flags() == UP_TO_BLACKWELL and "7.5" in only_old.notes[0]
@@ -101,7 +103,7 @@ def test_what_is_too_old_in_a_list_is_left_out_in_one_sentence():
     chosen = choose("5.2 7.0 7.5 8.0 8.6", KNOWN["12.4"], [])
     assert chosen.machine_code == (80, 86)
     assert chosen.notes == (
-        "TORCH_CUDA_ARCH_LIST names 5.2, 7.0, 7.5: the kernels need 8.0 or later, so that is left out",
+        "TORCH_CUDA_ARCH_LIST names 5.2, 7.0, 7.5, left out because the kernels need 8.0 or later",
     )
 
 
@@ -117,12 +119,12 @@ def test_a_name_means_what_nvcc_knows_of_it():
         (";", "has no architecture that specdec_ext can be built for"),
         (
             "8.0;hoper",
-            r"'hoper' is no architecture; expected numbers such as 8.6 or 9.0\+PTX, or nat",
+            r"'hoper' is not an architecture; expected numbers such as 8.6 or 9.0\+PTX, or nat",
         ),
-        ("sm_80", "'sm_80' is no architecture"),
-        ("80", "'80' is no architecture"),
-        ("10.0", "names 10.0, which nvcc 12.4 does not know: leave it out or take a newer nvcc"),
-        ("Blackwell", "names Blackwell, which nvcc 12.4 does not know"),
+        ("sm_80", "'sm_80' is not an architecture"),
+        ("80", "'80' is not an architecture"),
+        ("10.0", "names 10.0, which nvcc 12.4 does not support: leave it out or install a newer"),
+        ("Blackwell", "names Blackwell, which nvcc 12.4 does not support"),
         ("native", "says native, but nvidia-smi shows no GPU"),
     ],
 )
@@ -132,7 +134,7 @@ def test_a_list_that_can_not_be_built(requested, message):
 
 
 def test_an_nvcc_that_knows_no_such_gpu():
-    with pytest.raises(BuildError, match=r"nvcc 11\.0 knows no GPU architecture from 8.0 on"):
+    with pytest.raises(BuildError, match=r"nvcc 11\.0 supports no GPU architecture from 8.0 on"):
         choose(None, {70, 75}, [], "nvcc 11.0")
 
 

@@ -1,6 +1,6 @@
-"""What a build needs, and the one sentence about each thing that is missing, before any work.
+"""Each requirement of a build that is missing is reported in one sentence before the build starts.
 
-Compilers that are not installed here are played by scripts.
+Shell scripts stand in for compilers that are not installed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def program(path: Path, script: str) -> Path:
 def fake_nvcc(
     toolkit: Path, release: str = "12.4", codes: str = "75 80 90", probe: str = ""
 ) -> Path:
-    """nvcc of a toolkit: answers questions, and does `probe` where it is to compile."""
+    """A script as nvcc of a toolkit: it answers queries, and runs `probe` when it should compile."""
     lines = "".join(f"sm_{code}\\n" for code in codes.split())
     return program(
         toolkit / "bin" / "nvcc",
@@ -46,7 +46,7 @@ esac""",
 
 @pytest.fixture
 def toolkit(tmp_path, monkeypatch) -> Path:
-    """A folder for a CUDA toolkit, on a machine with a C++ compiler and nothing else of CUDA."""
+    """A folder for a CUDA toolkit, on a machine with a C++ compiler and without CUDA."""
     for variable in ("SPECDEC_CUDA", "NVCC", "CUDA_HOME", VARIABLE, "CXX", "SPECDEC_STRICT"):
         monkeypatch.delenv(variable, raising=False)
     tools = tmp_path / "tools"
@@ -56,7 +56,7 @@ def toolkit(tmp_path, monkeypatch) -> Path:
     return tmp_path / "cuda"
 
 
-def test_the_compilers_of_this_machine_will_do():
+def test_the_compilers_of_this_machine_pass_the_checks():
     tools = toolchain.find_toolchain()
     assert Path(tools.python_include, "Python.h").exists()
     assert shutil.which(tools.ninja)
@@ -75,7 +75,7 @@ def test_a_toolkit(toolkit, monkeypatch):
 
 
 def test_a_toolkit_with_the_shared_runtime_alone(toolkit, monkeypatch):
-    """As pip and conda install it: no static library, and only the name with the version."""
+    """As pip and conda install it: no static library, and a file name with the version."""
     monkeypatch.setenv("NVCC", str(fake_nvcc(toolkit)))
     (toolkit / "lib").mkdir()
     (toolkit / "lib" / "libcudart.so.12").touch()
@@ -94,36 +94,35 @@ def test_a_toolkit_without_a_runtime(toolkit, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"release": "11.8"}, r"need nvcc 12.0 or later, and .*/nvcc is nvcc 11.8: put a newer one"),
+        ({"release": "11.8"}, r"need nvcc 12.0 or later, but .*/nvcc is nvcc 11.8: put a newer one"),
         ({"probe": "echo 'crt/host_config.h: error: unsupported GNU version!' >&2; exit 1"},
          r"can't compile with c\+\+ \(crt/host_config.h: error: unsupported GNU version!\): complete"),
     ],
     ids=["old", "host compiler"],
 )  # fmt: skip
-def test_an_nvcc_that_will_not_do(toolkit, monkeypatch, arguments, message):
+def test_an_unusable_nvcc_is_refused(toolkit, monkeypatch, arguments, message):
     monkeypatch.setenv("NVCC", str(fake_nvcc(toolkit, **arguments)))
     with pytest.raises(BuildError, match=message):
         toolchain.find_cuda("c++")
 
 
-def test_nvcc_as_asked(toolkit, monkeypatch):
-    assert toolchain.find_cuda("c++") == (None, "nvcc not found; add it to PATH for CUDA")
+def test_environment_variables_choose_nvcc(toolkit, monkeypatch):
+    not_found = "nvcc not found; add it to PATH to build the CUDA kernels"
+    assert toolchain.find_cuda("c++") == (None, not_found)
     monkeypatch.setenv("SPECDEC_CUDA", "1")
-    with pytest.raises(
-        BuildError, match="SPECDEC_CUDA=1, but nvcc is neither named by NVCC nor in"
-    ):
+    with pytest.raises(BuildError, match="SPECDEC_CUDA=1, but nvcc was not found: install it"):
         toolchain.find_cuda("c++")
     monkeypatch.setenv("NVCC", "/nowhere/nvcc")
-    with pytest.raises(BuildError, match="NVCC names /nowhere/nvcc, which is no program"):
+    with pytest.raises(BuildError, match="NVCC=/nowhere/nvcc is not a program"):
         toolchain.find_cuda("c++")
     monkeypatch.setenv("SPECDEC_CUDA", "0")
     assert toolchain.find_cuda("c++") == (None, "SPECDEC_CUDA=0")
     monkeypatch.setenv("SPECDEC_CUDA", "yes")
-    with pytest.raises(BuildError, match="SPECDEC_CUDA must be auto, 0 or 1, got 'yes'"):
+    with pytest.raises(BuildError, match="SPECDEC_CUDA='yes'; expected auto, 0 or 1"):
         toolchain.find_cuda("c++")
 
 
-def test_a_compiler_of_yesterday(toolkit, monkeypatch):
+def test_a_compiler_without_cxx20_is_refused(toolkit, monkeypatch):
     old = program(toolkit / "g++", 'echo "g++: error: unrecognized option -std=c++20" >&2; exit 1')
     monkeypatch.setenv("CXX", str(old))
     with pytest.raises(BuildError, match=r"can't compile C\+\+20 \(g\+\+: error: unrecognized opt"):
@@ -146,22 +145,22 @@ def test_no_python_headers(tmp_path, monkeypatch):
 def test_a_torch_that_is_too_old(monkeypatch, installed):
     monkeypatch.setattr(toolchain, "version", lambda package: installed)
     with pytest.raises(
-        BuildError, match=f"needs torch >= 2.10, and this environment has {installed[:3]}"
+        BuildError, match=f"needs torch >= 2.10, but this environment has {installed[:3]}"
     ):
         toolchain.check_torch()
 
 
 @pytest.mark.parametrize("installed", ["2.10.0", "2.14.1+cu130", "3.0.0a0+git1"])
-def test_a_torch_that_will_do(monkeypatch, installed):
+def test_a_supported_torch_is_accepted(monkeypatch, installed):
     monkeypatch.setattr(toolchain, "version", lambda package: installed)
     toolchain.check_torch()
 
 
-# --- as pip meets it ----------------------------------------------------------------------------------
+# --- messages through pip -----------------------------------------------------------------------------
 
 
 def metadata(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What pip asks for first, before it downloads dependencies."""
+    """Ask for the package's metadata, as pip does before it downloads dependencies."""
     return subprocess.run(
         [sys.executable, ROOT / "setup.py", "--quiet", "dist_info", "--output-dir", tmp_path],
         cwd=ROOT,
@@ -176,24 +175,24 @@ def metadata(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[
     [
         (
             {"CXX": "no-such-compiler"},
-            "specdec_ext needs a C++20 compiler, and no-such-compiler is not",
+            "specdec_ext needs a C++20 compiler, but no-such-compiler is not",
         ),
         (
             {"SPECDEC_CUDA": "1", "NVCC": "/nowhere/nvcc"},
-            "NVCC names /nowhere/nvcc, which is no program",
+            "NVCC=/nowhere/nvcc is not a program",
         ),
     ],
     ids=["compiler", "nvcc"],
 )
-def test_pip_hears_a_sentence_and_nothing_else(tmp_path, environment, sentence):
+def test_pip_shows_one_sentence_and_nothing_else(tmp_path, environment, sentence):
     done = metadata(tmp_path, **environment)
     assert done.returncode == 1
     assert done.stderr.startswith(sentence) and done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_an_old_setuptools_is_a_sentence(tmp_path):
-    """65 is what a fresh environment of Python 3.11 has; it can't read the licence in pyproject.toml."""
+def test_an_old_setuptools_is_refused_in_one_sentence(tmp_path):
+    """A new environment of Python 3.11 has setuptools 65, which can't read the licence in pyproject.toml."""
     package = tmp_path / "setuptools"
     for name, text in {
         "__init__": "__version__ = '65.5.0'\nExtension = setup = None",
@@ -206,7 +205,7 @@ def test_an_old_setuptools_is_a_sentence(tmp_path):
     done = metadata(tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     assert done.stderr == (
-        "specdec_ext needs setuptools >= 77 to build, and this environment has 65.5.0: "
+        "specdec_ext needs setuptools >= 77 to build, but this environment has 65.5.0: "
         "pip install --upgrade setuptools, or leave out --no-build-isolation\n"
     )
 
@@ -226,18 +225,18 @@ def cuda(toolkit, monkeypatch) -> toolchain.Cuda:
     return toolchain.read_cuda(str(nvcc), "c++")
 
 
-def test_what_is_built_is_said(cuda):
+def test_the_build_describes_itself(cuda):
     assert native.describe(tools_with(None), jobs=2)[0] == "CPU only, with c++ (nvcc not found)"
     with_cuda = native.describe(tools_with(cuda), jobs=2)
     assert with_cuda[0] == (
         "CPU, with c++, and CUDA, with nvcc 12.4, for sm_80, sm_90, PTX of compute_90 "
-        "(what nvcc 12.4 knows; no GPU is visible)"
+        "(all that nvcc 12.4 supports, because no GPU was found)"
     )
     assert "about" in with_cuda[1] and "min with 2 jobs" in with_cuda[1]
 
 
 def test_no_command_depends_on_torch_or_on_where_the_tree_lies(cuda):
-    """Or a build in isolation would compile everything again."""
+    """Otherwise a build in isolation would compile everything again."""
     for tools in (tools_with(None), tools_with(cuda)):
         text = native.ninja_file(tools)
         assert "kernels/tree_mask.cu.o" in text

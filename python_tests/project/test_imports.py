@@ -1,4 +1,4 @@
-"""What importing the package costs: names are found at their first use, ops need torch alone."""
+"""Imports: public names are imported at their first use, and the ops need only torch."""
 
 import subprocess
 import sys

@@ -1,8 +1,8 @@
-"""What a user installs, and the commands around it.
+"""The wheel, the source archive, the Makefile, CI and the licences of the repository.
 
-The wheel is built without CUDA from a copy of exactly the files that git would carry, so a file that is
-ignored by mistake is missed here; it is then installed into empty environments, of this Python and of others,
-and used outside the repository. Nothing is downloaded.
+The wheel is built without CUDA from a copy of the files in git, so a file that is ignored by mistake makes a
+test fail. It is then installed into empty environments, of this Python and of others, and used outside the
+repository. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from places import ROOT
 from build_support.toolchain import find_ninja
 
 BUILD = ROOT / "build" / "native"
-# The packages of an environment are its own.
+# Without PYTHONPATH an environment sees only its own packages.
 OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
 def repository_files() -> list[Path]:
-    """Files git tracks or would add, relative to the root."""
+    """Files that git tracks or would add, relative to the root."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -60,9 +60,9 @@ def check_call(*command: str | Path, **kwargs) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built as in pip's isolation: by an environment that has setuptools and ninja, and no torch.
+    """A wheel, built as in pip's isolation: in an environment with setuptools and ninja but without torch.
 
-    The copy has what is compiled already: no command depends on where the tree lies or who builds it.
+    The copy includes the object files, because no command depends on the tree's location or environment.
     """
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
@@ -91,7 +91,7 @@ def wheel(tmp_path_factory) -> Path:
 
 
 def empty_environment(folder: Path, python: str | Path = sys.executable) -> Path:
-    """The Python of a fresh environment without any package."""
+    """The Python of a new environment without packages."""
     check_call(python, "-m", "venv", "--without-pip", folder)
     return folder / "bin" / "python"
 
@@ -121,12 +121,12 @@ def test_wheel_is_for_every_python_of_this_platform(wheel):
 
 
 def test_a_build_asks_for_no_torch():
-    """In pip's isolation it would be a CUDA build of gigabytes, for nothing."""
+    """In pip's isolation, requiring torch would download gigabytes."""
     requires = re.search(r"^requires = (.*)$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert requires and requires[1] == '["setuptools>=77", "ninja"]'
 
 
-def test_metadata_are_for_people(wheel):
+def test_metadata_has_readme_and_classifiers(wheel):
     archive = zipfile.ZipFile(wheel)
     (name,) = [name for name in archive.namelist() if name.endswith("METADATA")]
     metadata = archive.read(name).decode()
@@ -136,7 +136,7 @@ def test_metadata_are_for_people(wheel):
 
 
 def test_a_build_in_place(wheel):
-    """Says what it does, and leaves no module of an earlier version, which Python would prefer."""
+    """The build describes itself and removes modules of earlier versions, which Python would prefer."""
     source = wheel.parent.parent / "source"
     (source / "specdec_ext" / "_host.cpython-310-x86_64-linux-gnu.so").touch()
     command = (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")
@@ -156,19 +156,19 @@ shape = ops.tree_mask(torch.tensor([[-1, 0, 0, 1]]), torch.tensor([7]))
 assert shape.positions.tolist() == [[7, 8, 8, 9]]
 target, tokenizer = assets.load_target(), assets.load_tokenizer()
 ids = tokenizer(assets.held_out_prompts()[0]["prompt"], return_tensors="pt")["input_ids"]
-law = dict(max_new_tokens=8, do_sample=False)
-expected = target.generate(ids, **law)
-assert specdec_ext.generate(target, ids, **law).tolist() == expected.tolist()
+greedy = dict(max_new_tokens=8, do_sample=False)
+expected = target.generate(ids, **greedy)
+assert specdec_ext.generate(target, ids, **greedy).tolist() == expected.tolist()
 print(specdec_ext.__file__)
 """
 
 
 def test_wheel_works_in_an_empty_environment(wheel, tmp_path):
-    """The environment has the wheel alone; torch and the like are borrowed by path from this one."""
+    """Only the wheel is installed; torch and other dependencies are taken from this environment by path."""
     python = empty_environment(tmp_path / "venv")
     install(wheel, python)
     site = site_of(python)
-    # Lines of a .pth file only extend the path: an editable install in the folder stays out of reach.
+    # A .pth file only extends the path, so an editable install in that folder has no effect here.
     borrowed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     (site / "borrowed.pth").write_text("\n".join(sorted(borrowed)) + "\n")
     used = check_call(python, "-I", "-c", USE, cwd=tmp_path)
@@ -182,7 +182,7 @@ def test_wheel_works_in_an_empty_environment(wheel, tmp_path):
 
 
 def other_pythons() -> list[Path]:
-    """Interpreters on this machine that specdec_ext supports, one of each version but that of this one."""
+    """Interpreters on this machine of other supported versions, one per version."""
     folders = [Path(folder) for folder in os.environ["PATH"].split(os.pathsep)]
     for place in (Path.home() / ".pyenv/versions", Path.home() / ".local/share/uv/python"):
         folders += sorted(place.glob("*/bin"))
@@ -209,7 +209,7 @@ except ValueError as error:
 
 
 def test_wheel_is_for_another_python(wheel, tmp_path):
-    """The host module, which alone is made with Python's own headers; torch is not at hand there."""
+    """Tests the host module, the only one built with Python's headers; torch is not installed there."""
     pythons = other_pythons()
     if not pythons:
         pytest.skip("no other Python from 3.10 on is on this machine")
@@ -220,7 +220,7 @@ def test_wheel_is_for_another_python(wheel, tmp_path):
 
 
 def test_sources_are_complete(tmp_path):
-    """What an archive of the sources carries is enough to build from and to test."""
+    """The source archive has all files that building and testing need."""
     copy_repository(tmp_path / "source")
     code = "from setuptools.build_meta import build_sdist; print(build_sdist('..'))"
     printed = check_call(sys.executable, "-c", code, cwd=tmp_path / "source")
@@ -246,7 +246,7 @@ def test_help_lists_every_target():
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    """A checkout in which set-up was done an hour ago."""
+    """A checkout that was set up an hour ago."""
     for name in ("Makefile", "requirements-dev.txt", "setup.py", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("csrc/op.cpp", "build_support/native.py"):
@@ -268,7 +268,7 @@ def checkout(tmp_path) -> Path:
 
 
 def planned(checkout: Path, *arguments: str, target: str = "test") -> list[str]:
-    """What `make` would do for a target, in order."""
+    """The steps that `make` would run for a target, in order."""
     environment = {
         key: value for key, value in os.environ.items() if key not in ("SPECDEC_CUDA", "MAKEFLAGS")
     }
@@ -284,7 +284,7 @@ def planned(checkout: Path, *arguments: str, target: str = "test") -> list[str]:
     found = [
         step for line in plan.splitlines() for pattern, step in steps.items() if pattern in line
     ]
-    return list(dict.fromkeys(found))  # pytest runs twice: emulated kernels need a sanitizer
+    return list(dict.fromkeys(found))  # pytest runs twice, the second time with sanitizers
 
 
 @needs_make
@@ -319,8 +319,8 @@ def test_another_choice_of_kernels_rebuilds(checkout):
 
 
 @needs_make
-def test_the_compilers_run_in_sight(checkout):
-    """pip shows nothing of a build that works, which takes minutes."""
+def test_make_shows_the_output_of_the_compilers(checkout):
+    """pip would hide the output of a build, which takes minutes."""
     (checkout / "csrc" / "op.cpp").touch()
     plan = check_call("make", "-n", "demo", cwd=checkout)
     (line,) = [line for line in plan.splitlines() if "build_ext" in line]
@@ -329,7 +329,7 @@ def test_the_compilers_run_in_sight(checkout):
 
 @needs_make
 def test_another_transformers_is_a_layer_over_the_environment(checkout):
-    """Made once for each version, with the interpreter of the environment below it."""
+    """The layer is made once per version, with the interpreter of the environment below it."""
     arguments = ("VERSION=5.4.0",)
     assert planned(checkout, *arguments, target="test-transformers") == [
         "venv", "transformers", "pytest",
@@ -368,7 +368,7 @@ def test_pins_live_in_one_file():
 
 
 def test_no_file_names_an_index_or_this_machine():
-    """Where packages come from and where the checkout lies are the user's business."""
+    """The repository must not depend on a package index or on the location of a checkout."""
     patterns = [
         rb"pypi\.\w+\.?\w*/(simple|packages)",
         rb"pythonhosted\.",

@@ -1,4 +1,4 @@
-"""What README and docs show works: every Python block and every command runs, the drafter is lossless."""
+"""Every Python block and command of the README and docs runs, and the example drafter is lossless."""
 
 import json
 import re
@@ -55,7 +55,7 @@ def names_of_the_preamble():
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_every_python_block_of_the_readme_runs_as_printed(number):
-    """Behind the first one, which makes the names that the others use, each by itself."""
+    """Each block runs after the first one, which defines the names that the others use."""
     exec(BLOCKS[number], names_of_the_preamble())
 
 
@@ -81,7 +81,7 @@ COMMANDS = {
     for line in re.findall(r"^ *specdec .*", SHOWN, re.MULTILINE)
     for words in [shlex.split(line, comments=True)]
 }
-# What makes a command short.
+# Options that make a command fast.
 SHORT = {
     "demo": "--prompts 1 --max-new-tokens 8",
     "generate": "--max-new-tokens 8",
@@ -89,12 +89,12 @@ SHORT = {
     "check": "--prompts {texts} --max-new-tokens 4",
     "train": "--updates 1 --batch-size 2 --max-length 48 --steps 2 --max-new-tokens 8 --work {new}",
 }
-NUMBERS = re.compile(r"\d{4,}")  # sizes that the bundled model has not
+NUMBERS = re.compile(r"\d{4,}")  # sizes that are too large for the bundled model
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_every_command_runs(command, tmp_path):
-    """As printed, with folders and files in place of the names that stand for them, and with less to do."""
+    """As printed, but with real folders and files instead of placeholders, and with less work."""
     lines = [
         json.dumps({"text": f"def area_{i}(width):\n    return width * {i}\n" * 4})
         for i in range(60)
