@@ -181,7 +181,7 @@ def test_a_plot_that_can_not_be_drawn_costs_no_head(what, tmp_path, monkeypatch)
     if what == "matplotlib is missing":
         monkeypatch.setitem(sys.modules, "matplotlib", None)
         message = (
-            r"the run will have no plot: history.png needs matplotlib.*pip install '\.\[train\]'"
+            r"the run will have no plot: history.png needs matplotlib.*pip install '\.\[plot\]'"
         )
     else:
         monkeypatch.setattr("specdec_ext.training.recipe.plot_history", lambda *_: 1 / 0)

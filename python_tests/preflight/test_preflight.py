@@ -1,7 +1,7 @@
-"""What a command says before its work: packages that are missing, outputs that can't be written.
+"""Checks before a command begins its work: missing packages and outputs that can't be written.
 
-Claims: the advice to install an extra can be followed and has one source; a file or folder that can't be
-written is named, with the option that named it, and nothing is made on the way.
+Claims: the advice to install an extra works and stands in one place; the message about a file or folder that
+can't be written names it and its option, and the check creates nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TEXTS = [
 
 
 def test_the_advice_can_be_followed():
-    """The package is on no index: an extra is installed from a checkout. One place says how."""
+    """The package is in no index, so an extra is installed from a checkout; one module gives the advice."""
     assert len(TEXTS) > 100
     for path in TEXTS:
         text = path.read_text("utf-8")
@@ -57,7 +57,7 @@ def test_a_package_that_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     expected = (
         "a plot needs matplotlib, which is not installed; in a checkout of specdec_ext: "
-        r"pip install '\.\[train\]'\. Do without$"
+        r"pip install '\.\[plot\]'\. Do without$"
     )
     with pytest.raises(ImportError, match=expected):
         require("matplotlib.figure", "a plot", "Do without")
@@ -80,15 +80,17 @@ def test_outputs_that_can_not_be_written(check, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=f"--out {tmp_path}/file/below: "):
         check(tmp_path / "file" / "below", "--out")
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as root everything can be written
-    with pytest.raises(PermissionError, match=rf"--out {tmp_path}/x: {tmp_path} can't be written"):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everything
+    message = rf"--out {tmp_path}/x: no permission to write to {tmp_path}; choose"
+    with pytest.raises(PermissionError, match=message):
         check(tmp_path / "x", "--out")
 
 
-def test_files_where_none_can_be(tmp_path):
-    with pytest.raises(OSError, match=f"--json {tmp_path} is no regular file"):
+def test_a_folder_as_output_file_and_a_missing_folder_are_refused(tmp_path):
+    with pytest.raises(OSError, match=f"--json {tmp_path} is not a regular file"):
         outputs.writable_file(tmp_path, "--json")
-    with pytest.raises(FileNotFoundError, match=f"there is no folder {tmp_path}/a/b; make it"):
+    message = f"the folder {tmp_path}/a/b does not exist; create it"
+    with pytest.raises(FileNotFoundError, match=message):
         outputs.writable_file(tmp_path / "a" / "b" / "c.json", "--json")
 
 
@@ -113,8 +115,8 @@ def test_commands_have_files():
 
 
 @pytest.mark.parametrize("name, option", FILES)
-def test_every_file_is_looked_at_before_a_model_is_read(name, option, tmp_path, monkeypatch):
-    """Minutes of measuring, or hours of training, were lost when a file could not be written."""
+def test_every_file_is_checked_before_a_model_is_loaded(name, option, tmp_path, monkeypatch):
+    """Otherwise minutes of measuring or hours of training are lost when a file can't be written."""
     (tmp_path / "text.jsonl").write_text('{"text": "a text"}\n')
     arguments = []
     if name == "train":
@@ -126,7 +128,7 @@ def test_every_file_is_looked_at_before_a_model_is_read(name, option, tmp_path, 
     assert not (tmp_path / "head").exists()
 
 
-def test_packages_and_numbers_are_looked_at_before_a_model_is_read(tmp_path, monkeypatch):
+def test_packages_and_numbers_are_checked_before_a_model_is_loaded(tmp_path, monkeypatch):
     (tmp_path / "text.jsonl").write_text('{"text": "a text"}\n')
     for name in ("bench", "train"):
         module = sys.modules[f"specdec_ext.cli.{name}"]

@@ -1,10 +1,10 @@
-"""Put a trained head into ``specdec_ext/assets``, with a model card that says what was measured.
+"""Copy a trained head into ``specdec_ext/assets`` and write its model card with measured acceptance.
 
-``make head`` makes one from scratch; its last command is ``python tools/bundled/bundled_head.py export``.
+``make head`` trains a head from scratch; its last command is ``python training/bundled_head.py export``.
 
-What is measured is generation itself: greedy chains of five tokens in float32, 128 new tokens for each of the
-bundled held-out prompts, and for prose the same with beginnings of topics of Python's language reference
-(``pydoc_data.topics``, which every Python has and which is too large a file to be in the training text).
+Acceptance is measured by generation with greedy chains of five tokens in float32: 128 new tokens for each of
+the bundled prompts, and, as prose, for the beginnings of topics of Python's language reference. These come
+from ``pydoc_data.topics``, which is part of every Python and too large a file for the training text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ license: apache-2.0
 ---
 # tiny-python-head
 
-An EAGLE 3.1 draft head of `tiny-python-target`, in the layout that SGLang, SafeAILab's code and vLLM read.
+An EAGLE 3.1 draft head for `tiny-python-target`, in the layout that SGLang, SafeAILab's code and vLLM read.
 Made for demonstrations, tests and benchmarks of `specdec_ext`.
 
 | | |
@@ -46,14 +46,14 @@ Made for demonstrations, tests and benchmarks of `specdec_ext`.
 | architecture | one decoder layer, hidden {hidden}, {heads} heads over {kv_heads} KV heads, `fc_norm` and `norm_output` |
 | parameters | {parameters:,}, bf16 |
 | draft vocabulary | {vocab} of {target_vocab} tokens |
-| tapped hidden states | {layers} (inputs of these layers; {last} is the output of the last one) |
+| hidden states it reads | {layers} (inputs of these layers; {last} is the output of the last one) |
 | made for | `{target}`, weights `{fingerprint}` (`specdec_ext.heads.checkpoints.weights_fingerprint`) |
 | trained on | {texts:,} steps, {tokens:,} tokens, with repetitions: beginnings of Python files, continued by the target |
 | training took | {minutes:.0f} minutes on two cores that were {busy} |
 
-Mean acceptance length (bonus token included) of greedy chains of {depth}, {new_tokens} new tokens for each prompt,
-float32, and the share of drafted tokens accepted at each position, of those accepted up to the position before.
-A model of this size repeats itself, which is easy to guess: read each length with the share of unique 4-grams.
+The table shows the mean acceptance length (bonus token included) and the conditional acceptance of each position
+(accepted if the position before was accepted), for greedy chains of {depth} and {new_tokens} new tokens per prompt in float32.
+A model of this size repeats itself, and repetitions are easy to draft: see the share of unique 4-grams as well.
 
 | text | acceptance length | unique 4-grams | {positions} |
 |---|---|---|{rules}|
@@ -76,7 +76,14 @@ app = typer.Typer(help=__doc__, pretty_exceptions_show_locals=False)
 
 @dataclass(frozen=True)
 class Measured:
-    """Acceptance over some prompts, by position in the draft, and how varied the completions are."""
+    """Acceptance over some prompts.
+
+    Attributes:
+        prompts: number of prompts.
+        length: mean acceptance length, bonus token included.
+        unique_4grams: share of unique 4-grams of the completions.
+        conditional: conditional acceptance of each position in the draft.
+    """
 
     prompts: int
     length: float
@@ -85,11 +92,11 @@ class Measured:
 
 
 def measure(head: Path, prompts: list[torch.Tensor]) -> Measured:
-    """Generate with a head.
+    """Measure acceptance by generating with a head.
 
     Args:
-        head: its folder.
-        prompts: each ``[1, length]``.
+        head: folder of the head.
+        prompts: token ids, ``[1, length]`` each.
     """
     model = assets.load_target()
     drafter = specdec_ext.HeadDrafter(load_draft(head), specdec_ext.TreeConfig(depth=DEPTH))
@@ -109,7 +116,7 @@ def measure(head: Path, prompts: list[torch.Tensor]) -> Measured:
         completions.append(output.sequences[0, ids.shape[1] :].tolist())
         proposed += torch.tensor(counters.proposed_per_position)
         accepted += torch.tensor(counters.accepted_per_position)
-    # Of those accepted before; the last draft of a text is shorter.
+    # Drafts in which the position before was accepted.
     before = torch.cat([proposed[:1], accepted[:-1]])
     return Measured(
         len(prompts),
@@ -126,7 +133,7 @@ def python_prompts() -> list[torch.Tensor]:
 
 
 def prose_prompts() -> list[torch.Tensor]:
-    """Beginnings of the longest topics, those with most to be read in them."""
+    """Beginnings of the longest topics."""
     tokenizer = assets.load_tokenizer()
     longest = sorted(topics.values(), key=len, reverse=True)[:PROSE_TOPICS]
     return [
@@ -141,7 +148,7 @@ TRAINED = Path("build/bundled/head") / NAME
 
 @app.command(name="measure")
 def print_measured(head: Head = TRAINED) -> None:
-    """Print the acceptance on Python and on prose."""
+    """Print the acceptance of a head on Python and on prose."""
     for name, prompts in (("python", python_prompts()), ("prose", prose_prompts())):
         found = measure(head, prompts)
         shares = " ".join(f"{share:.2f}" for share in found.conditional)
@@ -152,10 +159,10 @@ def print_measured(head: Head = TRAINED) -> None:
 def export(
     head: Head = TRAINED,
     busy: Annotated[
-        str, typer.Option(help="What else the cores did while it was trained.")
+        str, typer.Option(help="State of the cores during training, for the model card.")
     ] = "idle",
 ) -> None:
-    """Copy the head, measure it and write its card."""
+    """Copy a head into the package, measure it and write its model card."""
     folder = assets.FOLDER / NAME
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -205,8 +212,8 @@ def export(
 
 
 def train_command() -> str:
-    """The command that the Makefile has."""
-    lines = (Path(__file__).parents[2] / "Makefile").read_text().splitlines()
+    """The training command in the Makefile."""
+    lines = (Path(__file__).parent.parent / "Makefile").read_text().splitlines()
     start = next(index for index, line in enumerate(lines) if "specdec train bundled" in line)
     command = [lines[start].strip().replace("$(BIN)/", "")]
     while command[-1].endswith("\\"):

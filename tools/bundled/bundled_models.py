@@ -1,25 +1,24 @@
-"""Make the models that ship in ``specdec_ext/assets``: a small Python-code target and its draft model,
-and the text that draft heads of the target learn from.
+"""Train the models in ``specdec_ext/assets``, a small target for Python code and its draft model.
 
-Each step is resumable; state lives under ``--work`` (default ``build/bundled``):
+The script also writes the texts on which draft heads of the target are trained. Each step can be resumed; its
+state is kept in ``--work`` (default ``build/bundled``):
 
-    python tools/bundled/bundled_models.py prepare            # collect source files, train the tokenizer
-    python tools/bundled/bundled_models.py train target --tokens 40e6
-    python tools/bundled/bundled_models.py train draft --tokens 40e6
-    python tools/bundled/bundled_models.py export target      # bf16 safetensors, model card with perplexity
-    python tools/bundled/bundled_models.py export draft
-    python tools/bundled/bundled_models.py texts              # head/text.jsonl and head/held_out.jsonl
-    python tools/bundled/bundled_models.py completions        # beginnings of these, continued by the target
-    python tools/bundled/bundled_models.py completions held_out --files 300
+    python training/bundled_models.py prepare            # collect source files, train the tokenizer, tokenize
+    python training/bundled_models.py train target --tokens 40e6
+    python training/bundled_models.py train draft --tokens 40e6
+    python training/bundled_models.py export target      # bf16 safetensors, model card with perplexity
+    python training/bundled_models.py export draft
+    python training/bundled_models.py texts              # the corpus as head/text.jsonl, head/held_out.jsonl
+    python training/bundled_models.py completions        # beginnings of these texts, continued by the target
+    python training/bundled_models.py completions held_out --files 300
 
-The last three need nothing of the steps before, only the exported target.
+The last three steps need only the exported target, not the steps before it.
 
-The text is what any machine with Python has: the standard library with its tests and the installed
-packages. A file is held out when the hash of its content says so, so every copy of a file falls on
-the same side and the split does not depend on paths.
+The corpus consists of the standard library with its tests and the installed packages. The hash of a file's
+content decides whether it is held out, so all copies of a file are on the same side of the split.
 
-The learning rate is warm-up / stable / decay (Hu et al. 2024, MiniCPM, section 4): a run may be stopped
-in the stable phase and given more tokens later; only the last fifth decays.
+The learning rate follows warm-up, stable phase and decay (Hu et al. 2024, MiniCPM, section 4): a run may be
+stopped in the stable phase and given more tokens later; only the last fifth decays.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ ARCHITECTURES = {
 ASSET_NAMES = {"target": "tiny-python-target", "draft": "tiny-python-draft"}
 
 app = typer.Typer(help=__doc__, pretty_exceptions_show_locals=False)
-Work = Annotated[Path, typer.Option(help="where corpus, checkpoints and optimiser state are kept")]
+Work = Annotated[Path, typer.Option(help="folder of the corpus, checkpoints and optimiser state")]
 DEFAULT_WORK = Path("build/bundled")
 
 
@@ -93,7 +92,7 @@ def source_files() -> list[Path]:
 
 
 def read_unique_texts() -> tuple[list[str], list[str]]:
-    """(training texts, held-out texts); exact duplicates, huge and non-text files are dropped."""
+    """(training texts, held-out texts), without exact duplicates, very large and non-text files."""
     seen: set[bytes] = set()
     split: tuple[list[str], list[str]] = ([], [])
     for path in source_files():
@@ -182,9 +181,9 @@ def completions(
     threads: int = 2,
     work: Work = DEFAULT_WORK,
 ) -> None:
-    """Let the target go on from beginnings of the texts: of two thirds greedily, else at temperature 0.8.
+    """Let the target continue beginnings of the texts: two thirds greedily, one third at temperature 0.8.
 
-    In bfloat16: that is twice as fast, and these are texts to learn from, not to compare with.
+    Runs in bfloat16, which is twice as fast; the texts are used for training, not for comparison.
     """
     torch.set_num_threads(threads)
     records = read_records(work / "head" / f"{side}.jsonl")[:files]
@@ -247,7 +246,7 @@ def learning_rate_scale(step: int, total: int, warmup: int = 200, decay: float =
 
 
 def sample_batch(data: np.ndarray, step: int, batch: int, context: int) -> torch.Tensor:
-    """Windows of one step; a pure function of the step, so a resumed run sees the same data."""
+    """The windows of one step; they depend only on the step, so a resumed run sees the same data."""
     starts = np.random.default_rng(step).integers(0, len(data) - context - 1, batch)
     return torch.from_numpy(np.stack([data[s : s + context] for s in starts]).astype(np.int64))
 
@@ -270,7 +269,7 @@ def train(
     save_every: int = 200,
     work: Work = DEFAULT_WORK,
 ) -> None:
-    """Train until ``tokens`` have been seen; resumes from the newest state in ``--work``."""
+    """Train on ``tokens`` tokens in total; resumes from the newest state in ``--work``."""
     data = np.load(work / "train.npy", mmap_mode="r")
     model = make_model(kind, context)
     optimizers = make_optimizers(model, lr)
@@ -371,7 +370,7 @@ def export(
     assets: Path = Path("specdec_ext/assets"),
     work: Work = DEFAULT_WORK,
 ) -> None:
-    """Write the bf16 checkpoint, the tokenizer and the model card; prints the held-out perplexity."""
+    """Write the bf16 checkpoint, the tokenizer and the model card, and print the held-out perplexity."""
     state = torch.load(work / kind / "state.pt", weights_only=True)
     model = make_model(kind, context)
     model.load_state_dict(state["model"])

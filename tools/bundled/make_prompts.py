@@ -1,14 +1,14 @@
-"""Choose the prompts that ship in ``specdec_ext/assets``: beginnings of files the bundled models never saw.
+"""Make the prompts in ``specdec_ext/assets``: beginnings of files that are not in the training text.
 
     python tools/bundled/bundled_models.py prepare
     python tools/bundled/make_prompts.py
 
-Each file below is one of the held-out texts and is found by the hash of its content. The choice was
-made by kind (library code, tests, scientific code; classes, functions, doctests) and by licence, before
-any speed was measured. A prompt is the longest run of whole lines from the top of the file that fits
-``MAX_TOKENS`` and ends with one that opens a block. Held out by file is not enough, as text gets copied
-between files: a prompt and its true continuation may share at most ``MAX_SEEN`` of their runs of ``RUN``
-tokens with the training text.
+Each file in ``SOURCES`` is one of the held-out texts and is found by the hash of its content. The files were
+chosen by kind (library code, tests, scientific code; classes, functions, doctests) and by licence, before any
+speed was measured. A prompt is the longest sequence of whole lines from the top of a file that has at most
+``MAX_TOKENS`` tokens and ends with a line that opens a block. Because text is copied between files, it is not
+enough that a file is held out: of all runs of ``RUN`` tokens in a prompt and its true continuation, at most
+the share ``MAX_SEEN`` may occur in the training text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_TOTAL_BYTES = 60_000
 
 @dataclass(frozen=True)
 class Source:
-    """A held-out file: first 16 digits of its SHA-256, where it comes from, SPDX licence."""
+    """A held-out file: the first 16 digits of its SHA-256, its project and path, and its SPDX licence."""
 
     sha256: str
     name: str
@@ -68,10 +68,10 @@ authors'. Neither bundled model was trained on these files. Made by `tools/bundl
 
 
 def cut(text: str, tokenizer: PreTrainedTokenizerFast) -> str:
-    """The longest beginning of whole lines that fits and ends with one that opens a block.
+    """The longest beginning that has at most MAX_TOKENS and ends with a whole line that opens a block.
 
-    There is always something to write then: after the end of a body a file might as well end. The
-    last line break is left to the model, whose tokens join it with the indentation that follows.
+    The text then has to continue, while after the end of a block it might as well end. The last line break is
+    cut off, because the model's tokens join it with the following indentation.
     """
     lines = text.splitlines(keepends=True)
     best = ""
@@ -85,7 +85,7 @@ def cut(text: str, tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def run_hashes(ids: np.ndarray) -> np.ndarray:
-    """A 64-bit polynomial hash of each run of ``RUN`` tokens; ``[len(ids) - RUN + 1]``."""
+    """Hash each run of ``RUN`` tokens with a 64-bit polynomial; ``[len(ids) - RUN + 1]``."""
     count = len(ids) - RUN + 1
     hashes = np.zeros(max(count, 0), dtype=np.uint64)
     for offset in range(RUN):
@@ -97,7 +97,7 @@ def run_hashes(ids: np.ndarray) -> np.ndarray:
 
 
 def seen_shares(texts: list[np.ndarray], corpus: np.ndarray, chunk: int = 4_000_000) -> list[float]:
-    """For each text the share of its runs that occur in the corpus."""
+    """For each text, the share of its runs that occur in the corpus."""
     wanted = [run_hashes(ids) for ids in texts]
     everything = np.unique(np.concatenate(wanted))
     seen = np.zeros(len(everything), dtype=bool)
@@ -108,9 +108,9 @@ def seen_shares(texts: list[np.ndarray], corpus: np.ndarray, chunk: int = 4_000_
 
 
 def main(
-    work: Annotated[Path, typer.Option(help="as in tools/bundled/bundled_models.py")] = Path(
-        "build/bundled"
-    ),
+    work: Annotated[
+        Path, typer.Option(help="folder of the corpus, as for training/bundled_models.py")
+    ] = Path("build/bundled"),
     assets: Path = Path("specdec_ext/assets"),
 ) -> None:
     """Write prompts.json and PROMPTS.md."""
@@ -121,7 +121,10 @@ def main(
     }
     missing = [source.name for source in SOURCES if source.sha256 not in held_out]
     if missing:
-        sys.exit(f"not among the held-out texts of {work} (another version?): {', '.join(missing)}")
+        sys.exit(
+            f"not among the held-out texts of {work} (is another version installed?): "
+            f"{', '.join(missing)}"
+        )
     entries, neighbourhoods = [], []
     for source in SOURCES:
         prompt = cut(held_out[source.sha256], tokenizer)
@@ -141,7 +144,7 @@ def main(
     text = json.dumps(entries, indent=1, ensure_ascii=False) + "\n"
     if len(text.encode()) > MAX_TOTAL_BYTES:
         sys.exit(
-            f"prompts.json would be {len(text.encode())} bytes; at most {MAX_TOTAL_BYTES} are wanted"
+            f"prompts.json would have {len(text.encode())} bytes; at most {MAX_TOTAL_BYTES} are allowed"
         )
     (assets / "prompts.json").write_text(text, encoding="utf-8")
     rows = "".join(f"| {source.name} | {source.license} |\n" for source in SOURCES)
