@@ -1,6 +1,6 @@
-"""The command line on the bundled model: what it prints, what it refuses, and its exit codes.
+"""The output, errors and exit codes of the command line on the bundled model.
 
-Texts are compared with Hugging Face generate in float32, token for token.
+Texts must equal those of Hugging Face generate in float32, token for token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specdec_ext.evaluate import benchmark
 PROMPT = "import unittest\n\n\nclass TestList(unittest.TestCase):\n\n    def test_append(self):\n"
 
 
-# The default is the type of the checkpoint; texts are compared in the one in which they must be equal.
+# The default is the checkpoint's dtype; texts are compared in float32, in which they must be equal.
 FLOAT32 = ("--dtype", "float32")
 
 
@@ -59,7 +59,7 @@ def test_version_names_what_is_installed(arguments):
     assert re.search(r"CUDA kernels: (not )?built", result.output)
 
 
-def test_keywords_says_what_becomes_of_each():
+def test_keywords_prints_verdict_and_reason():
     shown = words(run("keywords", "beams").output)
     assert "num_beams refused beam search keeps several hypotheses" in shown
     assert "temperature" not in shown
@@ -139,7 +139,7 @@ def test_accepted_drafts_are_bracketed_without_a_terminal():
 
 
 def test_brackets_stand_around_words():
-    """Space that was drafted at their edges is outside; between two drafted words it is inside."""
+    """Drafted space at the edges of words is outside the brackets; between two drafted words it is inside."""
     tokenizer = assets.load_tokenizer()
     console = Console(file=io.StringIO(), force_terminal=False)
     streamer = TextStreamer(console, tokenizer, mark_drafted=True)
@@ -214,7 +214,7 @@ def test_a_seed_gives_one_text_whatever_the_drafter():
 
 
 def test_model_and_drafter_may_be_folders(tmp_path):
-    """A random draft model: slow, never wrong."""
+    """With a random draft model decoding is slow, but the text is right."""
     tokenizer, target = assets.load_tokenizer(), assets.load_target()
     config = type(target.config)(**{**tiny_model("llama").config.to_dict(), "vocab_size": 4096})
     type(target)(config).save_pretrained(tmp_path / "draft")
@@ -297,15 +297,15 @@ def test_bench_of_a_batch_leaves_out_what_takes_single_rows(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("--batch", "3"), "a batch of 3 needs as many prompts, and there are 2"),
+        (("--batch", "3"), "a batch of 3 needs 3 prompts, got 2"),
         (("--drafter", "crystal-ball"), "drafter='crystal-ball' is not known"),
         (("--assisted", "ngram"), "--assisted ngram: expected a draft model"),
         (("--repeats", "0"), "repeats"),
         (("--tree", "6-10"), "--tree 6-10: expected DEPTHxTOP_KxNODES, such as 6x10x60"),
-        (("--tree", "2x2x5"), "--tree shapes draft heads, and --drafter auto is none"),
+        (("--tree", "2x2x5"), "--tree works with draft heads, not with --drafter auto"),
         (
             ("--drafter", "suffix", "--draft-length", "3"),
-            "--draft-length shapes ngram, draft models and draft heads, and --drafter suffix is none",
+            "--draft-length works with ngram, draft models and draft heads, not with --drafter suffix",
         ),
         (("--draft-length", "3", "--tree", "2x2x5"), "--draft-length and --tree both shape"),
     ],
@@ -395,7 +395,7 @@ def test_read_prompts_rejects(tmp_path, name, content, message):
 
 
 def sampled_text_of_the_demo(max_new_tokens: int) -> str:
-    """Without drafts."""
+    """The demo's completion, generated without drafts."""
     (prompt,) = (each for each in assets.held_out_prompts() if each["name"] == STREAMED)
     tokenizer, target = assets.load_tokenizer(), assets.load_target()
     ids = tokenizer(prompt["prompt"], return_tensors="pt")["input_ids"]
@@ -405,7 +405,7 @@ def sampled_text_of_the_demo(max_new_tokens: int) -> str:
 
 
 def test_the_demo_shows_no_loop():
-    """Greedy text of the bundled model goes in circles; what is shown is new for the most part."""
+    """Greedy text of the bundled model repeats itself; most of the demo's completion must not be repeated."""
     ids = assets.load_tokenizer()(sampled_text_of_the_demo(STREAMED_TOKENS))["input_ids"]
     assert benchmark.unique_ngram_fraction([ids]) > 0.75
 
@@ -414,7 +414,7 @@ def test_demo_streams_measures_and_compares(tmp_path):
     picture = tmp_path / "demo.svg"
     result = run("demo", "--prompts", "2", "--max-new-tokens", "24", "--picture", str(picture))
     assert result.exit_code == 0, result.output
-    assert STREAMED in result.output
+    assert f"The model continues {STREAMED}" in result.output
     assert OPENING in result.output
     shown = result.output.replace(OPENING, "").replace(CLOSING, "")
     assert sampled_text_of_the_demo(24) in shown
@@ -431,7 +431,7 @@ def test_demo_streams_measures_and_compares(tmp_path):
         "specdec, drafter=auto",
     ):
         assert re.search(rf"{re.escape(name)}\W+\d+\.\d\W+\d+\.\d\dx", result.output), name
-    # Up to transformers 5.14 prompt lookup may end behind max_new_tokens.
+    # Up to transformers 5.14 prompt lookup may generate more than max_new_tokens.
     assert result.output.count("2/2") == (4 if before("5.15") else 5)
     assert "acceptance by position" in result.output
     assert "unique 4-grams in the completions" in result.output
@@ -443,7 +443,7 @@ def test_demo_without_drafter_shows_plain_decoding():
     )
     assert result.exit_code == 0, result.output
     assert "acceptance by position" not in result.output
-    assert "continued by it" not in result.output
+    assert "The model continues" not in result.output
 
 
 def test_demo_fails_on_a_bug_and_names_it(monkeypatch):

@@ -1,4 +1,4 @@
-"""``specdec inspect``: what it says of a head and of a pair, and its exit codes."""
+"""``specdec inspect``: its output for a head and for a pair, and its exit codes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_head_alone():
         "keys and values 1.0 KiB per token",  # 2 layers, 2 heads of 32, keys and values, 4 bytes
         "hidden states read 2, 4, 5 (eagle_aux_hidden_state_layer_ids [2, 4, 5], read as inputs of",
         "made for not recorded",
-        "tensors without use t2d",
+        "unused tensors t2d",
         "norm_before_residual True",
         "rope_parameters rope_theta=10000.0, rope_type=default",
     ):
@@ -80,7 +80,7 @@ def test_a_pair_that_looks_wrong(tmp_path):
 
 
 def test_a_head_of_other_weights(tmp_path):
-    """The name says nothing of a fine-tuned copy; the weights do."""
+    """A fine-tuned copy may have the same name, but it has other weights."""
     target = assets.load_target()
     save_draft(random_head(**SIZES), tmp_path / "head", target=target)
     code, text = run(tmp_path / "head", "--target", TARGET)
@@ -126,7 +126,7 @@ def test_calibration(tmp_path):
 @pytest.mark.parametrize(
     "trials, caption",
     [
-        ([((1, 2), True, 0.5), ((2, 3), True, 0.4)], "the checkpoint is read right"),
+        ([((1, 2), True, 0.5), ((2, 3), True, 0.4)], "the checkpoint is read correctly"),
         (
             [((2, 3), True, 0.5), ((1, 2), True, 0.4)],
             "pass feature_layers=(2, 3), norm_output=True to",

@@ -147,14 +147,14 @@ def test_bad_input_is_said_before_any_training(arguments, message, files, tmp_pa
 
 
 OUTPUTS = {
-    "a file as folder": (("--out", "text.jsonl"), "out .*text.jsonl: .*text.jsonl is no folder"),
+    "a file as folder": (("--out", "text.jsonl"), "out .*text.jsonl: .*text.jsonl is not a folder"),
     "a folder below a file": (
         ("--out", "text.jsonl/head"),
-        "text.jsonl is no folder; name another",
+        "text.jsonl is not a folder; choose another",
     ),
-    "work": (("--out", "new", "--work", "text.jsonl"), "work .*text.jsonl is no folder"),
-    "dump": (("--out", "new", "--dump", "text.jsonl/dump"), "dump .*text.jsonl is no folder"),
-    "answers": (("--out", "new", "--regenerate", "text.jsonl/a"), "--regenerate .*is no folder"),
+    "work": (("--out", "new", "--work", "text.jsonl"), "work .*text.jsonl is not a folder"),
+    "dump": (("--out", "new", "--dump", "text.jsonl/dump"), "dump .*text.jsonl is not a folder"),
+    "answers": (("--out", "new", "--regenerate", "text.jsonl/a"), "--regenerate .*is not a folder"),
     "a checkpoint": (
         ("--out", "model"),
         "holds a checkpoint, which would be replaced, and .*model",

@@ -1,4 +1,4 @@
-"""Results show themselves in one line of text, and in notebooks as a table whose text is escaped."""
+"""Results are shown as one line of text, and in notebooks as a table whose text is escaped."""
 
 from __future__ import annotations
 
@@ -63,4 +63,4 @@ def test_what_the_lines_say():
         repr(supports(tiny_model("llama"))) == "Support(chains, trees, batches; rollback compact)"
     )
     assert "every claim holds: single step exact" in repr(RESULTS["check"]())
-    assert "specdec x is the fastest of 2: 1.00x of HF generate" in repr(report())
+    assert "specdec x is the fastest of 2: 1.00x HF generate" in repr(report())

@@ -125,7 +125,9 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
 
 
 def test_a_bootstrap_needs_pairs():
-    with pytest.raises(ValueError, match="a rate of both for every prompt, got 2 and 1"):
+    with pytest.raises(
+        ValueError, match="expected one rate per prompt from both, got 2 and 1 rates"
+    ):
         bootstrap([1.0, 2.0], [1.0])
     with pytest.raises(ValueError, match="got 0 and 0"):
         bootstrap([], [])
@@ -175,7 +177,7 @@ def test_batches_are_padded_on_the_left():
     (pair,) = batches(tokenizer, texts, 2)
     assert pair["attention_mask"][0, 0] == 0 and pair["attention_mask"][:, -1].tolist() == [1, 1]
     assert len(batches(tokenizer, texts, 1)) == 3
-    with pytest.raises(ValueError, match="a batch of 4 needs as many prompts, and there are 3"):
+    with pytest.raises(ValueError, match="a batch of 4 needs 4 prompts, got 3"):
         batches(tokenizer, texts, 4)
 
 

@@ -105,7 +105,7 @@ def test_trees_are_refused():
         def propose(self, context):
             return DraftTree.from_paths(context.roots, [[[1], [2]] for _ in context.rows])
 
-    with pytest.raises(ValueError, match="Branches proposed a tree; acceptance by position is of"):
+    with pytest.raises(ValueError, match="Branches proposed a tree, but synthetic acceptance is"):
         generate(SyntheticDrafter(Branches(2), [[1] * 24], [0.5], VOCAB))
 
 
@@ -118,12 +118,13 @@ def test_constant_acceptance_gives_the_length(length, depth):
 
 @pytest.mark.parametrize("length", [0.9, 5.1])
 def test_impossible_lengths_are_refused(length):
-    with pytest.raises(ValueError, match=f"from 1 to 5, never {length}"):
+    message = f"mean_acceptance_length={length}; expected 1 to 5 for chains of 4 tokens"
+    with pytest.raises(ValueError, match=message):
         constant_acceptance(length, 4)
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match=r"acceptance=\[0\.5, 1\.2\] must be probabilities"):
+    with pytest.raises(ValueError, match=r"acceptance=\[0\.5, 1\.2\]; expected probabilities"):
         SyntheticDrafter(Chains(2), [], [0.5, 1.2], VOCAB)
-    with pytest.raises(ValueError, match="vocab_size=1 leaves no wrong token"):
+    with pytest.raises(ValueError, match="vocab_size=1 has no wrong token"):
         SyntheticDrafter(Chains(2), [], [0.5], 1)

@@ -196,5 +196,5 @@ def test_errors(model):
         specdec_ext.install(torch.nn.Linear(2, 2))
     assert "generate" not in vars(model)
     specdec_ext.install(model)
-    with pytest.raises(ValueError, match=r"num_beams.*specdec_ext.uninstall\(model\) brings back"):
+    with pytest.raises(ValueError, match=r"num_beams.*specdec_ext.uninstall\(model\) restores"):
         model.generate(ids, num_beams=2, **KWARGS)

@@ -156,9 +156,9 @@ def test_sanitizer_output_with_findings(output, message):
 def test_planted_bugs_must_be_found_by_every_tool():
     found = OUT_OF_BOUNDS + RACE + DIVERGENCE
     assert gpu_steps.read_planted(found) == "found by memcheck, racecheck, synccheck"
-    with pytest.raises(Failed, match=r"\[1, 1, 0\]; each has a bug to find"):
+    with pytest.raises(Failed, match=r"\[1, 1, 0\]; each tool has a bug to find"):
         gpu_steps.read_planted(found.replace("16 errors", "0 errors"))
-    with pytest.raises(Failed, match=r"\[\]; each has a bug to find"):
+    with pytest.raises(Failed, match=r"\[\]; each tool has a bug to find"):
         gpu_steps.read_planted("nvcc: command not found")
 
 
