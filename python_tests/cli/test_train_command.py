@@ -1,4 +1,4 @@
-"""``specdec train`` and ``train_head``: from files to a checkpoint, and bad input before any training."""
+"""``specdec train`` and ``train_head``: complete runs, and refusal of bad input before any training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def words(output: str) -> str:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A target in a folder with its tokenizer, and texts."""
+    """A folder with a target, its tokenizer and texts."""
     folder = tmp_path_factory.mktemp("files")
     prompts = [each["prompt"] for each in assets.held_out_prompts()]
     lines = [json.dumps({"text": text[:400]}) for text in prompts for _ in range(2)]
@@ -107,7 +107,7 @@ def test_answers_that_the_target_writes_and_hidden_states_on_disk(files, tmp_pat
 
 
 def test_a_dump_serves_runs_with_other_seeds(files, tmp_path):
-    """It does not hold what is sampled for the estimate."""
+    """A dump does not contain the texts that are sampled for the evaluation."""
     for seed in (0, 1):
         result = run(
             "bundled", "--data", files / "text.jsonl", "--out", tmp_path / f"head{seed}",
@@ -177,7 +177,7 @@ def test_outputs_are_looked_at_before_the_target_is_read(case, files, monkeypatc
 
 @pytest.mark.parametrize("what", ["matplotlib is missing", "drawing fails"])
 def test_a_plot_that_can_not_be_drawn_costs_no_head(what, tmp_path, monkeypatch):
-    """Hours of training ended with "a plot needs matplotlib", and without a head."""
+    """Regression: after hours of training "a plot needs matplotlib" was raised and no head was saved."""
     if what == "matplotlib is missing":
         monkeypatch.setitem(sys.modules, "matplotlib", None)
         message = (

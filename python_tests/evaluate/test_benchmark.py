@@ -1,6 +1,6 @@
-"""``specdec_ext.evaluate.benchmark``: what tables and records are computed from, on hand-made results.
+"""``specdec_ext.evaluate.benchmark``: tables and records of given results, and complete runs.
 
-No number here is a time: what is timed is the machine's business.
+No test depends on a measured time.
 """
 
 import json
@@ -73,7 +73,7 @@ def test_a_contestant_without_counters():
 
 
 def test_break_even_is_a_step_in_steps_of_plain():
-    """4 drafts of 3 + 11 + 1 ms beside plain steps of 10 ms: 1.5 tokens per step pay for it."""
+    """Steps of 3 + 11 + 1 ms against plain steps of 10 ms: the break-even is 1.5 tokens per step."""
     chains = stats(*[(3, 3, 2, 3)] * 4, draft=0.012, verify=0.044, commit=0.004, prefill=9.0)
     plain = stats(*[(0, 0, 0, 1)] * 10, verify=0.1)
     series, alone = Series("x", speculation=[chains]), Series("plain", speculation=[plain])
@@ -105,7 +105,7 @@ def test_ratios_of_medians_and_of_means():
 
 
 def test_an_interval_of_prompts_that_agree_has_no_width():
-    """Slow and fast prompts, each twice as fast: what prompts do to both is not doubt about the ratio."""
+    """Slow and fast prompts, each twice as fast: differences between prompts do not widen the interval."""
     baseline = [10.0, 35.0, 80.0, 21.0]
     speedup = bootstrap([2 * rate for rate in baseline], baseline)
     assert (speedup.value, speedup.low, speedup.high) == (2, 2, 2)
@@ -113,7 +113,7 @@ def test_an_interval_of_prompts_that_agree_has_no_width():
 
 
 def test_the_interval_covers_the_truth_as_often_as_it_says():
-    """Of 200 samples of 20 prompts whose means have the ratio 2, about 190 intervals hold it."""
+    """For 200 samples of 20 prompts whose means have the ratio 2, about 190 intervals contain 2."""
     drawn = np.random.default_rng(0)
     covered = 0
     for seed in range(200):
@@ -159,7 +159,7 @@ def test_interleaving_runs_everybody_on_everything_and_rotates_who_is_first():
 
 
 def test_peaks_are_of_the_call_alone():
-    """A call that fills 64 MiB has a higher peak than one that follows it and fills nothing."""
+    """A call that allocates 64 MiB has a higher peak than a later one that allocates nothing."""
     cpu = torch.device("cpu")
     reset_peak(cpu)
     before = peak_bytes(cpu)
@@ -206,7 +206,7 @@ def pairs(count):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
 def test_a_comparison_of_padded_batches(temperature):
-    """Ours draw one text; greedy ones are Hugging Face's."""
+    """Our contestants sample the same text; greedy texts equal Hugging Face's."""
     model = tiny_model("llama")
     report = compare(
         model,
@@ -243,7 +243,7 @@ def test_single_rows_meet_all_of_hugging_faces_ways(tmp_path):
 
 
 def test_a_plot_leaves_matplotlib_to_its_user(tmp_path):
-    """A notebook goes on with its backend and its figures, and what it draws later is shown."""
+    """A notebook keeps its backend and figures, and later figures are shown."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
     before = pyplot.get_backend()
     try:
@@ -259,7 +259,7 @@ def test_a_plot_leaves_matplotlib_to_its_user(tmp_path):
 
 
 def test_no_module_chooses_a_backend():
-    """Neither ``pyplot``, which keeps figures for its user, nor ``matplotlib.use``."""
+    """Plots use neither ``pyplot``, which keeps figures, nor ``matplotlib.use``."""
     root = Path(specdec_ext.__file__).parent
     sources = [*root.rglob("*.py"), *(root.parent / "profiling").glob("*.py")]
     naming = [path for path in sources if re.search(r"pyplot|matplotlib\.use", path.read_text())]
@@ -321,7 +321,7 @@ def test_a_table_shows_what_has_to_be_read_together():
 
 
 def test_a_table_fits_a_terminal_of_80_columns():
-    """Names break where they are long, numbers never do."""
+    """Long names wrap, numbers never do."""
     report = hand_made_report()
     name = "specdec /models/organisation/a-draft-head-with-a-very-long-name-3.1-8b"
     series = report.series.pop("specdec x")
@@ -338,7 +338,7 @@ def test_a_table_fits_a_terminal_of_80_columns():
 
 
 def test_when_tokens_arrive(monkeypatch):
-    """Prompt at 0, a token at 1.0, three in one chunk at 1.5, one at 2.5 seconds, of two rows each."""
+    """Two rows: the prompt at 0, a token at 1.0, three in one chunk at 1.5, and one at 2.5 seconds."""
     now = [0.0]
     monkeypatch.setattr("specdec_ext.evaluate.benchmark.latency.time.perf_counter", lambda: now[0])
     arrivals = Arrivals()
@@ -358,7 +358,7 @@ def test_when_tokens_arrive(monkeypatch):
 
 
 def test_streams_of_all_contestants_are_timed():
-    """Hugging Face's and ours, plain and assisted: every token arrives."""
+    """Every token arrives, with Hugging Face's and our contestants, plain and assisted."""
     model = tiny_model("llama")
     ids, mask = prompts((6,))
     single = [{"input_ids": ids, "attention_mask": mask}]
@@ -395,7 +395,7 @@ class AtRandom(Drafter):
 
 
 def test_synthetic_contestants_know_each_prompts_text():
-    """Always right in place of a drafter that hardly ever is."""
+    """A synthetic drafter that is always right, wrapped around a drafter that is almost never right."""
     model, made = tiny_model("llama"), pairs(2)
     shared = generation_kwargs(9)
     sure = synthetic(model, AtRandom(), [1.0] * 3, made, shared)

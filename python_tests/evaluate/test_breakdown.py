@@ -1,4 +1,4 @@
-"""``breakdown``: every part of a step is found, times are own times, and nothing stays behind."""
+"""``breakdown``: it finds every part of a step, excludes nested parts, and leaves no timer behind."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_parts_of_a_step():
 
 
 def test_times_are_own_times(monkeypatch):
-    """The outer part does not pay for the inner one, and nothing within a prefill counts."""
+    """The time of the inner part is excluded from the outer one, and calls in a prefill do not count."""
     now = [0.0]
     monkeypatch.setattr("specdec_ext.evaluate.breakdown.time.perf_counter", lambda: now[0])
     clock = _Clock()
@@ -90,7 +90,7 @@ def test_plot(tmp_path):
 
 
 def test_a_picture_tells_bars_and_parts_apart(tmp_path, monkeypatch):
-    """Two heads had one name, and the first and the last part one colour."""
+    """Regression: two heads had the same name, and the first and last parts the same colour."""
     parts = tuple(Part(name, 1.0, 1.0) for name in PARTS)
     first, second = (Breakdown(parts, 1, 1.0, name, "a machine") for name in ("one", "two"))
     drawn = []

@@ -1,4 +1,4 @@
-"""``compare_runs``: equal, near-tie and bug are told apart."""
+"""``compare_runs`` distinguishes equal texts, near-ties and bugs."""
 
 import pytest
 import torch

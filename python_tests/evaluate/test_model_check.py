@@ -1,4 +1,4 @@
-"""``check_model``: true claims pass in every dtype, a false one is caught by the check that is about it."""
+"""``check_model``: true claims pass in every dtype, and the check of a false claim fails."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_is_claimed_holds(name, dtype):
 
 
 def test_rounding_is_told_from_wrong_by_a_wide_margin():
-    """The bound lies far below what a wrong pass changes (0.1 and more, below)."""
+    """The bound is far below the error of a wrong pass (0.1 and more in the tests below)."""
     assert all(check.bound < 0.01 for check in check_model(tiny_model("llama")).checks)
 
 
@@ -63,7 +63,7 @@ def is_block(hidden_states: torch.Tensor) -> bool:
 
 
 def test_passes_of_several_tokens_that_differ():
-    """As a layer does that ignores its state in such a pass."""
+    """Like a layer that ignores its state in passes over several tokens."""
     model = broken(lambda mlp, x: mlp(x) * (1.1 if is_block(x) else 1.0))
     found = verdicts(check_model(model))
     assert found["single step"] == "exact"
@@ -71,7 +71,7 @@ def test_passes_of_several_tokens_that_differ():
 
 
 def test_a_state_that_rollback_does_not_know():
-    """Each token reads the one before it, whose hidden state the module keeps to itself."""
+    """Each token reads the previous token's hidden state, which the module keeps outside of the cache."""
     kept: list[torch.Tensor] = []
 
     def forward(mlp, x):
@@ -87,7 +87,7 @@ def test_a_state_that_rollback_does_not_know():
 
 
 def test_a_mask_that_ignores_the_tree():
-    """One layer builds a causal mask of its own, in which siblings see each other."""
+    """One layer builds its own causal mask, in which siblings see each other."""
     model = copy.deepcopy(tiny_model("llama"))
     attention = model.model.layers[1].self_attn
     plain = attention.forward
@@ -121,7 +121,7 @@ def root(context):
 
 
 class Nudged(nn.Module):
-    """An output layer that adds ``by`` to the logit of one token in passes of several."""
+    """An output layer that adds ``by`` to the logit of one token in passes over several tokens."""
 
     def __init__(self, head: nn.Module, token: int, by: float):
         super().__init__()
@@ -136,7 +136,7 @@ class Nudged(nn.Module):
 
 @pytest.mark.parametrize("by, verdict", [(1e-4, "near-tie"), (0.1, "wrong")])
 def test_a_tie_that_rounding_decides(by, verdict):
-    """A twin of a token has its logit but for less, or more, than rounding."""
+    """A copy of a token has the same logit, except for less, or for more, than rounding explains."""
     model = copy.deepcopy(tiny_model("llama"))
     ids, _ = prompts((6,))
     text = model.generate(ids, max_new_tokens=16, do_sample=False)[0, 6:].tolist()

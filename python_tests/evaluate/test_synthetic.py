@@ -1,4 +1,4 @@
-"""``SyntheticDrafter``: acceptance as prescribed, the text as ever, the wrapped drafter at work."""
+"""``SyntheticDrafter``: acceptance is as prescribed, the text is unchanged, the wrapped drafter is called."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specdec_ext.evaluate.synthetic import SyntheticDrafter, constant_acceptance
 
 
 class Chains(Drafter):
-    """Chains of one length and of zeros, and a record of what was asked of it."""
+    """Proposes chains of zeros with a fixed length, and records its calls."""
 
     def __init__(self, depth):
         self.depth, self.asked = depth, []
@@ -51,7 +51,7 @@ def generate(drafter, lengths=(6,), max_new_tokens=24, **law):
     "lengths, law", [((6,), {}), ((3, 9, 5), {"do_sample": True, "seed": 3})], ids=str
 )
 def test_the_text_is_plain_decodings_and_the_rates_are_the_prescribed_ones(lengths, law):
-    """Every share is within four standard errors of what was asked for."""
+    """Every share is within four standard errors of the prescribed one."""
     acceptance = [0.9, 0.5, 0.8, 0.0]
     tokens = 220
     plain, _ = generate(None, lengths, tokens, **law)

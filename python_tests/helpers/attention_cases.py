@@ -44,7 +44,7 @@ class Case:
         return Case(self.query[rows], prefix, tuple(t[rows] for t in self.tree), self.parents[rows])
 
     def only_nodes(self, nodes: list[int], parents: Tensor) -> Case:
-        """The same prefix with some of the nodes, linked anew."""
+        """The same prefix with a subset of the nodes and new parents."""
         tree = tuple(tensor[:, :, nodes] for tensor in self.tree)
         return replace(self, query=self.query[:, :, nodes], tree=tree, parents=parents)
 

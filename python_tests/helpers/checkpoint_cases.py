@@ -1,4 +1,4 @@
-"""Random draft heads of any config, and their checkpoints taken apart and put together."""
+"""Random draft heads of any config, and reading and writing of their checkpoints."""
 
 from __future__ import annotations
 

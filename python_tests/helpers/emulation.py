@@ -1,8 +1,9 @@
 """The device "emulated": every op as its CUDA kernels compute it, compiled for the host (csrc/emulation).
 
-An op runs once per thread order, forward, backward and shuffled, on copies of its arguments, and the
-results must have the same bits: a kernel that lacks a barrier answers differently in one of them. The
-library is the one with AddressSanitizer and UBSan if their runtime is loaded (``make test`` preloads it).
+An op runs in three thread orders (forward, backward and shuffled) on copies of its arguments. The results
+must have the same bits: a kernel that lacks a barrier gives another result in one of the orders. If the
+runtime of AddressSanitizer and UBSan is loaded (``make test`` preloads it), the library with these
+sanitizers is used.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ BUILD = ROOT / "build" / "native"
 
 
 def build() -> None:
-    """Compile the library of this process where a source is newer."""
+    """Compile the library for this process if a source is newer."""
     if not (BUILD / "build.ninja").exists():
         sys.exit("the emulated kernels need the build folder that `pip install -e .` leaves")
     command = [sys.executable, "-m", "ninja", "-C", str(BUILD), TARGET]
@@ -36,7 +37,7 @@ def build() -> None:
 
 
 class EmulatedOps:
-    """Stands where ``torch.ops.specdec`` stands."""
+    """Replaces ``torch.ops.specdec``."""
 
     @cached_property
     def _library(self) -> ctypes.CDLL:
@@ -77,7 +78,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _copied(argument: Any) -> Any:
-    """A copy with the same strides and exactly the memory that they span, so that a read beyond it shows."""
+    """A copy with the same strides in memory of exactly their size, so that reads beyond it are detected."""
     if isinstance(argument, (list, tuple)):
         return [_copied(item) for item in argument]
     if not isinstance(argument, Tensor):
@@ -90,7 +91,7 @@ def _copied(argument: Any) -> Any:
 
 
 def _bits_equal(ours: Tensor, theirs: Tensor) -> bool:
-    """Equality that takes NaN for equal to itself and tells -0 from 0."""
+    """Bitwise equality: NaN equals itself, and -0 differs from 0."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
     return torch.equal(ours.contiguous().view(integer), theirs.contiguous().view(integer))
 

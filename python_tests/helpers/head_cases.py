@@ -85,9 +85,9 @@ def elements(head: DraftHead, rows: int, new: int, seed: int = 0) -> tuple[Tenso
 
 @dataclasses.dataclass
 class Run:
-    """The specification at work on a batch of rows.
+    """Runs the specification on a batch of rows.
 
-    Caches start full of NaN: what is read without having been written shows.
+    Caches are filled with NaN at the start, so that a read of an unwritten slot is detected.
     """
 
     head: DraftHead
@@ -110,7 +110,7 @@ class Run:
         lm_head: Tensor | None = None,
         first_position: int = 0,
     ) -> Run:
-        """Weights that the head does not have are given or random."""
+        """Weights that the head shares with its target may be given; by default they are random."""
         config, dtype = head.config, dtype_of(head)
         generator = torch.Generator().manual_seed(7)
         others = []
@@ -159,7 +159,7 @@ class Run:
 
 @functools.cache
 def trained_head(model: PreTrainedModel, texts: tuple[tuple[int, ...], ...]) -> DraftHead:
-    """An EAGLE-3 head that knows these texts by heart: its drafts are accepted.
+    """An EAGLE-3 head that was trained on exactly these texts, so that its drafts are accepted.
 
     Training-time test (Li et al. 2025): at unrolled step i an element is at position t + i and sees the
     committed elements up to t and its own line of earlier steps.

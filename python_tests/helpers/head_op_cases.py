@@ -1,4 +1,4 @@
-"""Drafts through the op ``draft_head``, on any device, beside the specification's of ``head_cases``."""
+"""Drafts by the op ``draft_head`` on any device, to compare with the specification in ``head_cases``."""
 
 from __future__ import annotations
 
@@ -126,13 +126,13 @@ class OpRun(Run):
 
 
 def poisoned(features: Tensor, counts: list[int]) -> Tensor:
-    """NaN in the elements that do not count."""
+    """Fill the elements that are not used with NaN."""
     padding = torch.arange(features.shape[1]) >= torch.tensor(counts)[:, None]
     return features.masked_fill(padding[..., None], torch.nan)
 
 
 def committed(run: Run) -> list[Tensor]:
-    """Keys and values of each row that are in use."""
+    """The used keys and values of each row."""
     return [
         cache[:, row, :, :length].cpu()
         for row, length in enumerate(run.lengths.tolist())
@@ -153,7 +153,7 @@ def assert_same_draft(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) 
 def check_against_reference(
     head: DraftHead, tree: TreeConfig, device: str, rounds: list[tuple[int, list[int]]]
 ) -> None:
-    """Draft after draft; what does not count is NaN."""
+    """Run several drafts in turn, with NaN in all elements that are not used."""
     rows = len(rounds[0][1])
     ours = OpRun.start(head, rows, capacity=150, device=device)
     theirs = Run.start(head, rows, capacity=150)

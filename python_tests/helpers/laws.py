@@ -1,4 +1,4 @@
-"""What the law tests share: random targets, exact laws of texts, and a chi-square test."""
+"""Helpers of the distribution tests: random targets, exact distributions of texts, and a chi-square test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Target = Callable[[Text], list[Fraction]]  # prefix -> probabilities
 
 
 def continued(emitted: Iterator, target: Target, length: int) -> Law:
-    """The law of the first `length` tokens when the target writes on after what was emitted."""
+    """The distribution of the first `length` tokens when the target continues after the emitted tokens."""
     law: Law = Counter()
     pending = list(emitted)
     while pending:
@@ -46,7 +46,7 @@ def random_target(vocab: int, rng: random.Random) -> Target:
 def chi_square_excess(counts: torch.Tensor, law: torch.Tensor) -> float:
     """The chi-square statistic over its critical value at four standard deviations (p = 3e-5).
 
-    Cells expected less than 5 times are pooled. Above 1 the law is refuted.
+    Cells with an expected count below 5 are pooled. A result above 1 refutes the distribution.
     """
     assert (counts[law == 0] == 0).all(), "a token of probability zero was emitted"
     expected = law * counts.sum()

@@ -1,4 +1,4 @@
-"""What drafters and models are held to: the text of plain decoding, of `generate`, alone or in a batch."""
+"""Checks that drafters and models give the text of plain decoding and `generate`, alone and in a batch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def generate(drafter: Drafter | None, batch: str, decoding: str, **kwargs: Any) 
 
 @functools.cache
 def plain_text(batch: str, decoding: str) -> torch.Tensor:
-    """What ``drafter=None`` generates."""
+    """The output of plain decoding, ``drafter=None``."""
     return generate(None, batch, decoding).sequences
 
 

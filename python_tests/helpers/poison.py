@@ -1,7 +1,7 @@
-"""Drafts of tokens that a model can't compute with, and what they do to its text: nothing.
+"""Checks that drafts of "poison" tokens do not change the text.
 
 A token is poison if reading it gives NaN, infinity, or numbers that overflow. The text does not contain it,
-so plain decoding never reads it; a drafter may draft it all the same.
+so plain decoding never reads it, but a drafter may draft it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``traces``: whatever a call changes for its own time, to be compared before and after."""
+"""``traces``: the global state that a call changes temporarily, to compare before and after the call."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from specdec_ext.training.batches import Batch, Example
 
 
 def random_batch(head: DraftHead, rows: int, columns: int, seed: int = 0) -> Batch:
-    """Tokens and features that have nothing to do with each other, in float64."""
+    """Independent random tokens and features, in float64."""
     config = head.config
     generator = torch.Generator().manual_seed(seed)
 
@@ -41,7 +41,7 @@ def random_examples(count: int, length: int, seed: int = 0) -> list[Example]:
 
 
 def greedy_examples(count: int, prompt: int, length: int, seed: int = 0) -> list[Example]:
-    """Random prompts and what the tiny Llama makes of them."""
+    """Random prompts, continued by the tiny Llama."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCAB, (count, prompt), generator=generator)
     texts = tiny_model("llama").generate(

@@ -1,4 +1,4 @@
-"""Trees against their branches: a target must score what transformers' own loop makes of every branch."""
+"""Trees against their branches: a target's logits must be those of transformers' loop on every branch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_tree_logits(model: PreTrainedModel, lengths: tuple[int, ...], rounds: 
 
 
 def _random_paths(rng: random.Random) -> list[list[int]]:
-    """Branches that share prefixes: only three tokens to choose from."""
+    """Branches with only three different tokens, so that they share prefixes."""
     tokens = rng.sample(range(1, VOCAB), 3)
     return [[rng.choice(tokens) for _ in range(rng.randrange(1, 5))] for _ in range(4)]
 
@@ -84,7 +84,7 @@ class _Row:
         return after
 
     def score(self, tokens: list[int], parents: list[int]) -> dict[int, _Row]:
-        """The row after every active node of a tree."""
+        """The state of the row after every active node of a tree."""
         self.nodes = []
         branches: dict[int, _Row] = {-1: self}
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):

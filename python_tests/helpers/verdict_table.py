@@ -30,10 +30,10 @@ class ResultTable:
     Writes ``<stem>_<version of transformers>.csv``, and the summary as ``.md`` beside it.
 
     Args:
-        folder: where.
+        folder: folder of the files.
         recorded: name of the property.
-        stem: of the files.
-        summary: of all rows, in Markdown.
+        stem: stem of the file names.
+        summary: function that summarises all rows in Markdown.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ def tables(folder: Path) -> list[ResultTable]:
 
 
 def verdicts(rows: list[dict[str, Any]]) -> str:
-    """Markdown: how many architectures fare how, and why not better."""
+    """Markdown: the number of architectures with each outcome, and the reasons."""
     lines = [
         f"Architectures of transformers {transformers.__version__}, tiny, random, in float32: greedy text",
         "and logits with every scripted drafter, one prompt and three of different lengths, against",
@@ -93,7 +93,7 @@ def verdicts(rows: list[dict[str, Any]]) -> str:
 
 
 def poisoned(rows: list[dict[str, Any]]) -> str:
-    """Markdown: how many calls with poison drafts gave the right text, by attention and dtype."""
+    """Markdown: the number of calls with poison drafts that gave the right text, by attention and dtype."""
     lines = [
         f"Architectures of transformers {transformers.__version__}, tiny and random, with drafts of tokens",
         "that the model can't compute with (NaN, infinite or huge embeddings; infinite keys, or all other",

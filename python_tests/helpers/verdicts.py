@@ -1,4 +1,4 @@
-"""What speculation does on one architecture, compared with transformers' own generation."""
+"""Verdicts on architectures: speculation on a model compared with transformers' own generation."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ FAILURES = ("wrong", "vacuous", "crash")
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a model fared.
+    """The verdict on a model.
 
     Attributes:
-        name: of the model in the zoo.
+        name: name of the model in the zoo.
         outcome: ``exact-tree``, ``exact-chain`` and ``exact-plain`` by what ``supports`` claims, if all text
             is that of ``model.generate`` and drafts were accepted wherever they are claimed to be;
             ``refused`` with a reason; ``wrong``, ``vacuous`` (right drafts were not accepted) or ``crash``;
@@ -49,7 +49,7 @@ class Verdict:
     detail: str = ""
 
     def row(self) -> dict[str, str]:
-        """As a row of the table."""
+        """The verdict as a row of the table."""
         return {
             **{name: str(value) for name, value in vars(self).items()},
             "drift": f"{self.drift:.0e}",
@@ -57,7 +57,7 @@ class Verdict:
 
 
 class Failure(Exception):
-    """A call that did not do what is claimed; the arguments are the outcome and where it happened."""
+    """Raised by a call that violates a claim; the arguments are the outcome and the place."""
 
 
 def judge(
@@ -155,7 +155,7 @@ def checked(
 
 
 def refused(error: Exception) -> bool:
-    """Whether the package itself said no, in place of something breaking inside transformers."""
+    """Whether the package itself refused the model, and not an error inside transformers."""
     package = Path(specdec_ext.__file__).parent
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     return isinstance(error, ValueError) and raised_in.is_relative_to(package)

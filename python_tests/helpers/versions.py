@@ -1,4 +1,4 @@
-"""Which tests need a newer transformers than the installed one (``make test-transformers``)."""
+"""Skips of tests that need a newer transformers than the installed one (``make test-transformers``)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Every architecture that transformers maps to causal language models, as a tiny random model.
 
-A config class tells its fields and their defaults; most fields mean the same in every family, so one table
-of names shrinks them all. What a family needs beyond that is in ``OVERRIDES``.
+Most fields of config classes mean the same in every family, so one table of names and sizes shrinks them all.
+Additional settings of a family are in ``OVERRIDES``.
 """
 
 from __future__ import annotations
@@ -122,10 +122,10 @@ def tiny_size(field: str, default: Any) -> int | None:
 
 @torch.no_grad()
 def spread(model: PreTrainedModel) -> None:
-    """Random weights of a size that lets tokens differ from each other, and greedy text be varied.
+    """Set random weights that are large enough for tokens to differ and greedy text to vary.
 
-    What models fill with something else than small random numbers (norms, decays) stays, if it isn't zero:
-    zeros make ties, and hide what they are multiplied with.
+    Parameters that models do not fill with small random numbers (norms, decays) are kept unless they are
+    zero: zeros make ties and hide what they are multiplied with.
     """
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -143,7 +143,7 @@ def spread(model: PreTrainedModel) -> None:
 def spread_projection(weight: Tensor) -> None:
     """Scale by fan-in; rows that sum to zero ignore what activations like GELU make all inputs share.
 
-    Without that a deep random model says the same token whatever it reads.
+    Without that a deep random model predicts the same token for every input.
     """
     weight.normal_(std=2.0 * weight.shape[-1] ** -0.5)
     weight -= weight.mean(dim=-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""``install``: ``model.generate`` speculates with the arguments it always had, and comes back unchanged."""
+"""``install`` lets ``model.generate`` speculate with its usual arguments; ``uninstall`` restores it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KWARGS = dict(max_new_tokens=8, do_sample=False)
 
 @pytest.fixture
 def model():
-    """Without the hooks that transformers leaves on a model of which hidden states were asked for."""
+    """A model without the hooks that transformers leaves behind when hidden states are requested."""
     shared = tiny_model("llama")
     fresh = type(shared)(copy.deepcopy(shared.config)).eval()
     fresh.load_state_dict(shared.state_dict())
@@ -30,7 +30,7 @@ def model():
 
 @functools.cache
 def expected():
-    """``(ids, text)`` of transformers."""
+    """``(ids, text)`` of transformers' own generate."""
     ids, _ = prompts((6,))
     return ids, tiny_model("llama").generate(ids, **KWARGS)
 
@@ -49,7 +49,7 @@ def test_generate_speculates(model):
 
 
 def test_positional_arguments(model):
-    """In the order of ``model.generate``: the config, then logits processors."""
+    """Positional arguments have the order of ``model.generate``: the config, then logits processors."""
     ids, text = expected()
     specdec_ext.install(model, right())
     config = GenerationConfig(pad_token_id=0, **KWARGS)
@@ -57,7 +57,7 @@ def test_positional_arguments(model):
 
 
 class Pieces:
-    """A streamer that keeps what it gets."""
+    """A streamer that records what it receives."""
 
     def __init__(self):
         self.tokens, self.ended = [], False
@@ -117,7 +117,7 @@ def test_uninstalled_and_installed_again(model):
 
 
 def test_what_stood_there_is_called_and_comes_back(model):
-    """A ``generate`` that another library has put there."""
+    """A ``generate`` that another library has installed on the model is restored."""
     calls, (ids, text) = [], expected()
 
     def theirs(*args, **kwargs):
@@ -133,7 +133,7 @@ def test_what_stood_there_is_called_and_comes_back(model):
 
 
 def test_assigned_by_hand(model):
-    """It called itself, and the message blamed the model."""
+    """Regression: ``specdec_ext.generate``, assigned as ``model.generate``, called itself."""
     ids, text = expected()
     model.generate = functools.partial(specdec_ext.generate, model, drafter=right())
     out = model.generate(ids, return_dict_in_generate=True, **KWARGS)
@@ -161,7 +161,7 @@ def test_saved_as_always(model, tmp_path):
 
 
 def test_a_model_is_freed_at_once():
-    """Installed or not: its memory on a GPU is wanted back."""
+    """A deleted model is freed, installed or not, because its memory on a GPU is needed."""
     model = copy.deepcopy(tiny_model("llama"))
     installed, alive = specdec_ext.install(model), weakref.ref(model)
     del model
@@ -181,7 +181,7 @@ def test_compiled_models(model):
 
 
 def test_baselines_are_those_of_transformers(model):
-    """What ours is compared with must not be ours."""
+    """The baseline of comparisons must be the model's own generate, not the installed one."""
     ids, _ = expected()
     specdec_ext.install(model, right())
     run = benchmark.hugging_face(model, {"do_sample": False}, return_dict_in_generate=True)

@@ -42,7 +42,7 @@ def pipe():
 
 
 def hook(**kwargs):
-    """The bundled draft model is right most of the time."""
+    """A drafter with the bundled draft model, which is right most of the time."""
     drafter = specdec_ext.DraftModelDrafter(assets.load_draft())
     return specdec_ext.custom_generate(drafter, **kwargs)
 
@@ -68,7 +68,7 @@ def test_other_outputs():
 
 
 def test_stop_sequences_go_to_the_hook():
-    """The pipeline hands them to transformers together with the tokenizer, which is lost on the way."""
+    """The pipeline passes stop strings and the tokenizer to transformers, whose hook drops the tokenizer."""
     if "stop_strings" not in pipe()._sanitize_parameters(stop_sequence="\n")[1]:
         pytest.skip("pipelines of this transformers make a stop sequence an end-of-sequence id")
     kwargs = dict(max_new_tokens=20, do_sample=False)
@@ -79,14 +79,14 @@ def test_stop_sequences_go_to_the_hook():
 
 
 def streamed(pieces, **kwargs):
-    """What a streamer gets to see, and the pipeline's answer."""
+    """The text that a streamer receives, and the pipeline's output."""
     streamer = TextStreamer(pipe().tokenizer, skip_prompt=True)
     streamer.on_finalized_text = lambda text, stream_end=False: pieces.append(text)
     return pipe()(TEXTS[0], streamer=streamer, max_new_tokens=12, do_sample=False, **kwargs)
 
 
 def test_installed_models_stream_and_stop():
-    """With the hook the streamer is lost without a word; an installed model has it."""
+    """The hook silently drops the streamer; an installed model uses it."""
     plain, ours = [], []
     expected = streamed(plain)
     model, drafter = pipe().model, specdec_ext.DraftModelDrafter(assets.load_draft())

@@ -1,4 +1,4 @@
-"""The benchmarks of drafts: contestants draft the same trees, bytes are counted right, reports complete."""
+"""The draft benchmarks: all contestants draft the same trees, byte counts are right, reports are complete."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def tiny(tree: TreeConfig, dtype: torch.dtype = torch.float32, rows: int = 2) ->
     "tree", [bench_draft_head.CHAIN, bench_draft_head.TREE], ids=["chain", "tree"]
 )
 def test_contestants_draft_the_same(tree):
-    """``contest`` compares them by itself; the op's cache keeps the committed elements."""
+    """``contest`` itself compares the drafts; the op's cache keeps the committed elements."""
     ours, theirs = contest(tiny(tree), context=20).runs.values()
     for _ in range(2):
         for given, expected in zip(ours(), theirs(), strict=False):
@@ -41,7 +41,7 @@ def test_a_difference_is_not_timed(monkeypatch):
 
 
 def test_bytes_of_a_draft():
-    """fc once; for each of five levels all other weights and the cache."""
+    """Reads fc once, and all other weights and the cache for each of five levels."""
     attention = (4 + 2 + 2) * 16 * 128 + 64 * 64
     weights = attention + 3 * 64 * 96 + 300 * 64 + 4 * 64  # MLP, lm_head, norms
     cache = 2 * 2 * 20 * 16
@@ -99,7 +99,7 @@ def test_the_gpus_benchmark(tmp_path, monkeypatch, capsys):
 
 
 def test_needed_bytes():
-    """fc once; for each of five levels all other weights and, of each of 2 rows, the cache."""
+    """Reads fc once, and all other weights and the caches of 2 rows for each of five levels."""
     call = DraftCall.make(RandomHead(CONFIGS["tiny"], torch.bfloat16, "cpu"), CASES[0].tree, 20, 2)
     weights = (4 + 2 + 2) * 16 * 128 + 64 * 64 + 3 * 64 * 96 + 300 * 64
     cache = 2 * 2 * (20 + 3) * 16

@@ -1,4 +1,4 @@
-"""``profiling/bench_generate.py``: who takes part, and a whole run on a tiny random target."""
+"""``profiling/bench_generate.py``: the choice of contestants, and a complete run on a tiny random target."""
 
 import json
 
@@ -29,7 +29,7 @@ def test_an_unknown_contestant_is_refused():
 
 
 def test_a_random_target_with_synthetic_acceptance(monkeypatch, tmp_path):
-    """Two batch sizes, two contexts: four records that say what was prescribed, and equal texts."""
+    """Two batch sizes and two contexts give four records with the prescribed acceptance and equal texts."""
     monkeypatch.setitem(random_targets.SHAPES, "135m", ("llama", TINY, 48))
     bench_generate.main(
         target=bench_generate.Target.small,

@@ -70,7 +70,7 @@ def test_a_run_writes_its_table(tmp_path):
 
 
 def test_a_race_pairs_calls():
-    """A machine that is slow for a while slows both of a pair, and widens no interval."""
+    """A machine that is slow for a while slows both contestants of a pair, so the intervals stay narrow."""
     pair = ("ours", PLAIN)
     race = Race({pair: [(0.5, 1.0), (1.5, 3.0), (0.5, 1.0), (5.0, 10.0)]})
     ratio = race.speedup(*pair, prompts=2)
@@ -103,7 +103,7 @@ def test_every_drafter_is_raced_with_plain_decoding(monkeypatch):
 
 
 def test_what_a_head_needs(monkeypatch):
-    """27,072 weights of a tiny head by hand, and keys and values of 20 tokens of 2 heads of 8."""
+    """27,072 weights of a tiny head, counted by hand, and keys and values: 20 tokens, 2 heads of size 8."""
     monkeypatch.setitem(random_targets.SHAPES, "500m", ("llama", TINY, 48))
     head = random_targets.random_head_of("500m", torch.bfloat16)
     bound = Bound.of(head, tokens=13, depth=7)

@@ -1,5 +1,4 @@
-"""The op benchmark: its PyTorch formulations compute what the ops compute, its numbers are what they say,
-and a run writes a full table."""
+"""The op benchmark: its PyTorch baselines equal the ops, its numbers are right, a run writes all rows."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ SMALL = {case.op: case.reduced() for case in CASES if "cpu" in case.devices}
 
 
 def outcome(op: str) -> tuple[bench_cases.Work, object, object]:
-    """Work, the op's result, the formulation's; a mutating op works on copies of its own."""
+    """The work, the op's result and the baseline's; an op that changes its arguments gets copies."""
     case = SMALL[op]
     work, same = case.make(CPU, seed=3), case.make(CPU, seed=3)
     return work, case.run(same.arguments), work.baseline()

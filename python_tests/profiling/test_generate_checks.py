@@ -1,4 +1,4 @@
-"""profiling/generation/generate_checks.py: passes on the CPU, and tells when a text is another one."""
+"""profiling/generation/generate_checks.py passes on the CPU, and detects a different text."""
 
 import generate_checks
 import gpu_steps

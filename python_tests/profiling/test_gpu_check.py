@@ -1,5 +1,8 @@
-"""The GPU check without a GPU: its plan, how it reads what its steps print, how it runs and reports them, and
-the checks of ops on the CPU, with planted faults."""
+"""The GPU check, tested without a GPU.
+
+Tested are its plan, the readers of the steps' output, running and reporting, and the checks of ops on the CPU
+with planted faults.
+"""
 
 from __future__ import annotations
 

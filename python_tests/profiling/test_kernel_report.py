@@ -1,5 +1,7 @@
-"""The kernel report: parsers on literal compiler output, occupancy against NVIDIA's own calculator, and one
-compilation that spills."""
+"""The kernel report: parsers of compiler output, occupancy, and one kernel that spills.
+
+Occupancy is compared with NVIDIA's own calculator.
+"""
 
 from __future__ import annotations
 
@@ -155,8 +157,10 @@ def test_worked_examples_of_occupancy():
 
 
 def test_occupancy_of_the_fused_draft():
-    """One block of 8 warps fills an SM with its ring and may have all registers that a thread can have. Of 9
-    warps they are handed out as if there were 12: 168 are the most, not 65536 / 288 = 227."""
+    """A block of 8 warps, whose ring fills an SM, may use 255 registers per thread, the maximum.
+
+    Registers of 9 warps are allocated as for 12, so at most 168 are available, not 65536 / 288 = 227.
+    """
     for arch in LIMITS:
         ring = most_shared_bytes(arch)
         assert blocks_per_sm(arch, 256, 255, ring) == 1

@@ -1,5 +1,7 @@
-"""The time model of the fused draft_head: its sums are consistent and its numbers the kernel's. It estimates;
-nothing here is a time."""
+"""The time model of the fused draft_head: its sums are consistent, and its constants are the kernel's.
+
+The model only estimates; these tests measure no time.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def test_bytes_of_a_level():
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 @pytest.mark.parametrize("work", WORKS.values(), ids=WORKS)
 def test_sums(work, machine):
-    """Every microsecond of the worst case is in one part, and the floor is bytes over bandwidth."""
+    """The parts of the worst case add up to its total, and the floor is bytes divided by bandwidth."""
     costs, rows = phase_costs(work, machine), level_estimates(work, machine)
     total = draft_estimate(rows)
     launch = model_draft_head.TIMES["launch"]
@@ -102,7 +104,7 @@ def test_computing_slower_than_memory_sets_the_pace(monkeypatch):
 
 
 def test_slices_of_inputs_are_waited_for_where_they_do_not_come_ahead(monkeypatch):
-    """60 tiles of the busiest block are 8 panels, the last of 4 tiles; 8192 k of bfloat16 are 16 slices."""
+    """60 tiles of the busiest block make 8 panels, the last with 4 tiles; 8192 bfloat16 inputs, 16 slices."""
     matrix, machine = Matrix(outs=60 * 8 * 132, ins=8192), MACHINES["h200"]
     times = {"stage": 1.0, "refill": 0.0, "multiply": 0.0, "slice": 5.0}
     for name, value in times.items():
@@ -112,7 +114,7 @@ def test_slices_of_inputs_are_waited_for_where_they_do_not_come_ahead(monkeypatc
 
 
 def test_the_ring_is_the_kernels():
-    """21 stages beside 47 KiB of a Hopper block's 227, 13 beside those of an Ampere block's 163."""
+    """47 KiB are reserved: 21 stages fit into a Hopper block's 227 KiB, 13 into an Ampere block's 163 KiB."""
     kernels = ROOT / "csrc" / "kernels"
     names = ("block", "fragments", "ring", "product")
     text = "".join((kernels / f"draft_{name}.cuh").read_text() for name in names)

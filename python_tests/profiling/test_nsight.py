@@ -1,4 +1,4 @@
-"""The Nsight script: its command lines, the work they profile, and what it says where Nsight is missing."""
+"""The Nsight script: its command lines, the profiled work, and its message if Nsight is not installed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_ncu_records_the_kernels_inside_an_ops_range():
 
 
 def test_both_tools_take_a_draft_by_a_head():
-    """Its cooperative launch is one kernel, inside the range of the op."""
+    """The cooperative launch of a draft is one kernel, inside the range of the op."""
     text = command_line("ncu", "draft_head tree", "--model", "llama3-8b", "--launches", "1")
     assert "--nvtx-include=specdec@draft_head/ --launch-count=1" in text
     assert text.endswith("none 'draft_head tree' --model llama3-8b --device cuda --repeats 5")
@@ -48,7 +48,7 @@ def test_both_tools_take_a_draft_by_a_head():
 
 
 def test_ncu_shows_the_phases_of_a_draft_one_by_one(monkeypatch, capsys):
-    """A launch each, named in their order: three new elements, then the levels of a chain of 5."""
+    """Each phase is one launch, listed in order: three new elements, then the levels of a chain of 5."""
     monkeypatch.setattr(shutil, "which", lambda name: None)
     arguments = ["ncu", "draft_head phases", "--model", "llama3-8b", "--launches", "41"]
     assert nsight.main(arguments) == 2

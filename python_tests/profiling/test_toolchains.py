@@ -1,4 +1,4 @@
-"""profiling/toolchains: machine code is read right, each rule fires on code that breaks it, tables say it."""
+"""profiling/toolchains: machine code is parsed correctly, each rule detects a violation, tables show it."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from toolchains.matrix import Outcome
 
 
 def listing(*instructions: str) -> str:
-    """What nvdisasm prints of one kernel."""
+    """The output of nvdisasm for one kernel."""
     lines = ["//--------------------- .text.kernel --------", "kernel:", ".L_x_0:"]
     lines += [f"        /*{16 * i:04x}*/   {each} ;" for i, each in enumerate(instructions)]
     return "\n".join(lines)
