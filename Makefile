@@ -98,9 +98,9 @@ gpu-check: ## run build, tests, sanitizer and benchmarks on this machine's GPU; 
 
 # The training state is kept in build/bundled, so the next call resumes a run that was stopped.
 head: $(BUILD) ## train the bundled draft head from scratch; texts, then an hour on two cores; resumes
-	$(BIN)/python training/bundled_models.py texts
-	$(BIN)/python training/bundled_models.py completions
-	$(BIN)/python training/bundled_models.py completions held_out --files 300
+	$(BIN)/python tools/bundled/bundled_models.py texts
+	$(BIN)/python tools/bundled/bundled_models.py completions
+	$(BIN)/python tools/bundled/bundled_models.py completions held_out --files 300
 	$(BIN)/specdec train bundled --data build/bundled/head/text_completions.jsonl \
 	  --held-out build/bundled/head/held_out_completions.jsonl --out build/bundled/head/tiny-python-head \
 	  --layers 1,3,6 --draft-vocab 3072 --learn-everything --updates 1700 --batch-size 4 \

@@ -201,17 +201,19 @@ class Race:
         prompts: list[Prompt],
         repetitions: int,
     ) -> Race:
-        """Run the two contestants of each pair one after the other on every prompt.
+        """Run the pairs one after the other; the two contestants of a pair take turns on every prompt.
 
-        A machine that slows down then slows both. Each contestant has one warm-up call, and which of the two
-        runs first alternates over repetitions.
+        A machine that slows down then slows both. Which of the two runs first alternates over repetitions.
+        One warm-up call of each precedes a pair, so that both are as warm as for a user who generates several
+        texts with the same drafter.
         """
-        for contestant in contestants.values():
-            contestant(prompts[0])
-        race = cls({pair: [] for pair in pairs})
-        for turn in range(repetitions):
-            for prompt in prompts:
-                for pair in pairs:
+        race = cls({})
+        for pair in pairs:
+            for name in pair:
+                contestants[name](prompts[0])
+            times = race.pairs[pair] = []
+            for turn in range(repetitions):
+                for prompt in prompts:
                     taken = {}
                     for name in pair if turn % 2 else pair[::-1]:
                         began = time.perf_counter()

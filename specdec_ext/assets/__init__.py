@@ -1,9 +1,9 @@
 """The bundled models and prompts, which are part of the package; nothing is downloaded.
 
 ``tiny-python-target`` and ``tiny-python-draft`` are small Llama models of Python source code with the same
-tokenizer, trained by ``training/bundled_models.py``. ``tiny-python-head`` is an EAGLE 3.1 head for the
+tokenizer, trained by ``tools/bundled/bundled_models.py``. ``tiny-python-head`` is an EAGLE 3.1 head for the
 target, trained by ``specdec train``. Their model cards give the commands. The prompts are the beginnings of
-files on which no model was trained (``PROMPTS.md``, made by ``training/make_prompts.py``).
+files on which no model was trained (``PROMPTS.md``, made by ``tools/bundled/make_prompts.py``).
 """
 
 from __future__ import annotations
@@ -66,6 +66,6 @@ def _existing(name: str) -> Path:
     if not folder.is_dir():
         raise FileNotFoundError(
             f"the bundled model {name} is missing from {FOLDER}; install a wheel or use a complete checkout, "
-            "or train it with training/bundled_models.py"
+            "or train it with tools/bundled/bundled_models.py"
         )
     return folder

@@ -612,7 +612,9 @@ class Controller(Policy):
             hits, misses = hits + (matched > 0), misses + missed
         source, missed_before = self._option.source, self._memory.misses
         if hits or misses:
-            missed_before[source] = 0 if hits else min(missed_before.get(source, 0) + 1, MOST_MISSES)
+            missed_before[source] = (
+                0 if hits else min(missed_before.get(source, 0) + 1, MOST_MISSES)
+            )
         if misses and not hits and not (self._trying and self._standing == TRIED - 1):
             self._standing = 0
         if self._probing and hits:  # something came of it: once more, at once

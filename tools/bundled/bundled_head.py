@@ -1,6 +1,6 @@
 """Copy a trained head into ``specdec_ext/assets`` and write its model card with measured acceptance.
 
-``make head`` trains a head from scratch; its last command is ``python training/bundled_head.py export``.
+``make head`` trains a head from scratch; its last command is ``python tools/bundled/bundled_head.py export``.
 
 Acceptance is measured by generation with greedy chains of five tokens in float32: 128 new tokens for each of
 the bundled prompts, and, as prose, for the beginnings of topics of Python's language reference. These come
@@ -213,7 +213,7 @@ def export(
 
 def train_command() -> str:
     """The training command in the Makefile."""
-    lines = (Path(__file__).parent.parent / "Makefile").read_text().splitlines()
+    lines = (Path(__file__).parents[2] / "Makefile").read_text().splitlines()
     start = next(index for index, line in enumerate(lines) if "specdec train bundled" in line)
     command = [lines[start].strip().replace("$(BIN)/", "")]
     while command[-1].endswith("\\"):

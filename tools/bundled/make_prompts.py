@@ -109,7 +109,7 @@ def seen_shares(texts: list[np.ndarray], corpus: np.ndarray, chunk: int = 4_000_
 
 def main(
     work: Annotated[
-        Path, typer.Option(help="folder of the corpus, as for training/bundled_models.py")
+        Path, typer.Option(help="folder of the corpus, as for tools/bundled/bundled_models.py")
     ] = Path("build/bundled"),
     assets: Path = Path("specdec_ext/assets"),
 ) -> None:
