@@ -3,13 +3,13 @@
 The script also writes the texts on which draft heads of the target are trained. Each step can be resumed; its
 state is kept in ``--work`` (default ``build/bundled``):
 
-    python tools/bundled/bundled_models.py prepare            # collect source files, train the tokenizer, tokenize
+    python tools/bundled/bundled_models.py prepare            # collect source files, train the tokenizer
     python tools/bundled/bundled_models.py train target --tokens 40e6
     python tools/bundled/bundled_models.py train draft --tokens 40e6
     python tools/bundled/bundled_models.py export target      # bf16 safetensors, model card with perplexity
     python tools/bundled/bundled_models.py export draft
-    python tools/bundled/bundled_models.py texts              # the corpus as head/text.jsonl, head/held_out.jsonl
-    python tools/bundled/bundled_models.py completions        # beginnings of these texts, continued by the target
+    python tools/bundled/bundled_models.py texts              # head/text.jsonl and head/held_out.jsonl
+    python tools/bundled/bundled_models.py completions        # beginnings of these, continued by the target
     python tools/bundled/bundled_models.py completions held_out --files 300
 
 The last three steps need only the exported target, not the steps before it.
