@@ -6,7 +6,9 @@ starts quickly.
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from inspect import cleandoc
+from typing import Annotated, Any
 
 import typer
 
@@ -50,6 +52,12 @@ def specdec(
     """Options that stand before the command; none of them changes what a command does."""
 
 
+def _help(command: Callable[..., Any]) -> str:
+    """The docstring with one line per paragraph, so that the terminal wraps it to its own width."""
+    paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(each.split()) for each in paragraphs)
+
+
 specdec.__doc__ = None  # the help text is the app's
 for command in (demo, generate, bench, check, inspect, keywords, train, version):
-    app.command()(command)
+    app.command(help=_help(command))(command)
