@@ -164,7 +164,9 @@ def test_claims_that_are_not_made_are_not_checked(monkeypatch):
 
 @pytest.mark.parametrize("shape", [(2, 6), (1, 1), (6,)], ids=str)
 def test_prompts_of_another_shape(shape):
-    with pytest.raises(ValueError, match=r"input_ids has shape \(.*expected one prompt \[1, length\]"):
+    with pytest.raises(
+        ValueError, match=r"input_ids has shape \(.*expected one prompt \[1, length\]"
+    ):
         check_model(tiny_model("llama"), torch.ones(shape, dtype=torch.long))
 
 
