@@ -1,7 +1,7 @@
-"""A world in which steps take the time that a test says: the loop without a model, for the controller.
+"""A simulation of the decoding loop without a model, in which steps take prescribed times.
 
-The text is random. A drafter there guesses the next token of it rightly with a probability by position;
-passes and drafts take times that functions give. Nothing looks at a real clock.
+The text is random. A drafter proposes the right next token with a prescribed probability by position, and
+functions give the times of passes and drafts. No real clock is read.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Clock:
 
 
 class WorldDrafter(Drafter):
-    """Chains of the depths it offers, or what it finds in a share of the steps.
+    """Proposes chains of the offered depths, or a chain by lookup in a share of the steps.
 
     Args:
-        right: ``right(row, position of the text) -> [a_1, a_2, ...]``, conditional.
-        depths: of the chains it offers; none: it proposes what it finds.
-        found: share of steps with a proposal.
+        right: ``right(row, position in the text) -> [a_1, a_2, ...]``, the conditional acceptances.
+        depths: depths of the offered chains; if empty, the drafter proposes by lookup.
+        found: share of steps in which a lookup finds a proposal.
     """
 
     def __init__(self, world, right, seconds, depths=(), found=1.0, length=8):

@@ -24,7 +24,7 @@ def pixels(rows: int, *between: int, size: int = SIZE) -> Tensor:
 
 @dataclass
 class Kind:
-    """A kind of model and what its prompts are made of.
+    """A kind of model and the parts of its prompts.
 
     Attributes:
         pieces: tokens that an image takes in the text.

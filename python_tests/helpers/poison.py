@@ -93,11 +93,11 @@ def _activations(model: PreTrainedModel, where: dict[int, str]) -> Iterator[None
 
 
 class PoisonDrafter(ScriptedDrafter):
-    """Right tokens and poison: chains or trees with poison at any depth, and drafts without any.
+    """Drafts right tokens and poison: chains or trees with poison at any depth, and drafts without poison.
 
     Args:
-        answers: per original row the generated tokens that are right.
-        poison: tokens.
+        answers: for each original row, the right tokens.
+        poison: the poison tokens.
         tree: whether it drafts trees.
     """
 
@@ -206,7 +206,7 @@ class Drafted:
     drift: float = 0.0
 
     def difference(self, seed: int = 0) -> str:
-        """How the output differs from that of plain decoding, "" if it does not.
+        """Describe how the output differs from that of plain decoding; "" if it does not.
 
         In half precision two tokens that tie but for rounding are the same to it, and the row's rest is left
         out.

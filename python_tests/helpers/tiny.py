@@ -212,7 +212,7 @@ def prompts(
 
 
 class ScriptedDrafter(specdec_ext.Drafter):
-    """Proposes what a function says from the known right continuation of each row.
+    """Proposes the paths that a function makes from the known right continuation of each row.
 
     Args:
         answers: per original row the generated tokens that are right.

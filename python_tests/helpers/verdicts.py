@@ -66,9 +66,9 @@ def judge(
     """Build the model, generate with transformers and with scripted drafters, and compare.
 
     Args:
-        name: of an architecture or a variant in the zoo.
-        shapes: of what is drafted (``tiny.SHAPES``).
-        new_tokens: enough for rows of a batch to run apart and for windows to be left behind.
+        name: name of an architecture or a variant in the zoo.
+        shapes: names of draft shapes (``tiny.SHAPES``).
+        new_tokens: enough tokens for rows of a batch to diverge and for the text to exceed windows.
     """
     calls = {batch: inputs(batch, new_tokens) for batch in BATCHES}
     try:
