@@ -25,7 +25,7 @@ from text_table import format_table
 from specdec_ext import Drafter, DraftModelDrafter, DraftTree, NgramDrafter, assets
 from specdec_ext.evaluate import benchmark
 from specdec_ext.evaluate.benchmark import PLAIN, Prompt
-from specdec_ext.schedule.controller import forget
+from specdec_ext.schedule.memory import forget
 
 AUTO = "auto"
 GOALS = {"wrong": 0.97, "random": 0.97, "right": 0.98}

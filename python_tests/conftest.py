@@ -77,7 +77,7 @@ def simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
     if "specdec_ext.generation" not in sys.modules:
         return  # a test of ops alone, which need no transformers
     from specdec_ext import loop
-    from specdec_ext.schedule import controller
+    from specdec_ext.schedule import memory
     from specdec_ext.schedule import settings as speculation
 
     clock, verify = SimulatedTime(), loop.Decoder._verify
@@ -88,7 +88,7 @@ def simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(loop.Decoder, "_verify", verify_after_a_pass)
     monkeypatch.setattr(speculation, "AUTO", speculation.Speculation(clock=clock))
-    controller._memories.clear()
+    memory._memories.clear()
 
 
 @pytest.fixture(

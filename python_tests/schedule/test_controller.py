@@ -1,7 +1,7 @@
-"""The controller in a world with a clock of its own: never slower, near the best shape, and it says why.
+"""The controller on a simulated clock: never slower than plain decoding, near the best shape, and explained.
 
-Times are those of ``decoding_world``, so no real one decides a test. What the controller leaves to the text
-is in ``test_controller_chaos.py``.
+Times come from ``decoding_world``, so no result depends on real time. ``test_controller_chaos.py`` shows that
+the controller cannot change the text.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from tiny import ScriptedDrafter, generated, oracle_chain, prompts, tiny_model
 
 import specdec_ext
 from specdec_ext import DraftModelDrafter, Speculation, SpeculationStats, TreeConfig
-from specdec_ext.schedule.acceptance import Acceptance, LearntAcceptance
-from specdec_ext.schedule.controller import (
+from specdec_ext.schedule.acceptance import Acceptance, LearntAcceptance, judged
+from specdec_ext.schedule.controller import Controller
+from specdec_ext.schedule.costs import Curve, VerifyCosts
+from specdec_ext.schedule.memory import (
+    MAX_BALANCE,
     MEMORIES,
-    MOST_BALANCE,
-    Controller,
     Ledger,
     Memory,
     _memories,
     forget,
-    judged,
     memory_of,
 )
-from specdec_ext.schedule.costs import Curve, VerifyCosts
 from specdec_ext.schedule.policy import Policy
 from specdec_ext.schedule.report import Gain, Report
 
@@ -41,7 +40,7 @@ CHAINS = {"depths": (1, 2, 3, 4, 5, 6, 7)}
 
 
 def verify(rows: int, nodes: int) -> float:
-    """A pass: 3 ms, 12 % more for each further node, 35 % for each further row."""
+    """Seconds of a pass: 3 ms, plus 12 % per further node, plus 35 % per further row."""
     return 3 * MS * (1 + 0.12 * (nodes - 1)) * (1 + 0.35 * (rows - 1))
 
 
@@ -58,7 +57,7 @@ def always(chance: float):
 
 
 def speed(world: World, drafter, tokens: int = 128, **kwargs) -> float:
-    """Of one call, to plain decoding."""
+    """The speed of one call relative to plain decoding."""
     plain = (tokens - 1) * world.verify(world.rows, 1)
     return plain / world.run(drafter, tokens, **kwargs).seconds["verify"]
 
@@ -137,7 +136,7 @@ def test_probes_are_paid_from_a_share_of_the_time():
     world.run(drafter, 64)  # nothing was known: two drafts or three
     asked = len(drafter.asked)
     seconds = world.run(drafter, 1000).seconds["verify"]
-    # a start's credit of one and a half plain steps, and half a percent of three seconds
+    # the initial credit of one and a half plain steps, and 0.5 % of three seconds
     assert len(drafter.asked) - asked <= 1 + 0.005 * seconds / (30 * MS)
     asked = len(drafter.asked)
     world.run(drafter, 20_000)
@@ -148,7 +147,7 @@ def test_probes_are_paid_from_a_share_of_the_time():
 
 
 class Hopeful(Controller):
-    """Expects all of every draft to be right, whatever it has seen."""
+    """Expects every draft to be right, whatever it has observed."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -164,8 +163,8 @@ class Hopeful(Controller):
         pytest.param(lookup_cost, {}, id="lookup"),
     ],
 )
-def test_what_drafts_have_gained_decides_whatever_was_expected_of_them(seconds, options):
-    """Expectations that are wrong for good cost what the ledger has at first, and then the price of tries."""
+def test_the_ledger_limits_the_loss_from_wrong_estimates(seconds, options):
+    """Estimates that never improve cost the initial balance of the ledger, and then only the probes."""
     world = World(verify)
     drafter = world.drafter(always(0.1), seconds, **options)
 
@@ -190,8 +189,8 @@ def test_drafts_that_begin_to_pay_fill_an_empty_ledger():
     assert speed(world, good) > 1.5
 
 
-def test_drafts_of_a_model_have_to_promise_more_than_plain_steps_by_a_margin():
-    """What a step does not show is not in its costs: two tokens in 1.96 plain steps are not enough."""
+def test_drafts_of_a_model_must_promise_more_than_plain_steps_by_a_margin():
+    """A step does not show all its costs, so two tokens in 1.96 plain steps are not enough."""
     shares = {}
     for name, plain_steps in (("little", 1.96), ("enough", 1.8)):
         world = World(verify, noise=lambda rng: 1.0)
@@ -204,18 +203,18 @@ def test_drafts_of_a_model_have_to_promise_more_than_plain_steps_by_a_margin():
 
 
 def test_a_single_step_costs_the_ledger_little():
-    """It may have been interrupted: a second of another process says nothing of drafts."""
+    """It may have been interrupted: a second that another process took says nothing about drafts."""
     ledger = Ledger()
     before = ledger.balance
     ledger.add(-1000.0)
     assert before - ledger.balance == 2
     for _ in range(100):
         ledger.add(5.0)
-    assert ledger.balance == MOST_BALANCE  # gains of long ago pay for no more than that
+    assert ledger.balance == MAX_BALANCE  # old gains count no more than this
 
 
-def test_a_try_goes_on_behind_the_reading_of_what_was_missed():
-    """However dear that was: it tells nothing of what the drafts behind it cost."""
+def test_a_probe_continues_after_the_draft_that_reads_new_tokens():
+    """Reading them may be expensive, but says nothing about the cost of the next drafts."""
     world = World(verify, noise=lambda rng: 1.0)
     drafter = world.drafter(always(0.0), head_cost, depths=(1,))
     world.run(drafter, 64)
@@ -231,14 +230,14 @@ def test_a_try_goes_on_behind_the_reading_of_what_was_missed():
 
     drafter.seconds, drafter.propose = reading, noted
     world.run(drafter, 20_000)
-    tries = sum(step - before > 20 for before, step in pairwise([-100, *steps]))
-    assert tries > 2
-    assert len(steps) == 2 * tries  # and ends with the first wrong draft behind it
+    probes = sum(step - before > 20 for before, step in pairwise([-100, *steps]))
+    assert probes > 2
+    assert len(steps) == 2 * probes  # a probe ends with the first wrong draft after that one
 
 
 @pytest.mark.parametrize("slow", [1, 3])
-def test_tokens_of_fast_rows_pay_for_nothing_while_a_slow_row_decides_the_end(slow):
-    """However many tokens a step brings in all, it saves no pass; the call as a whole tells."""
+def test_tokens_of_fast_rows_save_nothing_while_a_slow_row_decides_the_end(slow):
+    """Such tokens save no pass, which the controller learns from whole calls."""
     world = World(lambda rows, nodes: verify(1, nodes) * (1 + 0.02 * (rows - 1)), rows=4)
     drafter = world.drafter(
         lambda row, at: [0.0 if row < slow else 0.95] * 8, lambda depth: 1.2 * MS, **CHAINS
@@ -249,8 +248,8 @@ def test_tokens_of_fast_rows_pay_for_nothing_while_a_slow_row_decides_the_end(sl
     assert speed(world, drafter, policy=Policy(drafter, TreeConfig(depth=3))) < 0.9
 
 
-def test_only_plain_steps_behind_plain_steps_are_a_reference():
-    """The first plain step behind a wider pass takes longer; plain decoding is made of the others."""
+def test_only_plain_steps_after_plain_steps_are_a_reference():
+    """The first plain step after a wider pass takes longer, but plain decoding consists of the others."""
     last = [1]
 
     def verify_after(rows, nodes):
@@ -266,8 +265,8 @@ def test_only_plain_steps_behind_plain_steps_are_a_reference():
     assert list(times) == pytest.approx([3 * MS] * len(times))
 
 
-def test_a_call_whose_first_draft_is_dear_is_not_given_it_for_a_few_tokens():
-    """The prompt is read then: worth it for a long text, not for a short one."""
+def test_an_expensive_first_draft_is_made_for_long_texts_only():
+    """The first draft reads the prompt, which pays for a long text and not for a short one."""
     world = World(verify)
     first = [True]
 
@@ -289,8 +288,8 @@ def test_a_call_whose_first_draft_is_dear_is_not_given_it_for_a_few_tokens():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_clock_will_do(seed):
-    """Stopped, jumping, from 0 or from the end of time: no exception, and every token comes."""
+def test_any_clock_is_safe(seed):
+    """With a clock that stops, jumps or starts anywhere, there is no exception and no token is missing."""
     world = World(lambda rows, nodes: 0.0, rows=3, seed=seed)
     rng = random.Random(seed)
     jumps = [0.0, 0.0, 1e-9, 1e-3, 1.0, 1e9, 1e100]
@@ -334,15 +333,15 @@ def test_near_the_best_fixed_shape(chance, rows):
 
 def test_depth_follows_costs():
     depths = {}
-    for name, slope in (("cheap", 0.01), ("dear", 0.35)):
+    for name, slope in (("cheap", 0.01), ("expensive", 0.35)):
         world = World(lambda rows, nodes, slope=slope: 3 * MS * (1 + slope * (nodes - 1)))
         drafter = world.drafter(always(0.85), head_cost, **CHAINS)
         world.run(drafter, 200)
         depths[name] = fmean(drafter.asked[10:])
-    assert depths["cheap"] > 5.5 and depths["dear"] < 3.5
+    assert depths["cheap"] > 5.5 and depths["expensive"] < 3.5
 
 
-def test_what_is_found_is_cut_where_nodes_are_dear():
+def test_lookups_are_cut_where_nodes_are_expensive():
     world = World(lambda rows, nodes: 3 * MS * (1 + (0.02 if nodes < 5 else 0.9) * (nodes - 1)))
     drafter = world.drafter(always(0.8), lookup_cost, length=8)
     world.run(drafter, 100)
@@ -351,7 +350,7 @@ def test_what_is_found_is_cut_where_nodes_are_dear():
 
 
 def test_costs_that_change_are_noticed():
-    """All passes take twice as long from a moment on: the plain step's time is measured now and then."""
+    """All passes take twice as long from some moment on, and the plain step's time is measured again."""
     pace = [1.0]
     world = World(lambda rows, nodes: pace[0] * verify(rows, nodes))
     drafter = world.drafter(always(0.9), head_cost, **CHAINS)
@@ -404,7 +403,7 @@ def test_without_rest_every_step_drafts():
     ("make", "message"),
     [
         (lambda: Speculation(shapes=[]), r"shapes is \[\]; expected a list of TreeConfig"),
-        (lambda: Speculation(shapes=[5]), "shapes has a int; expected TreeConfig"),
+        (lambda: Speculation(shapes=[5]), "shapes contains a int; expected TreeConfig"),
         (
             lambda: Speculation(max_nodes=1),
             "max_nodes counts the root and must be at least 2, got 1",
@@ -413,12 +412,12 @@ def test_without_rest_every_step_drafts():
         (lambda: Speculation(hysteresis=-1), "hysteresis is a share"),
         (
             lambda: Speculation(shapes=[TreeConfig(depth=5)], max_nodes=3),
-            "max_nodes=3 leaves none of shapes",
+            "max_nodes=3 excludes all of shapes",
         ),
         (lambda: call(speculation="always"), "speculation='always' is not known; expected 'auto'"),
         (
             lambda: call("ngram", speculation=Speculation(shapes=[TreeConfig(depth=2)])),
-            "NgramDrafter proposes what it finds; leave shapes out",
+            "NgramDrafter accepts none: .* Leave shapes out",
         ),
         (
             lambda: call(
@@ -485,10 +484,10 @@ def test_the_text_is_that_of_plain_decoding(decoding):
     assert stats.explain().startswith("ScriptedDrafter, speculation='auto'")
 
 
-# --- what is learnt
+# --- what it learns
 
 
-def test_judged_by_the_text():
+def test_proposals_are_compared_with_the_text():
     chain = [5, 1, 2, 3], [-1, 0, 1, 2]
     assert judged(*chain, [1, 2, 3, 9]) == (3, False)
     assert judged(*chain, [1, 2, 9]) == (2, True)
@@ -501,7 +500,7 @@ def test_judged_by_the_text():
     #     root -> 1 -> 2 -> 3, root -> 7: the text goes on where the short branch ends, the proposal does not
     uneven = [5, 1, 7, 2, 3], [-1, 0, 0, 1, 3]
     assert judged(*uneven, [7, 9]) == (1, True)
-    assert judged(*uneven, [7]) == (1, False)  # dropped: nobody knows
+    assert judged(*uneven, [7]) == (1, False)  # dropped: unknown
     assert judged(*uneven, [1, 2, 3, 4]) == (3, False)
     assert judged(*tree, [7, 2]) == (1, True)
     assert judged(*tree, [2]) == (0, True)
@@ -528,11 +527,11 @@ def test_acceptance_of_a_row_leans_on_all_and_a_position_on_the_one_before():
     assert new[1] == pytest.approx(0.5, abs=0.03)
     assert learnt.rates("chain", 5)[3:] == pytest.approx([learnt.rates("chain", 3)[2]] * 2)
     assert call.ahead(0, "chain", 3)[:2] == call.ahead(0, "chain", 1)[:2]
-    # a tree that nobody has tried holds more than the chain
+    # a tree without observations is expected to bring more than the chain
     assert learnt.rates("tree of 9 nodes", 2, is_tree=True)[0] > learnt.rates("chain", 2)[0]
 
 
-def test_a_curve_between_beyond_and_robust():
+def test_a_curve_interpolates_extrapolates_and_ignores_outliers():
     curve = Curve()
     assert curve(4) is None
     curve.add(1, 1.0)
@@ -542,25 +541,25 @@ def test_a_curve_between_beyond_and_robust():
     assert curve(5) == 2.1
     assert curve(3) == pytest.approx((1.0 + 2.1) / 2)
     assert curve(9) == pytest.approx(2.1 + 4 * 1.1 / 4)
-    curve.add(3, 90.0)  # once: the guess is smaller
+    curve.add(3, 90.0)  # an outlier: the estimate is smaller
     assert curve(3) == pytest.approx((1.0 + 2.1) / 2)
     for _ in range(20):
         curve.add(1, 1.5)
     assert curve(1) == 1.5 and curve.count(1) == 9
 
 
-def test_costs_of_other_batches_and_contexts_are_guessed_from_those_known():
+def test_costs_of_other_batches_and_contexts_are_estimated_from_known_ones():
     costs = VerifyCosts()
     for nodes in (1, 4, 8):
         costs.curve(1, 100).add(nodes, 1.0 + 0.1 * nodes)
     assert costs.curve(1, 5000)(4) == pytest.approx(1.4)
-    assert costs.curve(4, 100)(1) == pytest.approx(1.4)  # as many tokens
+    assert costs.curve(4, 100)(1) == pytest.approx(1.4)  # as many tokens in all
     costs.curve(1, 5000).add(1, 2.2)
     assert costs.curve(1, 5000)(4) == pytest.approx(2.8)  # twice the other curve
 
 
 def test_costs_of_rows_that_end_one_after_the_other():
-    """Each number of rows leans on the one before, in a chain longer than Python's stack is deep."""
+    """Each curve is based on that of one row more, in a chain longer than Python's recursion limit."""
     costs, rows = VerifyCosts(), 2 * sys.getrecursionlimit()
     costs.curve(rows, 100).add(8, 8.0)
     while rows := rows - 1:
@@ -568,8 +567,8 @@ def test_costs_of_rows_that_end_one_after_the_other():
     assert costs.curve(1, 100)(8) > 1.0
 
 
-def test_the_interval_of_the_gain_holds_what_it_should():
-    """In 95 % of worlds, give or take, the ratio of the expectations."""
+def test_the_interval_of_the_gain_covers_the_true_ratio():
+    """In about 95 % of 400 random calls it contains the ratio of the expectations."""
     rng, inside = random.Random(0), 0
     for _ in range(400):
         gain = Gain()
@@ -581,7 +580,7 @@ def test_the_interval_of_the_gain_holds_what_it_should():
     assert Gain().interval() == (0.0, math.inf) and Gain().ratio == 1.0
 
 
-# --- what it says
+# --- explain()
 
 
 def test_explain():
@@ -596,11 +595,11 @@ def test_explain():
     stats = world.run(good, 400)
     assert stats.report.low < stats.report.gain < stats.report.high
     assert (
-        f"{stats.report.gain:.2f}x the speed that plain decoding is estimated at (95 %"
+        f"{stats.report.gain:.2f}x the estimated speed of plain decoding (95 % interval"
         in stats.explain()
     )
     assert sum(stats.shapes.values()) == stats.steps
-    assert call(None).speculation.explain() == "Plain decoding: there was no drafter."
+    assert call(None).speculation.explain() == "Plain decoding without a drafter."
     assert (
         "drafted in every step (speculation='fixed')"
         in call(speculation="fixed").speculation.explain()
@@ -629,18 +628,18 @@ def test_the_drafters_used_last_are_remembered():
 @pytest.mark.parametrize(
     "low, high, told", [(0.0, 9.54, False), (1.0, math.inf, False), (0.9, 1.3, True)]
 )
-def test_a_gain_that_cannot_be_told_is_not_told(low, high, told):
-    """Short calls used to say such as 1.12x (95 %: 0.00x to 9.54x)."""
+def test_an_uncertain_gain_is_not_reported(low, high, told):
+    """Reports of short calls once said, for example, 1.12x (95 %: 0.00x to 9.54x)."""
     report = Report([(1, 1, 0.01, 2)], [], {}, 1.12, low, high)
     stats = SpeculationStats("x", policy="auto", shapes={"chain of 3": 4}, report=report)
     said = stats.explain()
-    assert ("1.12x the speed" in said) == told
+    assert ("1.12x the estimated speed" in said) == told
     assert (
-        "too short to tell what that gained: in 4 steps, with a plain step timed 2 times" in said
+        "too short to measure a speed-up: the times of 4 steps and of 2 plain steps for" in said
     ) != told
 
 
-def test_what_is_learnt_goes_with_the_model():
+def test_memories_belong_to_a_model_and_a_number_of_threads():
     world = World(verify)
     drafter = world.drafter(always(0.0), head_cost, **CHAINS)
     world.run(drafter, 64)

@@ -1,7 +1,7 @@
-"""Whatever a policy decides, the text stays: drafts asked for or not, in any shape, cut anywhere or dropped.
+"""No policy can change the text: with or without drafts, in any shape, cut anywhere or dropped.
 
-``Chaos`` decides at random. Every drafter has to go on after steps in which it was not asked, and after
-proposals of which a part or nothing was verified.
+The policy ``Chaos`` decides at random. Every drafter must continue correctly after steps that did not ask it,
+and after proposals that were verified in part or not at all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*of the last")
 
 
 class Chaos(Policy):
-    """Streaks with and without drafts, any shape, any cut. ``log`` counts what it did."""
+    """Random runs of steps with and without drafts, random shapes and cuts. ``log`` counts its decisions."""
 
     log: ClassVar = {"plain": 0, "dropped": 0, "cut": 0, "whole": 0}
 
@@ -108,7 +108,7 @@ def test_the_text_stays(name, batch, decoding, monkeypatch):
 
 
 def test_chaos_is_chaotic(monkeypatch):
-    """Of the drafters above one shows everything: some of it cut, dropped, kept, and accepted."""
+    """With one of the drafters above, proposals are cut, dropped, kept whole, and accepted."""
     monkeypatch.setattr(generation, "Controller", Chaos)
     monkeypatch.setattr(Chaos, "log", dict.fromkeys(Chaos.log, 0))
     stats = check_same_text(DRAFTERS["the model itself"](), "five-ragged", "greedy")

@@ -1,1 +1,1 @@
-"""What each step drafts and how much of it is verified, decided from measured times and acceptance."""
+"""The policies that decide, from measured times and acceptance, what each step drafts and verifies."""

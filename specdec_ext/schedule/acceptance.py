@@ -1,29 +1,39 @@
-"""Conditional acceptance by position, learnt from what is drafted and what the text turned out to be.
+"""Conditional acceptance by position, learnt by comparing drafts with the text that followed.
 
-a_i is the probability that position i is accepted given that i - 1 was; the first i positions are accepted
-with the product A_i, and a draft of d levels brings A_1 + ... + A_d tokens beside the one that every step
-brings. Evidence is thin, so estimates lean on each other: position i of a row on what all rows and calls have
-seen there, and that on position i - 1.
+a_i is the probability that position i is accepted given that position i - 1 was. All of the first i positions
+are accepted with probability A_i = a_1 * ... * a_i. A draft of d levels is expected to bring A_1 + ... + A_d
+tokens in addition to the one that every step emits.
+
+There are few observations, so each estimate is shrunk towards a broader one: position i of a row towards
+position i over all rows and calls, and that towards position i - 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Assumed of a first position before anything was seen, and what that weighs, in observations.
+# The estimate for a first position without observations.
 FIRST = 0.6
-LEAN_ON_BEFORE = 2.0
-# What all rows and calls have seen weighs this many observations of a row.
-LEAN_ON_ALL = 6.0
-# Observations after which older ones have faded, of all rows and calls and of a row.
+# Weight, in observations, of the position before, and of all rows and calls in the estimate for one row.
+WEIGHT_BEFORE, WEIGHT_ALL = 2.0, 6.0
+# Observations fade exponentially. About this many recent ones count: over all rows and calls, and of one row.
 MEMORY_ALL, MEMORY_ROW = 200.0, 12.0
-# A tree holds more guesses than a chain: of what the chain misses it is taken to find this share, until seen.
+# A tree holds more guesses than a chain. Without observations it is assumed to contain the right token in
+# this share of the cases in which the chain does not.
 TREE_FINDS = 0.3
 CHAIN = "chain"
 
 
 class Positions:
-    """Faded counts by position: judged, and of those accepted."""
+    """Counts of observations and acceptances by position, in which older ones fade.
+
+    Args:
+        memory: about how many recent observations count.
+
+    Attributes:
+        judged: observations of each position.
+        accepted: those in which the position was right.
+    """
 
     def __init__(self, memory: float):
         self._kept = 1 - 1 / memory
@@ -31,7 +41,7 @@ class Positions:
         self.accepted: list[float] = []
 
     def add(self, matched: int, missed: bool) -> None:
-        """The first ``matched`` positions were right; if ``missed``, the next was wrong."""
+        """Add a draft whose first ``matched`` positions were right and, if ``missed``, the next one wrong."""
         reached = matched + missed
         while len(self.judged) < reached:
             self.judged.append(0.0)
@@ -41,14 +51,14 @@ class Positions:
             self.accepted[i] = self.accepted[i] * self._kept + (i < matched)
 
     def at(self, position: int) -> tuple[float, float]:
-        """(accepted, judged)."""
+        """``(accepted, judged)`` of a position, counted from 0."""
         if position >= len(self.judged):
             return 0.0, 0.0
         return self.accepted[position], self.judged[position]
 
 
 class LearntAcceptance:
-    """By kind of draft, over all rows and calls."""
+    """Acceptance by kind of draft, over all rows and calls."""
 
     def __init__(self) -> None:
         self.kinds: dict[str, Positions] = {}
@@ -57,7 +67,7 @@ class LearntAcceptance:
         return self.kinds.setdefault(kind, Positions(MEMORY_ALL))
 
     def rates(self, kind: str, depth: int, is_tree: bool = False) -> list[float]:
-        """a_1 ... a_depth."""
+        """The estimates a_1, ..., a_depth."""
         chain = self.kinds.get(CHAIN) if is_tree else None
         positions, before, rates = self.positions(kind), FIRST, []
         for i in range(depth):
@@ -65,16 +75,16 @@ class LearntAcceptance:
                 accepted, judged = chain.at(i)
                 before = 1 - (1 - accepted / judged) * (1 - TREE_FINDS)
             accepted, judged = positions.at(i)
-            before = (accepted + LEAN_ON_BEFORE * before) / (judged + LEAN_ON_BEFORE)
+            before = (accepted + WEIGHT_BEFORE * before) / (judged + WEIGHT_BEFORE)
             rates.append(before)
         return rates
 
 
 class Acceptance:
-    """Of one call: its rows, leaning on what was learnt over all.
+    """Acceptance of the rows of one call, shrunk towards that over all rows and calls.
 
     Args:
-        learnt: shared by all calls with such a drafter on the model.
+        learnt: acceptance over all calls with such a drafter on the model.
     """
 
     def __init__(self, learnt: LearntAcceptance):
@@ -83,7 +93,7 @@ class Acceptance:
         self._ahead: dict[tuple[int, str], list[float]] = {}
 
     def add(self, row: int, kind: str, matched: int, missed: bool) -> None:
-        """What became of a draft of this row."""
+        """Add a draft of this row, as in :meth:`Positions.add`."""
         if matched or missed:
             own = self._rows.setdefault((row, kind), Positions(MEMORY_ROW))
             own.add(matched, missed)
@@ -91,7 +101,7 @@ class Acceptance:
             self._ahead.clear()
 
     def ahead(self, row: int, kind: str, depth: int, is_tree: bool = False) -> Sequence[float]:
-        """Tokens to expect beside the certain one of a draft cut to 0, 1, ..., ``depth`` levels."""
+        """Expected accepted tokens of a draft that is cut to 0, 1, ..., ``depth`` levels."""
         known = self._ahead.get((row, kind))
         if known is None or len(known) <= depth:
             own = self._rows.get((row, kind))
@@ -99,8 +109,37 @@ class Acceptance:
             for i, rate in enumerate(self.learnt.rates(kind, depth, is_tree)):
                 if own is not None:
                     accepted, judged = own.at(i)
-                    rate = (accepted + LEAN_ON_ALL * rate) / (judged + LEAN_ON_ALL)
+                    rate = (accepted + WEIGHT_ALL * rate) / (judged + WEIGHT_ALL)
                 product *= rate
                 known.append(known[-1] + product)
             self._ahead[row, kind] = known
         return known
+
+
+def judged(
+    tokens: Sequence[int], parents: Sequence[int], emitted: Sequence[int]
+) -> tuple[int, bool]:
+    """Compare a proposal with the text: ``(levels that match, whether the next level is wrong)``.
+
+    The next level is wrong if the text has another token than those proposed. It also counts as wrong if the
+    matching branch ends there but other branches are longer: acceptance is measured for levels of a whole
+    proposal.
+
+    Args:
+        tokens: of each node of the proposal.
+        parents: of each node.
+        emitted: the tokens that the step emitted.
+    """
+    node, depths = 0, [0] * len(parents)
+    for child in range(1, len(parents)):
+        depths[child] = depths[parents[child]] + 1 if parents[child] >= 0 else 0
+    deepest = max(depths)
+    for level, token in enumerate(emitted):
+        children = [child for child in range(node + 1, len(parents)) if parents[child] == node]
+        if not children:
+            return level, level < deepest
+        taken = [child for child in children if tokens[child] == token]
+        if not taken:
+            return level, True
+        node = taken[0]
+    return len(emitted), False

@@ -1,8 +1,8 @@
 """``Policy``: whether a step drafts, in which shape, and how much of the draft is verified.
 
-The loop asks before it drafts and after, and tells how it went. The class here drafts in every step; it is
-``speculation="fixed"``. ``"auto"`` is :mod:`specdec_ext.schedule.controller`. No policy can change what is
-emitted under the match rule.
+The decoding loop calls the policy before each draft, after it and at the end of the step. The class here is
+``speculation="fixed"``, which drafts in every step; ``"auto"`` is :mod:`specdec_ext.schedule.controller`.
+Under the match rule, no policy can change what is emitted.
 """
 
 from __future__ import annotations
@@ -18,61 +18,61 @@ from specdec_ext.verify.sampler import Accepted
 
 
 class Policy:
-    """Every step drafts, and all of the draft is verified.
+    """Draft in every step and verify the whole draft.
 
     Args:
-        drafter: of the call.
-        shape: what it is to draft; None for what it drafts by itself.
+        drafter: the drafter of the call.
+        shape: the shape to draft; None for the drafter's own choice.
     """
 
     def __init__(self, drafter: Drafter, shape: TreeConfig | None = None):
         self._drafter, self._shape = drafter, shape
 
     def begin(self, context: Context, stats: SpeculationStats) -> None:
-        """A call begins: the prompt has been read, the drafter has started.
+        """Begin a call, after the prompt pass and the drafter's ``start``.
 
         Raises:
-            ValueError: if shapes are pinned that the drafter can't be asked for.
+            ValueError: if a shape is pinned and the drafter accepts none.
         """
         if self._shape is not None:
             offered(self._drafter, context, [self._shape])
         context.shape = self._shape
 
     def choose(self, context: Context) -> bool:
-        """A step begins: whether it drafts. What it drafts goes into ``context.shape``."""
+        """Begin a step. Returns whether it drafts, and sets ``context.shape`` to the shape to draft."""
         return True
 
     def cut(self, tree: DraftTree, context: Context) -> DraftTree:
-        """The part of a proposal that is verified; it keeps its node numbers."""
+        """Return the part of a proposal to verify. Node numbers stay the same."""
         return tree
 
     def learn(self, accepted: Accepted, context: Context, nodes: int) -> None:
-        """The step is over, the drafter told.
+        """End a step, after the drafter's ``commit``.
 
         Args:
             accepted: what was emitted.
-            context: the text.
-            nodes: of the tree that was scored, also if nothing could be accepted of it.
+            context: the text, the emitted tokens included.
+            nodes: number of nodes per row that were scored.
         """
 
     def end(self) -> None:
-        """The call is over."""
+        """End the call."""
 
 
 def offered(
     drafter: Drafter, context: Context, pinned: Sequence[TreeConfig] | None
 ) -> Sequence[Shape]:
-    """What the drafter may be asked for; of shapes only those that are pinned, if any are.
+    """What the drafter may be asked for; with pinned shapes, these replace the shapes that it offers.
 
     Raises:
-        ValueError: if they are, and the drafter takes none.
+        ValueError: if shapes are pinned and the drafter accepts none.
     """
     shapes = drafter.shapes(context)
     if pinned is None:
         return shapes
     if all(shape == FOUND for shape in shapes):
         raise ValueError(
-            f"speculation pins shapes, and {type(drafter).__name__} proposes what it finds; leave shapes out "
-            "(max_nodes bounds what is verified), or shape the drafter by its own arguments"
+            f"speculation pins shapes, but {type(drafter).__name__} accepts none: the text decides what it "
+            "proposes. Leave shapes out (max_nodes limits what is verified), or set the drafter's arguments"
         )
     return [*(shape for shape in shapes if shape == FOUND), *pinned]

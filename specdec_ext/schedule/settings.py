@@ -1,7 +1,7 @@
-"""``Speculation``: what ``generate(speculation=...)`` leaves to the controller and what it pins.
+"""``Speculation``: the settings that ``generate(speculation=...)`` accepts.
 
-``"auto"`` is ``Speculation()``: everything is measured and chosen (:mod:`specdec_ext.schedule.controller`).
-``"fixed"`` drafts in every step what the drafter drafts by itself.
+``"auto"`` is ``Speculation()``: the controller (:mod:`specdec_ext.schedule.controller`) measures and chooses
+everything. ``"fixed"`` drafts in every step, in the shape that is the drafter's default.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from specdec_ext.tree.config import TreeConfig
 
 @dataclass(frozen=True)
 class Speculation:
-    """How the controller chooses what each step drafts.
+    """Settings of the controller, which chooses what each step drafts.
 
     Attributes:
-        shapes: choose among these alone; None for those that the drafter offers. A drafter that proposes what
-            it finds (n-grams, suffixes, a drafter of your own) takes none.
-        max_nodes: of a tree, the root included; larger ones are not asked for, or cut.
-        may_rest: whether a step may be without a draft where drafting does not pay. False drafts in every
-            step and cuts nothing: with one shape that is that shape, always.
-        probing: share of the time that may be spent on trying what is not known to pay.
-        hysteresis: by how much better another shape must promise to be before it replaces the one in use.
-        clock: seconds, never going back.
+        shapes: the only shapes to choose from; None for all shapes that the drafter offers. Drafters that
+            offer no shapes (n-grams, suffixes, your own by default) accept none here.
+        max_nodes: largest number of nodes of a tree, the root included. Larger shapes are not drafted, and
+            larger proposals are cut.
+        may_rest: whether steps may omit the draft where drafting does not pay. With False, every step drafts
+            and proposals are cut only to ``max_nodes``; with a single shape, every step drafts that shape.
+        probing: share of the time that may be spent on trying options that are not known to pay, 0 to 0.5.
+        hysteresis: share by which another shape must promise to be better before it replaces the current
+            one, 0 to 1.
+        clock: returns seconds; must not go backwards.
 
     Raises:
-        ValueError, TypeError: for a field out of its range, naming it.
+        ValueError, TypeError: for a field out of its range; the message names the field.
     """
 
     shapes: Sequence[TreeConfig] | None = None
@@ -44,19 +46,19 @@ class Speculation:
             if not isinstance(self.shapes, (list, tuple)) or not self.shapes:
                 raise ValueError(
                     f"shapes is {self.shapes!r}; expected a list of TreeConfig such as "
-                    "[TreeConfig(depth=3)], or None for those that the drafter offers"
+                    "[TreeConfig(depth=3)], or None for the shapes that the drafter offers"
                 )
             for shape in self.shapes:
                 if not isinstance(shape, TreeConfig):
                     raise TypeError(
-                        f"shapes has a {type(shape).__name__}; expected TreeConfig, such as "
+                        f"shapes contains a {type(shape).__name__}; expected TreeConfig, such as "
                         "TreeConfig(depth=3)"
                     )
             object.__setattr__(self, "shapes", tuple(self.shapes))
         if self.max_nodes is not None and self.max_nodes < 2:
             raise ValueError(
-                f"max_nodes counts the root and must be at least 2, got {self.max_nodes}; drafter=None "
-                "drafts nothing"
+                f"max_nodes counts the root and must be at least 2, got {self.max_nodes}; for plain "
+                "decoding pass drafter=None"
             )
         for name, most in (("probing", 0.5), ("hysteresis", 1.0)):
             if not 0 <= getattr(self, name) <= most:
@@ -67,22 +69,22 @@ class Speculation:
             fitting = [shape for shape in self.shapes if (shape.num_nodes or 0) <= self.max_nodes]
             if not fitting:
                 raise ValueError(
-                    f"max_nodes={self.max_nodes} leaves none of shapes={list(self.shapes)}; raise it, or pin "
-                    "smaller shapes"
+                    f"max_nodes={self.max_nodes} excludes all of shapes={list(self.shapes)}; raise "
+                    "max_nodes, or pin smaller shapes"
                 )
 
     @property
     def is_fixed(self) -> bool:
-        """Whether nothing is left to measurements."""
+        """Whether there is nothing to choose: one pinned shape, drafted in every step."""
         return not self.may_rest and self.shapes is not None and len(self.shapes) == 1
 
 
-# What "auto" stands for.
+# The meaning of "auto".
 AUTO: Speculation | None = Speculation()
 
 
 def resolve_speculation(given: Any) -> Speculation | None:
-    """What ``generate(speculation=...)`` accepts -> what the controller is told, or None for "fixed".
+    """Convert the argument of ``generate(speculation=...)`` to settings, or to None for "fixed".
 
     Raises:
         ValueError: for anything else.

@@ -1,0 +1,128 @@
+"""What the controller knows about a drafter on a model, kept from call to call."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec_ext.drafters.base import Drafter
+from specdec_ext.schedule.acceptance import LearntAcceptance
+from specdec_ext.schedule.costs import DraftCosts, VerifyCosts
+from specdec_ext.schedule.options import MODEL, PLAIN
+from specdec_ext.schedule.savings import RealisedSavings
+from specdec_ext.tree.config import FOUND
+
+# Number of steps without a source after which it is probed: the first interval and the longest one.
+FIRST_INTERVAL, LAST_INTERVAL = {PLAIN: 16, MODEL: 4, FOUND: 4}, {PLAIN: 128, MODEL: 64, FOUND: 64}
+# The balance of a new ledger, in plain steps: what drafts may lose before they have gained anything.
+FIRST_BALANCE = 10.0
+# Upper limit of the balance, and of the loss that one step can add: a slow step may have been interrupted.
+MAX_BALANCE, MAX_LOSS = 30.0, 2.0
+# Smallest weight of a new observation relative to all earlier ones.
+FADING = 0.05
+# Number of drafters remembered per model, the most recently used ones. Drafters are distinguished by
+# identity, device, dtype and number of threads.
+MEMORIES = 32
+
+
+@dataclass
+class LookupEstimate:
+    """What a lookup (:data:`FOUND`) adds to a plain step, averaged over recent lookups.
+
+    Attributes:
+        tokens: expected accepted tokens per row.
+        wider: seconds by which passes took longer than plain ones.
+        share: share of rows for which the lookup proposed something.
+        count: number of lookups so far.
+    """
+
+    tokens: float = 0.5
+    wider: float = 0.0
+    share: float = 0.0
+    count: int = 0
+
+    def add(self, tokens: float, wider: float, share: float) -> None:
+        """Add a lookup."""
+        self.count += 1
+        weight = max(FADING, 1 / (self.count + 1))
+        self.tokens += weight * (tokens - self.tokens)
+        self.wider += weight * (wider - self.wider)
+        self.share += weight * (share - self.share)
+
+
+@dataclass
+class Ledger:
+    """The measured gain of drafts over plain decoding.
+
+    Whatever is expected of drafts, the controller chooses them only while the balance is positive. After
+    that, only probes that gain something can raise it.
+
+    Attributes:
+        balance: in plain steps, so that it is valid for any batch and context length.
+    """
+
+    balance: float = FIRST_BALANCE
+
+    def add(self, gain: float) -> None:
+        """Add a step that drafted.
+
+        Args:
+            gain: plain steps saved; negative if the step took longer than its tokens are worth.
+        """
+        self.balance = min(self.balance + max(gain, -MAX_LOSS), MAX_BALANCE)
+
+    @property
+    def pays(self) -> bool:
+        """Whether drafts may be chosen."""
+        return self.balance > 0
+
+
+@dataclass
+class Memory:
+    """What is known about one drafter on one model.
+
+    Attributes:
+        plain_steps: number of plain steps that served as a reference.
+        idle: number of steps since the last of them.
+        plain_interval: number of steps until plain steps are probed.
+        credit: seconds that probes may spend; None before the first plain step was measured.
+        misses: source -> number of consecutive steps in which all of its drafts were wrong.
+        unused: source -> number of steps since its last use, at the end of the last call.
+    """
+
+    verify: VerifyCosts = field(default_factory=VerifyCosts)
+    drafts: DraftCosts = field(default_factory=DraftCosts)
+    acceptance: LearntAcceptance = field(default_factory=LearntAcceptance)
+    lookup: LookupEstimate = field(default_factory=LookupEstimate)
+    ledger: Ledger = field(default_factory=Ledger)
+    savings: RealisedSavings = field(default_factory=RealisedSavings)
+    plain_steps: int = 0
+    idle: int = 0
+    plain_interval: int = FIRST_INTERVAL[PLAIN]
+    credit: float | None = None
+    misses: dict[str, int] = field(default_factory=dict)
+    unused: dict[str, int] = field(default_factory=dict)
+
+
+_memories: WeakKeyDictionary[PreTrainedModel, OrderedDict[Hashable, Memory]] = WeakKeyDictionary()
+
+
+def memory_of(model: PreTrainedModel, drafter: Drafter) -> Memory:
+    """The memory of this drafter on this model, device, dtype and number of threads; a new one if none."""
+    key = drafter.identity, model.device, model.dtype, torch.get_num_threads()
+    memories = _memories.setdefault(model, OrderedDict())
+    memory = memories.setdefault(key, Memory())
+    memories.move_to_end(key)
+    if len(memories) > MEMORIES:
+        memories.popitem(last=False)
+    return memory
+
+
+def forget(model: PreTrainedModel) -> None:
+    """Delete what is known about all drafters on this model."""
+    _memories.pop(model, None)
