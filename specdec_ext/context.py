@@ -1,4 +1,4 @@
-"""``Context``: the text of a call so far, as the loop writes it and drafters read it."""
+"""``Context``: the text of a call so far. The loop writes it and drafters read it."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from specdec_ext.tree.config import Shape
 
 
 class Context:
-    """Rows of text that grow at their own pace.
+    """The rows of a batch, each of which grows at its own pace.
 
-    ``sequences`` are HF's columns: the prompt with its paddings, then generated tokens, padded on the right.
-    *Active* rows are the unfinished ones, in the order of ``rows``; every per-row tensor that a drafter
-    returns has one entry per active row in that order.
+    The columns of ``sequences`` are those of Hugging Face: the prompt with its paddings, then the generated
+    tokens, padded on the right. *Active* rows are the unfinished ones. Every per-row tensor that a drafter
+    returns has one entry per active row, in the order of ``rows``.
 
     Attributes:
-        input_ids: ``[batch, columns]``, the prompt; without columns where it is given as embeddings alone.
+        input_ids: ``[batch, columns]``, the prompt; has no columns if the prompt is given as embeddings only.
         attention_mask: ``[batch, offset + columns]``, 0 where the prompt is padding, or None.
-        offset: how many columns of the prompt, embeddings of no known tokens, are not in ``input_ids``.
-        rows: original numbers of the active rows.
+        offset: number of prompt columns that are not in ``input_ids``, because only embeddings are known.
+        rows: original row numbers of the active rows.
         generated: tokens emitted so far, per original row.
-        max_length: columns at which every row ends.
-        draw: ``draw(logits [n, vocab], positions, rows) -> [n]``, the tokens that the target would emit
-            at these positions if these were its logits: the same processing, the same noise. Drafts made
-            with it agree with the target more often than independent samples do.
+        max_length: number of columns at which every row ends.
+        draw: ``draw(logits [n, vocab], positions, rows) -> [n]``, the tokens that the target would emit at
+            these positions if it had these logits, with the same processing and the same noise. Drafts drawn
+            this way agree with the target more often than independent samples.
         sample: ``sample(logits [n, vocab], depth, root_positions, rows) -> ([n], [n, vocab])``, independent
-            draws at ``depth`` of a round's tree and what they were drawn from, for
+            draws at ``depth`` of a round's tree and the distributions that they were drawn from, for
             ``DraftTree.draft_probs``; see :meth:`specdec_ext.verify.sampler.Sampler.sample`.
-        staging: takes integers to the device of the target; what a drafter stages goes with the rest of
-            what a round needs there, in one copy.
-        shape: what the drafter is asked for in this step: one of those that it offers
-            (:meth:`specdec_ext.Drafter.shapes`), or None for its own.
+        staging: copies integers to the device of the target. All integers that are staged in a round travel
+            in one copy.
+        shape: the shape to draft in this step: one that the drafter offers
+            (:meth:`specdec_ext.Drafter.shapes`), or None for the drafter's default.
     """
 
     shape: Shape | None = None
@@ -66,7 +66,7 @@ class Context:
             else attention_mask.bool().sum(dim=1).tolist()
         )
         self._prompt_texts: list[list[int]] | None = None
-        self._last_tokens: tuple[list[int], Staged] | None = None  # as asked for last
+        self._last_tokens: tuple[list[int], Staged] | None = None  # the latest ones staged
         self._pad = pad_token_id
         self._sequences = input_ids
         self._written = [0] * len(input_ids)
@@ -81,11 +81,11 @@ class Context:
 
     @property
     def roots(self) -> Tensor:
-        """``[rows]`` last token of each active row."""
+        """``[rows]``, the last token of each active row."""
         return self.last_tokens(self.rows)
 
     def last_tokens(self, rows: Sequence[int]) -> Tensor:
-        """``[len(rows)]`` last token of these original rows."""
+        """``[len(rows)]``, the last token of each of these original rows."""
         return self._staged_tokens(rows).tensor
 
     def _staged_tokens(self, rows: Sequence[int]) -> Staged:
@@ -95,25 +95,25 @@ class Context:
         return self._last_tokens[1]
 
     def stage(self) -> None:
-        """A round begins: its roots wait for the first copy to the device."""
+        """Begin a round: stage its roots for the first copy to the device."""
         self._staged_tokens(self.rows)
 
     @property
     def root_positions(self) -> list[int]:
-        """Position (tokens before it, paddings not counted) of each active row's last token."""
+        """Position of each active row's last token: the number of tokens before it, without paddings."""
         return [self._prompt_lengths[row] + len(self.generated[row]) - 1 for row in self.rows]
 
     @property
     def remaining(self) -> list[int]:
-        """How many tokens each active row may still emit."""
+        """Number of tokens that each active row may still emit."""
         return [self.max_length - self.columns(row) for row in self.rows]
 
     def columns(self, row: int) -> int:
-        """Length in columns of original row ``row``."""
+        """Length of original row ``row`` in columns."""
         return self.prompt_columns + len(self.generated[row])
 
     def prompt(self, row: int) -> list[int]:
-        """Prompt tokens of original row ``row`` without paddings; all of ``input_ids`` beside embeddings."""
+        """Prompt tokens of original row ``row`` without paddings; with embeddings, all of ``input_ids``."""
         if self._prompt_texts is None:
             texts = self.input_ids.tolist()
             if self.attention_mask is not None and not self.offset:
@@ -126,11 +126,11 @@ class Context:
         return self._prompt_texts[row]
 
     def source(self, row: int) -> list[int]:
-        """What the encoder reads of original row ``row``, paddings included; nothing without an encoder."""
+        """Tokens that the encoder reads for original row ``row``, with paddings; [] without an encoder."""
         return [] if self._encoder_ids is None else self._encoder_ids[row].tolist()
 
     def text(self, row: int) -> list[int]:
-        """All tokens of original row ``row`` so far, paddings left out."""
+        """All tokens of original row ``row`` so far, without paddings."""
         return self.prompt(row) + self.generated[row]
 
     def emit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
@@ -143,12 +143,12 @@ class Context:
         self.generated[row] += tokens
 
     def generated_column(self, column: int) -> Tensor:
-        """``[batch]`` ids on the CPU of this column behind the prompt, shorter rows padded."""
+        """``[batch]`` ids on the CPU of this column after the prompt; shorter rows are padded."""
         tokens = [row[column] if column < len(row) else self._pad for row in self.generated]
         return torch.tensor(tokens, device="cpu")
 
     def sequences(self, width: int | None = None) -> Tensor:
-        """``[batch, columns]`` ids up to the longest row (or ``width`` columns), shorter rows padded."""
+        """``[batch, columns]`` ids up to the longest row (or ``width`` columns); shorter rows are padded."""
         longest = self.prompt_columns + max(map(len, self.generated), default=0)
         if longest > self._sequences.shape[1]:
             room = min(max(self.max_length, longest), longest + 256) - self._sequences.shape[1]

@@ -1,4 +1,4 @@
-"""The decoding loop: propose, score, verify, commit. Written once for every drafter, tree and batch."""
+"""The decoding loop: propose, score, verify, commit. The same loop serves all drafters, trees and batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,18 @@ from specdec_ext.verify.stopping import StopRule
 
 
 class Decoder:
-    """One ``generate`` call: the four objects and the text they work on."""
+    """The loop of one ``generate`` call.
+
+    Args:
+        target: scores trees and keeps the cache.
+        drafter: proposes trees; None for plain decoding.
+        sampler: verifies trees.
+        stop: decides when a row ends.
+        context: the text.
+        recorder: collects scores, logits, hidden states and attentions for the output.
+        stream: feeds the caller's streamer, if there is one.
+        policy: decides what each step drafts; None without a drafter.
+    """
 
     def __init__(
         self,
@@ -37,13 +48,13 @@ class Decoder:
         self.stats = SpeculationStats(drafter=type(drafter).__name__ if drafter else "none")
         self.stats.policy = "fixed" if drafter else "none"
         self._alarm = DraftAlarm(self.stats, drafter.dead_draft_advice if drafter else "")
-        self._ends: dict[int, int] = {}  # original row -> columns at which it ended
-        self._layout = list(context.rows)  # original row in each row of the cache
+        self._ends: dict[int, int] = {}  # original row -> its length in columns when it ended
+        self._layout = list(context.rows)  # row of the cache -> original row
 
     def run(self) -> int:
-        """Generate until every row has ended; returns the width of ``sequences``."""
+        """Generate until all rows have ended; returns the width of ``sequences``."""
         context, target, drafter, policy = self.context, self.target, self.drafter, self.policy
-        # Nobody looks at the root's token, and a prompt of embeddings has none.
+        # The token of this root is not read. A prompt of embeddings has none.
         tree = DraftTree.root(context.input_ids.new_zeros(len(context.input_ids)))
         with _Timed("prefill", self.stats.seconds):
             output = target.prefill(context.input_ids, context.attention_mask)
@@ -71,7 +82,7 @@ class Decoder:
                     policy.learn(accepted, context, tree.num_nodes)
         if policy is not None:
             policy.end()
-        # The cache ends like sequences[:, :-1], its rows where the caller's rows are.
+        # The cache is left with the rows and columns of sequences[:, :-1].
         width = self._width()
         everyone = range(len(self._layout))
         places = {row: i for i, row in enumerate(self._layout)}
@@ -88,7 +99,7 @@ class Decoder:
         roots = [context.generated[row][-1] for row in context.rows]
         if self.drafter is None or self.policy is None or not self.policy.choose(context):
             return DraftTree.root(context.roots, roots)
-        # The last token a row emits needs no key, so the deepest useful node is one short of the room left.
+        # The last token of a row needs no key, so useful nodes are at most remaining - 1 levels deep.
         useful = [left - 1 for left in context.remaining]
         before_end = map(self.target.context_room, context.root_positions)
         rooms = [*map(min, useful, self.target.draft_room, before_end)]
@@ -106,10 +117,11 @@ class Decoder:
         return tree.on(context.staging)
 
     def _score(self, tree: DraftTree) -> tuple[TargetOutput, Accepted]:
-        """Run the tree and walk it; without its drafts if they have left NaN.
+        """Score and verify the tree. If drafts caused NaN, score the roots alone instead.
 
-        A token that is masked still takes part: zero times NaN is NaN. So a draft, accepted or not, may spoil
-        the logits of all nodes. What plain decoding would do, the roots alone tell.
+        Masked attention multiplies a hidden value by zero, and zero times NaN is NaN. A draft that overflows
+        can therefore spoil the logits of all nodes, accepted or not. Only a pass over the roots alone shows
+        what plain decoding would emit.
         """
         output = self.target.forward(tree)
         accepted = self._verify(tree, output)
@@ -150,11 +162,11 @@ class Decoder:
         return accepted
 
     def _going(self) -> list[int]:
-        """Original rows that still have tokens to emit."""
+        """Original rows that have not finished."""
         everyone = range(len(self.context.generated))
         if self.stop.pads:
             return [row for row in everyone if row not in self._ends]
-        # Without an end-of-sequence id transformers lets finished rows run on until the last one ends.
+        # Without an end-of-sequence id, transformers lets ended rows continue until the last row ends.
         limit = self._width() if len(self._ends) == len(everyone) else self.stop.max_length
         return [row for row in everyone if self.context.columns(row) < limit]
 
@@ -162,11 +174,11 @@ class Decoder:
         return max(self._ends.values())
 
     def _unfinished(self) -> bool:
-        """Retire rows that ended; whether any row goes on."""
+        """Remove rows that have finished from the active ones; returns whether any row is left."""
         rows, going = self.context.rows, self._going()
         if not going or len(going) == len(rows):
             return bool(going)
-        # Finished rows swap places with active ones behind them: only rows that move are copied.
+        # Each finished row swaps places with an active row after it, so only rows that move are copied.
         order = list(range(len(self._layout)))
         active, kept = 0, set(going)
         for i, row in enumerate(rows):
@@ -190,7 +202,7 @@ class Decoder:
 
 
 class _Timed:
-    """Counts the seconds of a phase and shows it as an NVTX range to Nsight."""
+    """Adds up the seconds of a phase and marks it as an NVTX range for Nsight."""
 
     def __init__(self, phase: str, seconds: dict[str, float]):
         self._phase, self._seconds = phase, seconds

@@ -1,7 +1,7 @@
 """Counters of one ``generate`` call and the metrics derived from them.
 
-Definitions as in the literature's careful half: acceptance is counted per draft, the bonus or correction
-token is not an accepted draft, and a step without a draft counts as a step but not as a draft.
+Acceptance is counted per draft. The bonus or correction token is not an accepted draft token. A step without
+a draft counts as a step, but not as a draft.
 """
 
 from __future__ import annotations
@@ -13,37 +13,38 @@ from dataclasses import dataclass, field
 from specdec_ext.display import Summarised
 from specdec_ext.schedule.report import Report, explain
 
-# A draft whose first token is hardly ever accepted: a model that was made for the target gets many times this
-# share, one that reads the wrong layers or another vocabulary gets next to nothing.
+# The warning appears if, over this many drafts, less than this share of first tokens was accepted. A drafter
+# made for the target reaches many times this share; one with the wrong layers or vocabulary has almost none.
 ALARM_WINDOW = 100  # drafts
 ALARM_SHARE = 0.02
 
 
 @dataclass(repr=False)
 class SpeculationStats(Summarised):
-    """What speculation did during one call.
+    """The statistics of one call.
 
-    A *step* is one row taking part in one target pass after the prompt; a *draft* is such a step in which
-    at least one token was proposed.
+    A *step* is one row in one target pass after the prompt. A *draft* is a step in which at least one token
+    was proposed and verified.
 
     Attributes:
-        drafter: name of the drafter.
-        steps: row-steps, with and without drafts.
-        drafts: row-steps with at least one drafted token.
-        draft_tokens: drafted tokens (tree nodes without the root).
-        accepted_tokens: drafted tokens that were emitted.
-        emitted_tokens: tokens emitted by these steps; each row's first token comes from the prompt pass
-            and is not among them.
-        proposed_per_position: drafts that proposed a token at depth i + 1.
-        reached_per_position: those of them in which everything before depth i + 1 was accepted.
-        accepted_per_position: drafts whose token at depth i + 1 was accepted.
+        drafter: class name of the drafter.
+        steps: number of steps, with and without drafts.
+        drafts: number of drafts.
+        draft_tokens: number of drafted tokens: tree nodes without the root.
+        accepted_tokens: number of drafted tokens that were accepted.
+        emitted_tokens: number of tokens emitted in these steps. The first token of each row comes from the
+            prompt pass and is not counted.
+        proposed_per_position: for each i, drafts that proposed a token at depth i + 1.
+        reached_per_position: for each i, the drafts among them in which all tokens before depth i + 1 were
+            accepted.
+        accepted_per_position: for each i, drafts whose token at depth i + 1 was accepted.
         policy: ``"auto"``, ``"fixed"``, or ``"none"`` without a drafter.
-        shapes: steps of the whole batch by what was drafted; in ``"auto"`` alone.
-        dropped: steps whose draft was not verified.
-        probes: steps that tried what was not in use, to see whether it has become better.
-        reruns: target passes that were run again without drafts, because logits of the first were NaN. Then
-            tokens of the draft overflow the model's dtype, or the model is broken.
-        report: what the controller measured; :meth:`explain` puts it into words.
+        shapes: steps of the whole batch by the shape that was drafted; only with ``"auto"``.
+        dropped: steps of the whole batch whose draft was not verified.
+        probes: steps of the whole batch that tried an option that was not in use.
+        reruns: target passes that were repeated without drafts, because the logits contained NaN. In this
+            case drafted tokens overflow the model's dtype, or the model is broken.
+        report: what the controller measured; :meth:`explain` describes it. None unless ``"auto"``.
         seconds: wall time by phase: ``prefill``, ``draft``, ``verify`` (target pass and walk), ``commit``.
     """
 
@@ -82,17 +83,24 @@ class SpeculationStats(Summarised):
             yield f"accepted up to position {position}", f"{share:.0%}"
 
     def count_shape(self, name: str, steps: int = 1) -> None:
-        """Steps of the whole batch."""
+        """Count steps of the whole batch under the name of their shape."""
         self.shapes[name] = self.shapes.get(name, 0) + steps
 
     def explain(self) -> str:
-        """Why it drafted as it did: costs, acceptance, what was chosen how often, and what that gained."""
+        """Describe in text what was drafted and why: speed-up, steps, costs and acceptance."""
         return explain(self)
 
     def count_step(
         self, draft_tokens: int, depth: int, num_accepted: int, num_emitted: int
     ) -> None:
-        """One row's step: ``draft_tokens`` proposed in a tree of ``depth`` levels below the root."""
+        """Count a step of one row.
+
+        Args:
+            draft_tokens: number of verified draft tokens.
+            depth: number of levels below the root; 0 without a draft.
+            num_accepted: number of accepted draft tokens.
+            num_emitted: number of emitted tokens.
+        """
         self.steps += 1
         self.emitted_tokens += num_emitted
         if depth == 0:
@@ -114,27 +122,27 @@ class SpeculationStats(Summarised):
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted over drafted tokens; always read together with the draft length."""
+        """Accepted tokens over drafted tokens. It depends on the draft length, so show both together."""
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens emitted per draft, the bonus or correction token included: ``1 + accepted / drafts``."""
+        """Tokens emitted per draft, with the bonus or correction token: ``1 + accepted_tokens / drafts``."""
         return 1.0 + self.accepted_tokens / self.drafts if self.drafts else 1.0
 
     @property
     def emitted_per_step(self) -> float:
-        """Tokens emitted per target pass and row after the prompt, steps without drafts included."""
+        """Tokens emitted per step, with and without drafts."""
         return self.emitted_tokens / self.steps if self.steps else 1.0
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """Share of all drafts whose first i tokens were accepted (unconditional), for i = 1, 2, ..."""
+        """Share of drafts whose first i tokens were accepted, for i = 1, 2, ... (unconditional)."""
         return [count / self.drafts for count in self.accepted_per_position]
 
     @property
     def conditional_acceptance(self) -> list[float]:
-        """P(position i accepted | position i - 1 accepted and a token proposed at i)."""
+        """P(position i accepted | position i - 1 accepted and a token proposed at i), for i = 1, 2, ..."""
         return [
             accepted / reached if reached else 0.0
             for accepted, reached in zip(
@@ -144,19 +152,19 @@ class SpeculationStats(Summarised):
 
 
 class DraftAlarm:
-    """Warns, once per call, when over a window of drafts almost no first token was accepted.
+    """Warns once per call if almost no first token was accepted over a number of drafts.
 
     Args:
-        stats: of the call.
-        advice: what to check, :attr:`Drafter.dead_draft_advice`; "" never warns.
+        stats: the statistics of the call.
+        advice: the hint in the warning, :attr:`Drafter.dead_draft_advice`; "" never warns.
     """
 
     def __init__(self, stats: SpeculationStats, advice: str):
         self._stats, self._advice = stats, advice
-        self._drafts = self._accepted = 0  # before the window
+        self._drafts = self._accepted = 0  # counts before the current window
 
     def check(self) -> None:
-        """After each step."""
+        """Call this after each step."""
         drafts = self._stats.drafts - self._drafts
         if not self._advice or drafts < ALARM_WINDOW:
             return
@@ -165,8 +173,8 @@ class DraftAlarm:
         self._accepted += accepted
         if accepted < ALARM_SHARE * drafts:
             warnings.warn(
-                f"{self._stats.drafter}: of the last {drafts} drafts {accepted} had their first token "
-                f"accepted, so drafting only costs time (the text is right all the same). {self._advice}",
+                f"{self._stats.drafter}: in the last {drafts} drafts, the first token was accepted "
+                f"{accepted} times. Such drafts only cost time; the text is still correct. {self._advice}",
                 stacklevel=2,
             )
             self._advice = ""

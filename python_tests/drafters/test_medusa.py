@@ -224,7 +224,7 @@ def test_right_guesses_are_accepted(tree):
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
 @every_batch
 @every_decoding
-@pytest.mark.filterwarnings("ignore:MedusaDrafter. of the last")  # the heads are random
+@pytest.mark.filterwarnings("ignore:MedusaDrafter. in the last")  # the heads are random
 def test_the_text_of_plain_decoding(batch, decoding, tree):
     stats = check_same_text(MedusaDrafter(random_heads(num_layers=2), tree), batch, decoding)
     assert stats.draft_tokens > 0

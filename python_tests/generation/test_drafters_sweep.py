@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 import specdec_ext
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*of the last")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*in the last")]
 
 CASES = {
     "left": ("left", {"do_sample": False}),

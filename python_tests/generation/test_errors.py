@@ -377,7 +377,7 @@ class Poisoned(LogitsProcessor):
     "value, message",
     [
         (float("nan"), "contain NaN"),
-        (-float("inf"), "are all -inf: the logits processors left no token"),
+        (-float("inf"), "are all -inf: the logits processors excluded every token"),
     ],
     ids=["nan", "minus-inf"],
 )

@@ -74,7 +74,9 @@ def warned(accepted_firsts, advice="Check it."):
 
 def test_the_alarm_rings_once():
     (message,) = warned([0] * 5 * ALARM_WINDOW)
-    assert message.startswith("ModelBased: of the last 100 drafts 0 had their first token accepted")
+    assert message.startswith(
+        "ModelBased: in the last 100 drafts, the first token was accepted 0 times"
+    )
     assert message.endswith("Check it.")
     assert len(warned([1] + [0] * (ALARM_WINDOW - 1))) == 1
 
@@ -106,7 +108,7 @@ def drafted(drafter):
 
 
 def test_a_call_with_a_dead_draft_model_warns_once():
-    with pytest.warns(UserWarning, match="DeadModel: of the last .* same tokenizer") as caught:
+    with pytest.warns(UserWarning, match="DeadModel: in the last .* same tokenizer") as caught:
         drafted(DeadModel(tiny_model("llama")))
     assert len(caught) == 1
     assert "tapped layers" in HeadDrafter.dead_draft_advice

@@ -30,7 +30,7 @@ from specdec_ext import (
 from specdec_ext.drafters import head as head_module
 from specdec_ext.schedule.policy import Policy, offered
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*of the last")
+pytestmark = pytest.mark.filterwarnings("ignore:.*in the last")
 
 
 class Chaos(Policy):

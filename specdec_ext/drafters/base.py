@@ -1,6 +1,7 @@
-"""``Drafter``: how to plug in something that guesses what comes next.
+"""``Drafter``: the base class of everything that proposes tokens.
 
-A drafter may be wrong at no cost but time: nothing it returns can change what is emitted.
+A wrong proposal costs time only: under the match rule, nothing that a drafter returns can change what is
+emitted.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from specdec_ext.verify.sampler import Accepted
 
 
 class Drafter:
-    """Base class of all drafters. Only ``propose`` has to be written.
+    """Base class of all drafters. A subclass must define ``propose``; the other methods have defaults.
 
-    One object may serve many calls one after the other; ``start`` begins each.
+    One object may serve many calls, one at a time. Each call begins with ``feature_layers`` and ``start``.
 
     Attributes:
-        sampled: whether its trees hold ``draft_probs``, without which ``verification="match"`` is the only
-            rule.
-        dead_draft_advice: what to check when almost no draft is accepted; "" where that is nothing unusual,
-            as in looking up repetitions.
-        whole: whether its trees are verified whole or not at all; others may be cut to fewer levels.
+        sampled: whether its trees contain ``draft_probs``. All rules except ``verification="match"`` need
+            them.
+        dead_draft_advice: a hint for the user, shown when almost no draft is accepted. "" shows nothing, for
+            drafters with which this is normal, such as lookups in a text without repetitions.
+        whole: whether its trees must be verified whole or not at all. Other trees may be cut to fewer levels.
     """
 
     sampled: bool = False
@@ -34,64 +35,67 @@ class Drafter:
     whole: bool = False
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
-        """Hidden states of the target that ``TargetOutput.features`` is to hold, side by side.
+        """Return which hidden states of the target ``TargetOutput.features`` holds, concatenated.
 
-        Indices into transformers' ``hidden_states``: 0 the embeddings, i the input of layer i, -1 the last
-        hidden state, after the final norm; and of n layers n, the output of the last one, before that norm.
-        None by default, which costs nothing. Asked before the prompt is run, once per call: the place to
-        refuse a target, and to prepare what later calls can use again.
+        The numbers are indices into transformers' ``hidden_states``: 0 is the output of the embeddings, i the
+        input of layer i, and -1 the last hidden state after the final norm. In addition, n for a model of n
+        layers is the output of the last layer before the final norm. The default is (), which costs nothing.
+
+        This method is called once per call, before the prompt pass. A drafter may refuse the target here, or
+        prepare what later calls can reuse.
         """
         return ()
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
-        """A call begins.
+        """Begin a call, after the prompt pass.
 
         Args:
             context: the prompt and each row's first token.
             model: the target.
-            output: of the pass over the prompt; its rows and columns are those of ``context.input_ids``,
-                without the columns that the caller's cache held already.
+            output: the target's output for the prompt. Its rows and columns are those of
+                ``context.input_ids``, without the columns that the caller's cache already contained.
         """
 
     def shapes(self, context: Context) -> Sequence[Shape]:
-        """What ``context.shape`` may ask for, once ``start`` has run.
+        """Return the values that ``context.shape`` may have in this call; called after ``start``.
 
-        ``FOUND`` is whatever the drafter proposes by itself, which is not known before it is there; it must
-        be cheap to ask for. Of several ``TreeConfig`` the controller chooses for each step.
+        Each ``TreeConfig`` is a shape that the drafter can draft; the controller chooses one for each step.
+        ``FOUND`` is a lookup: the text decides what is proposed, and calling ``propose`` must be cheap.
         """
         return (FOUND,)
 
     @property
     def kinds(self) -> Sequence[str] | None:
-        """Of the last ``propose``, what each row's proposal is like; "" or None: the shape asked for.
+        """The kind of each row's proposal in the last ``propose``; "" or None for the requested shape.
 
-        Acceptance is learnt for each kind by itself, such as copies behind short and behind long matches.
+        Acceptance is learnt for each kind separately, for example for copies after short and long matches.
         """
         return None
 
     @property
     def identity(self) -> Hashable:
-        """What acceptance and costs are remembered under, for later calls on the same model."""
+        """The key under which acceptance and costs are kept for later calls on the same model."""
         return f"{type(self).__module__}.{type(self).__qualname__}"
 
     def propose(self, context: Context) -> DraftTree:
-        """A tree for each active row, in the order of ``context.rows``; its roots are ``context.roots``.
+        """Return a tree for each active row, in the order of ``context.rows``, with roots ``context.roots``.
 
-        It is called in some steps only: where drafting does not pay, there are steps without. What is
-        proposed may be verified in part or not at all (``accepted`` of :meth:`commit` tells). A drafter that
-        offers shapes gives the tree that of ``context.shape``.
+        A drafter that offers shapes drafts ``context.shape``. A row without a proposal consists of its root.
+        Levels beyond the last token that a row may emit are cut by the caller.
 
-        Rows with nothing to propose stay a root; depth beyond what a row may still emit is cut for you.
+        Not every step calls this method, and a proposal may be verified in part or not at all; ``accepted``
+        of :meth:`commit` shows what was accepted.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define propose(context) -> DraftTree"
         )
 
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
-        """The step is over.
+        """End a step.
 
         Args:
-            context: the text, what was emitted included.
-            accepted: what was emitted and which nodes were accepted, per active row.
-            output: of the pass over the tree, per node: ``accepted.path`` names the nodes that count.
+            context: the text, the emitted tokens included.
+            accepted: the emitted tokens and the accepted nodes of each active row.
+            output: the target's output for each node of the tree. ``accepted.path`` lists the nodes that are
+                part of the text.
         """

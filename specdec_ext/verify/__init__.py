@@ -1,1 +1,1 @@
-"""From logits to text: the processed distribution, the noise, the walk over a tree, the end of a row."""
+"""From logits to text: processed distributions, noise, the walk over a tree, and the end of a row."""

@@ -12,8 +12,8 @@ from transformers.generation import logits_process as hf
 
 from specdec_ext import ops
 
-# The warpers in the order in which the op applies them; the attribute that holds the op's parameter of the
-# same name, and the value of it that is off.
+# The warpers in the order in which the op applies them -> the name of the parameter, both an attribute of the
+# warper and an argument of the op, and the value that turns it off.
 STAGES: dict[type, tuple[str, float]] = {
     hf.TemperatureLogitsWarper: ("temperature", 1.0),
     hf.TopKLogitsWarper: ("top_k", 0),
@@ -25,7 +25,7 @@ _ORDER = list(STAGES)
 
 
 class SampleFilter(LogitsProcessor):
-    """What a run of warpers does, as ``ops.sample_filter``; scores may also be 16-bit logits."""
+    """A sequence of warpers, computed by ``ops.sample_filter``. Scores may also be 16-bit logits."""
 
     def __init__(self, warpers: Iterable[Any], device: torch.device):
         values = dict(STAGES.values())
@@ -43,7 +43,7 @@ class SampleFilter(LogitsProcessor):
 
 
 def fuse_filters(processors: Iterable[Any], device: torch.device) -> LogitsProcessorList:
-    """The same list, each run of warpers that stands in the op's order as one :class:`SampleFilter`."""
+    """Replace each sequence of warpers that follows the op's order by one :class:`SampleFilter`."""
     fused: list[Any] = []
     run: list[Any] = []
     for processor in processors:
@@ -55,7 +55,7 @@ def fuse_filters(processors: Iterable[Any], device: torch.device) -> LogitsProce
 
 
 def _is_stage(processor: Any) -> bool:
-    """Whether the op does exactly this; subclasses may do anything."""
+    """Whether the op computes exactly what this processor does. Subclasses may do anything."""
     return (
         type(processor) in STAGES
         and getattr(processor, "filter_value", -torch.inf) == -torch.inf

@@ -1,7 +1,8 @@
-"""``Processors``: transformers' prepared logits processors, applied to nodes as plain decoding applies them.
+"""``Processors``: transformers' logits processors, applied to tree nodes exactly as plain decoding does.
 
-A node's scores depend on its own prefix, the row's text and the path to the node. What a processor needs of
-that decides how many nodes may go through it at once, and which verification rules can be served at all.
+The scores of a node may depend on the node's prefix: the row's text and the path to the node. How much of the
+prefix a processor reads decides how many nodes it can process at once, and which verification rules are
+possible.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from specdec_ext.verify.filters import SampleFilter, fuse_filters
 
 
 class Processors:
-    """One call's processors.
+    """The logits processors of one call.
 
     Args:
-        processors: transformers' prepared list, warpers included.
-        device: of the logits.
+        processors: the list that transformers prepared, warpers included.
+        device: the device of the logits.
 
     Raises:
-        ValueError: for a processor that can't be served.
+        ValueError: for a processor that is not supported.
 
     Attributes:
-        pure: whether all are functions of the scores alone, so that all nodes go through them at once.
-        keep_nan: whether scores of NaN are sure to stay NaN.
-        with_memory: names of those that may keep state or look at other rows: they must be called as plain
-            decoding calls them, once per emitted position.
+        pure: whether all processors depend on the scores only, so that all nodes can be processed at once.
+        keep_nan: whether NaN in the scores is certain to stay NaN.
+        with_memory: names of the processors that may keep state or read other rows. They must be called as
+            plain decoding calls them, once per emitted position.
     """
 
     def __init__(self, processors: LogitsProcessorList, device: torch.device):
@@ -51,7 +52,7 @@ class Processors:
         )
 
     def shared(self, logits: Tensor) -> Tensor:
-        """``[n, vocab]`` scores after the processors that do not look at the text."""
+        """``[n, vocab]`` scores after the processors that do not read the text."""
         if not self._shared:
             return logits
         scores = logits if isinstance(self._shared[0], SampleFilter) else logits.float()
@@ -68,12 +69,12 @@ class Processors:
         Args:
             scores: ``[n, vocab]`` float32.
             ids: ``[batch, at least max(columns)]``, the text.
-            rows: original row of each of the n, no row twice.
-            columns: how many columns of its row come before each.
+            rows: original row of each entry of ``scores``, each row at most once.
+            columns: number of columns of the row before each entry.
         """
         processed = torch.empty_like(scores)
         for width in sorted(set(columns)):
-            # Row b of the batch at index b, as processors that know their rows expect.
+            # Row b of the batch is at index b, because some processors depend on the row number.
             members = [j for j, length in enumerate(columns) if length == width]
             batch = scores.new_zeros(len(ids), scores.shape[-1])
             numbers = torch.tensor([rows[j] for j in members], device=scores.device)
@@ -82,9 +83,9 @@ class Processors:
         return processed
 
     def on_tree(self, logits: Tensor, tree: DraftTree, context: Context) -> Tensor:
-        """``[rows, nodes, vocab]`` scores of all nodes after all processors, each with its own prefix.
+        """``[rows, nodes, vocab]`` scores of all nodes after all processors, each with the node's prefix.
 
-        For processors without memory: they are called at nodes that no walk may visit.
+        This also calls processors at nodes that the walk does not visit, so they must not keep state.
         """
         if not self._all:
             return logits

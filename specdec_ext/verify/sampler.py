@@ -1,16 +1,17 @@
-"""``Sampler``: the processed target distribution and the one verification entry.
+"""``Sampler``: verifies draft trees against the processed target distribution.
 
-Rule 1, match, is the default. At each visited node one token is drawn from the processed target distribution;
-a child that carries it is descended into, otherwise it is emitted and the walk ends. Greedy decoding is the
-same with no noise. Noise belongs to (seed, stream, position, token), so no text depends on the drafter.
+Rule 1, "match", is the default. At each visited node, one token is drawn from the processed target
+distribution. If a child has this token, the walk continues there; otherwise the token is emitted and the walk
+ends. Greedy decoding is the same without noise. The noise is a function of (seed, stream, position, token),
+so the text does not depend on the drafter.
 
-The rows of a batch with one seed are streams 0, 1, 2, ... of it; a row with a seed of its own is stream 0,
-wherever it is in a batch. The position counts the tokens before, without paddings.
+Rows of a batch that share a seed use its streams 0, 1, 2, ...; a row with its own seed uses stream 0, at any
+place in a batch. The position of a token is the number of tokens before it, without paddings.
 
-Rules 2 to 4 (:mod:`specdec_ext.ops.verify_sampled`) keep the law, not the text: they are for trees with
-``draft_probs``, and their noise belongs to (seed, stream, position of the round's root, depth). A row
-without drafts is decoded plainly, by rule 1, under all of them, and so is greedy decoding, which is their
-common limit.
+Rules 2 to 4 (:mod:`specdec_ext.ops.verify_sampled`) preserve the distribution of the text, but not the text
+of a seed. They need trees with ``draft_probs``. Their noise is a function of (seed, stream, position of the
+round's root, depth). Under these rules, greedy decoding and rows without drafts use rule 1, which they equal
+in the greedy limit.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from specdec_ext.verify.processors import Processors
 from specdec_ext.verify.stopping import StopRule
 from specdec_ext.verify.walks import FinishedWalk, StepwiseWalk, Walk
 
-# The rules beside "match", for drafts that were sampled from known probabilities.
+# The rules other than "match", for drafts that were sampled from known probabilities.
 RULES: dict[str, Callable[..., ops.MatchResult]] = {
     "rejection": ops.verify_rejection,
     "block": ops.verify_block,
@@ -41,22 +42,25 @@ RULES: dict[str, Callable[..., ops.MatchResult]] = {
 VERIFICATIONS = ("match", *RULES)
 COMPLAINTS = {
     ops.STATUS_NAN: "contain NaN",
-    ops.STATUS_NO_FINITE_LOGIT: "are all -inf: the logits processors left no token to choose",
+    ops.STATUS_NO_FINITE_LOGIT: "are all -inf: the logits processors excluded every token",
 }
-# (original rows, how many tokens each had before, scores [rows, vocab]) -> all scores so far, per position
+# (original rows, number of tokens that each row had before, scores [rows, vocab]) -> all scores so far, by
+# position
 RecordScores = Callable[[Sequence[int], Sequence[int], Tensor], tuple[Tensor, ...]]
 
 
 @dataclass
 class Accepted:
-    """What one verification emitted, per active row.
+    """The result of one verification, per active row.
 
     Attributes:
-        path: ``[rows, nodes]`` node visited at each depth, -1 beyond.
-        num_accepted: ``[rows]`` nodes after the root whose keys and values stay (emitted tokens minus one).
-        emitted: tokens emitted by each row, in order.
-        drafted: how many of them came from the draft.
-        ended: whether the row ended with its last token.
+        path: ``[rows, nodes]``, the node visited at each depth, -1 beyond the walk.
+        num_accepted: ``[rows]``, number of nodes below the root whose keys and values are kept, which is the
+            number of emitted tokens minus one.
+        emitted: the emitted tokens, in order.
+        drafted: number of emitted tokens that came from the draft.
+        ended: whether the row ended with its last emitted token.
+        known_paths: ``path`` as lists, if these are on the host already.
     """
 
     path: Tensor
@@ -78,17 +82,17 @@ class Accepted:
 
 
 class Sampler:
-    """Draws from the processed target distribution and walks trees.
+    """Draws from the processed target distribution and verifies trees.
 
     Args:
-        processors: transformers' prepared list, warpers included.
-        stochastic: sampling or greedy.
+        processors: the list that transformers prepared, warpers included.
+        stochastic: True for sampling, False for greedy decoding.
         noise: (seed, stream) of each row of the batch.
-        staging: takes integers to the device of the logits.
-        verification: one of ``VERIFICATIONS``; greedy decoding has no use for it.
+        staging: copies integers to the device of the logits.
+        verification: one of ``VERIFICATIONS``; ignored in greedy decoding.
 
     Raises:
-        ValueError: for a rule beside "match" together with a processor that may keep state.
+        ValueError: for a rule other than "match" together with a processor that may keep state.
     """
 
     def __init__(
@@ -116,11 +120,16 @@ class Sampler:
 
     @property
     def needs_draft_probs(self) -> bool:
-        """Whether trees must say what their tokens were sampled from."""
+        """Whether trees must contain the probabilities that their tokens were sampled from."""
         return self._verification != "match"
 
     def check(self, tree: DraftTree, source: str) -> None:
-        """Refuse a tree that the rule can't verify; ``source`` is who made it, for the message."""
+        """Raise ValueError if the rule can't verify this tree.
+
+        Args:
+            tree: the tree.
+            source: the name of its drafter, for the message.
+        """
         if not self.needs_draft_probs or tree.num_nodes == 1:
             return
         if tree.draft_probs is None:
@@ -131,23 +140,23 @@ class Sampler:
         if self._verification != "recursive" and not tree.is_chain:
             raise ValueError(
                 f"{source} returned a tree in which nodes have several children; verification="
-                f"{self._verification!r} is for chains, use 'recursive' or 'match'"
+                f"{self._verification!r} is for chains; use 'recursive' or 'match'"
             )
 
     def stage(self, rows: Sequence[int], root_positions: Sequence[int]) -> None:
-        """A round begins: what its verification needs waits for the first copy to the device."""
+        """Begin a round: stage the integers that its verification needs on the device."""
         self._staged_rows(list(rows))
         self._positions_of(list(root_positions))
 
     def _staged_rows(self, rows: list[int]) -> Staged:
-        """``[2, rows]``: seeds and streams."""
+        """Seeds and streams of these rows, ``[2, rows]``."""
         if self._noise_of is None or self._noise_of[0] != rows:
             noise = [[self._noise[row][i] for row in rows] for i in (0, 1)]
             self._noise_of = rows, self._staging.stage(noise)
         return self._noise_of[1]
 
     def _rows(self, rows: list[int]) -> tuple[Tensor, ...]:
-        """Seeds, streams, stochastic flags and counters of these rows, as the op takes them."""
+        """Seeds, streams, stochastic flags and counters of these rows: the last arguments of the op."""
         staged = self._staged_rows(rows)
         if self._row_tensors is None or self._row_tensors[0] is not staged:
             seeds, streams = staged.tensor
@@ -164,7 +173,7 @@ class Sampler:
     def _match(
         self, scores: Tensor, tree: DraftTree, positions: Sequence[int], rows: list[int]
     ) -> ops.MatchResult:
-        """Rule 1; ``positions`` are those of the roots."""
+        """Apply rule 1. ``positions`` are those of the roots."""
         root_positions = self._positions_of(list(positions)).tensor
         return ops.verify_match(
             scores, tree.tokens, tree.parents, root_positions, *self._rows(list(rows))
@@ -173,7 +182,7 @@ class Sampler:
     def _sampled(
         self, scores: Tensor, tree: DraftTree, positions: Sequence[int], rows: list[int]
     ) -> ops.MatchResult:
-        """Rules 2 to 4; rule 1 for rows without drafts, which are not to depend on those of others."""
+        """Apply rules 2 to 4; rule 1 to rows without drafts, so that they do not depend on other rows."""
         root_positions = self._positions_of(list(positions)).tensor
         seeds, streams, *_ = self._rows(list(rows))
         result = RULES[self._verification](
@@ -184,17 +193,16 @@ class Sampler:
             return result
         plain = self._match(scores[:, :1], tree.pruned([0] * tree.num_rows), positions, rows)
         is_plain = torch.tensor(without, device=self._device)
-        # A part is a view of what is packed, so the host finds it there, too.
+        # next_token is a view of result.packed, which the host reads.
         result.next_token.copy_(torch.where(is_plain, plain.next_token, result.next_token))
         return result
 
     def _walk_tree(
         self, scores: Tensor, tree: DraftTree, positions: Sequence[int], rows: list[int]
     ) -> tuple[ops.MatchResult, ops.HostMatchResult] | None:
-        """What the rule accepts of a tree.
+        """Verify a tree. If a visited node has invalid logits, return None when there are drafts, else raise.
 
-        Where a visited node's logits are of no use it is None if there are drafts, which may have spoilt
-        them, and else an error.
+        Drafts may be the reason for invalid logits; without drafts, the model or the processors are.
         """
         verified = self._match if self._by_match(tree) else self._sampled
         result = verified(scores, tree, positions, rows)
@@ -203,8 +211,8 @@ class Sampler:
             if tree.num_nodes > 1:
                 return None
             i, problem = next((i, each) for i, each in enumerate(on_host.status) if each)
-            # num_accepted counts the nodes below the root before the bad one (-1 if that is the root);
-            # named is the position of the token that could not be drawn.
+            # num_accepted counts the nodes below the root before the invalid one (-1 if that is the root).
+            # The message names the position of the token that could not be drawn.
             position = positions[i] + on_host.num_accepted[i] + 2
             raise ValueError(
                 f"the target's processed logits of row {rows[i]} at position {position} "
@@ -218,17 +226,16 @@ class Sampler:
         return not self.needs_draft_probs or tree.num_nodes == 1
 
     def _pick(self, scores: Tensor, positions: Sequence[int], rows: list[int]) -> list[int]:
-        """Tokens drawn from ``scores [n, vocab]`` after these positions."""
+        """Draw tokens from ``scores [n, vocab]``; ``positions`` are those of the preceding tokens."""
         roots = DraftTree.root(torch.zeros(len(scores), dtype=torch.long, device=scores.device))
         walked = self._walk_tree(scores[:, None], roots, positions, rows)
         assert walked is not None
         return walked[1].next_token
 
     def draw(self, logits: Tensor, positions: Sequence[int], rows: Sequence[int]) -> Tensor:
-        """The tokens the target would emit at ``positions`` if ``logits [n, vocab]`` were its own.
+        """Return the tokens that the target would emit at ``positions`` with these ``logits [n, vocab]``.
 
-        Processors that look at the text are left out, and logits without a choice (NaN) give token 0:
-        a draft need not be right.
+        Drafts need not be right: processors that read the text are left out, and NaN gives token 0.
         """
         roots = DraftTree.root(torch.zeros(len(logits), dtype=torch.long, device=logits.device))
         before = [position - 1 for position in positions]
@@ -238,30 +245,31 @@ class Sampler:
     def sample(
         self, logits: Tensor, depth: int, root_positions: Sequence[int], rows: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Independent draws from the law that the target would have if ``logits [n, vocab]`` were its own.
+        """Draw independently from the distribution that the target would have with ``logits [n, vocab]``.
 
-        The noise is the drafter's: (seed, stream, position of the round's root, depth), for a purpose that no
-        verification has. Processors that look at the text are left out; greedy draws the arg-max.
+        The noise is a function of (seed, stream, position of the round's root, depth), with a purpose of its
+        own, so it is independent of the noise of the verification. Processors that read the text are left
+        out. Greedy decoding draws the arg-max.
 
         Args:
-            logits: of the node whose child is drawn.
-            depth: of that node, 0 for the root.
-            root_positions: of the round.
+            logits: logits at the nodes whose children are drawn.
+            depth: depth of these nodes, 0 for the root.
+            root_positions: positions of the roots of the round.
             rows: original rows.
 
         Returns:
-            ``[n]`` tokens, -1 where the law is NaN or empty, and the law, ``[n, vocab]`` float32: what
-            ``DraftTree.draft_probs`` is to hold for the node.
+            ``[n]`` tokens, -1 where the distribution is NaN or empty, and the distributions, ``[n, vocab]``
+            float32: the values of ``DraftTree.draft_probs`` at these nodes.
         """
         scores = self._processors.shared(logits).float()
         if self._stochastic:
-            law = scores.softmax(dim=-1)
+            probs = scores.softmax(dim=-1)
         else:
-            law = torch.zeros_like(scores).scatter(1, scores.argmax(dim=-1, keepdim=True), 1.0)
+            probs = torch.zeros_like(scores).scatter(1, scores.argmax(dim=-1, keepdim=True), 1.0)
         seeds, streams, *_ = self._rows(list(rows))
         positions = self._positions_of(list(root_positions)).tensor
         bits = rng.round_bits(seeds, streams, positions, depth, rng.PURPOSE_DRAFT, 2)
-        return _invert(law, bits), law
+        return _invert(probs, bits), probs
 
     def verify(
         self,
@@ -271,24 +279,26 @@ class Sampler:
         stop: StopRule,
         record: RecordScores | None = None,
     ) -> Accepted | None:
-        """Emit what plain decoding would emit (of rules 2 to 4: could emit), as far as ``tree`` reaches.
+        """Verify a tree and append the emitted tokens to ``context``.
 
-        Writes the emitted tokens into ``context``.
+        Under rule 1 these are the tokens that plain decoding would emit. Under rules 2 to 4 they have the
+        distribution of plain decoding.
 
         Args:
             tree: the draft, ``[rows, nodes]``.
             logits: the target's raw logits at its nodes, ``[rows, nodes, vocab]``.
             context: the text; its active rows are the rows of ``tree``.
             stop: ends rows inside an accepted block.
-            record: is given the processed scores behind each token as it is emitted; what it answers
-                goes to the stopping criteria.
+            record: is called with the processed scores of each emitted token; its result is passed to the
+                stopping criteria.
 
         Returns:
-            What was emitted, or None if the drafts may have spoilt the logits: nothing was emitted, and the
-            roots are to be scored alone.
+            What was emitted, or None if the drafts may have spoilt the logits. Then nothing was emitted, and
+            the caller must score the roots alone.
 
         Raises:
-            ValueError: of a tree of roots, one has NaN or no finite logit; the row and position are named.
+            ValueError: if a tree of roots alone has NaN or no finite logit; the message names the row and
+                the position.
         """
         rows, positions = context.rows, context.root_positions
         walk: Walk
@@ -299,7 +309,7 @@ class Sampler:
                 return None
             walk = FinishedWalk(tree, *walked)
         elif tree.num_nodes > 1 and bool(_spoilt(logits, tree).any()):
-            return None  # before processors that keep state are called
+            return None  # before processors that may keep state are called
         else:
             scores = logits.to(torch.float32, copy=True)
             walk = StepwiseWalk(self._processors, self._pick, tree, scores, context)
@@ -311,11 +321,11 @@ class Sampler:
         return self._follow(walk, scores, context, stop, lockstep, record)
 
     def _with_nan(self, scores: Tensor, logits: Tensor, tree: DraftTree) -> Tensor:
-        """``scores`` with NaN wherever a draft may have left it in ``logits``, for the walk to find.
+        """Put NaN into ``scores`` wherever drafts may have put it into ``logits``, so that the walk finds it.
 
-        Processors may replace NaN (``remove_invalid_values``). And a rule whose text depends on the drafts
-        must not be asked whether it visits such a node: what is drawn again after that would not have the
-        law of what was drawn first.
+        Processors may have replaced NaN (``remove_invalid_values``). Under rules 2 to 4, NaN at any node of a
+        row is put into all its nodes, visited or not: whether the walk visits a node depends on the drawn
+        tokens, and drawing again only in some of these cases would change the distribution of the text.
         """
         if tree.num_nodes == 1 or (self._by_match(tree) and self._processors.keep_nan):
             return scores
@@ -325,7 +335,7 @@ class Sampler:
         return scores.masked_fill(spoilt[..., None], torch.nan)
 
     def _emit(self, walk: FinishedWalk, context: Context, stop: StopRule) -> Accepted:
-        """Emit each row's block at once: nobody asks token by token."""
+        """Emit the whole block of each row at once."""
         emitted, drafted, ended = [], [], []
         for i, row in enumerate(context.rows):
             tokens = walk.whole(i)
@@ -345,7 +355,7 @@ class Sampler:
         lockstep: bool,
         record: RecordScores | None,
     ) -> Accepted:
-        """Emit level by level until every row has left the tree or ended."""
+        """Emit one token per row and level until every row has left the tree or ended."""
         rows = context.rows
         count = len(rows)
         emitted: list[list[int]] = [[] for _ in rows]
@@ -370,8 +380,8 @@ class Sampler:
                 ended[i] = end
                 if descend and not end:
                     going.append(i)
-            # Plain decoding calls stateful processors and criteria once per position for the whole
-            # batch: as soon as one row has to wait for the next target pass, all do.
+            # Plain decoding calls processors and criteria that keep state once per position for the whole
+            # batch. So when one row has to wait for the next target pass, all rows wait.
             alive = [] if lockstep and len(going) < count else going
         return self._accepted(walk, emitted, drafted, ended)
 
@@ -383,14 +393,14 @@ class Sampler:
 
 
 def _spoilt(logits: Tensor, tree: DraftTree) -> Tensor:
-    """``[rows, nodes]`` nodes of the trees that have NaN among their ``logits [rows, nodes, vocab]``."""
+    """``[rows, nodes]``: which active nodes have NaN in their ``logits [rows, nodes, vocab]``."""
     return logits.isnan().any(dim=-1) & (tree.parents >= ROOT_PARENT)
 
 
-def _invert(law: Tensor, bits: Tensor) -> Tensor:
-    """``[n]`` tokens at which the running sum of ``law [n, vocab]`` passes a uniform of 52 bits."""
-    sums = torch.where(law > 0, law, 0).double().cumsum(dim=-1)
+def _invert(probs: Tensor, bits: Tensor) -> Tensor:
+    """``[n]`` tokens at which the running sum of ``probs [n, vocab]`` exceeds a 52-bit uniform number."""
+    sums = torch.where(probs > 0, probs, 0).double().cumsum(dim=-1)
     uniform = ((bits[:, :1] << 20 | bits[:, 1:] >> 12).double() + 0.5) * 2.0**-52
     total = sums[:, -1:]
-    tokens = torch.searchsorted(sums, uniform * total, right=True).clamp(max=law.shape[-1] - 1)
+    tokens = torch.searchsorted(sums, uniform * total, right=True).clamp(max=probs.shape[-1] - 1)
     return torch.where(total > 0, tokens, -1)[:, 0]

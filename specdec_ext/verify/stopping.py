@@ -1,4 +1,4 @@
-"""When a row ends: transformers' stopping criteria, evaluated token by token inside accepted blocks."""
+"""The end of a row: transformers' stopping criteria, evaluated for each token of an accepted block."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from specdec_ext.keywords import reads_of
 
 
 class StopRule:
-    """The stopping criteria of a call, split by what they need.
+    """The stopping criteria of a call.
 
-    Ends of sequence and the maximal length are decided from integers. Other criteria are called as plain
-    decoding would call them, once per emitted position in order, with ``[batch, columns]`` ids.
+    End-of-sequence ids and the maximum length are compared as integers. Other criteria are called as plain
+    decoding calls them: once per emitted position, in order, with ``[batch, columns]`` ids.
 
     Attributes:
-        max_length: columns of ``sequences`` at which every row ends.
-        pads: whether finished rows are padded; transformers does so only if there is an end-of-sequence id
-            and lets finished rows run on otherwise.
-        needs_lockstep: whether a criterion is unknown and may keep state or mix rows, so that in a batch
-            all rows must advance together.
+        max_length: number of columns of ``sequences`` at which every row ends.
+        pads: whether ended rows are padded. Transformers pads them only if there is an end-of-sequence id;
+            otherwise ended rows continue.
+        needs_lockstep: whether a criterion may keep state or read several rows, so that all rows of a batch
+            must advance together.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, config: GenerationConfig):
@@ -43,15 +43,15 @@ class StopRule:
 
     @property
     def is_known(self) -> bool:
-        """Whether :meth:`end_of` tells all: there is no criterion but ends of sequence and the length."""
+        """Whether :meth:`end_of` covers all criteria: end-of-sequence ids and the maximum length."""
         return not self._others
 
     def end_of(self, tokens: Sequence[int], columns: int) -> int | None:
-        """How many of these tokens a row emits that ends with one of them, else None.
+        """Return how many of these tokens a row emits until it ends, or None if it does not end.
 
         Args:
-            tokens: to emit in this order.
-            columns: the row's length before them.
+            tokens: the tokens in the order in which they would be emitted.
+            columns: the row's length in columns before them.
         """
         for count, token in enumerate(tokens, start=1):
             if token in self._eos or columns + count >= self.max_length:
@@ -66,14 +66,14 @@ class StopRule:
         sequences: Callable[[], Tensor],
         scores: tuple[Tensor, ...] | None,
     ) -> list[bool]:
-        """Whether each row ends with the token it just emitted.
+        """Return whether each row ends with the token that it just emitted.
 
         Args:
             rows: original row numbers.
-            tokens: the token each row emitted.
+            tokens: the token that each row emitted.
             columns: each row's length in columns, that token included.
-            sequences: gives ``[batch, at least max(columns)]`` ids; called only when a criterion needs them.
-            scores: processed scores so far, or None when they are not recorded.
+            sequences: returns ``[batch, at least max(columns)]`` ids; called only if a criterion needs them.
+            scores: the processed scores so far, or None if they are not recorded.
         """
         ended = [
             self.end_of([token], length - 1) is not None

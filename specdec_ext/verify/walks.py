@@ -1,4 +1,4 @@
-"""The walk of a verification, level by level: what each row emits and whether a drafted node carries it."""
+"""The walk of a verification over its tree, level by level: which token each row emits at each level."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from specdec_ext.ops import HostMatchResult, MatchResult
 from specdec_ext.tree.draft_tree import DraftTree
 from specdec_ext.verify.processors import Processors
 
-# (processed scores [n, vocab], positions of the tokens before, original rows) -> the n tokens drawn
+# (processed scores [n, vocab], positions of the preceding tokens, original rows) -> the n drawn tokens
 Pick = Callable[[Tensor, Sequence[int], list[int]], list[int]]
 
 
 class FinishedWalk:
-    """The walk when the op has already done all of it."""
+    """A walk that an op has already completed."""
 
     def __init__(self, tree: DraftTree, result: MatchResult, on_host: HostMatchResult):
         self._result = result
@@ -26,11 +26,11 @@ class FinishedWalk:
         self._depth = 0
 
     def nodes(self, alive: list[int]) -> list[int]:
-        """The node at which each of these rows stands."""
+        """The current node of each of these rows."""
         return [self._nodes[i][self._depth] for i in alive]
 
     def level(self, alive: list[int]) -> tuple[list[int], list[bool]]:
-        """Picks at this level and whether a drafted child carries them."""
+        """Go down one level: the picked tokens, and whether a drafted child has each of them."""
         self._depth += 1
         descends = [self._depth <= self._lengths[i] for i in alive]
         picks = [
@@ -40,22 +40,25 @@ class FinishedWalk:
         return picks, descends
 
     def whole(self, i: int) -> list[int]:
-        """All picks of row ``i``: the drafted tokens that were accepted, and the one behind them."""
+        """All picked tokens of row ``i``: the accepted draft tokens and the one after them."""
         nodes = self._nodes[i][1 : self._lengths[i] + 1]
         return [*(self._tokens[i][node] for node in nodes), self._next[i]]
 
     def accepted(self, counts: list[int]) -> tuple[Tensor, Tensor, list[list[int]]]:
-        """What ``Accepted`` holds of it if each row keeps this many nodes below its root: ``path``,
-        ``num_accepted`` and ``paths``."""
+        """``path``, ``num_accepted`` and ``paths`` of :class:`~specdec_ext.verify.sampler.Accepted`.
+
+        Args:
+            counts: number of nodes below the root that each row keeps.
+        """
         if counts == self._lengths:
             kept = self._result.num_accepted
-        else:  # a row ended within its block
+        else:  # a row ended inside its block
             kept = torch.tensor(counts, device=self._result.path.device)
         return self._result.path, kept, self._nodes
 
 
 class StepwiseWalk:
-    """The walk node by node, for processors that need the text: exactly the calls of plain decoding."""
+    """A walk node by node, for processors that read the text. It makes the same calls as plain decoding."""
 
     def __init__(
         self,
