@@ -1,7 +1,7 @@
 """Speculative decoding for Hugging Face models that emits what the model alone would have emitted.
 
-Names are imported at their first use: ``specdec_ext.ops`` and ``specdec_ext.reference`` need torch alone, and
-do not wait for transformers.
+Names are imported on first use. So ``specdec_ext.ops`` and ``specdec_ext.reference``, which need torch only,
+do not import transformers.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    globals()[name] = value  # found without this function from now on
+    globals()[name] = value  # the next access does not call this function
     return value
 
 

@@ -1,4 +1,8 @@
-"""Models whose ``generate`` is their own: does it come to our loop, and may ours stand in for theirs?"""
+"""Models with a ``generate`` of their own: does it call transformers' ``generate``, and so our loop?
+
+Such a model can be accelerated only if its ``generate`` passes the call on to transformers' ``generate``,
+which then calls our loop through ``custom_generate``.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +16,35 @@ from transformers import GenerationMixin, PreTrainedModel
 
 
 def check_loop(model: PreTrainedModel) -> None:
-    """Refuse a model whose tokens come from a loop of its own, such as one over several codebooks.
+    """Refuse a model that replaces transformers' sampling loop, for example to decode several codebooks.
 
     Raises:
-        ValueError: naming the class and the way out.
+        ValueError: the model has a ``_sample`` of its own.
     """
     loop = getattr(type(model), "_sample", None)
     if loop is not None and loop is not GenerationMixin._sample:
         raise ValueError(
-            f"{type(model).__name__} draws its tokens in a loop of its own; use model.generate"
+            f"{type(model).__name__} has its own decoding loop, which can't be accelerated; use "
+            "model.generate"
         )
 
 
 def generate_through(
     model: PreTrainedModel, inputs: Tensor | None, hook: Callable[..., Any], kwargs: dict[str, Any]
 ) -> Any:
-    """``model.generate(inputs, custom_generate=hook, **kwargs)``, sure to have called ``hook``.
+    """Call ``model.generate(inputs, custom_generate=hook, **kwargs)`` and check that it called ``hook``.
 
     Raises:
-        ValueError: for a model that does not come to the hook.
+        ValueError: ``model.generate`` did not call the hook.
     """
     name = type(model).__name__
-    own = f"{name}.generate decodes in a way of its own, which can't be sped up; use model.generate"
+    own = (
+        f"{name}.generate has its own decoding loop, which can't be accelerated; use model.generate"
+    )
     if not _delegates(type(model)):
         raise ValueError(own)
     noticed = Noticed(hook)
-    # A generate of a model's own may call its first parameter otherwise.
+    # The first parameter of a model's own generate may have another name.
     given = () if inputs is None else (inputs,)
     text: Any = model.generate(*given, custom_generate=noticed, **kwargs)  # type: ignore[operator]
     if not noticed.reached:
@@ -46,10 +53,11 @@ def generate_through(
 
 
 class Noticed:
-    """A hook that knows whether it was called.
+    """A hook that records whether it was called.
 
-    A ``generate`` of ours that is given one was called by :func:`generate_through`: it stands in for the
-    model's own, as after ``model.generate = functools.partial(specdec_ext.generate, model)``.
+    If ``specdec_ext.generate`` itself gets such a hook, :func:`generate_through` called it in place of the
+    model's own ``generate``. This happens after
+    ``model.generate = functools.partial(specdec_ext.generate, model)``.
     """
 
     def __init__(self, hook: Callable[..., Any]):
@@ -62,7 +70,7 @@ class Noticed:
 
 
 def class_generate(model: PreTrainedModel) -> Callable[..., Any]:
-    """The ``generate`` that a model has by its class, whatever stands in for it in this object."""
+    """The ``generate`` of the model's class, even if an attribute of this object replaces it."""
     function = getattr(type(model), "generate", None)
     plain: Any = model.generate if function is None else function.__get__(model)
     return plain

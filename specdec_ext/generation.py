@@ -1,8 +1,8 @@
-"""``generate`` and ``custom_generate``: the door through which transformers' ``generate`` reaches our loop.
+"""``generate`` and ``custom_generate``: the entry points, called by users and by transformers.
 
 ``model.generate(custom_generate=callable)`` prepares everything (prompt, processors, stopping criteria,
-cache) and then calls us instead of its own loop. It drops some arguments on that path (streamer,
-tokenizer, stop_strings, assistant_model); ``generate`` carries them past it in a closure.
+cache) and then calls ``callable`` instead of its own loop. It does not pass on some of its arguments
+(streamer, tokenizer, stop_strings, assistant_model), so ``generate`` puts these into a closure.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from specdec_ext.transfer import Staging
 from specdec_ext.verify.sampler import VERIFICATIONS, Sampler
 from specdec_ext.verify.stopping import StopRule
 
-# Cache slots reserved for one draft block beside the text itself; a larger tree only makes the cache grow.
+# Cache slots reserved for a draft in addition to the text. For a larger tree the cache grows.
 BLOCK_SLOTS = 64
 
 
@@ -73,49 +73,57 @@ def generate(
     synced_gpus: bool | None = None,
     **kwargs: Any,
 ) -> Tensor | AnyOutput:
-    """``model.generate`` with speculation: the same arguments, the same text, fewer target passes.
+    """``model.generate`` with speculative decoding: the same arguments, the same text, fewer target passes.
 
     Args:
-        model: any Hugging Face model that generates text (:func:`specdec_ext.supports` tells how).
-        inputs: ``[batch, length]`` prompt ids (or ``input_ids=``), left or right padded; of an
-            encoder-decoder model what its encoder reads.
-        drafter: ``"auto"``: n-gram copies in front of the head that the model's config names, or alone;
-            ``"ngram"``, ``"suffix"``, ``"lookahead"``; ``"head"`` or ``"draft"``: the draft head or draft
-            model that ``model.config.specdec_ext_draft`` or ``specdec_ext_draft_model`` names; folder or hub
-            id of a draft head or a draft model (loaded once per target, in its dtype and onto its device); a
-            Hugging Face model of the same tokenizer (classic draft model); a :class:`Drafter`; ``None`` or
-            ``"none"``: plain decoding through the same loop.
-        speculation: ``"auto"`` measures what drafting costs and brings, and drafts in each step what promises
-            most tokens per second, or nothing; ``"fixed"`` drafts what the drafter drafts by itself in every
-            step; a :class:`Speculation` pins what it names. The text is the same. Under the rules other than
-            "match", whose texts depend on the drafts, sampling with ``"auto"`` is ``"fixed"``.
-        verification: how drafts are accepted when sampling. ``"match"`` is exact for all drafters, and one
-            seed gives one text. ``"rejection"``, ``"block"`` (chains) and ``"recursive"`` (trees) need a
-            drafter that samples, ``DraftModelDrafter(model, sampled=True)``; they keep the law of the
-            text, but for one seed it depends on the drafter. Greedy decoding is the same under all.
-        seed: of the sampling noise, one for the call or a list with one per row (each of the
-            ``num_return_sequences`` is a row); by default drawn from ``generator`` or from torch's global
-            generator. One seed gives one text, whatever the drafter. Rows that share one seed have different
-            noise. A row with a seed of its own has the noise of a call with that row and that seed alone: the
-            same prompt and seed give the same text in any row of any batch, however it is padded.
-        generator: source of the seed.
-        streamer: gets the prompt, then one ``[batch]`` tensor per column as soon as every unfinished
-            row has reached it.
-        tokenizer: needed with ``stop_strings``, texts that end a row, and with ``assistant_tokenizer``; the
-            one to compare a draft model's with, if that is named by its folder.
-        assistant_model: transformers' name for a draft model; same as ``drafter=assistant_model``.
-        assistant_tokenizer: of an ``assistant_model`` with another vocabulary.
-        synced_gpus: whether several processes share the model, which is refused; None finds out.
-        **kwargs: everything else that ``model.generate`` takes, as :mod:`specdec_ext.keyword_table` says.
+        model: a Hugging Face model that generates text; see :func:`specdec_ext.supports`.
+        inputs: ``[batch, length]`` prompt ids (or ``input_ids=``), padded on the left or on the right; for an
+            encoder-decoder model, the input of its encoder.
+        drafter: what proposes tokens:
+
+            - ``"auto"``: n-gram lookup, combined with the draft head if the model's config names one;
+            - ``"ngram"``, ``"suffix"`` or ``"lookahead"``: a drafter that needs no model;
+            - ``"head"`` or ``"draft"``: the draft head that ``model.config.specdec_ext_draft`` names, or the
+              draft model that ``model.config.specdec_ext_draft_model`` names;
+            - the folder or hub id of a draft head or draft model, which is loaded once per target, in the
+              target's dtype and on its device;
+            - a Hugging Face model with the same tokenizer (a classic draft model);
+            - a :class:`Drafter`;
+            - ``None`` or ``"none"``: plain decoding in the same loop.
+        speculation: ``"auto"`` measures the costs and gains of drafting, and in each step drafts the shape
+            that promises the most tokens per second, or nothing. ``"fixed"`` drafts in every step, in the
+            drafter's default shape. A :class:`Speculation` restricts ``"auto"``. The text is the same with
+            all of them. When sampling under a rule other than "match", the text depends on the drafts, and
+            ``"auto"`` means ``"fixed"``.
+        verification: the rule that accepts drafts when sampling. ``"match"`` works with all drafters, and one
+            seed gives one text. ``"rejection"`` and ``"block"`` (chains) and ``"recursive"`` (trees) need a
+            drafter that samples, such as ``DraftModelDrafter(model, sampled=True)``. They preserve the
+            distribution of the text, but the text for a seed depends on the drafter. Greedy decoding is the
+            same under all rules.
+        seed: seed of the sampling noise, one for the call or a list with one per row, where each of the
+            ``num_return_sequences`` is a row. By default it is drawn from ``generator`` or from torch's
+            global generator. One seed gives one text with every drafter. Rows that share a seed have
+            different noise. With a list, the text of a row depends on its prompt and seed only, in any batch
+            and with any padding.
+        generator: the generator from which the seed is drawn.
+        streamer: receives the prompt, and then one ``[batch]`` tensor per column as soon as every unfinished
+            row has reached that column.
+        tokenizer: the target's tokenizer. It is needed with ``stop_strings`` and ``assistant_tokenizer``,
+            and is compared with the tokenizer in a draft model's folder.
+        assistant_model: transformers' name for a draft model; the same as ``drafter=assistant_model``.
+        assistant_tokenizer: the tokenizer of an ``assistant_model`` with another vocabulary.
+        synced_gpus: True means that other processes run parts of each pass, which is refused. None detects
+            it as transformers does.
+        **kwargs: all other arguments of ``model.generate``; see :mod:`specdec_ext.keyword_table`.
 
     Returns:
         ``[batch, length]`` ids, or with ``return_dict_in_generate=True`` a :class:`SpeculativeOutput`
-        (:class:`SpeculativeEncoderDecoderOutput` of an encoder-decoder model).
+        (for an encoder-decoder model a :class:`SpeculativeEncoderDecoderOutput`).
 
     Raises:
-        ValueError: for an argument that can't be honoured without changing the text, naming it and the
-            way out.
-        OSError: for a drafter's folder or hub id with nothing behind it.
+        ValueError: for an argument that can't be honoured without changing the text. The message names the
+            argument and a way out.
+        OSError: for a drafter's folder or hub id that does not exist.
     """
     if isinstance(kwargs.get("custom_generate"), Noticed):
         return class_generate(model)(*(() if inputs is None else (inputs,)), **kwargs)
@@ -123,12 +131,12 @@ def generate(
     check_ids(model, inputs, kwargs.get("input_ids"))
     if assistant_model is not None:
         if not (isinstance(drafter, str) and drafter == "auto"):
-            raise ValueError("assistant_model and drafter name two drafters; pass one of them")
+            raise ValueError("assistant_model and drafter name two drafters; pass only one of them")
         texts = (None, None) if assistant_tokenizer is None else (assistant_tokenizer, tokenizer)
         drafter = Assistant(unwrapped(assistant_model), *texts)
     elif assistant_tokenizer is not None:
         raise ValueError(
-            "assistant_tokenizer belongs to assistant_model, and there is none; pass that, or "
+            "assistant_tokenizer needs assistant_model, which is missing; pass assistant_model, or "
             "drafter=DraftModelDrafter(model, tokenizer=..., target_tokenizer=...)"
         )
     check_arguments(kwargs)
@@ -145,7 +153,8 @@ def generate(
         stop_strings=_take_stop_strings(kwargs, model.generation_config),
         synced_gpus=synced_gpus,
     )
-    # As a part of this call's changes: those of a transaction of its own would be settled when it returns.
+    # Unwrapped, the hook's changes to the model belong to the transaction of this call. A transaction of the
+    # hook's own would end when the hook returns.
     hook = inspect.unwrap(hook)
     with torch.no_grad():
         return generate_through(model, inputs, hook, kwargs)
@@ -163,10 +172,11 @@ def custom_generate(
     stop_strings: str | list[str] | None = None,
     synced_gpus: bool | None = None,
 ) -> Callable[..., Tensor | AnyOutput]:
-    """A callable for ``model.generate(..., custom_generate=...)``; arguments as in :func:`generate`.
+    """Return a callable for ``model.generate(..., custom_generate=...)``.
 
-    ``model.generate`` loses its own ``streamer``, ``tokenizer``, ``stop_strings``, ``assistant_model`` and
-    ``synced_gpus`` on this path: pass them here, the assistant as ``drafter``.
+    The arguments are those of :func:`generate`. ``model.generate`` does not pass on its own ``streamer``,
+    ``tokenizer``, ``stop_strings``, ``assistant_model`` and ``synced_gpus`` to the callable, so pass them
+    here, ``assistant_model`` as ``drafter``.
     """
     choice = DrafterChoice(drafter, tokenizer)
     settings = resolve_speculation(speculation)
@@ -175,7 +185,7 @@ def custom_generate(
             f"verification={verification!r} is not known; expected one of {list(VERIFICATIONS)}"
         )
     if stop_strings is not None and tokenizer is None:
-        raise ValueError("stop_strings needs tokenizer=..., to match texts against tokens")
+        raise ValueError("stop_strings needs tokenizer=..., the tokenizer of the model")
 
     @transactional
     def speculate(
@@ -194,11 +204,11 @@ def custom_generate(
         prompt = model_kwargs.get("inputs_embeds", input_ids)
         if not prompt.numel():
             raise ValueError(
-                f"the prompt is {tuple(prompt.shape)}; expected at least one row and one token"
+                f"the prompt has shape {tuple(prompt.shape)}; expected at least one row and one token"
             )
         criteria = StoppingCriteriaList(stopping_criteria)
         if stop_strings is not None:
-            with torch.device(input_ids.device):  # it makes its tensors on the default device
+            with torch.device(input_ids.device):  # it creates tensors on the default device
                 criteria.append(StopStringCriteria(tokenizer, stop_strings))
         with graph_breaks_explained(model):
             return _decode(
@@ -291,11 +301,11 @@ def _policy(
     model: PreTrainedModel,
     sampler: Sampler,
 ) -> Policy | None:
-    """Who decides what each step drafts; None if nothing does.
+    """The policy of the call; None without a drafter.
 
     Raises:
-        ValueError: where the text would depend on time: drafts chosen by measurements, under a rule whose
-            text depends on the drafts.
+        ValueError: if the text would depend on measured times, because the rule's text depends on the drafts
+            and the settings leave choices open.
     """
     if drafter is None:
         return None
@@ -307,11 +317,11 @@ def _policy(
     if not sampler.needs_draft_probs:
         clock = agreed_clock(model, speculation.clock)
         return Controller(replace(speculation, clock=clock), drafter, model)
-    if speculation == Speculation():  # "auto", by value
+    if speculation == Speculation():  # "auto", or a Speculation equal to it
         return Policy(drafter)
     raise ValueError(
-        "speculation leaves choices to measurements, and under this verification rule sampled text depends "
-        "on what is drafted: one seed would give many texts. Pass speculation='fixed', "
+        "speculation chooses drafts by measured times, and under this verification rule the sampled text "
+        "depends on the drafts, so one seed would give many texts. Pass speculation='fixed', "
         "Speculation(shapes=[...], may_rest=False) with one shape, or verification='match'"
     )
 
@@ -326,7 +336,7 @@ def _span(input_ids: Tensor, cache: Any, inputs: dict[str, Any], stop: StopRule)
 
 
 def _ids_of(encoder_input: Tensor | None, batch: int, vocab_size: int) -> Tensor | None:
-    """``[batch, columns]`` ids that the encoder reads, if it reads ids that the decoder may write."""
+    """``[batch, columns]`` ids that the encoder reads; None if the decoder's vocabulary lacks them."""
     if encoder_input is None or encoder_input.ndim != 2 or encoder_input.is_floating_point():
         return None
     if int(encoder_input.max()) >= vocab_size:
@@ -335,7 +345,11 @@ def _ids_of(encoder_input: Tensor | None, batch: int, vocab_size: int) -> Tensor
 
 
 def _served(target: Target, drafter: Drafter | None, explicit: bool, batch: int) -> Drafter | None:
-    """The drafter, or None where only one token at a time is exact; then a warning or an error says so."""
+    """Return the drafter, or None with a warning if only plain decoding is exact for this model or batch.
+
+    Raises:
+        ValueError: the same, if the caller chose the drafter explicitly.
+    """
     support = target.support
     if drafter is None or (support.chain and (support.batch or batch == 1)):
         return drafter
@@ -359,7 +373,7 @@ def _served(target: Target, drafter: Drafter | None, explicit: bool, batch: int)
 
 
 def _take_stop_strings(kwargs: dict[str, Any], defaults: GenerationConfig) -> Any:
-    """The call's stop strings, taken out of ``kwargs``: transformers can't match them without a tokenizer."""
+    """Remove the stop strings from ``kwargs``, where transformers would fail, and return them."""
     config = kwargs.get("generation_config")
     of_call, of_model = getattr(config, "stop_strings", None), defaults.stop_strings
     stop_strings = kwargs.pop("stop_strings", of_model if of_call is None else of_call)
@@ -367,12 +381,12 @@ def _take_stop_strings(kwargs: dict[str, Any], defaults: GenerationConfig) -> An
         kwargs["generation_config"] = copy.deepcopy(config)
         kwargs["generation_config"].stop_strings = None
     if of_model is not None:
-        kwargs["stop_strings"] = None  # beats the model's
+        kwargs["stop_strings"] = None  # overrides those of the model
     return stop_strings
 
 
 def _waits_for_others(model: PreTrainedModel, synced_gpus: bool | None) -> bool:
-    """Whether other processes run a part of every pass, as transformers decides it."""
+    """Whether other processes run a part of every pass; the same decision as in transformers."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not distributed or torch.distributed.get_world_size() == 1:
         return False
@@ -387,13 +401,13 @@ def _noise(
     generator: torch.Generator | None,
     batch: int,
 ) -> list[tuple[int, int]]:
-    """(seed, stream) of each row: streams 0, 1, 2, ... of one seed, or stream 0 of each row's own."""
+    """(seed, stream) of each row: streams 0, 1, 2, ... of one seed, or stream 0 of each row's own seed."""
     if seed is None:
         device = "cpu" if generator is None else generator.device
         drawn = int(torch.randint(2**62, (), generator=generator, device=device))
         seed = agreed_seed(model, drawn)
     elif generator is not None:
-        raise ValueError("seed and generator both choose the noise; pass one of them")
+        raise ValueError("seed and generator both determine the noise; pass only one of them")
     if not isinstance(seed, (list, tuple)):
         return [(_checked_seed(seed), row) for row in range(batch)]
     seeds = [_checked_seed(each) for each in seed]
@@ -407,5 +421,5 @@ def _noise(
 
 def _checked_seed(seed: Any) -> int:
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed must be an int of 64 bits or a list of them, got {seed!r}")
+        raise ValueError(f"seed must be a 64-bit int or a list of such ints, got {seed!r}")
     return seed

@@ -1,9 +1,9 @@
-"""Every keyword of transformers' ``generate`` and what becomes of it here.
+"""The support table: every keyword of transformers' ``generate`` and how it is handled here.
 
-``CONFIG`` are the fields of ``GenerationConfig``, ``ARGUMENTS`` the parameters of ``generate`` and the model
-inputs it takes, ``PARTS`` the logits processors and stopping criteria that come with transformers.
-:mod:`specdec_ext.keywords` enforces the table; nothing that it says is said elsewhere. Neither torch nor
-transformers is needed to read it.
+``CONFIG`` holds the fields of ``GenerationConfig``, ``ARGUMENTS`` the parameters of ``generate`` and the
+model inputs that it takes, ``PARTS`` the logits processors and stopping criteria of transformers. This is the
+only source of this information; :mod:`specdec_ext.keywords` enforces it. Importing this module needs neither
+torch nor transformers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Verdict(Enum):
-    """What a keyword costs."""
+    """How a keyword is supported."""
 
     EXACT = "exact"
     SLOWER = "exact, slower path"
@@ -22,18 +22,18 @@ class Verdict(Enum):
 
 
 class Reads(Enum):
-    """What a processor or a stopping criterion depends on, which decides when it may be called.
+    """What a processor or stopping criterion depends on. This decides when it may be called.
 
-    SCORES: one row's scores alone: all nodes of a tree go through it at once, visited or not.
-    PREFIX: one row's text before the token, too: called at the nodes that are visited, each row at its own
-        pace, where the rule allows it also at others.
-    ORDER: perhaps on its own past or on other rows: the very calls of plain decoding, once for each emitted
-        position in order, for which the rows of a batch advance together.
+    SCORES: the scores of one row. It is called once for all nodes of a tree, visited or not.
+    PREFIX: also the row's text before the token. It is called at visited nodes, each row at its own pace;
+        rules 2 to 4 call it at all nodes.
+    ORDER: possibly earlier calls or other rows. It gets exactly the calls of plain decoding: once for each
+        emitted position in order, with the rows of a batch in step.
     """
 
     SCORES = "on all nodes at once"
     PREFIX = "at every visited node, with the text up to it"
-    ORDER = "once for every emitted position in order, the rows of a batch together"
+    ORDER = "once for every emitted position, in order, with the rows of a batch in step"
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Keyword:
 
     Attributes:
         verdict: exact, exact on a slower path, or refused.
-        note: how it is honoured; of a refused one why it is not, and the way out.
-        harmless: values that ask for nothing.
-        reads: of processors and criteria, what they depend on.
+        note: how it is honoured; if it is refused, why, and what to do instead.
+        harmless: values that have no effect and are never refused.
+        reads: what a processor or criterion depends on.
     """
 
     verdict: Verdict
@@ -68,8 +68,8 @@ def _called(reads: Reads) -> Keyword:
 
 _SCORES, _PREFIX, _ORDER = map(_called, Reads)
 _COUNTED = Keyword(Verdict.EXACT, "decided from the token and the length", reads=Reads.SCORES)
-_TIES = "of tokens that tie at the edge as many are kept as transformers keeps, but perhaps others"
-_CODEBOOKS = _refused("it belongs to the audio codebooks of a model with a generate of its own")
+_TIES = "among tokens tied at the threshold, it keeps as many as transformers, but maybe other ones"
+_CODEBOOKS = _refused("it belongs to the audio codebooks of models with their own generate")
 
 PARTS: dict[str, Keyword] = {
     "TemperatureLogitsWarper": _SCORES,
@@ -79,7 +79,7 @@ PARTS: dict[str, Keyword] = {
     "TypicalLogitsWarper": _SCORES,
     "EpsilonLogitsWarper": _SCORES,
     "EtaLogitsWarper": _SCORES,
-    # A function of the scores, too, but one that raises at NaN: not to be called at nodes nobody visits.
+    # It depends on the scores only, but raises an error for NaN, so it is not called at unvisited nodes.
     "TopHLogitsWarper": _PREFIX,
     "LogitNormalization": _SCORES,
     "InfNanRemoveLogitsProcessor": _SCORES,
@@ -100,7 +100,7 @@ PARTS: dict[str, Keyword] = {
     "WatermarkLogitsProcessor": _PREFIX,
     "AlternatingCodebooksLogitsProcessor": _PREFIX,
     "WhisperTimeStampLogitsProcessor": _PREFIX,
-    "PrefixConstrainedLogitsProcessor": _ORDER,  # calls a function of the user's
+    "PrefixConstrainedLogitsProcessor": _ORDER,  # calls a function of the user
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": _ORDER,
     "SynthIDTextWatermarkLogitsProcessor": _ORDER,
     "WhisperNoSpeechDetection": _ORDER,
@@ -117,49 +117,49 @@ PARTS: dict[str, Keyword] = {
 
 
 def _by(part: str) -> Keyword:
-    """What transformers turns into this processor."""
+    """A keyword that transformers implements with this processor."""
     return Keyword(PARTS[part].verdict, f"`{part}`: {PARTS[part].note}")
 
 
-_BEAMS = _exact("read by beam search alone: no effect here, as in plain decoding")
-_CONTRASTIVE = "contrastive search looks ahead at hidden states; use model.generate for it"
+_BEAMS = _exact("only beam search reads it: no effect here, as in plain decoding")
+_CONTRASTIVE = "contrastive search is not supported; use model.generate for it"
 _CONSTRAINED = "constrained beam search is not supported; use model.generate for it"
-_ALIGNED = "drafts are aligned token by token, nothing is looked back for; leave it out"
-_LENGTHS = "ends a row where plain decoding ends it, inside a block of drafts, too"
-_RECORDED = "of the emitted tokens, as plain decoding records them"
+_ALIGNED = "the two vocabularies are matched token by token, without lookbehind; leave it out"
+_LENGTHS = "ends a row exactly where plain decoding ends it, also inside an accepted draft"
+_RECORDED = "recorded for the emitted tokens, as in plain decoding"
 
 CONFIG: dict[str, Keyword] = {
     "max_length": _exact(_LENGTHS),
     "max_new_tokens": _exact(_LENGTHS),
     "eos_token_id": _exact(_LENGTHS),
     "stop_strings": _exact(f"{_LENGTHS}; needs `tokenizer`"),
-    "max_time": _exact("asked after every token, as in plain decoding"),
+    "max_time": _exact("checked after every token, as in plain decoding"),
     "min_length": _by("MinLengthLogitsProcessor"),
     "min_new_tokens": _by("MinNewTokensLengthLogitsProcessor"),
     "early_stopping": _BEAMS,
     "length_penalty": _BEAMS,
     "diversity_penalty": _BEAMS,
-    "do_sample": _exact("the law of plain decoding; one seed gives one text, whatever the drafter"),
-    "num_beams": _refused("beam search keeps several hypotheses; use model.generate for it", 1),
-    "num_beam_groups": _refused(
-        "group beam search is not a law over tokens; use model.generate for it", 1
+    "do_sample": _exact(
+        "the distribution of plain decoding; one seed gives one text with every drafter"
     ),
+    "num_beams": _refused("beam search is not supported; use model.generate for it", 1),
+    "num_beam_groups": _refused("group beam search is not supported; use model.generate for it", 1),
     "constraints": _refused(_CONSTRAINED),
     "force_words_ids": _refused(_CONSTRAINED),
     "penalty_alpha": _refused(_CONTRASTIVE, 0),
-    "low_memory": _exact("read by contrastive search alone: no effect, as in plain decoding"),
-    "dola_layers": _refused("DoLa contrasts layers at every token; use model.generate for it"),
+    "low_memory": _exact("only contrastive search reads it: no effect, as in plain decoding"),
+    "dola_layers": _refused("DoLa decoding is not supported; use model.generate for it"),
     "use_cache": Keyword(
-        Verdict.SLOWER, "without one the whole text runs in every pass, with its drafts"
+        Verdict.SLOWER, "with False, every pass runs over the whole text and its drafts"
     ),
     "cache_implementation": _refused(
-        "it can't be rolled back; leave it out (the cache is preallocated and rolled back by specdec_ext)",
+        "it can't be rolled back; leave it out (specdec_ext preallocates a cache and rolls it back)",
         "dynamic",
-        "dynamic_full",  # what transformers before 5.17 chooses for assisted decoding
+        "dynamic_full",  # the choice of transformers before 5.17 for assisted decoding
     ),
-    "cache_config": _exact("read by quantised caches alone, which are refused"),
-    "max_cache_len": _exact("read by static caches alone, which are refused"),
-    "prefill_chunk_size": _exact("the prompt is read in chunks of so many columns"),
+    "cache_config": _exact("only quantised caches read it, which are refused"),
+    "max_cache_len": _exact("only static caches read it, which are refused"),
+    "prefill_chunk_size": _exact("the prompt is read in chunks of this many columns"),
     "temperature": _by("TemperatureLogitsWarper"),
     "top_k": _by("TopKLogitsWarper"),
     "top_p": _by("TopPLogitsWarper"),
@@ -187,87 +187,90 @@ CONFIG: dict[str, Keyword] = {
     ),
     "token_healing": _refused("token healing rewrites the prompt; heal it before the call", False),
     "num_return_sequences": _exact(
-        "every copy of a row has its own noise (a list of seeds has one for each copy)"
+        "every copy of a row has its own noise; a list of seeds needs one for each copy"
     ),
-    "return_dict_in_generate": _exact("a `SpeculativeOutput`: transformers' output and statistics"),
+    "return_dict_in_generate": _exact(
+        "returns a `SpeculativeOutput`: transformers' output and statistics"
+    ),
     "output_scores": _exact(_RECORDED),
     "output_logits": _exact(_RECORDED),
     "output_hidden_states": _exact(_RECORDED),
     "output_attentions": _exact(f"{_RECORDED}; needs attn_implementation='eager'"),
-    "pad_token_id": _exact("fills rows that ended, as in plain decoding"),
-    "bos_token_id": _exact("begins a call without a prompt, as in plain decoding"),
+    "pad_token_id": _exact("fills ended rows, as in plain decoding"),
+    "bos_token_id": _exact("the prompt of a call without one, as in plain decoding"),
     "decoder_start_token_id": _exact("prepared by transformers"),
-    "prompt_lookup_num_tokens": _exact("drafter='auto' becomes n-gram copies of this length"),
-    "max_matching_ngram_size": _exact("drafter='auto' becomes n-gram copies behind such a match"),
+    "prompt_lookup_num_tokens": _exact(
+        "drafter='auto' becomes n-gram lookup with drafts of this length"
+    ),
+    "max_matching_ngram_size": _exact(
+        "drafter='auto' becomes n-gram lookup with this longest match"
+    ),
     "num_assistant_tokens": _exact(
-        "length of `assistant_model`'s drafts; transformers' default stands for the drafter's own",
+        "length of `assistant_model`'s drafts; transformers' default value means the drafter's default",
         20,
     ),
     "assistant_confidence_threshold": _exact(
-        "ends `assistant_model`'s drafts; transformers' default stands for the drafter's own", 0.4
+        "ends `assistant_model`'s drafts; transformers' default value means the drafter's default",
+        0.4,
     ),
     "num_assistant_tokens_schedule": _refused(
-        "drafts of assistant_model have one length; leave it at 'constant'", "constant"
+        "the drafts of assistant_model have a fixed length; use 'constant'", "constant"
     ),
     "assistant_lookbehind": _refused(_ALIGNED, 10),
     "target_lookbehind": _refused(_ALIGNED, 10),
     "assistant_ensemble_weight": _refused(
-        "it mixes the draft model's law into the text, which is lossy; leave it out"
+        "it mixes the draft model's distribution into the text, which is lossy; leave it out"
     ),
     "assistant_early_exit": _refused("early-exit drafting is not supported; leave it out"),
     "is_assistant": _refused(
-        "it is for the calls that transformers makes of a draft model; leave it out", False
+        "it is for transformers' own calls of a draft model; leave it out", False
     ),
     "use_mtp": _refused(
         "multi-token-prediction heads are not supported as drafters; leave it out", False
     ),
-    "speculation_type": _refused("choose the drafter with drafter=... instead"),
+    "speculation_type": _refused("choose the drafter with drafter=..."),
     "compile_config": _refused("only static caches are compiled; torch.compile the model instead"),
     "disable_compile": _exact("nothing is compiled"),
     "continuous_batching_config": _refused("it is for generate_batch; leave it out"),
-    "transformers_version": _exact("says who wrote the config"),
+    "transformers_version": _exact("the version that wrote the config: no effect"),
 }
 
 ARGUMENTS: dict[str, Keyword] = {
-    "inputs": _exact("the prompt, left or right padded; also as `input_ids`"),
+    "inputs": _exact("the prompt, padded on the left or right; also as `input_ids`"),
     "attention_mask": _exact("0 where the prompt has paddings"),
-    "position_ids": _exact("if they count the unpadded tokens of a row; others are refused"),
+    "position_ids": _exact("exact if they count the unpadded tokens of a row; others are refused"),
     "past_key_values": _exact(
-        "a `DynamicCache`, filled or not, laid out like `sequences[:, :-1]` afterwards"
+        "a `DynamicCache`, empty or filled; after the call it holds `sequences[:, :-1]`"
     ),
     "inputs_embeds": _exact(
-        "the prompt as embeddings, with or without `input_ids`; drafters that copy text see the ids alone"
+        "the prompt as embeddings, with or without `input_ids`; lookup drafters read the ids only"
     ),
     "kwargs": Keyword(
         Verdict.SLOWER,
-        "fields of the config, and other inputs of the model (token types, images, encoder outputs): then "
-        "transformers prepares every pass, and a single row is speculated on",
+        "fields of the config, and other inputs of the model (token types, images, encoder outputs): with "
+        "such inputs transformers prepares every pass, and only a single row is drafted for",
     ),
-    "generation_config": _exact("is not changed; its fields are those of this table"),
-    "logits_processor": Keyword(
-        Verdict.SLOWER, f"processors of your own, called {Reads.ORDER.value}"
-    ),
-    "stopping_criteria": Keyword(
-        Verdict.SLOWER, f"criteria of your own, called {Reads.ORDER.value}"
-    ),
+    "generation_config": _exact("not modified; its fields are listed in this table"),
+    "logits_processor": Keyword(Verdict.SLOWER, f"your own processors, called {Reads.ORDER.value}"),
+    "stopping_criteria": Keyword(Verdict.SLOWER, f"your own criteria, called {Reads.ORDER.value}"),
     "prefix_allowed_tokens_fn": _by("PrefixConstrainedLogitsProcessor"),
-    "negative_prompt_ids": _exact("of `guidance_scale`"),
-    "negative_prompt_attention_mask": _exact("of `guidance_scale`"),
+    "negative_prompt_ids": _exact("used with `guidance_scale`"),
+    "negative_prompt_attention_mask": _exact("used with `guidance_scale`"),
     "streamer": _exact(
-        "gets a column as soon as all rows have it; with custom_generate pass it to the hook"
+        "receives a column as soon as all rows have it; with custom_generate, pass it to the hook"
     ),
-    "tokenizer": _exact("of `stop_strings`; with custom_generate pass it to the hook"),
-    "assistant_model": _exact("the drafter; with custom_generate pass it to the hook as drafter"),
+    "tokenizer": _exact("used with `stop_strings`; with custom_generate, pass it to the hook"),
+    "assistant_model": _exact("the drafter; with custom_generate, pass it to the hook as drafter"),
     "assistant_tokenizer": _exact(
-        "with `tokenizer`, for an `assistant_model` of another vocabulary"
+        "used with `tokenizer`, for an `assistant_model` with another vocabulary"
     ),
     "synced_gpus": _refused(
-        "with several processes that share a model every one has to run as many passes as the others, but "
+        "if several processes share a model, each must run the same number of passes, but with drafts "
         "rows advance at different paces; gather the model on each rank, or use model.generate",
         False,
     ),
-    "custom_generate": _refused("it is how specdec_ext.generate works itself; leave it out"),
-    "trust_remote_code": _exact("of hub code that custom_generate names: no effect"),
+    "custom_generate": _refused("specdec_ext.generate uses it itself; leave it out"),
+    "trust_remote_code": _exact("for hub code that custom_generate names: no effect"),
 }
 
 TABLES: dict[str, dict[str, Keyword]] = {
@@ -278,7 +281,7 @@ TABLES: dict[str, dict[str, Keyword]] = {
 
 
 def markdown() -> str:
-    """The table for people."""
+    """The table in Markdown."""
     lines: list[str] = []
     for title, table in TABLES.items():
         lines += [f"| {title} | verdict | |", "|---|---|---|"]

@@ -1,6 +1,7 @@
-"""What a call's keywords may be, and where its processors are called: the table, enforced.
+"""Checks of a call's keywords against :mod:`specdec_ext.keyword_table`.
 
-What the table lacks is refused by name when it is set: nothing of a newer transformers is ignored in silence.
+A keyword that is missing in the table raises an error as soon as it is set, so no keyword of a newer
+transformers is ignored silently.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from specdec_ext.keyword_table import ARGUMENTS, CONFIG, PARTS, Keyword, Reads, 
 
 
 def reads_of(part: Any) -> Reads:
-    """What a processor or criterion depends on; a class of the user's, or a subclass, may depend on anything.
+    """What a processor or criterion depends on. Classes that transformers does not define may read anything.
 
     Raises:
-        ValueError: for one that can't be served.
+        ValueError: for a processor that is not supported.
     """
     known = type(part).__module__ in (logits_process.__name__, stopping_criteria.__name__)
     keyword = PARTS.get(type(part).__name__) if known else None
@@ -33,10 +34,10 @@ def reads_of(part: Any) -> Reads:
 
 
 def check_config(config: GenerationConfig) -> None:
-    """Refuse what ``config`` asks for and can't be had.
+    """Refuse fields of ``config`` that can't be honoured.
 
     Raises:
-        ValueError: naming the field, its value and the way out.
+        ValueError: the message names the field, its value and a way out.
     """
     for name, keyword in CONFIG.items():
         if keyword.verdict is Verdict.REFUSED:
@@ -46,9 +47,9 @@ def check_config(config: GenerationConfig) -> None:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """The same for keywords of ``generate``, which may be fields of the config.
+    """Refuse arguments of ``generate`` that can't be honoured; they may be fields of the config, too.
 
-    transformers acts on some before it calls us: what is refused anyway is refused here, in our words.
+    Transformers acts on some arguments before it calls our loop. Checking here first gives our messages.
     """
     for name, value in arguments.items():
         keyword = ARGUMENTS.get(name) or CONFIG.get(name)
@@ -67,13 +68,13 @@ def _check_unlisted(name: str, value: Any, default: Any) -> None:
     if value is not None and value != default:
         raise ValueError(
             f"{name}={value!r} is a keyword of transformers {transformers.__version__} that this version of "
-            "specdec_ext doesn't know, so it can't promise the same text; leave it out, or use model.generate"
+            "specdec_ext doesn't know, so the text might change; leave it out, or use model.generate"
         )
 
 
 @functools.cache
 def _unlisted_fields() -> dict[str, Any]:
-    """Fields of the installed ``GenerationConfig`` that the table lacks, and their defaults."""
+    """Fields of the installed ``GenerationConfig`` that are missing in the table -> their defaults."""
     defaults = {**vars(GenerationConfig()), **GenerationConfig._get_default_generation_params()}
     return {
         name: value

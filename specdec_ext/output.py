@@ -1,4 +1,4 @@
-"""What a call returns besides text: streamed tokens, scores, logits, hidden states, attentions."""
+"""The outputs of a call besides the ids: streamed tokens, scores, logits, hidden states, attentions."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from specdec_ext.verify.sampler import Accepted, RecordScores
 
 
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """HF's output of a decoder-only generation plus ``speculation``, the counters of the call.
+    """Hugging Face's output of a decoder-only model, and ``speculation``, the statistics of the call.
 
-    They are an attribute and no item: who walks over the items (Whisper's ``generate``) expects tensors.
+    ``speculation`` is an attribute and not an item, because some code expects that all items are tensors
+    (Whisper's ``generate`` does).
     """
 
     speculation: SpeculationStats | None = None
 
 
 class SpeculativeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
-    """HF's output of an encoder-decoder generation plus ``speculation``, the counters of the call."""
+    """Hugging Face's output of an encoder-decoder model, and ``speculation``, the statistics of the call."""
 
     speculation: SpeculationStats | None = None
 
@@ -36,10 +37,10 @@ AnyOutput = SpeculativeOutput | SpeculativeEncoderDecoderOutput
 
 
 class TokenStream:
-    """Feeds a streamer one ``[batch]`` tensor per column, as soon as every unfinished row has reached it.
+    """Passes one ``[batch]`` tensor per column to a streamer, as soon as every unfinished row has reached it.
 
-    A streamer with a method ``put_drafted(tokens, drafted)`` gets that instead of ``put``:
-    ``drafted [batch]`` says which of the tokens were accepted drafts.
+    If the streamer has a method ``put_drafted(tokens, drafted)``, it is called instead of ``put``;
+    ``drafted [batch]`` tells which of the tokens were accepted drafts.
     """
 
     def __init__(self, streamer: Any, context: Context):
@@ -49,7 +50,7 @@ class TokenStream:
         streamer.put(context.input_ids.cpu())
 
     def advance(self, accepted: Accepted, rows: list[int], columns: int) -> None:
-        """Hand out what is final: the first ``columns`` columns of ``sequences``."""
+        """Pass on the first ``columns`` columns of ``sequences``, which are final."""
         for row, emitted, count in zip(rows, accepted.emitted, accepted.drafted, strict=True):
             self._drafted[row].extend(j < count for j in range(len(emitted)))
         end = columns - self._context.prompt_columns
@@ -67,17 +68,17 @@ class TokenStream:
 
 
 class Recorder:
-    """Collects per-token outputs of ragged rows into transformers' tuples, one entry per generated token.
+    """Collects the outputs of each token into transformers' tuples, with one entry per generated token.
 
-    Entries of a row after its end are zeros.
+    After the end of a row, its entries are zeros.
 
     Args:
-        config: of the call.
-        batch: rows.
-        encoder_outputs: of an encoder-decoder model.
+        config: the generation config of the call.
+        batch: number of rows.
+        encoder_outputs: the encoder's output, for an encoder-decoder model.
 
     Attributes:
-        keeps_passes: whether :meth:`step` is to be told of every pass.
+        keeps_passes: whether :meth:`step` must be called for every pass.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Recorder:
 
     @property
     def forward_kwargs(self) -> dict[str, bool]:
-        """What the target's forward has to be asked for."""
+        """The arguments of the target's forward that request these outputs."""
         asked = {
             "output_hidden_states": self._hidden is not None,
             "output_attentions": self._attentions is not None,
@@ -110,18 +111,18 @@ class Recorder:
 
     @property
     def record_scores(self) -> RecordScores | None:
-        """What the sampler tells each token's scores to, or None if nobody wants them."""
+        """The function that receives the scores of each token, or None if scores are not requested."""
         return None if self._scores is None else self._score
 
     def prompt(self, output: TargetOutput) -> None:
-        """Hidden states and attentions of the prompt pass are handed out whole (as ordinary tensors)."""
+        """Record the hidden states and attentions of the prompt pass, whole, as ordinary tensors."""
         if self._hidden is not None:
             self._hidden.append(tuple(layer.clone() for layer in output.hidden_states))
         if self._attentions is not None:
             if not output.attentions or output.attentions[0] is None:
                 raise ValueError(
                     "output_attentions=True needs attn_implementation='eager': other implementations do not "
-                    "compute the weights"
+                    "return attention weights"
                 )
             self._attentions.append(tuple(layer.clone() for layer in output.attentions))
         if self._cross is not None:
@@ -137,15 +138,17 @@ class Recorder:
         prompt_columns: int,
         windows: list[int | None] | None,
     ) -> None:
-        """Record what the tokens emitted in one step were chosen from.
+        """Record the outputs behind the tokens that one step emitted.
 
         Args:
-            output: of the target for the tree just verified.
-            before: per active row, how many tokens it had generated before the step.
-            block_start: the slot of node 0.
-            prompt_columns: columns before the first generated token.
-            windows: sliding window per attention layer, None for full attention; None for weights that are
-                those of plain decoding already.
+            output: the target's output for the tree that was verified.
+            accepted: the result of the verification.
+            rows: original rows of the active rows.
+            before: number of tokens that each active row had generated before the step.
+            block_start: cache slot of node 0.
+            prompt_columns: number of columns before the first generated token.
+            windows: the sliding window of each attention layer, None for full attention; None in place of the
+                list if the attention weights have the columns of plain decoding already.
         """
         paths = accepted.paths
         block_end = block_start + accepted.path.shape[1]
@@ -154,7 +157,7 @@ class Recorder:
                 step, node = before[i] + j, paths[i][j]
                 self._place(self._logits, step, row, output.logits[i, node].float())
                 if step == 0:
-                    continue  # the prompt pass: recorded whole
+                    continue  # the prompt pass was recorded as a whole
                 if self._hidden is not None:
                     states = [layer[i, node : node + 1] for layer in output.hidden_states]
                     self._place_layers(self._hidden, step, row, states)
@@ -164,7 +167,7 @@ class Recorder:
                 if self._attentions is not None:
                     weights = [layer[i, :, node : node + 1] for layer in output.attentions]
                     if windows is not None:
-                        # Columns of this row are slots up to its root, then the path through the block.
+                        # The columns of this row: the slots before its root, then its path in the block.
                         own = prompt_columns + before[i] - 1
                         slots = list(range(own)) + [block_start + k for k in paths[i][: j + 1]]
                         weights = [
@@ -189,7 +192,7 @@ class Recorder:
         store[step][row] = value
 
     def _zeros_like(self, value: Tensor) -> Tensor:
-        # not new_zeros: that would inherit being an inference tensor, which callers can't edit
+        # Not new_zeros, which would return an inference tensor; callers could not modify it.
         return torch.zeros(self._batch, *value.shape, dtype=value.dtype, device=value.device)
 
     def _place_layers(
@@ -205,7 +208,7 @@ class Recorder:
     def result(
         self, sequences: Tensor, cache: Any, stats: SpeculationStats, prompt_columns: int
     ) -> AnyOutput:
-        """All of it, of the class that transformers gives for such a model."""
+        """The output object, of the class that transformers returns for such a model."""
         steps = sequences.shape[1] - prompt_columns
 
         def cut(store: list | None) -> tuple | None:
@@ -236,7 +239,7 @@ class Recorder:
 
 
 def _own_columns(weights: Tensor, slots: list[int], block_end: int, window: int | None) -> Tensor:
-    """``[heads, 1, keys]`` over cache slots -> over the row's own columns, as plain decoding shows them."""
+    """Select from ``[heads, 1, keys]`` over cache slots the row's own columns, as in plain decoding."""
     offset = block_end - weights.shape[-1]
     if window is not None:
         slots = slots[-window:]

@@ -51,9 +51,9 @@ def test_own_way(cls):
 def test_own_loop():
     model, (ids, _) = of_class(OwnLoop), prompts((5,))
     kwargs = {"max_new_tokens": 2, "do_sample": False}
-    with pytest.raises(ValueError, match="OwnLoop draws its tokens in a loop of its own"):
+    with pytest.raises(ValueError, match="OwnLoop has its own decoding loop"):
         specdec_ext.generate(model, ids, **kwargs)
-    with pytest.raises(ValueError, match="OwnLoop draws its tokens in a loop of its own"):
+    with pytest.raises(ValueError, match="OwnLoop has its own decoding loop"):
         model.generate(ids, custom_generate=specdec_ext.custom_generate(), **kwargs)
 
 
@@ -68,6 +68,6 @@ def test_first_parameter_of_another_name():
 def test_codebooks():
     ids, _ = prompts((4,))
     with pytest.raises(
-        ValueError, match=r"MusicgenForCausalLM\.generate decodes in a way of its own"
+        ValueError, match=r"MusicgenForCausalLM\.generate has its own decoding loop"
     ):
         specdec_ext.generate(zoo.build("musicgen"), ids, max_new_tokens=2)

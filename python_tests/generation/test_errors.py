@@ -56,10 +56,13 @@ def test_cache_implementations(name):
 
 
 ARGUMENTS = {
-    "two-drafters": (dict(assistant_model="m", drafter="ngram"), "name two drafters; pass one"),
+    "two-drafters": (
+        dict(assistant_model="m", drafter="ngram"),
+        "name two drafters; pass only one",
+    ),
     "assistant-tokenizer": (
         dict(assistant_tokenizer="t"),
-        "assistant_tokenizer belongs to assistant_model, and there is none",
+        "assistant_tokenizer needs assistant_model, which is missing",
     ),
     "lookup-and-drafter": (
         dict(prompt_lookup_num_tokens=3, drafter="ngram"),
@@ -107,7 +110,7 @@ ARGUMENTS = {
     ),
     "seed-and-generator": (
         dict(do_sample=True, seed=1, generator=torch.Generator()),
-        "seed and generator both choose the noise",
+        "seed and generator both determine the noise",
     ),
 }
 
@@ -127,7 +130,7 @@ def test_arguments(case):
     ids=repr,
 )
 def test_seeds_are_ints_of_64_bits(seed):
-    with pytest.raises(ValueError, match="seed must be an int of 64 bits or a list of them, got"):
+    with pytest.raises(ValueError, match="seed must be a 64-bit int or a list of such ints, got"):
         call(do_sample=True, seed=seed)
 
 
