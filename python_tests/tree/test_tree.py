@@ -1,4 +1,4 @@
-"""``DraftTree``: construction, what is refused, and cutting to what a row may still emit."""
+"""``DraftTree``: construction, refused trees, and cutting to the tokens that a row may still emit."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_merged_trees_have_all_paths_once(paths):
 
 
 def test_trees_of_other_rows_are_not_merged():
-    with pytest.raises(ValueError, match="roots 7 and 8 are no trees of one row"):
+    with pytest.raises(ValueError, match="roots 7 and 8 can't be merged"):
         DraftTree.merged([DraftTree.root(ROOTS), DraftTree.root(ROOTS.flip(0))])
 
 
@@ -114,7 +114,7 @@ def test_pruning_cuts_depth_and_unused_columns():
         (tree([[7, 10], [8, 1]], [[-1, 0], [-1, 0]]), r"drafted token 10 \(row 0, node 1\)"),
         (tree([[7, -1], [8, 1]], [[-1, 0], [-1, 0]]), "drafted token -1"),
         (tree([[9, 1], [8, 1]], [[-1, 0], [-1, 0]]), "node 0 must be the last committed token"),
-        (tree([[7, 1]], [[-1, 0]]), "a row per unfinished row"),
+        (tree([[7, 1]], [[-1, 0]]), "one row per active row"),
         (tree([[7, 1], [8, 1]], [[-1], [-1]]), "expected equal shapes"),
         (tree([[7.0, 1.0], [8.0, 1.0]], [[-1, 0], [-1, 0]]), "torch.float32"),
     ],
@@ -153,8 +153,8 @@ def test_tree_configs():
         ({"depth": 5, "top_k": 10, "num_nodes": 5000}, "5000 nodes .* smaller depth, top_k"),
         ({"depth": 1024}, "1025 nodes"),
         ({"choices": ()}, "expected non-empty paths"),
-        ({"choices": ((0,), (0, -1))}, "ranks that start at 0"),
-        ({"choices": ((0,), (1, 0))}, r"the path \(1, 0\) without its parent \(1,\)"),
+        ({"choices": ((0,), (0, -1))}, "ranks, which start at 0"),
+        ({"choices": ((0,), (1, 0))}, r"the path \(1, 0\) but not its parent \(1,\)"),
     ],
 )
 def test_tree_configs_that_make_no_tree(arguments, message):

@@ -1,4 +1,4 @@
-"""``DraftTree.render`` and ``DraftTree.plot``: literal text, and the artists of the picture."""
+"""``DraftTree.render`` and ``DraftTree.plot``: the literal text, and the artists of the figure."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_what_the_tree_does_not_have(draw):
     with pytest.raises(ValueError, match=r"row=2; the tree has rows 0 to 1"):
         draw(row=2)
     with pytest.raises(
-        ValueError, match=r"path names the nodes \[5, 9\], which row 0 does not have"
+        ValueError, match=r"path contains the nodes \[5, 9\], which row 0 does not have"
     ):
         draw(path=[0, 9, 5])
 

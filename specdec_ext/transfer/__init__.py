@@ -1,4 +1,4 @@
-"""How numbers travel between the host and the device of a target."""
+"""Copies of integers from the host to the device of a target."""
 
 from specdec_ext.transfer.staging import Staged, Staging
 

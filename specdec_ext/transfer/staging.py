@@ -1,8 +1,8 @@
-"""``Staging``: integers on their way to the device, all that wait in one copy.
+"""``Staging``: copies many small groups of integers to the device at once.
 
-Every copy to a GPU costs a launch and, from memory that is not pinned, a wait. What a round of decoding knows
-on the host (tokens, positions, lengths) is staged as soon as it is known; the first of it that is read on the
-device takes the rest along.
+Every copy to a GPU costs a launch and, if the memory is not pinned, a wait. So the integers of a round
+(tokens, positions, lengths) are staged as soon as the host knows them. When the first of them is needed on
+the device, all staged integers are copied together.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ Integers = Sequence[int] | Sequence[Sequence[int]] | Tensor
 
 
 class Staged:
-    """Integers that the host has and the device may ask for.
+    """Integers that are known on the host and may be needed on the device.
 
     Attributes:
-        values: a list, a list of lists of equal length, or an int64 tensor on the CPU; not to be changed.
+        values: a list, a list of lists of equal length, or an int64 tensor on the CPU. They must not be
+            modified.
     """
 
     def __init__(self, staging: Staging, values: Integers):
@@ -30,7 +31,7 @@ class Staged:
 
     @property
     def tensor(self) -> Tensor:
-        """The same on the device, int64."""
+        """The integers on the device, int64. The first access copies all that are staged."""
         if self._tensor is None:
             self._staging.send(self)
         assert self._tensor is not None
@@ -38,13 +39,12 @@ class Staged:
 
 
 class Staging:
-    """What waits for the next copy to ``device``.
+    """Collects integers for the next copy to ``device``.
 
-    On the CPU nothing waits: values become tensors when they are asked for, and those that nobody asks for
-    never do.
+    On the CPU there is no copy; values become tensors when they are needed.
 
     Attributes:
-        waits: whether staging before it is needed is of use.
+        waits: whether values wait for a common copy, so that it is useful to stage them early.
     """
 
     def __init__(self, device: torch.device):
@@ -53,14 +53,14 @@ class Staging:
         self._waiting: list[Staged] = []
 
     def stage(self, values: Integers) -> Staged:
-        """Let ``values`` go with the next copy."""
+        """Add ``values`` to the next copy."""
         staged = Staged(self, values)
         if self.waits:
             self._waiting.append(staged)
         return staged
 
     def send(self, asked: Staged) -> None:
-        """Copy what is asked for, and all that waits."""
+        """Copy ``asked`` together with everything else that is staged."""
         if not self.waits:
             asked._tensor = _on_host(asked.values)
             return
@@ -79,4 +79,4 @@ class Staging:
 def _on_host(values: Integers) -> Tensor:
     if isinstance(values, Tensor):
         return values
-    return torch.from_numpy(np.array(values, dtype=np.int64))  # a fourth of torch.tensor's time
+    return torch.from_numpy(np.array(values, dtype=np.int64))  # four times as fast as torch.tensor

@@ -1,1 +1,1 @@
-"""Draft trees: what is proposed, in which shape, and how it is shown."""
+"""Draft trees: the data structure, its shapes, and views for people."""

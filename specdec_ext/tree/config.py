@@ -1,4 +1,4 @@
-"""``TreeConfig``: the shape that a drafter is asked to give its trees."""
+"""``TreeConfig``: the shape of a draft tree, as requested from a drafter."""
 
 from __future__ import annotations
 
@@ -6,28 +6,32 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
 
-# What the ops on trees take.
+# Limits of the ops on trees.
 MAX_NODES = 1024
 MAX_CANDIDATES = 4096
-# Beside a ``TreeConfig`` a drafter may be asked for what it finds: copies, or whatever it proposes by itself.
+# The shape of a lookup: the text decides what is proposed, as in copies of earlier text.
 FOUND: Literal["found"] = "found"
 
 
 @dataclass(frozen=True)
 class TreeConfig:
-    """The shape that a drafter is to give its trees.
+    """The shape of a draft tree.
 
-    A chain has ``top_k=1``. A dynamic tree (EAGLE-2, Li et al. 2024) expands, level by level, the ``top_k``
-    best nodes by ``top_k`` children each and keeps the ``num_nodes`` best of all. A static tree has the
-    nodes that ``choices`` lists.
+    A chain has ``top_k=1``. A dynamic tree (EAGLE-2, Li et al. 2024) expands the ``top_k`` best nodes of each
+    level into ``top_k`` children each, and keeps the ``num_nodes`` best nodes of all levels. A static tree
+    has the nodes listed in ``choices``.
 
     Attributes:
-        depth: levels below the root.
-        top_k: children per expanded node, and nodes expanded per level.
-        num_nodes: nodes kept, the root included; None keeps a chain's or a static tree's nodes, and of a
-            dynamic tree as many as it has levels times children, root included.
-        choices: of a static tree, for every node the ranks that lead to it: ``(0,)`` is the best child of
-            the root, ``(0, 1)`` the second best child of that. Gives ``depth`` and ``top_k`` by itself.
+        depth: number of levels below the root.
+        top_k: number of children per expanded node, and of nodes expanded per level.
+        num_nodes: number of nodes kept, the root included. None keeps all nodes of a chain or static tree,
+            and ``1 + depth * top_k`` nodes of a dynamic tree.
+        choices: for a static tree, the path of ranks to every node: ``(0,)`` is the best child of the root,
+            ``(0, 1)`` the second-best child of that node. It determines ``depth``, ``top_k`` and
+            ``num_nodes``.
+
+    Raises:
+        ValueError: for a field out of its range, or a tree beyond the limits of the ops.
     """
 
     depth: int = 5
@@ -42,12 +46,14 @@ class TreeConfig:
             )
             if not choices or any(not path or min(path) < 0 for path in choices):
                 raise ValueError(
-                    f"choices={self.choices!r}; expected non-empty paths of ranks that start at 0"
+                    f"choices={self.choices!r}; expected non-empty paths of ranks, which start at 0"
                 )
             known = {(), *choices}
             orphan = next((path for path in choices if path[:-1] not in known), None)
             if orphan is not None:
-                raise ValueError(f"choices has the path {orphan} without its parent {orphan[:-1]}")
+                raise ValueError(
+                    f"choices contains the path {orphan} but not its parent {orphan[:-1]}; add that"
+                )
             object.__setattr__(self, "choices", choices)
             object.__setattr__(self, "depth", max(map(len, choices)))
             object.__setattr__(self, "top_k", 1 + max(rank for path in choices for rank in path))
@@ -70,7 +76,7 @@ class TreeConfig:
 
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:
-        """Of a chain or static tree, (parent node, rank) of nodes 1, 2, ...; of a dynamic tree nothing."""
+        """(parent node, rank) of nodes 1, 2, ... of a chain or static tree; () for a dynamic tree."""
         if self.choices is not None:
             number = {path: node for node, path in enumerate(((), *self.choices))}
             return tuple((number[path[:-1]], path[-1]) for path in self.choices)
@@ -80,7 +86,7 @@ class TreeConfig:
 
     @property
     def num_candidates(self) -> int:
-        """Nodes that are scored before the best are kept, the root not counted."""
+        """Number of nodes that are scored before the best are kept, without the root."""
         if self.choices is not None:
             return len(self.choices)
         return self.top_k + (self.depth - 1) * self.top_k**2

@@ -1,8 +1,8 @@
-"""``DraftTree``: the one shape in which every drafter proposes and the target verifies.
+"""``DraftTree``: the data structure that every drafter proposes and the target verifies.
 
-Node 0 is the root, the last committed token of a row. A chain is a tree in which every node has one
-child; plain decoding is a tree of one node. Rows of a batch share ``nodes``; a row that proposes
-fewer leaves the rest inactive.
+Node 0 is the root, the last committed token of a row. A chain is a tree in which every node has at most one
+child. Plain decoding is a tree of one node. All rows of a batch have the same number of nodes; in a row that
+proposes fewer, the others are inactive.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INACTIVE = -2
 def _where(
     kept: list[list[bool]], rows: list[list[int]], other: int, width: int
 ) -> list[list[int]]:
-    """``torch.where`` of lists, up to ``width`` columns."""
+    """``torch.where`` for lists, cut to ``width`` columns."""
     return [
         [value if keep else other for value, keep in zip(row[:width], flags, strict=False)]
         for row, flags in zip(rows, kept, strict=True)
@@ -37,14 +37,14 @@ def _where(
 
 
 class TreeBuilder:
-    """The tree of one row as it grows: equal paths share their nodes.
+    """Builds the tree of one row. Paths with a common prefix share the nodes of the prefix.
 
     Args:
-        root: its token.
-        max_nodes: the root included; what goes beyond is left out.
+        root: token of the root.
+        max_nodes: largest number of nodes, the root included; further nodes are left out.
 
     Attributes:
-        tokens, parents: of every node, the root first.
+        tokens, parents: token and parent of every node, the root first.
     """
 
     def __init__(self, root: int, max_nodes: int | None = None):
@@ -53,7 +53,7 @@ class TreeBuilder:
         self._children: dict[tuple[int, int], int] = {}
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of ``node`` with this token, made if need be; None if there is no room for it."""
+        """Return the child of ``node`` with this token, adding it if needed; None if there is no room."""
         key = (node, int(token))
         if key not in self._children:
             if len(self.tokens) == self._max_nodes:
@@ -64,7 +64,7 @@ class TreeBuilder:
         return self._children[key]
 
     def add(self, path: Iterable[int], node: int = 0) -> int:
-        """Make room for ``path`` below ``node``; the last node of it that there is."""
+        """Add ``path`` below ``node`` as far as there is room; returns the last node of it."""
         for token in path:
             below = self.child(node, token)
             if below is None:
@@ -75,14 +75,14 @@ class TreeBuilder:
 
 @dataclass(frozen=True)
 class DraftTree:
-    """A batch of token trees, on the CPU or where the target's text is.
+    """A batch of token trees, on the CPU or on the device of the target.
 
     Attributes:
         tokens: ``[rows, nodes]`` int64; ``tokens[:, 0]`` are the roots.
         parents: ``[rows, nodes]`` int64; ``parents[r, i] < i``, -1 for the root, -2 for an inactive node.
-        draft_probs: ``[rows, nodes, vocab]`` float32 over the target's vocabulary, or None. At each node the
-            law that its children were sampled from, without replacement and in node order; what leaves
-            hold is never read. Verification rules other than "match" need it.
+        draft_probs: ``[rows, nodes, vocab]`` float32 over the target's vocabulary, or None. At each node, the
+            distribution from which its children were sampled, without replacement and in node order. The
+            values at leaves are never read. Verification rules other than "match" need it.
     """
 
     tokens: Tensor
@@ -95,11 +95,11 @@ class DraftTree:
 
         Args:
             tokens: ``[rows]``.
-            values: the same as the host has them, which spares a copy.
+            values: the same tokens as a list, if they are known on the host; this avoids a copy.
         """
         tokens = tokens[:, None]
         tree = cls(tokens, torch.full_like(tokens, ROOT_PARENT))
-        # Known without a look at the numbers.
+        # These are known without reading the tensors.
         vars(tree).update(depths=[[0] for _ in range(tree.num_rows)], is_chain=True)
         if values is None:
             return tree
@@ -113,9 +113,9 @@ class DraftTree:
         counts: Tensor | None = None,
         draft_probs: Tensor | None = None,
     ) -> DraftTree:
-        """Chains: ``drafts [rows, length]`` after ``roots [rows]``; row r uses its first ``counts[r]``.
+        """Chains of ``drafts [rows, length]`` after ``roots [rows]``; row r uses its first ``counts[r]``.
 
-        ``draft_probs`` is ``[rows, length, vocab]``, what each draft was sampled from.
+        ``draft_probs [rows, length, vocab]`` are the distributions from which the drafts were sampled.
         """
         length = drafts.shape[1]
         order = torch.arange(-1, length, device=drafts.device)
@@ -130,12 +130,12 @@ class DraftTree:
     def from_paths(
         cls, roots: Tensor, paths: Sequence[Sequence[Sequence[int]]], max_nodes: int | None = None
     ) -> DraftTree:
-        """Merge, per row, candidate continuations that may share prefixes.
+        """Merge the candidate continuations of each row into a tree.
 
         Args:
             roots: ``[rows]``.
-            paths: for every row a list of token sequences, best first; shared prefixes become shared nodes.
-            max_nodes: the root included; continuations beyond it are cut.
+            paths: for every row a list of token sequences, best first; common prefixes share their nodes.
+            max_nodes: largest number of nodes per row, the root included; further nodes are left out.
         """
         builders = []
         for root, row_paths in zip(roots.tolist(), paths, strict=True):
@@ -146,7 +146,7 @@ class DraftTree:
 
     @classmethod
     def from_builders(cls, builders: Sequence[TreeBuilder]) -> DraftTree:
-        """The trees that these hold, a row each, on the CPU."""
+        """The trees of these builders, one row each, on the CPU."""
         width = max((len(builder.tokens) for builder in builders), default=1)
         tokens, parents = [], []
         for builder in builders:
@@ -159,7 +159,7 @@ class DraftTree:
     def of_lists(
         cls, tokens: list[list[int]], parents: list[list[int]], width: int = -1
     ) -> DraftTree:
-        """Trees on the CPU; ``width`` is how many nodes each has, which no rows don't tell."""
+        """Trees on the CPU. ``width`` is the number of nodes per row, needed only if there are no rows."""
         tree = cls(
             torch.tensor(tokens, dtype=torch.long, device="cpu").view(len(tokens), width),
             torch.tensor(parents, dtype=torch.long, device="cpu").view(len(tokens), width),
@@ -168,13 +168,17 @@ class DraftTree:
 
     @classmethod
     def merged(cls, trees: Sequence[DraftTree], max_nodes: int | None = None) -> DraftTree:
-        """One tree per row of all paths in the trees of that row; equal paths share their nodes.
+        """Merge several trees of the same rows into one; common prefixes share their nodes.
 
-        Deterministic trees only: of merged ones nothing says what their nodes were sampled from.
+        The result has no ``draft_probs``.
 
         Args:
-            trees: of the same rows, the most important first; at least one.
-            max_nodes: the root included; the last nodes of the last trees are left out.
+            trees: at least one tree, the most important first.
+            max_nodes: largest number of nodes per row, the root included; the last nodes of the last trees
+                are left out.
+
+        Raises:
+            ValueError: the trees of a row have different roots.
         """
         builders = [TreeBuilder(root, max_nodes) for root in trees[0].tokens[:, 0].tolist()]
         for tree in trees:
@@ -182,9 +186,10 @@ class DraftTree:
             for builder, tokens, parents in rows:
                 if tokens[0] != builder.tokens[0]:
                     raise ValueError(
-                        f"trees with the roots {builder.tokens[0]} and {tokens[0]} are no trees of one row"
+                        f"trees with the roots {builder.tokens[0]} and {tokens[0]} can't be merged; pass "
+                        "trees of the same rows"
                     )
-                places: dict[int, int] = {0: 0}  # node of the tree -> node of the merged one
+                places: dict[int, int] = {0: 0}  # node of the tree -> node of the merged tree
                 for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
                     place = builder.child(places[parent], token) if parent in places else None
                     if place is not None:
@@ -202,29 +207,29 @@ class DraftTree:
 
     @cached_property
     def _lists(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Tokens and parents on the host, from a device in one copy."""
+        """Tokens and parents on the host; from a device they come in one copy."""
         if self.tokens.device.type == "cpu":
             return self.tokens.tolist(), self.parents.tolist()
         tokens, parents = torch.stack([self.tokens, self.parents]).tolist()
         return tokens, parents
 
     def _knowing(self, tokens: list[list[int]], parents: list[list[int]]) -> DraftTree:
-        """This tree, whose numbers the host has already."""
+        """Return this tree, with tokens and parents that are already known on the host."""
         vars(self)["_lists"] = tokens, parents
         return self
 
     @property
     def token_lists(self) -> list[list[int]]:
-        """``tokens`` as the host reads them, which for a few nodes is faster than tensors are."""
+        """``tokens`` as lists, which are faster than tensors for small trees."""
         return self._lists[0]
 
     @property
     def parent_lists(self) -> list[list[int]]:
-        """``parents``, likewise."""
+        """``parents`` as lists."""
         return self._lists[1]
 
     def on(self, staging: Staging) -> DraftTree:
-        """This tree on the device of ``staging``; one that comes from the host goes with what waits there."""
+        """This tree on the device of ``staging``; from the host, it is staged for the next copy."""
         if self.tokens.device == staging.device:
             return self
         tokens, parents = staging.stage(self.tokens.cpu()), staging.stage(self.parents.cpu())
@@ -242,7 +247,7 @@ class DraftTree:
 
     @cached_property
     def depths(self) -> list[list[int]]:
-        """Depth of every node: 0 for the root, -1 for an inactive node and for all below one."""
+        """Depth of every node: 0 for the root, -1 for inactive nodes and all nodes below them."""
         depths = []
         for parents in self.parent_lists:
             row = [0 if parents[0] == ROOT_PARENT else -1]
@@ -254,7 +259,7 @@ class DraftTree:
 
     @cached_property
     def branches(self) -> list[list[list[int]]]:
-        """Per row the nodes from the root to each leaf, in order of the leaves; inactive ones left out."""
+        """For each row, the nodes from the root to each active leaf, in the order of the leaves."""
         branches = []
         for parents, depths in zip(self.parent_lists, self.depths, strict=True):
             inner = {parent for parent, depth in zip(parents, depths, strict=True) if depth > 0}
@@ -271,22 +276,22 @@ class DraftTree:
     def validated(
         self, roots: Sequence[int], vocab_size: int, source: str, num_logits: int | None = None
     ) -> DraftTree:
-        """This tree, after checking what a drafter returned against the contract of the class.
+        """Check that a tree from a drafter is valid, and return it.
 
         Args:
             roots: the last committed token of each row.
             vocab_size: drafted tokens must be in ``[0, vocab_size)``.
-            source: who made the tree, for the message.
-            num_logits: of the target, which ``draft_probs`` are to be as wide as; ``vocab_size`` by default.
+            source: the name of the drafter, for the message.
+            num_logits: the required width of ``draft_probs``; ``vocab_size`` by default.
 
         Raises:
-            ValueError: naming the drafter, what was expected and what was given.
+            ValueError: the message names the drafter, what was expected and what was given.
         """
         for name, tensor in (("tokens", self.tokens), ("parents", self.parents)):
             if tensor.dtype != torch.long or tensor.ndim != 2 or tensor.shape[0] != len(roots):
                 raise ValueError(
                     f"{source} returned a DraftTree whose {name} are {tensor.dtype} {tuple(tensor.shape)}; "
-                    f"expected torch.int64 of shape ({len(roots)}, nodes), a row per unfinished row"
+                    f"expected torch.int64 of shape ({len(roots)}, nodes), one row per active row"
                 )
         if self.tokens.shape != self.parents.shape or self.num_nodes < 1:
             raise ValueError(
@@ -333,14 +338,15 @@ class DraftTree:
             row, node = wrong.nonzero()[0].tolist()
             raise ValueError(
                 f"{source} returned a DraftTree in which token {self.tokens[row, node]} (row {row}, node "
-                f"{node}) has draft probability {drawn_from[row, node]:g}; draft_probs must hold, at a "
-                "node's parent, the law that the node was sampled from"
+                f"{node}) has draft probability {drawn_from[row, node]:g}; draft_probs must contain, at a "
+                "node's parent, the distribution that the node was sampled from"
             )
 
     def first_chain(self) -> DraftTree:
-        """The first child of the root, its first child, and so on, as a chain.
+        """The chain of first children: the root's first child, that node's first child, and so on.
 
-        For targets that can't score siblings. Of sampled siblings the first is a draw from the whole law.
+        It is for targets that can't score siblings. If siblings were sampled, the first of them is a draw
+        from the full distribution.
         """
         if self.is_chain:
             return self
@@ -362,14 +368,14 @@ class DraftTree:
         return DraftTree.chain(tokens[:, 0], tokens[:, 1:], counts, draft_probs)
 
     def pruned(self, max_depths: Sequence[int], limits: Staged | None = None) -> DraftTree:
-        """Without the nodes of row r deeper than ``max_depths[r]`` and without columns no row uses.
+        """Remove the nodes of row r that are deeper than ``max_depths[r]``, and columns that no row uses.
 
-        A drafter need not know how much a row may still emit; nodes beyond that would be paid for in
-        vain, and could ask a model for positions it does not have.
+        So drafters need not know how many tokens a row may still emit. Nodes beyond these would cost time,
+        and might need positions that the model does not have.
 
         Args:
-            max_depths: of each row.
-            limits: the same where a tree on a device can have them without a copy of their own.
+            max_depths: largest depth of each row.
+            limits: the same numbers, staged for the device; this avoids a copy for a tree on the device.
         """
         if all(
             min(row) >= 0 and max(row) <= max(limit, 0)
@@ -386,7 +392,7 @@ class DraftTree:
         tokens, parents = self.tokens[:, :width], self.parents[:, :width]
         draft_probs = None if self.draft_probs is None else self.draft_probs[:, :width]
         if not all(all(row[:width]) for row in kept):
-            # An inactive node's token is never read by the law, but it is embedded: keep it a legal id.
+            # The token of an inactive node is not verified, but it is embedded, so it must be a valid id.
             keep = self._kept(kept, max_depths, limits)[:, :width]
             tokens = torch.where(keep, tokens, 0)
             parents = torch.where(keep, parents, INACTIVE)
@@ -398,7 +404,7 @@ class DraftTree:
     def _kept(
         self, kept: list[list[bool]], max_depths: Sequence[int], limits: Staged | None
     ) -> Tensor:
-        """``kept`` where the tree is; on a device from its own depths, which spares a copy."""
+        """``kept`` on the device of the tree; computed there from the parents, which avoids a copy."""
         if self.parents.device.type == "cpu":
             return torch.tensor(kept, device="cpu")
         depths = ops.tree_mask(self.parents, self.parents[:, 0]).depths
@@ -410,7 +416,9 @@ class DraftTree:
     def render(
         self, tokenizer: Any = None, row: int = 0, path: Sequence[int] | Tensor | None = None
     ) -> str:
-        """Row ``row`` as text, a line per node; see :class:`specdec_ext.tree.view.TreeView`.
+        """Draw row ``row`` as text, one line per node.
+
+        The arguments are those of :class:`specdec_ext.tree.view.TreeView`.
 
         ::
 
@@ -430,7 +438,7 @@ class DraftTree:
         path: Sequence[int] | Tensor | None = None,
         ax: Axes | None = None,
     ) -> Figure:
-        """Row ``row`` as a matplotlib figure, drawn into ``ax`` if given; arguments as in :meth:`render`."""
+        """Draw row ``row`` as a matplotlib figure, into ``ax`` if given; arguments as in :meth:`render`."""
         from specdec_ext.tree.view import TreeView, plot
 
         return plot(TreeView(self, tokenizer, row, path), ax)

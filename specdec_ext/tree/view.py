@@ -1,4 +1,4 @@
-"""One row of a ``DraftTree`` as text and as a picture."""
+"""Drawings of one row of a ``DraftTree``, as text and as a figure."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ ACCEPTED_COLOR, DRAFT_COLOR = "tab:green", "lightgray"
 
 
 class TreeView:
-    """What both drawings show of one row.
+    """The data that both drawings show.
 
     Args:
-        tree: any tree.
-        tokenizer: turns ids into texts; None shows the ids.
-        row: which row of the tree.
-        path: nodes that were accepted, the root included, -1 for none (``Accepted.path[row]``,
-            ``ops.verify_match``); None marks nothing.
+        tree: the tree.
+        tokenizer: decodes ids to text; None shows the ids.
+        row: row of the tree.
+        path: accepted nodes, the root included; entries of -1 are ignored (``Accepted.path[row]``, the path
+            of ``ops.verify_match``). None marks no nodes.
 
     Attributes:
-        children: of every active node its children, in node order.
+        children: active node -> its children, in node order.
         accepted: the nodes of ``path``.
-        labels: of every node.
+        labels: label of every node.
 
     Raises:
-        ValueError: for a row or a node that the tree does not have.
+        ValueError: for a row or a node that does not exist.
     """
 
     def __init__(self, tree: DraftTree, tokenizer: Any, row: int, path: Path | None):
@@ -53,13 +53,13 @@ class TreeView:
         self.accepted = {node for node in nodes if node >= 0}
         unknown = sorted(self.accepted - self.children.keys())
         if unknown:
-            raise ValueError(f"path names the nodes {unknown}, which row {row} does not have")
+            raise ValueError(f"path contains the nodes {unknown}, which row {row} does not have")
         tokens = tree.tokens[row].tolist()
         self.labels = [str(t) if tokenizer is None else repr(tokenizer.decode([t])) for t in tokens]
 
 
 def render(view: TreeView) -> str:
-    """A line per node, children indented below their parent, accepted nodes marked."""
+    """One line per node, with children indented below their parent and accepted nodes marked."""
     lines: list[str] = []
 
     def draw(node: int, first: str, rest: str) -> None:
@@ -75,11 +75,11 @@ def render(view: TreeView) -> str:
 
 
 def plot(view: TreeView, ax: Axes | None = None) -> Figure:
-    """Levels from left to right, a label per node, the accepted path in colour.
+    """Draw the levels from left to right, with a label per node and the accepted path in colour.
 
     Args:
-        view: what to draw.
-        ax: where; None makes a figure of the size that the tree needs.
+        view: the tree.
+        ax: the axes to draw into; None creates a figure that fits the tree.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -113,7 +113,7 @@ def plot(view: TreeView, ax: Axes | None = None) -> Figure:
 
 
 def _heights(view: TreeView) -> dict[int, float]:
-    """Leaves one below the other, in the order of ``render``; a parent in the middle of its children."""
+    """Node -> vertical place: leaves in the order of ``render``, a parent in the middle of its children."""
     heights: dict[int, float] = {}
     leaves = 0
 
