@@ -222,7 +222,7 @@ def test_bad_arguments():
         ((model, ngram), TypeError, "retrieval is a DraftModelDrafter; expected .* NgramDrafter"),
         ((ngram, LookaheadDrafter()), ValueError, "LookaheadDrafter goes on .* use it alone"),
         ((ngram, model, 0), ValueError, "min_match must be in .* got 0"),
-        ((ngram, model, 7), ValueError, r"in \[1, 6\], .* this NgramDrafter looks for, got 7"),
+        ((ngram, model, 7), ValueError, r"in \[1, 6\], .* this NgramDrafter, got 7"),
         ((SuffixDrafter(max_match=5), model, 6), ValueError, r"in \[1, 5\]"),
         ((ngram, model, 3, 1), ValueError, "max_nodes counts the root .* got 1"),
     ):

@@ -129,6 +129,6 @@ def test_drafts_end_where_the_draft_models_positions_end():
             return tree
 
     drafter = Watched(tiny_model("gpt2-short"))
-    with pytest.warns(UserWarning, match="has 32 positions and the text is longer"):
+    with pytest.warns(UserWarning, match="has 32 positions, and the text is longer"):
         greedy(tiny_model("gpt2"), drafter, max_new_tokens=40, speculation="fixed")
     assert roots_of_drafts[-1] == 30

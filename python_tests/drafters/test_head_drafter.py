@@ -149,7 +149,7 @@ def test_a_target_with_more_tokens_than_the_head_was_made_for(draft_vocab):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("org/name",), r"head is a str; expected a DraftHead: load_draft\(path\) reads one"),
+        (("org/name",), r"head is a str; expected a DraftHead, as load_draft\(path\) returns"),
         ((head_of("eagle3"), 5), "tree is a int; expected a TreeConfig"),
     ],
 )

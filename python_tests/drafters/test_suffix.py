@@ -171,11 +171,11 @@ def write_bfloat16(path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: path.write_bytes(b""), "no safetensors file"),
-        (lambda path: path.write_bytes(b"\xff" * 100), "no safetensors file"),
+        (lambda path: path.write_bytes(b""), "not a complete safetensors file"),
+        (lambda path: path.write_bytes(b"\xff" * 100), "not a complete safetensors file"),
         (
             lambda path: path.write_bytes(path.read_bytes()[:-8]),
-            "no safetensors file, or not all of one",
+            "not a complete safetensors file",
         ),
         (
             lambda path: write(path, np.arange(3), np.array([2])),
@@ -244,7 +244,7 @@ def test_a_history_of_another_vocabulary():
     history = SuffixHistory()
     history.add([1, VOCAB])
     with pytest.raises(
-        ValueError, match=f"history holds token {VOCAB}, but LlamaForCausalLM has a vocab"
+        ValueError, match=f"history contains token {VOCAB}, but LlamaForCausalLM has a vocab"
     ):
         generate(SuffixDrafter(history=history), "one", "greedy")
 

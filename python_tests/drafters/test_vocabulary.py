@@ -134,12 +134,12 @@ def test_the_same_vocabulary_needs_no_translation():
 
 
 def test_nothing_in_common():
-    with pytest.raises(ValueError, match="share no token; use another draft model"):
+    with pytest.raises(ValueError, match="have no common token; use another draft model"):
         shared(["a", "b"], ["c", "d"])
 
 
 def test_both_tokenizers_are_needed():
-    with pytest.raises(ValueError, match="tokenizer and target_tokenizer are needed together"):
+    with pytest.raises(ValueError, match="tokenizer and target_tokenizer must be passed together"):
         DraftModelDrafter(tiny_model("llama"), tokenizer=tokenizer(["a"]))
 
 

@@ -66,15 +66,15 @@ ARGUMENTS = {
     ),
     "lookup-and-drafter": (
         dict(prompt_lookup_num_tokens=3, drafter="ngram"),
-        "prompt_lookup_num_tokens=3 asks for n-gram drafts and drafter for others; pass one",
+        "prompt_lookup_num_tokens=3 requests n-gram drafts, and drafter=... requests others; pass",
     ),
     "lookup-and-assistant": (
         dict(max_matching_ngram_size=3, assistant_model="m"),
-        "max_matching_ngram_size=3 asks for n-gram drafts and drafter for others",
+        "max_matching_ngram_size=3 requests n-gram drafts, and drafter=... requests others",
     ),
     "shape-of-no-assistant": (
         dict(num_assistant_tokens=3),
-        r"num_assistant_tokens=3 shapes .* use DraftModelDrafter\(model, num_draft_tokens=",
+        r"num_assistant_tokens=3 configures .* DraftModelDrafter\(model, num_draft_tokens=",
     ),
     "stop-strings-without-tokenizer": (dict(stop_strings="ab"), "stop_strings needs tokenizer="),
     "unknown": (dict(temprature=0.3), r"not used by the model: \['temprature'\]"),
@@ -233,7 +233,7 @@ def test_what_a_model_without_a_cache_does_not_record():
 def test_draft_models_that_cannot_take_back_a_token():
     model = other_model("mamba2", num_heads=4, head_dim=16, state_size=8, n_groups=2)
     with pytest.raises(
-        ValueError, match="Mamba2ForCausalLM can't be a draft model, whose drafts are taken"
+        ValueError, match="Mamba2ForCausalLM can't be a draft model, because its cache"
     ):
         call(drafter=model)
 

@@ -424,7 +424,7 @@ def test_without_rest_every_step_drafts():
                 DraftModelDrafter(tiny_model("llama")),
                 speculation=Speculation(shapes=[TreeConfig(depth=2, top_k=2)], may_rest=False),
             ),
-            "drafts chains and was asked for",
+            "drafts only chains, but",
         ),
         (
             lambda: call(sampler(), speculation=Speculation(probing=0.02), **REJECTION),

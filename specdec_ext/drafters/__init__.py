@@ -1,4 +1,4 @@
-"""Drafters; :mod:`specdec_ext.drafters.resolve` knows how a ``drafter=`` argument names one."""
+"""Drafters, which propose tokens. :mod:`specdec_ext.drafters.resolve` resolves ``drafter=`` arguments."""
 
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.draft_model import DraftModelDrafter

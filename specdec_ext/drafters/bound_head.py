@@ -1,4 +1,4 @@
-"""A draft head at a target: its tensors where the target computes, and the two that it may share."""
+"""``BoundHead``: a draft head on a target's device and in its dtype, with the weights that both share."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from specdec_ext.tree.config import TreeConfig
 
 @dataclass(frozen=True)
 class BoundHead:
-    """A head that can run beside one target.
+    """A head that is ready to draft for one target.
 
     Attributes:
-        head: on the target's device in the dtype of the draft.
-        device, dtype: those.
-        shared: the target's embedding and lm_head, None where the head has its own. Of a tensor-parallel
-            target they are whole, put together from the parts of all processes.
+        head: the head, on ``device`` and in ``dtype``.
+        device: device of the target.
+        dtype: dtype in which the head computes.
+        shared: the target's embedding and lm_head, None where the head has its own. For a tensor-parallel
+            target, these are whole tensors, gathered from all processes.
         weights: format of the matrices, as for :meth:`specdec_ext.ops.PackedHead.pack`.
     """
 
@@ -40,10 +41,10 @@ class BoundHead:
 
     @classmethod
     def bind(cls, head: DraftHead, model: PreTrainedModel, weights: str = "same") -> BoundHead:
-        """Bring a head to a target; tensors that fit are not copied.
+        """Move a head to the target's device and dtype; tensors that are there already are not copied.
 
         Raises:
-            ValueError: where the head shares a weight that the target does not have as plain numbers.
+            ValueError: the head shares a weight that the target does not have as a floating-point tensor.
         """
         device, dtype = draft_home(model)
         shared = _shared_weights(head, model)
@@ -51,12 +52,12 @@ class BoundHead:
 
     @property
     def embedding(self) -> Tensor:
-        """``[vocab, hidden]``, on the device in the dtype."""
+        """``[vocab, hidden]``, on ``device`` and in ``dtype``."""
         return self._either(self.shared[0], "embed_tokens.weight")
 
     @property
     def lm_head(self) -> Tensor:
-        """``[draft_vocab, hidden]``, likewise."""
+        """``[draft_vocab, hidden]``, on ``device`` and in ``dtype``."""
         return self._either(self.shared[1], "lm_head.weight")
 
     def _either(self, shared: Tensor | None, name: str) -> Tensor:
@@ -74,10 +75,10 @@ class BoundHead:
         return {}
 
     def _on_this_stream(self) -> ops.PackedHead:
-        """The head for launches on the current stream, which share a sync buffer with no other stream.
+        """The packed head with the sync buffer of the current stream.
 
-        Drafters share a bound head, those that ``drafter="auto"`` hands out for one. Launches on one stream
-        wait for each other; on several they run at the same time.
+        Several drafters may share a bound head; those that are loaded by name do. Launches on different
+        streams can run at the same time, so each stream needs its own sync buffer.
         """
         if self._packed.sync is None:
             return self._packed
@@ -88,40 +89,39 @@ class BoundHead:
 
     @cached_property
     def _in_memory(self) -> tuple[DraftHead, Tensor, Tensor]:
-        """Head, embedding and lm_head as the specification reads them, over and over."""
+        """Head, embedding and lm_head, the first arguments of the specification; all tensors in memory."""
         kept = replace(self.head, tensors=dict(self.head.tensors))
         return kept, self.embedding, self.lm_head
 
     def refusal(self, tree: TreeConfig, num_rows: int) -> str | None:
-        """Why the specification drafts such trees instead of the op, or None."""
+        """Why the op can't draft such trees, so that the specification must; None if it can."""
         config = self.head.config
         return ops.draft_head_refusal(config, self.device, self.dtype, tree, num_rows, self.weights)
 
     def draft(self, tree: TreeConfig, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``draft_head`` with this head: the op where there is no :meth:`refusal`, else its specification,
-        with a warning.
+        """Draft with the op, or with its specification and a warning if there is a :meth:`refusal`.
 
         Args:
-            tree: what to draft.
-            inputs: the op's between head and tree.
+            tree: the shape to draft.
+            inputs: the arguments of the op between head and tree.
 
         Raises:
-            ValueError: where the weights have a format that only the op has, and the op does not draft this.
+            ValueError: as :meth:`check`.
         """
         roots = inputs[-1]
         return self._function(tree, len(roots))(*inputs, tree)
 
     def check(self, tree: TreeConfig, num_rows: int) -> str | None:
-        """The :meth:`refusal`, or an error where nothing else can draft with weights of this format.
+        """Return the :meth:`refusal`, if the specification can draft instead.
 
         Raises:
-            ValueError: ``weights`` is a format that only the op has, and the op does not draft this.
+            ValueError: there is a refusal, and only the op supports this format of ``weights``.
         """
         reason = self.refusal(tree, num_rows)
         if reason is not None and self.weights != "same":
             raise ValueError(
-                f"weights={self.weights!r} needs the op draft_head, which does not draft this: {reason}; "
-                "pass weights='same'"
+                f"weights={self.weights!r} needs the op draft_head, which can't draft this: {reason}; pass "
+                "weights='same'"
             )
         return reason
 
@@ -132,21 +132,21 @@ class BoundHead:
         if reason is None:
             return partial(ops.draft_head, self._on_this_stream())
         warnings.warn(
-            f"{self.head.source} drafts in PyTorch, many times slower than the op draft_head, which does "
-            f"not draft this: {reason}",
+            f"{self.head.source} drafts in PyTorch, many times slower than the op draft_head, which can't "
+            f"draft this: {reason}",
             stacklevel=2,
         )
         return partial(draft_head, *self._in_memory)
 
     def serves(self, model: PreTrainedModel) -> bool:
-        """Whether binding to this target would give the same."""
+        """Whether binding to this target would give the same result."""
         weights = _shared_weights(self.head, model)
         same = all(mine is theirs for mine, theirs in zip(self.shared, weights, strict=True))
         return same and (self.device, self.dtype) == draft_home(model)
 
 
 def draft_home(model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
-    """Where and in which dtype the head computes: as the target, but never in float16 on the CPU."""
+    """Device and dtype in which a head computes: those of the target, but float32 for float16 on the CPU."""
     slow = model.device.type == "cpu" and model.dtype == torch.float16
     return model.device, torch.float32 if slow else model.dtype
 
@@ -159,14 +159,14 @@ def _shared_weights(head: DraftHead, model: PreTrainedModel) -> tuple[Tensor | N
     )
 
 
-# Module -> its weight, of which this process has a part, and the whole of it.
+# Module -> (its weight, of which this process has a part, the whole weight).
 _wholes: WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor]] = WeakKeyDictionary()
 
 
 def _whole(module: nn.Module, weight: Any) -> Tensor:
-    """A tensor-parallel weight in one piece, gathered once for as long as the module has it.
+    """The whole of a tensor-parallel weight, gathered from all processes once per weight.
 
-    All processes gather it together: they make the same calls, with the same heads.
+    All processes must take part, which they do because they make the same calls with the same heads.
     """
     kept = _wholes.get(module)
     if kept is None or kept[0] is not weight:
@@ -184,9 +184,9 @@ def _weight(name: str, module: nn.Module | None, head: DraftHead) -> Tensor:
         if isinstance(weight, Tensor):
             found += f" of {weight.dtype} on {weight.device}"
         raise ValueError(
-            f"{head.source} has no {name} of its own and the target's is {found}; expected a plain "
-            f"floating-point tensor. Leave {name} out of quantisation and offloading, or take a head that "
-            "has its own"
+            f"{head.source} has no {name} of its own, and the target's is {found}; expected a plain "
+            f"floating-point tensor. Exclude {name} from quantisation and offloading, or use a head with its "
+            f"own {name}"
         )
     tensor: Tensor = weight
     return tensor

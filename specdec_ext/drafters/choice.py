@@ -1,7 +1,7 @@
-"""Which drafter serves a call: what ``drafter=`` names, and what transformers' own keywords ask for.
+"""The choice of a call's drafter, from ``drafter=`` and from transformers' keywords for assisted decoding.
 
-transformers' assisted decoding has keywords of its own for a draft model and for prompt lookup. They choose
-and shape the drafter where ``drafter=`` leaves that open; none of them can change the text.
+Transformers has keywords for a draft model and for prompt lookup. They choose and configure the drafter if
+``drafter=`` leaves it open. None of them can change the text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from specdec_ext.drafters.resolve import checked_drafter, resolve_drafter
 from specdec_ext.keyword_table import CONFIG
 
 _LOOKUP = ("prompt_lookup_num_tokens", "max_matching_ngram_size")
-# Keyword -> the argument of DraftModelDrafter that it is.
+# Keyword -> the corresponding argument of DraftModelDrafter.
 _ASSISTANT = {
     "num_assistant_tokens": "num_draft_tokens",
     "assistant_confidence_threshold": "min_confidence",
@@ -25,14 +25,14 @@ _ASSISTANT = {
 
 @dataclass(frozen=True)
 class Assistant:
-    """``assistant_model`` with what belongs to it; the tokenizers only where the two models' differ."""
+    """``assistant_model``, with both tokenizers if the models have different ones."""
 
     model: PreTrainedModel
     tokenizer: Any = None
     target_tokenizer: Any = None
 
     def drafter(self, config: GenerationConfig) -> DraftModelDrafter:
-        """Shaped by the call's keywords, else by the ``generation_config`` of the assistant."""
+        """The drafter, configured by the call's keywords, else by the assistant's ``generation_config``."""
         shape = {}
         for source in (self.model.generation_config, config):
             for name in _asked(source, _ASSISTANT):
@@ -43,14 +43,14 @@ class Assistant:
 
 
 class DrafterChoice:
-    """The drafter of a call, chosen when its config is known.
+    """Chooses the drafter of a call as soon as the call's config is known.
 
     Args:
         drafter: as in :func:`specdec_ext.generate`, or an :class:`Assistant`.
-        tokenizer: of the target, if the caller gave one.
+        tokenizer: the target's tokenizer, if the caller passed one.
 
     Attributes:
-        explicit: whether the caller named the drafter.
+        explicit: whether the caller named a drafter other than "auto".
 
     Raises:
         ValueError, TypeError: as :func:`checked_drafter`.
@@ -66,21 +66,22 @@ class DrafterChoice:
         """The drafter for one call on ``model``.
 
         Raises:
-            ValueError: if keywords ask for another drafter than the one that was named.
+            ValueError: if keywords request another drafter than ``drafter=``.
             ValueError, OSError: as :func:`resolve_drafter`.
         """
         lookup, shape = _asked(config, _LOOKUP), _asked(config, _ASSISTANT)
         if lookup and self.explicit:
             raise ValueError(
-                f"{lookup[0]}={getattr(config, lookup[0])!r} asks for n-gram drafts and drafter for others; "
-                "pass one of them, or drafter=NgramDrafter(num_draft_tokens=..., max_ngram=...)"
+                f"{lookup[0]}={getattr(config, lookup[0])!r} requests n-gram drafts, and drafter=... "
+                "requests others; pass one of them, or "
+                "drafter=NgramDrafter(num_draft_tokens=..., max_ngram=...)"
             )
         if isinstance(self._drafter, Assistant):
             return self._drafter.drafter(config)
         if shape:
             raise ValueError(
-                f"{shape[0]}={getattr(config, shape[0])!r} shapes the drafts of assistant_model, and there "
-                f"is none; use DraftModelDrafter(model, {_ASSISTANT[shape[0]]}=...), or leave it out"
+                f"{shape[0]}={getattr(config, shape[0])!r} configures assistant_model, which is missing; use "
+                f"drafter=DraftModelDrafter(model, {_ASSISTANT[shape[0]]}=...), or leave it out"
             )
         if lookup:
             return _lookup_drafter(config)
@@ -88,7 +89,7 @@ class DrafterChoice:
 
 
 def _asked(config: GenerationConfig, names: Any) -> list[str]:
-    """Those of the keywords that ask for something; transformers' defaults ask for nothing."""
+    """The keywords among ``names`` that are set to a value with an effect."""
     return [name for name in names if getattr(config, name, None) not in CONFIG[name].harmless]
 
 

@@ -1,8 +1,8 @@
-"""``CombinedDrafter``: copy where the text repeats itself, ask a model where it is new.
+"""``CombinedDrafter``: copies text where it repeats itself, and drafts with a model elsewhere.
 
-A copy costs microseconds and behind a long match is rarely wrong; a model drafts anything and has to run. So
-the retrieval drafter is asked first and takes over the rows in which it has a long match. Only if a row is
-left does the model-based one draft; it reads what was emitted meanwhile when it is asked again.
+A copy takes microseconds and is rarely wrong after a long match. A model can draft any text, but costs a
+forward pass. So the retrieval drafter proposes first and serves the rows in which it has a long match. The
+model-based drafter runs only if other rows remain; it then reads all tokens emitted since its last draft.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from specdec_ext.verify.sampler import Accepted
 
 
 class CombinedDrafter(Drafter):
-    """Proposes what ``retrieval`` does behind a long match, else what ``model_based`` does.
+    """Proposes a copy from ``retrieval`` after a long match, else a draft of ``model_based``.
 
-    The trees of both become one, whose nodes are numbered anew: of the target's output ``model_based`` may
-    read the accepted path alone, as draft heads and draft models do.
+    The two trees are merged, which changes node numbers. So ``model_based`` may read the target's output only
+    along the accepted path, as draft heads and draft models do.
 
     Args:
-        retrieval: an ``NgramDrafter`` or a ``SuffixDrafter``.
-        model_based: a head's drafter, a ``DraftModelDrafter`` or any other.
-        min_match: tokens that must match for ``retrieval`` to take a row over.
-        max_nodes: of a row, the root included. Where the tree of ``model_based`` leaves room, what
-            ``retrieval`` has behind a shorter match is added to it. None adds nothing.
+        retrieval: an ``NgramDrafter``, a ``SuffixDrafter`` or another ``RetrievalDrafter``.
+        model_based: a ``HeadDrafter``, a ``MedusaDrafter``, a ``DraftModelDrafter`` or another drafter.
+        min_match: number of matching tokens from which on ``retrieval`` serves a row.
+        max_nodes: largest number of nodes per row, the root included. If the tree of ``model_based`` leaves
+            room, copies after shorter matches are added to it. None adds nothing.
 
     Raises:
-        TypeError: if ``retrieval`` does not tell its match lengths.
+        TypeError: if ``retrieval`` is not a ``RetrievalDrafter``.
         ValueError: for an argument out of its range, or a drafter that needs the nodes it proposed.
     """
 
@@ -48,18 +48,18 @@ class CombinedDrafter(Drafter):
     ):
         if not isinstance(retrieval, RetrievalDrafter):
             raise TypeError(
-                f"retrieval is a {type(retrieval).__name__}; expected a drafter that tells how long its "
-                "matches are: NgramDrafter, SuffixDrafter or another RetrievalDrafter"
+                f"retrieval is a {type(retrieval).__name__}; expected a drafter that reports its match "
+                "lengths: NgramDrafter, SuffixDrafter or another RetrievalDrafter"
             )
         if isinstance(model_based, LookaheadDrafter):
             raise ValueError(
-                "LookaheadDrafter goes on from the target's logits at the nodes that it proposed, which are "
-                "numbered anew here; use it alone"
+                "LookaheadDrafter reads the target's logits at the nodes that it proposed, but a combined "
+                "tree has other node numbers; use it alone"
             )
         if not 1 <= min_match <= retrieval.longest_match:
             raise ValueError(
-                f"min_match must be in [1, {retrieval.longest_match}], the longest match that this "
-                f"{type(retrieval).__name__} looks for, got {min_match}"
+                f"min_match must be in [1, {retrieval.longest_match}], up to the longest match of this "
+                f"{type(retrieval).__name__}, got {min_match}"
             )
         if max_nodes is not None and max_nodes < 2:
             raise ValueError(
@@ -75,7 +75,7 @@ class CombinedDrafter(Drafter):
         return self.model_based.feature_layers(model)
 
     def shapes(self, context: Context) -> Sequence[Shape]:
-        """``FOUND`` are copies alone, if the model-based one can be told what to draft."""
+        """``FOUND`` (copies only) and the shapes of the model-based drafter."""
         return [FOUND, *(each for each in self.model_based.shapes(context) if each != FOUND)]
 
     @property
@@ -107,7 +107,7 @@ class CombinedDrafter(Drafter):
         own_rows = _only(drafted, left)
         if self.max_nodes is None:
             return DraftTree.merged([own_rows, _only(copied, taken)])
-        # A row that was taken over keeps its whole tree, the others are filled up.
+        # Rows that retrieval serves keep their whole tree; the others are filled up.
         filled = DraftTree.merged(
             [own_rows, _only(copied, left)], max(self.max_nodes, drafted.num_nodes)
         )
@@ -119,7 +119,7 @@ class CombinedDrafter(Drafter):
 
 
 def _only(tree: DraftTree, rows: Sequence[bool]) -> DraftTree:
-    """The trees of these rows; of the others their roots."""
+    """The trees of these rows, and only the roots of the others."""
     parents = [
         row if kept else [row[0], *[INACTIVE] * (len(row) - 1)]
         for row, kept in zip(tree.parent_lists, rows, strict=True)

@@ -1,7 +1,7 @@
-"""Draft heads of the EAGLE family: EAGLE-1, EAGLE-2, EAGLE-3, EAGLE 3.1 and P-EAGLE.
+"""``HeadDrafter``: draft heads of the EAGLE family (EAGLE-1, EAGLE-2, EAGLE-3, EAGLE 3.1 and P-EAGLE).
 
-A head reads the target's hidden states of the text and continues them (Li et al. 2024 "EAGLE", "EAGLE-2";
-Li et al. 2025 "EAGLE-3"); :mod:`specdec_ext.reference.draft_head` says how.
+A head reads the target's hidden states of the text and predicts the next ones (Li et al. 2024, "EAGLE" and
+"EAGLE-2"; Li et al. 2025, "EAGLE-3"). The formulas are in :mod:`specdec_ext.reference.draft_head`.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from specdec_ext.tree.config import Shape, TreeConfig
 from specdec_ext.tree.draft_tree import DraftTree
 from specdec_ext.verify.sampler import Accepted
 
-# Committed steps, and tokens of a row, after which a head that is not asked for drafts puts together, and
-# reads, the features it was given: what it keeps of them is bounded. (A tap may be a view of all layers.)
+# Limits of the features that are kept while no drafts are requested. After this many steps the pending
+# features are copied into one tensor, because a feature tensor may be a view of the states of all layers.
 MERGED_STEPS = 64
+# If the pending tokens of any row reach this number, the head reads them.
 MAX_UNREAD = 512
 
 
 def default_tree(device: torch.device, num_rows: int, parallel: bool = False) -> TreeConfig:
-    """The shape that is drafted if none is asked for.
+    """The shape that is drafted by default.
 
-    On a GPU a pass of the target over 60 nodes takes hardly longer than one over a single node as long as the
-    batch is small: the tree of EAGLE's own evaluations, 60 nodes on six levels (Li et al. 2024, 2025), or the
-    chain of seven that P-EAGLE is evaluated with. Where every node costs time, on the CPU and in larger
-    batches, a short chain accepts most per node.
+    On a GPU with a small batch, a target pass over 60 nodes takes hardly longer than one over a single node.
+    There the default is the tree of EAGLE's evaluations, 60 nodes on six levels (Li et al. 2024, 2025), or
+    the chain of seven of P-EAGLE's evaluation. On the CPU and with larger batches every node costs time, and
+    the default is a short chain, which has the most accepted tokens per node.
 
     Args:
-        device: of the target.
-        num_rows: of the batch.
+        device: device of the target.
+        num_rows: number of rows of the batch.
         parallel: whether the head drafts all levels at once (P-EAGLE).
     """
     if device.type == "cpu":
@@ -55,7 +56,7 @@ def default_tree(device: torch.device, num_rows: int, parallel: bool = False) ->
 
 
 def offered_shapes(default: TreeConfig) -> list[TreeConfig]:
-    """The chains up to seven levels, or as deep as the default shape, and that one if it is a tree."""
+    """Chains of up to seven levels, or as many as ``default`` has, and ``default`` itself if it is a tree."""
     chains = [TreeConfig(depth=depth) for depth in range(1, max(7, default.depth) + 1)]
     return chains if default in chains else [*chains, default]
 
@@ -63,52 +64,53 @@ def offered_shapes(default: TreeConfig) -> list[TreeConfig]:
 class HeadDrafter(Drafter):
     """Drafts with a head that was trained for the target.
 
-    The head computes in the target's dtype (in float32 where that is float16 on the CPU). A weight that it
-    shares with the target is used as it is: without a factor on embeddings (Gemma), without bias or soft
-    cap of logits. Its rope tables reach as far as the text, past what the head was trained for: drafts may
-    get worse there, nothing fails. Of text in a caller's ``past_key_values`` there are no features; the head
-    begins behind it.
+    The head computes in the target's dtype, or in float32 if that is float16 on the CPU. Weights shared with
+    the target are used without the target's further operations, such as a factor on embeddings (Gemma), a
+    bias or a soft cap of logits. The rope tables are extended to the length of the text; beyond the head's
+    training length, drafts may become worse. The caller's ``past_key_values`` contain no features of their
+    text, so the head begins after it.
 
-    A draft is one call of the op ``draft_head``, on CUDA one launch, where the op takes such a head, tree and
-    batch; else its specification drafts, in PyTorch and many times slower, and a warning says why
-    (:func:`specdec_ext.ops.draft_head_refusal` tells before).
+    A draft is one call of the op ``draft_head``, which is one launch on CUDA. If the op does not support the
+    head, tree or batch, its PyTorch specification drafts instead. This is many times slower, and a warning
+    gives the reason; :func:`specdec_ext.ops.draft_head_refusal` returns it in advance.
 
     Args:
-        head: from :func:`specdec_ext.heads.checkpoints.load_draft`.
-        tree: the only shape to draft; None for :func:`default_tree`, or what the controller asks for.
-        weights: "int8" or "float8" has a head in bfloat16 or float16 read half the bytes, with drafts that
-            are a little worse; CUDA only. "same" keeps the target's dtype.
+        head: a head from :func:`specdec_ext.heads.checkpoints.load_draft`.
+        tree: the only shape to draft; None for :func:`default_tree`, or the shapes that the controller
+            chooses.
+        weights: format of the head's matrices. "int8" and "float8" halve the bytes that a head in bfloat16 or
+            float16 reads, with slightly worse drafts; CUDA only. "same" keeps the target's dtype.
 
     Raises:
-        TypeError: for something else in their place.
-        ValueError: for another name of a format; in a call, for one that the op does not take there.
+        TypeError: for a ``head`` or ``tree`` of another type.
+        ValueError: for an unknown format; during a call, for a format that the op does not support there.
     """
 
     dead_draft_advice = (
-        "Check the tapped layers (the two spellings of their numbers differ by one; "
-        "specdec_ext.heads.checkpoints.calibrate decides), the reading of norm_output, that the head was "
-        "trained for this very target (a fine-tuned or requantised one is another) and with its "
-        "tokenizer, and that sampling is not so hot that nothing can be foreseen."
+        "Check that the head was trained for exactly this target (not a fine-tuned or requantised version) "
+        "and its tokenizer, that the tapped layers are right (two conventions for their numbers differ by one; "
+        "specdec_ext.heads.checkpoints.calibrate decides), that norm_output is right, and that the sampling "
+        "temperature is not too high."
     )
 
     def __init__(self, head: DraftHead, tree: TreeConfig | None = None, weights: str = "same"):
         if not isinstance(head, DraftHead):
             raise TypeError(
-                f"head is a {type(head).__name__}; expected a DraftHead: load_draft(path) reads one"
+                f"head is a {type(head).__name__}; expected a DraftHead, as load_draft(path) returns it"
             )
         if tree is not None and not isinstance(tree, TreeConfig):
             raise TypeError(
                 f"tree is a {type(tree).__name__}; expected a TreeConfig, such as TreeConfig(depth=5)"
             )
-        weight_dtype(weights)  # raises for a name that is none
+        weight_dtype(weights)  # raises for an unknown name
         self.head, self.tree, self.weights = head, tree, weights
         self._bound: BoundHead | None = None
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
-        """The head's tapped layers, after a check, once for a model, that head and target fit.
+        """Return the layers that the head taps. The first call for a model checks that head and target fit.
 
         Raises:
-            ValueError: if they do not, naming what.
+            ValueError: head and target do not fit; the message names the difference.
         """
         if self._bound is None or not self._bound.serves(model):
             for doubt in check_pair(self.head, model):
@@ -122,11 +124,12 @@ class HeadDrafter(Drafter):
         num_rows = len(context.generated)
         parallel = self.head.config.mask_token_id is not None
         self._tree = self.tree or default_tree(self._bound.device, num_rows, parallel)
-        self._bound.check(self._tree, num_rows)  # now, because it may never be asked for a draft
+        # Checked here, because a draft may never be requested.
+        self._bound.check(self._tree, num_rows)
         prompt, first_positions = _prompt_elements(context, output.taps)
         self._pending = [prompt]
-        self._unread = 0  # tokens of a row at most in it, those of the prompt aside
-        self._apart = 0  # steps at its end that were not put together yet
+        self._unread = 0  # largest number of pending tokens of a row, without the prompt
+        self._apart = 0  # number of pending steps that are not merged yet
         self._active: Staged | None = None
         self._cache = HeadCache(
             self.head.config, first_positions, self._bound.device, self._bound.dtype
@@ -140,14 +143,14 @@ class HeadDrafter(Drafter):
         return super().identity, self.head.source, self.weights
 
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
-        """Keep the features of the committed nodes; the head reads them when it drafts next.
+        """Keep the features of the committed nodes; the head reads them at its next draft.
 
-        Without drafts for a while it reads ``MAX_UNREAD`` of a row at a time, so that no more are kept.
+        If a row has ``MAX_UNREAD`` pending tokens, the head reads them now, so that no more are kept.
         """
         taps: Sequence[Tensor] = output.taps
         width = max(map(len, accepted.emitted))
         if accepted.path.shape[1] > 1:
-            # Of a chain, and of a tree's first branch, the nodes come first as they are.
+            # The path of a chain or of a tree's first branch is nodes 0, 1, 2, ..., which need no gather.
             visited = zip(accepted.paths, accepted.emitted, strict=True)
             if any(nodes[: len(row)] != [*range(len(row))] for nodes, row in visited):
                 nodes = accepted.path[:, :width].clamp(min=0)
@@ -163,14 +166,16 @@ class HeadDrafter(Drafter):
             self._pending.append(self._take_pending(context, MERGED_STEPS))
 
     def _take_pending(self, context: Context, steps: int | None = None) -> Elements:
-        """What the head has not read yet, of every row of the batch; of the last ``steps`` if given."""
+        """Remove and merge the pending elements of all rows, or those of the last ``steps`` steps."""
         taken = self._pending[-steps:] if steps else self._pending
         self._pending = self._pending[: len(self._pending) - len(taken)]
         self._apart = 0
         return of_active_rows(taken, context.rows, len(context.generated))
 
     def propose(self, context: Context) -> DraftTree:
-        if max(context.remaining) < 2 or not self._pending:  # a row's last token needs no draft
+        if (
+            max(context.remaining) < 2 or not self._pending
+        ):  # the last token of a row needs no draft
             return DraftTree.root(context.roots)
         shape = context.shape if isinstance(context.shape, TreeConfig) else self._tree
         active = self._staged_rows(context)
@@ -181,7 +186,7 @@ class HeadDrafter(Drafter):
         return DraftTree(tokens.to(context.device), parents.to(context.device))
 
     def _staged_rows(self, context: Context) -> Staged | None:
-        """The active rows, if they are not all of the batch."""
+        """The active rows, or None if all rows of the batch are active."""
         if len(context.rows) == len(context.generated):
             return None
         if self._active is None or self._active.values != context.rows:
@@ -190,7 +195,7 @@ class HeadDrafter(Drafter):
 
     @inference_mode()
     def _draft(self, new: Elements, context: Context, tree: TreeConfig) -> tuple[Tensor, Tensor]:
-        """Read ``new`` and draft for every row of the batch: ``(tokens, parents)``."""
+        """Read ``new`` and draft for every row of the batch; returns ``(tokens, parents)``."""
         assert self._bound is not None
         bound, cache = self._bound, self._cache
         self._unread = 0
@@ -218,21 +223,22 @@ class HeadDrafter(Drafter):
 
 
 def _draft_slots(tree: TreeConfig) -> int:
-    """Slots for the keys of drafted nodes: a level has at most as many nodes as the widest."""
+    """Number of cache slots for drafted nodes: the depth times the width of the widest level."""
     if tree.choices is None:
         return tree.top_k * tree.depth
     return max(Counter(map(len, tree.choices)).values()) * tree.depth
 
 
 def _prompt_elements(context: Context, taps: Sequence[Tensor]) -> tuple[Elements, list[int]]:
-    """Elements of the prompt and each row's first position.
+    """The elements of the prompt, and the position of each row's first element.
 
     Args:
-        taps: ``[rows, columns run, hidden]`` each, of the last columns of the prompt.
+        context: the prompt and each row's first token.
+        taps: tapped hidden states, ``[rows, columns run, hidden]`` each, of the last columns of the prompt.
     """
     rows, first = list(context.rows), [[context.generated[row][-1]] for row in context.rows]
     if context.offset:
-        # Of embeddings nobody knows the tokens: the head begins with the last of them.
+        # The tokens of embeddings are unknown, so the head begins at the last column of the prompt.
         last = [taps[0].shape[1] - 1] * len(rows)
         if context.attention_mask is not None:
             valid = context.attention_mask[:, -taps[0].shape[1] :].bool().cpu()
@@ -246,7 +252,7 @@ def _prompt_elements(context: Context, taps: Sequence[Tensor]) -> tuple[Elements
     else:
         valid = context.attention_mask.bool()
         before = valid[:, :held].sum(dim=1).tolist()
-        # Each row's features move to the left, in their order.
+        # Paddings are left out: the features of each row move to the left.
         longest = int(valid[:, held:].sum(dim=1).max())
         order = (~valid[:, held:]).long().argsort(dim=1, stable=True)[:, :longest]
     texts = [context.prompt(row)[count:] for row, count in zip(rows, before, strict=True)]

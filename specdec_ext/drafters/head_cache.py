@@ -1,4 +1,4 @@
-"""What a draft head has read of each row: its keys and values, and what was committed since."""
+"""The state of a draft head: its key-value cache, and the pending elements that it has not read yet."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from specdec_ext.heads.config import HeadConfig
 from specdec_ext.heads.rope import rope_tables
 from specdec_ext.models.passes.features import LayerStates
 
-# Caches and tables grow by at least this many, so that they are seldom copied.
+# Caches and tables grow by at least this many entries, so that they are rarely copied.
 STEP = 1024
 
 
 @dataclass
 class Elements:
-    """Committed text of some rows that the head has not read yet.
+    """Pending elements: committed text of some rows that the head has not read yet.
 
-    Element i of a row is (token, feature of the token before it).
+    An element of a row is the pair (token, features of the token before it).
 
     Attributes:
-        rows: original numbers.
-        tokens: of each row, as many as it has elements.
-        taps: ``[rows, new, width]`` each, side by side the features; what is behind a row's elements is
-            arbitrary.
-        order: ``[rows, new]`` columns of the taps where the elements are, or None: 0, 1, ... Nothing is moved
-            before the features are read.
-        even: whether all rows have as many elements as the taps have columns, in their order.
+        rows: original row numbers.
+        tokens: the tokens of each row's elements.
+        taps: tapped hidden states, ``[rows, new, width]`` each; concatenated, they are the features. Columns
+            after a row's elements are arbitrary.
+        order: ``[rows, new]``, the columns of ``taps`` that hold the elements; None for 0, 1, ... They are
+            gathered only when the features are read.
+        even: whether every column of ``taps`` is an element of every row, in order.
     """
 
     rows: list[int]
@@ -42,7 +42,7 @@ class Elements:
 
     @property
     def features(self) -> Tensor:
-        """``[rows, new, width]``"""
+        """The features, ``[rows, new, width]``."""
         taps = self.taps
         if self.order is not None:
             taps = [at_columns(tap, self.order) for tap in taps]
@@ -50,17 +50,17 @@ class Elements:
 
     @property
     def counts(self) -> list[int]:
-        """How many elements each row has."""
+        """Number of elements of each row."""
         return [len(row) for row in self.tokens]
 
 
 def at_columns(tap: Tensor, columns: Tensor) -> Tensor:
-    """``[rows, n, hidden]`` in these ``columns [rows, n]``."""
+    """``[rows, n, hidden]``, the values of ``tap`` in these ``columns [rows, n]``."""
     return tap.gather(1, columns[..., None].expand(-1, -1, tap.shape[2]))
 
 
 def of_active_rows(pending: Sequence[Elements], active: list[int], num_rows: int) -> Elements:
-    """Elements of several steps one behind the other, for every row of the batch; none for ended rows."""
+    """Join the elements of several steps, for all rows of the batch; ended rows get none."""
     runs = [_joined(list(run)) for _, run in groupby(pending, _kind)]
     everyone = list(range(num_rows))
     if len(runs) == 1 and runs[0].rows == active == everyone:
@@ -81,12 +81,12 @@ def of_active_rows(pending: Sequence[Elements], active: list[int], num_rows: int
 
 
 def _kind(part: Elements) -> tuple[Any, ...]:
-    """Equal for steps that can be joined as they are: of the same rows, which all have as many elements."""
+    """A key that is equal for steps that can be concatenated: those with the same rows that are ``even``."""
     return part.rows, len(part.taps), part.even or id(part)
 
 
 def _joined(parts: list[Elements]) -> Elements:
-    """Parts of one kind as one, whose features are side by side."""
+    """Concatenate parts of one kind; the result has a single tensor of features."""
     first = parts[0]
     if len(parts) == 1:
         return Elements(first.rows, first.tokens, [first.features], even=first.even)
@@ -102,16 +102,16 @@ def _joined(parts: list[Elements]) -> Elements:
 
 
 class HeadCache:
-    """The keys and values of all rows of a call, and the tables of positions.
+    """The keys and values of all rows of a call, and the rope tables.
 
-    Rows stay where they are when others end: a row without new elements costs nothing.
+    Rows keep their places when others end; a row without new elements costs nothing.
 
     Attributes:
         keys, values: ``[layers, rows, kv_heads, capacity, head_dim]``.
         cosines, sines: ``[positions, rotary / 2]`` float32.
-        lengths: committed elements of each row.
-        first_positions: position of each row's first element: not 0 where a caller's cache held the text
-            before it, whose features nobody has.
+        lengths: number of elements of each row.
+        first_positions: position of each row's first element. It is not 0 if the caller's cache held earlier
+            text, whose features are unknown.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class HeadCache:
         self.cosines = self.sines = torch.empty(0, device=device)
 
     def reserve(self, new: Sequence[int], room: int, depth: int) -> None:
-        """Make place for ``new`` elements per row and a draft of ``room`` slots and ``depth`` positions."""
+        """Make room for ``new`` elements per row and a draft of ``room`` slots and ``depth`` positions."""
         filled = [length + count for length, count in zip(self.lengths, new, strict=True)]
         slots = max(filled) + room
         if slots > self.keys.shape[3]:

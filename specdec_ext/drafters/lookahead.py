@@ -1,20 +1,22 @@
-"""Lookahead decoding: the target itself collects n-grams to guess with, by Jacobi iteration beside the text.
+"""Lookahead decoding: the target itself generates n-grams to propose, by Jacobi iteration beside the text.
 
-Fu et al. 2024 "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding". A *window* of
-``window`` columns and up to ``ngram - 1`` levels holds guesses of the next tokens, older levels first:
-element j of level l is meant for the (1 + j + l)-th token after the root. Level 0 is a chain below the root,
-and element j of a further level is the child of element j of the level before: the mask of the paper::
+Source: Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding". A
+*window* of ``window`` columns and up to ``ngram - 1`` levels holds guesses of the next tokens, with older
+levels first. Element j of level l is a guess of the (1 + j + l)-th token after the root. Level 0 is a chain
+below the root; element j of each further level is a child of element j of the level before. This gives the
+paper's mask::
 
     root - a0 - a1 - a2        level 0
             |    |    |
             b0   b1   b2       level 1; b1 sees root, a0, a1
 
-The target's choice at the last level becomes the next one, the first level leaves, and every column that had
-all ``ngram`` tokens goes to a *pool*: for each first token the n-grams that were seen last. Those that begin
-with the root are the guesses: further branches of the same tree.
+After each step, the target's choices at the last level become a new level, and each complete column of
+``ngram`` tokens is added to a *pool*, which holds the latest n-grams for each first token. The oldest level
+is then removed. N-grams from the pool that begin with the root are the proposals, as further branches of the
+same tree.
 
-So all of it is one ``DraftTree``, any node of which may be accepted: the window's too, and the token after a
-guess that is right to its end, which the published implementation computes and drops.
+Everything is one ``DraftTree``, and every node may be accepted, also those of the window. A proposal that is
+right to its end also gives the token after it, which the published implementation computes and discards.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ class Window:
     """The Jacobi window of one row.
 
     Args:
-        text: where the first guesses are drawn from, as good as any.
-        columns: of the full window.
-        ngram: tokens of a finished column.
+        text: the tokens from which the first guesses are drawn at random.
+        columns: number of columns of the full window.
+        ngram: number of tokens of a finished column.
 
     Attributes:
-        levels: oldest first. Until there are ``ngram - 1`` of them a column leaves at every step instead of a
-            level, so that the rest stays in step with the text.
+        levels: the oldest level first. Until there are ``ngram - 1`` levels, each step removes the first
+            column instead of a level, so that the guesses stay aligned with the text.
     """
 
     def __init__(self, text: Sequence[int], columns: int, ngram: int):
@@ -52,11 +54,11 @@ class Window:
 
     @property
     def depth(self) -> int:
-        """Of the last element below the root."""
+        """Depth of the last element below the root."""
         return len(self.levels[0]) + len(self.levels) - 1
 
     def add_to(self, tree: TreeBuilder) -> list[int]:
-        """Put the window below the root; the nodes of the last level."""
+        """Add the window below the root; returns the nodes of the last level."""
         nodes, last = [], 0
         for token in self.levels[0]:
             last = tree.add([token], last)
@@ -66,7 +68,7 @@ class Window:
         return nodes
 
     def advance(self, level: list[int]) -> list[tuple[int, ...]]:
-        """Append the target's choices after the last level; the columns that are finished now."""
+        """Append the target's choices as a new level; returns the columns that are now finished."""
         self.levels.append(level)
         if len(self.levels) <= self._num_levels:
             self.levels = [each[1:] for each in self.levels]
@@ -77,18 +79,19 @@ class Window:
 
 
 class NgramPool:
-    """For each token the n-grams that begin with it and were seen last.
+    """The latest n-grams for each first token.
 
     Args:
-        ngram: their length.
-        size: n-grams kept for each first token.
+        ngram: length of the n-grams.
+        size: number of n-grams kept for each first token.
     """
 
     def __init__(self, ngram: int, size: int):
         self._ngram, self._size = ngram, size
-        self._rests: dict[int, dict[tuple[int, ...], None]] = {}  # ordered, the latest last
+        self._rests: dict[int, dict[tuple[int, ...], None]] = {}  # in order, the latest last
 
     def add(self, ngram: Sequence[int]) -> None:
+        """Add an n-gram; it replaces the oldest one if there are too many."""
         first, rest = ngram[0], tuple(ngram[1:])
         rests = self._rests.setdefault(first, {})
         rests.pop(rest, None)
@@ -97,29 +100,32 @@ class NgramPool:
             del rests[next(iter(rests))]
 
     def add_text(self, text: Sequence[int]) -> None:
-        """Every n-gram of a text."""
+        """Add all n-grams of a text."""
         for start in range(len(text) - self._ngram + 1):
             self.add(text[start : start + self._ngram])
 
     def guesses(self, first: int) -> list[tuple[int, ...]]:
-        """What followed ``first``, the latest first."""
+        """The continuations of ``first``, the latest one first."""
         return list(reversed(self._rests.get(first, {})))
 
 
 class LookaheadDrafter(Drafter):
-    """Proposes n-grams that the target produced beside the text, and goes on producing them.
+    """Proposes n-grams that the target generates beside the text, and n-grams of the prompt and output.
 
     A step scores up to ``1 + (ngram - 1) * (window + guesses)`` nodes, 31 by default, and takes the arg-max
-    of ``window`` rows of logits. That pays where scoring nodes is nearly free, on a GPU at batch 1; there
-    larger windows find more. The n-grams of prompt and output are guesses, too.
+    of ``window`` rows of logits. This pays where further nodes are almost free, as on a GPU at batch 1.
+    Larger windows find more n-grams.
 
     Args:
-        window: columns of the window, 0 for none: guesses from prompt and output alone.
-        ngram: tokens of an n-gram; ``ngram - 1`` of them are guessed.
-        guesses: n-grams guessed at a time, and kept for each first token.
+        window: number of columns of the window; 0 proposes n-grams of the prompt and output only.
+        ngram: number of tokens of an n-gram, of which ``ngram - 1`` are proposed.
+        guesses: number of n-grams proposed in a step, and kept for each first token.
+
+    Raises:
+        ValueError: for an argument out of its range.
     """
 
-    whole = True  # the window goes on from nodes at all depths
+    whole = True  # the window needs the logits at its deepest nodes
 
     def __init__(self, window: int = 5, ngram: int = 4, guesses: int = 5):
         for name, value, least in (
@@ -139,7 +145,7 @@ class LookaheadDrafter(Drafter):
             pool.add_text(text)
         self._vocab_size = vocab_size(model)
         self._known = [len(generated) for generated in context.generated]
-        # (row, node) of every last element of the tree under way, one window after the other.
+        # (row, node) of the last level of each window in the current tree.
         self._last: list[tuple[int, int]] = []
 
     def propose(self, context: Context) -> DraftTree:
@@ -152,7 +158,7 @@ class LookaheadDrafter(Drafter):
             trees.append(TreeBuilder(root))
             for guess in self._pools[row].guesses(root):
                 trees[-1].add(guess)
-            # A window that would be cut at the end of the row could not go on.
+            # A window must not be cut at the end of the row, because it could not be continued.
             window = self._windows[row]
             if self.window and window.depth < room:
                 self._advancing.append(row)
@@ -162,7 +168,7 @@ class LookaheadDrafter(Drafter):
         return tree
 
     def _learn(self, context: Context, row: int) -> None:
-        """The n-grams that end in what was emitted since the last step."""
+        """Add the n-grams that end in a token emitted since the last step."""
         new = context.generated[row][self._known[row] :]
         self._known[row] += len(new)
         before = self.ngram - 1
@@ -173,14 +179,14 @@ class LookaheadDrafter(Drafter):
             self._pools[row].add_text(context.text(row)[-(len(new) + before) :])
 
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
-        if not self._last:  # no window, or nobody asked for this tree
+        if not self._last:  # there is no window, or this step did not draft
             return
         if output.logits.shape[1] < self._num_nodes:  # it was not verified
             self._last = []
             return
         rows, nodes = torch.tensor(self._last, device=output.logits.device).unbind(dim=1)
         self._last = []
-        # What the target would write, of what it also reads.
+        # The target's choices among the tokens that it can also read.
         choices = output.logits[rows, nodes, : self._vocab_size].argmax(dim=-1).tolist()
         ends = [0]
         for row in self._advancing:

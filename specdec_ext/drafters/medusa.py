@@ -1,8 +1,8 @@
-"""Medusa (Cai et al. 2024): a head for each of the next tokens, and a tree of their best guesses.
+"""``MedusaDrafter``: Medusa heads (Cai et al. 2024), one for each of the next tokens.
 
-The heads do not see each other's guesses: whatever the path to a node, its children are the best of the same
-distribution. Trees: a static one, a chain, or the best nodes by the product of their probabilities, the
-selection of EAGLE-2 (Li et al. 2024), which is exact here as no path changes a distribution.
+The heads do not see each other's guesses, so all nodes of a level have the same best children, whatever their
+paths. The tree is a chain, a static tree, or the best nodes by the product of probabilities. The last one is
+the selection of EAGLE-2 (Li et al. 2024); it is exact here, because no path changes a distribution.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from specdec_ext.verify.sampler import Accepted
 
 
 def default_tree(device: torch.device, num_heads: int) -> TreeConfig:
-    """The shape that is drafted if none is asked for: 16 nodes on the CPU, 64 elsewhere.
+    """The shape that is drafted by default: a static tree of 16 nodes on the CPU, of 64 elsewhere.
 
-    The best tree for heads whose first guesses are right in 60 % of all cases, a fifth less for each further
-    head and a third for each further rank. That is assumed, not measured: for heads whose accuracies are
-    known :func:`specdec_ext.heads.medusa.likely_choices` makes a better one.
+    It is the best tree for heads whose accuracy is 60 % for the first guess of the first head, a fifth less
+    for each further head, and a third of that for each further rank. These numbers are assumed. For heads of
+    known accuracy, :func:`specdec_ext.heads.medusa.likely_choices` makes a better tree.
     """
     accuracies = [[0.6 * 0.8**head * 3.0**-rank for rank in range(10)] for head in range(num_heads)]
     return TreeConfig(choices=likely_choices(accuracies, 16 if device.type == "cpu" else 64))
@@ -42,17 +42,20 @@ def default_tree(device: torch.device, num_heads: int) -> TreeConfig:
 class MedusaDrafter(Drafter):
     """Drafts with Medusa heads that were trained for the target.
 
-    The heads compute in the target's dtype (in float32 where that is float16 on the CPU).
+    The heads compute in the target's dtype, or in float32 if that is float16 on the CPU.
 
     Args:
-        heads: from :func:`specdec_ext.heads.checkpoints.load_draft`.
-        tree: the only shape to draft, of at most as many levels as there are heads; None for
-            :func:`default_tree`, or what the controller asks for.
+        heads: heads from :func:`specdec_ext.heads.checkpoints.load_draft`.
+        tree: the only shape to draft, with at most one level per head; None for :func:`default_tree`, or the
+            shapes that the controller chooses.
+
+    Raises:
+        ValueError: ``tree`` has more levels than there are heads.
     """
 
     dead_draft_advice = (
-        "Check that the heads were trained for this very target (a fine-tuned or requantised one is another) "
-        "and with its tokenizer, and that sampling is not so hot that nothing can be foreseen."
+        "Check that the heads were trained for exactly this target (not a fine-tuned or requantised version) "
+        "and its tokenizer, and that the sampling temperature is not too high."
     )
 
     def __init__(self, heads: MedusaHeads, tree: TreeConfig | None = None):
@@ -63,11 +66,12 @@ class MedusaDrafter(Drafter):
             _check_tree(tree, heads)
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
-        """The last hidden state, after a check, once for a model, that heads and target fit; brings the heads
-        to the target.
+        """Return the index of the last hidden state, and move the heads to the target's device and dtype.
+
+        The first call for a model checks that heads and target fit.
 
         Raises:
-            ValueError: if they do not, naming what.
+            ValueError: heads and target do not fit; the message names the difference.
         """
         if self._checked is None or self._checked() is not model:
             for doubt in check_pair(self.heads, model):
@@ -104,13 +108,13 @@ class MedusaDrafter(Drafter):
         self._keep(list(context.rows), output.features, nodes)
 
     def _keep(self, rows: list[int], features: Tensor, nodes: Tensor) -> None:
-        """The hidden states before each row's root: ``features[i, nodes[i]]``."""
+        """Keep the hidden state before each row's root: ``features[i, nodes[i]]``."""
         self._rows = rows
         nodes = nodes.to(features.device)
         self._states = features[torch.arange(len(rows), device=nodes.device), nodes]
 
     def propose(self, context: Context) -> DraftTree:
-        if max(context.remaining) < 2:  # a row's last token needs no draft
+        if max(context.remaining) < 2:  # the last token of a row needs no draft
             return DraftTree.root(context.roots)
         states = self._states
         if self._rows != context.rows:
@@ -142,7 +146,7 @@ class MedusaDrafter(Drafter):
         return torch.stack([each.values for each in best], dim=1), ids
 
     def _static_tree(self, roots: Tensor, guesses: Tensor, tree: TreeConfig) -> DraftTree:
-        """Every row the tree of ``tree.links``; a rank beyond the draft vocabulary is left out."""
+        """The same static tree for every row; ranks beyond the draft vocabulary are left out."""
         depths, parents, slots = [0], [ROOT_PARENT], []
         for parent, rank in tree.links:
             known = rank < guesses.shape[2] and parents[parent] != INACTIVE
@@ -156,11 +160,11 @@ class MedusaDrafter(Drafter):
     def _dynamic_tree(
         self, roots: Tensor, log_probs: Tensor, guesses: Tensor, shape: TreeConfig
     ) -> DraftTree:
-        """Each row its own best nodes."""
+        """A tree for each row, of its most probable nodes."""
         rows, ranks = log_probs.shape[0], log_probs.shape[2]
         scores, tokens, parents = [log_probs[:, 0]], [guesses[:, 0]], []
         parents.append(torch.full_like(guesses[:, 0], ROOT_PARENT))
-        first = 0  # candidate that the level before begins with
+        first = 0  # number of the previous level's first candidate
         for head in range(1, shape.depth):
             order = scores[-1].sort(dim=1, descending=True, stable=True).indices
             frontier = order[:, : shape.top_k]

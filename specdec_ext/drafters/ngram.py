@@ -1,8 +1,8 @@
-"""N-gram drafter (prompt lookup): what followed the last time these tokens occurred.
+"""N-gram drafter (prompt lookup): copies what followed an earlier occurrence of the last tokens.
 
-Saxena 2023 "Prompt Lookup Decoding"; here the longest match wins, among equals the most recent, and a copy
-that reaches the end of the text goes on in its own draft. The index is incremental and lives in C++
-(``csrc/host/ngram_index.h``).
+Source: Saxena 2023, "Prompt Lookup Decoding". Here the longest match is chosen, and the most recent one among
+matches of equal length. A copy that reaches the end of the text continues with the copied tokens. The index
+is incremental and implemented in C++ (``csrc/host/ngram_index.h``).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from specdec_ext.tree.draft_tree import DraftTree
 
 
 class NgramDrafter(RetrievalDrafter):
-    """Proposes continuations of earlier occurrences of the last tokens of the row itself.
+    """Proposes what followed earlier occurrences of the row's last tokens in its own text.
 
     Args:
-        num_draft_tokens: nodes to propose, the root not counted.
-        min_ngram, max_ngram: how many of the last tokens must, and may, match.
-        num_branches: 1 proposes a chain, more a tree of that many alternatives.
+        num_draft_tokens: largest number of proposed tokens.
+        min_ngram, max_ngram: smallest and largest number of the last tokens that match.
+        num_branches: number of alternatives; 1 proposes a chain, more propose a tree.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""The one place that knows what ``drafter=`` may be, in Python and on the command line.
+"""Resolves ``drafter=`` arguments, in Python and on the command line. No other module knows their names.
 
-A model names its drafters in its config: ``specdec_ext_draft`` is the hub id or folder of a draft head,
-``specdec_ext_draft_model`` of a draft model; a folder may be relative to the model's own, and
-``save_pretrained`` keeps both. ``"bundled"`` is what comes with this package for the target that comes with
-it. Nothing is looked for anywhere else.
+A model's config may name its drafters: ``specdec_ext_draft`` is the hub id or folder of a draft head,
+``specdec_ext_draft_model`` that of a draft model. A folder may be relative to the model's own folder, and
+``save_pretrained`` keeps both fields. The value ``"bundled"`` means the head or draft model in this package
+that belongs to the bundled target. No other place is searched.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from specdec_ext.heads.config import DraftHead
 from specdec_ext.heads.medusa import MedusaHeads
 from specdec_ext.models.wrapped import unwrapped
 
-# Name -> module of this package and what makes the drafter, called without arguments.
+# Name -> module and class of a drafter that needs no arguments.
 _MADE = {
     "ngram": ("ngram", "NgramDrafter"),
     "suffix": ("suffix", "SuffixDrafter"),
     "lookahead": ("lookahead", "LookaheadDrafter"),
 }
-# Name -> the field of the model's config that says which one, what that is, and the bundled one.
+# Name -> (field of the model's config, description, function that loads the bundled one).
 _OF_MODEL: dict[str, tuple[str, str, Callable[[], Any]]] = {
     "head": ("specdec_ext_draft", "draft head", assets.load_head),
     "draft": ("specdec_ext_draft_model", "draft model", assets.load_draft),
@@ -48,17 +48,17 @@ _EXPECTED = (
     "None, a Hugging Face model or a specdec_ext.Drafter"
 )
 
-# What was loaded for a target, by where it came from, and when that was written: read and packed once. Calls
-# draft with copies, which share the weights alone.
+# Target -> {place -> (state of the place and the target, drafter)}, so that checkpoints are loaded and packed
+# once. Each call drafts with a copy that shares only the weights.
 _Loaded = dict[str, tuple[object, Drafter]]
 _loaded: WeakKeyDictionary[PreTrainedModel, _Loaded] = WeakKeyDictionary()
 
 
 def checked_drafter(drafter: Any) -> Drafter | str | Path | None:
-    """``drafter=`` as far as it goes without a target: heads and models as their drafters, names as they are.
+    """Check ``drafter=`` before the target is known. Heads and models become drafters, names stay names.
 
     Raises:
-        ValueError: for a text that is neither a name nor like a path or a hub id.
+        ValueError: for a text that is no known name and does not look like a path or hub id.
         TypeError: for an object that is neither a drafter, a head nor a model.
     """
     if drafter is None or isinstance(drafter, (Drafter, Path)):
@@ -77,21 +77,22 @@ def checked_drafter(drafter: Any) -> Drafter | str | Path | None:
 
 
 def resolve_drafter(drafter: Any, model: PreTrainedModel, tokenizer: Any = None) -> Drafter | None:
-    """What ``generate(drafter=...)`` accepts -> a drafter for one call, or None for plain decoding.
+    """Convert the argument of ``generate(drafter=...)`` to a drafter, or to None for plain decoding.
 
     Args:
-        drafter: None or "none"; "ngram", "suffix", "lookahead"; "head" or "draft", the draft head or draft
-            model that the config of ``model`` names; "auto", n-gram copies in front of that head if there is
-            one; folder or hub id of a draft head or a draft model; a head or a model; a ``Drafter``.
-        model: the target. What is loaded for it from a folder or the hub stays as long as it does; a draft
-            model is loaded in its dtype and onto its device.
-        tokenizer: of the target, to compare with the one in a draft model's folder; by default the one in the
-            target's own folder. Without both, ids are taken to mean the same to both models.
+        drafter: None or "none"; "ngram", "suffix" or "lookahead"; "head" or "draft" for the draft head or
+            draft model that the config of ``model`` names; "auto" for n-gram lookup, combined with that head
+            if there is one; the folder or hub id of a draft head or draft model; a head or a model; a
+            ``Drafter``.
+        model: the target. Checkpoints that are loaded for it are kept as long as the target exists. A draft
+            model is loaded in the target's dtype and on its device.
+        tokenizer: the target's tokenizer, which is compared with the one in a draft model's folder; by
+            default the one in the target's folder. If either is missing, the vocabularies are assumed equal.
 
     Raises:
-        ValueError: for an unknown name, a name that this model has nothing for, or a checkpoint that can't be
-            used with it.
-        OSError: for a path or hub id with nothing behind it.
+        ValueError: for an unknown name, a name for which this model's config has no entry, or a checkpoint
+            that can't be used with this model.
+        OSError: for a path or hub id that does not exist.
         TypeError: for an object that is neither a drafter, a head nor a model.
     """
     drafter = checked_drafter(drafter)
@@ -122,13 +123,13 @@ def _of_model(name: str, model: PreTrainedModel, tokenizer: Any) -> Drafter:
     named = getattr(model.config, field, None)
     if named is None:
         raise ValueError(
-            f"drafter={name!r} is the {what} that model.config.{field} names, and the config of this "
-            f"{type(model).__name__} names none; set it, pass the folder or hub id of a {what}, or use "
-            "drafter='auto'"
+            f"drafter={name!r} is the {what} that model.config.{field} names, but the config of this "
+            f"{type(model).__name__} has no such field; set it, pass the folder or hub id of a {what}, or "
+            "use drafter='auto'"
         )
     if not isinstance(named, str) or not named:
         raise ValueError(
-            f"model.config.{field} is {named!r}; expected the folder or hub id of a {what}, or leave it out"
+            f"model.config.{field} is {named!r}; set it to the folder or hub id of a {what}, or remove it"
         )
     if named == BUNDLED:
         return _kept(f"{BUNDLED} {name}", None, model, lambda: _prepared(load_bundled(), model))
@@ -137,7 +138,7 @@ def _of_model(name: str, model: PreTrainedModel, tokenizer: Any) -> Drafter:
 
 
 def _from_place(place: str, model: PreTrainedModel, tokenizer: Any) -> Drafter:
-    """The head or draft model in a folder, a file or on the hub."""
+    """Load the head or draft model from a folder, a file or the hub."""
 
     def load() -> Drafter:
         if is_draft(place):
@@ -153,7 +154,7 @@ def _from_place(place: str, model: PreTrainedModel, tokenizer: Any) -> Drafter:
 def _kept(
     place: str, written: object, model: PreTrainedModel, load: Callable[[], Drafter]
 ) -> Drafter:
-    """What is loaded from a place, once for this state of the place and of the model."""
+    """Load from a place once per state of the place and the target; returns a copy of the drafter."""
     state = written, model.dtype, model.device
     kept = _loaded.setdefault(model, {})
     if place not in kept or kept[place][0] != state:
@@ -165,7 +166,7 @@ def _prepared(loaded: Any, model: PreTrainedModel) -> Drafter:
     if isinstance(loaded, PreTrainedModel):
         return DraftModelDrafter(loaded.to(model.device, model.dtype))  # type: ignore[arg-type]
     drafter = _of_head(loaded)
-    drafter.feature_layers(model)  # checks the pair, and packs the weights that the copies share
+    drafter.feature_layers(model)  # checks head and target, and packs the weights for all copies
     return drafter
 
 

@@ -1,4 +1,4 @@
-"""``RetrievalDrafter``: a drafter that copies from text and knows how long a match it copies from."""
+"""``RetrievalDrafter``: the base class of drafters that look up text and copy what followed."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from collections.abc import Sequence
 
 from specdec_ext.drafters.base import Drafter
 
-# By the number of tokens that match.
+# Kinds of proposals by the number of matching tokens.
 _KINDS = (
-    "nothing found",
-    "copy behind 1",
-    "copy behind 2",
-    *["copy behind 3 to 4"] * 2,
-    *["copy behind 5 to 8"] * 4,
-    "copy behind more than 8",
+    "no match",
+    "copy, match of 1",
+    "copy, match of 2",
+    *["copy, match of 3 to 4"] * 2,
+    *["copy, match of 5 to 8"] * 4,
+    "copy, match of over 8",
 )
 
 
 class RetrievalDrafter(Drafter):
-    """Base class of the drafters that look up what followed the last tokens."""
+    """Base class of drafters that find an earlier match of the last tokens and copy what followed it."""
 
     @property
     def longest_match(self) -> int:
-        """No match length is larger."""
+        """The largest possible match length."""
         raise NotImplementedError(f"{type(self).__name__} must define longest_match")
 
     @property
     def kinds(self) -> Sequence[str]:
-        """Copies behind matches of about one length."""
+        """The class of match lengths of each row's copy."""
         return [_KINDS[min(length, len(_KINDS) - 1)] for length in self.match_lengths]
 
     @property
     def match_lengths(self) -> list[int]:
-        """Of the last ``propose``, per row of its tree: how many of the row's last tokens precede the copy.
+        """For each row of the last proposal, how many of the row's last tokens matched before the copy.
 
-        0 where nothing was proposed. A copy behind a long match is rarely wrong.
+        It is 0 if nothing was proposed. A copy after a long match is rarely wrong.
         """
         raise NotImplementedError(f"{type(self).__name__} must define match_lengths")

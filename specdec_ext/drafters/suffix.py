@@ -1,7 +1,7 @@
-"""Suffix decoding: what followed the last tokens most often, in the request and in past outputs.
+"""Suffix decoding: proposes what most often followed the last tokens, in this text and in past outputs.
 
-SuffixDecoding (Oliaro et al. 2024). ``specdec_ext.reference.suffix`` specifies the rule; sorted suffixes
-(``csrc/host/suffix_index.h``) answer how often any string occurred.
+Source: SuffixDecoding (Oliaro et al. 2024). ``specdec_ext.reference.suffix`` specifies the rule. An index of
+sorted suffixes (``csrc/host/suffix_index.h``) counts the occurrences of any string.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ FILE_FORMAT = "specdec_ext suffix history 1"
 
 
 class SuffixHistory:
-    """Past outputs to draft from. Drafters, calls and threads may share one.
+    """Past outputs to draft from. Drafters, calls and threads may share a history.
 
-    What one request generated is drafted to others, so share it where requests may know of each other: how
-    fast a text comes tells whether it was generated before.
+    Security: the output of one request is drafted for others, and the speed of a response shows whether a
+    text was generated before. Share a history only between requests that may know about each other.
 
     Args:
-        max_tokens: bound on what is held; each output counts as a token more. Without room the oldest
-            outputs leave, an eighth of all at once. A token takes 8 to 10 bytes (``nbytes``).
+        max_tokens: largest number of tokens held, where each output counts as one more token. When it is
+            full, the oldest eighth is removed. A token takes 8 to 10 bytes (``nbytes``).
     """
 
     def __init__(self, max_tokens: int = 1_000_000):
@@ -48,12 +48,12 @@ class SuffixHistory:
         """Append an output.
 
         Raises:
-            ValueError: for an id outside ``[0, 2**31 - 1]``; nothing is added then.
+            ValueError: for an id outside ``[0, 2**31 - 1]``; then nothing is added.
         """
         self._outputs.add(np.array(tokens, dtype=np.int64), [len(tokens)])
 
     def __len__(self) -> int:
-        """Outputs held."""
+        """Number of outputs held."""
         return len(self._outputs)
 
     @property
@@ -66,18 +66,18 @@ class SuffixHistory:
 
     @property
     def largest_token(self) -> int:
-        """No token ever added is larger; -1 before the first."""
+        """The largest token that was ever added; -1 if there was none."""
         return self._outputs.largest_token
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
+        """Number of bytes allocated."""
         return self._outputs.nbytes
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all outputs to a safetensors file that only its owner may read.
+        """Write all outputs to a safetensors file that only its owner can read.
 
-        What was at ``path`` stays until all is written.
+        An existing file at ``path`` is replaced after everything is written.
         """
         tokens, counts = self._outputs.outputs()
         contents = save({"tokens": tokens, "counts": counts}, {"format": FILE_FORMAT})
@@ -91,11 +91,11 @@ class SuffixHistory:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], max_tokens: int = 1_000_000) -> SuffixHistory:
-        """Read what :meth:`save` wrote; with less room the oldest outputs are left out.
+        """Read a file that :meth:`save` wrote. If ``max_tokens`` is too small, the oldest outputs are lost.
 
         Raises:
-            OSError: if there is no such file, or a pipe or folder in its place.
-            ValueError: for a file that ``save`` did not write, or that was damaged since.
+            OSError: the file does not exist, or is a pipe or folder.
+            ValueError: the file was not written by ``save``, or is damaged.
         """
         regular_file(path, "a file that SuffixHistory.save wrote")
         try:
@@ -103,9 +103,7 @@ class SuffixHistory:
                 _check_contents(file, path)
                 tokens, counts = file.get_tensor("tokens"), file.get_tensor("counts")
         except SafetensorError as error:
-            raise ValueError(
-                f"{path} is no safetensors file, or not all of one: {error}"
-            ) from error
+            raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
         history = cls(max_tokens)
         try:
             history._outputs.add(tokens, counts.tolist())
@@ -115,7 +113,7 @@ class SuffixHistory:
 
 
 def _check_contents(file: Any, path: str | os.PathLike[str]) -> None:
-    """Format, names, dtypes and shapes, before a tensor is read: numpy lacks some of the dtypes."""
+    """Check format, names, dtypes and shapes before any tensor is read; numpy lacks some of the dtypes."""
     found, names = (file.metadata() or {}).get("format"), sorted(file.keys())
     if found != FILE_FORMAT or names != ["counts", "tokens"]:
         raise ValueError(
@@ -135,13 +133,14 @@ class SuffixDrafter(RetrievalDrafter):
     """Proposes the most frequent continuations of the last tokens.
 
     Args:
-        num_draft_tokens: nodes to propose at most, the root not counted.
-        max_match: how many of the last tokens are looked up, at most 63.
-        factor, offset: a match of m tokens proposes at most ``factor * m + offset`` nodes.
-        min_probability: of the path to a proposed token, as counted; at least 0.01.
-        tree: whether alternatives are proposed, too. False proposes a chain.
-        history: outputs of earlier requests. Those of this drafter's calls are added as they end. By
-            default the drafter has its own.
+        num_draft_tokens: largest number of proposed tokens.
+        max_match: largest number of the last tokens that are looked up, at most 63.
+        factor, offset: a match of m tokens proposes at most ``factor * m + offset`` tokens.
+        min_probability: smallest probability of the path to a proposed token, estimated from counts; at least
+            0.01.
+        tree: True proposes alternatives as a tree, False a chain.
+        history: outputs of earlier requests. The outputs of this drafter's calls are added when they end. By
+            default, the drafter has a history of its own.
 
     Raises:
         ValueError: for an argument out of its range.
@@ -171,8 +170,8 @@ class SuffixDrafter(RetrievalDrafter):
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
         if self.history.largest_token >= (limit := vocab_size(model)):
             raise ValueError(
-                f"history holds token {self.history.largest_token}, but {type(model).__name__} has a "
-                f"vocabulary of {limit}: it is the history of another model"
+                f"history contains token {self.history.largest_token}, but {type(model).__name__} has a "
+                f"vocabulary of {limit} tokens; pass a history of this model's outputs"
             )
         self._requests = []
         for row in range(len(context.generated)):
@@ -203,7 +202,7 @@ class SuffixDrafter(RetrievalDrafter):
         return self._match_lengths
 
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
-        """Outputs that ended become history; rows that transformers lets run on count up to their end."""
+        """Add the outputs that ended to the history, once per row, up to the end of the row."""
         for row, ended in zip(context.rows, accepted.ended, strict=True):
             if ended and row in self._unfinished:
                 self._unfinished.remove(row)

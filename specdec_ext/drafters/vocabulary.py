@@ -1,12 +1,12 @@
-"""Token ids of a target <-> token ids of a draft model that may have another tokenizer.
+"""Translation between the token ids of a target and of a draft model with another tokenizer.
 
-With different vocabularies only tokens that both have are drafted (token-level intersection; Timor et al.
-2025, "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous
-Vocabularies"). That leaves the law as it is: a token that is never drafted has draft probability 0.
+If the vocabularies differ, only tokens of both are drafted (token-level intersection; Timor et al. 2025,
+"Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies").
+This does not change the distribution of the text: a token that is never drafted has draft probability 0.
 
-What is the same token: special tokens of the same role (end of sequence, unknown, ...) or with the same
-string, other tokens that stand for the same bytes. Byte-level and metaspace vocabularies spell these
-differently: ``Ġthe`` and ``▁the`` are both " the".
+Two tokens are the same if they are special tokens with the same role (end of sequence, unknown, ...) or the
+same string, or other tokens for the same bytes. Byte-level and metaspace vocabularies write the same bytes
+differently: ``Ġthe`` and ``▁the`` both mean " the".
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A token without counterpart is read as at most this many of the draft model's; of more, the last ones.
+# A target token without counterpart is read as at most this many draft-model tokens; of more, the last ones.
 MAX_EXPANSION = 8
 ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 
 
 class Vocabulary:
-    """The same ids on both sides. Embeddings are often padded to different sizes.
+    """A vocabulary with the same ids on both sides. Embeddings are often padded to different sizes.
 
     Args:
-        target_size: ids of the target that can be drafted, those that it reads and writes.
-        draft_size: ids that the draft model reads.
+        target_size: number of ids that the target can both read and write; only these can be drafted.
+        draft_size: number of ids that the draft model can read.
 
     Attributes:
-        expansion: how many of the draft model's tokens one of the target's is read as, at most.
+        expansion: largest number of draft-model tokens that one target token is read as.
     """
 
     expansion = 1
@@ -40,9 +40,9 @@ class Vocabulary:
         self.target_size, self.draft_size = target_size, draft_size
 
     def read(self, tokens: Sequence[int]) -> list[int]:
-        """What the draft model reads for these tokens of the target; never nothing for something.
+        """The ids that the draft model reads for these target tokens: at least one id for one or more tokens.
 
-        A token that it has no embedding for is read as its last one: a draft is a guess anyway.
+        A token without an embedding is read as the last id; drafts need not be right.
         """
         return [min(token, self.draft_size - 1) for token in tokens]
 
@@ -52,17 +52,17 @@ class Vocabulary:
 
 
 class SharedVocabulary(Vocabulary):
-    """Different ids: tokens that both tokenizers have are translated, the text of others is read anew.
+    """Two vocabularies with different ids: translates common tokens, and tokenizes the text of others again.
 
     Args:
-        target_size: ids of the target that can be drafted, those that it reads and writes.
-        draft_size: ids that the draft model reads.
-        target_tokenizer: a transformers tokenizer.
-        draft_tokenizer: a transformers tokenizer.
-        device: of the logits.
+        target_size: number of ids that the target can both read and write; only these can be drafted.
+        draft_size: number of ids that the draft model can read.
+        target_tokenizer: the target's tokenizer, from transformers.
+        draft_tokenizer: the draft model's tokenizer, from transformers.
+        device: device of the logits.
 
     Raises:
-        ValueError: the two share no token.
+        ValueError: the two vocabularies have no common token.
     """
 
     expansion = MAX_EXPANSION
@@ -85,7 +85,7 @@ class SharedVocabulary(Vocabulary):
         }
         if not self._to_draft:
             raise ValueError(
-                "the tokenizers of the draft model and of the target share no token; use another draft "
+                "the tokenizers of the draft model and the target have no common token; use another draft "
                 "model, or drafter='ngram'"
             )
         self._target_ids = torch.tensor(list(self._to_draft), device=device)
@@ -95,22 +95,24 @@ class SharedVocabulary(Vocabulary):
 
     @property
     def num_shared(self) -> int:
-        """How many tokens can be drafted."""
+        """Number of tokens that can be drafted."""
         return len(self._to_draft)
 
     def read(self, tokens: Sequence[int]) -> list[int]:
-        """Translated where possible; runs of tokens without counterpart are decoded and encoded."""
+        """As in the base class. Runs of tokens without counterpart are decoded and tokenized again."""
         ids: list[int] = []
         for known, group in groupby(tokens, key=self._to_draft.__contains__):
             run = list(group)
-            ids.extend([self._to_draft[token] for token in run] if known else self._read_anew(run))
+            ids.extend(
+                [self._to_draft[token] for token in run] if known else self._tokenized_again(run)
+            )
         return ids
 
-    def _read_anew(self, run: list[int]) -> list[int]:
+    def _tokenized_again(self, run: list[int]) -> list[int]:
         text = self._target_tokenizer.decode(run, skip_special_tokens=True)
         try:
             ids = self._draft_tokenizer.encode(text, add_special_tokens=False)
-        except Exception:  # what tokenizers raises for text that it has no token for
+        except Exception:  # tokenizers raises this for text that it can't encode
             ids = []
         ids = [token for token in ids if token < self.draft_size]
         return ids[-MAX_EXPANSION * len(run) :] or [self._filler]
@@ -135,9 +137,9 @@ def match_vocabularies(
     draft_tokenizer: Any,
     device: torch.device,
 ) -> Vocabulary:
-    """:class:`Vocabulary` if the ids mean the same on both sides, else :class:`SharedVocabulary`.
+    """A :class:`Vocabulary` if ids have the same meaning on both sides, else a :class:`SharedVocabulary`.
 
-    Without tokenizers (None) they are taken to mean the same.
+    Without tokenizers (None), ids are assumed to have the same meaning.
     """
     if target_tokenizer is None:
         return Vocabulary(target_size, draft_size)
@@ -152,7 +154,7 @@ def match_vocabularies(
 
 
 def token_keys(tokenizer: Any, size: int) -> dict[Hashable, int]:
-    """What each token below ``size`` stands for: equal keys of two tokenizers are the same token."""
+    """Meaning -> token, for tokens below ``size``. Tokens of two tokenizers with equal keys are the same."""
     keys: dict[Hashable, int] = {}
     used = set()
     for role in ROLES:
@@ -171,7 +173,7 @@ def token_keys(tokenizer: Any, size: int) -> dict[Hashable, int]:
 
 
 def _spelling(vocabulary: Iterable[str]) -> Any:
-    """``token string -> bytes`` as this vocabulary spells them."""
+    """The function ``token string -> bytes`` for the spelling of this vocabulary."""
     starts = [text[:1] for text in vocabulary]
     byte_level, metaspace = starts.count("Ġ"), starts.count("▁")
     if byte_level > metaspace:
@@ -182,7 +184,7 @@ def _spelling(vocabulary: Iterable[str]) -> Any:
 def _byte_level(text: str) -> bytes:
     if all(character in _BYTE_ALPHABET for character in text):
         return bytes(_BYTE_ALPHABET[character] for character in text)
-    return text.encode()  # added tokens are spelled plainly
+    return text.encode()  # added tokens are written as plain text
 
 
 def _metaspace(text: str) -> bytes:
@@ -192,7 +194,7 @@ def _metaspace(text: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's: printable Latin-1 stands for itself, the other bytes are U+0100 and up, in order."""
+    """GPT-2's alphabet: printable Latin-1 for the same bytes, U+0100 and up for the others in order."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     shifted = {chr(256 + i): byte for i, byte in enumerate(others)}
