@@ -406,7 +406,7 @@ def test_a_shared_weight_that_is_not_plain():
         embedding.weight = torch.nn.Parameter(plain_weight.detach(), requires_grad=False)
         embedding.weight.__class__ = Packed
         with pytest.raises(
-            ValueError, match=r"no embedding of its own and the target's is a Packed"
+            ValueError, match=r"no embedding of its own, and the target's is a Packed"
         ):
             HeadDrafter(head_of("eagle1")).feature_layers(model)
     finally:

@@ -120,9 +120,9 @@ SIZES = dict(hidden_size=32, target_hidden_size=32, intermediate_size=48, head_d
     [
         ({}, CPU, torch.float32, TreeConfig(70, 2), 500, "same", None),
         ({"hidden_size": 31}, CPU, torch.bfloat16, TreeConfig(), 1, "same", None),
-        ({}, CPU, torch.float16, TreeConfig(), 1, "same", "on the CPU it takes torch.float32 and"),
-        ({}, CPU, torch.float64, TreeConfig(), 1, "same", "on the CPU it takes torch.float32 and"),
-        ({}, CPU, torch.float32, TreeConfig(), 1, "int8", "on the CPU it takes no int8 weights"),
+        ({}, CPU, torch.float16, TreeConfig(), 1, "same", "on the CPU it supports torch."),
+        ({}, CPU, torch.float64, TreeConfig(), 1, "same", "on the CPU it supports torch."),
+        ({}, CPU, torch.float32, TreeConfig(), 1, "int8", "does not support int8"),
         ({}, torch.device("xpu"), torch.float32, TreeConfig(), 1, "same", "not for xpu"),
         ({}, CUDA, torch.float32, TreeConfig(64, 1, 1024), 128, "same", None),
         ({}, CUDA, torch.float16, TreeConfig(2, 32), 1, "same", None),
@@ -136,7 +136,7 @@ SIZES = dict(hidden_size=32, target_hidden_size=32, intermediate_size=48, head_d
             TreeConfig(65),
             1,
             "same",
-            "depth of trees may be up to 64, not 65",
+            "depth of trees must be at most 64, not 65",
         ),
         ({}, CUDA, torch.float32, TreeConfig(65, num_nodes=4), 1, "same", None),
         (
@@ -146,10 +146,18 @@ SIZES = dict(hidden_size=32, target_hidden_size=32, intermediate_size=48, head_d
             TreeConfig(2, 33),
             1,
             "same",
-            "top_k of trees may be up to 32, not",
+            "top_k of trees must be at most 32, not",
         ),
         ({}, CUDA, torch.float32, TreeConfig(choices=((32,),)), 1, "same", "up to 32, not 33"),
-        ({}, CUDA, torch.float32, TreeConfig(), 129, "same", "the batch may be up to 128, not 129"),
+        (
+            {},
+            CUDA,
+            torch.float32,
+            TreeConfig(),
+            129,
+            "same",
+            "the batch must be at most 128, not 129",
+        ),
         (
             {"hidden_size": 30},
             CUDA,
@@ -195,7 +203,7 @@ SIZES = dict(hidden_size=32, target_hidden_size=32, intermediate_size=48, head_d
             TreeConfig(),
             1,
             "same",
-            "head_dim may be up to 256",
+            "head_dim must be at most 256",
         ),
         (
             {"num_layers": 9},
@@ -204,7 +212,7 @@ SIZES = dict(hidden_size=32, target_hidden_size=32, intermediate_size=48, head_d
             TreeConfig(),
             1,
             "same",
-            "num_layers may be up to 8",
+            "num_layers must be at most 8",
         ),
     ],
 )
@@ -243,7 +251,8 @@ def test_no_other_weights_than_those_asked_for():
     ids, _ = prompts((5,))
     drafter = HeadDrafter(head_of("eagle1"), weights="int8")
     with pytest.raises(
-        ValueError, match=r"weights='int8' needs the op draft_head.* on the CPU it takes no int8"
+        ValueError,
+        match=r"weights='int8' needs the op draft_head.* on the CPU it does not support int8",
     ):
         specdec_ext.generate(tiny_model("llama"), ids, drafter=drafter, max_new_tokens=4)
     with pytest.raises(ValueError, match=r"weights='int3'; expected one of same, int8, float8"):
@@ -302,7 +311,7 @@ def test_a_head_that_is_not_kept_drafts_the_same():
 def test_an_lm_head_that_nobody_has():
     head = head_of("eagle1")
     assert not head.config.own_lm_head
-    with pytest.raises(ValueError, match=r"has no lm_head of its own; pass lm_head="):
+    with pytest.raises(ValueError, match=r"has no lm_head of its own; pass the target"):
         ops.PackedHead.pack(head, torch.randn(head.config.vocab_size, head.config.hidden_size))
 
 

@@ -88,7 +88,7 @@ class HeadDrafter(Drafter):
 
     dead_draft_advice = (
         "Check that the head was trained for exactly this target (not a fine-tuned or requantised version) "
-        "and its tokenizer, that the tapped layers are right (two conventions for their numbers differ by one; "
+        "and its tokenizer, that the tapped layers are right (two conventions of numbering differ by one; "
         "specdec_ext.heads.checkpoints.calibrate decides), that norm_output is right, and that the sampling "
         "temperature is not too high."
     )

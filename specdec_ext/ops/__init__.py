@@ -1,15 +1,16 @@
 """The compiled ops, ``torch.ops.specdec.*``, as documented Python functions.
 
-Importing this package loads the op library and registers fake (meta) implementations, so the ops work
-under ``torch.compile`` and ``torch.export``. Every op has a specification in plain PyTorch under
-``specdec_ext.reference`` with the same name and arguments (``draft_head`` takes its head packed); schemas
-are in ``csrc/ops/schemas.cpp``.
+Importing this package loads the op library and registers fake (meta) implementations, so the ops work with
+``torch.compile`` and ``torch.export``. Every op has a specification in plain PyTorch under
+``specdec_ext.reference``, with the same name and arguments, except that ``draft_head`` takes a packed head.
+The schemas are in ``csrc/ops/schemas.cpp``.
 
-Shapes: ``batch`` rows, ``nodes`` per row (the root included, 1 to 1024), ``vocab`` tokens. All index
-tensors are int64. ``parents[b, i] < i``; -1 is the root (node 0) and -2 an inactive node. A node whose
-parent is not an earlier active node counts as inactive; a row whose node 0 is inactive is inactive.
+Shapes: ``batch`` is the number of rows, ``nodes`` the number of nodes per row (1 to 1024, with the root) and
+``vocab`` the number of tokens. All index tensors are int64. ``parents[b, i] < i``, with -1 for the root (node
+0) and -2 for an inactive node. A node whose parent is not an earlier active node is inactive; a row whose
+node 0 is inactive is inactive.
 
-Errors: ValueError names the argument, what was expected and what was given.
+Errors: a ValueError names the argument, what was expected and what was given.
 """
 
 from specdec_ext.ops._library import LIBRARY_PATH

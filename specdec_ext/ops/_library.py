@@ -1,4 +1,4 @@
-"""Loads the op library and holds the namespace that the wrappers call."""
+"""Loads the op library and provides the namespace that the wrappers call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 LIBRARY_PATH = Path(__file__).parent.parent / "_ops.abi3.so"
-OLDEST_TORCH = "2.10"  # the first with the stable ABI that csrc/ops/torch_abi declares
+OLDEST_TORCH = "2.10"  # the first version with the stable ABI that csrc/ops/torch_abi declares
 
 
 def _load_library() -> None:
@@ -36,5 +36,5 @@ def _load_library() -> None:
 
 _load_library()
 
-# What the wrappers call. Tests put the same ops over emulated CUDA kernels here.
+# The ops that the wrappers call. Tests replace them by the same ops on emulated CUDA kernels.
 native: Any = torch.ops.specdec

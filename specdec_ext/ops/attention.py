@@ -1,4 +1,4 @@
-"""Attention of the target over a draft tree."""
+"""``tree_attention``: attention of the target over draft trees."""
 
 from __future__ import annotations
 
@@ -22,45 +22,44 @@ def tree_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Attend from every node of a draft tree to the committed tokens and to its ancestors and itself.
+    """Attend from every node of a draft tree to the committed tokens, its ancestors and itself.
 
-    Of row b, the committed token at position p (0 to ``prefix_lengths[b] - 1``) is in slot
-    ``prefix_starts[b] + p`` and node n in slot ``block_starts[b] + n``. A node at depth d has position
-    ``prefix_lengths[b] + d``. All accumulation is in float32.
+    In row b, the committed token at position p (0 to ``prefix_lengths[b] - 1``) is in slot
+    ``prefix_starts[b] + p``, and node n is in slot ``block_starts[b] + n``. A node at depth d has position
+    ``prefix_lengths[b] + d``. All sums are accumulated in float32.
 
-    The output of a node depends on the ordered list of (position, key, value) that it sees and on
-    nothing else: batch, number of nodes, the other nodes and where the slots lie do not change a bit of
-    it, so a node equals plain decoding of its path, token by token, bit for bit. That holds on the CPU
-    (for every number of threads and instruction set, which share their bits) and on CUDA. What is in
-    slots that a node does not see never matters, NaN included. One exception, on CUDA: NaN in a value
-    that a window hides from some nodes of a row, but not from others, reaches all of them.
+    The output of a node depends only on the ordered list of (position, key, value) that it sees. The batch,
+    the number of nodes, the other nodes and the places of the slots do not change a single bit. So a node has
+    exactly the bits of plain decoding along its path. This is true on the CPU, where all numbers of threads
+    and all instruction sets give the same bits, and on CUDA. The contents of slots that a node does not see
+    have no effect, even if they are NaN, with one exception on CUDA: NaN in a value that a window hides from
+    some nodes of a row, but not from others, affects all of them.
 
     Args:
         query: ``[batch, heads, nodes, head_dim]`` float32, bfloat16 or float16. On CUDA at most 128 nodes
             and a head_dim of 64, 80, 96, 128 or 256.
         key: ``[batch, kv_heads, slots, head_dim]`` of the same dtype, or with ``page_table`` a pool
             ``[num_pages, kv_heads, page_size, head_dim]``. kv_heads divides heads; query head h uses
-            key head ``h // (heads // kv_heads)``. Any strides with a contiguous last dimension.
-        value: as ``key``; its strides may differ.
+            key head ``h // (heads // kv_heads)``. The last dimension is contiguous; other strides are free.
+        value: like ``key``; its strides may differ.
         ancestors: ``[batch, nodes, ceil(nodes / 64)]`` int64, packed bits as from :func:`tree_mask`. A
             node without bits is inactive.
-        prefix_starts: ``[batch]`` int64; may be negative where a window keeps those positions out of
-            sight.
+        prefix_starts: ``[batch]`` int64; may be negative if a window hides the positions before slot 0.
         prefix_lengths: ``[batch]`` int64.
-        block_starts: ``[batch]`` int64; at least ``prefix_starts + prefix_lengths``. Slots between hold
-            anything.
+        block_starts: ``[batch]`` int64; at least ``prefix_starts + prefix_lengths``. The contents of the
+            slots between are arbitrary.
         page_table: ``[batch, pages]`` int64; slot s of row b is slot ``s % page_size`` of page
-            ``page_table[b, s // page_size]``. Entries that no visible slot needs may be anything.
+            ``page_table[b, s // page_size]``. Entries that no visible slot needs are arbitrary.
         scale: factor of the dot products, usually ``head_dim ** -0.5``.
-        window: only keys with query position - key position < window are seen; 0: all.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; 0: unchanged.
+        window: a node sees only keys with query position - key position < window; 0 means all.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; 0 leaves them unchanged.
 
     Returns:
         ``[batch, nodes, heads, head_dim]`` in the dtype of ``query``; zeros for an inactive node.
 
     Raises:
-        ValueError: on the CPU also for slots outside the cache and pages outside the pool, before
-            anything is read. On CUDA those numbers stay on the device and must be right.
+        ValueError: for an invalid argument. Slots outside the cache and pages outside the pool are checked on
+            the CPU only, before anything is read; on CUDA these numbers stay on the device and must be valid.
     """
     return _library.native.tree_attention(
         query,

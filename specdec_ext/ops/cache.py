@@ -1,4 +1,4 @@
-"""Rollback of the key/value cache."""
+"""``kv_compact``: rollback of the key-value cache to the accepted tokens."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ def kv_compact(
     target_starts: Tensor,
     page_table: Tensor | None = None,
 ) -> None:
-    """Move the accepted slots of a tree to the front of its block, in place, in all caches at once.
+    """Move the accepted slots of a tree to the front of its block, in place, in all caches.
 
-    For d in 0 .. ``num_accepted[b]``: slot ``target_starts[b] + d`` becomes what slot
-    ``source_starts[b] + path[b, d]`` was before the call; the ranges may overlap.
+    For d = 0, ..., ``num_accepted[b]``, slot ``target_starts[b] + d`` gets the previous contents of slot
+    ``source_starts[b] + path[b, d]``. The ranges may overlap.
 
     Args:
-        caches: K and V of all layers, each ``[batch, heads, slots, head_dim]`` of any dtype with a
-            contiguous last dimension; heads, slots, head_dim and dtype may differ between tensors. With
-            a page table pools of pages, ``[pages, heads, page_size, head_dim]``, of one page size.
+        caches: keys and values of all layers, each ``[batch, heads, slots, head_dim]`` of any dtype with a
+            contiguous last dimension; heads, slots, head_dim and dtype may differ between tensors. With a
+            page table, pools of pages, ``[pages, heads, page_size, head_dim]``, all with the same page size.
         path: ``[batch, nodes]`` int64, as from :func:`verify_match`.
         num_accepted: ``[batch]`` int64; -1 moves nothing.
         source_starts: ``[batch]`` int64; the slot of node 0.
-        target_starts: ``[batch]`` int64; where node ``path[b, 0]`` goes.
+        target_starts: ``[batch]`` int64; the slot to which node ``path[b, 0]`` moves.
         page_table: ``[batch, pages]`` int64 or None; slot s of row b is slot ``s % page_size`` of page
-            ``page_table[b, s // page_size]``. A page into which a row moves something is in no other
+            ``page_table[b, s // page_size]``. A page into which a row moves something must not be in another
             row's table; pages that are only read may be shared. Entries that no slot needs are not read.
 
     Raises:
-        ValueError: on the CPU also for a slot or page outside a cache, before anything is written. On
-            CUDA the counts stay on the device and such a move is skipped.
+        ValueError: for an invalid argument. A slot or page outside a cache is an error on the CPU, before
+            anything is written; on CUDA the numbers stay on the device, and such a move is skipped.
     """
     _library.native.kv_compact(caches, path, num_accepted, source_starts, target_starts, page_table)
 

@@ -1,4 +1,4 @@
-"""All layers of a decoder of the common kind in one call."""
+"""``decoder_layers``: all layers of a Llama-like decoder in one call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec_ext.ops import _library
 
-# The weights of a layer, in this order.
+# The weights of a layer, in the order of the op.
 LAYER_TENSORS = (
     "input_norm",
     "query",
@@ -34,11 +34,11 @@ LAYER_TENSORS = (
 
 
 class DecoderStates(NamedTuple):
-    """What a decoder hands on.
+    """The outputs of a decoder.
 
     Attributes:
         states: ``[layers, batch, nodes, hidden]``, the output of each layer.
-        output: ``[batch, nodes, hidden]``, that of the last after the final norm.
+        output: ``[batch, nodes, hidden]``, the output of the last layer after the final norm.
     """
 
     states: Tensor
@@ -60,32 +60,33 @@ def decoder_layers(
     eps: float,
     scale: float,
 ) -> DecoderStates:
-    """Layers of RMS norms, rotary attention over draft trees and a gated SiLU network, as Llama has them.
+    """Run layers as in Llama: RMS norms, rotary attention over draft trees, and a gated SiLU network.
 
-    The specification is :func:`specdec_ext.reference.decoder_layers.decoder_layers`. Products are those of
-    :func:`specdec_ext.ops.linear`, attention is :func:`specdec_ext.ops.tree_attention`, and what a model
-    makes a tensor of is rounded to the dtype, so a node has the same bits whatever runs with it. CPU only.
+    The specification is :func:`specdec_ext.reference.decoder_layers.decoder_layers`. Matrix products are
+    :func:`specdec_ext.ops.linear` and attention is :func:`specdec_ext.ops.tree_attention`. Values that the
+    PyTorch model stores as tensors are rounded to the dtype. So the bits of a node do not depend on the other
+    nodes and rows. CPU only.
 
     Args:
-        input: ``[batch, nodes, hidden]`` float32 or bfloat16 embeddings, contiguous, as all tensors that are
-            not a weight or a cache.
-        cosines: ``[batch or 1, nodes, head_dim]`` of the same dtype, of each node's position.
-        sines: likewise.
-        weights: for each layer ``LAYER_TENSORS``, all of the same dtype, and behind them the final norm;
-            empty where there is none (biases, norms of heads). They are read where they are.
+        input: ``[batch, nodes, hidden]`` float32 or bfloat16 embeddings. All tensors except weights and
+            caches must be contiguous.
+        cosines: ``[batch or 1, nodes, head_dim]`` of the same dtype, for each node's position.
+        sines: like ``cosines``.
+        weights: ``LAYER_TENSORS`` of each layer, all of the same dtype, followed by the final norm. Missing
+            biases and norms of heads are empty tensors. Weights are not copied.
         caches: keys and values of each layer, ``[batch, kv_heads, slots, head_dim]``; slots from ``start``
             on are written.
-        windows: of each layer, 0 for none, as for ``tree_attention``.
+        windows: the window of each layer as for ``tree_attention``, 0 for none.
         ancestors: ``[batch, nodes, ceil(nodes / 64)]`` int64, packed bits as from ``tree_mask``.
-        prefix_starts: ``[batch]`` int64; slot of a row's first token.
-        prefix_lengths: ``[batch]`` int64; committed tokens of a row.
+        prefix_starts: ``[batch]`` int64; slot of each row's first token.
+        prefix_lengths: ``[batch]`` int64; number of committed tokens of each row.
         start: the slot of node 0 in all rows.
-        head_dim: of queries, keys and values; even.
-        eps: of all norms.
-        scale: of the dot products.
+        head_dim: dimension of queries, keys and values; even.
+        eps: epsilon of all norms.
+        scale: factor of the dot products.
 
     Raises:
-        ValueError: naming the argument, before anything is written.
+        ValueError: for an invalid argument, before anything is written.
     """
     return DecoderStates(
         *_library.native.decoder_layers(

@@ -1,4 +1,4 @@
-"""Drafting with a head of the EAGLE family: one call per draft."""
+"""``draft_head``: a draft with a head of the EAGLE family in one call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdec_ext.tree.config import TreeConfig
 
 
 class HeadDraft(NamedTuple):
-    """Trees as in :class:`specdec_ext.DraftTree`, with scores.
+    """Draft trees as in :class:`specdec_ext.DraftTree`, with scores.
 
     Attributes:
         tokens: ``[rows, nodes]`` int64; 0 where a node is absent.
@@ -29,13 +29,15 @@ class HeadDraft(NamedTuple):
 
 
 def _choices(tree: TreeConfig, device: torch.device) -> Tensor:
-    """``[choices, 2]``: (parent, rank) of the nodes of a chain or static tree, none of a dynamic one."""
+    """``[choices, 2]``: (parent, rank) of the nodes of a chain or static tree; empty for a dynamic tree."""
     return torch.tensor(tree.links, dtype=torch.long, device=device).view(-1, 2)
 
 
 def _levels(tree: TreeConfig) -> tuple[list[int], list[int]]:
-    """Of a chain or static tree, for each level, the choices up to its end and the nodes with children
-    above it; of a dynamic tree nothing."""
+    """For each level of a chain or static tree: the number of choices up to its end, and of parents above it.
+
+    Both lists are empty for a dynamic tree.
+    """
     depths, parents = [0], []
     for parent, _ in tree.links:
         depths.append(depths[parent] + 1)
@@ -47,13 +49,13 @@ def _levels(tree: TreeConfig) -> tuple[list[int], list[int]]:
 
 @cache
 def tree_arguments(tree: TreeConfig, device: torch.device) -> tuple[Any, ...]:
-    """The op's arguments from choices to widths."""
+    """The arguments of the op from ``choices`` to ``widths``."""
     depth = tree_depth(tree)
     return _choices(tree, device), depth, tree.top_k, tree.num_nodes, *_levels(tree)
 
 
 def tree_depth(tree: TreeConfig) -> int:
-    """Levels below the root; fewer than ``tree.depth`` in a chain that ``num_nodes`` cuts off."""
+    """Levels below the root; fewer than ``tree.depth`` for a chain that ``num_nodes`` shortens."""
     return len(_levels(tree)[0]) or tree.depth
 
 
@@ -72,43 +74,43 @@ def draft_head(
     tree: TreeConfig,
     phase_launches: bool = False,
 ) -> HeadDraft:
-    """Extend a head's cache by what was committed, and draft a tree below it: on CUDA in one launch.
+    """Add the committed elements to a head's cache and draft a tree after them; on CUDA in one launch.
 
-    The specification is :func:`specdec_ext.reference.draft_head.draft_head`. A row of the result depends
-    on that row alone and has the same bits alone, in any batch, with any number of threads, and whether its
-    elements come in one call or in several. Products accumulate in float32, norms, rotation, softmax and
-    logits are float32, and what goes from one product to the next is rounded to the dtype once.
+    The specification is :func:`specdec_ext.reference.draft_head.draft_head`. A row of the result depends only
+    on that row. It has the same bits in any batch, with any number of threads, and for its elements in one
+    call or in several. Products accumulate in float32; norms, rotation, softmax and logits are float32; the
+    input of each product is rounded to the dtype once.
 
-    :func:`specdec_ext.ops.draft_head_refusal` tells what is outside the limits of a device. On CUDA rows of
-    features, keys and values must begin at multiples of 16 bytes, and the host reads nothing from device
-    memory: a row with a count, length, position, root or token out of range, or that comes to a
-    ``draft_to_target`` out of range, gets its root alone, with NaN as its score.
+    :func:`specdec_ext.ops.draft_head_refusal` checks the limits of a device. On CUDA, rows of features, keys
+    and values must begin at multiples of 16 bytes. The host reads nothing from CUDA memory, so a row with a
+    count, length, position, root, token or ``draft_to_target`` entry out of range gets only its root, with
+    score NaN.
 
     Args:
-        head: as :meth:`PackedHead.pack` made it; its dtype is that of features, keys and values.
+        head: a head from :meth:`PackedHead.pack`, with the dtype of features, keys and values.
         cosines: ``[positions, rotary / 2]`` float32 (:func:`specdec_ext.heads.rope.rope_tables`), for all
             positions up to that of the last level.
-        sines: likewise.
-        keys: ``[layers, rows, kv_heads, capacity, head_dim]``, the head's cache, written in place: the
-            new elements at slots ``lengths[r]`` and up. What lies behind them after the call, drafted
-            nodes, is of no use.
-        values: likewise.
-        tokens: ``[rows, new]`` int64; element i of row r is this token with ``features[r, i]``, those of
-            the position before it.
+        sines: like ``cosines``.
+        keys: ``[layers, rows, kv_heads, capacity, head_dim]``, the head's cache, written in place. New
+            elements are written to slots ``lengths[r]`` and up. The slots after them are overwritten, too, by
+            drafted nodes that need not be kept.
+        values: like ``keys``.
+        tokens: ``[rows, new]`` int64; element i of row r is ``tokens[r, i]`` with ``features[r, i]``, the
+            features of the position before that token.
         features: ``[rows, new, feature_width]``, contiguous in the last dimension.
-        counts: ``[rows]`` int64, elements that count; what lies behind them is not read. A row with none
-            gets its root alone.
-        lengths: ``[rows]`` int64, slots in use.
+        counts: ``[rows]`` int64, number of new elements of each row; further columns are not read. A row
+            without new elements gets only its root.
+        lengths: ``[rows]`` int64, number of slots in use.
         positions: ``[rows]`` int64, position of the first new element.
         roots: ``[rows]`` int64, the last committed tokens.
-        tree: what to draft. ``capacity`` must have room for the new elements and, behind them, for
-            the nodes that are expanded: at most ``top_k`` for each level but the last.
-        phase_launches: on CUDA, a launch for each phase of the draft, which profilers show one by one,
-            instead of one for all. The result has the same bits.
+        tree: the shape to draft. ``capacity`` must have room for the new elements and then for the expanded
+            nodes, of which each level but the last has at most ``top_k``.
+        phase_launches: on CUDA, launch each phase of the draft separately, so that profilers show the phases.
+            The result has the same bits.
 
     Raises:
-        ValueError: naming the argument. Nothing is written then, unless ``draft_to_target`` has a token
-            outside the target's vocabulary.
+        ValueError: for an invalid argument, before anything is written; for a ``draft_to_target`` entry
+            outside the target's vocabulary, possibly after the cache was written.
     """
     return HeadDraft(
         *_library.native.draft_head(

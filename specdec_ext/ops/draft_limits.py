@@ -1,4 +1,4 @@
-"""What the op ``draft_head`` drafts, and what is left to its specification."""
+"""``draft_head_refusal``: the limits of the op ``draft_head``. Beyond them, its specification drafts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specdec_ext.heads.config import HeadConfig
 from specdec_ext.ops.draft import tree_depth
 from specdec_ext.tree.config import TreeConfig
 
-# Of the CUDA kernel: csrc/include/specdec/draft_plan.h.
+# Limits of the CUDA kernel, from csrc/include/specdec/draft_plan.h.
 _MAX_LAYERS, _MAX_HEAD_DIM, _MAX_DEPTH, _MAX_TOP_K, _MAX_ROWS = 8, 256, 64, 32, 128
 
 
@@ -22,43 +22,43 @@ def draft_head_refusal(
     num_rows: int,
     weights: str = "same",
 ) -> str | None:
-    """Why :func:`specdec_ext.ops.draft_head` does not draft this, or None if it does.
+    """Return why :func:`specdec_ext.ops.draft_head` can't draft this, or None if it can.
 
-    The CPU takes float32 and bfloat16. CUDA takes float16, too, and 8-bit weights with both 16-bit dtypes,
-    but only up to 8 layers, heads of 256 dimensions, trees of depth 64 and top_k 32 (of a static tree the
-    largest rank plus one) and 128 rows, and sizes of the head that make rows of 16 bytes.
+    The CPU op supports float32 and bfloat16. The CUDA op also supports float16, and 8-bit weights with both
+    16-bit dtypes. Its limits are 8 layers, head_dim 256, tree depth 64, top_k 32 (for a static tree the
+    largest rank plus one) and 128 rows; rows of the head's matrices must be multiples of 16 bytes.
 
     Args:
-        config: of the head.
-        device: where it computes.
-        dtype: in which it computes.
-        tree: what to draft.
-        num_rows: of the batch.
-        weights: as for :meth:`specdec_ext.ops.PackedHead.pack`.
+        config: config of the head.
+        device: device of the draft.
+        dtype: dtype of the draft.
+        tree: the shape to draft.
+        num_rows: number of rows of the batch.
+        weights: format of the weights, as for :meth:`specdec_ext.ops.PackedHead.pack`.
     """
     if device.type == "cpu":
         reasons = _cpu_reasons(dtype, weights)
     elif device.type == "cuda":
         reasons = _cuda_reasons(config, dtype, tree, num_rows, weights)
     else:
-        return f"it is for the CPU and CUDA, not for {device}"
+        return f"it supports the CPU and CUDA, not {device}"
     return next(reasons, None)
 
 
 def _cpu_reasons(dtype: torch.dtype, weights: str) -> Iterator[str]:
     if dtype not in (torch.float32, torch.bfloat16):
-        yield f"on the CPU it takes torch.float32 and torch.bfloat16, not {dtype}"
+        yield f"on the CPU it supports torch.float32 and torch.bfloat16, not {dtype}"
     if weights != "same":
-        yield f"on the CPU it takes no {weights} weights"
+        yield f"on the CPU it does not support {weights} weights"
 
 
 def _cuda_reasons(
     config: HeadConfig, dtype: torch.dtype, tree: TreeConfig, num_rows: int, weights: str
 ) -> Iterator[str]:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        yield f"it takes torch.float32, torch.bfloat16 and torch.float16, not {dtype}"
+        yield f"it supports torch.float32, torch.bfloat16 and torch.float16, not {dtype}"
     if weights != "same" and dtype == torch.float32:
-        yield f"it takes {weights} weights with torch.bfloat16 and torch.float16, not with {dtype}"
+        yield f"it supports {weights} weights with torch.bfloat16 and torch.float16, not with {dtype}"
     unit = 16 // dtype.itemsize
     matrix_unit = unit if weights == "same" else 16
     for name, given, step in (
@@ -79,4 +79,4 @@ def _cuda_reasons(
         ("the batch", num_rows, _MAX_ROWS),
     ):
         if given > limit:
-            yield f"on CUDA {name} may be up to {limit}, not {given}"
+            yield f"on CUDA {name} must be at most {limit}, not {given}"

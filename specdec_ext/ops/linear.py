@@ -1,4 +1,4 @@
-"""The row-invariant matrix product."""
+"""``linear``: a matrix product whose rows do not depend on each other, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from specdec_ext.ops import _library
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``input @ weight.T + bias``, each row the same bits whatever rows are computed with it.
+    """``input @ weight.T + bias``, where the bits of each row do not depend on the other rows.
 
-    Every output element is summed in float32 in one fixed order, whatever the number of rows, their
-    strides and the number of threads, and rounded once. Made for few rows, where reading the weights is
-    the work. CPU only; elsewhere ``torch.nn.functional.linear``.
+    Every output element is summed in float32 in a fixed order, which does not depend on the number of rows,
+    their strides or the number of threads, and rounded once. The op is made for few rows, where reading the
+    weights takes most of the time. CPU only; on other devices use ``torch.nn.functional.linear``.
 
-    The bits are the same on AVX2 and AVX-512, except that processors with ``avx512_bf16`` take subnormal
-    bfloat16 numbers and partial sums as zero.
+    AVX2 and AVX-512 give the same bits, except that processors with ``avx512_bf16`` treat subnormal bfloat16
+    numbers and partial sums as zero.
 
     Args:
-        input: ``[..., in_features]`` float32 or bfloat16; the last dimension is contiguous, the others
-            lie at no more than two independent strides.
-        weight: ``[out_features, in_features]`` of the same dtype, the last dimension contiguous. It is
-            read where it is; there is no packed copy to keep up to date.
+        input: ``[..., in_features]`` float32 or bfloat16; the last dimension is contiguous, and the others
+            have at most two independent strides.
+        weight: ``[out_features, in_features]`` of the same dtype, the last dimension contiguous. It is not
+            copied or packed.
         bias: ``[out_features]`` of the same dtype, contiguous, or None.
 
     Returns:

@@ -1,4 +1,4 @@
-"""``PackedHead``: a draft head as the op ``draft_head`` reads it."""
+"""``PackedHead``: a draft head in the memory layout of the op ``draft_head``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from specdec_ext.heads.config import DraftHead, HeadConfig
 from specdec_ext.ops.quantise import quantise, weight_dtype
 
-# Where the matrices are among the weights of a head, and among those of a layer.
+# Indices of the matrices among the weights of a head, and among those of a layer.
 _HEAD_MATRICES, _LAYER_MATRICES = (1, 5), (1, 5, 8, 9)
 _HEAD_TENSORS = _LAYER_TENSORS = 10
-# Tensors of a layer that lie one below the other, in the order in which the op takes them.
+# Groups of a layer's tensors that are concatenated, in the order of the op.
 _LAYER_GROUPS = (
     ("input_layernorm.weight",),
     ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
@@ -31,21 +31,21 @@ _LAYER_GROUPS = (
     ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     ("mlp.down_proj.weight",),
 )
-# Gives a weight when it is wanted: one that is read from a file is in memory for that long only.
+# Returns a weight when it is needed, so that a weight from a file is in memory only while it is used.
 Source = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
 class PackedHead:
-    """A draft head as the op reads it; made once per head and target.
+    """A draft head in the memory layout of the op; made once per head and target.
 
     Attributes:
-        config: of the head.
-        weights: in the order of ``csrc/ops/draft_head_weights.h``; what the head has not is an empty tensor.
+        config: config of the head.
+        weights: in the order of ``csrc/ops/draft_head_weights.h``; missing weights are empty tensors.
         layout: sizes and flags.
         scalars: ``[rms_norm_eps, logit_scale]``.
-        sync: on CUDA, where the blocks of a launch wait for each other. Calls that may run at the same time,
-            on different streams, need a PackedHead each: :meth:`with_own_sync` shares the weights.
+        sync: on CUDA, the memory with which the blocks of a launch wait for each other. Calls that may run at
+            the same time, on different streams, need different ones; see :meth:`with_own_sync`.
     """
 
     config: HeadConfig
@@ -62,25 +62,25 @@ class PackedHead:
         lm_head: Tensor | None = None,
         weights: str = "same",
     ) -> PackedHead:
-        """Lay the head's weights out for the op.
+        """Pack the weights of a head for the op.
 
-        On the CPU all but the embedding are copied, one after the other, matrices into the order in which the
-        op reads them.
-        On CUDA projections with the same input become one matrix each, a copy; the others, embedding
-        and lm_head are used where they are if they are contiguous and aligned to 16 bytes.
+        On the CPU, all weights except the embedding are copied, and matrices are reordered into panels. On
+        CUDA, projections with the same input are concatenated, which copies them. The other weights, the
+        embedding and lm_head are not copied if they are contiguous and aligned to 16 bytes.
 
         Args:
-            head: its tensors in float32, bfloat16 or float16 (on CUDA).
-            embedding: ``[tokens, hidden]`` of the same dtype and device, the head's own or the target's,
-                which may have more tokens or fewer than the head was made for: vocabularies are often padded.
-            lm_head: ``[draft_vocab, hidden]``, likewise; None for the head's own.
+            head: a head in float32, bfloat16 or, on CUDA, float16.
+            embedding: ``[tokens, hidden]`` of the same dtype and device, the head's own or the target's. The
+                target may have more or fewer tokens than the head was made for, because vocabularies are
+                often padded.
+            lm_head: ``[draft_vocab, hidden]`` of the same dtype and device; None for the head's own.
             weights: "int8" or "float8" (e4m3) rounds fc, lm_head and the matrices of the layers to 8 bits,
-                with a float32 scale for each output such that its largest weight is the largest number of
-                the format; on CUDA, for heads in bfloat16 or float16. Drafts change a little, what is
-                generated does not. "same" keeps the dtype.
+                with a float32 scale per output, chosen so that the output's largest weight becomes the
+                largest number of the format. It is for heads in bfloat16 or float16 on CUDA. Drafts change
+                slightly, the generated text does not. "same" keeps the dtype.
 
         Raises:
-            ValueError: for a shape, dtype or device that is not as above.
+            ValueError: for an unexpected shape, dtype or device.
         """
         dtype, config = weight_dtype(weights), head.config
         _check_pack(head, embedding, lm_head)
@@ -115,13 +115,15 @@ class PackedHead:
         )
 
     def with_own_sync(self) -> PackedHead:
-        """The same head for calls that may run at the same time as calls of this one."""
+        """A head with the same weights for calls that may run at the same time as calls of this one."""
         return replace(self, sync=None if self.sync is None else torch.zeros_like(self.sync))
 
     @property
     def num_bytes(self) -> int:
-        """Of memory that the weights take, those shared with the target included; of a tensor that is
-        there twice, an embedding tied to lm_head, once."""
+        """Memory of the weights in bytes, with those shared with the target.
+
+        An embedding tied to lm_head is counted once.
+        """
         sizes = {tensor.data_ptr(): tensor.nbytes for tensor in self.weights}
         return sum(sizes.values())
 
@@ -131,12 +133,14 @@ def _check_pack(head: DraftHead, embedding: Tensor, lm_head: Tensor | None) -> N
     like = head.tensors["layers.0.mlp.down_proj.weight"]
     if like.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
-            f"{head.source} has weights in {like.dtype}; the op takes torch.float32, torch.bfloat16 and, on "
-            "CUDA, torch.float16: convert it with DraftHead.to"
+            f"{head.source} has weights in {like.dtype}; the op supports torch.float32, torch.bfloat16 and, "
+            "on CUDA, torch.float16: convert the head with DraftHead.to"
         )
     shapes = {"embedding": (embedding, (len(embedding), config.hidden_size))}
     if lm_head is None and not config.own_lm_head:
-        raise ValueError(f"{head.source} has no lm_head of its own; pass lm_head=..., the target's")
+        raise ValueError(
+            f"{head.source} has no lm_head of its own; pass the target's as lm_head=..."
+        )
     if lm_head is not None:
         shapes["lm_head"] = (lm_head, (config.draft_vocab_size, config.hidden_size))
     for name, (tensor, shape) in shapes.items():
@@ -148,18 +152,18 @@ def _check_pack(head: DraftHead, embedding: Tensor, lm_head: Tensor | None) -> N
 
 
 def reads_panels(device: torch.device) -> bool:
-    """Whether the op there takes matrices in panels (``specdec/panels.h``) and not row by row."""
+    """Whether the op on this device reads matrices in panels (``specdec/panels.h``) instead of rows."""
     return device.type == "cpu"
 
 
 def _matrices(num_layers: int) -> list[int]:
-    """Their indices in the list of weights."""
+    """Indices of the matrices in the list of weights."""
     layers = range(_HEAD_TENSORS, _HEAD_TENSORS + num_layers * _LAYER_TENSORS, _LAYER_TENSORS)
     return [*_HEAD_MATRICES, *(first + i for first in layers for i in _LAYER_MATRICES)]
 
 
 def _quantised(tensors: list[Tensor], num_layers: int, dtype: torch.dtype) -> list[Tensor]:
-    """Weights with matrices in 8 bits, and the scales behind them."""
+    """The weights with matrices in 8 bits, followed by the scales."""
     tensors, scales = list(tensors), []
     for index in _matrices(num_layers):
         tensors[index], scale = quantise(tensors[index], dtype)
@@ -168,10 +172,10 @@ def _quantised(tensors: list[Tensor], num_layers: int, dtype: torch.dtype) -> li
 
 
 def _in_panels(sources: Sequence[Source], config: HeadConfig) -> list[Tensor]:
-    """Copies of the weights side by side, matrices in panels, queries of a projection before keys and values.
+    """Copy the weights into contiguous memory, with matrices in panels and queries before keys and values.
 
-    One weight after the other is asked for, twice, and none is held: the copies are all the memory it takes.
-    The first, the embedding, is used as it is and empty here.
+    Each weight is requested twice and none is kept, so only the copies take memory. The first weight, the
+    embedding, is not copied; its entry here is empty.
     """
     matrices, queries = set(_matrices(config.num_layers)), config.num_heads * config.head_dim
 
@@ -200,8 +204,11 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _panels(weight: Tensor) -> Tensor:
-    """``[panels, units, 32, elements of a unit]`` of ``weight [outs, ins]``, a view of it if that has whole
-    panels; see ``specdec/panels.h``."""
+    """Reorder ``weight [outs, ins]`` into panels, ``[panels, units, 32, elements of a unit]``.
+
+    See ``specdec/panels.h``. The result is a view of the weight if its sizes are multiples of those of a
+    panel.
+    """
     unit = 4 // weight.element_size()
     missing = -weight.shape[1] % unit, -len(weight) % 32
     padded = F.pad(weight, (0, missing[0], 0, missing[1])) if any(missing) else weight
@@ -209,10 +216,10 @@ def _panels(weight: Tensor) -> Tensor:
 
 
 def _in_huge_pages(like: Sequence[Tensor]) -> list[Tensor]:
-    """Room for tensors like these, side by side, in huge pages where the system has them.
+    """Allocate contiguous memory for tensors like these, in huge pages if the system has them.
 
-    The target's weights pass through the caches between two drafts and drive out what translates the
-    addresses of small pages: reading the head's weights from memory then takes a third longer.
+    Between two drafts, the target's weights evict the address translations of small pages from the
+    processor's caches. Reading the head's weights from small pages would then take a third longer.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in like]
@@ -229,13 +236,13 @@ def _in_huge_pages(like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _laid_out(tensor: Tensor) -> Tensor:
-    """As the op reads it, itself if possible."""
+    """The tensor with contiguous and aligned memory; not copied if it has that already."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % 16 else tensor
 
 
 def sync_bytes(config: HeadConfig) -> int:
-    """Of a sync buffer: the barrier and the counters of ``csrc/include/specdec/draft_scratch.h``."""
+    """Size of a sync buffer: the barrier and the counters of ``csrc/include/specdec/draft_scratch.h``."""
     panels = -(-config.head_dim // 64)
     return 256 + 128 * config.num_heads * panels
 
@@ -247,7 +254,7 @@ def _sync_buffer(config: HeadConfig, device: torch.device) -> Tensor | None:
 
 
 def _joined(head: DraftHead, names: Sequence[str], like: Tensor) -> Tensor:
-    """The tensors one below the other, or an empty one if the head has none of them."""
+    """The tensors concatenated, or an empty tensor if the head has none of them."""
     tensors = [head.tensors[name] for name in names if name in head.tensors]
     if len(tensors) == 1:
         return tensors[0]
@@ -255,14 +262,14 @@ def _joined(head: DraftHead, names: Sequence[str], like: Tensor) -> Tensor:
 
 
 def _draft_to_target(head: DraftHead, embedding: Tensor) -> Tensor:
-    """The target's ids, empty if the draft's are the same and as many."""
+    """Target id of each draft id; empty if both vocabularies are equal."""
     count = head.config.draft_vocab_size
     same = torch.arange(0 if count == len(embedding) else count, device=embedding.device)
     return head.tensors.get("draft_to_target", same)
 
 
 def _sources(head: DraftHead, embedding: Tensor, lm_head: Tensor | None) -> list[Source]:
-    """What gives each weight, in the order of ``csrc/ops/draft_head_weights.h``."""
+    """The sources of all weights, in the order of ``csrc/ops/draft_head_weights.h``."""
     groups = [
         ["input_norm.weight"],
         [f"fc_norm.{index}.weight" for index in range(head.config.num_features)],

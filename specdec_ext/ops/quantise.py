@@ -1,4 +1,4 @@
-"""8-bit weights of draft heads: a number of 8 bits for each weight and a float32 scale for each output."""
+"""8-bit weights of draft heads: an 8-bit number per weight and a float32 scale per output."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 _FORMATS = {"same": None, "int8": torch.int8, "float8": torch.float8_e4m3fn}
-_AT_ONCE = 1 << 24  # elements of a matrix that are float32 at a time
+_AT_ONCE = 1 << 24  # elements of a matrix that are converted to float32 at a time
 
 
 def weight_dtype(weights: str) -> torch.dtype | None:
-    """The dtype behind the name of a format, None for "same".
+    """The dtype of a format, None for "same".
 
     Raises:
-        ValueError: for another name.
+        ValueError: for an unknown format.
     """
     if weights not in _FORMATS:
         raise ValueError(f"weights={weights!r}; expected one of {', '.join(_FORMATS)}")
@@ -21,12 +21,12 @@ def weight_dtype(weights: str) -> torch.dtype | None:
 
 
 def quantise(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """8-bit numbers ``[outs, ins]`` and float32 scales ``[outs]`` whose product is next to the matrix.
+    """8-bit numbers ``[outs, ins]`` and float32 scales ``[outs]`` whose product approximates the matrix.
 
-    An output with a weight that is not finite has no finite product either.
+    If an output has a weight that is not finite, the product is not finite either.
 
     Args:
-        matrix: ``[outs, ins]``, or one without elements.
+        matrix: ``[outs, ins]``, or a tensor without elements.
         dtype: torch.int8 or torch.float8_e4m3fn.
     """
     if matrix.numel() == 0:

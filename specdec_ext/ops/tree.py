@@ -1,4 +1,4 @@
-"""Ops on the shape of draft trees."""
+"""``tree_mask`` and ``build_dynamic_tree``: ops on the structure of draft trees."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from specdec_ext.ops import _library
 
 
 class TreeMask(NamedTuple):
-    """The shape of a batch of draft trees.
+    """The structure of a batch of draft trees.
 
     Attributes:
-        ancestors: ``[batch, nodes, ceil(nodes / 64)]``; bit ``m % 64`` of word ``m // 64`` is set iff
-            node m is the node itself or an ancestor of it. 0 for an inactive node.
+        ancestors: ``[batch, nodes, ceil(nodes / 64)]``; bit ``m % 64`` of word ``m // 64`` is set if and only
+            if node m is the node itself or one of its ancestors. 0 for an inactive node.
         depths: ``[batch, nodes]``; 0 for the root, -1 for an inactive node.
         positions: ``[batch, nodes]``; root position + depth. An inactive node has its row's root
-            position, so that it is always a legal index.
+            position, which is always a valid index.
         first_child: ``[batch, nodes]``; -1 if none.
         next_sibling: ``[batch, nodes]``; siblings in ascending node order, -1 after the last.
         paths: ``[batch, nodes, nodes]``; ``paths[b, n, d]`` is the ancestor of n at depth d, n itself
@@ -34,7 +34,7 @@ class TreeMask(NamedTuple):
 
 
 class DynamicTree(NamedTuple):
-    """The tree of a dynamic draft. Nodes after the root are in ascending order of their candidates.
+    """Trees selected from candidates. Nodes after the root are in ascending order of candidate numbers.
 
     Attributes:
         tokens: ``[batch, nodes]``; 0 where a node is absent.
@@ -52,19 +52,19 @@ def build_dynamic_tree(
 ) -> DynamicTree:
     """Select the best candidates of a dynamic draft (EAGLE-2) as a tree.
 
-    A candidate's effective score is the lowest score on its path from the root: its own score, unless a
-    caller gives a child a better one than its parent. The ``nodes - 1`` best are selected in the order
-    (effective score descending, index ascending), in which parents precede their children, so every
-    selection is a tree. With fewer eligible candidates the last nodes are absent.
+    The effective score of a candidate is the lowest score on its path from the root. That is its own score,
+    unless a caller gives a child a better score than its parent. The ``nodes - 1`` best candidates are
+    selected in the order (effective score descending, index ascending). In this order parents precede their
+    children, so every selection is a tree. With fewer eligible candidates, the last nodes are absent.
 
     Args:
-        scores: ``[batch, candidates]`` float32, cumulative log-probabilities, up to 4096 per row. NaN and
-            -inf are not eligible, nor are candidates below one that is not.
+        scores: ``[batch, candidates]`` float32, cumulative log-probabilities, up to 4096 per row. Candidates
+            with NaN or -inf are not eligible, and neither are their descendants.
         tokens: ``[batch, candidates]`` int64.
-        parents: ``[batch, candidates]`` int64; the candidate's parent, which comes before it, or -1 for the
-            root. Anything else, such as -2 for an absent candidate, makes it not eligible.
+        parents: ``[batch, candidates]`` int64; the number of the candidate's parent, which must be smaller,
+            or -1 for the root. With any other value, such as -2, the candidate is not eligible.
         root_tokens: ``[batch]`` int64; the last committed token, or -1 for an inactive row.
-        nodes: of the tree, the root included.
+        nodes: number of nodes of the tree, the root included.
     """
     return DynamicTree(
         *_library.native.build_dynamic_tree(scores, tokens, parents, root_tokens, nodes)
@@ -72,7 +72,7 @@ def build_dynamic_tree(
 
 
 def tree_mask(parents: Tensor, root_positions: Tensor) -> TreeMask:
-    """Derive masks, depths, positions, child links and paths from the parents of draft trees.
+    """Compute masks, depths, positions, child links and paths from the parents of draft trees.
 
     Args:
         parents: ``[batch, nodes]`` int64.

@@ -1,4 +1,4 @@
-"""Verification: which draft tokens the target would have emitted itself, and its next token."""
+"""``verify_match``: which draft tokens the target would have emitted itself, and its next token."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ STATUS_NO_FINITE_LOGIT = 2
 
 
 class MatchResult:
-    """What a verification step accepted: the first four attributes, in this order when it is unpacked.
+    """The result of a verification. Unpacking gives the first four attributes in this order.
 
     Attributes:
         path: ``[batch, nodes]``; the visited node at depth d for d <= num_accepted (node 0 first),
             -1 beyond.
-        num_accepted: ``[batch]`` accepted draft tokens; -1 for an inactive row.
+        num_accepted: ``[batch]``, number of accepted draft tokens; -1 for an inactive row.
         next_token: ``[batch]``; the bonus token at a leaf, the correction elsewhere; -1 for an inactive
-            row or where ``status`` is not 0.
-        status: ``[batch]``; 0 ok, 1 the logits of the visited node contain NaN, 2 none of them is above
-            -inf. Then ``path`` and ``num_accepted`` are what was walked before that node.
-        packed: ``[batch * (nodes + 3)]``, what the op returns: the parts, which are views of it, one behind
-            the other. Views are made when they are asked for, as most steps read :meth:`on_host` alone.
+            row or if ``status`` is not 0.
+        status: ``[batch]``; 0: ok; 1: the logits of the visited node contain NaN; 2: all of them are -inf. If
+            it is not 0, ``path`` and ``num_accepted`` describe the walk before that node.
+        packed: ``[batch * (nodes + 3)]``, the output of the op: the other attributes one after another. They
+            are views, created on access, because most steps only call :meth:`on_host`.
     """
 
     def __init__(self, packed: Tensor, batch: int, nodes: int):
@@ -57,7 +57,7 @@ class MatchResult:
         return iter((self.path, self.num_accepted, self.next_token, self.status))
 
     def on_host(self) -> HostMatchResult:
-        """The same in one copy to the host."""
+        """Copy the result to the host, in one copy."""
         batch, nodes = self._batch, self._nodes
         numbers = self.packed.tolist()
         paths = [numbers[row * nodes : (row + 1) * nodes] for row in range(batch)]
@@ -84,27 +84,28 @@ def verify_match(
     stochastic: Tensor,
     counters: Tensor | None = None,
 ) -> MatchResult:
-    """Walk each tree along tokens drawn from the target: rule 1, "match", exact for every tree.
+    """Verify trees by rule 1, "match": walk each tree along tokens drawn from the target.
 
-    At the visited node, starting at the root, one token is picked: the arg-max of the processed logit
-    plus Gumbel noise (greedy: no noise), ties to the lowest token id. The first child that carries it
-    is descended into; without one the pick is ``next_token`` and the walk ends. The noise belongs to
-    (seed, row id, absolute position, token), so it does not depend on the tree.
+    At each visited node, starting at the root, one token is picked: the arg-max of the processed logits plus
+    Gumbel noise (greedy: without noise); ties go to the lowest token id. If a child has this token, the walk
+    continues at the first such child; otherwise the token is ``next_token`` and the walk ends. The noise is a
+    function of (seed, row id, absolute position, token), so it does not depend on the tree.
 
     Args:
         logits: ``[batch, nodes, vocab]`` float32, bfloat16 or float16: the target's logits after all
-            processors. The last dimension is contiguous. On the CPU only visited nodes are read; what
-            the others hold never matters.
+            processors. The last dimension is contiguous. Logits of nodes that are not visited have no effect;
+            the CPU does not read them.
         tokens: ``[batch, nodes]`` int64.
         parents: ``[batch, nodes]`` int64.
-        root_positions: ``[batch]`` int64; how many unpadded tokens precede the root. The token drawn
-            at depth d has position ``root_positions + d + 1``.
+        root_positions: ``[batch]`` int64; number of unpadded tokens before the root. The token drawn at
+            depth d has position ``root_positions + d + 1``.
         seeds: ``[batch]`` int64.
-        row_ids: ``[batch]`` int64; which stream of its seed a row uses.
+        row_ids: ``[batch]`` int64; the stream of its seed that a row uses.
         stochastic: ``[batch]`` bool; False is greedy.
-        counters: ``[batch]`` or longer, int32, contiguous, zero before and after. On CUDA the blocks of a
-            row count themselves in here, which makes the op one kernel launch; without it each call
-            allocates and clears its own. Calls that may run at the same time need different ones.
+        counters: ``[batch]`` or longer, int32, contiguous, zero before and after the call. On CUDA, the
+            blocks of a row count in it how many of them are done, so that the op is one kernel launch.
+            Without it, each call allocates and clears a tensor. Calls that may run at the same time need
+            different ones.
     """
     packed = _library.native.verify_match(
         logits, tokens, parents, root_positions, seeds, row_ids, stochastic, counters

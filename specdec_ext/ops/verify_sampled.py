@@ -1,22 +1,22 @@
 """Verification of draft tokens that were sampled from known probabilities: rules 2, 3 and 4.
 
-What all three take and promise:
+All three rules have these properties:
 
-- ``draft_probs[b, n]`` is the law that the children of node n were drawn from, without replacement and
-  in node order, independently of the other nodes: a chain is the case of one child. Rows need not be
-  normalised; NaN, infinities and negative entries count as 0. Rows of leaves are never read.
-- The law of what is emitted is then the target's, softmax of the logits. A token of target probability
-  zero is never emitted, whatever ``draft_probs`` holds. A child that cannot have been drawn (its token
-  outside the vocabulary, of draft probability 0, equal to an earlier sibling's) is passed over; in a
-  chain it ends the chain. So does a row of draft mass outside 2^-64 .. 2^64.
-- Random numbers belong to (seed, row id, position of the round's root, depth), with purposes of their own
-  for accepting and for drawing the last token. The drafter's own draws use a third one
-  (:func:`specdec_ext.reference.verify_sampled.draw_drafts`), or any other source. A round may not be
-  verified twice with one (seed, row id, root position).
+- ``draft_probs[b, n]`` is the distribution from which the children of node n were drawn, without replacement
+  and in node order, independently of the other nodes. A chain has one child per node. The distributions need
+  not be normalised; NaN, infinities and negative entries count as 0. Those of leaves are never read.
+- The emitted tokens have the target's distribution, the softmax of the logits. A token of target probability
+  zero is never emitted, whatever ``draft_probs`` contains. A child that cannot have been drawn is skipped:
+  its token is outside the vocabulary, has draft probability 0, or equals an earlier sibling's. In a chain,
+  such a child ends the chain. A distribution with a sum outside 2^-64 .. 2^64 counts as zero everywhere.
+- Random numbers are functions of (seed, row id, position of the round's root, depth, purpose), with one
+  purpose for accepting and one for drawing the last token. The drafter may use a third purpose for its own
+  draws (:func:`specdec_ext.reference.verify_sampled.draw_drafts`), or any other source. A round must not be
+  verified twice with the same (seed, row id, root position).
 
-The arguments and the result are those of :func:`verify_match`, but for ``draft_probs``: ``[batch, nodes,
-vocab]`` float32, contiguous in its last dimension. There is no ``stochastic``: a greedy row needs
-:func:`verify_match`. On the CPU only visited nodes are read. On CUDA: two launches.
+The arguments and the result are those of :func:`verify_match`, except for ``draft_probs``: ``[batch, nodes,
+vocab]`` float32, contiguous in its last dimension. There is no ``stochastic``; greedy rows need
+:func:`verify_match`. On the CPU only visited nodes are read. On CUDA, a call is two launches.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def verify_rejection(
 ) -> MatchResult:
     """Rule 2, for chains: accept with probability min(1, target / draft), else draw from the residual.
 
-    In a tree only the first child of every node is looked at.
+    In a tree, only the first child of every node is considered.
     """
     packed = _library.native.verify_rejection(
         logits, draft_probs, tokens, parents, root_positions, seeds, row_ids
@@ -56,9 +56,9 @@ def verify_recursive(
     seeds: Tensor,
     row_ids: Tensor,
 ) -> MatchResult:
-    """Rule 4, for trees: siblings are tried in node order, each against what the last one left.
+    """Rule 4, for trees: try siblings in node order, each against the residual that the last one left.
 
-    Siblings must be in the order in which they were drawn, none left out because of its score.
+    Siblings must be in the order in which they were drawn, and none may be omitted because of its score.
     """
     packed = _library.native.verify_recursive(
         logits, draft_probs, tokens, parents, root_positions, seeds, row_ids
@@ -77,9 +77,9 @@ def verify_block(
 ) -> MatchResult:
     """Rule 3, for chains: accept the longest prefix that block verification allows.
 
-    It accepts at least as many tokens in expectation as :func:`verify_rejection`. In a tree only the
-    first child of every node is looked at. All nodes of the chain count as visited, up to the first
-    token of target probability 0: a NaN in any of them makes the row's ``status`` 1.
+    In expectation it accepts at least as many tokens as :func:`verify_rejection`. In a tree, only the first
+    child of every node is considered. All nodes of the chain up to the first token of target probability 0
+    are visited, so NaN in any of them makes the row's ``status`` 1.
     """
     packed = _library.native.verify_block(
         logits, draft_probs, tokens, parents, root_positions, seeds, row_ids

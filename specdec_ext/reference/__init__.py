@@ -1,1 +1,1 @@
-"""Pure PyTorch specifications of the compiled ops: one module per op, no cleverness."""
+"""Specifications of the compiled ops in plain PyTorch, one module per op, written for clarity."""

@@ -1,14 +1,16 @@
-"""Specification of ``build_dynamic_tree``: the best candidates of a dynamic draft as a tree.
+"""Specification of ``build_dynamic_tree``: selects the best candidates of a dynamic draft as a tree.
 
-The selection of EAGLE-2 (Li et al. 2024, section 4.2), with an order that makes it a tree whatever the
-ties: effective score descending, candidate index ascending. The effective score is the lowest score on the
-path from the root, so a parent's is at least its child's, and its index is smaller: parents precede their
-children, and every prefix of the order is closed under ancestors. Example with 4 nodes::
+This is the selection of EAGLE-2 (Li et al. 2024, section 4.2), in an order that always gives a tree, even
+with
+ties: effective score descending, candidate index ascending. The effective score of a candidate is the lowest
+score on its path from the root. So a parent's effective score is at least that of its child, and its index is
+smaller; parents precede their children, and every prefix of the order contains all ancestors of its members.
+Example with 4 nodes::
 
     candidate    0     1     2     3     4
     parents     -1    -1     0     0     1
     scores    -0.5  -0.9  -0.5  -3.0  -0.1
-    effective -0.5  -0.9  -0.5  -3.0  -0.9    (4 is better than its parent: a caller's mistake)
+    effective -0.5  -0.9  -0.5  -3.0  -0.9    (4 has a better score than its parent, by mistake)
     selected     0     1     2                (order 0, 2, 1, 4, 3)
 
     node         0     1     2     3
@@ -27,7 +29,7 @@ from specdec_ext.tree.draft_tree import INACTIVE, ROOT_PARENT
 def build_dynamic_tree(
     scores: Tensor, tokens: Tensor, parents: Tensor, root_tokens: Tensor, nodes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The outputs of ``specdec_ext.ops.build_dynamic_tree``, in its order."""
+    """Arguments and outputs are those of ``specdec_ext.ops.build_dynamic_tree``."""
     batch = len(scores)
     tree_tokens = parents.new_zeros(batch, nodes)
     tree_parents = parents.new_full((batch, nodes), INACTIVE)
@@ -50,7 +52,7 @@ def build_dynamic_tree(
 
 
 def _effective_scores(scores: list[float], parents: list[int]) -> dict[int, float]:
-    """The lowest score on the path to each eligible candidate."""
+    """Eligible candidate -> the lowest score on its path."""
     effective: dict[int, float] = {}
     for candidate, (score, parent) in enumerate(zip(scores, parents, strict=True)):
         above = math.inf if parent == ROOT_PARENT else effective.get(parent)

@@ -1,4 +1,4 @@
-"""Specification of ``decoder_layers``: layers as Llama has them, node by node over draft trees."""
+"""Specification of ``decoder_layers``: the layers of a Llama-like decoder over draft trees."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def decoder_layers(
     eps: float,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Arguments and results as :func:`specdec_ext.ops.decoder_layers`; any floating dtype."""
+    """Arguments and results are those of :func:`specdec_ext.ops.decoder_layers`, in any floating dtype."""
     batch, nodes, _ = input.shape
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:

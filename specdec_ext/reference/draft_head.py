@@ -1,15 +1,17 @@
-"""Specification of ``draft_head``: a draft head reads what was committed and drafts a tree.
+"""Specification of ``draft_head``: a draft head reads the committed text and drafts a tree.
 
-A row's text is x[0] .. x[T]; the target has features g[0] .. g[T-1] of all but the last token. Element t of
-the head's sequence is (embedding of x[t+1], g[t]) at position t: the head knows what the target sampled.
+A row's text is x[0] .. x[T]. The target has computed features g[0] .. g[T-1] of all tokens but the last.
+Element t of the head's sequence is the pair (embedding of x[t+1], g[t]) at position t, so the head knows
+which token the target sampled. There are two phases:
 
-    extend   new elements go through the head and into its cache; the output of the last one, T-1, gives the
-             distribution of x[T+1], the children of the root x[T]
-    draft    a node at depth d runs at position T+d-1 as the element (embedding of its token, feedback of its
-             parent), sees the committed elements, its ancestors and itself, and gives the distribution of its
-             children
+    extend   The head runs on the new elements and adds them to its cache. The output of the last element,
+             T-1, gives the distribution of x[T+1], the children of the root x[T].
+    draft    A node at depth d runs at position T+d-1 as the element (embedding of its token, feedback of its
+             parent). It sees the committed elements, its ancestors and itself, and gives the distribution of
+             its children.
 
-One element with embedding e (Li et al. 2024, 2025; :mod:`specdec_ext.reference.draft_head_layers`)::
+The computation for an element with embedding e (Li et al. 2024, 2025;
+:mod:`specdec_ext.reference.draft_head_layers`)::
 
     h = fc(cat(e, g))                           eagle1; drafting: fc(cat(e, feedback))
     h = fc(fc_norm_i(input_norm(g)_i))          eagle3; drafting: feedback. Without fc: h is the normed g
@@ -21,14 +23,14 @@ One element with embedding e (Li et al. 2024, 2025; :mod:`specdec_ext.reference.
     eagle1: logits = lm_head(h), feedback = h
     eagle3: logits = lm_head(norm(h)), feedback = norm(h) if norm_output else h
 
-P-EAGLE (arXiv 2602.01469) drafts without feedback: the children of nodes at depth d > 0 have the distribution
-of mask element d, (embedding of the mask token, ``mask_hidden``) at position T+d-1, whatever the node. Mask
-elements follow the committed ones causally.
+P-EAGLE (arXiv 2602.01469) drafts without feedback. All nodes at depth d > 0 have the same distribution of
+children, the output of mask element d: (embedding of the mask token, ``mask_hidden``) at position T+d-1. Mask
+elements come after the committed elements and attend causally.
 
-Which nodes are drafted: :mod:`specdec_ext.reference.draft_head_tree`.
+:mod:`specdec_ext.reference.draft_head_tree` specifies which nodes are drafted.
 
-Numerics: activations have the dtype of the weights; norms, rotation, attention's scores and weights, and
-logits are float32, or float64 where the weights are.
+Numerics: activations have the dtype of the weights. Norms, rotation, attention scores and weights, and logits
+are float32, or float64 if the weights are.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from specdec_ext.reference.draft_head_tree import Level, dynamic_tree, static_tr
 from specdec_ext.tree.config import TreeConfig
 from specdec_ext.tree.draft_tree import INACTIVE, ROOT_PARENT
 
-# New elements run this many at a time: the scores of a long prompt would not fit in memory.
+# Number of new elements that run at a time; the attention scores of a long prompt would not fit in memory.
 CHUNK = 256
 
 
@@ -64,26 +66,27 @@ def draft_head(
     roots: Tensor,
     tree: TreeConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Extend the head's cache and draft. Floating-point tensors are of one dtype, the two tables aside.
+    """Extend the head's cache and draft. All floating tensors but the two rope tables have the same dtype.
 
     Args:
-        head: its tensors.
+        head: the head.
         embedding: ``[vocab, hidden]``, the head's own or the target's.
-        lm_head: ``[draft_vocab, hidden]``, likewise.
+        lm_head: ``[draft_vocab, hidden]``, the head's own or the target's.
         cosines, sines: ``[positions, rotary / 2]``, see :func:`specdec_ext.heads.rope.rope_tables`.
         keys, values: ``[layers, rows, kv_heads, capacity, head_dim]``, written in place: new elements of row
-            r at slots ``lengths[r]`` and up, behind them drafted nodes, of which nothing is to be kept.
-        tokens: ``[rows, new]`` int64, of element i x[t+1].
-        features: ``[rows, new, feature_width]``, of element i g[t].
-        counts: ``[rows]`` int64, new elements that count; a row with none gets its root only.
-        lengths: ``[rows]`` int64, elements in the cache.
+            r at slots ``lengths[r]`` and up, followed by drafted nodes, which need not be kept.
+        tokens: ``[rows, new]`` int64, x[t+1] of each element.
+        features: ``[rows, new, feature_width]``, g[t] of each element.
+        counts: ``[rows]`` int64, number of new elements of each row; a row without any gets only its root.
+        lengths: ``[rows]`` int64, number of elements in the cache.
         positions: ``[rows]`` int64, position of the first new element.
         roots: ``[rows]`` int64, the last committed tokens.
         tree: the shape to draft.
 
     Returns:
-        ``(tokens, parents, scores)``, each ``[rows, tree.num_nodes]``: as in ``DraftTree``, and each node's
-        cumulative log-probability over the draft vocabulary, 0 for the root and -inf where a node is absent.
+        ``(tokens, parents, scores)``, each ``[rows, tree.num_nodes]``. Tokens and parents are as in
+        ``DraftTree``; scores are cumulative log-probabilities over the draft vocabulary, 0 for the root and
+        -inf for absent nodes.
     """
     assert tree.num_nodes is not None
     shape = len(roots), tree.num_nodes
@@ -115,8 +118,8 @@ class _Draft:
     """The draft of one row.
 
     Args:
-        length: slots in use.
-        position: of the next element.
+        length: number of slots in use.
+        position: position of the next element.
     """
 
     def __init__(
@@ -134,7 +137,7 @@ class _Draft:
         self._mask_log_probs: list[Tensor] | None = None
 
     def extend(self, tokens: Tensor, features: Tensor) -> Level:
-        """Append committed elements; the level of the root, which is the last of them."""
+        """Append committed elements; returns the level of the root, which belongs to the last element."""
         for chunk, chunk_features in zip(tokens.split(CHUNK), features.split(CHUNK), strict=True):
             embeddings = self._embedding[chunk]
             hidden = self._layers.combine(embeddings, chunk_features)
@@ -142,7 +145,7 @@ class _Draft:
         return self._level(output[-1:], seen[-1:])
 
     def run_masks(self, token: int, count: int) -> None:
-        """Let :meth:`run` take every level's distribution from the mask elements of P-EAGLE."""
+        """Run the mask elements of P-EAGLE, so that :meth:`run` uses their distributions."""
         mask = torch.full((count,), token, device=self._embedding.device)
         embeddings = self._embedding[mask]
         features = self._head.tensors["mask_hidden"].expand(count, -1)
@@ -150,7 +153,7 @@ class _Draft:
         self._mask_log_probs = list(self._level(output, seen).log_probs.split(1))
 
     def _append(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Run elements that follow each other: ``(output, slots that each sees)``."""
+        """Run consecutive elements; returns ``(output, slots that each element sees)``."""
         new, device = len(hidden), hidden.device
         slots = self._used + torch.arange(new, device=device)
         positions = self._position + torch.arange(new, device=device)
@@ -159,7 +162,7 @@ class _Draft:
         return self._layers.forward(embeddings, hidden, slots, positions, seen), seen
 
     def run(self, level: Level, parents: Sequence[int], tokens: Tensor) -> Level:
-        """The next level: node i is a child of node ``parents[i]`` of ``level`` and has ``tokens[i]``."""
+        """Run the next level: node i has token ``tokens[i]`` and is a child of ``level``'s node ``parents[i]``."""
         new, device = len(tokens), tokens.device
         if self._mask_log_probs is not None:
             log_probs = self._mask_log_probs.pop(0).expand(new, -1)
@@ -179,6 +182,6 @@ class _Draft:
         return Level(logits.log_softmax(dim=-1), feedback, seen)
 
     def target_ids(self, ids: Tensor) -> Tensor:
-        """Draft vocabulary -> the target's."""
+        """Map ids of the draft vocabulary to ids of the target."""
         mapping = self._head.tensors.get("draft_to_target")
         return ids if mapping is None else mapping[ids]

@@ -15,13 +15,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Zhang & Sennrich 2019, as Llama rounds it: the normed value to the dtype, then times the weight."""
+    """RMS norm (Zhang and Sennrich 2019), rounded as in Llama: to the dtype before multiplying the weight."""
     values = x.to(wide(x.dtype))
     return weight * (values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotary positions (Su et al. 2021): the first ``2 * half`` elements, i with ``half + i``.
+    """Rotary positions (Su et al. 2021): rotates element i with element ``half + i``, for i < ``half``.
 
     Args:
         x: ``[heads, n, head_dim]``.
@@ -34,7 +34,7 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 class HeadLayers:
-    """A head with the cache of one row.
+    """The layers of a head with the cache of one row.
 
     Args:
         head: its config and tensors.
@@ -55,12 +55,12 @@ class HeadLayers:
         self.config, self._tensors = head.config, head.tensors
         self._cosines, self._sines = cosines, sines
         self._keys, self._values = keys, values
-        # Drafted nodes of one depth share a position; theirs are set when they run.
+        # Drafted nodes of the same depth share a position, which is set when they run.
         capacity = torch.arange(keys.shape[2], device=keys.device)
         self._slot_positions = first_position + capacity
 
     def combine(self, embeddings: Tensor, features: Tensor) -> Tensor:
-        """``[n, hidden]`` input h of layer 0 for the target's features ``[n, feature_width]``."""
+        """The input h of layer 0, ``[n, hidden]``, from the target's features ``[n, feature_width]``."""
         config = self.config
         if config.norm_before_fc:
             features = self._norm("input_norm.weight", features)
@@ -72,7 +72,7 @@ class HeadLayers:
         return self._fc(embeddings, features)
 
     def feed_back(self, embeddings: Tensor, feedback: Tensor) -> Tensor:
-        """``[n, hidden]`` input h of layer 0 for a drafted token; only EAGLE-1 goes through fc again."""
+        """The input h of layer 0, ``[n, hidden]``, for drafted tokens; only EAGLE-1 applies fc again."""
         return self._fc(embeddings, feedback) if self.config.kind == "eagle1" else feedback
 
     def _fc(self, embeddings: Tensor, features: Tensor) -> Tensor:
@@ -85,13 +85,14 @@ class HeadLayers:
     def forward(
         self, embeddings: Tensor, hidden: Tensor, slots: Tensor, positions: Tensor, seen: Tensor
     ) -> Tensor:
-        """Output of the last layer; writes the keys and values of these elements.
+        """Return the output of the last layer, and write the keys and values of these elements to the cache.
 
         Args:
             embeddings, hidden: ``[n, hidden]``, e and h.
-            slots: ``[n]`` int64, where their keys and values go.
+            slots: ``[n]`` int64, the slots for their keys and values.
             positions: ``[n]`` int64.
-            seen: ``[n, used]`` bool, the slots that each sees, windows aside; ``used`` of them are in use.
+            seen: ``[n, used]`` bool, the slots that each element sees, before windows are applied, where
+                ``used`` is the number of slots in use.
         """
         self._slot_positions[slots] = positions
         key_positions = self._slot_positions[: seen.shape[1]]
@@ -107,7 +108,7 @@ class HeadLayers:
         return hidden
 
     def output(self, hidden: Tensor, lm_head: Tensor) -> tuple[Tensor, Tensor]:
-        """``(logits [n, draft_vocab], feedback [n, hidden])`` of outputs of the last layer."""
+        """``(logits [n, draft_vocab], feedback [n, hidden])`` from outputs of the last layer."""
         config = self.config
         normed = self._norm("norm.weight", hidden) if config.kind == "eagle3" else hidden
         dtype = wide(hidden.dtype)
@@ -117,7 +118,7 @@ class HeadLayers:
     def _attention_input(
         self, index: int, embeddings: Tensor, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """``(residual, what attention reads)`` of a layer."""
+        """``(residual, input of attention)`` of a layer."""
         first, name = index == 0, f"layers.{index}"
         if first and self.config.kind == "eagle1":
             return hidden, hidden
@@ -131,7 +132,7 @@ class HeadLayers:
     def _attention(
         self, index: int, attended: Tensor, slots: Tensor, positions: Tensor, visible: Tensor
     ) -> Tensor:
-        """Grouped-query attention over the visible slots, o_proj included: ``[n, hidden]``."""
+        """Grouped-query attention over the visible slots, with o_proj: ``[n, hidden]``."""
         config, name = self.config, f"layers.{index}.self_attn"
         cosines, sines = self._cosines[positions], self._sines[positions]
         queries, keys, values = (

@@ -1,8 +1,8 @@
-"""Which nodes ``draft_head`` drafts: level by level, along fixed ranks or towards the best.
+"""The nodes that ``draft_head`` drafts, level by level: those of a static tree, or the best ones.
 
-A *level* is a set of nodes whose children are next. Scores are cumulative: a node's is its parent's plus its
-own log-probability over the draft vocabulary. NaN and -inf are not eligible: such a node is absent, and so is
-what hangs below it.
+A *level* is the set of nodes whose children are drafted next. The score of a node is its parent's score plus
+its own log-probability over the draft vocabulary. Nodes with score NaN or -inf are absent, with all their
+descendants.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Level:
     """Nodes of one depth that have run.
 
     Attributes:
-        log_probs: ``[n, draft_vocab]``, of their children.
+        log_probs: ``[n, draft_vocab]``, log-probabilities of their children.
         feedback: ``[n, hidden]``.
-        seen: ``[n, slots]`` bool: the committed slots, a node's ancestors' and its own.
+        seen: ``[n, slots]`` bool: the committed slots, those of a node's ancestors and its own.
     """
 
     log_probs: Tensor
@@ -35,26 +35,26 @@ class Level:
 
 
 class Draft(Protocol):
-    """A row's draft in progress."""
+    """The draft of a row in progress."""
 
     def run(self, level: Level, parents: Sequence[int], tokens: Tensor) -> Level:
-        """The next level: node i is a child of node ``parents[i]`` of ``level`` and has ``tokens[i]``."""
+        """Run the next level: node i has token ``tokens[i]`` and is a child of ``level``'s node ``parents[i]``."""
 
     def target_ids(self, ids: Tensor) -> Tensor:
-        """Draft vocabulary -> the target's."""
+        """Map ids of the draft vocabulary to ids of the target."""
 
 
 Tree = tuple[Tensor, Tensor, Tensor]
 
 
 def best(scores: Tensor, count: int) -> Tensor:
-    """Indices of the best along the last axis, in the order (score descending, index ascending)."""
+    """Indices of the best scores along the last axis, in the order (score descending, index ascending)."""
     scores = torch.where(scores.isnan(), -torch.inf, scores)
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def static_tree(draft: Draft, level: Level, root: int, links: Sequence[tuple[int, int]]) -> Tree:
-    """Nodes ``1 + i`` with ``links[i]``: (parent node, rank among the parent's children), depth by depth.
+    """Draft node ``1 + i`` with ``links[i]``: (parent node, rank among the parent's children).
 
     Returns:
         ``(tokens, parents, scores)``, each ``[1 + len(links)]``.
@@ -66,7 +66,7 @@ def static_tree(draft: Draft, level: Level, root: int, links: Sequence[tuple[int
     scores = level.log_probs.new_full((nodes,), -torch.inf)
     tokens[0], parents[0], scores[0] = root, ROOT_PARENT, 0
     inner = {parent for parent, _ in links}
-    members = {0: 0}  # node -> its place in level
+    members = {0: 0}  # node -> its index in level
     while members:
         ranked = best(level.log_probs, 1 + max(rank for _, rank in links))
         children = []
@@ -87,14 +87,16 @@ def static_tree(draft: Draft, level: Level, root: int, links: Sequence[tuple[int
 
 
 def dynamic_tree(draft: Draft, level: Level, root: int, tree: TreeConfig) -> Tree:
-    """EAGLE-2 (Li et al. 2024b, section 4): expand the ``top_k`` best of a level, keep the best of all.
+    """EAGLE-2 (Li et al. 2024, section 4): expand the ``top_k`` best nodes of each level, and keep the best.
 
     Returns:
         ``(tokens, parents, scores)``, each ``[tree.num_nodes]``.
     """
     assert tree.num_nodes is not None
     tokens, parents, scores = [], [], []
-    frontier = level.log_probs.new_tensor([ROOT_PARENT]).long()  # candidates that level holds
+    frontier = level.log_probs.new_tensor(
+        [ROOT_PARENT]
+    ).long()  # candidate numbers of the nodes in level
     frontier_scores = level.log_probs.new_zeros(1)
     candidates = 0
     for depth in range(tree.depth):

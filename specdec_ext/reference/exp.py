@@ -1,4 +1,4 @@
-"""Specification of the weights' exponential: ``csrc/include/specdec/exp.h``, operation by operation."""
+"""Specification of ``exp`` for softmax weights: ``csrc/include/specdec/exp.h``, operation by operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Specification of ``kv_compact``: gather the accepted slots, then store them."""
+"""Specification of ``kv_compact``: reads the accepted slots, then writes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def kv_compact(
     target_starts: Tensor,
     page_table: Tensor | None = None,
 ) -> None:
-    """What ``specdec_ext.ops.kv_compact`` does, in place."""
+    """Arguments and effect are those of ``specdec_ext.ops.kv_compact``."""
     if page_table is None:
         page_table = torch.arange(len(path), device=path.device)[:, None]
     for row, accepted in enumerate(num_accepted.tolist()):

@@ -1,9 +1,9 @@
-"""Specification of ``linear``: one order of summation for every output element.
+"""Specification of ``linear``: the order of summation of each output element.
 
-16 lanes each take every 16th element of ``in_features`` (bfloat16: every 16th pair, its second element
-first) with fused multiply-add; the lanes are then added as a tree. A fused multiply-add of float32 is
-computed here as a float64 product, which is exact, and a float64 sum rounded to float32: rounding twice
-differs from rounding once about every 2^29 operations.
+Each of 16 lanes adds every 16th element of ``in_features`` (in bfloat16 every 16th pair, the second element
+of the pair first) with fused multiply-add. The lanes are then added as a binary tree. Here, a float32 fused
+multiply-add is a float64 product, which is exact, and a float64 sum that is rounded to float32. These two
+roundings differ from one about once in 2^29 operations.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LANES = 16
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The output of ``specdec_ext.ops.linear``; float64 arguments are summed in float64."""
+    """Arguments and output of ``specdec_ext.ops.linear``; float64 arguments are summed in float64."""
     wide = torch.float64 if input.dtype == torch.float64 else torch.float32
     per_lane = 2 if input.dtype == torch.bfloat16 else 1
     inputs, weights = (_steps(tensor, per_lane) for tensor in (input, weight))

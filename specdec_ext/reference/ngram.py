@@ -1,19 +1,19 @@
 """Specification of n-gram drafting: copy what followed an earlier occurrence of the last tokens.
 
-Rule, for a text ``t[0..L)``:
+The rule for a text ``t[0..L)``:
 
-1. An *occurrence* of length n is a position ``end < L - 1`` where the last n tokens of the text
-   also end. Occurrences are considered longest n first (n in ``[min_ngram, max_ngram]``), the most
-   recent one first within one n, no position twice, and at most ``MAX_OCCURRENCES`` of them.
-2. The *continuation* of an occurrence is ``t[end + 1], t[end + 2], ...``. At the end of the text it
-   goes on in its own draft (the overlapping copy of LZ77), so it never ends.
-3. Continuations are merged into one trie below the root, the last token of the text. The first one
-   is branch 1; each further one that leaves the trie before one of its leaves adds a branch. A
-   branch adds at most half (rounded up) of the nodes still free. After ``num_branches`` branches,
-   or when no node or occurrence is left, the nodes still free deepen the first branch.
+1. An *occurrence* of length n is a position ``end < L - 1`` at which the last n tokens of the text also end.
+   Occurrences are considered in descending order of n (from ``max_ngram`` to ``min_ngram``), for equal n the
+   most recent one first. No position is considered twice, and at most ``MAX_OCCURRENCES`` are.
+2. The *continuation* of an occurrence is ``t[end + 1], t[end + 2], ...``. At the end of the text it continues
+   with its own tokens (the overlapping copy of LZ77), so it never ends.
+3. Continuations are merged into a trie below the root, the last token of the text. The first one is branch 1.
+   Each further continuation that leaves the trie before a leaf adds a branch. A branch adds at most half of
+   the free nodes (rounded up). After ``num_branches`` branches, or when there is no further node or
+   occurrence, the remaining free nodes extend the first branch.
 
-The compiled index (``specdec_ext._host.NgramIndex``) gives the same drafts without the search.
-Source: prompt lookup decoding (Saxena, 2023), which takes the first occurrence and one chain.
+The compiled index (``specdec_ext._host.NgramIndex``) gives the same drafts without searching the text.
+Source: prompt lookup decoding (Saxena 2023), which copies a single chain from the first occurrence.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MAX_OCCURRENCES = 64
 def propose(
     text: Sequence[int], min_ngram: int, max_ngram: int, num_tokens: int, num_branches: int
 ) -> tuple[list[int], list[int]]:
-    """Draft at most ``num_tokens`` nodes on at most ``num_branches`` root-to-leaf paths.
+    """Draft at most ``num_tokens`` nodes on at most ``num_branches`` paths.
 
-    Returns ``(tokens, parents)`` of the draft nodes. The root is left out: entry i is tree node
-    i + 1, and a parent is 0 (the root) or the number of an earlier node. Both are empty if the last
-    ``min_ngram`` tokens did not occur before.
+    Returns ``(tokens, parents)`` of the draft nodes, without the root: entry i is tree node i + 1, and a
+    parent is 0 (the root) or the number of an earlier node. Both are empty if the last ``min_ngram`` tokens
+    did not occur before.
     """
     trie = _Trie()
     num_paths = 0
@@ -62,7 +62,7 @@ def find_occurrences(text: Sequence[int], min_ngram: int, max_ngram: int) -> lis
 
 
 def continuation(text: Sequence[int], end: int, length: int) -> list[int]:
-    """The ``length`` tokens after position ``end``, copied one by one so that they may overlap."""
+    """The ``length`` tokens after position ``end``, copied one by one, as the copy may overlap itself."""
     grown = list(text)
     for source in range(end + 1, end + 1 + length):
         grown.append(grown[source])
@@ -70,14 +70,14 @@ def continuation(text: Sequence[int], end: int, length: int) -> list[int]:
 
 
 class _Trie:
-    """Nodes in order of creation; node 0 is the root and has no entry."""
+    """A trie with nodes in order of creation; node 0 is the root and has no entry."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.parents: list[int] = []
 
     def match(self, path: Sequence[int]) -> tuple[int, bool]:
-        """How many tokens of ``path`` the trie holds, and whether they end in a leaf."""
+        """The number of leading tokens of ``path`` in the trie, and whether they end in a leaf."""
         nodes = list(self._walk(path))
         return len(nodes), bool(nodes) and nodes[-1] not in self.parents
 

@@ -1,4 +1,4 @@
-"""Specification of the noise: Gumbel values that belong to (seed, row, position, token).
+"""Specification of the noise: Gumbel values as a function of (seed, row, position, token).
 
 ::
 
@@ -8,9 +8,9 @@
     e = -log1p(-v)
     g = -log(e)
 
-Two functions turn bits into noise. :func:`gumbel_float64` is the formula. :func:`gumbel` is the float32
-algorithm of ``csrc/include/specdec/rng.h``, operation by operation, and gives its bits: a float32 fma
-with one rounding is emulated in float64 (:func:`fma32`).
+Two functions convert bits to noise. :func:`gumbel_float64` evaluates the formula. :func:`gumbel` is the
+float32 algorithm of ``csrc/include/specdec/rng.h``, operation by operation and with the same result in every
+bit; it emulates a float32 fma, which rounds once, in float64 (:func:`fma32`).
 
 Source of Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 
 PURPOSE_MATCH = 0
 PURPOSE_DRAFT = 1  # the drafter's own draws
-PURPOSE_ACCEPT = 2  # accepting a draft token; the index is its place among its siblings
+PURPOSE_ACCEPT = 2  # accepting a draft token; the index is its number among its siblings
 PURPOSE_RESIDUAL = 3  # the token that ends a round
 
 _MASK = 0xFFFFFFFF
@@ -49,7 +49,7 @@ _SQRT_HALF_BITS = 0x3F3504F3
 
 
 def philox4x32_10(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Philox4x32-10 on int64 tensors that hold 32-bit words: 4 words of counter, 2 of key."""
+    """Philox4x32-10 on int64 tensors of 32-bit words: 4 words of counter, 2 words of key."""
     c0, c1, c2, c3 = counter
     key0, key1 = key
     for _ in range(10):
@@ -67,7 +67,7 @@ def philox4x32_10(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple
 def noise_bits(
     seed: Tensor, row: Tensor, position: Tensor, vocab: int, purpose: int = PURPOSE_MATCH
 ) -> Tensor:
-    """The 32 bits of every token: ``[..., vocab]`` int64 for ``[...]`` int64 arguments."""
+    """32 random bits for every token: ``[..., vocab]`` int64 for ``[...]`` int64 arguments."""
     groups = torch.arange((vocab + 3) // 4, device=seed.device)
     seed, row, position = (argument.unsqueeze(-1) for argument in (seed, row, position))
     counter = (groups, position & _MASK, row & _MASK, torch.full_like(groups, purpose))
@@ -79,26 +79,26 @@ def noise_bits(
 def round_bits(
     seed: Tensor, row: Tensor, root_position: Tensor, depth: int, purpose: int, count: int
 ) -> Tensor:
-    """The bits of a node ``depth`` levels below the root of a round, for indices below ``count``.
+    """Random bits for a node ``depth`` levels below the root of a round: ``count`` words of 32 bits.
 
-    Root position and depth are separate words of the counter. Their sum, the absolute position, comes
-    again in the next round, and noise used twice biases block verification.
+    Root position and depth are separate words of the counter. Their sum, the absolute position, can occur
+    again in the next round, and using the same noise twice would bias block verification.
     """
     return noise_bits(seed, row, root_position, count, purpose | depth << 8)
 
 
 def gumbel_noise(seed: Tensor, row: Tensor, position: Tensor, vocab: int) -> Tensor:
-    """The noise of every token: ``[..., vocab]`` float32 for ``[...]`` int64 arguments."""
+    """Gumbel noise for every token: ``[..., vocab]`` float32 for ``[...]`` int64 arguments."""
     return gumbel(noise_bits(seed, row, position, vocab))
 
 
 def uniform(bits: Tensor) -> Tensor:
-    """v in float32, in [2^-33, 1 - 2^-24]."""
+    """The uniform number v in float32, in [2^-33, 1 - 2^-24]."""
     return ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
 
 
 def exponential(bits: Tensor) -> Tensor:
-    """Float32 exponential values of 32-bit words (int64), with the bits of the compiled ops."""
+    """Exponential float32 values from 32-bit words (int64), bit for bit as in the compiled ops."""
     v = uniform(bits)
     mantissa, exponent = _split(1 - v)
     f = torch.where(exponent == 0, -v, mantissa - 1)
@@ -106,18 +106,18 @@ def exponential(bits: Tensor) -> Tensor:
 
 
 def gumbel(bits: Tensor) -> Tensor:
-    """The float32 noise of 32-bit words (int64), with the bits of the compiled ops."""
+    """Gumbel float32 values from 32-bit words (int64), bit for bit as in the compiled ops."""
     mantissa, exponent = _split(exponential(bits))
     return -fma32(exponent.float(), _LOG2, _log1p_core(mantissa - 1))
 
 
 def accept_uniform(bits: Tensor) -> Tensor:
-    """Float32 on the midpoint grid (k + 0.5) * 2^-23, strictly between 0 and 1."""
+    """Uniform float32 values on the grid (k + 0.5) * 2^-23, strictly between 0 and 1."""
     return ((bits >> 9).float() + 0.5) * 2.0**-23
 
 
 def gumbel_float64(bits: Tensor) -> Tensor:
-    """The formula in float64, to measure the error of :func:`gumbel` against."""
+    """The formula in float64, for measuring the error of :func:`gumbel`."""
     v = ((bits.double() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-v))
 
@@ -125,8 +125,8 @@ def gumbel_float64(bits: Tensor) -> Tensor:
 def fma32(a: Tensor | float, b: Tensor | float, c: Tensor | float) -> Tensor:
     """``a * b + c`` in float32 with one rounding.
 
-    The product of two float32 is exact in float64. The sum is rounded to odd in float64; rounding that
-    to float32 equals rounding the exact sum once, because 53 >= 24 + 2 bits (Boldo and Melquiond 2008).
+    The product of two float32 numbers is exact in float64. The sum is rounded to odd in float64. Rounding
+    this to float32 equals rounding the exact sum once, because 53 >= 24 + 2 bits (Boldo and Melquiond 2008).
     """
     device = next((x.device for x in (a, b, c) if isinstance(x, Tensor)), torch.device("cpu"))
     a, b, c = (torch.as_tensor(x, dtype=torch.float32, device=device).double() for x in (a, b, c))

@@ -1,7 +1,7 @@
-"""Specification of ``sample_filter``: sort each row, cut it three times.
+"""Specification of ``sample_filter``: sorts each row and applies three filters to it.
 
-With float64 logits everything but the masses is computed in float64: what the float32 op approximates.
-Anything else is converted to float32 first and gives the bits of the op.
+With float64 logits, everything but the probability masses is computed in float64, as the exact values that
+the op approximates. Other logits are converted to float32 and give exactly the bits of the op.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MASS_BITS = 40
 def sample_filter(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """What ``specdec_ext.ops.sample_filter`` does."""
+    """Arguments and output are those of ``specdec_ext.ops.sample_filter``."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     scores = logits.to(dtype) / temperature.to(dtype)[:, None]
     for row, k, p, m in zip(scores, top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True):
@@ -37,7 +37,7 @@ def _top_k(scores: Tensor, k: int) -> Tensor:
 
 
 def _top_p(scores: Tensor, among: Tensor, top_p: float) -> Tensor:
-    """Down the scores, highest index first where they tie, while the mass before a token is too little."""
+    """Keep tokens, by descending (score, index), while the mass before a token is less than ``top_p``."""
     order = scores.sort(stable=True).indices.flip(0)
     masses = (_weights(scores).double() * 2.0**MASS_BITS).long() * among
     total = int(masses.sum())
@@ -50,7 +50,7 @@ def _top_p(scores: Tensor, among: Tensor, top_p: float) -> Tensor:
 
 
 def _weights(scores: Tensor) -> Tensor:
-    """exp(score - largest); a largest score of +inf has all of it."""
+    """exp(score - largest score); if that is +inf, only scores of +inf have weight."""
     largest = scores.max().clamp(max=torch.finfo(torch.float32).max)
     difference = (scores - largest).clamp(max=0)
     return difference.exp() if scores.dtype == torch.float64 else exp_nonpositive(difference)

@@ -1,23 +1,24 @@
 """Specification of suffix decoding: draft what followed the last tokens most often.
 
-A *source* is a list of documents: the text of the request so far, or the outputs of past requests. For each
-source, the request's first, and each m from ``max_match`` down to 1:
+A *source* is a list of documents: the text of the request so far, or the outputs of past requests. The
+following is done for both sources, the request first, and for each m from ``max_match`` down to 1:
 
-1. The *match* is the last m tokens of the request, where the source has it. An occurrence counts if a token
-   of the same document follows it. Of m + 1 and m with the same occurrences only m + 1 is of interest.
-2. The draft grows from the match as root. Below a node, whose string (match and path) has n occurrences,
-   a token that follows k of them has probability ``P(node) * k / n``; the root has 1. Tokens with less than
-   ``min_probability`` are not candidates. Repeatedly the candidate with the highest probability becomes a
-   node (among equals the one found first; the candidates below a node are found in the order: most frequent
-   first; among equals the one that last occurred later, or, for more than ``MAX_TIED`` occurrences, the
-   smaller token). Without ``tree`` only the first candidate below a node is one.
-3. It has at most ``min(num_draft_tokens, floor(factor * m + offset))`` nodes; match and path together have
-   at most ``DEPTH`` tokens.
-4. Its score is the sum of its probabilities: the number of tokens that would be accepted if the counts were
-   the law. The draft with the highest score wins, among equals the one that was found first.
+1. The *match* is the string of the last m tokens of the request. Its occurrences in the source count if
+   another token of the same document follows. If m + 1 has as many occurrences as m, then m is skipped.
+2. The draft is a tree with the match as its root. Let n be the number of occurrences of a node's string
+   (match and path). A token that follows k of them is a candidate child with probability ``P(node) * k / n``,
+   where P(root) is 1. Candidates with less than ``min_probability`` are ignored. The candidate with the
+   highest probability becomes the next node, and so on; among equals, the candidate that was added first.
+   Candidates below a node are added in descending order of frequency. Equally frequent ones are ordered by
+   their last occurrence, the latest first, or by token if they have more than ``MAX_TIED`` occurrences.
+   Without ``tree``, each node has only its first candidate.
+3. A draft has at most ``min(num_draft_tokens, floor(factor * m + offset))`` nodes. Match and path together
+   have at most ``DEPTH`` tokens.
+4. The score of a draft is the sum of its probabilities: the expected number of accepted tokens, if the counts
+   gave the true distribution. The draft with the highest score is proposed; among equals, the first one.
 
-The compiled form is ``csrc/host/suffix_draft.h``. Source: SuffixDecoding (Oliaro et al. 2024), whose n counts
-occurrences that nothing follows, too.
+The compiled form is ``csrc/host/suffix_draft.h``. Source: SuffixDecoding (Oliaro et al. 2024), where n also
+counts occurrences without a following token.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Documents = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Rule:
-    """How much is drafted; the arguments of ``specdec_ext.SuffixDrafter``."""
+    """The parameters of the rule, which are arguments of ``specdec_ext.SuffixDrafter``."""
 
     num_draft_tokens: int
     max_match: int
@@ -46,7 +47,7 @@ class Rule:
 
 @dataclass
 class Draft:
-    """Entry i is tree node i + 1; parent 0 is the root."""
+    """A draft. Entry i of ``tokens`` and ``parents`` is tree node i + 1; parent 0 is the root."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -55,7 +56,7 @@ class Draft:
 
 
 def propose(request: Sequence[int], outputs: Documents, rule: Rule) -> Draft:
-    """The draft for the tokens after ``request``; ``outputs`` are those of past requests, oldest first."""
+    """Draft the tokens after ``request``; ``outputs`` are those of past requests, the oldest first."""
     best = Draft()
     for source in ([request], outputs):
         longer = 0
@@ -89,7 +90,7 @@ def _grow(source: Documents, match: list[int], rule: Rule) -> Draft:
 def _candidates(
     source: Documents, string: list[int], probability: float, node: int, rule: Rule
 ) -> list[tuple[float, int, int]]:
-    """(probability, parent, token) of what may follow ``string``, in the order of rule 2."""
+    """(probability, parent, token) of the candidates after ``string``, in the order of rule 2."""
     followers = _continuations(source, string)
     if len(string) >= DEPTH or not followers:
         return []
@@ -109,7 +110,7 @@ def _candidates(
 
 
 def _continuations(source: Documents, string: list[int]) -> dict[int, list[tuple[int, int]]]:
-    """For each token that follows ``string``: the (document, position) pairs where that happens."""
+    """Token -> the (document, position) pairs at which it follows ``string``."""
     found: dict[int, list[tuple[int, int]]] = {}
     for number, document in enumerate(source):
         for start in range(len(document) - len(string)):

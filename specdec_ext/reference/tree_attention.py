@@ -1,8 +1,8 @@
-"""Specification of ``tree_attention``: what a node of a draft tree sees, and softmax attention over it.
+"""Specification of ``tree_attention``: which keys a node of a draft tree sees, and attention over them.
 
-A row has a prefix of P committed tokens at positions 0 .. P - 1. A node at depth d sees the prefix and
-its ancestors-or-self, the one at depth j as position P + j, so that its own position is P + d. With a
-window only the last ``window`` of these positions are seen.
+A row has a prefix of P committed tokens at positions 0 .. P - 1. A node at depth d sees the prefix, its
+ancestors and itself. An ancestor at depth j has position P + j, and the node has position P + d. With a
+window, it sees only the last ``window`` of these positions.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from specdec_ext.tree.draft_tree import ROOT_PARENT
 
 
 def tree_mask(parents: Tensor, root_positions: Tensor) -> tuple[Tensor, ...]:
-    """The outputs of ``specdec_ext.ops.tree_mask``, in its order."""
+    """Arguments and outputs are those of ``specdec_ext.ops.tree_mask``."""
     batch, nodes = parents.shape
     ancestors = parents.new_zeros(batch, nodes, (nodes + 63) // 64)
     depths = parents.new_full((batch, nodes), -1)

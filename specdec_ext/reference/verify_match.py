@@ -1,9 +1,10 @@
 """Specification of ``verify_match``: rule 1, "match".
 
-Starting at the root, ONE token is picked at each visited node from the processed target distribution:
-``argmax(logit + g)`` with the noise of :mod:`specdec_ext.reference.rng`, ties to the lowest token. The
-first child that carries it is descended into; else it is emitted and the walk ends. The law of what is
-emitted is the target's for every tree, because the tree never enters the draw.
+At each visited node, starting at the root, exactly one token is drawn from the processed target distribution:
+``argmax(logit + g)``, with the noise g of :mod:`specdec_ext.reference.rng` and ties going to the lowest
+token. If a child has this token, the walk continues at the first such child; otherwise the token is emitted
+and the walk ends. The emitted tokens have the target's distribution for every tree, because no draw depends
+on the tree.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ OK, NAN, NO_FINITE_LOGIT = 0, 1, 2
 def walk(
     tokens: list[int], parents: list[int], pick: Callable[[int, int], int]
 ) -> tuple[list[int], int]:
-    """The walk alone: visited nodes and the token that ends it.
+    """Walk a tree; returns the visited nodes and the token that ended the walk.
 
     Args:
-        tokens: of each node.
-        parents: of each node.
+        tokens: token of each node.
+        parents: parent of each node.
         pick: ``pick(node, depth)`` draws the token of a visited node; it may raise to end the walk.
     """
     path = [0]
@@ -56,7 +57,7 @@ def verify_match(
     row_ids: Tensor,
     stochastic: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The outputs of ``specdec_ext.ops.verify_match``, in its order."""
+    """Arguments and outputs are those of ``specdec_ext.ops.verify_match``."""
     batch, nodes, vocab = logits.shape
     path = parents.new_full((batch, nodes), -1)
     num_accepted, next_token = parents.new_full((batch,), -1), parents.new_full((batch,), -1)

@@ -1,12 +1,12 @@
 """Specification of ``verify_rejection``, ``verify_recursive`` and ``verify_block``: rules 2, 4 and 3.
 
-The rules are written over plain sequences of numbers, so that they run in float64 against the compiled
-ops and in rational arithmetic, branch by branch, in the tests of their law. The randomness of a walk comes
-in through ``accept(depth, ordinal, target, draft)``, which says whether ``u * draft < target`` for a
-uniform u that belongs to the child number ``ordinal`` of the node at ``depth``.
+The rules are written for sequences of any numbers. With float64 they are compared with the compiled ops; with
+fractions, tests enumerate all branches and compute the exact distribution of the text. All randomness of a
+walk comes from ``accept(depth, ordinal, target, draft)``, which returns whether ``u * draft < target`` for a
+uniform number u of the child number ``ordinal`` of the node at ``depth``.
 
-The compiled ops keep one scale per node instead of normalised copies of its laws (``residual.h``) and
-compute in float32: a decision can differ where u is within about 1e-6 of its threshold.
+The compiled ops compute in float32, and keep a scale per node instead of normalised distributions
+(``residual.h``). A decision may differ if u is within about 1e-6 of its threshold.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from specdec_ext.reference import rng
 from specdec_ext.reference.verify_match import NAN, NO_FINITE_LOGIT, OK
 from specdec_ext.tree.draft_tree import ROOT_PARENT
 
-Law = Sequence[Any]  # numbers: float or Fraction
-Laws = Callable[[int], Law]  # of a node
+Law = Sequence[Any]  # a distribution over tokens, of float or Fraction
+Laws = Callable[[int], Law]  # node -> distribution
 Accept = Callable[[int, int, Any, Any], bool]
-Walk = tuple[list[int], Law]  # accepted nodes, law of the next token
+Walk = tuple[list[int], Law]  # accepted nodes, distribution of the next token
 Stream = tuple[Tensor, Tensor, Tensor]  # seed, row id, root position
 Rule = Callable[[list[int], list[int], Laws, Laws, Accept], Walk]
 
@@ -32,14 +32,14 @@ Rule = Callable[[list[int], list[int], Laws, Laws, Accept], Walk]
 def recursive(
     tokens: list[int], parents: list[int], target: Laws, draft: Laws, accept: Accept
 ) -> Walk:
-    """Rule 4: siblings drawn without replacement from ``draft``, tried in the order of their draws.
+    """Rule 4: siblings were drawn from ``draft`` without replacement and are tried in the order of the draws.
 
     Args:
-        tokens: of each node.
-        parents: of each node.
-        target: ``target(node)`` is the law to be preserved; it may raise to end the walk.
-        draft: ``draft(node)`` is the law that the children of a node were drawn from, or all zeros.
-        accept: the random decision, see the module's docstring.
+        tokens: token of each node.
+        parents: parent of each node.
+        target: ``target(node)`` is the distribution to preserve; it may raise to end the walk.
+        draft: ``draft(node)`` is the distribution from which the children of a node were drawn, or all zeros.
+        accept: the random decision; see the module's docstring.
     """
     return _rejection_walk(tokens, parents, target, draft, accept, max_children=len(tokens))
 
@@ -47,7 +47,7 @@ def recursive(
 def rejection(
     tokens: list[int], parents: list[int], target: Laws, draft: Laws, accept: Accept
 ) -> Walk:
-    """Rule 2: the same for the first child of every node alone."""
+    """Rule 2: like rule 4, with only the first child of every node."""
     return _rejection_walk(tokens, parents, target, draft, accept, max_children=1)
 
 
@@ -79,7 +79,7 @@ def _rejection_walk(
 
 
 def block(tokens: list[int], parents: list[int], target: Laws, draft: Laws, accept: Accept) -> Walk:
-    """Rule 3: the last prefix i of the chain of first children with u_i < h_i (Sun et al. 2024)."""
+    """Rule 3: accept the longest prefix i of the chain of first children with u_i < h_i (Sun et al. 2024)."""
     path, keeps, laws = [0], [1], [target(0)]
     at_end = False
     while not at_end and keeps[-1] > 0:
@@ -119,34 +119,34 @@ def _positive_difference(target: Law, draft: Law) -> Law:
 
 
 def _normalised_difference(target: Law, draft: Law) -> Law:
-    """norm(max(target - draft, 0)); the target itself if that is 0 everywhere."""
+    """max(target - draft, 0), normalised; the target itself if the difference is 0 everywhere."""
     difference = _positive_difference(target, draft)
     mass = sum(difference)
     return [d / mass for d in difference] if mass > 0 else target
 
 
 def _without(draft: Law, token: int) -> Law:
-    """draft(token) <- 0, renormalised; all zeros if nothing is left."""
+    """The draft distribution without a token, normalised; all zeros if nothing is left."""
     rest = [0 if v == token else d for v, d in enumerate(draft)]
     mass = sum(rest)
     return [d / mass for d in rest] if mass > 0 else rest
 
 
-# Over tensors, with the random numbers of the ops
+# The rules for tensors, with the random numbers of the ops
 
 
 def verify_recursive(*arguments: Tensor) -> tuple[Tensor, ...]:
-    """The outputs of ``specdec_ext.ops.verify_recursive``, in its order."""
+    """Arguments and outputs are those of ``specdec_ext.ops.verify_recursive``."""
     return _verify(recursive, *arguments)
 
 
 def verify_rejection(*arguments: Tensor) -> tuple[Tensor, ...]:
-    """The outputs of ``specdec_ext.ops.verify_rejection``, in its order."""
+    """Arguments and outputs are those of ``specdec_ext.ops.verify_rejection``."""
     return _verify(rejection, *arguments)
 
 
 def verify_block(*arguments: Tensor) -> tuple[Tensor, ...]:
-    """The outputs of ``specdec_ext.ops.verify_block``, in its order."""
+    """Arguments and outputs are those of ``specdec_ext.ops.verify_block``."""
     return _verify(block, *arguments)
 
 
@@ -195,7 +195,7 @@ def _verify(
 
 
 class BadLogits(Exception):
-    """The logits of an examined node hold NaN or nothing above -inf."""
+    """The logits of an examined node contain NaN or are all -inf."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -203,7 +203,7 @@ class BadLogits(Exception):
 
 
 def target_law(logits: Tensor) -> Law:
-    """Softmax in float64; +inf counts as the largest float32."""
+    """The target's distribution: softmax in float64, where +inf counts as the largest float32."""
     logits = logits.float()
     status = NAN if logits.isnan().any() else NO_FINITE_LOGIT if logits.max() == -torch.inf else OK
     if status != OK:
@@ -212,9 +212,9 @@ def target_law(logits: Tensor) -> Law:
 
 
 def draft_law(draft_probs: Tensor) -> Tensor:
-    """``[..., vocab]`` normalised in float64, with 0 for NaN, infinities and negative entries.
+    """The draft distribution: ``[..., vocab]`` in float64, normalised, with 0 for invalid or negative entries.
 
-    All zeros if the mass is outside 2^-64 .. 2^64: then nothing counts as drawn.
+    It is all zeros if the sum is outside 2^-64 .. 2^64; then no token counts as drawn.
     """
     probs = draft_probs.double()
     probs = torch.where((probs > 0) & probs.isfinite(), probs, 0)
@@ -223,9 +223,10 @@ def draft_law(draft_probs: Tensor) -> Tensor:
 
 
 def race(law: Tensor, bits: Tensor) -> Tensor:
-    """The arg-max of law / exponential, ties to the lowest token: a draw from the law.
+    """Draw a token: the arg-max of probability / exponential noise, ties to the lowest token.
 
-    Tokens of weight 0 never win. The order of all quotients is an order of draws without replacement.
+    Tokens of probability 0 are never drawn. The descending order of the quotients is a sequence of draws
+    without replacement.
     """
     quotients = law / rng.exponential(bits).double()
     return quotients.max(dim=-1).indices
@@ -239,16 +240,17 @@ def draw_drafts(
     seeds: Tensor,
     row_ids: Tensor,
 ) -> Tensor:
-    """How a drafter draws the children of a node, without replacement and in the order to keep.
+    """Draw the children of a node without replacement, in the order that the verification needs.
 
-    One exponential race: the tokens with the largest ``draft_probs / exponential``, best first. Nodes at
-    one depth of a row may share the noise, because a walk visits one of them.
+    The result is the tokens with the largest ``draft_probs / exponential noise``, the largest first. Nodes of
+    a row at the same depth may share their noise, because a walk visits only one of them.
 
     Args:
-        draft_probs: ``[batch, ..., vocab]``; what the verification is given for this node.
-        count: children to draw.
-        depth: of the node.
-        root_positions: ``[batch]``; of the round, as for the verification.
+        draft_probs: ``[batch, ..., vocab]``; the distribution that is passed to the verification for the
+            node.
+        count: number of children to draw.
+        depth: depth of the node.
+        root_positions: ``[batch]``; positions of the roots of the round, as for the verification.
         seeds: ``[batch]``.
         row_ids: ``[batch]``.
 
