@@ -162,7 +162,7 @@ class _Draft:
         return self._layers.forward(embeddings, hidden, slots, positions, seen), seen
 
     def run(self, level: Level, parents: Sequence[int], tokens: Tensor) -> Level:
-        """Run the next level: node i has token ``tokens[i]`` and is a child of ``level``'s node ``parents[i]``."""
+        """Run the next level, whose node i has token ``tokens[i]`` and parent ``parents[i]`` in ``level``."""
         new, device = len(tokens), tokens.device
         if self._mask_log_probs is not None:
             log_probs = self._mask_log_probs.pop(0).expand(new, -1)

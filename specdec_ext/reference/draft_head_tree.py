@@ -38,7 +38,7 @@ class Draft(Protocol):
     """The draft of a row in progress."""
 
     def run(self, level: Level, parents: Sequence[int], tokens: Tensor) -> Level:
-        """Run the next level: node i has token ``tokens[i]`` and is a child of ``level``'s node ``parents[i]``."""
+        """Run the next level, whose node i has token ``tokens[i]`` and parent ``parents[i]`` in ``level``."""
 
     def target_ids(self, ids: Tensor) -> Tensor:
         """Map ids of the draft vocabulary to ids of the target."""

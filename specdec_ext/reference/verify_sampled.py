@@ -212,7 +212,7 @@ def target_law(logits: Tensor) -> Law:
 
 
 def draft_law(draft_probs: Tensor) -> Tensor:
-    """The draft distribution: ``[..., vocab]`` in float64, normalised, with 0 for invalid or negative entries.
+    """The draft distribution: ``[..., vocab]`` in float64, normalised; invalid or negative entries are 0.
 
     It is all zeros if the sum is outside 2^-64 .. 2^64; then no token counts as drawn.
     """
