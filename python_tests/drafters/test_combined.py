@@ -220,7 +220,7 @@ def test_bad_arguments():
     ngram, model = NgramDrafter(), DraftModelDrafter(tiny_model("llama"))
     for arguments, error, message in (
         ((model, ngram), TypeError, "retrieval is a DraftModelDrafter; expected .* NgramDrafter"),
-        ((ngram, LookaheadDrafter()), ValueError, "LookaheadDrafter goes on .* use it alone"),
+        ((ngram, LookaheadDrafter()), ValueError, "LookaheadDrafter reads .* use it alone"),
         ((ngram, model, 0), ValueError, "min_match must be in .* got 0"),
         ((ngram, model, 7), ValueError, r"in \[1, 6\], .* this NgramDrafter, got 7"),
         ((SuffixDrafter(max_match=5), model, 6), ValueError, r"in \[1, 5\]"),

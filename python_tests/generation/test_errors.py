@@ -74,7 +74,7 @@ ARGUMENTS = {
     ),
     "shape-of-no-assistant": (
         dict(num_assistant_tokens=3),
-        r"num_assistant_tokens=3 configures .* DraftModelDrafter\(model, num_draft_tokens=",
+        r"num_assistant_tokens=3 configures .*=DraftModelDrafter\(model, num_draft_tokens=",
     ),
     "stop-strings-without-tokenizer": (dict(stop_strings="ab"), "stop_strings needs tokenizer="),
     "unknown": (dict(temprature=0.3), r"not used by the model: \['temprature'\]"),

@@ -1,9 +1,9 @@
-"""The law of sampled text is that of plain transformers, whatever warps the scores and whatever is drafted.
+"""Sampled text has the distribution of plain transformers, for all processors and drafts.
 
-Exact laws of the first three tokens of a model with six come from transformers itself: its sampling loop is
-made to draw each of the 216 texts, and its scores give their probabilities. 6000 texts of ours, verified
-against trees that hold some of the right tokens, or drafted by a model that does not know the processors,
-have to pass a chi-square test at four standard deviations; a tenth more of temperature fails it.
+The model has six tokens. Transformers itself gives the exact distribution of the first three: its sampling
+loop is made to draw each of the 216 texts, and its scores give their probabilities. 6000 of our texts,
+verified against trees with some of the right tokens or drafted by a model that ignores the processors, must
+pass a chi-square test at four standard deviations. A temperature that is 10 % higher fails it.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """``verify_rejection``, ``verify_recursive``, ``verify_block``: the ops equal their specification.
 
-Tokens, paths and counts are compared exactly: the specification decides in float64, the ops in float32, and
-no uniform of these cases lies within float32's error of its threshold. That every device gets the same
-bits shows in the same cases. The law of what is emitted is the subject of ``test_law_sampled.py``.
+Tokens, paths and counts are compared exactly. The specification decides in float64 and the ops in float32,
+but in these cases no uniform number is within float32's error of its threshold. The same cases show that
+every device gives the same bits. ``test_law_sampled.py`` tests the distribution of the emitted tokens.
 """
 
 import os
@@ -48,7 +48,7 @@ def expect(rule, arguments):
 
 
 def drawn_tokens(draft_probs, parents, seed):
-    """Tokens of all nodes, siblings without replacement from their parent's law."""
+    """Tokens of all nodes, siblings drawn without replacement from their parent's distribution."""
     noise = torch.rand(draft_probs.shape, generator=generator(seed))
     order = (draft_probs / -noise.log()).argsort(dim=-1, descending=True)
     tokens = torch.zeros_like(parents)
@@ -77,7 +77,7 @@ def random_arguments(batch, nodes, vocab, *, dtype=torch.float32, illegal=0.0, c
 
 
 def rows_of(target, draft, token, batch=1, **changes):
-    """Arguments of `batch` equal rows: a root with laws and one child that carries `token`."""
+    """Arguments of `batch` equal rows: a root with both distributions and one child with `token`."""
     logits = torch.as_tensor(target, dtype=torch.float32).log()
     draft = torch.as_tensor(draft, dtype=torch.float32)
     nodes = 2
@@ -135,7 +135,7 @@ def test_on_chains_rejection_is_recursive():
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_chain_rules_see_first_children_only(rule):
-    """Other children may be anything: what is emitted is that of the chain."""
+    """Other children have no effect: the emitted tokens are those of the chain."""
     arguments = random_arguments(50, 9, 12, seed=7)
     parents, tokens = arguments[3], arguments[2].clone()
     chain = [
@@ -315,7 +315,7 @@ def test_nan_or_nothing_finite_at_a_visited_node(dtype, rule, device):
 
 
 def test_block_does_not_look_behind_an_impossible_token():
-    """Nothing behind a token of target probability 0 can be accepted, so NaN there does not matter."""
+    """Nothing after a token of target probability 0 can be accepted, so NaN there has no effect."""
     arguments = rows_of([0.5, 0.5, 0.0], [0.2, 0.2, 0.6], 2, batch=20)
     arguments["logits"] = arguments["logits"].clone()
     arguments["logits"][:, 1] = NAN
@@ -325,7 +325,7 @@ def test_block_does_not_look_behind_an_impossible_token():
 
 @pytest.mark.parametrize("rule", RULES)
 def test_what_is_not_visited_may_hold_nan(rule, device):
-    """Logits of nodes off the examined path; draft laws of those and of leaves."""
+    """Logits of nodes off the examined path; draft distributions of those and of leaves."""
     arguments = random_arguments(20, 10, 30, illegal=0.1, seed=8)
     expected = run("recursive" if rule == "recursive" else "rejection", arguments)
     logits, draft_probs = (torch.full_like(tensor, NAN) for tensor in arguments[:2])
@@ -352,7 +352,7 @@ def chain_of(links):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_strided_inputs(rule, device):
-    """Laws sliced out of NaN-filled buffers at odd offsets; everything else strided too."""
+    """Distributions sliced out of NaN-filled buffers at odd offsets; all other arguments are strided, too."""
     arguments = random_arguments(5, 6, 101, dtype=torch.bfloat16, seed=3)
     sliced = []
     for law in arguments[:2]:

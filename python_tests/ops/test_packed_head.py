@@ -123,7 +123,7 @@ SIZES = dict(hidden_size=32, target_hidden_size=32, intermediate_size=48, head_d
         ({}, CPU, torch.float16, TreeConfig(), 1, "same", "on the CPU it supports torch."),
         ({}, CPU, torch.float64, TreeConfig(), 1, "same", "on the CPU it supports torch."),
         ({}, CPU, torch.float32, TreeConfig(), 1, "int8", "does not support int8"),
-        ({}, torch.device("xpu"), torch.float32, TreeConfig(), 1, "same", "not for xpu"),
+        ({}, torch.device("xpu"), torch.float32, TreeConfig(), 1, "same", "not xpu"),
         ({}, CUDA, torch.float32, TreeConfig(64, 1, 1024), 128, "same", None),
         ({}, CUDA, torch.float16, TreeConfig(2, 32), 1, "same", None),
         ({}, CUDA, torch.bfloat16, TreeConfig(2, 32), 1, "float8", None),
@@ -148,7 +148,7 @@ SIZES = dict(hidden_size=32, target_hidden_size=32, intermediate_size=48, head_d
             "same",
             "top_k of trees must be at most 32, not",
         ),
-        ({}, CUDA, torch.float32, TreeConfig(choices=((32,),)), 1, "same", "up to 32, not 33"),
+        ({}, CUDA, torch.float32, TreeConfig(choices=((32,),)), 1, "same", "at most 32, not 33"),
         (
             {},
             CUDA,

@@ -1,8 +1,8 @@
-"""Rule 1 is lossless: the law of what is emitted equals the law of the target.
+"""Rule 1 is lossless: the emitted tokens have the distribution of the target.
 
-Exact: the walk of the reference is enumerated over all picks, weighted with rational target
-probabilities. Statistical: chi-square on over 1e6 draws with fixed seeds through the compiled op, with
-logits processed by transformers. Both tests are shown to have teeth: deliberately biased rules fail them.
+Exact test: the walk of the reference is enumerated over all picks, weighted with rational target
+probabilities. Statistical test: chi-square on over 1e6 draws with fixed seeds through the compiled op, with
+logits processed by transformers. Deliberately biased rules fail both tests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from specdec_ext.verify.filters import fuse_filters
 
 
 class _MorePicks(Exception):
-    """The walk asks for a pick that is not chosen yet."""
+    """Raised when the walk needs a pick that is not chosen yet."""
 
 
 def enumerate_walks(tokens: list[int], parents: list[int], target: Target) -> Iterator:

@@ -1,8 +1,8 @@
-"""Rules 2, 3 and 4 are lossless: the law of what is emitted equals the law of the target.
+"""Rules 2, 3 and 4 are lossless: the emitted tokens have the distribution of the target.
 
-Exact: every draft, every accepting or rejecting branch and every last token of the specification is
-enumerated in rational arithmetic. Statistical: chi-square on over 1e6 draws with fixed seeds through the
-compiled ops. Both tests are shown to have teeth: the faults that such code is known for fail them.
+Exact test: every draft, every accepting or rejecting branch and every last token of the specification is
+enumerated in rational arithmetic. Statistical test: chi-square on over 1e6 draws with fixed seeds through the
+compiled ops. Typical faults of such code, planted on purpose, fail both tests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RULES = {
 
 
 def prefix_of(node: int, tokens: list[int], parents: list[int]) -> Text:
-    """The draft tokens on the path from the root to a node, the root's aside."""
+    """The draft tokens on the path from the root to a node, without the root's."""
     return () if node == 0 else (*prefix_of(parents[node], tokens, parents), tokens[node])
 
 
@@ -57,7 +57,7 @@ def drafts(parents: list[int], draft: Target) -> Iterator[tuple[list[int], Fract
 
 
 class _MoreDecisions(Exception):
-    """The walk asks for a decision that is not made yet; carries the probability of accepting."""
+    """Raised when the walk needs a further decision; holds the probability of accepting."""
 
 
 def enumerate_walks(
@@ -193,7 +193,7 @@ def test_the_exact_test_sees_a_draft_law_that_keeps_drawn_tokens(monkeypatch):
 
 
 def test_the_exact_test_sees_siblings_in_another_order():
-    """Siblings sorted by token, as after a re-ranking by score, are no draws in order."""
+    """Siblings sorted by token, as after re-ranking by score, are not in the order of their draws."""
 
     def sorted_drafts(parents, draft):
         for (_, *siblings), weight in drafts(parents, draft):
@@ -204,7 +204,7 @@ def test_the_exact_test_sees_siblings_in_another_order():
 
 
 def test_the_exact_test_sees_deterministic_siblings():
-    """The two most likely tokens, with the probabilities of a law that they were not drawn from."""
+    """The two most likely tokens, with a distribution from which they were not drawn."""
 
     def best_drafts(parents, draft):
         law = draft(())
@@ -266,7 +266,7 @@ def verify(rule, parents, tokens, positions, draft_probs, seed, device="cpu"):
 
 
 def append(texts, lengths, tokens, result):
-    """Write what a round emitted behind the texts; the new lengths."""
+    """Append the tokens that a round emitted to the texts; returns the new lengths."""
     rows = torch.arange(len(texts))
     for depth in range(tokens.shape[1]):
         accepted = depth < result.num_accepted
@@ -278,7 +278,7 @@ def append(texts, lengths, tokens, result):
 
 
 def write(rule, rows, seed, *, rounds=1, keyed=True, draft_of=None, device="cpu") -> torch.Tensor:
-    """Texts ``[rows, 1 + LENGTH]`` of `rounds` rounds; the target itself writes what is missing."""
+    """Texts ``[rows, 1 + LENGTH]`` of `rounds` rounds, completed with draws from the target."""
     rng = generator(seed)
     parents = SHAPES[rule]
     texts = torch.zeros(rows, 1 + LENGTH + len(parents), dtype=torch.long)
@@ -298,7 +298,7 @@ def write(rule, rows, seed, *, rounds=1, keyed=True, draft_of=None, device="cpu"
 
 
 def excess(texts: torch.Tensor) -> float:
-    """Above 1: the texts do not have the target's law."""
+    """A chi-square statistic; above 1, the texts do not have the target's distribution."""
     step = TARGET.double().softmax(dim=-1)
     law = step[0]
     for _ in range(LENGTH - 1):
@@ -330,7 +330,7 @@ def test_the_statistical_test_sees_a_wrong_draft_law(rule):
 
 
 def test_law_of_the_drafts():
-    """draw_drafts draws without replacement and in order: the law of ordered triples."""
+    """draw_drafts draws without replacement and in order: the distribution of ordered triples is right."""
     rows, probs = 1 << 16, torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
     zeros = torch.zeros(rows, dtype=torch.long)
     drawn = reference.draw_drafts(probs.expand(rows, -1), 3, 2, zeros, zeros, torch.arange(rows))

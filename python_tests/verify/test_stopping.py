@@ -6,8 +6,6 @@ drafter at batch 1 and at batch 5 ragged; and a criterion that counts its calls 
 same text, as by plain decoding. The scripted drafters know the text that goes on beyond every stop.
 """
 
-import functools
-
 import pytest
 import torch
 from stopping_cases import BATCHES, NEW_TOKENS, endless, letters_tokenizer, text_of
@@ -204,7 +202,6 @@ def test_a_row_far_ahead_waits_at_max_length():
 # --- stop strings
 
 
-@functools.cache
 def stop_strings_of(case: str, answers: list[list[int]]) -> str | list[str]:
     first, last = answers[0], answers[-1]
     return {

@@ -1,9 +1,9 @@
 """``generate(verification=...)``: drafts sampled from known probabilities, verified by rules 2, 3 and 4.
 
-Claims: the law of the text is the target's, through the whole loop and for every rule, whatever the draft
-model and the logits processors (chi-square over the rows of one call, all with the same prompt, against the
-law that the target's own logits give); one seed gives one text; greedy decoding knows no rules; and what a
-rule can't verify is refused by name.
+Claims: with the whole loop, every rule, draft model and logits processor, the text has the target's
+distribution (chi-square over the rows of one call, all with the same prompt, against the distribution that
+the target's own logits give). One seed gives one text. Greedy decoding is the same under all rules. What a
+rule can't verify is refused with an error.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def small_model(seed: int) -> PreTrainedModel:
 
 
 class SampledTree(Drafter):
-    """Two children of the root and one grandchild, drawn without replacement from a fixed law per token."""
+    """Two children of the root and one grandchild, drawn without replacement from fixed probabilities."""
 
     sampled = True
 
@@ -116,7 +116,7 @@ def exact_law(**kwargs) -> torch.Tensor:
 
 
 def excess(texts: torch.Tensor, law: torch.Tensor) -> float:
-    """Above 1: the texts do not have this law."""
+    """A chi-square statistic; above 1, the texts do not have this distribution."""
     cells = texts[:, len(PROMPT) :] @ (VOCAB ** torch.arange(LENGTH - 1, -1, -1))
     return chi_square_excess(torch.bincount(cells, minlength=VOCAB**LENGTH), law)
 
@@ -161,7 +161,7 @@ def test_law_of_the_text_with_more_draws(case, warpers):
 
 
 class WrongLaw(SampledTree):
-    """Says another temperature than it drew at."""
+    """Reports the probabilities of another temperature than it drew at."""
 
     def propose(self, context):
         tree = super().propose(context)
@@ -346,7 +346,7 @@ REFUSED = {
     ),
     "a token that can't have been drawn": (
         dict(drafter=Impossible(), rule="recursive"),
-        r"token \d \(row 0, node 1\) has draft probability 0; draft_probs must hold",
+        r"token \d \(row 0, node 1\) has draft probability 0; draft_probs must contain",
     ),
 }
 
@@ -376,7 +376,7 @@ def test_a_draft_model_that_breaks_down_only_stops_drafting():
 
 
 def test_drafts_end_with_the_first_token_of_low_confidence():
-    """Each row's draft is the longest head of the full one in which all but the last are confident."""
+    """Each row's draft is the longest prefix of the full one whose tokens are confident, except the last."""
     model = draft = tiny_model("llama")
     ids, mask = prompts((12, 3, 9, 5))
 

@@ -21,16 +21,20 @@ from specdec_ext.reference import rng
 from specdec_ext.reference.verify_match import NAN, NO_FINITE_LOGIT, OK
 from specdec_ext.tree.draft_tree import ROOT_PARENT
 
-Law = Sequence[Any]  # a distribution over tokens, of float or Fraction
-Laws = Callable[[int], Law]  # node -> distribution
+Distribution = Sequence[Any]  # probability of each token, float or Fraction
+Distributions = Callable[[int], Distribution]  # node -> distribution
 Accept = Callable[[int, int, Any, Any], bool]
-Walk = tuple[list[int], Law]  # accepted nodes, distribution of the next token
+Walk = tuple[list[int], Distribution]  # accepted nodes, distribution of the next token
 Stream = tuple[Tensor, Tensor, Tensor]  # seed, row id, root position
-Rule = Callable[[list[int], list[int], Laws, Laws, Accept], Walk]
+Rule = Callable[[list[int], list[int], Distributions, Distributions, Accept], Walk]
 
 
 def recursive(
-    tokens: list[int], parents: list[int], target: Laws, draft: Laws, accept: Accept
+    tokens: list[int],
+    parents: list[int],
+    target: Distributions,
+    draft: Distributions,
+    accept: Accept,
 ) -> Walk:
     """Rule 4: siblings were drawn from ``draft`` without replacement and are tried in the order of the draws.
 
@@ -45,7 +49,11 @@ def recursive(
 
 
 def rejection(
-    tokens: list[int], parents: list[int], target: Laws, draft: Laws, accept: Accept
+    tokens: list[int],
+    parents: list[int],
+    target: Distributions,
+    draft: Distributions,
+    accept: Accept,
 ) -> Walk:
     """Rule 2: like rule 4, with only the first child of every node."""
     return _rejection_walk(tokens, parents, target, draft, accept, max_children=1)
@@ -54,8 +62,8 @@ def rejection(
 def _rejection_walk(
     tokens: list[int],
     parents: list[int],
-    target: Laws,
-    draft: Laws,
+    target: Distributions,
+    draft: Distributions,
     accept: Accept,
     max_children: int,
 ) -> Walk:
@@ -78,31 +86,37 @@ def _rejection_walk(
             return path, residual
 
 
-def block(tokens: list[int], parents: list[int], target: Laws, draft: Laws, accept: Accept) -> Walk:
+def block(
+    tokens: list[int],
+    parents: list[int],
+    target: Distributions,
+    draft: Distributions,
+    accept: Accept,
+) -> Walk:
     """Rule 3: accept the longest prefix i of the chain of first children with u_i < h_i (Sun et al. 2024)."""
-    path, keeps, laws = [0], [1], [target(0)]
+    path, keeps, targets = [0], [1], [target(0)]
     at_end = False
     while not at_end and keeps[-1] > 0:
-        node, keep, law = path[-1], keeps[-1], laws[-1]
+        node, keep, probs = path[-1], keeps[-1], targets[-1]
         children = _children(parents, node)[:1]
         if not children or not _can_be_drawn(tokens[children[0]], draft(node)):
             at_end = True
         else:
             token = tokens[children[0]]
             path.append(children[0])
-            keeps.append(min(keep * law[token] / draft(node)[token], 1))
-            laws.append(target(path[-1]) if keeps[-1] > 0 else [])
+            keeps.append(min(keep * probs[token] / draft(node)[token], 1))
+            targets.append(target(path[-1]) if keeps[-1] > 0 else [])
     if at_end and (len(path) == 1 or accept(len(path) - 2, 0, keeps[-1], 1)):
-        return path, laws[-1]
+        return path, targets[-1]
     if len(path) > 1:
         path.pop()  # not accepted, or of target probability 0
     while True:
-        keep, law = keeps[len(path) - 1], laws[len(path) - 1]
-        residual = _positive_difference([keep * t for t in law], draft(path[-1]))
+        keep, probs = keeps[len(path) - 1], targets[len(path) - 1]
+        residual = _positive_difference([keep * t for t in probs], draft(path[-1]))
         mass = sum(residual)
         total = mass + 1 - keep
         if len(path) == 1 or total == 0 or accept(len(path) - 2, 0, mass, total):
-            return path, [r / mass for r in residual] if mass > 0 else law
+            return path, [r / mass for r in residual] if mass > 0 else probs
         path.pop()
 
 
@@ -110,22 +124,22 @@ def _children(parents: list[int], node: int) -> list[int]:
     return [child for child in range(node + 1, len(parents)) if parents[child] == node]
 
 
-def _can_be_drawn(token: int, remaining: Law) -> bool:
+def _can_be_drawn(token: int, remaining: Distribution) -> bool:
     return 0 <= token < len(remaining) and remaining[token] > 0
 
 
-def _positive_difference(target: Law, draft: Law) -> Law:
+def _positive_difference(target: Distribution, draft: Distribution) -> Distribution:
     return [max(t - d, 0) for t, d in zip(target, draft, strict=True)]
 
 
-def _normalised_difference(target: Law, draft: Law) -> Law:
+def _normalised_difference(target: Distribution, draft: Distribution) -> Distribution:
     """max(target - draft, 0), normalised; the target itself if the difference is 0 everywhere."""
     difference = _positive_difference(target, draft)
     mass = sum(difference)
     return [d / mass for d in difference] if mass > 0 else target
 
 
-def _without(draft: Law, token: int) -> Law:
+def _without(draft: Distribution, token: int) -> Distribution:
     """The draft distribution without a token, normalised; all zeros if nothing is left."""
     rest = [0 if v == token else d for v, d in enumerate(draft)]
     mass = sum(rest)
@@ -170,25 +184,27 @@ def _verify(
         stream: Stream = (seeds[row], row_ids[row], root_positions[row])
         examined: list[int] = []
 
-        def target(node: int, row: int = row, examined: list[int] = examined) -> Law:
-            law = target_law(logits[row, node])
+        def target(node: int, row: int = row, examined: list[int] = examined) -> Distribution:
+            probs = target_distribution(logits[row, node])
             examined.append(node)
-            return law
+            return probs
 
-        def draft(node: int, row: int = row) -> Law:
-            return draft_law(draft_probs[row, node]).tolist()
+        def draft(node: int, row: int = row) -> Distribution:
+            return draft_distribution(draft_probs[row, node]).tolist()
 
         def accept(depth: int, ordinal: int, t: float, d: float, stream: Stream = stream) -> bool:
             bits = rng.round_bits(*stream, depth, rng.PURPOSE_ACCEPT, 4 * ordinal + 1)
             return bool(rng.accept_uniform(bits[-1]).double() * d < t)
 
         try:
-            accepted, law = rule(tokens[row].tolist(), parents[row].tolist(), target, draft, accept)
+            accepted, probs = rule(
+                tokens[row].tolist(), parents[row].tolist(), target, draft, accept
+            )
         except BadLogits as error:
             status[row], accepted = error.status, examined
         else:
             bits = rng.round_bits(*stream, len(accepted) - 1, rng.PURPOSE_RESIDUAL, vocab)
-            next_token[row] = race(bits.new_tensor(law, dtype=torch.float64), bits)
+            next_token[row] = race(bits.new_tensor(probs, dtype=torch.float64), bits)
         num_accepted[row] = len(accepted) - 1
         path[row, : len(accepted)] = path.new_tensor(accepted)
     return path, num_accepted, next_token, status
@@ -202,7 +218,7 @@ class BadLogits(Exception):
         self.status = status
 
 
-def target_law(logits: Tensor) -> Law:
+def target_distribution(logits: Tensor) -> Distribution:
     """The target's distribution: softmax in float64, where +inf counts as the largest float32."""
     logits = logits.float()
     status = NAN if logits.isnan().any() else NO_FINITE_LOGIT if logits.max() == -torch.inf else OK
@@ -211,7 +227,7 @@ def target_law(logits: Tensor) -> Law:
     return logits.clamp(max=torch.finfo(torch.float32).max).double().softmax(dim=-1).tolist()
 
 
-def draft_law(draft_probs: Tensor) -> Tensor:
+def draft_distribution(draft_probs: Tensor) -> Tensor:
     """The draft distribution: ``[..., vocab]`` in float64, normalised; invalid or negative entries are 0.
 
     It is all zeros if the sum is outside 2^-64 .. 2^64; then no token counts as drawn.
@@ -222,13 +238,13 @@ def draft_law(draft_probs: Tensor) -> Tensor:
     return torch.where((mass >= 2.0**-64) & (mass <= 2.0**64), probs / mass, 0)
 
 
-def race(law: Tensor, bits: Tensor) -> Tensor:
+def race(probs: Tensor, bits: Tensor) -> Tensor:
     """Draw a token: the arg-max of probability / exponential noise, ties to the lowest token.
 
     Tokens of probability 0 are never drawn. The descending order of the quotients is a sequence of draws
     without replacement.
     """
-    quotients = law / rng.exponential(bits).double()
+    quotients = probs / rng.exponential(bits).double()
     return quotients.max(dim=-1).indices
 
 
@@ -260,7 +276,7 @@ def draw_drafts(
     vocab = draft_probs.shape[-1]
     bits = rng.round_bits(seeds, row_ids, root_positions, depth, rng.PURPOSE_DRAFT, vocab)
     bits = bits.view(len(bits), *[1] * (draft_probs.ndim - 2), vocab)
-    weights = draft_law(draft_probs)
+    weights = draft_distribution(draft_probs)
     quotients, order = (weights / rng.exponential(bits).double()).sort(
         dim=-1, descending=True, stable=True
     )
