@@ -1,1 +1,1 @@
-"""Draft heads as data: their configuration, their weights, and the files that hold them."""
+"""Draft heads as data: configuration, weights, and checkpoint files."""

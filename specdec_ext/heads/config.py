@@ -1,17 +1,19 @@
-"""``DraftHead``: a draft head of the EAGLE family in the one form that this package computes with.
+"""``DraftHead``: a draft head of the EAGLE family in the canonical form of this package.
 
 Published formats differ in names, defaults and spellings; ``specdec_ext.heads.checkpoints`` reads them into
-this form and writes them from it. EAGLE-2 is EAGLE-1 with a dynamic tree, EAGLE 3.1 is EAGLE-3 with
-``fc_norm`` and ``norm_output``, P-EAGLE is EAGLE-3 with ``mask_token_id``: options, not classes.
+this form and writes them from it. The members of the family are options, not classes: EAGLE-2 is EAGLE-1 with
+a dynamic tree, EAGLE 3.1 is EAGLE-3 with ``fc_norm`` and ``norm_output``, P-EAGLE is EAGLE-3 with
+``mask_token_id``.
 
-The forward of one element (embedding e of token x[t+1], features g of position t; Li et al. 2024, 2025):
+The forward pass of one element, which consists of the embedding e of token x[t+1] and the target's auxiliary
+hidden states g of position t (Li et al. 2024, 2025):
 
     eagle1   h = fc(cat(e, g))                          every step; no norm before layer 0 and none at the end
     eagle3   h = fc(fc_norm_i(input_norm(g)_i))         first step only, later ones take the feedback as h
              layer 0 attends over cat(input_layernorm(e), hidden_norm(h)), width 2 * hidden_size
              logits = lm_head(norm(out)); feedback = norm(out) if norm_output else out
 
-See :mod:`specdec_ext.reference.draft_head` for all of it.
+The complete specification is :mod:`specdec_ext.reference.draft_head`.
 """
 
 from __future__ import annotations
@@ -25,24 +27,33 @@ from specdec_ext.heads.weights import DraftWeights
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """Everything that decides what a head computes; sizes in elements.
+    """Everything that determines the computation of a head; sizes are in elements.
 
     Attributes:
         kind: ``"eagle1"`` or ``"eagle3"``.
-        vocab_size: of the target.
-        draft_vocab_size: rows of ``lm_head``; fewer than ``vocab_size`` where the head drafts a part of it.
-        target_hidden_size: width of one tapped feature.
-        num_features: how many are tapped, side by side.
-        feature_layers: the tapped hidden states (``Drafter.feature_layers``), or None where the checkpoint
-            does not say: the default for the target's depth.
-        has_fc: whether ``fc`` maps the features to ``hidden_size``. False: they are taken as they are.
-        rope_parameters: as in transformers: ``rope_type``, ``rope_theta``, and what the type needs.
-        sliding_windows: per layer, tokens that are seen, None for all.
-        own_embedding, own_lm_head: False where the target's is used.
-        norm_before_residual: the first layer's residual is the normed hidden state.
-        norm_output: the normed output is fed back (EAGLE 3.1).
+        hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, num_layers: of the head's decoder
+            layers.
+        vocab_size: vocabulary size of the target.
+        draft_vocab_size: rows of ``lm_head``; fewer than ``vocab_size`` if the head drafts only a part of the
+            vocabulary.
+        target_hidden_size: width of one auxiliary hidden state of the target.
+        num_features: number of auxiliary hidden states that the head reads, concatenated.
+        feature_layers: which hidden states these are (``Drafter.feature_layers``). None if the checkpoint
+            does not say; then the default for the target's depth is used.
+        has_fc: whether ``fc`` maps the auxiliary hidden states to ``hidden_size``; if False, they are used
+            unchanged.
+        max_positions: the number of positions that the head was trained for.
+        rope_parameters: as in transformers: ``rope_type``, ``rope_theta``, and the fields of the type.
+        sliding_windows: per layer the number of tokens that a token attends to, None for all.
+        own_embedding, own_lm_head: False if the head uses the target's.
+        fc_bias, qkv_bias, o_bias: whether these matrices have a bias.
+        qk_norm: whether queries and keys are normed per head.
+        fc_norm: whether each auxiliary hidden state has an RMS norm of its own before ``fc`` (EAGLE 3.1).
+        norm_before_fc: whether the concatenated auxiliary hidden states are normed before ``fc``.
+        norm_before_residual: whether the residual of the first layer is the normed hidden state.
+        norm_output: whether the normed output is fed back (EAGLE 3.1).
         logit_scale: factor on the logits.
-        mask_token_id: of P-EAGLE's parallel slots, else None.
+        mask_token_id: the token in P-EAGLE's parallel slots, None for other heads.
     """
 
     kind: Literal["eagle1", "eagle3"]
@@ -78,10 +89,10 @@ class HeadConfig:
     mask_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself; sizes are compared with the tensors by :class:`DraftHead`.
+        """Refuse contradictory fields; :class:`DraftHead` compares the sizes with the tensors.
 
         Raises:
-            ValueError: naming the fields.
+            ValueError: the message names the fields.
         """
         feeds_features_back = self.kind == "eagle1" or not self.has_fc
         for holds, rule in (
@@ -92,7 +103,7 @@ class HeadConfig:
             ),
             (
                 len(self.feature_layers or ()) in (0, self.num_features),
-                f"feature_layers={self.feature_layers} must be num_features={self.num_features} layers",
+                f"feature_layers={self.feature_layers} must have num_features={self.num_features} entries",
             ),
             (
                 self.num_heads % self.num_kv_heads == 0,
@@ -110,12 +121,12 @@ class HeadConfig:
                 self.mask_token_id is None or 0 <= self.mask_token_id < self.vocab_size,
                 f"mask_token_id={self.mask_token_id} must be in [0, vocab_size={self.vocab_size})",
             ),
-            (self.has_fc or self.kind != "eagle1", "an EAGLE-1 head has an fc; has_fc is False"),
+            (self.has_fc or self.kind != "eagle1", "has_fc=False, but an EAGLE-1 head has an fc"),
             (
                 self.feature_width == self.hidden_size or not feeds_features_back,
-                f"num_features={self.num_features} of target_hidden_size={self.target_hidden_size} must have "
-                f"the width hidden_size={self.hidden_size}, which an EAGLE-1 head or one without fc feeds "
-                "back in their place",
+                f"num_features={self.num_features} times target_hidden_size={self.target_hidden_size} must "
+                f"equal hidden_size={self.hidden_size}, because an EAGLE-1 head, or one without fc, feeds "
+                "its own output back in place of the target's hidden states",
             ),
         ):
             if not holds:
@@ -123,11 +134,15 @@ class HeadConfig:
 
     @property
     def feature_width(self) -> int:
+        """Width of the concatenated auxiliary hidden states."""
         return self.num_features * self.target_hidden_size
 
     def resolved_feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """``feature_layers``, or the default: a single one is the last hidden state, three are EAGLE-3's, the
-        inputs of layers 2, n // 2 and n - 3."""
+        """Return ``feature_layers``, or the default for a target of n = ``num_target_layers`` layers.
+
+        The default is the last hidden state if ``num_features`` is 1, else EAGLE-3's inputs of layers 2,
+        n // 2 and n - 3.
+        """
         if self.feature_layers is not None:
             return self.feature_layers
         if self.num_features == 1:
@@ -135,7 +150,7 @@ class HeadConfig:
         return 2, num_target_layers // 2, num_target_layers - 3
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor that a head of this config has, and no other."""
+        """Return name and shape of every tensor of a head with this config; it has no others."""
         hidden, inner = self.hidden_size, self.intermediate_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {}
@@ -187,18 +202,18 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class HeadRecord:
-    """What a checkpoint tells about a head, or about Medusa heads, beside what they compute.
+    """Facts from a checkpoint about a head, or about Medusa heads, that do not affect the computation.
 
     Attributes:
-        format: of the checkpoint, in words.
-        layers_from: what ``HeadConfig.feature_layers`` was taken from, in words.
-        target_name: the target it was made for.
+        format: name of the checkpoint format.
+        layers_from: where ``HeadConfig.feature_layers`` comes from, in words.
+        target_name: name of the target that the head was trained for.
         target_revision: commit of that target on the hub.
-        target_fingerprint: of that target's weights (``checkpoints.weights_fingerprint``).
-        tokenizer_fingerprint: of that target's tokenizer (``checkpoints.tokenizer_fingerprint``).
-        ambiguous: fields of ``HeadConfig`` whose reading is a guess, as the checkpoint leaves two open.
-        tied: its ``lm_head`` is an embedding that it shares with the target.
-        ignored: tensors of the file that this head has no use for.
+        target_fingerprint: fingerprint of the target's weights (``checkpoints.weights_fingerprint``).
+        tokenizer_fingerprint: fingerprint of its tokenizer (``checkpoints.tokenizer_fingerprint``).
+        ambiguous: fields of ``HeadConfig`` that the checkpoint states ambiguously, so their value is a guess.
+        tied: whether the ``lm_head`` is an embedding that the head shares with the target.
+        ignored: tensors in the file that the head does not use.
     """
 
     format: str = "none"
@@ -214,11 +229,12 @@ class HeadRecord:
 
 @dataclass(frozen=True)
 class DraftHead(DraftWeights):
-    """A head's config and tensors.
+    """Config and tensors of an EAGLE-family head.
 
     Attributes:
-        config: what it computes.
-        record: what its checkpoint told about it.
+        config: determines the computation.
+        tensors, source: see :class:`DraftWeights`.
+        record: facts from the checkpoint that do not affect the computation.
     """
 
     config: HeadConfig

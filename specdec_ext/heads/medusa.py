@@ -1,7 +1,7 @@
-"""``MedusaHeads``: heads that each guess one token further ahead, in the form this package computes with.
+"""``MedusaHeads``: Medusa heads (Cai et al. 2024) in the canonical form of this package.
 
-Cai et al. 2024 "Medusa". All heads read the target's last hidden state h (after the final norm) of one token.
-Where the target's own head gives the next token, head i gives the one 2 + i after it::
+All heads read the target's last hidden state h (after the final norm) of one token. The target's own head
+predicts the next token; head i predicts the token 2 + i positions after the one it reads::
 
     x_0 = h;   x_{j+1} = x_j + silu(W_ij x_j + b_ij)        for each of num_layers blocks
     logits_i = lm_head_i x
@@ -20,16 +20,17 @@ from specdec_ext.heads.weights import DraftWeights
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """Everything that decides what the heads compute.
+    """Everything that determines the computation of the heads.
 
     Attributes:
-        num_heads: tokens guessed ahead.
-        num_layers: residual blocks of each head.
-        hidden_size: of the target.
-        vocab_size: of the target.
-        draft_vocab_size: rows of the heads' ``lm_head``; fewer where they guess a part of the vocabulary.
-        bias: of the blocks.
-        shared_lm_head: one ``lm_head`` for all heads.
+        num_heads: number of heads, and so of tokens that are drafted ahead.
+        num_layers: number of residual blocks in each head.
+        hidden_size: hidden size of the target.
+        vocab_size: vocabulary size of the target.
+        draft_vocab_size: rows of the heads' ``lm_head``; fewer than ``vocab_size`` if the heads draft only a
+            part of the vocabulary.
+        bias: whether the blocks have a bias.
+        shared_lm_head: whether all heads share one ``lm_head``.
     """
 
     num_heads: int
@@ -41,7 +42,7 @@ class MedusaConfig:
     shared_lm_head: bool = False
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor of such heads."""
+        """Return name and shape of every tensor of heads with this config; they have no others."""
         shapes: dict[str, tuple[int, ...]] = {}
         for head in range(self.num_heads):
             for layer in range(self.num_layers):
@@ -57,11 +58,12 @@ class MedusaConfig:
 
 @dataclass(frozen=True)
 class MedusaHeads(DraftWeights):
-    """The heads of one target.
+    """Config and tensors of the Medusa heads of one target.
 
     Attributes:
-        config: what they compute.
-        record: what their checkpoint told about them.
+        config: determines the computation.
+        tensors, source: see :class:`DraftWeights`.
+        record: facts from the checkpoint that do not affect the computation.
     """
 
     config: MedusaConfig
@@ -72,32 +74,36 @@ class MedusaHeads(DraftWeights):
 def likely_choices(
     accuracies: Sequence[Sequence[float]], num_nodes: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The static tree of which most tokens are accepted (Cai et al. 2024, section 2.3.3).
+    """Find the static tree with the largest expected number of accepted tokens (Cai et al. 2024, 2.3.3).
 
-    A node is accepted with the product of the accuracies on the way to it; the best nodes are taken greedily,
-    among equals the shorter path and the better ranks.
+    The acceptance probability of a node is the product of the accuracies on its path. The nodes with the
+    highest probability are chosen; among equal ones those with the shorter path, then with the better ranks.
 
     Args:
-        accuracies: ``accuracies[i][rank]`` how often the guess of that rank of head i is right, not rising
-            with the rank and at most 1.
-        num_nodes: the root included, at most.
+        accuracies: ``accuracies[i][rank]`` is the probability that the candidate of this rank of head i is
+            correct; it must not rise with the rank.
+        num_nodes: the largest number of nodes, root included.
 
     Returns:
         ``choices`` for :class:`TreeConfig`.
+
+    Raises:
+        ValueError: for accuracies that rise or lie outside [0, 1], or from which no tree can be made.
     """
     for head, ranks in enumerate(accuracies):
         falling = all(a >= b for a, b in pairwise(ranks))
         if not ranks or not falling or not 0 <= ranks[-1] <= ranks[0] <= 1:
             raise ValueError(
-                f"accuracies[{head}] is {list(ranks)}; expected at least one number, falling, in [0, 1]"
+                f"accuracies[{head}] is {list(ranks)}; expected at least one number in [0, 1], and none "
+                "larger than the one before"
             )
     if not accuracies or accuracies[0][0] == 0 or num_nodes < 2:
         raise ValueError(
-            f"{len(accuracies)} heads and num_nodes={num_nodes} make no tree; expected a head that is "
-            "right at times, and at least the root and a node"
+            f"no tree can be made from {len(accuracies)} heads and num_nodes={num_nodes}; expected at least "
+            "one head, accuracies[0][0] > 0 and num_nodes >= 2 (the root and one more)"
         )
     chosen: list[tuple[int, ...]] = []
-    # (minus the probability, depth, path, probability of its parent), the best first
+    # (minus the probability, depth, path, probability of the parent), the most probable first
     candidates: list[tuple[float, int, tuple[int, ...], float]]
     candidates = [(-accuracies[0][0], 1, (0,), 1.0)]
     while candidates and len(chosen) < num_nodes - 1:

@@ -1,9 +1,9 @@
-"""Rotary position tables of draft heads, for every rope type that transformers knows.
+"""Rotary position tables of draft heads, for every rope type that transformers supports.
 
 Row p of a table belongs to position p and has the frequencies that transformers uses for a text of p + 1
-tokens. So a row never changes when a table grows, and a key that was rotated stays right: what "dynamic" and
-"longrope", whose frequencies depend on the length of the text, give when tokens are decoded one after the
-other. (A prompt that transformers reads in one pass is rotated by its whole length there.)
+tokens. A row therefore does not change when the table grows, and a key that was rotated once stays correct.
+For "dynamic" and "longrope", whose frequencies depend on the length of the text, this equals decoding token
+by token. (In one pass over a prompt, transformers rotates all tokens by the length of the whole prompt.)
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from specdec_ext.heads.config import HeadConfig
 def rope_tables(
     config: HeadConfig, num_positions: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the positions 0 .. ``num_positions`` - 1, attention scaling included.
+    """Compute cosines and sines of the positions 0 .. ``num_positions`` - 1, including attention scaling.
 
     Args:
-        config: of the head: ``rope_parameters``, ``head_dim`` and ``max_positions`` count.
-        num_positions: rows; may exceed ``config.max_positions``.
+        config: config of the head; ``rope_parameters``, ``head_dim`` and ``max_positions`` are used.
+        num_positions: number of rows; may exceed ``config.max_positions``.
         dtype: float32, or float64 for a reference.
 
     Returns:
-        Two ``[num_positions, rotary / 2]``. The first ``rotary`` of ``head_dim`` elements are rotated, i with
-        ``rotary / 2 + i``: all of them unless ``rope_parameters["partial_rotary_factor"]`` says otherwise.
+        Two tensors ``[num_positions, rotary / 2]``. The first ``rotary`` of ``head_dim`` elements are
+        rotated, element i together with ``rotary / 2 + i``. ``rotary`` is ``head_dim``, unless
+        ``rope_parameters["partial_rotary_factor"]`` is less than 1.
 
     Raises:
-        ValueError: for a rope type that transformers does not know.
+        ValueError: for a rope type that transformers does not support.
     """
     frequencies, scaling = _frequencies(config, num_positions)
     positions = torch.arange(num_positions, dtype=dtype, device="cpu")[:, None]
@@ -40,7 +41,7 @@ def rope_tables(
 
 
 def _frequencies(config: HeadConfig, num_positions: int) -> tuple[Tensor, float]:
-    """``[num_positions or 1, rotary / 2]`` float32 inverse frequencies and the attention scaling."""
+    """Return inverse frequencies ``[num_positions or 1, rotary / 2]`` float32 and the attention scaling."""
     parameters = dict(config.rope_parameters)
     kind = parameters.get("rope_type", "default")
     partial = parameters.pop("partial_rotary_factor", 1.0)
@@ -48,18 +49,18 @@ def _frequencies(config: HeadConfig, num_positions: int) -> tuple[Tensor, float]
         rotary = int(config.head_dim * partial)
         exponents = torch.arange(0, rotary, 2, dtype=torch.float32, device="cpu") / rotary
         return (1.0 / parameters["rope_theta"] ** exponents)[None], 1.0
-    # Plain tables need torch alone.
+    # Imported here because default tables need only torch.
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     if kind not in ROPE_INIT_FUNCTIONS:
         raise ValueError(
-            f"rope_parameters has the rope_type {kind!r}; expected 'default' or one of "
+            f"rope_parameters has the unknown rope_type {kind!r}; expected 'default' or one of "
             f"{sorted(ROPE_INIT_FUNCTIONS)}"
         )
     options: dict[str, Any] = {"rope_parameters": parameters, "partial_rotary_factor": partial}
     like: Any = LlamaConfig(
-        hidden_size=config.num_heads * config.head_dim,  # a head's own need not be a multiple
+        hidden_size=config.num_heads * config.head_dim,  # LlamaConfig needs a multiple of the heads
         num_attention_heads=config.num_heads,
         head_dim=config.head_dim,
         max_position_embeddings=config.max_positions,
@@ -68,7 +69,7 @@ def _frequencies(config: HeadConfig, num_positions: int) -> tuple[Tensor, float]
 
     def of_length(length: int) -> tuple[Tensor, float]:
         device = torch.device("cpu")
-        with device:  # some of them take the default device for a part of their tensors
+        with device:  # some rope types allocate a part of their tensors on the default device
             frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](like, device, seq_len=length)
         return frequencies, float(scaling)
 

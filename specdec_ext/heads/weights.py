@@ -1,4 +1,4 @@
-"""What draft heads of all kinds are: a config, and exactly the tensors that it asks for."""
+"""``DraftWeights``: the base class of all draft heads, a config with exactly the tensors that it requires."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ Self = TypeVar("Self", bound="DraftWeights")
 
 
 class WeightsConfig(Protocol):
-    """What a head computes; ``vocab_size`` is the target's."""
+    """The config of a head of any kind; ``vocab_size`` is the target's."""
 
     @property
     def vocab_size(self) -> int: ...
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor, and no other."""
+        """Return name and shape of every tensor of the head."""
 
 
 class UnkeptTensors(Mapping[str, Tensor]):
-    """Tensors that are read whenever they are asked for, and not kept.
+    """A mapping that reads a tensor each time it is accessed, instead of keeping it in memory.
 
     Args:
-        names: of all.
-        read: the tensor of a name.
+        names: the names of all tensors.
+        read: reads the tensor of a name.
     """
 
     def __init__(self, names: Iterable[str], read: Callable[[str], Tensor]):
@@ -50,13 +50,13 @@ class DraftWeights:
     """Base class of ``DraftHead`` and ``MedusaHeads``.
 
     Attributes:
-        config: what they compute.
-        tensors: exactly those of ``config.tensor_shapes()``; ``draft_to_target`` is int64 and holds the
-            target's id of each draft id, the others have one floating-point dtype.
-        source: where they were read from, for messages.
+        config: determines the computation.
+        tensors: exactly the tensors of ``config.tensor_shapes()``. ``draft_to_target`` is int64 and holds the
+            target's id of each draft id; all other tensors have one floating-point dtype.
+        source: where the tensors come from, for messages.
 
     Raises:
-        ValueError: for tensors that are missing, too many, of another shape, or ids outside the vocabulary.
+        ValueError: for missing or unexpected tensors, wrong shapes, or ids outside the vocabulary.
     """
 
     config: WeightsConfig
@@ -69,24 +69,29 @@ class DraftWeights:
         surplus = sorted(self.tensors.keys() - expected.keys())
         if missing or surplus:
             raise ValueError(
-                f"{self.source}: missing tensors {missing or 'none'}, surplus tensors {surplus or 'none'}"
+                f"{self.source} does not have exactly the tensors of its config; missing: "
+                f"{missing or 'none'}, unexpected: {surplus or 'none'}"
             )
         for name, shape in expected.items():
             found = tuple(self.tensors[name].shape)
             if found != shape:
-                raise ValueError(f"{self.source}: {name} is {found}; expected {shape}")
+                raise ValueError(f"{self.source}: {name} has shape {found}; its config requires {shape}")
         targets = self.tensors.get("draft_to_target")
         if targets is None or targets.is_meta:
             return
         lowest, highest = (int(bound) for bound in targets.aminmax())
         if lowest < 0 or highest >= self.config.vocab_size:
             raise ValueError(
-                f"{self.source}: draft_to_target holds ids from {lowest} to {highest}; expected ids in "
-                f"[0, {self.config.vocab_size}) (files may hold offsets, here they are ids)"
+                f"{self.source}: draft_to_target holds ids from {lowest} to {highest}; expected ids of the "
+                f"target in [0, {self.config.vocab_size}). The d2t of checkpoints holds offsets: add each "
+                "draft id to its offset"
             )
 
     def to(self: Self, device: torch.device | str, dtype: torch.dtype) -> Self:
-        """The same on a device, floating-point tensors in ``dtype``; tensors that are not kept stay so."""
+        """Return a copy on ``device`` with floating-point tensors in ``dtype``.
+
+        ``UnkeptTensors`` are converted each time they are read.
+        """
         if isinstance(self.tensors, UnkeptTensors):
             own = self.tensors
             return replace(

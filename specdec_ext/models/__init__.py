@@ -1,4 +1,7 @@
-"""The Hugging Face side: model, cache, masks. Only this package knows transformers' internals."""
+"""The target: a Hugging Face model with its cache and attention masks during one ``generate`` call.
+
+Only this package depends on internals of transformers.
+"""
 
 from specdec_ext.models.base import Target, TargetOutput, vocab_size
 from specdec_ext.models.factory import make_target

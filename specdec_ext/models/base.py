@@ -1,4 +1,4 @@
-"""``Target``: what the loop asks of a model and its cache, whatever keeps the past of the model's text."""
+"""``Target``: the interface between the decoding loop and a model with its cache, of whatever kind."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from specdec_ext.models.support import Support
 from specdec_ext.transfer import Staging
 from specdec_ext.tree.draft_tree import DraftTree
 
-# ``path`` and ``num_accepted`` of a verification as lists.
+# ``path`` and ``num_accepted`` of a verification, as lists.
 HostPaths = tuple[list[list[int]], list[int]]
-# A draft may be as deep as its drafter likes.
+# The target does not limit the depth of a draft.
 NO_LIMIT = 2**31
 
 
 @dataclass
 class TargetOutput:
-    """One pass of the target.
+    """The output of one forward pass of the target.
 
     Attributes:
-        logits: ``[rows, nodes, vocab]``, of a prompt ``[rows, 1, vocab]`` at each row's last token.
-        taps: the hidden states that :meth:`Target.tap` asked for, ``[rows, nodes, width]`` each, one or
-            several of them in each; of a prompt ``[rows, columns, width]`` for the columns that were run (not
-            those that a given cache held already), with paddings.
-        hidden_states: ``[rows, nodes, hidden]`` of every layer, if asked for.
-        attentions: ``[rows, heads, nodes, keys]`` of every layer, if asked for and given.
-        cross_attentions: ``[rows, heads, nodes, encoder columns]`` of every layer with such, likewise.
+        logits: ``[rows, nodes, vocab]``; for a prompt ``[rows, 1, vocab]`` at each row's last token.
+        taps: the auxiliary hidden states that :meth:`Target.tap` requested, ``[rows, nodes, width]`` each;
+            one tensor may hold several layers side by side. For a prompt they are ``[rows, columns, width]``:
+            padding is included, columns that were in the caller's cache already are not.
+        hidden_states: ``[rows, nodes, hidden]`` of every layer, if requested.
+        attentions: ``[rows, heads, nodes, keys]`` of every layer, if requested and returned by the model.
+        cross_attentions: ``[rows, heads, nodes, encoder columns]`` of every layer with cross-attention, under
+            the same conditions.
     """
 
     logits: Tensor
@@ -48,11 +49,11 @@ class TargetOutput:
 
     @cached_property
     def features(self) -> Tensor | None:
-        """``taps`` side by side, ``[rows, nodes, width]``; None without any."""
+        """``taps`` concatenated, ``[rows, nodes, width]``; None if there are none."""
         return torch.cat(list(self.taps), dim=-1) if self.taps else None
 
     def at(self, rows: Tensor, columns: Tensor) -> TargetOutput:
-        """What this pass computed in these places: for ``[rows, nodes]``, the row and column of each."""
+        """Gather this output at ``(rows[i, j], columns[i, j])``; both indices are ``[rows, nodes]``."""
 
         def pick(tensor: Tensor, dim: int) -> Tensor:
             where = rows.to(tensor.device), columns.to(tensor.device)
@@ -68,18 +69,18 @@ class TargetOutput:
 
 
 def vocab_size(model: PreTrainedModel) -> int:
-    """How many token ids a model reads: a draft, which is read to be scored, must be below.
+    """Return the number of token ids that a model can read: the rows of its text decoder's embedding.
 
-    These are the rows of the embedding in front of its text decoder. Neither the config nor the logits need
-    to be of this size: Moshi reads one more id than it writes, and either matrix may be padded.
+    Drafted ids must be smaller, because the model reads them to score them. The config and the logits may
+    have another size: Moshi reads one id more than it can generate, and either matrix may be padded.
     """
     config = model.config
     decoder: Any = model.get_decoder() if config.is_encoder_decoder else model
     try:
         weight = getattr(decoder.get_input_embeddings(), "weight", None)
-    except (AttributeError, NotImplementedError):  # it has none that transformers knows of
+    except (AttributeError, NotImplementedError):  # transformers knows no embedding of this model
         weight = None
-    # A packed weight has another shape.
+    # A packed (quantised) weight has another shape.
     if isinstance(weight, Tensor) and weight.is_floating_point() and weight.ndim == 2:
         return len(weight)
     return config.get_text_config(decoder=True).vocab_size
@@ -88,20 +89,20 @@ def vocab_size(model: PreTrainedModel) -> int:
 class Target(ABC):
     """One model with its cache during one ``generate`` call.
 
-    Rows are the active ones, in the order in which :meth:`reorder` last put them.
+    "Rows" are the active rows of the batch, in the order of the last :meth:`reorder`.
 
     Args:
         model: a Hugging Face model that generates text.
-        support: what it is known to do exactly.
-        forward_kwargs: passed to every forward (``output_hidden_states`` and the like).
+        support: what can be done exactly with the model (``supports``).
+        forward_kwargs: passed to every forward pass (``output_hidden_states`` and the like).
 
     Attributes:
-        config: of the model's text decoder.
-        cache: what ``past_key_values`` is after the call.
+        config: config of the model's text decoder.
+        cache: the value of ``past_key_values`` after the call.
         begun: whether the cache has been written to.
-        staging: takes what a pass needs of the host's numbers to the device of the text.
-        offset: slots of the cache in front of the columns of ``sequences``: what a prompt of embeddings is
-            longer than its ``input_ids``, which may be none.
+        staging: copies numbers that a pass needs from the host to the device.
+        offset: number of cache slots before the first column of ``sequences``. It is the difference between
+            the length of ``inputs_embeds`` and that of ``input_ids``, which may be empty.
     """
 
     cache: Any
@@ -124,18 +125,19 @@ class Target(ABC):
 
     @cached_property
     def vocab_size(self) -> int:
-        """How many token ids the model reads, see :func:`vocab_size`."""
+        """Number of token ids that the model can read, see :func:`vocab_size`."""
         return vocab_size(self.model)
 
     @property
     @abstractmethod
     def draft_room(self) -> list[int]:
-        """How deep the next tree of each row may be; 0 is plain decoding."""
+        """Maximum depth of the next tree of each row; 0 means plain decoding."""
 
     def context_room(self, position: int) -> int:
-        """How deep a tree below ``position`` may be without reaching behind the model's positions.
+        """Return the maximum depth of a tree whose root is at ``position``, by the model's last position.
 
-        Behind the last one there is an error without drafts, too, or no limit (rotary embeddings).
+        Beyond the last position there is no limit for drafts: plain decoding fails there as well, or the
+        positions do not end (rotary embeddings).
         """
         limit = self._max_positions
         return NO_LIMIT if limit is None or position >= limit else limit - 1 - position
@@ -150,15 +152,15 @@ class Target(ABC):
     def windows(self) -> list[int | None] | None:
         """Sliding window of each attention layer, None for full attention.
 
-        None for all: the weights of a pass are those of plain decoding already.
+        None instead of a list: recorded attention weights have the shape of plain decoding already.
         """
 
     def tap(self, layers: Sequence[int]) -> None:
-        """Let every pass return these hidden states as ``TargetOutput.features``.
+        """Make every pass return these auxiliary hidden states as ``TargetOutput.features``.
 
         Args:
-            layers: indices into transformers' ``hidden_states``: 0 the embeddings, i the input of layer
-                i, -1 the last hidden state after the final norm, which is what ``lm_head`` reads.
+            layers: indices into transformers' ``hidden_states``: 0 is the embeddings, i the input of layer
+                i, -1 the last hidden state after the final norm, which ``lm_head`` reads.
         """
         self._tap = FeatureTap(self.model, self.config, layers)
 
@@ -166,26 +168,26 @@ class Target(ABC):
     def admit(
         self, input_ids: Tensor, model_kwargs: dict[str, Any], config: GenerationConfig
     ) -> Tensor | None:
-        """Check what ``generate`` prepared, before anything runs.
+        """Check the inputs that ``generate`` prepared, before anything runs.
 
         Returns:
-            ``[rows, offset + columns]`` mask of the prompt, 0 where it is padding, or None if nothing is.
+            ``[rows, offset + columns]`` mask of the prompt, 0 at padding; None if there is no padding.
 
         Raises:
-            ValueError: for masks or positions that can't be served.
+            ValueError: for unsupported masks or positions.
         """
 
     @abstractmethod
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> TargetOutput:
-        """Run the prompt, or what of it the cache does not hold yet, in chunks if the call asks for them.
+        """Run the part of the prompt that is not in the cache yet, in chunks if the call asks for them.
 
         Args:
-            input_ids: ``[rows, columns]``, the whole text so far; embeddings that :meth:`admit` was given run
-                in its place.
-            attention_mask: what :meth:`admit` returned.
+            input_ids: ``[rows, columns]``, the whole text so far. If :meth:`admit` was given embeddings, they
+                are run instead.
+            attention_mask: the value that :meth:`admit` returned.
 
         Returns:
-            The pass with ``logits [rows, 1, vocab]`` at each row's last token. Hidden states and attentions
+            The output with ``logits [rows, 1, vocab]`` at each row's last token. Hidden states and attentions
             are those of the last chunk, as in transformers.
         """
 
@@ -195,44 +197,45 @@ class Target(ABC):
 
     @abstractmethod
     def commit(self, path: Tensor, num_accepted: Tensor, on_host: HostPaths | None = None) -> None:
-        """Keep the root and the accepted nodes of the tree just scored, forget the rest.
+        """Keep the root and the accepted nodes of the tree just scored, and discard the others.
 
         Args:
             path: ``[rows, nodes]`` node visited at each depth (``verify_match``).
-            num_accepted: ``[rows]`` accepted drafts; the root is kept in addition. -1: not even the root.
-            on_host: both as lists; None copies them.
+            num_accepted: ``[rows]`` number of accepted draft tokens, the root not counted. -1 discards the
+                root as well.
+            on_host: ``path`` and ``num_accepted`` as lists; None copies them from the device.
         """
 
     def withdraw(self, tree: DraftTree) -> None:
-        """Forget the tree just scored, its roots included, as if it had not been scored."""
+        """Discard the tree just scored, including its roots, as if it had not been scored."""
         nothing = torch.full_like(tree.parents[:, 0], -1)
         self.commit(tree.parents, nothing, (tree.parent_lists, [-1] * tree.num_rows))
 
     @abstractmethod
     def reorder(self, order: Sequence[int], active: int, last_tokens: Tensor | None = None) -> None:
-        """Row i becomes what row ``order[i]`` was; the first ``active`` rows go on.
+        """Move row ``order[i]`` to row i; the first ``active`` rows continue, the others are finished.
 
         Args:
-            order: of all rows, the finished ones included.
-            active: how many go on.
-            last_tokens: ``[rows]``, of the rows that were active until now. Who has ended was not read to its
-                end yet.
+            order: permutation of all rows, finished rows included.
+            active: number of rows that continue.
+            last_tokens: ``[rows]`` last token of each row that was active until now. The model has not read
+                the last token of a row that finishes.
         """
 
     @abstractmethod
     def finish(self, last_tokens: Tensor, columns: Sequence[int]) -> None:
-        """Leave the cache laid out like ``sequences[:, :-1]``.
+        """Lay out the cache like ``sequences[:, :-1]`` at the end of the call.
 
         Args:
-            last_tokens: ``[rows]`` of the whole batch, in the order the rows have in the cache now, which
-                must be that of the prompt.
-            columns: of each row, its last token included.
+            last_tokens: ``[rows]`` last token of each row of the whole batch. The rows must be back in the
+                order of the prompt.
+            columns: number of columns of each row, its last token included.
         """
 
     def abandon(self) -> None:
-        """Leave the cache empty, after an exception: nobody may go on from a block that was not judged.
+        """Empty the cache after an exception, because it may hold drafts that were not verified.
 
-        What was refused before it ran leaves the cache as it was.
+        If nothing has run yet, the cache stays as the caller gave it.
         """
         if not self.begun:
             return

@@ -1,10 +1,11 @@
-"""Positions at which a model's context ends, or from which on the same token is rotated in another way.
+"""Limits on the length of a text: the last position of a model, and lengths where its computation changes.
 
-Learned positions end: a draft must not reach behind the last, even where the text ends before it. Some rotary
-embeddings change with the longest text of a pass: "dynamic" ones with every token behind the trained length
-(NTK scaling), "longrope" once (LongRoPE, Ding et al. 2024, has short and long factors), and Phi-3 reads its
-whole text again there. The tokens of a block would all be rotated as its last one is. Others scale queries
-from some length on.
+Learned positions end. A draft must not reach beyond the last one, even if the text itself ends before it.
+
+Some rotary embeddings depend on the longest text of a pass: "dynamic" ones change with every token after the
+trained length (NTK scaling), "longrope" ones change once (LongRoPE, Ding et al. 2024, has short and long
+factors; Phi-3 also reads its whole text again there). In a pass over a block, all tokens would be rotated
+like the last one. Some other models scale queries from some length on.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from transformers import PreTrainedConfig
 
 
 class Span(NamedTuple):
-    """Where a call begins and may end.
+    """Batch size and lengths of a call.
 
     Attributes:
-        rows: of the batch.
-        start: tokens of the shortest row, or of the cache if that holds fewer.
-        end: columns at which it may end.
+        rows: number of rows of the batch.
+        start: number of tokens of the shortest row, or of the cache if that holds fewer.
+        end: number of columns at which the call may end.
     """
 
     rows: int
@@ -30,52 +31,53 @@ class Span(NamedTuple):
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
-    """Positions that the model was made for; None if its config does not tell."""
+    """Return the number of positions of the model; None if its config does not say."""
     count = getattr(config, "max_position_embeddings", None)
     return count if isinstance(count, int) and count > 0 else None
 
 
 def rotation_change(config: PreTrainedConfig, span: Span) -> str | None:
-    """Why a call over ``span`` can't have several tokens in a pass, if it can't."""
+    """Return why a call over ``span`` must decode one token at a time, None if it need not."""
     for limit, once in _changes(config):
         if span.end > limit and not (once and span.start > limit):
             return (
-                f"its rotary embedding changes where the text crosses {limit} tokens, and this call may "
-                f"reach {span.end} (max_new_tokens)"
+                f"its rotary embedding changes when the text exceeds {limit} tokens, and this call may reach "
+                f"{span.end} (max_new_tokens)"
             )
     return None
 
 
 def selection_change(config: PreTrainedConfig, span: Span) -> str | None:
-    """Why a call over ``span`` can't be speculated on, if it can't.
+    """Return why a call over ``span`` must decode one token at a time, None if it need not.
 
-    From some length on Doge attends to the best of the tokens alone. Equal ones tie but for rounding.
+    From some length on, Doge attends only to the tokens with the highest scores. Rounding, which differs
+    between passes, decides between equal tokens.
     """
     limit = getattr(config, "keep_window_size", None)
     if limit is None or span.end <= limit:
         return None
     return (
-        f"from {limit} tokens on it keeps the best of them, equal ones as they happen to be rounded, and "
-        f"this call may reach {span.end} (max_new_tokens)"
+        f"from {limit} tokens on it attends to the best-scored tokens only, where rounding decides between "
+        f"equal ones, and this call may reach {span.end} (max_new_tokens)"
     )
 
 
 def scale_change(config: PreTrainedConfig, span: Span) -> str | None:
-    """Why a call over ``span`` can't have trees and ragged rows, if it can't.
+    """Return why a call over ``span`` can't use trees and ragged rows, None if it can.
 
-    From some column on Inkling scales queries, counting columns by cache slots.
+    From some column on, Inkling scales queries, and it takes the cache slot for the column.
     """
     limit = getattr(config, "log_scaling_n_floor", None)
     if limit is None or span.end <= limit:
         return None
     return (
-        f"from {limit} tokens on it scales attention by the cache slots of tokens, and this call may "
-        f"reach {span.end} (max_new_tokens)"
+        f"from {limit} tokens on it scales attention by the cache slots of tokens, and this call may reach "
+        f"{span.end} (max_new_tokens)"
     )
 
 
 def _changes(config: PreTrainedConfig) -> Iterator[tuple[int, bool]]:
-    """(tokens up to which nothing changes, whether it changes once)."""
+    """Yield (number of tokens up to which the rotation is constant, whether it changes only once)."""
     for rope in _rope_parameters(config):
         kind = rope.get("rope_type")
         if kind == "dynamic" and (limit := max_positions(config)) is not None:
@@ -85,7 +87,7 @@ def _changes(config: PreTrainedConfig) -> Iterator[tuple[int, bool]]:
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """One for the model, or one for each type of layer."""
+    """Return the rope parameters: one entry for the model, or one for each layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
     per_layer = [each for each in parameters.values() if isinstance(each, dict)]
     return per_layer or [parameters]

@@ -1,4 +1,4 @@
-"""``make_target``: the target that serves a model and what ``generate`` prepared for it."""
+"""``make_target``: choose the ``Target`` class for a model and the inputs that ``generate`` prepared."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ def make_target(
     config: GenerationConfig | None = None,
     span: Span | None = None,
 ) -> Target:
-    """The target for one call.
+    """Make the target for one call.
 
     Args:
         model: any Hugging Face model that generates text.
         past_key_values: the caller's cache or None.
-        max_slots: slots the call may need at most, the last block included.
-        forward_kwargs: passed to every forward (``output_hidden_states`` and the like).
-        model_kwargs: what else ``generate`` prepared for the model.
-        config: of the call; by default the model's.
-        span: of the call, where that counts; by default one row.
+        max_slots: the most cache slots that the call may need, including the last block.
+        forward_kwargs: passed to every forward pass (``output_hidden_states`` and the like).
+        model_kwargs: the other inputs that ``generate`` prepared for the model.
+        config: generation config of the call; by default the model's.
+        span: number of rows and lengths of the call. By default one row, and limits that depend on the length
+            are not checked.
 
     Raises:
-        ValueError: for a cache that can't be served, naming it and the way out.
+        ValueError: for an unsupported cache; the message names it and the way out.
     """
     kwargs = {name: value for name, value in (model_kwargs or {}).items() if value is not None}
     if past_key_values is not None:
@@ -57,7 +58,7 @@ def make_target(
 
 
 def _over_span(support: Support, config: PreTrainedConfig, span: Span) -> Support:
-    """The verdict for a call of this length."""
+    """Restrict ``support`` to what stays exact in a call of this length."""
     if change := rotation_change(config, span) or selection_change(config, span):
         return Support(False, False, False, "none", (*support.reasons, change))
     if change := scale_change(config, span):

@@ -1,10 +1,13 @@
-"""``HostedTarget``: a model whose passes are prepared by transformers, as in its own decoding loop.
+"""``HostedTarget``: a model whose inputs transformers prepares, as in its own decoding loop.
 
-For everything that :class:`SlotTarget` can't lay out itself: encoder-decoder models, images in the prompt,
-caches of a model's own, no cache at all. A single row is speculated on. What a rejected chain takes back
-depends on the cache, which is cut, or copied before and put back; then what was accepted is *unread* and
-read again in front of the next block. A tree runs on a copy of the cache with a row for each of its branches
-(``branches.py``), of which nothing stays. Rows of a larger batch advance together, one token at a time.
+It serves every model that :class:`SlotTarget` can't lay out itself: encoder-decoder models, inputs other than
+text in every pass, caches of a model's own class, no cache at all. Only a batch of one row is speculated on;
+the rows of a larger batch advance together, one token at a time.
+
+How a rejected chain is undone depends on the cache. A cache of key/value slots is cut to its length. Any
+other cache is copied before the pass and restored after it; the accepted tokens are then *unread*, and are
+read again in front of the next block. A tree runs on a copy of the cache with one row for each of its
+branches (``branches.py``), and that copy is discarded.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from specdec_ext.models.slots import MAX_UNREAD
 from specdec_ext.models.support import CACHE_ARGUMENTS, Support
 from specdec_ext.tree.draft_tree import DraftTree
 
-# What else caches are made of.
+# Types in caches that hold no tensors.
 _NO_TENSORS = (bool, int, float, str, type, torch.dtype, torch.device, PreTrainedConfig)
 
 
@@ -46,10 +49,13 @@ class HostedTarget(Target):
 
     Args:
         model: any Hugging Face model that generates text.
-        support: the verdict on it.
-        model_kwargs: as ``generate`` prepared them: cache, masks, positions, encoder outputs, images.
-        config: of the call.
-        forward_kwargs: passed to every forward (``output_hidden_states`` and the like).
+        support: what can be done exactly with the model (``supports``).
+        model_kwargs: inputs as ``generate`` prepared them: cache, masks, positions, encoder outputs, images.
+        config: generation config of the call.
+        forward_kwargs: passed to every forward pass (``output_hidden_states`` and the like).
+
+    Raises:
+        ValueError: for ``forward_kwargs`` that record outputs of a model without a cache.
     """
 
     def __init__(
@@ -64,21 +70,22 @@ class HostedTarget(Target):
         if support.rollback == "recompute" and forward_kwargs:
             raise ValueError(
                 f"{' and '.join(forward_kwargs)} can't be recorded: {type(model).__name__} runs the whole "
-                "text in every pass, and transformers returns all of it for every token; use model.generate"
+                "text in every pass, so transformers returns outputs of the whole text for every token; use "
+                "model.generate"
             )
         self._generation_config = config
         self._kwargs = {"use_cache": True, **model_kwargs, **(forward_kwargs or {})}
         self._encodes = model.config.is_encoder_decoder
-        self._layers: list[RollbackLayer] | None = None  # if all of the cache goes back by length
-        self._held = 0  # columns that the cache holds
-        # Of rows that have just ended, the token that nobody has read.
+        self._layers: list[RollbackLayer] | None = None  # set if the whole cache can be cut to a length
+        self._held = 0  # number of columns in the cache
+        # The last token of rows that have just ended, by row; the model has not read it.
         self._last: dict[int, Tensor] = {}
-        self._outputs: Any = None  # of the pass that commit is to judge
-        self._block: DraftTree | None = None
-        self._branched = False  # whether that pass was on copies
-        self._lengths: list[int] = []  # of the layers before that pass
-        self._saved: dict[str, Any] = {}
-        # What was prepared before the last commit, and columns since.
+        self._outputs: Any = None  # outputs of the pass that commit has not settled yet
+        self._block: DraftTree | None = None  # the tree of that pass
+        self._branched = False  # whether that pass ran on a copy of the cache
+        self._lengths: list[int] = []  # lengths of the layers before that pass
+        self._saved: dict[str, Any] = {}  # copy of the caches from before that pass
+        # The arguments before the last commit, and the number of columns added since.
         self._before: tuple[dict[str, Any], int] = ({}, 0)
 
     @property
@@ -98,7 +105,7 @@ class HostedTarget(Target):
         unread = self.start - self._held if self.support.rollback == "snapshot" else 0
         free = self.support.chain and len(self._ids) == 1 and unread < MAX_UNREAD
         if self._layers is None and self._kwargs.get("output_attentions"):
-            free = False  # which keys a cache of a model's own shows to each token, only the model knows
+            free = False  # attentions of several tokens over a model's own cache can't be cut to each token
         return [NO_LIMIT if free else 0] * len(self._rows)
 
     def admit(
@@ -121,13 +128,13 @@ class HostedTarget(Target):
             outputs: Any = self.model._prefill(input_ids, self._generation_config, self._kwargs)  # type: ignore[operator]
         self._kwargs = self._advanced(self._kwargs, outputs, 1)
         self._held = self.start
-        recorded = self._kwargs.get("output_attentions")  # by slot, which branches share
+        recorded = self._kwargs.get("output_attentions")  # recorded by slot, which branches share
         if len(self._ids) == 1 and (recorded or not _can_branch(self._caches())):
             self.support = replace(self.support, tree=False)
         return self._output(outputs, features, None, self._rows)
 
     def _adopted_layers(self) -> list[RollbackLayer] | None:
-        """The layers of the cache, cut back by length from now on, if it is of slots alone."""
+        """Adopt the cache and return its layers if they are all key/value slots, else None."""
         if self.support.rollback != "snapshot":
             return None
         cache = self.cache
@@ -141,8 +148,8 @@ class HostedTarget(Target):
         return [layer for layer in layers if isinstance(layer, RollbackLayer)]
 
     def _advanced(self, kwargs: dict[str, Any], outputs: Any, tokens: int) -> dict[str, Any]:
-        """What ``generate`` prepared, with the caches of ``outputs`` and for ``tokens`` more columns."""
-        # One by one like transformers' own loop: for some inputs several at once are not the same.
+        """Update the prepared arguments with the caches of ``outputs`` and for ``tokens`` more columns."""
+        # One by one, as transformers' own loop does: for some inputs several at once give something else.
         for _ in range(tokens):
             kwargs = self.model._update_model_kwargs_for_generation(  # type: ignore[operator]
                 outputs, dict(kwargs), is_encoder_decoder=self._encodes
@@ -151,14 +158,15 @@ class HostedTarget(Target):
         return kwargs
 
     def _caches(self) -> dict[str, Any]:
-        """What the model remembers of the text, by the name of the argument."""
+        """Return the model's caches by the name of their argument."""
         named = {name: self._kwargs.get(name) for name in CACHE_ARGUMENTS}
         return {name: cache for name, cache in named.items() if cache is not None}
 
     def _output(
         self, outputs: Any, features: list[Tensor], nodes: int | None, rows: list[int]
     ) -> TargetOutput:
-        """These rows of a pass at the last ``nodes`` columns, of the prompt the last logits and all else."""
+        """Select rows and the last ``nodes`` columns of a pass; None keeps all columns but only the last
+        logits (prompt)."""
 
         def last(states: Any, dim: int) -> tuple[Tensor, ...]:
             picked = [state[rows] for state in states or () if state is not None]
@@ -170,8 +178,8 @@ class HostedTarget(Target):
         logits = outputs.logits[rows]
         if logits.shape[1] < (nodes or 1):
             raise RuntimeError(
-                f"{type(self.model).__name__} was given {nodes} tokens and returned logits of "
-                f"{logits.shape[1]}; it can't be speculated on, pass drafter=None"
+                f"{type(self.model).__name__} was given {nodes} tokens and returned the logits of only "
+                f"{logits.shape[1]}, so drafts can't be verified; pass drafter=None"
             )
         return TargetOutput(
             logits[:, -(nodes or 1) :],
@@ -200,11 +208,11 @@ class HostedTarget(Target):
         return self._output(self._outputs, features, tree.num_nodes, self._rows)
 
     def _score_branches(self, branches: Branches) -> TargetOutput:
-        """Score the one row's tree in rows of their own, without a trace in its cache."""
+        """Score the tree of the single row, one row per branch, on a copy of the cache."""
         tokens = padded(branches.tokens, self._ids.device)
         rows, columns = tokens.shape
         kwargs = self._advanced(self._kwargs, ModelOutput(), columns - 1)
-        # transformers repeats the rows of what an encoder has given where they are.
+        # transformers repeats the rows of encoder outputs in place, so pass it shallow copies.
         kwargs = {
             name: copy.copy(value) if isinstance(value, ModelOutput) else value
             for name, value in kwargs.items()
@@ -219,7 +227,7 @@ class HostedTarget(Target):
         return branches.nodes(self._output(outputs, features, columns, [*range(rows)]))
 
     def _of_all_rows(self, tokens: Tensor) -> Tensor:
-        """``tokens`` of the active rows in their places; rows that ended read their last token, then pad."""
+        """Extend ``tokens`` to all rows; rows that ended read their last token once, then padding."""
         pad = getattr(self._generation_config, "_pad_token_tensor", None)
         rows = tokens.new_full((len(self._ids), tokens.shape[1]), 0 if pad is None else int(pad))
         rows[self._rows] = tokens
@@ -230,14 +238,14 @@ class HostedTarget(Target):
 
     @torch.no_grad()
     def _pass(self, ids: Tensor, kwargs: dict[str, Any], logits: int) -> Any:
-        """Run what the cache does not hold of ``ids``, for the last ``logits`` logits."""
+        """Run the part of ``ids`` that is not in the cache; return the last ``logits`` logits."""
         columns = None
         if self.support.rollback != "recompute" and kwargs["use_cache"]:
             columns = ids.shape[1] + self.offset - self._held
         inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
             ids, next_sequence_length=columns, **kwargs
         )
-        # Some models' own preparation asks for the last logits alone, whatever it is given.
+        # Some models' own preparation always requests only the last logits.
         if inputs.get("logits_to_keep") is not None:
             inputs["logits_to_keep"] = logits
         with row_invariant_linears(self._linears):
@@ -255,7 +263,7 @@ class HostedTarget(Target):
         elif kept == tree.num_nodes or self._layers is not None:
             read, self._held = self.start - self._held, self.start
             for layer, before in zip(self._layers or (), self._lengths, strict=True):
-                if layer.length > before:  # not those that hold an image
+                if layer.length > before:  # layers that hold an image do not grow
                     layer.length = before + read
         else:
             for name, saved in self._saved.items():
@@ -266,7 +274,7 @@ class HostedTarget(Target):
         self._kwargs = self._advanced(self._kwargs, outputs, kept)
 
     def reorder(self, order: Sequence[int], active: int, last_tokens: Tensor | None = None) -> None:
-        # Rows stay where they are: transformers runs the finished ones along, too.
+        # Rows keep their places: transformers runs the finished ones, too.
         if not active:
             return
         going = order[:active]
@@ -282,10 +290,11 @@ class HostedTarget(Target):
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of a cache, whatever it is made of, with other tensors; counters (of one dimension) stay.
+    """Copy a cache of any kind with ``change`` applied to its tensors; one-dimensional ones are counters and
+    only copied.
 
     Raises:
-        TypeError: for what nobody knows whether tensors are in it.
+        TypeError: for an object that may hold tensors in an unknown way.
     """
     if value is None or isinstance(value, _NO_TENSORS):
         return value
@@ -302,7 +311,7 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _can_branch(caches: dict[str, Any]) -> bool:
-    """Whether all tensors in the caches of a single row are known to have the rows as first dimension."""
+    """Whether the first dimension of all tensors in these caches of a single row is known to be the rows."""
     known = []
 
     def see(tensor: Tensor) -> Tensor:
@@ -317,7 +326,8 @@ def _can_branch(caches: dict[str, Any]) -> bool:
 
 
 def _restored(cache: Any, saved: Any) -> Any:
-    """What ``saved`` holds; in ``cache`` itself if that can take it, for the caller may have given it."""
+    """Restore ``saved`` into ``cache`` if that is a transformers cache, which may be the caller's object;
+    otherwise return ``saved``."""
     if not isinstance(cache, Cache):
         return saved
     vars(cache).clear()

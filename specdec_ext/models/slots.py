@@ -1,19 +1,19 @@
-"""``SlotTarget``: a model whose cache slots, masks and positions are ours.
+"""``SlotTarget``: a model whose cache slots, attention masks and positions this package lays out itself.
 
-Layout of a ragged batch: slots of the cache are the columns of ``generate``'s ``sequences`` (paddings
-of the prompt included, marked invalid). Every block is written at one common slot, the largest
-held length of the active rows; ``commit`` moves each row's accepted nodes to the row's own end.
-Active rows are the first rows of the buffers; a finished row is swapped behind them.
+Layout of a ragged batch: cache slots are the columns of ``generate``'s ``sequences``, including the padding
+of the prompt, which is marked invalid. Every block of tokens is written at one common slot, which is the
+largest committed length of the active rows. ``commit`` then moves each row's accepted nodes to the end of
+that row. Active rows are the first rows of the buffers; a finished row is swapped to a place after them.
 
-What a row *holds* is what its cache has read for good. Keys and values go back to any length, so a row holds
-all of its text but the last token, the root of its next tree. Recurrent states do not go back: a row with an
-unaccepted draft holds what it held before the pass, and the tokens that it has accepted since are *unread*.
-They go in front of the next block as a chain that is known to be right, so that nothing is ever read in a
-pass of its own.
+The *held* slots of a row are those whose tokens its cache has read and keeps. Keys and values can be cut to
+any length, so a row holds all of its text except the last token, which is the root of its next tree.
+Recurrent states can't be cut. A row with a rejected draft gets back the states from before the pass, and the
+tokens that it has accepted since then are *unread*. They are put in front of the next block as a chain that
+is known to be correct, so no extra pass is needed to read them.
 
-Siblings can't share a state either. Where there are states, every branch of a tree is a row of its own in the
-pass, on a copy of what its row holds (``branches.py``). A row becomes its accepted branch if all of that was
-accepted, like a row with a chain.
+Siblings in a tree can't share a recurrent state either. For a model with recurrent states, every branch of a
+tree is a separate row of the pass, with a copy of its row's states (``branches.py``). If the whole branch was
+accepted, the row takes over the states of that branch.
 """
 
 from __future__ import annotations
@@ -51,25 +51,25 @@ from specdec_ext.models.patching.changes import inference_mode, joined_changes
 from specdec_ext.models.support import Support, beyond_text
 from specdec_ext.tree.draft_tree import DraftTree
 
-# Slots reserved beyond the prompt at first; longer calls grow in steps instead of paying up front for a
-# max_length that is rarely reached.
+# Slots reserved after the prompt at the start. The buffers of longer calls grow in steps, because max_length
+# is rarely reached.
 FIRST_SLOTS = 2048
-# Unread tokens at which a row reads them without drafts behind; a block costs more the longer it is.
+# With this many unread tokens a row reads them without further drafts: a longer block costs more.
 MAX_UNREAD = 16
-# What is known of each row from the prompt on: on the device, and on the host.
+# Attributes with one entry per row that are set by the prompt: tensors on the device, lists on the host.
 _ROW_TENSORS = ("_slot_valid", "_slot_positions", "_position_shift")
 _ROW_LISTS = ("_holes_before", "_first_slot")
 
 
 class _RowNumbers(NamedTuple):
-    """Where the rows of a block stand, ``[rows]`` int64 each on the device.
+    """Positions and lengths of the rows of a block, ``[rows]`` int64 each on the device.
 
     Attributes:
-        root_positions: of the first token of the block.
-        slots: that each row holds; its next token goes there in the end.
-        first_slots: of each row's text.
-        lengths: committed tokens.
-        block_starts: the slot of node 0, the same for all.
+        root_positions: position of the first token of the block.
+        slots: number of slots that each row holds; ``commit`` moves the next token to this slot.
+        first_slots: slot of the first token of each row.
+        lengths: number of committed tokens.
+        block_starts: slot of node 0, the same for all rows.
     """
 
     root_positions: Tensor
@@ -81,13 +81,13 @@ class _RowNumbers(NamedTuple):
 
 @dataclass
 class _Block:
-    """The pass that ``commit`` is about to judge.
+    """A pass that ``forward`` has run and ``commit`` has not settled yet.
 
     Attributes:
-        tree: what was run, unread tokens in front included.
+        tree: the tree that was run, with the unread tokens in front.
         drafts: the tree that ``forward`` was given.
-        undoable: whether the states were saved before.
-        branches: of ``drafts``, if they are more than its rows; the rows of ``tree``.
+        undoable: whether the recurrent states were saved before the pass.
+        branches: the branches of ``drafts``, which are the rows of ``tree``; None if no row has several.
     """
 
     tree: DraftTree
@@ -97,24 +97,24 @@ class _Block:
 
 
 class SlotTarget(Target):
-    """A decoder-only causal language model over buffers that can be rolled back.
+    """A decoder-only causal language model with a cache that can be rolled back.
 
     Args:
-        model: with sdpa or eager attention, recurrent layers, or both.
+        model: a model with sdpa or eager attention, recurrent layers, or both.
         past_key_values: the caller's cache or None; its layers are replaced in place.
-        max_slots: slots the call may need at most, the last block included.
-        support: the verdict on the model (``supports``).
-        forward_kwargs: passed to every forward (``output_hidden_states`` and the like).
-        prompt_kwargs: what ``generate`` prepared, if the prompt is more than text (images, sounds).
+        max_slots: the most cache slots that the call may need, including the last block.
+        support: what can be done exactly with the model (``supports``).
+        forward_kwargs: passed to every forward pass (``output_hidden_states`` and the like).
+        prompt_kwargs: inputs that ``generate`` prepared, if the prompt is more than text (images, audio).
 
     Attributes:
-        cache: the ``DynamicCache``; after the call laid out like ``sequences[:, :-1]``.
-        invariant_rows: tokens of a pass after the prompt up to which its linears are row-invariant. A token's
-            bits are the same in all passes only if passes of every size are among them; a draft model can do
-            without.
+        cache: the ``DynamicCache``; after the call it is laid out like ``sequences[:, :-1]``.
+        invariant_rows: the largest number of tokens in a pass after the prompt for which linear layers are
+            computed row-invariantly. Only with no limit are a token's bits the same in every pass; a draft
+            model does not need that.
 
     Raises:
-        ValueError: for a cache that can't be served, naming it and the way out.
+        ValueError: for an unsupported cache; the message names it and the way out.
     """
 
     invariant_rows: float = math.inf
@@ -136,10 +136,10 @@ class SlotTarget(Target):
             [x for x in self.cache.layers if isinstance(x, LinearAttentionCacheLayerMixin)]
         )
         self._scans = stateless_scans(model) if self._states else []
-        self._holding = holding_states(model) if self._states else []
-        self._placements = placements(model)
-        # Nobody but the model's own modules can prepare a prompt of images, or record what they compute.
-        plain = not (forward_kwargs or prompt_kwargs or self._placements)
+        self._griffin_blocks = holding_states(model) if self._states else []
+        self._patches = placements(model)
+        # Only the model's own modules can process images in a prompt or record hidden states and attentions.
+        plain = not (forward_kwargs or prompt_kwargs or self._patches)
         self._direct = direct_pass(model) if plain else None
         if self._direct is not None and not self._direct.serves(self.cache.layers):
             self._direct = None
@@ -148,10 +148,10 @@ class SlotTarget(Target):
             "cache_params" if "cache_params" in self._parameters else "past_key_values"
         )
         self._max_slots = max_slots
-        self._chunk: int | None = None  # columns of the prompt that one pass reads at most
-        self._embeddings: Tensor | None = None  # of the prompt, read instead of its ids
+        self._chunk: int | None = None  # the most columns of the prompt that one pass reads
+        self._embeddings: Tensor | None = None  # the prompt as embeddings, read instead of its ids
         self._start = 0  # the common slot of the next block
-        self._unread: list[list[int]] = []  # of all rows, roots not included
+        self._unread: list[list[int]] = []  # unread tokens of all rows, roots not included
         self._block: _Block | None = None
 
     @property
@@ -170,10 +170,10 @@ class SlotTarget(Target):
     def draft_room(self) -> list[int]:
         lengths = [len(tokens) for tokens in self._unread[: self._active]]
         if not self._states or max(lengths) < MAX_UNREAD:
-            # Attentions are recorded by slot, which unread tokens do not have yet.
-            settled = self._states and self._forward_kwargs.get("output_attentions")
-            return [0 if settled else NO_LIMIT] * len(lengths)
-        # The row with the most to read reads it and its root, and then holds all of its text.
+            # Attentions are recorded by slot, and unread tokens have no final slot yet.
+            undraftable = self._states and self._forward_kwargs.get("output_attentions")
+            return [0 if undraftable else NO_LIMIT] * len(lengths)
+        # The row with the most unread tokens reads them and its root, and then has none left.
         return [max(lengths) - length for length in lengths]
 
     def admit(
@@ -188,15 +188,15 @@ class SlotTarget(Target):
         mask = model_kwargs.get("attention_mask")
         all_ones = mask is not None and bool((mask == 1).all())
         if self.offset and all_ones:
-            mask = None  # transformers made it, of the length of the ids beside the embeddings
+            mask = None  # transformers made it from the ids, which are shorter than the embeddings
         if mask is not None:
             masked = tuple(mask.shape)
         else:
             masked = (rows, columns if self.offset else masked_columns(config, columns))
         if masked != (rows, columns):
             raise ValueError(
-                f"attention_mask is {masked}, {name} {(rows, columns)}; pass the whole text as {name}, "
-                "the part in past_key_values included"
+                f"attention_mask has shape {masked} and {name} {(rows, columns)}; pass the whole text as "
+                f"{name}, including the part that is in past_key_values"
             )
         if all_ones:
             mask = None
@@ -204,13 +204,13 @@ class SlotTarget(Target):
             self._check_positions(model_kwargs.get("position_ids"), mask, text)
         elif self._chunk is not None:
             raise ValueError(
-                f"prefill_chunk_size={self._chunk} can't be combined with a prompt of more than text "
-                f"({', '.join(beyond_text(self._prompt_kwargs))}); leave it out"
+                f"prefill_chunk_size={self._chunk} can't be combined with a prompt that is more than text "
+                f"({', '.join(beyond_text(self._prompt_kwargs))}); leave prefill_chunk_size out"
             )
         return mask
 
     def _text(self, input_ids: Tensor) -> tuple[Tensor, str]:
-        """What the model reads as its prompt, ``[rows, columns, ...]``, and its name in ``forward``."""
+        """Return the prompt as the model reads it, ``[rows, columns, ...]``, and its name in ``forward``."""
         if self._embeddings is None:
             return input_ids, "input_ids"
         return self._embeddings, "inputs_embeds"
@@ -218,7 +218,7 @@ class SlotTarget(Target):
     def _check_positions(
         self, position_ids: Tensor | None, attention_mask: Tensor | None, text: Tensor
     ) -> None:
-        """Refuse positions other than those that count the tokens before, which rollback relies on."""
+        """Refuse positions that do not count the unpadded tokens before: rollback relies on that count."""
         if position_ids is None:
             return
         rows, columns = text.shape[:2]
@@ -227,12 +227,12 @@ class SlotTarget(Target):
         if attention_mask is not None:
             valid = attention_mask.bool()
             expected = valid.cumsum(dim=1) - 1
-        # With a filled cache and no mask transformers prepares more positions than columns.
+        # For a filled cache without a mask, transformers prepares more positions than there are columns.
         given = position_ids[..., :columns]
         if given.shape[-1] < columns or not (given == expected)[..., valid].all():
             raise ValueError(
-                "position_ids do not count the unpadded tokens of each row from 0; other positions are not "
-                "supported, leave position_ids out"
+                "position_ids do not count the unpadded tokens of each row from 0. Other positions are not "
+                "supported; leave position_ids out"
             )
 
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> TargetOutput:
@@ -256,37 +256,38 @@ class SlotTarget(Target):
             taps.append(output.taps)
         if any(layer.length != columns for layer in self._layers if layer.is_initialized):
             raise ValueError(
-                f"{type(self.model).__name__} did not fill its cache with the prompt, so it can't be "
-                "speculated on; use model.generate"
+                f"{type(self.model).__name__} did not write the prompt to its cache, so drafts can't be "
+                "verified; use model.generate"
             )
         if len(taps) > 1:
             output.taps = tuple(torch.cat(chunks, dim=1) for chunks in zip(*taps, strict=True))
         return output
 
     def _check_cache(self, prompt: Prompt) -> None:
-        """Refuse a given cache, or paddings, that the layers can't be right with."""
+        """Refuse a cache or padding with which the layers would compute something wrong."""
         rows = len(prompt.valid)
         held = next((len(layer.key_buffer) for layer in self._layers if layer.length), rows)
         if held != rows:
             raise ValueError(
-                f"past_key_values holds {held} rows, input_ids {rows}; select or repeat the rows of the "
+                f"past_key_values holds {held} rows and input_ids {rows}; select or repeat the rows of the "
                 "cache first (batch_select_indices, batch_repeat_interleave)"
             )
         if prompt.holes and (self._states or self._prompt_kwargs is not None):
-            where = "its recurrent states" if self._states else "a prompt of more than text"
+            where = "its recurrent states" if self._states else "a prompt that is more than text"
             raise ValueError(
-                f"attention_mask has paddings after or between tokens, which {type(self.model).__name__} "
+                f"attention_mask has padding after or between tokens, which {type(self.model).__name__} "
                 f"would read into {where}; pad on the left (tokenizer.padding_side='left')"
             )
         if prompt.holes and any(layer.dropped for layer in self._layers):
             raise ValueError(
                 "past_key_values comes from a sliding-window cache that has dropped old tokens, and "
-                "attention_mask has paddings between tokens, so that a window may reach back to what was "
-                "dropped; run the whole text without past_key_values"
+                "attention_mask has padding between tokens, so a window may reach back to dropped tokens; "
+                "run the whole text without past_key_values"
             )
 
     def _lay_out(self, prompt: Prompt) -> None:
-        """What is known of every slot for the whole call: generated tokens follow column by column."""
+        """Set validity and position of every slot for the whole call; generated tokens fill the columns in
+        order."""
         rows, columns = prompt.valid.shape
         future = torch.arange(
             max(0, self._max_slots + 1 - columns), device=prompt.valid.device
@@ -308,7 +309,7 @@ class SlotTarget(Target):
         self._by_op = self._attends_by_op()
 
     def _read_prompt(self, prompt: Prompt, input_ids: Tensor, begin: int, end: int) -> TargetOutput:
-        """Run these columns; ``logits [rows, 1, vocab]`` are right for the rows that end in them."""
+        """Run columns ``begin`` to ``end``; ``logits [rows, 1, vocab]`` are valid for rows that end there."""
         block = prompt.visibility(begin, end)
         ends = prompt.ends(begin, end) or [end - begin - 1]
         kept = torch.tensor(ends, device=input_ids.device)
@@ -335,7 +336,7 @@ class SlotTarget(Target):
         return output
 
     def _prepared(self, input_ids: Tensor, prompt_kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What the model reads as a prompt of more than text, as transformers prepares it."""
+        """Return the model's inputs for a prompt that is more than text, as transformers prepares them."""
         prepare: Any = self.model.prepare_inputs_for_generation
         kwargs = {"use_cache": True, **prompt_kwargs, self._cache_name: self.cache}
         ours = {self._cache_name, "logits_to_keep", *self._forward_kwargs}
@@ -343,17 +344,17 @@ class SlotTarget(Target):
         return {name: value for name, value in prepared.items() if name not in ours}
 
     def _held_slots(self) -> int:
-        """Slots that a given cache holds already."""
+        """Return the number of slots that are filled in the caller's cache."""
         held = max((layer.length for layer in self._layers), default=0)
         if not self._layers and self._states.filled:
             raise ValueError(
-                f"past_key_values of {type(self.model).__name__} holds states only, which do not say how "
-                "many tokens they have read; run the whole text without it"
+                f"past_key_values of {type(self.model).__name__} holds recurrent states only, which do not "
+                "tell how many tokens they have read; run the whole text without past_key_values"
             )
-        if held and self._holding and not self._states.filled:
+        if held and self._griffin_blocks and not self._states.filled:
             raise ValueError(
-                f"past_key_values holds no recurrent states, {type(self.model).__name__} has kept them in "
-                "its modules; run the whole text without it"
+                f"past_key_values holds no recurrent states, because {type(self.model).__name__} kept them "
+                "in its modules; run the whole text without past_key_values"
             )
         return held
 
@@ -364,12 +365,13 @@ class SlotTarget(Target):
         past: bool = True,
         **inputs: Any,
     ) -> TargetOutput:
-        """One pass of the model; of up to ``max_rows`` tokens with row-invariant linears.
+        """Run one forward pass of the model.
 
         Args:
-            block: what the tokens may attend to, None for transformers' own masks.
-            past: whether there are tokens before these.
-            inputs: of the model's forward.
+            block: which slots the tokens may attend to; None uses transformers' own masks.
+            max_rows: up to this many tokens, linear layers are computed row-invariantly.
+            past: whether the cache holds tokens before these.
+            inputs: passed to the model's forward.
         """
         given = (inputs.get(name) for name in ("input_ids", "inputs_embeds"))
         rows, columns = next(text.shape[:2] for text in given if text is not None)
@@ -378,21 +380,21 @@ class SlotTarget(Target):
             inputs["attention_mask"] = torch.ones(rows, slots, device=self.model.device).long()
         if "position_ids" not in self._parameters:
             inputs.pop("position_ids", None)
-        # Inference mode saves a part of every small op. What the caller may keep is allocated outside of it:
+        # Inference mode makes small ops faster. Tensors that the caller may keep are allocated outside of it:
         # the cache (RollbackLayer._allocate, States.release) and recorded outputs (Recorder copies them).
         self.begun = True
         with ExitStack() as stack:
-            stack.enter_context(joined_changes())  # outside of a call, those of this pass
+            stack.enter_context(joined_changes())  # outside of a call, the changes end with this pass
             stack.enter_context(inference_mode())
             if block is not None:
                 stack.enter_context(visibility(block))
-                stack.enter_context(placed(self._placements))
+                stack.enter_context(placed(self._patches))
             if rows * columns <= max_rows:
                 stack.enter_context(row_invariant_linears(self._linears))
             if past and self._scans:
                 stack.enter_context(continuing(self._scans))
-            if self._holding:
-                stack.enter_context(held_in(self.cache, self._holding))
+            if self._griffin_blocks:
+                stack.enter_context(held_in(self.cache, self._griffin_blocks))
             features = stack.enter_context(self._tap.recording())
             output: Any = self.model(
                 **{self._cache_name: self.cache}, **inputs, **self._forward_kwargs
@@ -400,11 +402,11 @@ class SlotTarget(Target):
         if block is not None and self._layers and not block.consulted:
             raise RuntimeError(
                 f"{type(self.model).__name__} made its attention masks without transformers' mask interface, "
-                "so it can't be told what a draft may see; pass drafter=None or use model.generate"
+                "so the attention mask of a draft can't be set; pass drafter=None or use model.generate"
             )
         logits = output.logits
         return TargetOutput(
-            # as transformers' own loop rounds them
+            # transformers' own loop rounds float64 logits in the same way
             logits.float() if logits.dtype == torch.float64 else logits,
             side_by_side([each.to(logits.device) for each in features]),
             tuple(output.get("hidden_states") or ()),
@@ -417,13 +419,13 @@ class SlotTarget(Target):
             return self._score(tree)
         unread = self._unread[: self._active]
         branches = Branches.of(tree, unread)
-        # Every row is sure to keep the whole block if it brings no drafts and equally many tokens.
-        certain = tree.num_nodes == 1 and len(set(map(len, unread))) == 1
-        output = self._read(branches, tree, undoable=not certain)
+        # Without drafts, and with equally many unread tokens in each row, every row keeps the whole block.
+        kept_whole = tree.num_nodes == 1 and len(set(map(len, unread))) == 1
+        output = self._read(branches, tree, undoable=not kept_whole)
         return output if tree.is_chain and not any(unread) else branches.nodes(output)
 
     def _read(self, branches: Branches, drafts: DraftTree, undoable: bool) -> TargetOutput:
-        """Score a chain for each branch; what is behind the end of a shorter one is arbitrary."""
+        """Score a chain for each branch; outputs after the end of a shorter chain are arbitrary."""
         device = drafts.tokens.device
         chains = padded(branches.tokens, device)
         counts = torch.tensor([len(tokens) - 1 for tokens in branches.tokens], device=device)
@@ -446,7 +448,7 @@ class SlotTarget(Target):
             vars(self).update(ours)
 
     def _select(self, rows: Sequence[int], index: Tensor) -> None:
-        """Row i becomes what row ``rows[i]`` was, in all that is known of rows; ``index`` are the same."""
+        """Move row ``rows[i]`` to row i in all per-row attributes; ``index`` is ``rows`` as a tensor."""
         for name in _ROW_TENSORS:
             setattr(self, name, getattr(self, name)[index])
         for name in (*_ROW_LISTS, "_row_slots"):
@@ -455,7 +457,7 @@ class SlotTarget(Target):
         self._stage()
 
     def _stage(self) -> None:
-        """Let where the rows stand go with the next copy to the device."""
+        """Add the positions and lengths of the rows to the next copy to the device."""
         rows = list(zip(self._row_slots, self._holes_before, self._first_slot, strict=True))
         self._staged_numbers = self.staging.stage(
             [
@@ -468,11 +470,11 @@ class SlotTarget(Target):
         )
 
     def _score(self, tree: DraftTree) -> TargetOutput:
-        """One pass over the nodes of ``tree``, whose root is the first token that a row does not hold."""
+        """Run one pass over the nodes of ``tree``; its root is the first token that a row does not hold."""
         numbers, by_op = self._numbers, self._by_op
         root_positions = numbers.root_positions
         if tree.num_nodes == 1 and self._aligned and not (self._padded or by_op):
-            # Plain decoding: transformers' own masks, none where there is no padding.
+            # Plain decoding without padding: transformers' own masks are correct.
             return self._forward(
                 None,
                 input_ids=tree.tokens,
@@ -494,7 +496,7 @@ class SlotTarget(Target):
     def _ways_agree(
         self, tree: DraftTree, by_tree: TreeBlock, ancestors: Tensor, positions: Tensor
     ) -> bool:
-        """Compare both ways to run this pass, which leaves the cache as it was."""
+        """Run this pass directly and by modules, and compare the logits; the cache stays as it was."""
         slack = self._layers[0].slack
         by_modules = self._score_by_modules(tree, by_tree, ancestors, positions)
         self._hold(self._start, slack)
@@ -504,7 +506,7 @@ class SlotTarget(Target):
 
     @inference_mode()
     def _score_directly(self, tree: DraftTree, block: TreeBlock, positions: Tensor) -> TargetOutput:
-        """The pass without transformers."""
+        """Run the pass with ``ops.decoder_layers`` instead of the model's modules."""
         assert self._direct is not None
         self.begun = True
         logits, states = self._direct(tree.tokens, positions, block, self._layers)
@@ -513,7 +515,7 @@ class SlotTarget(Target):
     def _score_by_modules(
         self, tree: DraftTree, by_tree: TreeBlock | None, ancestors: Tensor, positions: Tensor
     ) -> TargetOutput:
-        """The pass as the model runs it, over masks that show each node what it may see."""
+        """Run the pass with the model's modules, and with masks that show each node its own past."""
         block = SlotVisibility(
             tree=by_tree,
             ancestors=ancestors,
@@ -533,9 +535,9 @@ class SlotTarget(Target):
         )
 
     def _model_positions(self, positions: Tensor) -> Tensor:
-        """``position_ids`` of tokens that have ``positions [rows, nodes]`` tokens before them.
+        """Return ``position_ids`` of tokens with ``positions [rows, nodes]`` tokens before them.
 
-        Models of images may go on with others, and with several axes of them: ``[axes, rows, nodes]``.
+        After a prompt with images they may be shifted, and may have several axes: ``[axes, rows, nodes]``.
         """
         if self._prompt_kwargs is None:
             return positions
@@ -543,12 +545,12 @@ class SlotTarget(Target):
         return shifted if len(shifted) > 1 else shifted[0]
 
     def _cache_window(self) -> int | None:
-        """The window that all layers with keys and values have."""
+        """Return the window if all layers with keys and values have the same one, else None."""
         windows = {layer.window for layer in self._layers}
         return windows.pop() if len(windows) == 1 else None
 
     def _attends_by_op(self) -> bool:
-        """Whether ``tree_attention`` computes attention: it takes text without holes only."""
+        """Whether ``tree_attention`` computes attention, which needs text without padding between tokens."""
         return (
             bool(self._layers)
             and self._holes == 0
@@ -570,7 +572,7 @@ class SlotTarget(Target):
         self._settle()
 
     def _compact(self, path: Tensor, num_accepted: Tensor) -> None:
-        """Move each row's accepted nodes to its end, on every device that layers are on."""
+        """Move each row's accepted nodes to the end of the row, on every device that holds layers."""
         places = path, num_accepted, self._numbers.block_starts, self._numbers.slots
         buffers = [buffer[: len(path)] for layer in self._layers for buffer in layer.buffers]
         for device in {buffer.device for buffer in buffers}:
@@ -582,10 +584,10 @@ class SlotTarget(Target):
     def _commit_states(
         self, block: _Block, paths: list[list[int]], num_accepted: list[int]
     ) -> tuple[Tensor, Tensor, list[int]]:
-        """Undo the states of rows that did not keep the whole block, of a tree a whole branch.
+        """Restore the states of rows that did not accept the whole block (in a tree: a whole branch).
 
         Returns:
-            Path and number of accepted nodes in ``block.tree``, -1 for rows that hold what they held, and
+            Path and number of accepted nodes in ``block.tree``, -1 for rows whose states were restored, and
             these numbers as a list.
         """
         device, width, branches = block.tree.tokens.device, block.tree.num_nodes, block.branches
@@ -613,7 +615,7 @@ class SlotTarget(Target):
         return whole, torch.where(kept, width, 0) - 1, counts
 
     def rewind(self, counts: Sequence[int]) -> None:
-        """Forget the last ``counts[r]`` committed tokens of each active row; not with recurrent states."""
+        """Discard the last ``counts[r]`` committed tokens of each active row; no recurrent states allowed."""
         assert not self._states
         self._row_slots = [
             slots - count for slots, count in zip(self._row_slots, counts, strict=True)
@@ -627,7 +629,7 @@ class SlotTarget(Target):
         self._stage()
 
     def _hold(self, slots: int, slack: int) -> None:
-        """Let the cache end after this many slots."""
+        """Set the number of filled slots of the cache, and the slack of its windows."""
         for layer in self._layers:
             layer.length, layer.slack = slots, slack
         compat.cut_positions(self.cache, slots)
@@ -659,7 +661,7 @@ class SlotTarget(Target):
             if self._states:
                 self._finish_states(last_tokens, early, columns)
             else:
-                # Nobody has read the last token of a row that ended early; the next turn needs its keys.
+                # The last token of a row that ended early has not been read; the next turn needs its keys.
                 self._row_slots = [each - 1 for each in columns]
                 self._settle()
                 self.forward(DraftTree.root(last_tokens))
@@ -669,7 +671,7 @@ class SlotTarget(Target):
         self._hold(width - 1, 0)
 
     def _finish_states(self, last_tokens: Tensor, early: list[bool], columns: list[int]) -> None:
-        """Read what is unread, and the last tokens of the rows that ended early."""
+        """Read the unread tokens, and the last tokens of rows that ended early."""
         with inference_mode():
             self._states.reorder(range(self._active), self._active)
         self._row_slots = [
@@ -688,9 +690,10 @@ class SlotTarget(Target):
         self._states.release()
 
     def _clear(self) -> None:
-        """Make zeros of what lies behind the ends of rows: what was rejected there may be NaN.
+        """Zero the slots after the end of each row: rejected tokens may have left NaN there.
 
-        Ours mask it, and ``tree_attention`` does not read what is masked; the caller's next turn may.
+        Masked slots do no harm here, because ``tree_attention`` does not read them. The caller's next use of
+        the cache may read them.
         """
         for buffer in (buffer for layer in self._layers for buffer in layer.buffers):
             for row, end in enumerate(self._row_slots):
@@ -701,17 +704,20 @@ def _prefill_chunk(config: GenerationConfig) -> int | None:
     size = config.prefill_chunk_size
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise ValueError(
-            f"prefill_chunk_size is {size!r}; expected how many columns of the prompt a pass may read, at "
+            f"prefill_chunk_size is {size!r}; expected the largest number of prompt columns in one pass, at "
             "least 1, or None for all at once"
         )
     return size
 
 
 def _pick_columns(logits: Tensor, wanted: Tensor, kept: Tensor) -> Tensor:
-    """``[rows, columns, vocab]`` of the columns ``kept`` -> ``[rows, 1, vocab]`` at ``wanted[r]``."""
+    """Pick column ``wanted[r]`` of each row: ``[rows, columns, vocab]`` -> ``[rows, 1, vocab]``.
+
+    ``kept`` lists the columns whose logits were requested; some models return those of all columns.
+    """
     if logits.shape[1] == 1:
         return logits
     index = torch.searchsorted(kept, wanted).clamp(max=len(kept) - 1)
-    if logits.shape[1] != len(kept):  # the model keeps the logits of all columns
+    if logits.shape[1] != len(kept):  # the model returned the logits of all columns
         index = kept[index]
     return logits[torch.arange(len(logits), device=logits.device), index][:, None]

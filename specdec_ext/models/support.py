@@ -1,4 +1,4 @@
-"""``supports``: what can be done exactly with a model, decided from its own parts without running it."""
+"""``supports``: decide what can be done exactly with a model, from its parts and without running it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from specdec_ext.models.compat import (
     STATES_CONTINUE,
     LinearAttentionCacheLayerMixin,
 )
-from specdec_ext.models.families import griffin as held
+from specdec_ext.models.families import griffin
 from specdec_ext.models.families.alibi import alibi_of
 from specdec_ext.models.families.positions import positions_of
 from specdec_ext.models.families.scans import can_continue, stateless_scans
 from specdec_ext.models.passes.masks import SUPPORTED_IMPLEMENTATIONS
 
 Rollback = Literal["compact", "replay", "snapshot", "recompute", "none"]
-# Where a model's forward takes what it remembers of the text before.
+# Arguments of a model's forward that hold its cache.
 CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
-# What of a call is text, which SlotTarget lays out itself. All else (images, token types) is read with the
-# prompt, as transformers prepares it.
+# Arguments of a call that SlotTarget lays out itself. All others (images, token types) are read with the
+# prompt, as transformers prepares them.
 _TEXT_INPUTS = {
     "input_ids",
     "inputs_embeds",
@@ -43,38 +43,39 @@ _TEXT_INPUTS = {
     "output_hidden_states",
 }
 
-# Models whose pass over several tokens behind cached ones is not what single passes are, which nothing but
-# their code tells: ProphetNet asserts a length of 1, BLT cuts its input into patches anew in every pass,
-# CPM-Ant prepends a prompt, FSMT hides later tokens only where it has no cache.
+# Models for which a pass over several tokens after cached ones differs from passes over single tokens. Only
+# their code shows it: ProphetNet asserts a length of 1, BLT cuts its input into patches anew in every pass,
+# CPM-Ant prepends a prompt, FSMT hides later tokens only if it has no cache.
 _ONE_TOKEN = {"prophetnet", "blt", "cpmant", "fsmt"} | ONE_TOKEN_MODELS
-# How a model's file makes its masks; through what transformers registers for each attention implementation.
+# Functions of transformers that make masks through the mask interface; a model's file imports those it uses.
 _CAUSAL_MASKS = {
     "create_causal_mask",
     "create_sliding_window_causal_mask",
     "create_chunked_causal_mask",
     "create_masks_for_generate",
 }
-# Up to 5.17 the masks of some decoders, too (BigBird, RemBERT): right for a prompt, which is run like that
-# without us as well, and for single tokens.
+# Up to transformers 5.17 some decoders (BigBird, RemBERT) use these masks, too. They are correct for single
+# tokens, and for a prompt, which model.generate runs with the same masks.
 _BIDIRECTIONAL_MASKS = {"create_bidirectional_mask"}
 
 
 @dataclass(frozen=True, repr=False)
 class Support(Summarised):
-    """The verdict on a model.
+    """What can be done exactly with a model.
 
     Attributes:
         chain: whether chains of drafts are verified in one pass.
-        tree: whether trees are. Where a cache has no room for siblings (all but ``"compact"``), every branch
-            is a row of the pass, on a copy of the cache, and a tree costs its branches times its depth.
-        batch: whether rows of a batch are speculated on; otherwise only a single row is, and larger batches
-            are decoded one token at a time.
-        rollback: how rejected drafts are forgotten. ``"compact"``: keys and values lie in slots that are
-            given up. ``"replay"``: recurrent states are saved before a pass and restored after it; what was
-            accepted is read again in front of the next block. ``"snapshot"``: the same with a cache of any
-            kind, copied whole. ``"recompute"``: there is no cache, the whole text runs in every pass.
-            ``"none"``: nothing is drafted, one token at a time.
-        reasons: why what is not possible is not.
+        tree: whether trees of drafts are verified in one pass. With every rollback but ``"compact"``, each
+            branch of a tree is a separate row of the pass with a copy of the cache, so a tree costs its
+            branches times its depth.
+        batch: whether the rows of a batch are speculated on. If False, only a single row is, and larger
+            batches are decoded one token at a time.
+        rollback: how rejected drafts are removed from the cache. ``"compact"``: the slots of their keys and
+            values are freed. ``"replay"``: recurrent states are saved before a pass and restored after it,
+            and the accepted tokens are read again in front of the next block. ``"snapshot"``: the same with a
+            copy of the whole cache, of any kind. ``"recompute"``: there is no cache, every pass runs the
+            whole text. ``"none"``: nothing is drafted, the model is decoded one token at a time.
+        reasons: for everything that is not supported, the reason.
     """
 
     chain: bool
@@ -96,84 +97,87 @@ class Support(Summarised):
 
     @property
     def by_slots(self) -> bool:
-        """Whether we lay out cache, masks and positions ourselves; otherwise transformers prepares passes."""
+        """True if this package lays out cache, masks and positions; False if transformers prepares passes."""
         return self.rollback in ("compact", "replay")
 
 
 def supports(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) -> Support:
-    """What ``generate`` does with a model.
+    """Return what ``generate`` can do exactly with a model: chains, trees, batches.
 
     Args:
         model: any Hugging Face model that generates text.
-        inputs: of the call, as they are passed to ``generate``; by default text alone.
+        inputs: inputs of the call, as passed to ``generate``; by default text alone.
 
     Returns:
-        The verdict; every model gets one, at worst one token at a time. It is for texts of ordinary length:
-        where positions change their meaning behind some length (dynamic and longrope rotations), a call
-        that would cross it is decoded one token at a time, and says so.
+        A ``Support`` for every model; at worst the model is decoded one token at a time. It holds for texts
+        of ordinary length. If positions change their meaning from some length on (dynamic and longrope
+        rotations), a call that may cross that length is decoded one token at a time, with a warning.
     """
     if reason := _one_token_reason(model):
         return Support(False, False, False, "none", (reason,))
     inputs = inputs or {}
     if inputs.get("use_cache", getattr(model.generation_config, "use_cache", None)) is False:
-        return _hosted(model, ["the call keeps no cache (use_cache=False)"], "recompute")
+        return _hosted(model, ["the call uses no cache (use_cache=False)"], "recompute")
     if obstacles := _slot_obstacles(model) or _input_obstacles(model, inputs):
         return _hosted(model, obstacles)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     indexed = any(is_indexed(layer) for layer in cache.layers)
     if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
         reasons = ("its indexer keeps one list of positions for all rows",) if indexed else ()
-        # Up to 5.17 that list is not in the layers, where it would branch with the rest.
+        # Up to transformers 5.17 that list is not part of the layers, so it can't be copied per branch.
         branches = all(hasattr(x, "indexer_position_ids") for x in cache.layers if is_indexed(x))
         return Support(True, tree=branches, batch=not indexed, rollback="replay", reasons=reasons)
     if any(selects_by_slot(layer) for layer in cache.layers):
-        reason = "its sparse attention selects tokens by the cache slots they lie in"
+        reason = "its sparse attention selects tokens by their cache slots"
         return Support(True, tree=False, batch=False, rollback="compact", reasons=(reason,))
     if _has_part(model, "image_patch_tokens"):  # GIT
-        reason = "it shifts padding masks by the tokens of an image, even where there is none"
+        reason = "it shifts padding masks by the number of image tokens, even without an image"
         return Support(True, tree=True, batch=False, rollback="compact", reasons=(reason,))
     return Support(chain=True, tree=True, batch=True, rollback="compact")
 
 
 def _one_token_reason(model: PreTrainedModel) -> str | None:
-    """Why passes over several tokens are not what passes over single ones are, whoever prepares them."""
-    if not held.all_fit(model):
-        return "its layers keep recurrent states outside of the cache, where no rejected draft is undone"
+    """Return why a pass over several tokens differs from passes over single tokens, None if it does not."""
+    if not griffin.all_fit(model):
+        return "its layers keep recurrent states outside of the cache, where drafts can't be undone"
     if model.config.model_type in _ONE_TOKEN:
-        return "behind cached tokens it takes one token at a time"
+        return "after cached tokens it reads only one token at a time"
     if not all(can_continue(mixer) for mixer in stateless_scans(model)):
-        return "its Mamba mixers do not hand states to their scans"
+        return "its Mamba mixers do not pass initial states to their scans"
     if _sees_later_tokens(model.config.get_text_config(decoder=True)):
-        return "its tokens read those after them (is_decoder=False)"
+        return "its tokens attend to later tokens (is_decoder=False)"
     if _drops_tokens(model):
-        return "which tokens its experts take depends on the others of a pass"
+        return "the tokens that its experts process depend on the other tokens of a pass"
     if not STATES_CONTINUE and _has_states(model):
-        return "recurrent layers of this transformers forget their states in a pass over several tokens"
+        return (
+            "with this version of transformers its recurrent layers reset their states in a pass over "
+            "several tokens"
+        )
     if _uses(model, _BIDIRECTIONAL_MASKS) and not _uses(model, _CAUSAL_MASKS):
-        return "tokens of one pass would read those after them"
+        return "the tokens of a pass would attend to later tokens"
     return None
 
 
 def _slot_obstacles(model: PreTrainedModel) -> list[str]:
-    """What keeps us from laying out cache, masks and positions ourselves."""
+    """Return why this package can't lay out cache, masks and positions itself; empty if it can."""
     parameters = inspect.signature(model.forward).parameters
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
-        return ["its decoder reads an encoder"]
+        return ["it is an encoder-decoder model"]
     if not {"past_key_values", "cache_params"} & set(parameters):
-        return ["its forward takes no cache of transformers"]
+        return ["its forward does not take a cache of transformers"]
     if not model._supports_default_dynamic_cache():  # type: ignore[operator]
-        return ["it makes a cache of its own"]
+        return ["it needs a cache class of its own"]
     cache = DynamicCache(config=config)
     if foreign := unserved_layers(cache):
         return [f"its cache has layers of type {', '.join(foreign)}"]
     obstacles = []
     attends = any(not isinstance(x, LinearAttentionCacheLayerMixin) for x in cache.layers)
-    if attends and "position_ids" not in parameters and not _places(model):
+    if attends and "position_ids" not in parameters and not _positions_can_be_patched(model):
         obstacles.append("its forward takes no position_ids, which trees and ragged rows need")
     if attends and config._attn_implementation not in SUPPORTED_IMPLEMENTATIONS:
         obstacles.append(
-            f"its attention {config._attn_implementation!r} takes no tree mask (load it with "
+            f"its attention {config._attn_implementation!r} does not support tree masks (load the model with "
             f"attn_implementation={' or '.join(map(repr, SUPPORTED_IMPLEMENTATIONS))})"
         )
     if attends and not _uses(model, _CAUSAL_MASKS):
@@ -181,13 +185,13 @@ def _slot_obstacles(model: PreTrainedModel) -> list[str]:
     return obstacles
 
 
-def _places(model: PreTrainedModel) -> bool:
-    """Whether we can place tokens in a model that takes no positions: it embeds them, or biases attention."""
+def _positions_can_be_patched(model: PreTrainedModel) -> bool:
+    """Whether a patch can set positions in a model without ``position_ids``: in its embeddings or ALiBi."""
     return bool(positions_of(model) or alibi_of(model))
 
 
 def beyond_text(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the inputs of a call is no text: images, sounds, token types, encoder outputs."""
+    """Return the inputs of a call that are not text: images, audio, token types, encoder outputs."""
 
     def given(value: Any) -> bool:
         return value is not None and not (isinstance(value, dict) and not value)
@@ -196,26 +200,26 @@ def beyond_text(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _input_obstacles(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[str]:
-    """What keeps a call with these inputs from going on as text alone after its prompt."""
+    """Return why a call with these inputs can't continue as plain text after its prompt; empty if it can."""
     media = beyond_text(inputs)
     if not media:
         return []
     cache = inputs.get("past_key_values")
     if cache is not None and cache.get_seq_length():
-        return [f"{', '.join(media)} come behind text that the cache holds"]
+        return [f"{', '.join(media)} come after text that is in the cache already"]
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     prepare: Any = model.prepare_inputs_for_generation
     later = prepare(
         token, next_sequence_length=1, is_first_iteration=False, **{"use_cache": True, **media}
     )
-    # mm_token_type_ids of generated tokens say that they are text.
+    # For generated tokens mm_token_type_ids only say that they are text.
     if needed := sorted(set(beyond_text(later)) - {"mm_token_type_ids"}):
-        return [f"its passes after the prompt take {', '.join(needed)}"]
+        return [f"its passes after the prompt need {', '.join(needed)}"]
     return []
 
 
 def _hosted(model: PreTrainedModel, reasons: list[str], rollback: Rollback = "snapshot") -> Support:
-    """The verdict on a model whose passes transformers prepares."""
+    """Return the support for a model whose inputs transformers prepares."""
     if not set(CACHE_ARGUMENTS) & set(inspect.signature(model.forward).parameters):
         rollback = "recompute"
     if reason := _unprepared_reason(model, rollback):
@@ -224,19 +228,19 @@ def _hosted(model: PreTrainedModel, reasons: list[str], rollback: Rollback = "sn
 
 
 def _unprepared_reason(model: PreTrainedModel, rollback: Rollback) -> str | None:
-    """Why transformers can't prepare a pass over several tokens at the end of a text, if it can't."""
+    """Return why transformers can't prepare a pass over several tokens at the end of a text, else None."""
     if rollback == "snapshot":
         if _prepares_several(model):
             return None
         return "its prepare_inputs_for_generation prepares one token at a time"
     if any(hasattr(module, "num_hashes") for module in model.modules()):
-        return "its hashing attention sorts all tokens of the text, those behind a token too"
-    # Some models predict at a token that they append to the text, so that no other column counts.
+        return "its hashing attention sorts all tokens of the text, including later ones"
+    # Some models predict only at a token that they append to the text.
     text = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     prepare: Any = model.prepare_inputs_for_generation
     prepared = prepare(text, is_first_iteration=True).get("input_ids")
     if prepared is None or prepared.shape != text.shape:
-        return "it predicts only at a column that it adds to the text"
+        return "it predicts only at a token that it appends to the text"
     return None
 
 
@@ -259,25 +263,25 @@ def _has_part(model: PreTrainedModel, attribute: str) -> bool:
 
 
 def _sees_later_tokens(config: PreTrainedConfig) -> bool:
-    """Whether a model that can be an encoder or a decoder is an encoder."""
+    """Whether the model is an encoder, of the kind that can be configured as encoder or decoder."""
     return not config.is_encoder_decoder and getattr(config, "is_decoder", None) is False
 
 
 def _drops_tokens(model: PreTrainedModel) -> bool:
-    """Whether experts leave out what is beyond their capacity in a pass (Switch, NLLB-MoE)."""
+    """Whether experts drop tokens beyond their capacity in a pass (Switch, NLLB-MoE)."""
     routers = (module for module in model.modules() if hasattr(module, "expert_capacity"))
-    # As many tokens as a pass has fit into one expert where the capacity is that share of them.
+    # A capacity of 1.0 times the tokens of a pass lets one expert take all of them.
     return any(getattr(each, "moe_eval_capacity_token_fraction", 0) < 1 for each in routers)
 
 
 def _has_states(model: PreTrainedModel) -> bool:
-    """Whether its cache is more than keys and values, so far as it can be seen without a pass."""
+    """Whether the cache holds more than keys and values, as far as this is visible without a pass."""
     if not model._supports_default_dynamic_cache():  # type: ignore[operator]
         return True
     return bool(unserved_layers(DynamicCache(config=model.config.get_text_config(decoder=True))))
 
 
 def _uses(model: PreTrainedModel, functions: set[str]) -> bool:
-    """Whether a file that the model's modules come from imports one of these functions of transformers."""
+    """Whether a source file of the model's modules imports one of these functions of transformers."""
     files = {type(module).__module__ for module in model.modules()}
     return any(functions & vars(sys.modules[file]).keys() for file in files & sys.modules.keys())

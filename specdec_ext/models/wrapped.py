@@ -1,8 +1,8 @@
-"""Models that something else has wrapped, sharded or adapted: which can't be decoded exactly, and why.
+"""Checks for models that other software has wrapped, sharded or adapted.
 
-Quantised modules, LoRA layers, offloaded or tensor-parallel ones and compiled forwards need nothing of us: a
-pass is a call of the model, and what it is made of is its own business. What is refused here would give
-wrong text, hang, or fail far from its cause.
+Quantised modules, LoRA layers, offloaded or tensor-parallel modules and compiled forwards need no special
+treatment, because a pass is an ordinary call of the model. The models that are refused here would give wrong
+text, hang, or fail far from the cause.
 """
 
 from __future__ import annotations
@@ -16,35 +16,36 @@ import torch
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 
-# Attributes of modules that are a probability, or a width, of noise in training mode.
+# Attributes of modules that set the probability or width of noise in training mode.
 _NOISE = re.compile("dropout|layerdrop|jitter")
 
 
 def check_model(model: Any, arguments: Mapping[str, Any]) -> None:
-    """Refuse what can't even reach transformers' ``generate``.
+    """Refuse models and arguments that fail before transformers' ``generate`` starts.
 
     Args:
-        model: whatever a caller took for a model.
-        arguments: the keywords of the call.
+        model: the object that the caller passed as a model.
+        arguments: the keyword arguments of the call.
 
     Raises:
-        TypeError: for something that has no ``generate``, naming the model inside if there is one.
-        ValueError: for a model without weights, or an adapter for each row.
+        TypeError: for an object without ``generate``; the message names the model inside if there is one.
+        ValueError: for a model without weights, or a separate adapter for each row.
     """
     name = type(model).__name__
     if not callable(getattr(model, "generate", None)):
         inside = isinstance(getattr(model, "module", None), nn.Module)
         raise TypeError(
-            f"model is a {name}, which has no generate; expected a Hugging Face model"
-            + (": pass the one inside, model.module" if inside else "")
+            f"model is a {name}, which has no method generate; expected a Hugging Face model"
+            + (": pass the wrapped one, model.module" if inside else "")
         )
     if arguments.get("adapter_names") is not None:
         raise ValueError(
-            "adapter_names gives every row of a batch an adapter, but rows that end early leave the batch; "
-            "call model.set_adapter(name) and generate the rows of one adapter together"
+            "adapter_names gives each row of a batch its own adapter, which is not supported because rows "
+            "that end early leave the batch; call model.set_adapter(name) and generate the rows of one "
+            "adapter together"
         )
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
-        return  # accelerate brings in the weights that it has offloaded
+        return  # accelerate loads the offloaded weights when they are needed
     empty = next((name for name, each in model.named_parameters() if each.is_meta), None)
     if empty is not None:
         raise ValueError(
@@ -53,11 +54,12 @@ def check_model(model: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def check_ids(model: PreTrainedModel, inputs: Any, input_ids: Any) -> None:
-    """Refuse what is no batch of token ids where a model reads ids.
+    """Check that the prompt is a batch of token ids, if the model reads token ids.
 
     Args:
+        model: the model of the call.
         inputs: the first argument of ``generate``.
-        input_ids: the keyword of that name.
+        input_ids: the keyword argument of that name.
 
     Raises:
         TypeError: for anything but a tensor, such as text.
@@ -65,7 +67,7 @@ def check_ids(model: PreTrainedModel, inputs: Any, input_ids: Any) -> None:
     """
     for name, given in (("inputs", inputs), ("input_ids", input_ids)):
         if given is None or (name == "inputs" and model.main_input_name != "input_ids"):
-            continue  # of speech and image models the first argument is what their encoder reads
+            continue  # the first argument of speech and image models is the input of their encoder
         way_out = "ids [batch, length], such as tokenizer(text, return_tensors='pt').input_ids"
         if isinstance(given, Mapping):
             raise TypeError(
@@ -75,18 +77,18 @@ def check_ids(model: PreTrainedModel, inputs: Any, input_ids: Any) -> None:
             raise TypeError(f"{name} is a {type(given).__name__}; expected a tensor of {way_out}")
         if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
             raise ValueError(
-                f"{name} is of {given.dtype}; expected whole numbers, {way_out}. Embeddings are inputs_embeds"
+                f"{name} is of {given.dtype}; expected integers, {way_out}. Pass embeddings as inputs_embeds"
             )
         if given.ndim != 2:
             one = f"; {name}[None] is a batch of one row" if given.ndim == 1 else ""
-            raise ValueError(f"{name} is {list(given.shape)}; expected {way_out}{one}")
+            raise ValueError(f"{name} has shape {list(given.shape)}; expected {way_out}{one}")
 
 
 def check_wrapping(model: PreTrainedModel) -> None:
-    """Refuse a model whose passes don't give the same text twice, or are not what its forward computes.
+    """Refuse a model whose passes are random, or whose inputs are changed outside of its forward.
 
     Raises:
-        ValueError: naming what is in the way, and the way out.
+        ValueError: the message names the obstacle and the way out.
     """
     obstacle = _in_training(model) or _prompt_rewritten(model)
     if obstacle is not None:
@@ -98,41 +100,44 @@ def _in_training(model: PreTrainedModel) -> str | None:
         return None
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False):
-            return "is in training mode with gradient checkpointing, which leaves no cache; call model.eval()"
+            return (
+                "is in training mode with gradient checkpointing, which disables the cache; call "
+                "model.eval()"
+            )
         noise = {key: value for key, value in vars(module).items() if _NOISE.search(key)}
         if isinstance(module, nn.modules.dropout._DropoutNd):
             noise["p"] = module.p
         for key, value in noise.items():
             if module.training and isinstance(value, float) and value > 0:
                 return (
-                    f"is in training mode and {name}.{key} is {value}: with that noise no pass computes what "
-                    "another one did; call model.eval()"
+                    f"is in training mode and {name}.{key} is {value}: with this noise two passes over the "
+                    "same text differ; call model.eval()"
                 )
     return None
 
 
 def _prompt_rewritten(model: PreTrainedModel) -> str | None:
-    """PEFT's methods that change what is read, not how it is computed."""
+    """Return why a PEFT method that changes the inputs, not the layers, is unsupported; None without one."""
     prepare = vars(model).get("prepare_inputs_for_generation")
     if prepare is not None and getattr(prepare, "__self__", model) is not model:
         return (
-            "has its inputs prepared by somebody else (prompt tuning and prefix tuning put virtual tokens in "
-            "front of the text), which a pass over drafts does without; use model.generate"
+            "has a replaced prepare_inputs_for_generation (prompt tuning and prefix tuning put virtual "
+            "tokens in front of the text), which passes over drafts do not call; use model.generate"
         )
     configs = getattr(model, "peft_config", None)
     if isinstance(configs, dict) and any(
         getattr(config, "alora_invocation_tokens", None) for config in configs.values()
     ):
         return (
-            "has an adapter that is active behind certain tokens only (aLoRA), counted from the end of the "
-            "text, which drafts make longer; use model.generate"
+            "has an adapter that is active only after certain tokens (aLoRA). Their place is counted from "
+            "the end of the text, which drafts move; use model.generate"
         )
     return None
 
 
 @contextmanager
 def graph_breaks_explained(model: PreTrainedModel) -> Iterator[None]:
-    """Says what to do where the compiler of a model refuses a pass.
+    """Turn an error of a model's compiler into one that names the way out.
 
     Raises:
         ValueError: from the compiler's own error.
@@ -141,13 +146,13 @@ def graph_breaks_explained(model: PreTrainedModel) -> Iterator[None]:
         yield
     except torch._dynamo.exc.TorchDynamoException as error:
         raise ValueError(
-            f"{type(model).__name__} is compiled with fullgraph=True, but the masks of drafts and a growing "
-            "cache break its graph; compile it without fullgraph, or use model.generate"
+            f"{type(model).__name__} is compiled with fullgraph=True, but the attention masks of drafts and "
+            "the growing cache break its graph; compile it without fullgraph, or use model.generate"
         ) from error
 
 
 def unwrapped(model: Any) -> Any:
-    """The Hugging Face model inside what ``torch.compile`` or PEFT returned, adapters included."""
+    """Return the Hugging Face model inside a ``torch.compile`` or PEFT wrapper, with its adapters."""
     if isinstance(model, torch._dynamo.OptimizedModule):
         model = model._orig_mod
     base = getattr(model, "get_base_model", None)
@@ -155,19 +160,19 @@ def unwrapped(model: Any) -> Any:
 
 
 def agreed_seed(model: PreTrainedModel, seed: int) -> int:
-    """Of a tensor-parallel model the seed that the first of its processes has drawn, else ``seed``.
+    """Return rank 0's seed on tensor-parallel models, else ``seed``.
 
-    Every process draws the tokens itself. With different noise they would read different texts, and soon
-    wait for each other for ever.
+    Every process samples the tokens itself. With different seeds the processes would sample different texts
+    and soon deadlock.
     """
     agree = _agreement(model)
     return seed if agree is None else int(agree(torch.tensor(seed, device="cpu")))
 
 
 def agreed_clock(model: PreTrainedModel, clock: Callable[[], float]) -> Callable[[], float]:
-    """Of a tensor-parallel model the clock of the first of its processes, else ``clock``.
+    """Return rank 0's clock on tensor-parallel models, else ``clock``.
 
-    What is decided by measurements is decided alike where all read one clock.
+    Decisions that depend on measured times are then the same in all processes.
     """
     agree = _agreement(model)
     if agree is None:
@@ -176,7 +181,7 @@ def agreed_clock(model: PreTrainedModel, clock: Callable[[], float]) -> Callable
 
 
 def is_tensor_parallel(weight: Any) -> bool:
-    """Whether each of several processes has a part of this weight."""
+    """Whether this weight is distributed over several processes."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return False
     from torch.distributed.tensor import DTensor
@@ -185,7 +190,8 @@ def is_tensor_parallel(weight: Any) -> bool:
 
 
 def _agreement(model: PreTrainedModel) -> Callable[[Tensor], Tensor] | None:
-    """Gives all processes that share a tensor-parallel model what the first of them has; None without any."""
+    """Return a function that broadcasts rank 0's value to all processes of a tensor-parallel model; None for
+    other models."""
     parts: Any = filter(is_tensor_parallel, model.parameters())
     mesh = next((each.device_mesh for each in parts), None)
     if mesh is None:

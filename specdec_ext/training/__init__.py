@@ -1,1 +1,1 @@
-"""Training of draft heads: EAGLE-3, EAGLE 3.1, P-EAGLE and Medusa, for one target, on any text or chats."""
+"""Train draft heads (EAGLE-3, EAGLE 3.1, P-EAGLE, Medusa) for one target, on any texts or chats."""

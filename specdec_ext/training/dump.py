@@ -1,14 +1,14 @@
-"""Hidden states of the target, computed once and read from disk by every later epoch.
+"""Dump the target's hidden states to disk once, and read them from there in every epoch.
 
-A dump is a folder of safetensors shards, each with some texts one behind the other: their ``lengths
+A dump is a folder of safetensors shards. Each shard holds some texts one after the other: their ``lengths
 [texts]``, ``tokens [tokens]``, ``features [tokens, feature_width]`` and ``last_hidden [tokens,
-target_hidden]``, the latter two in the target's dtype. Teacher logits are made from the last hidden
-states when they are needed, as SpecForge does: they would be many times as large. ``dump.json`` names the
-target, the tapped layers and the texts, and every finished shard with its size and hash: a dump that was
-stopped goes on, a damaged shard is made again, and a dump of something else is refused.
+target_hidden]``, the latter two in the target's dtype. Teacher logits would be many times as large, so they
+are computed from the last hidden states when needed, as in SpecForge. ``dump.json`` records the target, the
+feature layers and the texts, and the size and hash of every finished shard. An interrupted dump is continued,
+a damaged shard is written again, and a dump of another target, other layers or other texts is refused.
 
-A token takes ``(feature_width + target_hidden) * bytes of an element``: 32 KiB with three taps of a
-16-bit target of hidden size 4096.
+A token takes ``(feature_width + target_hidden) * bytes of an element``: 32 KiB with three auxiliary hidden
+states of a 16-bit target of hidden size 4096.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from specdec_ext.training.fingerprint import fingerprint
 FORMAT = 1
 INDEX = "dump.json"
 SHARD_BYTES = 2**28
-SPARE_BYTES = 2**28  # left free on the disk: others write there, too
+SPARE_BYTES = 2**28  # left free on the disk for other programs
 
 
 @dataclass(frozen=True)
 class DumpSize:
-    """What a dump takes on disk.
+    """The disk space that a dump needs.
 
     Attributes:
-        tokens: of all texts.
-        bytes_per_token: of hidden states and token ids.
-        done: bytes that are there already.
-        free: bytes on the disk.
+        tokens: number of tokens of all texts.
+        bytes_per_token: bytes of hidden states and token id.
+        done: bytes that are written already.
+        free: free bytes on the disk.
     """
 
     tokens: int
@@ -60,7 +60,7 @@ class DumpSize:
         return self.tokens * self.bytes_per_token
 
     def __str__(self) -> str:
-        there = f", of which {self.done / 1e9:.2f} GB are there" if self.done else ""
+        there = f", of which {self.done / 1e9:.2f} GB are written" if self.done else ""
         return (
             f"{self.tokens:,} tokens x {self.bytes_per_token:,} bytes = {self.total / 1e9:.2f} GB{there}; "
             f"{self.free / 1e9:.2f} GB are free"
@@ -70,10 +70,12 @@ class DumpSize:
 def dump_size(
     target: PreTrainedModel, layers: Sequence[int], examples: Sequence[Example], folder: str | Path
 ) -> DumpSize:
-    """What :func:`dump_features` would take with the same arguments; runs the target on two tokens.
+    """Return the disk space that :func:`dump_features` needs; runs the target on two tokens.
+
+    The arguments are those of :func:`dump_features`.
 
     Raises:
-        ValueError: for no texts, and a folder with a dump of something else.
+        ValueError: for no texts, or a folder with a different dump.
     """
     return _Dump(target, layers, examples, Path(folder)).size()
 
@@ -87,20 +89,20 @@ def dump_features(
     batch: int = 8,
     progress: Callable[[int, int], None] | None = None,
 ) -> DumpedFeatures:
-    """Write the target's hidden states of all texts, or what is missing of them, and open the dump.
+    """Write the target's hidden states of all texts, as far as they are missing, and open the dump.
 
-    One process at a time may write to a folder. What is there is read once, to find damage.
+    Only one process at a time may write to a folder. Existing shards are read once to find damage.
 
     Args:
-        target: in eval mode.
-        layers: tapped, as in :class:`~specdec_ext.training.batches.OnlineFeatures`.
-        examples: the texts; their loss masks are not kept.
-        folder: a new one, or that of a dump of the same.
-        batch: texts per pass of the target.
-        progress: told the tokens that are done and all tokens: before the first shard and after each.
+        target: the target in eval mode.
+        layers: feature layers, as in :class:`~specdec_ext.training.batches.OnlineFeatures`.
+        examples: the texts; their loss masks are not stored.
+        folder: a new folder, or that of an earlier dump with the same target, layers and texts.
+        batch: number of texts per pass of the target.
+        progress: called with (tokens done, all tokens) before the first shard and after each shard.
 
     Raises:
-        ValueError: for no texts, a folder with a dump of something else, and a disk with too little room.
+        ValueError: for no texts, a folder with a different dump, or too little space on the disk.
         OSError: for files that can't be written.
     """
     if batch < 1:
@@ -109,24 +111,24 @@ def dump_features(
     size = dump.size()
     if size.total - size.done + SPARE_BYTES > size.free:
         raise ValueError(
-            f"the disk of {folder} has too little room for the hidden states: {size}, and "
-            f"{SPARE_BYTES / 1e9:.2f} GB should stay so. Give another folder, fewer or shorter texts, or "
-            "compute them while training"
+            f"the disk of {folder} has too little space for the hidden states: {size}, and "
+            f"{SPARE_BYTES / 1e9:.2f} GB must stay free. Pass another folder, fewer or shorter texts, or "
+            "train without a dump"
         )
     dump.write(batch, progress)
     return DumpedFeatures(target, layers, folder)
 
 
 class DumpedFeatures:
-    """Reads what :func:`dump_features` wrote: the batches of ``OnlineFeatures``, without the target's passes.
+    """Makes batches like ``OnlineFeatures``, but reads the hidden states from a dump.
 
-    The bits are those that the target computed in the dump's batches; other batches of the same texts give
-    the same up to rounding. Hidden states of paddings are 0.
+    The values are those that the target computed in the batches of the dump; other batches give the same up to
+    rounding. Hidden states at padding are 0.
 
     Args:
-        target: whose hidden states these must be; batches are on its device.
-        layers: as dumped.
-        folder: of the dump.
+        target: the target of the dump; batches are on its device.
+        layers: feature layers of the dump.
+        folder: folder of the dump.
 
     Raises:
         ValueError: for a folder without a finished dump of this target and these layers.
@@ -136,13 +138,15 @@ class DumpedFeatures:
         folder = Path(folder)
         index = _read_index(folder)
         if index is None:
-            raise ValueError(f"{folder} has no {INDEX}: no dump of hidden states")
+            raise ValueError(
+                f"{folder} is not a dump of hidden states (it has no {INDEX}); make one with dump_features"
+            )
         _check_same(folder, index, {"target": fingerprint(target), "layers": list(layers)})
         unfinished = [i for i in range(index["shards"]) if not _has_size(folder, index, i)]
         if unfinished:
             raise ValueError(
-                f"the dump in {folder} lacks {len(unfinished)} of {index['shards']} shards; make them with "
-                "dump_features"
+                f"the dump in {folder} lacks {len(unfinished)} of {index['shards']} shards; call "
+                "dump_features to write them"
             )
         self._device = target.device
         self._folder = folder
@@ -152,10 +156,10 @@ class DumpedFeatures:
             self._open(folder / _shard_name(number))
 
     def __call__(self, examples: Sequence[Example]) -> Batch:
-        """The batch of some of the dumped texts.
+        """Make the batch of some of the dumped texts.
 
         Raises:
-            ValueError: for a text that was not dumped.
+            ValueError: for a text that is not in the dump.
         """
         tokens, loss_mask, lengths = pad(examples)
         features, last_hidden = zip(*(self._read(each) for each in examples), strict=True)
@@ -175,7 +179,9 @@ class DumpedFeatures:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} can't be read ({error}); call dump_features again") from error
         if sizes != {len(tokens)} or int(lengths.sum()) != len(tokens):
-            raise ValueError(f"{path} holds other texts than it says; call dump_features again")
+            raise ValueError(
+                f"{path} is damaged, its lengths do not match its tensors; call dump_features again"
+            )
         start = 0
         for text in tokens.split(lengths.tolist()):
             self._places[_name(text)] = len(self._shards), start
@@ -186,8 +192,8 @@ class DumpedFeatures:
         place = self._places.get(_name(example.tokens))
         if place is None:
             raise ValueError(
-                f"a text of {len(example.tokens)} tokens is not in the dump in {self._folder}; dump all "
-                "texts that are trained on"
+                f"a text of {len(example.tokens)} tokens is not in the dump in {self._folder}; pass all "
+                "training texts to dump_features"
             )
         number, start = place
         rows = slice(start, start + len(example.tokens))
@@ -196,7 +202,7 @@ class DumpedFeatures:
 
 
 class _Dump:
-    """A dump while it is written."""
+    """A dump that is being written."""
 
     def __init__(
         self,
@@ -256,7 +262,7 @@ class _Dump:
                 progress(done, self._tokens)
 
     def _cut(self, shard_bytes: int) -> list[list[Example]]:
-        """The texts by shard: in their order, each shard filled up."""
+        """Split the texts, in their order, into shards of at most ``shard_bytes`` (or of one text)."""
         shards: list[list[Example]] = []
         filled = shard_bytes
         for example in self._examples:
@@ -337,12 +343,12 @@ def _read_index(folder: Path) -> dict[str, Any] | None:
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is damaged ({error!r}); delete the folder, or give another"
+            f"{path} is damaged ({error!r}); delete the folder, or pass another one"
         ) from error
     if not known or not sound:
         raise ValueError(
-            f"{path} is of format {index['format']!r}, or damaged; format {FORMAT} is read and written here. "
-            "Delete the folder, or give another"
+            f"{path} is damaged or of the unsupported format {index['format']!r} (expected {FORMAT}); delete "
+            "the folder, or pass another one"
         )
     return index
 
@@ -351,8 +357,8 @@ def _check_same(folder: Path, index: dict[str, Any], made_of: dict[str, Any]) ->
     other = [name for name, value in made_of.items() if index.get(name) != value]
     if other:
         raise ValueError(
-            f"{folder} holds a dump with other {' and '.join(other)} than asked for; give another folder, or "
-            "delete it"
+            f"{folder} holds a dump with different {' and '.join(other)}; pass another folder, or delete "
+            "this one"
         )
 
 
@@ -371,7 +377,7 @@ def _file_hash(path: Path) -> str:
 
 
 def _replace(partial: Path, path: Path) -> None:
-    """Give a file its name when its content is on the disk."""
+    """Flush ``partial`` to the disk, then rename it to ``path``."""
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     partial.replace(path)

@@ -1,10 +1,11 @@
-"""An early estimate of how long drafts will live, without generating: the head drafts along held-out texts.
+"""Estimate the acceptance length of a head during training, without generating text.
 
-At every place of a text it is known how many drafts are accepted there if the text's tokens are fed. Decoding
-is a walk over these places: from each to the one behind what was accepted and the token that the target adds.
-Of a text that the target wrote this is what decoding will do, draft for draft: of one that it wrote greedily
-in greedy decoding; of one that it drew in sampling at that temperature, where ``verification="match"``
-accepts a draft that is the token drawn. Of other texts it is an estimate.
+The head drafts at every place of held-out texts, and the number of accepted draft tokens is computed for each
+place. Decoding is simulated as a walk over these places: each step moves past the accepted draft tokens and
+the one token that the target adds. For a text that the target wrote, the walk equals real decoding draft by
+draft: a text written greedily gives greedy decoding, and a sampled text gives sampling at the same temperature
+with ``verification="match"``, which accepts a draft that equals the sampled token. For other texts the result
+is an estimate.
 """
 
 from __future__ import annotations
@@ -23,19 +24,20 @@ from specdec_ext.training.objective import Objective
 from specdec_ext.training.regenerate import regenerate
 from specdec_ext.training.teacher import Teacher
 
-# Texts that are sampled for an estimate, and tokens of each at most: a few thousand drafts.
+# Number of texts that are sampled for an estimate and most tokens of each: a few thousand drafts in all.
 _SAMPLED_TEXTS, _SAMPLED_TOKENS = 32, 128
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Texts that a head is judged on, none of which it learns from.
+    """Texts for the evaluation of a head; it is not trained on them.
 
     Attributes:
-        texts: of what it learns; estimates of greedy decoding.
-        sampled: continuations that the target drew, :func:`sampled_texts`; estimates of sampling.
-        old: of what the head was made for before it was adapted; what it forgets.
-        features: of the sampled texts, which a dump does not have; None for those of the others.
+        texts: texts of the training domain, for the estimate of greedy decoding.
+        sampled: continuations that the target sampled (:func:`sampled_texts`), for the estimate of sampling.
+        old: texts of the domain that the head was trained for before, to measure what it forgets.
+        features: computes the hidden states of ``sampled``, which a dump does not contain; None uses the same
+            as for ``texts``.
     """
 
     texts: Sequence[Example] = ()
@@ -46,13 +48,13 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Simulated drafts, in chains of as many tokens as there are positions.
+    """Acceptance of simulated drafts, which are chains of ``len(greedy)`` tokens.
 
     Attributes:
-        drafts: how many the greedy walk takes.
-        greedy: by position, the share of these that is accepted that far.
-        conditional: the same, of those that were accepted up to the position before.
-        sampled: by position, the share that is accepted that far in sampling; empty without sampled texts.
+        drafts: number of drafts in greedy decoding.
+        greedy: for each position, the share of drafts that are accepted up to and including it.
+        conditional: for each position, the share among drafts that are accepted up to the position before.
+        sampled: like ``greedy``, for sampling; empty without sampled texts.
     """
 
     drafts: int
@@ -62,7 +64,7 @@ class Evaluation:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens per step in greedy decoding, the target's own included."""
+        """Mean number of tokens per step in greedy decoding, including the target's own token."""
         return 1 + sum(self.greedy)
 
     @property
@@ -74,14 +76,14 @@ class Evaluation:
 def sampled_texts(
     model: PreTrainedModel, texts: Sequence[Example], cache_file: Path, seed: int = 0
 ) -> list[Example]:
-    """What the target draws at temperature 1 behind the beginnings of some texts.
+    """Let the target continue the beginnings of some texts, sampling at temperature 1.
 
     Args:
         model: the target.
-        texts: at most 32 of them, evenly spread, are continued: behind what is before the first token of
-            their loss mask, or behind their first quarter.
-        cache_file: where the continuations are kept, as ``regenerate`` keeps them.
-        seed: of the sampling.
+        texts: at most 32 of them, evenly spread, are continued. The beginning of a text ends before the first
+            token of its loss mask; if that is the first token of the text, it is the first quarter.
+        cache_file: file of the continuations, see ``regenerate``.
+        seed: seed of the sampling.
     """
     longest = max(len(each.tokens) for each in texts)
     new_tokens = max(1, min(_SAMPLED_TOKENS, longest // 2))
@@ -117,17 +119,22 @@ def evaluate(
     """Draft chains at every place of the examples whose next tokens are in the loss mask.
 
     Args:
-        depth: tokens of a chain; fewer if the draft weights have not as many (Medusa heads).
-        sampled: texts that the target drew, for the estimate of sampling.
-        sampled_features: of these; None for ``features``.
+        objective: the head.
+        features: computes or reads the hidden states of ``examples``.
+        teacher: of the target.
+        examples: texts for the estimate of greedy decoding.
+        depth: number of tokens of a chain; Medusa heads limit it to the number of heads.
+        batch_size: number of texts per pass.
+        sampled: texts that the target sampled, for the estimate of sampling.
+        sampled_features: as ``features`` for the sampled texts; None uses ``features``.
 
     Raises:
         ValueError: if there is no such place.
     """
     depth = min(depth, objective.deepest)
 
-    def lived(features: Features, texts: Sequence[Example], name: str) -> Tensor:
-        """``[drafts, depth]``: of each draft of the walk which tokens are accepted."""
+    def accepted_drafts(features: Features, texts: Sequence[Example], name: str) -> Tensor:
+        """``[drafts, depth]``: 1 for each token of each draft of the walk that is accepted."""
         walked = []
         # An element reads two tokens and drafts ``depth``.
         usable = [each for each in texts if len(each.tokens) >= depth + 2]
@@ -140,15 +147,15 @@ def evaluate(
             [torch.empty(0, depth, device="cpu"), *(each.cpu() for each in walked)]
         ).double()
 
-    drafts = lived(features, examples, "greedy")
+    drafts = accepted_drafts(features, examples, "greedy")
     if not len(drafts):
         raise ValueError(
-            f"the held-out texts have no place with {depth + 1} tokens of the loss mask in a row; give "
-            "longer texts, or evaluate shorter drafts"
+            f"the held-out texts have no {depth + 1} consecutive tokens in the loss mask; pass longer texts, "
+            "or evaluate shorter drafts"
         )
     greedy = drafts.mean(dim=0)
     before = torch.cat([greedy.new_ones(1), greedy[:-1]])
-    drawn = lived(sampled_features or features, sampled, "sampled")
+    drawn = accepted_drafts(sampled_features or features, sampled, "sampled")
     return Evaluation(
         len(drafts),
         tuple(greedy.tolist()),
@@ -158,11 +165,11 @@ def evaluate(
 
 
 def _walk(places: Sequence[int], accepted: Sequence[int]) -> list[int]:
-    """The elements at which decoding drafts.
+    """Return the indices of the places at which decoding would draft.
 
     Args:
-        places: ascending; a gap begins another text, or another answer in it.
-        accepted: drafts at each.
+        places: ascending; after a gap another text, or another answer in it, begins.
+        accepted: number of accepted draft tokens at each place.
     """
     visited, free_from, last = [], 0, -2
     for index, (place, count) in enumerate(zip(places, accepted, strict=True)):

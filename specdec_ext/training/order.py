@@ -1,4 +1,4 @@
-"""Which examples a step reads: a function of the seed and the step, so that a resumed run sees the same."""
+"""The examples of each training step: a function of seed and step, so a resumed run reads the same."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
-# Batches whose examples are sorted by length together: little padding, and still a random order.
+# Number of batches whose examples are sorted by length together: little padding, but still a random order.
 _SORTED_TOGETHER = 16
 
 
 def epoch_batches(lengths: Sequence[int], size: int, seed: int, epoch: int) -> list[list[int]]:
-    """The batches of an epoch, ``size`` indices of ``lengths`` each; a rest that fills none is left out.
+    """Return the batches of an epoch, each of ``size`` indices of examples; an incomplete batch is left out.
 
     Args:
-        lengths: of the examples, in tokens; at least ``size`` of them.
-        size: of a batch, over all processes.
+        lengths: lengths of the examples in tokens; at least ``size`` of them.
+        size: number of examples of a batch, over all processes.
+        seed: seed of the order.
+        epoch: number of the epoch; each has another order.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order = torch.randperm(len(lengths), generator=generator, device="cpu").tolist()

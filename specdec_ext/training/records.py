@@ -1,14 +1,14 @@
-"""The files that training text is read from, as records: texts, chats or tokens.
+"""Read files of training text as records: texts, chats or tokens.
 
-Files, in UTF-8:
+Supported files, in UTF-8:
 
-- ``.txt``: one text. It is cut at ends of lines into records of about ``TEXT_CHARACTERS`` characters.
-- ``.jsonl``, ``.json``: an object per line, or a list of objects. Each has a text (``"text"``), a chat
-  (``"messages"``, ``"conversations"`` or ``"conversation"``: a list of ``{"role", "content"}`` or
-  ``{"from", "value"}``) or tokens, as ``regenerate`` writes them (``"tokens"``, and ``"answers"``:
-  ``[start, end)`` of what the target wrote).
+- ``.txt``: one text. It is split at ends of lines into records of about ``TEXT_CHARACTERS`` characters.
+- ``.jsonl`` (one object per line) and ``.json`` (a list of objects). Each object has a text (``"text"``), a
+  chat (``"messages"``, ``"conversations"`` or ``"conversation"``: a list of ``{"role", "content"}`` or
+  ``{"from", "value"}``), or tokens as ``regenerate`` writes them (``"tokens"``, and ``"answers"``: ranges
+  ``[start, end)`` that the target wrote).
 
-Everything is checked before anything is made of it; a message names file and line.
+The whole file is checked before it is used; error messages name file and line.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Record:
     """One text, chat or tokenized text of a file.
 
     Attributes:
-        where: file and place, for messages.
+        where: file and line or entry, for messages.
         content: the text; the chat, as messages with "role" and "content"; or the tokens.
     """
 
@@ -54,7 +54,7 @@ class Record:
     content: str | Chat | Example
 
     def digest(self) -> bytes:
-        """A hash of the content, which does not depend on where it stands."""
+        """Return a hash of the content; it does not depend on file and line."""
         content = self.content
         if isinstance(content, Example):
             content = content.tokens.tolist()
@@ -63,18 +63,18 @@ class Record:
 
 @dataclass
 class Transcript:
-    """A text that a target partly wrote.
+    """A text of which the target wrote some parts.
 
     Attributes:
-        tokens: all of it.
-        answers: ``(start, end)`` of what the target wrote.
+        tokens: all tokens of the text.
+        answers: ranges ``(start, end)`` that the target wrote.
     """
 
     tokens: list[int] = field(default_factory=list)
     answers: list[tuple[int, int]] = field(default_factory=list)
 
     def example(self, max_length: int | None = None) -> Example:
-        """The text, cut to ``max_length`` tokens."""
+        """Return the text as an example, cut to ``max_length`` tokens."""
         tokens = torch.tensor(self.tokens[:max_length], dtype=torch.int64, device="cpu")
         mask = torch.zeros_like(tokens, dtype=torch.bool)
         for start, end in self.answers:
@@ -89,19 +89,18 @@ def read_records(
     messages_column: str | None = None,
     vocab_size: int | None = None,
 ) -> list[Record]:
-    """The records of a file, in its order.
+    """Read the records of a file, in their order.
 
     Args:
-        path: ``.txt``, ``.jsonl`` or ``.json``.
-        text_column: where the texts are, if not in ``"text"``.
-        messages_column: where the chats are, if not in one of ``CHAT_COLUMNS``.
-        vocab_size: of the target, which has no tokens from there on; None does not look.
+        path: a ``.txt``, ``.jsonl`` or ``.json`` file.
+        text_column: name of the column of texts, by default ``"text"``.
+        messages_column: name of the column of chats, by default one of ``CHAT_COLUMNS``.
+        vocab_size: vocabulary size of the target, for a check of the tokens; None skips the check.
 
     Raises:
-        ValueError: for a file of another kind or with nothing in it; text that is not UTF-8 and JSON that is
-            not valid, with the line; records without the column, with those that they have; a chat's
-            message without text or with an unknown role; tokens that the target has not.
-        OSError: for a file that can't be read; of pipes and devices none is.
+        ValueError: for an unsupported or empty file, text that is not UTF-8, invalid JSON, a record without
+            the column, a message without text or with an unknown role, or tokens outside the vocabulary.
+        OSError: for a file that can't be read; pipes and devices are not read.
     """
     path = Path(path)
     if text_column is not None and messages_column is not None:
@@ -118,9 +117,9 @@ def read_records(
     elif path.suffix in (".jsonl", ".json"):
         records = list(_records(read_rows(path), text_column, messages_column))
     else:
-        raise ValueError(f"{path} is none of the files that are read: .txt, .jsonl, .json")
+        raise ValueError(f"{path} is of an unsupported type; expected .txt, .jsonl or .json")
     if not records:
-        raise ValueError(f"{path} has no text in it")
+        raise ValueError(f"{path} holds no text")
     if vocab_size is not None:
         _check_tokens(records, vocab_size)
     return records
@@ -131,15 +130,16 @@ def _check_tokens(records: Sequence[Record], vocab_size: int) -> None:
         content = record.content
         if isinstance(content, Example) and int(content.tokens.max()) >= vocab_size:
             raise ValueError(
-                f"{record.where} has token {int(content.tokens.max())}; the target has {vocab_size}. Was it "
-                "written by another model? Let this one answer: --regenerate"
+                f"{record.where} has token {int(content.tokens.max())}, but the target's vocabulary has "
+                f"{vocab_size}. If another model wrote the file, let the target answer: --regenerate"
             )
 
 
 def split_records(records: Sequence[Record], one_in: int = 50) -> tuple[list[Record], list[Record]]:
-    """``(training, held_out)``: by the hash of its content each record is on the same side in every file.
+    """Split records into ``(training, held_out)`` by the hash of their content.
 
-    About one in ``one_in`` is held out; if none is by that rule, the one with the smallest hash.
+    A record is on the same side whatever file it is in. About one in ``one_in`` is held out, and at least the
+    one with the smallest hash.
 
     Raises:
         ValueError: for ``one_in`` below 2, or records that all have the same content.
@@ -150,7 +150,7 @@ def split_records(records: Sequence[Record], one_in: int = 50) -> tuple[list[Rec
     if len(set(digests)) < 2:
         raise ValueError(
             f"{records[0].where if records else 'the data'}: a single text can't be split into training and "
-            "held-out text; give more, or a file of held-out text"
+            "held-out text; pass more texts, or a separate file of held-out text"
         )
     held_out = [int.from_bytes(digest[:8], "big") % one_in == 0 for digest in digests]
     if not any(held_out):
@@ -168,19 +168,19 @@ def _opened(path: Path) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file.
+    """Read the text of a file.
 
     Raises:
-        ValueError: if it is no regular file or not UTF-8.
+        ValueError: if it is not a regular file or not UTF-8.
     """
     return _decoded(_opened(path).read_bytes(), str(path))
 
 
 def read_rows(path: Path) -> list[tuple[str, Any]]:
-    """(file and place, value) of every line of a ``.jsonl`` file, or entry of another one's list.
+    """Return (file and place, value) for every line of a ``.jsonl`` file or entry of a ``.json`` list.
 
     Raises:
-        ValueError: for what is not UTF-8 or not JSON, with the line, or a ``.json`` file without a list.
+        ValueError: for text that is not UTF-8, invalid JSON, or a ``.json`` file that holds no list.
     """
     return list((_jsonl_rows if path.suffix == ".jsonl" else _json_rows)(path))
 
@@ -217,8 +217,8 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
     rows = _parsed(text, str(path))
     if not isinstance(rows, list):
         raise ValueError(
-            f"{path} holds a {type(rows).__name__}; expected a list (a file with an entry per line is named "
-            ".jsonl)"
+            f"{path} holds a {type(rows).__name__}; expected a list. A file with one object per line must be "
+            "named .jsonl"
         )
     for number, row in enumerate(rows, 1):
         yield f"{path} entry {number}", row
@@ -253,16 +253,16 @@ def _column(where: str, row: dict[str, Any]) -> str:
     found = [name for name in (*CHAT_COLUMNS, "text", "tokens") if name in row]
     if len(found) != 1:
         raise ValueError(
-            f"{where}: its columns are {_listed(row)}; "
-            + (f"{found} are more than one to learn from" if found else "none is known")
-            + "; name the column of its texts (text_column) or chats (messages_column)"
+            f"{where} has the columns {_listed(row)}, of which "
+            + (f"several could be the training text: {found}" if found else "none is known")
+            + "; name the column of texts (text_column) or chats (messages_column)"
         )
     return found[0]
 
 
 def _chat(messages: Any, where: str) -> Chat:
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{where}: its chat is {_kind(messages)}; expected a list of messages")
+        raise ValueError(f"{where}: the chat is {_kind(messages)}; expected a list of messages")
     chat = []
     for number, message in enumerate(messages, 1):
         place = f"{where}, message {number}"
@@ -274,16 +274,18 @@ def _chat(messages: Any, where: str) -> Chat:
             raise ValueError(
                 f"{place}: role {shown(role)} is unknown; expected one of {sorted(ROLES)}"
             )
-        text = checked_text(content, f"{place}: its content")
+        text = checked_text(content, f"{place}: the content")
         chat.append({"role": ROLES[role], "content": text})
     return chat
 
 
 def checked_text(value: Any, where: str) -> str:
-    """A string that a tokenizer takes: JSON may have halves of surrogate pairs, which are no characters.
+    """Return ``value`` if it is a string that a tokenizer accepts.
+
+    JSON strings may contain halves of surrogate pairs, which are not characters.
 
     Raises:
-        ValueError: for anything else, saying where.
+        ValueError: for anything else; the message begins with ``where``.
     """
     if not isinstance(value, str):
         raise ValueError(f"{where} is {_kind(value)}; expected text")
@@ -295,14 +297,14 @@ def checked_text(value: Any, where: str) -> str:
 
 
 def transcript(row: dict[str, Any], where: str) -> Transcript:
-    """A record's ``"tokens"`` and ``"answers"``; ``where`` is for the message.
+    """Check and return a record's ``"tokens"`` and ``"answers"``; ``where`` is for the message.
 
     Raises:
-        ValueError: for anything else in their place.
+        ValueError: if they are not a list of token ids and a list of ranges within it.
     """
     tokens = row.get("tokens")
     if not _all(tokens, lambda token: type(token) is int and 0 <= token < 2**31) or not tokens:
-        raise ValueError(f'{where}: "tokens" is no list of token ids')
+        raise ValueError(f'{where}: "tokens" is not a list of token ids')
     answers: Any = row.get("answers", [[0, len(tokens)]])
     if not _all(
         answers,
@@ -313,7 +315,7 @@ def transcript(row: dict[str, Any], where: str) -> Transcript:
         ),
     ):
         raise ValueError(
-            f'{where}: "answers" is no list of [start, end] within its {len(tokens)} tokens'
+            f'{where}: "answers" is not a list of [start, end] within its {len(tokens)} tokens'
         )
     return Transcript(tokens, [(start, end) for start, end in answers])
 

@@ -1,4 +1,4 @@
-"""Draft heads in the formats in which they are published, read into and written from ``DraftHead``."""
+"""Read published formats of draft heads into ``DraftHead`` or ``MedusaHeads``, and write them."""
 
 from specdec_ext.heads.checkpoints.calibrate import Calibration, Trial, calibrate
 from specdec_ext.heads.checkpoints.load import is_draft, load_draft

@@ -1,8 +1,9 @@
-"""``calibrate``: which reading of a checkpoint drafts better, where its config leaves two.
+"""``calibrate``: find out how an ambiguous config of a draft head is meant, by drafting along a text.
 
-Ids of tapped layers have two spellings, one apart (:mod:`specdec_ext.heads.checkpoints.taps`), and
-``norm_output`` has had two meanings: the normed output is fed back, or, in SpecForge before September 2026,
-it is not. No file says which is meant, but a short text does: the wrong reading drafts worse by far.
+Ids of auxiliary hidden states have two conventions that differ by one
+(:mod:`specdec_ext.heads.checkpoints.taps`). ``norm_output`` has had two meanings: the normed output is fed
+back, or, in SpecForge before September 2026, it is not. The files do not say which one applies. A *reading*
+is one choice of both; along a short text, a wrong reading drafts much worse than the right one.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ _PAIR = TreeConfig(depth=2)
 
 @dataclass(frozen=True)
 class Trial:
-    """How one reading of a head drafts along a text.
+    """The quality of the drafts of one reading of a head along a text.
 
     Attributes:
         feature_layers, norm_output: the reading.
-        drafts: pairs of tokens that were drafted.
-        first: share of first tokens that are the target's most probable.
-        second: the same of second tokens, where the first one is the text's; 0 where there is none.
+        drafts: number of drafts, each of two tokens.
+        first: share of first tokens that equal the target's most probable token.
+        second: the same share of second tokens, counted only where the first token equals the text's; 0 if
+            there are none.
     """
 
     feature_layers: tuple[int, ...]
@@ -44,15 +46,18 @@ class Trial:
 
     @property
     def score(self) -> float:
-        """Tokens of a pair that the target would accept."""
+        """Expected number of accepted tokens per draft of two."""
         return self.first * (1 + self.second)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """``head`` has the reading of the best of ``trials``; between equals, the reading it was given with.
+    """The result of :func:`calibrate`.
 
-    Nothing of it is ambiguous any more.
+    Attributes:
+        head: the head with the reading of the best trial; among equal trials, the reading it was passed with.
+            Its record lists no ambiguous fields any more.
+        trials: all readings that were tried.
     """
 
     head: DraftHead
@@ -63,25 +68,27 @@ class Calibration:
 def calibrate(
     head: DraftHead, model: PreTrainedModel, input_ids: Tensor, num_drafts: int = 128
 ) -> Calibration:
-    """Try the head as it is, with its tapped layers one up and one down, and without ``norm_output``.
+    """Try all readings of a head along a text and choose the best one.
 
-    Costs one pass of the target over the text, and per trial one of the head and ``num_drafts`` drafts of two
-    tokens. The tokens of a text that the target would write itself tell most; 512 of them are plenty.
+    The readings are its feature layers as given, plus one and minus one, each with ``norm_output`` as given
+    and False. The cost is one pass of the target over the text, and for each trial one pass of the head and
+    ``num_drafts`` drafts of two tokens. A text that the target would write itself is the most reliable; 512
+    tokens are enough.
 
     Args:
-        head: to calibrate; works with the model otherwise.
+        head: the head to calibrate.
         model: its target, with weights.
         input_ids: ``[1, length]`` or ``[length]``, at least 8 tokens.
-        num_drafts: where along the text to draft, evenly spread.
+        num_drafts: number of places along the text at which to draft, evenly spread.
 
     Raises:
-        ValueError: for a text that is too short or a pair that can't work in any reading.
+        ValueError: for a text that is too short, or a pair that can't work in any reading.
     """
     text = input_ids.reshape(-1).to(model.device)
     if len(text) < 8 or num_drafts < 1 or len(text) != input_ids.shape[-1]:
         raise ValueError(
-            f"input_ids is {list(input_ids.shape)}, num_drafts {num_drafts}; expected one text of at least 8 "
-            "tokens and at least 1 draft"
+            f"input_ids has shape {list(input_ids.shape)} and num_drafts is {num_drafts}; expected one text "
+            "of at least 8 tokens and at least 1 draft"
         )
     config: Any = model.config.get_text_config(decoder=True)
     readings = list(_readings(head, config.num_hidden_layers))
@@ -103,7 +110,7 @@ def calibrate(
 
 
 def _readings(head: DraftHead, num_layers: int) -> Iterator[DraftHead]:
-    """The head with each reading that the target has the layers for, its own first."""
+    """Yield the head with each reading whose layers exist in the target; its own reading comes first."""
     own = head.config.resolved_feature_layers(num_layers)
     shifts = (0,) if -1 in own else (0, 1, -1)
     for shift in shifts:
@@ -123,16 +130,16 @@ def _trial(
     predicted: Tensor,
     num_drafts: int,
 ) -> Trial:
-    """Draft two tokens at places along the text, each from what is before it.
+    """Draft two tokens at places along the text, each from the text before it.
 
     Args:
-        text: ``[length]``.
-        features: of each tapped layer ``[length, target_hidden]``.
-        predicted: ``[length]``, the target's most probable token after each.
+        text: ``[length]`` token ids.
+        features: auxiliary hidden states ``[length, target_hidden]`` by layer.
+        predicted: ``[length]`` the target's most probable token after each token.
     """
     layers = head.config.feature_layers
     assert layers is not None
-    # Element t is made of token t + 1; two tokens of the text must be left to compare with.
+    # Element t reads token t + 1; at least two tokens of the text must follow for the comparison.
     last, count = len(text) - 2, min(num_drafts, len(text) - 2)
     ends = [1 + index * (last - 1) // max(count - 1, 1) for index in range(count)]
     drafted = _drafts(head, model, text, torch.cat([features[i] for i in layers], dim=-1), ends)
@@ -152,7 +159,7 @@ def _trial(
 def _drafts(
     head: DraftHead, model: PreTrainedModel, text: Tensor, features: Tensor, ends: list[int]
 ) -> Tensor:
-    """``[drafts, 2]``: after the first ``end + 1`` tokens of the text, for each of ``ends``."""
+    """Draft two tokens after the first ``end + 1`` tokens of the text, for each end: ``[drafts, 2]``."""
     bound, config = BoundHead.bind(head, model), head.config
     dtype, device = bound.dtype, bound.device
     cosines, sines = (table.to(device) for table in rope_tables(config, len(text) + 2))

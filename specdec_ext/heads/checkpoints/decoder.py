@@ -1,4 +1,4 @@
-"""The decoder layers of a head, from the fields that transformers' configs have for them."""
+"""Read the fields about a head's decoder layers, which are named as in transformers' configs."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specdec_ext.heads.checkpoints.fields import Fields
 
-# "su" is an old name. Of text the three positions of "mrope" are one, so it is the ordinary rotation.
+# "su" is an old name of "longrope". For text, the three positions of "mrope" are equal, so it is the default.
 _ROPE_ALIASES = {"su": "longrope", "mrope": "default"}
 
 
 def sizes(decoder: Fields) -> dict[str, Any]:
-    """The fields of ``HeadConfig`` that say how large a decoder layer is."""
+    """Return the fields of ``HeadConfig`` that are sizes of the decoder layers."""
     activation = decoder.text("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
-        raise ValueError(f"{decoder.where}: hidden_act is {activation!r}; heads here use 'silu'")
+        raise ValueError(
+            f"{decoder.where}: hidden_act is {activation!r}; only 'silu' is supported"
+        )
     heads = decoder.integer("num_attention_heads")
     kv_heads = decoder.integer("num_key_value_heads", heads)
     hidden = decoder.integer("hidden_size")
     head_dim = decoder.integer("head_dim", max(hidden // heads, 1))
     if heads % kv_heads:
         raise ValueError(
-            f"{decoder.where}: num_attention_heads is {heads}, num_key_value_heads {kv_heads}; expected a "
-            "multiple"
+            f"{decoder.where}: num_attention_heads is {heads} and num_key_value_heads {kv_heads}; expected "
+            "num_attention_heads to be a multiple"
         )
     if head_dim % 2 or ("head_dim" not in decoder and hidden % heads):
+        given = head_dim if "head_dim" in decoder else f"{hidden / heads:g}"
         raise ValueError(
-            f"{decoder.where}: hidden_size {hidden} and {heads} heads give heads of {hidden / heads:g}; "
-            "expected an even head_dim"
+            f"{decoder.where}: hidden_size is {hidden}, num_attention_heads {heads} and head_dim {given}; "
+            "expected an even integer as head_dim"
         )
     return {
         "hidden_size": hidden,
@@ -43,7 +46,8 @@ def sizes(decoder: Fields) -> dict[str, Any]:
 
 
 def rope_parameters(decoder: Fields) -> dict[str, Any]:
-    """Transformers' ``rope_parameters`` from it or from the older ``rope_theta`` and ``rope_scaling``."""
+    """Return transformers' ``rope_parameters``, also from the older fields ``rope_theta`` and
+    ``rope_scaling``."""
     values = dict(decoder.section("rope_scaling").values)
     values.update(decoder.section("rope_parameters").values)
     rope = Fields(values, f"{decoder.where}: rope_parameters")
@@ -72,11 +76,11 @@ def _check_rope(rope: Fields) -> None:
         rope.number("high_freq_factor")
         rope.integer("original_max_position_embeddings")
     if "partial_rotary_factor" in rope and rope.number("partial_rotary_factor") > 1:
-        raise ValueError(f"{rope.where}: partial_rotary_factor is above 1")
+        raise ValueError(f"{rope.where}: partial_rotary_factor is above 1; expected at most 1")
 
 
 def sliding_windows(decoder: Fields, layers: int) -> tuple[int | None, ...]:
-    """Per layer: ``layer_types`` decides; where it is absent, as the model type does."""
+    """Return the sliding window of each layer, from ``layer_types`` or else by the model type."""
     window = decoder.optional_integer("sliding_window")
     types = decoder.texts("layer_types")
     if not types:

@@ -1,15 +1,16 @@
-"""Configs of EAGLE heads in every published layout -> ``HeadConfig``.
+"""Convert the config.json of an EAGLE head, in any published layout, to a ``HeadConfig``.
 
-Layouts differ in where a field stands and in what its absence means:
+The layouts differ in the place of a field and in its default:
 
-    SafeAILab (EAGLE-1, EAGLE-3)   all at the top; no rope_theta means 10000 and no rms_norm_eps 1e-6 (as in
-                                   ``LlamaConfig``), never the target's
-    SpecForge, SGLang, vLLM        the same, and ``eagle_config``; P-EAGLE adds ``mask_hidden`` and a token id
-    speculators                    the decoder's fields in ``transformer_layer_config``; no
-                                   ``norm_before_residual`` means True for eagle3 and False for peagle
+    SafeAILab (EAGLE-1, EAGLE-3)   all fields at the top level; the default of rope_theta is 10000 and that of
+                                   rms_norm_eps 1e-6 (as in ``LlamaConfig``), not the target's value
+    SpecForge, SGLang, vLLM        the same plus ``eagle_config``; P-EAGLE adds ``mask_hidden`` and a token id
+    speculators                    the decoder's fields are in ``transformer_layer_config``; the default of
+                                   ``norm_before_residual`` is True for eagle3 and False for peagle
 
-Where a tensor shows whether an option is on, the tensor decides; a config that says otherwise then shows up
-as a missing or surplus tensor. Only ``norm_output`` and ``norm_before_residual`` leave no trace in them.
+If a tensor shows whether an option is on, the tensor decides when the config does not name the option; if the
+config contradicts the tensors, a tensor is reported as missing or unexpected. Only ``norm_output`` and
+``norm_before_residual`` can't be seen in the tensors.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from specdec_ext.heads.checkpoints.taps import RecordedLayers, recorded_layers
 from specdec_ext.heads.config import HeadConfig, HeadRecord
 
 Shapes = Mapping[str, tuple[int, ...]]
-# vLLM's order of looking for P-EAGLE's mask token.
+# Fields that may hold P-EAGLE's mask token, in the order in which vLLM looks for it.
 _MASK_TOKEN_FIELDS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 _MAX_FEATURES = 256
-# Texts of ``HeadRecord`` that stand in the section ``specdec_ext`` of the heads that are written here.
+# Fields of ``HeadRecord`` that this package writes into the section ``specdec_ext`` of a config.json.
 RECORDED = ("target_name", "target_revision", "target_fingerprint", "tokenizer_fingerprint")
 
 
@@ -37,16 +38,16 @@ def head_config(
     shapes: Shapes,
     mask_token_id: int | None = None,
 ) -> tuple[HeadConfig, HeadRecord]:
-    """What a head computes.
+    """Return the ``HeadConfig`` of a head and the record of its checkpoint.
 
     Args:
-        kind: of the head.
+        kind: kind of the head.
         config: its config.json.
-        shapes: of its tensors, by our names.
-        mask_token_id: of P-EAGLE, in place of the config's.
+        shapes: shapes of its tensors, by our names.
+        mask_token_id: for P-EAGLE, replaces the value of the config.
 
     Raises:
-        ValueError: for fields that are missing, of the wrong type, absurd or contradictory.
+        ValueError: for fields that are missing, of the wrong type, out of range or contradictory.
     """
     layout = config.text("speculators_model_type")
     if layout not in (None, "eagle3", "peagle"):
@@ -92,7 +93,7 @@ def head_config(
 
 
 def own_record(config: Fields) -> HeadRecord:
-    """What ``specdec_ext.heads.checkpoints`` wrote about a head of any kind; empty for files of others."""
+    """Read the section ``specdec_ext`` of a config.json; empty for files that this package did not write."""
     own = config.section("specdec_ext")
     texts: dict[str, Any] = {name: own.text(name) for name in RECORDED}
     return HeadRecord(**texts)
@@ -101,7 +102,7 @@ def own_record(config: Fields) -> HeadRecord:
 def _features(
     kind: str, config: Fields, shapes: Shapes, hidden: int
 ) -> tuple[dict[str, Any], RecordedLayers]:
-    """What the head takes from the target, and where that was found."""
+    """Return the fields about the hidden states that the head reads, and where the layers were found."""
     target_hidden = config.integer("target_hidden_size", hidden)
     declared = config.section("eagle_config").optional_flag("use_aux_hidden_state")
     fields: dict[str, Any] = {"target_hidden_size": target_hidden}
@@ -111,7 +112,7 @@ def _features(
     if kind == "eagle1" or declared is False:
         fields |= {"feature_layers": (-1,), "num_features": 1, "has_fc": kind == "eagle1"}
         fields["fc_bias"] &= fields["has_fc"]
-        origin = "the last hidden state, which heads of this kind are fed"
+        origin = "the last hidden state, which heads of this kind read"
         return fields, RecordedLayers((-1,), origin)
     recorded = recorded_layers(config)
     count = _num_features(config, recorded.layers, shapes, target_hidden)
@@ -121,22 +122,22 @@ def _features(
 def _vocabulary(
     kind: str, config: Fields, shapes: Shapes, vocab: int
 ) -> tuple[dict[str, Any], bool]:
-    """Vocabularies and who has the embeddings; whether ``lm_head`` is one of them.
+    """Return vocabulary size and ownership of the embeddings, and whether ``lm_head`` is tied.
 
-    An EAGLE-3 head has the target's ``lm_head`` if there is no ``draft_vocab_size`` (SGLang) or if
-    ``reuse_target_lm_head`` says so (SpecForge), and its embedding with ``tie_word_embeddings`` (SGLang). Any
-    other must have its own.
+    An EAGLE-3 head without an ``lm_head`` uses the target's if ``draft_vocab_size`` is absent (SGLang) or
+    ``reuse_target_lm_head`` is set (SpecForge). With ``tie_word_embeddings`` (SGLang) it uses the embedding
+    as its ``lm_head``. Any other EAGLE-3 head must have its own.
     """
     declared = config.optional_integer("draft_vocab_size")
     own = "lm_head.weight" in shapes
     full = declared in (None, vocab)
     tied = kind == "eagle3" and full and not own and config.flag("tie_word_embeddings", False)
     reuses = full and config.flag("reuse_target_lm_head", False)
-    leans = kind == "eagle1" or declared is None or reuses or tied
+    may_share = kind == "eagle1" or declared is None or reuses or tied
     fields = {
         "draft_vocab_size": declared or vocab,
         "own_embedding": "embed_tokens.weight" in shapes,
-        "own_lm_head": own or not leans,
+        "own_lm_head": own or not may_share,
     }
     return fields, tied
 
@@ -154,17 +155,17 @@ def _norm_flags(layout: str | None, config: Fields, shapes: Shapes) -> dict[str,
 
 
 def _norm_output(layout: str | None, config: Fields) -> tuple[bool, bool]:
-    """``norm_output``, and whether its meaning is a guess.
+    """Return ``norm_output``, and whether its meaning is a guess.
 
-    SpecForge before September 2026 meant something else. In files of speculators, and in ours, it has one
-    meaning.
+    It had another meaning in SpecForge before September 2026. In files of speculators and of this package it
+    has one meaning.
     """
     declared = config.flag("norm_output", False)
     ours = config.section("specdec_ext").optional_flag("norm_output")
     if ours not in (None, declared):
         raise ValueError(
-            f"{config.where}: norm_output is {declared}, and in its section specdec_ext {ours}; say which "
-            "with norm_output=..."
+            f"{config.where}: norm_output is {declared}, but {ours} in its section specdec_ext; pass the "
+            "correct value as norm_output=..."
         )
     return declared, declared and ours is None and layout is None
 
@@ -172,12 +173,13 @@ def _norm_output(layout: str | None, config: Fields) -> tuple[bool, bool]:
 def _num_features(
     config: Fields, feature_layers: tuple[int, ...] | None, shapes: Shapes, target_hidden: int
 ) -> int:
-    """How many hidden states ``fc`` takes: as the config counts them, else as ``fc`` is wide."""
+    """Return the number of hidden states that ``fc`` reads, from the config or the width of ``fc``."""
     declared = config.optional_integer("num_aux_hidden_states", high=_MAX_FEATURES)
     if feature_layers is not None:
         if declared not in (None, len(feature_layers)):
             raise ValueError(
-                f"{config.where}: num_aux_hidden_states is {declared}, but the layers are {feature_layers}"
+                f"{config.where}: num_aux_hidden_states is {declared}, but the config names the layers "
+                f"{feature_layers}"
             )
         return len(feature_layers)
     width = shapes.get("fc.weight", (0, 3 * target_hidden))[-1]
@@ -191,7 +193,7 @@ def _flag(declared: bool | None, shapes: Shapes, *names: str) -> bool:
 def _attention_flags(
     kind: str, layout: str | None, decoder: Fields, shapes: Shapes
 ) -> dict[str, Any]:
-    """Biases and per-head norms; outside of speculators the tensors alone say whether they exist."""
+    """Return the flags of biases and per-head norms; outside of speculators only the tensors show them."""
     qkv = o = qk_norm = None
     if kind == "eagle1":
         qkv = decoder.optional_flag("qkv_bias")
@@ -215,7 +217,7 @@ def _ending(names: Iterable[str], *endings: str) -> list[str]:
 def _mask_token_id(
     config: Fields, layout: str | None, shapes: Shapes, given: int | None
 ) -> int | None:
-    """The token of P-EAGLE's parallel slots; None for a head that drafts one token at a time."""
+    """Return the token in P-EAGLE's parallel slots; None for a head that drafts one token at a time."""
     named = layout == "peagle" or any("peagle" in n.lower() for n in config.texts("architectures"))
     if "mask_hidden" not in shapes and not named:
         return None
@@ -227,7 +229,7 @@ def _mask_token_id(
         if token is not None:
             return token
     raise ValueError(
-        f"{config.where} is that of a head that drafts in parallel, but has no token for it; "
+        f"{config.where} describes a head that drafts in parallel (P-EAGLE), but names no mask token; "
         f"expected one of {', '.join(_MASK_TOKEN_FIELDS)}, or pass mask_token_id=..."
     )
 

@@ -1,8 +1,8 @@
-"""``Fields``: the values of a config.json, each taken with the type and range that it must have.
+"""``Fields``: read values of a config.json with a check of their type and range.
 
-A config is somebody else's file: a number may be a text, a size negative or larger than any memory. What is
-read through ``Fields`` is of the type that was asked for, or an error says where it stands and what it is.
-A field that is null counts as absent, as in transformers.
+A config can't be trusted: a number may be a string, a size negative or larger than any memory. A value that
+is read through ``Fields`` has the requested type, or an error names its place and value. A field that is null
+counts as absent, as in transformers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from reprlib import Repr
 from typing import Any
 
-# Larger than any model has; sizes below it can be multiplied without thought.
+# Upper limit of a size, larger than that of any model; products of such sizes stay harmless.
 MAX_SIZE = 2**24
 
 _short = Repr()
@@ -21,7 +21,7 @@ _short.maxlevel = 3
 
 
 def shown(value: Any) -> str:
-    """A value in a message, shortened: JSON may be as long and as deeply nested as it likes."""
+    """Return a value shortened for a message: JSON may be long and deeply nested."""
     return _short.repr(value)
 
 
@@ -30,7 +30,7 @@ class Fields:
 
     Args:
         values: the object.
-        where: what it is called in messages.
+        where: its name in messages.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str):
@@ -40,7 +40,7 @@ class Fields:
         return self.values.get(name) is not None
 
     def section(self, name: str) -> Fields:
-        """An object inside this one; an empty one if it is absent."""
+        """Return an object inside this one; an empty one if it is absent."""
         value = self._get(name, {})
         if not isinstance(value, dict):
             raise self._error(name, "an object")
@@ -61,7 +61,7 @@ class Fields:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self._error(name, f"a number above {above:g}")
-        if not above < value <= sys.float_info.max:  # neither NaN nor an integer of 400 digits is
+        if not above < value <= sys.float_info.max:  # also refuses NaN and an integer of 400 digits
             raise self._error(name, f"a finite number above {above:g}")
         return float(value)
 
@@ -77,13 +77,13 @@ class Fields:
     def text(self, name: str) -> str | None:
         value = self.values.get(name)
         if value is not None and not isinstance(value, str):
-            raise self._error(name, "a text")
+            raise self._error(name, "a string")
         return value
 
     def texts(self, name: str) -> list[str]:
         value = self._get(name, [])
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-            raise self._error(name, "a list of texts")
+            raise self._error(name, "a list of strings")
         return value
 
     def integers(self, name: str) -> list[int] | None:

@@ -1,8 +1,8 @@
-"""The files of a checkpoint: found in a folder or on the hub, and read without trusting them.
+"""Find the files of a checkpoint in a folder or on the hub, and read them without trusting them.
 
-Weights are safetensors, or what ``torch.load(weights_only=True)`` takes: a pickle that asks for anything but
-tensors is refused, not run. Names, shapes and dtypes are known before a tensor is read, so that a file whose
-header claims absurd sizes is refused before memory is asked for.
+Weights are safetensors, or files that ``torch.load(weights_only=True)`` accepts: a pickle that contains
+anything but tensors is refused, not executed. Names, shapes and dtypes are read before the tensors, so a file
+whose header claims absurd sizes is refused before memory is allocated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from specdec_ext.heads.checkpoints.fields import Fields, shown
 from specdec_ext.heads.checkpoints.hub import on_disk
 
-# Of several kinds of weights in one folder the first counts.
+# If a folder holds several kinds of weights, the first of this list is used.
 _PREFERRED = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -46,12 +46,12 @@ _SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
 }
 _MAX_JSON_BYTES = 2**26
-_MAX_PICKLE_BYTES = 2**26  # of a file's names and shapes; tensors lie beside them
+_MAX_PICKLE_BYTES = 2**26  # for names and shapes; the archive stores tensors separately
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that has not been read yet; ``dtype`` is None where torch has no plain one."""
+    """A tensor that has not been read yet; ``dtype`` is None for a type without a plain torch dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
@@ -63,9 +63,9 @@ class Checkpoint:
     """An opened checkpoint.
 
     Attributes:
-        source: what the caller named it by.
-        config: of its config.json.
-        tensors: by the name they have in the file.
+        source: the path or hub id that the caller gave.
+        config: contents of its config.json.
+        tensors: the tensors by their name in the file.
     """
 
     source: str
@@ -76,15 +76,15 @@ class Checkpoint:
 def open_checkpoint(
     path: str | Path, revision: str | None = None, token: str | bool | None = None
 ) -> Checkpoint:
-    """The checkpoint in a folder, beside a weight file, or on the hub.
+    """Open the checkpoint in a folder, of a weight file, or on the hub; tensors are not read yet.
 
     Args:
         path: folder, weight file, or hub id such as ``"org/name"``.
         revision: branch, tag or commit on the hub.
-        token: for the hub, as in ``huggingface_hub.snapshot_download``.
+        token: access token for the hub, as in ``huggingface_hub.snapshot_download``.
 
     Raises:
-        OSError: for a path or hub id with nothing behind it.
+        OSError: if the path or hub id does not exist.
         ValueError: for files that can't be read.
     """
     if not str(path):
@@ -103,7 +103,7 @@ def open_checkpoint(
 
 
 def _downloaded(name: str, revision: str | None, token: str | bool | None) -> Path:
-    """A hub repository's config and weights; pickles only where there are no safetensors."""
+    """Download config and weights of a hub repository; pickles only if it has no safetensors."""
     options: dict[str, Any] = {"revision": revision, "token": token}
     try:
         folder = Path(
@@ -113,7 +113,7 @@ def _downloaded(name: str, revision: str | None, token: str | bool | None) -> Pa
             snapshot_download(name, allow_patterns=["*.json", "*.bin", "*.pt"], **options)
     except (OSError, ValueError) as error:
         raise OSError(
-            f"{name!r} is neither a file nor a folder here, and the hub does not give it: {error}"
+            f"{name!r} is neither a file nor a folder, and can't be downloaded from the hub: {error}"
         ) from error
     return folder
 
@@ -129,33 +129,34 @@ def _weights_in(folder: Path, source: str) -> Path:
         if found:
             raise ValueError(
                 f"{source} has {len(found)} files *{suffix} and no index of them: "
-                f"{', '.join(path.name for path in found[:4])}; name one of them"
+                f"{', '.join(path.name for path in found[:4])}; pass the path of one of them"
             )
     raise OSError(
-        f"{source} holds no weights; expected one of {', '.join(_PREFERRED)} or a single file "
+        f"{source} has no weight file; expected one of {', '.join(_PREFERRED)} or a single file "
         "*.safetensors, *.bin or *.pt"
     )
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Read the JSON object in a file.
 
     Raises:
-        OSError: if there is no such file.
-        ValueError: if it holds something else.
+        OSError: if the file does not exist.
+        ValueError: if it holds anything but a JSON object, or is too large.
     """
     if not path.is_file():
-        raise OSError(f"{path} is missing; a checkpoint has it beside its weights")
+        raise OSError(f"{path} is missing; a checkpoint has this file beside its weights")
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise ValueError(
-            f"{path} has {path.stat().st_size} bytes; no config or index needs so many"
+            f"{path} has {path.stat().st_size} bytes; expected at most {_MAX_JSON_BYTES} for a config or "
+            "index"
         )
     try:
         value = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}; expected an object")
+        raise ValueError(f"{path} holds a {type(value).__name__}; expected a JSON object")
     return value
 
 
@@ -168,28 +169,34 @@ def _stored_tensors(weights: Path) -> dict[str, StoredTensor]:
 
 
 def _sharded(index: Path) -> dict[str, StoredTensor]:
-    """The tensors of all files that an index lists."""
+    """Return the tensors of all files that an index lists."""
     listed = Fields(read_json(index), str(index)).section("weight_map").values
     if not listed:
-        raise ValueError(f"{index} lists no tensors; expected weight_map with the file of each")
+        raise ValueError(
+            f"{index} lists no tensors; expected weight_map with the file of each tensor"
+        )
     tensors: dict[str, StoredTensor] = {}
     for name in _file_names(listed.values(), index):
         if not (index.parent / name).is_file():
-            raise OSError(f"{index} lists {name!r}, which is missing")
+            raise OSError(f"{index} lists {name!r}, which is missing; download it again")
         shard = _stored_tensors(index.parent / name)
         if shard.keys() & tensors.keys():
-            raise ValueError(f"{index}: {min(shard.keys() & tensors.keys())} is in two files")
+            raise ValueError(
+                f"{index}: tensor {min(shard.keys() & tensors.keys())} is in two files"
+            )
         tensors |= shard
     if tensors.keys() != listed.keys():
         different = ", ".join(sorted(tensors.keys() ^ listed.keys())[:8])
-        raise ValueError(f"{index} and its files differ: {different} are in one of them only")
+        raise ValueError(
+            f"{index} and its files differ: {different} are only in the index or only in a file"
+        )
     return tensors
 
 
 def _file_names(values: Iterable[Any], index: Path) -> list[str]:
     names = set()
     for value in values:
-        # An index must not lead out of its folder.
+        # An index must not refer to files outside of its folder.
         if not isinstance(value, str) or Path(value).name != value or value.endswith(".json"):
             raise ValueError(f"{index}: {value!r} is not the name of a weight file beside it")
         names.add(value)
@@ -200,14 +207,14 @@ def _safetensors(path: Path) -> dict[str, StoredTensor]:
     tensors = {}
     try:
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118, it is not a dict
+            for name in file.keys():  # noqa: SIM118, file is not a dict
                 part = file.get_slice(name)
                 dtype = _SAFETENSORS_DTYPES.get(part.get_dtype())
                 read = partial(_read_safetensor, path, name)
                 tensors[name] = StoredTensor(tuple(part.get_shape()), dtype, read)
     except SafetensorError as error:
         raise ValueError(
-            f"{path} is damaged or no safetensors file: {error}; fetch it again"
+            f"{path} is damaged or not a safetensors file: {error}; download it again"
         ) from error
     return tensors
 
@@ -219,54 +226,60 @@ def _read_safetensor(path: Path, name: str) -> Tensor:
 
 
 def _check_archive(path: Path) -> None:
-    """Refuse a zip archive that takes more to read than its size says; torch compresses nothing."""
+    """Refuse a zip archive with compressed or oversized members, which torch does not write."""
     if not zipfile.is_zipfile(path):
         return
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError) as error:
-        raise ValueError(f"{path} is damaged or no torch file: {error}; fetch it again") from error
+        raise ValueError(
+            f"{path} is damaged or not a torch file: {error}; download it again"
+        ) from error
     for member in members:
         if member.compress_type != zipfile.ZIP_STORED:
             raise ValueError(
-                f"{path} is no torch file: {shown(member.filename)} in it is compressed, to be "
-                f"{member.file_size} bytes; fetch it again"
+                f"{path} is not a torch file: {shown(member.filename)} in it is compressed, from "
+                f"{member.file_size} bytes; download it again"
             )
         if member.filename.endswith(".pkl") and member.file_size > _MAX_PICKLE_BYTES:
             raise ValueError(
-                f"{path}: {shown(member.filename)} has {member.file_size} bytes; no checkpoint's names "
-                "need so many"
+                f"{path}: {shown(member.filename)} has {member.file_size} bytes; expected at most "
+                f"{_MAX_PICKLE_BYTES} for the names of a checkpoint"
             )
 
 
 def _pickled(path: Path) -> dict[str, StoredTensor]:
     _check_archive(path)
     try:
-        # Files of before 2020 are no zip archives and can't be mapped.
+        # torch files from before 2020 are not zip archives and can't be memory-mapped.
         content = torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except UnpicklingError as error:
         raise ValueError(
-            f"{path} is refused: it is no torch file, or holds objects other than tensors, and reading such "
-            "a pickle can run any code. Ask for safetensors, or convert it where you trust it. "
-            f"({str(error).splitlines()[0]})"
+            f"{path} is refused: it is not a torch file, or it holds objects other than tensors, and reading "
+            "such a pickle can run any code. Use a safetensors version, or convert the file yourself if you "
+            f"trust it. ({str(error).splitlines()[0]})"
         ) from error
-    except Exception as error:  # a damaged pickle raises whatever its last readable byte leads to
-        raise ValueError(f"{path} is damaged or no torch file: {error}; fetch it again") from error
+    except Exception as error:  # a damaged pickle may raise any exception
+        raise ValueError(
+            f"{path} is damaged or not a torch file: {error}; download it again"
+        ) from error
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        raise ValueError(f"{path} holds a {type(content).__name__}; expected names and tensors")
+        raise ValueError(
+            f"{path} holds a {type(content).__name__}; expected a dict of names and tensors"
+        )
     tensors = {}
     for name, value in content.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{path}: {name} is a {type(value).__name__}; expected a tensor")
-        # A nested tensor has no shape to ask for.
+        # A nested tensor has no shape.
         odd = value.is_nested or value.is_quantized or value.layout is not torch.strided
         if odd or value.device.type != "cpu":
             raise ValueError(f"{path}: {name} is not a dense tensor")
-        # A pickle chooses strides: a few bytes can pose as a tensor of any size.
+        # A pickle sets the strides, so a few bytes can claim to be a tensor of any size.
         if value.numel() * value.element_size() > value.untyped_storage().nbytes():
             raise ValueError(
-                f"{path}: {name} claims {tuple(value.shape)}, for which the file has too few bytes"
+                f"{path}: {name} claims the shape {tuple(value.shape)}, for which the file has too few bytes"
             )
         tensors[name] = StoredTensor(tuple(value.shape), value.dtype, value.contiguous)
     return tensors

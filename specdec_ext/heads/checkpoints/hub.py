@@ -1,7 +1,7 @@
-"""Names of checkpoints: is it a path, or a hub id, and does the hub answer?
+"""Decide quickly whether the name of a checkpoint is a path or a hub id, and whether the hub is reachable.
 
-huggingface_hub tries a name that it can't find for most of a minute where there is no network, and says of a
-mistyped path that it is no valid repository id. Both are found out here, at once.
+Without a network, huggingface_hub retries for most of a minute. For a mistyped path, it complains about an
+invalid repository id. This module detects both cases at once and reports them clearly.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 def on_disk(
     name: str | Path, revision: str | None = None, token: str | bool | None = None
 ) -> Path | None:
-    """The folder or file of this name on this machine; None for a hub id that the hub is to be asked for.
+    """Return the local file or folder of a checkpoint, or None if it must be downloaded from the hub.
 
-    Where the hub may not be asked or does not answer, that is the folder in its cache.
+    If the hub is not reachable or HF_HUB_OFFLINE is set, a hub id gives its folder in the hub's cache.
 
     Raises:
-        OSError: for a name that is neither a path of this machine nor the shape of a hub id, or a hub id that
-            is not in the cache while the hub does not answer.
+        OSError: for a name that is neither an existing path nor of the form of a hub id, or a hub id that is
+            not in the cache while the hub is not reachable.
     """
     if Path(name).exists():
         return Path(name)
-    known = f"{str(name)!r} is neither a file nor a folder here"
+    not_found = f"{str(name)!r} is neither a file nor a folder"
     if not _HUB_ID.fullmatch(str(name)):
-        raise OSError(f"{known}, and no hub id, which is 'org/name'")
+        raise OSError(f"{not_found}, nor a hub id of the form 'org/name'")
     if hub_answers():
         return None
     try:
@@ -44,12 +44,12 @@ def on_disk(
     except (OSError, ValueError) as error:
         why = f"{constants.ENDPOINT} does not answer"
         if constants.HF_HUB_OFFLINE:
-            why = "HF_HUB_OFFLINE forbids to fetch it"
-        raise OSError(f"{known}, not in the hub's cache, and {why}") from error
+            why = "HF_HUB_OFFLINE forbids a download"
+        raise OSError(f"{not_found}, it is not in the hub's cache, and {why}") from error
 
 
 def hub_answers() -> bool:
-    """Whether the hub, or the proxy in front of it, takes a connection; False if HF_HUB_OFFLINE is set."""
+    """Whether the hub, or the proxy in front of it, accepts a connection; False if HF_HUB_OFFLINE is set."""
     if constants.HF_HUB_OFFLINE:
         return False
     url = urlsplit(constants.ENDPOINT)
@@ -66,7 +66,7 @@ def hub_answers() -> bool:
             return
         answered.set()
 
-    # Looking up a host name has no time limit of its own.
+    # In a thread, because looking up a host name has no time limit.
     attempt = threading.Thread(target=connect, daemon=True)
     attempt.start()
     attempt.join(SECONDS_TO_ANSWER)

@@ -1,4 +1,4 @@
-"""A whole language model from a folder or the hub: a target or a draft model, and its tokenizer."""
+"""Load a whole language model (a target or a draft model) and its tokenizer from a folder or the hub."""
 
 from __future__ import annotations
 
@@ -15,58 +15,58 @@ from specdec_ext.heads.checkpoints.load import is_draft
 def load_language_model(
     name: str | Path, dtype: torch.dtype | str, device: torch.device | str
 ) -> PreTrainedModel:
-    """A causal language model in eval mode.
+    """Load a causal language model and put it into eval mode.
 
     Args:
         name: folder or hub id.
-        dtype: of weights and activations; "auto" for the checkpoint's own.
-        device: to put it on.
+        dtype: dtype of weights and activations; "auto" for that of the checkpoint.
+        device: device of the model.
 
     Raises:
-        OSError: for a path with nothing behind it, or a hub id that is not on disk where the hub does not
-            answer.
-        ValueError: for a draft head, a checkpoint without all weights, or one that transformers can't load.
+        OSError: for a path that does not exist, or a hub id that is not on disk while the hub is not
+            reachable.
+        ValueError: for a draft head, a checkpoint with missing weights, or one that transformers can't load.
     """
     place = on_disk(name) or name
     if isinstance(place, Path) and _is_head(place):
         raise ValueError(
-            f"{name} is a draft head and no language model; name the model that it was made for here, "
+            f"{name} is a draft head, not a language model; pass the model that it was trained for here, "
             "and the head as the drafter"
         )
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
         model, found = load(place, dtype=dtype, output_loading_info=True)
-    except Exception as error:  # whatever transformers makes of a config that it does not know
+    except Exception as error:  # transformers raises many types for a config that it does not know
         raise ValueError(
             f"{name} can't be loaded as a causal language model: {_in_short(error)}"
         ) from error
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
-            f"{name} lacks {len(missing)} weights of a {type(model).__name__}, such as {missing[0]}, "
-            "which would be random; is it a draft head or another part of a model?"
+            f"{name} lacks {len(missing)} weights of a {type(model).__name__}, such as {missing[0]}, which "
+            "would be initialised at random; it may be a draft head or only a part of a model"
         )
     ready: PreTrainedModel = model.to(device).eval()
     return ready
 
 
 def load_tokenizer(name: str | Path) -> Any:
-    """The tokenizer in a folder or hub repository.
+    """Load the tokenizer in a folder or hub repository.
 
     Raises:
-        OSError: as :func:`load_language_model`.
-        ValueError: if it has no tokenizer that transformers can load.
+        OSError: as in :func:`load_language_model`.
+        ValueError: if there is no tokenizer that transformers can load.
     """
     place = on_disk(name) or name
     try:
         return AutoTokenizer.from_pretrained(place)
-    except Exception as error:  # whatever transformers makes of the files
+    except Exception as error:  # transformers raises many types for damaged files
         raise ValueError(
             f"{name} has no tokenizer that transformers can load: {_in_short(error)}"
         ) from error
 
 
 def _in_short(error: Exception) -> str:
-    """Type and first sentence."""
+    """Return the type of an error and the first sentence of its message."""
     first = str(error).strip().partition("\n")[0].partition(". ")[0]
     return f"{type(error).__name__}: {first}"
 
@@ -75,4 +75,4 @@ def _is_head(folder: str | Path) -> bool:
     try:
         return is_draft(folder)
     except (OSError, ValueError):
-        return False  # nothing that we read; transformers says what is wrong with it
+        return False  # not readable as a draft head; transformers reports what is wrong

@@ -1,14 +1,14 @@
-"""``HeadConfig`` in the words of a published layout, or the option for which the layout has no word.
+"""Convert a ``HeadConfig`` to the config.json of a published layout, or refuse options it can't express.
 
-    eagle         as SafeAILab publishes and SGLang reads: ``midlayer.*``, fields at the top
+    eagle         as SafeAILab publishes and SGLang reads: ``midlayer.*``, fields at the top level
     speculators   as the speculators library saves and vLLM reads: ``layers.*``, ``transformer_layer_config``
 
-Both get a section ``specdec_ext``: which target the head was made for, and the fields that projects read
-in two ways, as they are meant (``feature_layers``: inputs of layers; ``norm_output``: the normed output is
-fed back).
+Both get a section ``specdec_ext`` with the target that the head was trained for, and with the unambiguous
+values of fields that other projects read in two ways (``feature_layers``: inputs of layers; ``norm_output``:
+the normed output is fed back).
 
-A reader that does not know an option computes something else without a word, so an option that the layout's
-main reader ignores counts as one that the layout can't express.
+Software that does not know an option silently computes something else. An option that the layout's main
+reader ignores therefore counts as one that the layout can't express.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from specdec_ext.heads.checkpoints.eagle import RECORDED
 from specdec_ext.heads.config import HeadConfig, HeadRecord
 
 Layout = Literal["eagle", "speculators"]
-# Of the speculators library whose files the reading and writing here is tested with.
+# The version of the speculators library with which reading and writing is tested.
 _SPECULATORS_VERSION = "0.9.0"
 
 
 def config_json(config: HeadConfig, record: HeadRecord, layout: Layout) -> dict[str, Any]:
-    """config.json of a head.
+    """Return the contents of config.json for a head.
 
     Raises:
         ValueError: for an option that the layout can't express.
@@ -33,7 +33,7 @@ def config_json(config: HeadConfig, record: HeadRecord, layout: Layout) -> dict[
     problems = list(_PROBLEMS[layout](config, record))
     if problems:
         others = [name for name in _PROBLEMS if not list(_PROBLEMS[name](config, record))]
-        way_out = f"; layout={others[0]!r} can" if others else ""
+        way_out = f"; pass layout={others[0]!r}, which can" if others else ""
         raise ValueError(f"layout={layout!r} can't express {', '.join(problems)}{way_out}")
     written = _WRITERS[layout](config, record)
     ours: dict[str, Any] = own_section(record)
@@ -45,13 +45,13 @@ def config_json(config: HeadConfig, record: HeadRecord, layout: Layout) -> dict[
 
 
 def own_section(record: HeadRecord) -> dict[str, Any]:
-    """What is recorded in the section ``specdec_ext`` about a head of any kind."""
+    """Return the section ``specdec_ext`` with the record of a head of any kind."""
     values = {name: getattr(record, name) for name in RECORDED}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _options(config: HeadConfig, **allowed: Any) -> Iterator[str]:
-    """Those that are not what a layout takes for granted."""
+    """Yield a description of each option whose value differs from the only one that a layout supports."""
     for name, value in allowed.items():
         given = getattr(config, name)
         if given != value:
@@ -123,18 +123,18 @@ def _eagle(config: HeadConfig, record: HeadRecord) -> dict[str, Any]:
     if config.has_fc:
         written["num_aux_hidden_states"] = config.num_features
         if layers is not None:
-            # Both spellings on purpose: vLLM reads the first, inputs, and SGLang the second, outputs.
+            # Both conventions are written: vLLM reads the first (inputs), SGLang the second (outputs).
             written["eagle_aux_hidden_state_layer_ids"] = list(layers)
             nested["eagle_aux_hidden_state_layer_ids"] = [layer - 1 for layer in layers]
     if config.target_hidden_size != config.hidden_size:
-        # With this field SafeAILab's code expects an embedding in the file, whatever its value.
+        # If this field exists, SafeAILab's code expects an embedding in the file, whatever the value.
         written["target_hidden_size"] = config.target_hidden_size
-    leans = not config.own_lm_head and not record.tied
+    uses_target_lm_head = not config.own_lm_head and not record.tied
     return {
         **written,
         "architectures": ["LlamaForCausalLMEagle3"],
         "attention_bias": False,
-        "draft_vocab_size": None if leans else config.draft_vocab_size,
+        "draft_vocab_size": None if uses_target_lm_head else config.draft_vocab_size,
         "eagle_config": nested,
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
@@ -160,8 +160,8 @@ def _speculators(config: HeadConfig, record: HeadRecord) -> dict[str, Any]:
         ],
         "sliding_window": window,
         "use_sliding_window": window is not None,
-        # vLLM's models take these from here; its reader copies the first two from the top of eagle3
-        # configs, but not of peagle ones, and the third never.
+        # vLLM's models read these fields here. Its reader copies the first two from the top level of eagle3
+        # configs but not of peagle configs, and never copies the third.
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
         "num_aux_hidden_states": config.num_features,

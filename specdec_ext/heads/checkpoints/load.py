@@ -1,4 +1,4 @@
-"""``load_draft``: a checkpoint of any supported layout as a ``DraftHead`` or ``MedusaHeads``."""
+"""``load_draft``: read a checkpoint of any supported layout as a ``DraftHead`` or ``MedusaHeads``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specdec_ext.heads.config import DraftHead, HeadConfig, HeadRecord
 from specdec_ext.heads.medusa import MedusaHeads
 from specdec_ext.heads.rope import rope_tables
 
-# What no tensor shows, and so a caller may know better than a config.json.
+# Fields that no tensor confirms, so a config.json may be wrong and a caller may override it.
 OVERRIDES = (
     "feature_layers",
     "logit_scale",
@@ -41,48 +41,51 @@ def load_draft(
     keep: bool = True,
     **overrides: Any,
 ) -> DraftHead | MedusaHeads:
-    """Read a draft head, or Medusa heads.
+    """Read a draft head, or Medusa heads, from a checkpoint.
 
-    Layouts: SafeAILab EAGLE-1 (which EAGLE-2 shares) and EAGLE-3, SpecForge/SGLang, vLLM ``speculators``
-    (eagle3, peagle), Medusa. The tensors say which one it is.
+    Supported layouts: SafeAILab EAGLE-1 (also used by EAGLE-2) and EAGLE-3, SpecForge/SGLang, vLLM
+    ``speculators`` (eagle3, peagle), Medusa. The layout is recognised by the names of the tensors.
 
     Args:
         path: folder, weight file with a config.json beside it, or hub id ``"org/name"``.
         revision: branch, tag or commit on the hub.
-        token: for the hub.
-        dtype: of the weights; by default the checkpoint's own.
-        keep: False reads a tensor of an EAGLE head from its file whenever it is asked for, after all were
-            checked once: a drafter that lays them out anew has them in memory once then, and not twice. The
-            file must stay where it is.
-        **overrides: fields of ``HeadConfig`` that stand above the checkpoint's, of ``OVERRIDES``; None leaves
-            the checkpoint's. Two are known to be wrong at times: ``feature_layers`` (two spellings, see
-            ``checkpoints.taps``) and ``norm_output`` (in SpecForge before September 2026 it meant something
-            else).
+        token: access token for the hub.
+        dtype: dtype of the weights; by default that of the checkpoint.
+        keep: if False, every tensor of an EAGLE head is checked once and then read from its file each time it
+            is used. A drafter that repacks the weights then needs the memory only once. The file must stay
+            in place.
+        **overrides: fields of ``HeadConfig`` that replace those of the checkpoint; only the names in
+            ``OVERRIDES``, and None keeps the checkpoint's value. Checkpoints are known to be wrong about two
+            of them: ``feature_layers`` (ids have two meanings, see ``checkpoints.taps``) and ``norm_output``
+            (it had another meaning in SpecForge before September 2026).
+
+    Returns:
+        The head, with its config, tensors and the record of its checkpoint.
 
     Raises:
-        OSError: if there is no such checkpoint.
-        ValueError: if it is damaged, contradicts itself, or is of a kind that is not supported.
+        OSError: if the checkpoint does not exist.
+        ValueError: if it is damaged, contradictory or of an unsupported kind.
     """
     unknown = sorted(overrides.keys() - set(OVERRIDES))
     if unknown:
         raise ValueError(
-            f"{', '.join(unknown)} can't be overridden; only {', '.join(OVERRIDES)} can"
+            f"load_draft can't override {', '.join(unknown)}; it can override {', '.join(OVERRIDES)}"
         )
     checkpoint = open_checkpoint(path, revision, token)
     if not looks_like_medusa(checkpoint.tensors):
         return _eagle(checkpoint, dtype, keep, overrides)
     if overrides:
         raise ValueError(
-            f"{checkpoint.source} holds Medusa heads, which have no {', '.join(overrides)}"
+            f"{checkpoint.source} holds Medusa heads, which have no {', '.join(overrides)}; leave that out"
         )
     return read_medusa(checkpoint.tensors, checkpoint.config, checkpoint.source, dtype)
 
 
 def is_draft(path: str | Path) -> bool:
-    """Whether a checkpoint is a draft head (a whole model is none); hub ids are fetched.
+    """Whether a checkpoint is a draft head and not a whole model; a hub id is downloaded.
 
     Raises:
-        OSError: if there is no such checkpoint.
+        OSError: if the checkpoint does not exist.
         ValueError: if its files can't be read.
     """
     checkpoint = open_checkpoint(path)
@@ -114,7 +117,7 @@ def _eagle(
 
 
 def _check_rope(config: HeadConfig, source: str) -> None:
-    """Each rope type has fields of its own; whether they make sense, transformers finds out."""
+    """Refuse rope parameters from which transformers can't compute finite tables."""
     try:
         usable = all(bool(table.isfinite().all()) for table in rope_tables(config, 2))
         reason = "its angles are not finite"
@@ -129,14 +132,15 @@ def _check_rope(config: HeadConfig, source: str) -> None:
         usable, reason = False, f"{type(error).__name__}: {error}"
     if not usable:
         raise ValueError(
-            f"{source}: rope_parameters {shown(dict(config.rope_parameters))} can't be used: {reason}"
+            f"{source}: rope_parameters {shown(dict(config.rope_parameters))} can't be used: {reason}; pass "
+            "rope_parameters=... to load_draft"
         )
 
 
 def _overridden(
     config: HeadConfig, record: HeadRecord, overrides: dict[str, Any], source: str
 ) -> tuple[HeadConfig, HeadRecord]:
-    """The config with a caller's values, which are checked like those of a file."""
+    """Apply the caller's values to the config; they are checked like those of a file."""
     given = Fields(overrides, "load_draft")
     for name in ("norm_before_residual", "norm_output"):
         given.flag(name, False)
@@ -149,16 +153,16 @@ def _overridden(
         checked["sliding_windows"] = windows = tuple(overrides["sliding_windows"])
         if len(windows) != config.num_layers or not all(w is None or w > 0 for w in windows):
             raise ValueError(
-                f"sliding_windows={windows}; expected, for each of the {config.num_layers} layers of "
-                f"{source}, a number of tokens or None"
+                f"sliding_windows={windows}; expected a number of tokens or None for each of the "
+                f"{config.num_layers} layers of {source}"
             )
     if "feature_layers" in given:
         checked["feature_layers"] = layers = tuple(overrides["feature_layers"])
         if len(set(layers)) != config.num_features or min(layers) < -1:
             raise ValueError(
-                f"feature_layers={layers}; {source} takes {config.num_features} different hidden states of "
-                "the target, counted from 0, or -1 for the last"
+                f"feature_layers={layers}; {source} reads {config.num_features} different hidden states of "
+                "the target, numbered from 0, or -1 for the last"
             )
-        record = replace(record, layers_from="feature_layers=... of the caller")
+        record = replace(record, layers_from="the argument feature_layers")
     ambiguous = tuple(name for name in record.ambiguous if name not in checked)
     return replace(config, **checked), replace(record, ambiguous=ambiguous)

@@ -1,4 +1,4 @@
-"""Medusa heads as they are published: the authors' files, files merged with their target, and vLLM's.
+"""Read and write published Medusa heads: the authors' files, files merged with their target, and vLLM's.
 
 ============  ===========================================  ========================
 ours          authors (merged files: ``medusa_head.``)     vLLM
@@ -7,9 +7,9 @@ blocks.i.j    ``i.j.linear.weight``, ``.bias``             ``blocks.i.layers.j``
 lm_heads.i    ``i.num_layers.weight``                      ``lm_heads.i``
 ============  ===========================================  ========================
 
-Heads and layers are counted in the file: uploaded configs are known to give wrong numbers. vLLM's files may
-have one ``lm_head`` for all heads (``original_lm_head``), and ``token_map``, the target's ids of a truncated
-vocabulary.
+The numbers of heads and layers are counted from the tensors, because published configs are known to be wrong
+about them. vLLM's files may have one ``lm_head`` for all heads (``original_lm_head``), and a ``token_map``
+with the target's ids of a truncated vocabulary.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PREFIXES = ("medusa_head.", "medusa_heads.")
 
 
 def looks_like_medusa(keys: Iterable[str]) -> bool:
-    """Whether tensors with these names are, or contain, Medusa heads."""
+    """Whether tensors with these names contain Medusa heads."""
     names = (_without_prefix(key) for key in keys)
     return any(_BLOCK.fullmatch(name) or _VLLM_BLOCK.fullmatch(name) for name in names)
 
@@ -55,16 +55,17 @@ def read_medusa(
     source: str,
     dtype: torch.dtype | None = None,
 ) -> MedusaHeads:
-    """The heads in a checkpoint, checked before and after they are read.
+    """Read the heads of a checkpoint, and check them before and after reading.
 
     Args:
-        tensors: by their names in the file; of a merged file all that have no prefix are the target's.
-        config: of its config.json.
-        source: what the caller named it by.
-        dtype: to convert to, else they must be of one dtype.
+        tensors: tensors by their names in the file; in a merged file, those without the prefix are the
+            target's.
+        config: its config.json.
+        source: the path or hub id that the caller gave.
+        dtype: dtype to convert to; None requires that all tensors have one dtype.
 
     Raises:
-        ValueError: for tensors that are missing, too many, or not as they must be.
+        ValueError: for missing or unexpected tensors, wrong shapes or dtypes, or values that are not finite.
     """
     names = _canonical_names(tensors, source)
     stored = {ours: tensors[name] for ours, name in names.items()}
@@ -76,13 +77,13 @@ def read_medusa(
     surplus = sorted(names[name] for name in stored.keys() - shapes.keys())
     if missing or surplus:
         raise ValueError(
-            f"{source} does not hold {medusa.num_heads} heads of {medusa.num_layers} layers: it lacks "
-            f"{', '.join(missing) or 'nothing'}, and has {', '.join(surplus) or 'nothing'} beside them"
+            f"{source} does not hold {medusa.num_heads} complete heads of {medusa.num_layers} layers. "
+            f"Missing: {', '.join(missing) or 'none'}; unexpected: {', '.join(surplus) or 'none'}"
         )
     for name, shape in shapes.items():
         if stored[name].shape != shape:
             raise ValueError(
-                f"{source}: {names[name]} is {list(stored[name].shape)}; by the other tensors it must be "
+                f"{source}: {names[name]} has shape {list(stored[name].shape)}; the other tensors require "
                 f"{list(shape)}"
             )
     floating = [name for name in shapes if name != "draft_to_target"]
@@ -91,7 +92,10 @@ def read_medusa(
     for name in floating:
         tensor = stored[name].read()
         if not is_finite(tensor):
-            raise ValueError(f"{source}: {names[name]} holds NaN or infinity; it is damaged")
+            raise ValueError(
+                f"{source}: {names[name]} holds NaN or infinity; the checkpoint is damaged or its training "
+                "has diverged"
+            )
         read[name] = tensor.to(dtype)
     if "draft_to_target" in shapes:
         read["draft_to_target"] = _token_map(stored["draft_to_target"], medusa, source)
@@ -108,7 +112,7 @@ def _without_prefix(name: str) -> str:
 
 
 def _canonical_names(tensors: Iterable[str], source: str) -> dict[str, str]:
-    """Our name -> the file's."""
+    """Return a dict from our name of each tensor to its name in the file."""
     given = sorted(tensors)
     merged = any(
         name.startswith(_PREFIXES) and _BLOCK.fullmatch(_without_prefix(name)) for name in given
@@ -119,7 +123,7 @@ def _canonical_names(tensors: Iterable[str], source: str) -> dict[str, str]:
             continue
         ours = _canonical_name(_without_prefix(name))
         if ours in found:
-            raise ValueError(f"{source}: {found[ours]} and {name} are two spellings of one tensor")
+            raise ValueError(f"{source}: {found[ours]} and {name} are two names of one tensor")
         found[ours] = name
     return found
 
@@ -137,19 +141,21 @@ def _canonical_name(name: str) -> str:
 def _config(
     stored: Mapping[str, StoredTensor], names: Mapping[str, str], config: Fields, source: str
 ) -> MedusaConfig:
-    """What the tensors' names and shapes say."""
+    """Derive the config from the names and shapes of the tensors."""
     blocks = [match.groups() for name in stored if (match := _OUR_BLOCK.fullmatch(name))]
     lm_heads = [name for name in stored if name.startswith("lm_heads.")]
     if not blocks or not lm_heads:
-        raise ValueError(f"{source} has no {'blocks' if not blocks else 'lm_head'} of Medusa heads")
+        raise ValueError(
+            f"{source} holds Medusa heads without {'blocks' if not blocks else 'an lm_head'}"
+        )
     for name in (f"blocks.{blocks[0][0]}.{blocks[0][1]}.weight", lm_heads[0]):
         if name in stored and (len(stored[name].shape) != 2 or 0 in stored[name].shape):
             raise ValueError(
-                f"{source}: {names[name]} is {list(stored[name].shape)}; expected a matrix"
+                f"{source}: {names[name]} has shape {list(stored[name].shape)}; expected a matrix"
             )
     draft_vocab_size, hidden_size = stored[lm_heads[0]].shape
     num_heads = len({head for head, _, _ in blocks})
-    # A map of the whole vocabulary truncates nothing; vLLM does not read it.
+    # vLLM does not read a map of the whole vocabulary.
     vocab_size = config.integer("vocab_size") if "draft_to_target" in stored else draft_vocab_size
     return MedusaConfig(
         num_heads=num_heads,
@@ -170,11 +176,11 @@ def _token_map(stored: StoredTensor, config: MedusaConfig, source: str) -> Tenso
     if bad.any():
         index = int(bad.nonzero()[0])
         raise ValueError(
-            f"{source}: token_map[{index}] is {int(targets[index])}; the target's vocabulary has "
-            f"{config.vocab_size}"
+            f"{source}: token_map[{index}] is {int(targets[index])}; expected an id below the target's "
+            f"vocabulary size {config.vocab_size}"
         )
     if len(targets.unique()) != len(targets):
-        raise ValueError(f"{source}: token_map names a token twice")
+        raise ValueError(f"{source}: token_map contains a token twice")
     return targets
 
 
@@ -187,17 +193,21 @@ def save_medusa(
     target_name: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Path:
-    """Write heads as the authors' code (``medusa_lm_head.pt``) or vLLM (``model.safetensors``) reads them.
+    """Write Medusa heads to a folder.
 
     Args:
-        heads: to write.
-        folder: made if it is not there.
-        layout: see above.
-        target, target_name, tokenizer: what is recorded, as for
+        heads: the heads to write.
+        folder: created if it does not exist.
+        layout: ``"medusa"`` writes ``medusa_lm_head.pt`` for the authors' code, ``"vllm"`` writes
+            ``model.safetensors`` for vLLM.
+        target, target_name, tokenizer: recorded in the config.json, as for
             :func:`~specdec_ext.heads.checkpoints.save_draft`.
 
+    Returns:
+        The folder.
+
     Raises:
-        ValueError: for an option that the authors' layout can't express.
+        ValueError: for an option that the layout can't express.
     """
     if layout not in ("medusa", "vllm"):
         raise ValueError(f"layout={layout!r}; expected 'medusa' or 'vllm'")
@@ -205,7 +215,8 @@ def save_medusa(
     truncated = config.draft_vocab_size != config.vocab_size
     if layout == "medusa" and (not config.bias or config.shared_lm_head or truncated):
         raise ValueError(
-            "the layout 'medusa' has blocks with bias and a full lm_head for each head; pass layout='vllm'"
+            "layout='medusa' requires blocks with bias and an lm_head of the full vocabulary for each head; "
+            "pass layout='vllm'"
         )
     tensors = {
         _file_name(name, config, layout): tensor.detach().cpu().clone().contiguous()

@@ -1,6 +1,6 @@
-"""Names of tensors: spellings of one thing made one, and checkpoints recognised by what they hold.
+"""Canonical names of tensors, and recognition of a checkpoint by its tensors.
 
-What a file holds says more than its config, whose ``architectures`` differ between tools for the same head.
+The tensors are more reliable than the config: tools write different ``architectures`` for the same head.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Literal
 
-# prefix in a file -> ours; "model." is dropped before.
+# Prefix in a file -> our prefix; a leading "model." is removed first.
 _SPELLINGS = (
     ("midlayer.", "layers.0."),
     ("aux_norm_low.", "fc_norm.0."),
@@ -17,7 +17,7 @@ _SPELLINGS = (
     ("aux_norm_high.", "fc_norm.2."),
     ("draft_id_to_target_id", "d2t"),
 )
-# Pattern of a name -> what holds such a tensor; the first that is found names the refusal.
+# Pattern of a tensor name -> an unsupported kind of checkpoint; the first match is named in the error.
 _OTHER_KINDS = (
     (r"lora_[AB]\b|lora_embedding", "a LoRA adapter"),
     (
@@ -29,16 +29,16 @@ _OTHER_KINDS = (
     (r"^hidden_norm\.|^context_norm\.", "a DFlash head"),
     (r"\.experts?\.", "a model with a mixture of experts"),
 )
-# At least one of them is in every head of the EAGLE family.
-_MARKS = {"fc.weight", "layers.0.hidden_norm.weight", "d2t", "mask_hidden"}
+# Every head of the EAGLE family has at least one of these tensors.
+_HEAD_TENSORS = {"fc.weight", "layers.0.hidden_norm.weight", "d2t", "mask_hidden"}
 SUPPORTED = "EAGLE-1, EAGLE-2, EAGLE-3, EAGLE 3.1, P-EAGLE and Medusa"
 
 
 def canonical_names(names: Iterable[str], source: str) -> dict[str, str]:
-    """Our name of each tensor -> its name in the file.
+    """Return a dict from our name of each tensor to its name in the file.
 
     Raises:
-        ValueError: if two of a file's tensors are the same one.
+        ValueError: if two names in the file mean the same tensor.
     """
     found: dict[str, str] = {}
     for name in sorted(names):
@@ -48,16 +48,16 @@ def canonical_names(names: Iterable[str], source: str) -> dict[str, str]:
                 ours = replacement + ours.removeprefix(prefix)
                 break
         if ours in found:
-            raise ValueError(f"{source}: {found[ours]} and {name} are two spellings of one tensor")
+            raise ValueError(f"{source}: {found[ours]} and {name} are two names of one tensor")
         found[ours] = name
     return found
 
 
 def eagle_kind(names: Iterable[str], source: str) -> Literal["eagle1", "eagle3"]:
-    """The kind of head that tensors with our names make.
+    """Return the kind of head that has tensors with these canonical names.
 
     Raises:
-        ValueError: for tensors of another kind, which is named.
+        ValueError: for another kind of checkpoint; the message names the kind.
     """
     names = set(names)
     for pattern, kind in _OTHER_KINDS:
@@ -67,18 +67,18 @@ def eagle_kind(names: Iterable[str], source: str) -> Literal["eagle1", "eagle3"]
                 f"{source} is {kind} (it has {example}), which is not supported; supported are {SUPPORTED}"
             )
     if is_head(names):
-        return "eagle3" if {*_MARKS - {"fc.weight"}, "norm.weight"} & names else "eagle1"
+        return "eagle3" if {*_HEAD_TENSORS - {"fc.weight"}, "norm.weight"} & names else "eagle1"
     if {"embed_tokens.weight", "transformer.wte.weight"} & names:
         raise ValueError(
-            f"{source} is a language model, or a head that has lost its fc.weight and hidden_norm; a "
-            "language model is a drafter when it is loaded with transformers and passed as a model"
+            f"{source} is a language model, or a damaged head without fc.weight and hidden_norm. To use a "
+            "language model as the drafter, load it with transformers and pass the model"
         )
     raise ValueError(
-        f"{source} is no draft head: neither fc.weight nor layers.0.hidden_norm.weight is in it, but "
-        f"{', '.join(sorted(names)[:4]) or 'nothing'}; supported are {SUPPORTED}"
+        f"{source} is not a draft head: it has neither fc.weight nor layers.0.hidden_norm.weight (it has "
+        f"{', '.join(sorted(names)[:4]) or 'no tensors'}); supported are {SUPPORTED}"
     )
 
 
 def is_head(names: Iterable[str]) -> bool:
-    """Whether tensors with our names are those of a draft head, be it one that is not supported."""
-    return bool(_MARKS & set(names))
+    """Whether tensors with these canonical names belong to a draft head, supported or not."""
+    return bool(_HEAD_TENSORS & set(names))

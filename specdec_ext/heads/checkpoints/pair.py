@@ -1,6 +1,6 @@
-"""Does a head belong to a target? What can't work is an error, what looks wrong is told.
+"""Check whether a head belongs to a target: impossible pairs raise, suspicious ones give warnings.
 
-No draft can change what is emitted: a wrong pair is never wrong, but slow, and nobody would see why.
+Drafts never change the emitted text. A wrong pair is only slow, and without these checks the cause is hidden.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from specdec_ext.heads.medusa import MedusaHeads
 from specdec_ext.models import vocab_size
 from specdec_ext.models.wrapped import unwrapped
 
-_SAMPLES = 32  # elements of each parameter that a fingerprint depends on
-_OTHER_READINGS = {
-    "feature_layers": "its ids may be outputs or inputs of layers, one apart",
-    "norm_output": "SpecForge has used the field in two senses",
+_SAMPLES = 32  # number of elements of each parameter that a fingerprint depends on
+_WHY_AMBIGUOUS = {
+    "feature_layers": "the ids may number outputs or inputs of layers, which differ by one",
+    "norm_output": "SpecForge has used this field with two meanings",
 }
 
 
@@ -34,18 +34,18 @@ def check_pair(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> list[str]:
-    """Check a head against the target it is to draft for.
+    """Check a head against the target that it is to draft for.
 
     Args:
         head: the head.
-        model: the target; its weights are not read, so it may be on the meta device.
-        tokenizer: the target's; compared where the checkpoint recorded a fingerprint.
+        model: the target; it may be on the meta device, and then its weights are not compared.
+        tokenizer: the target's tokenizer; compared if the checkpoint recorded a fingerprint.
 
     Returns:
-        What looks wrong, one sentence each; empty for a good pair.
+        Warnings, one sentence each; empty for a good pair.
 
     Raises:
-        ValueError: for a pair that can't work: sizes, vocabularies or tapped layers that do not fit.
+        ValueError: for a pair that can't work, because sizes, vocabularies or feature layers do not match.
     """
     if isinstance(head, MedusaHeads):
         problems = list(_medusa_problems(head, model))
@@ -55,7 +55,7 @@ def check_pair(
         raise ValueError(
             f"{head.source} can't draft for {_name(model) or type(model).__name__}: {'; '.join(problems)}"
         )
-    return list(_doubts(head, model, tokenizer))
+    return list(_warnings(head, model, tokenizer))
 
 
 def completed_record(
@@ -64,13 +64,13 @@ def completed_record(
     target_name: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> HeadRecord:
-    """A record with what is known of the target and its tokenizer; what is not stays as it was recorded.
+    """Return ``record`` with the facts about the given target and tokenizer; other fields stay.
 
     Args:
-        record: of the head.
-        target: with weights; a local folder is recorded by its name alone.
-        target_name: in place of the target's own name.
-        tokenizer: the target's.
+        record: record of the head.
+        target: the target with its weights; for a local folder only the folder's own name is recorded.
+        target_name: recorded instead of the target's own name.
+        tokenizer: the target's tokenizer.
     """
     if target is not None:
         name = _name(target)
@@ -89,14 +89,14 @@ def completed_record(
 
 @torch.no_grad()
 def weights_fingerprint(model: PreTrainedModel) -> str | None:
-    """16 hexadecimal digits that tell whose weights these are.
+    """Return a fingerprint of the weights, 16 hexadecimal digits.
 
-    They depend on the shapes of all parameters and on 32 elements of each, spread evenly and rounded to
-    bfloat16: weights have one fingerprint in float32, in bfloat16 and under other names.
+    It depends on the shapes of all parameters and on 32 elements of each, evenly spread and rounded to
+    bfloat16. The same weights have the same fingerprint in float32, in bfloat16 and under other names.
 
     Returns:
-        None for weights that are not there in plain numbers of these types (offloaded, quantised, sharded,
-        float16, which rounds otherwise).
+        None if the weights are not present as plain float32 or bfloat16 (offloaded, quantised, sharded, or
+        float16, which rounds differently).
     """
     parameters = [parameter for parameter in unwrapped(model).parameters() if parameter.numel()]
     readable = (torch.float32, torch.bfloat16)
@@ -114,7 +114,7 @@ def weights_fingerprint(model: PreTrainedModel) -> str | None:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of every token and its id: equal for tokenizers that give the same ids the same meaning."""
+    """Return a hash of all tokens and their ids; equal for tokenizers with the same vocabulary."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return "sha256:" + hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
@@ -123,43 +123,47 @@ def _size_problems(head: DraftHead, model: PreTrainedModel) -> Iterator[str]:
     config, target = head.config, _text_config(model)
     hidden, vocab = target.hidden_size, vocab_size(model)
     if hidden != config.target_hidden_size:
-        yield f"it reads features of width {config.target_hidden_size}, the target's have {hidden}"
+        yield (
+            f"it reads hidden states of width {config.target_hidden_size}, but the target's have {hidden}"
+        )
     if not config.own_embedding and hidden != config.hidden_size:
         yield (
-            f"it has no embedding of its own, and its width is {config.hidden_size}, the target's {hidden}"
+            f"it uses the target's embedding, but its width is {config.hidden_size} and the target's "
+            f"{hidden}"
         )
     if config.own_embedding and config.vocab_size < vocab:
-        yield f"its embedding has {config.vocab_size} tokens, the target {vocab}"
+        yield f"its embedding has {config.vocab_size} tokens, but the target has {vocab}"
     if not config.own_lm_head:
         yield from _lm_head_problems(head, model, hidden)
     elif (largest := _largest_target_id(head)) >= vocab:
-        yield f"it drafts token ids up to {largest}, the target has {vocab} tokens"
+        yield f"it drafts token ids up to {largest}, but the target has only {vocab} tokens"
 
 
 def _medusa_problems(heads: MedusaHeads, model: PreTrainedModel) -> Iterator[str]:
     target = _text_config(model)
     if target.hidden_size != heads.config.hidden_size:
         yield (
-            f"it reads features of width {heads.config.hidden_size}, the target's have {target.hidden_size}"
+            f"it reads hidden states of width {heads.config.hidden_size}, but the target's have "
+            f"{target.hidden_size}"
         )
     vocab = vocab_size(model)
     if (largest := _largest_target_id(heads)) >= vocab:
-        yield f"it drafts token ids up to {largest}, the target has {vocab} tokens"
+        yield f"it drafts token ids up to {largest}, but the target has only {vocab} tokens"
 
 
 def _lm_head_problems(head: DraftHead, model: PreTrainedModel, hidden: int) -> Iterator[str]:
     lm_head = model.get_output_embeddings()
     if lm_head is None:
-        yield "it has no lm_head of its own, nor has the target"
+        yield "it uses the target's lm_head, but the target has none"
         return
     rows = _rows(lm_head, head.config.draft_vocab_size)
     if rows != head.config.draft_vocab_size or hidden != head.config.hidden_size:
         yield (
-            f"it uses the target's lm_head, which is [{rows}, {hidden}]; expected "
+            f"it uses the target's lm_head, which has shape [{rows}, {hidden}]; expected "
             f"[{head.config.draft_vocab_size}, {head.config.hidden_size}]"
         )
     if head.record.tied and not getattr(_text_config(model), "tie_word_embeddings", False):
-        yield "its lm_head is tied to the target's embedding, which the target's own lm_head is not"
+        yield "its lm_head is the target's embedding, but the target does not tie its own lm_head to that"
 
 
 def _rows(module: Any, otherwise: int) -> int:
@@ -178,62 +182,65 @@ def _layer_problems(head: DraftHead, model: PreTrainedModel) -> Iterator[str]:
     outside = [layer for layer in layers if not -1 <= layer <= count]
     if outside:
         yield (
-            f"it reads inputs of layers {list(layers)} ({head.record.layers_from}), the target has layers 0 "
-            f"to {count - 1}; pass feature_layers=... to load_draft"
+            f"it reads the inputs of layers {list(layers)} ({head.record.layers_from}), but the target has "
+            f"only layers 0 to {count - 1}; pass feature_layers=... to load_draft"
         )
     elif head.config.feature_layers is None and list(layers) != sorted(set(layers)):
         yield (
-            f"its default layers 2, n // 2 and n - 3 are {list(layers)} for a target of {count} layers; pass "
-            "feature_layers=... to load_draft"
+            f"its default layers 2, n // 2 and n - 3 are {list(layers)} for a target of {count} layers, "
+            "which is not ascending; pass feature_layers=... to load_draft"
         )
 
 
-def _doubts(
+def _warnings(
     head: DraftHead | MedusaHeads,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> Iterator[str]:
     if (difference := _difference(head.record, model)) is not None:
         yield (
-            f"{head.source} was made for {difference}; a fine-tuned or other model accepts fewer of its "
-            "drafts"
+            f"{head.source} was trained for {difference}; a fine-tuned or different model accepts fewer of "
+            "its drafts"
         )
     vocab = _text_config(model).vocab_size
     if head.config.vocab_size != vocab:
         yield (
-            f"{head.source} was made for a vocabulary of {head.config.vocab_size} tokens, the target has "
-            f"{vocab}"
+            f"{head.source} was trained for a vocabulary of {head.config.vocab_size} tokens, but the target "
+            f"has {vocab}"
         )
     for name in head.record.ambiguous:
         yield (
-            f"{head.source}: {name} is read as {getattr(head.config, name)}, which its config leaves open "
-            f"({_OTHER_READINGS[name]}); specdec inspect with --target and --calibrate finds out, and "
-            f"load_draft(..., {name}=...) says so"
+            f"{head.source}: {name} is read as {getattr(head.config, name)}, but its config is ambiguous "
+            f"({_WHY_AMBIGUOUS[name]}). Find the correct value with specdec inspect --target ... "
+            f"--calibrate, and pass it as load_draft(..., {name}=...)"
         )
     fingerprint = head.record.tokenizer_fingerprint
     if fingerprint and tokenizer is not None and tokenizer_fingerprint(tokenizer) != fingerprint:
-        yield f"{head.source} was made for another tokenizer; ids that mean other tokens are drafted"
+        yield (
+            f"{head.source} was trained with another tokenizer, so its ids mean other tokens and few of its "
+            "drafts are accepted"
+        )
 
 
 def _difference(record: HeadRecord, model: PreTrainedModel) -> str | None:
-    """What a head was made for and what the target is, where these are known not to be the same.
+    """Describe how the head's recorded target differs from ``model``; None if no difference is known.
 
-    Weights tell more than names: a copy under another name is the same target.
+    Equal weights count more than names: a copy under another name is the same target.
     """
     name, recorded = _name(model), record.target_name
     found = weights_fingerprint(model) if record.target_fingerprint else None
     if found is not None and found == record.target_fingerprint:
         return None
     if recorded and name and _base_name(recorded) != _base_name(name):
-        return f"{recorded}, the target is {name}"
+        return f"{recorded}, but the target is {name}"
     of_target = recorded or name or "its target"
     if found is not None:
         recorded = record.target_fingerprint
-        return f"other weights of {of_target} (fingerprint {recorded}, the target's is {found})"
+        return f"other weights of {of_target} (fingerprint {recorded}, but the target's is {found})"
     revision = _revision(model)
     if record.target_revision and revision and record.target_revision != revision:
         return (
-            f"revision {record.target_revision} of {of_target}, the target is revision {revision}"
+            f"revision {record.target_revision} of {of_target}, but the target is revision {revision}"
         )
     return None
 
@@ -247,12 +254,12 @@ def _name(model: PreTrainedModel) -> str:
 
 
 def _revision(model: PreTrainedModel) -> str | None:
-    """The commit that the hub gave the model by."""
+    """Return the commit of the model's repository on the hub."""
     return getattr(model.config, "_commit_hash", None)
 
 
 def _base_name(name: str) -> str:
-    """The model's name without its owner; also that of a folder, and in the hub's cache, of a snapshot."""
+    """Return a model's name without its owner, from a hub id, a folder or a snapshot in the hub's cache."""
     cached = re.search(r"models--(?:[^/\\]*--)?([^/\\]+)", name)
     base = cached.group(1) if cached else re.split(r"[/\\]", name.rstrip("/\\"))[-1]
     return base.lower()

@@ -1,4 +1,4 @@
-"""``save_draft``: a ``DraftHead`` as a checkpoint that other projects read."""
+"""``save_draft``: write a ``DraftHead`` as a checkpoint that other projects can read."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def save_draft(
     """Write a head; ``load_draft`` reads back the same config and the same bits.
 
     Args:
-        head: to write.
-        folder: made if it is not there; its config.json and model.safetensors are replaced.
+        head: the head to write.
+        folder: created if it does not exist; its config.json and model.safetensors are replaced.
         layout: ``"eagle"`` (SafeAILab, SGLang, vLLM) or ``"speculators"`` (speculators, vLLM).
-        target: whose name, revision and fingerprint of weights are recorded; by default what the head's
-            checkpoint said of them.
-        target_name: hub id or path of the target, in place of the name that it has.
-        tokenizer: of the target; its fingerprint is recorded.
+        target: its name, revision and weights fingerprint are recorded; by default those of the head's
+            record.
+        target_name: hub id or path of the target, recorded instead of the model's own name.
+        tokenizer: the target's tokenizer; its fingerprint is recorded.
 
     Returns:
         The folder.
@@ -52,7 +52,7 @@ def save_draft(
     config["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    # Under another name first: whoever is interrupted keeps the file that was there.
+    # Written under another name first, so that an interrupt leaves the previous file intact.
     unfinished = folder / "model.safetensors.unfinished"
     save_file(tensors, unfinished, metadata={"format": "pt"})
     os.replace(unfinished, folder / "model.safetensors")
@@ -61,7 +61,7 @@ def save_draft(
 
 
 def _file_tensors(head: DraftHead, layout: Layout) -> dict[str, Tensor]:
-    """The tensors under the layout's names; own memory each, as safetensors asks."""
+    """Return the tensors under the layout's names; none share memory, because safetensors requires that."""
     config = head.config
     tensors: dict[str, Tensor] = {}
     for name, tensor in head.tensors.items():

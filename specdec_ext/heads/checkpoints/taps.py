@@ -1,8 +1,9 @@
-"""Which hidden states of the target a checkpoint wants, in two spellings of the same thing.
+"""Which auxiliary hidden states of the target a checkpoint reads; their ids follow two conventions.
 
-Ours is transformers': k is ``hidden_states[k]``, the *input* of layer k. vLLM and speculators count the same
-way. SGLang, SpecForge, TorchSpec and DFlash name the layer whose *output* it is, one less. The default is the
-same states in both: inputs 2, n // 2 and n - 3 of n layers (Li et al. 2025, EAGLE-3, as published).
+This package numbers them like transformers: k is ``hidden_states[k]``, the *input* of layer k. vLLM and
+speculators do the same. SGLang, SpecForge, TorchSpec and DFlash name the layer whose *output* it is, which is
+one less. The default is the same in both conventions: the inputs of layers 2, n // 2 and n - 3 of n layers
+(Li et al. 2025, EAGLE-3, as published).
 
     found in                                           read as
     ``feature_layers=`` of the caller                  inputs
@@ -12,11 +13,11 @@ same states in both: inputs 2, n // 2 and n - 3 of n layers (Li et al. 2025, EAG
     ``eagle_config.layer_ids``                         inputs
     ``eagle_config.eagle_aux_hidden_state_layer_ids``
         [2, 30, 58] (Kimi), [24, 30, 36] (gpt-oss)     inputs, as SGLang captures them for these two families
-        that begin with 1                              outputs: [1, n // 2 - 1, n - 4] is SpecForge's default
+        lists that begin with 1                        outputs: [1, n // 2 - 1, n - 4] is SpecForge's default
         others, such as [4, 20, 40]                    outputs, which is a guess
-    nowhere, or an empty list                          the default
+    no field, or an empty list                         the default
 
-A guess is named in ``HeadRecord.ambiguous``; ``calibrate`` finds out.
+``HeadRecord.ambiguous`` lists a guess; ``calibrate`` resolves it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 
 from specdec_ext.heads.checkpoints.fields import Fields
 
-# Where ids stand, in the order in which they count (as vLLM looks for them).
+# Fields (section, name) that may hold the ids; the first one found is used, in vLLM's order.
 _PLACES = (
     ("specdec_ext", "feature_layers"),
     ("", "eagle_aux_hidden_state_layer_ids"),
@@ -40,12 +41,12 @@ _NESTED_INPUTS = ((2, 30, 58), (24, 30, 36))
 
 @dataclass(frozen=True)
 class RecordedLayers:
-    """The tapped hidden states that a checkpoint names.
+    """The auxiliary hidden states that a checkpoint names.
 
     Attributes:
-        layers: ascending, as in ``HeadConfig.feature_layers``; None for the default.
-        origin: where they were found and how they were read, for people.
-        guessed: whether the other spelling is as likely.
+        layers: ascending ids, as in ``HeadConfig.feature_layers``; None for the default.
+        origin: where they were found and how they were read, in words.
+        guessed: whether the other convention is equally likely.
     """
 
     layers: tuple[int, ...] | None
@@ -54,10 +55,10 @@ class RecordedLayers:
 
 
 def recorded_layers(config: Fields) -> RecordedLayers:
-    """The tapped hidden states in a config.json.
+    """Read the auxiliary hidden states from a config.json.
 
     Raises:
-        ValueError: for ids that are no layers, are named twice, or contradict each other.
+        ValueError: for ids that are negative, duplicate or contradictory.
     """
     found = []
     for section, name in _PLACES:
@@ -72,17 +73,19 @@ def recorded_layers(config: Fields) -> RecordedLayers:
     for ids, place in found[1:]:
         if tuple(sorted(ids)) not in (inputs, tuple(layer - 1 for layer in inputs)):
             raise ValueError(
-                f"{config.where} names two sets of target layers: {found[0][1]} {found[0][0]} and {place} "
-                f"{ids}; say which states it wants with feature_layers=..."
+                f"{config.where} names two different sets of target layers: {found[0][1]} {found[0][0]} and "
+                f"{place} {ids}; pass the correct ones as feature_layers=..."
             )
     return recorded
 
 
 def _as_inputs(ids: list[int], place: str, where: str) -> RecordedLayers:
-    # The target records states in the order of its layers, whatever the order of the ids.
+    # The target records hidden states in the order of its layers, not in that of the ids.
     ordered = tuple(sorted(ids))
     if ordered[0] < 0 or len(set(ordered)) != len(ordered):
-        raise ValueError(f"{where}: {place} is {ids}; expected different layers from 0 on")
+        raise ValueError(
+            f"{where}: {place} is {ids}; expected different layers, numbered from 0"
+        )
     nested = place == _NESTED and ordered not in _NESTED_INPUTS
     if nested or place.startswith("dflash"):
         inputs = tuple(layer + 1 for layer in ordered)

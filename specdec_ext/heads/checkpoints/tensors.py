@@ -1,6 +1,6 @@
-"""Tensors of a checkpoint checked against a ``HeadConfig``, then read.
+"""Check the tensors of a checkpoint against a ``HeadConfig``, then read them.
 
-Order matters: names, shapes and dtypes are compared before a byte of a tensor is read.
+Names, shapes and dtypes are checked before any tensor is read.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from specdec_ext.heads.checkpoints.files import StoredTensor
 from specdec_ext.heads.config import HeadConfig
 from specdec_ext.heads.weights import UnkeptTensors
 
-# Files may have these; a head has no use for them. t2d repeats d2t, the others repeat the target.
-_WITHOUT_USE = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+# Tensors in files that a head does not use: t2d repeats d2t, the others repeat weights of the target.
+_IGNORED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 _MAX_LISTED = 20
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -28,31 +28,31 @@ def head_tensors(
     dtype: torch.dtype | None = None,
     keep: bool = True,
 ) -> tuple[Mapping[str, Tensor], tuple[str, ...]]:
-    """The tensors of ``config.tensor_shapes()``, checked.
+    """Read and check the tensors of ``config.tensor_shapes()``.
 
     Args:
-        config: what the head is to be.
-        stored: by our name.
-        names: our name -> the file's, for messages.
-        source: of the checkpoint.
-        dtype: to convert to, else they must be of one dtype.
-        keep: read them once and keep them, or whenever they are asked for; :class:`UnkeptTensors`.
+        config: config of the head.
+        stored: the tensors of the file by our names.
+        names: our name -> name in the file, for messages.
+        source: name of the checkpoint, for messages.
+        dtype: dtype to convert to; None requires that all tensors have one dtype.
+        keep: True reads them once; False reads each one when it is accessed (:class:`UnkeptTensors`).
 
     Returns:
-        The tensors; the file's names of those that were left out.
+        The tensors, and the names in the file of those that the head does not use.
 
     Raises:
-        ValueError: for tensors that are missing, too many, or not as they must be.
+        ValueError: for missing or unexpected tensors, wrong shapes or dtypes, or values that are not finite.
     """
     expected = {_in_files(name): shape for name, shape in config.tensor_shapes().items()}
-    ignored = [name for name in stored if _has_no_use(name, config)]
+    ignored = [name for name in stored if _is_ignored(name, config)]
     _check_names(expected, stored, ignored, names, source)
     floating = [name for name in expected if name != "d2t"]
     for name in expected:
         _check_shape(f"{source}: {names[name]}", name, stored[name], expected[name])
     check_dtypes({names[name]: stored[name].dtype for name in floating}, dtype, source)
     if "d2t" in stored:
-        _draft_to_target(stored, config, source)  # checked even where it is of no use
+        _draft_to_target(stored, config, source)  # checked even if it is not used
 
     def read(name: str) -> Tensor:
         if name == "draft_to_target":
@@ -76,10 +76,10 @@ def _in_files(name: str) -> str:
     return "d2t" if name == "draft_to_target" else name
 
 
-def _has_no_use(name: str, config: HeadConfig) -> bool:
-    if name in _WITHOUT_USE or name.endswith("rotary_emb.inv_freq"):
+def _is_ignored(name: str, config: HeadConfig) -> bool:
+    if name in _IGNORED or name.endswith("rotary_emb.inv_freq"):
         return True
-    # d2t of a full vocabulary is the identity (and checked to be); vLLM, too, skips fc where it isn't run.
+    # With a full vocabulary d2t is the identity, which is checked. Like vLLM, skip an fc that is not run.
     full = config.draft_vocab_size == config.vocab_size
     return (name == "d2t" and full) or (name in ("fc.weight", "fc.bias") and not config.has_fc)
 
@@ -97,17 +97,17 @@ def _check_names(
         return
     parts = []
     if missing:
-        parts.append(f"it lacks {_listed(missing)}")
+        parts.append(f"missing: {_listed(missing)}")
     if surplus:
-        parts.append(f"it has {_listed(surplus)}, which no head of its config has")
+        parts.append(f"unexpected: {_listed(surplus)}")
     raise ValueError(
-        f"{source} does not hold the tensors of its config: {'; '.join(parts)}. Nothing is filled in at "
-        "random; fetch or export the checkpoint again"
+        f"{source} does not hold the tensors of its config; {'; '.join(parts)}. Missing tensors are not "
+        "initialised at random; download or export the checkpoint again"
     )
 
 
 def _listed(names: list[str]) -> str:
-    """Names for a message: a config with the target's number of layers lacks hundreds."""
+    """List names for a message, at most 20: with a wrong number of layers hundreds are missing."""
     rest = len(names) - _MAX_LISTED
     return ", ".join(names[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -119,38 +119,43 @@ def _check_shape(where: str, name: str, tensor: StoredTensor, expected: tuple[in
             shape = shape[1:]
     if shape != expected:
         raise ValueError(
-            f"{where} is {list(tensor.shape)}; by its config it must be {list(expected)}"
+            f"{where} has shape {list(tensor.shape)}; its config requires {list(expected)}"
         )
 
 
 def check_dtypes(
     found: Mapping[str, torch.dtype | None], wanted: torch.dtype | None, source: str
 ) -> None:
+    """Refuse tensors that are not floating-point, or of different dtypes if ``wanted`` is None.
+
+    Raises:
+        ValueError: the message names an example of each dtype.
+    """
     examples = {dtype: name for name, dtype in found.items()}
     for dtype, name in examples.items():
         if dtype not in _DTYPES:
             raise ValueError(
-                f"{source}: {name} is {dtype or 'of a quantised type'}; expected a floating-point type of 16 "
-                "bits or more"
+                f"{source}: {name} is {dtype or 'of a quantised type'}; expected a floating-point type of at "
+                "least 16 bits"
             )
     if len(examples) > 1 and wanted is None:
         mixed = ", ".join(f"{name} is {dtype}" for dtype, name in examples.items())
-        raise ValueError(f"{source} mixes types: {mixed}; pass dtype=... to convert them to one")
+        raise ValueError(f"{source} mixes dtypes: {mixed}; pass dtype=... to convert them to one")
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Without a temporary as large as an embedding."""
+    """Whether all values are finite, checked in parts to avoid a temporary of the tensor's size."""
     return all(bool(part.isfinite().all()) for part in tensor.split(4096))
 
 
 def _draft_to_target(stored: Mapping[str, StoredTensor], config: HeadConfig, source: str) -> Tensor:
-    """``[draft_vocab]`` int64: files hold offsets, target = id + d2t[id]."""
+    """Return the target's id of each draft id, ``[draft_vocab]`` int64: id + d2t[id] (d2t holds offsets)."""
     offsets = stored["d2t"]
     count = config.draft_vocab_size
     if offsets.shape != (count,) or offsets.dtype not in (torch.int64, torch.int32):
         raise ValueError(
-            f"{source}: d2t is {list(offsets.shape)} {offsets.dtype}; by its config it must be [{count}] "
-            "integers"
+            f"{source}: d2t has shape {list(offsets.shape)} and dtype {offsets.dtype}; its config requires "
+            f"[{count}] integers"
         )
     values = offsets.read().long()
     targets = values + torch.arange(count, device=values.device)
@@ -159,8 +164,8 @@ def _draft_to_target(stored: Mapping[str, StoredTensor], config: HeadConfig, sou
         index = int(bad.nonzero()[0])
         raise ValueError(
             f"{source}: d2t[{index}] is {int(values[index])}, so draft id {index} is target id "
-            f"{int(targets[index])}; the target's vocabulary has {config.vocab_size} (files hold offsets; "
-            "does it hold ids?)"
+            f"{int(targets[index])}, but the target's vocabulary has {config.vocab_size} tokens. d2t must "
+            "hold offsets; this one may hold ids"
         )
     back = (targets.diff() <= 0).nonzero()
     if len(back):
@@ -177,7 +182,7 @@ def _draft_to_target(stored: Mapping[str, StoredTensor], config: HeadConfig, sou
 def _check_mask(mask: StoredTensor, targets: Tensor, config: HeadConfig, source: str) -> None:
     if mask.shape != (config.vocab_size,) or mask.dtype not in (torch.bool, torch.uint8):
         raise ValueError(
-            f"{source}: t2d is {list(mask.shape)} {mask.dtype}; by its config it must be "
+            f"{source}: t2d has shape {list(mask.shape)} and dtype {mask.dtype}; its config requires "
             f"[{config.vocab_size}] bool"
         )
     if not torch.equal(mask.read().bool().nonzero().flatten(), targets):

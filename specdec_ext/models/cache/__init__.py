@@ -1,1 +1,1 @@
-"""Cache layers that can be rolled back."""
+"""Cache layers that can be rolled back after rejected drafts."""

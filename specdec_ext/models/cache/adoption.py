@@ -1,6 +1,6 @@
-"""Taking over a cache: its layers are replaced in place by ones that can be rolled back.
+"""Adopt a cache: replace its layers in place by layers that can be rolled back.
 
-The caller's own ``DynamicCache`` object therefore stays usable with ``model.generate`` and with later calls.
+The caller's ``DynamicCache`` object stays usable with ``model.generate`` and with later calls.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specdec_ext.models.compat import (
     LinearAttentionLayer,
 )
 
-# Layers that SlotTarget serves: those it replaces, and those that have nothing to roll back by slot.
+# Layer classes that SlotTarget supports: classes that it replaces, and classes without slots to roll back.
 _WINDOWED = (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 _WITH_STATES = (
     LinearAttentionAndFullAttentionLayer,
@@ -30,7 +30,7 @@ _SERVED = (DynamicLayer, *_WINDOWED, *_WITH_STATES, *_KEPT)
 
 
 def unserved_layers(cache: Cache) -> list[str]:
-    """Names of the layer classes in ``cache`` that can't be rolled back by slot."""
+    """Return the names of the layer classes in ``cache`` that can't be rolled back by slot."""
     return sorted(
         {
             type(layer).__name__
@@ -41,14 +41,14 @@ def unserved_layers(cache: Cache) -> list[str]:
 
 
 def adopt_cache(cache: Cache | None, config: PreTrainedConfig) -> DynamicCache:
-    """Swap the layers of ``cache`` for ones that can be rolled back, in place, keeping what they hold.
+    """Replace the layers of ``cache`` in place by layers that can be rolled back, and keep their contents.
 
     Args:
         cache: the caller's ``DynamicCache``, possibly empty, or None for a new one.
-        config: the text config of the model; gives the layer types of layers that do not exist yet.
+        config: the text config of the model; it tells the types of layers that do not exist yet.
 
     Raises:
-        ValueError: for a cache class that is not a plain, resident ``DynamicCache``, or foreign layers.
+        ValueError: for anything but a plain ``DynamicCache`` without offloading, or unknown layer classes.
     """
     if cache is None:
         cache = DynamicCache(config=config)
@@ -68,8 +68,8 @@ def adopt_cache(cache: Cache | None, config: PreTrainedConfig) -> DynamicCache:
         cache.layer_class_to_replicate = None
     if foreign := unserved_layers(cache):
         raise ValueError(
-            f"past_key_values has layers of type {', '.join(foreign)}, which can't be rolled back; leave it "
-            "out, or pass DynamicCache(config=model.config)"
+            f"past_key_values has layers of type {', '.join(foreign)}, which can't be rolled back; leave "
+            "past_key_values out, or pass DynamicCache(config=model.config)"
         )
     cache.layers = [_adopt_layer(layer) for layer in cache.layers]
     return cache
@@ -89,7 +89,7 @@ def _adopt_layer(layer: Any) -> Any:
         adopted = RollbackLayer(window)
     if layer.get_seq_length() == 0:
         return adopted
-    # A sliding layer has dropped what left its window; those slots stay zero, out of every window.
+    # A sliding layer has dropped the tokens before its window. Their slots stay zero and are never visible.
     stored, total = layer.keys.shape[2], layer.get_seq_length()
     adopted.reserve(total)
     RollbackLayer.lazy_initialization(adopted, layer.keys, layer.values)
@@ -102,14 +102,14 @@ def _adopt_layer(layer: Any) -> Any:
 
 
 def attention_windows(cache: Cache, config: PreTrainedConfig) -> list[int | None]:
-    """Sliding window of each layer that attends, None for full attention; the cache is an adopted one.
+    """Return the sliding window of each attention layer, None for full attention, of an adopted cache.
 
-    A layer that keeps nothing may still attend: to the keys of the last layer of its own type.
+    A layer without keys of its own attends to the keys of the last layer of its type.
     """
     kinds: Any = getattr(config, "layer_types", None) or [None] * len(cache.layers)
     kept: dict[str | None, int | None] = {}
     windows = []
-    # Where transformers has no DummyLayer, the last layers that keep nothing have no place in the cache.
+    # Without DummyLayer in transformers, the last layers have no entry in the cache if they keep nothing.
     layers = [*cache.layers, *(DummyLayer() for _ in kinds[len(cache.layers) :])]
     for kind, layer in zip(kinds, layers, strict=True):
         if isinstance(layer, RollbackLayer):

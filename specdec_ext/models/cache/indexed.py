@@ -1,4 +1,4 @@
-"""Cache layers of sparse attention (DSA, arXiv 2512.02556): what the indexer reads is rolled back as well."""
+"""Cache layers of sparse attention (DSA, arXiv 2512.02556): the keys of the indexer are rolled back, too."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from specdec_ext.models.compat import index_positions
 
 
 def is_indexed(layer: Any) -> bool:
-    """Whether a cache layer keeps index keys: ``DynamicIndexedLayer``, MiniMax-M3's sparse layer, ours."""
+    """Whether a cache layer keeps index keys: ``DynamicIndexedLayer``, MiniMax-M3's sparse layer,
+    ``IndexedRollbackLayer``."""
     return hasattr(layer, "update_indexer") or hasattr(layer, "update_index")
 
 
 def selects_by_slot(layer: Any) -> bool:
-    """Whether attention over this layer of transformers' selects blocks of slots, whoever they belong to.
+    """Whether attention over this transformers layer selects blocks by slot, whatever the slots contain.
 
-    MiniMax-M3 compares slots with token positions, so even paddings on the left shift its selection.
+    MiniMax-M3 compares slots with token positions, so even padding on the left shifts its selection.
     """
     return hasattr(layer, "update_index") and not hasattr(layer, "update_indexer")
 
 
 class IndexedRollbackLayer(RollbackLayer):
-    """A layer of sparse attention: next to keys and values it keeps the keys that its indexer compares.
+    """A sparse-attention layer that keeps index keys in addition to keys and values.
 
-    It stands in for ``DynamicIndexedLayer`` and for MiniMax-M3's layer, which have other names for them.
+    It replaces ``DynamicIndexedLayer`` and MiniMax-M3's layer, which have different names for index keys.
 
     Attributes:
-        indexed: slots that hold index keys; rolled back with ``length``.
-        indexer_position_ids: ``[dims, rows, length]``, positions that the model itself keeps here.
+        indexed: number of slots that hold index keys; rolled back with ``length``.
+        indexer_position_ids: ``[dims, rows, length]`` positions that the model itself stores here.
     """
 
     _stores = (*RollbackLayer._stores, "index_buffer")
@@ -49,14 +50,14 @@ class IndexedRollbackLayer(RollbackLayer):
     @length.setter
     def length(self, value: int) -> None:
         self._length = value
-        # Keys and index keys of a pass are appended one after the other: what is ahead waits for the other.
+        # A pass appends keys and index keys one after the other, so growing ``length`` adds no index keys.
         self.indexed = min(self.indexed, value)
         if self.indexer_position_ids is not None:
             self.indexer_position_ids = self.indexer_position_ids[..., :value]
 
     @property
     def idx_keys(self) -> Tensor | None:
-        """``[rows, 1, indexed, dim]``, as MiniMax-M3 calls them."""
+        """Index keys ``[rows, 1, indexed, dim]`` under MiniMax-M3's name."""
         return None if self.index_buffer is None else self.index_buffer[:, :, : self.indexed]
 
     @idx_keys.setter
@@ -66,7 +67,7 @@ class IndexedRollbackLayer(RollbackLayer):
 
     @property
     def indexer_keys(self) -> Tensor | None:
-        """``[rows, indexed, dim]``, as ``DynamicIndexedLayer`` calls them."""
+        """Index keys ``[rows, indexed, dim]`` under the name of ``DynamicIndexedLayer``."""
         return None if self.idx_keys is None else self.idx_keys[:, 0]
 
     def reserve(self, slots: int) -> None:
@@ -77,7 +78,7 @@ class IndexedRollbackLayer(RollbackLayer):
             self.index_buffer[:, :, : old.shape[2]] = old
 
     def update_index(self, idx_k: Tensor) -> Tensor:
-        """Append ``[active rows, 1, new, dim]`` to the first rows; returns those of all slots."""
+        """Append ``[active rows, 1, new, dim]`` to the first rows; return the index keys of all slots."""
         if self.index_buffer is None:
             self.index_buffer = self._allocate(idx_k, self._first_capacity)
         start, stop = self.indexed, self.indexed + idx_k.shape[2]
@@ -88,11 +89,11 @@ class IndexedRollbackLayer(RollbackLayer):
         return self.index_buffer[:rows, :, :stop]
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Append ``[active rows, new, dim]`` to the first rows; returns those of all slots."""
+        """Append ``[active rows, new, dim]`` to the first rows; return the index keys of all slots."""
         return self.update_index(indexer_key_states[:, None])[:, 0]
 
     def take_index(self, layer: Any) -> None:
-        """Copy what a filled layer of transformers holds; keys and values are here already."""
+        """Copy the index keys of a filled transformers layer; keys and values have been copied already."""
         if hasattr(layer, "update_indexer"):
             if layer.indexer_keys is not None:
                 self.update_indexer(layer.indexer_keys)

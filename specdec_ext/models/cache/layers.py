@@ -1,11 +1,11 @@
-"""Key/value storage that can be rolled back: HF cache layers over preallocated buffers.
+"""Key/value cache layers that can be rolled back: transformers' cache layers over preallocated buffers.
 
-A layer keeps ``[rows, heads, capacity, dim]`` buffers of which the first ``length`` slots count.
-Rolling back a chain is a smaller ``length``; a tree is compacted in the buffers by ``kv_compact``.
-A sliding-window layer keeps its whole history (so that rolling back is free there, too) and shows
-attention the last ``window - 1 + slack`` slots and the new ones; the mask decides the rest.
+A layer has buffers ``[rows, heads, capacity, dim]`` whose first ``length`` slots are in use. A chain is
+rolled back by reducing ``length``; the accepted path of a tree is compacted in the buffers by ``kv_compact``.
+A sliding-window layer keeps its whole history, so rolling back is free there, too. It returns the last
+``window - 1 + slack`` slots and the new ones to attention, and the mask applies the exact window.
 
-``adoption.py`` swaps the layers into the caller's own ``DynamicCache`` object.
+``adoption.py`` puts these layers into the caller's own ``DynamicCache`` object.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from specdec_ext.models.compat import (
 )
 from specdec_ext.models.patching.changes import inference_mode
 
-GROWTH = (
-    256  # slots, at least; growing in steps keeps reallocation rare without doubling the memory
-)
+# Smallest number of slots by which a buffer grows: reallocation stays rare without doubling the memory.
+GROWTH = 256
 
 
 class RollbackLayer(DynamicLayer):
-    """One attention layer's keys and values, preallocated.
+    """Keys and values of one attention layer in preallocated buffers.
 
     Attributes:
-        length: slots that hold written keys; what ``get_seq_length`` reports.
+        length: number of slots that hold keys; the value of ``get_seq_length``.
         window: the sliding window in tokens, or None for full attention.
-        slack: further slots before the window that must be shown: rows of a ragged batch end at different
-            slots, and paddings between a row's tokens take slots of its window.
-        dropped: slots at the front whose keys were gone when a sliding layer was adopted.
+        slack: number of slots before the window that attention must also see: rows of a ragged batch end at
+            different slots, and padding between a row's tokens takes slots of its window.
+        dropped: number of slots at the front whose keys were already dropped when the layer was adopted.
     """
 
     is_croppable = True
@@ -78,7 +77,7 @@ class RollbackLayer(DynamicLayer):
         self.is_initialized = True
 
     def reserve(self, slots: int) -> None:
-        """Make room for ``slots`` slots in all; what is stored stays."""
+        """Grow the buffers to at least ``slots`` slots; the contents stay."""
         if self.key_buffer is None or self.value_buffer is None:
             self._first_capacity = max(self._first_capacity, slots)
             return
@@ -93,15 +92,15 @@ class RollbackLayer(DynamicLayer):
     @staticmethod
     def _allocate(like: Tensor, slots: int) -> Tensor:
         rows, heads, _, dim = like.shape
-        # Zeros, not garbage: a slot that stays unused is masked, but NaN times zero is NaN.
-        # A cache outlives the call: made in inference mode, nobody else could write to it.
+        # Zeros, because an unused slot is masked with weight 0, but NaN times 0 is NaN. Not in inference
+        # mode, because the cache outlives the call and others could not write to it.
         with inference_mode(False):
             return torch.zeros(rows, heads, slots, dim, dtype=like.dtype, device=like.device)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append ``[active rows, heads, new, dim]`` to the first rows; returns what attention may see."""
+        """Append ``[active rows, heads, new, dim]`` to the first rows; return the visible keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, stop = self.length, self.length + key_states.shape[2]
@@ -121,42 +120,43 @@ class RollbackLayer(DynamicLayer):
         return self.length + query_length - first, first
 
     def get_seq_length(self) -> int:
-        # Slots are given out to all layers; one for images stays empty where there are none (Mllama).
+        # All layers have the same length; a layer for images stays empty if there are none (Mllama).
         return 0 if self.key_buffer is None else self.length
 
     def get_max_length(self) -> int:
         return -1 if self.window is None else self.window
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` slots (negative, as in transformers 5.23)."""
+        """Discard the last ``-tokens_to_remove`` slots (a negative number, as in transformers 5.23)."""
         length = cropped_length(self.length, tokens_to_remove)
         reach = 0 if self.window is None else length - (self.window - 1)
         if self.dropped and reach < self.dropped < length:
             raise ValueError(
-                f"this sliding-window layer was taken over without its first {self.dropped} tokens; cropped "
-                f"to {length} its window of {self.window} would reach back to them"
+                f"this sliding-window layer had dropped its first {self.dropped} tokens before it was passed "
+                f"in. Cropped to {length} tokens, its window of {self.window} would reach back to them; run "
+                "the whole text without past_key_values"
             )
         self.length = length
 
     def reset(self) -> None:
-        # The buffers go, too: the next conversation may have another number of rows.
+        # The buffers are freed, too: the next text may have another number of rows.
         self.key_buffer = self.value_buffer = None
         self.is_initialized = False
         self.length = self.slack = self.dropped = 0
 
     @property
     def buffers(self) -> list[Tensor]:
-        """What is stored by slot, each ``[rows, heads, capacity, dim]``."""
+        """All tensors that are stored by slot, each ``[rows, heads, capacity, dim]``."""
         stored = (getattr(self, name) for name in self._stores)
         return [buffer for buffer in stored if buffer is not None]
 
     def move_rows(self, to: Tensor, source: Tensor) -> None:
-        """Row ``to[i]`` becomes what row ``source[i]`` was."""
+        """Copy row ``source[i]`` to row ``to[i]``, for all i at once."""
         for buffer in self.buffers:
             buffer[to.to(buffer.device)] = buffer[source.to(buffer.device)]
 
     def branch(self, origins: Tensor, slots: int) -> None:
-        """Let row i be a copy of row ``origins[i]`` with room for ``slots`` more; :meth:`join` ends that."""
+        """Make row i a copy of row ``origins[i]`` with room for ``slots`` more; :meth:`join` undoes this."""
         stop = self.length + slots
         self.reserve(stop)
         self._trunk = {name: getattr(self, name) for name in self._stores}
@@ -165,7 +165,7 @@ class RollbackLayer(DynamicLayer):
                 setattr(self, name, buffer[:, :, :stop].index_select(0, origins.to(buffer.device)))
 
     def join(self, rows: Tensor, slots: int) -> None:
-        """Back to the rows before :meth:`branch`, but row i with the new slots of ``rows[i]``."""
+        """Restore the rows from before :meth:`branch`; row i gets the new slots of branch ``rows[i]``."""
         new = slice(self.length - slots, self.length)
         for name, buffer in self._trunk.items():
             if buffer is not None:
@@ -178,9 +178,9 @@ class RollbackLayer(DynamicLayer):
 class RollbackStateLayer(  # type: ignore[misc, override]
     LinearAttentionAndFullAttentionLayer, LinearAttentionLayer, RollbackLayer
 ):
-    """A layer that has both: states, and keys and values in slots.
+    """A layer with recurrent states and with keys and values in slots.
 
-    By its base transformers knows that it attends and may ask it for the sizes of masks.
+    Its base class tells transformers that it attends and can be asked for mask sizes.
 
     Args:
         window: the sliding window in tokens, or None for full attention.
@@ -194,7 +194,7 @@ class RollbackStateLayer(  # type: ignore[misc, override]
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        # Attention initialises with two tensors, states with keywords.
+        # Attention calls this with two tensors, recurrent states with keyword arguments.
         if args:
             RollbackLayer.lazy_initialization(self, *args)
         else:
@@ -204,7 +204,10 @@ class RollbackStateLayer(  # type: ignore[misc, override]
         return RollbackLayer.get_max_length(self)
 
     def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError("a layer with recurrent states can't be cropped: states don't go back")
+        raise ValueError(
+            "a layer with recurrent states can't be cropped, because states can't be undone; run the whole "
+            "text without past_key_values"
+        )
 
     def reset(self) -> None:
         LinearAttentionLayer.reset(self)

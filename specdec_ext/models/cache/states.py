@@ -1,7 +1,7 @@
-"""Recurrent and convolution states: fixed-size memory that can't be cut back, only saved and restored.
+"""Recurrent and convolution states: memory of fixed size that can't be cut, only saved and restored.
 
-A layer's state has read a token or has not. So a pass whose drafts were not all accepted is undone for the
-row, and what the row did accept is read again in front of its next block (``SlotTarget``).
+A token can't be removed from a state. If not all drafts of a row were accepted, its states are restored to
+those before the pass, and its accepted tokens are read again in front of its next block (``SlotTarget``).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ class States:
     """The states of all layers of a cache, by row.
 
     Args:
-        layers: those of the cache that have states.
+        layers: the layers of the cache that have states.
     """
 
     def __init__(self, layers: Sequence[LinearAttentionCacheLayerMixin]):
         self._layers = list(layers)
         self._saved: list[Tensor] = []
-        self._retired: list[Tensor] = []  # rows that ended, behind the active ones
+        self._retired: list[Tensor] = []  # states of the rows that ended
 
     def __bool__(self) -> bool:
         return bool(self._layers)
 
     @property
     def filled(self) -> bool:
-        """Whether they have read anything yet."""
+        """Whether the states have read any token yet."""
         return any(any(layer.has_previous_state.values()) for layer in self._layers)
 
     def _places(self) -> Iterator[tuple[dict[int, Any], int]]:
@@ -44,14 +44,14 @@ class States:
                         yield store, index
 
     def branch(self, origins: Tensor) -> None:
-        """Remember the states as they are, and let row i be a copy of row ``origins[i]``."""
+        """Save the states, and make row i a copy of row ``origins[i]``."""
         self._saved = []
         for store, index in self._places():
             self._saved.append(store[index])
             store[index] = store[index].index_select(0, origins.to(store[index].device))
 
     def join(self, rows: Tensor, kept: Tensor) -> None:
-        """Row i becomes branch ``rows[i]`` where ``kept[i]``, else what it was before :meth:`branch`."""
+        """Set row i to branch ``rows[i]`` if ``kept[i]``, else to its state before :meth:`branch`."""
         saved, self._saved = self._saved, []
         to = kept.nonzero().flatten()
         for (store, index), state in zip(self._places(), saved, strict=True):
@@ -61,9 +61,9 @@ class States:
             store[index] = state
 
     def reorder(self, order: Sequence[int], active: int) -> None:
-        """Row i becomes what row ``order[i]`` was; the first ``active`` rows go on.
+        """Move row ``order[i]`` to row i; the first ``active`` rows continue.
 
-        Models hand their caches as many rows as they run, so the states of the others are kept aside.
+        A model expects states of exactly the rows that it runs, so those of ended rows are kept separately.
         """
         retired, self._retired = self._retired, []
         for i, (store, index) in enumerate(self._places()):
@@ -73,7 +73,7 @@ class States:
             self._retired.append(rows[active:])
 
     def release(self) -> None:
-        """Make them what the caller may write to: ordinary tensors, all rows in the order of the cache."""
+        """Turn the states into ordinary tensors outside of inference mode, which the caller may write to."""
         with inference_mode(False):
             for store, index in self._places():
                 store[index] = store[index].clone()

@@ -1,1 +1,1 @@
-"""What models of one family compute from slots or columns, made exact for trees and ragged rows."""
+"""Patches for model families that compute something from cache slots, for trees and ragged rows."""

@@ -1,7 +1,8 @@
 """Attention biased by distance (ALiBi, arXiv 2108.12409), exact for trees and ragged rows.
 
-The bias of a key grows linearly with its position; models tell positions by slots, which in a block differ.
-Nothing here knows slopes: every key is given the bias that the model itself has made for its position.
+The bias of a key grows linearly with its position. Models take the slot for the position, but in a block the
+two differ. The slopes are not needed: each key gets the bias that the model has computed for the slot whose
+number is the key's position.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from specdec_ext.models.patching.forwards import Replacement
 
 
 def alibi_of(model: PreTrainedModel) -> list[Replacement]:
-    """What puts the biases of a block in their places; nothing for a model without ALiBi."""
+    """Return the patches that reorder the biases of a block by position; none for a model without ALiBi."""
     by_key = innermost_taking(model, "alibi")  # Bloom, Falcon
     builds = any("alibi" in name for name in dir(model.get_decoder()))
     by_distance = innermost_taking(model, "position_bias") if builds else []  # MPT
@@ -29,7 +30,7 @@ def alibi_of(model: PreTrainedModel) -> list[Replacement]:
 
 
 def _bias_by_key(attention: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Bias slope x position of the key: softmax doesn't see what all keys of a query have in common."""
+    """Bias by slope x position of the key; softmax cancels a term that is common to all keys of a query."""
     block = current_block()
     if block is None:
         return forward(*args, **kwargs)
@@ -42,7 +43,7 @@ def _bias_by_key(attention: Any, forward: Callable[..., Any], *args: Any, **kwar
         moved = keys.gather(-1, block.key_positions[:, None].expand_as(keys)).view_as(alibi)
         if alibi.ndim == 3:  # Bloom, [rows * heads, 1, keys]
             return {"alibi": moved}
-        # Falcon, [rows, heads, 1, keys], has also put the bias, scaled like scores, into the mask.
+        # Falcon, [rows, heads, 1, keys], has also added the bias, scaled like the scores, to the mask.
         mask = arguments["attention_mask"]
         hidden = torch.finfo(mask.dtype).min
         scaled = moved / math.sqrt(attention.head_dim)
@@ -54,7 +55,8 @@ def _bias_by_key(attention: Any, forward: Callable[..., Any], *args: Any, **kwar
 def _bias_by_distance(
     attention: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """MPT's bias is ``[heads, 1, slots]``, 0 at the last slot, that of the query; paddings count."""
+    """Bias by distance: MPT's bias is ``[heads, 1, slots]``, 0 at the last slot (the query's); padding
+    counts."""
     block = current_block()
     if block is None or block.columns is None:
         return forward(*args, **kwargs)
@@ -67,7 +69,7 @@ def _bias_by_distance(
 
 
 def _at_distance(bias: Tensor, block: BlockVisibility) -> Tensor:
-    """``[heads, 1, slots]`` -> ``[rows, heads, nodes, keys]``."""
+    """Gather the bias ``[heads, 1, slots]`` at each query's distance: ``[rows, heads, nodes, keys]``."""
     assert block.columns is not None
     distance = block.columns[:, :, None] - block.key_columns[:, None, :]
     slots = bias.shape[-1] - 1 - distance.clamp(min=0)

@@ -1,12 +1,13 @@
-"""States that modules hold themselves (RecurrentGemma), put where all others are: into the cache.
+"""Griffin (RecurrentGemma): keep the recurrent states in the cache instead of the model's own modules.
 
-A model that remembers a text in its own modules serves one text at a time, and nothing undoes what it has
-read. So passes run on twins of those modules, which get their states from the layers of the cache and leave
-them there. The modules themselves stay as they are: calls on one model don't meet, not even in two threads.
+Transformers keeps the states of this model as attributes of its modules. Such a model can serve only one text
+at a time, and a rejected draft can't be undone. Here, passes run on shallow copies of these modules, which
+read their states from the layers of the cache and write them back there. The modules themselves do not
+change, so calls on one model do not interfere, not even in different threads.
 
-In a pass over several tokens the modules' convolution starts from zeros, as if nothing were before; that of a
-twin reads its state first. The recurrence (RG-LRU, arXiv 2402.19427, section 2.4) goes on from its state in
-any pass.
+In a pass over several tokens the original convolution starts from zeros and ignores its state; the copy puts
+its state in front of the tokens. The recurrence (RG-LRU, arXiv 2402.19427, section 2.4) starts from its state
+in every pass.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from specdec_ext.models.patching.arguments import twin
 from specdec_ext.models.patching.changes import binding
 from specdec_ext.models.patching.forwards import replaced_forward
 
-# The layer of the cache for each module, in the pass that this thread is in.
+# The cache layer of each module, in the current pass of this thread.
 _layers: ContextVar[dict[nn.Module, Any]] = ContextVar("specdec_held_states")
 
 
 def holding_states(model: nn.Module) -> list[nn.Module]:
-    """Blocks of a convolution and a recurrence that hold the states of both, in order of the layers."""
+    """Return the blocks that hold the states of a convolution and a recurrence, in order of the layers."""
     return [
         module
         for module in model.modules()
@@ -42,7 +43,7 @@ def holding_states(model: nn.Module) -> list[nn.Module]:
 
 
 def all_fit(model: PreTrainedModel) -> bool:
-    """Whether there is a layer of the cache for all recurrent states that modules of a model hold."""
+    """Whether the cache has a layer for every recurrent state that the model's modules hold."""
     blocks = holding_states(model)
     others = {*model.modules()} - {block.rg_lru for block in blocks}
     if any(hasattr(module, "recurrent_states") for module in others):
@@ -59,7 +60,7 @@ def _recurrent_layers(cache: Cache) -> list[Any]:
 
 @contextmanager
 def held_in(cache: Cache, blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """Let these blocks keep their states in the recurrent layers of ``cache``, in this thread."""
+    """Make these blocks keep their states in the recurrent layers of ``cache``, in this thread."""
     layers = dict(zip(blocks, _recurrent_layers(cache), strict=True))
     with binding(_layers, layers), replaced_forward(blocks, _with_states_of_cache):
         yield
@@ -76,7 +77,7 @@ def _with_states_of_cache(
     if state is not None and hidden_states.shape[1] > 1:
 
         def convolution(tokens: Tensor) -> Tensor:
-            """``[rows, channels, tokens]`` to the same, behind those of the state."""
+            """Convolve ``[rows, channels, tokens]`` with the state in front."""
             nonlocal read
             read = torch.cat([state, tokens], dim=-1)
             conv = block.conv_1d

@@ -1,4 +1,4 @@
-"""Causal masks that are buffers of attention modules, by slot; with a window in GPT-Neo's local layers."""
+"""Causal masks by slot that are buffers of attention modules; GPT-Neo's local layers have a window."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from specdec_ext.models.patching.forwards import Replacement
 
 
 def local_attention_of(model: PreTrainedModel) -> list[Replacement]:
-    """What makes the causal buffers of attention modules count columns.
+    """Return the patch that indexes these buffers by column instead of slot.
 
     Returns:
-        Nothing for a model without such buffers: ``bias [1, 1, slots, slots]``, True where a key is seen.
+        An empty list for a model without such buffers: ``bias [1, 1, slots, slots]`` bool, True where a query
+        sees a key.
     """
     modules = [module for module in model.modules() if _is_causal(module._buffers.get("bias"))]
     return [(modules, _attend_by_column)] if modules else []

@@ -1,4 +1,4 @@
-"""What makes a pass over a block what passes over its tokens would be, where a model alone would not."""
+"""Patches that make a pass over a block equal to passes over its single tokens, for models that need them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specdec_ext.models.patching.forwards import Replacement, replaced_forward
 
 
 def placements(model: PreTrainedModel) -> list[Replacement]:
-    """What to replace in passes of the model; nothing in most, which are told positions and masks."""
+    """Return the patches of a model; none for most models, which take positions and masks as arguments."""
     finders = (
         positions_of,
         distances_of,
@@ -32,7 +32,7 @@ def placements(model: PreTrainedModel) -> list[Replacement]:
 
 @contextmanager
 def placed(replacements: Sequence[Replacement]) -> Iterator[None]:
-    """Let replacements, from :func:`placements`, act in this thread; for passes over a block."""
+    """Apply patches, from :func:`placements`, in this thread during a pass over a block."""
     with ExitStack() as stack:
         for modules, compute in replacements:
             stack.enter_context(replaced_forward(modules, compute))

@@ -1,7 +1,7 @@
-"""Positions for models whose ``forward`` takes none, or that count slots beside it.
+"""Positions for models whose ``forward`` takes no ``position_ids``, or that also count slots.
 
-Such a model counts columns itself, on from the length of its cache. Within a block a slot is no column:
-siblings stand in the same one, and rows of a ragged batch end in different ones. So within a block pass
+Such a model counts columns itself, starting from the length of its cache. In a block, slots are not columns:
+siblings have the same column, and the rows of a ragged batch end in different columns. During a block pass
 (``masks.visibility``) every node gets the position that it would have in a pass of its own.
 """
 
@@ -20,15 +20,15 @@ from specdec_ext.models.patching.forwards import Replacement
 
 
 def positions_of(model: PreTrainedModel) -> list[Replacement]:
-    """What gives the nodes of a block their positions.
+    """Return the patches that give the nodes of a block their positions.
 
     Args:
         model: a causal language model.
 
     Returns:
-        Nothing if ``forward`` takes ``position_ids``, or if there is nothing to put positions into: neither
-        embeddings that count on from ``past_key_values_length``, nor a decoder that takes ``position_ids``
-        which the model does not pass.
+        An empty list if ``forward`` takes ``position_ids``, or if there is no place to set positions: neither
+        embeddings that count from ``past_key_values_length``, nor a decoder that takes ``position_ids`` which
+        the model does not pass.
     """
     if takes(model, "position_ids"):
         return []
@@ -42,7 +42,7 @@ def positions_of(model: PreTrainedModel) -> list[Replacement]:
 
 
 def distances_of(model: PreTrainedModel) -> list[Replacement]:
-    """What gives the nodes of a block their distances from keys, which Inkling biases attention by."""
+    """Return the patch that gives the nodes of a block their distances from keys, for Inkling's biases."""
     biases = innermost_taking(model, "key_positions")
     return [(biases, _bias_row_by_row)] if biases else []
 
@@ -54,7 +54,7 @@ def _bias_row_by_row(
     query_positions: Tensor,
     key_positions: Tensor,
 ) -> Tensor:
-    """``[rows, heads, nodes, keys]`` of slots that are common to all rows, with those of each row."""
+    """Compute the bias ``[rows, heads, nodes, keys]`` row by row, with the columns of each row."""
     block = current_block()
     if block is None or block.columns is None:
         return forward(relative_states, query_positions, key_positions)
@@ -66,10 +66,10 @@ def _bias_row_by_row(
 def _embed_columns(
     embedding: nn.Module, forward: Callable[..., Tensor], tokens: Any, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """``[rows, nodes, dim]``: each node embedded as a single token after the columns before it.
+    """Embed each node as a single token after the columns before it, ``[rows, nodes, dim]``.
 
-    ``tokens`` is ``[rows, nodes]``, or only that shape. Asked one column at a time, the embedding counts
-    by its own rule, offsets and all.
+    ``tokens`` is ``[rows, nodes]``, or only that shape. The embedding is called once per column, so that it
+    applies its own offsets.
     """
     block = current_block()
     if block is None or block.columns is None:
@@ -90,7 +90,8 @@ def _embed_columns(
 def _rotate_by_row(
     attention: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """RoFormer takes positions to be common to all rows and puts dimensions of rows and heads in front."""
+    """Move the rows to the front: RoFormer assumes that all rows have the same positions, and adds dimensions
+    for rows and heads in front."""
 
     def rows_first(arguments: dict[str, Any]) -> dict[str, Any]:
         positions = arguments["sinusoidal_pos"]

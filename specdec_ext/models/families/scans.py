@@ -1,12 +1,12 @@
 """Initial states for selective scans (Mamba-1).
 
 The scan that a Mamba-1 mixer runs over several tokens (``selective_scan_fn`` of mamba_ssm, and transformers'
-fallback for it) starts from zero: behind cached tokens the mixer forgets its state without a word. But
+fallback for it) starts from zero, so after cached tokens the mixer silently ignores its state. But
 
     h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t,    y_t = C_t h_t
 
-(Mamba, arXiv 2312.00752, section 3.2) is linear in h, so what the initial state h_0 adds to it decays on its
-own: ``exp(A (dt_1 + ... + dt_t)) h_0``. That is put on top of whatever implementation of the scan is in use.
+(Mamba, arXiv 2312.00752, section 3.2) is linear in h, so the contribution of the initial state h_0 to h_t is
+separate: ``exp(A (dt_1 + ... + dt_t)) h_0``. It is added to the result of any implementation of the scan.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from specdec_ext.models.patching.changes import binding, joined_changes
 from specdec_ext.models.patching.forwards import replaced_forward
 
 SCAN = "mamba_selective_scan"
-# Initial states of the scans that the mixer under way will run, one per head of its own scan.
+# Initial states of the scans that the current mixer runs: one, or one per head.
 _initial: ContextVar[Iterator[Tensor] | None] = ContextVar("specdec_scan_states", default=None)
 
 
 def stateless_scans(model: nn.Module) -> list[nn.Module]:
-    """The mixers of a model whose scans start from zero.
+    """Return the mixers of a model whose scans start from zero.
 
-    What tells them from Mamba-2's, whose scan takes an initial state, is that ``dt``, ``B`` and ``C`` are
-    projected from the convolved input (``x_proj``).
+    They project ``dt``, ``B`` and ``C`` from the convolved input (``x_proj``). The mixers of Mamba-2, whose
+    scan takes an initial state, do not.
     """
     return [
         module
@@ -44,13 +44,13 @@ def stateless_scans(model: nn.Module) -> list[nn.Module]:
 
 
 def can_continue(mixer: nn.Module) -> bool:
-    """Whether the scan of this mixer is where :func:`continuing` finds it (transformers >= 5.15)."""
+    """Whether :func:`continuing` can patch the scan of this mixer (transformers >= 5.15)."""
     return hasattr(sys.modules[type(mixer).__module__], SCAN)
 
 
 @contextmanager
 def continuing(mixers: Sequence[nn.Module]) -> Iterator[None]:
-    """Let the scans of these modules start from the cached states, in this thread."""
+    """Make the scans of these modules start from the cached states, in this thread."""
     modules = {type(mixer).__module__ for mixer in mixers}
     with joined_changes() as changes, replaced_forward(mixers, _continue):
         changes.patch(

@@ -1,9 +1,9 @@
-"""Attention that selects tokens: every node of a block selects as it would in a pass of its own.
+"""Sparse attention that selects tokens: every node of a block selects as in a pass of its own.
 
-The best of a text are found by sorting scores, and which of two equal scores comes first depends on all the
-others and on how many there are. Equal scores are common: tokens whose products with all heads are rectified
-to zero (DeepSeek's indexer), equal tokens before they are told apart by position (Doge). So each node
-is shown what transformers' own loop would show it: the columns of its text, nobody else's.
+The best tokens are found by sorting scores. Which of two equal scores comes first depends on the number of
+scores and on all others. Equal scores are common: all products of a token with the heads may be rectified to
+zero (DeepSeek's indexer), and equal tokens have equal scores before positions are applied (Doge). Therefore
+each node sorts only the columns of its own text, as in transformers' own loop.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from specdec_ext.models.patching.forwards import Replacement
 
 
 def selection_of(model: PreTrainedModel) -> list[Replacement]:
-    """What makes the nodes of a block select for themselves; nothing where all tokens are attended to."""
-    # An indexer that pools tokens has pools by slot.
+    """Return the patches that make each node of a block select for itself; none without token selection."""
+    # An indexer that pools tokens (index_kpool) pools by slot, which this patch can't change.
     indexers = [
         m for m in model.modules() if hasattr(m, "index_topk") and not hasattr(m, "index_kpool")
     ]
@@ -33,7 +33,7 @@ def selection_of(model: PreTrainedModel) -> list[Replacement]:
 
 
 class _Keys:
-    """Stands in for a cache that holds the index keys of given texts."""
+    """A stand-in for a cache: it returns given index keys."""
 
     def __init__(self, keys: Tensor):
         self._keys = keys
@@ -45,9 +45,9 @@ class _Keys:
 def _select_alone(
     indexer: Any, forward: Callable[..., Tensor], *args: Any, **kwargs: Any
 ) -> Tensor:
-    """``[rows, nodes, topk]`` slots; a text that has fewer gives its first ones again."""
+    """Return the selected slots ``[rows, nodes, topk]``; a shorter text repeats its first selected slot."""
     block = current_block()
-    together = forward(*args, **kwargs)  # all index keys are in the cache now
+    together = forward(*args, **kwargs)  # also appends the index keys of the block to the cache
     if block is None or block.columns is None:
         return together
     selected = torch.empty_like(together)
@@ -59,7 +59,7 @@ def _select_alone(
             return tensor.expand(len(block.block), *tensor.shape[1:])[rows, nodes][:, None]
 
         layer = arguments["past_key_values"].layers[indexer.layer_idx]
-        # Queries may come from the hidden states alone, and be scaled by position.
+        # Some indexers compute queries from the hidden states alone, and some scale them by position.
         optional = ("q_resid", "position_ids")
         given = [name for name in optional if arguments.get(name) is not None]
         return {
@@ -80,7 +80,7 @@ def _select_alone(
 
 
 def _mask_alone(attention: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Doge's attention with a mask of what every node keeps."""
+    """Run Doge's attention with a mask of the tokens that each node selects."""
     block = current_block()
     if block is None or block.columns is None:
         return forward(*args, **kwargs)
@@ -96,7 +96,7 @@ def _dynamic_mask(
     keep_window_size: int,
     attention_mask: Tensor,
 ) -> Tensor:
-    """``[rows, heads, nodes, keys]`` additive, from ``dt_states [rows, heads, keys]``."""
+    """Compute the additive mask ``[rows, heads, nodes, keys]`` from ``dt_states [rows, heads, keys]``."""
     shape = (*dt_states.shape[:2], *attention_mask.shape[2:])
     mask = hidden_states.new_full(shape, torch.finfo(hidden_states.dtype).min)
     heads = torch.arange(shape[1], device=mask.device)[None, :, None]

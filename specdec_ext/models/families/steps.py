@@ -1,7 +1,7 @@
-"""Time steps of state space models (Mamba-2), which transformers clamps in passes of several tokens alone.
+"""Time steps of state space models (Mamba-2), which transformers clamps only in passes of several tokens.
 
-A decoding step of one token runs without the clamp. Where it is not a formality (Nemotron-H), the tokens of a
-block would not read what they read in passes of their own.
+A decoding pass over one token does not clamp them. If the clamp has an effect (Nemotron-H), the tokens of a
+block would get other results than in passes of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _UNLIMITED = (0.0, math.inf)
 
 
 def steps_of(model: PreTrainedModel) -> list[Replacement]:
-    """What lets blocks take the steps of single tokens; nothing for models without limits."""
+    """Return the patch that removes the clamp in blocks; none for models whose clamp has no effect."""
     limited = [
         module
         for module in model.modules()

@@ -1,4 +1,5 @@
-"""Attention whose temperature changes with the position, counted in slots (Llama 4, arXiv 2501.19399)."""
+"""Attention temperature that depends on the position, which the model counts in slots (Llama 4,
+arXiv 2501.19399)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from specdec_ext.models.patching.forwards import Replacement
 
 
 def temperature_of(model: PreTrainedModel) -> list[Replacement]:
-    """What gives the queries of a block the temperature of their columns; nothing for other models."""
+    """Return the patch that scales the queries of a block by their columns; none for other models."""
     tuned = [
         module
         for module in model.modules()

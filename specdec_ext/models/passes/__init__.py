@@ -1,1 +1,1 @@
-"""A pass of the target over a block of tokens: masks, attention, linears, and features on the way."""
+"""A forward pass of the target over a block: masks, attention, linear layers, auxiliary hidden states."""

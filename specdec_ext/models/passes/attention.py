@@ -1,12 +1,12 @@
 """``tree_attention`` behind transformers' attention interface.
 
-The function registered for "sdpa" is wrapped within a block pass: where the layer's mask follows a rule
-that the op knows (causal, sliding window), the op computes attention from the tree itself instead of a
-mask of queries x keys. Its result for a token depends on nothing but the tokens before it, so a token
-scored in a tree gets the bits that plain decoding gives it.
+During a block pass the function registered for "sdpa" is wrapped. If the layer's mask follows a rule that the
+op supports (causal, sliding window), the op computes attention from the tree itself, without a mask of
+queries x keys. Its result for a token depends only on the tokens before it, so a token that is scored in a
+tree gets the same bits as in plain decoding.
 
-What a mask stands for travels as an attribute of the mask tensor. A model that changes its mask on the way
-loses the attribute and gets the original function with the mask it made; so does a layer with anything that
+The rule is an attribute of the mask tensor. If a model computes a new mask from it, the attribute is lost and
+the original function runs with the new mask. The original function also runs for layers that need something
 the op does not compute (position bias, value heads of another size).
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from specdec_ext import ops
 
 IMPLEMENTATION = "sdpa"
-# What the CUDA kernels have room for.
+# Limits of the CUDA kernels.
 CUDA_MAX_NODES = 128
 CUDA_MAX_HEAD_DIM = 256
 CUDA_MAX_GROUP = 16
@@ -31,14 +31,14 @@ CUDA_MAX_GROUP = 16
 
 @dataclass
 class TreeBlock:
-    """A block of draft trees over contiguous committed text, by cache slot (``ops.tree_attention``).
+    """Arguments of ``ops.tree_attention`` for a block of draft trees after contiguous committed text.
 
     Attributes:
         ancestors: ``[rows, nodes, words]`` packed ancestor bits.
         prefix_starts: ``[rows]`` slot of the first token of each row.
-        prefix_lengths: ``[rows]`` committed tokens.
+        prefix_lengths: ``[rows]`` number of committed tokens.
         block_starts: ``[rows]`` slot of node 0, the same for all rows.
-        start: that slot.
+        start: the slot of node 0 as a number on the host.
     """
 
     ancestors: Tensor
@@ -51,15 +51,15 @@ class TreeBlock:
         self._starts = {0: (self.prefix_starts, self.block_starts)}
 
     def starts_behind(self, first: int) -> tuple[Tensor, Tensor]:
-        """``prefix_starts`` and ``block_starts`` in keys that begin with slot ``first``."""
-        if first not in self._starts:  # layers with equal windows have them in common
+        """Return ``prefix_starts`` and ``block_starts`` relative to slot ``first``, where the keys begin."""
+        if first not in self._starts:  # cached: layers with equal windows share them
             self._starts[first] = self.prefix_starts - first, self.block_starts - first
         return self._starts[first]
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int
     ) -> Tensor:
-        """``[rows, nodes, heads, head_dim]``; ``key`` and ``value`` end with the block's slots."""
+        """Compute attention, ``[rows, nodes, heads, head_dim]``; ``key`` and ``value`` end with the block."""
         prefix_starts, block_starts = self.starts_behind(self.start + query.shape[2] - key.shape[2])
         return ops.tree_attention(
             query,
@@ -75,7 +75,7 @@ class TreeBlock:
 
 
 def _op_covers(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the op takes these tensors."""
+    """Whether the op supports these tensors."""
     _, heads, nodes, head_dim = query.shape
     covered = (
         query.dtype == key.dtype == value.dtype
@@ -97,25 +97,25 @@ def _op_covers(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 @dataclass
 class MaskRule:
-    """What a boolean mask stands for: the tree block and the layer's window (0: all tokens)."""
+    """The rule that a boolean mask follows: the tree block and the layer's window (0: all tokens)."""
 
     block: TreeBlock
     window: int
 
 
 def with_rule(mask: Tensor, rule: MaskRule) -> Tensor:
-    """This mask, which stands for ``rule``."""
+    """Attach ``rule`` to the mask and return it."""
     mask.specdec_rule = rule  # type: ignore[attr-defined]
     return mask
 
 
-# Arguments of the attention function that change its result and that the op does not have.
+# Arguments of the attention function that change its result and that the op does not support.
 _FOREIGN = ("position_bias", "cache", "softcap")
 
 
 @cache
 def with_tree_attention(original: Callable) -> Callable:
-    """``tree_attention`` in front of what is registered for "sdpa"."""
+    """Wrap the function registered for "sdpa": use ``tree_attention`` where it applies."""
 
     def attention(
         module: nn.Module,

@@ -1,8 +1,8 @@
 """The branches of draft trees, for targets that can't keep siblings apart in one row.
 
-Every path from a root to a leaf becomes a row of its own in the pass, and what several branches share is read
-in each of them: a tree costs its branches times its depth, where a mask would let it cost its nodes. A pass
-that is bound by reading the weights hardly notices.
+Every path from the root to a leaf becomes a separate row of the pass, and tokens that several branches share
+are read in each of them. A tree therefore costs its branches times its depth, while a tree mask would cost
+its nodes. The difference is small in a pass that is bound by reading the weights.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from specdec_ext.tree.draft_tree import DraftTree
 
 @dataclass(frozen=True)
 class Branches:
-    """Where the nodes of a batch of trees are read.
+    """The branches of a batch of trees, and the place of every node in them.
 
     Attributes:
-        tokens: of each branch, known ones in front included.
+        tokens: tokens of each branch, including the known tokens in front.
         origins: the row that each branch belongs to.
-        rows, columns: of each node of each row, a branch that it lies in and where; 0 for inactive nodes.
+        rows, columns: for each node of each row, the index of one branch that contains it and its column in
+            that branch; 0 for inactive nodes.
     """
 
     tokens: list[list[int]]
@@ -34,7 +35,7 @@ class Branches:
 
     @classmethod
     def of(cls, tree: DraftTree, before: Sequence[list[int]]) -> Branches:
-        """Those of ``tree``, with the tokens ``before[r]`` in front of every branch of row r."""
+        """Split ``tree`` into branches, with the tokens ``before[r]`` in front of every branch of row r."""
         found = cls([], [], [], [])
         for row, (known, drafted) in enumerate(zip(before, tree.token_lists, strict=True)):
             rows, columns = [0] * len(drafted), [0] * len(drafted)
@@ -49,27 +50,27 @@ class Branches:
 
     @classmethod
     def known(cls, tokens: list[list[int]]) -> Branches:
-        """One of each row, of known tokens alone."""
+        """Make one branch per row, of known tokens without a tree."""
         nothing: list[list[int]] = [[] for _ in tokens]
         return cls(tokens, [*range(len(tokens))], nothing, nothing)
 
     @property
     def split(self) -> bool:
-        """Whether any row has several."""
+        """Whether any row has several branches."""
         return len(self.origins) > len(self.rows)
 
     def nodes(self, output: TargetOutput) -> TargetOutput:
-        """What a pass over the branches computed at each node of the trees."""
+        """Gather the output of a pass over the branches at each node of the trees."""
         device = output.logits.device
         rows, columns = (torch.tensor(index, device=device) for index in (self.rows, self.columns))
         return output.at(rows, columns)
 
 
 def padded(tokens: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """``[rows, width]``; behind the end of a shorter row its first token again, of an empty one 0.
+    """Pad token lists to ``[rows, width]`` with the first token of their row (0 for an empty row).
 
-    What is computed there is of no use, but a model that computes NaN from some token had better read one of
-    the text: masked or not, NaN may reach the other tokens of its row.
+    The outputs at padding are not used. The padding is a token of the text because a model may compute NaN
+    from some other token, and NaN may reach the other tokens of its row even if it is masked.
     """
     width = max(map(len, tokens))
     rows = [[*row, *[row[0] if row else 0] * (width - len(row))] for row in tokens]

@@ -1,13 +1,13 @@
-"""A pass without transformers in between, for decoders of the common kind.
+"""``DirectPass``: run all layers of a Llama-like decoder with one op instead of its modules.
 
-Many decoders are Llama in all but name, and for a small one the Python of its modules takes longer than its
-arithmetic. Where every module's code is, byte for byte, that of a decoder in ``_FAMILIES``, one call of
-``ops.decoder_layers`` stands for all layers. It reads the weights where they are, and its products and its
-attention are the row-invariant ones that block passes have anyway.
+Many decoders are Llama under another name, and for a small one the Python code of its modules takes longer
+than the arithmetic. If the code of every module equals that of a decoder in ``_FAMILIES``, byte for byte, one
+call of ``ops.decoder_layers`` replaces all layers. The op reads the model's own weights without a copy, and
+uses the same row-invariant matrix products and attention as other block passes.
 
-Not for modules that anybody has changed or watches: hooks, a ``forward`` of an instance, code from outside of
-transformers, subclasses of ``nn.Linear``, quantised and parametrized weights, compiled models. And a model's
-first pass is computed both ways and compared.
+A model is excluded if it was modified or is observed: hooks, a ``forward`` set on an instance, code from
+outside of transformers, subclasses of ``nn.Linear``, quantised or parametrized weights, compilation. The
+first pass of a model is computed both ways, and the logits are compared.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from specdec_ext.models.passes.features import TapHook
 from specdec_ext.models.passes.linears import is_plain
 from specdec_ext.models.patching.forwards import own_forward_replaced
 
-# Modules of transformers whose classes are the pattern, and what their names begin with.
+# Model folders of transformers whose classes are supported -> the prefix of their class names.
 _FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 _LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
 _HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
-# Of logits, relative: rounding apart, both ways compute the same.
+# Largest relative difference of the logits of both ways; they differ by rounding only.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
 _agreed: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -69,8 +69,8 @@ class DirectPass:
     scale: float
 
     def serves(self, layers: Sequence[Any]) -> bool:
-        """Whether a cache of these layers is one that the model fills layer by layer."""
-        # A cache need not know of the windows: it keeps all there is then.
+        """Whether these cache layers match the decoder layers one by one."""
+        # A cache layer without a window is fine: it keeps all tokens.
         return len(layers) == len(self.windows) and all(
             type(layer) is RollbackLayer and layer.window in (None, window)
             for layer, window in zip(layers, self.windows, strict=True)
@@ -119,35 +119,35 @@ class DirectPass:
 
 
 def direct_pass(model: PreTrainedModel) -> DirectPass | None:
-    """The direct pass of a model, or None if it has none."""
+    """Return the direct pass of a model, or None if the model is not eligible."""
     if _agreed.get(model) is False or module_hooks._has_any_global_hook():
         return None
     if torch.is_autocast_enabled("cpu") or not all(map(_untouched, model.modules())):
         return None
     try:
         return _read(model)
-    except (AttributeError, KeyError):  # it has not the modules that the pattern has
+    except (AttributeError, KeyError):  # a module of the supported families is missing
         return None
 
 
 def agrees(model: nn.Module, directly: Tensor, by_modules: Tensor) -> bool:
-    """Whether the logits of both ways are the same but for rounding; remembered for the model."""
+    """Whether the logits of both ways differ by rounding only; the result is remembered for the model."""
     error = float((directly.float() - by_modules.float()).norm() / by_modules.float().norm())
     if not math.isfinite(error):
-        return False  # logits that are not numbers say nothing
+        return False  # NaN or infinite logits prove nothing; not remembered
     _agreed[model] = error <= _TOLERANCE[by_modules.dtype]
     if not _agreed[model]:
         warnings.warn(
-            f"{type(model).__name__} computes something else than its code says (logits differ by "
-            f"{error:.2g}), so it is run module by module, which takes longer. Please report this, with "
-            f"the version of transformers, {transformers.__version__}",
+            f"{type(model).__name__} has the code of a supported decoder, but its logits differ from those "
+            f"of the fused pass by {error:.2g} (relative). It is run module by module, which is slower. "
+            f"Please report this, with the version of transformers, {transformers.__version__}",
             stacklevel=2,
         )
     return _agreed[model]
 
 
 def is_agreed(model: nn.Module) -> bool:
-    """Whether both ways were compared and agreed."""
+    """Whether both ways were compared for this model and agreed."""
     return _agreed.get(model, False)
 
 
@@ -161,13 +161,14 @@ def _untouched(module: nn.Module) -> bool:
 
 
 def _changes_nothing(hook: Any) -> bool:
-    """Whether it only looks, and not now: taps, and what transformers leaves on every module of a model that
-    was once asked for hidden states or attentions."""
+    """Whether a hook is known to change nothing and to be idle: those of ``FeatureTap``, and those that
+    transformers leaves on the modules of a model after it recorded hidden states or attentions once."""
     return type(hook) is TapHook or getattr(hook, "__module__", None) == _CAPTURING
 
 
 def _hooks(module: nn.Module) -> list[Any]:
-    """All hooks; a call in another thread may have a tap open, which is not meant for this one."""
+    """Return all hooks of a module. A copy of each list is read, because a call in another thread may add or
+    remove the hooks of its ``FeatureTap``."""
     return [hook for name in _HOOKS for hook in list(vars(module).get(name, {}).values())]
 
 
@@ -230,7 +231,7 @@ def _read(model: Any) -> DirectPass | None:
 
 def _windows(decoder: Any) -> list[int]:
     if _codes(type(decoder).forward) in _pattern("Model", ("llama",)):
-        return [0] * len(decoder.layers)  # whatever its config says
+        return [0] * len(decoder.layers)  # Llama's code ignores windows in its config
     cache = adopt_cache(None, decoder.config)
     return [window or 0 for window in attention_windows(cache, decoder.config)]
 
@@ -264,7 +265,7 @@ def _weight(module: nn.Module) -> Tensor:
 
 
 def _weights(layer: Any) -> list[Tensor]:
-    """Those of one layer in the order of ``ops.decoder.LAYER_TENSORS``."""
+    """Return the tensors of one layer in the order of ``ops.decoder.LAYER_TENSORS``; empty if absent."""
     nothing = _weight(layer.input_layernorm).new_empty(0)
 
     def linear(module: nn.Linear) -> list[Tensor]:
@@ -291,7 +292,7 @@ def _weights(layer: Any) -> list[Tensor]:
 
 
 def _known(parts: dict[str, list[Any]]) -> bool:
-    """Whether the code of all these modules is that of the families."""
+    """Whether the code of all these modules equals that of a supported family."""
     for part, modules in parts.items():
         for kind in {type(module) for module in modules}:
             codes = _codes(kind.forward)
@@ -313,7 +314,7 @@ def _pattern(part: str, families: tuple[str, ...]) -> set[Any]:
 
 
 def _rotation(attention: Callable[..., Any]) -> tuple[Any, ...] | None:
-    """The codes of the functions that turn queries and keys, or None if one is from elsewhere."""
+    """Return the code of the functions that rotate queries and keys; None for code outside transformers."""
     turn = inspect.unwrap(attention).__globals__["apply_rotary_pos_emb"]
     half = inspect.unwrap(turn).__globals__["rotate_half"]
     codes = _codes(turn), _codes(half)
@@ -322,7 +323,10 @@ def _rotation(attention: Callable[..., Any]) -> tuple[Any, ...] | None:
 
 @cache
 def _codes(function: Any) -> tuple[Any, ...] | None:
-    """What identifies the code of a function and of all that it wraps, or None if any is from elsewhere."""
+    """Return a value that identifies the code of a function and of all functions that it wraps.
+
+    None if any of them is defined outside of transformers.
+    """
     codes = []
     while function is not None:
         code = function.__code__

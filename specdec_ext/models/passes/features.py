@@ -1,7 +1,7 @@
-"""``FeatureTap``: hidden states of chosen layers, taken while the model runs.
+"""``FeatureTap``: record the auxiliary hidden states of chosen layers while the model runs.
 
-``output_hidden_states=True`` would keep the states of every layer: for a long prompt more memory than the
-cache. Hooks on the tapped layers keep what is asked for.
+``output_hidden_states=True`` would keep the states of every layer, which for a long prompt takes more memory
+than the cache. Forward hooks on the chosen layers keep only what was requested.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _recorded: ContextVar[tuple[FeatureTap, dict[int, Tensor]] | None] = ContextVar(
 
 
 class TapHook:
-    """The hook of a :class:`FeatureTap` on one module: changes nothing, and acts while that records."""
+    """The hook of a :class:`FeatureTap` on one module: records while the tap is open, changes nothing."""
 
     def __init__(self, tap: FeatureTap, index: int, module: nn.Module, after: bool):
         self._tap, self._index, self._module, self._after = tap, index, module, after
@@ -35,14 +35,14 @@ class TapHook:
             self._module.register_forward_pre_hook(self, with_kwargs=True)
 
     def remove(self) -> None:
-        """From the module, however far :meth:`register` came."""
+        """Remove the hook from the module, even if :meth:`register` was interrupted."""
         for hooks in (self._module._forward_hooks, self._module._forward_pre_hooks):
             for key in [key for key, hook in hooks.items() if hook is self]:
                 hooks.pop(key, None)
                 self._module._forward_pre_hooks_with_kwargs.pop(key, None)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], other: Any) -> None:
-        """``other`` is the output, or the keywords of the call."""
+        """``other`` is the output (forward hook) or the keyword arguments (pre-hook) of the call."""
         tap, taken = _recorded.get() or (None, {})
         if tap is not self._tap:
             return
@@ -53,14 +53,14 @@ class TapHook:
 
 
 class LayerStates(Sequence[Tensor]):
-    """Chosen hidden states of a pass that wrote those of all layers into one tensor.
+    """The chosen hidden states of a pass that wrote the states of all layers into one tensor.
 
-    Each is selected when it is read: steps whose features nothing reads are not slowed down.
+    A state is selected when it is read, so steps whose hidden states are not used cost nothing.
 
     Args:
-        layers: which, numbered as in :class:`FeatureTap`.
-        states: ``[layers, rows, nodes, hidden]``.
-        first, last: ``[rows, nodes, hidden]`` of layers 0 and -1, if they are chosen.
+        layers: the chosen layers, numbered as in :class:`FeatureTap`.
+        states: ``[layers, rows, nodes, hidden]`` outputs of all layers.
+        first, last: ``[rows, nodes, hidden]`` states of layers 0 and -1; None if not chosen.
     """
 
     __slots__ = ("_first", "_last", "_layers", "_states")
@@ -81,7 +81,7 @@ class LayerStates(Sequence[Tensor]):
 
     @staticmethod
     def joined(parts: Sequence[LayerStates]) -> LayerStates:
-        """The nodes of several passes one behind the other."""
+        """Concatenate the nodes of several passes."""
         states = torch.cat([part._states for part in parts], dim=2)
         ends = [[part._first for part in parts], [part._last for part in parts]]
         first, last = (
@@ -92,14 +92,14 @@ class LayerStates(Sequence[Tensor]):
 
 
 class FeatureTap:
-    """The hidden states ``layers`` of one model.
+    """Records the hidden states of ``layers`` of one model.
 
     Args:
         model: a causal language model.
         config: its text config.
         layers: indices into transformers' ``hidden_states``: i is the input of decoder layer i, -1 the last
-            hidden state, after the final norm. Of n layers, n is the output of the last one, before that
-            norm, which transformers has no index for.
+            hidden state, after the final norm. For a model of n layers, n is the output of the last layer
+            before the final norm, for which transformers has no index.
 
     Raises:
         ValueError: for a layer that the model does not have, or a model without a list of layers.
@@ -115,14 +115,14 @@ class FeatureTap:
         for layer in layers:
             if not -1 <= layer <= config.num_hidden_layers:
                 raise ValueError(
-                    f"features of layer {layer} were asked for; {type(model).__name__} has layers 0 to "
-                    f"{config.num_hidden_layers - 1}, {config.num_hidden_layers} is the output of the last "
-                    "one, and -1 its last hidden state"
+                    f"feature_layers has {layer}; {type(model).__name__} has the layers 0 to "
+                    f"{config.num_hidden_layers - 1} (their inputs), {config.num_hidden_layers} (the output "
+                    "of the last layer) and -1 (the last hidden state, after the final norm)"
                 )
             if layer >= 0 and blocks is None:
                 raise ValueError(
-                    f"{type(model).__name__} has no list of {config.num_hidden_layers} layers to take "
-                    "features from; use a drafter that needs none, such as 'ngram'"
+                    f"{type(model).__name__} has no list of {config.num_hidden_layers} layers to record "
+                    "hidden states from; use a drafter that needs none, such as 'ngram'"
                 )
             if layer == -1 or blocks is None:
                 self._sources.append(decoder)
@@ -131,17 +131,24 @@ class FeatureTap:
         self._after = {-1, config.num_hidden_layers}  # outputs; the others are inputs
 
     def chosen(self, first: Tensor, states: Tensor, last: Tensor) -> LayerStates:
-        """The same out of the input of the first layer, ``states [layers, rows, nodes, hidden]``, the outputs
-        of all layers, and that of the last after the norm."""
+        """Select ``layers`` from the hidden states of a :class:`DirectPass`.
+
+        Args:
+            first: input of the first layer.
+            states: ``[layers, rows, nodes, hidden]`` outputs of all layers.
+            last: output of the last layer after the final norm.
+        """
         needed = 0 in self._layers, -1 in self._layers
         ends = [state if each else None for state, each in zip((first, last), needed, strict=True)]
         return LayerStates(self._layers, states, *ends)
 
     @contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
-        """A list that the pass inside fills with ``[rows, columns, hidden]``, in the order of ``layers``.
+        """Record the pass that runs inside of this context.
 
-        Passes of the same model in other threads are not recorded.
+        Yields:
+            A list that is filled when the context ends, with ``[rows, columns, hidden]`` in the order of
+            ``layers``. Passes of the same model in other threads are not recorded.
         """
         states: list[Tensor] = []
         taken: dict[int, Tensor] = {}
@@ -157,7 +164,7 @@ class FeatureTap:
 
 
 def side_by_side(states: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """One copy of them all: what a compiled model returns it may overwrite in its next pass."""
+    """Copy the states into one tensor, concatenated: a compiled model may overwrite its outputs later."""
     return (torch.cat(list(states), dim=-1),) if states else ()
 
 

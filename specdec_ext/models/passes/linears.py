@@ -1,14 +1,14 @@
 """Row-invariant ``nn.Linear`` modules during a decoding pass on the CPU.
 
-A matrix library sums in an order that depends on the number of rows, so a token's logits depend on how
-many tokens are scored with it. ``ops.linear`` has one order, and is faster for few rows. While
-:func:`row_invariant_linears` is open, plain ``torch.nn.Linear`` modules compute with it in this thread;
-hooks run as always, and afterwards the modules are as they were.
+A matrix library sums in an order that depends on the number of rows, so a token's logits depend on the number
+of tokens that are scored with it. ``ops.linear`` always sums in the same order, and is faster for few rows.
+While :func:`row_invariant_linears` is open, plain ``torch.nn.Linear`` modules use it in this thread. Hooks
+run as usual, and afterwards the modules are as before.
 
-Computed by their own forward as before: subclasses, parametrized and quantised linears, modules whose
-``forward`` somebody else has replaced (offloading), compiled models, training mode, autocast, calls that
-record gradients, dtypes other than float32 and bfloat16. The linear inside a LoRA layer is a plain one.
-GPT-2's ``Conv1D`` keeps its weight transposed, which the op can't read.
+The following are computed by their own forward: subclasses, parametrized and quantised linear layers, modules
+whose ``forward`` other software has replaced (offloading), compiled models, training mode, autocast, calls
+that record gradients, dtypes other than float32 and bfloat16. The linear layer inside a LoRA layer is a plain
+one. The op can't read GPT-2's ``Conv1D``, whose weight is transposed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from specdec_ext import ops
 from specdec_ext.models.patching.forwards import own_forward_replaced, replaced_forward
 
-# Tokens of a prompt up to which the op is used. A prompt is computed once and the same way with any drafter:
-# only speed counts there. Of decoding passes all sizes are computed alike.
+# Largest number of prompt tokens for which the op is used. A prompt is computed once, in the same way with
+# every drafter, so only speed matters there. Decoding passes of all sizes use the op.
 MAX_PROMPT_ROWS = 32
 
 
@@ -45,9 +45,9 @@ def _linear(module: nn.Linear, forward: Callable[[Tensor], Tensor], input: Tenso
 
 
 def plain_linears(model: nn.Module) -> list[nn.Linear]:
-    """The modules of a model that :func:`row_invariant_linears` can serve; none of a compiled model."""
+    """Return the modules of a model that :func:`row_invariant_linears` can replace; none if compiled."""
     modules = list(model.modules())
-    # Compiled code is specialised on the modules as they are.
+    # Compiled code is specialised on the unpatched modules.
     if isinstance(model, torch._dynamo.OptimizedModule) or any(
         module._compiled_call_impl is not None for module in modules
     ):
@@ -72,8 +72,8 @@ def is_plain(module: nn.Linear) -> bool:
 
 
 def row_invariant_linears(modules: Sequence[nn.Linear]) -> AbstractContextManager[None]:
-    """Let these modules, from :func:`plain_linears`, compute row-invariantly in this thread.
+    """Make these modules, from :func:`plain_linears`, compute row-invariantly in this thread.
 
-    Contexts may nest, and be open in several threads for the same modules.
+    Contexts may be nested, and several threads may open them for the same modules.
     """
     return replaced_forward(modules, _linear)

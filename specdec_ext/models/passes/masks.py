@@ -1,13 +1,13 @@
-"""Attention masks of a token block (a tree, or a padded prompt) through transformers' mask interface.
+"""Attention masks of a block of tokens (a tree, or a padded prompt) through transformers' mask interface.
 
-A model builds its masks by calling the function registered for its attention implementation, once per
-kind of layer, with that kind's ``mask_function`` (causal, sliding window, ...) over positions. Ours wraps
-the registered one: outside a block pass it calls through; inside, it evaluates the same ``mask_function``
-at *token positions* while looking up visibility by *cache slot*, so one rule covers full and sliding
-layers, ragged rows, paddings and trees.
+A model builds its masks with the function that is registered for its attention implementation. It calls that
+function once per kind of layer, with the ``mask_function`` of the kind (causal, sliding window, ...). This
+module wraps the registered function. Outside of a block pass the wrapper calls the original. Inside, it
+evaluates the same ``mask_function`` at *token positions* and looks up visibility by *cache slot*, so one rule
+covers full and sliding-window layers, ragged rows, padding and trees.
 
-Where the rule is one that ``tree_attention`` knows, the mask carries it (``attention.py``) and is computed
-only if it is read.
+If ``tree_attention`` supports the rule, the mask carries the rule (``attention.py``) and is computed only
+if it is read.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ SUPPORTED_IMPLEMENTATIONS = ("sdpa", "eager")
 
 @dataclass
 class BlockVisibility:
-    """What the queries of one forward pass may attend to.
+    """Which slots the queries of one forward pass may attend to.
 
     Attributes:
         committed: ``[rows, start]`` bool, slots before the block that hold text of the row.
         block: ``[rows, nodes, nodes]`` bool, which nodes of the block each query sees, itself included.
         query_positions: ``[rows, nodes]`` token positions of the queries.
         key_positions: ``[rows, start + nodes]`` token positions of all slots.
-        tree: the same block as ``tree_attention`` takes it, or None if the rows' text has holes.
-        consulted: whether a model has asked for a mask of it.
-        columns: ``[rows, nodes]`` columns of ``sequences`` where the queries would stand, paddings counted,
-            or None if those are their slots. What transformers counts in models that take no positions.
-        window: of the cache if all its layers are windowed. Some models leave it to the cache to end
-            attention (Moshi), which over a block would end it later than over a single token.
+        tree: the same block as arguments of ``tree_attention``, or None if a row has padding between tokens.
+        consulted: whether the model has requested a mask for this block.
+        columns: ``[rows, nodes]`` columns of ``sequences`` in which the queries would lie, padding counted;
+            None if these are their slots. Models without ``position_ids`` count these columns.
+        window: window of the cache if all its layers have one. Some models (Moshi) rely on the cache to limit
+            attention to the window; in a block, the later nodes would see tokens before their window.
     """
 
     committed: Tensor
@@ -71,18 +71,18 @@ class BlockVisibility:
 
     @property
     def key_columns(self) -> Tensor:
-        """``[rows, start + nodes]`` columns of all slots."""
+        """Columns of ``sequences`` of all slots, ``[rows, start + nodes]``."""
         rows, start = self.committed.shape
         slots = torch.arange(start + self.block.shape[1], device=self.committed.device)
         slots = slots.expand(rows, -1)
         return slots if self.columns is None else torch.cat([slots[:, :start], self.columns], dim=1)
 
     def texts(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """The columns up to each query, for queries with equally many of them.
+        """Group the queries by the length of the text up to them.
 
         Yields:
-            ``rows [n]`` and ``nodes [n]`` of the queries, and ``slots [n, columns]``, in order, in which the
-            columns of their rows lie, paddings included.
+            ``rows [n]`` and ``nodes [n]`` of the queries of a group, and ``slots [n, columns]``: the slots of
+            the columns up to each query, in order, padding included.
         """
         assert self.columns is not None
         start = self.committed.shape[1]
@@ -94,17 +94,17 @@ class BlockVisibility:
             yield *where, belongs[where].nonzero()[:, 1].view(-1, length)
 
     def mask_shape(self, kv_offset: int) -> tuple[int, int, int, int]:
-        """Of :meth:`mask`: ``[rows, 1, nodes, start + nodes - kv_offset]``."""
+        """Shape of :meth:`mask`: ``[rows, 1, nodes, start + nodes - kv_offset]``."""
         rows, nodes = self.query_positions.shape
         return rows, 1, nodes, self.committed.shape[1] + nodes - kv_offset
 
     def mask(self, kv_offset: int, mask_function: Callable) -> Tensor:
-        """``[rows, 1, nodes, start + nodes - kv_offset]`` bool, True where attention is allowed."""
+        """Mask ``[rows, 1, nodes, start + nodes - kv_offset]`` bool, True where attention is allowed."""
         nodes = self.block.shape[1]
         committed = self.committed[:, None, kv_offset:].expand(-1, nodes, -1)
         allowed = torch.cat([committed, self.block], dim=-1)[:, None]
         if mask_function is causal_mask_function:
-            return allowed  # every visible slot holds an ancestor, hence an earlier position
+            return allowed  # every visible slot holds an ancestor, which has an earlier position
         rows = torch.arange(len(self.block), device=self.block.device)
         return allowed & mask_function(
             rows[:, None, None, None],
@@ -115,17 +115,17 @@ class BlockVisibility:
 
 
 class SlotVisibility(BlockVisibility):
-    """A block of draft trees behind the slots of a cache; its tensors are made when a model reads them.
+    """A block of draft trees after the slots of a cache; its tensors are computed when a model reads them.
 
     Args:
         tree: as in the base class.
         ancestors: ``[rows, nodes, words]`` packed ancestor bits.
-        query_positions: ``[rows, nodes]``.
+        query_positions: ``[rows, nodes]`` token positions of the nodes.
         start: the slot of node 0.
-        row_slots: ``[rows]`` slots that each row holds.
-        aligned: whether all rows hold equally many.
+        row_slots: ``[rows]`` number of slots that each row holds.
+        aligned: whether all rows hold the same number of slots.
         slot_valid: ``[rows, slots]`` bool, False where a slot is padding.
-        slot_positions: ``[rows, slots]`` tokens before each slot.
+        slot_positions: ``[rows, slots]`` number of tokens before each slot.
         window: as in the base class.
     """
 
@@ -173,8 +173,8 @@ class SlotVisibility(BlockVisibility):
 class LazyMask(Tensor):
     """A boolean mask that is computed when anything but its shape, dtype and device is read.
 
-    Most layers read what it stands for instead (``attention.py``). Every function of torch gets the mask
-    itself, :meth:`made`, which stands for the same.
+    Most layers use the rule attached to it instead (``attention.py``). Every torch function is called with
+    the computed mask, :meth:`made`, which carries the same rule.
     """
 
     _make: Callable[[], Tensor]
@@ -189,7 +189,7 @@ class LazyMask(Tensor):
         return mask
 
     def made(self) -> Tensor:
-        """The mask as an ordinary tensor."""
+        """Return the mask as an ordinary tensor; it is computed once."""
         if self._made is None:
             self._made = self._make()
         return self._made
@@ -221,7 +221,7 @@ _current: ContextVar[BlockVisibility | None] = ContextVar("specdec_block_visibil
 
 @contextmanager
 def visibility(block: BlockVisibility) -> Iterator[None]:
-    """Within this context, models called in this thread build their masks from ``block``."""
+    """Make models that are called in this thread build their masks from ``block``."""
     with joined_changes() as changes:
         changes.patch(_entries, _entries)
         with binding(_current, block):
@@ -229,14 +229,14 @@ def visibility(block: BlockVisibility) -> Iterator[None]:
 
 
 def current_block() -> BlockVisibility | None:
-    """The block of the pass that this thread is in, or None outside of block passes."""
+    """Return the block of the current pass in this thread, or None outside of block passes."""
     return _current.get()
 
 
 def unpack_ancestors(ancestors: Tensor, nodes: int) -> Tensor:
-    """``[rows, nodes, words]`` packed bits -> ``[rows, nodes, nodes]`` bool with a true diagonal.
+    """Unpack ``[rows, nodes, words]`` bits to ``[rows, nodes, nodes]`` bool with a true diagonal.
 
-    The diagonal keeps an inactive node's softmax defined; nothing ever reads its result.
+    The diagonal keeps the softmax of inactive nodes defined; their result is not used.
     """
     bits = torch.arange(64, device=ancestors.device)
     block = ((ancestors[..., None] >> bits) & 1).bool().flatten(2)[..., :nodes]
@@ -244,9 +244,9 @@ def unpack_ancestors(ancestors: Tensor, nodes: int) -> Tensor:
 
 
 def causal_window(mask_function: Callable) -> int | None:
-    """The window of a causal mask function, 0 for none; None for any other function.
+    """Return the window of a causal mask function, 0 for none; None for any other function.
 
-    transformers builds mask functions as closures; which one it is, its code objects tell.
+    transformers builds mask functions as closures, so they are recognised by their code objects.
     """
     if mask_function is causal_mask_function:
         return 0
@@ -265,7 +265,7 @@ def _code(function: Callable) -> Any:
 
 
 def _captured(function: Callable) -> Any:
-    """The one variable that a closure captured, or None."""
+    """Return the single variable that a closure captured, or None."""
     cells: Any = getattr(function, "__closure__", None) or ()
     return cells[0].cell_contents if len(cells) == 1 else None
 
@@ -282,7 +282,7 @@ def _wrapped(original: Callable, additive: bool) -> Callable:
         **kwargs: Any,
     ) -> Tensor | None:
         block = _current.get()
-        # Not causal: a mask over something else than the cache, such as an encoder's output.
+        # A bidirectional mask is not over the cache but, for example, over encoder outputs.
         if block is None or mask_function is bidirectional_mask_function:
             return original(
                 batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, **kwargs
@@ -293,11 +293,12 @@ def _wrapped(original: Callable, additive: bool) -> Callable:
         shape = block.mask_shape(kv_offset)
         if shape[2:] != (q_length, kv_length):
             raise RuntimeError(
-                f"the model asked for a mask of {q_length} queries x {kv_length} keys, the cache layer "
-                f"provides {shape[2:]}; this model keeps its cache in a way that is not supported"
+                f"the model requested a mask of {q_length} queries x {kv_length} keys, but its cache layer "
+                f"has {shape[2:]}; this model uses its cache in an unsupported way. Pass drafter=None or use "
+                "model.generate"
             )
         if additive:
-            # Not the lowest number, as in transformers: a score of 65504 in float16 would make that 0.
+            # Not the lowest number, as in transformers: in float16, a score of 65504 would turn it into 0.
             allowed = block.mask(kv_offset, mask_function)
             return torch.where(allowed, 0.0, -torch.inf).to(kwargs.get("dtype", torch.float32))
         window = causal_window(mask_function)
@@ -308,7 +309,7 @@ def _wrapped(original: Callable, additive: bool) -> Callable:
         def make() -> Tensor:
             return with_rule(block.mask(kv_offset, mask_function), rule)
 
-        if torch.compiler.is_compiling():  # which can't follow tensors that are not there
+        if torch.compiler.is_compiling():  # the compiler can't trace a lazy mask
             return make()
         return with_rule(LazyMask(shape, block.query_positions.device, make), rule)
 
@@ -316,9 +317,9 @@ def _wrapped(original: Callable, additive: bool) -> Callable:
 
 
 def _entries() -> list[Entry]:
-    """What transformers' models look up in a block pass."""
+    """Return the registry entries that a block pass replaces."""
     masks, attention = ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS
-    # eager attention adds its mask to the scores: a boolean one would be silently wrong
+    # Eager attention adds its mask to the scores, so a boolean mask would be silently wrong.
     wraps = {
         name: partial(_wrapped, additive=name == "eager") for name in SUPPORTED_IMPLEMENTATIONS
     }

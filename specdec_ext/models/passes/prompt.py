@@ -1,4 +1,4 @@
-"""``Prompt``: where the tokens of a padded batch lie, and what a pass over some of its columns may see."""
+"""``Prompt``: the columns of the tokens in a padded batch, and the masks of passes over some of them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Prompt:
 
     Attributes:
         valid: ``[rows, columns]`` bool, False where a column is padding.
-        past: columns that the cache holds already.
-        lengths: ``[rows]`` tokens of each row.
+        past: number of columns that are in the cache already.
+        lengths: ``[rows]`` number of tokens of each row.
         first, last: ``[rows]`` column of each row's first and last token.
-        positions: ``[rows, columns]`` tokens before each column.
+        positions: ``[rows, columns]`` number of tokens before each column.
         padded: whether any column of any row is padding.
-        holes: paddings behind a row's first token, of the row with the most: a window counts tokens, columns
-            also count these.
+        holes: the largest number of padding columns after the first token of a row. A sliding window counts
+            tokens, so in columns it may be longer by this number.
     """
 
     valid: Tensor
@@ -39,22 +39,25 @@ class Prompt:
 
     @classmethod
     def of(cls, text: Tensor, attention_mask: Tensor | None, past: int) -> Prompt:
-        """The prompt ``text [rows, columns, ...]``, of ids or embeddings.
+        """Make the prompt of ``text [rows, columns, ...]``, which holds ids or embeddings.
 
         Raises:
-            ValueError: for a row without a token, or without one that the cache does not hold.
+            ValueError: for a row without a token, or without a token after those in the cache.
         """
         columns = text.shape[1]
         if past >= columns:
             raise ValueError(
-                f"past_key_values holds {past} tokens and the prompt {columns}; pass the whole text, the "
-                "part in the cache included, with at least one new token"
+                f"past_key_values holds {past} tokens and the prompt {columns}; pass the whole text, "
+                "including the part in the cache, with at least one new token"
             )
         valid = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)
         if attention_mask is not None:
             valid = attention_mask.to(torch.bool)
         if not valid.any(dim=1).all():
-            raise ValueError(f"attention_mask row {int((~valid.any(1)).nonzero()[0])} has no token")
+            raise ValueError(
+                f"attention_mask has no token in row {int((~valid.any(1)).nonzero()[0])}; leave the row out, "
+                "or give it at least one token"
+            )
         prompt = cls(valid, past)
         if int(prompt.last.min()) < past:
             raise ValueError(
@@ -64,12 +67,12 @@ class Prompt:
         return prompt
 
     def chunks(self, size: int | None, only_tokens: bool) -> list[tuple[int, int]]:
-        """``(begin, end)`` of what each pass reads.
+        """Return the columns ``(begin, end)`` that each pass reads.
 
         Args:
-            size: columns of a pass at most, None for all.
-            only_tokens: whether only the first pass may hold paddings and has to hold them all, at the
-                price of being longer than ``size``: recurrent layers skip them nowhere else.
+            size: the most columns of a pass, None for all.
+            only_tokens: put all padding into the first pass, even if it becomes longer than ``size``.
+                Recurrent layers skip padding only there.
         """
         columns = self.valid.shape[1]
         size = size or columns
@@ -80,9 +83,9 @@ class Prompt:
         return list(zip(begins, [*begins[1:], columns], strict=True))
 
     def visibility(self, begin: int, end: int) -> BlockVisibility | None:
-        """What a pass over these columns may see; None where transformers' own masks are right.
+        """Return the mask of a pass over these columns; None if transformers' own masks are correct.
 
-        transformers would apply windows by column; ours counts tokens.
+        transformers counts a sliding window in columns; this mask counts it in tokens.
         """
         if not self.padded or not (begin or self.holes):
             return None
@@ -95,5 +98,5 @@ class Prompt:
         )
 
     def ends(self, begin: int, end: int) -> list[int]:
-        """Columns, counted from ``begin``, in which rows have their last tokens."""
+        """Return the columns, counted from ``begin``, in which rows have their last tokens."""
         return sorted({column - begin for column in self.last.tolist() if begin <= column < end})

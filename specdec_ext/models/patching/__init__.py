@@ -1,1 +1,1 @@
-"""Changes to models and to transformers for the time of a call, all of which are undone however it ends."""
+"""Temporary changes to models and to transformers, which are undone however the call ends."""

@@ -1,4 +1,4 @@
-"""Changing one argument on its way into a model's modules: what positions.py, alibi.py and local.py share."""
+"""Change arguments and attributes that a model's modules see; shared by the patches in ``families/``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def takes(module: nn.Module, argument: str) -> bool:
 
 
 def innermost_taking(model: nn.Module, argument: str) -> list[nn.Module]:
-    """Modules whose ``forward`` takes ``argument`` and that hand it on to no other: they compute with it."""
+    """Return the modules whose ``forward`` takes ``argument`` and that have no inner module taking it."""
     kinds = {type(module): module for module in model.modules()}
     if not any(takes(module, argument) for module in kinds.values()):
         return []
@@ -40,11 +40,13 @@ def call_with(
     kwargs: dict[str, Any],
     change: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> Any:
-    """``forward(*args, **kwargs)`` with some arguments replaced.
+    """Call ``forward(*args, **kwargs)`` with some arguments replaced.
 
     Args:
         module: the module that ``forward`` belongs to.
-        change: from all arguments by name to those that are to be different.
+        forward: the module's own forward.
+        args, kwargs: of the original call.
+        change: maps all arguments by name to the new values of those to replace.
     """
     bound = _signature(type(module).forward).bind(module, *args, **kwargs)
     bound.arguments.update(change(bound.arguments))
@@ -52,18 +54,18 @@ def call_with(
 
 
 def twin(module: nn.Module, **attributes: Any) -> Any:
-    """The same module but for some attributes, which other threads go on reading in the original."""
+    """Return a shallow copy of a module with some attributes replaced; the original does not change."""
     other = object.__new__(type(module))
     vars(other).update(vars(module), **attributes)
     return other
 
 
 class Sliced:
-    """Stands in for a tensor of which a model takes the slice of this pass.
+    """A stand-in for a tensor that a model slices for the current pass.
 
     Args:
-        slice: what any indexing gives; with rows or queries that the tensor has no dimension for.
-        shape: what the model is told the tensor's shape to be.
+        slice: the result of any indexing; it may have dimensions for rows or queries that the tensor lacks.
+        shape: the shape that the model sees.
     """
 
     def __init__(self, slice: Tensor, shape: torch.Size):

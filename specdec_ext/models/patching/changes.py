@@ -1,13 +1,13 @@
-"""``Changes``: what a call changes outside of itself, and the way back.
+"""``Changes``: a journal of the changes that a call makes to shared objects, used to undo them.
 
-An exception can come between any two steps of Python code: Ctrl-C, the handler of a timeout's signal. It can
-come in the middle of ``__enter__``, ``__exit__`` and ``finally``, too, so those alone leave things behind.
-Here the way back is noted in a journal *before* a change is made. Whatever is noted may be undone at any time
-and more than once. The outermost function of a call (:func:`transactional`) undoes all that is noted, and
-tries again when it is interrupted. Context variables need no journal: such a function runs in a copy of the
-context, which the interpreter drops in one step.
+An exception can occur between any two steps of Python code: Ctrl-C, or the signal handler of a timeout. It
+can also occur inside of ``__enter__``, ``__exit__`` and ``finally``, so these alone can't guarantee that a
+change is undone. Here the undo function is written to a journal *before* the change is made. Every undo
+function may run at any time and more than once. The outermost function of a call (:func:`transactional`) runs
+all of them, and tries again if it is interrupted. Context variables need no journal: a transactional function
+runs in a copy of the context, which the interpreter drops in one step.
 
-What is not undone even so (an interrupt in each of several attempts) is undone before the next call.
+If changes remain nevertheless (every attempt was interrupted), they are undone before the next call.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 Undo = Callable[[], object]
-# An entry of a dict, and what makes ours of what is there (None if nothing is).
+# A dict, a key, and a function from the value there (None if missing) to our replacement.
 Entry = tuple[MutableMapping[str, Any], str, Callable[[Any], Any]]
 
-# An entry of a journal that fails this often does not fail because of interrupts.
+# After this many failures in a row, an entry of a journal is dropped: interrupts can't be the cause.
 _ATTEMPTS = 100
 
 
@@ -37,7 +37,7 @@ class Changes:
     """The changes of one call in one thread."""
 
     def __init__(self) -> None:
-        # What tells the users of a patch apart. Not the object itself, which patches would keep alive.
+        # Identifies this object among the users of a patch, which would keep the object itself alive.
         self._token = object()
         self._made: dict[Hashable, object] = {}
         self._patches: list[Undo] = []
@@ -45,11 +45,12 @@ class Changes:
         self._on_failure: list[Undo] = []
 
     def patch(self, key: Hashable, entries: Callable[[], Iterable[Entry]]) -> None:
-        """Put ours into entries of dicts until the call ends; calls in other threads may do the same.
+        """Replace entries of dicts until the call ends; calls in other threads may patch the same entries.
 
         Args:
-            key: what has been patched once in a call is not patched again.
-            entries: kept as long as ``key``, which may be made of the ``id`` of what it refers to.
+            key: a second patch with the same key in one call does nothing.
+            entries: returns the entries. It is kept as long as ``key``, because ``key`` may contain the
+                ``id`` of an object that ``entries`` refers to.
         """
         if key in self._made:
             return
@@ -59,7 +60,7 @@ class Changes:
         self._made[key] = entries
 
     def make(self, key: Hashable, changes: Iterable[tuple[Callable[[], object], Undo]]) -> None:
-        """Make other changes until the call ends: pairs of what to do and how it is undone."""
+        """Make other changes until the call ends, given as pairs (do, undo)."""
         if key in self._made:
             return
         for do, undo in changes:
@@ -68,7 +69,7 @@ class Changes:
         self._made[key] = None
 
     def enter(self, manager: AbstractContextManager[None]) -> int:
-        """Enter ``manager`` until :meth:`leave` gets what this returns, at the latest until the call ends."""
+        """Enter ``manager`` until :meth:`leave` is called with the returned depth, or the call ends."""
         depth = len(self._entered)
         self._entered.append(partial(_leave, manager))
         try:
@@ -79,28 +80,29 @@ class Changes:
         return depth
 
     def leave(self, depth: int) -> None:
-        """Leave the manager that was entered there, and all since."""
+        """Leave the manager that was entered at ``depth``, and all that were entered after it."""
         _undo(self._entered, depth)
 
     def on_failure(self, undo: Undo) -> None:
-        """What is to be done in addition if the call ends with an exception."""
+        """Add a function that also runs if the call ends with an exception."""
         self._on_failure.append(undo)
 
     def undo(self) -> None:
-        """Undo all changes; a second time does nothing."""
+        """Undo all changes; a second call does nothing."""
         try:
             _undo(self._entered)
         finally:
             _undo(self._patches)
 
     def fail(self) -> None:
+        """Undo all changes, then run the functions of :meth:`on_failure`."""
         try:
             self.undo()
         finally:
             _undo(self._on_failure)
 
     def __del__(self) -> None:
-        # Not undone here: the garbage collector may come while this thread has the lock of the patches.
+        # Not undone here: the garbage collector may run while this thread holds the lock of the patches.
         if patches := vars(self).get("_patches"):
             _left_behind.append(patches)
 
@@ -110,9 +112,10 @@ _left_behind: list[list[Undo]] = []
 
 
 def transactional(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function after which nothing is left of what it has changed with :func:`current_changes`.
+    """Decorate a function so that all changes it makes with :func:`current_changes` are undone at its end.
 
-    Nor of the context variables and the mode of gradients that it, or what it has called, has changed.
+    Changes of context variables and of the gradient mode, in it or in functions that it calls, are undone as
+    well.
     """
 
     @functools.wraps(function)
@@ -137,14 +140,14 @@ def _run(changes: Changes, function: Callable[..., Any], args: Any, kwargs: Any)
 
 
 def current_changes() -> Changes:
-    """Those of the :func:`transactional` function that this thread is in."""
+    """Return the changes of the current :func:`transactional` function of this thread."""
     changes = _current.get()
     assert changes is not None
     return changes
 
 
 class binding:
-    """Lets a context variable have a value for a while."""
+    """Context manager that sets a context variable and resets it at the end."""
 
     def __init__(self, variable: ContextVar[_R], value: _R):
         self._variable, self._value = variable, value
@@ -153,14 +156,14 @@ class binding:
         self._token = self._variable.set(self._value)
 
     def __exit__(self, *error: object) -> None:
-        # A generator that an interrupt has left is closed in another context, where the value never was.
+        # A generator that an interrupt has left is closed in another context, where the value was never set.
         with suppress(ValueError):
             self._variable.reset(self._token)
 
 
 @contextmanager
 def joined_changes() -> Iterator[Changes]:
-    """The changes of the call that this thread is in; without one, such that end with this context."""
+    """Yield the changes of the current call in this thread; outside of a call, new ones for this context."""
     changes = _current.get()
     if changes is not None:
         yield changes
@@ -174,10 +177,10 @@ def joined_changes() -> Iterator[Changes]:
 
 
 class inference_mode(ContextDecorator):
-    """``torch.inference_mode(mode)``, which ends with the call at the latest.
+    """``torch.inference_mode(mode)`` that ends with the call at the latest.
 
-    Interrupted, torch's own would be left when its object is destroyed, which may be much later. A class,
-    as every pass enters it: generators would take three times as long.
+    After an interrupt, torch's own context manager ends only when its object is destroyed, which may be much
+    later. This is a class because every pass enters it: a generator would take three times as long.
     """
 
     def __init__(self, mode: bool = True):
@@ -195,7 +198,7 @@ class inference_mode(ContextDecorator):
 
 
 def _undo(journal: list[Undo], depth: int = 0) -> None:
-    """Undo the entries behind the first ``depth``, the last one first; interrupts wait until that is done."""
+    """Undo the entries after the first ``depth``, the last one first; interrupts are raised at the end."""
     interrupt, attempts = None, 0
     while len(journal) > depth:
         try:
@@ -211,7 +214,7 @@ def _undo(journal: list[Undo], depth: int = 0) -> None:
 
 
 def _sweep() -> None:
-    with suppress(IndexError):  # all done, perhaps by another thread
+    with suppress(IndexError):  # the list is empty; another thread may have emptied it
         while True:
             _undo(_left_behind.pop())
 
@@ -224,7 +227,7 @@ def _leave(manager: AbstractContextManager[None]) -> None:
 
 
 class _Patch:
-    """What stands in for ``original`` in an entry of a dict while it has users."""
+    """The replacement of ``original`` in an entry of a dict, for as long as it has users."""
 
     def __init__(self, place: MutableMapping[str, Any], key: str, make: Callable[[Any], Any]):
         self.place, self.key = place, key
@@ -234,7 +237,7 @@ class _Patch:
 
     def restore(self) -> None:
         if self.place.get(self.key) is not self.ours:
-            return  # somebody else has replaced ours meanwhile
+            return  # other code has replaced our entry in the meantime
         if self.original is None:
             self.place.pop(self.key, None)
         else:
@@ -245,7 +248,7 @@ _patches: dict[tuple[int, str], _Patch] = {}
 
 
 class _Lock:
-    """A lock whose owner may release it at any time: before it has it, and again."""
+    """A lock that its owner may release at any time, even before it is acquired and more than once."""
 
     def __init__(self) -> None:
         self._owner: dict[str, object] = {}
@@ -263,7 +266,7 @@ _lock = _Lock()
 
 
 def _acquire(entries: Iterable[Entry], token: object) -> None:
-    """Be a user of a patch of each entry."""
+    """Register as a user of a patch of each entry; make the patch if it does not exist."""
     try:
         _lock.acquire(token)
         for place, key, make in entries:
@@ -279,7 +282,7 @@ def _acquire(entries: Iterable[Entry], token: object) -> None:
 
 
 def _release(entries: Iterable[Entry], token: object) -> None:
-    """Be none, however far :func:`_acquire` came; a patch without users goes."""
+    """Unregister as a user, even if :func:`_acquire` was interrupted; remove patches without users."""
     try:
         _lock.acquire(token)
         for place, key, _ in entries:

@@ -1,7 +1,7 @@
-"""Replacing the ``forward`` of modules for a while, in one thread.
+"""Replace the ``forward`` of modules temporarily, in one thread.
 
-A replacement acts only in the thread that opened it, and while it is open. Other threads that call the same
-modules meanwhile get what the modules compute themselves. After the call the modules are as they were.
+A replacement is active only in the thread that opened it, and while it is open. Other threads that call the
+same modules run the original forward. After the call the modules are as before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _open: ContextVar[frozenset[Compute]] = ContextVar("specdec_replaced_forwards", 
 
 
 class _Forward:
-    """What stands in for ``forward`` of one module while any call may replace it."""
+    """The value of a module's ``forward`` attribute while any call may replace its forward."""
 
     def __init__(self, module: nn.Module, compute: Compute, instance_forward: Any):
         self.module, self.compute, self.instance_forward = module, compute, instance_forward
@@ -42,7 +42,7 @@ class _Forward:
 
 
 def own_forward_replaced(module: nn.Module) -> bool:
-    """Whether somebody else (an offloading library, say) has replaced this module's ``forward``."""
+    """Whether other software, such as an offloading library, has replaced this module's ``forward``."""
     forward = module.__dict__.get("forward")
     while type(forward) is _Forward:
         forward = forward.instance_forward
@@ -51,10 +51,10 @@ def own_forward_replaced(module: nn.Module) -> bool:
 
 @contextmanager
 def replaced_forward(modules: Sequence[nn.Module], compute: Compute) -> Iterator[None]:
-    """Let ``compute`` stand in for the ``forward`` of these modules in this thread.
+    """Replace the ``forward`` of these modules by ``compute`` in this thread.
 
-    Contexts may nest, and be open in several threads for the same modules; a module has one replacement.
-    The modules are prepared once for all contexts of a call that are given the same sequence.
+    Contexts may be nested, and several threads may open them for the same modules; a module has one
+    replacement. Within a call, the modules are prepared once for all contexts that get the same sequence.
     """
     with joined_changes() as changes:
         changes.patch(

@@ -1,7 +1,7 @@
-"""Functions of ours in the registries of transformers, for as long as a call needs them.
+"""Temporary entries in the registries of transformers.
 
-A registry belongs to the whole process: other models, and code that compiles them, should find in it what was
-there before. Ours call through outside of passes of ours, and in other threads.
+A registry belongs to the whole process, and other models, and code that compiles them, must find the original
+entries after a call. Outside of our own passes, and in other threads, our functions call the originals.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from specdec_ext.models.patching.changes import Entry
 
 
 def registered(registry: Any, name: str, wrap: Callable[[Callable], Callable]) -> Entry:
-    """The entry ``registry[name]``, where ``wrap(what was there)`` is to stand.
+    """Return the entry that replaces ``registry[name]`` by ``wrap(registry[name])``.
 
     Args:
         registry: ``ALL_ATTENTION_FUNCTIONS`` or ``ALL_MASK_ATTENTION_FUNCTIONS``.
-        name: of an attention implementation.
-        wrap: gives the same for the same function: compiled code is specialised on what it found.
+        name: name of an attention implementation.
+        wrap: must return the same object for the same function, because compiled code is specialised on it.
     """
     local: MutableMapping[str, Any] = registry._local_mapping
     return local if name in local else registry._global_mapping, name, wrap
