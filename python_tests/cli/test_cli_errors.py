@@ -49,14 +49,14 @@ def sentence(*arguments: str, **options) -> str:
         (("--drafter", "ngrm"), "--drafter: drafter='ngrm' is not known; did you mean 'ngram'?"),
         (
             ("--drafter", "./nonexistent"),
-            "--drafter: './nonexistent' is neither a file nor a folder here",
+            "--drafter: './nonexistent' is neither a file nor a folder",
         ),
-        ((HEAD,), f"MODEL: {HEAD} is a draft head and no language model"),
+        ((HEAD,), f"MODEL: {HEAD} is a draft head, not a language model"),
         (
             ("./nonexistent",),
-            "MODEL: './nonexistent' is neither a file nor a folder here, and no hub id",
+            "MODEL: './nonexistent' is neither a file nor a folder, and no hub id",
         ),
-        (("/no/such/folder",), "'/no/such/folder' is neither a file nor a folder here"),
+        (("/no/such/folder",), "'/no/such/folder' is neither a file nor a folder"),
     ],
     ids=str,
 )
@@ -121,7 +121,7 @@ def test_a_name_that_is_not_on_disk_is_refused_at_once_without_a_network(command
     began = time.perf_counter()
     message = sentence(*command)
     assert (
-        "is neither a file nor a folder here, not in the hub's cache, and http://127.0.0.1:1"
+        "is neither a file nor a folder, it is not in the hub's cache, and http://127.0.0.1:1"
         in message
     )
     assert time.perf_counter() - began < 10

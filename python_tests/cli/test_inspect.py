@@ -76,7 +76,7 @@ def test_a_pair_that_looks_wrong(tmp_path):
     save_draft(random_head(**SIZES), tmp_path, target_name="org/other")
     code, text = run(tmp_path, "--target", TARGET)
     assert code == 0
-    assert "looks wrong:" in text and "was made for org/other" in text
+    assert "looks wrong:" in text and "was trained for org/other" in text
 
 
 def test_a_head_of_other_weights(tmp_path):
@@ -90,13 +90,16 @@ def test_a_head_of_other_weights(tmp_path):
     target.save_pretrained(tmp_path / "tiny-python-target")
     code, text = run(tmp_path / "head", "--target", tmp_path / "tiny-python-target")
     assert code == 0 and "looks wrong:" in text
-    assert "was made for other weights of tiny-python-target (fingerprint" in text
+    assert "was trained for other weights of tiny-python-target (fingerprint" in text
 
 
 def test_a_pair_that_cannot_work():
     code, text = run(GOLDEN / "eagle1_gqa" / "draft", "--target", TARGET)
     assert code == 1
-    assert text.startswith("can't work:") and "features of width 64, the target's have 256" in text
+    assert (
+        text.startswith("can't work:")
+        and "hidden states of width 64, but the target's have 256" in text
+    )
 
 
 def test_long_notes_break_at_words_in_a_terminal(tmp_path):
@@ -146,8 +149,8 @@ def test_what_calibration_advises(trials, caption):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["no/such"], "'no/such' is neither a file nor a folder here"),
-        ([GOLDEN, "--target", TARGET], "holds no weights"),
+        (["no/such"], "'no/such' is neither a file nor a folder"),
+        ([GOLDEN, "--target", TARGET], "has no weight file"),
         ([GOLDEN, "--calibrate", __file__], "--calibrate needs --target"),
     ],
 )

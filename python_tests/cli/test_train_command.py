@@ -120,15 +120,18 @@ def test_a_dump_serves_runs_with_other_seeds(files, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--data", "empty.jsonl"), "has no text in it"),
+        (("--data", "empty.jsonl"), "holds no text"),
         (("--data", "other.jsonl"), "body"),
-        (("--data", "foreign.jsonl"), "line 2 has token 4096; the target has 4096"),
+        (
+            ("--data", "foreign.jsonl"),
+            "line 2 has token 4096, but the target's vocabulary has 4096",
+        ),
         (("--data", "chat.jsonl"), "chat template"),
         (("--data", "nothing.jsonl"), "nothing.jsonl"),
         (("--data", "text.jsonl", "--layers", "low,high"), "expected numbers such as 2,16,29"),
         (("--data", "text.jsonl", "--layers", "1,2,9"), "layers 0 to 5"),
         (("--data", "text.jsonl", "--draft-vocab", "9999"), "9999"),
-        (("--data", "text.jsonl", "--batch-size", "99"), "expected at least 99, a batch"),
+        (("--data", "text.jsonl", "--batch-size", "99"), "expected at least 99, one batch"),
         (("--data", "text.jsonl", "--init-from", "x", "--layers", "1"), "decides layers"),
         (("--data", "text.jsonl", "--kind", "p-eagle", "--layout", "eagle"), "mask_token_id"),
         (("--data", "text.jsonl", "--kind", "medusa", "--layout", "eagle"), "EAGLE heads"),
@@ -180,12 +183,10 @@ def test_a_plot_that_can_not_be_drawn_costs_no_head(what, tmp_path, monkeypatch)
     """Regression: after hours of training "a plot needs matplotlib" was raised and no head was saved."""
     if what == "matplotlib is missing":
         monkeypatch.setitem(sys.modules, "matplotlib", None)
-        message = (
-            r"the run will have no plot: history.png needs matplotlib.*pip install '\.\[plot\]'"
-        )
+        message = r"history.png will not be drawn: history.png needs matplotlib.*pip install '\.\[plot\]'"
     else:
         monkeypatch.setattr("specdec_ext.training.recipe.plot_history", lambda *_: 1 / 0)
-        message = "the head is saved, and .*history.png can't be drawn: division by zero"
+        message = "the head is saved, but .*history.png can't be drawn: division by zero"
     with pytest.warns(UserWarning, match=message) as told:
         train_head(
             tiny_model("llama"), random_examples(4, 12), [], tmp_path / "head", HeadRecipe(), QUICK
@@ -197,7 +198,7 @@ def test_a_plot_that_can_not_be_drawn_costs_no_head(what, tmp_path, monkeypatch)
 def test_too_little_disk_is_said_before_any_training(tmp_path, monkeypatch):
     full = trainer.shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(trainer.shutil, "disk_usage", lambda path: full)
-    with pytest.raises(ValueError, match=r"0\.00 GB free and the state of the run may take"):
+    with pytest.raises(ValueError, match=r"0\.00 GB free, but the state of the run may need"):
         train_head(
             tiny_model("llama"), random_examples(4, 12), [], tmp_path / "head", HeadRecipe(), QUICK
         )

@@ -242,8 +242,8 @@ def test_ties_go_to_the_lower_id():
         ("eagle3", {"feature_layers": (1, 2)}, r"feature_layers=\(1, 2\).*num_features=3"),
         ("eagle3", {"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
         ("eagle1", {"has_fc": False}, "EAGLE-1 head has an fc"),
-        ("eagle1", {"hidden_size": 40}, "target_hidden_size=32 .* the width hidden_size=40"),
-        ("no-fc", {"hidden_size": 40}, "target_hidden_size=32 .* the width hidden_size=40"),
+        ("eagle1", {"hidden_size": 40}, "target_hidden_size=32 must equal hidden_size=40"),
+        ("no-fc", {"hidden_size": 40}, "target_hidden_size=32 must equal hidden_size=40"),
     ],
     ids=str,
 )

@@ -138,7 +138,9 @@ def test_a_target_with_more_tokens_than_the_head_was_made_for(draft_vocab):
     head = random_head(vocab_size=90, draft_vocab_size=draft_vocab, feature_layers=(0, 1, 2))
     model, (ids, mask, sequences) = tiny_model("llama"), plain((5, 9, 3))
     watched = Watched(HeadDrafter(head, TREES["dynamic"]), answers(sequences, ids.shape[1]))
-    with pytest.warns(UserWarning, match="made for a vocabulary of 90 tokens, the target has 97"):
+    with pytest.warns(
+        UserWarning, match="trained for a vocabulary of 90 tokens, but the target has 97"
+    ):
         given = specdec_ext.generate(
             model, ids, attention_mask=mask, drafter=watched, max_new_tokens=NEW
         )
@@ -387,7 +389,7 @@ def test_a_pair_that_does_not_fit():
     model = tiny_model("llama")
     ids, _ = prompts((4,))
     wide = random_head("eagle3", target_hidden_size=48, feature_layers=(0, 1, 2))
-    with pytest.raises(ValueError, match="features of width 48, the target's have 32"):
+    with pytest.raises(ValueError, match="hidden states of width 48, but the target's have 32"):
         specdec_ext.generate(model, ids, drafter=HeadDrafter(wide), max_new_tokens=4)
     with pytest.raises(ValueError, match="layers"):
         beyond = dataclasses.replace(head_of("eagle1").config, feature_layers=(5,))

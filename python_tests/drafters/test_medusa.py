@@ -157,7 +157,11 @@ def test_likely_choices():
 @pytest.mark.parametrize(
     ("accuracies", "num_nodes", "message"),
     [
-        ([[0.5, 0.6]], 5, r"accuracies\[0\] is \[0.5, 0.6\]; expected .* falling"),
+        (
+            [[0.5, 0.6]],
+            5,
+            r"accuracies\[0\] is \[0.5, 0.6\]; expected .* none larger than the one before",
+        ),
         ([[0.5], []], 5, r"accuracies\[1\] is \[\]"),
         ([[1.5]], 5, r"accuracies\[0\]"),
         ([[float("nan")]], 5, r"accuracies\[0\]"),
@@ -257,10 +261,10 @@ def test_targets_in_half_precision(dtype):
 
 def test_heads_of_another_target():
     for changes, message in (
-        ({"hidden_size": 16}, "features of width 16, the target's have 32"),
+        ({"hidden_size": 16}, "hidden states of width 16, but the target's have 32"),
         (
             {"vocab_size": 98, "draft_vocab_size": 98},
-            "token ids up to 97, the target has 97 tokens",
+            "token ids up to 97, but the target has only 97 tokens",
         ),
     ):
         with pytest.raises(ValueError, match=message):
@@ -279,5 +283,7 @@ def test_tensors_that_are_not_those_of_the_config():
     with pytest.raises(ValueError, match=r"missing tensors \['blocks.1.0.bias'\]"):
         MedusaHeads(heads.config, tensors)
     tensors["blocks.1.0.bias"] = torch.zeros(5)
-    with pytest.raises(ValueError, match=r"blocks.1.0.bias is \(5,\); expected \(32,\)"):
+    with pytest.raises(
+        ValueError, match=r"blocks.1.0.bias has shape \(5,\); its config requires \(32,\)"
+    ):
         MedusaHeads(heads.config, tensors)

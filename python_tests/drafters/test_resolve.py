@@ -163,7 +163,7 @@ def test_weights_that_are_missing_are_not_made_up(target, draft_folder):
     weights.pop("model.norm.weight")
     save_file(weights, draft_folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        ValueError, match=r"lacks 1 weights .* model\.norm\.weight, which would be random"
+        ValueError, match=r"lacks 1 weights .* model\.norm\.weight, which would be initialised"
     ):
         resolve_drafter(draft_folder, target)
 
@@ -175,7 +175,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(target, monkeypatch, tmp_p
     monkeypatch.setattr("specdec_ext.heads.checkpoints.hub.hub_answers", lambda: False)
     with pytest.raises(
         OSError,
-        match=r"'org/head' is neither a file nor a folder here, not in the hub's cache, and ",
+        match=r"'org/head' is neither a file nor a folder, it is not in the hub's cache, and ",
     ):
         resolve_drafter("org/head", target)
 

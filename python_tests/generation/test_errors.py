@@ -86,11 +86,11 @@ ARGUMENTS = {
     ),
     "mask-too-long": (
         dict(attention_mask=torch.ones(1, 7)),
-        r"attention_mask is \(1, 7\), input_ids \(1, 6\); pass the whole text",
+        r"attention_mask has shape \(1, 7\) and input_ids \(1, 6\); pass the whole text",
     ),
     "mask-of-another-shape": (
         dict(attention_mask=torch.tensor([[0, 1, 1, 1]])),
-        r"attention_mask is \(1, 4\), input_ids \(1, 6\); pass the whole text",
+        r"attention_mask has shape \(1, 4\) and input_ids \(1, 6\); pass the whole text",
     ),
     "positions-from-one": (
         dict(position_ids=torch.arange(1, 7)[None]),
@@ -138,17 +138,25 @@ def test_seeds_are_ints_of_64_bits(seed):
 @pytest.mark.parametrize(
     "given, error, message",
     [
-        (torch.arange(5), ValueError, r"is \[5\]; expected ids .*\[None\] is a batch of one row"),
-        (torch.zeros(1, 2, 3, dtype=torch.long), ValueError, r"is \[1, 2, 3\]; expected ids \["),
+        (
+            torch.arange(5),
+            ValueError,
+            r"has shape \[5\]; expected ids .*\[None\] is a batch of one row",
+        ),
+        (
+            torch.zeros(1, 2, 3, dtype=torch.long),
+            ValueError,
+            r"has shape \[1, 2, 3\]; expected ids \[",
+        ),
         (
             torch.zeros(1, 5),
             ValueError,
-            "is of torch.float32; expected whole numbers, .*inputs_embeds",
+            "is of torch.float32; expected integers, .*inputs_embeds",
         ),
         (
             torch.ones(1, 5, dtype=torch.bool),
             ValueError,
-            "is of torch.bool; expected whole numbers",
+            "is of torch.bool; expected integers",
         ),
         (
             "text",
@@ -196,7 +204,11 @@ def test_a_row_of_paddings_only():
 
 
 ONE_TOKEN = {
-    "added-column": ("xlm", {"emb_dim": 32, "n_layers": 2, "n_heads": 4}, "a column that it adds"),
+    "added-column": (
+        "xlm",
+        {"emb_dim": 32, "n_layers": 2, "n_heads": 4},
+        "a token that it appends",
+    ),
 }
 
 

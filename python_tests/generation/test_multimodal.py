@@ -88,7 +88,7 @@ def test_verdicts_of_calls():
     assert specdec_ext.supports(model, zoo.media_prompt("llava", 1)).tree
     verdict = specdec_ext.supports(zoo.build("mllama"), zoo.media_prompt("mllama", 1))
     assert verdict.chain and not verdict.batch
-    assert verdict.reasons == ("its passes after the prompt take cross_attention_mask",)
+    assert verdict.reasons == ("its passes after the prompt need cross_attention_mask",)
 
 
 def test_second_turn_with_another_image():

@@ -365,7 +365,7 @@ def test_a_text_that_the_cache_already_holds():
 def test_a_cache_of_another_batch(rows):
     model = tiny_model("llama")
     cache, _ = filled(model, rows=3)
-    with pytest.raises(ValueError, match=f"past_key_values holds 3 rows, input_ids {rows}"):
+    with pytest.raises(ValueError, match=f"past_key_values holds 3 rows and input_ids {rows}"):
         specdec_ext.generate(model, question(1, rows, 30), past_key_values=cache, max_new_tokens=4)
 
 

@@ -171,7 +171,7 @@ def test_rotary_embeddings_that_change_on_the_way(case, lengths):
     with pytest.warns(UserWarning, match="without speculation: its rotary embedding changes"):
         assert torch.equal(specdec_ext.generate(model, ids, max_new_tokens=30, **kwargs), across)
     drafter = ScriptedDrafter(generated(across, 9), oracle_chain)
-    with pytest.raises(ValueError, match="crosses 24 tokens, and this call may reach 39"):
+    with pytest.raises(ValueError, match="exceeds 24 tokens, and this call may reach 39"):
         specdec_ext.generate(model, ids, max_new_tokens=30, drafter=drafter, **kwargs)
     before = specdec_ext.generate(model, ids, max_new_tokens=15, drafter=drafter, **kwargs)
     assert torch.equal(before, model.generate(ids, max_new_tokens=15, **kwargs))

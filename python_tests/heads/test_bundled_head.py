@@ -41,7 +41,7 @@ def test_generate_tells_of_a_target_with_other_weights():
         for parameter in target.parameters():
             parameter.mul_(1.01)
     ids = torch.arange(5)[None]
-    with pytest.warns(UserWarning, match="made for other weights of tiny-python-target") as told:
+    with pytest.warns(UserWarning, match="trained for other weights of tiny-python-target") as told:
         for _ in range(3):
             specdec_ext.generate(target, ids, max_new_tokens=4)
     assert len(told) == 1

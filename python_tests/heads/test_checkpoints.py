@@ -189,7 +189,7 @@ def test_golden_heads_are_written_and_read_back(tmp_path, case, layout):
 @pytest.mark.parametrize(
     "layout, kind, options, message",
     [
-        ("eagle", "eagle3", {"qk_norm": True}, "qk_norm=True .*; layout='speculators' can"),
+        ("eagle", "eagle3", {"qk_norm": True}, "qk_norm=True .*; pass layout='speculators'"),
         ("eagle", "eagle3", {"norm_before_residual": True}, "norm_before_residual=True"),
         ("eagle", "eagle3", {"num_layers": 2}, r"num_layers=2 \(only 1\)"),
         ("eagle", "eagle3", {"qkv_bias": True, "o_bias": True}, "o_bias=True .* qkv_bias=True"),
@@ -198,7 +198,7 @@ def test_golden_heads_are_written_and_read_back(tmp_path, case, layout):
         ("eagle", "eagle3", {"feature_layers": (0, 1, 2)}, "from 1 on"),
         ("eagle", "eagle1", {"num_layers": 2, "qk_norm": True}, r"qk_norm=True \(only False\)$"),
         ("eagle", "eagle1", {"own_lm_head": True}, "own_lm_head=True"),
-        ("speculators", "eagle1", {}, "kind='eagle1' .*; layout='eagle' can"),
+        ("speculators", "eagle1", {}, "kind='eagle1' .*; pass layout='eagle'"),
         ("speculators", "eagle3", {"fc_bias": True}, "fc_bias=True"),
         ("speculators", "eagle3", {"own_lm_head": False}, "own_lm_head=False"),
         ("speculators", "eagle3", {"logit_scale": 2.0}, "logit_scale=2.0"),
@@ -533,7 +533,7 @@ def test_overrides_stand_above_the_checkpoint(tmp_path):
     head = load_draft(tmp_path, norm_output=False, feature_layers=[1, 2, 3], dtype=torch.bfloat16)
     assert head.config.norm_output is False
     assert head.config.feature_layers == (1, 2, 3)
-    assert "of the caller" in head.record.layers_from
+    assert "the argument feature_layers" in head.record.layers_from
     assert {tensor.dtype for tensor in head.tensors.values()} == {torch.bfloat16}
 
 
@@ -564,10 +564,10 @@ def test_other_overrides(tmp_path):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        ({"hidden_size": 3}, "hidden_size can't be overridden; only feature_layers, "),
+        ({"hidden_size": 3}, "can't override hidden_size; it can override feature_layers, "),
         ({"feature_layers": (1, 2)}, r"feature_layers=.* takes 3 different hidden states"),
         ({"feature_layers": (1, 2, 2)}, "takes 3 different hidden states"),
-        ({"feature_layers": (-2, 1, 2)}, "counted from 0, or -1 for the last"),
+        ({"feature_layers": (-2, 1, 2)}, "numbered from 0, or -1 for the last"),
         ({"sliding_windows": (1, 2)}, "for each of the 1 layers"),
         ({"sliding_windows": (0,)}, "a number of tokens or None"),
         ({"norm_output": "no"}, "norm_output is 'no'; expected true or false"),

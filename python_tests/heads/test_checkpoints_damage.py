@@ -130,7 +130,7 @@ DAMAGE = {
     "no lm_head": (
         "eagle3",
         drop("lm_head.weight"),
-        r"lacks lm_head\.weight\. Nothing is filled in at random",
+        r"lacks lm_head\.weight\. Missing tensors are not initialised at random",
     ),
     "no lm_head, full vocabulary": ("full", drop("lm_head.weight"), r"lacks lm_head\.weight"),
     "no lm_head, tied, small vocabulary": (
@@ -140,7 +140,7 @@ DAMAGE = {
     ),
     "no d2t": ("eagle3", drop("d2t"), "lacks d2t"),
     "no fc": ("eagle3", drop("fc.weight"), r"lacks fc\.weight"),
-    "no fc, eagle1": ("eagle1", drop("fc.weight"), "a head that has lost its fc.weight"),
+    "no fc, eagle1": ("eagle1", drop("fc.weight"), "a damaged head without fc.weight"),
     "no hidden_norm": (
         "eagle3",
         drop("midlayer.hidden_norm.weight"),
@@ -159,7 +159,7 @@ DAMAGE = {
     "the target's number of layers": (
         "eagle3",
         field("num_hidden_layers", 36),
-        r"lacks layers\.1\.input_layernorm.* and 295 more\. Nothing",
+        r"lacks layers\.1\.input_layernorm.* and 295 more\. Missing",
     ),
     "no mask_hidden": ("peagle", drop("mask_hidden"), "lacks mask_hidden"),
     "one fc_norm of three": ("fc_norm", drop("fc_norm.1.weight"), r"lacks fc_norm\.1\.weight"),
@@ -192,7 +192,7 @@ DAMAGE = {
     "a third layer": (
         "peagle",
         put("layers.2.mlp.up_proj.weight", 48, 32),
-        r"it has layers\.2\.mlp\.up_proj\.weight, which no head of its config has",
+        r"it has layers\.2\.mlp\.up_proj\.weight, which a head with its config does not have",
     ),
     "two spellings at once": (
         "eagle3",
@@ -203,17 +203,25 @@ DAMAGE = {
     "transposed fc": (
         "eagle3",
         change("fc.weight", lambda t: t.T.contiguous()),
-        r"fc\.weight is \[96, 32\].*\[32, 96\]",
+        r"fc\.weight has shape \[96, 32\].*\[32, 96\]",
     ),
     "wrong lm_head": (
         "eagle3",
         put("lm_head.weight", 97, 32),
-        r"lm_head\.weight is \[97, 32\].*\[40, 32\]",
+        r"lm_head\.weight has shape \[97, 32\].*\[40, 32\]",
     ),
-    "short norm": ("eagle3", put("norm.weight", 31), r"norm\.weight is \[31\].*\[32\]"),
-    "scalar norm": ("eagle3", put("norm.weight"), r"norm\.weight is \[\]"),
-    "four features in fc": ("eagle3", put("fc.weight", 32, 128), r"fc\.weight is \[32, 128\]"),
-    "wrong mask_hidden": ("peagle", put("mask_hidden", 1, 1, 32), r"mask_hidden is \[1, 1, 32\]"),
+    "short norm": ("eagle3", put("norm.weight", 31), r"norm\.weight has shape \[31\].*\[32\]"),
+    "scalar norm": ("eagle3", put("norm.weight"), r"norm\.weight has shape \[\]"),
+    "four features in fc": (
+        "eagle3",
+        put("fc.weight", 32, 128),
+        r"fc\.weight has shape \[32, 128\]",
+    ),
+    "wrong mask_hidden": (
+        "peagle",
+        put("mask_hidden", 1, 1, 32),
+        r"mask_hidden has shape \[1, 1, 32\]",
+    ),
     "integer weights": (
         "eagle3",
         put("norm.weight", 32, dtype=torch.int64, fill=1),
@@ -227,7 +235,7 @@ DAMAGE = {
     "mixed types": (
         "eagle3",
         put("fc.weight", 32, 96, dtype=torch.float16),
-        r"mixes types: .*torch\.float16.*pass dtype=",
+        r"mixes dtypes: .*torch\.float16.*pass dtype=",
     ),
     "NaN": (
         "eagle3",
@@ -263,14 +271,14 @@ DAMAGE = {
     "d2t holds ids": (
         "eagle3",
         change("d2t", lambda t: t + torch.arange(40)),
-        r"target id \d+; .*does it hold ids",
+        r"target id \d+, .*this one may hold ids",
     ),
     "d2t of floats": (
         "eagle3",
         change("d2t", lambda t: t.float()),
-        r"d2t is \[40\] torch\.float32",
+        r"d2t has shape \[40\] torch\.float32",
     ),
-    "d2t too short": ("eagle3", change("d2t", lambda t: t[:-1].clone()), r"d2t is \[39\]"),
+    "d2t too short": ("eagle3", change("d2t", lambda t: t[:-1].clone()), r"d2t has shape \[39\]"),
     "d2t of a full vocabulary": (
         "full",
         lambda config, tensors: tensors.update(d2t=torch.ones(97, dtype=torch.int64)),
@@ -281,7 +289,7 @@ DAMAGE = {
         change("t2d", lambda t: t.roll(1)),
         "t2d and d2t name different",
     ),
-    "t2d too short": ("eagle3", change("t2d", lambda t: t[:-1].clone()), r"t2d is \[96\]"),
+    "t2d too short": ("eagle3", change("t2d", lambda t: t[:-1].clone()), r"t2d has shape \[96\]"),
     # the config
     "no hidden_size": (
         "eagle3",
@@ -313,7 +321,7 @@ DAMAGE = {
     "large size": (
         "eagle3",
         field("intermediate_size", 10**7),
-        r"by its config it must be \[10000000, 32\]",
+        r"its config requires \[10000000, 32\]",
     ),
     "a million layers": (
         "eagle3",
@@ -334,13 +342,13 @@ DAMAGE = {
     "heads do not divide": (
         "eagle3",
         field("num_key_value_heads", 3),
-        "num_key_value_heads 3; expected a multiple",
+        "num_key_value_heads 3; expected .* a multiple",
     ),
-    "odd head_dim": ("eagle3", field("head_dim", 7), "expected an even head_dim"),
+    "odd head_dim": ("eagle3", field("head_dim", 7), "head_dim 7; expected an even integer"),
     "more draft than target tokens": (
         "eagle3",
         field("draft_vocab_size", 98),
-        r"lm_head\.weight is \[40, 32\]",
+        r"lm_head\.weight has shape \[40, 32\]",
     ),
     "other activation": ("eagle3", field("hidden_act", "gelu"), "hidden_act is 'gelu'"),
     "unknown rope": (
@@ -392,22 +400,22 @@ DAMAGE = {
     "negative layer": (
         "eagle3",
         both(no_field("specdec_ext"), field("eagle_aux_hidden_state_layer_ids", [-1, 2, 5])),
-        "expected different layers from 0",
+        "expected different layers, numbered from 0",
     ),
     "too few layers": (
         "eagle3",
         field("eagle_aux_hidden_state_layer_ids", [2, 5]),
-        "names two sets of target layers",
+        "names two different sets of target layers",
     ),
     "contradicting layers": (
         "eagle3",
         field("eagle_config.eagle_aux_hidden_state_layer_ids", [1, 17, 32]),
-        r"\[2, 4, 5\] and eagle_config.* \[1, 17, 32\]; say .* feature_layers",
+        r"\[2, 4, 5\] and eagle_config.* \[1, 17, 32\]; pass .* feature_layers",
     ),
     "layers and their number": (
         "eagle3",
         field("num_aux_hidden_states", 4),
-        r"num_aux_hidden_states is 4, but the layers",
+        r"num_aux_hidden_states is 4, but the config names the layers",
     ),
     "no mask token": ("peagle", no_field("mask_token_id"), "pass mask_token_id="),
     "a P-EAGLE that lost mask_hidden": (
@@ -449,7 +457,7 @@ DAMAGE = {
     "nothing of ours": (
         "eagle3",
         only("encoder.conv1.weight"),
-        "is no draft head: .* but encoder.conv1.weight",
+        "is not a draft head: .*it has encoder.conv1.weight",
     ),
 }
 
@@ -544,28 +552,28 @@ def text(name, content):
 FILES = {
     "truncated header": (
         lambda f: truncated(f / "model.safetensors", 0.001),
-        "is damaged or no safetensors",
+        "is damaged or not a safetensors",
     ),
     "truncated tensors": (
         lambda f: truncated(f / "model.safetensors", 0.7),
-        "is damaged or no safetensors",
+        "is damaged or not a safetensors",
     ),
-    "empty weights": (text("model.safetensors", ""), "is damaged or no safetensors"),
+    "empty weights": (text("model.safetensors", ""), "is damaged or not a safetensors"),
     "text as weights": (
         text("model.safetensors", "version https://git-lfs.github.com/spec/v1"),
         "is damaged or no",
     ),
-    "header of absurd size": (huge_header, "is damaged or no safetensors"),
+    "header of absurd size": (huge_header, "is damaged or not a safetensors"),
     "no weights": (
         lambda f: (f / "model.safetensors").unlink(),
-        "holds no weights; expected one of model.safe",
+        "has no weight file; expected one of model.safe",
     ),
     "two weights": (
         lambda f: [
             (f / "model.safetensors").rename(f / "a.safetensors"),
             save_file({}, f / "b.safetensors"),
         ],
-        "has 2 files .* and no index of them: a.safetensors, b.safetensors; name one",
+        "has 2 files .* and no index of them: a.safetensors, b.safetensors; pass the path of one",
     ),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
     "config is not JSON": (text("config.json", "{'hidden_size': 32}"), "config.json is not JSON: "),
@@ -588,7 +596,7 @@ FILES = {
     ),
     "truncated torch file": (
         lambda f: truncated(as_torch_file(f, {"fc.weight": torch.ones(99)}), 0.5),
-        "is damaged or no torch file",
+        "is damaged or not a torch file",
     ),
     "text as torch file": (
         lambda f: as_torch_file(f, {}).write_text("nothing"),
@@ -596,7 +604,7 @@ FILES = {
     ),
     "torch file of a list": (
         lambda f: as_torch_file(f, [torch.ones(2)]),
-        "holds a list; expected names",
+        "holds a list; expected a dict of names",
     ),
     "torch file of settings": (
         lambda f: as_torch_file(f, {"epoch": 3}),
@@ -612,21 +620,21 @@ FILES = {
     ),
     "compressed torch file": (
         lambda f: zipped(as_torch_file(f, {}), zipfile.ZIP_DEFLATED, bytes(2**24)),
-        r"'archive/data.pkl' in it is compressed, to be 16777216 bytes",
+        r"'archive/data.pkl' in it is compressed, from 16777216 bytes",
     ),
     "torch file of names alone": (
         lambda f: sparse_member(as_torch_file(f, {}), 2**27),
-        "has 134217728 bytes; no checkpoint's names need so many",
+        "has 134217728 bytes; expected at most 67108864",
     ),
     "torch file with a torn directory": (
         lambda f: overwrite(
             as_torch_file(f, {"fc.weight": torch.ones(9)}), b"PK\x01\x02", b"PK\x01\x09"
         ),
-        "is damaged or no torch file",
+        "is damaged or not a torch file",
     ),
     "weights that are a pipe": (
         lambda f: ((f / "model.safetensors").unlink(), os.mkfifo(f / "model.safetensors")),
-        "holds no weights",
+        "has no weight file",
     ),
     "config that is a pipe": (
         lambda f: ((f / "config.json").unlink(), os.mkfifo(f / "config.json")),
@@ -673,7 +681,7 @@ def test_damaged_files_are_named(tmp_path, folder, case):
 
 def test_a_path_to_nothing():
     with pytest.raises(
-        OSError, match="'no/such/folder' is neither a file nor a folder here, and no hub id"
+        OSError, match="'no/such/folder' is neither a file nor a folder, nor a hub id"
     ):
         load_draft("no/such/folder")
 
@@ -763,7 +771,7 @@ def test_sizes_are_refused_before_memory_is_asked_for(tmp_path, folder):
     config |= {"hidden_size": 2**23, "intermediate_size": 2**23, "head_dim": 2**21}
     write_folder(tmp_path, config, tensors)
     tracemalloc.start()
-    with pytest.raises(ValueError, match=re.escape("by its config it must be")):
+    with pytest.raises(ValueError, match=re.escape("its config requires")):
         load_draft(tmp_path)
     assert tracemalloc.get_traced_memory()[1] < 2**22
     tracemalloc.stop()

@@ -81,7 +81,7 @@ def test_what_a_head_is_named_by(folder, monkeypatch):
             r"is not known; expected one of \['auto', .* the folder or hub id of a draft",
         ),
         ("ngrm", ValueError, "drafter='ngrm' is not known; did you mean 'ngram'?"),
-        ("./no/such", OSError, "'./no/such' is neither a file nor a folder here, and no hub id"),
+        ("./no/such", OSError, "'./no/such' is neither a file nor a folder, nor a hub id"),
         (7, TypeError, "drafter is a int; expected one of"),
     ],
 )
@@ -122,4 +122,4 @@ def test_the_command_line_names_what_is_wrong(tmp_path):
     arguments = ["generate", "-p", "a", "--drafter", str(tmp_path)]
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 2
-    assert "holds no weights" in result.output
+    assert "has no weight file" in result.output

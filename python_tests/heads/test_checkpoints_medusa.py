@@ -152,24 +152,24 @@ DAMAGED = {
     ),
     "a misspelt name": (
         lambda t: t | {"blocks.0.layers.0.extra.weight": torch.zeros(4, 4)},
-        "has blocks.0.layers.0.extra.weight beside them",
+        "its other tensors are blocks.0.layers.0.extra.weight",
     ),
     "no vocabulary": (
         lambda t: t | {"0.1.weight": torch.zeros(0, 4), "1.1.weight": torch.zeros(0, 4)},
-        r"0.1.weight is \[0, 4\]; expected a matrix",
+        r"0.1.weight has shape \[0, 4\]; expected a matrix",
     ),
-    "surplus": (lambda t: t | {"extra": torch.zeros(1)}, "has extra beside them"),
+    "surplus": (lambda t: t | {"extra": torch.zeros(1)}, "its other tensors are extra"),
     "wrong shape": (
         lambda t: t | {"1.0.linear.weight": torch.zeros(4, 5)},
-        r"1.0.linear.weight is \[4, 5\]; by the other tensors it must be \[4, 4\]",
+        r"1.0.linear.weight has shape \[4, 5\]; the other tensors require \[4, 4\]",
     ),
     "a vector for a matrix": (
         lambda t: t | {"0.1.weight": torch.zeros(24)},
-        r"0.1.weight is \[24\]; expected a matrix",
+        r"0.1.weight has shape \[24\]; expected a matrix",
     ),
     "other vocabularies": (
         lambda t: t | {"1.1.weight": torch.zeros(7, 4)},
-        r"1.1.weight is \[7, 4\]; by the other tensors it must be \[6, 4\]",
+        r"1.1.weight has shape \[7, 4\]; the other tensors require \[6, 4\]",
     ),
     "NaN": (
         lambda t: t | {"0.1.weight": torch.full((6, 4), float("nan"))},
@@ -179,10 +179,10 @@ DAMAGED = {
         lambda t: t | {"0.1.weight": torch.zeros(6, 4).long()},
         "expected a floating-point",
     ),
-    "mixed types": (lambda t: t | {"0.1.weight": torch.zeros(6, 4).half()}, "mixes types"),
+    "mixed types": (lambda t: t | {"0.1.weight": torch.zeros(6, 4).half()}, "mixes dtypes"),
     "two spellings": (
         lambda t: t | {"blocks.0.layers.0.weight": torch.zeros(4, 4)},
-        "two spellings of one tensor",
+        "two names of one tensor",
     ),
     "map out of range": (
         lambda t: t | {"token_map": torch.arange(6) + 3},
@@ -190,7 +190,7 @@ DAMAGED = {
     ),
     "map with a token twice": (
         lambda t: t | {"token_map": torch.zeros(6).long()},
-        "names a token twice",
+        "contains a token twice",
     ),
     "map of numbers": (lambda t: t | {"token_map": torch.zeros(6)}, "token_map is torch.float32"),
     "map too short": (

@@ -151,14 +151,18 @@ BAD = {
     "shared embedding of another width": (
         {"hidden_size": 16, "head_dim": 4},
         {},
-        "no embedding of its own, and its width is 16, the target's 32",
+        "uses the target's embedding, but its width is 16 and the target's 32",
     ),
     "target with more tokens": (
         {"own_embedding": True},
         {"vocab_size": 98},
-        "embedding has 97 tokens, the target 98",
+        "embedding has 97 tokens, but the target has 98",
     ),
-    "target with fewer tokens": ({}, {"vocab_size": 96}, "token ids up to 96, the target has 96"),
+    "target with fewer tokens": (
+        {},
+        {"vocab_size": 96},
+        "token ids up to 96, but the target has only 96",
+    ),
     "lm_head of another size": (
         {"own_lm_head": False},
         {"vocab_size": 98},
@@ -167,10 +171,10 @@ BAD = {
     "layer outside": (
         {"feature_layers": (2, 4, 9)},
         {},
-        r"\[2, 4, 9\] \(HeadConfig\), the target has layers 0 to 7; pass feature_layers",
+        r"\[2, 4, 9\] \(HeadConfig\), but the target has only layers 0 to 7; pass feature_layers",
     ),
     "shallow target": ({}, {"num_hidden_layers": 3}, r"are \[2, 1, 0\] for a target of 3 layers"),
-    "very shallow target": ({}, {"num_hidden_layers": 1}, "the target has layers 0 to 0"),
+    "very shallow target": ({}, {"num_hidden_layers": 1}, "the target has only layers 0 to 0"),
 }
 
 
@@ -192,7 +196,7 @@ def test_a_tied_head_needs_a_tied_target():
     head = random_head(own_lm_head=False)
     tied = type(head)(head.config, head.tensors, record=HeadRecord(tied=True))
     assert check_pair(tied, target(tie_word_embeddings=True)) == []
-    with pytest.raises(ValueError, match="tied to the target's embedding"):
+    with pytest.raises(ValueError, match="its lm_head is the target's embedding"):
         check_pair(tied, target())
 
 
@@ -213,9 +217,9 @@ def test_another_target_is_told(recorded, name, same):
     model = target(bos_token_id=1)  # its own copy: its name is changed
     model.config._name_or_path = name
     doubts = check_pair(head, model)
-    assert [f"was made for {recorded}, the target is {name}; " in doubt for doubt in doubts] == (
-        [] if same else [True]
-    )
+    assert [
+        f"was trained for {recorded}, but the target is {name}; " in doubt for doubt in doubts
+    ] == ([] if same else [True])
 
 
 def without_own_section(config, tensors):
@@ -252,8 +256,8 @@ def test_a_reading_that_is_a_guess_is_told(case, tmp_path):
     doubts = check_pair(head, target())
     for name, doubt in zip(expected, doubts, strict=True):
         value = getattr(head.config, name)
-        assert f"{name} is read as {value}, which its config leaves open" in doubt
-        assert "--calibrate finds out" in doubt
+        assert f"{name} is read as {value}, but its config is ambiguous" in doubt
+        assert "--calibrate, and pass it as load_draft" in doubt
     said = {name: getattr(head.config, name) for name in expected}
     assert check_pair(load_draft(folder, **said), target()) == []
     saved = load_draft(save_draft(head, tmp_path / "again"))
@@ -266,7 +270,7 @@ def test_our_own_section_must_agree_with_the_file(tmp_path):
     config["norm_output"] = False
     write_folder(folder, config, tensors)
     with pytest.raises(
-        ValueError, match="norm_output is False, and in its section specdec_ext True"
+        ValueError, match="norm_output is False, but True in its section specdec_ext"
     ):
         load_draft(folder)
 
@@ -302,15 +306,15 @@ def test_a_head_knows_its_target_by_its_weights(kind, tmp_path):
         for parameter in tuned.parameters():
             parameter += 0.01 * torch.randn_like(parameter)
     (doubt,) = check_pair(head, tuned)
-    assert "was made for other weights of org/name (fingerprint" in doubt
+    assert "was trained for other weights of org/name (fingerprint" in doubt
     (doubt,) = check_pair(head, named(tuned, "org/tuned"))
-    assert "was made for org/name, the target is org/tuned" in doubt
+    assert "was trained for org/name, but the target is org/tuned" in doubt
 
 
 def test_without_weights_the_revision_is_compared(tmp_path):
     head = made_for(named(tiny_model("llama"), "org/name", "0123abcd"), tmp_path, "eagle")
     (doubt,) = check_pair(head, named(target(bos_token_id=3), "org/name", "4567"))
-    assert "was made for revision 0123abcd of org/name, the target is revision 4567" in doubt
+    assert "was trained for revision 0123abcd of org/name, but the target is revision 4567" in doubt
     assert check_pair(head, named(target(bos_token_id=3), "org/name", "0123abcd")) == []
 
 
@@ -336,19 +340,20 @@ def test_medusa_heads_and_their_target():
     heads = random_heads()
     assert check_pair(heads, target()) == []
     with pytest.raises(
-        ValueError, match=r"width 32, the target's have 64.*up to 96, the target has 96"
+        ValueError,
+        match=r"width 32, but the target's have 64.*up to 96, but the target has only 96",
     ):
         check_pair(heads, target(hidden_size=64, vocab_size=96))
     heads = dataclasses.replace(heads, record=HeadRecord(target_name="org/other"))
     model = target(bos_token_id=2)
     model.config._name_or_path = "org/this"
-    assert "was made for org/other, the target is org/this" in check_pair(heads, model)[0]
+    assert "was trained for org/other, but the target is org/this" in check_pair(heads, model)[0]
 
 
 def test_tokens_that_the_head_does_not_know_are_told():
     """A target that got more tokens works with a head that has its embedding from the target."""
     doubts = check_pair(random_head(), target(vocab_size=100))
-    assert len(doubts) == 1 and "a vocabulary of 97 tokens, the target has 100" in doubts[0]
+    assert len(doubts) == 1 and "a vocabulary of 97 tokens, but the target has 100" in doubts[0]
 
 
 def test_another_tokenizer_is_told(tmp_path):
@@ -358,5 +363,5 @@ def test_another_tokenizer_is_told(tmp_path):
     other = assets.load_tokenizer()
     other.add_tokens(["<a token that was not there>"])
     assert tokenizer_fingerprint(other) != tokenizer_fingerprint(tokenizer)
-    assert "made for another tokenizer" in check_pair(head, target(), other)[0]
+    assert "trained with another tokenizer" in check_pair(head, target(), other)[0]
     assert check_pair(head, target()) == [], "without a tokenizer there is nothing to compare"

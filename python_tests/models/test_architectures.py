@@ -52,7 +52,9 @@ def test_what_rounding_decides_is_not_speculated_on():
     """Behind its window Doge keeps the best of equal tokens, whichever rounding made the best."""
     model, (ids, _) = zoo.build("doge"), prompts((11,))
     arguments = {"do_sample": False, "max_new_tokens": 250}
-    with pytest.raises(ValueError, match=r"from 256 tokens on it keeps the best of them"):
+    with pytest.raises(
+        ValueError, match=r"from 256 tokens on it attends to the best-scored tokens only"
+    ):
         specdec_ext.generate(model, ids, drafter="ngram", **arguments)
 
 

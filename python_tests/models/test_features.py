@@ -140,7 +140,7 @@ def test_the_output_of_the_last_layer_is_what_the_final_norm_takes(name):
 
 @pytest.mark.parametrize("layer", [4, 99, -2])
 def test_a_layer_that_is_not_there(layer):
-    with pytest.raises(ValueError, match=f"features of layer {layer}.*layers 0 to 2"):
+    with pytest.raises(ValueError, match=f"feature_layers has {layer}.*layers 0 to 2"):
         make_target(tiny_model("llama"), None, 64).tap((layer,))
 
 

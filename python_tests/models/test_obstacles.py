@@ -154,7 +154,7 @@ def test_experts_of_limited_capacity(share):
     zoo.spread(model)
     support = specdec_ext.supports(model)
     assert support.chain == (share == 1)
-    assert support.chain or "experts take depends on the others of a pass" in support.reasons[-1]
+    assert support.chain or "depend on the other tokens of a pass" in support.reasons[-1]
     ids, _ = prompts((9,))
     expected = generate(model, ids)
     drafter = ScriptedDrafter(generated(expected, 1), noisy_chain) if support.chain else None

@@ -181,7 +181,7 @@ def test_plain_decoding_copies_no_state(models, monkeypatch):
 
 def test_paddings_that_a_state_would_read(models):
     ids, mask = prompts((5, 3), side="right")
-    with pytest.raises(ValueError, match=r"paddings after or between tokens.*pad on the left"):
+    with pytest.raises(ValueError, match=r"padding after or between tokens.*pad on the left"):
         specdec_ext.generate(models["mamba2"], ids, attention_mask=mask, max_new_tokens=3)
 
 
@@ -258,5 +258,7 @@ def test_a_given_cache_of_states_alone(models):
     kwargs = dict(max_new_tokens=5, do_sample=False, cache_params=cache)
     out = specdec_ext.generate(model, ids, drafter="ngram", return_dict_in_generate=True, **kwargs)
     assert out.past_key_values is cache and cache.has_previous_state()
-    with pytest.raises(ValueError, match=r"Mamba2ForCausalLM holds states only.*without it"):
+    with pytest.raises(
+        ValueError, match=r"Mamba2ForCausalLM holds recurrent states only.*without past_key_values"
+    ):
         specdec_ext.generate(model, out.sequences, drafter="ngram", **kwargs)

@@ -217,7 +217,9 @@ def test_wrappers_without_generate():
     model = nn.DataParallel(fresh())
     with pytest.raises(TypeError, match=r"model is a DataParallel.*pass .*model\.module"):
         specdec_ext.generate(model, prompts((4,))[0])
-    with pytest.raises(TypeError, match=r"model is a Linear, which has no generate; .* model$"):
+    with pytest.raises(
+        TypeError, match=r"model is a Linear, which has no method generate; .* model$"
+    ):
         specdec_ext.generate(nn.Linear(2, 2), prompts((4,))[0])
 
 

@@ -263,14 +263,14 @@ def test_held_out_texts_too_short_for_a_draft_are_passed_over(tmp_path):
     found = evaluate(objective, features, teacher, [*short, *texts], depth=5)
     assert found == evaluate(objective, features, teacher, texts, depth=5)
     for hopeless in (short, [], [example([1] * 12, [0] * 12)]):
-        with pytest.raises(ValueError, match=r"no place with 6 tokens of the loss mask"):
+        with pytest.raises(ValueError, match=r"no 6 consecutive tokens in the loss mask"):
             evaluate(objective, features, teacher, hopeless, depth=5)
 
 
 def test_too_few_examples_are_said_before_anything_is_written(tmp_path):
     folder = tmp_path / "run"
     short = [example([1, 2, 3, 4])] * 5 + random_examples(1, 12)
-    with pytest.raises(ValueError, match=r"1 of 6 examples .* expected at least 2, a batch"):
+    with pytest.raises(ValueError, match=r"1 of 6 examples .* expected at least 2, one batch"):
         run(folder, QUICK, short)
     assert not folder.exists()
 

@@ -43,7 +43,7 @@ def test_a_text_becomes_windows():
 def test_each_window_begins_as_the_tokenizer_begins_a_text():
     examples = encode([Record("", "abcde")], tiny_tokenizer(begins=True), max_length=3)
     assert [marked(example) for example in examples] == [f"[{END}{w}]" for w in ("ab", "cd", "e")]
-    with pytest.raises(ValueError, match=r"max_length=2 leaves no room behind the 2 tokens"):
+    with pytest.raises(ValueError, match=r"max_length=2 leaves no room after the 2 tokens"):
         encode([Record("", "ab")], TwoBegin(), max_length=2)
 
 
@@ -81,7 +81,7 @@ def test_a_chat_is_cut():
 def test_what_can_not_be_told_is_not_guessed():
     with pytest.raises(ValueError, match=r"here: the chat template does not tell .* message 3"):
         encode(chat_record(), tiny_tokenizer(MISLEADING), max_length=200)
-    with pytest.raises(ValueError, match=r"here is a chat, and .* has no chat template"):
+    with pytest.raises(ValueError, match=r"here is a chat, but .* has no chat template"):
         encode(chat_record(), tiny_tokenizer(None), max_length=200)
     with pytest.raises(ValueError, match="here: the chat template refuses this chat: user first"):
         encode(chat_record(), tiny_tokenizer(STRICT), max_length=200)
@@ -90,11 +90,13 @@ def test_what_can_not_be_told_is_not_guessed():
 def test_nothing_to_learn_from_is_said():
     short = Record("", "a")
     unanswered = Record("", CHAT[:2])
-    with pytest.warns(UserWarning, match="2 of 3 records have nothing to learn from"):
+    with pytest.warns(UserWarning, match="2 of 3 records have no token to learn from"):
         examples = encode([short, Record("", "abc"), unanswered], tiny_tokenizer(), max_length=30)
     assert [marked(example) for example in examples] == ["[abc]"]
     for records in ([short], [unanswered], [short, unanswered]):
-        with pytest.raises(ValueError, match=r"none of the . records .* texts need 2 tokens"):
+        with pytest.raises(
+            ValueError, match=r"none of the . records .* a text needs at least 2 tokens"
+        ):
             encode(records, tiny_tokenizer(), max_length=30)
     with pytest.raises(ValueError, match="none of the 1 records"):
         encode(chat_record(), tiny_tokenizer(), max_length=10)
@@ -148,7 +150,7 @@ def test_prompts_of_the_rest():
     assert made[0] == CHAT
     assert made[1].tolist() == [3, 4]
     assert len(made) == 2
-    with pytest.raises(ValueError, match="none of the 1 texts is long enough"):
+    with pytest.raises(ValueError, match="none of the 1 records is long enough"):
         prompts([Record("", "abc")], tiny_tokenizer(), lengths=(4, 9))
     for lengths in ((0, 3), (4, 3)):
         with pytest.raises(ValueError, match="expected 1 <= fewest <= most"):

@@ -286,7 +286,7 @@ def test_a_target_whose_logits_are_something_else_is_refused(monkeypatch):
         patched.setattr(
             model, "forward", lambda **given: doubled(type(model).forward(model, **given))
         )
-        with pytest.raises(ValueError, match="not those of its output head on its last hidden"):
+        with pytest.raises(ValueError, match="not its output head applied to its last hidden"):
             Teacher(model)
 
 
@@ -298,7 +298,7 @@ def doubled(output):
 def test_pad_checks_its_examples():
     with pytest.raises(ValueError, match="examples is empty"):
         pad([])
-    with pytest.raises(ValueError, match=r"tokens \[3\] and loss_mask \[2\]"):
+    with pytest.raises(ValueError, match=r"tokens of shape \[3\] and a loss_mask of shape \[2\]"):
         pad([dataclasses.replace(example([1, 2, 3]), loss_mask=torch.ones(2).bool())])
     tokens, mask, lengths = pad([example([1, 2, 3], [0, 1, 1]), example([4])])
     assert tokens.tolist() == [[1, 2, 3], [4, 0, 0]]

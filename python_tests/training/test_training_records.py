@@ -45,7 +45,7 @@ def test_named_columns(tmp_path):
     path = write(tmp_path / "data.jsonl", [{"text": "a", "messages": CHAT, "story": "b"}])
     assert read_records(path, text_column="story")[0].content == "b"
     assert read_records(path, messages_column="messages")[0].content == CHAT
-    with pytest.raises(ValueError, match="more than one to learn from; name the column"):
+    with pytest.raises(ValueError, match="several could be the training text: .*; name the column"):
         read_records(path)
     with pytest.raises(ValueError, match="two sources"):
         read_records(path, text_column="text", messages_column="messages")
@@ -69,12 +69,12 @@ def test_a_text_file_is_cut_at_ends_of_lines_and_nothing_is_lost(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", "", "no text in it"),
-        ("a.txt", " \n\n", "no text in it"),
-        ("a.jsonl", "", "no text in it"),
-        ("a.json", "", "no text in it"),
-        ("a.json", "[]", "no text in it"),
-        ("a.parquet", "x", "none of the files that are read"),
+        ("a.txt", "", "holds no text"),
+        ("a.txt", " \n\n", "holds no text"),
+        ("a.jsonl", "", "holds no text"),
+        ("a.json", "", "holds no text"),
+        ("a.json", "[]", "holds no text"),
+        ("a.parquet", "x", "is of an unsupported type"),
         ("a.txt", b"ok\n\xff\xfe", "not UTF-8"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "line 2 is not UTF-8"),
         ("a.jsonl", '{"text": "a"}\n\n{"text": \n', "line 3 is not valid JSON"),
@@ -101,13 +101,13 @@ def test_a_text_file_is_cut_at_ends_of_lines_and_nothing_is_lost(tmp_path):
             [{"messages": [{"role": "user", "content": "\udc00"}]}],
             "line 1, message 1: its content is not text",
         ),
-        ("a.jsonl", [{"tokens": []}], "no list of token ids"),
-        ("a.jsonl", [{"tokens": "abc"}], "no list of token ids"),
-        ("a.jsonl", [{"tokens": [1, -1]}], "no list of token ids"),
-        ("a.jsonl", [{"tokens": [1, True]}], "no list of token ids"),
-        ("a.jsonl", [{"tokens": [1, 2**40]}], "no list of token ids"),
-        ("a.jsonl", [{"tokens": [1, 10**400]}], 'line 1: "tokens" is no list of token ids'),
-        ("a.jsonl", '{"tokens": [1, 1e999, NaN]}', "no list of token ids"),
+        ("a.jsonl", [{"tokens": []}], "not a list of token ids"),
+        ("a.jsonl", [{"tokens": "abc"}], "not a list of token ids"),
+        ("a.jsonl", [{"tokens": [1, -1]}], "not a list of token ids"),
+        ("a.jsonl", [{"tokens": [1, True]}], "not a list of token ids"),
+        ("a.jsonl", [{"tokens": [1, 2**40]}], "not a list of token ids"),
+        ("a.jsonl", [{"tokens": [1, 10**400]}], 'line 1: "tokens" is not a list of token ids'),
+        ("a.jsonl", '{"tokens": [1, 1e999, NaN]}', "not a list of token ids"),
         ("a.jsonl", '{"tokens": [1, ' + "9" * 9999 + "]}", "line 1 is not valid JSON"),
         ("a.jsonl", '{"text": NaN}', "column 'text' is of type float; expected text"),
         ("a.jsonl", [{"tokens": [1, 2], "answers": [[0, 10**400]]}], "within its 2 tokens"),

@@ -235,18 +235,24 @@ def test_a_damaged_line_is_named(model, tmp_path):
     ("arguments", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"max_length": 5}, "room for a prompt beside an answer"),
+        ({"max_length": 5}, "to leave room for a prompt"),
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"batch": 0}, "batch is 0"),
         ({"prompts": []}, "prompts is empty"),
-        ({"prompts": [torch.tensor([], dtype=torch.int64)]}, r"prompt 1 is \[0\]"),
-        ({"prompts": [PROMPTS[0], PROMPTS[0].float()]}, r"prompt 2 is \[7\] of torch.float32"),
-        ({"prompts": [torch.tensor([1, VOCAB])]}, "ids 1 to 97; the target has 97 tokens"),
+        ({"prompts": [torch.tensor([], dtype=torch.int64)]}, r"prompt 1 has shape \[0\]"),
+        (
+            {"prompts": [PROMPTS[0], PROMPTS[0].float()]},
+            r"prompt 2 has shape \[7\] and dtype torch.float32",
+        ),
+        (
+            {"prompts": [torch.tensor([1, VOCAB])]},
+            "ids 1 to 97, but the target's vocabulary has 97 tokens",
+        ),
         ({"prompts": [torch.tensor([-1])]}, "ids -1 to -1"),
         ({"prompts": CHATS}, "prompt 1 is a chat; pass the target's tokenizer"),
         ({"prompts": CHATS, "tokenizer": tiny_tokenizer(None)}, "no chat template"),
-        ({"prompts": [CHATS[0][1:2]], "tokenizer": tiny_tokenizer()}, "nothing to answer"),
+        ({"prompts": [CHATS[0][1:2]], "tokenizer": tiny_tokenizer()}, "no message to answer"),
         ({"max_length": 6}, "none of the 5 prompts leaves room"),
     ],
 )
@@ -258,6 +264,6 @@ def test_says_what_is_wrong(model, tmp_path, arguments, message, passes):
 
 
 def test_prompts_that_are_too_long_are_counted(model, tmp_path):
-    with pytest.warns(UserWarning, match="2 of 5 prompts leave no room"):
+    with pytest.warns(UserWarning, match="2 of 5 prompts are left out, because they leave no room"):
         examples = regenerate(model, PROMPTS, tmp_path / "a.jsonl", max_new_tokens=5, max_length=9)
     assert [len(example.tokens) for example in examples] == [8, 9, 7]

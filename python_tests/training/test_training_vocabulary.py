@@ -58,7 +58,9 @@ def test_says_what_is_wrong():
     for size in (0, -1, 5):
         with pytest.raises(ValueError, match=f"vocabulary of {size} tokens .* expected 1 to 4"):
             draft_vocabulary([text], size, 4)
-    with pytest.raises(ValueError, match="token ids 3 to 3; the target has 3 tokens"):
+    with pytest.raises(
+        ValueError, match="token ids 3 to 3, but the target's vocabulary has 3 tokens"
+    ):
         draft_vocabulary([text], 2, 3)
     for texts in ([], [example([1, 2])], [example([1, 2, 3], [True, True, False])]):
         with pytest.raises(ValueError, match="no token to draft"):

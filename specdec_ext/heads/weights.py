@@ -69,13 +69,15 @@ class DraftWeights:
         surplus = sorted(self.tensors.keys() - expected.keys())
         if missing or surplus:
             raise ValueError(
-                f"{self.source} does not have exactly the tensors of its config; missing: "
-                f"{missing or 'none'}, unexpected: {surplus or 'none'}"
+                f"{self.source} does not have exactly the tensors of its config: missing tensors "
+                f"{missing or 'none'}, unexpected tensors {surplus or 'none'}"
             )
         for name, shape in expected.items():
             found = tuple(self.tensors[name].shape)
             if found != shape:
-                raise ValueError(f"{self.source}: {name} has shape {found}; its config requires {shape}")
+                raise ValueError(
+                    f"{self.source}: {name} has shape {found}; its config requires {shape}"
+                )
         targets = self.tensors.get("draft_to_target")
         if targets is None or targets.is_meta:
             return

@@ -76,7 +76,9 @@ class HostedTarget(Target):
         self._generation_config = config
         self._kwargs = {"use_cache": True, **model_kwargs, **(forward_kwargs or {})}
         self._encodes = model.config.is_encoder_decoder
-        self._layers: list[RollbackLayer] | None = None  # set if the whole cache can be cut to a length
+        self._layers: list[RollbackLayer] | None = (
+            None  # set if the whole cache can be cut to a length
+        )
         self._held = 0  # number of columns in the cache
         # The last token of rows that have just ended, by row; the model has not read it.
         self._last: dict[int, Tensor] = {}

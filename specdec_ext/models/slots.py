@@ -384,7 +384,9 @@ class SlotTarget(Target):
         # the cache (RollbackLayer._allocate, States.release) and recorded outputs (Recorder copies them).
         self.begun = True
         with ExitStack() as stack:
-            stack.enter_context(joined_changes())  # outside of a call, the changes end with this pass
+            stack.enter_context(
+                joined_changes()
+            )  # outside of a call, the changes end with this pass
             stack.enter_context(inference_mode())
             if block is not None:
                 stack.enter_context(visibility(block))

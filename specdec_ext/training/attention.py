@@ -1,14 +1,14 @@
 """Attention of training-time test (Li et al. 2025, "EAGLE-3", section 3.2).
 
-In drafting, a node of depth i sees the committed elements and its own ancestors, one of each depth. In
-training every element t of a text is drafted from at once: at step i it sees the elements up to t of step 0
-and, of steps 1 to i, element t alone::
+In drafting, a node of depth i attends to the committed elements and to its own ancestors, one of each depth.
+In training, the head drafts from every element t of a text at once. At step i, element t attends to the
+elements up to t of step 0 and, in steps 1 to i, only to element t::
 
     scores = q[t] . (k_0[0], ..., k_0[t], k_1[t], ..., k_i[t]) / sqrt(head_dim);  output = softmax(scores) v
 
-One softmax over a causal block and a few further columns. The block goes through torch's fused attention,
-which gives its logarithm of the sum of exponentials, too; the columns join it there. Backwards the fused
-kernel serves as it is: it recomputes the probabilities from that logarithm, so it is handed the joint one.
+This is one softmax over a causal block and a few further columns. The block is computed by torch's fused
+attention, which also returns the logarithm of its sum of exponentials; the columns are merged with that. The
+fused backward kernel recomputes the probabilities from this logarithm, so it is called with the merged one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch import Tensor
 def unrolled_attention(
     queries: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], window: int | None = None
 ) -> Tensor:
-    """One step's attention.
+    """Compute the attention of one step.
 
     Args:
         queries: ``[rows, heads, n, head_dim]`` of step i, rotated to position t + i.
-        keys, values: of steps 0 to i, each ``[rows, kv_heads, n, head_dim]``, keys rotated to the position of
-            their own step.
-        window: tokens that are seen, None for all.
+        keys, values: of steps 0 to i, each ``[rows, kv_heads, n, head_dim]``; keys are rotated to the
+            position of their own step.
+        window: number of tokens that a token attends to, None for all.
 
     Returns:
         ``[rows, heads, n, head_dim]``.
@@ -51,7 +51,7 @@ def unrolled_attention(
 def _explicit(
     queries: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], window: int | None
 ) -> Tensor:
-    """The formula, with all scores in memory: for any device, and windows."""
+    """Compute the formula directly, with all scores in memory; for any device and for windows."""
     n, depth = queries.shape[2], len(keys) - 1
     scale = queries.shape[3] ** -0.5
     at = torch.arange(n, device=queries.device)
@@ -72,7 +72,10 @@ def _explicit(
 
 
 class _Joined(torch.autograd.Function):
-    """The same on the CPU: ``further`` keys and values are ``[rows, heads, n, steps, head_dim]``."""
+    """The fused version for the CPU.
+
+    ``further`` and ``more`` are the keys and values of steps 1 to i, ``[rows, heads, n, steps, head_dim]``.
+    """
 
     @staticmethod
     def forward(
@@ -95,7 +98,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         queries, keys, values, further, more, output, joint, weights = ctx.saved_tensors
-        # The kernels want the layout of their own output.
+        # The kernel requires the memory layout of its own output.
         gradient = gradient.contiguous()
         by_query, by_key, by_value = (
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

@@ -1,7 +1,7 @@
-"""What a training step reads: texts of a target, with the hidden states that it has of them.
+"""The input of a training step: texts with the target's hidden states.
 
-An :class:`Example` is a text; a :class:`Batch` is some of them side by side with the target's features;
-``Features`` makes the one from the other: :class:`OnlineFeatures` runs the target.
+An :class:`Example` is one text. A :class:`Batch` holds several texts with the target's hidden states. A
+``Features`` object makes a batch from examples; :class:`OnlineFeatures` does so by running the target.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Example:
 
     Attributes:
         tokens: ``[length]`` int64, unpadded.
-        loss_mask: ``[length]`` bool, the tokens that a head should learn to draft: what the target wrote
-            itself in an answer, all tokens of a plain text.
+        loss_mask: ``[length]`` bool, True for the tokens that a head should learn to draft: the answers in a
+            chat, all tokens of a plain text.
     """
 
     tokens: Tensor
@@ -34,15 +34,16 @@ class Example:
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts side by side, padded on the right.
+    """A batch of texts, padded on the right.
 
     Attributes:
-        tokens: ``[rows, columns]`` int64; paddings are 0.
-        loss_mask: ``[rows, columns]`` bool, False on paddings.
+        tokens: ``[rows, columns]`` int64; padding is 0.
+        loss_mask: ``[rows, columns]`` bool; padding is False.
         lengths: ``[rows]`` int64, on the CPU.
-        features: ``[rows, columns, feature_width]``, the tapped layers side by side, in their order.
-        last_hidden: ``[rows, columns, target_hidden]``, after the target's final norm: what its output head
-            reads.
+        features: ``[rows, columns, feature_width]`` auxiliary hidden states of the feature layers,
+            concatenated in their order.
+        last_hidden: ``[rows, columns, target_hidden]`` the target's last hidden state after the final norm,
+            which its output head reads.
     """
 
     tokens: Tensor
@@ -53,18 +54,18 @@ class Batch:
 
 
 class Features(Protocol):
-    """Gives texts the target's hidden states."""
+    """Makes a batch with the target's hidden states from examples."""
 
     def __call__(self, examples: Sequence[Example]) -> Batch: ...
 
 
 class OnlineFeatures:
-    """Runs the target on every batch.
+    """Computes the hidden states by running the target on every batch.
 
     Args:
         model: the target; its weights get no gradients.
-        layers: tapped hidden states, numbered as in :class:`~specdec_ext.models.passes.features.FeatureTap`;
-            none for heads that read the last hidden state alone.
+        layers: feature layers, numbered as in :class:`~specdec_ext.models.passes.features.FeatureTap`; empty
+            for heads that read only the last hidden state.
 
     Raises:
         ValueError: for a layer that the model does not have.
@@ -82,10 +83,10 @@ class OnlineFeatures:
         tokens, loss_mask = tokens.to(device), loss_mask.to(device)
         columns = torch.arange(tokens.shape[1], device=device)
         valid = columns < lengths.to(device)[:, None]
-        # Paddings are behind the text, where a causal model does not look; without a mask it is faster.
+        # A causal model ignores padding after the text; without any padding, no mask is faster.
         mask = None if bool(valid.all()) else valid.long()
         decoder: Any = self._model.get_decoder()
-        # Autocast is for what is trained; the features are those that generation will see.
+        # Autocast is only for the trained weights; the hidden states must equal those during generation.
         with torch.autocast(device.type, enabled=False), self._tap.recording() as states:
             decoder(input_ids=tokens, attention_mask=mask, use_cache=False)
         *tapped, last_hidden = states
@@ -94,18 +95,18 @@ class OnlineFeatures:
 
 
 def pad(examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
-    """``(tokens, loss_mask, lengths)`` of a :class:`Batch`.
+    """Pad examples to ``(tokens, loss_mask, lengths)`` of a :class:`Batch`.
 
     Raises:
-        ValueError: for no texts, or one whose mask has another length.
+        ValueError: for no texts, or a text whose mask has another length.
     """
     if not examples:
         raise ValueError("examples is empty; expected at least one text")
     for example in examples:
         if example.tokens.shape != example.loss_mask.shape or example.tokens.ndim != 1:
             raise ValueError(
-                f"an example has tokens {list(example.tokens.shape)} and loss_mask "
-                f"{list(example.loss_mask.shape)}; expected one length for both"
+                f"an example has tokens of shape {list(example.tokens.shape)} and a loss_mask of shape "
+                f"{list(example.loss_mask.shape)}; expected [length] for both"
             )
     return (
         pad_sequence([example.tokens for example in examples], batch_first=True),

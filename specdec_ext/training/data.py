@@ -1,14 +1,14 @@
-"""Training text as tokens: what a head learns from, or what its target is asked to answer.
+"""Turn records of training text into tokenized examples, or into prompts for the target.
 
-A file is read into records (:mod:`specdec_ext.training.records`). Records become examples as they are
-(:func:`encode`) or prompts that the target answers anew (:func:`prompts`, then
-:func:`specdec_ext.training.regenerate.regenerate`). A head drafts what its target writes, so the target's
-own answers are the better text.
+Files are read into records (:mod:`specdec_ext.training.records`). :func:`encode` turns records into examples
+directly. :func:`prompts` turns them into prompts, which the target answers
+(:func:`specdec_ext.training.regenerate.regenerate`). A head drafts what its target writes, so the target's
+own answers are the better training text.
 
-Of a plain text every token counts, of a chat those that the assistant wrote. Which these are is asked of
-the chat template: by its ``{% generation %}`` markers if it has them, else an assistant's turn is what
-the template adds to its own prompt for that turn. Where a template renders a finished turn otherwise than
-the last one (many drop the reasoning), a chat becomes several texts, each as the target saw it.
+In a plain text all tokens are in the loss mask, in a chat only those that the assistant wrote. They are found
+with the chat template: by its ``{% generation %}`` markers if it has them; otherwise an assistant's turn is
+what the template appends to its own prompt for that turn. Many templates render a finished turn differently
+from the last one (they drop the reasoning). Such a chat becomes several texts, each as the target saw it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read_examples(
     text_column: str | None = None,
     messages_column: str | None = None,
 ) -> list[Example]:
-    """All examples of a file, in its order: :func:`read_records` and :func:`encode`."""
+    """Read all examples of a file in their order: :func:`read_records`, then :func:`encode`."""
     records = read_records(path, text_column=text_column, messages_column=messages_column)
     return encode(records, tokenizer, max_length=max_length)
 
@@ -48,15 +48,15 @@ def read_examples(
 def encode(
     records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int
 ) -> list[Example]:
-    """Tokens and loss masks, in the order of the records.
+    """Tokenize records and make their loss masks; the order stays.
 
-    A plain text becomes windows of ``max_length`` tokens, each behind what the tokenizer puts before a
-    text. A chat is cut there. What has nothing to learn from (a text of one token, a chat whose answers
-    are all cut off) is left out with a warning that counts it.
+    A plain text is split into windows of ``max_length`` tokens, each beginning with the tokens that the
+    tokenizer puts before a text. A chat is cut to ``max_length``. Records without a token to learn from (a
+    text of one token, a chat whose answers are all cut off) are left out, and a warning counts them.
 
     Raises:
-        ValueError: for ``max_length`` below 2; chats where the tokenizer has no chat template, or one that
-            refuses them or does not tell what the assistant wrote; nothing left to learn from.
+        ValueError: for ``max_length`` below 2; for chats if the tokenizer has no chat template, or one that
+            refuses the chat or does not show what the assistant wrote; if nothing is left to learn from.
     """
     if max_length < 2:
         raise ValueError(f"max_length is {max_length}; expected at least 2 tokens")
@@ -65,12 +65,12 @@ def encode(
     empty = sum(not any(bool(example.loss_mask[1:].any()) for example in each) for each in made)
     if not examples:
         raise ValueError(
-            f"none of the {len(records)} records has anything to learn from within max_length={max_length}: "
-            "texts need 2 tokens, chats an assistant's turn that begins before"
+            f"none of the {len(records)} records has a token to learn from within max_length={max_length}: a "
+            "text needs at least 2 tokens, and a chat an assistant's turn that begins before max_length"
         )
     if empty:
         warnings.warn(
-            f"{empty} of {len(records)} records have nothing to learn from within max_length={max_length} "
+            f"{empty} of {len(records)} records have no token to learn from within max_length={max_length} "
             "and are left out",
             stacklevel=2,
         )
@@ -84,19 +84,20 @@ def prompts(
     lengths: tuple[int, int] = (16, 256),
     seed: int = 0,
 ) -> list[Tensor | Chat]:
-    """What the target is to answer, one for each record that has as much.
+    """Make prompts for the target, one for each record that is long enough.
 
-    Of a chat that is the chat. Of a text it is a beginning of random length, of every other text from the
-    beginning of a random line; of tokens it is what stands before the first answer.
+    The prompt of a chat is the chat itself. The prompt of a text is a piece of random length; in every other
+    record it starts at the beginning of the text, in the others at a random line. The prompt of a tokenized
+    record is what precedes its first answer.
 
     Args:
-        records: as read.
-        tokenizer: the target's.
-        lengths: fewest and most tokens of a text's beginning, both possible.
-        seed: of the lengths and lines; another one gives other beginnings of the same texts.
+        records: the records.
+        tokenizer: the target's tokenizer.
+        lengths: smallest and largest number of tokens of a prompt from a text, both inclusive.
+        seed: seed of the lengths and lines; another seed gives other prompts from the same texts.
 
     Raises:
-        ValueError: for ``lengths`` that are no range, or texts that are all shorter.
+        ValueError: for invalid ``lengths``, or if all texts are too short.
     """
     fewest, most = lengths
     if not 1 <= fewest <= most:
@@ -115,13 +116,13 @@ def prompts(
         else:
             if index % 2:
                 content = content[content.find("\n", int(line * len(content))) + 1 :]
-            # A token is hardly ever longer than 16 characters: the rest need not be tokenized.
+            # A token rarely has more than 16 characters, so the rest need not be tokenized.
             ids = tokenizer(content[: 16 * length])["input_ids"][:length]
             if len(ids) == length:
                 found.append(torch.tensor(ids, device="cpu"))
     if not found:
         raise ValueError(
-            f"none of the {len(records)} texts is long enough for a prompt of {fewest} to {most} tokens"
+            f"none of the {len(records)} records is long enough for a prompt of {fewest} to {most} tokens"
         )
     return found
 
@@ -133,10 +134,10 @@ def chat_tokens(
     *,
     add_generation_prompt: bool = False,
 ) -> list[int]:
-    """A chat as the target reads it; ``where`` is for the message.
+    """Return the token ids of a chat; ``where`` names the chat in error messages.
 
     Raises:
-        ValueError: for a tokenizer without chat template, or a chat that its template refuses.
+        ValueError: for a tokenizer without a chat template, or a chat that its template refuses.
     """
     return _render(
         messages,
@@ -148,7 +149,7 @@ def chat_tokens(
 
 
 def append_turn(texts: list[Transcript], prompt: list[int], answer: list[int]) -> None:
-    """Add a turn to a chat's texts: to the last one if the prompt goes on from it, else as a new one."""
+    """Add a turn to the texts of a chat: to the last text if the prompt continues it, else as a new text."""
     if not texts or prompt[: len(texts[-1].tokens)] != texts[-1].tokens:
         texts.append(Transcript())
     texts[-1].tokens = prompt + answer
@@ -161,7 +162,7 @@ def _encode_each(
     before = _tokens_before_text(tokenizer)
     if len(before) >= max_length:
         raise ValueError(
-            f"max_length={max_length} leaves no room behind the {len(before)} tokens that begin every text"
+            f"max_length={max_length} leaves no room after the {len(before)} tokens that begin every text"
         )
     for start in range(0, len(records), _TOKENIZED_AT_ONCE):
         chunk = records[start : start + _TOKENIZED_AT_ONCE]
@@ -181,7 +182,7 @@ def _encode_each(
 
 
 def _tokens_before_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts before a text, such as the begin-of-sequence token."""
+    """Return the tokens that the tokenizer puts before a text, such as the begin-of-sequence token."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
     starts = range(len(whole) - len(plain) + 1)
@@ -196,7 +197,7 @@ def _windows(ids: list[int], before: list[int], max_length: int) -> list[Example
 
 
 def _chat_texts(messages: Chat, tokenizer: PreTrainedTokenizerBase, where: str) -> list[Transcript]:
-    """The texts of a chat, with what the assistant wrote."""
+    """Tokenize a chat into one or several texts, with the ranges that the assistant wrote."""
     if _GENERATION_MARKER.search(_template(tokenizer, where)) and tokenizer.is_fast:
         rendered = _render(
             messages, tokenizer, where, return_dict=True, return_assistant_tokens_mask=True
@@ -213,12 +214,12 @@ def _chat_texts(messages: Chat, tokenizer: PreTrainedTokenizerBase, where: str) 
         whole = chat_tokens(messages[: turn + 1], tokenizer, where)
         if whole[: len(prompt)] != prompt:
             raise ValueError(
-                f"{where}: the chat template does not tell what the assistant wrote: with message {turn + 1} "
-                "the chat does not begin with the prompt for it. Give a template with {% generation %} "
-                "markers, or let the target write the answers (regenerate)"
+                f"{where}: the chat template does not show what the assistant wrote, because the chat with "
+                f"message {turn + 1} does not begin with the prompt for that message. Use a template with "
+                "{% generation %} markers, or let the target write the answers (regenerate)"
             )
         answer = whole[len(prompt) :]
-        if tokenizer.eos_token_id in answer:  # what follows it is the template's
+        if tokenizer.eos_token_id in answer:  # the tokens after it belong to the template
             answer = answer[: answer.index(tokenizer.eos_token_id) + 1]
         append_turn(texts, prompt, answer)
     return texts
@@ -229,7 +230,7 @@ def _template(tokenizer: PreTrainedTokenizerBase, where: str) -> str:
         return tokenizer.get_chat_template()
     except ValueError as error:
         raise ValueError(
-            f"{where} is a chat, and the target's tokenizer has no chat template; give plain texts, or set "
+            f"{where} is a chat, but the target's tokenizer has no chat template; pass plain texts, or set "
             "tokenizer.chat_template"
         ) from error
 

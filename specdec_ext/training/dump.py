@@ -122,8 +122,8 @@ def dump_features(
 class DumpedFeatures:
     """Makes batches like ``OnlineFeatures``, but reads the hidden states from a dump.
 
-    The values are those that the target computed in the batches of the dump; other batches give the same up to
-    rounding. Hidden states at padding are 0.
+    The values are those that the target computed in the batches of the dump; other batches give the same up
+    to rounding. Hidden states at padding are 0.
 
     Args:
         target: the target of the dump; batches are on its device.

@@ -1,15 +1,15 @@
-"""Training-time test of EAGLE-3 and 3.1 (Li et al. 2025, section 3.2); the same for EAGLE-1 and P-EAGLE.
+"""``EagleObjective``: training-time test of EAGLE-3 (Li et al. 2025, section 3.2), for the EAGLE family.
 
-A head drafts several tokens from the features of the last committed one, feeding its own output back. So it
-is trained, at all elements t of a text at once::
+A head drafts several tokens from the auxiliary hidden states of the last committed token, by feeding its own
+output back. It is trained in the same way, at all elements t of a text at once::
 
-    step 0   reads (embedding of x[t+1], features g[t]) at position t
+    step 0   reads (embedding of x[t+1], auxiliary hidden states g[t]) at position t
     step i   reads (embedding of x[t+1+i], feedback of element t of step i - 1, with its gradients) at t + i;
              P-EAGLE (arXiv 2602.01469): (embedding of the mask token, mask_hidden)
 
-The layers are those of :mod:`specdec_ext.reference.draft_head`; attention sees the elements up to t of step 0
-and element t of the steps since (:mod:`specdec_ext.training.attention`), which is what a drafted node sees of
-the committed elements and its ancestors.
+The layers are those of :mod:`specdec_ext.reference.draft_head`. Element t of step i attends to the elements
+up to t of step 0 and to element t of steps 1 to i (:mod:`specdec_ext.training.attention`), as a drafted node
+attends to the committed elements and its ancestors.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class EagleObjective(Objective):
     """A draft head of the EAGLE family with gradients.
 
     Args:
-        head: to begin with.
-        embedding: ``[vocab, hidden]`` of the target, for a head without one; it is not trained.
-        lm_head: ``[draft_vocab, hidden]`` of the target, likewise.
-        steps: of training-time test.
-        decay: weight of a step's loss to that of the step before.
+        head: the initial head.
+        embedding: ``[vocab, hidden]`` of the target, used if the head has none of its own; it is not trained.
+        lm_head: ``[draft_vocab, hidden]`` of the target, under the same conditions.
+        steps: number of steps of training-time test.
+        decay: weight of each step's loss relative to that of the step before.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class EagleObjective(Objective):
             table.to(batch.tokens.device) for table in rope_tables(config, columns + steps, wide)
         )
         past: list[Past] = [([], []) for _ in range(config.num_layers)]
-        feedback = batch.features  # of the step before: the target's, of step 0
+        feedback = batch.features  # output of the step before; at step 0 the target's hidden states
         for step in range(steps):
             n = columns - 2 - step
             tokens = batch.tokens[:, 1 + step : 1 + step + n]
@@ -89,7 +89,7 @@ class EagleObjective(Objective):
         return self.weight(f"{name}.weight") if shared is None else shared
 
     def _combine(self, embedded: Tensor, features: Tensor) -> Tensor:
-        """Features of the target, or P-EAGLE's in their place, as the input of layer 0."""
+        """Compute the input of layer 0 from the target's hidden states, or from P-EAGLE's ``mask_hidden``."""
         config = self.config
         if config.norm_before_fc:
             features = self._norm("input_norm", features)
@@ -114,7 +114,7 @@ class EagleObjective(Objective):
         tables: tuple[Tensor, Tensor],
         past: Past,
     ) -> Tensor:
-        """One layer of one step, on ``[rows, n, hidden]``; appends its keys and values to ``past``."""
+        """Run one layer of one step on ``[rows, n, hidden]``; append its keys and values to ``past``."""
         config, name = self.config, f"layers.{index}"
         residual = attended = hidden
         if index > 0:
@@ -160,7 +160,7 @@ class EagleObjective(Objective):
 
 
 def _rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotary positions of ``[rows, heads, n, head_dim]``: element i with ``rotary / 2 + i``."""
+    """Rotate ``[rows, heads, n, head_dim]`` by position; element i is paired with ``rotary / 2 + i``."""
     half = cosines.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     cosines, sines = cosines.to(x.dtype), sines.to(x.dtype)

@@ -3,9 +3,9 @@
 The head drafts at every place of held-out texts, and the number of accepted draft tokens is computed for each
 place. Decoding is simulated as a walk over these places: each step moves past the accepted draft tokens and
 the one token that the target adds. For a text that the target wrote, the walk equals real decoding draft by
-draft: a text written greedily gives greedy decoding, and a sampled text gives sampling at the same temperature
-with ``verification="match"``, which accepts a draft that equals the sampled token. For other texts the result
-is an estimate.
+draft: a text written greedily gives greedy decoding, and a sampled text gives sampling at the same
+temperature with ``verification="match"``, which accepts a draft that equals the sampled token. For other
+texts the result is an estimate.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A short name for the weights of a model: what was computed with one target is not taken for another's."""
+"""``fingerprint``: a short hash of a model's weights; it prevents using results of another target."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import hashlib
 import torch
 from torch import nn
 
-_SAMPLED = 256  # elements of each tensor that are hashed; the others count by the sum of their bits
+_SAMPLED = (
+    256  # elements of each tensor that are hashed; all others enter through the sum of their bits
+)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(model: nn.Module) -> str:
-    """16 hexadecimal digits that depend on names, shapes, dtypes and every element of all weights.
+    """Return 16 hexadecimal digits that depend on names, shapes, dtypes and all elements of the weights.
 
-    Each tensor is read once, where it is.
+    Each tensor is read once, on its own device.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):

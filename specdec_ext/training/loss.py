@@ -1,8 +1,9 @@
-"""Soft cross entropy behind a large matrix, without keeping logits for the way back.
+"""Soft cross entropy of a large output matrix, without keeping logits for the backward pass.
 
 With logits z = scale * W h and the teacher's probabilities q of one element, the loss is
-``logsumexp(z) - q . z`` and its gradient by z is ``softmax(z) - q``: both are known in the forward pass, so
-the gradients by h and W are taken there, some elements at a time, and logits of all elements never exist.
+``logsumexp(z) - q . z`` and its gradient by z is ``softmax(z) - q``. Both are known in the forward pass.
+Therefore the gradients by h and W are computed there, for some elements at a time, and the logits of all
+elements are never in memory together.
 """
 
 from __future__ import annotations
@@ -12,24 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Logits that exist at a time; small enough for a cache on the CPU.
+# Number of logits in memory at a time; small enough for a CPU cache.
 _LOGITS = 1 << 19
 
 
 def soft_cross_entropy(
     hidden: Tensor, weight: Tensor, teacher: Tensor, rows: Tensor, scale: float = 1.0
 ) -> Tensor:
-    """The sum over elements of the cross entropy to the teacher.
+    """Compute the sum over elements of the cross entropy to the teacher.
 
     Args:
-        hidden: ``[n, hidden]``.
-        weight: ``[vocab, hidden]``, of the output head; it is rounded to the dtype of ``hidden``.
-        teacher: ``[m, vocab]`` probabilities, no gradients.
-        rows: ``[n]`` int64, the row of ``teacher`` of each element.
+        hidden: ``[n, hidden]`` input of the output head.
+        weight: ``[vocab, hidden]`` weight of the output head; it is rounded to the dtype of ``hidden``.
+        teacher: ``[m, vocab]`` probabilities without gradients.
+        rows: ``[n]`` int64 row of ``teacher`` for each element.
         scale: factor on the logits.
 
     Returns:
-        A float32 scalar (float64 where ``hidden`` is).
+        A scalar in float32, or in float64 if ``hidden`` is float64.
     """
     loss: Tensor = _SoftCrossEntropy.apply(hidden, weight, teacher, rows, scale)
     return loss

@@ -1,7 +1,7 @@
-"""Medusa-1 (Cai et al. 2024, section 2.2.1): heads on a frozen target, each for one token further ahead.
+"""``MedusaObjective``: Medusa-1 (Cai et al. 2024, section 2.2.1), heads on a frozen target.
 
-Head i reads the target's last hidden state of token t and predicts x[t+2+i]: step i of the objective. No head
-sees another's guess.
+Head i reads the target's last hidden state of token t and predicts x[t+2+i], which is step i of the
+objective. The heads do not see each other's predictions.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class MedusaObjective(Objective):
     """Medusa heads with gradients.
 
     Args:
-        heads: to begin with.
-        decay: weight of a head's loss to that of the head before.
+        heads: the initial heads.
+        decay: weight of each head's loss relative to that of the head before.
     """
 
     def __init__(self, heads: MedusaHeads, decay: float = 0.8):

@@ -1,17 +1,17 @@
-"""What draft heads of all kinds are trained for: to say what the target would say some tokens ahead.
+"""``Objective``: the training objective of draft heads of all kinds, to predict the target some tokens ahead.
 
-Drafting begins behind a committed token x[t+1], of which the target has no hidden state yet; that of x[t]
-it has. So in every kind of head, *step* i of *element* t predicts token x[t+2+i], from hidden states up to t
-and, depending on the kind, tokens x[t+1] .. x[t+1+i]. The target's own prediction of that token is the
-distribution after x[t+1+i]::
+Drafting begins after a committed token x[t+1]. The target has computed hidden states up to x[t], but not yet
+that of x[t+1]. In every kind of head, *step* i of *element* t therefore predicts token x[t+2+i], from hidden
+states up to t and, depending on the kind, tokens x[t+1] .. x[t+1+i]. The target's own prediction of that
+token is the distribution after x[t+1+i]::
 
     loss_i   soft cross entropy to the target's distribution at t + 1 + i over the draft vocabulary, mean over
              the elements whose predicted token x[t+2+i] is in the loss mask and for which the target's most
              probable token is in the draft vocabulary
-    loss     sum over i of decay ** i * loss_i          (0.8 in Li et al. 2025, "EAGLE-3")
+    loss     sum over i of decay ** i * loss_i          (decay is 0.8 in Li et al. 2025, "EAGLE-3")
 
-The published trainers apply the loss mask of token t, or of t + 1; here it is that of the token that is
-predicted, so that of an answer the first token counts and what follows the last does not.
+The published trainers apply the loss mask of token t or t + 1. Here the mask of the predicted token applies,
+so the first token of an answer counts and the token after its last one does not.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from specdec_ext.training.loss import soft_cross_entropy
 from specdec_ext.training.teacher import Teacher
 
 _TEACHER_CHUNK = 1024
-# Logits of this many elements exist at a time in an evaluation.
+# An evaluation computes the logits of this many elements at a time.
 _EVALUATION_CHUNK = 256
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step's output of all elements.
+    """The output of one step for all elements.
 
     Attributes:
-        hidden: ``[rows, n, hidden]``, what the output head reads, of the elements t < n.
-        lm_head: ``[draft_vocab, hidden]``.
+        hidden: ``[rows, n, hidden]`` input of the output head for the elements t < n.
+        lm_head: ``[draft_vocab, hidden]`` weight of the output head.
     """
 
     hidden: Tensor
@@ -51,14 +51,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How a head's drafts would fare, at elements where all steps have a token in the loss mask.
+    """Which draft tokens of a head would be accepted, at elements whose predicted tokens are all in the mask.
 
     Attributes:
-        places: ``[elements]`` int64, the element's place in its text, texts one after the other: where an
-            element follows another in a text it is one more.
-        greedy: ``[elements, steps]`` bool, its best token is the target's: accepted in greedy decoding.
-        sampled: ``[elements, steps]`` bool, its best token is the text's: accepted by the rule "match" where
-            the target drew this text.
+        places: ``[elements]`` int64 index of each element; consecutive elements of a text have consecutive
+            places, and texts are separated by a gap.
+        greedy: ``[elements, steps]`` bool, the head's best token equals the target's: accepted in greedy
+            decoding.
+        sampled: ``[elements, steps]`` bool, the head's best token equals the text's: accepted by
+            ``verification="match"`` if the target sampled this text.
     """
 
     places: Tensor
@@ -70,12 +71,12 @@ class Objective(nn.Module, ABC):
     """Draft weights with gradients, and their loss.
 
     Args:
-        weights: to begin with.
-        steps: tokens ahead that are trained.
-        decay: weight of a step's loss to that of the step before.
+        weights: the initial weights.
+        steps: number of tokens ahead that are trained.
+        decay: weight of each step's loss relative to that of the step before.
     """
 
-    # Tokens that the weights can draft at most: a head that goes on from its own output any number.
+    # The most tokens that the weights can draft; unlimited for a head that feeds its output back.
     deepest = sys.maxsize
     # Factor on the logits.
     logit_scale = 1.0
@@ -98,13 +99,13 @@ class Objective(nn.Module, ABC):
 
     @abstractmethod
     def unroll(self, batch: Batch, steps: int) -> Iterator[Step]:
-        """The steps 0 .. ``steps - 1`` in turn, each run when it is asked for.
+        """Yield the steps 0 .. ``steps - 1``; each is computed when it is requested.
 
-        Step i has the ``columns - 2 - i`` elements that predict a token of the text.
+        Step i has ``columns - 2 - i`` elements, those that predict a token of the text.
         """
 
     def trained(self) -> Any:
-        """The weights as they are now, without gradients, of the type that they began with."""
+        """Return the current weights without gradients, as an object of the same type as the initial ones."""
         tensors = {
             name: self.weight(name).detach().clone() if tensor.is_floating_point() else tensor
             for name, tensor in self._initial.tensors.items()
@@ -118,13 +119,13 @@ class Objective(nn.Module, ABC):
     def forward(
         self, batch: Batch, teacher: Teacher, total: Callable[[Tensor], Tensor] = lambda x: x
     ) -> tuple[Tensor, Tensor]:
-        """``(loss, losses [steps] without gradients)`` of a batch.
+        """Compute ``(loss, losses [steps] without gradients)`` of a batch.
 
         Args:
-            batch: with texts of at least ``steps + 2`` tokens among them.
+            batch: at least one text must have ``steps + 2`` tokens.
             teacher: of the target.
-            total: sums a tensor over all processes. The losses are divided by the elements of all of them:
-                summed over processes they are those of all batches side by side.
+            total: sums a tensor over all processes. The losses are divided by the number of elements of all
+                processes, so their sum over the processes is the loss of the whole batch.
         """
         predicted = torch.stack([self._predicted(batch, 1 + step) for step in range(self.steps)])
         elements, columns = predicted.flatten(1), batch.tokens.shape[1]
@@ -147,7 +148,7 @@ class Objective(nn.Module, ABC):
 
     @torch.no_grad()
     def agreement(self, batch: Batch, teacher: Teacher, steps: int) -> Agreement:
-        """How ``steps`` drafts at every element of a batch would fare, the text's tokens being fed."""
+        """Compare ``steps`` draft tokens at every element with the target and the text; the text is fed."""
         ends = torch.stack([self._predicted(batch, 1 + step) for step in range(steps)])
         # Element t is column t + 1 of step 0, t + 2 of step 1, ...
         n = batch.tokens.shape[1] - 1 - steps
@@ -168,14 +169,18 @@ class Objective(nn.Module, ABC):
         return Agreement(places, torch.stack(greedy, dim=1), torch.stack(sampled, dim=1))
 
     def _best(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
-        """The target's ids of the tokens that some elements draft."""
+        """Return the target's ids of the draft tokens at some elements."""
         drafted = (hidden @ lm_head.mT * self.logit_scale).argmax(dim=-1)
         return drafted if self.draft_to_target is None else self.draft_to_target[drafted]
 
     @torch.no_grad()
     def _teach(self, teacher: Teacher, last_hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """``(probs [n, draft_vocab], known [n])`` after the last hidden states ``[n, hidden]``: the target's
-        distributions over the draft vocabulary, and whether their maximum is in it."""
+        """Compute the target's distributions from its last hidden states ``[n, hidden]``.
+
+        Returns:
+            ``probs [n, draft_vocab]`` over the draft vocabulary, and ``known [n]`` bool: whether the most
+            probable token is in the draft vocabulary.
+        """
         ids, probs, known = self.draft_to_target, [], []
         for part in last_hidden.split(_TEACHER_CHUNK):
             logits = teacher.logits(part)
@@ -187,15 +192,16 @@ class Objective(nn.Module, ABC):
         return torch.cat(probs), torch.cat(known)
 
     def _predicted(self, batch: Batch, shift: int) -> Tensor:
-        """``[rows, columns]`` bool: an element predicts what follows this column, a token in the loss mask.
+        """Return ``[rows, columns]`` bool: whether an element predicts the token after this column, and that
+        token is in the loss mask.
 
         Args:
-            shift: columns from an element to the one whose following token it predicts.
+            shift: number of columns from an element to the column before the token that it predicts.
         """
         return F.pad(batch.loss_mask[:, shift + 1 :], (shift, 1))
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """``x`` in the dtype that autocast gives the operands of matrix products, if it is on."""
+    """Cast ``x`` to the dtype that autocast uses for matrix products, if autocast is on."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

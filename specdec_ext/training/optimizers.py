@@ -1,4 +1,4 @@
-"""Optimisers and their learning rate: warm-up, stable, decay (Hu et al. 2024, MiniCPM, section 4)."""
+"""Optimisers, and the learning rate schedule: warm-up, stable, decay (Hu et al. 2024, MiniCPM, section 4)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from torch import nn, optim
 
 _WEIGHT_DECAY = 0.01
 _BETAS = (0.9, 0.95)
-# AdamW's share of the learning rate beside Muon: embeddings, output heads and norms change less.
+# Factor on AdamW's learning rate when it is used beside Muon, for embeddings, output heads and norms.
 _BESIDE_MUON = 0.3
 
 
 def make_optimizers(module: nn.Module, kind: str, learning_rate: float) -> list[optim.Optimizer]:
-    """``"adamw"`` for everything, or ``"muon"`` (Jordan et al. 2024) for the matrices of the layers and AdamW
-    beside it."""
+    """Make the optimisers: only AdamW, or Muon for the matrices of the layers and AdamW for the rest.
+
+    Args:
+        module: the module to train.
+        kind: ``"adamw"``, or ``"muon"`` (Jordan et al. 2024).
+        learning_rate: peak learning rate.
+    """
     matrices: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
@@ -32,6 +37,9 @@ def make_optimizers(module: nn.Module, kind: str, learning_rate: float) -> list[
 
 
 def scale(step: int, total: int, warmup: int, decay: float) -> float:
-    """Of the learning rate in a step: up over ``warmup`` steps, down to 2 % over the last share ``decay``."""
+    """Return the factor on the peak learning rate in a step.
+
+    It rises to 1 over ``warmup`` steps, and falls to 0.02 over the last share ``decay`` of ``total`` steps.
+    """
     remaining = (total - step) / max(1.0, decay * total)
     return min(1.0, (step + 1) / max(1, warmup), max(remaining, 0.02))

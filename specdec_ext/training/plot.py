@@ -1,4 +1,4 @@
-"""A picture of a run: its losses, and what evaluations said of its drafts."""
+"""Plot a training run: losses and simulated acceptance."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _SMOOTHED_OVER = 20
 
 
 def plot_history(history: Sequence[Progress], path: Path) -> None:
-    """Write a PNG: losses by step of the objective, and beside them simulated acceptance by position.
+    """Write a PNG with the losses on the left and the simulated acceptance by position on the right.
 
     Raises:
         ValueError: for an empty history.
-        ImportError: without matplotlib.
+        ImportError: if matplotlib is not installed.
     """
     if not history:
         raise ValueError("history is empty; expected the steps of a run")
@@ -43,7 +43,7 @@ def plot_history(history: Sequence[Progress], path: Path) -> None:
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """The mean of each value and those before it, as many as are smoothed over."""
+    """Return the mean of each value and the ``_SMOOTHED_OVER - 1`` values before it."""
     means = []
     for end in range(1, len(values) + 1):
         last = values[max(0, end - _SMOOTHED_OVER) : end]

@@ -1,4 +1,4 @@
-"""``train_head``: from a target and texts to a saved draft head, in one call."""
+"""``train_head``: train a draft head for a target on texts, and save it."""
 
 from __future__ import annotations
 
@@ -44,18 +44,20 @@ Kind = Literal["eagle3", "p-eagle", "medusa"]
 
 @dataclass(frozen=True)
 class HeadRecipe:
-    """The head to make.
+    """The architecture of a head and its training objective.
 
     Attributes:
         kind: "eagle3" (EAGLE 3.1: ``fc_norm`` and ``norm_output`` on), "p-eagle" or "medusa".
-        init_from: folder or hub id of a head to go on from, which then decides everything but ``steps``.
-        layers: tapped hidden states; None for :func:`~specdec_ext.training.start.default_layers`.
-        draft_vocab_size: most frequent tokens of the texts that are drafted; None for all.
-        num_layers: decoder layers; None for 1, or 4 of "p-eagle".
-        steps: tokens ahead that are trained; of "medusa" the number of heads.
-        decay: weight of a token's loss to that of the one before.
-        mask_token_id: of "p-eagle": a token that texts hardly use; None for the target's padding token.
-        learn_everything: all tokens of the texts count, prompts included, not those of the loss mask only.
+        init_from: folder or hub id of a head to continue training; it then determines the architecture, and
+            ``kind``, ``layers``, ``draft_vocab_size``, ``num_layers`` and ``mask_token_id`` must be left out.
+        layers: feature layers; None for :func:`~specdec_ext.training.start.default_layers`.
+        draft_vocab_size: the head drafts this many tokens, the most frequent ones of the texts; None for the
+            whole vocabulary.
+        num_layers: number of decoder layers; None for 1, or 4 for "p-eagle".
+        steps: number of tokens ahead that are trained; for "medusa" the number of heads.
+        decay: weight of each token's loss relative to that of the token before.
+        mask_token_id: for "p-eagle", a token that texts rarely contain; None for the target's padding token.
+        learn_everything: train on all tokens of the texts, including prompts, instead of the loss mask.
     """
 
     kind: Kind = "eagle3"
@@ -77,7 +79,9 @@ class HeadRecipe:
         given = [name for name in fixed if getattr(self, name) is not None]
         if self.init_from is not None and (given or self.kind != "eagle3"):
             names = ", ".join([*given, *(["kind"] if self.kind != "eagle3" else [])])
-            raise ValueError(f"init_from={self.init_from!r} decides {names}; leave them out")
+            raise ValueError(
+                f"init_from={self.init_from!r} already determines {names}; leave them out"
+            )
 
 
 def train_head(
@@ -102,35 +106,38 @@ def train_head(
 
     Args:
         model: the target, on the device to train on.
-        examples: texts to learn from.
-        held_out: texts for the early estimate of the acceptance length; may be empty.
-        out: folder of the head; a checkpoint there is replaced by that of its own run alone.
-        recipe: what to make.
-        config: how to train it.
-        work: folder of the state of the run, by which it is resumed, of ``history.jsonl``,
-            ``history.png``, ``evaluation.json`` and ``sampled.jsonl``, texts that the target drew to be
-            estimated on; ``out`` with ".training" added by default.
-        dump: folder for the target's hidden states, which are computed once; None computes them in each step.
-        layout: of the files: "eagle" (SafeAILab, SGLang, vLLM) or "speculators" (vLLM); by default the former
-            where it can express the head. Medusa heads have one for vLLM where their vocabulary is a part.
-        target_name: written into the checkpoint, with the target's revision and the fingerprint of its
-            weights, in place of the name that it has.
-        tokenizer: likewise its fingerprint.
-        old_held_out: texts of the domain that ``recipe.init_from`` was made for, to tell what it forgets.
-        on_start: told the estimates before the first step, on ``held_out`` and on ``old_held_out``.
-        on_step: told of every step.
-        on_dump: told what a dump takes before it is written.
+        examples: the training texts.
+        held_out: texts for estimates of the acceptance length during training; may be empty.
+        out: folder of the head. A checkpoint there is replaced only if it is from the same run.
+        recipe: architecture and objective.
+        config: how to train.
+        work: folder of the run. It holds the state for resuming, ``history.jsonl``, ``history.png``,
+            ``evaluation.json`` and ``sampled.jsonl`` (texts that the target sampled for the estimates). By
+            default ``out`` with ".training" appended.
+        dump: folder for the target's hidden states, which are then computed once; None computes them in every
+            step.
+        layout: layout of the files: "eagle" (SafeAILab, SGLang, vLLM) or "speculators" (vLLM). By default
+            "eagle" if it can express the head. Must be None for Medusa heads, which are written in the
+            authors' layout, or in vLLM's if they draft only a part of the vocabulary.
+        target_name: name of the target in the checkpoint, instead of the model's own name. The target's
+            revision and the fingerprint of its weights are recorded as well.
+        tokenizer: the target's tokenizer; its fingerprint is recorded.
+        old_held_out: texts of the domain that ``recipe.init_from`` was trained for, to measure what the head
+            forgets.
+        on_start: called before the first step with the estimates on ``held_out`` and ``old_held_out``.
+        on_step: called after every step.
+        on_dump: called with the size of the dump before it is written.
 
     Returns:
         The head, in float32.
 
     Raises:
-        ValueError: for what can't be trained or saved, before any training.
-        OSError: likewise for folders that can't be written.
+        ValueError: for a head that can't be trained or saved; raised before the training.
+        OSError: for folders that can't be written; raised before the training.
     """
     out, work = check_outputs(out, work, dump)
     if (no_plot := missing("matplotlib", "history.png")) is not None:
-        warnings.warn(f"the run will have no plot: {no_plot}", stacklevel=2)
+        warnings.warn(f"history.png will not be drawn: {no_plot}", stacklevel=2)
     teacher = Teacher(model)
     objective, layers = make_objective(model, examples, recipe)
     objective.to(model.device)
@@ -141,7 +148,7 @@ def train_head(
         examples = everything
     online = OnlineFeatures(model, layers)
     features: Features = online
-    judges = HeldOut(held_out, (), old_held_out, online)
+    evaluated = HeldOut(held_out, (), old_held_out, online)
     with main_process_first(model.device) as is_main:
         if dump is not None and is_main:
             texts = [*examples, *held_out, *old_held_out]
@@ -149,11 +156,13 @@ def train_head(
             features = dump_features(model, layers, texts, dump)
         elif dump is not None:
             features = DumpedFeatures(model, layers, dump)
-        if held_out and is_main:  # which judges
+        if held_out and is_main:  # only the main process evaluates
             sampled = sampled_texts(model, held_out, work / "sampled.jsonl", config.seed)
-            judges = replace(judges, sampled=sampled)
+            evaluated = replace(evaluated, sampled=sampled)
     target = fingerprint(model)
-    train(objective, features, teacher, examples, judges, work, config, on_step, target, on_start)
+    train(
+        objective, features, teacher, examples, evaluated, work, config, on_step, target, on_start
+    )
     trained: DraftHead | MedusaHeads = objective.trained()
     with main_process_first(model.device) as is_main:
         if is_main:
@@ -170,14 +179,14 @@ def train_head(
 def check_outputs(
     out: str | Path, work: str | Path | None = None, dump: str | Path | None = None
 ) -> tuple[Path, Path]:
-    """The folders of the head and of its run, if :func:`train_head` can write there.
+    """Check that :func:`train_head` can write to these folders; return ``out`` and ``work``.
 
     Args:
-        out, work, dump: as there.
+        out, work, dump: as in :func:`train_head`.
 
     Raises:
         OSError: for a folder that can't be written.
-        ValueError: for a checkpoint that would be replaced by something else than the end of its own run.
+        ValueError: if ``out`` holds a checkpoint of another run, which would be replaced.
     """
     out = Path(out)
     work = Path(work) if work is not None else out.with_name(f"{out.name}.training")
@@ -187,27 +196,27 @@ def check_outputs(
             writable_folder(folder, name)
     if (out / "config.json").exists() and not has_state(work):
         raise ValueError(
-            f"{out} holds a checkpoint, which would be replaced, and {work} has no state of a run to go on "
-            "with; name another folder"
+            f"{out} holds a checkpoint, which would be replaced, and {work} has no state of a run to resume; "
+            "pass another folder"
         )
     return out, work
 
 
 def _draw(history: Sequence[Progress], path: Path) -> None:
-    """Whatever is wrong with a plot, the head is saved."""
+    """Draw the history; an error is only a warning, because the head is saved already."""
     try:
         plot_history(history, path)
     except Exception as error:
-        warnings.warn(f"the head is saved, and {path} can't be drawn: {error}", stacklevel=3)
+        warnings.warn(f"the head is saved, but {path} can't be drawn: {error}", stacklevel=3)
 
 
 def make_objective(
     model: PreTrainedModel, examples: Sequence[Example], recipe: HeadRecipe
 ) -> tuple[Objective, tuple[int, ...]]:
-    """``(objective, tapped layers)`` of a recipe.
+    """Make the objective of a recipe; return it with the feature layers.
 
     Raises:
-        ValueError: for a head that does not fit the target.
+        ValueError: for a head that does not match the target.
     """
     embedding: Any = model.get_input_embeddings()
     output: Any = model.get_output_embeddings()
@@ -243,7 +252,7 @@ def _mask_token(recipe: HeadRecipe, config: Any) -> int:
     token = recipe.mask_token_id if recipe.mask_token_id is not None else config.pad_token_id
     if token is None:
         raise ValueError(
-            "the target has no padding token; give mask_token_id, a token that texts hardly use"
+            "the target has no padding token; pass mask_token_id, a token that texts rarely contain"
         )
     return int(token)
 
@@ -253,11 +262,11 @@ def _saver(
     layout: Layout | None,
     recorded: dict[str, Any],
 ) -> Callable[[Path, Any], object]:
-    """What saves the trained weights; a layout that can't express them is refused now."""
+    """Return the function that saves the trained weights; refuse a layout that can't express them now."""
     if isinstance(draft, MedusaHeads):
         if layout is not None:
             raise ValueError(
-                f"layout={layout!r} is one of EAGLE heads; leave it out for Medusa heads"
+                f"layout={layout!r} is a layout of EAGLE heads; leave it out for Medusa heads"
             )
         whole = draft.config.draft_vocab_size == draft.config.vocab_size
         return lambda folder, heads: save_medusa(
@@ -276,7 +285,7 @@ def _saver(
 
 @contextmanager
 def main_process_first(device: torch.device) -> Iterator[bool]:
-    """Of several processes the main one goes first, and the others when it is done; whether this is it."""
+    """Run the context in the main process first, then in the others; yield whether this is the main one."""
     accelerator = make_accelerator(device)
     with accelerator.main_process_first():
         yield accelerator.is_main_process

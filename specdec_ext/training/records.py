@@ -262,7 +262,7 @@ def _column(where: str, row: dict[str, Any]) -> str:
 
 def _chat(messages: Any, where: str) -> Chat:
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{where}: the chat is {_kind(messages)}; expected a list of messages")
+        raise ValueError(f"{where}: its chat is {_kind(messages)}; expected a list of messages")
     chat = []
     for number, message in enumerate(messages, 1):
         place = f"{where}, message {number}"
@@ -274,7 +274,7 @@ def _chat(messages: Any, where: str) -> Chat:
             raise ValueError(
                 f"{place}: role {shown(role)} is unknown; expected one of {sorted(ROLES)}"
             )
-        text = checked_text(content, f"{place}: the content")
+        text = checked_text(content, f"{place}: its content")
         chat.append({"role": ROLES[role], "content": text})
     return chat
 

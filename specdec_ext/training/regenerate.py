@@ -1,14 +1,14 @@
-"""Lets the target write the answers that a head is trained on.
+"""``regenerate``: let the target write the answers that a head is trained on.
 
-A head drafts what the target would write, so it should learn from the target's text, not from the data's
+A head drafts what the target would write, so it should learn from the target's own text instead of the data's
 (EAGLE-3 and its successors regenerate the answers of their data). Prompts come from the data
-(:func:`specdec_ext.training.data.prompts`): beginnings of texts, and chats, whose assistant's turns are
-written anew, turn by turn.
+(:func:`specdec_ext.training.data.prompts`): pieces of texts, and chats whose assistant turns are written
+again, turn by turn.
 
-What the target writes is kept in a file as it comes, one line per text. A run that was stopped goes on
-where it was, prompts may be added later, and :func:`specdec_ext.training.records.read_records` reads the
-file. A sampled answer depends on its place in the batch, too, as the noise does: a run that was stopped
-may sample other answers than one that was not.
+The answers are written to a file as they are generated, one line per text.
+:func:`specdec_ext.training.records.read_records` reads that file. An interrupted run can be continued, and
+prompts may be added later. A sampled answer also depends on its row in the batch, like the noise, so a
+continued run may sample other answers than an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,13 @@ from specdec_ext.training.records import Chat, Transcript, transcript
 
 @dataclass(frozen=True)
 class RegenerationProgress:
-    """How far a run is: prompts answered, earlier runs included; all of them; tokens written by this run."""
+    """Progress of a run.
+
+    Attributes:
+        prompts: number of prompts answered so far, including those of earlier runs.
+        total: number of all prompts.
+        tokens: number of tokens written by this run.
+    """
 
     prompts: int
     total: int
@@ -61,36 +67,37 @@ def regenerate(
     drafter: Any = None,
     progress: Callable[[RegenerationProgress], None] | None = None,
 ) -> list[Example]:
-    """The prompts with the target's answers, in their order; loss masks are True on the answers.
+    """Let the target answer prompts; return prompts with answers, in their order.
 
-    The target's generation config holds, but for sampling: that is greedy or plain sampling at
-    ``temperature``.
+    The loss masks are True on the answers. The target's generation config applies, except for sampling, which
+    is greedy or plain sampling at ``temperature``.
 
     Args:
-        target: writes the answers.
-        prompts: token ids ``[length]`` to go on from, or chats. Of a chat what is not the assistant's is
-            kept and each run of it answered; a chat ends early after an answer that was cut off. One chat
-            may give several texts (:mod:`specdec_ext.training.data`).
-        cache_file: where the answers are kept (JSON lines); only lines of this target.
-        max_new_tokens: of one answer.
-        max_length: tokens of a text at most; a turn without room for a whole answer is not answered.
-        tokenizer: the target's, with its chat template; needed for chats.
+        target: the model that writes the answers.
+        prompts: token ids ``[length]`` to continue, or chats. In a chat, the assistant's messages are
+            removed, and the target answers each run of the other messages. A chat ends after an answer that
+            reached ``max_new_tokens``. One chat may give several texts (:mod:`specdec_ext.training.data`).
+        cache_file: file of the answers (JSON lines); it must not hold answers of another target.
+        max_new_tokens: the most tokens of one answer.
+        max_length: the most tokens of a text; a turn without room for a whole answer is not answered.
+        tokenizer: the target's tokenizer with its chat template; required for chats.
         temperature: 0 is greedy.
-        batch: prompts at a time; those of similar length go together.
-        seed: of the sampling, and of the order of batches.
-        drafter: as in :func:`specdec_ext.generate`. In large batches plain decoding is often the fastest.
-        progress: told after each batch.
+        batch: number of prompts per batch; prompts of similar length are batched together.
+        seed: seed of the sampling and of the order of batches.
+        drafter: as in :func:`specdec_ext.generate`. For large batches plain decoding is often the fastest.
+        progress: called after each batch.
 
     Raises:
         ValueError: for numbers out of range, prompts that the target can't read, chats without a tokenizer or
-            chat template, no prompt short enough, a damaged line of ``cache_file`` or one of another target.
+            chat template, if all prompts are too long, or for a damaged line of ``cache_file`` or one of
+            another target.
         OSError: for a file that can't be written.
     """
     writer = _Writer(target, tokenizer, max_new_tokens, max_length, temperature, seed, drafter)
     if batch < 1:
         raise ValueError(f"batch is {batch}; expected at least 1")
     if not prompts:
-        raise ValueError("prompts is empty; expected at least one")
+        raise ValueError("prompts is empty; expected at least one prompt")
     for number, prompt in enumerate(prompts, 1):
         writer.check(prompt, f"prompt {number}")
     keys = _distinct([writer.key(prompt) for prompt in prompts])
@@ -115,23 +122,23 @@ def regenerate(
     unanswered = sum(not done[key] for key in keys)
     if unanswered == len(keys):
         raise ValueError(
-            f"none of the {len(keys)} prompts leaves room for an answer: max_length={max_length}, "
-            f"max_new_tokens={max_new_tokens}"
+            f"none of the {len(keys)} prompts leaves room for an answer with max_length={max_length} and "
+            f"max_new_tokens={max_new_tokens}; pass shorter prompts, or a larger max_length"
         )
     if unanswered:
         warnings.warn(
-            f"{unanswered} of {len(keys)} prompts leave no room for an answer and are left out: "
-            f"max_length={max_length}, max_new_tokens={max_new_tokens}",
+            f"{unanswered} of {len(keys)} prompts are left out, because they leave no room for an answer "
+            f"with max_length={max_length} and max_new_tokens={max_new_tokens}",
             stacklevel=2,
         )
     return [text.example() for key in keys for text in done[key]]
 
 
 class _Dialogue:
-    """A prompt while it is answered: a text has one turn, a chat as many as it has runs of questions.
+    """A prompt that is being answered: a text has one turn, a chat one for each run of questions.
 
     Attributes:
-        texts: what has been written so far.
+        texts: the texts written so far.
     """
 
     def __init__(self, prompt: Tensor | Chat, key: str):
@@ -144,7 +151,7 @@ class _Dialogue:
         self._turn = 0
 
     def next_prompt(self, tokenizer: PreTrainedTokenizerBase | None, room: int) -> list[int] | None:
-        """Token ids of the next turn; None behind the last one and where it is longer than ``room``."""
+        """Return the token ids of the next turn; None after the last turn, or if it exceeds ``room``."""
         if self._turn == len(self._turns):
             return None
         turn = self._turns[self._turn]
@@ -158,7 +165,7 @@ class _Dialogue:
         return turn
 
     def seed(self) -> int:
-        """Of the noise of the turn that was prompted last."""
+        """Return the seed for the answer to the turn that :meth:`next_prompt` returned last."""
         return int.from_bytes(
             hashlib.sha256(f"{self._key} {self._turn}".encode()).digest()[:4], "big"
         )
@@ -170,6 +177,7 @@ class _Dialogue:
         finished: bool,
         tokenizer: PreTrainedTokenizerBase | None,
     ) -> None:
+        """Record the answer to a turn; ``finished`` is False if it was cut off, which ends the dialogue."""
         append_turn(self.texts, prompt, answer)
         if not finished:
             self._turn = len(self._turns)
@@ -193,8 +201,8 @@ class _Writer:
     ):
         if max_new_tokens < 1 or max_length <= max_new_tokens:
             raise ValueError(
-                f"max_new_tokens is {max_new_tokens} and max_length {max_length}; expected at least 1, and "
-                "room for a prompt beside an answer"
+                f"max_new_tokens is {max_new_tokens} and max_length {max_length}; expected max_new_tokens of "
+                "at least 1, and a larger max_length, to leave room for a prompt"
             )
         if not (math.isfinite(temperature) and temperature >= 0):
             raise ValueError(
@@ -210,27 +218,30 @@ class _Writer:
         self._ends = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
     def check(self, prompt: Tensor | Chat, where: str) -> None:
-        """Raise ValueError for what the target can't answer."""
+        """Raise ValueError for a prompt that the target can't answer."""
         if isinstance(prompt, Tensor):
             if prompt.ndim != 1 or not len(prompt) or prompt.dtype != torch.int64:
                 raise ValueError(
-                    f"{where} is {list(prompt.shape)} of {prompt.dtype}; expected token ids [length], int64"
+                    f"{where} has shape {list(prompt.shape)} and dtype {prompt.dtype}; expected token ids "
+                    "[length], int64"
                 )
             if not 0 <= int(prompt.min()) <= int(prompt.max()) < self._vocab_size:
                 raise ValueError(
-                    f"{where} has token ids {int(prompt.min())} to {int(prompt.max())}; the target has "
-                    f"{self._vocab_size} tokens: is this its tokenizer?"
+                    f"{where} has token ids {int(prompt.min())} to {int(prompt.max())}, but the target's "
+                    f"vocabulary has {self._vocab_size} tokens; use the target's own tokenizer"
                 )
         elif self._tokenizer is None:
-            raise ValueError(f"{where} is a chat; pass the target's tokenizer, too")
+            raise ValueError(f"{where} is a chat; pass the target's tokenizer as tokenizer=...")
         else:
             questions = _questions(prompt)
             if not questions:
-                raise ValueError(f"{where} has nothing to answer: every turn is the assistant's")
+                raise ValueError(
+                    f"{where} has no message to answer, because all are the assistant's; leave it out"
+                )
             chat_tokens(questions[0], self._tokenizer, where, add_generation_prompt=True)
 
     def key(self, prompt: Tensor | Chat) -> str:
-        """A name for everything that the answer depends on."""
+        """Return a hash of everything that the answer depends on."""
         settings: list[Any] = [self.name, self._max_new_tokens, self._temperature, self._seed]
         if isinstance(prompt, Tensor):
             content: list[Any] = prompt.tolist()
@@ -243,7 +254,7 @@ class _Writer:
     def answer(
         self, prompts: Sequence[Tensor | Chat], keys: Sequence[str]
     ) -> list[list[Transcript]]:
-        """The texts of some prompts, all turns of them."""
+        """Answer all turns of some prompts; return the texts of each."""
         dialogues = [_Dialogue(prompt, key) for prompt, key in zip(prompts, keys, strict=True)]
         room = self._max_length - self._max_new_tokens
         while True:
@@ -279,28 +290,28 @@ class _Writer:
         return [self._cut(answer) for answer in output[:, width:].tolist()]
 
     def _cut(self, answer: list[int]) -> list[int]:
-        """Without the padding behind the end of a row that ended early."""
+        """Cut the padding after the end of a row that ended early."""
         end = next((i for i, token in enumerate(answer) if token in self._ends), len(answer))
         return answer[: end + 1]
 
 
 def _questions(chat: Chat) -> list[Chat]:
-    """The runs of messages that are not the assistant's."""
+    """Return the runs of consecutive messages that are not the assistant's."""
     runs = groupby(chat, key=lambda message: message["role"] == "assistant")
     return [list(run) for by_assistant, run in runs if not by_assistant]
 
 
 def _size(prompt: Tensor | Chat) -> int:
-    """Tokens or characters: what is alike in size is alike in length."""
+    """Return the number of tokens, or of characters of a chat, by which prompts are batched."""
     if isinstance(prompt, Tensor):
         return len(prompt)
     return sum(len(message["content"]) for message in prompt)
 
 
 def _batches(sizes: list[int], todo: list[int], batch: int, seed: int) -> list[list[int]]:
-    """Indices of ``todo``, those of similar size together; the batches in random order.
+    """Batch the indices ``todo`` by similar size; the batches are in random order.
 
-    Any part of a file is a fair sample then, and the time that remains can be told.
+    Any part of the file is then a representative sample, and the remaining time can be estimated.
     """
     ordered = sorted(todo, key=lambda index: sizes[index])
     batches = [ordered[start : start + batch] for start in range(0, len(ordered), batch)]
@@ -308,7 +319,7 @@ def _batches(sizes: list[int], todo: list[int], batch: int, seed: int) -> list[l
 
 
 def _distinct(keys: list[str]) -> list[str]:
-    """With a number behind each: a prompt that is given twice is answered twice."""
+    """Append a counter to each key, so that a prompt that is given twice is answered twice."""
     seen: Counter[str] = Counter()
     numbered = []
     for key in keys:
@@ -330,7 +341,7 @@ def _line(name: str, key: str, texts: list[Transcript]) -> Iterator[str]:
 
 
 def _kept(path: Path, name: str) -> dict[str, list[Transcript]]:
-    """The texts of all prompts that a file has whole; what a stopped run left half written is cut off."""
+    """Read the texts of all completely answered prompts; the incomplete end of an interrupted run is cut."""
     done: dict[str, list[Transcript]] = {}
     texts: list[Transcript] = []
     whole = position = 0
@@ -347,12 +358,12 @@ def _kept(path: Path, name: str) -> dict[str, list[Transcript]]:
                 text = transcript(record, f"{path} line {number}")
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(
-                    f"{path} line {number} is damaged ({error}); delete the line, or give another cache_file"
+                    f"{path} line {number} is damaged ({error}); delete the line, or pass another cache_file"
                 ) from error
             if of_target != name:
                 raise ValueError(
-                    f"{path} has answers of another target ({of_target}, this one is {name}); give another "
-                    "cache_file"
+                    f"{path} has answers of another target ({of_target}, but this one is {name}); pass "
+                    "another cache_file"
                 )
             texts = [*texts[: part - 1], text]
             if part == parts:

@@ -1,4 +1,4 @@
-"""Weights to begin with."""
+"""Initial weights of new draft heads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from specdec_ext.heads.config import DraftHead, HeadConfig
 from specdec_ext.heads.medusa import MedusaConfig, MedusaHeads
 
-# For reference alone: rope tables reach as far as a text.
+# Recorded if the target's config does not say; rope tables are computed for any length.
 _UNKNOWN_POSITIONS = 2048
 
 
@@ -25,19 +25,18 @@ def new_head(
     mask_token_id: int | None = None,
     seed: int = 0,
 ) -> DraftHead:
-    """An EAGLE 3.1 head (``fc_norm``, ``norm_output``) with decoder layers of the target's shape, in float32.
+    """Make an EAGLE 3.1 head (``fc_norm``, ``norm_output``) with layers of the target's shape, in float32.
 
-    Matrices are random, those onto the residual small; the output head has the target's rows of the draft
-    vocabulary, and the norm before it is the target's final one: what the head says is in the target's words
-    from the beginning.
+    Matrices are random, and those that write to the residual stream are small. The output head starts with
+    the target's rows of the draft vocabulary, and the norm before it with the target's final norm.
 
     Args:
         model: the target.
-        layers: tapped hidden states, numbered as in ``HeadConfig.feature_layers``.
-        draft_to_target: ``[draft_vocab]`` int64 ascending, None for the whole vocabulary.
-        num_layers: decoder layers; P-EAGLE heads have several.
-        mask_token_id: of a P-EAGLE head.
-        seed: of the random numbers.
+        layers: feature layers, numbered as in ``HeadConfig.feature_layers``.
+        draft_to_target: ``[draft_vocab]`` int64 ascending ids; None for the whole vocabulary.
+        num_layers: number of decoder layers; P-EAGLE heads have several.
+        mask_token_id: mask token of a P-EAGLE head, None for other heads.
+        seed: seed of the random numbers.
     """
     config: Any = model.config.get_text_config(decoder=True)
     output: Any = model.get_output_embeddings()
@@ -97,13 +96,13 @@ def new_medusa_heads(
     *,
     shared_lm_head: bool = False,
 ) -> MedusaHeads:
-    """Medusa heads (Cai et al. 2024) with blocks that do nothing yet and the target's output head, float32.
+    """Make Medusa heads (Cai et al. 2024) with zero blocks and the target's output head, in float32.
 
     Args:
         model: the target.
-        num_heads: tokens guessed ahead.
+        num_heads: number of heads.
         draft_to_target: as for :func:`new_head`.
-        shared_lm_head: one output head for all.
+        shared_lm_head: whether all heads share one output head.
     """
     output: Any = model.get_output_embeddings()
     rows = output.weight.detach().float().cpu()
@@ -129,20 +128,23 @@ def new_medusa_heads(
 
 
 def _first_integer(config: Any, *names: str) -> int | None:
-    """The first of these fields that is there and a number: architectures have different names for one."""
+    """Return the first of these fields that is an integer; architectures use different names."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), None)
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """EAGLE-3's taps, the inputs of layers 2, n // 2 and n - 3; for shallow targets spread over it."""
+    """Return EAGLE-3's feature layers, the inputs of layers 2, n // 2 and n - 3.
+
+    For targets with fewer than 8 layers: the first, a middle and the last layer's output.
+    """
     if num_layers >= 8:
         return 2, num_layers // 2, num_layers - 3
     return tuple(sorted({1, (num_layers + 1) // 2, num_layers}))
 
 
 def _final_norm(model: PreTrainedModel, width: int) -> Tensor:
-    """The weight of the target's final norm, or ones where it has none of this kind."""
+    """Return the weight of the target's final norm, or ones if there is no single norm of this width."""
     decoder: Any = model.get_decoder()
     norms = [
         child.weight

@@ -1,4 +1,4 @@
-"""What a target says of the next tokens, from its last hidden states: the teacher of a draft head."""
+"""``Teacher``: the target's logits, computed from its last hidden states, that a draft head learns from."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _CHECKED_TOKENS = 8
 class Teacher:
     """The output head of a target.
 
-    Logits are ``cap(scale * (W h + b))``, where scale and cap are what the config of known architectures
-    says (``logit_scale`` of Cohere, ``logits_scaling`` of Granite, ``final_logit_softcapping`` of Gemma).
-    That this is what the model computes is checked once on some tokens, for nothing else would show.
+    The logits are ``cap(scale * (W h + b))``. Scale and cap come from the config (``logit_scale`` of Cohere,
+    ``logits_scaling`` of Granite, ``final_logit_softcapping`` of Gemma). The formula is compared with the
+    model's own logits once on some tokens, because a wrong teacher would not show otherwise.
 
     Args:
         model: the target.
 
     Raises:
-        ValueError: if its logits are something else.
+        ValueError: if the model computes its logits in another way.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -41,9 +41,9 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, last_hidden: Tensor) -> Tensor:
-        """``[..., vocab]`` float32 (float64 where the hidden states are) of ``[..., hidden]``."""
+        """Return logits ``[..., vocab]`` of ``last_hidden [..., hidden]``: float32, or float64 of float64."""
         wide = torch.float64 if last_hidden.dtype == torch.float64 else torch.float32
-        # Autocast is for what is trained; the teacher is the target as it is.
+        # Autocast is only for the trained weights; the teacher must equal the target.
         with torch.autocast(last_hidden.device.type, enabled=False):
             logits: Tensor = self._head(last_hidden).to(wide) * self._scale
         return logits if self._cap is None else self._cap * (logits / self._cap).tanh()
@@ -58,6 +58,7 @@ class Teacher:
         apart = float((own - ours).abs().max() / own.abs().max().clamp(min=1e-6))
         if own.shape != ours.shape or not apart < 0.02:
             raise ValueError(
-                f"the logits of {type(model).__name__} are not those of its output head on its last hidden "
-                f"state (they differ by {apart:.1%} of the largest); a head can't be trained for it"
+                f"the logits of {type(model).__name__} are not its output head applied to its last hidden "
+                f"state (they differ by {apart:.1%} of the largest logit); training for this model is not "
+                "supported"
             )

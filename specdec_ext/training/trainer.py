@@ -1,14 +1,14 @@
-"""``train``: the loop that trains draft weights, for every objective.
+"""``train``: the training loop of draft weights, for every objective.
 
-Devices and processes are accelerate's: ``accelerate launch -m specdec_ext.cli train ...`` runs several. Each
-reads its own part of a batch; losses are divided by what all of them read together, so several processes give
-the curve that one would give with all their examples.
+accelerate handles devices and processes: ``accelerate launch -m specdec_ext.cli train ...`` runs several
+processes. Each reads its own part of a batch, and losses are divided by the number of elements of all
+processes, so the loss curve is the same as with one process and the same batches.
 
-A run can be stopped and resumed anywhere: what a step reads is a function of its number, so the curve
-continues as if nothing had been. Everything is kept in one folder:
+A run can be stopped and resumed at any time: the examples of a step depend only on its number, so the curve
+continues without a jump. A run is kept in one folder:
 
     state.pt         weights, optimisers, step; replaced as a whole
-    history.jsonl    a Progress per line and step
+    history.jsonl    one Progress per line and step
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ _STATE, _HISTORY = "state.pt", "history.jsonl"
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How weights are trained.
+    """Hyperparameters of the training.
 
     Attributes:
-        updates: optimiser steps, over as many epochs as that takes.
+        updates: number of optimiser steps, over as many epochs as needed.
         batch_size: examples per step and process.
-        learning_rate: at its highest.
-        optimizer: "muon" for the matrices of the layers with AdamW for the rest, or "adamw".
-        warmup: steps until the highest learning rate.
+        learning_rate: peak learning rate.
+        optimizer: "muon" (for the matrices of the layers, with AdamW for the rest) or "adamw".
+        warmup: number of steps in which the learning rate rises to its peak.
         decay: share of the steps, at the end, in which the learning rate falls.
-        clip: norm to which gradients are clipped.
-        mixed_precision: matrix products in bfloat16, weights and optimisers in float32.
-        seed: of the order of the examples.
-        save_every: steps between two saved states; the last is saved, too.
-        evaluate_every: steps between two evaluations; the last is evaluated, too.
-        depth: tokens of the chains that are simulated in an evaluation.
+        clip: maximum norm of the gradients.
+        mixed_precision: compute matrix products in bfloat16; weights and optimisers stay in float32.
+        seed: seed of the order of the examples.
+        save_every: number of steps between saved states; the last step is always saved.
+        evaluate_every: number of steps between evaluations; the last step is always evaluated.
+        depth: number of tokens of the chains that an evaluation simulates.
     """
 
     updates: int
@@ -81,7 +81,7 @@ class TrainConfig:
             "evaluate_every",
         )
         for name in (*positive, "depth"):
-            if not 0 < getattr(self, name) < math.inf:  # NaN is neither
+            if not 0 < getattr(self, name) < math.inf:  # False for NaN, too
                 raise ValueError(f"{name} is {getattr(self, name)}; expected more than 0")
         if self.optimizer not in ("muon", "adamw"):
             raise ValueError(f"optimizer={self.optimizer!r}; expected 'muon' or 'adamw'")
@@ -89,16 +89,17 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a step did.
+    """The result of one training step.
 
     Attributes:
-        step: steps done.
-        losses: of the steps of the objective, over all processes.
-        gradient_norm: before it was clipped.
-        tokens: read in this step, paddings not counted, over all processes.
-        seconds: since the step before.
-        evaluation: on held-out texts, if there was one.
-        old_evaluation: on those of the domain that the head was made for before.
+        step: number of steps done so far.
+        losses: one loss for each step of the objective, over all processes.
+        gradient_norm: norm of the gradients before clipping.
+        learning_rate: learning rate of this step.
+        tokens: number of tokens read in this step by all processes, without padding.
+        seconds: duration of the step.
+        evaluation: evaluation on held-out texts after this step, None if there was none.
+        old_evaluation: evaluation on texts of the domain that the head was trained for before, likewise.
     """
 
     step: int
@@ -123,23 +124,27 @@ def train(
     target: str = "",
     on_start: Callable[[Evaluation, Evaluation | None], None] = lambda new, old: None,
 ) -> None:
-    """Train; continue where ``folder`` says an earlier call was stopped.
+    """Train an objective; resume the run if ``folder`` holds the state of an earlier call.
 
     Args:
-        objective: on the device where features and teacher are; trained in place.
-        examples: to learn from.
-        held_out: to evaluate on, before the first step, too; may be empty.
-        folder: for the state and the history; made if it is not there.
-        on_step: told of every step, in the main process.
-        target: :func:`~specdec_ext.training.fingerprint.fingerprint` of the target. A run goes on with the
-            target, texts, beginning and processes that it was started with.
-        on_start: told what the weights that it begins with are worth, on what they learn and on what is old.
+        objective: trained in place; on the same device as features and teacher.
+        features: computes or reads the target's hidden states of the examples.
+        teacher: of the target.
+        examples: the training texts.
+        held_out: texts for evaluations, of which the first is before the first step; may be empty.
+        folder: folder of the state and the history; created if it does not exist.
+        config: hyperparameters.
+        on_step: called after every step in the main process.
+        target: :func:`~specdec_ext.training.fingerprint.fingerprint` of the target. A run can only be resumed
+            with the same target, texts, initial weights and number of processes.
+        on_start: called before the first step with the evaluations on ``held_out.texts`` and
+            ``held_out.old``.
 
     Raises:
-        ValueError: for too few examples, too little room on the disk, or a folder with the state of another
+        ValueError: for too few examples, too little space on the disk, or a folder with the state of another
             run.
-        ArithmeticError: for a loss that is not finite; the state stays that of a step before.
-        ImportError: without accelerate.
+        ArithmeticError: for a loss that is not finite; the saved state of an earlier step stays.
+        ImportError: if accelerate is not installed.
     """
     device = next(objective.parameters()).device
     accelerator = make_accelerator(device)
@@ -148,9 +153,9 @@ def train(
     usable = [each for each in examples if bool(each.loss_mask[objective.steps + 1 :].any())]
     if len(usable) < size:
         raise ValueError(
-            f"{len(usable)} of {len(examples)} examples have tokens of the loss mask behind their first "
-            f"{objective.steps + 1}; expected at least {size}, a batch: give more text, or a smaller "
-            "batch_size"
+            f"{len(usable)} of {len(examples)} examples have tokens of the loss mask after their first "
+            f"{objective.steps + 1} tokens; expected at least {size}, one batch. Pass more text, or a "
+            "smaller batch_size"
         )
     optimizers = make_optimizers(objective, config.optimizer, config.learning_rate)
     highest = [[group["lr"] for group in each.param_groups] for each in optimizers]
@@ -173,8 +178,8 @@ def train(
     def precision() -> torch.autocast:
         return torch.autocast(device.type, torch.bfloat16, enabled=config.mixed_precision)
 
-    def judged() -> tuple[Evaluation | None, Evaluation | None]:
-        """Of the weights as they are: on what they learn, and on what is old."""
+    def evaluate_now() -> tuple[Evaluation | None, Evaluation | None]:
+        """Evaluate the current weights on ``held_out.texts`` and ``held_out.old``."""
         found: list[Evaluation | None] = [None, None]
         with precision():
             if held_out.texts:
@@ -192,7 +197,7 @@ def train(
         return found[0], found[1]
 
     if first == 0 and accelerator.is_main_process:
-        new, old = judged()
+        new, old = evaluate_now()
         if new is not None:
             on_start(new, old)
     for step in range(first, config.updates):
@@ -205,7 +210,7 @@ def train(
         batch = features([usable[index] for index in mine])
         with precision():
             loss, losses = prepared(batch, teacher, total)
-        # Gradients of processes are averaged; the losses are parts of a sum.
+        # accelerate averages the gradients of the processes, but the losses are parts of a sum.
         accelerator.backward(loss * accelerator.num_processes)
         norm = float(torch.nn.utils.clip_grad_norm_(objective.parameters(), config.clip))
         for optimizer in optimizers:
@@ -215,14 +220,14 @@ def train(
         *summed, tokens = counted.tolist()
         if not all(map(math.isfinite, summed)):
             raise ArithmeticError(
-                f"the losses of step {step + 1} are {summed}; give a smaller learning_rate, and check that "
+                f"the losses of step {step + 1} are {summed}; pass a smaller learning_rate, and check that "
                 "the target's hidden states are finite in its dtype"
             )
         seconds = time.perf_counter() - began
         done, last = step + 1, step + 1 == config.updates
         if accelerator.is_main_process:
             asked = last or done % config.evaluate_every == 0
-            evaluations = judged() if asked else (None, None)
+            evaluations = evaluate_now() if asked else (None, None)
             rate = config.learning_rate * factor
             progress = Progress(done, tuple(summed), norm, rate, int(tokens), seconds, *evaluations)
             run.record(progress)
@@ -233,29 +238,29 @@ def train(
 
 
 def check_room(folder: Path, objective: Objective) -> None:
-    """Refuse a disk that the state of a run does not fit on twice: the one that is there, and the next.
+    """Refuse a disk without space for two states of a run: the previous one and the next one.
 
     Raises:
-        ValueError: with what is needed and what is free.
+        ValueError: the message names the needed and the free space.
     """
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    # Weights, and at most two moments of each.
+    # Weights, and at most two moments per weight.
     needed = 2 * 3 * sum(each.numel() * each.element_size() for each in objective.parameters())
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise ValueError(
-            f"the disk of {folder} has {free / 1e9:.2f} GB free and the state of the run may take "
-            f"{needed / 1e9:.2f} GB; give a folder on another disk"
+            f"the disk of {folder} has {free / 1e9:.2f} GB free, but the state of the run may need "
+            f"{needed / 1e9:.2f} GB; pass a folder on another disk"
         )
 
 
 def has_state(folder: Path) -> bool:
-    """Whether a run was stopped here that can be gone on with."""
+    """Whether the folder holds the state of a run that can be resumed."""
     return (folder / _STATE).exists()
 
 
 def read_history(folder: Path) -> list[Progress]:
-    """The steps of a run so far; a line that a stopped run left half written is not one."""
+    """Read the steps of a run so far; an incomplete last line of an interrupted run is skipped."""
     path = folder / _HISTORY
     if not path.exists():
         return []
@@ -264,7 +269,7 @@ def read_history(folder: Path) -> list[Progress]:
 
 
 def _digest(examples: Sequence[Example]) -> str:
-    """A hash of texts and masks, in their order."""
+    """Return a hash of texts and masks in their order."""
     digest = hashlib.sha256()
     for example in examples:
         digest.update(example.tokens.cpu().numpy().tobytes())
@@ -298,16 +303,16 @@ class _Run:
     ):
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._objective, self._optimizers = folder, objective, optimizers
-        # How often something is written does not change what is trained.
+        # How often states are saved and evaluated does not change the weights.
         ignored = ("save_every", "evaluate_every")
         kept = {k: v for k, v in asdict(config).items() if k not in ignored}
         self._config = kept | identity
 
     def resume(self, is_main: bool) -> int:
-        """Load the state, if there is one; the number of steps that were done.
+        """Load the state, if there is one, and return the number of steps done.
 
         Args:
-            is_main: this is the process that writes.
+            is_main: whether this process writes the files.
         """
         path = self._folder / _STATE
         if not path.exists():
@@ -320,14 +325,14 @@ class _Run:
                 name for name, value in self._config.items() if state["config"].get(name) != value
             )
             raise ValueError(
-                f"{path} is the state of a run with another {', '.join(differing)}; give what it was started "
-                "with, or another folder"
+                f"{path} is the state of a run with different {', '.join(differing)}; pass the values that "
+                "the run was started with, or another folder"
             )
         self._objective.load_state_dict(state["weights"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         done: int = state["step"]
-        if is_main:  # steps behind the state are done again
+        if is_main:  # steps after the saved state are repeated
             kept = read_history(self._folder)[:done]
             lines = [json.dumps(asdict(progress)) + "\n" for progress in kept]
             (self._folder / _HISTORY).write_text("".join(lines))
@@ -352,7 +357,7 @@ class _Run:
 
 
 class _Batches:
-    """The batch of each step: indices of examples, over all processes."""
+    """The batch of each step, over all processes, as indices of examples."""
 
     def __init__(self, examples: Sequence[Example], size: int, seed: int):
         self._lengths = [len(each.tokens) for each in examples]
@@ -369,14 +374,14 @@ class _Batches:
 
 
 def make_accelerator(device: torch.device) -> Any:
-    """accelerate, which knows the other processes.
+    """Make the accelerator, which coordinates the processes.
 
     Raises:
-        ImportError: if it is not installed.
+        ImportError: if accelerate is not installed.
     """
     accelerate = require("accelerate", "training")
-    # Its own mixed precision is a setting of the whole process.
-    # Buffers are the target's and the same everywhere.
+    # accelerate's own mixed precision would be a setting of the whole process. Buffers need no broadcast:
+    # they are the target's, and equal in all processes.
     parallel = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)
     return accelerate.Accelerator(
         cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[parallel]

@@ -1,4 +1,4 @@
-"""Which part of the target's vocabulary a head drafts: the tokens that it will have to draft most often."""
+"""Choose the draft vocabulary: the tokens of the target's vocabulary that a head drafts most often."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from specdec_ext.training.batches import Example
 
-# A head reads two tokens before it drafts the third: the first of the text, and the one that the target adds.
+# A head drafts the third token of a text at the earliest: after the first token and the one that the target
+# adds.
 _FIRST_DRAFTED = 2
 
 
@@ -19,8 +20,8 @@ class DraftVocabulary:
     """The tokens that a head drafts.
 
     Attributes:
-        ids: ``[size]`` int64 ids of the target's vocabulary, ascending: ``draft_to_target``.
-        coverage: share of the counted tokens that are among them.
+        ids: ``[size]`` int64 ids in the target's vocabulary, ascending; used as ``draft_to_target``.
+        coverage: share of the counted tokens that are in the draft vocabulary.
     """
 
     ids: Tensor
@@ -28,24 +29,24 @@ class DraftVocabulary:
 
 
 def draft_vocabulary(examples: Sequence[Example], size: int, vocab_size: int) -> DraftVocabulary:
-    """The ``size`` most frequent of the tokens that a head is trained to draft.
+    """Return the ``size`` most frequent tokens among those that a head is trained to draft.
 
-    Counted under the loss mask, as by EAGLE-3. Of equally frequent tokens the smaller ids are taken, those
-    that do not occur included.
+    Only tokens in the loss mask are counted, as in EAGLE-3. Among equally frequent tokens, including those
+    that do not occur, the smaller ids are chosen.
 
     Args:
         examples: the training texts.
-        size: tokens to draft.
+        size: size of the draft vocabulary.
         vocab_size: rows of the target's output head.
 
     Raises:
-        ValueError: for a size that is not 1 to ``vocab_size``, a token that the target does not have, or
-            texts in which there is nothing to draft.
+        ValueError: for a size outside 1 to ``vocab_size``, a token outside the target's vocabulary, or texts
+            without a token to draft.
     """
     if not 1 <= size <= vocab_size:
         raise ValueError(
-            f"a draft vocabulary of {size} tokens can't be taken from the target's {vocab_size}; expected "
-            f"1 to {vocab_size}"
+            f"the size of the draft vocabulary is {size}; expected 1 to {vocab_size}, the size of the "
+            "target's vocabulary"
         )
     counts = torch.zeros(vocab_size, dtype=torch.int64, device="cpu")
     for example in examples:
@@ -54,14 +55,15 @@ def draft_vocabulary(examples: Sequence[Example], size: int, vocab_size: int) ->
             continue
         if not 0 <= int(drafted.min()) <= int(drafted.max()) < vocab_size:
             raise ValueError(
-                f"a text has token ids {int(drafted.min())} to {int(drafted.max())}; the target has "
-                f"{vocab_size} tokens: is this its tokenizer?"
+                f"a text has token ids {int(drafted.min())} to {int(drafted.max())}, but the target's "
+                f"vocabulary has {vocab_size} tokens; use the target's own tokenizer"
             )
         counts += torch.bincount(drafted, minlength=vocab_size)
     total = int(counts.sum())
     if not total:
         raise ValueError(
-            f"the {len(examples)} texts have no token to draft: all are short or have an empty loss mask"
+            f"the {len(examples)} texts have no token to draft, because all are too short or have an empty "
+            "loss mask; pass longer texts, or chats with assistant turns"
         )
     ids = counts.sort(descending=True, stable=True).indices[:size].sort().values
     return DraftVocabulary(ids, int(counts[ids].sum()) / total)

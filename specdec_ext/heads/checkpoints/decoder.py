@@ -16,9 +16,7 @@ def sizes(decoder: Fields) -> dict[str, Any]:
     """Return the fields of ``HeadConfig`` that are sizes of the decoder layers."""
     activation = decoder.text("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
-        raise ValueError(
-            f"{decoder.where}: hidden_act is {activation!r}; only 'silu' is supported"
-        )
+        raise ValueError(f"{decoder.where}: hidden_act is {activation!r}; only 'silu' is supported")
     heads = decoder.integer("num_attention_heads")
     kv_heads = decoder.integer("num_key_value_heads", heads)
     hidden = decoder.integer("hidden_size")

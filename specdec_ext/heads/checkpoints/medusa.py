@@ -77,8 +77,9 @@ def read_medusa(
     surplus = sorted(names[name] for name in stored.keys() - shapes.keys())
     if missing or surplus:
         raise ValueError(
-            f"{source} does not hold {medusa.num_heads} complete heads of {medusa.num_layers} layers. "
-            f"Missing: {', '.join(missing) or 'none'}; unexpected: {', '.join(surplus) or 'none'}"
+            f"{source} does not hold {medusa.num_heads} complete heads of {medusa.num_layers} layers: it "
+            f"lacks {', '.join(missing) or 'nothing'}, and its other tensors are "
+            f"{', '.join(surplus) or 'none'}"
         )
     for name, shape in shapes.items():
         if stored[name].shape != shape:

@@ -239,9 +239,7 @@ def _difference(record: HeadRecord, model: PreTrainedModel) -> str | None:
         return f"other weights of {of_target} (fingerprint {recorded}, but the target's is {found})"
     revision = _revision(model)
     if record.target_revision and revision and record.target_revision != revision:
-        return (
-            f"revision {record.target_revision} of {of_target}, but the target is revision {revision}"
-        )
+        return f"revision {record.target_revision} of {of_target}, but the target is revision {revision}"
     return None
 
 

@@ -83,9 +83,7 @@ def _as_inputs(ids: list[int], place: str, where: str) -> RecordedLayers:
     # The target records hidden states in the order of its layers, not in that of the ids.
     ordered = tuple(sorted(ids))
     if ordered[0] < 0 or len(set(ordered)) != len(ordered):
-        raise ValueError(
-            f"{where}: {place} is {ids}; expected different layers, numbered from 0"
-        )
+        raise ValueError(f"{where}: {place} is {ids}; expected different layers, numbered from 0")
     nested = place == _NESTED and ordered not in _NESTED_INPUTS
     if nested or place.startswith("dflash"):
         inputs = tuple(layer + 1 for layer in ordered)

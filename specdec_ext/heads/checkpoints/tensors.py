@@ -97,11 +97,11 @@ def _check_names(
         return
     parts = []
     if missing:
-        parts.append(f"missing: {_listed(missing)}")
+        parts.append(f"it lacks {_listed(missing)}")
     if surplus:
-        parts.append(f"unexpected: {_listed(surplus)}")
+        parts.append(f"it has {_listed(surplus)}, which a head with its config does not have")
     raise ValueError(
-        f"{source} does not hold the tensors of its config; {'; '.join(parts)}. Missing tensors are not "
+        f"{source} does not hold the tensors of its config: {'; '.join(parts)}. Missing tensors are not "
         "initialised at random; download or export the checkpoint again"
     )
 
