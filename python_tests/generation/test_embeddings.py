@@ -142,7 +142,7 @@ def test_other_kinds_of_targets(kind, ids):
         (dict(inputs_embeds=torch.zeros(1, 0, 32)), r"the prompt has shape \(1, 0, 32\)"),
         (
             dict(inputs_embeds=torch.zeros(1, 4, 32), attention_mask=torch.tensor([[0, 1, 1]])),
-            r"attention_mask has shape \(1, 3\) and inputs_embeds \(1, 4\); pass the whole text as inputs_emb",
+            r"attention_mask has shape \(1, 3\) and inputs_embeds \(1, 4\); pass the whole text",
         ),
     ],
 )

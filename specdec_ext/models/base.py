@@ -1,4 +1,4 @@
-"""``Target``: the interface between the decoding loop and a model with its cache, of whatever kind."""
+"""``Target``: the interface between the decoding loop and a model with its cache."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _NO_TENSORS = (bool, int, float, str, type, torch.dtype, torch.device, PreTraine
 
 
 class HostedTarget(Target):
-    """A model behind ``prepare_inputs_for_generation``.
+    """A model whose inputs ``prepare_inputs_for_generation`` prepares in every pass.
 
     Args:
         model: any Hugging Face model that generates text.

@@ -75,7 +75,7 @@ class Support(Summarised):
             and the accepted tokens are read again in front of the next block. ``"snapshot"``: the same with a
             copy of the whole cache, of any kind. ``"recompute"``: there is no cache, every pass runs the
             whole text. ``"none"``: nothing is drafted, the model is decoded one token at a time.
-        reasons: for everything that is not supported, the reason.
+        reasons: why the other capabilities are missing, one clause each.
     """
 
     chain: bool
@@ -245,7 +245,7 @@ def _unprepared_reason(model: PreTrainedModel, rollback: Rollback) -> str | None
 
 
 def _prepares_several(model: PreTrainedModel) -> bool:
-    """Whether ``prepare_inputs_for_generation`` can be told how many tokens to prepare."""
+    """Whether ``prepare_inputs_for_generation`` accepts the number of tokens to prepare."""
     for cls in type(model).__mro__:
         prepare = vars(cls).get("prepare_inputs_for_generation")
         if prepare is None:

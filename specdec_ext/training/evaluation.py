@@ -69,7 +69,7 @@ class Evaluation:
 
     @property
     def sampled_acceptance_length(self) -> float:
-        """The same in sampling; NaN without sampled texts."""
+        """Mean number of tokens per step in sampling; NaN without sampled texts."""
         return 1 + sum(self.sampled) if self.sampled else math.nan
 
 
@@ -136,7 +136,7 @@ def evaluate(
     def accepted_drafts(features: Features, texts: Sequence[Example], name: str) -> Tensor:
         """``[drafts, depth]``: 1 for each token of each draft of the walk that is accepted."""
         walked = []
-        # An element reads two tokens and drafts ``depth``.
+        # An element reads two tokens and drafts ``depth`` tokens.
         usable = [each for each in texts if len(each.tokens) >= depth + 2]
         for start in range(0, len(usable), batch_size):
             batch = features(usable[start : start + batch_size])

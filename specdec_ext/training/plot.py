@@ -34,7 +34,7 @@ def plot_history(history: Sequence[Progress], path: Path) -> None:
         shares = [evaluation.conditional[position] for _, evaluation in evaluated]
         label = f"position {1 + position}"
         acceptance.plot([step for step, _ in evaluated], shares, marker=".", label=label)
-    acceptance.set(xlabel="step", ylim=(0, 1), title="accepted, of those accepted before")
+    acceptance.set(xlabel="step", ylim=(0, 1), title="acceptance, given the position before")
     if evaluated:
         length = evaluated[-1][1].acceptance_length
         acceptance.set_ylabel(f"greedy; mean acceptance length {length:.2f}")

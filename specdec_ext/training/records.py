@@ -105,7 +105,8 @@ def read_records(
     path = Path(path)
     if text_column is not None and messages_column is not None:
         raise ValueError(
-            f"text_column={text_column!r} and messages_column={messages_column!r} name two sources; pass one"
+            f"text_column={text_column!r} and messages_column={messages_column!r} name two sources; "
+            "pass only one of them"
         )
     if path.suffix == ".txt":
         pieces = _pieces(read_text(path))
@@ -138,8 +139,8 @@ def _check_tokens(records: Sequence[Record], vocab_size: int) -> None:
 def split_records(records: Sequence[Record], one_in: int = 50) -> tuple[list[Record], list[Record]]:
     """Split records into ``(training, held_out)`` by the hash of their content.
 
-    A record is on the same side whatever file it is in. About one in ``one_in`` is held out, and at least the
-    one with the smallest hash.
+    The same content is always on the same side, in every file. About one record in ``one_in`` is held out; if
+    none would be, the one with the smallest hash is.
 
     Raises:
         ValueError: for ``one_in`` below 2, or records that all have the same content.

@@ -187,7 +187,7 @@ class _Dialogue:
 
 
 class _Writer:
-    """The target with its settings; arguments as in :func:`regenerate`."""
+    """The target with the settings of a run; arguments as in :func:`regenerate`."""
 
     def __init__(
         self,

@@ -149,7 +149,7 @@ def train(
     device = next(objective.parameters()).device
     accelerator = make_accelerator(device)
     size = config.batch_size * accelerator.num_processes
-    # An element of the last step must have a token to predict.
+    # An example is usable if an element of the last step has a token to predict.
     usable = [each for each in examples if bool(each.loss_mask[objective.steps + 1 :].any())]
     if len(usable) < size:
         raise ValueError(
@@ -291,7 +291,7 @@ def _evaluation(fields: dict[str, Any] | None) -> Evaluation | None:
 
 
 class _Run:
-    """The folder of a run."""
+    """The state and history of a run in its folder."""
 
     def __init__(
         self,

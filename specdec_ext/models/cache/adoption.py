@@ -62,7 +62,7 @@ def adopt_cache(cache: Cache | None, config: PreTrainedConfig) -> DynamicCache:
             "pass DynamicCache(config=model.config)."
         )
     if cache.layer_class_to_replicate is not None:
-        # Made without a config: layers would be appended one by one, all of the same class.
+        # A cache made without a config would append layers of one class only. Add all layers by the config.
         wanted = DynamicCache(config=config).layers
         cache.layers.extend(DynamicLayer() for _ in range(len(cache.layers), len(wanted)))
         cache.layer_class_to_replicate = None

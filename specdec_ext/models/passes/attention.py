@@ -1,4 +1,4 @@
-"""``tree_attention`` behind transformers' attention interface.
+"""Use ``tree_attention`` through transformers' attention interface.
 
 During a block pass the function registered for "sdpa" is wrapped. If the layer's mask follows a rule that the
 op supports (causal, sliding window), the op computes attention from the tree itself, without a mask of
