@@ -54,7 +54,7 @@ def sentence(*arguments: str, **options) -> str:
         ((HEAD,), f"MODEL: {HEAD} is a draft head, not a language model"),
         (
             ("./nonexistent",),
-            "MODEL: './nonexistent' is neither a file nor a folder, and no hub id",
+            "MODEL: './nonexistent' is neither a file nor a folder, nor a hub id",
         ),
         (("/no/such/folder",), "'/no/such/folder' is neither a file nor a folder"),
     ],

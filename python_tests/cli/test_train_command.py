@@ -132,7 +132,10 @@ def test_a_dump_serves_runs_with_other_seeds(files, tmp_path):
         (("--data", "text.jsonl", "--layers", "1,2,9"), "layers 0 to 5"),
         (("--data", "text.jsonl", "--draft-vocab", "9999"), "9999"),
         (("--data", "text.jsonl", "--batch-size", "99"), "expected at least 99, one batch"),
-        (("--data", "text.jsonl", "--init-from", "x", "--layers", "1"), "decides layers"),
+        (
+            ("--data", "text.jsonl", "--init-from", "x", "--layers", "1"),
+            "already determines layers",
+        ),
         (("--data", "text.jsonl", "--kind", "p-eagle", "--layout", "eagle"), "mask_token_id"),
         (("--data", "text.jsonl", "--kind", "medusa", "--layout", "eagle"), "EAGLE heads"),
         (("--data", "text.jsonl", "--learning-rate", "0"), "learning_rate is 0"),
@@ -239,7 +242,7 @@ def test_an_adapted_head_begins_as_the_head(tmp_path):
     objective, layers = make_objective(model, random_examples(3, 12), recipe)
     assert layers == (1, 2, 3)
     assert_same_head(objective.trained(), head)
-    with pytest.raises(ValueError, match="decides layers, kind"):
+    with pytest.raises(ValueError, match="already determines layers, kind"):
         dataclasses.replace(recipe, layers=(1,), kind="medusa")
 
 

@@ -565,8 +565,8 @@ def test_other_overrides(tmp_path):
     "overrides, message",
     [
         ({"hidden_size": 3}, "can't override hidden_size; it can override feature_layers, "),
-        ({"feature_layers": (1, 2)}, r"feature_layers=.* takes 3 different hidden states"),
-        ({"feature_layers": (1, 2, 2)}, "takes 3 different hidden states"),
+        ({"feature_layers": (1, 2)}, r"feature_layers=.* reads 3 different hidden states"),
+        ({"feature_layers": (1, 2, 2)}, "reads 3 different hidden states"),
         ({"feature_layers": (-2, 1, 2)}, "numbered from 0, or -1 for the last"),
         ({"sliding_windows": (1, 2)}, "for each of the 1 layers"),
         ({"sliding_windows": (0,)}, "a number of tokens or None"),

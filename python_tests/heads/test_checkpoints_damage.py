@@ -197,7 +197,7 @@ DAMAGE = {
     "two spellings at once": (
         "eagle3",
         put("layers.0.hidden_norm.weight", 32),
-        "layers.0.hidden_norm.weight and midlayer.hidden_norm.weight are two spellings",
+        "layers.0.hidden_norm.weight and midlayer.hidden_norm.weight are two names",
     ),
     # shapes and types
     "transposed fc": (
@@ -251,7 +251,7 @@ DAMAGE = {
     "d2t too large": (
         "eagle3",
         change("d2t", at(-1, 97)),
-        r"d2t\[39\] is 97, .*target id 136; .*has 97",
+        r"d2t\[39\] is 97, .*target id 136, .*has 97",
     ),
     "d2t negative": (
         "eagle3",
@@ -276,7 +276,7 @@ DAMAGE = {
     "d2t of floats": (
         "eagle3",
         change("d2t", lambda t: t.float()),
-        r"d2t has shape \[40\] torch\.float32",
+        r"d2t has shape \[40\] and dtype torch\.float32",
     ),
     "d2t too short": ("eagle3", change("d2t", lambda t: t[:-1].clone()), r"d2t has shape \[39\]"),
     "d2t of a full vocabulary": (
@@ -579,7 +579,7 @@ FILES = {
     "config is not JSON": (text("config.json", "{'hidden_size': 32}"), "config.json is not JSON: "),
     "config is a list": (
         text("config.json", "[1]"),
-        "config.json holds a list; expected an object",
+        "config.json holds a list; expected a JSON object",
     ),
     "config is bottomless": (text("config.json", '{"a":' * 100_000), "config.json is not JSON"),
     "config is not text": (

@@ -93,7 +93,9 @@ def test_what_is_no_head(drafter, error, message):
 def test_a_pair_that_cannot_work_is_an_error_before_the_first_token(tmp_path):
     folder = save_draft(random_head(feature_layers=(1, 2, 9)), tmp_path)
     ids, _ = prompts((5,))
-    with pytest.raises(ValueError, match=r"can't draft for .* \[1, 2, 9\] .* has layers 0 to 2"):
+    with pytest.raises(
+        ValueError, match=r"can't draft for .* \[1, 2, 9\] .* has only layers 0 to 2"
+    ):
         specdec_ext.generate(tiny_model("llama"), ids, drafter=folder, max_new_tokens=2)
 
 

@@ -143,7 +143,7 @@ DAMAGED = {
     "no lm_head": (lambda t: without(t, "1.1.weight"), r"lacks lm_heads.1.weight"),
     "no lm_head at all": (
         lambda t: {k: v for k, v in t.items() if "linear" in k},
-        "has no lm_head",
+        "holds Medusa heads without an lm_head",
     ),
     "a bias less": (lambda t: without(t, "0.0.linear.bias"), r"lacks blocks.0.0.bias"),
     "a gap between heads": (
@@ -195,7 +195,7 @@ DAMAGED = {
     "map of numbers": (lambda t: t | {"token_map": torch.zeros(6)}, "token_map is torch.float32"),
     "map too short": (
         lambda t: t | {"token_map": torch.arange(5)},
-        r"token_map is \[5\]; .* \[6\]",
+        r"token_map has shape \[5\]; .* \[6\]",
     ),
 }
 

@@ -146,7 +146,7 @@ BAD = {
     "narrow features": (
         {"target_hidden_size": 24, "own_embedding": True},
         {},
-        "width 24, the target's have 32",
+        "width 24, but the target's have 32",
     ),
     "shared embedding of another width": (
         {"hidden_size": 16, "head_dim": 4},
@@ -166,7 +166,7 @@ BAD = {
     "lm_head of another size": (
         {"own_lm_head": False},
         {"vocab_size": 98},
-        r"is \[98, 32\]; expected \[97, 32\]",
+        r"has shape \[98, 32\]; expected \[97, 32\]",
     ),
     "layer outside": (
         {"feature_layers": (2, 4, 9)},

@@ -79,7 +79,7 @@ def test_a_chat_is_cut():
 
 
 def test_what_can_not_be_told_is_not_guessed():
-    with pytest.raises(ValueError, match=r"here: the chat template does not tell .* message 3"):
+    with pytest.raises(ValueError, match=r"here: the chat template does not show .* message 3"):
         encode(chat_record(), tiny_tokenizer(MISLEADING), max_length=200)
     with pytest.raises(ValueError, match=r"here is a chat, but .* has no chat template"):
         encode(chat_record(), tiny_tokenizer(None), max_length=200)

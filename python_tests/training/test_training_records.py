@@ -45,7 +45,9 @@ def test_named_columns(tmp_path):
     path = write(tmp_path / "data.jsonl", [{"text": "a", "messages": CHAT, "story": "b"}])
     assert read_records(path, text_column="story")[0].content == "b"
     assert read_records(path, messages_column="messages")[0].content == CHAT
-    with pytest.raises(ValueError, match=r"several could be the training text: .*; name the column"):
+    with pytest.raises(
+        ValueError, match=r"several could be the training text: .*; name the column"
+    ):
         read_records(path)
     with pytest.raises(ValueError, match="two sources"):
         read_records(path, text_column="text", messages_column="messages")

@@ -254,7 +254,7 @@ def _column(where: str, row: dict[str, Any]) -> str:
     found = [name for name in (*CHAT_COLUMNS, "text", "tokens") if name in row]
     if len(found) != 1:
         raise ValueError(
-            f"{where} has the columns {_listed(row)}, of which "
+            f"{where}: its columns are {_listed(row)}; "
             + (f"several could be the training text: {found}" if found else "none is known")
             + "; name the column of texts (text_column) or chats (messages_column)"
         )
