@@ -111,5 +111,7 @@ def test_a_cache_goes_in_again(model):
 def test_a_cache_without_the_states(model):
     cache = DynamicCache(config=model.config)
     text = zoo.build("recurrent_gemma").generate(prompts((9,))[0], past_key_values=cache, **GREEDY)
-    with pytest.raises(ValueError, match="holds no recurrent states, RecurrentGemmaForCausalLM"):
+    with pytest.raises(
+        ValueError, match="holds no recurrent states, because RecurrentGemmaForCausalLM"
+    ):
         specdec_ext.generate(model, text, past_key_values=cache, **GREEDY)

@@ -229,12 +229,12 @@ def test_a_resumed_run_has_the_same_curve_and_the_same_bits(tmp_path):
 def test_a_run_goes_on_only_as_it_began(tmp_path):
     examples = random_examples(10, 12)
     run(tmp_path, dataclasses.replace(QUICK, updates=2), examples)
-    with pytest.raises(ValueError, match=r"state.pt is the state of a run with another data"):
+    with pytest.raises(ValueError, match=r"state.pt is the state of a run with different data"):
         run(tmp_path, dataclasses.replace(QUICK, updates=2), random_examples(10, 12, seed=1))
-    with pytest.raises(ValueError, match=r"state.pt is the state of a run with another head"):
+    with pytest.raises(ValueError, match=r"state.pt is the state of a run with different head"):
         run(tmp_path, dataclasses.replace(QUICK, updates=2), examples, kind="p-eagle")
     with pytest.raises(
-        ValueError, match=r"state.pt is the state of a run with another learning_rate"
+        ValueError, match=r"state.pt is the state of a run with different learning_rate"
     ):
         run(tmp_path, dataclasses.replace(QUICK, updates=2, learning_rate=1.0), examples)
 
