@@ -363,7 +363,7 @@ def test_one_place_enters_inference_mode():
     """torch's own leaves it when its object is destroyed, after the mode of gradients was put right."""
     root = Path(specdec_ext.__file__).parent
     sources = [
-        *(root / "target").rglob("*.py"),
+        *(root / "models").rglob("*.py"),
         *(root / "drafters").rglob("*.py"),
         *root.glob("*.py"),
     ]
