@@ -192,7 +192,7 @@ def test_errors(model):
     ids, _ = expected()
     with pytest.raises(ValueError, match="verification='other' is not known"):
         specdec_ext.install(model, verification="other")
-    with pytest.raises(TypeError, match="Linear, which has no generate"):
+    with pytest.raises(TypeError, match="Linear, which has no method generate"):
         specdec_ext.install(torch.nn.Linear(2, 2))
     assert "generate" not in vars(model)
     specdec_ext.install(model)
