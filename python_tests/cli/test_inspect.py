@@ -16,7 +16,8 @@ from specdec_ext import assets, save_draft
 from specdec_ext.cli import app
 from specdec_ext.cli._console import PlainConsole
 from specdec_ext.cli.inspect import _trials
-from specdec_ext.heads.checkpoints import Calibration, Trial, save_medusa, weights_fingerprint
+from specdec_ext.evaluate.calibrate import Calibration, Trial
+from specdec_ext.heads.checkpoints import save_medusa, weights_fingerprint
 
 TARGET = str(assets.FOLDER / "tiny-python-target")
 # What the bundled target needs.

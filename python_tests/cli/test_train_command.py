@@ -186,7 +186,9 @@ def test_a_plot_that_can_not_be_drawn_costs_no_head(what, tmp_path, monkeypatch)
     """Regression: after hours of training "a plot needs matplotlib" was raised and no head was saved."""
     if what == "matplotlib is missing":
         monkeypatch.setitem(sys.modules, "matplotlib", None)
-        message = r"history.png will not be drawn: history.png needs matplotlib.*pip install '\.\[plot\]'"
+        message = (
+            r"history.png will not be drawn: history.png needs matplotlib.*pip install '\.\[plot\]'"
+        )
     else:
         monkeypatch.setattr("specdec_ext.training.recipe.plot_history", lambda *_: 1 / 0)
         message = "the head is saved, but .*history.png can't be drawn: division by zero"

@@ -21,6 +21,7 @@ def endless(batch: str) -> tuple[torch.LongTensor, torch.LongTensor, list[list[i
     return ids, mask, generated(tiny_model("llama").generate(ids, **kwargs), ids.shape[1])
 
 
+@functools.cache
 def letters_tokenizer() -> PreTrainedTokenizerFast:
     """Token ``i`` is two letters, ``ab`` for 1: texts without spaces in which strings span token borders."""
     vocab = {chr(97 + i // 10) + chr(97 + i % 10): i for i in range(VOCAB)}

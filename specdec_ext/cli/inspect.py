@@ -23,7 +23,7 @@ from specdec_ext.cli._console import PlainConsole
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from specdec_ext.heads.checkpoints import Calibration
+    from specdec_ext.evaluate.calibrate import Calibration
     from specdec_ext.heads.config import DraftHead, HeadRecord
     from specdec_ext.heads.medusa import MedusaHeads
 
@@ -201,7 +201,7 @@ def _compared_with(record: HeadRecord, target: str) -> tuple[Model, PreTrainedTo
 def _calibrated(
     head: DraftHead, text: str, model: Model, tokenizer: PreTrainedTokenizerBase
 ) -> Calibration:
-    from specdec_ext.heads.checkpoints import calibrate
+    from specdec_ext.evaluate.calibrate import calibrate
 
     with user_errors():
         return calibrate(head, model, encode(tokenizer, text, model.device)[:, :_MAX_TOKENS])

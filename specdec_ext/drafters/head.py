@@ -89,7 +89,7 @@ class HeadDrafter(Drafter):
     dead_draft_advice = (
         "Check that the head was trained for exactly this target (not a fine-tuned or requantised version) "
         "and its tokenizer, that the tapped layers are right (two conventions of numbering differ by one; "
-        "specdec_ext.heads.checkpoints.calibrate decides), that norm_output is right, and that the sampling "
+        "specdec_ext.evaluate.calibrate.calibrate decides), that norm_output is right, and that the sampling "
         "temperature is not too high."
     )
 

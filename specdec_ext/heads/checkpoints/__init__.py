@@ -1,6 +1,5 @@
 """Read published formats of draft heads into ``DraftHead`` or ``MedusaHeads``, and write them."""
 
-from specdec_ext.heads.checkpoints.calibrate import Calibration, Trial, calibrate
 from specdec_ext.heads.checkpoints.load import is_draft, load_draft
 from specdec_ext.heads.checkpoints.medusa import save_medusa
 from specdec_ext.heads.checkpoints.pair import (
@@ -11,9 +10,6 @@ from specdec_ext.heads.checkpoints.pair import (
 from specdec_ext.heads.checkpoints.save import save_draft
 
 __all__ = [
-    "Calibration",
-    "Trial",
-    "calibrate",
     "check_pair",
     "is_draft",
     "load_draft",

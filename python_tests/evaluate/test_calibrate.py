@@ -16,7 +16,7 @@ from checkpoint_cases import VOCAB, random_head
 from tiny import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specdec_ext.heads.checkpoints import calibrate
+from specdec_ext.evaluate.calibrate import calibrate
 from specdec_ext.models.passes.features import FeatureTap
 
 WIDTH = 128

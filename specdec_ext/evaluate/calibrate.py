@@ -21,6 +21,7 @@ from specdec_ext.heads.checkpoints.pair import check_pair
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.heads.rope import rope_tables
 from specdec_ext.models.passes.features import FeatureTap
+from specdec_ext.models.patching.changes import inference_mode
 from specdec_ext.tree.config import TreeConfig
 
 _PAIR = TreeConfig(depth=2)
@@ -64,7 +65,7 @@ class Calibration:
     trials: tuple[Trial, ...]
 
 
-@torch.inference_mode()
+@inference_mode()
 def calibrate(
     head: DraftHead, model: PreTrainedModel, input_ids: Tensor, num_drafts: int = 128
 ) -> Calibration:
