@@ -1,6 +1,6 @@
-// Three kernels with one bug each. gpu_check.py runs compute-sanitizer on them with the flags that it
-// uses for the ops: only a check that finds planted bugs can show that the ops have none.
-// The namespace is that of the ops, because the sanitizer selects kernels by name.
+// Three kernels with one bug each. gpu_check.py runs compute-sanitizer on them with the flags that
+// it uses for the ops: only a check that finds planted bugs can show that the ops have none. The
+// namespace is that of the ops, because the sanitizer selects kernels by name.
 //
 //   planted_bugs memcheck | racecheck | synccheck
 #include <cstdio>

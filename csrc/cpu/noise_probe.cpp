@@ -1,6 +1,6 @@
-// A C function for tests (python_tests/verify/test_rng.py): the noise of given bits as each instruction
-// set computes it, so that "the same bits everywhere" can be checked on values and not only on
-// arg-maxes.
+// A C function for tests (python_tests/verify/test_rng.py): the noise of given bits as each
+// instruction set computes it, so that "the same bits everywhere" can be checked on values and not
+// only on arg-maxes.
 #include <cstdint>
 
 #include "specdec/cpu_isa.h"

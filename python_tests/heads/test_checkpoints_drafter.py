@@ -36,7 +36,12 @@ def test_a_folder_is_a_drafter(folder):
     plain = specdec_ext.generate(tiny_model("llama"), ids, drafter=None, **law)
     for drafter in (folder, str(folder), specdec_ext.load_draft(folder)):
         drafted = specdec_ext.generate(
-            tiny_model("llama"), ids, drafter=drafter, return_dict_in_generate=True, **law
+            tiny_model("llama"),
+            ids,
+            drafter=drafter,
+            speculation="fixed",
+            return_dict_in_generate=True,
+            **law,
         )
         assert torch.equal(drafted.sequences, plain)
         assert drafted.speculation.draft_tokens > 0
