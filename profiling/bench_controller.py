@@ -156,7 +156,7 @@ def main(
             rows.append([name, str(to_plain[AUTO]), f"{best:.2f}x", f"{ratio:.3f}", goal, verdict])
             records.append({"name": name, "ratio": ratio, "goal": goal, **report.record()})
             if only:
-                print(series[AUTO].speculation[-1].explain())
+                print(series[AUTO].speculation_stats[-1].explain())
     header = ["", "auto to plain", "best fixed to plain", "ratio", "goal", ""]
     print(benchmark.machine_line(target))
     state = "cold" if cold else "warm"

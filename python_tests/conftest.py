@@ -80,14 +80,14 @@ def simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
     from specdec_ext.schedule import memory
     from specdec_ext.schedule import settings as speculation
 
-    clock, verify = SimulatedTime(), loop.Decoder._verify
+    clock, verify = SimulatedTime(), loop.DecodingLoop._verify
 
     def verify_after_a_pass(*arguments: Any) -> Any:
         clock.seconds += clock.PASS
         return verify(*arguments)
 
-    monkeypatch.setattr(loop.Decoder, "_verify", verify_after_a_pass)
-    monkeypatch.setattr(speculation, "AUTO", speculation.Speculation(clock=clock))
+    monkeypatch.setattr(loop.DecodingLoop, "_verify", verify_after_a_pass)
+    monkeypatch.setattr(speculation, "AUTO", speculation.SpeculationConfig(clock=clock))
     memory._memories.clear()
 
 

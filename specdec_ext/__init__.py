@@ -6,6 +6,7 @@ do not import transformers.
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from specdec_ext.hosts import install, uninstall
     from specdec_ext.models import Support, supports
     from specdec_ext.output import SpeculativeEncoderDecoderOutput, SpeculativeOutput
-    from specdec_ext.schedule.settings import Speculation
+    from specdec_ext.schedule.settings import SpeculationConfig
     from specdec_ext.stats import SpeculationStats
     from specdec_ext.tree.config import TreeConfig
     from specdec_ext.tree.draft_tree import DraftTree
@@ -43,7 +44,7 @@ __all__ = [
     "MedusaHeads",
     "ModelCheck",
     "NgramDrafter",
-    "Speculation",
+    "SpeculationConfig",
     "SpeculationStats",
     "SpeculativeEncoderDecoderOutput",
     "SpeculativeOutput",
@@ -75,7 +76,7 @@ _MODULES = {
     "heads.medusa": ("MedusaHeads",),
     "evaluate.check": ("Check", "ModelCheck", "check_model"),
     "output": ("SpeculativeEncoderDecoderOutput", "SpeculativeOutput"),
-    "schedule.settings": ("Speculation",),
+    "schedule.settings": ("SpeculationConfig",),
     "stats": ("SpeculationStats",),
     "models": ("Support", "supports"),
     "tree.draft_tree": ("DraftTree",),
@@ -84,7 +85,15 @@ _MODULES = {
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
+# Deprecated name -> its replacement.
+_RENAMED = {"Speculation": "SpeculationConfig"}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        message = f"specdec_ext.{name} is deprecated; use specdec_ext.{_RENAMED[name]}"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return __getattr__(_RENAMED[name])
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

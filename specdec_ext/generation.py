@@ -31,7 +31,7 @@ from specdec_ext.delegation import Noticed, check_loop, class_generate, generate
 from specdec_ext.drafters import Drafter
 from specdec_ext.drafters.choice import Assistant, DrafterChoice
 from specdec_ext.keywords import check_arguments, check_config
-from specdec_ext.loop import Decoder
+from specdec_ext.loop import DecodingLoop
 from specdec_ext.models import Target, make_target
 from specdec_ext.models.context_limit import Span
 from specdec_ext.models.patching.changes import current_changes, transactional
@@ -47,7 +47,7 @@ from specdec_ext.models.wrapped import (
 from specdec_ext.output import AnyOutput, Recorder, TokenStream
 from specdec_ext.schedule.controller import Controller
 from specdec_ext.schedule.policy import Policy
-from specdec_ext.schedule.settings import Speculation, resolve_speculation
+from specdec_ext.schedule.settings import SpeculationConfig, resolve_speculation
 from specdec_ext.transfer import Staging
 from specdec_ext.verify.sampler import VERIFICATIONS, Sampler
 from specdec_ext.verify.stopping import StopRule
@@ -92,7 +92,7 @@ def generate(
             - ``None`` or ``"none"``: plain decoding in the same loop.
         speculation: ``"auto"`` measures the costs and gains of drafting, and in each step drafts the shape
             that promises the most tokens per second, or nothing. ``"fixed"`` drafts in every step, in the
-            drafter's default shape. A :class:`Speculation` restricts ``"auto"``. The text is the same with
+            drafter's default shape. A :class:`SpeculationConfig` restricts ``"auto"``. The text is the same with
             all of them. When sampling under a rule other than "match", the text depends on the drafts, and
             ``"auto"`` means ``"fixed"``.
         verification: the rule that accepts drafts when sampling. ``"match"`` works with all drafters, and one
@@ -240,7 +240,7 @@ def _decode(
     config: GenerationConfig,
     drafter: Drafter | None,
     explicit: bool,
-    speculation: Speculation | None,
+    speculation: SpeculationConfig | None,
     noise: list[tuple[int, int]],
     verification: str,
     streamer: Any,
@@ -286,7 +286,7 @@ def _decode(
     )
     stream = TokenStream(streamer, context) if streamer is not None else None
     policy = _policy(speculation, drafter, model, sampler)
-    decoder = Decoder(target, drafter, sampler, stop, context, recorder, stream, policy)
+    decoder = DecodingLoop(target, drafter, sampler, stop, context, recorder, stream, policy)
     sequences = context.sequences(decoder.run())
     if stream is not None:
         stream.end()
@@ -296,7 +296,7 @@ def _decode(
 
 
 def _policy(
-    speculation: Speculation | None,
+    speculation: SpeculationConfig | None,
     drafter: Drafter | None,
     model: PreTrainedModel,
     sampler: Sampler,
@@ -317,12 +317,12 @@ def _policy(
     if not sampler.needs_draft_probs:
         clock = agreed_clock(model, speculation.clock)
         return Controller(replace(speculation, clock=clock), drafter, model)
-    if speculation == Speculation():  # "auto", or a Speculation equal to it
+    if speculation == SpeculationConfig():  # "auto", or a SpeculationConfig equal to it
         return Policy(drafter)
     raise ValueError(
         "speculation chooses drafts by measured times, and under this verification rule the sampled text "
         "depends on the drafts, so one seed would give many texts. Pass speculation='fixed', "
-        "Speculation(shapes=[...], may_rest=False) with one shape, or verification='match'"
+        "SpeculationConfig(shapes=[...], may_rest=False) with one shape, or verification='match'"
     )
 
 

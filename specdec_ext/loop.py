@@ -17,7 +17,7 @@ from specdec_ext.verify.sampler import Accepted, Sampler
 from specdec_ext.verify.stopping import StopRule
 
 
-class Decoder:
+class DecodingLoop:
     """The loop of one ``generate`` call.
 
     Args:
@@ -47,7 +47,7 @@ class Decoder:
         self.policy = policy
         self.stats = SpeculationStats(drafter=type(drafter).__name__ if drafter else "none")
         self.stats.policy = "fixed" if drafter else "none"
-        self._alarm = DraftAlarm(self.stats, drafter.dead_draft_advice if drafter else "")
+        self._alarm = DraftAlarm(self.stats, drafter.low_acceptance_hint if drafter else "")
         self._ends: dict[int, int] = {}  # original row -> its length in columns when it ended
         self._layout = list(context.rows)  # row of the cache -> original row
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,20 +18,32 @@ from specdec_ext.stats import SpeculationStats
 from specdec_ext.verify.sampler import Accepted, RecordScores
 
 
-class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """Hugging Face's output of a decoder-only model, and ``speculation``, the statistics of the call.
+class HasSpeculationStats:
+    """Adds the statistics of the call to an output.
 
-    ``speculation`` is an attribute and not an item, because some code expects that all items are tensors
-    (Whisper's ``generate`` does).
+    They are an attribute and not an item, because some code expects that all items are tensors (Whisper's
+    ``generate`` does).
     """
 
-    speculation: SpeculationStats | None = None
+    speculation_stats: SpeculationStats | None = None
+
+    @property
+    def speculation(self) -> SpeculationStats | None:
+        """The old name of ``speculation_stats``; reading it warns."""
+        warnings.warn(
+            "the attribute `speculation` of an output is deprecated; read `speculation_stats`",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.speculation_stats
 
 
-class SpeculativeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
-    """Hugging Face's output of an encoder-decoder model, and ``speculation``, the statistics of the call."""
+class SpeculativeOutput(HasSpeculationStats, GenerateDecoderOnlyOutput):
+    """Hugging Face's output of a decoder-only model, and ``speculation_stats``."""
 
-    speculation: SpeculationStats | None = None
+
+class SpeculativeEncoderDecoderOutput(HasSpeculationStats, GenerateEncoderDecoderOutput):
+    """Hugging Face's output of an encoder-decoder model, and ``speculation_stats``."""
 
 
 AnyOutput = SpeculativeOutput | SpeculativeEncoderDecoderOutput
@@ -234,7 +247,7 @@ class Recorder:
                 decoder_attentions=attentions,
                 cross_attentions=cut(self._cross),
             )
-        output.speculation = stats
+        output.speculation_stats = stats
         return output
 
 

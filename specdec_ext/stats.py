@@ -156,7 +156,7 @@ class DraftAlarm:
 
     Args:
         stats: the statistics of the call.
-        advice: the hint in the warning, :attr:`Drafter.dead_draft_advice`; "" never warns.
+        advice: the hint in the warning, :attr:`Drafter.low_acceptance_hint`; "" never warns.
     """
 
     def __init__(self, stats: SpeculationStats, advice: str):

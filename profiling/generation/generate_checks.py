@@ -103,7 +103,7 @@ def checks(
             output: Any = specdec_ext.generate(model, **given, **recorded, **how)
             ours = new_of(output)
             why = why_different(ours, plain, dtype)
-            if why is None and not output.speculation.accepted_tokens:
+            if why is None and not output.speculation_stats.accepted_tokens:
                 why = "no draft was accepted"
             # A usual call records no logits and takes another path through verification.
             usual = specdec_ext.generate(model, **given, **how)[:, -new_tokens:]

@@ -49,7 +49,7 @@ def run(model, drafter):
 
 def test_a_model_without_a_head():
     assert isinstance(resolve_drafter("auto", tiny_model("llama")), NgramDrafter)
-    assert run(tiny_model("llama"), "auto").speculation.drafter == "NgramDrafter"
+    assert run(tiny_model("llama"), "auto").speculation_stats.drafter == "NgramDrafter"
 
 
 def test_a_model_that_names_its_head(model, monkeypatch, tmp_path):
@@ -59,8 +59,8 @@ def test_a_model_that_names_its_head(model, monkeypatch, tmp_path):
     outputs = [run(model, drafter) for drafter in (None, "auto", "auto")]
     for output in outputs[1:]:
         assert torch.equal(output.sequences, outputs[0].sequences)
-        assert output.speculation.drafter == "CombinedDrafter"
-        assert output.speculation.draft_tokens > 0
+        assert output.speculation_stats.drafter == "CombinedDrafter"
+        assert output.speculation_stats.draft_tokens > 0
     assert len(loads) == 1
     moved = shutil.copytree(loads[0], tmp_path / "moved")
     model.config.specdec_ext_draft = str(moved)
@@ -91,7 +91,7 @@ def test_a_config_that_names_no_head(model, named):
     model.config.specdec_ext_draft = named
     with pytest.raises(ValueError, match=r"model\.config\.specdec_ext_draft is .*hub id"):
         run(model, "auto")
-    assert run(model, "ngram").speculation.draft_tokens >= 0
+    assert run(model, "ngram").speculation_stats.draft_tokens >= 0
 
 
 def test_a_head_of_another_model(model, tmp_path):

@@ -130,7 +130,7 @@ def test_equal_proposals_are_one():
 def test_both_hear_what_was_accepted():
     retrieval, model = Recalls(lambda *_: [], lambda *_: 0), Says(lambda *_: [])
     drafter = CombinedDrafter(retrieval, model)
-    stats = generate(drafter, "one", "greedy", speculation="fixed").speculation
+    stats = generate(drafter, "one", "greedy", speculation="fixed").speculation_stats
     assert retrieval.committed == model.committed == stats.steps == NEW_TOKENS - 1
 
 
@@ -232,4 +232,8 @@ def test_bad_arguments():
 
 def test_a_dead_head_is_still_noticed():
     model = DraftModelDrafter(tiny_model("llama"))
-    assert CombinedDrafter(NgramDrafter(), model).dead_draft_advice == model.dead_draft_advice != ""
+    assert (
+        CombinedDrafter(NgramDrafter(), model).low_acceptance_hint
+        == model.low_acceptance_hint
+        != ""
+    )

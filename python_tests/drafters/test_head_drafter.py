@@ -312,10 +312,10 @@ def test_a_trained_head_is_accepted_as_often_alone_as_in_a_batch():
         batch = run(ids, mask)
         assert torch.equal(batch.sequences, sequences)
         alone = [
-            run(torch.tensor([text[:length]]), None).speculation
+            run(torch.tensor([text[:length]]), None).speculation_stats
             for text, length in zip(texts, LENGTHS, strict=True)
         ]
-        stats = batch.speculation
+        stats = batch.speculation_stats
         for name in ("steps", "accepted_tokens", "draft_tokens", "accepted_per_position"):
             assert getattr(stats, name) == added([getattr(each, name) for each in alone]), name
         assert stats.accepted_tokens / stats.steps > 1

@@ -191,7 +191,7 @@ def count(window: int, guesses: int = 5):
         return_dict_in_generate=True,
     )
     assert output.sequences[0, 2:].tolist() == list(range(11, 51))
-    return output.speculation
+    return output.speculation_stats
 
 
 def test_the_window_finds_text_that_was_never_seen():
@@ -217,11 +217,11 @@ def test_the_n_grams_of_the_prompt_are_guessed():
     )
     # 30 after the prompt, then eight times a guess of three and the bonus
     assert output.sequences[0, 41:].tolist() == list(range(30, 63))
-    assert (output.speculation.steps, output.speculation.accepted_tokens) == (8, 24)
+    assert (output.speculation_stats.steps, output.speculation_stats.accepted_tokens) == (8, 24)
 
 
 def test_by_name():
-    assert generate("lookahead", "one", "greedy").speculation.drafter == "LookaheadDrafter"
+    assert generate("lookahead", "one", "greedy").speculation_stats.drafter == "LookaheadDrafter"
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,9 @@ def test_right_guesses_are_accepted(tree):
     )
     expected = [list(range(last + 1, last + 26)) for last in (3, 7, 4)]
     assert output.sequences[:, 3:].tolist() == expected
-    assert output.speculation.steps == 6 * 3  # per row: four tokens a step after the first one
+    assert (
+        output.speculation_stats.steps == 6 * 3
+    )  # per row: four tokens a step after the first one
 
 
 # ---------------------------------------------------------------- lossless
@@ -252,7 +254,7 @@ def test_targets_in_half_precision(dtype):
     drafter = MedusaDrafter(random_heads(), STATIC)
     stats = specdec_ext.generate(
         model, ids, drafter=drafter, max_new_tokens=8, return_dict_in_generate=True
-    ).speculation
+    ).speculation_stats
     assert stats.draft_tokens > 0
 
 

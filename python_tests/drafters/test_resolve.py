@@ -69,7 +69,7 @@ def test_every_name_drafts_and_no_name_changes_the_text(target, draft_folder):
     places = {str(draft_folder): "DraftModelDrafter", draft_folder: "DraftModelDrafter"}
     for name, drafter in {**expected, **places}.items():
         out = completed(target, name)
-        assert out.speculation.drafter == drafter
+        assert out.speculation_stats.drafter == drafter
         assert torch.equal(out.sequences, plain.sequences)
 
 

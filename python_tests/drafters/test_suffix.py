@@ -117,7 +117,7 @@ def test_outputs_are_remembered_when_they_end():
 
 
 def test_by_name_each_call_has_its_own_history():
-    stats = [generate("suffix", "one", "greedy").speculation for _ in range(2)]
+    stats = [generate("suffix", "one", "greedy").speculation_stats for _ in range(2)]
     assert stats[0].steps == stats[1].steps
 
 

@@ -194,9 +194,9 @@ SAMPLED = dict(do_sample=True, seed=3, temperature=0.9)
 def test_a_translated_draft_model_is_as_good_as_the_original(kwargs):
     expected = run(None, **kwargs).sequences
     out = run(drafter(), **kwargs)
-    assert torch.equal(out.sequences, expected) and out.speculation.acceptance_rate == 1.0
+    assert torch.equal(out.sequences, expected) and out.speculation_stats.acceptance_rate == 1.0
     out = run(DraftModelDrafter(permuted_model()), **kwargs)  # as if the ids were the same
-    assert torch.equal(out.sequences, expected) and out.speculation.acceptance_rate < 0.1
+    assert torch.equal(out.sequences, expected) and out.speculation_stats.acceptance_rate < 0.1
 
 
 class Checked(DraftModelDrafter):
@@ -228,14 +228,14 @@ def test_tokens_without_counterpart_are_read_and_never_drafted():
     assert sum(token in MISSING for row in answers for token in row) > 3
     out = run(drafter(MISSING, Checked))
     assert torch.equal(out.sequences, expected)
-    assert 0.05 < out.speculation.acceptance_rate < 1
+    assert 0.05 < out.speculation_stats.acceptance_rate < 1
 
 
 @pytest.mark.parametrize("rule", ["match", "block"])
 def test_sampled_drafts_of_another_vocabulary(rule):
     made = drafter(MISSING, sampled=rule != "match")
     out = run(made, verification=rule, **SAMPLED)
-    assert 0.05 < out.speculation.acceptance_rate < 1
+    assert 0.05 < out.speculation_stats.acceptance_rate < 1
     if rule == "match":
         assert torch.equal(out.sequences, run(None, **SAMPLED).sequences)
     assert torch.equal(out.sequences, run(made, verification=rule, **SAMPLED).sequences)

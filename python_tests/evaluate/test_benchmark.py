@@ -301,7 +301,7 @@ def test_a_table_shows_what_has_to_be_read_together():
     report.left_out["HF assisted"] = "no reason"
     report.same_text["specdec x"] = "8/10, 2 near-ties"
     report.series["specdec x"].fixed = [stats((3, 3, 1, 2))]
-    report.series["specdec x"].speculation[0].policy = "auto"
+    report.series["specdec x"].speculation_stats[0].policy = "auto"
     report.series["specdec x"].latencies = [
         Latency(0.2, 0.001, (0.004, 0.008)),
         Latency(0.4, 0.003, ()),

@@ -7,7 +7,7 @@ from tiny import tiny_model
 
 from specdec_ext import ops
 from specdec_ext.evaluate.breakdown import INSIDE, PARTS, Breakdown, Part, _Clock, breakdown
-from specdec_ext.loop import Decoder
+from specdec_ext.loop import DecodingLoop
 from specdec_ext.models.slots import SlotTarget
 from specdec_ext.verify.sampler import Sampler
 
@@ -61,7 +61,7 @@ def test_nothing_stays_behind():
 
     def functions():
         return [
-            Decoder._propose,
+            DecodingLoop._propose,
             Sampler.verify,
             SlotTarget.forward,
             ops.linear,

@@ -44,7 +44,7 @@ def generate(drafter, lengths=(6,), max_new_tokens=24, **law):
         return_dict_in_generate=True,
         **law,
     )
-    return output.sequences[:, ids.shape[1] :].tolist(), output.speculation
+    return output.sequences[:, ids.shape[1] :].tolist(), output.speculation_stats
 
 
 @pytest.mark.parametrize(

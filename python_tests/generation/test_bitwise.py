@@ -149,4 +149,4 @@ def test_text_and_logits_of_large_passes(model, rows, shape, decoding):
     ours = specdec_ext.generate(model, ids, drafter=drafter, speculation="fixed", **kwargs)
     assert torch.equal(ours.sequences, plain.sequences)
     assert_same_bits(torch.stack(ours.logits), torch.stack(plain.logits))
-    assert ours.speculation.mean_acceptance_length > 4
+    assert ours.speculation_stats.mean_acceptance_length > 4

@@ -129,7 +129,7 @@ def check(kind: str, rows: int, shapes: Sequence[Callable] = SHAPES, **kwargs: A
         )
         assert torch.equal(output.sequences, expected), shape.__name__
         if shape.__name__ == "oracle_chain" and specdec_ext.supports(model).chain and rows == 1:
-            assert output.speculation.accepted_tokens > 0
+            assert output.speculation_stats.accepted_tokens > 0
     return expected
 
 
@@ -230,7 +230,7 @@ def test_copies_from_what_the_encoder_reads(drafter):
         **kwargs,
     )
     assert torch.equal(output.sequences[:, 1:], text)
-    assert output.speculation.accepted_tokens > NEW_TOKENS // 2
+    assert output.speculation_stats.accepted_tokens > NEW_TOKENS // 2
 
 
 def test_draft_model_of_the_same_vocabulary():
@@ -257,7 +257,7 @@ def test_outputs_of_transformers_class(rows):
     drafter = ScriptedDrafter(generated(expected.sequences, 1), noisy_chain)
     output = specdec_ext.generate(model, drafter=drafter, **kwargs)
     assert isinstance(output, type(expected))
-    assert output.speculation.steps
+    assert output.speculation_stats.steps
     assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1
     for name in set(expected) - {"past_key_values"}:
         torch.testing.assert_close(output[name], expected[name])

@@ -72,7 +72,9 @@ def test_a_perfect_draft_is_accepted_whole(reference):
     ids, kwargs, _ = reference("llama", "one")
     drafter = DraftModelDrafter(tiny_model("llama"), num_draft_tokens=4)
     kwargs |= {"return_dict_in_generate": True, "speculation": "fixed"}
-    stats = specdec_ext.generate(tiny_model("llama"), ids, drafter=drafter, **kwargs).speculation
+    stats = specdec_ext.generate(
+        tiny_model("llama"), ids, drafter=drafter, **kwargs
+    ).speculation_stats
     assert (stats.steps, stats.drafts, stats.emitted_tokens) == (5, 5, 23)
     assert stats.accepted_tokens == stats.draft_tokens == 18  # the last draft is cut at max_length
 
@@ -126,7 +128,7 @@ def test_a_tree_of_more_than_64_nodes():
     drafter = ScriptedDrafter(generated(expected, ids.shape[1]), bushy)
     out = specdec_ext.generate(model, ids, drafter=drafter, return_dict_in_generate=True, **kwargs)
     assert torch.equal(out.sequences, expected)
-    assert out.speculation.draft_tokens > 64 * out.speculation.drafts
+    assert out.speculation_stats.draft_tokens > 64 * out.speculation_stats.drafts
 
 
 def test_the_hook_gives_the_same_text(reference):

@@ -46,7 +46,7 @@ def test_the_draws_of_a_draft_model_are_coupled_to_the_target():
     out = sample(
         model, DraftModelDrafter(model), ids, mask, temperature=0.9, return_dict_in_generate=True
     )
-    assert out.speculation.acceptance_rate == 1.0
+    assert out.speculation_stats.acceptance_rate == 1.0
 
 
 def test_different_seeds_give_different_texts_and_one_seed_repeats():

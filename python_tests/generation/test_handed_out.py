@@ -40,7 +40,9 @@ def test_the_callers_cache_is_the_one_that_was_used():
     plain = generate(model, ids, None, past_key_values=theirs)
     ours = generate(model, ids, plain.sequences, past_key_values=given)
     assert torch.equal(ours.sequences, plain.sequences)
-    assert ours.speculation.accepted_tokens < ours.speculation.draft_tokens, "nothing to take back"
+    assert ours.speculation_stats.accepted_tokens < ours.speculation_stats.draft_tokens, (
+        "nothing to take back"
+    )
     assert ours.past_key_values is given
     longer = torch.cat([plain.sequences, ids[:, :4]], dim=1)
     expected = generate(model, longer, None, past_key_values=theirs).sequences

@@ -522,7 +522,7 @@ def test_prompt_lookup_is_the_ngram_drafter(name):
         **{name: value},
     )
     assert torch.equal(out.sequences, expected)
-    assert out.speculation.drafter == "NgramDrafter"
+    assert out.speculation_stats.drafter == "NgramDrafter"
 
 
 def other_config(**fields):
@@ -561,8 +561,8 @@ def test_text_with_an_assistant(batch):
             model, ids, assistant_model=model, return_dict_in_generate=True, **kwargs, **names
         )
         assert torch.equal(out.sequences, expected)
-        assert out.speculation.drafter == "DraftModelDrafter"
-        assert out.speculation.emitted_per_step > 2
+        assert out.speculation_stats.drafter == "DraftModelDrafter"
+        assert out.speculation_stats.emitted_per_step > 2
 
 
 # --- the rest of what a call hands over

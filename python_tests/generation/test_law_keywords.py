@@ -177,7 +177,7 @@ def draw(kwargs: dict, rows: int, seed: int, drafter: Drafter):
 )
 def test_warpers(name):
     output = draw(WARPERS[name], DRAWS, 1, RandomTrees())
-    assert output.speculation.accepted_tokens > DRAWS / 8
+    assert output.speculation_stats.accepted_tokens > DRAWS / 8
     assert chi_square_excess(counts(output.sequences), law(WARPERS[name])) < 1
 
 
@@ -185,7 +185,7 @@ def drawn_in_fours(kwargs: dict, draws: int) -> torch.Tensor:
     """Few rows at a time: those of a stateful processor wait for each other, and many would all the time."""
     drafter = DraftModelDrafter(six_token_model(), num_draft_tokens=2)
     outputs = [draw(kwargs, 4, seed, drafter) for seed in range(draws // 4)]
-    accepted = sum(output.speculation.accepted_tokens for output in outputs)
+    accepted = sum(output.speculation_stats.accepted_tokens for output in outputs)
     assert accepted > draws / 8
     return sum(counts(output.sequences) for output in outputs)
 

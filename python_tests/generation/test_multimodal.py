@@ -33,7 +33,7 @@ def check(name, inputs):
             model, drafter=ScriptedDrafter(answers, shape), return_dict_in_generate=True, **kwargs
         )
         assert torch.equal(output.sequences, expected), shape.__name__
-        accepted[shape] = output.speculation.accepted_tokens
+        accepted[shape] = output.speculation_stats.accepted_tokens
     return accepted[oracle_tree], expected
 
 

@@ -248,7 +248,9 @@ def stats_of(
     kwargs["speculation"] = "fixed"
     out = specdec_ext.generate(model, ids, drafter=made, return_dict_in_generate=True, **kwargs)
     assert torch.equal(out.sequences, plain)
-    return out.speculation, sum(ends(plain, ids.shape[1], eos if isinstance(eos, list) else [eos]))
+    return out.speculation_stats, sum(
+        ends(plain, ids.shape[1], eos if isinstance(eos, list) else [eos])
+    )
 
 
 @pytest.mark.parametrize("eos", [False, True], ids=["to-the-limit", "eos"])
@@ -322,7 +324,9 @@ def test_reusing_one_drafter_begins_new_counters():
     kwargs = dict(attention_mask=mask, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True)
     drafter = specdec_ext.NgramDrafter(min_ngram=1)
     runs = [
-        specdec_ext.generate(model, ids, drafter=drafter, speculation="fixed", **kwargs).speculation
+        specdec_ext.generate(
+            model, ids, drafter=drafter, speculation="fixed", **kwargs
+        ).speculation_stats
         for _ in range(2)
     ]
     for stats in runs:

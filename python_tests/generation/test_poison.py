@@ -129,7 +129,7 @@ def test_a_pass_is_run_again_once(eager):
     with poisoned(eager, tokens, "embedding"):
         output = generate(eager, drafter=drafter, **call(ids, mask, return_dict_in_generate=True))
     assert torch.equal(output.sequences, expected)
-    stats = output.speculation
+    stats = output.speculation_stats
     # All but the last of 13 steps, which has no room for a draft.
     assert stats.reruns == 12 and len(passes) == 1 + 13 + 12
     assert stats.drafts == 36 and stats.accepted_tokens == 0

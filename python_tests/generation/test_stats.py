@@ -111,8 +111,8 @@ def test_a_call_with_a_dead_draft_model_warns_once():
     with pytest.warns(UserWarning, match="DeadModel: in the last .* same tokenizer") as caught:
         drafted(DeadModel(tiny_model("llama")))
     assert len(caught) == 1
-    assert "tapped layers" in HeadDrafter.dead_draft_advice
-    assert "tokenizer" in MedusaDrafter.dead_draft_advice
+    assert "tapped layers" in HeadDrafter.low_acceptance_hint
+    assert "tokenizer" in MedusaDrafter.low_acceptance_hint
 
 
 def test_a_call_with_other_drafters_does_not_warn():

@@ -12,7 +12,7 @@ import torch
 import specdec_ext
 from specdec_ext import assets, ops
 from specdec_ext.drafters import HeadDrafter, NgramDrafter
-from specdec_ext.loop import Decoder
+from specdec_ext.loop import DecodingLoop
 from specdec_ext.models.passes.direct import DirectPass
 from specdec_ext.models.slots import SlotTarget
 from specdec_ext.tree.config import TreeConfig
@@ -56,7 +56,7 @@ class CallCounter:
             self.calls += 1
 
 
-_STEP, _END = Decoder._propose.__code__, SlotTarget.finish.__code__
+_STEP, _END = DecodingLoop._propose.__code__, SlotTarget.finish.__code__
 _ARITHMETIC = {DirectPass.__call__.__code__, ops.draft_head.__code__}
 
 

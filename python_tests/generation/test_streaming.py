@@ -182,7 +182,7 @@ def test_drafted_flags_agree_with_the_counters(drafter, batch):
     streamer = DraftedLog()
     out = run(batch, drafter, streamer, return_dict_in_generate=True, eos_token_id=96)
     drafted = torch.stack(streamer.flags, dim=1)
-    assert int(drafted.sum()) == out.speculation.accepted_tokens
+    assert int(drafted.sum()) == out.speculation_stats.accepted_tokens
     assert not drafted[:, 0].any()  # the prompt's own token
 
 

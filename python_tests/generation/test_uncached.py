@@ -27,7 +27,7 @@ def test_the_text(name, shape):
         model, ids, drafter=drafter, speculation="fixed", return_dict_in_generate=True, **kwargs
     )
     assert torch.equal(output.sequences, expected)
-    assert output.speculation.mean_acceptance_length > 1
+    assert output.speculation_stats.mean_acceptance_length > 1
 
 
 def test_attention_that_sorts_the_whole_text_is_not_speculated_on():

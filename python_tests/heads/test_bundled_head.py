@@ -74,8 +74,8 @@ def test_its_drafts_are_accepted_and_the_text_stays():
             **options,
         )
         assert torch.equal(output.sequences, plain)
-        emitted += output.speculation.accepted_tokens
-        steps += output.speculation.drafts
+        emitted += output.speculation_stats.accepted_tokens
+        steps += output.speculation_stats.drafts
     assert 1 + emitted / steps > 2.5
 
 

@@ -44,7 +44,7 @@ def test_a_folder_is_a_drafter(folder):
             **law,
         )
         assert torch.equal(drafted.sequences, plain)
-        assert drafted.speculation.draft_tokens > 0
+        assert drafted.speculation_stats.draft_tokens > 0
 
 
 def test_a_folder_of_medusa_heads_is_a_drafter(tmp_path):
@@ -58,7 +58,7 @@ def test_a_folder_of_medusa_heads_is_a_drafter(tmp_path):
             tiny_model("llama"), ids, drafter=drafter, return_dict_in_generate=True, **law
         )
         assert torch.equal(drafted.sequences, plain)
-        assert drafted.speculation.draft_tokens > 0
+        assert drafted.speculation_stats.draft_tokens > 0
     with pytest.raises(ValueError, match="holds Medusa heads, which have no norm_output"):
         load_draft(tmp_path, norm_output=True)
 

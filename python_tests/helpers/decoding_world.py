@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import torch
 
-from specdec_ext import Drafter, DraftTree, Speculation, SpeculationStats
+from specdec_ext import Drafter, DraftTree, SpeculationConfig, SpeculationStats
 from specdec_ext.schedule.controller import Controller
-from specdec_ext.tree.config import FOUND, TreeConfig
+from specdec_ext.tree.config import LOOKUP, TreeConfig
 from specdec_ext.verify.sampler import Accepted
 
 VOCAB = 1000
@@ -44,7 +44,7 @@ class WorldDrafter(Drafter):
         self.asked = []
 
     def shapes(self, context):
-        return [TreeConfig(depth=depth) for depth in self.depths] or [FOUND]
+        return [TreeConfig(depth=depth) for depth in self.depths] or [LOOKUP]
 
     def propose(self, context):
         shape, rng = context.shape, self.world.random
@@ -85,7 +85,7 @@ class World:
         """Generate; ``stats.seconds["verify"]`` is the time of the whole call."""
         lengths = lengths or [tokens] * self.rows
         self.texts = [[self.random.randrange(VOCAB) for _ in range(n + 64)] for n in lengths]
-        settings = dataclasses.replace(settings or Speculation(), clock=self.clock)
+        settings = dataclasses.replace(settings or SpeculationConfig(), clock=self.clock)
         context = SimpleNamespace(rows=list(range(self.rows)), shape=None)
         context.generated = [[text[0]] for text in self.texts]
         stats = SpeculationStats()

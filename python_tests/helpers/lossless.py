@@ -51,7 +51,7 @@ def check_same_text(drafter: Drafter, batch: str, decoding: str) -> SpeculationS
     )
     assert torch.equal(output.sequences, plain_text(batch, decoding))
     assert torch.equal(by_default.sequences, plain_text(batch, decoding))
-    return output.speculation
+    return output.speculation_stats
 
 
 def check_generated_text(model: PreTrainedModel, batch: str, new_tokens: int) -> None:

@@ -149,7 +149,7 @@ def checked(
             raise Failure("wrong", f"{where}: logits differ by {drift:.2g}")
         claimed = {oracle_chain: support.chain, oracle_tree: support.tree}.get(shape, False)
         plain = any("decoded without speculation" in str(warning.message) for warning in warned)
-        if claimed and not plain and not output.speculation.accepted_tokens:
+        if claimed and not plain and not output.speculation_stats.accepted_tokens:
             raise Failure("vacuous", f"{where}: no right draft was accepted")
     return drift
 

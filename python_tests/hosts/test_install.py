@@ -45,7 +45,7 @@ def test_generate_speculates(model):
     specdec_ext.install(model, right())
     out = model.generate(ids, return_dict_in_generate=True, **KWARGS)
     assert torch.equal(out.sequences, text)
-    assert out.speculation.accepted_tokens > 0
+    assert out.speculation_stats.accepted_tokens > 0
 
 
 def test_positional_arguments(model):
@@ -78,7 +78,7 @@ def test_streamer_and_assistant_as_in_transformers(model):
     out = model.generate(
         ids, assistant_model=tiny_model("llama"), return_dict_in_generate=True, **KWARGS
     )
-    assert out.speculation.drafter == "DraftModelDrafter"
+    assert out.speculation_stats.drafter == "DraftModelDrafter"
     assert torch.equal(out.sequences, text)
 
 
@@ -88,7 +88,7 @@ def test_defaults_are_for_calls_that_do_not_say(model):
     plain = specdec_ext.generate(model, ids, drafter=None, seed=3, do_sample=True, max_new_tokens=8)
     assert torch.equal(model.generate(ids), plain)
     other = model.generate(ids, seed=4, return_dict_in_generate=True, drafter="ngram")
-    assert other.speculation.drafter == "NgramDrafter"
+    assert other.speculation_stats.drafter == "NgramDrafter"
     assert not torch.equal(other.sequences, plain)
 
 
@@ -97,7 +97,7 @@ def test_a_loop_of_the_callers_own(model):
     specdec_ext.install(model, right())
     hook = specdec_ext.custom_generate(None)
     out = model.generate(ids, custom_generate=hook, return_dict_in_generate=True, **KWARGS)
-    assert torch.equal(out.sequences, text) and out.speculation.drafter == "none"
+    assert torch.equal(out.sequences, text) and out.speculation_stats.drafter == "none"
 
 
 def test_uninstalled_and_installed_again(model):
@@ -137,7 +137,7 @@ def test_assigned_by_hand(model):
     ids, text = expected()
     model.generate = functools.partial(specdec_ext.generate, model, drafter=right())
     out = model.generate(ids, return_dict_in_generate=True, **KWARGS)
-    assert torch.equal(out.sequences, text) and out.speculation.accepted_tokens > 0
+    assert torch.equal(out.sequences, text) and out.speculation_stats.accepted_tokens > 0
     assert torch.equal(specdec_ext.generate(model, ids, **KWARGS), text)
 
 
@@ -147,7 +147,7 @@ def test_copies_are_plain_models(again, model):
     specdec_ext.install(model, right())
     other = again(model)
     out = other.generate(ids, return_dict_in_generate=True, **KWARGS)
-    assert torch.equal(out.sequences, text) and not hasattr(out, "speculation")
+    assert torch.equal(out.sequences, text) and not hasattr(out, "speculation_stats")
     assert other.generate.__self__ is other
     specdec_ext.install(other, right())
     assert model.generate.model is model and other.generate.model is other
@@ -175,7 +175,7 @@ def test_compiled_models(model):
     compiled = torch.compile(model, backend="eager")
     specdec_ext.install(compiled, right())
     out = compiled.generate(ids, return_dict_in_generate=True, **KWARGS)
-    assert torch.equal(out.sequences, text) and out.speculation.accepted_tokens > 0
+    assert torch.equal(out.sequences, text) and out.speculation_stats.accepted_tokens > 0
     specdec_ext.uninstall(compiled)
     assert "generate" not in vars(model)
 
@@ -185,7 +185,7 @@ def test_baselines_are_those_of_transformers(model):
     ids, _ = expected()
     specdec_ext.install(model, right())
     run = benchmark.hugging_face(model, {"do_sample": False}, return_dict_in_generate=True)
-    assert not hasattr(run({"input_ids": ids}), "speculation")
+    assert not hasattr(run({"input_ids": ids}), "speculation_stats")
 
 
 def test_errors(model):

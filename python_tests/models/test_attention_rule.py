@@ -68,7 +68,7 @@ def test_every_layer_of_every_pass_after_the_prompt(served, drafter):
         do_sample=False,
         return_dict_in_generate=True,
     )
-    passes = out.speculation.steps
+    passes = out.speculation_stats.steps
     assert len(served) == model.config.num_hidden_layers * passes
 
 

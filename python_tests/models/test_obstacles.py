@@ -44,7 +44,7 @@ def test_distances_of_ragged_rows(name, lengths, shape):
     answers = generated(plain.sequences, ids.shape[1])
     ours = generate(model, ids, answers, shape, **kwargs)
     assert torch.equal(ours.sequences, plain.sequences)
-    assert ours.speculation.drafts
+    assert ours.speculation_stats.drafts
     torch.testing.assert_close(ours.logits, plain.logits, atol=1e-4, rtol=1e-4)
 
 
@@ -62,7 +62,7 @@ def test_queries_scaled_by_slot(name, lengths):
     with reason if refused else contextlib.nullcontext():
         ours = generate(model, ids, answers, random_tree, **kwargs)
     assert torch.equal(ours.sequences, plain.sequences)
-    assert refused or ours.speculation.accepted_tokens
+    assert refused or ours.speculation_stats.accepted_tokens
     torch.testing.assert_close(ours.logits, plain.logits, atol=1e-4, rtol=1e-4)
 
 
@@ -188,7 +188,7 @@ def test_steps_that_only_passes_over_several_tokens_clamp(lengths):
     plain = generate(model, ids, **kwargs)
     answers = generated(plain.sequences, ids.shape[1])
     ours = generate(model, ids, answers, **kwargs)
-    assert torch.equal(ours.sequences, plain.sequences) and ours.speculation.accepted_tokens
+    assert torch.equal(ours.sequences, plain.sequences) and ours.speculation_stats.accepted_tokens
     torch.testing.assert_close(ours.logits, plain.logits, atol=1e-3, rtol=1e-3)
 
 

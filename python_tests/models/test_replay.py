@@ -53,7 +53,7 @@ def test_text(models, kind, batch):
             model, ids, drafter=drafter, return_dict_in_generate=True, **kwargs
         )
         assert torch.equal(out.sequences, expected), shape.__name__
-        accepted[shape] = out.speculation.accepted_tokens
+        accepted[shape] = out.speculation_stats.accepted_tokens
     assert min(accepted[oracle_chain], accepted[oracle_tree]) > len(ids) * NEW_TOKENS // 2
 
 

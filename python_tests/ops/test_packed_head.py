@@ -302,7 +302,7 @@ def test_a_head_that_is_not_kept_drafts_the_same():
             model, ids, drafter=HeadDrafter(each), speculation="fixed", max_new_tokens=12,
             return_dict_in_generate=True,
         )  # fmt: skip
-        stats.append((output.sequences.tolist(), output.speculation.accepted_per_position))
+        stats.append((output.sequences.tolist(), output.speculation_stats.accepted_per_position))
     assert stats[0] == stats[1] and not alive
     double = BoundHead.bind(unkept, tiny_model("llama", dtype=torch.float64))
     assert double._in_memory[0].tensors.keys() == head.tensors.keys()

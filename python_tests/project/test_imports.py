@@ -64,3 +64,13 @@ def test_every_public_name_may_be_the_first_to_be_used():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match=r"module 'specdec_ext' has no attribute 'generates'"):
         _ = specdec_ext.generates
+
+
+def test_old_names_work_and_warn():
+    with pytest.warns(DeprecationWarning, match=r"use specdec_ext\.SpeculationConfig"):
+        old = specdec_ext.Speculation
+    assert old is specdec_ext.SpeculationConfig
+    output = specdec_ext.SpeculativeOutput()
+    output.speculation_stats = specdec_ext.SpeculationStats()
+    with pytest.warns(DeprecationWarning, match="read `speculation_stats`"):
+        assert output.speculation is output.speculation_stats

@@ -44,7 +44,7 @@ def test_the_drafter_of_the_docs():
         max_new_tokens=64,
         return_dict_in_generate=True,
     )
-    assert out.speculation.accepted_tokens > 0
+    assert out.speculation_stats.accepted_tokens > 0
 
 
 def names_of_the_preamble():

@@ -19,7 +19,7 @@ from lossless import generate, plain_text
 from tiny import ScriptedDrafter, generated, oracle_chain, prompts, tiny_model
 
 import specdec_ext
-from specdec_ext import DraftModelDrafter, Speculation, SpeculationStats, TreeConfig
+from specdec_ext import DraftModelDrafter, SpeculationConfig, SpeculationStats, TreeConfig
 from specdec_ext.schedule.acceptance import Acceptance, LearntAcceptance, judged
 from specdec_ext.schedule.controller import Controller
 from specdec_ext.schedule.costs import Curve, VerifyCosts
@@ -142,7 +142,7 @@ def test_probes_are_paid_from_a_share_of_the_time():
     world.run(drafter, 20_000)
     assert 2 <= len(drafter.asked) - asked <= 1 + 0.005 * 20_000 * 3 / 30
     asked = len(drafter.asked)
-    world.run(drafter, 1000, Speculation(probing=0.0))
+    world.run(drafter, 1000, SpeculationConfig(probing=0.0))
     assert len(drafter.asked) == asked
 
 
@@ -169,7 +169,7 @@ def test_the_ledger_limits_the_loss_from_wrong_estimates(seconds, options):
     drafter = world.drafter(always(0.1), seconds, **options)
 
     def call():
-        settings = Speculation(clock=world.clock)
+        settings = SpeculationConfig(clock=world.clock)
         return speed(world, drafter, policy=Hopeful(settings, drafter, world.model))
 
     assert call() > 0.87
@@ -304,7 +304,7 @@ def test_any_clock_is_safe(seed):
     for options in (CHAINS, {}):
         for rest in (True, False):
             drafter = world.drafter(always(rng.random()), lambda depth: 0.0, **options)
-            settings = Speculation(clock=Odd(), may_rest=rest)
+            settings = SpeculationConfig(clock=Odd(), may_rest=rest)
             policy = Controller(settings, drafter, world.model)
             stats = world.run(drafter, 100, policy=policy, lengths=[100, 60, 5])
             assert stats.emitted_tokens == 99 + 59 + 4
@@ -376,7 +376,7 @@ def test_rows_that_end_leave_the_others_their_drafts():
 def test_pinned_shapes_are_asked_for_alone():
     world = World(verify)
     drafter = world.drafter(always(0.9), head_cost, **CHAINS)
-    settings = Speculation(shapes=[TreeConfig(depth=2), TreeConfig(depth=4)])
+    settings = SpeculationConfig(shapes=[TreeConfig(depth=2), TreeConfig(depth=4)])
     world.run(drafter, 100, settings)
     assert set(drafter.asked) <= {2, 4}
 
@@ -384,17 +384,17 @@ def test_pinned_shapes_are_asked_for_alone():
 def test_max_nodes_bounds_what_is_asked_for_and_verified():
     world = World(verify)
     drafter = world.drafter(always(0.9), head_cost, **CHAINS)
-    world.run(drafter, 100, Speculation(max_nodes=4))
+    world.run(drafter, 100, SpeculationConfig(max_nodes=4))
     assert max(drafter.asked) == 3
     drafter = world.drafter(always(0.9), lookup_cost, length=8)
-    stats = world.run(drafter, 100, Speculation(max_nodes=4))
+    stats = world.run(drafter, 100, SpeculationConfig(max_nodes=4))
     assert len(stats.proposed_per_position) == 3
 
 
 def test_without_rest_every_step_drafts():
     world = World(verify)
     drafter = world.drafter(always(0.0), head_cost, **CHAINS)
-    stats = world.run(drafter, 60, Speculation(may_rest=False))
+    stats = world.run(drafter, 60, SpeculationConfig(may_rest=False))
     assert "plain" not in {name for name, count in stats.shapes.items() if count > 1}
     assert stats.drafts >= 57  # the last tokens have no room
 
@@ -402,32 +402,37 @@ def test_without_rest_every_step_drafts():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Speculation(shapes=[]), r"shapes is \[\]; expected a list of TreeConfig"),
-        (lambda: Speculation(shapes=[5]), "shapes contains a int; expected TreeConfig"),
+        (lambda: SpeculationConfig(shapes=[]), r"shapes is \[\]; expected a list of TreeConfig"),
+        (lambda: SpeculationConfig(shapes=[5]), "shapes contains a int; expected TreeConfig"),
         (
-            lambda: Speculation(max_nodes=1),
+            lambda: SpeculationConfig(max_nodes=1),
             "max_nodes counts the root and must be at least 2, got 1",
         ),
-        (lambda: Speculation(probing=2), r"probing is a share and must be in \[0, 0.5\], got 2"),
-        (lambda: Speculation(hysteresis=-1), "hysteresis is a share"),
         (
-            lambda: Speculation(shapes=[TreeConfig(depth=5)], max_nodes=3),
+            lambda: SpeculationConfig(probing=2),
+            r"probing is a share and must be in \[0, 0.5\], got 2",
+        ),
+        (lambda: SpeculationConfig(hysteresis=-1), "hysteresis is a share"),
+        (
+            lambda: SpeculationConfig(shapes=[TreeConfig(depth=5)], max_nodes=3),
             "max_nodes=3 excludes all of shapes",
         ),
         (lambda: call(speculation="always"), "speculation='always' is not known; expected 'auto'"),
         (
-            lambda: call("ngram", speculation=Speculation(shapes=[TreeConfig(depth=2)])),
+            lambda: call("ngram", speculation=SpeculationConfig(shapes=[TreeConfig(depth=2)])),
             "NgramDrafter accepts none: .* Leave shapes out",
         ),
         (
             lambda: call(
                 DraftModelDrafter(tiny_model("llama")),
-                speculation=Speculation(shapes=[TreeConfig(depth=2, top_k=2)], may_rest=False),
+                speculation=SpeculationConfig(
+                    shapes=[TreeConfig(depth=2, top_k=2)], may_rest=False
+                ),
             ),
             "drafts only chains, but",
         ),
         (
-            lambda: call(sampler(), speculation=Speculation(probing=0.02), **REJECTION),
+            lambda: call(sampler(), speculation=SpeculationConfig(probing=0.02), **REJECTION),
             "one seed would give many texts. Pass speculation='fixed'",
         ),
     ],
@@ -458,13 +463,13 @@ def call(drafter="ngram", **kwargs):
 
 
 def test_rules_whose_text_depends_on_drafts_are_fixed():
-    for same in ("auto", Speculation()):
-        stats = call(sampler(), speculation=same, **REJECTION).speculation
+    for same in ("auto", SpeculationConfig()):
+        stats = call(sampler(), speculation=same, **REJECTION).speculation_stats
         assert (stats.policy, stats.report) == ("fixed", None)
-    greedy = call(sampler(), verification="rejection").speculation
+    greedy = call(sampler(), verification="rejection").speculation_stats
     assert greedy.policy == "auto"
-    pinned = Speculation(shapes=[TreeConfig(depth=2)], may_rest=False)
-    stats = call(sampler(), speculation=pinned, **REJECTION).speculation
+    pinned = SpeculationConfig(shapes=[TreeConfig(depth=2)], may_rest=False)
+    stats = call(sampler(), speculation=pinned, **REJECTION).speculation_stats
     assert stats.policy == "fixed" and len(stats.proposed_per_position) == 2
 
 
@@ -478,7 +483,7 @@ def test_the_text_is_that_of_plain_decoding(decoding):
     for _ in range(2):
         output = generate(drafter, "five-ragged", decoding)
         assert torch.equal(output.sequences, text)
-    stats = output.speculation
+    stats = output.speculation_stats
     assert stats.policy == "auto" and sum(stats.shapes.values()) <= 31
     assert stats.report is not None and stats.report.verify
     assert stats.explain().startswith("ScriptedDrafter, speculation='auto'")
@@ -599,10 +604,10 @@ def test_explain():
         in stats.explain()
     )
     assert sum(stats.shapes.values()) == stats.steps
-    assert call(None).speculation.explain() == "Plain decoding without a drafter."
+    assert call(None).speculation_stats.explain() == "Plain decoding without a drafter."
     assert (
         "drafted in every step (speculation='fixed')"
-        in call(speculation="fixed").speculation.explain()
+        in call(speculation="fixed").speculation_stats.explain()
     )
 
 

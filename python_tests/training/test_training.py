@@ -95,8 +95,8 @@ def test_seconds_of_training_are_worth_it_and_drafting_is_as_the_estimate_says(k
             model, ids, drafter=make(draft, tree), max_new_tokens=34, return_dict_in_generate=True
         )
         assert output.sequences[0].tolist() == text.tokens.tolist()
-        accepted += output.speculation.accepted_tokens
-        drafts += output.speculation.drafts
+        accepted += output.speculation_stats.accepted_tokens
+        drafts += output.speculation_stats.drafts
     assert 1 + accepted / drafts == pytest.approx(found.acceptance_length, rel=0.15)
 
 
@@ -131,8 +131,8 @@ def test_the_estimate_of_sampling_is_what_sampling_counts(tmp_path):
             seed=seed,
             return_dict_in_generate=True,
         )
-        accepted += output.speculation.accepted_tokens
-        drafts += output.speculation.drafts
+        accepted += output.speculation_stats.accepted_tokens
+        drafts += output.speculation_stats.drafts
     measured = 1 + accepted / drafts
     assert found.sampled_acceptance_length == pytest.approx(measured, rel=0.1)
     assert found.acceptance_length > 1.5 * measured

@@ -240,7 +240,7 @@ def test_processors_do_not_keep_drafts_from_being_accepted(drafter):
     )
     assert torch.equal(out.sequences, expected)
     if drafter.startswith("oracle"):
-        assert out.speculation.emitted_per_step > 3
+        assert out.speculation_stats.emitted_per_step > 3
 
 
 def test_a_batch_of_stateful_rows_waits_for_the_slowest_only_while_it_must():
@@ -260,7 +260,7 @@ def test_a_batch_of_stateful_rows_waits_for_the_slowest_only_while_it_must():
         **fresh(GREEDY["custom-with-state"]),
     )
     assert torch.equal(out.sequences, expected)
-    assert out.speculation.emitted_per_step > 3
+    assert out.speculation_stats.emitted_per_step > 3
 
 
 def test_the_same_processors_in_the_generation_config():

@@ -196,7 +196,7 @@ def test_a_row_far_ahead_waits_at_max_length():
         **kwargs,
     )
     assert torch.equal(out.sequences, expected)
-    assert out.speculation.emitted_tokens == 2 * 149  # nothing is decoded beyond the limit
+    assert out.speculation_stats.emitted_tokens == 2 * 149  # nothing is decoded beyond the limit
 
 
 # --- stop strings

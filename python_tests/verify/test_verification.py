@@ -211,7 +211,7 @@ def test_the_target_as_its_own_draft_model_is_always_accepted():
     out = sample(
         drafter, "rejection", rows=32, length=16, temperature=0.7, return_dict_in_generate=True
     )
-    assert out.speculation.acceptance_rate == 1.0
+    assert out.speculation_stats.acceptance_rate == 1.0
 
 
 def test_block_accepts_more_than_rejection():
@@ -222,7 +222,7 @@ def test_block_accepts_more_than_rejection():
             rows=512,
             length=16,
             return_dict_in_generate=True,
-        ).speculation.mean_acceptance_length
+        ).speculation_stats.mean_acceptance_length
         for rule in ("rejection", "block")
     }
     assert rates["block"] > rates["rejection"] > 1.2
@@ -268,7 +268,7 @@ def test_greedy_decoding_knows_no_rules(rule, drafter):
     assert torch.equal(out.sequences, model.generate(ids, **kwargs))
     if isinstance(drafter, DraftModelDrafter):
         assert (
-            out.speculation.acceptance_rate == 1.0
+            out.speculation_stats.acceptance_rate == 1.0
         )  # in the limit of no noise it draws the arg-max
 
 
@@ -369,7 +369,9 @@ def test_a_draft_model_that_breaks_down_only_stops_drafting():
     drafter = SamplesGarbage(small_model(2), num_draft_tokens=3, sampled=True)
     out = sample(drafter, "block", rows=8, length=12, return_dict_in_generate=True)
     assert out.sequences.shape == (8, len(PROMPT) + 12)
-    assert out.speculation.draft_tokens <= out.speculation.drafts  # one token each, no second one
+    assert (
+        out.speculation_stats.draft_tokens <= out.speculation_stats.drafts
+    )  # one token each, no second one
 
 
 # --- early stop

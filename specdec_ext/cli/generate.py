@@ -91,7 +91,7 @@ def generate(
     console.print()
     if stats:
         count = output.sequences.shape[1] - input_ids.shape[1]
-        counted = output.speculation
+        counted = output.speculation_stats
         typer.echo(
             f"{count} tokens in {seconds:.2f} s ({count / seconds:.1f} tokens/s), "
             f"{counted.steps} steps, mean acceptance length {counted.mean_acceptance_length:.2f}, "

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from specdec_ext.context import Context
 from specdec_ext.models import TargetOutput
-from specdec_ext.tree.config import FOUND, Shape
+from specdec_ext.tree.config import LOOKUP, Shape
 from specdec_ext.tree.draft_tree import DraftTree
 from specdec_ext.verify.sampler import Accepted
 
@@ -25,13 +25,13 @@ class Drafter:
     Attributes:
         sampled: whether its trees contain ``draft_probs``. All rules except ``verification="match"`` need
             them.
-        dead_draft_advice: a hint for the user, shown when almost no draft is accepted. "" shows nothing, for
+        low_acceptance_hint: a hint for the user, shown when almost no draft is accepted. "" shows nothing, for
             drafters with which this is normal, such as lookups in a text without repetitions.
         whole: whether its trees must be verified whole or not at all. Other trees may be cut to fewer levels.
     """
 
     sampled: bool = False
-    dead_draft_advice: str = ""
+    low_acceptance_hint: str = ""
     whole: bool = False
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
@@ -60,9 +60,9 @@ class Drafter:
         """Return the values that ``context.shape`` may have in this call; called after ``start``.
 
         Each ``TreeConfig`` is a shape that the drafter can draft; the controller chooses one for each step.
-        ``FOUND`` is a lookup: the text decides what is proposed, and calling ``propose`` must be cheap.
+        ``LOOKUP`` is a lookup: the text decides what is proposed, and calling ``propose`` must be cheap.
         """
-        return (FOUND,)
+        return (LOOKUP,)
 
     @property
     def kinds(self) -> Sequence[str] | None:

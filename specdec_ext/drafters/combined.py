@@ -16,7 +16,7 @@ from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.lookahead import LookaheadDrafter
 from specdec_ext.drafters.retrieval import RetrievalDrafter
 from specdec_ext.models import TargetOutput
-from specdec_ext.tree.config import FOUND, Shape
+from specdec_ext.tree.config import LOOKUP, Shape
 from specdec_ext.tree.draft_tree import INACTIVE, DraftTree
 from specdec_ext.verify.sampler import Accepted
 
@@ -68,15 +68,15 @@ class CombinedDrafter(Drafter):
             )
         self.retrieval, self.model_based = retrieval, model_based
         self.min_match, self.max_nodes = min_match, max_nodes
-        self.dead_draft_advice = model_based.dead_draft_advice
+        self.low_acceptance_hint = model_based.low_acceptance_hint
         self.whole = model_based.whole
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return self.model_based.feature_layers(model)
 
     def shapes(self, context: Context) -> Sequence[Shape]:
-        """``FOUND`` (copies only) and the shapes of the model-based drafter."""
-        return [FOUND, *(each for each in self.model_based.shapes(context) if each != FOUND)]
+        """``LOOKUP`` (copies only) and the shapes of the model-based drafter."""
+        return [LOOKUP, *(each for each in self.model_based.shapes(context) if each != LOOKUP)]
 
     @property
     def kinds(self) -> Sequence[str]:
@@ -89,13 +89,13 @@ class CombinedDrafter(Drafter):
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
         self.retrieval.start(context, model, output)
         self.model_based.start(context, model, output)
-        self._separable = FOUND not in self.model_based.shapes(context)
+        self._separable = LOOKUP not in self.model_based.shapes(context)
 
     def propose(self, context: Context) -> DraftTree:
         copied = self.retrieval.propose(context)
         taken = [length >= self.min_match for length in self.retrieval.match_lengths]
         self._kinds = list(self.retrieval.kinds)
-        if all(taken) or (context.shape == FOUND and self._separable):
+        if all(taken) or (context.shape == LOOKUP and self._separable):
             return copied
         self._kinds = [
             "" if not each else kind for each, kind in zip(taken, self._kinds, strict=True)

@@ -54,7 +54,7 @@ class DraftModelDrafter(Drafter):
         ValueError: for an argument out of its range, or only one of the two tokenizers.
     """
 
-    dead_draft_advice = (
+    low_acceptance_hint = (
         "Check that both models have the same tokenizer (otherwise pass tokenizer= and target_tokenizer= to "
         "DraftModelDrafter), that the draft model's weights were loaded, that it was trained on the language "
         "and chat template of the prompt, and that the sampling temperature is not too high."

@@ -86,7 +86,7 @@ class HeadDrafter(Drafter):
         ValueError: for an unknown format; during a call, for a format that the op does not support there.
     """
 
-    dead_draft_advice = (
+    low_acceptance_hint = (
         "Check that the head was trained for exactly this target (not a fine-tuned or requantised version) "
         "and its tokenizer, that the tapped layers are right (two conventions of numbering differ by one; "
         "specdec_ext.evaluate.calibrate.calibrate decides), that norm_output is right, and that the sampling "

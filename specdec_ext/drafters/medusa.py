@@ -53,7 +53,7 @@ class MedusaDrafter(Drafter):
         ValueError: ``tree`` has more levels than there are heads.
     """
 
-    dead_draft_advice = (
+    low_acceptance_hint = (
         "Check that the heads were trained for exactly this target (not a fine-tuned or requantised version) "
         "and its tokenizer, and that the sampling temperature is not too high."
     )

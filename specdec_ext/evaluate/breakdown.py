@@ -26,7 +26,7 @@ from specdec_ext import ops
 from specdec_ext.display import Summarised
 from specdec_ext.drafters import Drafter
 from specdec_ext.evaluate.machine import machine_line
-from specdec_ext.loop import Decoder
+from specdec_ext.loop import DecodingLoop
 from specdec_ext.models import Target
 from specdec_ext.models.passes.direct import DirectPass
 from specdec_ext.output import Recorder, TokenStream
@@ -191,7 +191,7 @@ def breakdown(
             )
             if turn > 0:
                 steps += clock.steps
-                tokens += out.speculation.emitted_tokens
+                tokens += out.speculation_stats.emitted_tokens
     if not steps:
         raise ValueError(
             f"max_new_tokens={max_new_tokens} leaves no step to measure after the prompt; expected 2 or more"
@@ -209,13 +209,13 @@ def breakdown(
         ),
         len(steps),
         tokens / len(steps),
-        f"{name or out.speculation.drafter}, {dtype}",
+        f"{name or out.speculation_stats.drafter}, {dtype}",
         machine_line(model.device),
     )
 
 
 # The first function of every step.
-_FIRST = Decoder._propose
+_FIRST = DecodingLoop._propose
 
 
 class _Step:
@@ -267,8 +267,8 @@ def _measured(model: PreTrainedModel, clock: _Clock) -> Iterator[None]:
     """Wrap the functions of all parts with timers of ``clock``."""
     targets, drafters = _subclasses(Target), _subclasses(Drafter)
     functions: list[tuple[Any, str, str]] = [
-        (Decoder, "run", "loop"),
-        (Decoder, "_propose", DRAFT),
+        (DecodingLoop, "run", "loop"),
+        (DecodingLoop, "_propose", DRAFT),
         (ops, "draft_head", DRAFT_OP),
         (ops, "decoder_layers", LAYERS),
         (ops, "linear", LINEARS),

@@ -255,7 +255,7 @@ def _check(model: PreTrainedModel, name: str, baseline: _Baseline, shape: Shape 
     )
     deltas, compared, gaps = zip(*_differences(baseline, *_new(output)), strict=True)
     parted = [gap for gap in gaps if gap is not None]
-    accepted = output.speculation.accepted_tokens
+    accepted = output.speculation_stats.accepted_tokens
     verdict: Verdict = "near-tie" if parted else "exact"
     if max(deltas) > baseline.bound:
         verdict = "wrong"

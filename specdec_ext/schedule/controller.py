@@ -48,9 +48,9 @@ from specdec_ext.schedule.options import (
 from specdec_ext.schedule.policy import Policy, offered
 from specdec_ext.schedule.report import DROPPED, NOTHING_PROPOSED, PLAIN_STEP, Gain, Report
 from specdec_ext.schedule.savings import CallSavings
-from specdec_ext.schedule.settings import Speculation
+from specdec_ext.schedule.settings import SpeculationConfig
 from specdec_ext.stats import SpeculationStats
-from specdec_ext.tree.config import FOUND, TreeConfig
+from specdec_ext.tree.config import LOOKUP, TreeConfig
 from specdec_ext.tree.draft_tree import DraftTree
 from specdec_ext.verify.sampler import Accepted
 
@@ -89,7 +89,7 @@ class Controller(Policy):
         model: the target.
     """
 
-    def __init__(self, settings: Speculation, drafter: Drafter, model: PreTrainedModel):
+    def __init__(self, settings: SpeculationConfig, drafter: Drafter, model: PreTrainedModel):
         super().__init__(drafter)
         self._settings = settings
         self._clock = settings.clock
@@ -123,7 +123,7 @@ class Controller(Policy):
         stats.policy = "auto"
         shapes = offered(self._drafter, context, self._settings.shapes)
         most = self._settings.max_nodes
-        self._offers_lookup = FOUND in shapes
+        self._offers_lookup = LOOKUP in shapes
         fitting = [
             shape
             for shape in shapes
@@ -136,7 +136,7 @@ class Controller(Policy):
         # If less room is left than any shape needs, the shallowest shape is drafted and cut.
         self._shallowest = min(map(levels, fitting), default=0)
         self._sources = [PLAIN] if self._settings.may_rest else []
-        self._sources += [FOUND] * self._offers_lookup + [MODEL] * bool(fitting)
+        self._sources += [LOOKUP] * self._offers_lookup + [MODEL] * bool(fitting)
         self._step_began = self._clock()
         self._draft_ended: float | None = None
         self._usual_draft_seconds = 0.0
@@ -168,7 +168,7 @@ class Controller(Policy):
             option = self._chosen(context, room)
         if option is None:
             return False
-        for source in (MODEL, FOUND) if option.source == MODEL else (option.source,):
+        for source in (MODEL, LOOKUP) if option.source == MODEL else (option.source,):
             self._last_used[source], self._memory.unused[source] = self._step, 0
         self._option, context.shape = option, option.shape
         return option.source != PLAIN
@@ -218,8 +218,8 @@ class Controller(Policy):
         missing = 1.0  # share of rows without a lookup, for which the model drafts
         if self._offers_lookup:
             tokens = memory.lookup.tokens * count * self._share
-            seconds = memory.lookup.wider + (memory.drafts.curve(count, FOUND)(1) or 0.0)
-            options.append(Option(FOUND, FOUND, tokens, seconds))
+            seconds = memory.lookup.wider + (memory.drafts.curve(count, LOOKUP)(1) or 0.0)
+            options.append(Option(LOOKUP, LOOKUP, tokens, seconds))
             missing -= memory.lookup.share
         for family, candidates in self._families.items():
             fitting = [each for each in candidates if each.levels <= max(room, self._shallowest)]
@@ -280,7 +280,7 @@ class Controller(Policy):
         for source in self._sources:
             if source == best.source or self._wait(source) > 0:
                 continue
-            if source == FOUND and best.source == MODEL:
+            if source == LOOKUP and best.source == MODEL:
                 continue
             of_source = [each for each in options if each.source == source]
             option = max(of_source, key=lambda each: self._rate(each, rows, room))
@@ -460,8 +460,8 @@ class Controller(Policy):
         assert self._proposal is not None and self._option is not None
         tree, kinds = self._proposal
         shape = self._option.shape
-        if shape == FOUND or all(map(is_lookup, kinds)):
-            curve, size = self._memory.drafts.curve(len(kinds), FOUND), 1
+        if shape == LOOKUP or all(map(is_lookup, kinds)):
+            curve, size = self._memory.drafts.curve(len(kinds), LOOKUP), 1
         else:
             assert isinstance(shape, TreeConfig)
             if self._paused:

@@ -15,10 +15,13 @@ from specdec_ext.schedule.acceptance import LearntAcceptance
 from specdec_ext.schedule.costs import DraftCosts, VerifyCosts
 from specdec_ext.schedule.options import MODEL, PLAIN
 from specdec_ext.schedule.savings import RealisedSavings
-from specdec_ext.tree.config import FOUND
+from specdec_ext.tree.config import LOOKUP
 
 # Number of steps without a source after which it is probed: the first interval and the longest one.
-FIRST_INTERVAL, LAST_INTERVAL = {PLAIN: 16, MODEL: 4, FOUND: 4}, {PLAIN: 128, MODEL: 64, FOUND: 64}
+FIRST_INTERVAL, LAST_INTERVAL = (
+    {PLAIN: 16, MODEL: 4, LOOKUP: 4},
+    {PLAIN: 128, MODEL: 64, LOOKUP: 64},
+)
 # The balance of a new ledger, in plain steps: what drafts may lose before they have gained anything.
 FIRST_BALANCE = 10.0
 # Upper limit of the balance, and of the loss that one step can add: a slow step may have been interrupted.
@@ -32,7 +35,7 @@ MEMORIES = 32
 
 @dataclass
 class LookupEstimate:
-    """What a lookup (:data:`FOUND`) adds to a plain step, averaged over recent lookups.
+    """What a lookup (:data:`LOOKUP`) adds to a plain step, averaged over recent lookups.
 
     Attributes:
         tokens: expected accepted tokens per row.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from specdec_ext.schedule.acceptance import CHAIN
 from specdec_ext.tree.config import Shape, TreeConfig
 
-# Sources of an option. The third is ``FOUND``, a lookup.
+# Sources of an option. The third is ``LOOKUP``, a lookup.
 PLAIN, MODEL = "plain", "model"
 _TREE = "tree of "
 
@@ -31,7 +31,7 @@ class Option:
     """What a step may do, and what that adds to a plain step.
 
     Attributes:
-        source: ``PLAIN``, ``FOUND`` (a lookup) or ``MODEL`` (a draft that a model makes).
+        source: ``PLAIN``, ``LOOKUP`` (a lookup) or ``MODEL`` (a draft that a model makes).
         shape: what the drafter is asked for; None for a plain step.
         tokens: expected accepted tokens, summed over the active rows.
         seconds: additional time.

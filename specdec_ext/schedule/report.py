@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from specdec_ext.schedule.acceptance import CHAIN, LearntAcceptance
 from specdec_ext.schedule.costs import Curve, DraftCosts, VerifyCosts
-from specdec_ext.tree.config import FOUND
+from specdec_ext.tree.config import LOOKUP
 
 if TYPE_CHECKING:
     from specdec_ext.stats import SpeculationStats
@@ -144,7 +144,7 @@ def explain(stats: SpeculationStats) -> str:
         lines.append(f"{what} {seconds * 1e3:>9.3f} {times:>6}  {ratio:>9}")
     lines += ["", f"{'time of a draft':<33}ms  times"]
     for rows, family, depth, seconds, times in report.drafts:
-        name = f"chain of {depth}" if family == CHAIN else "lookup" if family == FOUND else family
+        name = f"chain of {depth}" if family == CHAIN else "lookup" if family == LOOKUP else family
         lines.append(f"  {_count(rows, 'row'):<8} {name:<14} {seconds * 1e3:>9.3f} {times:>6}")
     lines += ["", "acceptance of positions 1, 2, ..., given that the position before was accepted"]
     for kind, (rates, judged) in report.acceptance.items():

@@ -1,6 +1,6 @@
-"""``Speculation``: the settings that ``generate(speculation=...)`` accepts.
+"""``SpeculationConfig``: the settings that ``generate(speculation=...)`` accepts.
 
-``"auto"`` is ``Speculation()``: the controller (:mod:`specdec_ext.schedule.controller`) measures and chooses
+``"auto"`` is ``SpeculationConfig()``: the controller (:mod:`specdec_ext.schedule.controller`) measures and chooses
 everything. ``"fixed"`` drafts in every step, in the shape that is the drafter's default.
 """
 
@@ -15,7 +15,7 @@ from specdec_ext.tree.config import TreeConfig
 
 
 @dataclass(frozen=True)
-class Speculation:
+class SpeculationConfig:
     """Settings of the controller, which chooses what each step drafts.
 
     Attributes:
@@ -80,20 +80,20 @@ class Speculation:
 
 
 # The meaning of "auto".
-AUTO: Speculation | None = Speculation()
+AUTO: SpeculationConfig | None = SpeculationConfig()
 
 
-def resolve_speculation(given: Any) -> Speculation | None:
+def resolve_speculation(given: Any) -> SpeculationConfig | None:
     """Convert the argument of ``generate(speculation=...)`` to settings, or to None for "fixed".
 
     Raises:
         ValueError: for anything else.
     """
-    if isinstance(given, Speculation):
+    if isinstance(given, SpeculationConfig):
         return given
     if isinstance(given, str) and given in ("auto", "fixed"):
         return AUTO if given == "auto" else None
     raise ValueError(
         f"speculation={given!r} is not known; expected 'auto' (drafts where it pays), 'fixed' (drafts in "
-        "every step) or a specdec_ext.Speculation"
+        "every step) or a specdec_ext.SpeculationConfig"
     )

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 MAX_NODES = 1024
 MAX_CANDIDATES = 4096
 # The shape of a lookup: the text decides what is proposed, as in copies of earlier text.
-FOUND: Literal["found"] = "found"
+LOOKUP: Literal["lookup"] = "lookup"
 
 
 @dataclass(frozen=True)
@@ -92,4 +92,4 @@ class TreeConfig:
         return self.top_k + (self.depth - 1) * self.top_k**2
 
 
-Shape: TypeAlias = TreeConfig | Literal["found"]
+Shape: TypeAlias = TreeConfig | Literal["lookup"]

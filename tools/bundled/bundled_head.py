@@ -112,7 +112,7 @@ def measure(head: Path, prompts: list[torch.Tensor]) -> Measured:
             do_sample=False,
             return_dict_in_generate=True,
         )
-        counters = output.speculation
+        counters = output.speculation_stats
         completions.append(output.sequences[0, ids.shape[1] :].tolist())
         proposed += torch.tensor(counters.proposed_per_position)
         accepted += torch.tensor(counters.accepted_per_position)

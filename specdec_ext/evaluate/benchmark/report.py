@@ -234,7 +234,7 @@ def same_texts(
     equal = {
         name: each.equals(series[plain])
         for name, each in series.items()
-        if each.speculation and name != plain
+        if each.speculation_stats and name != plain
     }
     return {name: f"{sum(each)}/{len(each)} of {plain}" for name, each in equal.items()}
 

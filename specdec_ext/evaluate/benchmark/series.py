@@ -37,7 +37,7 @@ class Series(Summarised):
         new_tokens: number of generated tokens, over all rows.
         texts: ``[batch, length]`` generated ids, prompt included.
         peaks: peak bytes of every call, see :func:`peak_bytes`; empty where they are unknown.
-        speculation: counters of the timed call; empty for contestants that have none.
+        speculation_stats: counters of the timed call; empty for contestants that have none.
         latencies: of an additional streamed call; empty if streaming was not measured.
         fixed: counters of an additional call that drafted in every step, if there was one. Drafters are
             compared by these, because under "auto" each one drafts in different steps.
@@ -49,7 +49,7 @@ class Series(Summarised):
     new_tokens: list[int] = field(default_factory=list)
     texts: list[Tensor] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
-    speculation: list[SpeculationStats] = field(default_factory=list)
+    speculation_stats: list[SpeculationStats] = field(default_factory=list)
     latencies: list[Latency] = field(default_factory=list)
     fixed: list[SpeculationStats] = field(default_factory=list)
 
@@ -77,7 +77,7 @@ class Series(Summarised):
 
     def total(self, name: str) -> Any:
         """Sum over all calls of the integer counter ``name`` of ``SpeculationStats``."""
-        return sum(getattr(stats, name) for stats in self.speculation)
+        return sum(getattr(stats, name) for stats in self.speculation_stats)
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -94,7 +94,7 @@ class Series(Summarised):
     @property
     def policy(self) -> str:
         """ "auto" or "fixed", as the timed calls ran; "" without a drafter."""
-        known = {stats.policy for stats in self.speculation} - {"none"}
+        known = {stats.policy for stats in self.speculation_stats} - {"none"}
         return "/".join(sorted(known))
 
     @property
@@ -106,9 +106,9 @@ class Series(Summarised):
     def milliseconds_per_step(self) -> dict[str, float]:
         """Milliseconds per row and step of each phase except prefill; empty without counters."""
         steps = self.total("steps")
-        phases = self.speculation[0].seconds if steps else {}
+        phases = self.speculation_stats[0].seconds if steps else {}
         return {
-            phase: 1e3 * sum(stats.seconds[phase] for stats in self.speculation) / steps
+            phase: 1e3 * sum(stats.seconds[phase] for stats in self.speculation_stats) / steps
             for phase in phases
             if phase != "prefill"
         }
@@ -124,7 +124,7 @@ class Series(Summarised):
 
     def total_per_position(self, name: str) -> list[int]:
         """Sum over all calls of the per-position counter ``name`` of ``SpeculationStats``."""
-        counters = (getattr(stats, name) for stats in self.speculation)
+        counters = (getattr(stats, name) for stats in self.speculation_stats)
         return [sum(counts) for counts in zip_longest(*counters, fillvalue=0)]
 
     @property
@@ -214,8 +214,8 @@ def interleave(
             series.new_tokens.append(text.shape[0] * (text.shape[1] - ids.shape[1]))
             series.texts.append(text)
             series.peaks += peaks[name]
-            if (stats := getattr(output, "speculation", None)) is not None:
-                series.speculation.append(stats)
+            if (stats := getattr(output, "speculation_stats", None)) is not None:
+                series.speculation_stats.append(stats)
         for name in order if streamed else ():
             on_call(f"{name}, streamed", next(calls), total)
             arrivals = Arrivals()
@@ -223,7 +223,7 @@ def interleave(
             results[name].latencies.append(arrivals.latency())
         for name, run in fixed.items():
             on_call(f"{name}, acceptance", next(calls), total)
-            results[name].fixed.append(run(prompt).speculation)
+            results[name].fixed.append(run(prompt).speculation_stats)
     return results
 
 
