@@ -54,7 +54,7 @@ def prompt(batch, columns):
 
 def test_totals_over_calls_of_different_depth():
     calls = [stats((3, 3, 3, 4), (3, 3, 1, 2)), stats((1, 1, 0, 1), (0, 0, 0, 1))]
-    series = Series("x", speculation=calls)
+    series = Series("x", speculation_stats=calls)
     assert series.total_per_position("proposed_per_position") == [3, 2, 2]
     assert series.total_per_position("accepted_per_position") == [2, 1, 1]
     assert series.acceptance_per_position == pytest.approx([2 / 3, 1 / 3, 1 / 3])
@@ -68,7 +68,8 @@ def test_a_contestant_without_counters():
     assert series.mean_acceptance_length is None and series.emitted_per_step is None
     assert series.milliseconds_per_step == {} and series.peak is None
     assert (
-        series.break_even(Series("plain", speculation=[stats((0, 0, 0, 1), verify=0.01)])) is None
+        series.break_even(Series("plain", speculation_stats=[stats((0, 0, 0, 1), verify=0.01)]))
+        is None
     )
 
 
@@ -76,7 +77,10 @@ def test_break_even_is_a_step_in_steps_of_plain():
     """Steps of 3 + 11 + 1 ms against plain steps of 10 ms: the break-even is 1.5 tokens per step."""
     chains = stats(*[(3, 3, 2, 3)] * 4, draft=0.012, verify=0.044, commit=0.004, prefill=9.0)
     plain = stats(*[(0, 0, 0, 1)] * 10, verify=0.1)
-    series, alone = Series("x", speculation=[chains]), Series("plain", speculation=[plain])
+    series, alone = (
+        Series("x", speculation_stats=[chains]),
+        Series("plain", speculation_stats=[plain]),
+    )
     assert series.milliseconds_per_step == pytest.approx({"draft": 3, "verify": 11, "commit": 1})
     assert series.break_even(alone) == pytest.approx(1.5)
     assert alone.break_even(alone) == 1
@@ -275,7 +279,7 @@ def hand_made_report():
             new_tokens=[8, 8],
             texts=[torch.arange(10)[None]] * 2,
             peaks=[5 << 20, 7 << 20],
-            speculation=list(calls),
+            speculation_stats=list(calls),
         )
 
     rows = [

@@ -25,8 +25,8 @@ class Drafter:
     Attributes:
         sampled: whether its trees contain ``draft_probs``. All rules except ``verification="match"`` need
             them.
-        low_acceptance_hint: a hint for the user, shown when almost no draft is accepted. "" shows nothing, for
-            drafters with which this is normal, such as lookups in a text without repetitions.
+        low_acceptance_hint: a hint for the user, shown when almost no draft is accepted. "" shows nothing,
+            for drafters with which this is normal, such as lookups in a text without repetitions.
         whole: whether its trees must be verified whole or not at all. Other trees may be cut to fewer levels.
     """
 

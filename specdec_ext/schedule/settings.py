@@ -1,7 +1,7 @@
 """``SpeculationConfig``: the settings that ``generate(speculation=...)`` accepts.
 
-``"auto"`` is ``SpeculationConfig()``: the controller (:mod:`specdec_ext.schedule.controller`) measures and chooses
-everything. ``"fixed"`` drafts in every step, in the shape that is the drafter's default.
+``"auto"`` is ``SpeculationConfig()``: the controller (:mod:`specdec_ext.schedule.controller`) measures and
+chooses everything. ``"fixed"`` drafts in every step, in the shape that is the drafter's default.
 """
 
 from __future__ import annotations
