@@ -93,8 +93,8 @@ def generate(
         speculation: ``"auto"`` measures the costs and gains of drafting, and in each step drafts the shape
             that promises the most tokens per second, or nothing. ``"fixed"`` drafts in every step, in the
             drafter's default shape. A :class:`SpeculationConfig` restricts ``"auto"``. The text is the same
-            with all of them. When sampling under a rule other than "match", the text depends on the drafts, and
-            ``"auto"`` means ``"fixed"``.
+            with all of them. When sampling under a rule other than "match", the text depends on the drafts,
+            and ``"auto"`` means ``"fixed"``.
         verification: the rule that accepts drafts when sampling. ``"match"`` works with all drafters, and one
             seed gives one text. ``"rejection"`` and ``"block"`` (chains) and ``"recursive"`` (trees) need a
             drafter that samples, such as ``DraftModelDrafter(model, sampled=True)``. They preserve the
