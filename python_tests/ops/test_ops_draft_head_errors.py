@@ -474,7 +474,7 @@ def test_rejects_what_eagle1_has_not(device):
         (
             torch.float64,
             {},
-            r"a head made in memory has weights in torch.float64; the op takes",
+            r"a head made in memory has weights in torch.float64; the op supports",
         ),
         (
             torch.float32,
