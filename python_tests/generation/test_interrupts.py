@@ -213,7 +213,7 @@ def test_storm(name, count):
             assert torch.equal(at.generate(turn, past_key_values=cache), at.text)
         if turn % 8 == 0:
             assert at.is_exact()
-    assert raised > count / 2
+    assert raised > count / 4  # a machine that becomes slower in the meantime is hit less often
     assert at.is_exact()
 
 
