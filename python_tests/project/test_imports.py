@@ -70,7 +70,7 @@ def test_old_names_work_and_warn():
     with pytest.warns(DeprecationWarning, match=r"use specdec_ext\.SpeculationConfig"):
         old = specdec_ext.Speculation
     assert old is specdec_ext.SpeculationConfig
-    output = specdec_ext.SpeculativeOutput()
+    output = specdec_ext.SpeculativeOutput(sequences=None)
     output.speculation_stats = specdec_ext.SpeculationStats()
     with pytest.warns(DeprecationWarning, match="read `speculation_stats`"):
         assert output.speculation is output.speculation_stats
