@@ -7,11 +7,11 @@ specification in float64 is at most twice that of the specification in the same 
 from __future__ import annotations
 
 import itertools
-import os
 import subprocess
 import sys
 from typing import Any
 
+import instruction_sets
 import pytest
 import torch
 from golden_cases import CHAINS, TREES, load
@@ -30,7 +30,7 @@ from head_op_cases import (
     some_emulated,
 )
 from op_cases import DEVICES, generator
-from places import GOLDEN, HELPERS
+from places import GOLDEN
 from torch import Tensor
 
 from specdec_ext import ops
@@ -571,11 +571,7 @@ def test_instruction_sets(tmp_path):
     )
     processes = {}
     for isa in ("baseline", "avx2", "avx512"):
-        environment = {
-            **os.environ,
-            "SPECDEC_CPU_ISA": isa,
-            "PYTHONPATH": os.pathsep.join([str(HELPERS), *sys.path]),
-        }
+        environment = instruction_sets.environment(isa)
         command = [sys.executable, script, tmp_path / f"{isa}.pt"]
         processes[isa] = subprocess.Popen(command, env=environment)
     for isa, process in processes.items():

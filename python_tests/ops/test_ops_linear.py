@@ -4,14 +4,13 @@ The op has no CUDA kernel; the claims are about CPU instruction sets, threads an
 at most twice torch's in the same dtype against float64, plus one rounding of the largest output.
 """
 
-import os
 import subprocess
 import sys
 
+import instruction_sets
 import pytest
 import torch
 from op_cases import generator
-from places import HELPERS
 
 from specdec_ext import ops
 from specdec_ext.reference.linear import linear as linear_reference
@@ -169,11 +168,7 @@ def test_instruction_sets(isa, tmp_path):
         "        results.append(ops.linear(*random_arguments(33, in_features, 50, dtype)))\n"
         "torch.save(results, sys.argv[1])\n"
     )
-    environment = {
-        **os.environ,
-        "SPECDEC_CPU_ISA": isa,
-        "PYTHONPATH": os.pathsep.join([str(HELPERS), *sys.path]),
-    }
+    environment = instruction_sets.environment(isa)
     saved = tmp_path / "results.pt"
     subprocess.run([sys.executable, script, saved], env=environment, check=True)
     expected = [

@@ -7,11 +7,11 @@ that a node of a tree equals plain decoding of its path. Every cache here holds 
 node may see.
 """
 
-import os
 import subprocess
 import sys
 from dataclasses import replace
 
+import instruction_sets
 import pytest
 import torch
 from attention_cases import (
@@ -23,7 +23,6 @@ from attention_cases import (
     static_arguments,
 )
 from op_cases import generator
-from places import HELPERS
 
 from specdec_ext.reference.tree_attention import tree_attention as reference
 
@@ -332,11 +331,10 @@ def test_instruction_sets_do_not_change_the_result(tmp_path):
         "from test_ops_tree_attention import isa_results\n"
         "torch.save(isa_results(), sys.argv[1])\n"
     )
-    path = os.pathsep.join([str(HELPERS), *sys.path])
     runs = {
         isa: subprocess.Popen(
             [sys.executable, "-c", script, tmp_path / isa],
-            env={**os.environ, "SPECDEC_CPU_ISA": isa, "PYTHONPATH": path},
+            env=instruction_sets.environment(isa),
         )
         for isa in ("baseline", "avx2")
     }

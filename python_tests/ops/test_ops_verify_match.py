@@ -3,14 +3,13 @@
 The law of what it emits is the subject of ``test_law.py``.
 """
 
-import os
 import subprocess
 import sys
 
+import instruction_sets
 import pytest
 import torch
 from op_cases import DEVICES, all_parents, assert_same, generator, random_parents
-from places import HELPERS
 
 from specdec_ext import ops
 from specdec_ext.reference.rng import gumbel_noise
@@ -376,11 +375,7 @@ def test_instruction_sets_do_not_change_the_result(isa, tmp_path):
         "    result = ops.verify_match(*random_arguments(6, 9, 5003, dtype=dtype, seed=1))\n"
         "    print([part.tolist() for part in result])\n"
     )
-    environment = {
-        **os.environ,
-        "SPECDEC_CPU_ISA": isa,
-        "PYTHONPATH": os.pathsep.join([str(HELPERS), *sys.path]),
-    }
+    environment = instruction_sets.environment(isa)
     run = subprocess.run(
         [sys.executable, script], env=environment, capture_output=True, text=True, check=True
     )

@@ -5,14 +5,13 @@ but in these cases no uniform number is within float32's error of its threshold.
 every device gives the same bits. ``test_law_sampled.py`` tests the distribution of the emitted tokens.
 """
 
-import os
 import subprocess
 import sys
 
+import instruction_sets
 import pytest
 import torch
 from op_cases import assert_same, generator, random_parents
-from places import HELPERS
 
 from specdec_ext import ops
 from specdec_ext.reference import rng
@@ -403,11 +402,7 @@ def test_instruction_sets_do_not_change_the_result(isa, tmp_path):
         "    result = run(rule, random_arguments(40, 9, 1203, **options))\n"
         "    print([part.tolist() for part in result])\n"
     )
-    environment = {
-        **os.environ,
-        "SPECDEC_CPU_ISA": isa,
-        "PYTHONPATH": os.pathsep.join([str(HELPERS), *sys.path]),
-    }
+    environment = instruction_sets.environment(isa)
     process = subprocess.run(
         [sys.executable, script], env=environment, capture_output=True, text=True, check=True
     )
