@@ -291,6 +291,7 @@ def _decode(
     if stream is not None:
         stream.end()
     if config.return_dict_in_generate:
+        decoder.stats.report = policy.report() if policy is not None else None
         return recorder.result(sequences, target.cache, decoder.stats, context.prompt_columns)
     return sequences
 

@@ -279,6 +279,32 @@ def test_a_second_turn_begins_where_the_cache_ends(side):
     assert_as_specified(watched, model, texts_of(ids, mask), expected, ids.shape[1], held)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_after_a_rest_the_head_begins_anew(side):
+    """The head drafts from the tokens after the rest, at their own positions."""
+    model, (ids, mask, sequences) = tiny_model("llama"), plain((5, 9, 3), side, new=30)
+    held = {}
+
+    class Resting(Watched):
+        def propose(self, context):
+            if self.steps in (0, 2):
+                self.drafter.rest(self.steps == 0)
+                for row, position in zip(context.rows, context.root_positions, strict=True):
+                    held[row] = position
+            return super().propose(context)
+
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+    head = head_of("qk-norm-window", max_positions=8, rope_parameters=rope)
+    watched = Resting(HeadDrafter(head, TREES["dynamic"]), answers(sequences, ids.shape[1]))
+    given = specdec_ext.generate(
+        model, ids, attention_mask=mask, drafter=watched, max_new_tokens=30, speculation="fixed"
+    )
+    assert torch.equal(given, sequences)
+    first = {row: min(done for each, done in watched.trees if each == row) for row in held}
+    assert all(len(watched.trees[each][0]) == 1 for each in first.items())  # during the rest
+    assert_as_specified(watched, model, texts_of(ids, mask), sequences, ids.shape[1], held)
+
+
 def added(values):
     """Sum of numbers, or of lists of numbers by position."""
     if isinstance(values[0], list):

@@ -82,6 +82,8 @@ def context_of(texts: list[list[int]], max_length: int = 100) -> Context:
 
 def started(drafter: LookaheadDrafter, context: Context) -> LookaheadDrafter:
     drafter.start(context, tiny_model("llama"), None)
+    for row in context.rows:
+        drafter._learn(context, row)
     return drafter
 
 

@@ -42,6 +42,11 @@ class WorldDrafter(Drafter):
         self.world, self.right, self.seconds = world, right, seconds
         self.depths, self.found, self.length = depths, found, length
         self.asked = []
+        self.resting, self.rests = False, []  # (resting, tokens of row 0) of each change
+
+    def rest(self, resting):
+        self.resting = resting
+        self.rests.append((resting, self.world.written))
 
     def shapes(self, context):
         return [TreeConfig(depth=depth) for depth in self.depths] or [LOOKUP]
@@ -91,7 +96,7 @@ class World:
         stats = SpeculationStats()
         policy = policy or Controller(settings, drafter, self.model)
         policy.begin(context, stats)
-        began = self.clock.now
+        began, self.written = self.clock.now, 1
         while context.rows:
             context.roots = [context.generated[row][-1] for row in context.rows]
             context.remaining = [lengths[row] - len(context.generated[row]) for row in context.rows]
@@ -111,11 +116,13 @@ class World:
                     accepted.drafted[row],
                     len(accepted.emitted[row]),
                 )
+            self.written = len(context.generated[0])
             policy.learn(accepted, context, tree.num_nodes)
             context.rows = [
                 row for row in context.rows if len(context.generated[row]) < lengths[row]
             ]
         policy.end()
+        stats.report = policy.report()
         stats.seconds["verify"] = self.clock.now - began
         return stats
 

@@ -230,9 +230,41 @@ def test_a_probe_continues_after_the_draft_that_reads_new_tokens():
 
     drafter.seconds, drafter.propose = reading, noted
     world.run(drafter, 20_000)
-    probes = sum(step - before > 20 for before, step in pairwise([-100, *steps]))
-    assert probes > 2
-    assert len(steps) == 2 * probes  # a probe ends with the first wrong draft after that one
+    starts = [n for n, step in enumerate(steps) if n == 0 or step - steps[n - 1] > 20]
+    lengths = [end - start for start, end in pairwise([*starts, len(steps)])]
+    # A probe ends with the first wrong draft after that one; a hopeless source gets no second draft.
+    assert lengths[:3] == [2, 2, 2] and lengths[-3:] == [1, 1, 1]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_a_hopeless_drafter_rests_until_shortly_before_a_probe():
+    """In its rest it keeps nothing of the text, so each rest must end before the next draft."""
+    world = World(verify)
+    drafter = world.drafter(always(0.0), head_cost, depths=(1, 2))
+    propose, awake_since = drafter.propose, []
+
+    def noted(context):
+        assert not drafter.resting
+        if drafter.rests:
+            awake_since.append(len(context.generated[0]) - drafter.rests[-1][1])
+        return propose(context)
+
+    drafter.propose = noted
+    tokens = 20_000
+    world.run(drafter, tokens)
+    changes = [resting for resting, _ in drafter.rests]
+    assert changes == [True, False] * (len(changes) // 2) + [True] * (len(changes) % 2)
+    assert min(awake_since) >= 64 and max(awake_since) < 300
+    ends = [step for _, step in drafter.rests] + [tokens] * (len(changes) % 2)
+    asleep = sum(end - begin for begin, end in zip(ends[::2], ends[1::2], strict=True))
+    assert asleep > 0.7 * tokens
+
+
+def test_a_drafter_that_is_sometimes_right_does_not_rest():
+    world = World(verify)
+    drafter = world.drafter(always(0.5), lambda depth: 4 * verify(1, 1), depths=(1, 2))
+    stats = world.run(drafter, 5_000)
+    assert stats.drafts < 1_000 and not drafter.rests
 
 
 @pytest.mark.parametrize("slow", [1, 3])

@@ -49,6 +49,7 @@ class Chaos(Policy):
     def choose(self, context):
         if self.random.random() < 0.3:
             self.drafting = not self.drafting
+            self._drafter.rest(not self.drafting and self.random.random() < 0.5)
         context.shape = self.random.choice(self.shapes)
         self.log["plain"] += not self.drafting
         return self.drafting
@@ -98,7 +99,7 @@ CASES = [
 def test_the_text_stays(name, batch, decoding, monkeypatch):
     monkeypatch.setattr(generation, "Controller", Chaos)
     monkeypatch.setattr(Chaos, "log", dict.fromkeys(Chaos.log, 0))
-    monkeypatch.setattr(head_module, "MERGED_STEPS", 3)
+    monkeypatch.setattr(head_module, "MERGED_NODES", 3)
     monkeypatch.setattr(head_module, "MAX_UNREAD", 5)
     make = DRAFTERS[name]
     drafter = make(right_tokens(batch, decoding)) if name.startswith("scripted") else make()

@@ -77,6 +77,13 @@ class Drafter:
         """The key under which acceptance and costs are kept for later calls on the same model."""
         return f"{type(self).__module__}.{type(self).__qualname__}"
 
+    def rest(self, resting: bool) -> None:
+        """Begin or end a rest: a long time in which no draft will be requested.
+
+        A resting drafter may drop what it keeps about the text and ignore ``commit``. After the rest it
+        begins anew with the tokens of the following steps. The default does nothing.
+        """
+
     def propose(self, context: Context) -> DraftTree:
         """Return a tree for each active row, in the order of ``context.rows``, with roots ``context.roots``.
 

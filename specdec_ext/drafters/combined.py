@@ -91,6 +91,9 @@ class CombinedDrafter(Drafter):
         self.model_based.start(context, model, output)
         self._separable = LOOKUP not in self.model_based.shapes(context)
 
+    def rest(self, resting: bool) -> None:
+        self.model_based.rest(resting)
+
     def propose(self, context: Context) -> DraftTree:
         copied = self.retrieval.propose(context)
         taken = [length >= self.min_match for length in self.retrieval.match_lengths]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.vocabulary import Vocabulary, match_vocabularies
 from specdec_ext.models import TargetOutput, make_target, supports, vocab_size
 from specdec_ext.models.slots import SlotTarget
+from specdec_ext.models.support import Support
 from specdec_ext.tree.config import Shape, TreeConfig
 from specdec_ext.tree.draft_tree import DraftTree
 from specdec_ext.verify.sampler import Accepted
@@ -88,6 +90,7 @@ class DraftModelDrafter(Drafter):
             tuple[int, ...], Vocabulary
         ] = {}  # by sizes of target and draft model
         self.sampled, self.min_confidence = sampled, min_confidence
+        self._supported = False  # set by the first call
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
         if model.device != self.model.device:
@@ -101,12 +104,9 @@ class DraftModelDrafter(Drafter):
         texts = [self._vocabulary.read(context.prompt(row) or [0]) for row in context.rows]
         width = max(map(len, texts))
         growth = (context.max_length - context.prompt_columns) * self._vocabulary.expansion
-        support = supports(self.model)
-        if not support.by_slots or support.rollback != "compact":
-            raise ValueError(
-                f"{type(self.model).__name__} can't be a draft model, because its cache can't be rolled back "
-                f"token by token: {'; '.join(support.reasons)}"
-            )
+        if not self._supported:
+            _check_support(self.model, supports(self.model))
+            self._supported = True
         self._max_slots = width + growth + self.num_draft_tokens
         config = self.model.config.get_text_config(decoder=True)
         self._max_positions = getattr(config, "max_position_embeddings", None)
@@ -126,8 +126,12 @@ class DraftModelDrafter(Drafter):
 
     @property
     def identity(self) -> Hashable:
-        named = self.model.config._name_or_path, self.model.num_parameters()
-        return super().identity, type(self.model).__name__, *named, self.sampled
+        return super().identity, *self._model_identity, self.sampled
+
+    @cached_property
+    def _model_identity(self) -> tuple[Hashable, ...]:
+        model = self.model
+        return type(model).__name__, model.config._name_or_path, model.num_parameters()
 
     def _match_vocabularies(self, target: PreTrainedModel) -> Vocabulary:
         # Drafted tokens must be valid as input and as output of the target.
@@ -213,6 +217,7 @@ class DraftModelDrafter(Drafter):
         ids = [[0] * (width - len(text)) + text for text in self._unread]
         mask = [[0] * (width - len(text)) + [1] * len(text) for text in self._unread]
         target = make_target(self.model, None, self._max_slots)
+        _check_support(self.model, target.support)
         assert isinstance(target, SlotTarget)
         target.invariant_rows = INVARIANT_ROWS
         self._target = target
@@ -301,6 +306,15 @@ class DraftModelDrafter(Drafter):
         self._layout = [self._layout[i] for i in order]
         self._target.reorder(order, len(rows))
         self._rows = list(rows)
+
+
+def _check_support(model: PreTrainedModel, support: Support) -> None:
+    """Raise ValueError for a model whose cache can't be rolled back token by token."""
+    if not support.by_slots or support.rollback != "compact":
+        raise ValueError(
+            f"{type(model).__name__} can't be a draft model, because its cache can't be rolled back token by "
+            f"token: {'; '.join(support.reasons)}"
+        )
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

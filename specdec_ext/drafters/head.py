@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.bound_head import BoundHead
-from specdec_ext.drafters.head_cache import Elements, HeadCache, at_columns, of_active_rows
+from specdec_ext.drafters.head_cache import Elements, HeadCache, Step, of_active_rows
 from specdec_ext.heads.checkpoints.pair import check_pair
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.models import TargetOutput
@@ -28,13 +29,15 @@ from specdec_ext.tree.config import Shape, TreeConfig
 from specdec_ext.tree.draft_tree import DraftTree
 from specdec_ext.verify.sampler import Accepted
 
-# Limits of the features that are kept while no drafts are requested. After this many steps the pending
-# features are copied into one tensor, because a feature tensor may be a view of the states of all layers.
-MERGED_STEPS = 64
-# If the pending tokens of any row reach this number, the head reads them.
+# Limits of the features that are kept while no drafts are requested. After this many nodes the features of
+# the accepted ones are copied into one tensor, because a step keeps the features of all of its nodes, and
+# perhaps of all layers.
+MERGED_NODES = 256
+# If the merged tokens of any row reach this number, the head reads them.
 MAX_UNREAD = 512
 
 
+@cache
 def default_tree(device: torch.device, num_rows: int, parallel: bool = False) -> TreeConfig:
     """The shape that is drafted by default.
 
@@ -55,10 +58,11 @@ def default_tree(device: torch.device, num_rows: int, parallel: bool = False) ->
     return TreeConfig(depth=7) if parallel else TreeConfig(depth=6, top_k=10, num_nodes=60)
 
 
-def offered_shapes(default: TreeConfig) -> list[TreeConfig]:
+@cache
+def offered_shapes(default: TreeConfig) -> tuple[TreeConfig, ...]:
     """Chains of up to seven levels, or as many as ``default`` has, and ``default`` itself if it is a tree."""
-    chains = [TreeConfig(depth=depth) for depth in range(1, max(7, default.depth) + 1)]
-    return chains if default in chains else [*chains, default]
+    chains = tuple(TreeConfig(depth=depth) for depth in range(1, max(7, default.depth) + 1))
+    return chains if default in chains else (*chains, default)
 
 
 class HeadDrafter(Drafter):
@@ -126,14 +130,15 @@ class HeadDrafter(Drafter):
         self._tree = self.tree or default_tree(self._bound.device, num_rows, parallel)
         # Checked here, because a draft may never be requested.
         self._bound.check(self._tree, num_rows)
-        prompt, first_positions = _prompt_elements(context, output.taps)
-        self._pending = [prompt]
-        self._unread = 0  # largest number of pending tokens of a row, without the prompt
-        self._apart = 0  # number of pending steps that are not merged yet
+        # A call that never drafts should cost nothing, so the prompt is prepared for the first draft.
+        self._prompt: Sequence[Tensor] | None = output.taps
+        self._cache: HeadCache | None = None
+        self._resting = False
+        self._pending: list[Elements] = []
+        self._unread = 0  # largest number of merged tokens of a row, without the prompt
+        self._steps: list[Step] = []
+        self._num_nodes = 0  # of ``_steps``
         self._active: Staged | None = None
-        self._cache = HeadCache(
-            self.head.config, first_positions, self._bound.device, self._bound.dtype
-        )
 
     def shapes(self, context: Context) -> Sequence[Shape]:
         return [self.tree] if self.tree else offered_shapes(self._tree)
@@ -143,39 +148,57 @@ class HeadDrafter(Drafter):
         return super().identity, self.head.source, self.weights
 
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
-        """Keep the features of the committed nodes; the head reads them at its next draft.
+        """Keep the features of this step; the head reads those of committed nodes at its next draft.
 
         If a row has ``MAX_UNREAD`` pending tokens, the head reads them now, so that no more are kept.
         """
-        taps: Sequence[Tensor] = output.taps
-        width = max(map(len, accepted.emitted))
-        if accepted.path.shape[1] > 1:
-            # The path of a chain or of a tree's first branch is nodes 0, 1, 2, ..., which need no gather.
-            visited = zip(accepted.paths, accepted.emitted, strict=True)
-            if any(nodes[: len(row)] != [*range(len(row))] for nodes, row in visited):
-                nodes = accepted.path[:, :width].clamp(min=0)
-                taps = [at_columns(tap, nodes) for tap in taps]
-            taps = [torch.cat([tap[:, :width] for tap in taps], dim=-1)]
-        even = width == 1 or all(len(tokens) == width for tokens in accepted.emitted)
-        self._pending.append(Elements(context.rows, accepted.emitted, taps, even=even))
-        self._unread += width
-        self._apart += 1
-        if self._unread >= MAX_UNREAD:
-            self._draft(self._take_pending(context), context, TreeConfig(depth=1))
-        elif self._apart == MERGED_STEPS:
-            self._pending.append(self._take_pending(context, MERGED_STEPS))
+        # Every step comes here, with a draft or without, so whatever can wait is done in ``_merge``.
+        if self._resting:
+            return
+        self._steps.append(Step.of(context.rows, accepted, output.taps))
+        self._num_nodes += output.logits.shape[1]
+        if self._num_nodes >= MERGED_NODES:
+            self._merge(context)
+            if self._unread >= MAX_UNREAD:
+                self._draft(self._take_pending(context), context, TreeConfig(depth=1))
 
-    def _take_pending(self, context: Context, steps: int | None = None) -> Elements:
-        """Remove and merge the pending elements of all rows, or those of the last ``steps`` steps."""
-        taken = self._pending[-steps:] if steps else self._pending
-        self._pending = self._pending[: len(self._pending) - len(taken)]
-        self._apart = 0
-        return of_active_rows(taken, context.rows, len(context.generated))
+    def rest(self, resting: bool) -> None:
+        """Begin a rest: forget the text, because reading it later costs more than it brings."""
+        self._resting = resting
+        if resting:
+            self._prompt = self._cache = None
+            self._pending, self._steps = [], []
+            self._unread = self._num_nodes = 0
+
+    def _merge(self, context: Context) -> None:
+        """Copy the features of the latest steps into one tensor."""
+        steps = [step.elements() for step in self._steps]
+        self._steps, self._num_nodes = [], 0
+        if steps:
+            new = of_active_rows(steps, context.rows, len(context.generated))
+            self._pending.append(new)
+            self._unread += max(new.counts)
+
+    def _take_pending(self, context: Context) -> Elements:
+        """Remove and join the pending elements of all rows; there is a cache for them afterwards."""
+        assert self._bound is not None
+        taken = [] if self._prompt is None else [_prompt_elements(context, self._prompt)]
+        taken += self._pending
+        taken += [step.elements() for step in self._steps]
+        self._prompt = None
+        self._pending, self._steps, self._num_nodes = [], [], 0
+        new = of_active_rows(taken, context.rows, len(context.generated))
+        if self._cache is None:
+            # A row's last element has the features of the token before its root.
+            firsts = [0] * len(context.generated)
+            for row, position in zip(context.rows, context.root_positions, strict=True):
+                firsts[row] = position - new.counts[row]
+            self._cache = HeadCache(self.head.config, firsts, self._bound.device, self._bound.dtype)
+        return new
 
     def propose(self, context: Context) -> DraftTree:
-        if (
-            max(context.remaining) < 2 or not self._pending
-        ):  # the last token of a row needs no draft
+        nothing_new = self._prompt is None and not (self._pending or self._steps)
+        if nothing_new or max(context.remaining) < 2:  # the last token of a row needs no draft
             return DraftTree.root(context.roots)
         shape = context.shape if isinstance(context.shape, TreeConfig) else self._tree
         active = self._staged_rows(context)
@@ -196,8 +219,8 @@ class HeadDrafter(Drafter):
     @inference_mode()
     def _draft(self, new: Elements, context: Context, tree: TreeConfig) -> tuple[Tensor, Tensor]:
         """Read ``new`` and draft for every row of the batch; returns ``(tokens, parents)``."""
-        assert self._bound is not None
         bound, cache = self._bound, self._cache
+        assert bound is not None and cache is not None
         self._unread = 0
         cache.reserve(new.counts, _draft_slots(tree), tree.depth)
         width = max(map(len, new.tokens))
@@ -229,23 +252,22 @@ def _draft_slots(tree: TreeConfig) -> int:
     return max(Counter(map(len, tree.choices)).values()) * tree.depth
 
 
-def _prompt_elements(context: Context, taps: Sequence[Tensor]) -> tuple[Elements, list[int]]:
-    """The elements of the prompt, and the position of each row's first element.
+def _prompt_elements(context: Context, taps: Sequence[Tensor]) -> Elements:
+    """The elements of the prompt, with each row's first generated token.
 
     Args:
-        context: the prompt and each row's first token.
+        context: the prompt and the text.
         taps: tapped hidden states, ``[rows, columns run, hidden]`` each, of the last columns of the prompt.
     """
-    rows, first = list(context.rows), [[context.generated[row][-1]] for row in context.rows]
+    rows = list(range(len(context.generated)))
+    first = [generated[:1] for generated in context.generated]
     if context.offset:
         # The tokens of embeddings are unknown, so the head begins at the last column of the prompt.
         last = [taps[0].shape[1] - 1] * len(rows)
         if context.attention_mask is not None:
             valid = context.attention_mask[:, -taps[0].shape[1] :].bool().cpu()
             last = (valid * torch.arange(valid.shape[1], device="cpu")).argmax(dim=1).tolist()
-        return Elements(rows, first, [tap[rows, last][:, None] for tap in taps]), [
-            position - 1 for position in context.root_positions
-        ]
+        return Elements(rows, first, [tap[rows, last][:, None] for tap in taps])
     held, order = context.prompt_columns - taps[0].shape[1], None
     if context.attention_mask is None:
         before = [held] * len(rows)
@@ -257,4 +279,4 @@ def _prompt_elements(context: Context, taps: Sequence[Tensor]) -> tuple[Elements
         order = (~valid[:, held:]).long().argsort(dim=1, stable=True)[:, :longest]
     texts = [context.prompt(row)[count:] for row, count in zip(rows, before, strict=True)]
     tokens = [text[1:] + last for text, last in zip(texts, first, strict=True)]
-    return Elements(rows, tokens, taps, order), before
+    return Elements(rows, tokens, taps, order)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from specdec_ext.heads.config import HeadConfig
 from specdec_ext.heads.rope import rope_tables
 from specdec_ext.models.passes.features import LayerStates
+from specdec_ext.verify.sampler import Accepted
 
 # Caches and tables grow by at least this many entries, so that they are rarely copied.
 STEP = 1024
@@ -52,6 +53,43 @@ class Elements:
     def counts(self) -> list[int]:
         """Number of elements of each row."""
         return [len(row) for row in self.tokens]
+
+
+class Step(NamedTuple):
+    """A step whose hidden states are kept: little more than references, because most steps keep it.
+
+    Attributes:
+        rows: original row numbers.
+        emitted: the emitted tokens of each row.
+        taps: hidden states of all nodes, ``[rows, nodes, width]`` each.
+        accepted: the accepted nodes; None for a step without drafts.
+    """
+
+    rows: list[int]
+    emitted: list[list[int]]
+    taps: Sequence[Tensor]
+    accepted: Accepted | None
+
+    @classmethod
+    def of(cls, rows: list[int], accepted: Accepted, taps: Sequence[Tensor]) -> Step:
+        return cls(rows, accepted.emitted, taps, accepted if accepted.path.shape[1] > 1 else None)
+
+    def elements(self) -> Elements:
+        """The emitted tokens with the features of the tokens before them."""
+        tokens, taps = self.emitted, self.taps
+        width = max(map(len, tokens))
+        if self.accepted is not None:
+            # The path of a chain or of a tree's first branch is nodes 0, 1, 2, ..., which need no gather.
+            visited = zip(self.accepted.paths, tokens, strict=True)
+            if any(nodes[: len(row)] != [*range(len(row))] for nodes, row in visited):
+                nodes = self.accepted.path[:, :width].clamp(min=0)
+                taps = [at_columns(tap, nodes) for tap in taps]
+            elif isinstance(taps, LayerStates):
+                taps = taps.first(width)
+            else:
+                taps = [tap[:, :width] for tap in taps]
+        even = all(len(row) == width for row in tokens)
+        return Elements(self.rows, tokens, taps, even=even)
 
 
 def at_columns(tap: Tensor, columns: Tensor) -> Tensor:

@@ -138,13 +138,11 @@ class LookaheadDrafter(Drafter):
         self.window, self.ngram, self.guesses = window, ngram, guesses
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
-        texts = [context.text(row) for row in range(len(context.generated))]
-        self._windows = [Window(text, self.window, self.ngram) for text in texts]
-        self._pools = [NgramPool(self.ngram, self.guesses) for _ in texts]
-        for pool, text in zip(self._pools, texts, strict=True):
-            pool.add_text(text)
+        # By row. A row is added at its first draft, so a call without drafts does not read the prompt.
+        self._windows: dict[int, Window] = {}
+        self._pools: dict[int, NgramPool] = {}
+        self._known: dict[int, int] = {}  # number of generated tokens that the pool has read
         self._vocab_size = vocab_size(model)
-        self._known = [len(generated) for generated in context.generated]
         # (row, node) of the last level of each window in the current tree.
         self._last: list[tuple[int, int]] = []
 
@@ -168,15 +166,17 @@ class LookaheadDrafter(Drafter):
         return tree
 
     def _learn(self, context: Context, row: int) -> None:
-        """Add the n-grams that end in a token emitted since the last step."""
-        new = context.generated[row][self._known[row] :]
-        self._known[row] += len(new)
-        before = self.ngram - 1
-        generated = len(context.generated[row])
-        if generated - len(new) >= before:
-            self._pools[row].add_text(context.generated[row][generated - len(new) - before :])
-        else:
-            self._pools[row].add_text(context.text(row)[-(len(new) + before) :])
+        """Add the n-grams that end in a token emitted since the last draft."""
+        if row not in self._pools:
+            self._pools[row] = NgramPool(self.ngram, self.guesses)
+            self._windows[row] = Window(context.text(row), self.window, self.ngram)
+            self._known[row] = -len(context.prompt(row))  # not even the prompt
+        generated = context.generated[row]
+        first = self._known[row] - (self.ngram - 1)
+        self._known[row] = len(generated)
+        self._pools[row].add_text(
+            generated[first:] if first >= 0 else context.text(row)[first - len(generated) :]
+        )
 
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
         if not self._last:  # there is no window, or this step did not draft

@@ -62,6 +62,8 @@ class MedusaDrafter(Drafter):
         self.heads, self.tree = heads, tree
         self._home: tuple[torch.device, torch.dtype] | None = None
         self._checked: weakref.ref[PreTrainedModel] | None = None
+        # Rows of the last step, hidden states of all its nodes, and the node before each row's root.
+        self._latest: tuple[list[int], Tensor, Tensor | Accepted]
         if tree is not None:
             _check_tree(tree, heads)
 
@@ -83,14 +85,13 @@ class MedusaDrafter(Drafter):
         return (-1,)
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
-        assert output.features is not None
         self._tree = self.tree or default_tree(model.device, self.heads.config.num_heads)
-        rows, last = len(context.generated), output.features.shape[1] - 1
-        columns = torch.full((rows,), last, device="cpu")
+        rows, width = len(context.generated), output.taps[0].shape[1]
+        columns = torch.full((rows,), width - 1, device="cpu")
         if context.attention_mask is not None:
-            valid = context.attention_mask.bool()[:, -output.features.shape[1] :].cpu()
+            valid = context.attention_mask.bool()[:, -width:].cpu()
             columns = (valid * torch.arange(valid.shape[1], device="cpu")).argmax(dim=1)
-        self._keep(list(context.rows), output.features, columns)
+        self._latest = context.rows, output.taps[0], columns
 
     def shapes(self, context: Context) -> Sequence[Shape]:
         if self.tree:
@@ -103,22 +104,22 @@ class MedusaDrafter(Drafter):
         return super().identity, self.heads.source
 
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
-        assert output.features is not None
-        nodes = accepted.path.gather(1, accepted.num_accepted[:, None])[:, 0]
-        self._keep(list(context.rows), output.features, nodes)
+        # The states are selected by the next draft, if there is one.
+        self._latest = context.rows, output.taps[0], accepted
 
-    def _keep(self, rows: list[int], features: Tensor, nodes: Tensor) -> None:
-        """Keep the hidden state before each row's root: ``features[i, nodes[i]]``."""
-        self._rows = rows
-        nodes = nodes.to(features.device)
-        self._states = features[torch.arange(len(rows), device=nodes.device), nodes]
+    def _states(self, rows: list[int]) -> Tensor:
+        """``[rows, hidden]``, the hidden states before the roots of these rows."""
+        kept, states, nodes = self._latest
+        if isinstance(nodes, Accepted):
+            nodes = nodes.path.gather(1, nodes.num_accepted[:, None])[:, 0]
+        nodes = nodes.to(states.device)
+        states = states[torch.arange(len(kept), device=nodes.device), nodes]
+        return states if kept == rows else states[[kept.index(row) for row in rows]]
 
     def propose(self, context: Context) -> DraftTree:
         if max(context.remaining) < 2:  # the last token of a row needs no draft
             return DraftTree.root(context.roots)
-        states = self._states
-        if self._rows != context.rows:
-            states = states[[self._rows.index(row) for row in context.rows]]
+        states = self._states(context.rows)
         tree = context.shape if isinstance(context.shape, TreeConfig) else self._tree
         _check_tree(tree, self.heads)
         log_probs, tokens = self._guesses(states, tree)

@@ -90,6 +90,9 @@ class SyntheticDrafter(Drafter):
             tokens[i][1:] = self._chain(row, len(context.generated[row]), len(tokens[i]) - 1)
         return DraftTree(tree.tokens.new_tensor(tokens), tree.parents)
 
+    def rest(self, resting: bool) -> None:
+        self.drafter.rest(resting)
+
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
         self.drafter.commit(context, accepted, output)
 

@@ -57,17 +57,20 @@ from specdec_ext.verify.sampler import Accepted
 # If all drafts of a source were wrong in its last steps, it is probed after its first interval, doubled for
 # every two such steps, up to this number of steps, which are counted over calls. At most MAX_MISSES such
 # steps are counted.
-LONGEST_INTERVAL, MAX_MISSES = 1024, 20
+LONGEST_INTERVAL, MAX_MISSES = 1024, 16
 # Steps for which a chosen draft is held while it brings something: choosing takes time, too.
-HELD_STEPS = 3
+HELD_STEPS = 5
 # Steps of a probe of a model's drafts, if they bring something. The first step includes the time in which the
 # drafter reads the tokens it has not seen, so it says little about the cost of drafts. The probe ends early
-# when the other steps have lost this many plain steps.
+# when the other steps have lost this many plain steps. After MAX_MISSES wrong drafts, a probe is one step.
 PROBE_STEPS, MAX_PROBE_LOSS = 4, 3.0
 # A plain step after a wider pass or a draft is slower, because those displace data from the processor's
 # caches. Only plain steps after a plain step are a reference. The first call with a drafter begins with this
 # many plain steps, and each later measurement of the reference takes as many.
 REFERENCE_STEPS = 2
+# After so many steps in a row in which all of its drafts were wrong, a drafter rests until AWAKE_STEPS before
+# the next probe, in which it keeps some text to draft from.
+HOPELESS, AWAKE_STEPS = 4, 64
 # Upper limit of the credit for probes, in plain steps.
 MAX_CREDIT = 1.5
 # A draft after this many steps without one is a draft after a pause.
@@ -105,6 +108,8 @@ class Controller(Policy):
         self._held: Option | None = None
         self._hold = 0  # steps to come
         self._held_is_probe = False
+        self._resting = False  # whether the drafter rests
+        self._missing_credit: dict[str, float] = {}
         self._probe_loss = 0.0  # seconds that a held probe has lost, its first step aside
         self._after_plain = False  # whether the last step was plain and had the same rows
         self._last_used: dict[str, int] = {PLAIN: -self._memory.idle}  # source -> step
@@ -145,17 +150,19 @@ class Controller(Policy):
     # --- before the draft
 
     def choose(self, context: Context) -> bool:
+        same_rows = self._rows == len(context.rows)
+        if self._skip and same_rows:
+            # Nothing else happens here: while drafts do not pay, this is almost every step.
+            self._skip -= 1
+            self._skipped += 1
+            return False
         self._step += 1
         self._option, self._proposal, self._probing = None, None, False
         self._draft_ended, self._usual_draft_seconds = None, 0.0
         context.shape = None
-        if self._rows != len(context.rows):  # earlier decisions were made for other rows
+        if not same_rows:  # earlier decisions were made for other rows
             self._skip = self._hold = 0
             self._after_plain = False
-        if self._skip:
-            self._skip -= 1
-            self._skipped += 1
-            return False
         self._learn_skipped()
         room = max(context.remaining) - 1
         if room < 1:
@@ -197,10 +204,12 @@ class Controller(Policy):
             self._interval[best.source] = FIRST_INTERVAL[best.source]
         self._current = best
         if best.source == PLAIN:
-            self._skip = self._steps_until_probe() - 1
-            return None
-        self._hold, self._held = HELD_STEPS - 1, best
-        return best
+            waits = [self._steps_until_probe(each) for each in self._sources if each != PLAIN]
+            self._skip = int(max(1, min([LAST_INTERVAL[PLAIN], *waits]))) - 1
+        else:
+            self._hold, self._held = HELD_STEPS - 1, best
+        self._let_rest(best, context)
+        return None if best.source == PLAIN else best
 
     def _curve(self, context: Context) -> Curve:
         return self._memory.verify.curve(len(context.rows), context.root_positions[0] + 1)
@@ -274,9 +283,9 @@ class Controller(Policy):
         """An option of a source that is not in use, if a probe of it is due and there is credit for it.
 
         The probe is the cheapest option of the source, or the best one if that promises more than ``best``.
-        The smallest credit that a due probe lacks is kept in ``_missing_credit``.
+        The credit that a due probe lacks is kept in ``_missing_credit``, by source.
         """
-        self._missing_credit = math.inf
+        self._missing_credit = {}
         for source in self._sources:
             if source == best.source or self._wait(source) > 0:
                 continue
@@ -295,7 +304,7 @@ class Controller(Policy):
                 self._probing = True
                 self._stats.probes += 1
                 return option
-            self._missing_credit = min(self._missing_credit, missing)
+            self._missing_credit[source] = missing
         return None
 
     def _wait(self, source: str) -> int:
@@ -307,22 +316,27 @@ class Controller(Policy):
             wait = max(wait, longest - idle - self._memory.unused.get(source, 0))
         return wait
 
+    def _let_rest(self, best: Option, context: Context) -> None:
+        """Let a drafter whose drafts were always wrong rest, unless it is probed soon after these steps."""
+        hopeless = self._memory.misses.get(MODEL, 0) >= HOPELESS and best.source != MODEL
+        resting = hopeless and self._steps_until_probe(MODEL) > self._skip + AWAKE_STEPS
+        if resting != self._resting:
+            self._resting = resting
+            self._drafter.rest(resting)
+            self._read = max(context.root_positions)  # what came before will not be read
+
     def _credit(self) -> float:
         if self._memory.credit is None:
             self._memory.credit = MAX_CREDIT * self._plain
         return self._memory.credit
 
-    def _steps_until_probe(self) -> int:
-        """Plain steps until a probe is due or the credit suffices for one that is; at least 1."""
-        waits = [LAST_INTERVAL[PLAIN]]
-        for source in self._sources:
-            due = self._wait(source)
-            if source != PLAIN and due > 0:
-                waits.append(due)
+    def _steps_until_probe(self, source: str) -> float:
+        """Plain steps until a probe of a source is due or the credit suffices for it."""
+        if (due := self._wait(source)) > 0:
+            return due
         earned = self._settings.probing * self._plain
-        if self._missing_credit < earned * LAST_INTERVAL[PLAIN]:
-            waits.append(math.ceil(self._missing_credit / earned))
-        return max(min(waits), 1)
+        missing = self._missing_credit.get(source, math.inf)
+        return math.ceil(missing / earned) if missing < earned * LONGEST_INTERVAL else math.inf
 
     # --- after the draft
 
@@ -431,6 +445,7 @@ class Controller(Policy):
         steps, self._skipped = self._skipped, 0
         if not steps:
             return
+        self._step += steps
         now = self._clock()
         took, self._step_began = now - self._step_began, now
         self._learn_plain(self._verify(1), took / steps, steps)
@@ -481,7 +496,9 @@ class Controller(Policy):
         source, missed_before = self._option.source, self._memory.misses
         if hits or misses:
             missed_before[source] = 0 if hits else min(missed_before.get(source, 0) + 1, MAX_MISSES)
-        if misses and not hits and not (self._held_is_probe and self._hold == PROBE_STEPS - 1):
+        first_of_probe = self._held_is_probe and self._hold == PROBE_STEPS - 1
+        hopeless = missed_before.get(source, 0) == MAX_MISSES
+        if misses and not hits and (hopeless or not first_of_probe):
             self._hold = 0
         if self._probing and hits:  # successful: probe the source again at once
             self._interval[source] = 1
@@ -505,9 +522,10 @@ class Controller(Policy):
             before = self._memory.unused.get(source, 0)
             self._memory.unused[source] = before + self._step - self._last_used.get(source, 0)
         self._memory.plain_interval = self._interval[PLAIN]
-        self._stats.report = Report.of(
-            self._memory.verify, self._memory.drafts, self._memory.acceptance, self._gain
-        )
+
+    def report(self) -> Report:
+        memory = self._memory
+        return Report.of(memory.verify, memory.drafts, memory.acceptance, self._gain)
 
 
 def _summed(rows: Sequence[Sequence[float]]) -> Sequence[float]:

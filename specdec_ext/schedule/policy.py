@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
+from specdec_ext.schedule.report import Report
 from specdec_ext.stats import SpeculationStats
 from specdec_ext.tree.config import LOOKUP, Shape, TreeConfig
 from specdec_ext.tree.draft_tree import DraftTree
@@ -57,6 +58,10 @@ class Policy:
 
     def end(self) -> None:
         """End the call."""
+
+    def report(self) -> Report | None:
+        """What was measured up to the end of the call; None if nothing was."""
+        return None
 
 
 def offered(

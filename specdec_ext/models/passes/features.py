@@ -79,6 +79,11 @@ class LayerStates(Sequence[Tensor]):
             return self._last
         return self._states[layer - 1] if layer else self._first
 
+    def first(self, count: int) -> LayerStates:
+        """The states of the first ``count`` nodes."""
+        ends = (None if end is None else end[:, :count] for end in (self._first, self._last))
+        return LayerStates(self._layers, self._states[:, :, :count], *ends)
+
     @staticmethod
     def joined(parts: Sequence[LayerStates]) -> LayerStates:
         """Concatenate the nodes of several passes."""
@@ -130,7 +135,7 @@ class FeatureTap:
                 self._sources.append(blocks[min(layer, config.num_hidden_layers - 1)])
         self._after = {-1, config.num_hidden_layers}  # outputs; the others are inputs
 
-    def chosen(self, first: Tensor, states: Tensor, last: Tensor) -> LayerStates:
+    def chosen(self, first: Tensor, states: Tensor, last: Tensor) -> Sequence[Tensor]:
         """Select ``layers`` from the hidden states of a :class:`DirectPass`.
 
         Args:
@@ -138,9 +143,12 @@ class FeatureTap:
             states: ``[layers, rows, nodes, hidden]`` outputs of all layers.
             last: output of the last layer after the final norm.
         """
-        needed = 0 in self._layers, -1 in self._layers
-        ends = [state if each else None for state, each in zip((first, last), needed, strict=True)]
-        return LayerStates(self._layers, states, *ends)
+        layers = self._layers
+        if not layers:
+            return ()
+        return LayerStates(
+            layers, states, first if 0 in layers else None, last if -1 in layers else None
+        )
 
     @contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
