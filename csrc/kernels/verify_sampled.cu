@@ -199,8 +199,11 @@ __device__ bool arrive_last(const SampledWorkspace& workspace, int64_t row, int6
   return shared.is_last;
 }
 
+// The second bound, one block per multiprocessor, lets ptxas use the 128 registers per thread that
+// such a block has. Without it, ptxas may limit the kernel to 64 and spill the rest, so that two
+// blocks fit.
 template <typename T>
-__global__ void __launch_bounds__(kWalkThreads)
+__global__ void __launch_bounds__(kWalkThreads, 1)
     walk_kernel(const SPECDEC_GRID_CONSTANT VerifySampledParams params,
                 const SPECDEC_GRID_CONSTANT SampledWorkspace workspace, LawAlignment aligned) {
   SPECDEC_SHARED(WalkShared, shared);
