@@ -1,5 +1,7 @@
 """Compile every kernel with every compiler: ``python profiling/toolchains`` (``make toolchains``).
 
+    python profiling/toolchains --source verify_sampled.cu --add    # measure one file again
+
 Installs the compilers in build/toolchains (a gigabyte), then takes about half an hour on two cores. The exit
 code is 1 if a kernel does not compile, spills registers or breaks a rule of toolchains/sass.py.
 """
@@ -38,6 +40,11 @@ def main() -> int:
     parser.add_argument("--source", action="append", help="only this .cu file; may be repeated")
     results = PROFILING / "results" / "toolchains"
     parser.add_argument("--out", type=Path, default=results, help="write OUT.json and OUT.md")
+    parser.add_argument(
+        "--add",
+        action="store_true",
+        help="keep the results in OUT.json that this run does not measure",
+    )
     given = parser.parse_args()
     folder = ROOT / "build" / "toolchains"
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,11 +57,11 @@ def main() -> int:
         sources = [path for path in sources if path.name in given.source]
     if not sources:
         parser.error(f"--source names no file of csrc/kernels: {given.source}")
-    assert front_end.nvcc is not None
     outcomes = matrix.compile_all(
-        compilers, front_end.nvcc, install_disassembler(folder), sources, folder / "made"
+        compilers, front_end, install_disassembler(folder), sources, folder / "made"
     )
-    matrix.write(outcomes, given.out, front_end.release)
+    kept = matrix.read(given.out) if given.add else []
+    matrix.write(matrix.merge(kept, outcomes), given.out, front_end.release)
     header = ["CUDA", *(f"sm_{arch}" for arch in matrix.ARCHITECTURES)]
     print(format_table(header, matrix.summary(outcomes), left=("CUDA",)))
     bad = [each for each in outcomes if not each.is_clean]

@@ -7,8 +7,8 @@ import os
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from kernel_report import PtxasEntry, demangle, parse_ptxas
@@ -37,6 +37,7 @@ class Outcome:
         findings: violations of the rules of :mod:`toolchains.sass`.
         wide_loads: 128-bit global loads.
         global_loads: all global loads.
+        commit: the last commit that changed csrc, with a + if files there were changed since.
     """
 
     release: str
@@ -48,38 +49,42 @@ class Outcome:
     findings: tuple[str, ...] = ()
     wide_loads: int = 0
     global_loads: int = 0
+    commit: str = ""
 
     @property
     def is_clean(self) -> bool:
         return not (self.error or self.spills or self.findings)
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], str, int]:
+        """Compiler, source and architecture: unique, and the order of the results."""
+        return tuple(map(int, self.release.split("."))), self.source, self.arch
 
 
 def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def make_ptx(nvcc: Path, source: Path, family: int, folder: Path) -> Path:
-    """Make the PTX of a source file for a family of architectures.
+def make_ptx(compiler: Compiler, source: Path, family: int, folder: Path) -> Path:
+    """Make the PTX of a source file for a family of architectures with the nvcc of a compiler.
 
     Raises:
         RuntimeError: if nvcc failed, with its message.
     """
-    target = folder / f"{source.stem}.compute_{family}.ptx"
+    own = folder / compiler.release
+    own.mkdir(parents=True, exist_ok=True)
+    target = own / f"{source.stem}.compute_{family}.ptx"
     arch = f"-arch=compute_{family}"
-    include = f"-I{ROOT}/csrc/include"
-    done = run(
-        [str(nvcc), *NVCC_FLAGS.split(), arch, include, "-ptx", str(source), "-o", str(target)]
-    )
+    command = [str(compiler.nvcc), *NVCC_FLAGS.split(), arch, f"-I{ROOT}/csrc/include"]
+    done = run([*command, "-ptx", str(source), "-o", str(target)])
     if done.returncode != 0:
         raise RuntimeError(done.stderr.strip())
     return target
 
 
-def assemble(
-    compiler: Compiler, ptx: Path, source: str, arch: int, nvdisasm: Path, folder: Path
-) -> Outcome:
+def assemble(compiler: Compiler, ptx: Path, source: str, arch: int, nvdisasm: Path) -> Outcome:
     """Make machine code from PTX and check it."""
-    text = folder / f"{ptx.stem}.{compiler.release}.sm_{arch}.ptx"
+    text = ptx.with_name(f"{ptx.stem}.{compiler.release}.sm_{arch}.ptx")
     text.write_text(with_ptx_version(ptx.read_text(), compiler.ptx_version))
     cubin = text.with_suffix(".cubin")
     command = [str(compiler.ptxas), "-v", "-O3", f"-arch=sm_{arch}", str(text), "-o", str(cubin)]
@@ -129,7 +134,7 @@ def findings(functions: Iterable[sass.Function], names: dict[str, str]) -> list[
 
 def compile_all(
     compilers: Sequence[Compiler],
-    front_end: Path,
+    front_end: Compiler,
     nvdisasm: Path,
     sources: Sequence[Path],
     folder: Path,
@@ -138,37 +143,58 @@ def compile_all(
 
     Args:
         compilers: those that have an nvcc compile the sources, all others the PTX of ``front_end``.
-        front_end: an nvcc.
+        front_end: a compiler that has an nvcc.
         nvdisasm: the disassembler.
         sources: ``.cu`` files.
         folder: folder for intermediate files.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    jobs = []
-    for compiler in compilers:
-        known = sorted(compiler.architectures() & set(ARCHITECTURES))
-        families = sorted({family_of(arch) for arch in known})
-        for source in sources:
-            for family in families:
-                archs = [arch for arch in known if family_of(arch) == family]
-                jobs.append((compiler, source, family, archs))
+    commit = csrc_commit()
+    ptx: dict[tuple[Compiler, Path, int], Future[Path]] = {}
+    outcomes: list[Future[Outcome]] = []
 
-    def work(job: tuple[Compiler, Path, int, list[int]]) -> list[Outcome]:
-        compiler, source, family, archs = job
-        own = folder / (compiler.release if compiler.nvcc else "front-end")
-        own.mkdir(exist_ok=True)
+    def work(compiler: Compiler, source: Path, arch: int, made: Future[Path]) -> Outcome:
         try:
-            ptx = own / f"{source.stem}.compute_{family}.ptx"
-            if compiler.nvcc or not ptx.exists():
-                ptx = make_ptx(compiler.nvcc or front_end, source, family, own)
+            path = made.result()
         except RuntimeError as error:
-            return [
-                Outcome(compiler.release, arch, source.name, error=str(error)) for arch in archs
-            ]
-        return [assemble(compiler, ptx, source.name, arch, nvdisasm, own) for arch in archs]
+            return Outcome(compiler.release, arch, source.name, error=str(error))
+        return assemble(compiler, path, source.name, arch, nvdisasm)
 
+    # Every PTX is submitted before the work that waits for it, so the pool can't deadlock.
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
-        return [outcome for outcomes in pool.map(work, jobs) for outcome in outcomes]
+        for compiler in compilers:
+            known = sorted(compiler.architectures() & set(ARCHITECTURES))
+            maker = compiler if compiler.nvcc else front_end
+            for source in sources:
+                for arch in known:
+                    job = (maker, source, family_of(arch))
+                    if job not in ptx:
+                        ptx[job] = pool.submit(make_ptx, *job, folder)
+                    outcomes.append(pool.submit(work, compiler, source, arch, ptx[job]))
+        return [replace(each.result(), commit=commit) for each in outcomes]
+
+
+def csrc_commit() -> str:
+    """Short hash of the last commit that changed csrc, with a + if files there were changed since."""
+    if not (ROOT / ".git").exists():
+        return "none"
+    git = ["git", "-C", str(ROOT)]
+    commit = run([*git, "log", "-1", "--format=%h", "--", "csrc"]).stdout.strip()
+    changed = run([*git, "status", "--porcelain", "--", "csrc"]).stdout
+    return f"{commit}+" if changed else commit
+
+
+def merge(kept: Iterable[Outcome], new: Iterable[Outcome]) -> list[Outcome]:
+    """Return both, sorted; a new outcome replaces the kept one that has the same key."""
+    by_key = {each.key: each for each in (*kept, *new)}
+    return [by_key[key] for key in sorted(by_key)]
+
+
+def read(out: Path) -> list[Outcome]:
+    """Read the results in ``out``.json; without that file there are none."""
+    file = out.with_suffix(".json")
+    rows = json.loads(file.read_text()) if file.exists() else []
+    lists = ("spills", "findings")
+    return [Outcome(**row | {name: tuple(row[name]) for name in lists}) for row in rows]
 
 
 def summary(outcomes: Sequence[Outcome]) -> list[list[str]]:
@@ -199,11 +225,12 @@ def describe(cell: Sequence[Outcome]) -> str:
 
 
 def wide_load_shares(outcomes: Sequence[Outcome]) -> list[list[str]]:
-    """One row per source: 128-bit global loads / all global loads, by the newest compiler."""
+    """One row per source: commits, then 128-bit global loads / all global loads of the newest compiler."""
     newest = outcomes[-1].release
     rows = []
     for source in sorted({each.source for each in outcomes}):
-        row = [source]
+        commits = {each.commit: None for each in outcomes if each.source == source}
+        row = [source, ", ".join(commits)]
         for arch in ARCHITECTURES:
             found = [
                 each
@@ -229,9 +256,10 @@ def write(outcomes: Sequence[Outcome], out: Path, front_end: str) -> None:
         format_markdown(["CUDA", *header], summary(outcomes)),
         "",
         f"128-bit global loads / all global loads, asynchronous copies included, by CUDA "
-        f"{outcomes[-1].release}:",
+        f"{outcomes[-1].release}. `commit` is the last commit that had changed `csrc/` when the source was",
+        "compiled.",
         "",
-        format_markdown(["source", *header], wide_load_shares(outcomes)),
+        format_markdown(["source", "commit", *header], wide_load_shares(outcomes)),
         "",
     ]
     out.parent.mkdir(parents=True, exist_ok=True)

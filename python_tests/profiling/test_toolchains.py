@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from toolchains import matrix, sass
-from toolchains.compilers import read_architectures, with_ptx_version
+from toolchains.compilers import Compiler, read_architectures, with_ptx_version
 from toolchains.matrix import Outcome
 
 
@@ -92,3 +92,52 @@ def test_the_table_tells_what_is_wrong(tmp_path: Path) -> None:
     assert "2, 1 findings" in table
     assert [each.is_clean for each in outcomes] == [False, False, False]
     assert Outcome("13.0.88", 90, "a.cu", kernels=2).is_clean
+
+
+def test_a_run_in_parts_keeps_the_other_rows(tmp_path: Path) -> None:
+    old = [
+        Outcome("12.4.131", 80, "a.cu", kernels=3, spills=("walk",), commit="1111111"),
+        Outcome("12.4.131", 80, "b.cu", kernels=1, commit="1111111"),
+        Outcome("12.10.7", 80, "a.cu", kernels=3, commit="1111111"),
+    ]
+    matrix.write(old, tmp_path / "out", "13.0.88")
+    new = Outcome("12.4.131", 80, "a.cu", kernels=3, commit="2222222")
+    assert matrix.read(tmp_path / "missing") == []
+    merged = matrix.merge(matrix.read(tmp_path / "out"), [new])
+    assert merged == [new, old[1], old[2]]
+    matrix.write(merged, tmp_path / "out", "13.0.88")
+    table = (tmp_path / "out.md").read_text()
+    assert "| a.cu | 2222222, 1111111 |" in table and "| b.cu | 1111111 |" in table
+
+
+def program(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(("#!/bin/sh", *lines)))
+    path.chmod(0o755)
+    return path
+
+
+def test_a_later_run_compiles_the_sources_as_they_are_then(tmp_path: Path) -> None:
+    """PTX of an earlier run used to be compiled again by all compilers that have no nvcc."""
+    nvcc = program(
+        tmp_path / "nvcc",
+        'while [ "$1" != -ptx ]; do shift; done',
+        'if grep forbidden "$2" >&2; then exit 1; fi',
+        '{ echo ".version 9.0"; cat "$2"; } > "$4"',
+    )
+    ptxas = program(
+        tmp_path / "ptxas",
+        """if [ "$1" = --help ]; then echo "'sm_80', 'sm_90'"; exit; fi""",
+        'if grep unknown "$4" >&2; then exit 1; fi',
+        'touch "$6"',
+    )
+    nvdisasm = program(tmp_path / "nvdisasm")
+    front_end = Compiler("13.0.88", ptxas, nvcc)
+    compilers = [Compiler("12.4.131", ptxas, ptx_version="8.4"), front_end]
+    source = tmp_path / "kernel.cu"
+    for text, error in (("good", ""), ("unknown", "unknown"), ("forbidden", "forbidden")):
+        source.write_text(f"{text}\n")
+        outcomes = matrix.compile_all(compilers, front_end, nvdisasm, [source], tmp_path / "made")
+        assert [(each.release, each.arch, each.error) for each in outcomes] == [
+            (release, arch, error) for release in ("12.4.131", "13.0.88") for arch in (80, 90)
+        ]
+        assert {each.commit for each in outcomes} == {matrix.csrc_commit()}
