@@ -5,7 +5,7 @@
 
 namespace specdec::glue {
 
-// The parts lie one behind the other; specdec_ext/ops/verify.py names them.
+// The parts lie one behind the other; specdec_ext/ops/verify_match.py names them.
 struct VerifyResult {
   VerifyResult(const Tensor& like, int64_t batch, int64_t nodes)
       : packed(empty_int64(like, {batch * (nodes + 3)})),

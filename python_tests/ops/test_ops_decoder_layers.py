@@ -10,7 +10,7 @@ import torch
 from op_cases import generator
 
 from specdec_ext import ops
-from specdec_ext.ops.decoder import LAYER_TENSORS
+from specdec_ext.ops.decoder_layers import LAYER_TENSORS
 from specdec_ext.reference.decoder_layers import decoder_layers as reference
 
 DTYPES = [torch.float32, torch.bfloat16]

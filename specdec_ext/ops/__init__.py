@@ -14,21 +14,17 @@ Errors: a ValueError names the argument, what was expected and what was given.
 """
 
 from specdec_ext.ops._library import LIBRARY_PATH
-from specdec_ext.ops.attention import tree_attention
-from specdec_ext.ops.cache import kv_compact
-from specdec_ext.ops.decoder import DecoderStates, decoder_layers
-from specdec_ext.ops.draft import HeadDraft, draft_head
+from specdec_ext.ops.build_dynamic_tree import DynamicTree, build_dynamic_tree
+from specdec_ext.ops.decoder_layers import DecoderStates, decoder_layers
+from specdec_ext.ops.draft_head import HeadDraft, draft_head
 from specdec_ext.ops.draft_limits import draft_head_refusal
+from specdec_ext.ops.kv_compact import kv_compact
 from specdec_ext.ops.linear import linear
 from specdec_ext.ops.packed_head import PackedHead
-from specdec_ext.ops.sample import sample_filter
-from specdec_ext.ops.tree import (
-    DynamicTree,
-    TreeMask,
-    build_dynamic_tree,
-    tree_mask,
-)
-from specdec_ext.ops.verify import (
+from specdec_ext.ops.sample_filter import sample_filter
+from specdec_ext.ops.tree_attention import tree_attention
+from specdec_ext.ops.tree_mask import TreeMask, tree_mask
+from specdec_ext.ops.verify_match import (
     STATUS_NAN,
     STATUS_NO_FINITE_LOGIT,
     STATUS_OK,

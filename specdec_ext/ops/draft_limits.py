@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from specdec_ext.heads.config import HeadConfig
-from specdec_ext.ops.draft import tree_depth
+from specdec_ext.ops.draft_head import tree_depth
 from specdec_ext.tree.config import TreeConfig
 
 # Limits of the CUDA kernel, from csrc/include/specdec/draft_plan.h.

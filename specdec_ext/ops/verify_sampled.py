@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from specdec_ext.ops import _library
-from specdec_ext.ops.verify import MatchResult
+from specdec_ext.ops.verify_match import MatchResult
 
 
 def verify_rejection(

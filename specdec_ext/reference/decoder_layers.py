@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec_ext.ops.decoder import LAYER_TENSORS
+from specdec_ext.ops.decoder_layers import LAYER_TENSORS
 from specdec_ext.reference.tree_attention import tree_attention
 
 
