@@ -26,8 +26,8 @@ from specdec_ext.heads.checkpoints import (
     tokenizer_fingerprint,
     weights_fingerprint,
 )
+from specdec_ext.heads.checkpoints.feature_layers import recorded_layers
 from specdec_ext.heads.checkpoints.fields import Fields
-from specdec_ext.heads.checkpoints.taps import recorded_layers
 from specdec_ext.heads.config import HeadRecord
 
 # --- tapped layers -----------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from specdec_ext.heads.checkpoints.decoder import rope_parameters, sizes, sliding_windows
+from specdec_ext.heads.checkpoints.feature_layers import RecordedLayers, recorded_layers
 from specdec_ext.heads.checkpoints.fields import MAX_SIZE, Fields
-from specdec_ext.heads.checkpoints.taps import RecordedLayers, recorded_layers
 from specdec_ext.heads.config import HeadConfig, HeadRecord
 
 Shapes = Mapping[str, tuple[int, ...]]

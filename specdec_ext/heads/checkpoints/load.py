@@ -56,8 +56,8 @@ def load_draft(
             in place.
         **overrides: fields of ``HeadConfig`` that replace those of the checkpoint; only the names in
             ``OVERRIDES``, and None keeps the checkpoint's value. Checkpoints are known to be wrong about two
-            of them: ``feature_layers`` (ids have two meanings, see ``checkpoints.taps``) and ``norm_output``
-            (it had another meaning in SpecForge before September 2026).
+            of them: ``feature_layers`` (ids have two meanings, see ``checkpoints.feature_layers``) and
+            ``norm_output`` (it had another meaning in SpecForge before September 2026).
 
     Returns:
         The head, with its config, tensors and the record of its checkpoint.
