@@ -1,9 +1,9 @@
 """``calibrate``: find out how an ambiguous config of a draft head is meant, by drafting along a text.
 
 Ids of auxiliary hidden states have two conventions that differ by one
-(:mod:`specdec_ext.heads.checkpoints.feature_layers`). ``norm_output`` has had two meanings: the normed output is fed
-back, or, in SpecForge before September 2026, it is not. The files do not say which one applies. A *reading*
-is one choice of both; along a short text, a wrong reading drafts much worse than the right one.
+(:mod:`specdec_ext.heads.checkpoints.feature_layers`). ``norm_output`` has had two meanings: the normed output
+is fed back, or, in SpecForge before September 2026, it is not. The files do not say which one applies. A
+*reading* is one choice of both. Along a short text, a wrong reading drafts much worse than the right one.
 """
 
 from __future__ import annotations

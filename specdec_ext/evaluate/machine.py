@@ -32,7 +32,7 @@ def _processor_name() -> str:
 
 def _commit() -> str:
     """Short commit hash of the source tree that this package runs from, with a + if files were changed."""
-    root = Path(__file__).parent.parent
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return "none (installed)"
     described = subprocess.run(
