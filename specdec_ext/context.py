@@ -125,6 +125,13 @@ class Context:
             self._prompt_texts = texts
         return self._prompt_texts[row]
 
+    def last_columns(self, width: int) -> list[int]:
+        """For each row, which of the prompt's last ``width`` columns is the last one without padding."""
+        if self.attention_mask is None:
+            return [width - 1] * len(self.generated)
+        valid = self.attention_mask[:, -width:].bool().cpu()
+        return (valid * torch.arange(width, device="cpu")).argmax(dim=1).tolist()
+
     def source(self, row: int) -> list[int]:
         """Tokens that the encoder reads for original row ``row``, with paddings; [] without an encoder."""
         return [] if self._encoder_ids is None else self._encoder_ids[row].tolist()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections import namedtuple
 
 import pytest
 import torch
@@ -91,17 +90,14 @@ def test_size_is_known_before(model, tmp_path):
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(model, tmp_path, monkeypatch):
-    usage = namedtuple("usage", "total used free")
     free = 46 * BYTES + module.SPARE_BYTES
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage(0, 0, free - 1))
+    monkeypatch.setattr(module, "free_bytes", lambda path: free - 1)
     with pytest.raises(ValueError, match=r"too little space .* 46 tokens x 520 bytes"):
         dump_features(model, LAYERS, texts(), tmp_path / "dump")
     assert not (tmp_path / "dump").exists()
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage(0, 0, free))
+    monkeypatch.setattr(module, "free_bytes", lambda path: free)
     dump_features(model, LAYERS, texts(), tmp_path / "dump")
-    monkeypatch.setattr(
-        module.shutil, "disk_usage", lambda path: usage(0, 0, module.SPARE_BYTES + 1500)
-    )
+    monkeypatch.setattr(module, "free_bytes", lambda path: module.SPARE_BYTES + 1500)
     dump_features(model, LAYERS, texts(), tmp_path / "dump")  # nothing lacks
 
 

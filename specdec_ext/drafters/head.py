@@ -263,10 +263,7 @@ def _prompt_elements(context: Context, taps: Sequence[Tensor]) -> Elements:
     first = [generated[:1] for generated in context.generated]
     if context.offset:
         # The tokens of embeddings are unknown, so the head begins at the last column of the prompt.
-        last = [taps[0].shape[1] - 1] * len(rows)
-        if context.attention_mask is not None:
-            valid = context.attention_mask[:, -taps[0].shape[1] :].bool().cpu()
-            last = (valid * torch.arange(valid.shape[1], device="cpu")).argmax(dim=1).tolist()
+        last = context.last_columns(taps[0].shape[1])
         return Elements(rows, first, [tap[rows, last][:, None] for tap in taps])
     held, order = context.prompt_columns - taps[0].shape[1], None
     if context.attention_mask is None:

@@ -86,11 +86,7 @@ class MedusaDrafter(Drafter):
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
         self._tree = self.tree or default_tree(model.device, self.heads.config.num_heads)
-        rows, width = len(context.generated), output.taps[0].shape[1]
-        columns = torch.full((rows,), width - 1, device="cpu")
-        if context.attention_mask is not None:
-            valid = context.attention_mask.bool()[:, -width:].cpu()
-            columns = (valid * torch.arange(valid.shape[1], device="cpu")).argmax(dim=1)
+        columns = torch.tensor(context.last_columns(output.taps[0].shape[1]), device="cpu")
         self._latest = context.rows, output.taps[0], columns
 
     def shapes(self, context: Context) -> Sequence[Shape]:

@@ -1,8 +1,9 @@
-"""Checks, before long work begins, that its results can be written afterwards."""
+"""Checks, before long work begins, that its results can be written and fit on the disk."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 
@@ -31,12 +32,22 @@ def writable_folder(path: Path, option: str) -> None:
     Raises:
         OSError: with the reason.
     """
-    existing = next(each for each in (path, *path.absolute().parents) if each.exists())
+    existing = _nearest_existing(path)
     if not existing.is_dir():
         raise NotADirectoryError(
             f"{option} {path}: {existing} is not a folder; choose another path"
         )
     _check_access(existing, f"{option} {path}")
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes on the disk of a file or folder that need not exist yet."""
+    return shutil.disk_usage(_nearest_existing(path)).free
+
+
+def _nearest_existing(path: Path) -> Path:
+    """The path itself or the nearest of its parents that exists."""
+    return next(each for each in (path, *path.absolute().parents) if each.exists())
 
 
 def _check_access(path: Path, what: str) -> None:

@@ -41,11 +41,20 @@ def walk(
             return path, token
 
 
-class _BadLogits(Exception):
-    def __init__(self, status: int, depth: int) -> None:
+class BadLogits(Exception):
+    """The logits of a visited node contain NaN or are all -inf; ``status`` says which."""
+
+    def __init__(self, status: int) -> None:
         super().__init__(status)
         self.status = status
-        self.depth = depth
+
+
+def check_logits(logits: Tensor) -> None:
+    """Raise :class:`BadLogits` if no token can be drawn with these ``logits [vocab]``."""
+    if logits.isnan().any():
+        raise BadLogits(NAN)
+    if logits.max() == -torch.inf:
+        raise BadLogits(NO_FINITE_LOGIT)
 
 
 def verify_match(
@@ -69,10 +78,7 @@ def verify_match(
 
         def pick(node: int, depth: int, row: int = row, visited: list[int] = visited) -> int:
             scores = logits[row, node].float()
-            if scores.isnan().any():
-                raise _BadLogits(NAN, depth)
-            if (scores == -torch.inf).all():
-                raise _BadLogits(NO_FINITE_LOGIT, depth)
+            check_logits(scores)
             visited.append(node)
             if stochastic[row]:
                 position = root_positions[row] + depth + 1
@@ -81,7 +87,7 @@ def verify_match(
 
         try:
             _, next_token[row] = walk(tokens[row].tolist(), parents[row].tolist(), pick)
-        except _BadLogits as error:
+        except BadLogits as error:
             status[row] = error.status
         num_accepted[row] = len(visited) - 1
         path[row, : len(visited)] = path.new_tensor(visited)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specdec_ext.reference import rng
-from specdec_ext.reference.verify_match import NAN, NO_FINITE_LOGIT, OK
+from specdec_ext.reference.verify_match import BadLogits, check_logits
 from specdec_ext.tree.draft_tree import ROOT_PARENT
 
 Distribution = Sequence[Any]  # probability of each token, float or Fraction
@@ -210,20 +210,10 @@ def _verify(
     return path, num_accepted, next_token, status
 
 
-class BadLogits(Exception):
-    """The logits of an examined node contain NaN or are all -inf."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
-        self.status = status
-
-
 def target_distribution(logits: Tensor) -> Distribution:
     """The target's distribution: softmax in float64, where +inf counts as the largest float32."""
     logits = logits.float()
-    status = NAN if logits.isnan().any() else NO_FINITE_LOGIT if logits.max() == -torch.inf else OK
-    if status != OK:
-        raise BadLogits(status)
+    check_logits(logits)
     return logits.clamp(max=torch.finfo(torch.float32).max).double().softmax(dim=-1).tolist()
 
 

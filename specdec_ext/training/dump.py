@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from specdec_ext.preflight.outputs import free_bytes
 from specdec_ext.training.batches import Batch, Example, OnlineFeatures, pad
 from specdec_ext.training.fingerprint import fingerprint
 
@@ -237,16 +237,13 @@ class _Dump:
         self._index = index
 
     def size(self) -> DumpSize:
-        existing = next(
-            parent for parent in (self._folder, *self._folder.parents) if parent.exists()
-        )
         numbers = range(len(self._shards))
         done = sum(
             self._index["files"][str(number)]["bytes"]
             for number in numbers
             if _has_size(self._folder, self._index, number)
         )
-        return DumpSize(self._tokens, self._bytes, done, shutil.disk_usage(existing).free)
+        return DumpSize(self._tokens, self._bytes, done, free_bytes(self._folder))
 
     def write(self, batch: int, progress: Callable[[int, int], None] | None) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

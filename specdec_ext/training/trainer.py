@@ -17,7 +17,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor, optim
 
 from specdec_ext.preflight.extras import require
+from specdec_ext.preflight.outputs import free_bytes
 from specdec_ext.training.batches import Example, Features
 from specdec_ext.training.evaluation import Evaluation, HeldOut, evaluate
 from specdec_ext.training.fingerprint import fingerprint
@@ -243,10 +243,9 @@ def check_room(folder: Path, objective: Objective) -> None:
     Raises:
         ValueError: the message names the needed and the free space.
     """
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     # Weights, and at most two moments per weight.
     needed = 2 * 3 * sum(each.numel() * each.element_size() for each in objective.parameters())
-    free = shutil.disk_usage(existing).free
+    free = free_bytes(folder)
     if needed > free:
         raise ValueError(
             f"the disk of {folder} has {free / 1e9:.2f} GB free, but the state of the run may need "
