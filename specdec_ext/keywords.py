@@ -1,7 +1,8 @@
 """Checks of a call's keywords against :mod:`specdec_ext.keyword_table`.
 
 A keyword that is missing in the table raises an error as soon as it is set, so no keyword of a newer
-transformers is ignored silently.
+transformers is ignored silently. The arguments that only this package has (``drafter``, ``seed``, ...) are
+checked in :mod:`specdec_ext.generation`.
 """
 
 from __future__ import annotations

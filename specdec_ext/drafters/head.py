@@ -39,7 +39,7 @@ MAX_UNREAD = 512
 
 @cache
 def default_tree(device: torch.device, num_rows: int, parallel: bool = False) -> TreeConfig:
-    """The shape that is drafted by default.
+    """The shape that is drafted if the controller does not choose one of :func:`offered_shapes`.
 
     On a GPU with a small batch, a target pass over 60 nodes takes hardly longer than one over a single node.
     There the default is the tree of EAGLE's evaluations, 60 nodes on six levels (Li et al. 2024, 2025), or

@@ -1,4 +1,4 @@
-"""Resolves ``drafter=`` arguments, in Python and on the command line. No other module knows their names.
+"""Resolves ``drafter=`` arguments, in Python and on the command line: the one map from names to drafters.
 
 A model's config may name its drafters: ``specdec_ext_draft`` is the hub id or folder of a draft head,
 ``specdec_ext_draft_model`` that of a draft model. A folder may be relative to the model's own folder, and

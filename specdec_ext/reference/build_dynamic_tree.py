@@ -1,10 +1,10 @@
 """Specification of ``build_dynamic_tree``: selects the best candidates of a dynamic draft as a tree.
 
 This is the selection of EAGLE-2 (Li et al. 2024, section 4.2), in an order that always gives a tree, even
-with
-ties: effective score descending, candidate index ascending. The effective score of a candidate is the lowest
-score on its path from the root. So a parent's effective score is at least that of its child, and its index is
-smaller; parents precede their children, and every prefix of the order contains all ancestors of its members.
+with ties: effective score descending, candidate index ascending. The effective score of a candidate is the
+lowest score on its path from the root. So a parent's effective score is at least that of its child, and its
+index is smaller; parents precede their children, and every prefix of the order contains all ancestors of its
+members.
 Example with 4 nodes::
 
     candidate    0     1     2     3     4

@@ -1,4 +1,8 @@
-"""The walk of a verification over its tree, level by level: which token each row emits at each level."""
+"""The walk of a verification over its tree, level by level: which token each row emits at each level.
+
+The walks follow decisions that are made elsewhere: a :class:`FinishedWalk` reads the result of an op
+``verify_*``, a :class:`StepwiseWalk` draws each token through the sampler.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Cache layers that can be rolled back after rejected drafts."""
+"""Cache layers that can be rolled back; ``SlotTarget.commit`` and ``HostedTarget.commit`` roll them back."""
