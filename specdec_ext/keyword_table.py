@@ -28,12 +28,12 @@ class Reads(Enum):
     PREFIX: also the row's text before the token. It is called at visited nodes, each row at its own pace;
         rules 2 to 4 call it at all nodes.
     ORDER: possibly earlier calls or other rows. It gets exactly the calls of plain decoding: once for each
-        emitted position in order, with the rows of a batch in step.
+        emitted position in order, for all rows of a batch together.
     """
 
     SCORES = "on all nodes at once"
     PREFIX = "at every visited node, with the text up to it"
-    ORDER = "once for every emitted position, in order, with the rows of a batch in step"
+    ORDER = "once for every emitted position, in order, for all rows of a batch together"
 
 
 @dataclass(frozen=True)
