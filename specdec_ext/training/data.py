@@ -40,7 +40,19 @@ def read_examples(
     text_column: str | None = None,
     messages_column: str | None = None,
 ) -> list[Example]:
-    """Read all examples of a file in their order: :func:`read_records`, then :func:`encode`."""
+    """Read the training texts of a file, in their order: :func:`read_records`, then :func:`encode`.
+
+    Args:
+        path: a ``.txt``, ``.json`` or ``.jsonl`` file (:mod:`specdec_ext.training.records`).
+        tokenizer: the target's tokenizer.
+        max_length: largest number of tokens of an example.
+        text_column: name of the column of texts; by default ``"text"``.
+        messages_column: name of the column of chats; by default ``"messages"`` or ``"conversations"``.
+
+    Raises:
+        OSError: for a file that can't be read.
+        ValueError: for a damaged file, or as :func:`encode`.
+    """
     records = read_records(path, text_column=text_column, messages_column=messages_column)
     return encode(records, tokenizer, max_length=max_length)
 
