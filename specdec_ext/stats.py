@@ -9,14 +9,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from specdec_ext.display import Summarised
-from specdec_ext.schedule.report import Report, explain
+from specdec_ext.report import Report
 
 # The warning appears if, over this many drafts, less than this share of first tokens was accepted. A drafter
 # made for the target reaches many times this share; one with the wrong layers or vocabulary has almost none.
 ALARM_WINDOW = 100  # drafts
 ALARM_SHARE = 0.02
+# Names of steps in ``SpeculationStats.shapes``. The last two follow the name of the shape.
+PLAIN_STEP, DROPPED, NOTHING_PROPOSED = "plain", ", dropped", ", nothing proposed"
 
 
 @dataclass(repr=False)
@@ -41,6 +44,7 @@ class SpeculationStats(Summarised):
         policy: ``"auto"``, ``"fixed"``, or ``"none"`` without a drafter.
         shapes: steps of the whole batch by the shape that was drafted; only with ``"auto"``.
         dropped: steps of the whole batch whose draft was not verified.
+        nothing_proposed: steps of the whole batch in which the drafter had nothing to propose.
         probes: steps of the whole batch that tried an option that was not in use.
         reruns: target passes that were repeated without drafts, because the logits contained NaN. In this
             case drafted tokens overflow the model's dtype, or the model is broken.
@@ -61,9 +65,10 @@ class SpeculationStats(Summarised):
         default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "commit": 0.0}
     )
 
-    policy: str = "none"
+    policy: Literal["none", "fixed", "auto"] = "none"
     shapes: dict[str, int] = field(default_factory=dict)
     dropped: int = 0
+    nothing_proposed: int = 0
     probes: int = 0
     reruns: int = 0
     report: Report | None = None
@@ -82,13 +87,52 @@ class SpeculationStats(Summarised):
         for position, share in enumerate(self.acceptance_per_position, 1):
             yield f"accepted up to position {position}", f"{share:.0%}"
 
-    def count_shape(self, name: str, steps: int = 1) -> None:
-        """Count steps of the whole batch under the name of their shape."""
-        self.shapes[name] = self.shapes.get(name, 0) + steps
-
     def explain(self) -> str:
         """Describe in text what was drafted and why: speed-up, steps, costs and acceptance."""
-        return explain(self)
+        if self.policy == "none":
+            return "Plain decoding without a drafter."
+        if self.report is None:
+            return (
+                f"{self.drafter} drafted in every step (speculation='fixed'); nothing was measured or "
+                f"chosen. Mean acceptance length {self.mean_acceptance_length:.2f}."
+            )
+        total = sum(self.shapes.values())
+        lines = [f"{self.drafter}, speculation='auto': {self._verdict(self.report, total)}"]
+        lines += ["", "steps"]
+        for name, count in sorted(self.shapes.items(), key=lambda item: -item[1]):
+            lines.append(f"  {name:<44} {count:>6}  {count / total:>4.0%}")
+        lines.append(f"  {'probes, included above':<44} {self.probes:>6}")
+        return "\n".join([*lines, "", *self.report.lines()])
+
+    def _verdict(self, report: Report, total: int) -> str:
+        plain = self.shapes.get(PLAIN_STEP, 0)
+        verified = total - plain - self.dropped - self.nothing_proposed
+        if total and self.nothing_proposed * 2 >= total:
+            why_off = "In most steps the drafter had nothing to propose."
+        else:
+            why_off = report.why_plain()
+        if not verified:
+            return f"no draft was verified. {why_off}"
+        speed_up = report.speed_up(total)
+        return speed_up if verified * 2 >= total else f"{speed_up} {why_off}"
+
+    def count_plain(self, steps: int = 1) -> None:
+        """Count plain steps of the whole batch."""
+        self.shapes[PLAIN_STEP] = self.shapes.get(PLAIN_STEP, 0) + steps
+
+    def count_draft(self, shape: str, proposed: bool, verified: bool) -> None:
+        """Count a step of the whole batch in which the drafter was asked for a draft.
+
+        Args:
+            shape: name of the requested shape.
+            proposed: whether the drafter proposed a token for any row.
+            verified: whether the target scored a proposed token.
+        """
+        if not verified:
+            self.dropped += proposed
+            self.nothing_proposed += not proposed
+            shape += DROPPED if proposed else NOTHING_PROPOSED
+        self.shapes[shape] = self.shapes.get(shape, 0) + 1
 
     def count_step(
         self, draft_tokens: int, depth: int, num_accepted: int, num_emitted: int

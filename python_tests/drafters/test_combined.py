@@ -31,6 +31,7 @@ from specdec_ext import (
 )
 from specdec_ext.context import Context
 from specdec_ext.drafters.retrieval import RetrievalDrafter
+from specdec_ext.tree.config import Lookup
 
 
 class Says(Drafter):
@@ -106,6 +107,7 @@ def test_a_long_match_takes_its_row_over(max_nodes, tokens, parents):
     drafter = CombinedDrafter(retrieval, model, min_match=4, max_nodes=max_nodes)
     tree = drafter.propose(context_of(3))
     assert (tree.tokens.tolist(), tree.parents.tolist()) == (tokens, parents)
+    assert drafter.lookups == [Lookup("copy, match of 3 to 4"), None, None]
 
 
 def test_nobody_is_asked_in_vain():
@@ -142,6 +144,7 @@ def test_match_lengths_of_the_drafters_that_ship():
         drafter.start(context, tiny_model("llama"), None)
         drafter.propose(context)
         assert drafter.match_lengths == [3, 0]
+        assert drafter.lookups == [Lookup("copy, match of 3 to 4"), Lookup("no match")]
 
 
 # ---------------------------------------------------------------- models that are asked now and then

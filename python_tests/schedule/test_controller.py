@@ -20,6 +20,7 @@ from tiny import ScriptedDrafter, generated, oracle_chain, prompts, tiny_model
 
 import specdec_ext
 from specdec_ext import DraftModelDrafter, SpeculationConfig, SpeculationStats, TreeConfig
+from specdec_ext.report import Report
 from specdec_ext.schedule.acceptance import Acceptance, LearntAcceptance, judged
 from specdec_ext.schedule.controller import Controller
 from specdec_ext.schedule.costs import Curve, VerifyCosts
@@ -32,8 +33,9 @@ from specdec_ext.schedule.memory import (
     forget,
     memory_of,
 )
+from specdec_ext.schedule.options import CHAIN, kind_of, name_of
 from specdec_ext.schedule.policy import Policy
-from specdec_ext.schedule.report import Gain, Report
+from specdec_ext.schedule.report import Gain
 
 MS = 1e-3
 CHAINS = {"depths": (1, 2, 3, 4, 5, 6, 7)}
@@ -548,24 +550,32 @@ def test_a_dropped_proposal_is_judged():
     drafter = world.drafter(always(0.9), lookup_cost, **CHAINS)
     stats = world.run(drafter, 400)
     assert stats.dropped >= 5
-    judgements = memory_of(world.model, drafter).acceptance.positions("chain").judged[0]
+    judgements = memory_of(world.model, drafter).acceptance.positions(CHAIN).judged[0]
     assert judgements > stats.drafts
 
 
 def test_acceptance_of_a_row_leans_on_all_and_a_position_on_the_one_before():
     learnt = LearntAcceptance()
     call = Acceptance(learnt)
-    assert call.ahead(0, "chain", 2)[1] == pytest.approx(0.6)
+    assert call.ahead(0, CHAIN, 2)[1] == pytest.approx(0.6)
     for _ in range(50):
-        call.add(0, "chain", 3, False)
-        call.add(1, "chain", 0, True)
-    right, wrong, new = (call.ahead(row, "chain", 3) for row in (0, 1, 2))
+        call.add(0, CHAIN, 3, False)
+        call.add(1, CHAIN, 0, True)
+    right, wrong, new = (call.ahead(row, CHAIN, 3) for row in (0, 1, 2))
     assert right[3] > 2.2 and wrong[3] < 0.6
     assert new[1] == pytest.approx(0.5, abs=0.03)
-    assert learnt.rates("chain", 5)[3:] == pytest.approx([learnt.rates("chain", 3)[2]] * 2)
-    assert call.ahead(0, "chain", 3)[:2] == call.ahead(0, "chain", 1)[:2]
+    assert learnt.rates(CHAIN, 5)[3:] == pytest.approx([learnt.rates(CHAIN, 3)[2]] * 2)
+    assert call.ahead(0, CHAIN, 3)[:2] == call.ahead(0, CHAIN, 1)[:2]
     # a tree without observations is expected to bring more than the chain
-    assert learnt.rates("tree of 9 nodes", 2, is_tree=True)[0] > learnt.rates("chain", 2)[0]
+    tree = TreeConfig(depth=2, top_k=4)
+    assert learnt.rates(tree, 2, is_tree=True)[0] > learnt.rates(CHAIN, 2)[0]
+
+
+def test_chains_share_what_is_learnt_and_trees_do_not():
+    assert kind_of(TreeConfig(depth=2)) == kind_of(TreeConfig(depth=5)) == CHAIN
+    left, right = (TreeConfig(choices=((0,), (1,), path)) for path in ((0, 0), (1, 0)))
+    assert name_of(left) == name_of(right) == "tree of 4 nodes, 2 levels"
+    assert kind_of(left) != kind_of(right)
 
 
 def test_a_curve_interpolates_extrapolates_and_ignores_outliers():
@@ -667,7 +677,7 @@ def test_the_drafters_used_last_are_remembered():
 )
 def test_an_uncertain_gain_is_not_reported(low, high, told):
     """Reports of short calls once said, for example, 1.12x (95 %: 0.00x to 9.54x)."""
-    report = Report([(1, 1, 0.01, 2)], [], {}, 1.12, low, high)
+    report = Report([(1, 1, 0.01, 2)], [], [], 1.12, low, high)
     stats = SpeculationStats("x", policy="auto", shapes={"chain of 3": 4}, report=report)
     said = stats.explain()
     assert ("1.12x the estimated speed" in said) == told

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from specdec_ext.context import Context
 from specdec_ext.models import TargetOutput
-from specdec_ext.tree.config import LOOKUP, Shape
+from specdec_ext.tree.config import LOOKUP, Lookup, Shape
 from specdec_ext.tree.draft_tree import DraftTree
 from specdec_ext.verify.sampler import Accepted
 
@@ -65,8 +65,8 @@ class Drafter:
         return (LOOKUP,)
 
     @property
-    def kinds(self) -> Sequence[str] | None:
-        """The kind of each row's proposal in the last ``propose``; "" or None for the requested shape.
+    def lookups(self) -> Sequence[Lookup | None] | None:
+        """For each row of the last proposal, the kind of lookup that it is; None for the requested shape.
 
         Acceptance is learnt for each kind separately, for example for copies after short and long matches.
         """

@@ -16,7 +16,7 @@ from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.lookahead import LookaheadDrafter
 from specdec_ext.drafters.retrieval import RetrievalDrafter
 from specdec_ext.models import TargetOutput
-from specdec_ext.tree.config import LOOKUP, Shape
+from specdec_ext.tree.config import LOOKUP, Lookup, Shape
 from specdec_ext.tree.draft_tree import INACTIVE, DraftTree
 from specdec_ext.verify.sampler import Accepted
 
@@ -76,11 +76,12 @@ class CombinedDrafter(Drafter):
 
     def shapes(self, context: Context) -> Sequence[Shape]:
         """``LOOKUP`` (copies only) and the shapes of the model-based drafter."""
-        return [LOOKUP, *(each for each in self.model_based.shapes(context) if each != LOOKUP)]
+        shapes = self.model_based.shapes(context)
+        return [LOOKUP, *(each for each in shapes if not isinstance(each, Lookup))]
 
     @property
-    def kinds(self) -> Sequence[str]:
-        return self._kinds
+    def lookups(self) -> Sequence[Lookup | None]:
+        return self._lookups
 
     @property
     def identity(self) -> Hashable:
@@ -89,7 +90,8 @@ class CombinedDrafter(Drafter):
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
         self.retrieval.start(context, model, output)
         self.model_based.start(context, model, output)
-        self._separable = LOOKUP not in self.model_based.shapes(context)
+        shapes = self.model_based.shapes(context)
+        self._separable = not any(isinstance(each, Lookup) for each in shapes)
 
     def rest(self, resting: bool) -> None:
         self.model_based.rest(resting)
@@ -97,11 +99,12 @@ class CombinedDrafter(Drafter):
     def propose(self, context: Context) -> DraftTree:
         copied = self.retrieval.propose(context)
         taken = [length >= self.min_match for length in self.retrieval.match_lengths]
-        self._kinds = list(self.retrieval.kinds)
-        if all(taken) or (context.shape == LOOKUP and self._separable):
+        lookups = self.retrieval.lookups
+        if all(taken) or (isinstance(context.shape, Lookup) and self._separable):
+            self._lookups: Sequence[Lookup | None] = lookups
             return copied
-        self._kinds = [
-            "" if not each else kind for each, kind in zip(taken, self._kinds, strict=True)
+        self._lookups = [
+            lookup if each else None for lookup, each in zip(lookups, taken, strict=True)
         ]
         drafted = self.model_based.propose(context)
         if self.max_nodes is None and not any(taken):

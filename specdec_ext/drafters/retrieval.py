@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdec_ext.drafters.base import Drafter
+from specdec_ext.tree.config import Lookup
 
-# Kinds of proposals by the number of matching tokens.
-_KINDS = (
-    "no match",
-    "copy, match of 1",
-    "copy, match of 2",
-    *["copy, match of 3 to 4"] * 2,
-    *["copy, match of 5 to 8"] * 4,
-    "copy, match of over 8",
+# Kinds of lookups by the number of matching tokens.
+_LOOKUPS = (
+    Lookup("no match"),
+    Lookup("copy, match of 1"),
+    Lookup("copy, match of 2"),
+    *[Lookup("copy, match of 3 to 4")] * 2,
+    *[Lookup("copy, match of 5 to 8")] * 4,
+    Lookup("copy, match of over 8"),
 )
 
 
@@ -26,9 +27,9 @@ class RetrievalDrafter(Drafter):
         raise NotImplementedError(f"{type(self).__name__} must define longest_match")
 
     @property
-    def kinds(self) -> Sequence[str]:
+    def lookups(self) -> Sequence[Lookup]:
         """The class of match lengths of each row's copy."""
-        return [_KINDS[min(length, len(_KINDS) - 1)] for length in self.match_lengths]
+        return [_LOOKUPS[min(length, len(_LOOKUPS) - 1)] for length in self.match_lengths]
 
     @property
     def match_lengths(self) -> list[int]:

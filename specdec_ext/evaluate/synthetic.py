@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.models import TargetOutput
-from specdec_ext.tree.config import LOOKUP, Shape
+from specdec_ext.tree.config import Lookup, Shape
 from specdec_ext.tree.draft_tree import DraftTree
 from specdec_ext.verify.sampler import Accepted
 
@@ -107,7 +107,7 @@ class SyntheticDrafter(Drafter):
 
 
 def _is_chain(shape: Shape) -> bool:
-    return shape == LOOKUP or (shape.top_k == 1 and shape.choices is None)
+    return isinstance(shape, Lookup) or (shape.top_k == 1 and shape.choices is None)
 
 
 def constant_acceptance(mean_acceptance_length: float, depth: int) -> list[float]:

@@ -50,13 +50,7 @@ def _levels(tree: TreeConfig) -> tuple[list[int], list[int]]:
 @cache
 def tree_arguments(tree: TreeConfig, device: torch.device) -> tuple[Any, ...]:
     """The arguments of the op from ``choices`` to ``widths``."""
-    depth = tree_depth(tree)
-    return _choices(tree, device), depth, tree.top_k, tree.num_nodes, *_levels(tree)
-
-
-def tree_depth(tree: TreeConfig) -> int:
-    """Levels below the root; fewer than ``tree.depth`` for a chain that ``num_nodes`` shortens."""
-    return len(_levels(tree)[0]) or tree.depth
+    return _choices(tree, device), tree.levels, tree.top_k, tree.num_nodes, *_levels(tree)
 
 
 def draft_head(

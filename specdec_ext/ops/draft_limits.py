@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 
 from specdec_ext.heads.config import HeadConfig
-from specdec_ext.ops.draft_head import tree_depth
 from specdec_ext.tree.config import TreeConfig
 
 # Limits of the CUDA kernel, from csrc/include/specdec/draft_plan.h.
@@ -74,7 +73,7 @@ def _cuda_reasons(
     for name, given, limit in (
         ("head_dim", config.head_dim, _MAX_HEAD_DIM),
         ("num_layers", config.num_layers, _MAX_LAYERS),
-        ("the depth of trees", tree_depth(tree), _MAX_DEPTH),
+        ("the depth of trees", tree.levels, _MAX_DEPTH),
         ("the top_k of trees", tree.top_k, _MAX_TOP_K),
         ("the batch", num_rows, _MAX_ROWS),
     ):

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specdec_ext.schedule.options import CHAIN, Kind
+
 # The estimate for a first position without observations.
 FIRST = 0.6
 # Weight, in observations, of the position before, and of all rows and calls in the estimate for one row.
@@ -21,7 +23,6 @@ MEMORY_ALL, MEMORY_ROW = 200.0, 12.0
 # A tree holds more guesses than a chain. Without observations it is assumed to contain the right token in
 # this share of the cases in which the chain does not.
 TREE_FINDS = 0.3
-CHAIN = "chain"
 
 
 class Positions:
@@ -61,12 +62,12 @@ class LearntAcceptance:
     """Acceptance by kind of draft, over all rows and calls."""
 
     def __init__(self) -> None:
-        self.kinds: dict[str, Positions] = {}
+        self.kinds: dict[Kind, Positions] = {}
 
-    def positions(self, kind: str) -> Positions:
+    def positions(self, kind: Kind) -> Positions:
         return self.kinds.setdefault(kind, Positions(MEMORY_ALL))
 
-    def rates(self, kind: str, depth: int, is_tree: bool = False) -> list[float]:
+    def rates(self, kind: Kind, depth: int, is_tree: bool = False) -> list[float]:
         """The estimates a_1, ..., a_depth."""
         chain = self.kinds.get(CHAIN) if is_tree else None
         positions, before, rates = self.positions(kind), FIRST, []
@@ -89,10 +90,10 @@ class Acceptance:
 
     def __init__(self, learnt: LearntAcceptance):
         self.learnt = learnt
-        self._rows: dict[tuple[int, str], Positions] = {}
-        self._ahead: dict[tuple[int, str], list[float]] = {}
+        self._rows: dict[tuple[int, Kind], Positions] = {}
+        self._ahead: dict[tuple[int, Kind], list[float]] = {}
 
-    def add(self, row: int, kind: str, matched: int, missed: bool) -> None:
+    def add(self, row: int, kind: Kind, matched: int, missed: bool) -> None:
         """Add a draft of this row, as in :meth:`Positions.add`."""
         if matched or missed:
             own = self._rows.setdefault((row, kind), Positions(MEMORY_ROW))
@@ -100,7 +101,7 @@ class Acceptance:
             self.learnt.positions(kind).add(matched, missed)
             self._ahead.clear()
 
-    def ahead(self, row: int, kind: str, depth: int, is_tree: bool = False) -> Sequence[float]:
+    def ahead(self, row: int, kind: Kind, depth: int, is_tree: bool = False) -> Sequence[float]:
         """Expected accepted tokens of a draft that is cut to 0, 1, ..., ``depth`` levels."""
         known = self._ahead.get((row, kind))
         if known is None or len(known) <= depth:

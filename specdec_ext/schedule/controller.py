@@ -32,25 +32,17 @@ from transformers import PreTrainedModel
 
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
-from specdec_ext.schedule.acceptance import CHAIN, Acceptance, judged
+from specdec_ext.report import Report
+from specdec_ext.schedule.acceptance import Acceptance, judged
 from specdec_ext.schedule.costs import Curve
 from specdec_ext.schedule.memory import FIRST_INTERVAL, LAST_INTERVAL, memory_of
-from specdec_ext.schedule.options import (
-    MODEL,
-    PLAIN,
-    Candidate,
-    Option,
-    family_of,
-    is_lookup,
-    levels,
-    name_of,
-)
+from specdec_ext.schedule.options import CHAIN, Kind, Option, Source, kind_of, name_of
 from specdec_ext.schedule.policy import Policy, offered
-from specdec_ext.schedule.report import DROPPED, NOTHING_PROPOSED, PLAIN_STEP, Gain, Report
+from specdec_ext.schedule.report import Gain, report_of
 from specdec_ext.schedule.savings import CallSavings
 from specdec_ext.schedule.settings import SpeculationConfig
 from specdec_ext.stats import SpeculationStats
-from specdec_ext.tree.config import LOOKUP, TreeConfig
+from specdec_ext.tree.config import LOOKUP, Lookup, TreeConfig
 from specdec_ext.tree.draft_tree import DraftTree
 from specdec_ext.verify.sampler import Accepted
 
@@ -109,11 +101,11 @@ class Controller(Policy):
         self._hold = 0  # steps to come
         self._held_is_probe = False
         self._resting = False  # whether the drafter rests
-        self._missing_credit: dict[str, float] = {}
+        self._missing_credit: dict[Source, float] = {}
         self._probe_loss = 0.0  # seconds that a held probe has lost, its first step aside
         self._after_plain = False  # whether the last step was plain and had the same rows
-        self._last_used: dict[str, int] = {PLAIN: -self._memory.idle}  # source -> step
-        self._interval = {**FIRST_INTERVAL, PLAIN: self._memory.plain_interval}
+        self._last_used = {Source.PLAIN: -self._memory.idle}  # source -> step
+        self._interval = {**FIRST_INTERVAL, Source.PLAIN: self._memory.plain_interval}
         self._current: Option | None = None  # the last choice that was not a probe
         self._option: Option | None = None  # the option of this step
         self._probing = False  # whether this step is a probe
@@ -121,27 +113,26 @@ class Controller(Policy):
         self._last_model_draft = -math.inf  # step
         self._read = 0  # tokens of the longest row that the drafter had read at its last draft
         # The proposal of this step, with the kind of each row.
-        self._proposal: tuple[DraftTree, list[str]] | None = None
+        self._proposal: tuple[DraftTree, list[Kind]] | None = None
 
     def begin(self, context: Context, stats: SpeculationStats) -> None:
         self._stats = stats
         stats.policy = "auto"
         shapes = offered(self._drafter, context, self._settings.shapes)
         most = self._settings.max_nodes
-        self._offers_lookup = LOOKUP in shapes
+        self._offers_lookup = any(isinstance(shape, Lookup) for shape in shapes)
         fitting = [
             shape
             for shape in shapes
             if isinstance(shape, TreeConfig) and (most is None or (shape.num_nodes or 0) <= most)
         ]
-        self._families: dict[str, list[Candidate]] = {}
+        self._shapes: dict[Kind, list[TreeConfig]] = {}
         for shape in fitting:
-            candidate = Candidate(shape, levels(shape), shape.num_nodes or 1)
-            self._families.setdefault(family_of(shape), []).append(candidate)
+            self._shapes.setdefault(kind_of(shape), []).append(shape)
         # If less room is left than any shape needs, the shallowest shape is drafted and cut.
-        self._shallowest = min(map(levels, fitting), default=0)
-        self._sources = [PLAIN] if self._settings.may_rest else []
-        self._sources += [LOOKUP] * self._offers_lookup + [MODEL] * bool(fitting)
+        self._shallowest = min((shape.levels for shape in fitting), default=0)
+        self._sources = [Source.PLAIN] if self._settings.may_rest else []
+        self._sources += [Source.LOOKUP] * self._offers_lookup + [Source.MODEL] * bool(fitting)
         self._step_began = self._clock()
         self._draft_ended: float | None = None
         self._usual_draft_seconds = 0.0
@@ -175,10 +166,13 @@ class Controller(Policy):
             option = self._chosen(context, room)
         if option is None:
             return False
-        for source in (MODEL, LOOKUP) if option.source == MODEL else (option.source,):
+        used = [option.source]
+        if option.source is Source.MODEL:
+            used.append(Source.LOOKUP)
+        for source in used:
             self._last_used[source], self._memory.unused[source] = self._step, 0
         self._option, context.shape = option, option.shape
-        return option.source != PLAIN
+        return option.source is not Source.PLAIN
 
     def _chosen(self, context: Context, room: int) -> Option | None:
         """Choose the option for this step and some after it; None for a plain step that is not a probe."""
@@ -194,22 +188,23 @@ class Controller(Policy):
         if (probe := self._due_probe(options, best, self._rows, room)) is not None:
             source = probe.source
             self._interval[source] = min(2 * self._interval[source], LAST_INTERVAL[source])
-            if source == PLAIN:
+            if source is Source.PLAIN:
                 self._skip = REFERENCE_STEPS
-            elif source == MODEL:
+            elif source is Source.MODEL:
                 self._hold, self._held, self._held_is_probe = PROBE_STEPS - 1, probe, True
                 self._probe_loss = 0.0
             return probe
-        if self._current is None or self._current.source != best.source:
+        if self._current is None or self._current.source is not best.source:
             self._interval[best.source] = FIRST_INTERVAL[best.source]
         self._current = best
-        if best.source == PLAIN:
-            waits = [self._steps_until_probe(each) for each in self._sources if each != PLAIN]
-            self._skip = int(max(1, min([LAST_INTERVAL[PLAIN], *waits]))) - 1
+        if best.source is Source.PLAIN:
+            others = [each for each in self._sources if each is not Source.PLAIN]
+            waits = [self._steps_until_probe(each) for each in others]
+            self._skip = int(max(1, min([LAST_INTERVAL[Source.PLAIN], *waits]))) - 1
         else:
             self._hold, self._held = HELD_STEPS - 1, best
         self._let_rest(best, context)
-        return None if best.source == PLAIN else best
+        return None if best.source is Source.PLAIN else best
 
     def _curve(self, context: Context) -> Curve:
         return self._memory.verify.curve(len(context.rows), context.root_positions[0] + 1)
@@ -222,29 +217,30 @@ class Controller(Policy):
         """All options of this step; a plain step, if allowed, comes first."""
         rows, memory = context.rows, self._memory
         count = len(rows)
-        options = [Option(PLAIN, None, 0.0, 0.0)] if self._settings.may_rest else []
+        options = [Option(Source.PLAIN, None, 0.0, 0.0)] if self._settings.may_rest else []
         tokens = seconds = 0.0
         missing = 1.0  # share of rows without a lookup, for which the model drafts
         if self._offers_lookup:
             tokens = memory.lookup.tokens * count * self._share
             seconds = memory.lookup.wider + (memory.drafts.curve(count, LOOKUP)(1) or 0.0)
-            options.append(Option(LOOKUP, LOOKUP, tokens, seconds))
+            options.append(Option(Source.LOOKUP, LOOKUP, tokens, seconds))
             missing -= memory.lookup.share
-        for family, candidates in self._families.items():
-            fitting = [each for each in candidates if each.levels <= max(room, self._shallowest)]
-            deepest = max((each.levels for each in fitting), default=0)
+        for kind, shapes in self._shapes.items():
+            fitting = [shape for shape in shapes if shape.levels <= max(room, self._shallowest)]
+            deepest = max((shape.levels for shape in fitting), default=0)
             ahead = _summed(
-                [self._acceptance.ahead(row, family, deepest, family != CHAIN) for row in rows]
+                [self._acceptance.ahead(row, kind, deepest, kind != CHAIN) for row in rows]
             )
-            draft = memory.drafts.curve(count, family)
+            draft = memory.drafts.curve(count, kind)
             once = 0.0
             if self._paused:
                 reading = memory.drafts.after_pause(self._unread(context))
                 once = max(0.0, (reading or 0.0) - (draft(1) or 0.0))
-            for each in fitting:
-                own = (draft(each.levels) or 0.0) + (self._verify(each.nodes) or 0.0) - self._plain
-                gained = tokens + missing * ahead[each.levels] * self._share
-                options.append(Option(MODEL, each.shape, gained, seconds + missing * own, once))
+            for shape in fitting:
+                verify = self._verify(shape.num_nodes or 1) or 0.0
+                own = (draft(shape.levels) or 0.0) + verify - self._plain
+                gained = tokens + missing * ahead[shape.levels] * self._share
+                options.append(Option(Source.MODEL, shape, gained, seconds + missing * own, once))
         return options
 
     @property
@@ -269,7 +265,7 @@ class Controller(Policy):
 
         def favoured(i: int) -> float:
             used = self._current is not None and options[i].shape is self._current.shape
-            margin = MARGIN * (options[i].source == MODEL)
+            margin = MARGIN * (options[i].source is Source.MODEL)
             return rates[i] * (1 + self._settings.hysteresis * used - margin)
 
         allowed = range(len(options)) if self._pays else [0]  # plain
@@ -287,11 +283,11 @@ class Controller(Policy):
         """
         self._missing_credit = {}
         for source in self._sources:
-            if source == best.source or self._wait(source) > 0:
+            if source is best.source or self._wait(source) > 0:
                 continue
-            if source == LOOKUP and best.source == MODEL:
+            if source is Source.LOOKUP and best.source is Source.MODEL:
                 continue
-            of_source = [each for each in options if each.source == source]
+            of_source = [each for each in options if each.source is source]
             option = max(of_source, key=lambda each: self._rate(each, rows, room))
             if self._rate(option, rows, room) <= self._price * (1 + MARGIN):
                 option = min(of_source, key=lambda each: each.seconds)
@@ -307,7 +303,7 @@ class Controller(Policy):
             self._missing_credit[source] = missing
         return None
 
-    def _wait(self, source: str) -> int:
+    def _wait(self, source: Source) -> int:
         """Number of steps until a probe of a source that is not in use is due."""
         idle = self._step - self._last_used.get(source, 0)
         wait = self._interval[source] - idle
@@ -318,8 +314,9 @@ class Controller(Policy):
 
     def _let_rest(self, best: Option, context: Context) -> None:
         """Let a drafter whose drafts were always wrong rest, unless it is probed soon after these steps."""
-        hopeless = self._memory.misses.get(MODEL, 0) >= HOPELESS and best.source != MODEL
-        resting = hopeless and self._steps_until_probe(MODEL) > self._skip + AWAKE_STEPS
+        misses = self._memory.misses.get(Source.MODEL, 0)
+        hopeless = misses >= HOPELESS and best.source is not Source.MODEL
+        resting = hopeless and self._steps_until_probe(Source.MODEL) > self._skip + AWAKE_STEPS
         if resting != self._resting:
             self._resting = resting
             self._drafter.rest(resting)
@@ -330,7 +327,7 @@ class Controller(Policy):
             self._memory.credit = MAX_CREDIT * self._plain
         return self._memory.credit
 
-    def _steps_until_probe(self, source: str) -> float:
+    def _steps_until_probe(self, source: Source) -> float:
         """Plain steps until a probe of a source is due or the credit suffices for it."""
         if (due := self._wait(source)) > 0:
             return due
@@ -344,9 +341,10 @@ class Controller(Policy):
         self._draft_ended = self._clock()
         option = self._option
         assert option is not None and option.shape is not None
-        family = family_of(option.shape)
         self._tokens_read = self._unread(context)
-        kinds = [kind or family for kind in self._drafter.kinds or [""] * tree.num_rows]
+        requested = kind_of(option.shape)
+        lookups = self._drafter.lookups or [None] * tree.num_rows
+        kinds = [lookup or requested for lookup in lookups]
         self._proposal = tree, kinds
         depths = [max(row) for row in tree.depths]
         deepest = max(depths)
@@ -362,7 +360,6 @@ class Controller(Policy):
         kept = self._kept(ahead, columns)
         self._estimate_lookup(ahead, kinds, kept, columns[kept])
         if kept < deepest:
-            self._stats.dropped += kept == 0
             return tree.pruned([kept] * tree.num_rows)
         return tree
 
@@ -385,7 +382,7 @@ class Controller(Policy):
     def _estimate_lookup(
         self,
         ahead: list[Sequence[float]],
-        kinds: list[str],
+        kinds: list[Kind],
         kept: int,
         nodes: int,
     ) -> None:
@@ -393,11 +390,14 @@ class Controller(Policy):
         if not self._offers_lookup:
             return
         tokens = [row[min(kept, len(row) - 1)] for row in ahead]
-        found = [len(row) > 1 and is_lookup(kind) for row, kind in zip(ahead, kinds, strict=True)]
-        brought = sum(each for each, copied in zip(tokens, found, strict=True) if copied)
+        copied = [
+            len(row) > 1 and isinstance(kind, Lookup)
+            for row, kind in zip(ahead, kinds, strict=True)
+        ]
+        brought = sum(each for each, copy in zip(tokens, copied, strict=True) if copy)
         part = brought / sum(tokens) if sum(tokens) > 0 else 0.0
         wider = (self._verify(nodes) or 0.0) - self._plain
-        self._memory.lookup.add(brought / len(kinds), part * wider, sum(found) / len(kinds))
+        self._memory.lookup.add(brought / len(kinds), part * wider, sum(copied) / len(kinds))
 
     # --- after the step
 
@@ -414,7 +414,8 @@ class Controller(Policy):
         if nodes > 1 or self._after_plain:
             verify.add(nodes, now - draft_ended)
         # A lookup leaves the processor's caches as they are.
-        self._after_plain = nodes == 1 and (self._option is None or self._option.source != MODEL)
+        drafted_by_model = self._option is not None and self._option.source is Source.MODEL
+        self._after_plain = nodes == 1 and not drafted_by_model
         if self._proposal is not None:
             self._usual_draft_seconds = self._learn_draft(draft_ended - began, accepted, context)
         took, emitted = now - began, sum(map(len, accepted.emitted))
@@ -438,7 +439,7 @@ class Controller(Policy):
             usual = self._usual_draft_seconds + (verify(nodes) or 0.0)
             saved = plain if self._draft_ended is None else plain / (1 + MARGIN)
             self._memory.ledger.add((saved - min(took, 2 * usual)) / reference)
-        self._stats.count_shape(self._label(nodes))
+        self._count_step(nodes)
 
     def _learn_skipped(self) -> None:
         """Learn from the plain steps since the last step that was timed; they are timed together."""
@@ -453,16 +454,16 @@ class Controller(Policy):
         self._earn(took, self._verify(1))
         self._savings.plain_time(steps * self._rows, self._rows, self._verify(1) or 0.0, steps)
         self._gain.add(took, took)
-        self._stats.count_shape(PLAIN_STEP, steps)
+        self._stats.count_plain(steps)
 
     def _learn_plain(self, expected: float | None, seconds: float, steps: int = 1) -> None:
         """Count plain steps that are a reference; if their time has changed, measure it again soon."""
         memory = self._memory
         memory.idle = 0
         memory.plain_steps += steps
-        self._last_used[PLAIN] = self._step
+        self._last_used[Source.PLAIN] = self._step
         if expected and abs(seconds / expected - 1) > DRIFT:
-            self._interval[PLAIN] = FIRST_INTERVAL[PLAIN]
+            self._interval[Source.PLAIN] = FIRST_INTERVAL[Source.PLAIN]
 
     def _earn(self, took: float, plain: float | None, spent: float = 0.0) -> None:
         """Add a share of the elapsed time to the credit for probes, and subtract what a probe spent."""
@@ -475,15 +476,15 @@ class Controller(Policy):
         assert self._proposal is not None and self._option is not None
         tree, kinds = self._proposal
         shape = self._option.shape
-        if shape == LOOKUP or all(map(is_lookup, kinds)):
+        if isinstance(shape, Lookup) or all(isinstance(kind, Lookup) for kind in kinds):
             curve, size = self._memory.drafts.curve(len(kinds), LOOKUP), 1
         else:
             assert isinstance(shape, TreeConfig)
             if self._paused:
                 curve, size = self._memory.drafts.after_pause, self._tokens_read
             else:
-                curve = self._memory.drafts.curve(len(kinds), family_of(shape))
-                size = levels(shape)
+                curve = self._memory.drafts.curve(len(kinds), kind_of(shape))
+                size = shape.levels
             self._last_model_draft = self._step
             self._read = max(context.root_positions)
         curve.add(size, seconds)
@@ -504,15 +505,13 @@ class Controller(Policy):
             self._interval[source] = 1
         return curve(size) or 0.0
 
-    def _label(self, nodes: int) -> str:
-        """The name of this step in ``SpeculationStats.shapes``."""
-        if self._proposal is None or self._option is None:
-            return PLAIN_STEP
-        requested = name_of(self._option.shape) if self._option.shape else ""
-        if nodes > 1:
-            return requested
-        deepest = max(max(row) for row in self._proposal[0].depths)
-        return requested + (DROPPED if deepest else NOTHING_PROPOSED)
+    def _count_step(self, nodes: int) -> None:
+        """Count this step, in which ``nodes`` nodes per row were scored, in the statistics."""
+        if self._proposal is None or self._option is None or self._option.shape is None:
+            self._stats.count_plain()
+            return
+        proposed = any(max(row) > 0 for row in self._proposal[0].depths)
+        self._stats.count_draft(name_of(self._option.shape), proposed, verified=nodes > 1)
 
     def end(self) -> None:
         self._learn_skipped()
@@ -521,11 +520,11 @@ class Controller(Policy):
         for source in self._sources:
             before = self._memory.unused.get(source, 0)
             self._memory.unused[source] = before + self._step - self._last_used.get(source, 0)
-        self._memory.plain_interval = self._interval[PLAIN]
+        self._memory.plain_interval = self._interval[Source.PLAIN]
 
     def report(self) -> Report:
         memory = self._memory
-        return Report.of(memory.verify, memory.drafts, memory.acceptance, self._gain)
+        return report_of(memory.verify, memory.drafts, memory.acceptance, self._gain)
 
 
 def _summed(rows: Sequence[Sequence[float]]) -> Sequence[float]:

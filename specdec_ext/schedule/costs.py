@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 
-from specdec_ext.schedule.acceptance import CHAIN
+from specdec_ext.schedule.options import CHAIN, Kind
 
 # Times kept per size.
 WINDOW = 9
@@ -193,19 +193,19 @@ class DraftCosts:
     """Seconds of a drafter's ``propose``.
 
     Attributes:
-        curves: (rows, family of shapes) -> curve by levels.
+        curves: (rows, kind of drafts) -> curve by levels.
         after_pause: curve of drafts after a pause, in which the drafter first reads the new tokens; by the
             number of tokens that it reads.
     """
 
     def __init__(self) -> None:
-        self.curves: dict[tuple[int, str], Curve] = {}
+        self.curves: dict[tuple[int, Kind], Curve] = {}
         self.after_pause = Curve()
 
-    def curve(self, rows: int, family: str) -> Curve:
-        """The curve by levels for one family of shapes; a new one is based on that of chains."""
-        key = rows, family
+    def curve(self, rows: int, kind: Kind) -> Curve:
+        """The curve by levels for one kind of drafts; a new one is based on that of chains."""
+        key = rows, kind
         if key not in self.curves:
-            chain = None if family == CHAIN else self.curves.get((rows, CHAIN))
+            chain = None if kind == CHAIN else self.curves.get((rows, CHAIN))
             self.curves[key] = Curve(chain)
         return self.curves[key]

@@ -13,14 +13,13 @@ from transformers import PreTrainedModel
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.schedule.acceptance import LearntAcceptance
 from specdec_ext.schedule.costs import DraftCosts, VerifyCosts
-from specdec_ext.schedule.options import MODEL, PLAIN
+from specdec_ext.schedule.options import Source
 from specdec_ext.schedule.savings import RealisedSavings
-from specdec_ext.tree.config import LOOKUP
 
 # Number of steps without a source after which it is probed: the first interval and the longest one.
 FIRST_INTERVAL, LAST_INTERVAL = (
-    {PLAIN: 16, MODEL: 4, LOOKUP: 4},
-    {PLAIN: 128, MODEL: 64, LOOKUP: 64},
+    {Source.PLAIN: 16, Source.MODEL: 4, Source.LOOKUP: 4},
+    {Source.PLAIN: 128, Source.MODEL: 64, Source.LOOKUP: 64},
 )
 # The balance of a new ledger, in plain steps: what drafts may lose before they have gained anything.
 FIRST_BALANCE = 10.0
@@ -35,7 +34,7 @@ MEMORIES = 32
 
 @dataclass
 class LookupEstimate:
-    """What a lookup (:data:`LOOKUP`) adds to a plain step, averaged over recent lookups.
+    """What a lookup adds to a plain step, averaged over recent lookups.
 
     Attributes:
         tokens: expected accepted tokens per row.
@@ -106,10 +105,10 @@ class Memory:
     savings: RealisedSavings = field(default_factory=RealisedSavings)
     plain_steps: int = 0
     idle: int = 0
-    plain_interval: int = FIRST_INTERVAL[PLAIN]
+    plain_interval: int = FIRST_INTERVAL[Source.PLAIN]
     credit: float | None = None
-    misses: dict[str, int] = field(default_factory=dict)
-    unused: dict[str, int] = field(default_factory=dict)
+    misses: dict[Source, int] = field(default_factory=dict)
+    unused: dict[Source, int] = field(default_factory=dict)
 
 
 _memories: WeakKeyDictionary[PreTrainedModel, OrderedDict[Hashable, Memory]] = WeakKeyDictionary()

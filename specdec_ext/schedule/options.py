@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
 
-from specdec_ext.schedule.acceptance import CHAIN
-from specdec_ext.tree.config import Shape, TreeConfig
+from specdec_ext.tree.config import Lookup, Shape, TreeConfig
 
-# Sources of an option. The third is ``LOOKUP``, a lookup.
-PLAIN, MODEL = "plain", "model"
-_TREE = "tree of "
+
+class Source(Enum):
+    """Where the draft of a step comes from."""
+
+    PLAIN = "nowhere: the step is a plain step"
+    LOOKUP = "a lookup in the text"
+    MODEL = "a draft head or a draft model"
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A shape that the drafter offers.
+class Chain:
+    """Chains of all lengths, which share their acceptance by position and their draft costs."""
 
-    Attributes:
-        levels: number of levels below the root.
-        nodes: number of nodes, the root included.
-    """
 
-    shape: TreeConfig
-    levels: int
-    nodes: int
+CHAIN = Chain()
+# What acceptance and draft costs are learnt for: all chains, each tree, each kind of lookup.
+Kind: TypeAlias = Chain | TreeConfig | Lookup
 
 
 @dataclass(slots=True)
@@ -31,7 +32,7 @@ class Option:
     """What a step may do, and what that adds to a plain step.
 
     Attributes:
-        source: ``PLAIN``, ``LOOKUP`` (a lookup) or ``MODEL`` (a draft that a model makes).
+        source: where the draft comes from.
         shape: what the drafter is asked for; None for a plain step.
         tokens: expected accepted tokens, summed over the active rows.
         seconds: additional time.
@@ -39,34 +40,24 @@ class Option:
             tokens that it has not seen.
     """
 
-    source: str
+    source: Source
     shape: Shape | None
     tokens: float
     seconds: float
     once: float = 0.0
 
 
-def family_of(shape: Shape) -> str:
-    """The name under which acceptance and draft costs are kept: one for all chains, one for each tree."""
-    if isinstance(shape, str):
-        return shape
-    return CHAIN if shape.top_k == 1 else name_of(shape)
+def kind_of(shape: Shape) -> Kind:
+    """The kind of drafts that have this shape."""
+    return CHAIN if isinstance(shape, TreeConfig) and shape.top_k == 1 else shape
 
 
-def name_of(shape: Shape) -> str:
-    """The name of a shape in statistics and reports."""
-    if isinstance(shape, str):
-        return "lookup"
-    if shape.top_k == 1:
-        return f"chain of {levels(shape)}"
-    return f"{_TREE}{shape.num_nodes} nodes, {shape.depth} levels"
-
-
-def is_lookup(kind: str) -> bool:
-    """Whether a proposal of this kind is a lookup, not a draft of a requested shape."""
-    return kind != CHAIN and not kind.startswith(_TREE)
-
-
-def levels(shape: TreeConfig) -> int:
-    """Levels below the root; fewer than ``depth`` for a chain that ``num_nodes`` shortens."""
-    return len(shape.links) if shape.top_k == 1 else shape.depth
+def name_of(draft: Shape | Kind) -> str:
+    """The name of a shape or of a kind of drafts in statistics and reports."""
+    if isinstance(draft, Chain):
+        return "chain"
+    if isinstance(draft, Lookup):
+        return draft.name
+    if draft.top_k == 1:
+        return f"chain of {draft.levels}"
+    return f"tree of {draft.num_nodes} nodes, {draft.levels} levels"

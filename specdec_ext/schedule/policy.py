@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
-from specdec_ext.schedule.report import Report
+from specdec_ext.report import Report
 from specdec_ext.stats import SpeculationStats
-from specdec_ext.tree.config import LOOKUP, Shape, TreeConfig
+from specdec_ext.tree.config import Lookup, Shape, TreeConfig
 from specdec_ext.tree.draft_tree import DraftTree
 from specdec_ext.verify.sampler import Accepted
 
@@ -75,9 +75,9 @@ def offered(
     shapes = drafter.shapes(context)
     if pinned is None:
         return shapes
-    if all(shape == LOOKUP for shape in shapes):
+    if all(isinstance(shape, Lookup) for shape in shapes):
         raise ValueError(
             f"speculation pins shapes, but {type(drafter).__name__} accepts none: the text decides what it "
             "proposes. Leave shapes out (max_nodes limits what is verified), or set the drafter's arguments"
         )
-    return [*(shape for shape in shapes if shape == LOOKUP), *pinned]
+    return [*(shape for shape in shapes if isinstance(shape, Lookup)), *pinned]

@@ -1,16 +1,14 @@
-"""``TreeConfig``: the shape of a draft tree, as requested from a drafter."""
+"""``TreeConfig`` and ``Lookup``: the shapes in which a drafter drafts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 # Limits of the ops on trees.
 MAX_NODES = 1024
 MAX_CANDIDATES = 4096
-# The shape of a lookup: the text decides what is proposed, as in copies of earlier text.
-LOOKUP: Literal["lookup"] = "lookup"
 
 
 @dataclass(frozen=True)
@@ -84,6 +82,11 @@ class TreeConfig:
             return tuple((node, 0) for node in range(min(self.depth, self.num_nodes - 1)))
         return ()
 
+    @cached_property
+    def levels(self) -> int:
+        """Levels below the root; fewer than ``depth`` for a chain that ``num_nodes`` shortens."""
+        return len(self.links) if self.top_k == 1 else self.depth
+
     @property
     def num_candidates(self) -> int:
         """Number of nodes that are scored before the best are kept, without the root."""
@@ -92,4 +95,18 @@ class TreeConfig:
         return self.top_k + (self.depth - 1) * self.top_k**2
 
 
-Shape: TypeAlias = TreeConfig | Literal["lookup"]
+@dataclass(frozen=True)
+class Lookup:
+    """A draft by lookup, such as a copy of earlier text: the text decides what is proposed.
+
+    Attributes:
+        name: the name in reports. Lookups with different names have acceptance rates of their own, for
+            example copies after a short and after a long match.
+    """
+
+    name: str = "lookup"
+
+
+# The shape that requests a lookup.
+LOOKUP = Lookup()
+Shape: TypeAlias = TreeConfig | Lookup
