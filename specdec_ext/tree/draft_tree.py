@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specdec_ext import ops
 from specdec_ext.transfer import Staged, Staging
+from specdec_ext.tree.view import TreeView, plot, render
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -418,18 +419,23 @@ class DraftTree:
     ) -> str:
         """Draw row ``row`` as text, one line per node.
 
-        The arguments are those of :class:`specdec_ext.tree.view.TreeView`.
-
         ::
 
             0: 'The' ✓
             ├─ 1: ' cat' ✓
             │  └─ 3: ' sat'
             └─ 2: ' dog'
-        """
-        from specdec_ext.tree.view import TreeView, render
 
-        return render(TreeView(self, tokenizer, row, path))
+        Args:
+            tokenizer: decodes ids to text; None shows the ids.
+            row: row of the tree.
+            path: accepted nodes, the root included; entries of -1 are ignored (``Accepted.path[row]``, the
+                path of ``ops.verify_match``). None marks no nodes.
+
+        Raises:
+            ValueError: for a row or a node that does not exist.
+        """
+        return render(self._view(tokenizer, row, path))
 
     def plot(
         self,
@@ -439,6 +445,17 @@ class DraftTree:
         ax: Axes | None = None,
     ) -> Figure:
         """Draw row ``row`` as a matplotlib figure, into ``ax`` if given; arguments as in :meth:`render`."""
-        from specdec_ext.tree.view import TreeView, plot
+        return plot(self._view(tokenizer, row, path), ax)
 
-        return plot(TreeView(self, tokenizer, row, path), ax)
+    def _view(self, tokenizer: Any, row: int, path: Sequence[int] | Tensor | None) -> TreeView:
+        if not 0 <= row < self.num_rows:
+            raise ValueError(f"row={row}; the tree has rows 0 to {self.num_rows - 1}")
+        nodes = [] if path is None else path.tolist() if isinstance(path, Tensor) else path
+        accepted, depths = {node for node in nodes if node >= 0}, self.depths[row]
+        unknown = accepted - {node for node, depth in enumerate(depths) if depth >= 0}
+        if unknown:
+            raise ValueError(
+                f"path contains the nodes {sorted(unknown)}, which row {row} does not have"
+            )
+        tokens, parents = self.tokens[row].tolist(), self.parents[row].tolist()
+        return TreeView(tokens, parents, depths, accepted, tokenizer)

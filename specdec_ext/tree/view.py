@@ -1,20 +1,15 @@
-"""Drawings of one row of a ``DraftTree``, as text and as a figure."""
+"""Drawings of one row of a :class:`~specdec_ext.DraftTree`, as text and as a figure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from specdec_ext.preflight.extras import require
-from specdec_ext.tree.draft_tree import DraftTree
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-Path = Sequence[int] | Tensor
 
 ACCEPTED_MARK = "✓"
 ACCEPTED_COLOR, DRAFT_COLOR = "tab:green", "lightgray"
@@ -24,37 +19,31 @@ class TreeView:
     """The data that both drawings show.
 
     Args:
-        tree: the tree.
+        tokens, parents, depths: token, parent and depth of every node of the row; an inactive node has
+            depth -1.
+        accepted: the nodes to mark.
         tokenizer: decodes ids to text; None shows the ids.
-        row: row of the tree.
-        path: accepted nodes, the root included; entries of -1 are ignored (``Accepted.path[row]``, the path
-            of ``ops.verify_match``). None marks no nodes.
 
     Attributes:
         children: active node -> its children, in node order.
-        accepted: the nodes of ``path``.
         labels: label of every node.
-
-    Raises:
-        ValueError: for a row or a node that does not exist.
     """
 
-    def __init__(self, tree: DraftTree, tokenizer: Any, row: int, path: Path | None):
-        if not 0 <= row < tree.num_rows:
-            raise ValueError(f"row={row}; the tree has rows 0 to {tree.num_rows - 1}")
-        self.depths = tree.depths[row]
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        depths: Sequence[int],
+        accepted: set[int],
+        tokenizer: Any,
+    ):
+        self.depths, self.accepted = depths, accepted
         self.children: dict[int, list[int]] = {
-            node: [] for node, depth in enumerate(self.depths) if depth >= 0
+            node: [] for node, depth in enumerate(depths) if depth >= 0
         }
-        for node, parent in enumerate(tree.parents[row].tolist()):
+        for node, parent in enumerate(parents):
             if node in self.children and parent >= 0:
                 self.children[parent].append(node)
-        nodes = [] if path is None else path.tolist() if isinstance(path, Tensor) else list(path)
-        self.accepted = {node for node in nodes if node >= 0}
-        unknown = sorted(self.accepted - self.children.keys())
-        if unknown:
-            raise ValueError(f"path contains the nodes {unknown}, which row {row} does not have")
-        tokens = tree.tokens[row].tolist()
         self.labels = [str(t) if tokenizer is None else repr(tokenizer.decode([t])) for t in tokens]
 
 
