@@ -42,9 +42,9 @@ from specdec_ext.models.wrapped import (
     check_model,
     check_wrapping,
     graph_breaks_explained,
-    unwrapped,
 )
 from specdec_ext.output import AnyOutput, Recorder, TokenStream
+from specdec_ext.pretrained import unwrapped
 from specdec_ext.schedule.controller import Controller
 from specdec_ext.schedule.policy import Policy
 from specdec_ext.schedule.settings import SpeculationConfig, resolve_speculation

@@ -14,7 +14,7 @@ from tiny import VOCAB, tiny_model
 from torch import nn
 
 import specdec_ext
-from specdec_ext.models import vocab_size
+from specdec_ext.pretrained import vocab_size
 
 MORE = 15
 # A head is made for the sizes of its target, and checked (test_checkpoints_pair.py).

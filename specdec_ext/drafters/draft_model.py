@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.vocabulary import Vocabulary, match_vocabularies
-from specdec_ext.models import TargetOutput, make_target, supports, vocab_size
+from specdec_ext.models import TargetOutput, make_target, supports
 from specdec_ext.models.slots import SlotTarget
 from specdec_ext.models.support import Support
+from specdec_ext.pretrained import vocab_size
 from specdec_ext.tree.config import Shape, TreeConfig
 from specdec_ext.tree.draft_tree import DraftTree
 from specdec_ext.verify.sampler import Accepted

@@ -30,7 +30,8 @@ from transformers import PreTrainedModel
 
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
-from specdec_ext.models import TargetOutput, vocab_size
+from specdec_ext.models import TargetOutput
+from specdec_ext.pretrained import vocab_size
 from specdec_ext.tree.draft_tree import DraftTree, TreeBuilder
 from specdec_ext.verify.sampler import Accepted
 

@@ -28,7 +28,7 @@ from specdec_ext.heads.checkpoints.language_model import load_language_model, lo
 from specdec_ext.heads.checkpoints.load import is_draft, load_draft
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.heads.medusa import MedusaHeads
-from specdec_ext.models.wrapped import unwrapped
+from specdec_ext.pretrained import unwrapped
 
 # Name -> module and class of a drafter that needs no arguments.
 _MADE = {

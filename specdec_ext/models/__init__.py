@@ -3,8 +3,8 @@
 Only this package depends on internals of transformers.
 """
 
-from specdec_ext.models.base import Target, TargetOutput, vocab_size
+from specdec_ext.models.base import Target, TargetOutput
 from specdec_ext.models.factory import make_target
 from specdec_ext.models.support import Support, supports
 
-__all__ = ["Support", "Target", "TargetOutput", "make_target", "supports", "vocab_size"]
+__all__ = ["Support", "Target", "TargetOutput", "make_target", "supports"]

@@ -17,6 +17,7 @@ from specdec_ext.models.context_limit import max_positions
 from specdec_ext.models.passes.features import FeatureTap
 from specdec_ext.models.passes.linears import plain_linears
 from specdec_ext.models.support import Support
+from specdec_ext.pretrained import vocab_size
 from specdec_ext.transfer import Staging
 from specdec_ext.tree.draft_tree import DraftTree
 
@@ -68,24 +69,6 @@ class TargetOutput:
         )
 
 
-def vocab_size(model: PreTrainedModel) -> int:
-    """Return the number of token ids that a model can read: the rows of its text decoder's embedding.
-
-    Drafted ids must be smaller, because the model reads them to score them. The config and the logits may
-    have another size: Moshi reads one id more than it can generate, and either matrix may be padded.
-    """
-    config = model.config
-    decoder: Any = model.get_decoder() if config.is_encoder_decoder else model
-    try:
-        weight = getattr(decoder.get_input_embeddings(), "weight", None)
-    except (AttributeError, NotImplementedError):  # transformers knows no embedding of this model
-        weight = None
-    # A packed (quantised) weight has another shape.
-    if isinstance(weight, Tensor) and weight.is_floating_point() and weight.ndim == 2:
-        return len(weight)
-    return config.get_text_config(decoder=True).vocab_size
-
-
 class Target(ABC):
     """One model with its cache during one ``generate`` call.
 
@@ -125,7 +108,7 @@ class Target(ABC):
 
     @cached_property
     def vocab_size(self) -> int:
-        """Number of token ids that the model can read, see :func:`vocab_size`."""
+        """Number of token ids that the model can read, see :func:`specdec_ext.pretrained.vocab_size`."""
         return vocab_size(self.model)
 
     @property

@@ -151,14 +151,6 @@ def graph_breaks_explained(model: PreTrainedModel) -> Iterator[None]:
         ) from error
 
 
-def unwrapped(model: Any) -> Any:
-    """Return the Hugging Face model inside a ``torch.compile`` or PEFT wrapper, with its adapters."""
-    if isinstance(model, torch._dynamo.OptimizedModule):
-        model = model._orig_mod
-    base = getattr(model, "get_base_model", None)
-    return model if base is None else base()
-
-
 def agreed_seed(model: PreTrainedModel, seed: int) -> int:
     """Return rank 0's seed on tensor-parallel models, else ``seed``.
 

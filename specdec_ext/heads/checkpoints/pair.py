@@ -19,8 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec_ext.heads.config import DraftHead, HeadRecord
 from specdec_ext.heads.medusa import MedusaHeads
-from specdec_ext.models import vocab_size
-from specdec_ext.models.wrapped import unwrapped
+from specdec_ext.pretrained import unwrapped, vocab_size
 
 _SAMPLES = 32  # number of elements of each parameter that a fingerprint depends on
 _WHY_AMBIGUOUS = {
