@@ -14,16 +14,18 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 
+from specdec_ext.errors import NotAcceleratedError
+
 
 def check_loop(model: PreTrainedModel) -> None:
     """Refuse a model that replaces transformers' sampling loop, for example to decode several codebooks.
 
     Raises:
-        ValueError: the model has a ``_sample`` of its own.
+        NotAcceleratedError: the model has a ``_sample`` of its own.
     """
     loop = getattr(type(model), "_sample", None)
     if loop is not None and loop is not GenerationMixin._sample:
-        raise ValueError(
+        raise NotAcceleratedError(
             f"{type(model).__name__} has its own decoding loop, which can't be accelerated; use "
             "model.generate"
         )
@@ -35,20 +37,20 @@ def generate_through(
     """Call ``model.generate(inputs, custom_generate=hook, **kwargs)`` and check that it called ``hook``.
 
     Raises:
-        ValueError: ``model.generate`` did not call the hook.
+        NotAcceleratedError: ``model.generate`` did not call the hook.
     """
     name = type(model).__name__
     own = (
         f"{name}.generate has its own decoding loop, which can't be accelerated; use model.generate"
     )
     if not _delegates(type(model)):
-        raise ValueError(own)
+        raise NotAcceleratedError(own)
     noticed = Noticed(hook)
     # The first parameter of a model's own generate may have another name.
     given = () if inputs is None else (inputs,)
     text: Any = model.generate(*given, custom_generate=noticed, **kwargs)  # type: ignore[operator]
     if not noticed.reached:
-        raise ValueError(own)
+        raise NotAcceleratedError(own)
     return text
 
 

@@ -45,12 +45,15 @@ class Keyword:
         note: how it is honoured; if it is refused, why, and what to do instead.
         harmless: values that have no effect and are never refused.
         reads: what a processor or criterion depends on.
+        in_transformers: for a refused keyword, whether the way out is ``model.generate`` with transformers'
+            own loop.
     """
 
     verdict: Verdict
     note: str
     harmless: tuple[Any, ...] = (None,)
     reads: Reads | None = None
+    in_transformers: bool = False
 
 
 def _exact(note: str, *harmless: Any) -> Keyword:
@@ -59,6 +62,10 @@ def _exact(note: str, *harmless: Any) -> Keyword:
 
 def _refused(note: str, *harmless: Any) -> Keyword:
     return Keyword(Verdict.REFUSED, note, (None, *harmless))
+
+
+def _in_transformers(note: str, *harmless: Any) -> Keyword:
+    return replace(_refused(note, *harmless), in_transformers=True)
 
 
 def _called(reads: Reads) -> Keyword:
@@ -142,13 +149,15 @@ CONFIG: dict[str, Keyword] = {
     "do_sample": _exact(
         "the distribution of plain decoding; one seed gives one text with every drafter"
     ),
-    "num_beams": _refused("beam search is not supported; use model.generate for it", 1),
-    "num_beam_groups": _refused("group beam search is not supported; use model.generate for it", 1),
-    "constraints": _refused(_CONSTRAINED),
-    "force_words_ids": _refused(_CONSTRAINED),
-    "penalty_alpha": _refused(_CONTRASTIVE, 0),
+    "num_beams": _in_transformers("beam search is not supported; use model.generate for it", 1),
+    "num_beam_groups": _in_transformers(
+        "group beam search is not supported; use model.generate for it", 1
+    ),
+    "constraints": _in_transformers(_CONSTRAINED),
+    "force_words_ids": _in_transformers(_CONSTRAINED),
+    "penalty_alpha": _in_transformers(_CONTRASTIVE, 0),
     "low_memory": _exact("only contrastive search reads it: no effect, as in plain decoding"),
-    "dola_layers": _refused("DoLa decoding is not supported; use model.generate for it"),
+    "dola_layers": _in_transformers("DoLa decoding is not supported; use model.generate for it"),
     "use_cache": Keyword(
         Verdict.SLOWER, "with False, every pass runs over the whole text and its drafts"
     ),
@@ -264,7 +273,7 @@ ARGUMENTS: dict[str, Keyword] = {
     "assistant_tokenizer": _exact(
         "used with `tokenizer`, for an `assistant_model` with another vocabulary"
     ),
-    "synced_gpus": _refused(
+    "synced_gpus": _in_transformers(
         "if several processes share a model, each must run the same number of passes, but with drafts "
         "rows advance at different paces; gather the model on each rank, or use model.generate",
         False,

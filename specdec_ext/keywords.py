@@ -16,6 +16,7 @@ import transformers
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import logits_process, stopping_criteria
 
+from specdec_ext.errors import NotAcceleratedError
 from specdec_ext.keyword_table import ARGUMENTS, CONFIG, PARTS, Keyword, Reads, Verdict
 
 
@@ -62,12 +63,13 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 def _check(name: str, value: Any, keyword: Keyword) -> None:
     if value not in keyword.harmless:
-        raise ValueError(f"{name}={value!r} can't be combined with speculation: {keyword.note}")
+        error = NotAcceleratedError if keyword.in_transformers else ValueError
+        raise error(f"{name}={value!r} can't be combined with speculation: {keyword.note}")
 
 
 def _check_unlisted(name: str, value: Any, default: Any) -> None:
     if value is not None and value != default:
-        raise ValueError(
+        raise NotAcceleratedError(
             f"{name}={value!r} is a keyword of transformers {transformers.__version__} that this version of "
             "specdec_ext doesn't know, so the text might change; leave it out, or use model.generate"
         )

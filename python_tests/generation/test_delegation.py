@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 from versions import since
 
 import specdec_ext
+from specdec_ext.errors import NotAcceleratedError
 
 
 def of_class(cls):
@@ -44,16 +45,17 @@ class Delegates(LlamaForCausalLM):
 @pytest.mark.parametrize("cls", [OwnWay, Ignores])
 def test_own_way(cls):
     ids, _ = prompts((5,))
-    with pytest.raises(ValueError, match=rf"{cls.__name__}\.generate .* use model\.generate"):
+    message = rf"{cls.__name__}\.generate .* use model\.generate"
+    with pytest.raises(NotAcceleratedError, match=message):
         specdec_ext.generate(of_class(cls), ids, max_new_tokens=2, do_sample=False)
 
 
 def test_own_loop():
     model, (ids, _) = of_class(OwnLoop), prompts((5,))
     kwargs = {"max_new_tokens": 2, "do_sample": False}
-    with pytest.raises(ValueError, match="OwnLoop has its own decoding loop"):
+    with pytest.raises(NotAcceleratedError, match="OwnLoop has its own decoding loop"):
         specdec_ext.generate(model, ids, **kwargs)
-    with pytest.raises(ValueError, match="OwnLoop has its own decoding loop"):
+    with pytest.raises(NotAcceleratedError, match="OwnLoop has its own decoding loop"):
         model.generate(ids, custom_generate=specdec_ext.custom_generate(), **kwargs)
 
 

@@ -33,6 +33,7 @@ import specdec_ext
 import specdec_ext.generation
 from specdec_ext import keyword_table, keywords
 from specdec_ext.drafters.choice import Assistant, DrafterChoice
+from specdec_ext.errors import NotAcceleratedError
 from specdec_ext.keyword_table import ARGUMENTS, CONFIG, PARTS, Verdict
 
 EOS = 42  # occurs now and then in the texts of this model
@@ -91,7 +92,7 @@ def test_a_field_that_the_table_lacks_is_refused_when_it_is_set(monkeypatch):
             dict(generation_config=GenerationConfig(repetition_penalty=1.2, max_new_tokens=3)),
         ):
             with pytest.raises(
-                ValueError, match=r"repetition_penalty=1\.2 is a keyword of transfor"
+                NotAcceleratedError, match=r"repetition_penalty=1\.2 is a keyword of transfor"
             ):
                 call(**kwargs)
     finally:
@@ -104,7 +105,7 @@ def test_a_parameter_that_the_table_lacks_is_refused_when_it_is_set(monkeypatch)
     try:
         call(negative_prompt_ids=None)
         with pytest.raises(
-            ValueError, match=r"negative_prompt_ids=.* is a keyword of transformers"
+            NotAcceleratedError, match=r"negative_prompt_ids=.* is a keyword of transformers"
         ):
             call(negative_prompt_ids=torch.ones(1, 3, dtype=torch.long))
     finally:
@@ -177,6 +178,13 @@ def test_refused_keywords(name, door):
             )
     message = f"{name}={value!r} can't be combined with speculation: {CONFIG[name].note}"
     assert str(raised.value) == message
+    assert isinstance(raised.value, NotAcceleratedError) == CONFIG[name].in_transformers
+
+
+def test_notes_name_model_generate_where_it_is_the_way_out():
+    for table in keyword_table.TABLES.values():
+        for name, keyword in table.items():
+            assert keyword.in_transformers == ("use model.generate" in keyword.note), name
 
 
 @pytest.mark.parametrize("name", installed(REFUSED))

@@ -198,3 +198,6 @@ def test_errors(model):
     specdec_ext.install(model)
     with pytest.raises(ValueError, match=r"num_beams.*specdec_ext.uninstall\(model\) restores"):
         model.generate(ids, num_beams=2, **KWARGS)
+    with pytest.raises(ValueError, match="heal it before the call") as raised:
+        model.generate(ids, token_healing=True, **KWARGS)
+    assert "uninstall" not in str(raised.value)  # another way out is named

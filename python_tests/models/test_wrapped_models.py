@@ -21,6 +21,7 @@ from torch import nn
 import specdec_ext
 from specdec_ext import DraftModelDrafter, compare_runs
 from specdec_ext.drafters import resolve_drafter
+from specdec_ext.errors import NotAcceleratedError
 
 NEW_TOKENS = 14
 FEW = ("none", "oracle_tree", "noisy_chain", "ngram")
@@ -167,7 +168,7 @@ def test_adapters_of_rows_are_refused():
 
 def test_an_adapter_that_counts_from_the_end_is_refused():
     model = adapted("LoraConfig", **LORA, alora_invocation_tokens=[5, 6])
-    with pytest.raises(ValueError, match="aLoRA"):
+    with pytest.raises(NotAcceleratedError, match="aLoRA"):
         specdec_ext.generate(model, input_ids=prompts((9,))[0], max_new_tokens=4)
 
 
@@ -337,7 +338,7 @@ def test_compiled_as_one_graph():
     """The masks of a tree break the graph, and the error says what to do."""
     torch._dynamo.reset()
     model = compiled_forward(one_layer(), backend="eager", fullgraph=True)
-    with pytest.raises(ValueError, match="compiled with fullgraph=True"):
+    with pytest.raises(NotAcceleratedError, match="compiled with fullgraph=True"):
         specdec_ext.generate(model, prompts((9,))[0], max_new_tokens=20, drafter="lookahead")
 
 

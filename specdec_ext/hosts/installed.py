@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec_ext.delegation import class_generate
+from specdec_ext.errors import NotAcceleratedError
 from specdec_ext.generation import custom_generate, generate
 from specdec_ext.models.wrapped import check_model
 
@@ -60,10 +61,8 @@ class Installed:
             defaults.pop("drafter")
         try:
             return generate(self.model, **{**defaults, **kwargs})
-        except ValueError as error:
-            if "model.generate" not in str(error):
-                raise
-            raise ValueError(
+        except NotAcceleratedError as error:
+            raise NotAcceleratedError(
                 f"{error}. specdec_ext is installed as model.generate of this model: "
                 "specdec_ext.uninstall(model) restores the original"
             ) from error

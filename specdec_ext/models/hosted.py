@@ -29,6 +29,7 @@ from transformers import (
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
+from specdec_ext.errors import NotAcceleratedError
 from specdec_ext.models.base import NO_LIMIT, HostPaths, Target, TargetOutput
 from specdec_ext.models.cache.adoption import adopt_cache, unserved_layers
 from specdec_ext.models.cache.layers import RollbackLayer
@@ -68,7 +69,7 @@ class HostedTarget(Target):
     ):
         super().__init__(model, support, forward_kwargs)
         if support.rollback == "recompute" and forward_kwargs:
-            raise ValueError(
+            raise NotAcceleratedError(
                 f"{' and '.join(forward_kwargs)} can't be recorded: {type(model).__name__} runs the whole "
                 "text in every pass, so transformers returns outputs of the whole text for every token; use "
                 "model.generate"

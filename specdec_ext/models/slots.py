@@ -31,6 +31,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from specdec_ext import ops
+from specdec_ext.errors import NotAcceleratedError
 from specdec_ext.models import compat
 from specdec_ext.models.base import NO_LIMIT, HostPaths, Target, TargetOutput
 from specdec_ext.models.cache.adoption import adopt_cache, attention_windows
@@ -255,7 +256,7 @@ class SlotTarget(Target):
             logits = output.logits
             taps.append(output.taps)
         if any(layer.length != columns for layer in self._layers if layer.is_initialized):
-            raise ValueError(
+            raise NotAcceleratedError(
                 f"{type(self.model).__name__} did not write the prompt to its cache, so drafts can't be "
                 "verified; use model.generate"
             )

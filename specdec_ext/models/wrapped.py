@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 
+from specdec_ext.errors import NotAcceleratedError
+
 # Attributes of modules that set the probability or width of noise in training mode.
 _NOISE = re.compile("dropout|layerdrop|jitter")
 
@@ -90,9 +92,11 @@ def check_wrapping(model: PreTrainedModel) -> None:
     Raises:
         ValueError: the message names the obstacle and the way out.
     """
-    obstacle = _in_training(model) or _prompt_rewritten(model)
-    if obstacle is not None:
-        raise ValueError(f"{type(model).__name__} {obstacle}")
+    name = type(model).__name__
+    if (obstacle := _in_training(model)) is not None:
+        raise ValueError(f"{name} {obstacle}")
+    if (obstacle := _prompt_rewritten(model)) is not None:
+        raise NotAcceleratedError(f"{name} {obstacle}")
 
 
 def _in_training(model: PreTrainedModel) -> str | None:
@@ -140,12 +144,12 @@ def graph_breaks_explained(model: PreTrainedModel) -> Iterator[None]:
     """Turn an error of a model's compiler into one that names the way out.
 
     Raises:
-        ValueError: from the compiler's own error.
+        NotAcceleratedError: from the compiler's own error.
     """
     try:
         yield
     except torch._dynamo.exc.TorchDynamoException as error:
-        raise ValueError(
+        raise NotAcceleratedError(
             f"{type(model).__name__} is compiled with fullgraph=True, but the attention masks of drafts and "
             "the growing cache break its graph; compile it without fullgraph, or use model.generate"
         ) from error
