@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -18,6 +19,7 @@ from tiny import prompts, tiny_model
 
 import specdec_ext
 from specdec_ext import assets
+from specdec_ext.cli._common import DRAFTER_HELP
 from specdec_ext.cli.bench import bench
 from specdec_ext.cli.check import check
 from specdec_ext.cli.demo import demo
@@ -79,6 +81,12 @@ def test_every_command_and_python_have_one_default(command):
     assert inspect.signature(specdec_ext.custom_generate).parameters["drafter"].default == "auto"
     default = inspect.signature(command).parameters["drafter"].default
     assert default == "auto" or default[-1] == "auto"  # the demo compares some and streams the last
+
+
+@pytest.mark.parametrize("name", resolve.NAMES)
+def test_every_name_is_documented_in_python_and_on_the_command_line(name):
+    assert f'"{name}"' in specdec_ext.generate.__doc__
+    assert name in re.findall(r"\w+", DRAFTER_HELP)
 
 
 @pytest.mark.parametrize("name", ["head", "draft"])

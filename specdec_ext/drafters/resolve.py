@@ -9,7 +9,7 @@ that belongs to the bundled target. No other place is searched.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -50,7 +50,7 @@ _EXPECTED = (
 
 # Target -> {place -> (state of the place and the target, drafter)}, so that checkpoints are loaded and packed
 # once. Each call drafts with a copy that shares only the weights.
-_Loaded = dict[str, tuple[object, Drafter]]
+_Loaded = dict[Hashable, tuple[object, Drafter]]
 _loaded: WeakKeyDictionary[PreTrainedModel, _Loaded] = WeakKeyDictionary()
 
 
@@ -132,7 +132,7 @@ def _of_model(name: str, model: PreTrainedModel, tokenizer: Any) -> Drafter:
             f"model.config.{field} is {named!r}; set it to the folder or hub id of a {what}, or remove it"
         )
     if named == BUNDLED:
-        return _kept(f"{BUNDLED} {name}", None, model, lambda: _prepared(load_bundled(), model))
+        return _kept((BUNDLED, name), None, model, lambda: _prepared(load_bundled(), model))
     beside = Path(str(model.config._name_or_path)) / named
     return _from_place(str(beside) if beside.is_dir() else named, model, tokenizer)
 
@@ -152,7 +152,7 @@ def _from_place(place: str, model: PreTrainedModel, tokenizer: Any) -> Drafter:
 
 
 def _kept(
-    place: str, written: object, model: PreTrainedModel, load: Callable[[], Drafter]
+    place: Hashable, written: object, model: PreTrainedModel, load: Callable[[], Drafter]
 ) -> Drafter:
     """Load from a place once per state of the place and the target; returns a copy of the drafter."""
     state = written, model.dtype, model.device

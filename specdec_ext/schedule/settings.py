@@ -80,7 +80,7 @@ class SpeculationConfig:
 
 
 # The meaning of "auto".
-AUTO: SpeculationConfig | None = SpeculationConfig()
+AUTO = SpeculationConfig()
 
 
 def resolve_speculation(given: Any) -> SpeculationConfig | None:

@@ -191,7 +191,10 @@ def plot(reports: Sequence[Report], path: Path) -> None:
             rates,
             xerr=[low, high],
             error_kw={"elinewidth": 0.8, "ecolor": "#5f6368"},
-            color=["#9aa0a6" if row["name"].startswith("HF") else "#1a73e8" for row in rows],
+            color=[
+                "#1a73e8" if each.speculation_stats else "#9aa0a6"
+                for each in report.series.values()
+            ],
         )
         axes.bar_label(bars, [f"{row['ratio']:.2f}x" for row in rows], padding=3, fontsize=8)
         axes.invert_yaxis()

@@ -23,20 +23,42 @@ one less. The default is the same in both conventions: the inputs of layers 2, n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from specdec_ext.heads.checkpoints.fields import Fields
 
-# Fields (section, name) that may hold the ids; the first one found is used, in vLLM's order.
+
+class _Convention(Enum):
+    """What the ids of a field number."""
+
+    INPUTS = auto()
+    OUTPUTS = auto()
+    EITHER = auto()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A field of config.json that may hold the ids, in a section or, with section "", at the top."""
+
+    section: str
+    name: str
+    convention: _Convention
+
+    def __str__(self) -> str:
+        return f"{self.section}.{self.name}" if self.section else self.name
+
+
+# The first one found is used, in vLLM's order.
 _PLACES = (
-    ("specdec_ext", "feature_layers"),
-    ("", "eagle_aux_hidden_state_layer_ids"),
-    ("dflash_config", "target_layer_ids"),
-    ("eagle_config", "eagle_aux_hidden_state_layer_ids"),
-    ("eagle_config", "layer_ids"),
+    _Place("specdec_ext", "feature_layers", _Convention.INPUTS),
+    _Place("", "eagle_aux_hidden_state_layer_ids", _Convention.INPUTS),
+    _Place("dflash_config", "target_layer_ids", _Convention.OUTPUTS),
+    _Place("eagle_config", "eagle_aux_hidden_state_layer_ids", _Convention.EITHER),
+    _Place("eagle_config", "layer_ids", _Convention.INPUTS),
 )
 DEFAULT = "the default, inputs of layers 2, n // 2 and n - 3"
-_NESTED = "eagle_config.eagle_aux_hidden_state_layer_ids"
-_NESTED_INPUTS = ((2, 30, 58), (24, 30, 36))
+# Ids in a field of either convention that are known to be inputs.
+_KNOWN_INPUTS = ((2, 30, 58), (24, 30, 36))
 
 
 @dataclass(frozen=True)
@@ -61,11 +83,11 @@ def recorded_layers(config: Fields) -> RecordedLayers:
         ValueError: for ids that are negative, duplicate or contradictory.
     """
     found = []
-    for section, name in _PLACES:
-        fields = config.section(section) if section else config
-        ids = fields.integers(name)
+    for place in _PLACES:
+        fields = config.section(place.section) if place.section else config
+        ids = fields.integers(place.name)
         if ids:
-            found.append((ids, f"{section}.{name}" if section else name))
+            found.append((ids, place))
     if not found:
         return RecordedLayers(None, DEFAULT)
     recorded = _as_inputs(*found[0], config.where)
@@ -79,14 +101,14 @@ def recorded_layers(config: Fields) -> RecordedLayers:
     return recorded
 
 
-def _as_inputs(ids: list[int], place: str, where: str) -> RecordedLayers:
+def _as_inputs(ids: list[int], place: _Place, where: str) -> RecordedLayers:
     # The target records hidden states in the order of its layers, not in that of the ids.
     ordered = tuple(sorted(ids))
     if ordered[0] < 0 or len(set(ordered)) != len(ordered):
         raise ValueError(f"{where}: {place} is {ids}; expected different layers, numbered from 0")
-    nested = place == _NESTED and ordered not in _NESTED_INPUTS
-    if nested or place.startswith("dflash"):
+    unclear = place.convention is _Convention.EITHER and ordered not in _KNOWN_INPUTS
+    if unclear or place.convention is _Convention.OUTPUTS:
         inputs = tuple(layer + 1 for layer in ordered)
         origin = f"{place} {ids}, read as outputs of layers"
-        return RecordedLayers(inputs, origin, guessed=nested and ordered[0] != 1)
+        return RecordedLayers(inputs, origin, guessed=unclear and ordered[0] != 1)
     return RecordedLayers(ordered, f"{place} {ids}, read as inputs of layers")
