@@ -141,6 +141,8 @@ def test_tree_configs():
     static = TreeConfig(choices=[(0, 0), (1,), (0,), (0, 2), (0,)])
     assert static.choices == ((0,), (1,), (0, 0), (0, 2))
     assert (static.depth, static.top_k, static.num_nodes, static.num_candidates) == (2, 3, 5, 4)
+    shortened = TreeConfig(depth=4, num_nodes=3)
+    assert [each.levels for each in (dynamic, static, shortened)] == [5, 2, 2]
 
 
 @pytest.mark.parametrize(
