@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Sequence
-from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -33,6 +33,11 @@ BLOCK_TOKENS = 256
 # Largest number of tokens of a pass for which the row-invariant matrix product is used, which is faster for
 # few tokens. Losslessness does not depend on how drafts are rounded.
 INVARIANT_ROWS = 128
+
+# What is known about draft models from earlier calls, because a call may make its own drafter: the attention
+# implementation with which a model was found to be supported, and its number of parameters.
+_checked: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
+_sizes: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
 
 
 class DraftModelDrafter(Drafter):
@@ -91,7 +96,6 @@ class DraftModelDrafter(Drafter):
             tuple[int, ...], Vocabulary
         ] = {}  # by sizes of target and draft model
         self.sampled, self.min_confidence = sampled, min_confidence
-        self._supported = False  # set by the first call
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
         if model.device != self.model.device:
@@ -105,9 +109,9 @@ class DraftModelDrafter(Drafter):
         texts = [self._vocabulary.read(context.prompt(row) or [0]) for row in context.rows]
         width = max(map(len, texts))
         growth = (context.max_length - context.prompt_columns) * self._vocabulary.expansion
-        if not self._supported:
+        if _checked.get(self.model) != self.model.config._attn_implementation:
             _check_support(self.model, supports(self.model))
-            self._supported = True
+            _checked[self.model] = self.model.config._attn_implementation
         self._max_slots = width + growth + self.num_draft_tokens
         config = self.model.config.get_text_config(decoder=True)
         self._max_positions = getattr(config, "max_position_embeddings", None)
@@ -127,12 +131,16 @@ class DraftModelDrafter(Drafter):
 
     @property
     def identity(self) -> Hashable:
-        return super().identity, *self._model_identity, self.sampled
-
-    @cached_property
-    def _model_identity(self) -> tuple[Hashable, ...]:
         model = self.model
-        return type(model).__name__, model.config._name_or_path, model.num_parameters()
+        if (size := _sizes.get(model)) is None:
+            size = _sizes[model] = model.num_parameters()
+        return (
+            super().identity,
+            type(model).__name__,
+            model.config._name_or_path,
+            size,
+            self.sampled,
+        )
 
     def _match_vocabularies(self, target: PreTrainedModel) -> Vocabulary:
         # Drafted tokens must be valid as input and as output of the target.

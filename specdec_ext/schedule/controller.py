@@ -51,7 +51,7 @@ from specdec_ext.verify.sampler import Accepted
 # steps are counted.
 LONGEST_INTERVAL, MAX_MISSES = 1024, 16
 # Steps for which a chosen draft is held while it brings something: choosing takes time, too.
-HELD_STEPS = 5
+HELD_STEPS = 8
 # Steps of a probe of a model's drafts, if they bring something. The first step includes the time in which the
 # drafter reads the tokens it has not seen, so it says little about the cost of drafts. The probe ends early
 # when the other steps have lost this many plain steps. After MAX_MISSES wrong drafts, a probe is one step.
