@@ -255,9 +255,9 @@ def write(outcomes: Sequence[Outcome], out: Path, front_end: str) -> None:
         "",
         format_markdown(["CUDA", *header], summary(outcomes)),
         "",
-        f"128-bit global loads / all global loads, asynchronous copies included, by CUDA "
-        f"{outcomes[-1].release}. `commit` is the last commit that had changed `csrc/` when the source was",
-        "compiled.",
+        "128-bit global loads / all global loads, asynchronous copies included, by CUDA "
+        f"{outcomes[-1].release}.",
+        "`commit` is the last commit that had changed `csrc/` when the source was compiled.",
         "",
         format_markdown(["source", "commit", *header], wide_load_shares(outcomes)),
         "",
