@@ -1,7 +1,7 @@
 """One seed, one text: seeded sampling is the same for every drafter, tree shape and with speculation off.
 
 Under the match rule the noise belongs to (seed, row, position, token); nothing about the draft enters it.
-The law of the draws themselves is tested in ``test_law.py``.
+The law of the draws themselves is tested in ``test_distribution.py``.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """``verify_match``: the op equals its specification bit for bit, on every device and instruction set.
 
-The law of what it emits is the subject of ``test_law.py``.
+The law of what it emits is the subject of ``test_distribution.py``.
 """
 
 import subprocess

@@ -13,7 +13,7 @@ import itertools
 
 import pytest
 import torch
-from laws import chi_square_excess
+from distributions import chi_square_excess
 from op_cases import generator
 from tiny import prompts, tiny_model
 from transformers import (

@@ -14,7 +14,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from laws import Target, Text, chi_square_excess, continued, random_target
+from distributions import Target, Text, chi_square_excess, continued, random_target
 from op_cases import DEVICES, generator
 from transformers import (
     LogitsProcessor,

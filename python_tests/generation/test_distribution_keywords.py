@@ -11,7 +11,7 @@ import itertools
 
 import pytest
 import torch
-from laws import chi_square_excess
+from distributions import chi_square_excess
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
