@@ -1,4 +1,4 @@
-"""Fixtures of all tests. Their helpers are in ``helpers/``; ``device`` is where an op runs."""
+"""Fixtures of all tests; the modules that tests share are in ``helpers/``."""
 
 import sys
 from collections.abc import Generator
@@ -55,7 +55,7 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
 
 
 class SimulatedTime:
-    """A clock on which a pass takes a millisecond, whatever its width, and a look at the clock 50 us."""
+    """A clock on which a target pass takes a millisecond, whatever its width, and a reading 50 us."""
 
     PASS, READING = 1e-3, 5e-5
 
@@ -69,10 +69,10 @@ class SimulatedTime:
 
 @pytest.fixture(autouse=True)
 def simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``speculation="auto"`` decides by simulated time and remembers nothing of earlier tests.
+    """Run ``speculation="auto"`` on a simulated clock, without memory of earlier tests.
 
-    So what it drafts depends neither on the machine nor on the order of the tests. Passes are bound by
-    reading weights and drafts are cheap: drafting pays as soon as a draft is accepted now and then.
+    What it drafts then depends neither on the machine nor on the order of the tests. Wide passes take as long
+    as narrow ones and drafts are cheap, so drafting pays if a draft is accepted occasionally.
     """
     if "specdec_ext.generation" not in sys.modules:
         return  # a test of ops alone, which need no transformers
@@ -95,7 +95,7 @@ def simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
     params=[pytest.param("emulated", marks=pytest.mark.emulated), *DEVICES],
 )
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the ops under test run; the emulated kernels take CPU tensors."""
+    """The device of the ops under test; the emulated kernels take CPU tensors."""
     if request.param != "emulated":
         return request.param
     monkeypatch.setattr(_library, "native", emulation.emulated_ops)
@@ -105,7 +105,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.fixture
 def emulated(request: pytest.FixtureRequest) -> bool:
-    """Whether ``device`` stands for the emulated kernels, on which cases have to be small."""
+    """Whether ``device`` stands for the emulated kernels, which need small cases."""
     return request.node.callspec.params["device"] == "emulated"
 
 

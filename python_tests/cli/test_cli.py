@@ -26,7 +26,7 @@ from specdec_ext.evaluate import benchmark
 PROMPT = "import unittest\n\n\nclass TestList(unittest.TestCase):\n\n    def test_append(self):\n"
 
 
-# The default is the checkpoint's dtype; texts are compared in float32, in which they must be equal.
+# Texts must be equal in float32; the default is the dtype of the checkpoint.
 FLOAT32 = ("--dtype", "float32")
 
 
@@ -43,7 +43,7 @@ def greedy_text(prompt: str, max_new_tokens: int) -> str:
 @pytest.mark.parametrize(
     "command", ["demo", "generate", "bench", "check", "inspect", "keywords", "train", "version"]
 )
-def test_every_command_is_listed_and_explains_itself(command):
+def test_every_command_is_listed_and_has_a_help_text(command):
     assert command in words(run("--help").output)
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -51,7 +51,7 @@ def test_every_command_is_listed_and_explains_itself(command):
 
 
 @pytest.mark.parametrize("arguments", [("version",), ("--version",)])
-def test_version_names_what_is_installed(arguments):
+def test_version_names_the_installed_packages(arguments):
     result = run(*arguments)
     assert result.exit_code == 0
     assert f"specdec_ext {specdec_ext.__version__}" in result.output
@@ -69,7 +69,7 @@ def test_keywords_prints_verdict_and_reason():
 # --- assets -----------------------------------------------------------------------------------------
 
 
-def test_held_out_prompts_fit_and_end_where_a_block_opens():
+def test_held_out_prompts_are_short_and_end_with_a_colon():
     tokenizer = assets.load_tokenizer()
     prompts = assets.held_out_prompts()
     assert len(prompts) >= 12
@@ -83,7 +83,7 @@ def test_held_out_prompts_fit_and_end_where_a_block_opens():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_models_load_in_the_asked_dtype_and_share_a_vocabulary(dtype):
+def test_models_load_in_the_requested_dtype_and_share_a_vocabulary(dtype):
     target, draft = assets.load_target(dtype), assets.load_draft(dtype)
     for model in (target, draft):
         assert model.dtype == dtype
@@ -91,7 +91,7 @@ def test_models_load_in_the_asked_dtype_and_share_a_vocabulary(dtype):
     assert target.config.vocab_size == draft.config.vocab_size == len(assets.load_tokenizer())
 
 
-def test_a_missing_model_says_how_to_make_it(monkeypatch, tmp_path):
+def test_error_for_a_missing_model_names_the_script_that_makes_it(monkeypatch, tmp_path):
     monkeypatch.setattr(assets, "FOLDER", tmp_path)
     with pytest.raises(
         FileNotFoundError, match=r"tiny-python-target is missing .*bundled_models\.py"
@@ -105,14 +105,14 @@ def test_a_missing_model_says_how_to_make_it(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "text", ["def f(x):\n    return x\n", "é", "naïve — 🚨🚨 déjà", "a\ufffdb", ""]
 )
-def test_pieces_add_up_to_the_text(text):
+def test_streamed_pieces_add_up_to_the_text(text):
     tokenizer = assets.load_tokenizer()
     decoder = IncrementalDecoder(tokenizer)
     tokens = tokenizer(text)["input_ids"]
     assert "".join([*map(decoder.feed, tokens), decoder.flush()]) == text
 
 
-def test_half_a_character_waits_for_its_other_half():
+def test_partial_character_is_held_back_until_it_is_complete():
     tokenizer = assets.load_tokenizer()
     tokens = tokenizer("🜂")["input_ids"]
     assert len(tokens) > 1, "the test needs a character of several tokens"
@@ -131,15 +131,15 @@ def stream(console: Console, mark_drafted: bool) -> None:
     streamer.end()
 
 
-def test_accepted_drafts_are_bracketed_without_a_terminal():
+def test_accepted_drafts_are_in_brackets_without_a_terminal():
     console = Console(file=io.StringIO(), force_terminal=False)
     stream(console, mark_drafted=True)
     assert console.file.getvalue() == f"a{OPENING}bc{CLOSING}d{OPENING}e{CLOSING}"
     assert OPENING in legend(console).plain
 
 
-def test_brackets_stand_around_words():
-    """Drafted space at the edges of words is outside the brackets; between two drafted words it is inside."""
+def test_brackets_enclose_words_without_surrounding_space():
+    """Space before and after drafted words is outside the brackets; space between them is inside."""
     tokenizer = assets.load_tokenizer()
     console = Console(file=io.StringIO(), force_terminal=False)
     streamer = TextStreamer(console, tokenizer, mark_drafted=True)
@@ -167,7 +167,7 @@ def test_nothing_is_marked_unless_asked():
     assert console.file.getvalue() == "abcde"
 
 
-def test_markup_in_the_text_is_text():
+def test_markup_in_the_text_is_printed_as_text():
     tokenizer = assets.load_tokenizer()
     console = Console(file=io.StringIO(), force_terminal=False, width=20)
     streamer = TextStreamer(console, tokenizer)
@@ -183,7 +183,7 @@ def test_markup_in_the_text_is_text():
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "draft"])
-def test_generate_prints_what_the_model_alone_would(drafter):
+def test_generate_prints_the_text_of_the_model_alone(drafter):
     result = run("generate", "-p", PROMPT, "--drafter", drafter, "--max-new-tokens", "40", *FLOAT32)
     assert result.exit_code == 0, result.output
     assert result.stdout == greedy_text(PROMPT, 40) + "\n"
@@ -198,23 +198,16 @@ def test_generate_reads_standard_input_and_marks_drafts():
     assert re.search(r"40 tokens in .* draft tokens accepted", result.stderr)
 
 
-def test_a_seed_gives_one_text_whatever_the_drafter():
+def test_one_seed_gives_one_text_with_every_drafter():
     sampled = ("--sample", "--seed", "5", "--temperature", "0.8", "--top-p", "0.9", "--top-k", "50")
-    texts = {
-        run(
-            "generate", "-p", PROMPT, "--max-new-tokens", "30", "--drafter", drafter, *sampled
-        ).stdout
-        for drafter in ("none", "ngram")
-    }
+    command = ("generate", "-p", PROMPT, "--max-new-tokens", 30)
+    texts = {run(*command, "--drafter", drafter, *sampled).stdout for drafter in ("none", "ngram")}
     assert len(texts) == 1
-    other = run(
-        "generate", "-p", PROMPT, "--max-new-tokens", "30", *sampled[:1], "--seed", "6"
-    ).stdout
-    assert other not in texts
+    assert run(*command, "--sample", "--seed", 6).stdout not in texts
 
 
 def test_model_and_drafter_may_be_folders(tmp_path):
-    """With a random draft model decoding is slow, but the text is right."""
+    """A random draft model slows decoding down, but the text is right."""
     tokenizer, target = assets.load_tokenizer(), assets.load_target()
     config = type(target.config)(**{**tiny_model("llama").config.to_dict(), "vocab_size": 4096})
     type(target)(config).save_pretrained(tmp_path / "draft")
@@ -283,7 +276,7 @@ def test_bench_measures_and_records(tmp_path):
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_bench_of_a_batch_leaves_out_what_takes_single_rows(tmp_path):
+def test_bench_of_a_batch_leaves_out_contestants_for_single_rows(tmp_path):
     result = run(
         "bench", "--prompts", prompts_file(tmp_path, 3), "--drafter", "none", "--batch", "2",
         "--temperature", "0.8", "--max-new-tokens", "4", "--repeats", "1",
@@ -325,15 +318,8 @@ def test_check_finds_no_bug(dtype, tmp_path):
     (tmp_path / "prompts.json").write_text(
         json.dumps([PROMPT, {"name": "second", "prompt": "import"}])
     )
-    result = run(
-        "check",
-        "--prompts",
-        str(tmp_path / "prompts.json"),
-        "--max-new-tokens",
-        "24",
-        "--dtype",
-        dtype,
-    )
+    prompts = tmp_path / "prompts.json"
+    result = run("check", "--prompts", prompts, "--max-new-tokens", 24, "--dtype", dtype)
     assert result.exit_code == 0, result.output
     assert "second" in result.output
     assert re.search(r"2 prompts, \d pairs equal, \d near-ties, 0 bugs", result.output)
@@ -395,7 +381,7 @@ def test_read_prompts_rejects(tmp_path, name, content, message):
 
 
 def sampled_text_of_the_demo(max_new_tokens: int) -> str:
-    """The demo's completion, generated without drafts."""
+    """The completion that the demo shows, generated without drafts."""
     (prompt,) = (each for each in assets.held_out_prompts() if each["name"] == STREAMED)
     tokenizer, target = assets.load_tokenizer(), assets.load_target()
     ids = tokenizer(prompt["prompt"], return_tensors="pt")["input_ids"]
@@ -404,8 +390,8 @@ def sampled_text_of_the_demo(max_new_tokens: int) -> str:
     return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_the_demo_shows_no_loop():
-    """Greedy text of the bundled model repeats itself; most of the demo's completion must not be repeated."""
+def test_demo_text_does_not_repeat_itself():
+    """The demo samples, because greedy text of the bundled model repeats itself."""
     ids = assets.load_tokenizer()(sampled_text_of_the_demo(STREAMED_TOKENS))["input_ids"]
     assert benchmark.unique_ngram_fraction([ids]) > 0.75
 
@@ -431,7 +417,7 @@ def test_demo_streams_measures_and_compares(tmp_path):
         "specdec, drafter=auto",
     ):
         assert re.search(rf"{re.escape(name)}\W+\d+\.\d\W+\d+\.\d\dx", result.output), name
-    # Up to transformers 5.14 prompt lookup may generate more than max_new_tokens.
+    # Up to transformers 5.14, prompt lookup may exceed max_new_tokens.
     assert result.output.count("2/2") == (4 if before("5.15") else 5)
     assert "acceptance by position" in result.output
     assert "unique 4-grams in the completions" in result.output

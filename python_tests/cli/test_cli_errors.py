@@ -1,12 +1,11 @@
-"""A user error on the command line gives one sentence and exit code 2, never a traceback.
+"""A user error on the command line gives one sentence and exit code 2, without a traceback.
 
-Claim: the sentence names the argument, the given value and the solution, and appears at once.
+Claim: the sentence names the argument, the given value and a solution, and appears immediately.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -14,26 +13,21 @@ import time
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from command_line import run, words
 
 from specdec_ext import assets
-from specdec_ext.cli import app
 
 TARGET, HEAD = (str(assets.FOLDER / f"tiny-python-{kind}") for kind in ("target", "head"))
 SHORT = ("-p", "x", "--max-new-tokens", "1")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
 
-def run(*arguments: str, **options):
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "300"}, **options)
-
-
-def sentence(*arguments: str, **options) -> str:
+def sentence(*arguments: object, **options) -> str:
     """The message of a call that must be refused."""
-    result = run(*arguments, **options)
+    result = run(*arguments, columns=300, **options)
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit) and "Traceback" not in result.output
-    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.output).split())
+    return words(result.output)
 
 
 @pytest.mark.parametrize(
@@ -60,12 +54,12 @@ def sentence(*arguments: str, **options) -> str:
     ],
     ids=str,
 )
-def test_generate_says_what_is_wrong(arguments, message):
+def test_generate_names_the_wrong_argument(arguments, message):
     assert message in sentence("generate", *arguments, *SHORT)
 
 
 @pytest.mark.parametrize("command", ["generate", "check", "bench", "inspect"])
-def test_every_command_refuses_a_device_that_is_not_there(command, tmp_path):
+def test_every_command_refuses_an_unknown_device(command, tmp_path):
     (tmp_path / "a.txt").write_text("a")
     given = {
         "generate": SHORT,
@@ -74,7 +68,7 @@ def test_every_command_refuses_a_device_that_is_not_there(command, tmp_path):
     assert "--device: 'gpu0'" in sentence(command, *given.get(command, ()), "--device", "gpu0")
 
 
-def test_a_folder_without_a_tokenizer_or_with_a_config_of_nothing(tmp_path):
+def test_folders_without_tokenizer_or_known_model_type_are_refused(tmp_path):
     model = shutil.copytree(TARGET, tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (model / name).unlink()
@@ -93,17 +87,17 @@ def test_a_folder_without_a_tokenizer_or_with_a_config_of_nothing(tmp_path):
     ],
 )
 @pytest.mark.parametrize("command", ["bench", "check"])
-def test_prompts(command, name, content, message, tmp_path):
+def test_unreadable_prompt_files_are_refused(command, name, content, message, tmp_path):
     (tmp_path / name).write_text(content)
     assert message in sentence(command, "--prompts", str(tmp_path / name))
 
 
-def test_bytes_that_are_no_text(tmp_path):
+def test_prompts_that_are_no_text_are_refused(tmp_path):
     assert "the prompt is not text" in sentence("generate", "-p", "\udce9", "--max-new-tokens", "1")
-    assert "utf-8" in sentence("generate", "--max-new-tokens", "1", input=b"caf\xe9")
+    assert "utf-8" in sentence("generate", "--max-new-tokens", "1", stdin=b"caf\xe9")
 
 
-def test_a_keyword_that_there_is_not():
+def test_unknown_keyword_gets_a_suggestion():
     message = sentence("keywords", "foobar")
     assert "'foobar': no keyword of generate contains that in its name" in message
     assert "did you mean 'temperature'?" in sentence("keywords", "temprature")
@@ -112,8 +106,8 @@ def test_a_keyword_that_there_is_not():
 @pytest.mark.parametrize(
     "command", [("generate", "org/no-such-model", "-p", "x"), ("inspect", "org/no-head")]
 )
-def test_a_name_that_is_not_on_disk_is_refused_at_once_without_a_network(command, monkeypatch):
-    """Without our check huggingface_hub would retry for most of a minute."""
+def test_unknown_name_is_refused_immediately_without_a_network(command, monkeypatch):
+    """Without the check, huggingface_hub would retry for most of a minute."""
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
@@ -127,7 +121,7 @@ def test_a_name_that_is_not_on_disk_is_refused_at_once_without_a_network(command
     assert time.perf_counter() - began < 10
 
 
-# --- commands that need no model start fast ----------------------------------------------------------
+# --- commands without a model start fast ----------------------------------------------------------
 
 LIGHT = """
 import sys
@@ -155,7 +149,7 @@ app(prog_name="specdec")
     ],
     ids=" ".join,
 )
-def test_what_needs_no_model_imports_neither_torch_nor_transformers(arguments):
+def test_commands_without_a_model_import_neither_torch_nor_transformers(arguments):
     done = subprocess.run([sys.executable, "-c", LIGHT, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout

@@ -6,21 +6,20 @@ import io
 import re
 from dataclasses import replace
 
+import command_line
 import pytest
 from checkpoint_cases import random_head, read_folder, write_folder
 from medusa_cases import random_heads
 from places import GOLDEN
-from typer.testing import CliRunner
 
 from specdec_ext import assets, save_draft
-from specdec_ext.cli import app
 from specdec_ext.cli._console import PlainConsole
 from specdec_ext.cli.inspect import _trials
 from specdec_ext.evaluate.calibrate import Calibration, Trial
 from specdec_ext.heads.checkpoints import save_medusa, weights_fingerprint
 
 TARGET = str(assets.FOLDER / "tiny-python-target")
-# What the bundled target needs.
+# The sizes of the bundled target.
 SIZES = {
     "hidden_size": 256,
     "target_hidden_size": 256,
@@ -32,12 +31,11 @@ SIZES = {
 
 def run(*arguments) -> tuple[int, str]:
     """Exit code, and the output without colours, boxes and line breaks."""
-    result = CliRunner().invoke(app, ["inspect", *map(str, arguments)], env={"COLUMNS": "200"})
-    text = re.sub(r"\x1b\[[0-9;]*m", "", result.output)
-    return result.exit_code, " ".join(re.sub(r"[│╭╮╰╯─┃┏┓┗┛┡┩┌┐└┘━]", " ", text).split())
+    result = command_line.run("inspect", *arguments, columns=200)
+    return result.exit_code, command_line.words(result.output)
 
 
-def test_a_head_alone():
+def test_a_head_without_a_target():
     code, short = run(GOLDEN / "speculators_qwen3_two_layers" / "draft")
     assert code == 0, short
     assert "format speculators eagle3" in short and "norm_before_residual" not in short
@@ -57,7 +55,7 @@ def test_a_head_alone():
         assert expected in text
 
 
-def test_medusa_heads(tmp_path):
+def test_medusa_heads_fit_and_have_nothing_to_calibrate(tmp_path):
     save_medusa(random_heads(hidden_size=256, vocab_size=4096, draft_vocab_size=4096), tmp_path)
     code, text = run(tmp_path, "--target", TARGET, "--all")
     assert code == 0, text
@@ -66,7 +64,7 @@ def test_medusa_heads(tmp_path):
     assert code == 2 and "nothing to calibrate" in text
 
 
-def test_a_good_pair(tmp_path):
+def test_a_pair_that_fits(tmp_path):
     save_draft(random_head(**SIZES), tmp_path, tokenizer=assets.load_tokenizer())
     code, text = run(tmp_path, "--target", TARGET)
     assert code == 0
@@ -80,8 +78,8 @@ def test_a_pair_that_looks_wrong(tmp_path):
     assert "looks wrong:" in text and "was trained for org/other" in text
 
 
-def test_a_head_of_other_weights(tmp_path):
-    """A fine-tuned copy may have the same name, but it has other weights."""
+def test_a_target_with_other_weights_looks_wrong(tmp_path):
+    """A fine-tuned copy may have the name of the original."""
     target = assets.load_target()
     save_draft(random_head(**SIZES), tmp_path / "head", target=target)
     code, text = run(tmp_path / "head", "--target", TARGET)
@@ -94,13 +92,11 @@ def test_a_head_of_other_weights(tmp_path):
     assert "was trained for other weights of tiny-python-target (fingerprint" in text
 
 
-def test_a_pair_that_cannot_work():
+def test_a_pair_that_can_not_work():
     code, text = run(GOLDEN / "eagle1_gqa" / "draft", "--target", TARGET)
     assert code == 1
-    assert (
-        text.startswith("can't work:")
-        and "hidden states of width 64, but the target's have 256" in text
-    )
+    assert text.startswith("can't work:")
+    assert "hidden states of width 64, but the target's have 256" in text
 
 
 def test_long_notes_break_at_words_in_a_terminal(tmp_path):
@@ -112,7 +108,7 @@ def test_long_notes_break_at_words_in_a_terminal(tmp_path):
     assert " ".join(line.strip() for line in lines) == note.strip()
 
 
-def test_calibration(tmp_path):
+def test_calibration_lists_every_reading(tmp_path):
     folder = save_draft(random_head(**SIZES, norm_output=True), tmp_path / "head")
     config, tensors = read_folder(folder)
     del config["specdec_ext"]  # a head of SpecForge
@@ -137,7 +133,7 @@ def test_calibration(tmp_path):
         ),
     ],
 )
-def test_what_calibration_advises(trials, caption):
+def test_calibration_recommends_the_best_reading(trials, caption):
     head = random_head(feature_layers=(1, 2), num_features=2, norm_output=True)
     best = replace(head, config=replace(head.config, feature_layers=trials[0][0]))
     found = Calibration(
@@ -155,7 +151,7 @@ def test_what_calibration_advises(trials, caption):
         ([GOLDEN, "--calibrate", __file__], "--calibrate needs --target"),
     ],
 )
-def test_user_errors_exit_with_2(arguments, message):
+def test_user_errors_exit_with_code_2(arguments, message):
     code, text = run(*arguments)
     assert code == 2
     assert message in text

@@ -1,4 +1,4 @@
-"""``specdec train`` and ``train_head``: complete runs, and refusal of bad input before any training."""
+"""``specdec train`` and ``train_head``: complete runs; bad input is refused before training."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import json
 import re
 import sys
 
+import command_line
 import pytest
 import torch
 from checkpoint_cases import assert_same_head
+from command_line import words
 from tiny import VOCAB, tiny_model
 from training_cases import greedy_examples, random_examples
-from typer.testing import CliRunner
 
 import specdec_ext
 from specdec_ext import assets
-from specdec_ext.cli import app
 from specdec_ext.heads.checkpoints import load_draft, save_draft, weights_fingerprint
 from specdec_ext.training import trainer
 from specdec_ext.training.recipe import HeadRecipe, make_objective, train_head
@@ -24,10 +24,6 @@ from specdec_ext.training.start import new_head
 from specdec_ext.training.trainer import TrainConfig
 
 QUICK = TrainConfig(updates=3, batch_size=2, warmup=1, depth=2, mixed_precision=False)
-
-
-def words(output: str) -> str:
-    return " ".join(output.replace("│", " ").split())
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +46,19 @@ def files(tmp_path_factory):
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, ["train", *map(str, arguments)])
+    return command_line.run("train", *arguments)
 
 
 FEW = ("--updates", 2, "--batch-size", 1, "--max-length", 24, "--steps", 2)
 
 
-def test_a_head_from_files(files, tmp_path):
+def test_a_head_is_trained_from_files_and_adapted(files, tmp_path):
     out = tmp_path / "head"
-    result = run(
+    command = (
         "bundled", "--data", files / "text.jsonl", "--data", files / "more.jsonl", "--out", out,
         "--held-out", files / "more.jsonl", "--draft-vocab", 300, "--layers", "1,3,6", *FEW,
     )  # fmt: skip
+    result = run(*command)
     assert result.exit_code == 0, result.output
     assert "step 2: loss" in words(result.output)
     start, end = words(result.output).split("step 2: loss")
@@ -76,11 +73,8 @@ def test_a_head_from_files(files, tmp_path):
     work = tmp_path / "head.training"
     assert json.loads((work / "evaluation.json").read_text())["drafts"] > 0
     assert (work / "history.png").exists()
-    again = run(
-        "bundled", "--data", files / "text.jsonl", "--data", files / "more.jsonl", "--out", out,
-        "--held-out", files / "more.jsonl", "--draft-vocab", 300, "--layers", "1,3,6", *FEW,
-    )  # fmt: skip
-    assert again.exit_code == 0 and "step 2" not in again.output  # nothing was left to do
+    again = run(*command)
+    assert again.exit_code == 0 and "step 2" not in again.output  # the run was complete
     assert_same_head(load_draft(out), head)
     adapted = run(
         "bundled", "--data", files / "more.jsonl", "--out", tmp_path / "adapted",
@@ -95,7 +89,7 @@ def test_a_head_from_files(files, tmp_path):
         torch.testing.assert_close(changed.tensors[name], tensor)
 
 
-def test_answers_that_the_target_writes_and_hidden_states_on_disk(files, tmp_path):
+def test_regenerated_answers_and_dumped_hidden_states_are_written(files, tmp_path):
     answers, dump = tmp_path / "answers.jsonl", tmp_path / "dump"
     result = run(
         "bundled", "--data", files / "text.jsonl", "--out", tmp_path / "head",
@@ -142,7 +136,7 @@ def test_a_dump_serves_runs_with_other_seeds(files, tmp_path):
     ],
     ids=lambda value: value[-1] if isinstance(value, tuple) else "",
 )
-def test_bad_input_is_said_before_any_training(arguments, message, files, tmp_path, monkeypatch):
+def test_bad_input_is_refused_before_training(arguments, message, files, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer._Run, "record", lambda *_: pytest.fail("a step was trained"))
     named = [files / each if each.endswith(".jsonl") else each for each in arguments]
     if "--batch-size" not in named:
@@ -169,7 +163,7 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize("case", OUTPUTS)
-def test_outputs_are_looked_at_before_the_target_is_read(case, files, monkeypatch):
+def test_outputs_are_checked_before_the_target_is_loaded(case, files, monkeypatch):
     arguments, message = OUTPUTS[case]
     (files / "model").mkdir(exist_ok=True)
     (files / "model" / "config.json").write_text("{}")
@@ -182,7 +176,7 @@ def test_outputs_are_looked_at_before_the_target_is_read(case, files, monkeypatc
 
 
 @pytest.mark.parametrize("what", ["matplotlib is missing", "drawing fails"])
-def test_a_plot_that_can_not_be_drawn_costs_no_head(what, tmp_path, monkeypatch):
+def test_head_is_saved_if_the_plot_fails(what, tmp_path, monkeypatch):
     """Regression: after hours of training "a plot needs matplotlib" was raised and no head was saved."""
     if what == "matplotlib is missing":
         monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -200,7 +194,7 @@ def test_a_plot_that_can_not_be_drawn_costs_no_head(what, tmp_path, monkeypatch)
     assert load_draft(tmp_path / "head").config.fc_norm
 
 
-def test_too_little_disk_is_said_before_any_training(tmp_path, monkeypatch):
+def test_too_little_disk_space_is_refused_before_training(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "free_bytes", lambda path: 1000)
     with pytest.raises(ValueError, match=r"0\.00 GB free, but the state of the run may need"):
         train_head(
@@ -209,8 +203,8 @@ def test_too_little_disk_is_said_before_any_training(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_without_accelerate_the_way_out_is_named(monkeypatch, files, tmp_path):
-    monkeypatch.setitem(__import__("sys").modules, "accelerate", None)
+def test_missing_accelerate_is_an_error_with_the_install_command(monkeypatch, files, tmp_path):
+    monkeypatch.setitem(sys.modules, "accelerate", None)
     result = run("bundled", "--data", files / "text.jsonl", "--out", tmp_path / "head")
     assert result.exit_code == 2
     assert "pip install '.[train]'" in words(result.output)
@@ -235,7 +229,7 @@ def test_other_kinds_are_saved_in_a_layout_that_can_express_them(kind, tmp_path)
     assert torch.equal(output, plain)
 
 
-def test_an_adapted_head_begins_as_the_head(tmp_path):
+def test_an_adapted_head_starts_as_the_given_head(tmp_path):
     model = tiny_model("llama")
     head = new_head(model, (1, 2, 3), torch.arange(5, VOCAB), seed=4)
     save_draft(head, tmp_path / "head")
@@ -247,7 +241,7 @@ def test_an_adapted_head_begins_as_the_head(tmp_path):
         dataclasses.replace(recipe, layers=(1,), kind="medusa")
 
 
-def test_learning_everything_learns_from_prompts(tmp_path):
+def test_learn_everything_includes_the_prompts(tmp_path):
     model = tiny_model("llama")
     masked = [
         dataclasses.replace(each, loss_mask=torch.arange(len(each.tokens)) >= 9)
@@ -268,6 +262,6 @@ def test_learning_everything_learns_from_prompts(tmp_path):
         ({"steps": 0}, "steps is 0"),
     ],
 )
-def test_recipes_are_checked(options, message):
+def test_bad_recipes_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         HeadRecipe(**options)

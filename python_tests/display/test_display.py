@@ -1,4 +1,4 @@
-"""Results are shown as one line of text, and in notebooks as a table whose text is escaped."""
+"""Results are shown as one line of text, and in notebooks as a table with escaped text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ RESULTS = {
 
 
 @pytest.mark.parametrize("case", RESULTS)
-def test_a_line_and_a_table(case):
+def test_results_have_one_line_and_an_escaped_table(case):
     result = RESULTS[case]()
     for line in (repr(result), str(result)):
         assert line.startswith(type(result).__name__ + "(") and "\n" not in line
@@ -56,11 +56,10 @@ def test_a_line_and_a_table(case):
         assert "&lt;script&gt;" in html
 
 
-def test_what_the_lines_say():
+def test_lines_contain_the_main_numbers():
     assert "2100 tokens in 300 steps, 1800 of 7200 draft tokens accepted" in repr(stats())
     assert "mean acceptance length 7.00" in repr(stats())
-    assert (
-        repr(supports(tiny_model("llama"))) == "Support(chains, trees, batches; rollback compact)"
-    )
+    support = repr(supports(tiny_model("llama")))
+    assert support == "Support(chains, trees, batches; rollback compact)"
     assert "every claim holds: single step exact" in repr(RESULTS["check"]())
     assert "specdec x is the fastest of 2: 1.00x HF generate" in repr(report())

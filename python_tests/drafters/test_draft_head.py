@@ -6,12 +6,19 @@ import dataclasses
 
 import pytest
 import torch
-from golden_cases import CHAINS, load
+from golden_cases import CHAINS
 from golden_cases import TREES as GOLDEN_TREES
-from head_cases import KINDS, TREES, Run, elements, head_of
-from places import GOLDEN
+from head_cases import (
+    KINDS,
+    TREES,
+    Run,
+    check_golden_chain,
+    check_golden_trees,
+    elements,
+    golden_run,
+    head_of,
+)
 
-from specdec_ext.heads.checkpoints import load_draft
 from specdec_ext.tree.config import TreeConfig
 from specdec_ext.tree.draft_tree import INACTIVE, ROOT_PARENT
 
@@ -20,44 +27,16 @@ CHAIN, STATIC, DYNAMIC = TREES["chain"], TREES["static"], TREES["dynamic"]
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 
-def golden_run(case, dtype, tensors):
-    embedding, lm_head = (
-        tensors[name].to(dtype) if name in tensors else None
-        for name in ("target_embed_tokens.weight", "target_lm_head.weight")
-    )
-    head = load_draft(GOLDEN / case / "draft", dtype=dtype)
-    return Run.start(head, 1, capacity=200, embedding=embedding, lm_head=lm_head)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
 @pytest.mark.parametrize("case", GOLDEN_TREES)
-def test_trees_of_the_eagle_authors(case, dtype):
-    tensors, _, meta, _ = load(case)
-    run = golden_run(case, dtype, tensors)
-    # Their depth counts the levels below the root's children.
-    tree = TreeConfig(meta["depth"] + 1, meta["top_k"], meta["total_tokens"])
-    for number in range(meta["rounds"]):
-        features = tensors[f"round{number}.features"].to(dtype)
-        text = tensors[f"round{number}.input_ids"]
-        tokens, parents, scores = run.draft(tree, text[:, -features.shape[1] :], features)
-        assert torch.equal(tokens, tensors[f"round{number}.draft_tokens"])
-        ancestors = tensors[f"round{number}.tree_mask"][0, 0]
-        order = torch.arange(len(ancestors))
-        strict = ancestors & (order < order[:, None])
-        assert torch.equal(parents[0], torch.where(strict, order, -1).amax(dim=1))
-        assert scores.isfinite().all() and scores.dtype == dtype
+def test_trees_are_those_of_the_eagle_authors(case, dtype):
+    check_golden_trees(golden_run(Run, case, dtype), case)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
 @pytest.mark.parametrize("case", CHAINS)
-def test_chains_of_speculators(case, dtype):
-    tensors, _, meta, _ = load(case)
-    run = golden_run(case, dtype, tensors)
-    tokens, parents, _ = run.draft(
-        TreeConfig(meta["depth"]), tensors["input_ids"][:, 1:], tensors["features"].to(dtype)
-    )
-    assert torch.equal(tokens[:, 1:], tensors["draft_tokens"])
-    assert parents[0].tolist() == list(range(-1, meta["depth"]))
+def test_chains_are_those_of_speculators(case, dtype):
+    check_golden_chain(golden_run(Run, case, dtype), case)
 
 
 def drafted(head, tree, rows=1, new=9, counts=None, first_position=0):

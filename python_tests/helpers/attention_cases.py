@@ -72,8 +72,8 @@ def random_case(
 
 
 def static_arguments(case: Case, *, start: int = 3, gap: int = 5, window: int = 0) -> dict:
-    """A static cache: row b's prefix begins in slot ``start + b``, the tree ``gap`` slots after it. What
-    a window hides from all nodes is not stored."""
+    """Arguments with a static cache: row b's prefix begins in slot ``start + b``, the tree ``gap`` slots
+    after its end. Keys that a window hides from all nodes are not stored."""
     batch, _, nodes, head_dim = case.query.shape
     lengths = torch.tensor([keys.shape[1] for keys in case.prefix[0]], dtype=torch.long)
     starts = torch.arange(batch) + start
@@ -108,7 +108,7 @@ def static_arguments(case: Case, *, start: int = 3, gap: int = 5, window: int = 
 
 
 def paged(arguments: dict, page_size: int, seed: int = 0) -> dict:
-    """The same slots scattered over the pages of a pool, some of which belong to nobody."""
+    """The same slots, scattered over the pages of a pool that also has unused pages."""
     batch, _, slots, _ = arguments["key"].shape
     pages = -(-slots // page_size)
     order = torch.randperm(batch * pages + 2, generator=generator(seed))[: batch * pages]
@@ -137,8 +137,10 @@ def run(arguments: dict, device: str = "cpu") -> Tensor:
 def decode_path(
     case: Case, row: int, node: int, window: int, softcap: float, device: str
 ) -> Tensor:
-    """The outputs ``[depth + 1, heads, head_dim]`` of the path to a node, decoded token by token: after
-    each step the token joins the prefix."""
+    """Decode the path to a node token by token; returns ``[depth + 1, heads, head_dim]``.
+
+    After each step, the token joins the prefix.
+    """
     path = ancestor_nodes(case.ancestors[row, node])
     current = case.only_rows([row])
     outputs = []

@@ -1,4 +1,4 @@
-"""Random draft heads of any config, and reading and writing of their checkpoints."""
+"""Random draft heads of any config; functions that read and write their checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SIZES = dict(
 
 
 def head_config(kind: str = "eagle3", **options: Any) -> HeadConfig:
-    """A small config; sizes are those of the tiny target models."""
+    """A small config with the sizes of the tiny target models."""
     if kind == "eagle1":
         kept = {"num_features": 1, "feature_layers": (-1,), "own_lm_head": False}
     else:
@@ -39,7 +39,7 @@ def head_config(kind: str = "eagle3", **options: Any) -> HeadConfig:
 def random_head(
     kind: str = "eagle3", dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any
 ) -> DraftHead:
-    """Weights scaled by fan-in, norms around 1."""
+    """A head with weights scaled by fan-in and norms around 1."""
     config = head_config(kind, **options)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -69,7 +69,7 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, torch.
 
 
 def assert_same_head(given: DraftHead, expected: DraftHead) -> None:
-    """The same config, and the same bits."""
+    """Configs are equal, and tensors bit for bit."""
     assert given.config == expected.config
     assert given.tensors.keys() == expected.tensors.keys()
     for name, tensor in expected.tensors.items():

@@ -1,7 +1,8 @@
-"""A simulation of the decoding loop without a model, in which steps take prescribed times.
+"""The decoding loop on a simulated clock, without a model: passes and drafts take prescribed times.
 
-The text is random. A drafter proposes the right next token with a prescribed probability by position, and
-functions give the times of passes and drafts. No real clock is read.
+The text is random. A drafter proposes the right next token with a prescribed probability by position. The
+loop and the policy are those of ``generate``; the target and the sampler are stand-ins, and no real clock is
+read.
 """
 
 from __future__ import annotations
@@ -12,13 +13,21 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
+from transformers import GenerationConfig
 
-from specdec_ext import Drafter, DraftTree, SpeculationConfig, SpeculationStats
+from specdec_ext import Drafter, DraftTree, SpeculationConfig, SpeculationStats, Support
+from specdec_ext.context import Context
+from specdec_ext.loop import DecodingLoop
+from specdec_ext.models import TargetOutput
+from specdec_ext.models.base import NO_LIMIT
+from specdec_ext.output import Recorder
 from specdec_ext.schedule.controller import Controller
 from specdec_ext.tree.config import LOOKUP, TreeConfig
 from specdec_ext.verify.sampler import Accepted
 
 VOCAB = 1000
+PROMPT_TOKENS = 101
+OUTPUT = TargetOutput(torch.zeros(1, 1, VOCAB))
 
 
 class Clock:
@@ -34,8 +43,10 @@ class WorldDrafter(Drafter):
 
     Args:
         right: ``right(row, position in the text) -> [a_1, a_2, ...]``, the conditional acceptances.
+        seconds: the time of a draft by depth.
         depths: depths of the offered chains; if empty, the drafter proposes by lookup.
         found: share of steps in which a lookup finds a proposal.
+        length: length of a lookup's proposal.
     """
 
     def __init__(self, world, right, seconds, depths=(), found=1.0, length=8):
@@ -46,7 +57,7 @@ class WorldDrafter(Drafter):
 
     def rest(self, resting):
         self.resting = resting
-        self.rests.append((resting, self.world.written))
+        self.rests.append((resting, len(self.world.context.generated[0])))
 
     def shapes(self, context):
         return [TreeConfig(depth=depth) for depth in self.depths] or [LOOKUP]
@@ -65,11 +76,76 @@ class WorldDrafter(Drafter):
                     token = self.world.texts[row][done + i]
                     path.append(token if rng.random() < chance else (token + 1) % VOCAB)
             paths.append([path])
-        return DraftTree.from_paths(torch.tensor(context.roots), paths)
+        return DraftTree.from_paths(context.roots, paths)
+
+
+class WorldTarget:
+    """A target whose passes take the world's time; it has no cache and its logits are never read."""
+
+    vocab_size, offset = VOCAB, 0
+    support = Support(chain=True, tree=True, batch=True, rollback="compact")
+
+    def __init__(self, world):
+        self.model, self._world = world.model, world
+        self.draft_room = [NO_LIMIT] * world.rows
+
+    def context_room(self, position):
+        return NO_LIMIT
+
+    def prefill(self, ids, mask):
+        return OUTPUT
+
+    def forward(self, tree):
+        world = self._world
+        world.clock.now += world.verify(tree.num_rows, tree.num_nodes) * world.noise(world.random)
+        return OUTPUT
+
+    def commit(self, path, num_accepted, on_host):
+        pass
+
+    def reorder(self, order, active, roots=None):
+        self.draft_room = [NO_LIMIT] * active
+
+    def finish(self, last_tokens, columns):
+        pass
+
+
+class WorldSampler:
+    """Follows chains as far as they agree with the prescribed texts."""
+
+    def __init__(self, texts, lengths):
+        self._texts, self._lengths = texts, lengths
+
+    def check(self, tree, source):
+        pass
+
+    def verify(self, tree, logits, context, stop, record_scores):
+        emitted, drafted, ended = [], [], []
+        for tokens, depths, row in zip(
+            tree.tokens.tolist(), tree.depths, context.rows, strict=True
+        ):
+            done = len(context.generated[row])
+            right = self._texts[row][done : min(done + tree.num_nodes, self._lengths[row])]
+            count = 0
+            while count < min(max(depths), len(right)) and tokens[count + 1] == right[count]:
+                count += 1
+            emitted.append(right[: count + 1])
+            drafted.append(count)
+            context.extend(row, emitted[-1])
+            ended.append(len(context.generated[row]) == self._lengths[row])
+        path = torch.zeros(len(emitted), tree.num_nodes, dtype=torch.long)
+        return Accepted(path, path[:, 0], emitted, drafted, ended)
 
 
 class World:
-    """Args: seconds of a pass by (rows, nodes), all around it included; noise multiplies it."""
+    """Makes drafters and runs calls.
+
+    Args:
+        verify: seconds of a pass by (rows, nodes), including everything around the pass.
+        rows: size of the batch.
+        seed: seed of texts, drafts and noise.
+        noise: draws the factor that multiplies the seconds of a pass.
+    """
 
     def __init__(
         self,
@@ -87,56 +163,26 @@ class World:
         return WorldDrafter(self, right, seconds, **options)
 
     def run(self, drafter, tokens, settings=None, policy=None, lengths=None) -> SpeculationStats:
-        """Generate; ``stats.seconds["verify"]`` is the time of the whole call."""
+        """Generate; ``stats.seconds["verify"]`` is the simulated time of the whole call."""
         lengths = lengths or [tokens] * self.rows
         self.texts = [[self.random.randrange(VOCAB) for _ in range(n + 64)] for n in lengths]
         settings = dataclasses.replace(settings or SpeculationConfig(), clock=self.clock)
-        context = SimpleNamespace(rows=list(range(self.rows)), shape=None)
-        context.generated = [[text[0]] for text in self.texts]
-        stats = SpeculationStats()
+        stop = SimpleNamespace(pads=True, max_length=PROMPT_TOKENS + max(lengths))
+        prompt = torch.zeros(self.rows, PROMPT_TOKENS, dtype=torch.long)
+        self.context = Context(prompt, None, 0, stop.max_length, draw=None, sample=None)
         policy = policy or Controller(settings, drafter, self.model)
-        policy.begin(context, stats)
-        began, self.written = self.clock.now, 1
-        while context.rows:
-            context.roots = [context.generated[row][-1] for row in context.rows]
-            context.remaining = [lengths[row] - len(context.generated[row]) for row in context.rows]
-            context.root_positions = [100 + len(context.generated[row]) for row in context.rows]
-            tree = DraftTree.root(torch.tensor(context.roots))
-            if policy.choose(context):
-                tree = drafter.propose(context)
-                tree = policy.cut(tree.pruned([left - 1 for left in context.remaining]), context)
-            self.clock.now += self.verify(len(context.rows), tree.num_nodes) * self.noise(
-                self.random
-            )
-            accepted = self._follow(tree, context)
-            for row, depths in enumerate(tree.depths):
-                stats.count_step(
-                    sum(depth > 0 for depth in depths),
-                    max(depths),
-                    accepted.drafted[row],
-                    len(accepted.emitted[row]),
-                )
-            self.written = len(context.generated[0])
-            policy.learn(accepted, context, tree.num_nodes)
-            context.rows = [
-                row for row in context.rows if len(context.generated[row]) < lengths[row]
-            ]
-        policy.end()
-        stats.report = policy.report()
-        stats.seconds["verify"] = self.clock.now - began
-        return stats
-
-    def _follow(self, tree, context):
-        emitted, drafted = [], []
-        for i, row in enumerate(context.rows):
-            done = len(context.generated[row])
-            right = self.texts[row][done : done + tree.num_nodes + 1]
-            tokens, depth = tree.tokens[i].tolist(), max(tree.depths[i])
-            count = 0
-            while count < depth and tokens[count + 1] == right[count]:
-                count += 1
-            emitted.append(right[: count + 1])
-            drafted.append(count)
-            context.generated[row] += emitted[-1]
-        path = torch.zeros(len(emitted), tree.num_nodes, dtype=torch.long)
-        return Accepted(path, path[:, 0], emitted, drafted, [False] * len(emitted))
+        loop = DecodingLoop(
+            WorldTarget(self),
+            drafter,
+            WorldSampler(self.texts, lengths),
+            stop,
+            self.context,
+            Recorder(GenerationConfig(), self.rows),
+            stream=None,
+            policy=policy,
+        )
+        began = self.clock.now
+        loop.run()
+        loop.stats.report = policy.report()
+        loop.stats.seconds["verify"] = self.clock.now - began
+        return loop.stats

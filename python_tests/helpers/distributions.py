@@ -10,27 +10,27 @@ from fractions import Fraction
 import torch
 
 Text = tuple[int, ...]
-Law = dict[Text, Fraction]
+Distribution = dict[Text, Fraction]
 Target = Callable[[Text], list[Fraction]]  # prefix -> probabilities
 
 
-def continued(emitted: Iterator, target: Target, length: int) -> Law:
-    """The distribution of the first `length` tokens when the target continues after the emitted tokens."""
-    law: Law = Counter()
+def continued(emitted: Iterator, target: Target, length: int) -> Distribution:
+    """The distribution of the first ``length`` tokens when the target continues the emitted ones."""
+    distribution: Distribution = Counter()
     pending = list(emitted)
     while pending:
         text, weight = pending.pop()
         if len(text) >= length:
-            law[text[:length]] += weight
+            distribution[text[:length]] += weight
             continue
         for token, probability in enumerate(target(text)):
             if probability:
                 pending.append(((*text, token), weight * probability))
-    return dict(law)
+    return dict(distribution)
 
 
 def random_target(vocab: int, rng: random.Random) -> Target:
-    """Random rational distributions, zeros included, for every prefix."""
+    """Random rational distributions, including zeros, for every prefix."""
     table: dict[Text, list[Fraction]] = {}
 
     def target(prefix: Text) -> list[Fraction]:
@@ -43,13 +43,13 @@ def random_target(vocab: int, rng: random.Random) -> Target:
     return target
 
 
-def chi_square_excess(counts: torch.Tensor, law: torch.Tensor) -> float:
+def chi_square_excess(counts: torch.Tensor, distribution: torch.Tensor) -> float:
     """The chi-square statistic over its critical value at four standard deviations (p = 3e-5).
 
     Cells with an expected count below 5 are pooled. A result above 1 refutes the distribution.
     """
-    assert (counts[law == 0] == 0).all(), "a token of probability zero was emitted"
-    expected = law * counts.sum()
+    assert (counts[distribution == 0] == 0).all(), "a token of probability zero was emitted"
+    expected = distribution * counts.sum()
     rare = expected < 5
     observed = torch.cat([counts[~rare], counts[rare].sum()[None]]).double()
     expected = torch.cat([expected[~rare], expected[rare].sum()[None]])

@@ -1,9 +1,8 @@
-"""The device "emulated": every op as its CUDA kernels compute it, compiled for the host (csrc/emulation).
+"""The device "emulated": the CUDA kernels of every op, compiled for the host (csrc/emulation).
 
 An op runs in three thread orders (forward, backward and shuffled) on copies of its arguments. The results
-must have the same bits: a kernel that lacks a barrier gives another result in one of the orders. If the
-runtime of AddressSanitizer and UBSan is loaded (``make test`` preloads it), the library with these
-sanitizers is used.
+must have the same bits: without a necessary barrier, one of the orders gives another result. With
+the runtime of AddressSanitizer and UBSan loaded, as in ``make test``, the library with sanitizers is used.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _copied(argument: Any) -> Any:
-    """A copy with the same strides in memory of exactly their size, so that reads beyond it are detected."""
+    """A copy with the same strides, in memory of exactly their span, so that reads beyond it are detected."""
     if isinstance(argument, (list, tuple)):
         return [_copied(item) for item in argument]
     if not isinstance(argument, Tensor):

@@ -1,4 +1,4 @@
-"""A drafter of every kind for the tiny Llama; each call makes a new one."""
+"""Functions that make a drafter of every kind for the tiny Llama."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specdec_ext import (
 )
 
 MEDUSA_TREE = TreeConfig(depth=3, top_k=3, num_nodes=9)
-# Those that need nothing of the architecture.
+# Drafters for any architecture with the vocabulary and the width of the tiny models.
 GENERAL: dict[str, Callable[[], Drafter]] = {
     "suffix tree": lambda: SuffixDrafter(offset=2.0),
     "suffix chain": lambda: SuffixDrafter(tree=False, offset=2.0),

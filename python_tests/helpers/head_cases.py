@@ -6,11 +6,14 @@ import dataclasses
 import functools
 from typing import Any
 
+import golden_cases
 import torch
 from checkpoint_cases import random_head
+from places import GOLDEN
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specdec_ext.heads.checkpoints import load_draft
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.heads.rope import rope_tables
 from specdec_ext.reference.draft_head import draft_head
@@ -20,7 +23,7 @@ from specdec_ext.tree.config import TreeConfig
 # A head of width 24 for a target of width 32; the others have the target's.
 _NARROW = {"hidden_size": 24, "own_embedding": True, "draft_vocab_size": 61}
 _LAYERS = {"feature_layers": (0, 1, 2)}
-# name -> (kind, options); every option is in one of them
+# name -> (kind, options); each option occurs in one of them
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle1": ("eagle1", {"fc_bias": True}),
     "eagle1-two-layers": ("eagle1", {"qkv_bias": True, "num_layers": 2, "own_embedding": True}),
@@ -87,7 +90,7 @@ def elements(head: DraftHead, rows: int, new: int, seed: int = 0) -> tuple[Tenso
 class Run:
     """Runs the specification on a batch of rows.
 
-    Caches are filled with NaN at the start, so that a read of an unwritten slot is detected.
+    Caches are filled with NaN at first, so that a read of an unwritten slot is detected.
     """
 
     head: DraftHead
@@ -110,7 +113,7 @@ class Run:
         lm_head: Tensor | None = None,
         first_position: int = 0,
     ) -> Run:
-        """Weights that the head shares with its target may be given; by default they are random."""
+        """Begin with empty caches. Weights of the target that the head shares are random by default."""
         config, dtype = head.config, dtype_of(head)
         generator = torch.Generator().manual_seed(7)
         others = []
@@ -133,7 +136,7 @@ class Run:
     def draft(
         self, tree: TreeConfig, tokens: Tensor, features: Tensor, counts: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Extend by ``tokens [rows, new]``, ``features [rows, new, width]`` and draft."""
+        """Append ``tokens [rows, new]`` with their ``features [rows, new, width]``, then draft."""
         rows, new = tokens.shape
         if counts is None:
             counts = torch.full((rows,), new)
@@ -157,12 +160,47 @@ class Run:
         return drafted
 
 
+def golden_run(kind: type[Run], case: str, dtype: torch.dtype, **options: Any) -> Run:
+    """A run of one row with the head and the target's weights of a golden case."""
+    tensors = golden_cases.load(case)[0]
+    embedding, lm_head = (
+        tensors[name].to(dtype) if name in tensors else None
+        for name in ("target_embed_tokens.weight", "target_lm_head.weight")
+    )
+    head = load_draft(GOLDEN / case / "draft", dtype=dtype)
+    return kind.start(head, 1, capacity=200, embedding=embedding, lm_head=lm_head, **options)
+
+
+def check_golden_trees(run: Run, case: str) -> None:
+    """Draft all rounds of a case; the trees must be those of EAGLE's authors."""
+    tensors, _, meta, _ = golden_cases.load(case)
+    # Their depth counts the levels below the root's children.
+    tree = TreeConfig(meta["depth"] + 1, meta["top_k"], meta["total_tokens"])
+    for number in range(meta["rounds"]):
+        features = tensors[f"round{number}.features"].to(run.embedding.dtype)
+        text = tensors[f"round{number}.input_ids"]
+        tokens, parents, scores = run.draft(tree, text[:, -features.shape[1] :], features)
+        assert torch.equal(tokens, tensors[f"round{number}.draft_tokens"])
+        expected = golden_cases.parents_of(tensors[f"round{number}.tree_mask"][0, 0])
+        assert torch.equal(parents[0], expected)
+        assert scores.isfinite().all() and scores.dtype == features.dtype
+
+
+def check_golden_chain(run: Run, case: str) -> None:
+    """Draft a case; the chain must be that of speculators."""
+    tensors, _, meta, _ = golden_cases.load(case)
+    features = tensors["features"].to(run.embedding.dtype)
+    tokens, parents, _ = run.draft(TreeConfig(meta["depth"]), tensors["input_ids"][:, 1:], features)
+    assert torch.equal(tokens[:, 1:], tensors["draft_tokens"])
+    assert parents[0].tolist() == list(range(-1, meta["depth"]))
+
+
 @functools.cache
 def trained_head(model: PreTrainedModel, texts: tuple[tuple[int, ...], ...]) -> DraftHead:
-    """An EAGLE-3 head that was trained on exactly these texts, so that its drafts are accepted.
+    """Train an EAGLE-3 head on exactly these texts, so that its drafts are accepted.
 
-    Training-time test (Li et al. 2025): at unrolled step i an element is at position t + i and sees the
-    committed elements up to t and its own line of earlier steps.
+    Training-time test (Li et al. 2025): at unrolled step i, the element at position t + i sees the committed
+    elements up to t and its own earlier steps.
     """
     unrolled, steps = 3, 70
     head = head_of("eagle3", num_layers=1, draft_vocab_size=97, hidden_size=32)
@@ -172,7 +210,7 @@ def trained_head(model: PreTrainedModel, texts: tuple[tuple[int, ...], ...]) -> 
     with torch.no_grad():
         states = model(ids, output_hidden_states=True).hidden_states
     features = torch.cat([states[layer] for layer in head.config.feature_layers or ()], dim=-1)
-    # All texts side by side; each sees its own elements.
+    # All texts side by side; elements see only their own text.
     rows, length = len(texts), len(texts[0]) - unrolled - 1
     tables = rope_tables(head.config, length + unrolled)
     positions = torch.arange(length).repeat(rows)

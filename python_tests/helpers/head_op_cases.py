@@ -38,15 +38,14 @@ SHAPES = {
     "dynamic": TreeConfig(4, 3, 12),
     "wide": TreeConfig(2, 32, 40),
 }
-# Of three rows in several calls: rows in the middle and in front have nothing new, the last call is more than
-# a chunk of the CPU's and two passes of the kernel.
+# (new columns, new elements per row) of several calls. Some rows have nothing new; the last call is longer
+# than a chunk of the CPU op and than two passes of the kernel.
 ROUNDS = [(9, [9, 4, 7]), (3, [1, 0, 3]), (2, [0, 2, 1]), (70, [2, 70, 1])]
 EMULATED_ROUNDS = [(4, [3, 1, 4]), (2, [1, 0, 2])]
 
 
 def some_emulated(cases: Iterable[Any], emulated: Container[Any]) -> list[Any]:
-    """Cases of a test, values or tuples of them; where kernels are emulated all but the second ones are
-    slow."""
+    """Mark cases as slow on emulated kernels, except those in ``emulated``."""
     return [
         case
         if case in emulated
@@ -74,14 +73,12 @@ class OpRun(Run):
         cls,
         head: DraftHead,
         rows: int,
-        capacity: int = 128,
-        embedding: Tensor | None = None,
-        lm_head: Tensor | None = None,
-        first_position: int = 0,
+        *,
         device: str = "cpu",
         weights: str = "same",
+        **options: Any,
     ) -> OpRun:
-        run = super().start(head, rows, capacity, embedding, lm_head, first_position)
+        run = super().start(head, rows, **options)
         run.device, run.weights = device, weights
         run.keys, run.values = run.keys.to(device), run.values.to(device)
         return run
@@ -105,7 +102,7 @@ class OpRun(Run):
         )
 
     def arguments(self, tokens: Tensor, features: Tensor, counts: Tensor) -> dict[str, Any]:
-        """All of the op's but the tree."""
+        """All arguments of the op except the tree."""
         roots = torch.zeros_like(counts)
         if tokens.shape[1] > 0:
             roots = tokens.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
@@ -126,7 +123,7 @@ class OpRun(Run):
 
 
 def poisoned(features: Tensor, counts: list[int]) -> Tensor:
-    """Fill the elements that are not used with NaN."""
+    """Fill unused elements with NaN."""
     padding = torch.arange(features.shape[1]) >= torch.tensor(counts)[:, None]
     return features.masked_fill(padding[..., None], torch.nan)
 
@@ -153,7 +150,7 @@ def assert_same_draft(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) 
 def check_against_reference(
     head: DraftHead, tree: TreeConfig, device: str, rounds: list[tuple[int, list[int]]]
 ) -> None:
-    """Run several drafts in turn, with NaN in all elements that are not used."""
+    """Compare several drafts in turn, with NaN in all unused elements."""
     rows = len(rounds[0][1])
     ours = OpRun.start(head, rows, capacity=150, device=device)
     theirs = Run.start(head, rows, capacity=150)
@@ -166,7 +163,7 @@ def check_against_reference(
 
 
 def path_scores(drafted: tuple[Tensor, ...]) -> dict[tuple[int, ...], float]:
-    """Score by path of tokens, of a batch of one."""
+    """Score by path of tokens; the batch has one row."""
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(drafted[0][0].tolist(), drafted[1][0].tolist(), strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))

@@ -1,4 +1,4 @@
-"""Checks that drafters and models give the text of plain decoding and `generate`, alone and in a batch."""
+"""Checks that the text is that of plain decoding and of ``model.generate``, alone and in a batch."""
 
 from __future__ import annotations
 
@@ -7,20 +7,26 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import ScriptedDrafter, generated, noisy_chain, prompts, random_tree, tiny_model
+from tiny import (
+    BATCHES,
+    ScriptedDrafter,
+    generated,
+    noisy_chain,
+    prompts,
+    random_tree,
+    tiny_model,
+)
 from transformers import PreTrainedModel
 
 import specdec_ext
 from specdec_ext import Drafter, SpeculationStats
 
 NEW_TOKENS = 32
-BATCHES = {"one": (7,), "five-ragged": (12, 3, 9, 5, 12)}
 DECODING: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 20, "seed": 3},
 }
 
-every_batch = pytest.mark.parametrize("batch", BATCHES)
 every_decoding = pytest.mark.parametrize("decoding", DECODING)
 
 
@@ -45,7 +51,7 @@ def plain_text(batch: str, decoding: str) -> torch.Tensor:
 
 
 def check_same_text(drafter: Drafter, batch: str, decoding: str) -> SpeculationStats:
-    """The text of plain decoding, drafting in every step and by default; the counters of the former."""
+    """Check the text, with drafts in every step and by default; returns the counters of the former."""
     output, by_default = (
         generate(drafter, batch, decoding, speculation=policy) for policy in ("fixed", "auto")
     )
@@ -55,7 +61,7 @@ def check_same_text(drafter: Drafter, batch: str, decoding: str) -> SpeculationS
 
 
 def check_generated_text(model: PreTrainedModel, batch: str, new_tokens: int) -> None:
-    """Partly right chains and trees give the greedy text of ``model.generate``, token for token."""
+    """Check that partly right chains and trees give the greedy text of ``model.generate``."""
     ids, mask = prompts(BATCHES[batch])
     kwargs = dict(attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
     expected = model.generate(ids, **kwargs)

@@ -1,4 +1,4 @@
-"""Medusa heads with random weights, for the tiny models."""
+"""Medusa heads with random weights for the tiny models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multimodal models, tiny and random, with prompts that hold an image or a sound."""
+"""Tiny random multimodal models, with prompts that contain an image or a sound."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
-MEDIA = 90  # stands in the text where a piece of an image or of a sound is read
-SIZE, PATCH = 8, 4  # of images, which so have 4 patches
-BEFORE, AFTER = 3, (5, 2)  # tokens of text around the image, after it by row
+MEDIA = 90  # the token that stands for a piece of an image or sound
+SIZE, PATCH = 8, 4  # an image has 8 x 8 pixels and 4 patches
+BEFORE, AFTER = 3, (5, 2)  # tokens of text before the image, and after it by row
 
 
 def pixels(rows: int, *between: int, size: int = SIZE) -> Tensor:
@@ -27,11 +27,11 @@ class Kind:
     """A kind of model and the parts of its prompts.
 
     Attributes:
-        pieces: tokens that an image takes in the text.
-        media: gives the image of each row.
-        config: what differs from the shrunk default.
-        types: name of the input that tells image tokens from text, if it needs one.
-        around: tokens before and behind the image.
+        pieces: number of tokens that stand for an image in the text.
+        media: makes the inputs with an image per row.
+        config: differences from the shrunk default.
+        types: name of the input that distinguishes image tokens from text, if the model needs one.
+        around: the tokens directly before and after the image.
     """
 
     pieces: int
@@ -59,7 +59,7 @@ def base_and_tile(rows: int) -> dict[str, Tensor]:
 
 
 def patches(rows: int) -> dict[str, Tensor]:
-    """16 patches over two frames each, as Qwen takes them."""
+    """16 patches of two frames per row, the layout of Qwen."""
     values = torch.randn(
         rows * 16, 2 * 3 * PATCH * PATCH, generator=torch.Generator().manual_seed(5)
     )
@@ -222,7 +222,7 @@ KINDS: dict[str, Kind] = {
 
 @functools.cache
 def build(name: str) -> PreTrainedModel:
-    """The model of this kind in float32, always with the same weights."""
+    """Build the model in float32, always with the same weights."""
     default = AutoConfig.for_model(name)
     config = AutoConfig.for_model(name, **zoo.shrunk(default, KINDS[name].config))
     with torch.random.fork_rng(devices=[]):
@@ -230,7 +230,7 @@ def build(name: str) -> PreTrainedModel:
         model = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)](config)
         zoo.spread(model)
         for name_, parameter in model.named_parameters():
-            if not parameter.any() and "gate" in name_:  # closed to images until it is trained
+            if not parameter.any() and "gate" in name_:  # a closed gate would hide the image
                 parameter.data.fill_(1.0)
             elif not parameter.any() and parameter.ndim == 2:
                 zoo.spread_projection(parameter.data.T)
@@ -240,12 +240,12 @@ def build(name: str) -> PreTrainedModel:
 
 
 def text_prompt(rows: int) -> dict[str, Tensor]:
-    """Text alone, padded on the left."""
+    """Rows of text, padded on the left."""
     return prompt([], rows)
 
 
 def media_prompt(name: str, rows: int) -> dict[str, Tensor]:
-    """Each row with an image of its own, padded on the left."""
+    """Rows with an image each, padded on the left."""
     kind = KINDS[name]
     pieces = [MEDIA] * kind.pieces
     if kind.around:

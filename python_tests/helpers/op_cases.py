@@ -1,4 +1,4 @@
-"""Cases that the op tests share: random draft trees, devices, comparison with the reference."""
+"""Shared by the op tests: random draft trees, devices, comparison with the reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def random_parents(batch: int, nodes: int, seed: int, *, illegal: float = 0.0) -> Tensor:
-    """Random trees; a share `illegal` of the links is inactive, forward, to itself or nonsense."""
+    """Random trees; a share ``illegal`` of the links is inactive, forward, to itself or out of range."""
     rng = generator(seed)
     order = torch.arange(nodes)
     parents = (torch.rand(batch, nodes, generator=rng) * order).long()

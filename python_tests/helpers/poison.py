@@ -1,7 +1,7 @@
 """Checks that drafts of "poison" tokens do not change the text.
 
-A token is poison if reading it gives NaN, infinity, or numbers that overflow. The text does not contain it,
-so plain decoding never reads it, but a drafter may draft it.
+A token is poison if the model computes NaN, infinity or overflowing numbers for it. The text does not contain
+it, so plain decoding never reads it, but a drafter may propose it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import specdec_ext
 
 ATTENTIONS = ("sdpa", "eager")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# By where the numbers break: in the embedding of a token, or in activations behind it.
+# Where the numbers break: in the embedding of a token, or in later activations.
 KINDS = {"embedding": ("nan", "inf", "huge"), "activations": ("keys", "others")}
 NEW_TOKENS = 12
-# Of logits whose standard deviation is about 2: of other tokens they differ by more.
+# Largest difference of logits, whose standard deviation is about 2. Logits of another token differ by more.
 DRIFTS = {torch.float32: LARGEST_DRIFT, torch.bfloat16: 1.5, torch.float16: 0.3}
 _KEYS = re.compile(
     r"w?(k|kv|key|qkv|key_value|query_key_value|c_attn|k_b|kv_a)(_proj\w*)?|index\w*"
@@ -36,14 +36,14 @@ _KEYS = re.compile(
 
 
 def unread_tokens(count: int, *texts: Tensor) -> list[int]:
-    """Tokens that none of these texts contains, nor a padding is."""
+    """Tokens that neither occur in these texts nor are padding."""
     read = {0, *torch.cat([text.flatten() for text in texts]).tolist()}
     return [token for token in reversed(range(VOCAB)) if token not in read][:count]
 
 
 @contextmanager
 def poisoned(model: PreTrainedModel, tokens: Sequence[int], kind: str) -> Iterator[None]:
-    """Within this context every one of ``tokens`` is poison, for the same model in all other respects."""
+    """Make ``tokens`` poison within this context; the model is the same in all other respects."""
     spoil = _embeddings if kind == "embedding" else _activations
     with spoil(model, dict(zip(tokens, KINDS[kind], strict=True))):
         yield
@@ -64,7 +64,7 @@ def _embeddings(model: PreTrainedModel, values: dict[int, str]) -> Iterator[None
 
 @contextmanager
 def _activations(model: PreTrainedModel, where: dict[int, str]) -> Iterator[None]:
-    """Linear modules that make keys, or all others, return infinity for these tokens."""
+    """Let the linear modules of keys, or all others, return infinity for these tokens."""
     read: list[Tensor] = []
 
     def remember(module: nn.Module, args: Any, output: Any) -> None:
@@ -93,12 +93,12 @@ def _activations(model: PreTrainedModel, where: dict[int, str]) -> Iterator[None
 
 
 class PoisonDrafter(ScriptedDrafter):
-    """Drafts right tokens and poison: chains or trees with poison at any depth, and drafts without poison.
+    """Proposes chains or trees of right tokens, most of them with poison at some depth.
 
     Args:
-        answers: for each original row, the right tokens.
+        answers: the right tokens of each original row.
         poison: the poison tokens.
-        tree: whether it drafts trees.
+        tree: whether to propose trees.
     """
 
     def __init__(self, answers: list[list[int]], poison: Sequence[int], tree: bool, seed: int = 0):
@@ -115,11 +115,11 @@ class PoisonDrafter(ScriptedDrafter):
 
 
 def judge(name: str) -> dict[str, str]:
-    """Generate with each attention and dtype; as a row of the table.
+    """Generate with each attention and dtype, and return a row of the table.
 
     Returns:
-        The name; for each setting how many of how many calls gave the text of plain decoding, or "" if there
-        is none to compare; and in ``failed`` what went wrong where, "" if nothing.
+        ``name``; for each setting "right/all", the number of calls with the text of plain decoding and of all
+        calls, or "" if there are none; and ``failed``, the failures.
     """
     row, failed = {"name": name}, []
     for dtype in DTYPES:
@@ -136,7 +136,7 @@ def judge(name: str) -> dict[str, str]:
 
 
 def built(name: str, attention: str, dtype: torch.dtype) -> PreTrainedModel | None:
-    """The model of the zoo; None if transformers has none, or none with this attention."""
+    """A model of the zoo; None if transformers lacks it or this attention of it."""
     try:
         model = zoo.build(name).to(dtype)
         config = model.config.get_text_config(decoder=True)
@@ -148,7 +148,7 @@ def built(name: str, attention: str, dtype: torch.dtype) -> PreTrainedModel | No
 
 
 def faults(model: PreTrainedModel) -> tuple[list[str], int]:
-    """What calls with poison drafts do other than plain decoding, and the number of calls."""
+    """Return how calls with poison drafts differ from plain decoding, and the number of calls."""
     support = specdec_ext.supports(model)
     calls = {
         batch: inputs(batch, NEW_TOKENS) for batch in BATCHES if batch == "one" or support.batch
@@ -158,13 +158,14 @@ def faults(model: PreTrainedModel) -> tuple[list[str], int]:
     try:
         expected = {batch: model.generate(**call) for batch, call in calls.items()}
         if model.dtype != torch.float32:
-            # Between transformers' loop and ours rounding may decide; between drafts and none it should not.
+            # Rounding may differ between the loop of transformers and ours, but not between ours with and
+            # without drafts.
             expected = {
                 batch: specdec_ext.generate(model, drafter=None, **call)
                 for batch, call in calls.items()
             }
     except Exception:
-        return [], 0  # it can't be run in this dtype, or its logits are NaN
+        return [], 0  # the model can't run in this dtype, or its logits are NaN
     count, found = 0, []
     for kind, values in KINDS.items():
         tokens = unread_tokens(len(values), *(each.sequences for each in expected.values()))
@@ -187,14 +188,14 @@ def faults(model: PreTrainedModel) -> tuple[list[str], int]:
 
 @dataclass
 class Drafted:
-    """A call with drafts of ``tokens``, beside plain decoding.
+    """Compares a call whose drafts contain ``tokens`` with plain decoding.
 
     Attributes:
-        model: under test.
+        model: the model under test.
         call: arguments of ``generate``.
-        plain: what they give without drafts.
-        tokens: that are drafted and not in the text.
-        tree: whether trees are drafted.
+        plain: the output without drafts.
+        tokens: tokens to draft, which are not in the text.
+        tree: whether to draft trees.
         drift: largest difference of logits that :meth:`difference` has seen.
     """
 
@@ -206,16 +207,16 @@ class Drafted:
     drift: float = 0.0
 
     def difference(self, seed: int = 0) -> str:
-        """Describe how the output differs from that of plain decoding; "" if it does not.
+        """Describe the first difference from plain decoding, or return "".
 
-        In half precision two tokens that tie but for rounding are the same to it, and the row's rest is left
-        out.
+        In half precision, rounding may choose between two nearly equal tokens; the rest of the row is then
+        not compared.
         """
         dtype, columns = self.model.dtype, self.call["inputs"].shape[1]
         answers = self.plain.sequences[:, columns:].tolist()
         arguments: dict[str, Any] = {"remove_invalid_values": True} if self.tree else {}
         if dtype != torch.float32:
-            # Where rounding chooses another text, that is not to hold these tokens.
+            # Another text that rounding chooses must not contain these tokens.
             arguments["suppress_tokens"] = self.tokens
         drafter = PoisonDrafter(answers, self.tokens, self.tree, seed)
         ours = specdec_ext.generate(
@@ -224,7 +225,7 @@ class Drafted:
         for row, answer in enumerate(answers):
             for step, (mine, logits) in enumerate(zip(ours.logits, self.plain.logits, strict=True)):
                 drift = float((mine[row].float() - logits[row].float()).abs().max())
-                if not drift <= self.drift:  # NaN is no drift, and stays
+                if not drift <= self.drift:  # also true for NaN
                     self.drift = drift
                 if not drift < DRIFTS[dtype]:
                     return f"logits of row {row}, token {step} differ by {drift:.2g}"
@@ -235,9 +236,9 @@ class Drafted:
         return ""
 
     def as_with_harmless_tokens(self) -> bool:
-        """Whether logits drift as far by rounding alone, of experts that are chosen, say.
+        """Whether logits drift as far without poison, by rounding alone, for example in a choice of experts.
 
-        To be asked outside of :func:`poisoned`.
+        Must be called outside of :func:`poisoned`.
         """
         harmless = replace(self, drift=0.0)
         return any(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
-from tiny import VOCAB
+from tiny import SIZES
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 KINDS: dict[str, dict] = {
@@ -37,23 +37,12 @@ KINDS: dict[str, dict] = {
 
 @functools.cache
 def recurrent_models() -> dict[str, PreTrainedModel]:
+    """A model of every kind, with weights scaled by fan-in."""
     made = {}
     for kind, overrides in KINDS.items():
         torch.manual_seed(0)
-        common = dict(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(kind, **{**common, **overrides})
-        ).eval()
+        config = AutoConfig.for_model(kind, **{**SIZES, **overrides})
+        model = AutoModelForCausalLM.from_config(config).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 2 and min(parameter.shape) > 8:

@@ -25,5 +25,6 @@ TYPES = {
 
 
 def config(kind, **more):
+    """The config of a head with this rope type."""
     parameters = {"rope_type": kind, "rope_theta": 500.0, **TYPES.get(kind, {}), **more}
     return head_config(max_positions=32, rope_parameters=parameters)

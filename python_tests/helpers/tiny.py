@@ -1,4 +1,4 @@
-"""Tiny random models and scripted drafters that the generation tests share."""
+"""Tiny random models, prompts and scripted drafters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import functools
 import random
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -13,7 +14,7 @@ import specdec_ext
 from specdec_ext import DraftTree
 
 VOCAB = 97
-_COMMON = dict(
+SIZES = dict(
     vocab_size=VOCAB,
     hidden_size=32,
     intermediate_size=64,
@@ -25,7 +26,7 @@ _COMMON = dict(
     eos_token_id=None,
     pad_token_id=0,
 )
-# name -> (model type, config overrides); windows are short enough to be left behind within a few tokens
+# name -> (model type, config overrides); texts exceed the windows within a few tokens
 CONFIGS: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {}),
     "qwen3": ("qwen3", {"head_dim": 16}),
@@ -65,10 +66,10 @@ _SPARSE = dict(
     topk_group=1,
     moe_intermediate_size=32,
     index_topk=8,
-    index_n_heads=2,  # so few that many scores are rectified to zero: which of them are selected is a tie
+    index_n_heads=2,  # few heads: many scores are rectified to zero and tie
     index_head_dim=16,
 )
-# Decoders that count their positions themselves.
+# Decoders that compute positions themselves.
 COUNTING: dict[str, tuple[str, dict]] = {
     name: (name, _DECODER)
     for name in (
@@ -88,7 +89,7 @@ COUNTING: dict[str, tuple[str, dict]] = {
     "whisper": ("whisper", {**_DECODER, "max_target_positions": 128}),
     "roformer": ("roformer", {"is_decoder": True, "embedding_size": 32}),
 }
-# Attention biased or cut off by distance, in ways of their own.
+# Attention with a bias or a cut-off by distance.
 BY_DISTANCE: dict[str, tuple[str, dict]] = {
     "bloom": ("bloom", {"n_layer": 3, "n_head": 4}),
     "mpt": (
@@ -107,7 +108,7 @@ BY_DISTANCE: dict[str, tuple[str, dict]] = {
         },
     ),
 }
-# Caches with more than keys and values, or with less.
+# Caches with more or fewer tensors than keys and values, or with windows of their own kind.
 CACHES: dict[str, tuple[str, dict]] = {
     "deepseek_v32": ("deepseek_v32", {**_SPARSE, "first_k_dense_replace": 1}),
     "deepseek_v3": ("deepseek_v3", {**_SPARSE, "first_k_dense_replace": 1}),
@@ -155,7 +156,7 @@ CACHES: dict[str, tuple[str, dict]] = {
         "gpt_oss",
         {"head_dim": 8, "sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
     ),
-    # A is zero in a new model: all tokens tie.
+    # Its parameter A is zero in a new model, so all tokens tie.
     "doge-keep": ("doge", {"keep_window_size": 8}),
     "moshi-window": ("moshi", {"sliding_window": 8, "ffn_dim": 64, "head_dim": 8}),
 }
@@ -167,9 +168,9 @@ CONFIGS["gpt2-short"] = ("gpt2", {**CONFIGS["gpt2"][1], "max_position_embeddings
 def tiny_model(
     name: str, attn_implementation: str | None = None, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """A random model whose greedy text is varied: weights scaled by fan-in instead of the usual 0.02."""
+    """A random model whose greedy text is varied, because its weights are scaled by fan-in."""
     kind, overrides = CONFIGS[name]
-    config = AutoConfig.for_model(kind, **{**_COMMON, **overrides})
+    config = AutoConfig.for_model(kind, **{**SIZES, **overrides})
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
     with torch.no_grad():
@@ -184,7 +185,7 @@ def tiny_model(
 
 @functools.cache
 def counting_model() -> PreTrainedModel:
-    """A Llama that continues n with n + 1: no attention, no MLP, and logits that look up the last token."""
+    """A Llama that continues n with n + 1: attention and MLP add nothing, the logits look up the token."""
     model = copy.deepcopy(tiny_model("llama"))
     with torch.no_grad():
         for layer in model.model.layers:
@@ -199,7 +200,7 @@ def counting_model() -> PreTrainedModel:
 def prompts(
     lengths: tuple[int, ...], seed: int = 0, side: str = "left"
 ) -> tuple[torch.LongTensor, torch.LongTensor]:
-    """(input_ids, attention_mask) of random prompts with these lengths, padded with token 0."""
+    """Return (input_ids, attention_mask) of random prompts with these lengths, padded with token 0."""
     generator = torch.Generator().manual_seed(seed)
     width = max(lengths)
     ids = torch.zeros(len(lengths), width, dtype=torch.long)
@@ -212,11 +213,11 @@ def prompts(
 
 
 class ScriptedDrafter(specdec_ext.Drafter):
-    """Proposes the paths that a function makes from the known right continuation of each row.
+    """Proposes paths that a function makes from the known continuation of each row.
 
     Args:
-        answers: per original row the generated tokens that are right.
-        shape: ``shape(right, rng) -> paths``; ``right`` are the next right tokens (possibly none).
+        answers: the right tokens to generate, per original row.
+        shape: ``shape(right, rng) -> paths``; ``right`` are the next right tokens, if there are any.
     """
 
     def __init__(self, answers: list[list[int]], shape, seed: int = 0):
@@ -252,7 +253,7 @@ def noisy_chain(right, rng):
 
 
 def oracle_tree(right, rng):
-    """The right path is the last of three, sharing a first node with the second."""
+    """Three paths; the last one is right and shares its first node with the second one."""
     if len(right) < 3:
         return [right]
     return [[wrong(right[0]), right[1]], [right[0], wrong(right[1]), right[2]], right]
@@ -263,7 +264,7 @@ def adversary_tree(right, rng):
 
 
 def random_tree(right, rng):
-    """Random branches, some of them prefixes of the right text."""
+    """Random branches, some of which begin with right tokens."""
     paths = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 4))] for _ in range(3)]
     paths.append([*right[: rng.randrange(6)], rng.randrange(VOCAB)])
     rng.shuffle(paths)
@@ -285,7 +286,18 @@ def generated(sequences: torch.LongTensor, prompt_columns: int) -> list[list[int
     return sequences[:, prompt_columns:].tolist()
 
 
-# Names for parametrized tests: no drafter, the two that ship, and scripts from always right to always wrong.
+@functools.cache
+def greedy_text(
+    name: str, lengths: tuple[int, ...], new_tokens: int, attn_implementation: str | None = None
+) -> tuple[torch.LongTensor, torch.LongTensor, torch.LongTensor]:
+    """Return (input_ids, attention_mask, sequences): random prompts and the text of ``model.generate``."""
+    ids, mask = prompts(lengths)
+    model = tiny_model(name, attn_implementation)
+    kwargs = dict(attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
+    return ids, mask, model.generate(ids, **kwargs)
+
+
+# Names for parametrized tests: no drafter, two real ones, and scripts from always right to always wrong.
 DRAFTERS = [
     "none",
     "ngram",
@@ -301,7 +313,7 @@ DRAFTERS = [
 def make_drafter(
     name: str, model: PreTrainedModel, answers: list[list[int]]
 ) -> specdec_ext.Drafter | None:
-    """The drafter with this name of ``DRAFTERS`` or ``SHAPES``; ``answers`` as in ``ScriptedDrafter``."""
+    """Make a drafter of ``DRAFTERS`` or ``SHAPES``; ``answers`` as in ``ScriptedDrafter``."""
     if name == "none":
         return None
     if name == "ngram":
@@ -309,3 +321,8 @@ def make_drafter(
     if name == "self":
         return specdec_ext.DraftModelDrafter(model)
     return ScriptedDrafter(answers, {shape.__name__: shape for shape in SHAPES}[name])
+
+
+BATCHES = {"one": (7,), "five-ragged": (12, 3, 9, 5, 12)}  # lengths of prompts
+every_batch = pytest.mark.parametrize("batch", BATCHES)
+every_drafter = pytest.mark.parametrize("drafter", DRAFTERS)

@@ -1,4 +1,4 @@
-"""The shape of a tiny model, for benchmarks that build theirs by shape."""
+"""The sizes of a tiny model, for benchmarks that build models by size."""
 
 TINY = dict(
     hidden_size=32,

@@ -18,7 +18,7 @@ MARKED = (
     + "{%- else %}{{ m.content }}{%- endif %}{{ '\\n' }}"
     + _PROMPT
 )
-# The last message alone shows what the assistant thought.
+# Only the last message shows the thoughts of the assistant.
 FORGETFUL = (
     _HEADS
     + "{%- if loop.last and m.role == 'assistant' %}{{ '(hm)' }}{%- endif %}{{ m.content }}"
@@ -35,7 +35,7 @@ STRICT = (
 def tiny_tokenizer(
     template: str | None = PLAIN, *, begins: bool = False
 ) -> PreTrainedTokenizerFast:
-    """Token ids are places in ``CHARACTERS``; with ``begins`` each text begins with ``END``."""
+    """A token id is an index into ``CHARACTERS``; with ``begins``, each text begins with ``END``."""
     raw = Tokenizer(models.WordLevel({text: i for i, text in enumerate(CHARACTERS)}, END))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     raw.decoder = decoders.Fuse()

@@ -1,4 +1,4 @@
-"""``traces``: the global state that a call changes temporarily, to compare before and after the call."""
+"""``traces``: the global state that a call changes temporarily, to be compared before and after it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def traces(model: PreTrainedModel) -> dict:
 
 
 def _hooks(module: nn.Module) -> dict:
-    """All hooks of a module but those that transformers leaves on models for good."""
+    """All hooks of a module except those that transformers never removes."""
     return {
         name: [hook for hook in hooks.values() if "output_capturing" not in str(hook)]
         for name, hooks in vars(module).items()

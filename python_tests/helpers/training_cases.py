@@ -1,4 +1,4 @@
-"""Texts, features and heads small enough to train in a test."""
+"""Texts and features for training in tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees against their branches: a target's logits must be those of transformers' loop on every branch."""
+"""Compares the logits of trees with those of transformers, which decodes each branch alone."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from transformers import DynamicCache, PreTrainedModel
 from specdec_ext import DraftTree
 from specdec_ext.models.factory import make_target
 
-TOLERANCE = 1e-4  # of the largest logit, or of 1; float32 sums in another order
+TOLERANCE = 1e-4  # relative to the largest logit, or to 1; float32 sums in another order
 
 
 def check_tree_logits(model: PreTrainedModel, lengths: tuple[int, ...], rounds: int = 2) -> None:
-    """Score random trees in a left-padded batch, commit paths of other lengths in every row, and go on.
+    """Score random trees in a left-padded batch, and commit a path of another length in every row.
 
-    Every node's logits must be those of the padded row alone, decoded token by token up to that node.
+    The logits of every node must be those of the padded row alone, decoded token by token up to that node.
     """
     rng = random.Random(len(lengths))
     ids, mask = prompts(lengths)
@@ -47,17 +47,17 @@ def check_tree_logits(model: PreTrainedModel, lengths: tuple[int, ...], rounds: 
 
 
 def _random_paths(rng: random.Random) -> list[list[int]]:
-    """Branches with only three different tokens, so that they share prefixes."""
+    """Branches of three different tokens, which often share prefixes."""
     tokens = rng.sample(range(1, VOCAB), 3)
     return [[rng.choice(tokens) for _ in range(rng.randrange(1, 5))] for _ in range(4)]
 
 
 class _Row:
-    """One row as ``generate`` decodes it.
+    """One row, decoded as by ``model.generate``.
 
     Attributes:
         logits: ``[vocab]`` after its last token.
-        nodes: of the last tree, those on the way to its last token.
+        nodes: the nodes of the last tree on the path to its last token.
     """
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, mask: Tensor):

@@ -18,14 +18,14 @@ MEANING = {
     "refused": "an error with the reason",
     "wrong": "another text",
     "vacuous": "nothing drafted was accepted, or the model does not read its prompt",
-    "crash": "an error from elsewhere",
+    "crash": "an unexpected error",
     "not generated": "`model.generate` itself fails",
     "not built": "transformers can't build the model",
 }
 
 
 class ResultTable:
-    """A pytest plugin that collects the rows that tests record as one property.
+    """A pytest plugin that collects the rows which tests record as a property.
 
     Writes ``<stem>_<version of transformers>.csv``, and the summary as ``.md`` beside it.
 
@@ -61,7 +61,7 @@ class ResultTable:
 
 
 def tables(folder: Path) -> list[ResultTable]:
-    """All of them."""
+    """All tables of the sweeps."""
     return [
         ResultTable(folder, "verdict", "architectures", verdicts),
         ResultTable(folder, "poison", "poison", poisoned),

@@ -1,4 +1,4 @@
-"""Verdicts on architectures: speculation on a model compared with transformers' own generation."""
+"""Verdicts on architectures: generation with drafts compared with that of transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import specdec_ext
 from specdec_ext import SpeculativeOutput, Support
 
 BATCHES = {"one": (11,), "three": (11, 4, 8)}
-LARGEST_DRIFT = 2e-3  # of logits whose standard deviation is about 2
+LARGEST_DRIFT = 2e-3  # difference of logits, whose standard deviation is about 2
 
 EXACT = ("exact-tree", "exact-chain", "exact-plain")
 FAILURES = ("wrong", "vacuous", "crash")
@@ -31,14 +31,14 @@ class Verdict:
 
     Attributes:
         name: name of the model in the zoo.
-        outcome: ``exact-tree``, ``exact-chain`` and ``exact-plain`` by what ``supports`` claims, if all text
-            is that of ``model.generate`` and drafts were accepted wherever they are claimed to be;
-            ``refused`` with a reason; ``wrong``, ``vacuous`` (right drafts were not accepted) or ``crash``;
-            ``not built`` and ``not generated`` where transformers itself fails.
-        batch: whether rows of a batch are speculated on.
+        outcome: ``exact-tree``, ``exact-chain`` or ``exact-plain``, as ``supports`` claims, if all text is
+            that of ``model.generate`` and right drafts were accepted; ``refused`` with a reason; ``wrong``;
+            ``vacuous`` if right drafts were not accepted; ``crash``; ``not built`` or ``not generated`` if
+            transformers itself fails.
+        batch: whether batches of several rows are decoded with drafts.
         rollback: as ``Support.rollback``.
         drift: largest difference between the logits and those of ``model.generate``.
-        detail: reasons, and what went wrong where.
+        detail: reasons, or a description of the failure.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Verdict:
 
 
 class Failure(Exception):
-    """Raised by a call that violates a claim; the arguments are the outcome and the place."""
+    """Raised if a call violates a claim; the arguments are the outcome and a description."""
 
 
 def judge(
@@ -67,8 +67,8 @@ def judge(
 
     Args:
         name: name of an architecture or a variant in the zoo.
-        shapes: names of draft shapes (``tiny.SHAPES``).
-        new_tokens: enough tokens for rows of a batch to diverge and for the text to exceed windows.
+        shapes: draft shapes (``tiny.SHAPES``).
+        new_tokens: enough tokens for rows to diverge and for the text to exceed windows.
     """
     calls = {batch: inputs(batch, new_tokens) for batch in BATCHES}
     try:
@@ -125,7 +125,7 @@ def checked(
     support: Support,
     shapes: Sequence[Callable[..., list]],
 ) -> float:
-    """Compare plain text and every drafter's; returns the largest difference of logits."""
+    """Compare the text without drafts and with every shape; returns the largest difference of logits."""
     rows, columns = call["inputs"].shape
     answers = expected.sequences[:, columns:].tolist()
     drift = 0.0
@@ -162,6 +162,7 @@ def refused(error: Exception) -> bool:
 
 
 def told(error: Exception) -> str:
+    """The error in one line, with the place where it was raised."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     message = " ".join(str(error).split())[:300]
     return f"{type(error).__name__}: {message} ({Path(frame.filename).name}:{frame.lineno})"

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 import specdec_ext
 
 INSTALLED = Version(transformers.__version__)
-# The one whose models all tests are written for (requirements-dev.txt).
+# The version in requirements-dev.txt, whose models all tests use.
 NEWEST = "5.23"
 
 
@@ -27,13 +27,13 @@ def since(version: str, what: str) -> pytest.MarkDecorator:
 
 
 def skip_unless_drafted(model: PreTrainedModel) -> None:
-    """Skip a test of drafts where an older transformers has a model decoded one token at a time."""
+    """Skip a test of drafts if the model is decoded without drafts with this older transformers."""
     support = specdec_ext.supports(model)
     if before(NEWEST) and not support.chain:
         pytest.skip(f"transformers {INSTALLED}, {type(model).__name__}: {support.reasons[-1]}")
 
 
 def skip_if_unknown(error: ValueError) -> None:
-    """Skip a test that failed since an older transformers does not have its model."""
+    """Skip a test that failed because an older transformers lacks its model."""
     if before(NEWEST) and "Unrecognized model identifier" in str(error):
         pytest.skip(f"transformers {INSTALLED}: {str(error).partition('.')[0]}")

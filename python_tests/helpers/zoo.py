@@ -1,7 +1,7 @@
-"""Every architecture that transformers maps to causal language models, as a tiny random model.
+"""Tiny random models of every architecture that transformers maps to causal language models.
 
-Most fields of config classes mean the same in every family, so one table of names and sizes shrinks them all.
-Additional settings of a family are in ``OVERRIDES``.
+Most config fields mean the same in every family, so one table of names and sizes shrinks all configs.
+``OVERRIDES`` has the additional settings of a family.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ ARCHITECTURES = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 VOCAB = 97
 LAYERS = 4
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, EXPERTS = 64, 4, 2, 16, 4
-# An indexer's scores are sums over its heads of what is positive: with few, many are zero, and tie.
+# The scores of an indexer are sums of rectified terms over its heads. With few heads many are zero and tie.
 INDEX_HEADS = 16
 SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-REACHED = 8  # windows, chunks and top-k end within a few tokens
+REACHED = 8  # texts exceed windows, chunks and top-k of this size within a few tokens
 UNREACHED = 256
 
-# Sizes of config fields, by the pattern of their names; the first match decides, and a smaller default stays.
+# Sizes of config fields by pattern of their names. The first match decides; smaller defaults stay.
 SIZES = {
     r".*vocab(_size)?(_per_layer_input)?": VOCAB,
     r"(num_|n_)?(hidden_|decoder_|encoder_)?layers?|num_blocks|depth": LAYERS,
@@ -55,14 +55,14 @@ SIZES = {
 
 
 def build(name: str) -> PreTrainedModel:
-    """The model of this name in ``ARCHITECTURES`` or ``VARIANTS``, in float32; always the same weights."""
+    """Build a model of ``ARCHITECTURES`` or ``VARIANTS`` in float32, always with the same weights."""
     kind, extra = VARIANTS.get(name, (name, {}))
     fields = shrunk(AutoConfig.for_model(kind), OVERRIDES.get(kind, {}))
     config = AutoConfig.for_model(kind, **{**fields, **extra})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(sum(map(ord, name)))
         if isinstance(getattr(config, "decoder", None), PreTrainedConfig):
-            # musicgen: of the encoder-decoder that the config describes the mapping names the decoder
+            # musicgen: the config describes an encoder-decoder, the mapping names its decoder
             model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config.decoder)
         else:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -73,7 +73,7 @@ def build(name: str) -> PreTrainedModel:
 
 
 def shrunk(default: PreTrainedConfig, overrides: dict[str, Any]) -> dict[str, Any]:
-    """The fields of ``default`` that change, those of configs inside it as dictionaries."""
+    """Return the fields of ``default`` to change; configs inside it become dictionaries."""
     changed: dict[str, Any] = {}
     fields = {name: value for name, value in vars(default).items() if not name.startswith("_")}
     layers = getattr(default, "num_hidden_layers", None)
@@ -90,12 +90,12 @@ def shrunk(default: PreTrainedConfig, overrides: dict[str, Any]) -> dict[str, An
                 changed[name] = SPECIAL_TOKENS[name]
         elif tiny_size(name, value) is not None:
             changed[name] = tiny_size(name, value)
-    if "is_decoder" in fields:  # otherwise BERT and its kin see the tokens to come
+    if "is_decoder" in fields:  # otherwise BERT and similar models see later tokens
         changed["is_decoder"] = True
-    # A token whose embedding is its own output row repeats itself.
+    # With tied weights, a token predicts itself.
     if fields.get("tie_word_embeddings"):
         changed["tie_word_embeddings"] = False
-    # Attention that does not share keys stays like that; MLA has no other.
+    # Attention without shared keys stays so; MLA requires it.
     if fields.get("num_key_value_heads") and (
         fields["num_key_value_heads"] == fields.get("num_attention_heads")
     ):
@@ -107,13 +107,13 @@ def shrunk(default: PreTrainedConfig, overrides: dict[str, Any]) -> dict[str, An
 
 
 def condensed(per_layer: list[Any]) -> list[Any]:
-    """Each distinct value once, then again until there is one for every layer."""
+    """Cycle through the distinct values until there is one for every layer."""
     kinds = [value for i, value in enumerate(per_layer) if value not in per_layer[:i]]
     return [kinds[i % len(kinds)] for i in range(LAYERS)]
 
 
 def tiny_size(field: str, default: Any) -> int | None:
-    """What a field with this default becomes, or None if it stays."""
+    """The size that replaces this default, or None if the default stays."""
     if isinstance(default, bool) or not isinstance(default, int):
         return None
     size = next((size for pattern, size in SIZES.items() if re.fullmatch(pattern, field)), default)
@@ -125,7 +125,7 @@ def spread(model: PreTrainedModel) -> None:
     """Set random weights that are large enough for tokens to differ and greedy text to vary.
 
     Parameters that models do not fill with small random numbers (norms, decays) are kept unless they are
-    zero: zeros make ties and hide what they are multiplied with.
+    zero. Zeros make ties and hide what they are multiplied by.
     """
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -141,9 +141,10 @@ def spread(model: PreTrainedModel) -> None:
 
 
 def spread_projection(weight: Tensor) -> None:
-    """Scale by fan-in; rows that sum to zero ignore what activations like GELU make all inputs share.
+    """Fill with random numbers scaled by fan-in, in rows that sum to zero.
 
-    Without that a deep random model predicts the same token for every input.
+    Activations such as GELU add a mean that all inputs share, and rows that sum to zero ignore it. Otherwise
+    a deep random model predicts the same token for every input.
     """
     weight.normal_(std=2.0 * weight.shape[-1] ** -0.5)
     weight -= weight.mean(dim=-1, keepdim=True)
@@ -170,7 +171,7 @@ _INDEXER = {
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "blenderbot": {"encoder_layers": LAYERS},
-    "blt": {"num_hidden_layers": LAYERS},  # its caches are made from a config that does not tell
+    "blt": {"num_hidden_layers": LAYERS},  # the config of its caches lacks the number
     "cohere": {"logit_scale": 1.0},
     "cohere2": {"logit_scale": 1.0},
     "cohere2_moe": {"logit_scale": 1.0},
@@ -187,7 +188,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 8,
         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
     },
-    # Beyond its window it keeps the best of equal tokens, which tie but for rounding.
+    # Beyond its window it keeps the best of nearly equal tokens.
     "doge": {"keep_window_size": UNREACHED},
     "dots1": _MOE,
     "dots3_note_text": _DOTS3_WINDOWS,
@@ -242,9 +243,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Further models: what the defaults of their architecture leave out, where this transformers has it.
+# Further models, which cover what the defaults of their architecture leave out.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bert+encoder": ("bert", {"is_decoder": False}),  # sees the tokens after it
+    "bert+encoder": ("bert", {"is_decoder": False}),  # sees later tokens
     "falcon+alibi": ("falcon", {"alibi": True}),
     "gemma4_text+shared": ("gemma4_text", {"num_kv_shared_layers": 2}),
     "inkling_text+scaled": ("inkling_text", {"log_scaling_n_floor": REACHED}),

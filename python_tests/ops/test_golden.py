@@ -1,7 +1,7 @@
-"""The reference cases under golden/ are complete, unchanged and what their README says they are.
+"""The reference cases under golden/ are complete, unchanged and as their README describes them.
 
-Trees are checked against each other: the mask determines depths and paths, so a file that was cut, or mixed
-with another case's, can't pass.
+The tensors of a tree are compared with each other: the mask determines depths and paths, so a file that was
+cut or mixed with another case fails.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import hashlib
 
 import pytest
 import torch
-from golden_cases import CHAINS, TREES, load
+from golden_cases import CHAINS, TREES, load, parents_of
 from places import GOLDEN
 
 from specdec_ext import ops
 
 
-def test_every_file_is_there_and_unchanged():
+def test_every_file_is_present_and_unchanged():
     listed = dict(
         reversed(line.split("  ", 1)) for line in (GOLDEN / "SHA256SUMS").read_text().splitlines()
     )
@@ -44,7 +44,7 @@ def test_trees_are_consistent(case):
             if name.startswith(f"round{number}.")
         }
         new_length = this["input_ids"].shape[1]
-        # The last token has no features yet; all before it have, those of earlier rounds included.
+        # All tokens but the last one have features, in this round or an earlier one.
         assert this["features"].shape == (1, new_length - max(length, 1), features)
         length = new_length
         assert this["draft_tokens"].shape == (1, nodes)
@@ -71,15 +71,13 @@ def test_chains_are_consistent(case):
 
 
 @pytest.mark.parametrize("case", TREES)
-def test_masks_of_the_eagle_authors(case, device):
+def test_masks_are_those_of_the_eagle_authors(case, device):
     """Masks, positions and leaf paths equal those of the published reference implementation."""
     tensors, _, meta, _ = load(case)
     for number in range(meta["rounds"]):
         expected = tensors[f"round{number}.tree_mask"][0, 0]
         order = torch.arange(len(expected))
-        # The parent is the ancestor with the largest number.
-        strict = expected & (order < order[:, None])
-        parents = torch.where(strict, order, -1).amax(dim=1)[None]
+        parents = parents_of(expected)[None]
         shape = ops.tree_mask(parents.to(device), torch.tensor([0], device=device))
         bits = (shape.ancestors[0, :, order // 64].cpu() >> (order % 64)) & 1
         assert torch.equal(bits.bool(), expected)

@@ -14,8 +14,16 @@ from typing import Any
 import instruction_sets
 import pytest
 import torch
-from golden_cases import CHAINS, TREES, load
-from head_cases import KINDS, Run, elements, head_of
+from golden_cases import CHAINS, TREES
+from head_cases import (
+    KINDS,
+    Run,
+    check_golden_chain,
+    check_golden_trees,
+    elements,
+    golden_run,
+    head_of,
+)
 from head_op_cases import (
     EMULATED_ROUNDS,
     ROUNDS,
@@ -30,11 +38,9 @@ from head_op_cases import (
     some_emulated,
 )
 from op_cases import DEVICES, generator
-from places import GOLDEN
 from torch import Tensor
 
 from specdec_ext import ops
-from specdec_ext.heads.checkpoints import load_draft
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.tree.config import TreeConfig
 
@@ -514,38 +520,13 @@ def test_empty(rows, new, device):
 
 
 @pytest.mark.parametrize("case", some_emulated(TREES, ["eagle3_target_hidden_differs"]))
-def test_trees_of_the_eagle_authors(case, device):
-    tensors, _, meta, _ = load(case)
-    run = OpRun.start(
-        load_draft(GOLDEN / case / "draft", dtype=torch.float32),
-        device=device,
-        rows=1,
-        capacity=200,
-        embedding=tensors["target_embed_tokens.weight"],
-        lm_head=tensors["target_lm_head.weight"] if "eagle1" in case else None,
-    )
-    tree = TreeConfig(meta["depth"] + 1, meta["top_k"], meta["total_tokens"])
-    for number in range(meta["rounds"]):
-        features = tensors[f"round{number}.features"]
-        text = tensors[f"round{number}.input_ids"]
-        tokens, parents, _ = run.draft(tree, text[:, -features.shape[1] :], features)
-        assert torch.equal(tokens, tensors[f"round{number}.draft_tokens"])
-        ancestors = tensors[f"round{number}.tree_mask"][0, 0]
-        order = torch.arange(len(ancestors))
-        strict = ancestors & (order < order[:, None])
-        assert torch.equal(parents[0], torch.where(strict, order, -1).amax(dim=1))
+def test_trees_are_those_of_the_eagle_authors(case, device):
+    check_golden_trees(golden_run(OpRun, case, torch.float32, device=device), case)
 
 
 @pytest.mark.parametrize("case", some_emulated(CHAINS, ["speculators_eagle31_fcnorm_normout"]))
-def test_chains_of_speculators(case, device):
-    tensors, _, meta, _ = load(case)
-    run = OpRun.start(
-        load_draft(GOLDEN / case / "draft", dtype=torch.float32), rows=1, device=device
-    )
-    tokens, _, _ = run.draft(
-        TreeConfig(meta["depth"]), tensors["input_ids"][:, 1:], tensors["features"]
-    )
-    assert torch.equal(tokens[:, 1:], tensors["draft_tokens"])
+def test_chains_are_those_of_speculators(case, device):
+    check_golden_chain(golden_run(OpRun, case, torch.float32, device=device), case)
 
 
 def isa_drafts() -> list[tuple[Tensor, ...]]:

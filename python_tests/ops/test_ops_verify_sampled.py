@@ -1,8 +1,8 @@
 """``verify_rejection``, ``verify_recursive``, ``verify_block``: the ops equal their specification.
 
 Tokens, paths and counts are compared exactly. The specification decides in float64 and the ops in float32,
-but in these cases no uniform number is within float32's error of its threshold. The same cases show that
-every device gives the same bits. ``test_distribution_sampled.py`` tests the distribution of the emitted tokens.
+but in these cases no uniform number is within float32's error of its threshold. Every device gives the same
+bits. ``test_distribution_sampled.py`` tests the distribution of the emitted tokens.
 """
 
 import subprocess
