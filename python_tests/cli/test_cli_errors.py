@@ -35,25 +35,16 @@ def sentence(*arguments: object, **options) -> str:
     [
         pytest.param(("--device", "cuda"), "--device: cuda: torch", marks=NO_GPU),
         (("--device", "mps"), "--device: mps: the ops of this package run on cpu and cuda"),
-        (
-            ("--device", "gpu0"),
-            "--device: 'gpu0' is not a device; expected auto, cpu, cuda or cuda:N",
-        ),
+        (("--device", "gpu0"), "--device: 'gpu0' is not a device; expected auto, cpu, cuda or cuda:N"),
         (("--dtype", "int8"), "'int8' is not one of 'auto', 'float32'"),
         (("--drafter", "ngrm"), "--drafter: drafter='ngrm' is not known; did you mean 'ngram'?"),
-        (
-            ("--drafter", "./nonexistent"),
-            "--drafter: './nonexistent' is neither a file nor a folder",
-        ),
+        (("--drafter", "./nonexistent"), "--drafter: './nonexistent' is neither a file nor a folder"),
         ((HEAD,), f"MODEL: {HEAD} is a draft head, not a language model"),
-        (
-            ("./nonexistent",),
-            "MODEL: './nonexistent' is neither a file nor a folder, nor a hub id",
-        ),
+        (("./nonexistent",), "MODEL: './nonexistent' is neither a file nor a folder, nor a hub id"),
         (("/no/such/folder",), "'/no/such/folder' is neither a file nor a folder"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_generate_names_the_wrong_argument(arguments, message):
     assert message in sentence("generate", *arguments, *SHORT)
 

@@ -116,26 +116,20 @@ def test_a_dump_serves_runs_with_other_seeds(files, tmp_path):
     [
         (("--data", "empty.jsonl"), "holds no text"),
         (("--data", "other.jsonl"), "body"),
-        (
-            ("--data", "foreign.jsonl"),
-            "line 2 has token 4096, but the target's vocabulary has 4096",
-        ),
+        (("--data", "foreign.jsonl"), "line 2 has token 4096, but the target's vocabulary has 4096"),
         (("--data", "chat.jsonl"), "chat template"),
         (("--data", "nothing.jsonl"), "nothing.jsonl"),
         (("--data", "text.jsonl", "--layers", "low,high"), "expected numbers such as 2,16,29"),
         (("--data", "text.jsonl", "--layers", "1,2,9"), "layers 0 to 5"),
         (("--data", "text.jsonl", "--draft-vocab", "9999"), "9999"),
         (("--data", "text.jsonl", "--batch-size", "99"), "expected at least 99, one batch"),
-        (
-            ("--data", "text.jsonl", "--init-from", "x", "--layers", "1"),
-            "already determines layers",
-        ),
+        (("--data", "text.jsonl", "--init-from", "x", "--layers", "1"), "already determines layers"),
         (("--data", "text.jsonl", "--kind", "p-eagle", "--layout", "eagle"), "mask_token_id"),
         (("--data", "text.jsonl", "--kind", "medusa", "--layout", "eagle"), "EAGLE heads"),
         (("--data", "text.jsonl", "--learning-rate", "0"), "learning_rate is 0"),
     ],
     ids=lambda value: value[-1] if isinstance(value, tuple) else "",
-)
+)  # fmt: skip
 def test_bad_input_is_refused_before_training(arguments, message, files, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer._Run, "record", lambda *_: pytest.fail("a step was trained"))
     named = [files / each if each.endswith(".jsonl") else each for each in arguments]
@@ -148,18 +142,12 @@ def test_bad_input_is_refused_before_training(arguments, message, files, tmp_pat
 
 OUTPUTS = {
     "a file as folder": (("--out", "text.jsonl"), "out .*text.jsonl: .*text.jsonl is not a folder"),
-    "a folder below a file": (
-        ("--out", "text.jsonl/head"),
-        "text.jsonl is not a folder; choose another",
-    ),
+    "a folder below a file": (("--out", "text.jsonl/head"), "text.jsonl is not a folder; choose another"),
     "work": (("--out", "new", "--work", "text.jsonl"), "work .*text.jsonl is not a folder"),
     "dump": (("--out", "new", "--dump", "text.jsonl/dump"), "dump .*text.jsonl is not a folder"),
     "answers": (("--out", "new", "--regenerate", "text.jsonl/a"), "--regenerate .*is not a folder"),
-    "a checkpoint": (
-        ("--out", "model"),
-        "holds a checkpoint, which would be replaced, and .*model",
-    ),
-}
+    "a checkpoint": (("--out", "model"), "holds a checkpoint, which would be replaced, and .*model"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", OUTPUTS)

@@ -157,11 +157,7 @@ def test_likely_choices():
 @pytest.mark.parametrize(
     ("accuracies", "num_nodes", "message"),
     [
-        (
-            [[0.5, 0.6]],
-            5,
-            r"accuracies\[0\] is \[0.5, 0.6\]; expected .* none larger than the one before",
-        ),
+        ([[0.5, 0.6]], 5, r"accuracies\[0\] is \[0.5, 0.6\]; expected .* none larger than the one before"),
         ([[0.5], []], 5, r"accuracies\[1\] is \[\]"),
         ([[1.5]], 5, r"accuracies\[0\]"),
         ([[float("nan")]], 5, r"accuracies\[0\]"),
@@ -169,7 +165,7 @@ def test_likely_choices():
         ([[0.0]], 5, "1 heads"),
         ([[0.5]], 1, "num_nodes=1"),
     ],
-)
+)  # fmt: skip
 def test_accuracies_that_make_no_tree(accuracies, num_nodes, message):
     with pytest.raises(ValueError, match=message):
         likely_choices(accuracies, num_nodes)

@@ -97,43 +97,22 @@ WORKED_EXAMPLES = {
     "match shorter than min_ngram": ([1, 2, 3, 2], (2, 3), (4, 1), [], []),
     "no tokens wanted": ([1, 1, 1], (1, 2), (0, 2), [], []),
     "copy": ([1, 2, 3, 4, 5, 1, 2], (2, 2), (3, 1), [3, 4, 5], [0, 1, 2]),
-    "copy runs on in its own draft": (
-        [1, 2, 3, 1, 2],
-        (1, 2),
-        (7, 1),
-        [3, 1, 2, 3, 1, 2, 3],
-        [0, 1, 2, 3, 4, 5, 6],
-    ),
+    "copy runs on in its own draft": ([1, 2, 3, 1, 2], (1, 2), (7, 1), [3, 1, 2, 3, 1, 2, 3],
+        [0, 1, 2, 3, 4, 5, 6]),
     "occurrences may overlap": ([4, 4], (1, 2), (3, 1), [4, 4, 4], [0, 1, 2]),
-    "longest match wins over a later one": (
-        [1, 2, 3, 8, 2, 9, 1, 2],
-        (1, 2),
-        (2, 1),
-        [3, 8],
-        [0, 1],
-    ),
+    "longest match wins over a later one": ([1, 2, 3, 8, 2, 9, 1, 2], (1, 2), (2, 1), [3, 8], [0, 1]),
     "most recent match wins": ([1, 2, 1, 3, 1], (1, 1), (1, 1), [3], [0]),
     # The example of ngram_index.h: 6 9 5 from position 4, 6 7 from position 0, then one node more.
-    "two branches share a prefix": (
-        [5, 6, 7, 8, 5, 6, 9, 5],
-        (1, 2),
-        (5, 2),
-        [6, 9, 5, 7, 6],
-        [0, 1, 2, 1, 3],
-    ),
+    "two branches share a prefix": ([5, 6, 7, 8, 5, 6, 9, 5], (1, 2), (5, 2), [6, 9, 5, 7, 6],
+        [0, 1, 2, 1, 3]),
     # Position 3 matches two tokens (3 1); 5 and 0 match one (1), the latest first.
-    "shorter matches make further branches": (
-        [1, 4, 3, 1, 5, 1, 6, 3, 1],
-        (1, 2),
-        (8, 3),
-        [5, 1, 6, 3, 6, 3, 4, 1],
-        [0, 1, 2, 3, 0, 5, 0, 4],
-    ),
+    "shorter matches make further branches": ([1, 4, 3, 1, 5, 1, 6, 3, 1], (1, 2), (8, 3),
+        [5, 1, 6, 3, 6, 3, 4, 1], [0, 1, 2, 3, 0, 5, 0, 4]),
     # One node is free at a time: the first branch takes it.
     "one node": ([1, 4, 1, 5, 1], (1, 1), (1, 4), [5], [0]),
     # All continuations agree, so there is one branch and it gets all nodes.
     "equal continuations are one branch": ([7] * 9, (1, 2), (5, 3), [7] * 5, [0, 1, 2, 3, 4]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WORKED_EXAMPLES.values(), ids=WORKED_EXAMPLES.keys())

@@ -173,20 +173,11 @@ def write_bfloat16(path):
     [
         (lambda path: path.write_bytes(b""), "not a complete safetensors file"),
         (lambda path: path.write_bytes(b"\xff" * 100), "not a complete safetensors file"),
-        (
-            lambda path: path.write_bytes(path.read_bytes()[:-8]),
-            "not a complete safetensors file",
-        ),
-        (
-            lambda path: write(path, np.arange(3), np.array([2])),
-            "counts add up to 2, but there are 3",
-        ),
+        (lambda path: path.write_bytes(path.read_bytes()[:-8]), "not a complete safetensors file"),
+        (lambda path: write(path, np.arange(3), np.array([2])), "counts add up to 2, but there are 3"),
         (lambda path: write(path, np.arange(3), np.array([-1, 4])), "must not be negative"),
         (lambda path: write(path, np.arange(3) - 1, np.array([3])), r"tokens\[0\] is -1"),
-        (
-            lambda path: write(path, np.arange(3) * 2**31, np.array([3])),
-            r"tokens\[1\] is 2147483648",
-        ),
+        (lambda path: write(path, np.arange(3) * 2**31, np.array([3])), r"tokens\[1\] is 2147483648"),
         (lambda path: write(path, np.arange(3.0), np.array([3])), "tokens is F64"),
         (lambda path: write(path, np.zeros((2, 2), np.int64), np.array([4])), r"I64 \[2, 2\]"),
         (lambda path: write(path, np.arange(3), np.array([1.5, 1.5])), "counts is F64"),
@@ -195,7 +186,7 @@ def write_bfloat16(path):
         (lambda path: write(path, np.arange(3), np.array([3]), "other"), "has format 'other'"),
         (lambda path: save_file({"x": np.arange(3)}, path), r"format None and tensors \['x'\]"),
     ],
-)
+)  # fmt: skip
 def test_files_that_are_no_history(tmp_path, damage, message):
     path = tmp_path / "history"
     write(path, np.arange(3), np.array([3]))

@@ -146,41 +146,19 @@ WORKED_EXAMPLES = {
     # 1 2 -> 3 once, budget 2
     "a path": ([1, 2, 3, 4, 1, 2], [], Rule(4, 4, tree=False), [3, 4], [0, 1], 2, 2.0),
     # 9 is followed by 1, 1, 2: the tree spends its second node on 2, the path on what follows 1.
-    "a tree": (
-        [9, 1, 9, 1, 9, 2, 9],
-        [],
-        Rule(2, 1, 2.0),
-        [1, 9],
-        [0, 1],
-        1,
-        2 / 3 + 2 / 3,
-    ),
+    "a tree": ([9, 1, 9, 1, 9, 2, 9], [], Rule(2, 1, 2.0), [1, 9], [0, 1], 1, 2 / 3 + 2 / 3),
     # Three candidates of 1/3 after node 1: 2 was found with it, then 6 (later) and 5 below it.
-    "siblings": (
-        [9, 1, 5, 9, 1, 6, 9, 2, 9],
-        [],
-        Rule(4, 1, 4.0),
-        [1, 2, 6, 5],
-        [0, 0, 1, 1],
-        1,
-        2 / 3 + 1 / 3 + 1 / 3 + 1 / 3,
-    ),
-    "unlikely tokens are left out": (
-        [9, 1, 5, 9, 1, 6, 9, 2, 9],
-        [],
-        Rule(4, 1, 4.0, min_probability=0.6),
-        [1],
-        [0],
-        1,
-        2 / 3,
-    ),
+    "siblings": ([9, 1, 5, 9, 1, 6, 9, 2, 9], [], Rule(4, 1, 4.0), [1, 2, 6, 5], [0, 0, 1, 1], 1,
+        2 / 3 + 1 / 3 + 1 / 3 + 1 / 3),
+    "unlikely tokens are left out": ([9, 1, 5, 9, 1, 6, 9, 2, 9], [], Rule(4, 1, 4.0, min_probability=0.6),
+        [1], [0], 1, 2 / 3),
     # In the request 3 is followed by 7; in past outputs 2 3 is followed by 4 5, which scores 2.
     "past outputs": ([3, 7, 2, 3], [[1, 2, 3, 4, 5]], Rule(4, 4), [4, 5], [0, 1], 2, 2.0),
     "the request wins a tie": ([3, 7, 3], [[3, 8]], Rule(4, 4), [7], [0], 1, 1.0),
     "outputs are not joined": ([1, 2], [[8, 1], [2, 3, 8]], Rule(4, 4), [3], [0], 1, 1.0),
     "no budget": ([1, 2, 1], [], Rule(4, 4, 0.5), [], [], 0, 0.0),
     "offset": ([1, 2, 3, 1], [], Rule(4, 4, 0.0, 2.0), [2, 3], [0, 1], 1, 2.0),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WORKED_EXAMPLES.values(), ids=WORKED_EXAMPLES.keys())

@@ -56,63 +56,35 @@ def test_cache_implementations(name):
 
 
 ARGUMENTS = {
-    "two-drafters": (
-        dict(assistant_model="m", drafter="ngram"),
-        "name two drafters; pass only one",
-    ),
-    "assistant-tokenizer": (
-        dict(assistant_tokenizer="t"),
-        "assistant_tokenizer needs assistant_model, which is missing",
-    ),
-    "lookup-and-drafter": (
-        dict(prompt_lookup_num_tokens=3, drafter="ngram"),
-        "prompt_lookup_num_tokens=3 requests n-gram drafts, and drafter=... requests others; pass",
-    ),
-    "lookup-and-assistant": (
-        dict(max_matching_ngram_size=3, assistant_model="m"),
-        "max_matching_ngram_size=3 requests n-gram drafts, and drafter=... requests others",
-    ),
-    "shape-of-no-assistant": (
-        dict(num_assistant_tokens=3),
-        r"num_assistant_tokens=3 configures .*=DraftModelDrafter\(model, num_draft_tokens=",
-    ),
+    "two-drafters": (dict(assistant_model="m", drafter="ngram"), "name two drafters; pass only one"),
+    "assistant-tokenizer": (dict(assistant_tokenizer="t"),
+        "assistant_tokenizer needs assistant_model, which is missing"),
+    "lookup-and-drafter": (dict(prompt_lookup_num_tokens=3, drafter="ngram"),
+        "prompt_lookup_num_tokens=3 requests n-gram drafts, and drafter=... requests others; pass"),
+    "lookup-and-assistant": (dict(max_matching_ngram_size=3, assistant_model="m"),
+        "max_matching_ngram_size=3 requests n-gram drafts, and drafter=... requests others"),
+    "shape-of-no-assistant": (dict(num_assistant_tokens=3),
+        r"num_assistant_tokens=3 configures .*=DraftModelDrafter\(model, num_draft_tokens="),
     "stop-strings-without-tokenizer": (dict(stop_strings="ab"), "stop_strings needs tokenizer="),
     "unknown": (dict(temprature=0.3), r"not used by the model: \['temprature'\]"),
     "negative-length": (dict(max_new_tokens=0), "`max_new_tokens` must be greater than 0"),
     "greedy-copies": (dict(num_return_sequences=2), "do not support `num_return_sequences`"),
-    "attentions-under-sdpa": (
-        dict(output_attentions=True, return_dict_in_generate=True),
-        "output_attentions=True needs attn_implementation='eager'",
-    ),
-    "mask-too-long": (
-        dict(attention_mask=torch.ones(1, 7)),
-        r"attention_mask has shape \(1, 7\) and input_ids \(1, 6\); pass the whole text",
-    ),
-    "mask-of-another-shape": (
-        dict(attention_mask=torch.tensor([[0, 1, 1, 1]])),
-        r"attention_mask has shape \(1, 4\) and input_ids \(1, 6\); pass the whole text",
-    ),
-    "positions-from-one": (
-        dict(position_ids=torch.arange(1, 7)[None]),
-        "position_ids do not count the unpadded tokens",
-    ),
-    "too-few-positions": (
-        dict(position_ids=torch.arange(5)[None]),
-        "position_ids do not count the unpadded tokens",
-    ),
-    "drafter-name": (
-        dict(drafter="eagle9"),
-        r"drafter='eagle9' is not known; expected one of \['auto'",
-    ),
-    "too-many-seeds": (
-        dict(do_sample=True, seed=[1, 2]),
-        "seed has 2 entries; expected one int, or one per row of the batch of 1",
-    ),
-    "seed-and-generator": (
-        dict(do_sample=True, seed=1, generator=torch.Generator()),
-        "seed and generator both determine the noise",
-    ),
-}
+    "attentions-under-sdpa": (dict(output_attentions=True, return_dict_in_generate=True),
+        "output_attentions=True needs attn_implementation='eager'"),
+    "mask-too-long": (dict(attention_mask=torch.ones(1, 7)),
+        r"attention_mask has shape \(1, 7\) and input_ids \(1, 6\); pass the whole text"),
+    "mask-of-another-shape": (dict(attention_mask=torch.tensor([[0, 1, 1, 1]])),
+        r"attention_mask has shape \(1, 4\) and input_ids \(1, 6\); pass the whole text"),
+    "positions-from-one": (dict(position_ids=torch.arange(1, 7)[None]),
+        "position_ids do not count the unpadded tokens"),
+    "too-few-positions": (dict(position_ids=torch.arange(5)[None]),
+        "position_ids do not count the unpadded tokens"),
+    "drafter-name": (dict(drafter="eagle9"), r"drafter='eagle9' is not known; expected one of \['auto'"),
+    "too-many-seeds": (dict(do_sample=True, seed=[1, 2]),
+        "seed has 2 entries; expected one int, or one per row of the batch of 1"),
+    "seed-and-generator": (dict(do_sample=True, seed=1, generator=torch.Generator()),
+        "seed and generator both determine the noise"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ARGUMENTS)
@@ -138,41 +110,17 @@ def test_seeds_are_ints_of_64_bits(seed):
 @pytest.mark.parametrize(
     "given, error, message",
     [
-        (
-            torch.arange(5),
-            ValueError,
-            r"has shape \[5\]; expected ids .*\[None\] is a batch of one row",
-        ),
-        (
-            torch.zeros(1, 2, 3, dtype=torch.long),
-            ValueError,
-            r"has shape \[1, 2, 3\]; expected ids \[",
-        ),
-        (
-            torch.zeros(1, 5),
-            ValueError,
-            "is of torch.float32; expected integers, .*inputs_embeds",
-        ),
-        (
-            torch.ones(1, 5, dtype=torch.bool),
-            ValueError,
-            "is of torch.bool; expected integers",
-        ),
-        (
-            "text",
-            TypeError,
-            r"is a str; expected a tensor of ids \[batch, length\], such as tokenizer",
-        ),
+        (torch.arange(5), ValueError, r"has shape \[5\]; expected ids .*\[None\] is a batch of one row"),
+        (torch.zeros(1, 2, 3, dtype=torch.long), ValueError, r"has shape \[1, 2, 3\]; expected ids \["),
+        (torch.zeros(1, 5), ValueError, "is of torch.float32; expected integers, .*inputs_embeds"),
+        (torch.ones(1, 5, dtype=torch.bool), ValueError, "is of torch.bool; expected integers"),
+        ("text", TypeError, r"is a str; expected a tensor of ids \[batch, length\], such as tokenizer"),
         ([[1, 2]], TypeError, "is a list; expected a tensor of ids"),
         (np.ones((1, 2), dtype=int), TypeError, "is a ndarray; expected a tensor of ids"),
-        (
-            {"input_ids": None},
-            TypeError,
-            r"is a dict; pass its entries: generate\(model, \*\*inputs",
-        ),
+        ({"input_ids": None}, TypeError, r"is a dict; pass its entries: generate\(model, \*\*inputs"),
     ],
     ids=["1-d", "3-d", "float", "bool", "text", "list", "array", "mapping"],
-)
+)  # fmt: skip
 def test_what_is_no_batch_of_ids(name, given, error, message):
     with pytest.raises(error, match=f"^{name} {message}"):
         specdec_ext.generate(tiny_model("llama"), **{name: given}, max_new_tokens=2)
@@ -204,12 +152,8 @@ def test_a_row_of_paddings_only():
 
 
 ONE_TOKEN = {
-    "added-column": (
-        "xlm",
-        {"emb_dim": 32, "n_layers": 2, "n_heads": 4},
-        "a token that it appends",
-    ),
-}
+    "added-column": ("xlm", {"emb_dim": 32, "n_layers": 2, "n_heads": 4}, "a token that it appends"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ONE_TOKEN)
@@ -271,41 +215,26 @@ def tree(context, tokens, parents):
 
 
 BROKEN_TREES = {
-    "wrong-roots": (
-        lambda c: DraftTree.root((c.roots + 1) % VOCAB),
-        r"Fixed returned a DraftTree whose roots are .* must be the last committed token",
-    ),
-    "a-row-too-few": (
-        lambda c: DraftTree.root(c.roots[1:]),
-        r"tokens are torch.int64 \(1, 1\); expected torch.int64 of shape \(2, nodes\)",
-    ),
-    "int32": (
-        lambda c: DraftTree(c.roots[:, None].int(), torch.full((2, 1), -1)),
-        r"tokens are torch.int32 \(2, 1\)",
-    ),
-    "parents-of-another-shape": (
-        lambda c: DraftTree(c.roots[:, None], torch.full((2, 3), -1)),
-        r"tokens \(2, 1\) and parents \(2, 3\); expected equal shapes",
-    ),
+    "wrong-roots": (lambda c: DraftTree.root((c.roots + 1) % VOCAB),
+        r"Fixed returned a DraftTree whose roots are .* must be the last committed token"),
+    "a-row-too-few": (lambda c: DraftTree.root(c.roots[1:]),
+        r"tokens are torch.int64 \(1, 1\); expected torch.int64 of shape \(2, nodes\)"),
+    "int32": (lambda c: DraftTree(c.roots[:, None].int(), torch.full((2, 1), -1)),
+        r"tokens are torch.int32 \(2, 1\)"),
+    "parents-of-another-shape": (lambda c: DraftTree(c.roots[:, None], torch.full((2, 3), -1)),
+        r"tokens \(2, 1\) and parents \(2, 3\); expected equal shapes"),
     "one-dimension": (lambda c: DraftTree(c.roots, c.roots), r"tokens are torch.int64 \(2,\)"),
-    "no-nodes": (
-        lambda c: DraftTree(c.roots[:, None][:, :0], c.roots[:, None][:, :0]),
-        "with at least the root",
-    ),
+    "no-nodes": (lambda c: DraftTree(c.roots[:, None][:, :0], c.roots[:, None][:, :0]),
+        "with at least the root"),
     "root-without-minus-one": (lambda c: tree(c, [5], [0, 0]), r"parents\[0, 0\] = 0; expected -1"),
     "two-roots": (lambda c: tree(c, [5], [-1, -1]), r"parents\[0, 1\] = -1"),
     "a-later-parent": (lambda c: tree(c, [5, 6], [-1, 2, 0]), r"parents\[0, 1\] = 2"),
     "its-own-parent": (lambda c: tree(c, [5], [-1, 1]), r"parents\[0, 1\] = 1"),
     "parent-minus-three": (lambda c: tree(c, [5], [-1, -3]), r"parents\[0, 1\] = -3"),
-    "token-beyond-the-vocabulary": (
-        lambda c: tree(c, [5, VOCAB], [-1, 0, 0]),
-        r"Fixed drafted token 97 \(row 0, node 2\); the target's vocabulary is \[0, 97\)",
-    ),
-    "negative-token": (
-        lambda c: tree(c, [-1], [-1, 0]),
-        r"Fixed drafted token -1 \(row 0, node 1\)",
-    ),
-}
+    "token-beyond-the-vocabulary": (lambda c: tree(c, [5, VOCAB], [-1, 0, 0]),
+        r"Fixed drafted token 97 \(row 0, node 2\); the target's vocabulary is \[0, 97\)"),
+    "negative-token": (lambda c: tree(c, [-1], [-1, 0]), r"Fixed drafted token -1 \(row 0, node 1\)"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BROKEN_TREES)

@@ -1,4 +1,4 @@
-"""The head that comes with the package: it fits, it is found, it drafts well, and it changes no text."""
+"""The bundled head fits the bundled target, is found for it, drafts well and changes no text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec_ext.heads.checkpoints import check_pair, tokenizer_fingerprint, wei
 CARD = (assets.FOLDER / "tiny-python-head" / "README.md").read_text()
 
 
-def test_it_is_the_head_of_the_bundled_target():
+def test_head_fits_the_bundled_target():
     head = assets.load_head()
     assert check_pair(head, assets.load_target()) == []
     assert head.config.fc_norm and head.config.norm_output
@@ -24,8 +24,8 @@ def test_it_is_the_head_of_the_bundled_target():
     assert sum(path.stat().st_size for path in files) < 20e6
 
 
-def test_its_checkpoint_leaves_nothing_open():
-    """Which target, with which weights and which tokenizer; and how every ambiguous field is meant."""
+def test_checkpoint_records_its_target_and_tokenizer():
+    """No field is ambiguous."""
     record, target = assets.load_head().record, assets.load_target()
     assert record.ambiguous == ()
     assert record.target_name == "tiny-python-target"
@@ -34,8 +34,8 @@ def test_its_checkpoint_leaves_nothing_open():
     assert record.tokenizer_fingerprint == tokenizer_fingerprint(assets.load_tokenizer())
 
 
-def test_generate_tells_of_a_target_with_other_weights():
-    """A fine-tuned copy has the name that the head was made for."""
+def test_generate_warns_once_of_other_weights():
+    """A fine-tuned copy of the target has the same name."""
     target = assets.load_target()
     with torch.no_grad():
         for parameter in target.parameters():
@@ -47,7 +47,7 @@ def test_generate_tells_of_a_target_with_other_weights():
     assert len(told) == 1
 
 
-def test_auto_finds_it_wherever_the_target_lies(tmp_path):
+def test_auto_finds_the_head_of_a_copied_target(tmp_path):
     target = assets.load_target()
     target.save_pretrained(tmp_path)
     for model in (target, type(target).from_pretrained(tmp_path)):
@@ -56,8 +56,8 @@ def test_auto_finds_it_wherever_the_target_lies(tmp_path):
         assert drafter.model_based.head.config == assets.load_head().config
 
 
-def test_its_drafts_are_accepted_and_the_text_stays():
-    """The card's number is of all prompts and 128 tokens; a part of them must not be far from it."""
+def test_drafts_are_accepted_and_the_text_is_unchanged():
+    """The model card gives tokens per step on all prompts; four prompts must come near."""
     target, tokenizer = assets.load_target(), assets.load_tokenizer()
     drafter = specdec_ext.HeadDrafter(assets.load_head(), specdec_ext.TreeConfig(depth=5))
     emitted = steps = 0
@@ -65,21 +65,15 @@ def test_its_drafts_are_accepted_and_the_text_stays():
         ids = tokenizer(prompt["prompt"], return_tensors="pt")["input_ids"]
         options = {"max_new_tokens": 48, "do_sample": False}
         plain = specdec_ext.generate(target, ids, drafter=None, **options)
-        output = specdec_ext.generate(
-            target,
-            ids,
-            drafter=drafter,
-            speculation="fixed",
-            return_dict_in_generate=True,
-            **options,
-        )
+        options |= {"speculation": "fixed", "return_dict_in_generate": True}
+        output = specdec_ext.generate(target, ids, drafter=drafter, **options)
         assert torch.equal(output.sequences, plain)
         emitted += output.speculation_stats.accepted_tokens
         steps += output.speculation_stats.drafts
     assert 1 + emitted / steps > 2.5
 
 
-def test_the_card_claims_what_was_asked_for():
+def test_model_card_states_the_tokens_per_step():
     (length,) = re.findall(r"held-out Python .*\*\*(\d\.\d\d)\*\*", CARD)
     assert float(length) >= 3
     assert "specdec train bundled" in CARD and "prose" in CARD

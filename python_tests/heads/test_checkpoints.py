@@ -1,4 +1,4 @@
-"""Checkpoints are read as what they are, in every published layout.
+"""Checkpoints in every published layout are read as their authors mean them.
 
 Claims: the checkpoints that other projects have written (golden/) give the options that their READMEs and
 configs state, and their tensors bit for bit; a head that was written is read back with equal config and bits,
@@ -32,43 +32,21 @@ GOLDEN_OPTIONS = {
     "eagle3_full_vocab": {"draft_vocab_size": 512},
     "eagle3_gqa_small_vocab": {"draft_vocab_size": 200},
     "eagle3_target_hidden_differs": {"draft_vocab_size": 200, "target_hidden_size": 96},
-    "speculators_eagle31_fcnorm_normout": {
-        "draft_vocab_size": 200,
-        "own_embedding": True,
-        "fc_norm": True,
-        "norm_output": True,
-    },
-    "speculators_eagle3_defaults_beforefc": {
-        "draft_vocab_size": 200,
-        "own_embedding": True,
-        "norm_before_fc": True,
-        "norm_before_residual": True,
-        "norm_output": True,
-    },
-    "speculators_qwen3_two_layers": {
-        "draft_vocab_size": 200,
-        "own_embedding": True,
-        "norm_before_residual": True,
-        "qk_norm": True,
-        "num_layers": 2,
-        "head_dim": 32,
-    },
-}
+    "speculators_eagle31_fcnorm_normout": {"draft_vocab_size": 200, "own_embedding": True, "fc_norm": True,
+        "norm_output": True},
+    "speculators_eagle3_defaults_beforefc": {"draft_vocab_size": 200, "own_embedding": True,
+        "norm_before_fc": True, "norm_before_residual": True, "norm_output": True},
+    "speculators_qwen3_two_layers": {"draft_vocab_size": 200, "own_embedding": True,
+        "norm_before_residual": True, "qk_norm": True, "num_layers": 2, "head_dim": 32},
+}  # fmt: skip
 FLAGS = [
-    "own_embedding",
-    "fc_bias",
-    "qkv_bias",
-    "o_bias",
-    "qk_norm",
-    "fc_norm",
-    "norm_before_fc",
-    "norm_before_residual",
-    "norm_output",
+    *("own_embedding", "fc_bias", "qkv_bias", "o_bias", "qk_norm", "fc_norm"),
+    *("norm_before_fc", "norm_before_residual", "norm_output"),
 ]
 
 
 @pytest.mark.parametrize("case", GOLDEN_OPTIONS)
-def test_golden_checkpoints(case):
+def test_golden_checkpoints_have_the_stated_options(case):
     head = load_draft(GOLDEN / case / "draft")
     config, options = head.config, GOLDEN_OPTIONS[case]
     assert config.kind == case[:6].replace("specul", "eagle3")
@@ -85,7 +63,7 @@ def test_golden_checkpoints(case):
 
 
 @pytest.mark.parametrize("case", GOLDEN_OPTIONS)
-def test_golden_tensors_are_those_of_the_file(case):
+def test_golden_tensors_are_read_bit_for_bit(case):
     head = load_draft(GOLDEN / case / "draft")
     stored = load_file(GOLDEN / case / "draft" / "model.safetensors")
     for name, tensor in head.tensors.items():
@@ -205,29 +183,23 @@ def test_golden_heads_are_written_and_read_back(tmp_path, case, layout):
         ("speculators", "eagle3", {"o_bias": True}, "o_bias=True"),
         ("speculators", "eagle3", {"fc_norm": True, "norm_before_fc": True}, "norm_before_fc=True"),
         ("speculators", "eagle3", {"num_layers": 2, "sliding_windows": (8, 9)}, "only one size"),
-        (
-            "speculators",
-            "eagle3",
-            {"has_fc": False, "num_features": 1, "feature_layers": (-1,)},
-            "has_fc=False",
-        ),
+        ("speculators", "eagle3", {"has_fc": False, "num_features": 1, "feature_layers": (-1,)},
+            "has_fc=False"),
     ],
-)
-def test_what_a_layout_has_no_word_for_is_refused(tmp_path, layout, kind, options, message):
+)  # fmt: skip
+def test_options_that_a_layout_cannot_express_are_refused(tmp_path, layout, kind, options, message):
     message = message.replace("(8,)", r"\(8,\)")
     with pytest.raises(ValueError, match=message):
         save_draft(random_head(kind, **options), tmp_path / "head", layout=layout)
     assert not (tmp_path / "head").exists()
 
 
-def test_an_unknown_layout_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"layout='hf'; expected one of \('eagle', 'speculators'\)"
-    ):
+def test_unknown_layout_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"layout='hf'; expected one of \('eagle', 'specul"):
         save_draft(random_head(), tmp_path, layout="hf")
 
 
-def test_an_lm_head_that_is_the_embedding_is_written_beside_it(tmp_path):
+def test_lm_head_that_shares_the_embedding_is_written(tmp_path):
     head = random_head(own_embedding=True)
     head.tensors["lm_head.weight"] = head.tensors["embed_tokens.weight"]
     assert_same_head(load_draft(save_draft(head, tmp_path)), head)
@@ -241,8 +213,8 @@ def test_both_spellings_of_the_layers_are_written(tmp_path):
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 17, 32]
 
 
-def test_the_targets_width_is_written_where_it_differs(tmp_path):
-    """SafeAILab's code takes the field, whatever its value, to mean that the file has an embedding."""
+def test_target_hidden_size_is_written_where_it_differs(tmp_path):
+    """SafeAILab's code expects an embedding in the file if the field exists, with any value."""
     save_draft(random_head(), tmp_path)
     assert "target_hidden_size" not in read_folder(tmp_path)[0]
     save_draft(random_head(target_hidden_size=24), tmp_path)
@@ -256,7 +228,7 @@ def test_target_and_tokenizer_are_recorded(tmp_path, layout):
     record = load_draft(tmp_path).record
     assert record.target_name == "o/n"
     assert record.tokenizer_fingerprint == tokenizer_fingerprint(tokenizer)
-    # What was recorded stays recorded when the head is written again.
+    # A head that is read and written again keeps both.
     save_draft(load_draft(tmp_path), tmp_path / "again", layout=layout)
     again = load_draft(tmp_path / "again").record
     assert again.target_name == "o/n"
@@ -264,7 +236,7 @@ def test_target_and_tokenizer_are_recorded(tmp_path, layout):
 
 
 @pytest.mark.parametrize("layout", ["eagle", "speculators"])
-def test_an_absent_epsilon_is_that_of_transformers_configs(tmp_path, layout):
+def test_absent_epsilon_is_that_of_transformers_configs(tmp_path, layout):
     """1e-6, as in SafeAILab's EConfig, LlamaConfig and Qwen3Config."""
     folder = save_draft(random_head(rms_norm_eps=0.5), tmp_path, layout=layout)
     config, tensors = read_folder(folder)
@@ -298,10 +270,6 @@ def without(*names):
     return edit
 
 
-def nested_layers_only(config, tensors):
-    del config["eagle_aux_hidden_state_layer_ids"]
-
-
 def old_rope_scaling(config, tensors):
     scaling = config["rope_scaling"]
     scaling["type"] = scaling.pop("rope_type")
@@ -317,10 +285,6 @@ def legacy_aux_norms(config, tensors):
     config["use_aux_norm"] = config.pop("fc_norm")
     for index, name in enumerate(("low", "mid", "high")):
         tensors[f"aux_norm_{name}.weight"] = tensors.pop(f"fc_norm.{index}.weight")
-
-
-def nested_norm_before_fc_only(config, tensors):
-    del config["norm_before_fc"]
 
 
 def vllm_peagle(field):
@@ -353,67 +317,32 @@ SPELLINGS = {
     "vllm-d2t": ("eagle", {"draft_vocab_size": 40}, rename("d2t", "draft_id_to_target_id")),
     "legacy-norms": ("eagle", {"fc_norm": True}, legacy_aux_norms),
     "legacy-norms-silent": ("eagle", {"fc_norm": True}, without("fc_norm")),
-    "nested-layers": ("eagle", {"feature_layers": (2, 30, 58)}, nested_layers_only),
-    "nested-norm-before-fc": ("eagle", {"norm_before_fc": True}, nested_norm_before_fc_only),
-    "silent-norm-before-fc": (
-        "eagle",
-        {"norm_before_fc": True},
-        without("eagle_config", "norm_before_fc"),
-    ),
+    "nested-layers": ("eagle", {"feature_layers": (2, 30, 58)}, without("eagle_aux_hidden_state_layer_ids")),
+    "nested-norm-before-fc": ("eagle", {"norm_before_fc": True}, without("norm_before_fc")),
+    "silent-norm-before-fc": ("eagle", {"norm_before_fc": True}, without("eagle_config", "norm_before_fc")),
     "no-rope": ("eagle", {}, without("rope_theta", "rope_scaling")),
     "old-rope": ("eagle", {"rope_parameters": LLAMA3_ROPE}, old_rope_scaling),
     "no-head-dim": ("eagle", {}, without("head_dim")),
     "no-kv-heads": ("eagle", {"num_kv_heads": 4}, without("num_key_value_heads")),
-    "safeailab": (
-        "eagle",
-        {"draft_vocab_size": 40},
-        without("eagle_config", "num_aux_hidden_states", "norm_output"),
-    ),
-    "nulls": (
-        "eagle",
-        {},
-        settings(rope_scaling=None, target_hidden_size=None, sliding_window=None),
-    ),
-    "text-of-a-vision-model": (
-        "eagle",
-        {
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e6,
-                "mrope_section": [2, 1, 1],
-            }
-        },
-        settings(rope_scaling={"type": "mrope", "mrope_section": [2, 1, 1]}),
-    ),
+    "safeailab": ("eagle", {"draft_vocab_size": 40},
+        without("eagle_config", "num_aux_hidden_states", "norm_output")),
+    "nulls": ("eagle", {}, settings(rope_scaling=None, target_hidden_size=None, sliding_window=None)),
+    "text-part-of-a-vision-model": ("eagle",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}},
+        settings(rope_scaling={"type": "mrope", "mrope_section": [2, 1, 1]})),
     "window-that-is-off": ("eagle", {}, settings(sliding_window=512, use_sliding_window=False)),
-    "reused-lm-head": (
-        "eagle",
-        {"own_lm_head": False},
-        settings(draft_vocab_size=97, reuse_target_lm_head=True),
-    ),
+    "reused-lm-head": ("eagle", {"own_lm_head": False},
+        settings(draft_vocab_size=97, reuse_target_lm_head=True)),
     "buffers": ("eagle", {}, with_buffers),
     "unused-fc": ("eagle", EAGLE["no-features"], fc_that_is_not_run),
-    "silent-residual": (
-        "speculators",
-        {"norm_before_residual": True},
-        without("norm_before_residual"),
-    ),
+    "silent-residual": ("speculators", {"norm_before_residual": True}, without("norm_before_residual")),
     "silent-peagle": ("speculators", {"mask_token_id": 3}, without("norm_before_residual")),
     **{
-        f"peagle-{field}": (
-            "speculators",
-            {"mask_token_id": 7, "num_layers": 2},
-            vllm_peagle(field),
-        )
-        for field in (
-            "mask_token_id",
-            "dflash_config.mask_token_id",
-            "dspark_noise_token_id",
-            "pard_token",
-            "ptd_token_id",
-        )
+        f"peagle-{field}": ("speculators", {"mask_token_id": 7, "num_layers": 2}, vllm_peagle(field))
+        for field in ("mask_token_id", "dflash_config.mask_token_id", "dspark_noise_token_id", "pard_token",
+            "ptd_token_id")
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SPELLINGS)
@@ -427,8 +356,8 @@ def test_other_spellings_give_the_same_head(tmp_path, case):
     assert_same_head(load_draft(write_folder(tmp_path / "theirs", config, tensors)), head)
 
 
-def test_tied_lm_heads(tmp_path):
-    """SGLang: tied means the head's embedding; without one of its own, the target's."""
+def test_tied_lm_head_is_the_heads_embedding_or_the_targets(tmp_path):
+    """As in SGLang: the head's own embedding, or the target's if the head has none."""
     config, tensors = read_folder(save_draft(random_head(own_embedding=True), tmp_path))
     config["tie_word_embeddings"] = True
     del tensors["lm_head.weight"]
@@ -444,7 +373,7 @@ def test_tied_lm_heads(tmp_path):
 # --- files -------------------------------------------------------------------------------------------
 
 
-def test_a_weight_file_names_its_checkpoint(tmp_path):
+def test_path_of_a_weight_file_is_accepted(tmp_path):
     head = random_head()
     save_draft(head, tmp_path)
     assert_same_head(load_draft(tmp_path / "model.safetensors"), head)
@@ -452,7 +381,7 @@ def test_a_weight_file_names_its_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "anything.pt"])
-def test_torch_files(tmp_path, name):
+def test_torch_files_give_the_same_head(tmp_path, name):
     head = random_head("eagle1", torch.float16, own_embedding=True)
     _, tensors = read_folder(save_draft(head, tmp_path))
     (tmp_path / "model.safetensors").unlink()
@@ -461,7 +390,7 @@ def test_torch_files(tmp_path, name):
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_sharded_files(tmp_path, suffix):
+def test_sharded_files_give_the_same_head(tmp_path, suffix):
     head = random_head(draft_vocab_size=40)
     _, tensors = read_folder(save_draft(head, tmp_path))
     (tmp_path / "model.safetensors").unlink()
@@ -482,8 +411,8 @@ def write_shards(folder: Path, tensors: dict[str, torch.Tensor], suffix: str) ->
     (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
 
 
-def test_a_hub_id_is_read_from_the_cache_when_offline(tmp_path, monkeypatch):
-    """The hub's cache as huggingface_hub lays it out; offline, nothing else is asked."""
+def test_hub_id_is_read_from_the_cache_when_offline(tmp_path, monkeypatch):
+    """The folders are those of huggingface_hub's cache."""
     commit = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / "models--org--head"
     head = random_head()
@@ -496,15 +425,12 @@ def test_a_hub_id_is_read_from_the_cache_when_offline(tmp_path, monkeypatch):
     assert_same_head(found, head)
     assert found.source == "org/head"
     assert_same_head(load_draft("org/head", revision=commit), head)
-    with pytest.raises(
-        OSError,
-        match=r"'org/other' is neither a file .* not in the hub's cache, and HF_HUB_OFFLINE",
-    ):
+    message = "'org/other' is neither a file .* not in the hub's cache, and HF_HUB_OFFLINE"
+    with pytest.raises(OSError, match=message):
         load_draft("org/other")
 
 
-def test_a_hub_repository_of_pickles_is_asked_for_twice(tmp_path, monkeypatch):
-    """Pickles are fetched only where there are no safetensors."""
+def test_pickles_are_fetched_only_without_safetensors(tmp_path, monkeypatch):
     head = random_head()
     _, tensors = read_folder(save_draft(head, tmp_path))
     (tmp_path / "model.safetensors").unlink()
@@ -528,7 +454,7 @@ def test_a_hub_repository_of_pickles_is_asked_for_twice(tmp_path, monkeypatch):
 # --- overrides ---------------------------------------------------------------------------------------
 
 
-def test_overrides_stand_above_the_checkpoint(tmp_path):
+def test_overrides_replace_the_checkpoints_options(tmp_path):
     save_draft(random_head(norm_output=True, feature_layers=(2, 3, 4)), tmp_path)
     head = load_draft(tmp_path, norm_output=False, feature_layers=[1, 2, 3], dtype=torch.bfloat16)
     assert head.config.norm_output is False
@@ -537,7 +463,7 @@ def test_overrides_stand_above_the_checkpoint(tmp_path):
     assert {tensor.dtype for tensor in head.tensors.values()} == {torch.bfloat16}
 
 
-def test_mixed_types_can_be_converted(tmp_path):
+def test_mixed_dtypes_are_converted_on_request(tmp_path):
     """Old EAGLE-1 files have a float32 embedding beside float16 weights."""
     head = random_head("eagle1", torch.float16, own_embedding=True)
     config, tensors = read_folder(save_draft(head, tmp_path))
@@ -546,13 +472,13 @@ def test_mixed_types_can_be_converted(tmp_path):
     assert_same_head(load_draft(tmp_path, dtype=torch.float16), head)
 
 
-def test_none_overrides_nothing(tmp_path):
+def test_override_of_none_changes_nothing(tmp_path):
     head = random_head(norm_output=True, feature_layers=(2, 3, 4))
     save_draft(head, tmp_path)
     assert_same_head(load_draft(tmp_path, feature_layers=None, norm_output=None), head)
 
 
-def test_other_overrides(tmp_path):
+def test_rope_windows_and_scale_can_be_overridden(tmp_path):
     save_draft(random_head(), tmp_path)
     rope = {"type": "linear", "factor": 2}
     config = load_draft(tmp_path, rope_parameters=rope, sliding_windows=[7], logit_scale=2).config
@@ -575,15 +501,15 @@ def test_other_overrides(tmp_path):
         ({"rope_parameters": {"rope_type": "spiral"}}, "rope_type is 'spiral'"),
     ],
 )
-def test_overrides_are_checked(tmp_path, overrides, message):
+def test_invalid_overrides_are_refused(tmp_path, overrides, message):
     save_draft(random_head(), tmp_path)
     with pytest.raises(ValueError, match=message):
         load_draft(tmp_path, **overrides)
 
 
 @pytest.mark.parametrize("kind, layers", [("eagle3", (1, 2, 3)), ("eagle1", (-1,))])
-def test_tensors_may_stay_in_their_file(kind, layers, tmp_path):
-    """Read anew whenever they are asked for, checked each time; a drafter named by its folder does it."""
+def test_unkept_tensors_are_read_and_checked_at_each_access(kind, layers, tmp_path):
+    """A drafter that is named by its folder keeps its tensors in the file."""
     head = random_head(kind, torch.bfloat16, feature_layers=layers)
     save_draft(head, tmp_path)
     unkept = load_draft(tmp_path, keep=False)

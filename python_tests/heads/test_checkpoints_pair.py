@@ -1,7 +1,8 @@
 """Which states of the target a head reads, and whether head and target belong together.
 
-Claims: ids of tapped layers are read as each project means them, on configs as they are published; a pair
-that can't work is an error that names every reason; a pair that looks wrong is told, a good one is not.
+Claims: the ids of the layers that a head reads are understood as each project means them, in published
+configs; a pair that can't work is an error that names every reason; a doubtful pair gives a warning, a good one
+none.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pytest
 import torch
 from checkpoint_cases import random_head, read_folder, write_folder
 from medusa_cases import random_heads
-from tiny import VOCAB, tiny_model
+from tiny import SIZES, VOCAB, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec_ext import assets
@@ -30,7 +31,7 @@ from specdec_ext.heads.checkpoints.feature_layers import recorded_layers
 from specdec_ext.heads.checkpoints.fields import Fields
 from specdec_ext.heads.config import HeadRecord
 
-# --- tapped layers -----------------------------------------------------------------------------------
+# --- layers that a head reads ------------------------------------------------------------------------
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 # name: config, expected hidden states, target layers
@@ -42,21 +43,9 @@ PUBLISHED = {
     "SpecForge, from 4": ({"eagle_config": {IDS: [4, 20, 40]}}, (5, 21, 41), 48),
     "SpecForge, Gemma 3 27B": ({"eagle_config": {IDS: [1, 29, 61]}}, (2, 30, 62), 62),
     "SpecForge default, 32 layers": ({"eagle_config": {IDS: [1, 15, 28]}}, (2, 16, 29), 32),
-    "speculators, 32 layers": (
-        {"speculators_model_type": "eagle3", IDS: [2, 16, 29]},
-        (2, 16, 29),
-        32,
-    ),
-    "speculators, any order": (
-        {"speculators_model_type": "eagle3", IDS: [29, 2, 16]},
-        (2, 16, 29),
-        32,
-    ),
-    "speculators that begins with 1": (
-        {"speculators_model_type": "eagle3", IDS: [1, 9]},
-        (1, 9),
-        32,
-    ),
+    "speculators, 32 layers": ({"speculators_model_type": "eagle3", IDS: [2, 16, 29]}, (2, 16, 29), 32),
+    "speculators, any order": ({"speculators_model_type": "eagle3", IDS: [29, 2, 16]}, (2, 16, 29), 32),
+    "speculators that begins with 1": ({"speculators_model_type": "eagle3", IDS: [1, 9]}, (1, 9), 32),
     "vLLM, at the top": ({IDS: [1, 15, 28]}, (1, 15, 28), 32),
     "vLLM V2, nested": ({"eagle_config": {"layer_ids": [2, 16, 29]}}, (2, 16, 29), 32),
     "dflash": ({"dflash_config": {"target_layer_ids": [1, 9, 17]}}, (2, 10, 18), 36),
@@ -66,17 +55,13 @@ PUBLISHED = {
     "nested without ids": ({"eagle_config": {"use_aux_hidden_state": True}}, None, 32),
     "absent": ({}, None, 32),
     "empty lists": ({IDS: [], "eagle_config": {IDS: []}}, None, 32),
-    "an empty list beside another": (
-        {IDS: [], "eagle_config": {IDS: [1, 15, 28]}},
-        (2, 16, 29),
-        32,
-    ),
-}
+    "an empty list beside another": ({IDS: [], "eagle_config": {IDS: [1, 15, 28]}}, (2, 16, 29), 32),
+}  # fmt: skip
 GUESSED = {"SpecForge, from 4"}
 
 
 @pytest.mark.parametrize("case", PUBLISHED)
-def test_layer_ids_of_published_configs(case):
+def test_layer_ids_of_published_configs_are_understood(case):
     config, expected, num_layers = PUBLISHED[case]
     found = recorded_layers(Fields(config, "config.json"))
     assert found.layers == expected
@@ -86,15 +71,14 @@ def test_layer_ids_of_published_configs(case):
 
 
 @pytest.mark.parametrize("num_layers", [8, 32, 36, 61])
-def test_both_spellings_of_the_default_are_the_default(num_layers):
-    """SpecForge's default in its own spelling is EAGLE-3's default."""
+def test_specforges_default_layers_are_those_of_eagle3(num_layers):
     outputs = [1, num_layers // 2 - 1, num_layers - 4]
     found = recorded_layers(Fields({"eagle_config": {IDS: outputs}}, "config.json"))
     assert found.layers == random_head().config.resolved_feature_layers(num_layers)
 
 
-def test_a_head_without_tapped_layers_reads_the_last_hidden_state(tmp_path):
-    """use_aux_hidden_state: false (nvidia's short-context gpt-oss head), whatever ids stand beside it."""
+def test_head_without_aux_hidden_states_reads_the_last_hidden_state(tmp_path):
+    """As nvidia's short-context gpt-oss head with use_aux_hidden_state: false, which wins over layer ids."""
     head = random_head(has_fc=False, num_features=1, feature_layers=(-1,))
     read = load_draft(save_draft(head, tmp_path))
     assert read.config.feature_layers == (-1,)
@@ -106,14 +90,13 @@ def test_a_head_without_tapped_layers_reads_the_last_hidden_state(tmp_path):
 
 @functools.cache
 def target(**overrides):
-    """A target without weights: a check needs none."""
+    """A target without weights, because the check reads only its config."""
     sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 64,
+        **SIZES,
         "num_hidden_layers": 8,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
     }
-    sizes |= {"num_attention_heads": 4, "tie_word_embeddings": False}
     config = AutoConfig.for_model("llama", **{**sizes, **overrides})
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
@@ -132,67 +115,47 @@ GOOD = {
 
 
 @pytest.mark.parametrize("case", GOOD)
-def test_good_pairs_pass_in_silence(case):
+def test_good_pairs_raise_no_doubt(case):
     kind, options = GOOD[case]
     assert check_pair(random_head(kind, **options), target()) == []
     assert check_pair(random_head(kind, **options), target(), assets.load_tokenizer()) == []
 
 
-def test_a_target_with_weights_passes_as_well():
+def test_target_with_weights_raises_no_doubt():
     assert check_pair(random_head(feature_layers=(0, 1, 2)), tiny_model("llama")) == []
 
 
 BAD = {
-    "narrow features": (
-        {"target_hidden_size": 24, "own_embedding": True},
-        {},
-        "width 24, but the target's have 32",
-    ),
-    "shared embedding of another width": (
-        {"hidden_size": 16, "head_dim": 4},
-        {},
-        "uses the target's embedding, but its width is 16 and the target's 32",
-    ),
-    "target with more tokens": (
-        {"own_embedding": True},
-        {"vocab_size": 98},
-        "embedding has 97 tokens, but the target has 98",
-    ),
-    "target with fewer tokens": (
-        {},
-        {"vocab_size": 96},
-        "token ids up to 96, but the target has only 96",
-    ),
-    "lm_head of another size": (
-        {"own_lm_head": False},
-        {"vocab_size": 98},
-        r"has shape \[98, 32\]; expected \[97, 32\]",
-    ),
-    "layer outside": (
-        {"feature_layers": (2, 4, 9)},
-        {},
-        r"\[2, 4, 9\] \(HeadConfig\), but the target has only layers 0 to 7; pass feature_layers",
-    ),
+    "narrow features": ({"target_hidden_size": 24, "own_embedding": True}, {},
+        "width 24, but the target's have 32"),
+    "shared embedding of another width": ({"hidden_size": 16, "head_dim": 4}, {},
+        "uses the target's embedding, but its width is 16 and the target's 32"),
+    "target with more tokens": ({"own_embedding": True}, {"vocab_size": 98},
+        "embedding has 97 tokens, but the target has 98"),
+    "target with fewer tokens": ({}, {"vocab_size": 96}, "token ids up to 96, but the target has only 96"),
+    "lm_head of another size": ({"own_lm_head": False}, {"vocab_size": 98},
+        r"has shape \[98, 32\]; expected \[97, 32\]"),
+    "layer outside": ({"feature_layers": (2, 4, 9)}, {},
+        r"\[2, 4, 9\] \(HeadConfig\), but the target has only layers 0 to 7; pass feature_layers"),
     "shallow target": ({}, {"num_hidden_layers": 3}, r"are \[2, 1, 0\] for a target of 3 layers"),
     "very shallow target": ({}, {"num_hidden_layers": 1}, "the target has only layers 0 to 0"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_pairs_that_cannot_work(case):
+def test_pairs_that_cannot_work_are_refused(case):
     options, overrides, message = BAD[case]
-    with pytest.raises(
-        ValueError, match=f"a head made in memory can't draft for LlamaFor.*{message}"
-    ):
+    message = f"a head made in memory can't draft for LlamaFor.*{message}"
+    with pytest.raises(ValueError, match=message):
         check_pair(random_head(**options), target(**overrides))
 
 
-def test_every_reason_is_named_at_once():
+def test_error_names_every_reason():
     with pytest.raises(ValueError, match=r"width 24.*layers 0 to 7"):
         check_pair(random_head(target_hidden_size=24, feature_layers=(2, 4, 9)), target())
 
 
-def test_a_tied_head_needs_a_tied_target():
+def test_tied_head_needs_a_tied_target():
     head = random_head(own_lm_head=False)
     tied = type(head)(head.config, head.tensors, record=HeadRecord(tied=True))
     assert check_pair(tied, target(tie_word_embeddings=True)) == []
@@ -211,15 +174,15 @@ def test_a_tied_head_needs_a_tied_target():
         ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base", False),
     ],
 )
-def test_another_target_is_told(recorded, name, same):
+def test_other_target_name_raises_a_doubt(recorded, name, same):
     head = random_head()
     head = type(head)(head.config, head.tensors, record=HeadRecord(target_name=recorded))
     model = target(bos_token_id=1)  # its own copy: its name is changed
     model.config._name_or_path = name
     doubts = check_pair(head, model)
-    assert [
-        f"was trained for {recorded}, but the target is {name}; " in doubt for doubt in doubts
-    ] == ([] if same else [True])
+    assert len(doubts) == (not same)
+    for doubt in doubts:
+        assert f"was trained for {recorded}, but the target is {name}; " in doubt
 
 
 def without_own_section(config, tensors):
@@ -233,18 +196,15 @@ def only_nested_layers(config, tensors):
 AMBIGUOUS = {
     "norm_output of SpecForge": ({"norm_output": True}, without_own_section, ["norm_output"]),
     "nested ids": ({"feature_layers": (3, 4, 6)}, only_nested_layers, ["feature_layers"]),
-    "both": (
-        {"feature_layers": (3, 4, 6), "norm_output": True},
-        only_nested_layers,
-        ["feature_layers", "norm_output"],
-    ),
+    "both": ({"feature_layers": (3, 4, 6), "norm_output": True}, only_nested_layers,
+        ["feature_layers", "norm_output"]),
     "what is saved here": ({"feature_layers": (3, 4, 6), "norm_output": True}, None, []),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", AMBIGUOUS)
-def test_a_reading_that_is_a_guess_is_told(case, tmp_path):
-    """... until somebody who knows says which, by the caller's arguments or by a calibration."""
+def test_ambiguous_option_raises_a_doubt_until_it_is_given(case, tmp_path):
+    """Arguments of load_draft give it, or a calibration."""
     options, edit, expected = AMBIGUOUS[case]
     folder = save_draft(random_head(**options), tmp_path)
     config, tensors = read_folder(folder)
@@ -264,14 +224,12 @@ def test_a_reading_that_is_a_guess_is_told(case, tmp_path):
     assert check_pair(saved, target()) == [] and saved.config == head.config
 
 
-def test_our_own_section_must_agree_with_the_file(tmp_path):
+def test_specdec_ext_section_must_agree_with_the_config(tmp_path):
     folder = save_draft(random_head(norm_output=True), tmp_path)
     config, tensors = read_folder(folder)
     config["norm_output"] = False
     write_folder(folder, config, tensors)
-    with pytest.raises(
-        ValueError, match="norm_output is False, but True in its section specdec_ext"
-    ):
+    with pytest.raises(ValueError, match="norm_output is False, but True in its section specdec_"):
         load_draft(folder)
 
 
@@ -285,7 +243,7 @@ def named(model, name, revision=None):
 
 
 def made_for(model, folder, kind):
-    """A head, or Medusa heads, that were saved for this target, as they are read."""
+    """A head, or Medusa heads, saved for this target and read again."""
     if kind == "medusa":
         return load_draft(save_medusa(random_heads(), folder, layout="vllm", target=model))
     return load_draft(
@@ -294,7 +252,7 @@ def made_for(model, folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["eagle", "speculators", "medusa"])
-def test_a_head_knows_its_target_by_its_weights(kind, tmp_path):
+def test_other_weights_of_the_target_raise_a_doubt(kind, tmp_path):
     model = named(tiny_model("llama"), "org/name", "0123abcd")
     head = made_for(model, tmp_path, kind)
     assert head.record.target_name == "org/name" and head.record.target_revision == "0123abcd"
@@ -311,15 +269,15 @@ def test_a_head_knows_its_target_by_its_weights(kind, tmp_path):
     assert "was trained for org/name, but the target is org/tuned" in doubt
 
 
-def test_without_weights_the_revision_is_compared(tmp_path):
+def test_other_revision_raises_a_doubt_without_weights(tmp_path):
     head = made_for(named(tiny_model("llama"), "org/name", "0123abcd"), tmp_path, "eagle")
     (doubt,) = check_pair(head, named(target(bos_token_id=3), "org/name", "4567"))
     assert "was trained for revision 0123abcd of org/name, but the target is revision 4567" in doubt
     assert check_pair(head, named(target(bos_token_id=3), "org/name", "0123abcd")) == []
 
 
-def test_a_fingerprint_is_that_of_the_values():
-    """Not of the dtype, the names or the wrapping; None where there are no plain numbers."""
+def test_fingerprint_depends_on_values_alone():
+    """Neither dtype nor names nor wrappers change it; without plain numbers it is None."""
     model = named(tiny_model("llama"), "")
     rounded = copy.deepcopy(model).bfloat16()
     assert weights_fingerprint(rounded) == weights_fingerprint(model)
@@ -330,19 +288,17 @@ def test_a_fingerprint_is_that_of_the_values():
     assert weights_fingerprint(target()) is None
 
 
-def test_a_local_target_is_recorded_by_the_name_of_its_folder(tmp_path):
+def test_local_target_is_recorded_by_its_folder_name(tmp_path):
     model = named(tiny_model("llama"), str(tmp_path))
     head = made_for(model, tmp_path / "head", "eagle")
     assert head.record.target_name == tmp_path.name
 
 
-def test_medusa_heads_and_their_target():
+def test_medusa_heads_are_checked_against_their_target():
     heads = random_heads()
     assert check_pair(heads, target()) == []
-    with pytest.raises(
-        ValueError,
-        match=r"width 32, but the target's have 64.*up to 96, but the target has only 96",
-    ):
+    message = "width 32, but the target's have 64.*up to 96, but the target has only 96"
+    with pytest.raises(ValueError, match=message):
         check_pair(heads, target(hidden_size=64, vocab_size=96))
     heads = dataclasses.replace(heads, record=HeadRecord(target_name="org/other"))
     model = target(bos_token_id=2)
@@ -350,13 +306,13 @@ def test_medusa_heads_and_their_target():
     assert "was trained for org/other, but the target is org/this" in check_pair(heads, model)[0]
 
 
-def test_tokens_that_the_head_does_not_know_are_told():
-    """A target that got more tokens works with a head that has its embedding from the target."""
+def test_tokens_that_the_head_does_not_know_raise_a_doubt():
+    """A target with added tokens works with a head that uses the target's embedding."""
     doubts = check_pair(random_head(), target(vocab_size=100))
     assert len(doubts) == 1 and "a vocabulary of 97 tokens, but the target has 100" in doubts[0]
 
 
-def test_another_tokenizer_is_told(tmp_path):
+def test_other_tokenizer_raises_a_doubt(tmp_path):
     tokenizer = assets.load_tokenizer()
     head = load_draft(save_draft(random_head(), tmp_path, tokenizer=tokenizer))
     assert check_pair(head, target(), tokenizer) == []

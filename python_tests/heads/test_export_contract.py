@@ -1,6 +1,6 @@
-"""What other engines make of an exported config.json: they must see the head that was exported.
+"""Other engines read from an exported config.json the head that was exported.
 
-An engine that does not find an option computes something else, or refuses the file. The tables say where each
+An engine that does not find an option computes something else or refuses the file. The tables say where each
 looks, as tried with vLLM 0.33 (``transformers_utils/configs/speculators/algos.py`` and its EAGLE models) and
 SGLang 0.5.23 (``models/llama_eagle3.py``). Claims: for every option that a layout can express, what an engine
 finds is what the head computes.
@@ -20,26 +20,17 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 # the same name or (name, name there); "given" copies only what is there and not null or empty.
 VLLM_COPIES = {
     "eagle3": {
-        "always": [
-            ("draft_vocab_size", None),
-            ("norm_before_residual", True),
-            ("norm_before_fc", False),
-            ("fc_norm", False),
-            ("norm_output", False),
-        ],
+        "always": [("draft_vocab_size", None), ("norm_before_residual", True), ("norm_before_fc", False),
+            ("fc_norm", False), ("norm_output", False)],
         "given": ["target_hidden_size", IDS],
         "renamed": {},
     },
     "peagle": {
-        "always": [
-            ("draft_vocab_size", None),
-            ("norm_before_residual", False),
-            ("norm_before_fc", False),
-        ],
+        "always": [("draft_vocab_size", None), ("norm_before_residual", False), ("norm_before_fc", False)],
         "given": ["target_hidden_size", IDS],
         "renamed": {"mask_token_id": "pard_token"},
     },
-}
+}  # fmt: skip
 VLLM_ARCHITECTURES = {"llama", "qwen3"}
 # Field of HeadConfig -> the name under which an engine's model looks, and what it takes for absence.
 VLLM_READS = {
@@ -92,29 +83,23 @@ OPTIONS = {
     "Qwen": {"qk_norm": True, "norm_before_residual": True},
     "bias, norm before fc": {"qkv_bias": True, "o_bias": True, "norm_before_fc": True},
     "P-EAGLE": {"mask_token_id": 7, "num_layers": 4},
-    "P-EAGLE of EAGLE 3.1": {
-        "mask_token_id": 7,
-        "fc_norm": True,
-        "norm_output": True,
-        "norm_before_residual": True,
-    },
-    "P-EAGLE, two layers tapped": {"mask_token_id": 0, "num_features": 2, "feature_layers": (3, 6)},
-}
+    "P-EAGLE of EAGLE 3.1": {"mask_token_id": 7, "fc_norm": True, "norm_output": True,
+        "norm_before_residual": True},
+    "P-EAGLE, two features": {"mask_token_id": 0, "num_features": 2, "feature_layers": (3, 6)},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-def test_vllm_sees_the_head_that_was_exported(case, tmp_path):
+def test_vllm_reads_the_exported_head(case, tmp_path):
     head = random_head(**OPTIONS[case])
     config, tensors = read_folder(save_draft(head, tmp_path, layout="speculators"))
     seen = seen_by_vllm(config)
     compare(head, seen, VLLM_READS)
     assert seen["model_type"] in VLLM_ARCHITECTURES
     assert seen.get(IDS) == (list(head.config.feature_layers or ()) or None)
-    assert (
-        tensors["fc.weight"].shape[1]
-        == seen["num_aux_hidden_states"] * head.config.target_hidden_size
-    )
-    # What vLLM insists on before it looks at the rest.
+    width = seen["num_aux_hidden_states"] * head.config.target_hidden_size
+    assert tensors["fc.weight"].shape[1] == width
+    # vLLM refuses a config without these.
     proposal = config["speculators_config"]
     assert proposal["proposal_methods"][0]["speculative_tokens"] > 0
     assert "name_or_path" in proposal["verifier"]
@@ -128,7 +113,7 @@ EAGLE = {
 
 
 @pytest.mark.parametrize("case", EAGLE)
-def test_sglang_sees_the_head_that_was_exported(case, tmp_path):
+def test_sglang_reads_the_exported_head(case, tmp_path):
     head = random_head(**EAGLE[case])
     config, _ = read_folder(save_draft(head, tmp_path, layout="eagle"))
     compare(head, config, SGLANG_READS)

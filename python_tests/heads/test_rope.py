@@ -14,8 +14,8 @@ from specdec_ext.heads.rope import rope_tables
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_equal_transformers(kind):
-    """Row p is what transformers uses when the token at position p is decoded."""
+def test_tables_equal_transformers(kind):
+    """Row p holds the values that transformers uses for position p."""
     head = config(kind)
     cosines, sines = rope_tables(head, 40)
     rope = LlamaRotaryEmbedding(
@@ -35,24 +35,23 @@ def test_equal_transformers(kind):
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_hidden_size_does_not_count(kind):
-    """Heads have a dimension of their own: the hidden size need not be a multiple of their number."""
+def test_hidden_size_does_not_matter(kind):
+    """head_dim is given: the hidden size need not be a multiple of the number of heads."""
     narrow = dataclasses.replace(config(kind), hidden_size=30)
     for given, expected in zip(rope_tables(narrow, 40), rope_tables(config(kind), 40), strict=True):
         assert torch.equal(given, expected)
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_a_table_that_grows_keeps_its_rows(kind):
-    for short, long in zip(
-        rope_tables(config(kind), 20), rope_tables(config(kind), 50), strict=True
-    ):
+def test_longer_table_begins_with_the_shorter_one(kind):
+    tables = (rope_tables(config(kind), positions) for positions in (20, 50))
+    for short, long in zip(*tables, strict=True):
         assert torch.equal(short, long[:20])
 
 
 @pytest.mark.parametrize("kind", ["default", "linear"])
-def test_partial_rotation(kind):
-    """Half of the elements, with the frequencies of a head of half the size."""
+def test_partial_rotation_has_the_frequencies_of_a_smaller_head(kind):
+    """Half of the elements are rotated, with the frequencies of a head of half the size."""
     head = config(kind, partial_rotary_factor=0.5)
     cosines, _ = rope_tables(head, 10)
     assert cosines.shape == (10, head.head_dim // 4)
@@ -61,14 +60,13 @@ def test_partial_rotation(kind):
     torch.testing.assert_close(cosines[7, -1], torch.tensor(7 * slowest).cos())
 
 
-def test_float64_is_finer_and_no_other():
-    single, double = (
-        rope_tables(config("yarn"), 30, dtype) for dtype in (torch.float32, torch.float64)
-    )
+def test_float64_tables_are_close_to_float32():
+    single = rope_tables(config("yarn"), 30, torch.float32)
+    double = rope_tables(config("yarn"), 30, torch.float64)
     assert double[0].dtype == torch.float64
     torch.testing.assert_close(single[0].double(), double[0], rtol=0, atol=1e-5)
 
 
-def test_an_unknown_type():
+def test_unknown_type_is_refused():
     with pytest.raises(ValueError, match="rope_type 'spiral'; expected 'default' or one of"):
         rope_tables(config("spiral"), 4)

@@ -29,39 +29,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle1-two-layers": ("eagle1", {"qkv_bias": True, "num_layers": 2, "own_embedding": True}),
     "eagle3": ("eagle3", {**_LAYERS, **_NARROW}),
     "eagle3.1": ("eagle3", {**_LAYERS, "fc_norm": True, "norm_output": True}),
-    "qk-norm-window": (
-        "eagle3",
-        {
-            **_LAYERS,
-            **_NARROW,
-            "qk_norm": True,
-            "num_layers": 2,
-            "sliding_windows": (5, None),
-            "norm_before_residual": True,
-            "norm_before_fc": True,
-            "qkv_bias": True,
-            "o_bias": True,
-        },
-    ),
-    "no-fc": (
-        "eagle3",
-        {"num_features": 1, "feature_layers": (-1,), "has_fc": False, "logit_scale": 0.5},
-    ),
-    "p-eagle": (
-        "eagle3",
-        {
-            **_LAYERS,
-            "num_layers": 2,
-            "mask_token_id": 3,
-            "rope_parameters": {
-                "rope_type": "linear",
-                "rope_theta": 500.0,
-                "factor": 2.0,
-                "partial_rotary_factor": 0.5,
-            },
-        },
-    ),
-}
+    "qk-norm-window": ("eagle3", {**_LAYERS, **_NARROW, "qk_norm": True, "num_layers": 2,
+        "sliding_windows": (5, None), "norm_before_residual": True, "norm_before_fc": True, "qkv_bias": True,
+        "o_bias": True}),
+    "no-fc": ("eagle3", {"num_features": 1, "feature_layers": (-1,), "has_fc": False, "logit_scale": 0.5}),
+    "p-eagle": ("eagle3", {**_LAYERS, "num_layers": 2, "mask_token_id": 3,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0,
+        "partial_rotary_factor": 0.5}}),
+}  # fmt: skip
 TREES = {
     "chain": TreeConfig(depth=4),
     "static": TreeConfig(choices=((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))),

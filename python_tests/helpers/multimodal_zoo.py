@@ -98,18 +98,11 @@ _MROPE = {
 _EYE = {"patch_size": PATCH, "depth": 2, "out_hidden_size": zoo.HIDDEN}
 KINDS: dict[str, Kind] = {
     "llava": Kind(4, pixel_values, {**_TOKEN, "vision_config": _IMAGE}),
-    "llava_next": Kind(
-        10,
-        base_and_tile,
-        {**_TOKEN, "vision_config": _IMAGE, "image_grid_pinpoints": [[SIZE, SIZE]]},
-    ),
-    "qwen2_vl": Kind(
-        4,
-        patches,
+    "llava_next": Kind(10, base_and_tile,
+        {**_TOKEN, "vision_config": _IMAGE, "image_grid_pinpoints": [[SIZE, SIZE]]}),
+    "qwen2_vl": Kind(4, patches,
         {**_QWEN, "vision_config": {**_EYE, "embed_dim": zoo.HIDDEN}, "text_config": _MROPE},
-        types="mm_token_type_ids",
-        around=(92, 93),
-    ),
+        types="mm_token_type_ids", around=(92, 93)),
     "qwen2_5_vl": Kind(
         4,
         patches,
@@ -136,22 +129,10 @@ KINDS: dict[str, Kind] = {
         types="mm_token_type_ids",
         around=(92, 93),
     ),
-    "qwen3_5": Kind(
-        4,
-        patches,
-        {
-            **_QWEN,
-            "vision_config": {**_EYE, "num_position_embeddings": 16},
-        },
-        types="mm_token_type_ids",
-        around=(92, 93),
-    ),
-    "gemma3": Kind(
-        4,
-        pixel_values,
-        {**_TOKEN, "mm_tokens_per_image": 4, "vision_config": _IMAGE},
-        types="token_type_ids",
-    ),
+    "qwen3_5": Kind(4, patches, {**_QWEN, "vision_config": {**_EYE, "num_position_embeddings": 16}},
+        types="mm_token_type_ids", around=(92, 93)),
+    "gemma3": Kind(4, pixel_values, {**_TOKEN, "mm_tokens_per_image": 4, "vision_config": _IMAGE},
+        types="token_type_ids"),
     "paligemma": Kind(
         4,
         pixel_values,
@@ -182,18 +163,8 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "internvl": Kind(1, pixel_values, {**_TOKEN, "vision_config": _SQUARE}),
-    "mistral3": Kind(
-        4,
-        sized_images,
-        {
-            **_TOKEN,
-            "vision_config": {
-                "image_size": 2 * SIZE,
-                "patch_size": PATCH,
-                "head_dim": zoo.HEAD_DIM,
-            },
-        },
-    ),
+    "mistral3": Kind(4, sized_images,
+        {**_TOKEN, "vision_config": {"image_size": 2 * SIZE, "patch_size": PATCH, "head_dim": zoo.HEAD_DIM}}),
     "aya_vision": Kind(1, pixel_values, {**_TOKEN, "vision_config": _IMAGE}),
     "blip-2": Kind(
         4,
@@ -205,19 +176,10 @@ KINDS: dict[str, Kind] = {
             "qformer_config": {"encoder_hidden_size": zoo.HIDDEN},
         },
     ),
-    "qwen2_audio": Kind(
-        4,
-        masked_sound,
-        {
-            "audio_token_index": MEDIA,
-            "audio_token_id": MEDIA,
-            "audio_config": {"max_source_positions": 8},
-        },
-    ),
-    "voxtral": Kind(
-        4, sound, {"audio_token_id": MEDIA, "audio_config": {"max_source_positions": 8}}
-    ),
-}
+    "qwen2_audio": Kind(4, masked_sound,
+        {"audio_token_index": MEDIA, "audio_token_id": MEDIA, "audio_config": {"max_source_positions": 8}}),
+    "voxtral": Kind(4, sound, {"audio_token_id": MEDIA, "audio_config": {"max_source_positions": 8}}),
+}  # fmt: skip
 
 
 @functools.cache

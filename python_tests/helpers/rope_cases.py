@@ -9,19 +9,11 @@ TYPES = {
     "linear": {"factor": 4.0},
     "dynamic": {"factor": 4.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 8},
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
-    "longrope": {
-        "factor": 4.0,
-        "long_factor": [2.0, 3.0, 4.0, 5.0],
-        "short_factor": [1.0, 1.5, 2.0, 2.5],
-        "original_max_position_embeddings": 16,
-    },
-}
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16},
+    "longrope": {"factor": 4.0, "long_factor": [2.0, 3.0, 4.0, 5.0], "short_factor": [1.0, 1.5, 2.0, 2.5],
+        "original_max_position_embeddings": 16},
+}  # fmt: skip
 
 
 def config(kind, **more):

@@ -31,17 +31,12 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "mistral-window": ("mistral", {"sliding_window": 8}),
-    "gpt2": (
-        "gpt2",
-        {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 64},
-    ),
+    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 64}),
     "gemma2-window": ("gemma2", {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}),
-    "gemma3-window": (
-        "gemma3_text",
-        {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "num_hidden_layers": 6},
-    ),
+    "gemma3-window": ("gemma3_text", {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8,
+        "num_hidden_layers": 6}),
     "phi": ("phi", {"partial_rotary_factor": 0.5}),
-}
+}  # fmt: skip
 ARCHITECTURES = list(CONFIGS)
 _DECODER = dict(
     d_model=32,
@@ -92,74 +87,30 @@ COUNTING: dict[str, tuple[str, dict]] = {
 # Attention with a bias or a cut-off by distance.
 BY_DISTANCE: dict[str, tuple[str, dict]] = {
     "bloom": ("bloom", {"n_layer": 3, "n_head": 4}),
-    "mpt": (
-        "mpt",
-        {"d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 128, "use_cache": True},
-    ),
+    "mpt": ("mpt", {"d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 128, "use_cache": True}),
     "falcon-alibi": ("falcon", {"alibi": True, "new_decoder_architecture": False}),
-    "gpt_neo-window": (
-        "gpt_neo",
-        {
-            "attention_types": [[["global", "local"], 2]],
-            "num_hidden_layers": 4,
-            "num_heads": 4,
-            "window_size": 6,
-            "max_position_embeddings": 64,
-        },
-    ),
-}
+    "gpt_neo-window": ("gpt_neo", {"attention_types": [[["global", "local"], 2]], "num_hidden_layers": 4,
+        "num_heads": 4, "window_size": 6, "max_position_embeddings": 64}),
+}  # fmt: skip
 # Caches with more or fewer tensors than keys and values, or with windows of their own kind.
 CACHES: dict[str, tuple[str, dict]] = {
     "deepseek_v32": ("deepseek_v32", {**_SPARSE, "first_k_dense_replace": 1}),
     "deepseek_v3": ("deepseek_v3", {**_SPARSE, "first_k_dense_replace": 1}),
-    "minimax_m3": (
-        "minimax_m3_vl_text",
-        {
-            "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
-            "mlp_layer_types": ["dense"] * 3,
-            "dense_intermediate_size": 64,
-            "head_dim": 16,
-            "index_block_size": 4,
-            "index_topk_blocks": 2,
-            "index_n_heads": 2,
-            "index_head_dim": 16,
-        },
-    ),
-    "gemma3n-shared": (
-        "gemma3n_text",
-        {
-            "head_dim": 8,
-            "sliding_window": 8,
-            "num_hidden_layers": 4,
-            "num_kv_shared_layers": 2,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "vocab_size_per_layer_input": VOCAB,
-            "hidden_size_per_layer_input": 8,
-            "intermediate_size": 64,
-            "laurel_rank": 8,
-            "altup_num_inputs": 2,
-        },
-    ),
-    "llama4-chunks": (
-        "llama4_text",
-        {
-            "attention_chunk_size": 8,
-            "floor_scale": 4,
-            "attn_scale": 0.5,
-            "head_dim": 8,
-            "intermediate_size_mlp": 64,
-            "num_local_experts": 2,
-            "num_hidden_layers": 4,
-        },
-    ),
-    "gpt_oss-sinks": (
-        "gpt_oss",
-        {"head_dim": 8, "sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
-    ),
+    "minimax_m3": ("minimax_m3_vl_text", {"layer_types": ["full_attention", "minimax_m3_sparse",
+        "minimax_m3_sparse"], "mlp_layer_types": ["dense"] * 3, "dense_intermediate_size": 64, "head_dim": 16,
+        "index_block_size": 4, "index_topk_blocks": 2, "index_n_heads": 2, "index_head_dim": 16}),
+    "gemma3n-shared": ("gemma3n_text", {"head_dim": 8, "sliding_window": 8, "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8, "intermediate_size": 64,
+        "laurel_rank": 8, "altup_num_inputs": 2}),
+    "llama4-chunks": ("llama4_text", {"attention_chunk_size": 8, "floor_scale": 4, "attn_scale": 0.5,
+        "head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2, "num_hidden_layers": 4}),
+    "gpt_oss-sinks": ("gpt_oss", {"head_dim": 8, "sliding_window": 8, "num_local_experts": 2,
+        "num_experts_per_tok": 1}),
     # Its parameter A is zero in a new model, so all tokens tie.
     "doge-keep": ("doge", {"keep_window_size": 8}),
     "moshi-window": ("moshi", {"sliding_window": 8, "ffn_dim": 64, "head_dim": 8}),
-}
+}  # fmt: skip
 CONFIGS |= COUNTING | BY_DISTANCE | CACHES
 CONFIGS["gpt2-short"] = ("gpt2", {**CONFIGS["gpt2"][1], "max_position_embeddings": 32})
 

@@ -26,16 +26,12 @@ def traces(model: PreTrainedModel) -> dict:
         "registries": [(dict(r._local_mapping), dict(r._global_mapping)) for r in registries],
         "scans": [getattr(source, SCAN, None) for source in sources],
         "context": dict(contextvars.copy_context().items()),
-        "modes": (
-            torch.is_inference_mode_enabled(),
-            torch.is_grad_enabled(),
-            torch.is_autocast_enabled("cpu"),
-            model.training,
-        ),
+        "modes": (torch.is_inference_mode_enabled(), torch.is_grad_enabled(),
+            torch.is_autocast_enabled("cpu"), model.training),
         "configs": (model.config.to_dict(), model.generation_config.to_dict()),
         "threads": torch.get_num_threads(),
         "patches": (dict(changes._patches), dict(changes._lock._owner), list(changes._left_behind)),
-    }
+    }  # fmt: skip
 
 
 def _hooks(module: nn.Module) -> dict:

@@ -18,23 +18,13 @@ import specdec_ext
 # One of every kind of attention, cache, position and mask.
 REPRESENTATIVE = {
     "exact-tree": [
-        *(
-            "bart",
-            "bert",
-            "bloom",
-            "deepseek_v3",
-            "deepseek_v32",
-            "falcon",
-            "gemma2",
-            "gemma3n_text",
-            "git",
-        ),
+        *("bart", "bert", "bloom", "deepseek_v3", "deepseek_v32", "falcon", "gemma2", "gemma3n_text", "git"),
         *("gpt2", "gpt_neo", "gpt_oss", "llama", "llama4_text", "mixtral", "mpt", "opt", "phi3"),
         *("falcon_h1", "jamba", "lfm2", "mamba", "mamba2", "nemotron_h", "qwen3_next"),
         *("openai-gpt", "recurrent_gemma", "rwkv"),
     ],
     "exact-plain": ["bert+encoder", "xlm"],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -238,22 +238,14 @@ def test_opcheck(shape, device):
     [
         ("scores", lambda t: t.double(), r"must be torch.float32, got torch.float64; convert"),
         ("scores", lambda t: t[0], r"must be \[batch, candidates\], got shape \[9\]"),
-        (
-            "scores",
-            lambda t: t.repeat(1, 500),
-            r"must have at most 4096 candidates .* got 4500; keep",
-        ),
-        (
-            "tokens",
-            lambda t: t[:, 1:],
-            r"must be \[batch, candidates\] = \[1, 9\], got shape \[1, 8\]",
-        ),
+        ("scores", lambda t: t.repeat(1, 500), r"must have at most 4096 candidates .* got 4500; keep"),
+        ("tokens", lambda t: t[:, 1:], r"must be \[batch, candidates\] = \[1, 9\], got shape \[1, 8\]"),
         ("parents", lambda t: t.int(), r"must be torch.int64, got torch.int32; convert"),
         ("root_tokens", lambda t: t[None], r"must be \[batch\] = \[1\], got shape \[1, 1\]"),
         ("nodes", lambda n: 0, r"must be 1 to 1024 \(node 0 is the root\), got 0"),
         ("nodes", lambda n: 1025, r"must be 1 to 1024 \(node 0 is the root\), got 1025"),
     ],
-)
+)  # fmt: skip
 def test_rejects(name, change, message):
     names = ["scores", "tokens", "parents", "root_tokens", "nodes"]
     arguments = dict(zip(names, (*random_arguments(1, 9), 4), strict=True))

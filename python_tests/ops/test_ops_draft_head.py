@@ -46,31 +46,13 @@ from specdec_ext.tree.config import TreeConfig
 
 DTYPES = [torch.float32, torch.bfloat16]
 ODD_SIZES: dict[str, dict[str, Any]] = {
-    "odd": dict(
-        hidden_size=48,
-        num_heads=3,
-        num_kv_heads=1,
-        head_dim=20,
-        intermediate_size=77,
-        vocab_size=101,
-        draft_vocab_size=101,
-        target_hidden_size=17,
-    ),
-    "ones": dict(
-        hidden_size=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=2,
-        intermediate_size=1,
-        vocab_size=1,
-        draft_vocab_size=1,
-        target_hidden_size=1,
-        num_features=1,
-        feature_layers=(1,),
-    ),
+    "odd": dict(hidden_size=48, num_heads=3, num_kv_heads=1, head_dim=20, intermediate_size=77,
+        vocab_size=101, draft_vocab_size=101, target_hidden_size=17),
+    "ones": dict(hidden_size=1, num_heads=1, num_kv_heads=1, head_dim=2, intermediate_size=1, vocab_size=1,
+        draft_vocab_size=1, target_hidden_size=1, num_features=1, feature_layers=(1,)),
     # Several blocks of lm_head, the last one not full.
     "vocabulary": dict(vocab_size=2000, draft_vocab_size=1201),
-}
+}  # fmt: skip
 # In rows of 16 bytes.
 KERNEL_ODD_SIZES: dict[str, dict[str, Any]] = {
     "odd": dict(
@@ -83,22 +65,12 @@ KERNEL_ODD_SIZES: dict[str, dict[str, Any]] = {
         draft_vocab_size=101,
         target_hidden_size=20,
     ),
-    "least": dict(
-        hidden_size=4,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=8,
-        intermediate_size=4,
-        vocab_size=1,
-        draft_vocab_size=1,
-        target_hidden_size=4,
-        num_features=1,
-        feature_layers=(1,),
-    ),
+    "least": dict(hidden_size=4, num_heads=1, num_kv_heads=1, head_dim=8, intermediate_size=4, vocab_size=1,
+        draft_vocab_size=1, target_hidden_size=4, num_features=1, feature_layers=(1,)),
     "vocabulary": dict(vocab_size=2000, draft_vocab_size=1201),
     # Rows of weights of several slices; 9 heads share keys and values.
     "wide": dict(hidden_size=520, intermediate_size=1040, num_heads=9, num_kv_heads=1, head_dim=8),
-}
+}  # fmt: skip
 
 
 @pytest.fixture

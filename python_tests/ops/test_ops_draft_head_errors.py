@@ -20,18 +20,10 @@ from specdec_ext.tree.config import TreeConfig
 
 # Argument, change of a valid one, message.
 BAD_ARGUMENTS: list[tuple[str, Any, str]] = [
-    (
-        "features",
-        lambda t: t.double(),
-        r"must be torch.float32.*, got torch.float64; convert the head",
-    ),
+    ("features", lambda t: t.double(), r"must be torch.float32.*, got torch.float64; convert the head"),
     ("features", lambda t: t[0], r"must be \[rows, new, feature_width\], got shape \[4, 96\]"),
     ("features", lambda t: t[..., 1:], r"must be .* = \[3, 4, 96\], got shape \[3, 4, 95\]"),
-    (
-        "features",
-        lambda t: t.mT.contiguous().mT,
-        r"must be contiguous in its last dim.*, got stride 4",
-    ),
+    ("features", lambda t: t.mT.contiguous().mT, r"must be contiguous in its last dim.*, got stride 4"),
     ("tokens", lambda t: t.int(), r"must be torch.int64, got torch.int32"),
     ("tokens", lambda t: t[:, 1:], r"must be \[rows, new\] = \[3, 4\], got shape \[3, 3\]"),
     ("counts", lambda t: t[:2], r"must be \[rows\] = \[3\], got shape \[2\]"),
@@ -40,43 +32,15 @@ BAD_ARGUMENTS: list[tuple[str, Any, str]] = [
     ("roots", lambda t: t[:, None], r"must be \[rows\] = \[3\], got shape \[3, 1\]"),
     ("cosines", lambda t: t.double(), r"must be torch.float32, got torch.float64"),
     ("cosines", lambda t: t[0], r"must be \[positions, rotary / 2\], got shape \[4\]"),
-    (
-        "sines",
-        lambda t: t[1:],
-        r"must be \[positions, rotary / 2\] = \[128, 4\], got shape \[127, 4\]",
-    ),
-    (
-        "sines",
-        lambda t: t.mT.contiguous().mT,
-        r"must be contiguous in its last dimension, got stride 128",
-    ),
+    ("sines", lambda t: t[1:], r"must be \[positions, rotary / 2\] = \[128, 4\], got shape \[127, 4\]"),
+    ("sines", lambda t: t.mT.contiguous().mT, r"must be contiguous in its last dimension, got stride 128"),
     ("keys", lambda t: t.bfloat16(), r"must be torch.float32, got torch.bfloat16"),
-    (
-        "keys",
-        lambda t: t[0],
-        r"must be \[layers, rows, kv_heads, capacity, head_dim\], got shape \[",
-    ),
-    (
-        "keys",
-        lambda t: t[:, :2],
-        r"must be .* = \[2, 3, 2, 128, 8\], got shape \[2, 2, 2, 128, 8\]",
-    ),
-    (
-        "keys",
-        lambda t: t[:, :1].expand_as(t),
-        r"must not be an expanded tensor, got stride 0 in dim.* 1",
-    ),
-    (
-        "keys",
-        lambda t: t.mT.contiguous().mT,
-        r"must be contiguous in its last dimension, got stride 128",
-    ),
-    (
-        "values",
-        lambda t: t[..., :5, :],
-        r"must be .* = \[2, 3, 2, 128, 8\], got shape \[2, 3, 2, 5, 8\]",
-    ),
-]
+    ("keys", lambda t: t[0], r"must be \[layers, rows, kv_heads, capacity, head_dim\], got shape \["),
+    ("keys", lambda t: t[:, :2], r"must be .* = \[2, 3, 2, 128, 8\], got shape \[2, 2, 2, 128, 8\]"),
+    ("keys", lambda t: t[:, :1].expand_as(t), r"must not be an expanded tensor, got stride 0 in dim.* 1"),
+    ("keys", lambda t: t.mT.contiguous().mT, r"must be contiguous in its last dimension, got stride 128"),
+    ("values", lambda t: t[..., :5, :], r"must be .* = \[2, 3, 2, 128, 8\], got shape \[2, 3, 2, 5, 8\]"),
+]  # fmt: skip
 # What the CPU finds.
 BAD_NUMBERS: list[tuple[str, Any, str]] = [
     ("tokens", lambda t: t + 97, r"has \d+ in row 0; expected \[0, 97\)"),
@@ -109,73 +73,29 @@ LIMITS: dict[str, tuple[dict[str, Any], torch.dtype, dict[str, Any], str]] = {
         r"layout gives hidden_size = 36; the CUDA kernel takes multiples of 8, rows of 16 bytes; "
         r"specdec_ext.reference.draft_head drafts without such limits",
     ),
-    "intermediate_size": (
-        dict(intermediate_size=50),
-        torch.float32,
-        {},
-        r"layout gives intermediate_size = 50; the CUDA kernel takes multiples of 4",
-    ),
-    "feature_width": (
-        dict(target_hidden_size=18),
-        torch.float32,
-        {},
-        r"layout gives feature_width = 54; the CUDA kernel takes multiples of 4",
-    ),
-    "features": (
-        dict(target_hidden_size=22, num_features=2, feature_layers=(0, 1)),
-        torch.float32,
-        {},
-        r"layout gives feature_width / num_features = 22; the CUDA kernel takes multiples of 4",
-    ),
-    "head_dim": (
-        dict(head_dim=12),
-        torch.float32,
-        {},
-        r"layout gives head_dim = 12; the CUDA kernel takes multiples of 8; specdec_ext",
-    ),
-    "long head_dim": (
-        dict(head_dim=264),
-        torch.float32,
-        {},
-        r"layout gives head_dim = 264; the CUDA kernel takes up to 256",
-    ),
-    "layers": (
-        dict(num_layers=9),
-        torch.float32,
-        {},
-        r"layout gives layers = 9; the CUDA kernel takes up to 8",
-    ),
-    "depth": (
-        {},
-        torch.float32,
-        dict(tree=TreeConfig(65)),
-        r"depth gives levels = 65; the CUDA kernel takes up to 64",
-    ),
-    "top_k": (
-        {},
-        torch.float32,
-        dict(tree=TreeConfig(2, 33)),
-        r"top_k gives children = 33; the CUDA kernel takes up to 32",
-    ),
-    "rows": (
-        {},
-        torch.float32,
-        dict(rows=129),
-        r"features gives rows = 129; the CUDA kernel takes up to 128",
-    ),
-    "8 bits": (
-        {},
-        torch.float32,
-        dict(weights="int8"),
-        r"features must be torch.bfloat16 or torch.float16 for 8-bit weights, got torch.float32",
-    ),
-    "8-bit rows": (
-        dict(hidden_size=40),
-        torch.bfloat16,
-        dict(weights="float8"),
-        r"layout gives hidden_size = 40; the CUDA kernel takes multiples of 16",
-    ),
-}
+    "intermediate_size": (dict(intermediate_size=50), torch.float32, {},
+        r"layout gives intermediate_size = 50; the CUDA kernel takes multiples of 4"),
+    "feature_width": (dict(target_hidden_size=18), torch.float32, {},
+        r"layout gives feature_width = 54; the CUDA kernel takes multiples of 4"),
+    "features": (dict(target_hidden_size=22, num_features=2, feature_layers=(0, 1)), torch.float32, {},
+        r"layout gives feature_width / num_features = 22; the CUDA kernel takes multiples of 4"),
+    "head_dim": (dict(head_dim=12), torch.float32, {},
+        r"layout gives head_dim = 12; the CUDA kernel takes multiples of 8; specdec_ext"),
+    "long head_dim": (dict(head_dim=264), torch.float32, {},
+        r"layout gives head_dim = 264; the CUDA kernel takes up to 256"),
+    "layers": (dict(num_layers=9), torch.float32, {},
+        r"layout gives layers = 9; the CUDA kernel takes up to 8"),
+    "depth": ({}, torch.float32, dict(tree=TreeConfig(65)),
+        r"depth gives levels = 65; the CUDA kernel takes up to 64"),
+    "top_k": ({}, torch.float32, dict(tree=TreeConfig(2, 33)),
+        r"top_k gives children = 33; the CUDA kernel takes up to 32"),
+    "rows": ({}, torch.float32, dict(rows=129),
+        r"features gives rows = 129; the CUDA kernel takes up to 128"),
+    "8 bits": ({}, torch.float32, dict(weights="int8"),
+        r"features must be torch.bfloat16 or torch.float16 for 8-bit weights, got torch.float32"),
+    "8-bit rows": (dict(hidden_size=40), torch.bfloat16, dict(weights="float8"),
+        r"layout gives hidden_size = 40; the CUDA kernel takes multiples of 16"),
+}  # fmt: skip
 
 
 KERNELS = pytest.mark.parametrize(
@@ -246,42 +166,18 @@ def test_limits_of_cuda(options, dtype, changes, message, device):
         ([], (3, 0, 12), r"top_k must be 1 to 4096, got 0"),
         ([], (3, 3, 0), r"nodes must be 1 to 1024, got 0"),
         ([], (3, 3, 1025), r"nodes must be 1 to 1024, got 1025"),
-        (
-            [],
-            (2, 64, 12),
-            r"top_k = 64 at depth 2 makes 4160 candidates; expected at most 4096, so",
-        ),
+        ([], (2, 64, 12), r"top_k = 64 at depth 2 makes 4160 candidates; expected at most 4096, so"),
         ([], (4096, 4096, 12), r"top_k = 4096 at depth 4096 makes 68702703616 candidates"),
         ([[0, 0, 0]], (1, 1, 2), r"choices must be \[choices, 2\] = \[1, 2\], got shape \[1, 3\]"),
         ([[0, 0], [1, 0]], (2, 1, 2), r"choices must be fewer than nodes, 2, got shape \[2, 2\]"),
-        (
-            [[1, 0]],
-            (1, 1, 2),
-            r"choices has the node \(1, 0\) in row 0; expected an earlier node as parent",
-        ),
-        (
-            [[-1, 0]],
-            (1, 1, 2),
-            r"choices has the node \(-1, 0\) in row 0; expected an earlier node",
-        ),
-        (
-            [[0, 1]],
-            (1, 1, 2),
-            r"choices has the node \(0, 1\) in row 0; expected a rank in \[0, 1\)",
-        ),
-        (
-            [[0, -1]],
-            (1, 1, 2),
-            r"choices has the node \(0, -1\) in row 0; expected a rank in \[0, 1\)",
-        ),
-        (
-            [[0, 0], [1, 0], [0, 1]],
-            (2, 2, 4),
-            r"choices has the node .* in row 2; expected level order",
-        ),
+        ([[1, 0]], (1, 1, 2), r"choices has the node \(1, 0\) in row 0; expected an earlier node as parent"),
+        ([[-1, 0]], (1, 1, 2), r"choices has the node \(-1, 0\) in row 0; expected an earlier node"),
+        ([[0, 1]], (1, 1, 2), r"choices has the node \(0, 1\) in row 0; expected a rank in \[0, 1\)"),
+        ([[0, -1]], (1, 1, 2), r"choices has the node \(0, -1\) in row 0; expected a rank in \[0, 1\)"),
+        ([[0, 0], [1, 0], [0, 1]], (2, 2, 4), r"choices has the node .* in row 2; expected level order"),
         ([[0, 0]], (2, 1, 2), r"depth must be the depth of choices, 1, got 2"),
     ],
-)
+)  # fmt: skip
 def test_rejects_shapes_of_trees(choices, numbers, message, device, kernel):
     if kernel and message.startswith(("choices has", "depth must be the")):
         pytest.skip("read by the kernel")
@@ -310,41 +206,17 @@ LINKS = [[0, 0], [0, 1], [1, 0], [2, 0], [3, 0]]
 @pytest.mark.parametrize(
     ("levels", "on_cpu", "on_cuda"),
     [
-        (
-            ([2, 4, 5], [1, 1, 1]),
-            r"widths must be \[1, 2, 1\] for these choices, got \[1, 1, 1\]",
-            "",
-        ),
+        (([2, 4, 5], [1, 1, 1]), r"widths must be \[1, 2, 1\] for these choices, got \[1, 1, 1\]", ""),
         (([1, 4, 5], [1, 1, 1]), r"level_ends must be \[2, 4, 5\] for these choices, got \[1,", ""),
         (([2, 4], [1, 2, 1]), r"level_ends must be \[2, 4, 5\]", r"level_ends must be for each of"),
-        (
-            ([2, 4, 5], [1, 2]),
-            r"widths must be \[1, 2, 1\]",
-            r"widths must be for each of depth = 3",
-        ),
-        (
-            ([2, 2, 5], [1, 2, 1]),
-            r"level_ends must be",
-            r"level_ends must be ascending from 1, got",
-        ),
-        (
-            ([2, 4, 6], [1, 2, 1]),
-            r"level_ends must be",
-            r"level_ends must be ascending up to all 5",
-        ),
-        (
-            ([2, 4, 5], [2, 2, 1]),
-            r"widths must be",
-            r"widths must be .* at most the nodes above it",
-        ),
+        (([2, 4, 5], [1, 2]), r"widths must be \[1, 2, 1\]", r"widths must be for each of depth = 3"),
+        (([2, 2, 5], [1, 2, 1]), r"level_ends must be", r"level_ends must be ascending from 1, got"),
+        (([2, 4, 6], [1, 2, 1]), r"level_ends must be", r"level_ends must be ascending up to all 5"),
+        (([2, 4, 5], [2, 2, 1]), r"widths must be", r"widths must be .* at most the nodes above it"),
         (([2, 4, 5], [1, 2, 2]), r"widths must be", r"widths must be .* above it and on it, got"),
-        (
-            ([2, 4, 5], [1, 0, 1]),
-            r"widths must be",
-            r"widths must be .* got \[1, 0, 1\]; ops.draft_",
-        ),
+        (([2, 4, 5], [1, 0, 1]), r"widths must be", r"widths must be .* got \[1, 0, 1\]; ops.draft_"),
     ],
-)
+)  # fmt: skip
 def test_rejects_levels(levels, on_cpu, on_cuda, device, kernel):
     """CUDA can't compare them with choices, but does not let them lead it out of its memory."""
     message = on_cuda if kernel else on_cpu
@@ -364,87 +236,36 @@ def test_rejects_levels_of_dynamic_trees(ends, widths, device):
     [
         (lambda p: p.layout.clear(), r"layout ends before is_eagle1; make it with PackedHead.pack"),
         (lambda p: p.layout.__delitem__(slice(12, None)), r"layout must end with a sliding window"),
-        (
-            lambda p: p.layout.append(0),
-            r"weights must have 40 tensors for the layers of layout, got 30",
-        ),
-        (
-            lambda p: p.layout.__setitem__(3, 0),
-            r"layout gives hidden_size = 0; expected 1 to 268435456",
-        ),
-        (
-            lambda p: p.layout.__setitem__(3, 2**62),
-            r"layout gives hidden_size = 4611686018427387904",
-        ),
+        (lambda p: p.layout.append(0), r"weights must have 40 tensors for the layers of layout, got 30"),
+        (lambda p: p.layout.__setitem__(3, 0), r"layout gives hidden_size = 0; expected 1 to 268435456"),
+        (lambda p: p.layout.__setitem__(3, 2**62), r"layout gives hidden_size = 4611686018427387904"),
         (lambda p: p.layout.__setitem__(6, 3), r"layout gives 4 heads; expected a multiple of 3"),
-        (
-            lambda p: p.layout.__setitem__(8, 5),
-            r"layout gives feature_width 96; expected a multiple of num",
-        ),
-        (
-            lambda p: p.layout.__setitem__(10, 5),
-            r"layout gives mask_token_id = 5; expected a token",
-        ),
-        (
-            lambda p: p.layout.__setitem__(0, 1),
-            r"weights\[5\] \(fc\) must be .* = \[(1, 120, 32, 1|24, 120)\], got shape",
-        ),
-        (
-            lambda p: p.scalars.pop(),
-            r"scalars must be \[rms_norm_eps, logit_scale\], got 1 numbers",
-        ),
-        (
-            lambda p: p.weights.pop(),
-            r"weights must have 30 tensors for the layers of layout, got 29",
-        ),
-        (
-            lambda p: p.weights.__setitem__(0, p.weights[0][0]),
-            r"weights\[0\] \(embed_tokens\) must be \[to",
-        ),
-        (
-            lambda p: p.weights.__setitem__(1, p.weights[1][:0]),
-            r"weights\[1\] \(lm_head\) must be .* = \[(2, 24, 32, 1|61, 24)\], got",
-        ),
-        (
-            lambda p: p.weights.__setitem__(2, p.weights[2][:0]),
-            r"weights\[2\] \(draft_to_target\) must be there where lm_head has 61 tokens and the embed",
-        ),
-        (
-            lambda p: p.weights.__setitem__(2, p.weights[2].int()),
-            r"weights\[2\] .* must be torch.int64, got",
-        ),
-        (
-            lambda p: p.weights[2].fill_(97),
-            r"weights holds draft_to_target\[\d+\] = 97; expected a token in \[0, 97\)",
-        ),
-        (
-            lambda p: p.weights[2].fill_(-1),
-            r"weights holds draft_to_target\[\d+\] = -1; expected a token",
-        ),
-        (
-            lambda p: p.weights.__setitem__(5, p.weights[5][:0]),
-            r"layout gives feature_width 96; expected hid",
-        ),
-        (
-            lambda p: p.weights.__setitem__(7, p.weights[7][:0]),
-            r"weights\[7\] \(hidden_norm\) must be \[count",
-        ),
-        (
-            lambda p: p.weights.__setitem__(
-                11, p.weights[11].transpose(0, 1).contiguous().transpose(0, 1)
-            ),
-            r"weights\[11\] \(qkv_proj\) must be contiguous, got stride \d+ in dimension 1; PackedHead.pack",
-        ),
-        (
-            lambda p: p.weights.__setitem__(12, p.weights[12][1:]),
-            r"weights\[12\] \(qkv_proj bias\) must be",
-        ),
-        (
-            lambda p: p.weights.__setitem__(19, p.weights[19].bfloat16()),
-            r"weights\[19\] \(down_proj\) must be torch.float32, got torch.bfloat16",
-        ),
+        (lambda p: p.layout.__setitem__(8, 5), r"layout gives feature_width 96; expected a multiple of num"),
+        (lambda p: p.layout.__setitem__(10, 5), r"layout gives mask_token_id = 5; expected a token"),
+        (lambda p: p.layout.__setitem__(0, 1),
+            r"weights\[5\] \(fc\) must be .* = \[(1, 120, 32, 1|24, 120)\], got shape"),
+        (lambda p: p.scalars.pop(), r"scalars must be \[rms_norm_eps, logit_scale\], got 1 numbers"),
+        (lambda p: p.weights.pop(), r"weights must have 30 tensors for the layers of layout, got 29"),
+        (lambda p: p.weights.__setitem__(0, p.weights[0][0]), r"weights\[0\] \(embed_tokens\) must be \[to"),
+        (lambda p: p.weights.__setitem__(1, p.weights[1][:0]),
+            r"weights\[1\] \(lm_head\) must be .* = \[(2, 24, 32, 1|61, 24)\], got"),
+        (lambda p: p.weights.__setitem__(2, p.weights[2][:0]),
+            r"weights\[2\] \(draft_to_target\) must be there where lm_head has 61 tokens and the embed"),
+        (lambda p: p.weights.__setitem__(2, p.weights[2].int()), r"weights\[2\] .* must be torch.int64, got"),
+        (lambda p: p.weights[2].fill_(97),
+            r"weights holds draft_to_target\[\d+\] = 97; expected a token in \[0, 97\)"),
+        (lambda p: p.weights[2].fill_(-1), r"weights holds draft_to_target\[\d+\] = -1; expected a token"),
+        (lambda p: p.weights.__setitem__(5, p.weights[5][:0]),
+            r"layout gives feature_width 96; expected hid"),
+        (lambda p: p.weights.__setitem__(7, p.weights[7][:0]),
+            r"weights\[7\] \(hidden_norm\) must be \[count"),
+        (lambda p: p.weights.__setitem__(11, p.weights[11].transpose(0, 1).contiguous().transpose(0, 1)),
+            r"weights\[11\] \(qkv_proj\) must be contiguous, got stride \d+ in dimension 1; PackedHead.pack"),
+        (lambda p: p.weights.__setitem__(12, p.weights[12][1:]), r"weights\[12\] \(qkv_proj bias\) must be"),
+        (lambda p: p.weights.__setitem__(19, p.weights[19].bfloat16()),
+            r"weights\[19\] \(down_proj\) must be torch.float32, got torch.bfloat16"),
     ],
-)
+)  # fmt: skip
 def test_rejects_packed_heads(change, message, device, kernel):
     if kernel and "weights holds" in message:
         pytest.skip("read by the kernel")
@@ -471,28 +292,12 @@ def test_rejects_what_eagle1_has_not(device):
 @pytest.mark.parametrize(
     ("dtype", "change", "message"),
     [
-        (
-            torch.float64,
-            {},
-            r"a head made in memory has weights in torch.float64; the op supports",
-        ),
-        (
-            torch.float32,
-            {"embedding": (97, 25)},
-            r"embedding is torch.float32 \(97, 25\) on cpu; expected",
-        ),
-        (
-            torch.float32,
-            {"lm_head": (60, 24)},
-            r"lm_head is .* \(60, 24\) on cpu; .* \(61, 24\) on cpu",
-        ),
-        (
-            torch.bfloat16,
-            {"lm_head": (61, 24)},
-            r"lm_head is torch.float32 .*; expected torch.bfloat16",
-        ),
+        (torch.float64, {}, r"a head made in memory has weights in torch.float64; the op supports"),
+        (torch.float32, {"embedding": (97, 25)}, r"embedding is torch.float32 \(97, 25\) on cpu; expected"),
+        (torch.float32, {"lm_head": (60, 24)}, r"lm_head is .* \(60, 24\) on cpu; .* \(61, 24\) on cpu"),
+        (torch.bfloat16, {"lm_head": (61, 24)}, r"lm_head is torch.float32 .*; expected torch.bfloat16"),
     ],
-)
+)  # fmt: skip
 def test_pack_rejects(dtype, change, message):
     head = head_of("eagle3", dtype=dtype)
     run = Run.start(head, rows=1)
@@ -565,4 +370,4 @@ def test_scales(weights, device):
     ):
         packed = dataclasses.replace(run.packed, weights=bad)
         with pytest.raises(ValueError, match=rf"^specdec::draft_head: argument {message}"):
-            ops.draft_head(**{**arguments, "head": packed}, tree=TreeConfig(2))
+            ops.draft_head(**{**arguments, "head": packed}, tree=TreeConfig(2))  # fmt: skip

@@ -271,42 +271,27 @@ BIG = 2**63 - 1
     ("changes", "message"),
     [
         ({"path": torch.zeros(3)}, r"argument path must be torch.int64, got torch.float32"),
-        (
-            {"path": torch.zeros(3).long()},
-            r"argument path must be \[batch, nodes\], got shape \[3\]",
-        ),
-        (
-            {"num_accepted": torch.tensor(2)},
-            r"argument num_accepted must be \[batch\] = \[1\], got",
-        ),
+        ({"path": torch.zeros(3).long()}, r"argument path must be \[batch, nodes\], got shape \[3\]"),
+        ({"num_accepted": torch.tensor(2)}, r"argument num_accepted must be \[batch\] = \[1\], got"),
         ({"caches": [torch.zeros(2, 8, 4)]}, r"argument caches\[0\] must be \[batch, heads, slots"),
-        (
-            {"caches": [torch.zeros(1, 1, 8, 4), torch.zeros(2, 1, 8, 4)]},
-            r"argument caches\[1\] must have the batch of path, 1, got shape \[2, 1, 8, 4\]",
-        ),
-        (
-            {"caches": [torch.zeros(1, 2, 4, 8).transpose(2, 3)]},
-            r"argument caches\[0\] must be contiguous in its last dimension, got stride 8",
-        ),
-        (
-            {"caches": [torch.zeros(1, 1, 8, 4).expand(1, 2, 8, 4)]},
-            r"argument caches\[0\] must not be an expanded tensor, got stride 0 in dimension 1",
-        ),
+        ({"caches": [torch.zeros(1, 1, 8, 4), torch.zeros(2, 1, 8, 4)]},
+            r"argument caches\[1\] must have the batch of path, 1, got shape \[2, 1, 8, 4\]"),
+        ({"caches": [torch.zeros(1, 2, 4, 8).transpose(2, 3)]},
+            r"argument caches\[0\] must be contiguous in its last dimension, got stride 8"),
+        ({"caches": [torch.zeros(1, 1, 8, 4).expand(1, 2, 8, 4)]},
+            r"argument caches\[0\] must not be an expanded tensor, got stride 0 in dimension 1"),
         ({"num_accepted": torch.tensor([3])}, r"num_accepted\[0\] = 3; expected -1 .* to 2"),
         ({"num_accepted": torch.tensor([-2])}, r"num_accepted\[0\] = -2; expected -1"),
         ({"path": torch.tensor([[0, -1, 3]])}, r"path\[0, 1\] = -1; expected a node in \[0, 3\)"),
         ({"path": torch.tensor([[0, 1, 3]])}, r"path\[0, 2\] = 3; expected a node in \[0, 3\)"),
-        (
-            {"source_starts": torch.tensor([7])},
-            r"source_starts\[0\] = 7 with path\[0, 1\] = 1 is out",
-        ),
+        ({"source_starts": torch.tensor([7])}, r"source_starts\[0\] = 7 with path\[0, 1\] = 1 is out"),
         ({"source_starts": torch.tensor([-1])}, r"source_starts\[0\] = -1 with path\[0, 0\] = 0"),
         ({"source_starts": torch.tensor([BIG])}, r"source_starts\[0\] = 9223372036854775807 with"),
         ({"target_starts": torch.tensor([6])}, r"target_starts\[0\] = 6 with 3 slots to move; the"),
         ({"target_starts": torch.tensor([-1])}, r"target_starts\[0\] = -1 with 3 slots to move"),
         ({"target_starts": torch.tensor([BIG])}, r"target_starts\[0\] = 9223372036854775807"),
     ],
-)
+)  # fmt: skip
 def test_rejects(changes, message):
     with pytest.raises(ValueError, match="specdec::kv_compact: " + message):
         ops.kv_compact(**arguments(**changes))
@@ -317,27 +302,16 @@ def test_rejects(changes, message):
     [
         ({"page_table": torch.zeros(1, 2)}, r"argument page_table must be torch.int64, got"),
         ({"page_table": torch.tensor([0])}, r"argument page_table must be \[batch, pages\], got"),
-        (
-            {"page_table": torch.zeros(2, 2).long()},
-            r"argument page_table must be \[batch, pages\] = \[1, 2\], got shape \[2, 2\]",
-        ),
-        (
-            {"caches": [torch.zeros(3, 2, 4, 4), torch.zeros(3, 2, 8, 4)]},
-            r"argument caches\[1\] must have the page size of caches\[0\], 4, because they share",
-        ),
+        ({"page_table": torch.zeros(2, 2).long()},
+            r"argument page_table must be \[batch, pages\] = \[1, 2\], got shape \[2, 2\]"),
+        ({"caches": [torch.zeros(3, 2, 4, 4), torch.zeros(3, 2, 8, 4)]},
+            r"argument caches\[1\] must have the page size of caches\[0\], 4, because they share"),
         ({"caches": [torch.zeros(2, 8, 4)]}, r"argument caches\[0\] must be \[pages, heads, page_"),
-        (
-            {"page_table": torch.tensor([[7, 3]])},
-            r"page_table\[0, 1\] = 3 holds slot 4; expected a page in \[0, 3\)",
-        ),
-        (
-            {"page_table": torch.tensor([[0, -1]])},
-            r"page_table\[0, 1\] = -1 holds slot 4; expected",
-        ),
-        (
-            {"page_table": torch.tensor([[9, 1]]), "target_starts": torch.tensor([3])},
-            r"page_table\[0, 0\] = 9 holds slot 3; expected",
-        ),
+        ({"page_table": torch.tensor([[7, 3]])},
+            r"page_table\[0, 1\] = 3 holds slot 4; expected a page in \[0, 3\)"),
+        ({"page_table": torch.tensor([[0, -1]])}, r"page_table\[0, 1\] = -1 holds slot 4; expected"),
+        ({"page_table": torch.tensor([[9, 1]]), "target_starts": torch.tensor([3])},
+            r"page_table\[0, 0\] = 9 holds slot 3; expected"),
         (
             {
                 "page_table": torch.tensor([[1, 9]]),
@@ -349,7 +323,7 @@ def test_rejects(changes, message):
         ({"source_starts": torch.tensor([6])}, r"source_starts\[0\] = 6 .* slots 0 to 7"),
         ({"page_table": torch.zeros(1, 0).long()}, r"source_starts\[0\] = 4 with path\[0, 0\]"),
     ],
-)
+)  # fmt: skip
 def test_rejects_pages(changes, message):
     paged = {"caches": [torch.zeros(3, 2, 4, 4)], "page_table": torch.tensor([[2, 0]])}
     with pytest.raises(ValueError, match="specdec::kv_compact: " + message):

@@ -194,18 +194,11 @@ def test_opcheck(with_bias, dtype):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        (
-            "input",
-            lambda t: t.half(),
-            r"must be torch.float32 or torch.bfloat16, got torch.float16",
-        ),
+        ("input", lambda t: t.half(), r"must be torch.float32 or torch.bfloat16, got torch.float16"),
         ("input", lambda t: t[0, 0], r"must be \[..., in_features\], got shape \[\]"),
         ("input", lambda t: t[:, ::2], r"must be contiguous in its last dimension, got stride 2"),
-        (
-            "input",
-            lambda t: t.new_zeros(4, 4, 4, 6).permute(2, 1, 0, 3),
-            r"of shape \[4, 4, 4, 6\] has rows at three or more independent strides; call",
-        ),
+        ("input", lambda t: t.new_zeros(4, 4, 4, 6).permute(2, 1, 0, 3),
+            r"of shape \[4, 4, 4, 6\] has rows at three or more independent strides; call"),
         ("weight", lambda t: t.bfloat16(), r"must be torch.float32, got torch.bfloat16; convert"),
         ("weight", lambda t: t[0], r"must be \[out_features, in_features\], got shape \[6\]"),
         ("weight", lambda t: t[:, :5], r"must be .* = \[3, 6\], got shape \[3, 5\]"),
@@ -214,7 +207,7 @@ def test_opcheck(with_bias, dtype):
         ("bias", lambda t: t.bfloat16(), r"must be torch.float32, got torch.bfloat16"),
         ("bias", lambda t: t.new_zeros(6)[::2], r"must be contiguous .*, got stride 2; call"),
     ],
-)
+)  # fmt: skip
 def test_rejects(name, change, message):
     arguments = {"input": torch.zeros(2, 6), "weight": torch.zeros(3, 6), "bias": torch.zeros(3)}
     arguments[name] = change(arguments[name])

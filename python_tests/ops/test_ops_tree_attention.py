@@ -494,20 +494,12 @@ def test_rejects_pages_outside_the_pool_and_nodes_outside_the_tree():
     ("shape", "dtype", "message"),
     [
         (Shape((3,), nodes=129, heads=1), torch.float32, r"query has 129 nodes; .* take up to 128"),
-        (
-            Shape((3,), 2, head_dim=264),
-            torch.half,
-            r"query has 264 dimensions per head; .* up to 256",
-        ),
-        (
-            Shape((3,), 2, heads=17),
-            torch.half,
-            r"query has 17 heads per key-value head; .* up to 16",
-        ),
+        (Shape((3,), 2, head_dim=264), torch.half, r"query has 264 dimensions per head; .* up to 256"),
+        (Shape((3,), 2, heads=17), torch.half, r"query has 17 heads per key-value head; .* up to 16"),
         (Shape((3,), 2, head_dim=68), torch.half, r"query has head_dim 68; .* take multiples of 8"),
     ],
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.parametrize(
     "device", [pytest.param("emulated", marks=pytest.mark.emulated)], indirect=True
 )

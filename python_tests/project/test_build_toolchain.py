@@ -173,17 +173,11 @@ def metadata(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[
 @pytest.mark.parametrize(
     ("environment", "sentence"),
     [
-        (
-            {"CXX": "no-such-compiler"},
-            "specdec_ext needs a C++20 compiler, but no-such-compiler is not",
-        ),
-        (
-            {"SPECDEC_CUDA": "1", "NVCC": "/nowhere/nvcc"},
-            "NVCC=/nowhere/nvcc is not a program",
-        ),
+        ({"CXX": "no-such-compiler"}, "specdec_ext needs a C++20 compiler, but no-such-compiler is not"),
+        ({"SPECDEC_CUDA": "1", "NVCC": "/nowhere/nvcc"}, "NVCC=/nowhere/nvcc is not a program"),
     ],
     ids=["compiler", "nvcc"],
-)
+)  # fmt: skip
 def test_pip_shows_one_sentence_and_nothing_else(tmp_path, environment, sentence):
     done = metadata(tmp_path, **environment)
     assert done.returncode == 1

@@ -438,24 +438,14 @@ def test_without_rest_every_step_drafts():
     [
         (lambda: SpeculationConfig(shapes=[]), r"shapes is \[\]; expected a list of TreeConfig"),
         (lambda: SpeculationConfig(shapes=[5]), "shapes contains a int; expected TreeConfig"),
-        (
-            lambda: SpeculationConfig(max_nodes=1),
-            "max_nodes counts the root and must be at least 2, got 1",
-        ),
-        (
-            lambda: SpeculationConfig(probing=2),
-            r"probing is a share and must be in \[0, 0.5\], got 2",
-        ),
+        (lambda: SpeculationConfig(max_nodes=1), "max_nodes counts the root and must be at least 2, got 1"),
+        (lambda: SpeculationConfig(probing=2), r"probing is a share and must be in \[0, 0.5\], got 2"),
         (lambda: SpeculationConfig(hysteresis=-1), "hysteresis is a share"),
-        (
-            lambda: SpeculationConfig(shapes=[TreeConfig(depth=5)], max_nodes=3),
-            "max_nodes=3 excludes all of shapes",
-        ),
+        (lambda: SpeculationConfig(shapes=[TreeConfig(depth=5)], max_nodes=3),
+            "max_nodes=3 excludes all of shapes"),
         (lambda: call(speculation="always"), "speculation='always' is not known; expected 'auto'"),
-        (
-            lambda: call("ngram", speculation=SpeculationConfig(shapes=[TreeConfig(depth=2)])),
-            "NgramDrafter accepts none: .* Leave shapes out",
-        ),
+        (lambda: call("ngram", speculation=SpeculationConfig(shapes=[TreeConfig(depth=2)])),
+            "NgramDrafter accepts none: .* Leave shapes out"),
         (
             lambda: call(
                 DraftModelDrafter(tiny_model("llama")),
@@ -465,12 +455,10 @@ def test_without_rest_every_step_drafts():
             ),
             "drafts only chains, but",
         ),
-        (
-            lambda: call(sampler(), speculation=SpeculationConfig(probing=0.02), **REJECTION),
-            "one seed would give many texts. Pass speculation='fixed'",
-        ),
+        (lambda: call(sampler(), speculation=SpeculationConfig(probing=0.02), **REJECTION),
+            "one seed would give many texts. Pass speculation='fixed'"),
     ],
-)
+)  # fmt: skip
 def test_errors(make, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make()

@@ -98,11 +98,8 @@ def test_a_text_file_is_cut_at_ends_of_lines_and_nothing_is_lost(tmp_path):
         ("a.jsonl", [{"messages": [{"role": "user", "content": [1]}]}], "content is of type list"),
         ("a.jsonl", [{"messages": [{"role": "user"}]}], "content is missing or null"),
         ("a.jsonl", [{"text": "a\ud800b"}], "column 'text' is not text: .*surrogates"),
-        (
-            "a.jsonl",
-            [{"messages": [{"role": "user", "content": "\udc00"}]}],
-            "line 1, message 1: its content is not text",
-        ),
+        ("a.jsonl", [{"messages": [{"role": "user", "content": "\udc00"}]}],
+            "line 1, message 1: its content is not text"),
         ("a.jsonl", [{"tokens": []}], "not a list of token ids"),
         ("a.jsonl", [{"tokens": "abc"}], "not a list of token ids"),
         ("a.jsonl", [{"tokens": [1, -1]}], "not a list of token ids"),
@@ -113,16 +110,13 @@ def test_a_text_file_is_cut_at_ends_of_lines_and_nothing_is_lost(tmp_path):
         ("a.jsonl", '{"tokens": [1, ' + "9" * 9999 + "]}", "line 1 is not valid JSON"),
         ("a.jsonl", '{"text": NaN}', "column 'text' is of type float; expected text"),
         ("a.jsonl", [{"tokens": [1, 2], "answers": [[0, 10**400]]}], "within its 2 tokens"),
-        (
-            "a.jsonl",
-            '{"messages": [{"role": ' + "[" * 900 + "]" * 900 + ', "content": "a"}]}',
-            "message 1: role .* is unknown",
-        ),
+        ("a.jsonl", '{"messages": [{"role": ' + "[" * 900 + "]" * 900 + ', "content": "a"}]}',
+            "message 1: role .* is unknown"),
         ("a.jsonl", [{"tokens": [1, 2], "answers": [[1, 3]]}], "within its 2 tokens"),
         ("a.jsonl", [{"tokens": [1, 2], "answers": [[2, 1]]}], "within its 2 tokens"),
         ("a.jsonl", [{"tokens": [1, 2], "answers": None}], "within its 2 tokens"),
     ],
-)
+)  # fmt: skip
 def test_says_what_is_wrong(tmp_path, name, content, message):
     path = write(tmp_path / name, content)
     with pytest.raises(ValueError, match=message) as error:

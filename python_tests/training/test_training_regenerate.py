@@ -241,21 +241,15 @@ def test_a_damaged_line_is_named(model, tmp_path):
         ({"batch": 0}, "batch is 0"),
         ({"prompts": []}, "prompts is empty"),
         ({"prompts": [torch.tensor([], dtype=torch.int64)]}, r"prompt 1 has shape \[0\]"),
-        (
-            {"prompts": [PROMPTS[0], PROMPTS[0].float()]},
-            r"prompt 2 has shape \[7\] and dtype torch.float32",
-        ),
-        (
-            {"prompts": [torch.tensor([1, VOCAB])]},
-            "ids 1 to 97, but the target's vocabulary has 97 tokens",
-        ),
+        ({"prompts": [PROMPTS[0], PROMPTS[0].float()]}, r"prompt 2 has shape \[7\] and dtype torch.float32"),
+        ({"prompts": [torch.tensor([1, VOCAB])]}, "ids 1 to 97, but the target's vocabulary has 97 tokens"),
         ({"prompts": [torch.tensor([-1])]}, "ids -1 to -1"),
         ({"prompts": CHATS}, "prompt 1 is a chat; pass the target's tokenizer"),
         ({"prompts": CHATS, "tokenizer": tiny_tokenizer(None)}, "no chat template"),
         ({"prompts": [CHATS[0][1:2]], "tokenizer": tiny_tokenizer()}, "no message to answer"),
         ({"max_length": 6}, "none of the 5 prompts leaves room"),
     ],
-)
+)  # fmt: skip
 def test_says_what_is_wrong(model, tmp_path, arguments, message, passes):
     arguments = {"prompts": PROMPTS, "cache_file": tmp_path / "a.jsonl", **ROOM, **arguments}
     with pytest.raises(ValueError, match=message):

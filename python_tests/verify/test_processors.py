@@ -88,15 +88,9 @@ GREEDY = {
     "custom-stateless": dict(logits_processor=EvenAfterOdd),
     "custom-with-state": dict(logits_processor=Counting),
     "custom-across-rows": dict(logits_processor=LooksAtNeighbours, eos_token_id=EOS),
-    "several": dict(
-        repetition_penalty=1.2,
-        no_repeat_ngram_size=3,
-        bad_words_ids=[[5]],
-        eos_token_id=EOS,
-        min_new_tokens=4,
-        logits_processor=Counting,
-    ),
-}
+    "several": dict(repetition_penalty=1.2, no_repeat_ngram_size=3, bad_words_ids=[[5]], eos_token_id=EOS,
+        min_new_tokens=4, logits_processor=Counting),
+}  # fmt: skip
 SAMPLING = {
     "temperature": dict(temperature=0.6, top_k=0),
     "top-k": dict(top_k=7),

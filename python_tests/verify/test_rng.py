@@ -34,14 +34,10 @@ def sample_bits() -> torch.Tensor:
     [  # kat_vectors of Random123
         ("00000000 " * 4, "00000000 " * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
         ("ffffffff " * 4, "ffffffff " * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        (
-            "243f6a88 85a308d3 13198a2e 03707344",
-            "a4093822 299f31d0",
-            "d16cfe09 94fdcceb 5001e420 24126ea1",
-        ),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
     ],
     ids=["zeros", "ones", "pi"],
-)
+)  # fmt: skip
 def test_philox_known_answers(counter, key, expected):
     def words(text):
         return tuple(torch.tensor(int(word, 16)) for word in text.split())

@@ -130,15 +130,11 @@ CASES = {
     "block": ("block", draft_model, "plain"),
     "block-filters": ("block", draft_model, "filters"),
     "block-repetition-penalty": ("block", draft_model, "repetition-penalty"),
-    "block-that-stops-early": (
-        "block",
-        functools.partial(draft_model, min_confidence=0.25),
-        "plain",
-    ),
+    "block-that-stops-early": ("block", functools.partial(draft_model, min_confidence=0.25), "plain"),
     "recursive": ("recursive", SampledTree, "plain"),
     "recursive-bad-words": ("recursive", SampledTree, "bad-words"),
     "recursive-chain": ("recursive", draft_model, "repetition-penalty"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -320,35 +316,21 @@ class SamplesGarbage(DraftModelDrafter):
 
 REFUSED = {
     "unknown rule": (dict(rule="lossy"), "verification='lossy' is not known; expected one of"),
-    "a drafter that does not sample": (
-        dict(drafter="ngram"),
-        "needs a drafter that samples its drafts .* NgramDrafter does not. Use verification='match'",
-    ),
-    "a draft model that does not sample": (
-        dict(drafter=DraftModelDrafter(small_model(2))),
-        "DraftModelDrafter.model, sampled=True.; DraftModelDrafter does not",
-    ),
-    "a processor that may keep state": (
-        dict(logits_processor=LogitsProcessorList([WithMemory()])),
-        "verification='block' can't be combined with the logits processors WithMemory: they may keep",
-    ),
-    "a tree without probabilities": (
-        dict(drafter=Without(), rule="recursive"),
-        "Without returned a DraftTree without draft_probs, which verification='recursive' needs",
-    ),
-    "a tree under a rule for chains": (
-        dict(drafter=SampledTree()),
-        "SampledTree returned a tree in which nodes have several children; verification='block' is for",
-    ),
-    "probabilities of another shape": (
-        dict(drafter=OfWrongShape(), rule="recursive"),
-        r"draft_probs are torch.float32 \(2, 2, 4\); expected torch.float32 of shape \(2, 4, 4\)",
-    ),
-    "a token that can't have been drawn": (
-        dict(drafter=Impossible(), rule="recursive"),
-        r"token \d \(row 0, node 1\) has draft probability 0; draft_probs must contain",
-    ),
-}
+    "a drafter that does not sample": (dict(drafter="ngram"),
+        "needs a drafter that samples its drafts .* NgramDrafter does not. Use verification='match'"),
+    "a draft model that does not sample": (dict(drafter=DraftModelDrafter(small_model(2))),
+        "DraftModelDrafter.model, sampled=True.; DraftModelDrafter does not"),
+    "a processor that may keep state": (dict(logits_processor=LogitsProcessorList([WithMemory()])),
+        "verification='block' can't be combined with the logits processors WithMemory: they may keep"),
+    "a tree without probabilities": (dict(drafter=Without(), rule="recursive"),
+        "Without returned a DraftTree without draft_probs, which verification='recursive' needs"),
+    "a tree under a rule for chains": (dict(drafter=SampledTree()),
+        "SampledTree returned a tree in which nodes have several children; verification='block' is for"),
+    "probabilities of another shape": (dict(drafter=OfWrongShape(), rule="recursive"),
+        r"draft_probs are torch.float32 \(2, 2, 4\); expected torch.float32 of shape \(2, 4, 4\)"),
+    "a token that can't have been drawn": (dict(drafter=Impossible(), rule="recursive"),
+        r"token \d \(row 0, node 1\) has draft probability 0; draft_probs must contain"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
