@@ -1,8 +1,8 @@
 """Which states of the target a head reads, and whether head and target belong together.
 
 Claims: the ids of the layers that a head reads are understood as each project means them, in published
-configs; a pair that can't work is an error that names every reason; a doubtful pair gives a warning, a good one
-none.
+configs; a pair that can't work is an error that names every reason; a doubtful pair gives a warning, a good
+one gives none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 from checkpoint_cases import random_head, read_folder, write_folder
 from medusa_cases import random_heads
-from tiny import SIZES, VOCAB, tiny_model
+from tiny import SIZES, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec_ext import assets

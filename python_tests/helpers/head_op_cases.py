@@ -16,20 +16,8 @@ from specdec_ext import ops
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.tree.config import TreeConfig
 
-STATIC = TreeConfig(
-    choices=(
-        (0,),
-        (1,),
-        (3,),
-        (0, 0),
-        (0, 1),
-        (1, 0),
-        (0, 0, 0),
-        (0, 0, 2),
-        (1, 0, 1),
-        (1, 0, 1, 0),
-    )
-)
+_CHOICES = "0 1 3 00 01 10 000 002 101 1010"  # ranks on the path to each node
+STATIC = TreeConfig(choices=[tuple(map(int, path)) for path in _CHOICES.split()])
 SHAPES = {
     "chain": TreeConfig(4),
     "cut-chain": TreeConfig(6, num_nodes=3),
@@ -120,6 +108,14 @@ class OpRun(Run):
         )
         on_device = {name: tensor.to(self.device) for name, tensor in tensors.items()}
         return {"head": self.packed, **on_device}
+
+
+def drafts_of(
+    head: DraftHead, tree: TreeConfig, *, rows: int = 1, new: int, device: str
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """The first draft, by the op and by the specification."""
+    runs = OpRun.start(head, rows, device=device), Run.start(head, rows)
+    return [run.draft(tree, *elements(head, rows, new)) for run in runs]
 
 
 def poisoned(features: Tensor, counts: list[int]) -> Tensor:

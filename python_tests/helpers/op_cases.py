@@ -1,14 +1,54 @@
-"""Shared by the op tests: random draft trees, devices, comparison with the reference."""
+"""Devices, random draft trees, strided tensors and comparisons for the tests of ops."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 # Devices of torch; the fixture `device` adds "emulated".
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def to(device: str, arguments: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(argument.to(device) for argument in arguments)
+
+
+@contextlib.contextmanager
+def two_threads() -> Iterator[None]:
+    """Ops use two threads, where tests use one."""
+    torch.set_num_threads(2)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(1)
+
+
+def strided(tensor: Tensor, device: str, between: float) -> Tensor:
+    """The same values, with two values ``between`` after each."""
+    wide = tensor.to(device).unsqueeze(-1).repeat(*[1] * tensor.ndim, 3)
+    wide[..., 1:] = between
+    return wide[..., 0]
+
+
+def sliced(tensor: Tensor, device: str) -> Tensor:
+    """The same values of shape [5, 6, 101], at an odd offset in a buffer of NaN."""
+    buffer = torch.full((6, 7, 3, 205), torch.nan, dtype=tensor.dtype, device=device)
+    view = buffer[1:, :6, 1, 7:108]
+    view.copy_(tensor)
+    return view
+
+
+def check_rows_alone(
+    op: Callable[..., Iterable[Tensor]], arguments: tuple[Tensor, ...], names: list[str]
+) -> None:
+    """Check that each row of a batch has the same result without the other rows."""
+    together = tuple(op(*arguments))
+    for row in range(len(arguments[0])):
+        alone = op(*(argument[row : row + 1] for argument in arguments))
+        assert_same(alone, tuple(part[row : row + 1] for part in together), names)
 
 
 def generator(seed: int) -> torch.Generator:

@@ -1,7 +1,7 @@
 """The reference cases under golden/ are complete, unchanged and as their README describes them.
 
-The tensors of a tree are compared with each other: the mask determines depths and paths, so a file that was
-cut or mixed with another case fails.
+The tensors of a tree are compared with each other: the mask determines depths and paths, so a truncated file
+or one of another case fails.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""``build_dynamic_tree``: the op equals its specification on every device, and the specification equals the
-selection of EAGLE-2 wherever that one is defined.
-"""
+"""``build_dynamic_tree``: the op equals its specification on every device, and EAGLE-2's selection."""
 
 import itertools
 
 import pytest
 import torch
-from op_cases import DEVICES, assert_same, generator
+from op_cases import DEVICES, assert_same, check_rows_alone, generator, strided, to
 
 from specdec_ext import ops
 from specdec_ext.reference.build_dynamic_tree import build_dynamic_tree as reference
@@ -30,8 +28,8 @@ CASES = {  # name: (batch, candidates, nodes)
 
 
 def random_arguments(batch, candidates, *, kind="draft", seed=0):
-    """Candidates whose scores are those of a draft (sums of log-probabilities), or have ties everywhere, or
-    are hostile: better than their parents, NaN, infinite, with illegal links, some rows inactive."""
+    """Candidates with the scores of a draft (sums of log-probabilities), with many ties, or hostile: better
+    than their parents, NaN or infinite, with illegal links; some rows are inactive."""
     rng = generator(seed)
     index = torch.arange(candidates)
     parents = (torch.rand(batch, candidates, generator=rng) * (index + 1)).long() - 1
@@ -44,23 +42,17 @@ def random_arguments(batch, candidates, *, kind="draft", seed=0):
         scores[:, i] += torch.where(parents[:, i] >= 0, above, 0)
     roots = torch.randint(1000, (batch,), generator=rng)
     if kind == "hostile":
-        special = torch.tensor(
-            [torch.nan, -torch.nan, -torch.inf, torch.inf, 0.0, -0.0, -1e-40, 5.0]
-        )
+        nan, inf = torch.nan, torch.inf
+        special = torch.tensor([nan, -nan, -inf, inf, 0.0, -0.0, -1e-40, 5.0])
         chosen = special[torch.randint(len(special), scores.shape, generator=rng)]
         scores = torch.where(torch.rand(scores.shape, generator=rng) < 0.3, chosen, scores)
-        wrong = torch.stack(
-            [torch.full_like(index, -2), index, index + 1, torch.full_like(index, -(2**40))]
-        )
+        absent, far = torch.full_like(index, -2), torch.full_like(index, -(2**40))
+        wrong = torch.stack([absent, index, index + 1, far])
         links = wrong[torch.randint(len(wrong), parents.shape, generator=rng), index]
         parents = torch.where(torch.rand(scores.shape, generator=rng) < 0.1, links, parents)
         roots[torch.rand(batch, generator=rng) < 0.3] = -1
     tokens = torch.randint(2**40, (batch, candidates), generator=rng)
     return scores, tokens, parents, roots
-
-
-def to(device, arguments):
-    return tuple(argument.to(device) for argument in arguments)
 
 
 def assert_legal_trees(result, arguments, nodes):
@@ -89,7 +81,7 @@ def test_equals_reference(case, kind, device):
 
 
 def every_draft(candidates):
-    """All trees, with absent candidates, orphans and links to themselves, x all scores out of three."""
+    """All trees with all scores out of three, also absent candidates, orphans and links to themselves."""
     links = [[-2, *range(-1, i + 1)] for i in range(candidates)]
     parents = torch.tensor(list(itertools.product(*links)))
     scores = torch.cartesian_prod(*[torch.tensor([-1.0, -2.0, torch.nan])] * candidates)
@@ -106,7 +98,7 @@ def test_every_draft_of_two(device):
 
 def test_every_draft_of_three(device, emulated):
     arguments = every_draft(3)
-    if emulated:  # every 7th: no multiple of the 27 scores of a tree, so all of them occur
+    if emulated:  # 7 and the 27 scores of a tree have no common divisor, so all scores occur
         arguments = tuple(argument[::7] for argument in arguments)
     actual = ops.build_dynamic_tree(*to(device, arguments), 3)
     assert_same(actual, reference(*arguments, 3), NAMES)
@@ -121,7 +113,7 @@ def test_every_draft_of_four(device):
 
 
 def test_worked_example(device):
-    """The example of the reference: candidate 4 is better than its parent and counts like it."""
+    """The example of the reference: candidate 4 is better than its parent and has the parent's rank."""
     arguments = (
         torch.tensor([[-0.5, -0.9, -0.5, -3.0, -0.1]]),
         torch.tensor([[10, 11, 12, 13, 14]]),
@@ -133,13 +125,12 @@ def test_worked_example(device):
     assert tree.parents.tolist() == [[-1, 0, 0, 1]]
     assert tree.selected.tolist() == [[-1, 0, 1, 2]]
     tree = ops.build_dynamic_tree(*to(device, arguments), 5)
-    assert tree.selected.tolist() == [[-1, 0, 1, 2, 4]] and tree.parents.tolist() == [
-        [-1, 0, 0, 1, 2]
-    ]
+    assert tree.selected.tolist() == [[-1, 0, 1, 2, 4]]
+    assert tree.parents.tolist() == [[-1, 0, 0, 1, 2]]
 
 
-def test_a_sure_token_does_not_lose_its_parent(device):
-    """Children of probability 1 tie with their parents: taken in index order, no node is an orphan."""
+def test_parent_of_a_certain_token_is_selected(device):
+    """Children of probability 1 tie with their parents, and the lower index is selected first."""
     candidates = 300
     scores = torch.zeros(1, candidates)
     scores[0, ::2] = -0.0
@@ -190,7 +181,7 @@ def test_equals_eagle2(top_k, depth, total, device):
     """Selection, parents and ancestor mask of the published algorithm: top-k, sort, searchsorted."""
     for seed in range(3):
         scores, tokens, parents = eagle2_draft(top_k, depth, seed)
-        assert len(scores[0].unique()) == scores.shape[1]  # no ties: the algorithm is defined
+        assert len(scores[0].unique()) == scores.shape[1]  # EAGLE-2 defines no order of ties
         index = scores[0].topk(total).indices.sort().values
         links = parents[0, index]
         tree_parents = torch.where(links < 0, 0, torch.searchsorted(index, links) + 1)
@@ -208,23 +199,15 @@ def test_equals_eagle2(top_k, depth, total, device):
         assert torch.equal((bits[:, None] >> torch.arange(total + 1)) & 1 == 1, mask)
 
 
-def test_strided_inputs(device):
+def test_strided_inputs_equal_reference(device):
     arguments = random_arguments(3, 50, kind="ties", seed=1)
-    strided = []
-    for argument in to(device, arguments):
-        wide = argument.unsqueeze(-1).repeat(*[1] * argument.ndim, 3)
-        wide[..., 1:] = 0
-        strided.append(wide[..., 0])
-    actual = ops.build_dynamic_tree(*strided, 9)
+    actual = ops.build_dynamic_tree(*(strided(each, device, 0) for each in arguments), 9)
     assert_same(actual, reference(*arguments, 9), NAMES)
 
 
 def test_a_row_does_not_depend_on_the_others(device):
     arguments = to(device, random_arguments(5, 200, kind="hostile", seed=2))
-    together = ops.build_dynamic_tree(*arguments, 40)
-    for row in range(5):
-        alone = ops.build_dynamic_tree(*(argument[row : row + 1] for argument in arguments), 40)
-        assert_same(alone, tuple(part[row : row + 1] for part in together), NAMES)
+    check_rows_alone(lambda *given: ops.build_dynamic_tree(*given, 40), arguments, NAMES)
 
 
 @pytest.mark.parametrize("shape", [(2, 30), (0, 3), (1, 0)])
@@ -250,7 +233,5 @@ def test_rejects(name, change, message):
     names = ["scores", "tokens", "parents", "root_tokens", "nodes"]
     arguments = dict(zip(names, (*random_arguments(1, 9), 4), strict=True))
     arguments[name] = change(arguments[name])
-    with pytest.raises(
-        ValueError, match=rf"specdec::build_dynamic_tree: argument {name} {message}"
-    ):
+    with pytest.raises(ValueError, match=rf"::build_dynamic_tree: argument {name} {message}"):
         ops.build_dynamic_tree(**arguments)

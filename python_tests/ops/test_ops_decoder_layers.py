@@ -7,7 +7,7 @@ same bits alone, in a tree and in a batch. Slots that no node may see hold NaN.
 
 import pytest
 import torch
-from op_cases import generator
+from op_cases import generator, two_threads
 
 from specdec_ext import ops
 from specdec_ext.ops.decoder_layers import LAYER_TENSORS
@@ -42,9 +42,8 @@ def random_case(dtype, *, extras=True, windows=(0, 4), seed=0, hidden=HIDDEN, in
             weights.append(random(*size, scale=size[-1] ** -0.5) if given else random(0))
     weights.append(random(hidden))
     nodes = len(PARENTS)
-    caches = [
-        torch.full((rows, KV_HEADS, START + nodes + 2, HEAD_DIM), torch.nan) for _ in range(4)
-    ]
+    slots = START + nodes + 2
+    caches = [torch.full((rows, KV_HEADS, slots, HEAD_DIM), torch.nan) for _ in range(4)]
     for cache in caches:
         for row, (first, length) in enumerate(PREFIXES):
             cache[row, :, first : first + length] = random(KV_HEADS, length, HEAD_DIM).float()
@@ -72,9 +71,7 @@ def copied(case, dtype=None):
         if isinstance(value, list):
             return [copy(each) for each in value]
         if isinstance(value, torch.Tensor):
-            return (
-                value.to(dtype, copy=True) if dtype and value.is_floating_point() else value.clone()
-            )
+            return value.to(dtype or value.dtype, copy=True) if value.is_floating_point() else value
         return value
 
     return {name: copy(value) for name, value in case.items()}
@@ -89,7 +86,7 @@ def test_as_accurate_as_torch(dtype, extras):
     results.append((*ops.decoder_layers(**ours), *ours["caches"]))
     for wanted, torchs, actual in zip(*results, strict=True):
         assert actual.dtype == dtype and actual.shape == wanted.shape
-        assert torch.equal(actual.isnan(), wanted.isnan())  # what nobody writes stays
+        assert torch.equal(actual.isnan(), wanted.isnan())  # unwritten slots keep their NaN
         wanted, torchs, actual = (x.double().nan_to_num() for x in (wanted, torchs, actual))
         unit = torch.finfo(dtype).eps * wanted.abs().max()
         error, allowed = (actual - wanted).abs().max(), (torchs - wanted).abs().max()
@@ -106,7 +103,7 @@ def test_a_node_has_the_bits_of_plain_decoding(dtype):
         alone["caches"] = [cache[row : row + 1] for cache in alone["caches"]]
         for depth, node in enumerate([0, 1, 3, 4]):  # the path to the last node, token by token
             start = START + depth
-            # The tokens so far follow each other.
+            # The tokens so far fill consecutive slots.
             moved = [torch.full_like(cache, torch.nan) for cache in alone["caches"]]
             for new, old in zip(moved, alone["caches"], strict=True):
                 begin = START - length
@@ -116,9 +113,10 @@ def test_a_node_has_the_bits_of_plain_decoding(dtype):
             alone["caches"] = moved
             step = {
                 **alone,
-                "input": case["input"][row : row + 1, node : node + 1].contiguous(),
-                "cosines": case["cosines"][row : row + 1, node : node + 1].contiguous(),
-                "sines": case["sines"][row : row + 1, node : node + 1].contiguous(),
+                **{
+                    name: case[name][row : row + 1, node : node + 1].contiguous()
+                    for name in ("input", "cosines", "sines")
+                },
                 "ancestors": torch.ones(1, 1, 1, dtype=torch.long),
                 "prefix_starts": torch.tensor([START - length]),
                 "prefix_lengths": torch.tensor([length + depth]),
@@ -128,7 +126,7 @@ def test_a_node_has_the_bits_of_plain_decoding(dtype):
             assert torch.isfinite(single).all() and torch.equal(single, scored[row, node])
 
 
-def test_rotations_may_be_shared_by_all_rows():
+def test_rows_may_share_their_rotations():
     case = random_case(torch.float32)
     for name in ("cosines", "sines"):
         case[name] = case[name][:1].expand(3, -1, -1).contiguous()
@@ -141,13 +139,10 @@ def test_rotations_may_be_shared_by_all_rows():
 def test_threads_do_not_change_the_result(dtype):
     case = random_case(dtype, hidden=160, inner=500)  # more than one thread's worth
     expected = ops.decoder_layers(**copied(case))
-    torch.set_num_threads(3)
-    try:
+    with two_threads():
         for _ in range(10):
             for given, alone in zip(ops.decoder_layers(**copied(case)), expected, strict=True):
                 assert torch.equal(given, alone)
-    finally:
-        torch.set_num_threads(1)
 
 
 def test_opcheck():

@@ -1,4 +1,4 @@
-"""``draft_head``: one call drafts what the specification drafts, and a row depends on nothing but itself.
+"""``draft_head``: one call drafts what the specification drafts, and rows are independent.
 
 In float32 tokens and parents are equal and scores close. In 16 bits the error of the scores against the
 specification in float64 is at most twice that of the specification in the same dtype.
@@ -7,8 +7,6 @@ specification in float64 is at most twice that of the specification in the same 
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from typing import Any
 
 import instruction_sets
@@ -34,10 +32,11 @@ from head_op_cases import (
     assert_same_draft,
     check_against_reference,
     committed,
+    drafts_of,
     path_scores,
     some_emulated,
 )
-from op_cases import DEVICES, generator
+from op_cases import DEVICES, generator, two_threads
 from torch import Tensor
 
 from specdec_ext import ops
@@ -45,30 +44,23 @@ from specdec_ext.heads.config import DraftHead
 from specdec_ext.tree.config import TreeConfig
 
 DTYPES = [torch.float32, torch.bfloat16]
+# Several blocks of lm_head, the last one not full.
+VOCABULARY = dict(vocab_size=2000, draft_vocab_size=1201)
+LEAST: dict[str, Any] = dict(num_heads=1, num_kv_heads=1, vocab_size=1, draft_vocab_size=1)
+LEAST |= dict(num_features=1, feature_layers=(1,))
 ODD_SIZES: dict[str, dict[str, Any]] = {
     "odd": dict(hidden_size=48, num_heads=3, num_kv_heads=1, head_dim=20, intermediate_size=77,
         vocab_size=101, draft_vocab_size=101, target_hidden_size=17),
-    "ones": dict(hidden_size=1, num_heads=1, num_kv_heads=1, head_dim=2, intermediate_size=1, vocab_size=1,
-        draft_vocab_size=1, target_hidden_size=1, num_features=1, feature_layers=(1,)),
-    # Several blocks of lm_head, the last one not full.
-    "vocabulary": dict(vocab_size=2000, draft_vocab_size=1201),
+    "ones": dict(hidden_size=1, head_dim=2, intermediate_size=1, target_hidden_size=1, **LEAST),
+    "vocabulary": VOCABULARY,
 }  # fmt: skip
-# In rows of 16 bytes.
+# The CUDA kernel takes rows of 16 bytes. A head_dim of 72 is more than a panel of its attention.
 KERNEL_ODD_SIZES: dict[str, dict[str, Any]] = {
-    "odd": dict(
-        hidden_size=44,
-        num_heads=3,
-        num_kv_heads=1,
-        head_dim=72,  # more than a panel of attention
-        intermediate_size=76,
-        vocab_size=101,
-        draft_vocab_size=101,
-        target_hidden_size=20,
-    ),
-    "least": dict(hidden_size=4, num_heads=1, num_kv_heads=1, head_dim=8, intermediate_size=4, vocab_size=1,
-        draft_vocab_size=1, target_hidden_size=4, num_features=1, feature_layers=(1,)),
-    "vocabulary": dict(vocab_size=2000, draft_vocab_size=1201),
-    # Rows of weights of several slices; 9 heads share keys and values.
+    "odd": {**ODD_SIZES["odd"], "hidden_size": 44, "head_dim": 72, "intermediate_size": 76,
+        "target_hidden_size": 20},
+    "least": dict(hidden_size=4, head_dim=8, intermediate_size=4, target_hidden_size=4, **LEAST),
+    "vocabulary": VOCABULARY,
+    # Rows of weights have several slices; 9 heads share keys and values.
     "wide": dict(hidden_size=520, intermediate_size=1040, num_heads=9, num_kv_heads=1, head_dim=8),
 }  # fmt: skip
 
@@ -117,32 +109,30 @@ def test_odd_sizes_on_cuda(name, sizes, tree, device, rounds):
     check_against_reference(head, SHAPES[tree], device, rounds)
 
 
-def test_all_norms_of_the_features(device, rounds):
-    """Of all, then of each."""
+def test_norms_of_all_and_of_each_feature(device, rounds):
     head = head_of("eagle3.1", norm_before_fc=True)
     check_against_reference(head, SHAPES["chain"], device, rounds)
 
 
-def test_more_children_than_a_level_may_keep(device, rounds):
-    """Of a draft vocabulary of 7 at most 7 are there."""
+def test_more_children_than_tokens(device, rounds):
     head = head_of("eagle3", draft_vocab_size=7)
     check_against_reference(head, SHAPES["wide"], device, rounds)
 
 
-def test_more_children_than_on_cuda():
+def test_more_children_on_the_cpu_than_on_cuda():
     check_against_reference(head_of("eagle3"), TreeConfig(2, 63, 40), "cpu", ROUNDS)
 
 
 @pytest.mark.parametrize("layers", some_emulated([1, 2], [2]))
 def test_narrow_windows(layers, device, rounds):
-    """A window of one sees the element alone."""
+    """With a window of one an element sees only itself."""
     head = head_of("eagle3", num_layers=layers, sliding_windows=(1, 3)[:layers])
     check_against_reference(head, STATIC, device, rounds)
 
 
 @pytest.mark.parametrize("layers", some_emulated([1, 2], [2]))
 def test_many_levels(layers, device, emulated, kernel):
-    """70 levels are more than a word of bits; CUDA's limit is 64."""
+    """70 levels need more than one word of bits; CUDA's limit is 64."""
     options = dict(num_layers=layers, sliding_windows=(None,) * layers)
     head = head_of("p-eagle", vocab_size=500, draft_vocab_size=500, **options)
     tree = TreeConfig(9 if emulated else 64 if kernel else 70)
@@ -154,19 +144,13 @@ def test_many_levels(layers, device, emulated, kernel):
 
 
 def test_worked_example(device):
-    """EAGLE-1 that knows the last token only: its layer adds nothing, its fc keeps the embedding, and
-    token t is embedded as the unit vector t."""
+    """An EAGLE-1 head that sees only the last token: its layer adds nothing, its fc keeps the embedding, and
+    the embedding of token t is the unit vector t."""
     probabilities = torch.tensor(
         [[0.1, 0.9, 0, 0], [0, 0.3, 0.6, 0.1], [0.02, 0, 0.08, 0.9], [1.0, 0, 0, 0]]
     )
-    head = head_of(
-        "eagle1",
-        hidden_size=4,
-        target_hidden_size=4,
-        vocab_size=4,
-        draft_vocab_size=4,
-        fc_bias=False,
-    )
+    sizes = dict(hidden_size=4, target_hidden_size=4, vocab_size=4, draft_vocab_size=4)
+    head = head_of("eagle1", fc_bias=False, **sizes)
     tensors = {name: torch.zeros_like(tensor) for name, tensor in head.tensors.items()}
     tensors["fc.weight"] = torch.eye(4, 8)
     run = OpRun.start(
@@ -191,7 +175,7 @@ def test_worked_example(device):
 
 
 def test_equal_scores_go_to_the_lower_token(device):
-    """Across the blocks of 384 in which lm_head is multiplied; one of the signs is the better one."""
+    """Also across the blocks of 384 tokens of lm_head; one of the two signs gives the better scores."""
     head = head_of("eagle3", vocab_size=2000, draft_vocab_size=1500)
     drafts = []
     for sign in (1, -1):
@@ -199,9 +183,8 @@ def test_equal_scores_go_to_the_lower_token(device):
         lm_head[[1499, 700, 399, 3]] = sign * torch.ones(24)
         lm_head[5] = -sign * torch.ones(24)
         tied = DraftHead(head.config, {**head.tensors, "lm_head.weight": lm_head})
-        tokens, _, _ = OpRun.start(tied, 1, device=device).draft(
-            TreeConfig(1, 6, 7), *elements(head, 1, 3)
-        )
+        run = OpRun.start(tied, 1, device=device)
+        tokens, _, _ = run.draft(TreeConfig(1, 6, 7), *elements(head, 1, 3))
         drafts.append(tokens[0, 1:].tolist())
     expected = [[3, 399, 700, 1499, 0, 1], [5, 0, 1, 2, 4, 6]]
     tokens = head.tensors["draft_to_target"][torch.tensor(expected)]
@@ -209,14 +192,13 @@ def test_equal_scores_go_to_the_lower_token(device):
 
 
 def test_equal_scores_of_a_level_go_to_the_lower_candidate(device):
-    """Three tokens share all probability at every node: of nine equal candidates the first three go on."""
+    """Three tokens share all probability at every node: the first three of nine equal candidates are kept."""
     head = head_of("eagle3")
     lm_head = torch.full((61, head.config.hidden_size), torch.nan)
     lm_head[:3] = 0
     tied = DraftHead(head.config, {**head.tensors, "lm_head.weight": lm_head})
-    _, parents, _ = OpRun.start(tied, 1, device=device).draft(
-        TreeConfig(3, 3, 22), *elements(head, 1, 3)
-    )
+    run = OpRun.start(tied, 1, device=device)
+    _, parents, _ = run.draft(TreeConfig(3, 3, 22), *elements(head, 1, 3))
     expected = [node for level in ([0], [1, 2, 3], [4, 5, 6]) for node in level for _ in range(3)]
     assert parents[0].tolist() == [-1, *expected]
 
@@ -231,12 +213,11 @@ def test_equal_scores_of_a_level_go_to_the_lower_candidate(device):
 )
 def test_error_in_16_bits_is_at_most_twice_the_references(name, dtype, device, emulated, kernel):
     """A tree with all paths over a vocabulary of 3 is the same in every dtype, up to the order of siblings.
-    The mean error, because the largest is one path's chance."""
+    The mean error is compared, because the largest one is that of a single path."""
     if dtype == torch.float16 and not kernel:
         pytest.skip("not on the CPU")
-    tree = TreeConfig(
-        choices=[path for n in (1, 2, 3) for path in itertools.product(range(3), repeat=n)]
-    )
+    paths = [path for n in (1, 2, 3) for path in itertools.product(range(3), repeat=n)]
+    tree = TreeConfig(choices=paths)
     errors: dict[str, list[float]] = {"op": [], "reference": []}
     for seed in range(2 if emulated else 6):
         head = head_of(name, seed, dtype, vocab_size=7, draft_vocab_size=3, own_lm_head=True)
@@ -265,13 +246,19 @@ def test_error_in_16_bits_is_at_most_twice_the_references(name, dtype, device, e
         itertools.product(
             ["eagle1-two-layers", "eagle3.1", "qk-norm-window", "p-eagle"],
             ["chain", "static", "dynamic"],
-            DTYPES,
+            [*DTYPES, torch.float16],
         ),
-        {("qk-norm-window", "chain", torch.bfloat16), ("p-eagle", "static", torch.float32)},
+        {
+            ("qk-norm-window", "chain", torch.bfloat16),
+            ("p-eagle", "static", torch.float32),
+            ("qk-norm-window", "chain", torch.float16),
+        },
     ),
     ids=str,
 )
-def test_a_row_does_not_depend_on_the_others(name, tree, dtype, device, rounds):
+def test_a_row_does_not_depend_on_the_others(name, tree, dtype, device, rounds, kernel):
+    if dtype == torch.float16 and not kernel:
+        pytest.skip("not on the CPU")
     head = head_of(name, dtype=dtype)
     together = OpRun.start(head, rows=3, device=device)
     alone = [OpRun.start(head, rows=1, device=device) for _ in range(3)]
@@ -298,8 +285,8 @@ def test_a_row_does_not_depend_on_the_others(name, tree, dtype, device, rounds):
     ),
     ids=str,
 )
-def test_elements_in_several_calls(name, dtype, device, emulated):
-    """Also with other trees between, whose nodes leave their keys and values behind."""
+def test_elements_in_several_calls_equal_one_call(name, dtype, device, emulated):
+    """Trees between the calls leave keys and values in the cache."""
     head = head_of(name, dtype=dtype)
     ends = [0, 1, 34, 35] if emulated else [0, 1, 2, 40, 41, 99, 100]
     tokens, features = elements(head, 2, ends[-1])
@@ -319,18 +306,15 @@ def test_threads_do_not_change_the_result(dtype):
     head = head_of("eagle3", dtype=dtype, **sizes)
     tokens, features = elements(head, 4, 40)
     expected = OpRun.start(head, rows=4).draft(SHAPES["dynamic"], tokens, features)
-    torch.set_num_threads(2)
-    try:
+    with two_threads():
         for _ in range(10):
             drafted = OpRun.start(head, rows=4).draft(SHAPES["dynamic"], tokens, features)
             assert_equal_drafts(drafted, expected)
-    finally:
-        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("name", some_emulated(["eagle3.1", "qk-norm-window"], ["eagle3.1"]))
-def test_layouts(name, device, kernel):
-    """Any strides, on CUDA those that keep rows at 16 bytes; nothing else is read or written."""
+def test_strides_do_not_change_the_result(name, device, kernel):
+    """Any strides, on CUDA those of rows at multiples of 16 bytes; nothing around them is read or written."""
     head = head_of(name)
     gap = 4 if kernel else 1
     tokens, features = elements(head, 3, 6)
@@ -351,20 +335,9 @@ def test_layouts(name, device, kernel):
     numbers = torch.full((3, 4), 6, device=device)
     numbers[:, 1] = 0
     numbers[:, 3] = tokens[:, -1]
-    drafted = ops.draft_head(
-        strided.packed,
-        cosines,
-        sines,
-        strided.keys,
-        strided.values,
-        columns[:, 2:5].T,
-        everywhere[:, 1, :, gap : gap + width].transpose(0, 1),
-        numbers[:, 2],
-        numbers[:, 1],
-        numbers[:, 1],
-        numbers[:, 3],
-        STATIC,
-    )
+    caches, elements_ = (strided.keys, strided.values), everywhere[:, 1, :, gap : gap + width]
+    rows = [columns[:, 2:5].T, elements_.transpose(0, 1), *(numbers[:, i] for i in (2, 1, 1, 3))]
+    drafted = ops.draft_head(strided.packed, cosines, sines, *caches, *rows, STATIC)
     strided.lengths += 6
     assert_equal_drafts([each.cpu() for each in drafted], expected)
     for ours, theirs in zip(committed(strided), committed(run), strict=True):
@@ -373,7 +346,7 @@ def test_layouts(name, device, kernel):
 
 
 def test_only_slots_of_the_draft_are_written(device):
-    """The new elements', and one for each of the 5 nodes below the root that have children."""
+    """The slots of the new elements, and one slot for each of the 5 nodes below the root with children."""
     head = head_of("eagle3")
     tokens, features = elements(head, 2, 3)
     run = OpRun.start(head, rows=2, capacity=12, device=device)
@@ -386,17 +359,11 @@ def test_only_slots_of_the_draft_are_written(device):
     assert changed[1].nonzero().flatten().tolist() == [4, 5, 6, *range(7, 12)]
 
 
-def test_absolute_positions(device):
-    """Rotation is relative: a text that begins later drafts the same."""
+def test_first_position_does_not_matter(device):
+    """Rotations are relative."""
     head = head_of("eagle3")
-    tokens, features = elements(head, 2, 8)
-    drafts = [
-        OpRun.start(head, rows=2, first_position=first, device=device).draft(
-            STATIC, tokens, features
-        )
-        for first in (0, 300)
-    ]
-    assert_same_draft(*drafts)
+    runs = [OpRun.start(head, 2, first_position=first, device=device) for first in (0, 300)]
+    assert_same_draft(*(run.draft(STATIC, *elements(head, 2, 8)) for run in runs))
 
 
 @pytest.mark.parametrize(
@@ -408,7 +375,7 @@ def test_absolute_positions(device):
         {("eagle3", "dynamic")},
     ),
 )
-def test_nan_features_leave_the_root_alone(name, tree, device):
+def test_row_with_nan_features_drafts_nothing(name, tree, device):
     head = head_of(name)
     tokens, features = elements(head, 3, 5)
     expected = OpRun.start(head, rows=3, device=device).draft(SHAPES[tree], tokens, features)
@@ -422,50 +389,41 @@ def test_nan_features_leave_the_root_alone(name, tree, device):
 
 
 @pytest.mark.parametrize("value", some_emulated([torch.nan, torch.inf, -torch.inf], [torch.nan]))
-def test_weights_that_are_no_numbers(value, device):
-    """NaN logits are no candidates, as in the specification; infinite ones leave nothing to draft."""
+def test_tokens_with_infinite_or_nan_logits_are_not_drafted(value, device):
+    """As in the specification."""
     head = head_of("eagle3")
     run = OpRun.start(head, rows=1, device=device)
     best = run.draft(TreeConfig(1, 3, 4), *elements(head, 1, 4))[0][0, 1]
     row = (head.tensors["draft_to_target"] == best).nonzero().item()
     head.tensors["lm_head.weight"][row] = value
-    drafts = [
-        run.draft(SHAPES["dynamic"], *elements(head, 1, 4))
-        for run in (OpRun.start(head, rows=1, device=device), Run.start(head, rows=1))
-    ]
+    drafts = drafts_of(head, SHAPES["dynamic"], new=4, device=device)
     assert_same_draft(*drafts)
     assert best not in drafts[0][0][0, 1:]
 
 
 @pytest.mark.parametrize("tree", some_emulated(SHAPES, ["static", "dynamic"]))
-def test_all_weights_nan(tree, device):
+def test_head_of_nan_drafts_nothing(tree, device):
     head = head_of("eagle3")
     for tensor in head.tensors.values():
         if tensor.is_floating_point():
             tensor.fill_(torch.nan)
-    _, parents, _ = OpRun.start(head, rows=2, device=device).draft(
-        SHAPES[tree], *elements(head, 2, 4)
-    )
+    run = OpRun.start(head, rows=2, device=device)
+    _, parents, _ = run.draft(SHAPES[tree], *elements(head, 2, 4))
     assert (parents[:, 1:] == -2).all()
 
 
 @pytest.mark.slow_emulated
-def test_an_unlikely_subtree_is_absent(device):
-    """Candidates of probability 0 end a path; its row goes on without them."""
+def test_candidates_of_probability_zero_are_absent(device):
     head = head_of("eagle3", vocab_size=9, draft_vocab_size=9)
     lm_head = head.tensors["lm_head.weight"]
     lm_head[2:] = -torch.inf  # times both signs: NaN, no candidates
     for tree in SHAPES.values():
-        drafts = [
-            run.draft(tree, *elements(head, 2, 4))
-            for run in (OpRun.start(head, rows=2, device=device), Run.start(head, rows=2))
-        ]
-        assert_same_draft(*drafts)
+        assert_same_draft(*drafts_of(head, tree, rows=2, new=4, device=device))
 
 
 @pytest.mark.parametrize("sureness", [0.5, 2.0, 6.0])
-def test_a_small_tree_is_the_best_of_a_large_one(sureness):
-    """On the CPU nodes that no longer matter are not expanded: of the largest tree, all matter."""
+def test_small_tree_has_the_best_nodes_of_a_large_one(sureness):
+    """The CPU op does not expand nodes that can't be selected; in the largest tree all are selected."""
     head = head_of("eagle3")
     head.tensors["lm_head.weight"] *= sureness
     rows, candidates = 3, 30
@@ -482,11 +440,10 @@ def test_a_small_tree_is_the_best_of_a_large_one(sureness):
 
 
 @pytest.mark.parametrize(("rows", "new"), [(0, 3), (2, 0), (0, 0)])
-def test_empty(rows, new, device):
+def test_without_new_elements_only_the_root_is_drafted(rows, new, device):
     head = head_of("eagle3")
-    tokens, parents, scores = OpRun.start(head, rows, device=device).draft(
-        STATIC, *elements(head, rows, new)
-    )
+    run = OpRun.start(head, rows, device=device)
+    tokens, parents, scores = run.draft(STATIC, *elements(head, rows, new))
     assert tokens.shape == parents.shape == scores.shape == (rows, 11)
     assert (parents[:, 0] == -1).all() and (parents[:, 1:] == -2).all()
 
@@ -501,36 +458,19 @@ def test_chains_are_those_of_speculators(case, device):
     check_golden_chain(golden_run(OpRun, case, torch.float32, device=device), case)
 
 
-def isa_drafts() -> list[tuple[Tensor, ...]]:
-    """What the instruction sets are compared on."""
+def isa_results() -> list[tuple[Tensor, ...]]:
+    heads = [head_of(name, dtype=d) for d in DTYPES for name in ("qk-norm-window", "p-eagle")]
     return [
         tuple(OpRun.start(head, rows=2).draft(SHAPES["dynamic"], *elements(head, 2, 40)))
-        for dtype in DTYPES
-        for head in (
-            head_of("qk-norm-window", dtype=dtype),
-            head_of("p-eagle", dtype=dtype),
-        )
+        for head in heads
     ]
 
 
-def test_instruction_sets(tmp_path):
-    """Other processes, because the choice is made once. The baseline of x86 has its own bits in linear, and
-    bfloat16 may round elsewhere then."""
-    script = tmp_path / "run.py"
-    script.write_text(
-        "import sys, torch\n"
-        "from test_ops_draft_head import isa_drafts\n"
-        "torch.save(isa_drafts(), sys.argv[1])\n"
-    )
-    processes = {}
-    for isa in ("baseline", "avx2", "avx512"):
-        environment = instruction_sets.environment(isa)
-        command = [sys.executable, script, tmp_path / f"{isa}.pt"]
-        processes[isa] = subprocess.Popen(command, env=environment)
-    for isa, process in processes.items():
-        assert process.wait() == 0
-        theirs = torch.load(tmp_path / f"{isa}.pt")
-        for index, (drafted, ours) in enumerate(zip(theirs, isa_drafts(), strict=True)):
+def test_instruction_sets_with_fma_have_the_same_bits(tmp_path):
+    """The baseline of x86 has its own bits in linear, and there bfloat16 may round in other places."""
+    isas = ("baseline", "avx2", "avx512")
+    for isa, theirs in instruction_sets.results(isa_results, isas, tmp_path).items():
+        for index, (drafted, ours) in enumerate(zip(theirs, isa_results(), strict=True)):
             if isa != "baseline":
                 assert_equal_drafts(drafted, ours)
             elif index < 2:
@@ -551,15 +491,6 @@ def test_opcheck(name, device):
     trees = ((((0, 0), (1, 0)), 2, 1, 3, [1, 2], [1, 1]), ((), 2, 2, 5, [], []))
     for links, *numbers in trees:
         choices = torch.tensor(links, dtype=torch.long, device=device).view(-1, 2)
-        torch.library.opcheck(
-            torch.ops.specdec.draft_head,
-            (
-                packed.weights,
-                packed.layout,
-                packed.scalars,
-                *tensors,
-                choices,
-                *numbers,
-                packed.sync,
-            ),
-        )
+        head_arguments = packed.weights, packed.layout, packed.scalars
+        given = (*head_arguments, *tensors, choices, *numbers, packed.sync)
+        torch.library.opcheck(torch.ops.specdec.draft_head, given)

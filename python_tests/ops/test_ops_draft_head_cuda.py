@@ -1,8 +1,8 @@
-"""``draft_head`` as its CUDA kernel computes it, emulated and on the GPU where there is one: many rows, long
-texts, float16, 8-bit weights, numbers that nobody checked, a buffer that outlives the launches.
+"""The CUDA kernel of ``draft_head``, emulated and on a GPU: many rows, long texts, 8-bit weights, numbers out
+of range, a buffer that is used by several launches.
 
-Float32 drafts equal the specification's. 8-bit weights are numbers that 16 bits can hold exactly, so the rule
-for 16 bits holds for them: the error is at most twice that of the specification.
+Float32 drafts equal the specification's. The 8-bit weights here are numbers that 16 bits hold exactly, so the
+error is at most twice that of the specification, as with weights of 16 bits.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ pytestmark = pytest.mark.parametrize(
         itertools.product([1, 3, 20], ["static", "dynamic"]), {(3, "static"), (20, "dynamic")}
     ),
 )
-def test_rows(rows, tree, device):
-    """20 rows have more lists and new elements than a pass has; every fourth row has nothing new."""
+def test_many_rows_equal_reference(rows, tree, device):
+    """20 rows have more lists and new elements than a pass takes; every fourth row has nothing new."""
     head = head_of("qk-norm-window")
     tokens, features = elements(head, rows, 3)
     counts = [0 if row % 4 == 3 else 1 + row % 3 for row in range(rows)]
@@ -70,7 +70,7 @@ def test_rows(rows, tree, device):
 
 
 def committed_text(head: DraftHead, lengths: Sequence[int], device: str) -> tuple[OpRun, Run]:
-    """Runs whose caches hold so many elements, at random, and NaN behind them."""
+    """Runs whose caches hold ``lengths`` random elements, and NaN behind them."""
     runs = []
     for kind in (OpRun, Run):
         run = kind.start(head, len(lengths), capacity=max(lengths) + 32)
@@ -95,8 +95,8 @@ def committed_text(head: DraftHead, lengths: Sequence[int], device: str) -> tupl
     ),
     ids=str,
 )
-def test_long_texts(name, lengths, device):
-    """Attention in one split, in several, and in as many as there may be; a split ends between rows."""
+def test_long_texts_equal_reference(name, lengths, device):
+    """Attention has one split, several, and the largest number; a split ends between two rows."""
     head = head_of(name)
     ours, theirs = committed_text(head, lengths, device)
     tokens, features = elements(head, 3, 3)
@@ -106,36 +106,15 @@ def test_long_texts(name, lengths, device):
 
 
 def test_absent_nodes_that_see_nothing_committed(device):
-    """A vocabulary of two tokens leaves the third node of a level absent. Behind a window of one token it
-    sees no more than itself, and what becomes of it reaches no other node in the next layer."""
+    """With a vocabulary of two tokens the third node of a level is absent. With a window of one token it sees
+    only itself, and its values reach no other node in the next layer."""
     head = head_of("qk-norm-window", draft_vocab_size=2, sliding_windows=(1, None))
     check_against_reference(head, TreeConfig(3, 3, 12), device, EMULATED_ROUNDS)
 
 
-@pytest.mark.parametrize(
-    ("name", "tree"),
-    some_emulated(
-        itertools.product(
-            ["eagle1-two-layers", "qk-norm-window", "p-eagle"], ["chain", "static", "dynamic"]
-        ),
-        {("qk-norm-window", "chain")},
-    ),
-)
-def test_float16_rows_do_not_depend_on_the_others(name, tree, device):
-    head = head_of(name, dtype=torch.float16)
-    tokens, features = elements(head, 3, 4)
-    counts = torch.tensor([4, 0, 2])
-    together = OpRun.start(head, 3, device=device).draft(SHAPES[tree], tokens, features, counts)
-    for row in (0, 2):
-        part, count = slice(row, row + 1), int(counts[row])
-        alone = OpRun.start(head, 1, device=device)
-        own = alone.draft(SHAPES[tree], tokens[part, :count], features[part, :count])
-        assert_equal_drafts([each[part] for each in together], own)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_repeats(dtype, device, emulated):
-    """The emulator already compares three thread orders."""
+def test_repeats_have_the_same_bits(dtype, device, emulated):
+    """The emulator compares three orders of threads in each call."""
     head = head_of("eagle3.1", dtype=dtype)
     tokens, features = elements(head, 3, 12)
     drafts = []
@@ -146,12 +125,12 @@ def test_repeats(dtype, device, emulated):
         assert_equal_drafts(drafted, drafts[0])
 
 
-# Matrices of a layer and of the head that have 8 bits then.
+# Matrices that have 8 bits in the formats int8 and float8.
 MATRICES = ("_proj.weight", "fc.weight", "lm_head.weight")
 
 
 def with_exact_weights(head: DraftHead, weights: str) -> DraftHead:
-    """The head with matrices that 8 bits hold exactly: their numbers times powers of two, one for each
+    """The head with matrices that 8 bits hold exactly: numbers of the format times a power of two for each
     output, with the largest number of the format in each row."""
     dtype = weight_dtype(weights)
     assert dtype is not None
@@ -163,11 +142,9 @@ def with_exact_weights(head: DraftHead, weights: str) -> DraftHead:
         numbers, scales = quantise(tensor, dtype)
         exact = numbers.float()
         exact[:, -1] = largest
-        # Neighbours have very different scales: one that goes to another output shows.
-        factors = (
-            scales.log2().floor().exp2()
-            * torch.tensor([1.0, 0.25, 2.0]).repeat(len(scales))[: len(scales)]
-        )
+        # Neighbours have very different scales, so a scale of another output changes the result.
+        spread = torch.tensor([1.0, 0.25, 2.0]).repeat(len(scales))[: len(scales)]
+        factors = scales.log2().floor().exp2() * spread
         tensors[name] = (exact * factors[:, None]).to(tensor.dtype)
         assert torch.equal(tensors[name].float(), exact * factors[:, None])
     return dataclasses.replace(head, tensors=tensors)
@@ -181,11 +158,12 @@ def with_exact_weights(head: DraftHead, weights: str) -> DraftHead:
     ),
     ids=str,
 )
-def test_8_bit_weights(name, weights, dtype, device, emulated):
+def test_error_with_8_bit_weights_is_at_most_twice_the_references(
+    name, weights, dtype, device, emulated
+):
     sizes = dict(hidden_size=32, vocab_size=16, draft_vocab_size=3, own_lm_head=True)
-    tree = TreeConfig(
-        choices=[path for n in (1, 2) for path in itertools.product(range(3), repeat=n)]
-    )
+    paths = [path for n in (1, 2) for path in itertools.product(range(3), repeat=n)]
+    tree = TreeConfig(choices=paths)
     errors: dict[str, list[float]] = {"op": [], "reference": []}
     for seed in range(2 if emulated else 6):
         head = with_exact_weights(head_of(name, seed, dtype, **sizes), weights)
@@ -204,7 +182,7 @@ def test_8_bit_weights(name, weights, dtype, device, emulated):
 
 
 def any_head(seed: int) -> DraftHead:
-    """Of a config that the kernel takes in float32."""
+    """A head whose config the kernel takes in float32."""
     rng = random.Random(seed)
     kind = rng.choice(["eagle1", "eagle3", "eagle3"])
     kv_heads, group = rng.choice([1, 2, 3]), rng.randint(1, 6)
@@ -253,8 +231,8 @@ def any_tree(seed: int) -> TreeConfig:
 
 
 @pytest.mark.parametrize("seed", some_emulated(range(60), range(6)))
-def test_any_head_and_tree(seed, device):
-    """Of random sizes and options; rows with nothing new among others."""
+def test_random_heads_and_trees_equal_reference(seed, device):
+    """Sizes and options are random; some rows have nothing new."""
     rng = random.Random(seed)
     rows = rng.choice([1, 2, 3, 7])
     rounds = []
@@ -266,20 +244,11 @@ def test_any_head_and_tree(seed, device):
 
 NEW, SLOTS, CAPACITY, VOCAB = 3, 6, 40, 97  # of the runs below
 BAD_NUMBERS = [
-    ("counts", -1),
-    ("counts", NEW + 1),
-    ("counts", 2**62),
-    ("lengths", -1),
-    ("lengths", CAPACITY - NEW - SLOTS + 1),
-    ("lengths", 2**62),
-    ("positions", -1),
-    ("positions", CAPACITY - NEW - 2 + 1),
-    ("positions", 2**62),
-    ("roots", -1),
-    ("roots", VOCAB),
-    ("tokens", -1),
-    ("tokens", VOCAB),
-    ("tokens", 2**62),
+    *(("counts", number) for number in (-1, NEW + 1, 2**62)),
+    *(("lengths", number) for number in (-1, CAPACITY - NEW - SLOTS + 1, 2**62)),
+    *(("positions", number) for number in (-1, CAPACITY - NEW - 2 + 1, 2**62)),
+    *(("roots", number) for number in (-1, VOCAB)),
+    *(("tokens", number) for number in (-1, VOCAB, 2**62)),
 ]
 
 
@@ -290,8 +259,8 @@ BAD_NUMBERS = [
     ),
     ids=str,
 )
-def test_numbers_out_of_range_leave_the_root_alone(name, number, device):
-    """In their row; its score is NaN, its cache is not written, and other rows have the same bits."""
+def test_row_with_a_number_out_of_range_drafts_nothing(name, number, device):
+    """Its score is NaN, its cache is not written, and other rows have the same bits."""
     head, tree = head_of("qk-norm-window"), TreeConfig(3, 3, 12)
     tokens, features = elements(head, 3, NEW)
     counts = torch.tensor([2, NEW, 1])
@@ -318,7 +287,7 @@ def assert_root_alone(drafted: list[torch.Tensor], root: int, score: float = tor
     assert torch.equal(scores[1:], expected[1:])
 
 
-def test_the_last_numbers_in_range(device):
+def test_largest_legal_numbers_equal_reference(device):
     head, tree = head_of("qk-norm-window"), TreeConfig(3, 3, 12)
     tokens, features = elements(head, 1, NEW)
     tokens[0, 0], tokens[0, -1] = VOCAB - 1, 0
@@ -333,8 +302,8 @@ def test_the_last_numbers_in_range(device):
     assert_same_draft(*(run.draft(tree, tokens, features) for run in (ours, theirs)))
 
 
-def test_what_does_not_count_may_hold_anything(device):
-    """Of a row without new elements only the root is read; of tokens, those that count."""
+def test_unused_elements_may_hold_any_number(device):
+    """In a row without new elements only the root is read."""
     head = head_of("eagle3")
     tokens, features = elements(head, 2, 3)
     runs = [OpRun.start(head, 2, device=device) for _ in range(2)]
@@ -358,8 +327,7 @@ def test_what_does_not_count_may_hold_anything(device):
         itertools.product(["chain", "static", "dynamic"], [-1, VOCAB, 2**40]), {("dynamic", VOCAB)}
     ),
 )
-def test_draft_to_target_out_of_range(tree, wrong, device):
-    """Where it is drafted, the row gets its root alone."""
+def test_row_that_drafts_an_illegal_draft_to_target_drafts_nothing(tree, wrong, device):
     head = head_of("eagle3")
     tokens, features = elements(head, 1, 3)
     run = OpRun.start(head, 1, device=device)
@@ -378,8 +346,8 @@ def test_draft_to_target_out_of_range(tree, wrong, device):
             (4, (1, -1)),  # no candidate
             (4, (2**62, 0)),
             (4, (8, 0)),  # a node of the last level
-            (6, (4, 0)),  # a node beside it: nobody is left of a level
-            (3, (3, 0)),  # more parents than widths tell
+            (6, (4, 0)),  # a node beside it: the level is empty
+            (3, (3, 0)),  # more parents than in widths
             (0, (1, 0)),  # itself
             (0, (0, -(2**63))),
             (9, (-(2**63), 2**62)),
@@ -389,7 +357,7 @@ def test_draft_to_target_out_of_range(tree, wrong, device):
     ids=str,
 )
 def test_choices_that_levels_do_not_describe_cost_nodes(row, wrong, device):
-    """The host can't compare them on CUDA; what is left is a tree of legal tokens, and nothing else."""
+    """On CUDA the host does not compare them; the rest of the tree has legal tokens and links."""
     head = head_of("eagle3")
     run = OpRun.start(head, 2, device=device)
     arguments = run.arguments(*elements(head, 2, 3), torch.tensor([3, 1]))
@@ -408,8 +376,8 @@ def test_choices_that_levels_do_not_describe_cost_nodes(row, wrong, device):
             assert 0 <= tokens[node] < head.config.vocab_size
 
 
-def test_the_sync_buffer_serves_launch_after_launch(device):
-    """With trees and batches of several sizes between; its counters are zero after each."""
+def test_sync_buffer_can_be_used_by_many_launches(device):
+    """With trees and batches of several sizes; its counters are zero after each launch."""
     head = head_of("qk-norm-window")
     sync = torch.zeros(sync_bytes(head.config), dtype=torch.uint8, device=device)
     native = torch.ops.specdec_emulated if device == "cpu" else torch.ops.specdec
@@ -429,7 +397,7 @@ def test_the_sync_buffer_serves_launch_after_launch(device):
             sync,
         )
         assert_equal_drafts([each.cpu() for each in drafted], expected)
-        assert int(sync.count_nonzero()) <= 1  # the barrier's turn
+        assert int(sync.count_nonzero()) <= 1  # the turn of the barrier
 
 
 @pytest.mark.parametrize(
@@ -439,25 +407,22 @@ def test_the_sync_buffer_serves_launch_after_launch(device):
         {("qk-norm-window", "static"), ("p-eagle", "dynamic")},
     ),
 )
-def test_a_launch_for_each_phase(kind, tree, device):
-    """The same bits as one launch for all, of the cache too, whatever rows have nothing new."""
+def test_launch_for_each_phase_has_the_bits_of_one_launch(kind, tree, device):
+    """Also in the cache, and with a row that has nothing new."""
     head = head_of(kind)
     tokens, features = elements(head, 3, 4)
     runs = []
     for phase_launches in (False, True):
         run = OpRun.start(head, 3, device=device)
         counts = torch.tensor([2, 0, 4])
-        drafted = ops.draft_head(
-            **run.arguments(tokens, features, counts),
-            tree=SHAPES[tree],
-            phase_launches=phase_launches,
-        )
+        arguments = run.arguments(tokens, features, counts)
+        drafted = ops.draft_head(**arguments, tree=SHAPES[tree], phase_launches=phase_launches)
         runs.append([*drafted, run.keys, run.values])
     for one, many in zip(*runs, strict=True):
         torch.testing.assert_close(one, many, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_sync_buffer_that_is_too_small(device):
+def test_rejects_a_sync_buffer_that_does_not_fit(device):
     head = head_of("qk-norm-window")
     run = OpRun.start(head, 1, device=device)
     arguments = run.arguments(*elements(head, 1, 2), torch.tensor([2]))
@@ -472,15 +437,14 @@ def test_a_sync_buffer_that_is_too_small(device):
 
 
 class OnlyDrafts:
-    """Emulates draft_head; the target runs as ever."""
+    """Emulates draft_head alone; the target uses the CPU ops."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(emulated_ops if name == "draft_head" else torch.ops.specdec, name)
 
 
 @pytest.mark.parametrize("weights", ["same", "int8"])
-def test_generation(weights, device, emulated, monkeypatch):
-    """With a head whose drafts come from the kernel, the text stays the target's own."""
+def test_drafts_of_the_kernel_leave_the_text_unchanged(weights, device, emulated, monkeypatch):
     if emulated:
         monkeypatch.setattr(_library, "native", OnlyDrafts())
     dtype = torch.float32 if weights == "same" else torch.float16
@@ -489,11 +453,9 @@ def test_generation(weights, device, emulated, monkeypatch):
     model = copy.deepcopy(tiny_model("llama", dtype=dtype)).to(device)
     ids, mask = (tensor.to(device) for tensor in prompts((5, 3)))
     drafter = HeadDrafter(head_of("eagle3"), TreeConfig(3, 2, 5), weights)
-    given = specdec_ext.generate(model, ids, attention_mask=mask, drafter=drafter, max_new_tokens=6)
+    kwargs = dict(attention_mask=mask, max_new_tokens=6)
+    given = specdec_ext.generate(model, ids, drafter=drafter, **kwargs)
     assert drafter._bound.refusal(drafter.tree, 2) is None
     if dtype == torch.float32:
-        plain = specdec_ext.generate(
-            model, ids, attention_mask=mask, drafter=None, max_new_tokens=6
-        )
-        assert torch.equal(given, plain)
+        assert torch.equal(given, specdec_ext.generate(model, ids, drafter=None, **kwargs))
     assert given.shape == (2, 11)

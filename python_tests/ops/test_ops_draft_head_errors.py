@@ -1,6 +1,6 @@
-"""``draft_head`` checks sizes, dtypes and strides before it follows a pointer, and on the CPU all numbers.
+"""``draft_head`` checks sizes, dtypes and strides before it reads memory, and on the CPU all numbers.
 
-What numbers out of range do on CUDA: test_ops_draft_head_cuda.py.
+``test_ops_draft_head_cuda.py`` tests numbers out of range on CUDA.
 """
 
 from __future__ import annotations
@@ -41,38 +41,25 @@ BAD_ARGUMENTS: list[tuple[str, Any, str]] = [
     ("keys", lambda t: t.mT.contiguous().mT, r"must be contiguous in its last dimension, got stride 128"),
     ("values", lambda t: t[..., :5, :], r"must be .* = \[2, 3, 2, 128, 8\], got shape \[2, 3, 2, 5, 8\]"),
 ]  # fmt: skip
-# What the CPU finds.
+# Only the CPU op checks these.
 BAD_NUMBERS: list[tuple[str, Any, str]] = [
     ("tokens", lambda t: t + 97, r"has \d+ in row 0; expected \[0, 97\)"),
     ("tokens", lambda t: -1 - t, r"has -\d+ in row 0; expected \[0, 97\)"),
     ("counts", lambda t: t + 1, r"has 5 in row 0; expected \[0, 5\)"),
     ("counts", lambda t: t - 5, r"has -1 in row 0; expected \[0, 5\)"),
     ("lengths", lambda t: t - 1, r"has -1 in row 0; expected \[0, 119\)"),
-    (
-        "lengths",
-        lambda t: t + 119,
-        r"has 119 in row 0; expected \[0, 119\): a capacity of 128 slots less 4 new elements and 6 of the "
-        r"draft; grow keys and values",
-    ),
+    ("lengths", lambda t: t + 119,
+        r"has 119 .*: a capacity of 128 slots less 4 new elements and 6 of the draft; grow keys and values"),
     ("lengths", lambda t: t + 2**62, r"has 4611686018427387904 in row 0; expected"),
     ("positions", lambda t: t - 1, r"has -1 in row 0; expected \[0, 123\)"),
-    (
-        "positions",
-        lambda t: t + 123,
-        r"has 123 in row 0; expected \[0, 123\): cosines and sines have 128 positions, for 4 new elements "
-        r"and 2 levels; make longer tables",
-    ),
+    ("positions", lambda t: t + 123,
+        r"has 123 .*: cosines and sines have 128 positions, for 4 new elements .*; make longer tables"),
     ("roots", lambda t: t + 97, r"has \d+ in row 0; expected \[0, 97\)"),
-]
+]  # fmt: skip
 # Limits of CUDA: options of the head, dtype, changes of its arguments, message.
 LIMITS: dict[str, tuple[dict[str, Any], torch.dtype, dict[str, Any], str]] = {
-    "hidden_size": (
-        dict(hidden_size=36),
-        torch.bfloat16,
-        {},
-        r"layout gives hidden_size = 36; the CUDA kernel takes multiples of 8, rows of 16 bytes; "
-        r"specdec_ext.reference.draft_head drafts without such limits",
-    ),
+    "hidden_size": (dict(hidden_size=36), torch.bfloat16, {},
+        r"layout gives hidden_size = 36; .* multiples of 8, rows of 16 bytes; specdec_ext.reference.draft_"),
     "intermediate_size": (dict(intermediate_size=50), torch.float32, {},
         r"layout gives intermediate_size = 50; the CUDA kernel takes multiples of 4"),
     "feature_width": (dict(target_hidden_size=18), torch.float32, {},
@@ -114,21 +101,17 @@ def valid_arguments(device: str = "cpu") -> dict[str, Any]:
     return run.arguments(*elements(head, 3, 4), torch.full((3,), 4))
 
 
-def check_rejected(name: str, change: Any, message: str, device: str) -> None:
+@pytest.mark.parametrize(("name", "change", "message"), BAD_ARGUMENTS)
+def test_rejects(name, change, message, device):
     arguments = valid_arguments(device)
     arguments[name] = change(arguments[name])
     with pytest.raises(ValueError, match=rf"^specdec::draft_head: argument {name} {message}"):
         ops.draft_head(**arguments, tree=TreeConfig(3, 3, 12))
 
 
-@pytest.mark.parametrize(("name", "change", "message"), BAD_ARGUMENTS)
-def test_rejects(name, change, message, device):
-    check_rejected(name, change, message, device)
-
-
 @pytest.mark.parametrize(("name", "change", "message"), BAD_NUMBERS)
 def test_rejects_numbers(name, change, message):
-    check_rejected(name, change, message, "cpu")
+    test_rejects(name, change, message, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -141,13 +124,13 @@ def test_rejects_numbers(name, change, message):
 )
 @KERNELS
 def test_rejects_rows_that_are_not_aligned(name, change, device):
-    check_rejected(name, change, r"must begin every row at a multiple of 16 bytes on CUDA", device)
+    test_rejects(name, change, r"must begin every row at a multiple of 16 bytes on CUDA", device)
 
 
 @pytest.mark.parametrize(("options", "dtype", "changes", "message"), LIMITS.values(), ids=LIMITS)
 @KERNELS
 def test_limits_of_cuda(options, dtype, changes, message, device):
-    """Of the op, and of the function that tells them before."""
+    """The op refuses what ``draft_head_refusal`` reports before the call."""
     head = head_of("eagle3", dtype=dtype, **options)
     rows, weights = changes.get("rows", 1), changes.get("weights", "same")
     tree = changes.get("tree", TreeConfig(2))
@@ -185,7 +168,7 @@ def test_rejects_shapes_of_trees(choices, numbers, message, device, kernel):
 
 
 def levels_of(choices: list[list[int]]) -> tuple[list[int], list[int]]:
-    """Right for legal choices of at most two levels."""
+    """The levels of legal choices with a depth of at most two."""
     first = sum(node[0] == 0 for node in choices)
     parents = len({node[0] for node in choices} - {0})
     return ([first, len(choices)], [1, parents]) if parents else ([first], [1])
@@ -218,7 +201,7 @@ LINKS = [[0, 0], [0, 1], [1, 0], [2, 0], [3, 0]]
     ],
 )  # fmt: skip
 def test_rejects_levels(levels, on_cpu, on_cuda, device, kernel):
-    """CUDA can't compare them with choices, but does not let them lead it out of its memory."""
+    """On CUDA they are not compared with the choices; the kernel still stays inside its memory."""
     message = on_cuda if kernel else on_cpu
     if message:
         call_with_tree(device, LINKS, 3, 2, 6, *levels, message=message)
@@ -231,38 +214,42 @@ def test_rejects_levels_of_dynamic_trees(ends, widths, device):
     call_with_tree(device, [], 2, 2, 5, ends, widths, message=message)
 
 
+def layout(index: int, value: int):
+    return lambda packed: packed.layout.__setitem__(index, value)
+
+
+def weight(index: int, change: Any):
+    return lambda packed: packed.weights.__setitem__(index, change(packed.weights[index]))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda p: p.layout.clear(), r"layout ends before is_eagle1; make it with PackedHead.pack"),
         (lambda p: p.layout.__delitem__(slice(12, None)), r"layout must end with a sliding window"),
         (lambda p: p.layout.append(0), r"weights must have 40 tensors for the layers of layout, got 30"),
-        (lambda p: p.layout.__setitem__(3, 0), r"layout gives hidden_size = 0; expected 1 to 268435456"),
-        (lambda p: p.layout.__setitem__(3, 2**62), r"layout gives hidden_size = 4611686018427387904"),
-        (lambda p: p.layout.__setitem__(6, 3), r"layout gives 4 heads; expected a multiple of 3"),
-        (lambda p: p.layout.__setitem__(8, 5), r"layout gives feature_width 96; expected a multiple of num"),
-        (lambda p: p.layout.__setitem__(10, 5), r"layout gives mask_token_id = 5; expected a token"),
-        (lambda p: p.layout.__setitem__(0, 1),
-            r"weights\[5\] \(fc\) must be .* = \[(1, 120, 32, 1|24, 120)\], got shape"),
+        (layout(3, 0), r"layout gives hidden_size = 0; expected 1 to 268435456"),
+        (layout(3, 2**62), r"layout gives hidden_size = 4611686018427387904"),
+        (layout(6, 3), r"layout gives 4 heads; expected a multiple of 3"),
+        (layout(8, 5), r"layout gives feature_width 96; expected a multiple of num"),
+        (layout(10, 5), r"layout gives mask_token_id = 5; expected a token"),
+        (layout(0, 1), r"weights\[5\] \(fc\) must be .* = \[(1, 120, 32, 1|24, 120)\], got shape"),
         (lambda p: p.scalars.pop(), r"scalars must be \[rms_norm_eps, logit_scale\], got 1 numbers"),
         (lambda p: p.weights.pop(), r"weights must have 30 tensors for the layers of layout, got 29"),
-        (lambda p: p.weights.__setitem__(0, p.weights[0][0]), r"weights\[0\] \(embed_tokens\) must be \[to"),
-        (lambda p: p.weights.__setitem__(1, p.weights[1][:0]),
-            r"weights\[1\] \(lm_head\) must be .* = \[(2, 24, 32, 1|61, 24)\], got"),
-        (lambda p: p.weights.__setitem__(2, p.weights[2][:0]),
+        (weight(0, lambda t: t[0]), r"weights\[0\] \(embed_tokens\) must be \[to"),
+        (weight(1, lambda t: t[:0]), r"weights\[1\] \(lm_head\) must be .* = \[(2, 24, 32, 1|61, 24)\], got"),
+        (weight(2, lambda t: t[:0]),
             r"weights\[2\] \(draft_to_target\) must be there where lm_head has 61 tokens and the embed"),
-        (lambda p: p.weights.__setitem__(2, p.weights[2].int()), r"weights\[2\] .* must be torch.int64, got"),
+        (weight(2, lambda t: t.int()), r"weights\[2\] .* must be torch.int64, got"),
         (lambda p: p.weights[2].fill_(97),
             r"weights holds draft_to_target\[\d+\] = 97; expected a token in \[0, 97\)"),
         (lambda p: p.weights[2].fill_(-1), r"weights holds draft_to_target\[\d+\] = -1; expected a token"),
-        (lambda p: p.weights.__setitem__(5, p.weights[5][:0]),
-            r"layout gives feature_width 96; expected hid"),
-        (lambda p: p.weights.__setitem__(7, p.weights[7][:0]),
-            r"weights\[7\] \(hidden_norm\) must be \[count"),
-        (lambda p: p.weights.__setitem__(11, p.weights[11].transpose(0, 1).contiguous().transpose(0, 1)),
+        (weight(5, lambda t: t[:0]), r"layout gives feature_width 96; expected hid"),
+        (weight(7, lambda t: t[:0]), r"weights\[7\] \(hidden_norm\) must be \[count"),
+        (weight(11, lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)),
             r"weights\[11\] \(qkv_proj\) must be contiguous, got stride \d+ in dimension 1; PackedHead.pack"),
-        (lambda p: p.weights.__setitem__(12, p.weights[12][1:]), r"weights\[12\] \(qkv_proj bias\) must be"),
-        (lambda p: p.weights.__setitem__(19, p.weights[19].bfloat16()),
+        (weight(12, lambda t: t[1:]), r"weights\[12\] \(qkv_proj bias\) must be"),
+        (weight(19, lambda t: t.bfloat16()),
             r"weights\[19\] \(down_proj\) must be torch.float32, got torch.bfloat16"),
     ],
 )  # fmt: skip
@@ -275,7 +262,7 @@ def test_rejects_packed_heads(change, message, device, kernel):
         ops.draft_head(**arguments, tree=TreeConfig(3, 3, 12))
 
 
-def test_rejects_what_eagle1_has_not(device):
+def test_rejects_weights_that_eagle1_has_not(device):
     head = head_of("eagle1")
     run = OpRun.start(head, rows=1, device=device)
     arguments = run.arguments(*elements(head, 1, 4), torch.tensor([4]))
@@ -283,9 +270,8 @@ def test_rejects_what_eagle1_has_not(device):
         weights = list(arguments["head"].weights)
         weights[index] = torch.ones(32, device=device)
         packed = dataclasses.replace(arguments["head"], weights=weights)
-        with pytest.raises(
-            ValueError, match=rf"weights\[{index}\] \({name}\) must be empty .* EAGLE-1"
-        ):
+        message = rf"weights\[{index}\] \({name}\) must be empty .* EAGLE-1"
+        with pytest.raises(ValueError, match=message):
             ops.draft_head(**{**arguments, "head": packed}, tree=TreeConfig(3))
 
 
@@ -308,8 +294,8 @@ def test_pack_rejects(dtype, change, message):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packing(dtype):
-    """The embedding is shared. Matrices are in panels: an output's elements are 32 units apart."""
+def test_pack_shares_the_embedding_and_makes_panels(dtype):
+    """In a panel the elements of an output are 32 units apart."""
     head = head_of("eagle3", dtype=dtype)
     run = Run.start(head, rows=1)
     packed = ops.PackedHead.pack(head, run.embedding, run.lm_head)
@@ -321,7 +307,7 @@ def test_packing(dtype):
     assert not panels[1, :, 61 - 32 :].any()
 
 
-def test_pack_rejects_formats():
+def test_pack_rejects_unknown_formats():
     head = head_of("eagle3")
     run = Run.start(head, rows=1)
     with pytest.raises(ValueError, match=r"weights='int4'; expected one of same, int8, float8"):
@@ -329,17 +315,15 @@ def test_pack_rejects_formats():
 
 
 @pytest.mark.parametrize("weights", ["int8", "float8"])
-def test_8_bit_weights_on_the_cpu(weights):
+def test_rejects_8_bit_weights_on_the_cpu(weights):
     head = head_of("eagle3", dtype=torch.bfloat16)
     run = OpRun.start(head, rows=1, weights=weights)
-    with pytest.raises(
-        ValueError,
-        match=r"argument weights\[1\] \(lm_head\) must have the dtype of features on the CPU",
-    ):
+    message = r"argument weights\[1\] \(lm_head\) must have the dtype of features on the CPU"
+    with pytest.raises(ValueError, match=message):
         run.draft(TreeConfig(2), *elements(head, 1, 2))
 
 
-def test_float16_on_the_cpu():
+def test_rejects_float16_on_the_cpu():
     head = head_of("eagle3", dtype=torch.float16)
     with pytest.raises(
         ValueError, match=r"must be torch.float32 or torch.bfloat16 on the CPU, got"
@@ -349,8 +333,8 @@ def test_float16_on_the_cpu():
 
 @KERNELS
 @pytest.mark.parametrize("weights", ["int8", "float8"])
-def test_scales(weights, device):
-    """As many as matrices, float32, one for each output."""
+def test_rejects_scales(weights, device):
+    """Each matrix has a float32 scale for each output."""
     head = head_of("eagle3", dtype=torch.bfloat16, hidden_size=32)
     run = OpRun.start(head, rows=1, device=device, weights=weights)
     arguments = run.arguments(*elements(head, 1, 2), torch.tensor([2]))
@@ -361,10 +345,7 @@ def test_scales(weights, device):
             [*good[:-1], good[-1].bfloat16()],
             r"weights\[25\] \(down_proj scale\) must be torch.float32",
         ),
-        (
-            [*good[:-1], good[-1][1:]],
-            r"weights\[25\] \(down_proj scale\) must be \[count\] = \[32\]",
-        ),
+        ([*good[:-1], good[-1][1:]], r"weights\[25\] \(down_proj scale\) must be .* = \[32\]"),
         ([good[0], good[1].bfloat16(), *good[2:]], r"weights must have 20 tensors .*, got 26"),
         ([*good[:5], good[5].bfloat16(), *good[6:]], r"weights\[5\] \(fc\) must be torch\.\w*8"),
     ):

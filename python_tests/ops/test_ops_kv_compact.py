@@ -3,7 +3,7 @@
 import emulation
 import pytest
 import torch
-from op_cases import DEVICES, generator
+from op_cases import DEVICES, generator, two_threads
 
 from specdec_ext import ops
 from specdec_ext.ops import _library
@@ -29,7 +29,7 @@ def random_cache(shape, dtype, seed):
 
 
 def random_moves(batch, nodes, slots, seed):
-    """Ascending paths, as verify_match gives them, from anywhere to anywhere; some rows inactive."""
+    """Ascending paths, as of verify_match, between random slots; some rows are inactive."""
     rng = generator(seed)
     path = torch.full((batch, nodes), -1)
     num_accepted = torch.randint(-1, nodes, (batch,), generator=rng)
@@ -70,17 +70,12 @@ def test_worked_example(device):
 
 
 @pytest.mark.parametrize("offset", [-3, -1, 0, 1, 3])
-def test_overlapping_ranges_in_both_directions(offset, device):
-    """Also a path that is not ascending: every load comes before every store."""
+def test_overlapping_ranges_equal_reference(offset, device):
+    """Also with a path that is not ascending: all loads come before all stores."""
     for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3]):
         expected = torch.arange(12.0).view(1, 1, 12, 1).repeat(1, 2, 1, 3)
         actual = expected.clone().to(device)
-        moves = (
-            torch.tensor([order]),
-            torch.tensor([4]),
-            torch.tensor([4]),
-            torch.tensor([4 + offset]),
-        )
+        moves = tuple(map(torch.tensor, ([order], [4], [4], [4 + offset])))
         ops.kv_compact([actual], *(move.to(device) for move in moves))
         kv_compact_reference([expected], *moves)
         assert_same_caches([actual], [expected])
@@ -97,8 +92,7 @@ def test_overlapping_ranges_in_both_directions(offset, device):
     ],
     ids=["sliced", "slots-first", "heads-first", "every-second-row", "interleaved-heads"],
 )
-def test_strided_caches(view, device):
-    """Views of NaN-poisoned memory: all bytes around the view stay."""
+def test_bytes_around_a_strided_cache_are_unchanged(view, device):
     poisoned = torch.full((6, 6, 6, 8), torch.nan)
     expected = poisoned.clone()
     target = view(expected)
@@ -113,7 +107,7 @@ def test_strided_caches(view, device):
 
 
 def scattered(caches, page_size, seed, *, spare=3):
-    """The same slots in pools of pages, each page anywhere: (pools, page table). Unused pages hold 77."""
+    """The same slots in pools with pages in random order: (pools, page table). Unused pages hold 77."""
     batch, _, slots, _ = caches[0].shape
     row_pages = -(-slots // page_size)
     places = torch.randperm(batch * row_pages + spare, generator=generator(seed))
@@ -131,7 +125,7 @@ def scattered(caches, page_size, seed, *, spare=3):
 
 @pytest.mark.parametrize("page_size", [1, 3, 16, 100])
 @pytest.mark.parametrize("case", ["one-of-everything", "llama-like", "odd-bytes", "max-nodes"])
-def test_paged_equals_static_on_a_scattered_copy(case, page_size, device):
+def test_paged_caches_equal_static_ones(case, page_size, device):
     batch, nodes, slots, layout = CASES[case]
     moves = random_moves(batch, nodes, slots, seed=page_size)
     static = [
@@ -145,16 +139,11 @@ def test_paged_equals_static_on_a_scattered_copy(case, page_size, device):
 
 
 @pytest.mark.parametrize("offset", [-5, -2, 0, 2, 5])
-def test_paged_ranges_that_overlap_across_pages(offset, device):
+def test_ranges_that_overlap_across_pages_equal_reference(offset, device):
     for order in ([0, 1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1, 0], [2, 0, 4, 6, 1, 5, 3]):
         pools, page_table = scattered([torch.arange(24.0).view(1, 1, 24, 1)], 4, seed=2)
         expected = [pool.clone() for pool in pools]
-        moves = (
-            torch.tensor([order]),
-            torch.tensor([6]),
-            torch.tensor([8]),
-            torch.tensor([8 + offset]),
-        )
+        moves = tuple(map(torch.tensor, ([order], [6], [8], [8 + offset])))
         actual = [pool.to(device) for pool in pools]
         ops.kv_compact(actual, *(move.to(device) for move in moves), page_table.to(device))
         kv_compact_reference(expected, *moves, page_table)
@@ -162,7 +151,7 @@ def test_paged_ranges_that_overlap_across_pages(offset, device):
 
 
 def test_paged_worked_example(device):
-    """The kernel's: pages of 64, page table [7, 3]; nodes 0, 2, 5 of the tree at slot 100."""
+    """Pages of 64, the page table [7, 3], and nodes 0, 2, 5 of the tree at slot 100."""
     pool = torch.arange(8 * 64.0, device=device).view(8, 1, 64, 1)
     page_table = torch.tensor([[7, 3]], device=device)
     path = torch.tensor([[0, 2, 5, -1, -1, -1]], device=device)
@@ -173,8 +162,8 @@ def test_paged_worked_example(device):
     assert torch.equal(pool.cpu(), expected)
 
 
-def test_paged_rows_may_share_pages_that_are_only_read(device):
-    """A common prefix; strided table, entries that no slot needs."""
+def test_rows_may_share_pages_that_are_only_read(device):
+    """Rows with a common prefix; the table is strided and has entries that no slot needs."""
     pool = torch.arange(6 * 4.0, device=device).view(6, 1, 4, 1)
     table = torch.tensor([[5, 9, 0, 9, -1, 9], [5, 9, 3, 9, 10**12, 9]], device=device)[:, ::2]
     path = torch.tensor([[0, 1], [0, 1]], device=device)
@@ -188,8 +177,8 @@ def test_paged_rows_may_share_pages_that_are_only_read(device):
 @pytest.mark.emulated
 @pytest.mark.parametrize("page", [-1, 4, 2**62, -(2**63)])
 @pytest.mark.parametrize("start", [-(2**63), -3, 16, 2**63 - 1])
-def test_kernels_skip_moves_that_they_cannot_make(start, page, monkeypatch):
-    """The CPU op raises instead. Row 0 has legal moves; row 1 a bad start or a bad page."""
+def test_kernels_skip_illegal_moves(start, page, monkeypatch):
+    """The CPU op raises an error instead. Row 0 has legal moves, row 1 a bad start or a bad page."""
     monkeypatch.setattr(_library, "native", emulation.emulated_ops)
     pool = torch.arange(4 * 8.0).view(4, 1, 8, 1)
     expected = pool.clone()
@@ -208,7 +197,7 @@ def test_kernels_skip_moves_that_they_cannot_make(start, page, monkeypatch):
         assert_same_caches(actual, [expected])
 
 
-def test_bits_of_nan_and_strided_moves_survive(device):
+def test_bits_of_nan_are_moved_unchanged(device):
     payload = torch.tensor([0x7FC12345, 0x7F812345, -1], dtype=torch.int32).view(torch.float32)
     cache = payload[:, None].repeat(1, 4)[None, None].contiguous().to(device)
     path = torch.tensor([[2, 9, 0, 9, 1, 9]], device=device)[:, ::2]
@@ -224,15 +213,12 @@ def test_threads_do_not_change_the_result():
     caches = [random_cache((6, 8, 200, 64), torch.float32, i) for i in range(8)]
     expected = [cache.clone() for cache in caches]
     kv_compact_reference(expected, *moves)
-    torch.set_num_threads(2)
-    try:
+    with two_threads():
         ops.kv_compact(caches, *moves)
-    finally:
-        torch.set_num_threads(1)
     assert_same_caches(caches, expected)
 
 
-def test_inference_tensors_and_unused_path_entries():
+def test_inference_tensors_are_accepted():
     with torch.inference_mode():
         cache = torch.randn(1, 2, 8, 4)
     before = cache.clone()

@@ -1,16 +1,13 @@
 """``linear``: the op equals its specification bit for bit, so a row never depends on the others.
 
-The op has no CUDA kernel; the claims are about CPU instruction sets, threads and layouts. Error class:
-at most twice torch's in the same dtype against float64, plus one rounding of the largest output.
+The op has no CUDA kernel; the claims are about CPU instruction sets, threads and strides. Its error against
+float64 is at most twice torch's in the same dtype, plus one rounding of the largest output.
 """
-
-import subprocess
-import sys
 
 import instruction_sets
 import pytest
 import torch
-from op_cases import generator
+from op_cases import generator, two_threads
 
 from specdec_ext import ops
 from specdec_ext.reference.linear import linear as linear_reference
@@ -102,17 +99,14 @@ def test_an_output_does_not_depend_on_the_others(dtype):
 def test_threads_do_not_change_the_result(dtype):
     arguments = random_arguments(5, 700, 1001, dtype)
     expected = ops.linear(*arguments)
-    torch.set_num_threads(2)
-    try:
+    with two_threads():
         for _ in range(20):
             assert torch.equal(ops.linear(*arguments), expected)
-    finally:
-        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_layouts(dtype):
-    """Leading dimensions, strided and unaligned rows of input and weight; nothing else is read."""
+def test_strides_do_not_change_the_result(dtype):
+    """Leading dimensions, strided and unaligned rows of input and weight, with NaN around them."""
     input, weight, bias = random_arguments(12, 45, 31, dtype)
     expected = ops.linear(input, weight, bias)
     wide_input = torch.full((3, 5, 2, 101), torch.nan, dtype=dtype)
@@ -133,7 +127,7 @@ def test_layouts(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 0), (0, 0, 0)], ids=str)
-def test_empty(shape, dtype):
+def test_empty_inputs_equal_torch(shape, dtype):
     input, weight, bias = random_arguments(*shape, dtype)
     expected = torch.nn.functional.linear(input, weight, bias)
     actual = ops.linear(input, weight, bias)
@@ -151,36 +145,27 @@ def test_nan_and_infinity_propagate(dtype):
     torch.testing.assert_close(ops.linear(input, weight), expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
-def test_instruction_sets(isa, tmp_path):
-    """Another process, because the choice is made once. AVX2 and AVX-512, with and without its
-    bfloat16 products, have the same bits; the baseline of x86 has its own, as independent of the rows."""
-    script = tmp_path / "run.py"
-    script.write_text(
-        "import sys, torch\n"
-        "from test_ops_linear import *\n"
-        "results = []\n"
-        "for dtype in DTYPES:\n"
-        "    test_error_is_at_most_twice_torchs(40, dtype)\n"
-        "    test_layouts(dtype)\n"
-        "    for in_features in (7, 1100):\n"
-        "        test_a_row_does_not_depend_on_the_others(in_features, dtype)\n"
-        "        results.append(ops.linear(*random_arguments(33, in_features, 50, dtype)))\n"
-        "torch.save(results, sys.argv[1])\n"
-    )
-    environment = instruction_sets.environment(isa)
-    saved = tmp_path / "results.pt"
-    subprocess.run([sys.executable, script, saved], env=environment, check=True)
-    expected = [
-        ops.linear(*random_arguments(33, in_features, 50, dtype))
-        for dtype in DTYPES
-        for in_features in (7, 1100)
-    ]
-    for actual, ours in zip(torch.load(saved), expected, strict=True):
-        if isa != "baseline":
-            assert torch.equal(actual, ours)
-        else:
-            torch.testing.assert_close(actual, ours)
+def isa_results():
+    """Also checks what holds in every instruction set."""
+    results = []
+    for dtype in DTYPES:
+        test_error_is_at_most_twice_torchs(40, dtype)
+        test_strides_do_not_change_the_result(dtype)
+        for in_features in (7, 1100):
+            test_a_row_does_not_depend_on_the_others(in_features, dtype)
+            results.append(ops.linear(*random_arguments(33, in_features, 50, dtype)))
+    return results
+
+
+def test_instruction_sets_with_fma_have_the_same_bits(tmp_path):
+    """AVX2 and AVX-512, with and without its bfloat16 products; the baseline of x86 has its own bits."""
+    isas = ("baseline", "avx2", "avx512")
+    for isa, theirs in instruction_sets.results(isa_results, isas, tmp_path).items():
+        for actual, ours in zip(theirs, isa_results(), strict=True):
+            if isa != "baseline":
+                assert torch.equal(actual, ours)
+            else:
+                torch.testing.assert_close(actual, ours)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,16 +1,13 @@
 """``sample_filter``: the op has the bits of its specification, and removes what transformers' warpers remove.
 
-Transformers computes probabilities in float32 and sorts ties in any order, so two claims are made against it:
-as many tokens are left, and they are the same ones where the scores at the end of the nucleus don't tie.
+Transformers computes probabilities in float32 and sorts ties in any order. So as many tokens are left as with
+transformers, and they are the same ones where the scores at the end of the nucleus don't tie.
 """
 
-import os
-import subprocess
-import sys
-
+import instruction_sets
 import pytest
 import torch
-from op_cases import generator
+from op_cases import check_rows_alone, generator, to, two_threads
 
 from specdec_ext import ops
 from specdec_ext.reference.exp import exp_nonpositive
@@ -59,10 +56,6 @@ def one_row(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     )
 
 
-def to(device, arguments):
-    return tuple(argument.to(device) for argument in arguments)
-
-
 def assert_same_bits(actual, expected):
     assert actual.dtype == expected.dtype == torch.float32 and actual.shape == expected.shape
     actual = actual.cpu()
@@ -75,7 +68,7 @@ def assert_same_bits(actual, expected):
 
 def warped(logits, temperature, top_k, top_p, min_p):
     """Transformers' chain on one row of float32 scores."""
-    # Here, so that the tests on CUDA need torch alone (make gpu-check).
+    # Imported here, because the tests on CUDA run with torch alone (make gpu-check).
     from transformers.generation import logits_process as hf
 
     scores = hf.TemperatureLogitsWarper(float(temperature))(None, logits[None].float())
@@ -97,9 +90,9 @@ def test_equals_reference(case, dtype, device):
 
 
 @pytest.mark.parametrize("case", ["flat", "peaked", "crowded", "negative", "both-signs", "holes"])
-def test_score_distributions(case, device):
-    """Where the searches could go wrong: ties in the thousands, all keys in one bucket, keys of both signs,
-    more tokens asked for than blocks or threads."""
+def test_unusual_scores_equal_reference(case, device):
+    """Thousands of ties, all keys in one bucket, keys of both signs, a top-k above the number of blocks and
+    threads."""
     rng = generator(3)
     base = torch.randn(4, 5003, generator=rng)
     logits = {
@@ -162,13 +155,13 @@ def test_removes_what_transformers_removes(dtype, scale):
         if (divided[row] == smallest).sum() == 1:
             assert torch.equal(ours, theirs)
         removed += int((ours == -INF).sum())
-    assert removed > 60 * 3000 / 4  # not a vacuous case
+    assert removed > 60 * 3000 / 4
 
 
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.99])
 @pytest.mark.parametrize("scale", [0.5, 2.0, 6.0])
-def test_the_kept_mass_is_as_exact_as_promised(scale, top_p):
-    """The header's error analysis: the op's nucleus is the one of a `top_p` that is off by its bound."""
+def test_kept_mass_is_within_its_error_bound(scale, top_p):
+    """The bound of the header: the op's nucleus is that of a `top_p` within the bound of the given one."""
     vocab = 20_000
     bound = vocab * 2.0**-40 + 2 * 8.1e-8 + 2.0**-32
     logits = torch.randn(6, vocab, generator=generator(1)) * scale
@@ -223,7 +216,7 @@ def test_zeros_of_both_signs_tie(device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_strided_inputs(dtype, device):
+def test_strided_inputs_equal_reference(dtype, device):
     """Logits sliced out of a NaN-filled buffer at an odd offset, strided parameters."""
     arguments = random_arguments(5, 101, dtype=dtype, seed=3)
     buffer = torch.full((6, 2, 205), NAN, dtype=dtype, device=device)
@@ -236,7 +229,7 @@ def test_strided_inputs(dtype, device):
     assert_same_bits(actual, sample_filter_reference(*arguments))
 
 
-def test_expanded_inputs(device):
+def test_expanded_inputs_equal_reference(device):
     arguments = tuple(
         argument.expand(3, *argument.shape[1:]) for argument in random_arguments(1, 40)
     )
@@ -245,51 +238,37 @@ def test_expanded_inputs(device):
 
 
 def test_a_row_does_not_depend_on_the_others(device):
-    arguments = random_arguments(3, 301, seed=9)
-    together = ops.sample_filter(*to(device, arguments)).cpu()
-    for row in range(3):
-        alone = ops.sample_filter(*to(device, (part[row : row + 1] for part in arguments)))
-        assert_same_bits(alone, together[row : row + 1])
+    arguments = to(device, random_arguments(3, 301, seed=9))
+    check_rows_alone(lambda *given: (ops.sample_filter(*given),), arguments, ["scores"])
 
 
 def test_threads_do_not_change_the_result():
     arguments = random_arguments(7, 30_001, seed=2)
     expected = ops.sample_filter(*arguments)
-    torch.set_num_threads(2)
-    try:
+    with two_threads():
         for _ in range(20):
             assert_same_bits(ops.sample_filter(*arguments), expected)
-    finally:
-        torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2"])
-def test_instruction_sets_do_not_change_the_result(isa, tmp_path):
-    """Another process, because the choice is made once; this one runs the best that there is."""
-    cases = [random_arguments(9, 5003, dtype=dtype, seed=1) for dtype in DTYPES]
-    torch.save(cases, tmp_path / "cases.pt")
-    script = (
-        "import sys, torch\n"
-        "torch.ops.load_library(sys.argv[1])\n"
-        "results = [torch.ops.specdec.sample_filter(*case) for case in torch.load(sys.argv[2])]\n"
-        "torch.save(results, sys.argv[3])\n"
-    )
-    files = [ops.LIBRARY_PATH, tmp_path / "cases.pt", tmp_path / "results.pt"]
-    environment = {**os.environ, "SPECDEC_CPU_ISA": isa}
-    subprocess.run([sys.executable, "-c", script, *files], env=environment, check=True)
-    for case, result in zip(cases, torch.load(tmp_path / "results.pt"), strict=True):
-        assert_same_bits(ops.sample_filter(*case), result)
+def isa_results():
+    cases = (random_arguments(9, 5003, dtype=dtype, seed=1) for dtype in DTYPES)
+    return [ops.sample_filter(*arguments) for arguments in cases]
 
 
-def test_a_real_vocabulary():
+def test_instruction_sets_do_not_change_the_result(tmp_path):
+    for theirs in instruction_sets.results(isa_results, ("baseline", "avx2"), tmp_path).values():
+        for actual, expected in zip(theirs, isa_results(), strict=True):
+            assert_same_bits(actual, expected)
+
+
+def test_large_vocabulary_equals_reference():
     for dtype in DTYPES:
         arguments = random_arguments(4, 128_256, 4.0, dtype=dtype, seed=4)
         assert_same_bits(ops.sample_filter(*arguments), sample_filter_reference(*arguments))
 
 
-def test_exp():
-    """Below 1 ulp, 1 at 0, 0 far down; never decreasing, which the searches rely on (the C++ self test
-    looks closer)."""
+def test_exp_is_exact_to_an_ulp_and_never_decreases():
+    """The searches rely on the order. The C++ self test compares more values."""
     x = -torch.cat([torch.rand(200_000, generator=generator(0)) * 87, torch.zeros(1)])
     value, exact = exp_nonpositive(x), x.double().exp()
     assert ((value - exact).abs() <= 8.1e-8 * exact).all()
@@ -302,7 +281,7 @@ def test_opcheck(shape):
     torch.library.opcheck(torch.ops.specdec.sample_filter, random_arguments(*shape))
 
 
-def test_fake_shape_matches():
+def test_fake_tensor_has_the_right_shape():
     logits, *parameters = random_arguments(3, 10, dtype=torch.bfloat16)
     arguments = (logits.repeat(1, 2)[:, 5:15], *parameters)
     with torch._subclasses.FakeTensorMode() as mode:
@@ -332,13 +311,8 @@ def test_fake_shape_matches():
     ],
 )
 def test_rejects(index, change, message):
-    arguments = [
-        torch.zeros(2, 6),
-        torch.ones(2),
-        torch.tensor([3, 1]),
-        torch.ones(2),
-        torch.zeros(2),
-    ]
+    ones = torch.ones(2)
+    arguments = [torch.zeros(2, 6), ones, torch.tensor([3, 1]), ones, torch.zeros(2)]
     arguments[index] = change(arguments[index])
     with pytest.raises(ValueError, match="specdec::sample_filter: " + message):
         ops.sample_filter(*arguments)

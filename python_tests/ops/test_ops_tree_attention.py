@@ -2,31 +2,24 @@
 
 Accuracy: the error against a float64 evaluation of the specification is at most twice that of the
 specification in plain PyTorch in the same dtype, plus one unit in the last place of the output.
-Invariance: what a node gets depends on the list of keys it sees and on nothing else, bit for bit, so
-that a node of a tree equals plain decoding of its path. Every cache here holds NaN in all slots that no
-node may see.
+Invariance: the bits of a node's output depend on the keys that it sees alone, so a node of a tree equals
+plain decoding of its path. Slots that no node may see hold NaN.
 """
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import instruction_sets
 import pytest
 import torch
-from attention_cases import (
-    Shape,
-    decode_path,
-    paged,
-    random_case,
-    run,
-    static_arguments,
-)
-from op_cases import generator
+from attention_cases import Shape, decode_path, paged, random_case, run, static_arguments
+from op_cases import generator, strided, two_threads
 
 from specdec_ext.reference.tree_attention import tree_attention as reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EMULATED = pytest.mark.parametrize(
+    "device", [pytest.param("emulated", marks=pytest.mark.emulated)], indirect=True
+)
 
 SHAPES = {
     "smallest": Shape(prefixes=(0,), nodes=1, heads=1),
@@ -83,13 +76,8 @@ def test_accuracy_of_other_sizes_on_the_cpu(shape):
 @pytest.mark.parametrize(
     "options",
     [
-        {"window": 1},
-        {"window": 3},
-        {"window": 40},
-        {"window": 300, "softcap": 5.0},
-        {"softcap": 30.0},
-        {"scale": 0.0},
-        {"scale": 1.0},
+        *({"window": 1}, {"window": 3}, {"window": 40}, {"window": 300, "softcap": 5.0}),
+        *({"softcap": 30.0}, {"scale": 0.0}, {"scale": 1.0}),
     ],
     ids=str,
 )
@@ -111,25 +99,20 @@ def test_paging_changes_no_bit(page_size, device):
 
 
 def test_worked_example(device):
-    """Keys are zero, so a node gets the mean of the values it sees: prefix 1, 2; root 4 with the
-    children 8 and 16; an inactive node."""
+    """Keys are zero, so a node gets the mean of the values that it sees: a prefix of 1 and 2, the root 4 with
+    the children 8 and 16, and an inactive node."""
     value = torch.full((1, 1, 9, 64), torch.nan)
     for slot, number in {1: 1, 2: 2, 4: 4, 5: 8, 6: 16}.items():
         value[:, :, slot] = number
-    row = torch.tensor
-    out = run(
-        {
-            "query": torch.ones(1, 1, 4, 64),
-            "key": torch.zeros(1, 1, 9, 64),
-            "value": value,
-            "ancestors": row([[[0b001], [0b011], [0b101], [0]]]),
-            "prefix_starts": row([1]),
-            "prefix_lengths": row([2]),
-            "block_starts": row([4]),
-            "scale": 1.0,
-        },
-        device,
-    )
+    numbers = dict(prefix_starts=[1], prefix_lengths=[2], block_starts=[4])
+    arguments = {
+        "query": torch.ones(1, 1, 4, 64),
+        "key": torch.zeros(1, 1, 9, 64),
+        "value": value,
+        "ancestors": torch.tensor([[[0b001], [0b011], [0b101], [0]]]),
+        **{name: torch.tensor(value) for name, value in numbers.items()},
+    }
+    out = run({**arguments, "scale": 1.0}, device)
     assert out[0, :, 0, 0].tolist() == pytest.approx([7 / 3, 15 / 4, 23 / 4, 0])
     assert (out == out[..., :1]).all()
 
@@ -157,7 +140,7 @@ TREE_SHAPES = {
 @pytest.mark.parametrize("options", [(0, 0.0), (7, 0.0), (0, 4.0), (259, 20.0)], ids=str)
 @pytest.mark.parametrize("shape", TREE_SHAPES)
 def test_a_tree_equals_decoding_token_by_token(shape, options, dtype):
-    """The promise behind lossless decoding: tree, compaction of the path, single-node calls."""
+    """A tree gives the bits of calls with one node each, after the path was compacted."""
     window, softcap = options
     case = random_case(TREE_SHAPES[shape], dtype, seed=len(shape))
     arguments = {**static_arguments(case, window=window), "softcap": softcap}
@@ -266,8 +249,8 @@ def test_inactive_rows_and_nodes_are_zero(device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scores_without_a_finite_maximum(dtype, device):
-    """As in PyTorch: a seen NaN or +inf score gives NaN, -inf scores weigh nothing, only -inf is NaN."""
+def test_infinite_and_nan_scores_are_those_of_pytorch(dtype, device):
+    """A NaN or +inf score gives NaN, a score of -inf has no weight, and -inf scores alone give NaN."""
     case = random_case(Shape(prefixes=(100,), nodes=1, heads=1), dtype, seed=3)
     arguments = {**static_arguments(case, start=0), "query": torch.ones(1, 1, 1, 64, dtype=dtype)}
 
@@ -287,24 +270,22 @@ def test_scores_without_a_finite_maximum(dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_strided_inputs(dtype, device):
-    """Query as a transposed projection, key and value as halves of one interleaved buffer."""
+def test_strides_do_not_change_the_result(dtype, device):
+    """The query is a transposed projection; key and value are halves of one interleaved buffer."""
     case = random_case(Shape(prefixes=(40, 3), nodes=6, heads=4, kv_heads=2), dtype, seed=7)
     arguments = static_arguments(case)
-    strided = dict(arguments)
-    strided["query"] = arguments["query"].transpose(1, 2).contiguous().transpose(1, 2)
+    views = dict(arguments)
+    views["query"] = arguments["query"].transpose(1, 2).contiguous().transpose(1, 2)
     both = torch.stack([arguments["key"], arguments["value"]], dim=3)
     both = both.transpose(1, 2).contiguous().transpose(1, 2)
-    strided["key"], strided["value"] = both[..., 0, :], both[..., 1, :]
+    views["key"], views["value"] = both[..., 0, :], both[..., 1, :]
     for name in ("ancestors", "prefix_starts", "prefix_lengths", "block_starts"):
-        wide = arguments[name].unsqueeze(-1).repeat(*[1] * arguments[name].ndim, 3)
-        wide[..., 1:] = -99
-        strided[name] = wide[..., 0]
-    assert torch.equal(run(strided, device), run(arguments, device))
+        views[name] = strided(arguments[name], "cpu", -99)
+    assert torch.equal(run(views, device), run(arguments, device))
 
 
-def test_more_partial_results_than_the_workspace_holds():
-    """The CPU op runs in waves; here a head's splits span several, and a node's result is the same."""
+def test_splits_may_span_several_waves():
+    """The CPU op runs in waves; the splits of a head span several of them."""
     case = random_case(Shape(prefixes=(4500, 1000), nodes=600, heads=16, head_dim=16), seed=1)
     together = run(static_arguments(case))
     for row in (0, 1):
@@ -316,46 +297,28 @@ def test_threads_do_not_change_the_result():
     case = random_case(Shape(prefixes=(900, 70), nodes=16, heads=8, kv_heads=4, head_dim=128))
     arguments = static_arguments(case)
     expected = run(arguments)
-    torch.set_num_threads(2)
-    try:
+    with two_threads():
         for _ in range(10):
             assert torch.equal(run(arguments), expected)
-    finally:
-        torch.set_num_threads(1)
 
 
 def test_instruction_sets_do_not_change_the_result(tmp_path):
-    """Other processes, because the choice is made once; this one runs the best that there is."""
-    script = (
-        "import sys, torch\n"
-        "from test_ops_tree_attention import isa_results\n"
-        "torch.save(isa_results(), sys.argv[1])\n"
-    )
-    runs = {
-        isa: subprocess.Popen(
-            [sys.executable, "-c", script, tmp_path / isa],
-            env=instruction_sets.environment(isa),
-        )
-        for isa in ("baseline", "avx2")
-    }
-    for isa, process in runs.items():
-        assert process.wait() == 0
-        for ours, theirs in zip(isa_results(), torch.load(tmp_path / isa), strict=True):
-            assert torch.equal(ours, theirs), isa
+    for theirs in instruction_sets.results(isa_results, ("baseline", "avx2"), tmp_path).values():
+        for actual, expected in zip(theirs, isa_results(), strict=True):
+            assert torch.equal(actual, expected)
 
 
 def isa_results():
     results = []
     for dtype in DTYPES:
-        case = random_case(
-            Shape(prefixes=(290, 33), nodes=7, heads=6, kv_heads=2, head_dim=40), dtype
-        )
+        shape = Shape(prefixes=(290, 33), nodes=7, heads=6, kv_heads=2, head_dim=40)
+        case = random_case(shape, dtype)
         results.append(run({**static_arguments(case, window=200), "softcap": 9.0}))
     return results
 
 
-def test_conversions_of_all_16_bit_values():
-    """A node without a prefix sees itself alone: its output is its value, converted there and back."""
+def test_16_bit_values_are_converted_exactly():
+    """A node without a prefix sees only itself, so its output is its value."""
     for dtype in (torch.float16, torch.bfloat16):
         values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
         values = values[values.isfinite()].view(1, 1, 1, -1)
@@ -366,8 +329,8 @@ def test_conversions_of_all_16_bit_values():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_outputs_are_rounded_to_nearest_even(dtype):
-    """Two equal keys give the mean of two neighbours: exactly half way, even must win; and halves that
-    underflow or overflow do as PyTorch's conversion does."""
+    """Two equal keys give the mean of two neighbouring values, which is half way between them. Values that
+    underflow or overflow are converted as PyTorch does."""
     rng = generator(0)
     bits = torch.randint(-(2**15), 2**15, (2, 4096), generator=rng, dtype=torch.int32)
     low = bits[0].to(torch.int16).view(dtype)
@@ -443,9 +406,8 @@ def test_rejects(name, change, message):
     if name == "query" and arguments["query"].shape[-1:] == (32,):
         arguments["key"] = arguments["value"] = arguments["key"][..., :32]
     if name == "key":
-        arguments["value"] = (
-            arguments["key"] if arguments["key"].dtype.itemsize == 4 else arguments["value"]
-        )
+        same = arguments["key"].dtype.itemsize == 4
+        arguments["value"] = arguments["key"] if same else arguments["value"]
     with pytest.raises(ValueError, match=rf"specdec::tree_attention: argument {name} {message}"):
         run(arguments)
 
@@ -484,9 +446,7 @@ def test_rejects_pages_outside_the_pool_and_nodes_outside_the_tree():
             run({**arguments, "page_table": table})
     ancestors = arguments["ancestors"].clone()
     ancestors[0, 2] |= 8
-    with pytest.raises(
-        ValueError, match=r"ancestors\[0\] names node 3; expected nodes in \[0, 3\)"
-    ):
+    with pytest.raises(ValueError, match=r"ancestors\[0\] names node 3; expected nodes in \[0, 3"):
         run({**arguments, "ancestors": ancestors})
 
 
@@ -500,17 +460,13 @@ def test_rejects_pages_outside_the_pool_and_nodes_outside_the_tree():
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize(
-    "device", [pytest.param("emulated", marks=pytest.mark.emulated)], indirect=True
-)
+@EMULATED
 def test_limits_of_the_kernels(shape, dtype, message, device):
     with pytest.raises(ValueError, match=f"specdec::tree_attention: argument {message}"):
         run(static_arguments(random_case(shape, dtype)), device)
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("emulated", marks=pytest.mark.emulated)], indirect=True
-)
+@EMULATED
 def test_kernels_need_aligned_rows(device):
     arguments = static_arguments(random_case(Shape((3,), 2), torch.half))
     wide = torch.zeros(*arguments["key"].shape[:3], 65, dtype=torch.half)

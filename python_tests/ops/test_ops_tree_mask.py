@@ -1,11 +1,11 @@
-"""``tree_mask``: the op equals its specification exactly, on every device this machine has.
+"""``tree_mask``: the op equals its specification on every device.
 
 ``test_golden.py`` compares with the trees of the EAGLE authors' code.
 """
 
 import pytest
 import torch
-from op_cases import DEVICES, all_parents, assert_same, random_parents
+from op_cases import DEVICES, all_parents, assert_same, random_parents, strided, two_threads
 
 from specdec_ext import ops
 from specdec_ext.reference.tree_mask import tree_mask as tree_mask_reference
@@ -43,7 +43,7 @@ def test_every_small_tree(nodes, device):
     assert_same(actual, tree_mask_reference(parents, root_positions), NAMES)
 
 
-def test_chain_of_max_nodes(device):
+def test_chain_of_max_nodes_fills_all_words(device):
     parents = torch.arange(-1, ops.MAX_NODES - 1, device=device)[None]
     mask = ops.tree_mask(parents, torch.tensor([7], device=device))
     assert mask.depths[0, -1] == ops.MAX_NODES - 1
@@ -64,13 +64,10 @@ def test_worked_example(device):
     assert mask.paths[0, 5].tolist() == [-1] * 7
 
 
-def test_strided_inputs(device):
+def test_strided_inputs_equal_reference(device):
     parents = random_parents(6, 11, seed=1, illegal=0.1)
     root_positions = torch.arange(6) * 3
-    hostile = torch.full((12, 33), 12345, device=device)
-    hostile[::2, 1::3] = parents.to(device)
-    strided_positions = torch.stack([root_positions, root_positions + 99], dim=1).to(device)[:, 0]
-    actual = ops.tree_mask(hostile[::2, 1::3], strided_positions)
+    actual = ops.tree_mask(strided(parents, device, 12345), strided(root_positions, device, 99))
     assert_same(actual, tree_mask_reference(parents, root_positions), NAMES)
     shared_position = torch.tensor(5, device=device).expand(6)
     actual = ops.tree_mask(parents.to(device), shared_position)
@@ -81,11 +78,8 @@ def test_threads_do_not_change_the_result():
     parents = random_parents(64, 64, seed=3, illegal=0.05)
     root_positions = torch.arange(64)
     expected = ops.tree_mask(parents, root_positions)
-    torch.set_num_threads(2)
-    try:
+    with two_threads():
         assert_same(ops.tree_mask(parents, root_positions), expected, NAMES)
-    finally:
-        torch.set_num_threads(1)
 
 
 def test_positions_are_always_legal_indices():

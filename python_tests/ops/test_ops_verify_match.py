@@ -1,15 +1,23 @@
 """``verify_match``: the op equals its specification bit for bit, on every device and instruction set.
 
-The law of what it emits is the subject of ``test_distribution.py``.
+``test_distribution.py`` tests the distribution of what it emits.
 """
-
-import subprocess
-import sys
 
 import instruction_sets
 import pytest
 import torch
-from op_cases import DEVICES, all_parents, assert_same, generator, random_parents
+from op_cases import (
+    DEVICES,
+    all_parents,
+    assert_same,
+    check_rows_alone,
+    generator,
+    random_parents,
+    sliced,
+    strided,
+    to,
+    two_threads,
+)
 
 from specdec_ext import ops
 from specdec_ext.reference.rng import gumbel_noise
@@ -37,7 +45,7 @@ CASES = {  # name: (batch, nodes, vocab)
 
 
 def likely_tokens(logits, parents, share, seed):
-    """Tokens of which `share` are among the parent's best few, so that walks go deep."""
+    """Tokens, a `share` of them among the parent's best three, so that long paths are accepted."""
     batch, nodes, vocab = logits.shape
     best = logits.float().topk(min(3, vocab), dim=-1).indices
     parent = parents.clamp(0, nodes - 1)
@@ -75,10 +83,6 @@ def chain(logits, tokens, stochastic=False, **changes):
     return {**arguments, **changes}
 
 
-def to(device, arguments):
-    return tuple(argument.to(device) for argument in arguments)
-
-
 @pytest.mark.parametrize("illegal", [0.0, 0.2], ids=["legal", "illegal-links"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
@@ -89,7 +93,7 @@ def test_equals_reference(case, dtype, illegal, device):
 
 
 def test_cases_reach_deep_into_trees():
-    """The random cases are no vacuous ones: drafts are accepted, at several depths."""
+    """The random cases accept drafts of several lengths."""
     result = ops.verify_match(*random_arguments(50, 40, 10, seed=5))
     assert set(result.num_accepted.tolist()) >= {0, 1, 2, 3}
 
@@ -116,21 +120,13 @@ def test_every_small_tree(stochastic, device):
 
 
 def test_worked_example(device):
-    """Root 7 with children 3 and 5; 5 has the child 1. Greedy: 5, then 1, then the bonus token 2."""
+    """The root 7 has the children 3 and 5, and 5 has the child 1: 5 and 1 are accepted, and 2 is emitted."""
     picks = [5, 0, 1, 2]  # the arg-max at each node
     logits = torch.nn.functional.one_hot(torch.tensor(picks), 8).float()[None]
-    result = ops.verify_match(
-        *to(
-            device,
-            (
-                logits,
-                torch.tensor([[7, 3, 5, 1]]),
-                torch.tensor([[-1, 0, 0, 2]]),
-                *(torch.zeros(1, dtype=torch.long) for _ in range(3)),
-                torch.tensor([False]),
-            ),
-        )
-    )
+    links = torch.tensor([[7, 3, 5, 1]]), torch.tensor([[-1, 0, 0, 2]])
+    zero = torch.zeros(1, dtype=torch.long)
+    arguments = (logits, *links, zero, zero, zero, torch.tensor([False]))
+    result = ops.verify_match(*to(device, arguments))
     assert result.path.tolist() == [[0, 2, 3, -1]]
     assert result.num_accepted.tolist() == [2]
     assert result.next_token.tolist() == [2]
@@ -138,14 +134,14 @@ def test_worked_example(device):
 
 
 def test_worked_example_with_noise():
-    """Uniform logits: the pick is the arg-max of the noise of position root + 1, here literal."""
+    """With equal logits the pick is the arg-max of the noise of the position after the root."""
     noise = gumbel_noise(torch.tensor(1), torch.tensor(0), torch.tensor(5), 4)
     result = ops.verify_match(**chain([[0.0] * 4], [9], stochastic=True))
     assert result.next_token.tolist() == [int(noise.argmax())]
     assert noise.tolist() == pytest.approx([1.3222663, -0.456811, -0.0891121, -0.0821371], abs=1e-6)
 
 
-def test_first_of_duplicate_siblings(device):
+def test_first_of_duplicate_siblings_is_accepted(device):
     arguments = chain([[0, 1], [1, 0], [0, 1], [0, 1]], [0, 1, 1, 0])
     arguments["parents"] = torch.tensor([[-1, 0, 0, 1]])
     result = ops.verify_match(*to(device, arguments.values()))
@@ -180,8 +176,8 @@ def test_a_single_possible_token_is_certain(stochastic, device):
 
 
 def test_a_likely_first_token_does_not_hide_rare_ones(device, emulated):
-    """The CPU op skips noise where it can't win. Here thousands of unlikely tokens win half the time,
-    each by noise of about 10, after the first block has set a high score."""
+    """The CPU op skips noise where it can't win. Here thousands of unlikely tokens win half the time by
+    noise of about 10, although the first block has a high score."""
     batch, vocab = 8 if emulated else 60, 20_000
     logits = torch.zeros(1, 1, vocab)
     logits[..., 0] = torch.tensor(float(vocab)).log()
@@ -205,10 +201,8 @@ def test_a_likely_first_token_does_not_hide_rare_ones(device, emulated):
 def test_nan_or_nothing_finite_at_a_visited_node(dtype, stochastic, device):
     finite = torch.full((70,), -torch.inf)
     finite[1] = 0  # the only possible token: the child is accepted
-    for status, bad in (
-        (1, finite.clone().fill_(torch.nan)),
-        (2, finite.clone().fill_(-torch.inf)),
-    ):
+    for status, value in ((1, torch.nan), (2, -torch.inf)):
+        bad = torch.full((70,), value)
         logits = torch.stack([finite, bad, finite])
         arguments = chain(logits, [0, 1, 1], stochastic)
         arguments["logits"] = arguments["logits"].to(dtype)
@@ -243,31 +237,25 @@ def test_unvisited_nodes_may_hold_nan(device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_strided_inputs(dtype, device):
-    """Logits sliced out of a NaN-filled buffer at an odd offset; everything else strided too."""
+def test_strided_inputs_equal_reference(dtype, device):
+    """All arguments are strided, the logits between NaN."""
     arguments = random_arguments(5, 6, 101, dtype=dtype, seed=3)
-    buffer = torch.full((6, 7, 3, 205), torch.nan, dtype=dtype, device=device)
-    buffer[1:, :6, 1, 7:108] = arguments[0].to(device)
-    others = []
-    for argument in arguments[1:]:
-        wide = argument.to(device).unsqueeze(-1).repeat(*[1] * argument.ndim, 3)
-        wide[..., 1:] = 1
-        others.append(wide[..., 0])
-    actual = ops.verify_match(buffer[1:, :6, 1, 7:108], *others)
+    others = [strided(argument, device, 1) for argument in arguments[1:]]
+    actual = ops.verify_match(sliced(arguments[0], device), *others)
     assert_same(actual, verify_match_reference(*arguments), NAMES)
 
 
 @pytest.mark.parametrize("shape", [(100, 33, 5), (2, 130, 6145)], ids=["many-rows", "many-chunks"])
-def test_many_nodes(shape, device):
-    """How the CUDA kernel cuts its work: enough blocks for the largest groups of nodes, the last of them
-    with one node; more chunks of the vocabulary than it has threads per node to reduce their picks."""
+def test_many_nodes_equal_reference(shape, device):
+    """The CUDA kernel has enough blocks for its largest groups of nodes, the last one with one node, and more
+    chunks of the vocabulary than threads per node that reduce their picks."""
     arguments = random_arguments(*shape, seed=13)
     assert_same(ops.verify_match(*to(device, arguments)), verify_match_reference(*arguments), NAMES)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_of_logits_start_anywhere(dtype, device):
-    """CUDA loads 16 bytes at a time: every remainder of a row's address, a vocabulary of any length."""
+def test_rows_of_logits_may_begin_at_any_address(dtype, device):
+    """CUDA loads 16 bytes at a time: rows begin at every remainder, and the vocabulary has any length."""
     nodes, vocab = 17, 2100
     for offset in range(16 // dtype.itemsize):
         arguments = random_arguments(1, nodes, vocab + offset, dtype=dtype, seed=offset)
@@ -279,8 +267,8 @@ def test_rows_of_logits_start_anywhere(dtype, device):
         assert_same(actual, verify_match_reference(*arguments), NAMES)
 
 
-def test_nodes_in_any_order_of_depth(device):
-    """Depth-first numbering, a chain and a star: the same noise at a depth wherever its nodes are."""
+def test_order_of_nodes_does_not_matter(device):
+    """In depth-first order, in a chain and in a star, nodes of one depth have the same noise."""
     nodes = 45
     depth_first = torch.tensor([-1, *(i - 1 if i % 5 else 0 for i in range(1, nodes))])
     parents = torch.stack(
@@ -306,7 +294,7 @@ def test_counters_are_left_at_zero_for_the_next_call(device):
         assert not counters.any()
 
 
-def test_expanded_inputs(device):
+def test_expanded_inputs_equal_reference(device):
     arguments = random_arguments(1, 6, 50, seed=4)
     expanded = tuple(a.expand(9, *a.shape[1:]) for a in arguments[:-2])
     expanded = (*expanded, torch.arange(9), torch.ones(1, dtype=torch.bool).expand(9))
@@ -345,51 +333,31 @@ def test_one_token_tree_is_plain_decoding(device, emulated):
 
 
 def test_a_row_does_not_depend_on_the_others():
-    arguments = random_arguments(11, 6, 77, seed=9)
-    together = ops.verify_match(*arguments)
-    for row in range(11):
-        alone = ops.verify_match(*(argument[row : row + 1] for argument in arguments))
-        assert_same(alone, tuple(part[row : row + 1] for part in together), NAMES)
+    check_rows_alone(ops.verify_match, random_arguments(11, 6, 77, seed=9), NAMES)
 
 
 def test_threads_do_not_change_the_result():
     arguments = random_arguments(3, 6, 70_001, seed=2)
     expected = ops.verify_match(*arguments)
-    torch.set_num_threads(2)
-    try:
+    with two_threads():
         for _ in range(20):
             assert_same(ops.verify_match(*arguments), expected, NAMES)
-    finally:
-        torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2"])
-def test_instruction_sets_do_not_change_the_result(isa, tmp_path):
-    """Another process, because the choice is made once; this one runs the best that there is."""
-    script = tmp_path / "run.py"
-    script.write_text(
-        "import sys, torch\n"
-        "from test_ops_verify_match import DTYPES, random_arguments\n"
-        "from specdec_ext import ops\n"
-        "for dtype in DTYPES:\n"
-        "    result = ops.verify_match(*random_arguments(6, 9, 5003, dtype=dtype, seed=1))\n"
-        "    print([part.tolist() for part in result])\n"
-    )
-    environment = instruction_sets.environment(isa)
-    run = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, check=True
-    )
-    expected = [
-        [part.tolist() for part in ops.verify_match(*random_arguments(6, 9, 5003, dtype=d, seed=1))]
-        for d in DTYPES
-    ]
-    assert run.stdout.splitlines() == [str(lists) for lists in expected]
+def isa_results():
+    cases = (random_arguments(6, 9, 5003, dtype=dtype, seed=1) for dtype in DTYPES)
+    return [tuple(ops.verify_match(*arguments)) for arguments in cases]
+
+
+def test_instruction_sets_do_not_change_the_result(tmp_path):
+    for theirs in instruction_sets.results(isa_results, ("baseline", "avx2"), tmp_path).values():
+        for actual, expected in zip(theirs, isa_results(), strict=True):
+            assert_same(actual, expected, NAMES)
 
 
 @pytest.mark.parametrize("device", DEVICES)  # emulated kernels have the CPU op's conversion
-def test_all_float16_values(device):
-    """Conversion of every finite half and bfloat16, subnormals included: the op's arg-max of a pair
-    of neighbours is the larger one."""
+def test_arg_max_of_neighbouring_16_bit_values_is_the_larger_one(device):
+    """For every finite half and bfloat16, subnormals included."""
     for dtype in (torch.float16, torch.bfloat16):
         values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
         values = values[values.isfinite()]
@@ -409,7 +377,7 @@ def test_opcheck(shape, device):
     torch.library.opcheck(torch.ops.specdec.verify_match, arguments)
 
 
-def test_fake_shapes_match():
+def test_fake_tensors_have_the_right_shapes():
     arguments = random_arguments(3, 4, 10)
     with torch._subclasses.FakeTensorMode() as mode:
         fake = ops.verify_match(*map(mode.from_tensor, arguments))

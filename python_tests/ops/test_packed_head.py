@@ -1,5 +1,5 @@
-"""Heads for the op ``draft_head``: 8-bit weights are the nearest ones, memory is reported, and what the op
-does not take is said in words and drafted by the specification."""
+"""Heads for the op ``draft_head``: 8-bit weights are the nearest ones, memory is reported, and the
+specification drafts what the op refuses."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ FORMATS = ["int8", "float8"]
 @pytest.mark.parametrize("at_once", [1, 20, 1 << 24])
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("weights", FORMATS)
-def test_the_nearest_numbers(weights, source, at_once, monkeypatch):
-    """Each weight becomes the nearest of its row's numbers times scale; the largest stays what it is."""
+def test_quantised_weights_are_the_nearest_ones(weights, source, at_once, monkeypatch):
+    """Each weight becomes the nearest number times the scale of its row; the largest one is exact."""
     monkeypatch.setattr(quantise_module, "_AT_ONCE", at_once)
     dtype = weight_dtype(weights)
     matrix = torch.randn(7, 10, generator=torch.Generator().manual_seed(0)).to(source)
@@ -51,9 +51,8 @@ def test_the_nearest_numbers(weights, source, at_once, monkeypatch):
 @pytest.mark.parametrize("weights", FORMATS)
 def test_worked_example(weights):
     matrix = torch.tensor([[127.0, -127.0, 0.4, 63.6], [0, 0, 0, 0]])
-    numbers, scales = quantise(
-        matrix * (448 / 127 if weights == "float8" else 1), weight_dtype(weights)
-    )
+    largest = 448 if weights == "float8" else 127
+    numbers, scales = quantise(matrix * (largest / 127), weight_dtype(weights))
     assert scales.tolist() == [1, 1]
     expected = [127, -127, 0, 64] if weights == "int8" else [448, -448, 1.375, 224]
     assert numbers.float().tolist() == [expected, [0, 0, 0, 0]]
@@ -61,8 +60,8 @@ def test_worked_example(weights):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("weights", FORMATS)
-def test_weights_that_are_no_numbers(weights, value):
-    """The product of their row is no number either, whatever the others are; other rows stay."""
+def test_row_with_an_infinite_or_nan_weight_has_no_finite_product(weights, value):
+    """Other rows are not affected."""
     matrix = torch.tensor([[1.0, value, -2], [1, 2, 3]])
     numbers, scales = quantise(matrix, weight_dtype(weights))
     products = numbers.float() @ torch.tensor([1.0, 1, 1]) * scales
@@ -71,8 +70,8 @@ def test_weights_that_are_no_numbers(weights, value):
 
 
 @pytest.mark.parametrize("kind", ["eagle1-two-layers", "no-fc"])
-def test_matrices_and_their_scales(kind, monkeypatch):
-    """Of lm_head, fc and four of each layer; what is absent stays, and so does all else."""
+def test_only_matrices_get_8_bits_and_scales(kind, monkeypatch):
+    """The matrices are lm_head, fc and four of each layer."""
     monkeypatch.setattr(packed_head, "reads_panels", lambda _: False)
     head = head_of(kind)
     run = Run.start(head, 1)
@@ -95,8 +94,8 @@ def test_matrices_and_their_scales(kind, monkeypatch):
         assert torch.equal(packed.weights[index], numbers) and torch.equal(scale, expected_scale)
 
 
-def test_bytes(monkeypatch):
-    """An embedding that is lm_head, too, counts once."""
+def test_num_bytes_counts_shared_tensors_once(monkeypatch):
+    """The embedding is also lm_head."""
     monkeypatch.setattr(packed_head, "reads_panels", lambda _: False)
     head = head_of("eagle1", dtype=torch.bfloat16)
     embedding = torch.zeros(97, 32, dtype=torch.bfloat16)
@@ -105,7 +104,7 @@ def test_bytes(monkeypatch):
     own = sum(tensor.nbytes for tensor in head.tensors.values())
     assert (tied.num_bytes, apart.num_bytes) == (own + 97 * 64, own + 2 * 97 * 64)
     small = ops.PackedHead.pack(head, embedding, embedding, "int8")
-    # lm_head, fc, qkv, o, gate and up, down with half the bytes and a scale for each output.
+    # The matrices lm_head, fc, qkv, o, gate and up, down have half the bytes and a scale for each output.
     weights = 97 * 32 + 32 * 64 + 64 * 32 + 32 * 32 + 96 * 32 + 32 * 48
     scales = 4 * (97 + 32 + 64 + 32 + 96 + 32)
     assert small.num_bytes == own + 97 * 64 - 2 * (weights - 97 * 32) + weights + scales
@@ -116,38 +115,40 @@ SIZES = dict(hidden_size=32, target_hidden_size=32, intermediate_size=48, head_d
 
 
 @pytest.mark.parametrize(
-    ("options", "device", "dtype", "tree", "rows", "weights", "reason"),
+    ("device", "changes", "reason"),
     [
-        ({}, CPU, torch.float32, TreeConfig(70, 2), 500, "same", None),
-        ({"hidden_size": 31}, CPU, torch.bfloat16, TreeConfig(), 1, "same", None),
-        ({}, CPU, torch.float16, TreeConfig(), 1, "same", "on the CPU it supports torch."),
-        ({}, CPU, torch.float64, TreeConfig(), 1, "same", "on the CPU it supports torch."),
-        ({}, CPU, torch.float32, TreeConfig(), 1, "int8", "does not support int8"),
-        ({}, torch.device("xpu"), torch.float32, TreeConfig(), 1, "same", "not xpu"),
-        ({}, CUDA, torch.float32, TreeConfig(64, 1, 1024), 128, "same", None),
-        ({}, CUDA, torch.float16, TreeConfig(2, 32), 1, "same", None),
-        ({}, CUDA, torch.bfloat16, TreeConfig(2, 32), 1, "float8", None),
-        ({}, CUDA, torch.float64, TreeConfig(), 1, "same", "float16, not torch.float64"),
-        ({}, CUDA, torch.float32, TreeConfig(), 1, "int8", "int8 weights with torch.bfloat16 and"),
-        ({}, CUDA, torch.float32, TreeConfig(65), 1, "same", "depth of trees must be at most 64, not 65"),
-        ({}, CUDA, torch.float32, TreeConfig(65, num_nodes=4), 1, "same", None),
-        ({}, CUDA, torch.float32, TreeConfig(2, 33), 1, "same", "top_k of trees must be at most 32, not"),
-        ({}, CUDA, torch.float32, TreeConfig(choices=((32,),)), 1, "same", "at most 32, not 33"),
-        ({}, CUDA, torch.float32, TreeConfig(), 129, "same", "the batch must be at most 128, not 129"),
-        ({"hidden_size": 30}, CUDA, torch.float32, TreeConfig(), 1, "same", "hidden_size must be a"),
-        ({"hidden_size": 36}, CUDA, torch.float32, TreeConfig(), 1, "same", None),
-        ({"hidden_size": 36}, CUDA, torch.float16, TreeConfig(), 1, "same", "multiple of 8, not 36"),
-        ({"hidden_size": 40}, CUDA, torch.float16, TreeConfig(), 1, "same", None),
-        ({"hidden_size": 40}, CUDA, torch.float16, TreeConfig(), 1, "int8", "multiple of 16, not 40"),
-        ({"head_dim": 12}, CUDA, torch.float32, TreeConfig(), 1, "same", "head_dim must be a multiple"),
-        ({"head_dim": 264}, CUDA, torch.float32, TreeConfig(), 1, "same", "head_dim must be at most 256"),
-        ({"num_layers": 9}, CUDA, torch.float32, TreeConfig(), 1, "same", "num_layers must be at most 8"),
+        (CPU, dict(tree=TreeConfig(70, 2), rows=500), None),
+        (CPU, dict(hidden_size=31, dtype=torch.bfloat16), None),
+        (CPU, dict(dtype=torch.float16), "on the CPU it supports torch."),
+        (CPU, dict(dtype=torch.float64), "on the CPU it supports torch."),
+        (CPU, dict(weights="int8"), "does not support int8"),
+        (torch.device("xpu"), {}, "not xpu"),
+        (CUDA, dict(tree=TreeConfig(64, 1, 1024), rows=128), None),
+        (CUDA, dict(dtype=torch.float16, tree=TreeConfig(2, 32)), None),
+        (CUDA, dict(dtype=torch.bfloat16, tree=TreeConfig(2, 32), weights="float8"), None),
+        (CUDA, dict(dtype=torch.float64), "float16, not torch.float64"),
+        (CUDA, dict(weights="int8"), "int8 weights with torch.bfloat16 and"),
+        (CUDA, dict(tree=TreeConfig(65)), "depth of trees must be at most 64, not 65"),
+        (CUDA, dict(tree=TreeConfig(65, num_nodes=4)), None),
+        (CUDA, dict(tree=TreeConfig(2, 33)), "top_k of trees must be at most 32, not"),
+        (CUDA, dict(tree=TreeConfig(choices=((32,),))), "at most 32, not 33"),
+        (CUDA, dict(rows=129), "the batch must be at most 128, not 129"),
+        (CUDA, dict(hidden_size=30), "hidden_size must be a"),
+        (CUDA, dict(hidden_size=36), None),
+        (CUDA, dict(hidden_size=36, dtype=torch.float16), "multiple of 8, not 36"),
+        (CUDA, dict(hidden_size=40, dtype=torch.float16), None),
+        (CUDA, dict(hidden_size=40, dtype=torch.float16, weights="int8"), "multiple of 16, not 40"),
+        (CUDA, dict(head_dim=12), "head_dim must be a multiple"),
+        (CUDA, dict(head_dim=264), "head_dim must be at most 256"),
+        (CUDA, dict(num_layers=9), "num_layers must be at most 8"),
     ],
-)  # fmt: skip
-def test_refusals(options, device, dtype, tree, rows, weights, reason):
-    config = head_config("eagle3", **{**SIZES, **options})
-    given = ops.draft_head_refusal(config, device, dtype, tree, rows, weights)
-    assert given is None if reason is None else reason in given
+)
+def test_refusals_name_the_limit(device, changes, reason):
+    given = dict(dtype=torch.float32, tree=TreeConfig(), rows=1, weights="same")
+    config = head_config("eagle3", **SIZES | {k: changes[k] for k in changes.keys() - given.keys()})
+    given |= {name: changes[name] for name in changes.keys() & given.keys()}
+    refusal = ops.draft_head_refusal(config, device, *given.values())
+    assert refusal is None if reason is None else reason in refusal
 
 
 def test_the_specification_drafts_what_the_op_refuses():
@@ -160,28 +161,18 @@ def test_the_specification_drafts_what_the_op_refuses():
     numbers = [torch.tensor([n]) for n in (3, 0, 0)]
     caches = run.keys.clone(), run.values.clone()
     with pytest.warns(UserWarning, match="in PyTorch, many times slower .*torch.float64"):
-        drafted = bound.draft(
-            TreeConfig(2),
-            run.cosines,
-            run.sines,
-            *caches,
-            tokens,
-            features,
-            *numbers,
-            tokens[:, -1],
-        )
+        given = run.cosines, run.sines, *caches, tokens, features, *numbers, tokens[:, -1]
+        drafted = bound.draft(TreeConfig(2), *given)
     for ours, theirs in zip(drafted, run.draft(TreeConfig(2), tokens, features), strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_no_other_weights_than_those_asked_for():
-    """Where the op has no 8-bit weights, nothing else is drafted with in silence."""
+def test_unsupported_weight_formats_are_refused():
+    """The specification does not draft with other weights in silence."""
     ids, _ = prompts((5,))
     drafter = HeadDrafter(head_of("eagle1"), weights="int8")
-    with pytest.raises(
-        ValueError,
-        match=r"weights='int8' needs the op draft_head.* on the CPU it does not support int8",
-    ):
+    message = r"weights='int8' needs the op draft_head.* on the CPU it does not support int8"
+    with pytest.raises(ValueError, match=message):
         specdec_ext.generate(tiny_model("llama"), ids, drafter=drafter, max_new_tokens=4)
     with pytest.raises(ValueError, match=r"weights='int3'; expected one of same, int8, float8"):
         HeadDrafter(head_of("eagle1"), weights="int3")
@@ -191,7 +182,7 @@ def test_no_other_weights_than_those_asked_for():
 
 
 def counted(head):
-    """The head with tensors that are not kept, and the names of those alive, now and at most at a time."""
+    """The head with unkept tensors, the names of those alive, and how many were alive at each read."""
     alive, most = [], []
 
     def read(name):
@@ -205,46 +196,44 @@ def counted(head):
 
 
 @pytest.mark.parametrize("options", [{}, {"hidden_size": 40, "intermediate_size": 72}], ids=str)
-def test_tensors_that_are_not_kept_are_packed_one_weight_after_the_other(options):
-    """No more at a time than queries, keys and values of one layer; none stays; the bits are the same."""
+def test_unkept_tensors_are_packed_one_weight_at_a_time(options):
+    """At most queries, keys and values of one layer are in memory; none stays; the bits are the same."""
     head = head_of("eagle3", **options)
     unkept, alive, most = counted(head)
     assert not alive
     del most[:]
     embedding = torch.randn(head.config.vocab_size, head.config.hidden_size)
     packed = ops.PackedHead.pack(unkept, embedding)
-    assert max(most) <= 4 and not alive  # and the one whose dtype was asked for
+    assert max(most) <= 4 and not alive  # one more, for its dtype
     expected = ops.PackedHead.pack(head, embedding, head.tensors["lm_head.weight"])
     for ours, theirs in zip(packed.weights, expected.weights, strict=True):
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
 
 
-def test_a_head_that_is_not_kept_drafts_the_same():
-    """Behind the first draft the panels are all that is in memory of it; the specification keeps its own."""
+def test_unkept_head_drafts_the_same():
+    """After the first draft only the panels are in memory; the specification keeps its own tensors."""
     head, model = head_of("eagle3"), tiny_model("llama")
     unkept, alive, _ = counted(head)
     ids, _ = prompts((6,))
     stats = []
     for each in (head, unkept):
-        output = specdec_ext.generate(
-            model, ids, drafter=HeadDrafter(each), speculation="fixed", max_new_tokens=12,
-            return_dict_in_generate=True,
-        )  # fmt: skip
+        kwargs = dict(speculation="fixed", max_new_tokens=12, return_dict_in_generate=True)
+        output = specdec_ext.generate(model, ids, drafter=HeadDrafter(each), **kwargs)
         stats.append((output.sequences.tolist(), output.speculation_stats.accepted_per_position))
     assert stats[0] == stats[1] and not alive
     double = BoundHead.bind(unkept, tiny_model("llama", dtype=torch.float64))
     assert double._in_memory[0].tensors.keys() == head.tensors.keys()
 
 
-def test_an_lm_head_that_nobody_has():
+def test_missing_lm_head_is_refused():
     head = head_of("eagle1")
     assert not head.config.own_lm_head
     with pytest.raises(ValueError, match=r"has no lm_head of its own; pass the target"):
         ops.PackedHead.pack(head, torch.randn(head.config.vocab_size, head.config.hidden_size))
 
 
-def test_streams_share_weights_and_no_sync_buffer(monkeypatch):
-    """Drafters that ``"auto"`` hands out share a bound head: two streams counted in one barrier."""
+def test_streams_share_weights_but_no_sync_buffer(monkeypatch):
+    """Drafters of ``"auto"`` share a bound head; one barrier would count the blocks of two streams."""
     model, streams = tiny_model("llama"), [SimpleNamespace(cuda_stream=number) for number in (1, 2)]
     bound = BoundHead.bind(head_of("eagle3"), model)
     packed = replace(bound._packed, sync=torch.zeros(256, dtype=torch.uint8))
@@ -265,7 +254,7 @@ def test_streams_share_weights_and_no_sync_buffer(monkeypatch):
     assert again[0] is used[0] and again[1] is used[1]
 
 
-def test_on_the_cpu_there_is_nothing_to_share():
+def test_no_sync_buffer_on_the_cpu():
     bound = BoundHead.bind(head_of("eagle3"), tiny_model("llama"))
     assert bound._on_this_stream() is bound._packed
     assert bound._packed.with_own_sync().sync is None

@@ -24,7 +24,7 @@ needs_headers = pytest.mark.skipif(
 
 
 def compile_side_by_side(tmp_path: Path, shim: str) -> subprocess.CompletedProcess[str]:
-    """Both declarations of every function in one file; their types must be the same."""
+    """Compile a file that compares the types of both declarations of every function."""
     (tmp_path / "shim.h").write_text(shim)
     names = re.findall(r"\b((?:aoti_)?torch_\w+)\(", re.sub(r"//.*", "", shim))
     assert len(names) > 30 and "torch_library_impl" in names
@@ -62,13 +62,13 @@ def test_declarations_are_those_of_torch(tmp_path):
     ],
     ids=["argument", "name", "value"],
 )
-def test_a_difference_is_noticed(tmp_path, ours, other):
+def test_different_declaration_does_not_compile(tmp_path, ours, other):
     shim = SHIM.read_text()
     assert ours in shim
     assert compile_side_by_side(tmp_path, shim.replace(ours, other)).returncode != 0
 
 
-def test_a_torch_that_is_too_old_is_a_sentence(monkeypatch):
+def test_error_names_a_torch_that_is_too_old(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
     with pytest.raises(ImportError) as error:
         _library._load_library()
