@@ -1,7 +1,6 @@
-"""Torch's default device, perhaps left over from building a model, changes no text.
+"""Torch's default device changes no text: every tensor of the package is made with ``device=``.
 
-Every tensor of the package says where it is. "meta" stands for any device but the model's: what is made there
-has no numbers.
+The default device here is "meta", where tensors have no values.
 """
 
 import ast
@@ -12,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from every_drafter import DRAFTERS
-from lossless import BATCHES, DECODING, every_decoding
+from lossless import DECODING, every_decoding
 from rope_cases import TYPES, config
 from stopping_cases import letters_tokenizer
-from tiny import prompts, tiny_model
+from tiny import BATCHES, prompts, tiny_model
 from torch.utils._device import _device_constructors
 
 import specdec_ext
@@ -23,7 +22,7 @@ from specdec_ext.heads.rope import rope_tables
 
 PACKAGE = Path(specdec_ext.__file__).parent
 CREATORS = {function.__name__ for function in _device_constructors()}
-KEYWORDS = {
+KEYWORDS: dict[str, dict] = {
     "plain": {},
     "filters": {"top_p": 0.9, "min_p": 0.01, "typical_p": 0.95},
     "text": {"repetition_penalty": 1.3, "output_scores": True, "output_hidden_states": True},
@@ -31,8 +30,18 @@ KEYWORDS = {
 }
 
 
+FEW_DRAFTERS = ("ngram and model", "suffix and medusa")
+CASES = [
+    (name, keywords)
+    if keywords == "plain" or name in FEW_DRAFTERS
+    else pytest.param(name, keywords, marks=pytest.mark.slow)
+    for keywords in KEYWORDS
+    for name in DRAFTERS
+]
+
+
 @contextmanager
-def elsewhere() -> Iterator[None]:
+def on_meta() -> Iterator[None]:
     torch.set_default_device("meta")
     try:
         yield
@@ -53,29 +62,30 @@ def creations(path: Path) -> Iterator[str]:
             yield f"{path}:{node.lineno}: {ast.unparse(node)}"
 
 
-def test_every_tensor_says_where_it_is():
+def test_every_tensor_is_made_with_its_device():
     assert {"tensor", "zeros", "arange", "randint", "as_tensor"} <= CREATORS
     found = [line for path in PACKAGE.rglob("*.py") for line in creations(path)]
     assert not found, "\n".join(["without device=:", *found])
 
 
-@pytest.mark.parametrize("keywords", KEYWORDS)
 @every_decoding
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_the_text(name, decoding, keywords):
+@pytest.mark.parametrize(("name", "keywords"), CASES)
+def test_text_does_not_depend_on_the_default_device(name, keywords, decoding):
     ids, mask = prompts(BATCHES["five-ragged"])
     kwargs = {**DECODING[decoding], **KEYWORDS[keywords], "attention_mask": mask}
-    sampled = "sampled" in name and keywords != "memory"  # which that rule refuses
+    sampled = (
+        "sampled" in name and keywords != "memory"
+    )  # verification="rejection" refuses "memory"
     kwargs["verification"] = "rejection" if sampled else "match"
     model, drafters = tiny_model("llama"), [DRAFTERS[name]() for _ in range(2)]
     expected = specdec_ext.generate(model, ids, drafter=drafters[0], max_new_tokens=16, **kwargs)
-    with elsewhere():
+    with on_meta():
         actual = specdec_ext.generate(model, ids, drafter=drafters[1], max_new_tokens=16, **kwargs)
     assert actual.tolist() == expected.tolist()
 
 
 class Collector:
-    """A streamer that keeps what it is given."""
+    """A streamer that keeps all values that it receives."""
 
     def __init__(self):
         self.values = []
@@ -90,7 +100,7 @@ class Collector:
         self.values.append("end")
 
 
-def test_what_streams_and_where_it_stops():
+def test_streamed_text_does_not_depend_on_the_default_device():
     ids, tokenizer = prompts((9, 9))[0], letters_tokenizer()
 
     def run():
@@ -100,14 +110,14 @@ def test_what_streams_and_where_it_stops():
         return specdec_ext.generate(tiny_model("llama"), ids, **kwargs).tolist(), streamer.values
 
     expected = run()
-    with elsewhere():
+    with on_meta():
         actual = run()
     assert actual == expected
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_rotations_of_heads(kind):
+def test_rope_tables_do_not_depend_on_the_default_device(kind):
     expected = rope_tables(config(kind), 40)
-    with elsewhere():
+    with on_meta():
         actual = rope_tables(config(kind), 40)
     assert all(map(torch.equal, actual, expected))

@@ -1,19 +1,14 @@
-"""What can't be honoured is refused by name, with a way out; what goes wrong inside says where.
+"""Arguments that can't be honoured are refused by name, with a way out; errors inside a call are located.
 
 Claim: every refusal of ``generate``, ``custom_generate``, the target, the drafters and ``DraftTree`` raises
-the exception below with the message below; a broken drafter or a broken model is named; and after any of it
-the next call works.
+the exception and the message below; a broken drafter or model is named; the next call works.
 """
 
 import numpy as np
 import pytest
 import torch
-from tiny import VOCAB, ScriptedDrafter, generated, prompts, tiny_model
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LogitsProcessor,
-)
+from tiny import VOCAB, ScriptedDrafter, generated, prompts, random_model, tiny_model
+from transformers import LogitsProcessor
 
 import specdec_ext
 from specdec_ext import Drafter, DraftModelDrafter, DraftTree, NgramDrafter
@@ -25,33 +20,13 @@ def call(rows: int = 1, model=None, **kwargs):
     return specdec_ext.generate(model, ids, **{"max_new_tokens": 5, "do_sample": False, **kwargs})
 
 
-def other_model(kind: str, **overrides):
-    config = AutoConfig.for_model(
-        kind,
-        **{
-            "vocab_size": VOCAB,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "pad_token_id": 0,
-            **overrides,
-        },
-    )
-    return AutoModelForCausalLM.from_config(config).eval()
-
-
 # --- arguments
 
 
 @pytest.mark.parametrize("name", ["static", "offloaded"])
-def test_cache_implementations(name):
-    with pytest.raises(
-        ValueError, match=f"cache_implementation='{name}' .* it can't be rolled back"
-    ):
+def test_caches_without_rollback_are_refused(name):
+    message = f"cache_implementation='{name}' .* it can't be rolled back"
+    with pytest.raises(ValueError, match=message):
         call(cache_implementation=name)
 
 
@@ -88,7 +63,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("case", ARGUMENTS)
-def test_arguments(case):
+def test_arguments_are_refused(case):
     kwargs, message = ARGUMENTS[case]
     if "assistant_model" in kwargs:
         kwargs = {**kwargs, "assistant_model": tiny_model("llama")}
@@ -101,7 +76,7 @@ def test_arguments(case):
     [1.5, "abc", True, 2**63, -(2**63) - 1, [1.5], [None], np.int64(3), torch.tensor(3)],
     ids=repr,
 )
-def test_seeds_are_ints_of_64_bits(seed):
+def test_other_seeds_than_64_bit_ints_are_refused(seed):
     with pytest.raises(ValueError, match="seed must be a 64-bit int or a list of such ints, got"):
         call(do_sample=True, seed=seed)
 
@@ -121,28 +96,26 @@ def test_seeds_are_ints_of_64_bits(seed):
     ],
     ids=["1-d", "3-d", "float", "bool", "text", "list", "array", "mapping"],
 )  # fmt: skip
-def test_what_is_no_batch_of_ids(name, given, error, message):
+def test_inputs_that_are_no_batch_of_ids_are_refused(name, given, error, message):
     with pytest.raises(error, match=f"^{name} {message}"):
         specdec_ext.generate(tiny_model("llama"), **{name: given}, max_new_tokens=2)
 
 
 @pytest.mark.parametrize("drafter", [3, NgramDrafter, len], ids=repr)
-def test_things_that_are_no_drafter(drafter):
-    with pytest.raises(
-        TypeError, match=r"expected one of .* a Hugging Face model or a specdec_ext.Drafter"
-    ):
+def test_objects_that_are_no_drafter_are_refused(drafter):
+    message = "expected one of .* a Hugging Face model or a specdec_ext.Drafter"
+    with pytest.raises(TypeError, match=message):
         call(drafter=drafter)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (1, 0)], ids=str)
-def test_empty_inputs(shape):
+def test_empty_inputs_are_refused(shape):
+    ids = torch.zeros(shape, dtype=torch.long)
     with pytest.raises(ValueError, match=r"expected at least one row and one token"):
-        specdec_ext.generate(
-            tiny_model("llama"), torch.zeros(shape, dtype=torch.long), max_new_tokens=3
-        )
+        specdec_ext.generate(tiny_model("llama"), ids, max_new_tokens=3)
 
 
-def test_a_row_of_paddings_only():
+def test_row_of_paddings_alone_is_refused():
     mask = torch.tensor([[1] * 6, [0] * 6])
     with pytest.raises(ValueError, match="has no token in row 1"):
         call(2, attention_mask=mask)
@@ -151,15 +124,11 @@ def test_a_row_of_paddings_only():
 # --- models
 
 
-ONE_TOKEN = {
-    "added-column": ("xlm", {"emb_dim": 32, "n_layers": 2, "n_heads": 4}, "a token that it appends"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", ONE_TOKEN)
-def test_models_that_are_only_decoded_plainly(case):
-    kind, overrides, reason = ONE_TOKEN[case]
-    model = other_model(kind, **overrides)
+def test_models_that_are_only_decoded_plainly():
+    model, reason = (
+        random_model("xlm", emb_dim=32, n_layers=2, n_heads=4),
+        "a token that it appends",
+    )
     ids, _ = prompts((6,))
     expected = model.generate(ids, max_new_tokens=5, do_sample=False)
     assert torch.equal(call(model=model, drafter=None), expected)
@@ -170,27 +139,25 @@ def test_models_that_are_only_decoded_plainly(case):
 
 
 def test_batches_that_are_only_decoded_plainly():
-    model = other_model("openai-gpt", n_embd=32, n_layer=2, n_head=4)
+    model = random_model("openai-gpt", n_embd=32, n_layer=2, n_head=4)
     ids, _ = prompts((6, 6))
     expected = model.generate(ids, max_new_tokens=5, do_sample=False)
-    with pytest.warns(
-        UserWarning, match="without speculation in a batch of 2: its forward does not take a cache"
-    ):
+    message = "without speculation in a batch of 2: its forward does not take a cache"
+    with pytest.warns(UserWarning, match=message):
         assert torch.equal(call(2, model=model, drafter="ngram"), expected)
 
 
-def test_what_a_model_without_a_cache_does_not_record():
-    model = other_model("openai-gpt", n_embd=32, n_layer=2, n_head=4)
+def test_hidden_states_of_a_model_without_a_cache_are_refused():
+    model = random_model("openai-gpt", n_embd=32, n_layer=2, n_head=4)
     message = r"output_hidden_states can't be recorded: OpenAIGPTLMHeadModel runs the whole text"
     with pytest.raises(ValueError, match=message):
         call(model=model, return_dict_in_generate=True, output_hidden_states=True)
 
 
-def test_draft_models_that_cannot_take_back_a_token():
-    model = other_model("mamba2", num_heads=4, head_dim=16, state_size=8, n_groups=2)
-    with pytest.raises(
-        ValueError, match="Mamba2ForCausalLM can't be a draft model, because its cache"
-    ):
+def test_draft_models_without_rollback_are_refused():
+    model = random_model("mamba2", num_heads=4, head_dim=16, state_size=8, n_groups=2)
+    message = "Mamba2ForCausalLM can't be a draft model, because its cache"
+    with pytest.raises(ValueError, match=message):
         call(drafter=model)
 
 
@@ -198,7 +165,7 @@ def test_draft_models_that_cannot_take_back_a_token():
 
 
 class Fixed(Drafter):
-    """Proposes what a function makes of the context, from its second call on."""
+    """Proposes ``make(context)`` from its second call on."""
 
     def __init__(self, make):
         self.make, self.calls = make, 0
@@ -238,21 +205,21 @@ BROKEN_TREES = {
 
 
 @pytest.mark.parametrize("case", BROKEN_TREES)
-def test_broken_trees(case):
+def test_broken_trees_are_refused(case):
     make, message = BROKEN_TREES[case]
     with pytest.raises(ValueError, match=message):
         call(2, drafter=Fixed(make), speculation="fixed")
 
 
 @pytest.mark.parametrize("what", [None, torch.zeros(2), [1, 2]], ids=["none", "tensor", "list"])
-def test_something_else_than_a_tree(what):
+def test_proposal_that_is_no_tree_is_refused(what):
     message = f"Fixed.propose returned a {type(what).__name__}; expected a DraftTree"
     with pytest.raises(TypeError, match=message):
         call(2, drafter=Fixed(lambda context: what), speculation="fixed")
 
 
-def test_inactive_nodes_may_hold_any_token_and_lend_themselves_as_parents():
-    """Legal, if odd: a node below an inactive one is inactive, and nobody reads its token."""
+def test_inactive_nodes_may_hold_any_token_and_have_children():
+    """A node below an inactive one is inactive, and its token is not read."""
 
     def make(context):
         return tree(context, [5000, -7, 8], [-1, -2, -2, 0])
@@ -263,7 +230,7 @@ def test_inactive_nodes_may_hold_any_token_and_lend_themselves_as_parents():
     assert torch.equal(call(2, drafter=below, speculation="fixed"), expected)
 
 
-def test_an_exception_inside_a_drafter_is_the_callers():
+def test_exception_of_a_drafter_reaches_the_caller():
     def broken(context):
         raise KeyError("no such draft")
 
@@ -272,7 +239,7 @@ def test_an_exception_inside_a_drafter_is_the_callers():
     assert call(2).shape == (2, 11)
 
 
-def test_a_drafter_without_propose():
+def test_drafter_must_define_propose():
     class Idle(Drafter):
         pass
 
@@ -288,15 +255,15 @@ def test_a_drafter_without_propose():
         (lambda: DraftModelDrafter(None, 0), "num_draft_tokens must be at least 1, got 0"),
     ],
 )
-def test_arguments_of_drafters(make, message):
+def test_arguments_of_drafters_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
 @pytest.mark.parametrize("vocabulary", [50, 120])
-def test_draft_models_of_another_vocabulary_size_draft_what_both_know(vocabulary):
-    """Embeddings are often padded to different sizes; not an error."""
-    draft = other_model("llama", vocab_size=vocabulary)
+def test_draft_model_may_have_another_vocabulary_size(vocabulary):
+    """Embeddings are often padded to different sizes."""
+    draft = random_model("llama", vocab_size=vocabulary)
     assert torch.equal(call(2, drafter=draft, max_new_tokens=20), call(2, max_new_tokens=20))
 
 
@@ -326,8 +293,8 @@ class Poisoned(LogitsProcessor):
     ids=["nan", "minus-inf"],
 )
 @pytest.mark.parametrize("column", [6, 9])
-def test_a_processor_that_leaves_nothing(column, value, message, sampling, shape):
-    """Row 1 is padded by two columns: the position counts its tokens."""
+def test_error_names_row_and_position_of_invalid_logits(column, value, message, sampling, shape):
+    """The position counts tokens, and row 1 has two paddings."""
     ids, mask = prompts((6, 4, 6))
     kwargs = dict(attention_mask=mask, do_sample=sampling, max_new_tokens=8)
     if sampling:
@@ -340,58 +307,48 @@ def test_a_processor_that_leaves_nothing(column, value, message, sampling, shape
         "oracle": ScriptedDrafter(generated(plain, 6), lambda right, rng: [right[:5]]),
     }[shape]
     position = column - 2
+    poisoned = dict(kwargs, logits_processor=[Poisoned(value, 1, column)])
     with pytest.raises(ValueError, match=rf"logits of row 1 at position {position} {message}"):
-        specdec_ext.generate(
-            model, ids, drafter=drafter, logits_processor=[Poisoned(value, 1, column)], **kwargs
-        )
+        specdec_ext.generate(model, ids, drafter=drafter, **poisoned)
     assert torch.equal(specdec_ext.generate(model, ids, drafter=drafter, **kwargs), plain)
 
 
 @pytest.fixture
 def broken_model():
-    """One embedding is NaN: everything that follows token 13 is."""
-    model = other_model("llama")
+    """The embedding of token 13 is NaN, so all logits behind it are."""
+    model = random_model("llama")
     with torch.no_grad():
         model.model.embed_tokens.weight[13] = float("nan")
     return model
 
 
 @pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampling"])
-def test_nan_weights(broken_model, sampling):
+def test_error_names_nan_weights(broken_model, sampling):
     ids, mask = prompts((6, 3))
     ids[1, -1] = 13
-    with pytest.raises(
-        ValueError, match=r"logits of row 1 at position 3 contain NaN. Check the model's weights"
-    ):
-        specdec_ext.generate(
-            broken_model, ids, attention_mask=mask, do_sample=sampling, max_new_tokens=3
-        )
+    kwargs = dict(attention_mask=mask, do_sample=sampling, max_new_tokens=3)
+    message = "logits of row 1 at position 3 contain NaN. Check the model's weights"
+    with pytest.raises(ValueError, match=message):
+        specdec_ext.generate(broken_model, ids, **kwargs)
 
 
-def test_the_row_that_is_named_is_the_callers():
-    """Rows that end are moved behind the others; the message still counts as the caller does."""
+def test_error_counts_rows_as_the_caller_does():
+    """Inside the call finished rows are moved behind the others."""
     model = tiny_model("llama")
     ids, mask = prompts((6, 6, 6))
-    rows = generated(model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False), 6)
+    kwargs = dict(attention_mask=mask, max_new_tokens=8, do_sample=False)
+    rows = generated(model.generate(ids, **kwargs), 6)
     assert rows[0][1] not in rows[2][:6]
+    kwargs |= dict(eos_token_id=[rows[0][1]], logits_processor=[Poisoned(float("nan"), 2, 11)])
     with pytest.raises(ValueError, match="logits of row 2 at position 11 contain NaN"):
-        specdec_ext.generate(
-            model,
-            ids,
-            attention_mask=mask,
-            do_sample=False,
-            max_new_tokens=8,
-            eos_token_id=[rows[0][1]],
-            logits_processor=[Poisoned(float("nan"), 2, 11)],
-        )
+        specdec_ext.generate(model, ids, **kwargs)
 
 
-def test_remove_invalid_values_is_the_way_out(broken_model):
-    """The message names it, so it has to work."""
+def test_remove_invalid_values_works_with_nan_weights(broken_model):
+    """The error message recommends it."""
     ids, mask = prompts((6, 3))
     ids[1, -1] = 13
-    kwargs = dict(
-        attention_mask=mask, do_sample=False, max_new_tokens=4, remove_invalid_values=True
-    )
+    kwargs = dict(attention_mask=mask, do_sample=False, max_new_tokens=4)
+    kwargs["remove_invalid_values"] = True
     expected = broken_model.generate(ids, **kwargs)
     assert torch.equal(specdec_ext.generate(broken_model, ids, **kwargs), expected)

@@ -1,9 +1,9 @@
-"""Every keyword of the installed transformers is in the table, and what the table says of it is so.
+"""Every keyword of the installed transformers is in the table, and each verdict of the table is true.
 
-Claim: whatever is exact gives the ids, and the recorded outputs, of ``model.generate`` with the same keywords
-(float32; tolerance of outputs 1e-4): greedy with drafts that are partly right, and in sampling along the path
-that we emit, where transformers' own loop is made to draw our tokens and must arrive at the scores we drew
-them from. Whatever is refused says so by name, whichever way it comes. A keyword without a case here fails.
+Claim: an exact keyword gives the ids and the recorded outputs of ``model.generate`` with the same keyword
+(float32; tolerance of outputs 1e-4): in greedy decoding with partly right drafts, and in sampling with our
+tokens, which transformers' loop is made to draw and must have the same scores for. A refused keyword is named
+in the error, in every way to pass it. A keyword without a case here fails.
 """
 
 import copy
@@ -23,10 +23,7 @@ from transformers import (
 )
 from transformers.generation import logits_process as hf
 from transformers.generation import stopping_criteria
-from transformers.generation.configuration_utils import (
-    ALL_CACHE_IMPLEMENTATIONS,
-    CompileConfig,
-)
+from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS, CompileConfig
 from transformers.generation.streamers import BaseStreamer
 
 import specdec_ext
@@ -36,7 +33,7 @@ from specdec_ext.drafters.choice import Assistant, DrafterChoice
 from specdec_ext.errors import NotAcceleratedError
 from specdec_ext.keyword_table import ARGUMENTS, CONFIG, PARTS, Verdict
 
-EOS = 42  # occurs now and then in the texts of this model
+EOS = 42  # occurs in some texts of this model
 LENGTH = 12
 BATCHES = {"one": (7,), "ragged": (9, 4, 7)}
 every_batch = pytest.mark.parametrize(
@@ -49,7 +46,7 @@ def served(table) -> set[str]:
 
 
 def installed(names) -> list[str]:
-    """Those that the installed transformers has: the table holds all of the supported versions'."""
+    """The fields that the installed transformers has; the table holds those of all supported versions."""
     return [name for name in names if hasattr(GenerationConfig(), name)]
 
 
@@ -81,8 +78,8 @@ def test_every_processor_and_criterion_is_listed(module, base):
     assert classes - {"LogitsProcessorList", "StoppingCriteriaList"} <= set(PARTS)
 
 
-def test_a_field_that_the_table_lacks_is_refused_when_it_is_set(monkeypatch):
-    """A newer transformers, played by a table without one of its rows."""
+def test_unlisted_field_is_refused_when_it_is_set(monkeypatch):
+    """As with a newer transformers, which has a field that the table lacks."""
     monkeypatch.delitem(CONFIG, "repetition_penalty")
     keywords._unlisted_fields.cache_clear()
     try:
@@ -99,7 +96,7 @@ def test_a_field_that_the_table_lacks_is_refused_when_it_is_set(monkeypatch):
         keywords._unlisted_fields.cache_clear()
 
 
-def test_a_parameter_that_the_table_lacks_is_refused_when_it_is_set(monkeypatch):
+def test_unlisted_parameter_is_refused_when_it_is_set(monkeypatch):
     monkeypatch.delitem(ARGUMENTS, "negative_prompt_ids")
     keywords._unlisted_parameters.cache_clear()
     try:
@@ -112,14 +109,14 @@ def test_a_parameter_that_the_table_lacks_is_refused_when_it_is_set(monkeypatch)
         keywords._unlisted_parameters.cache_clear()
 
 
-def test_fields_that_are_not_transformers_own_are_not_ours_either():
-    """Checkpoints carry fields for other code in generation_config.json; transformers ignores them."""
+def test_fields_of_other_code_are_ignored():
+    """Checkpoints have fields for other code in generation_config.json, which transformers ignores, too."""
     assert call(generation_config=GenerationConfig(chat_format="chatml", max_new_tokens=3)).shape
 
 
-def test_the_page_is_the_table():
+def test_page_in_docs_is_the_table():
     page = (ROOT / "docs" / "keywords.md").read_text()
-    # Entries that a test took out for a while came back last.
+    # As a set, because entries that a test removed and restored are at the end.
     lines = set(keyword_table.markdown().splitlines())
     assert {line for line in page.splitlines() if line.startswith("|")} == lines - {""}, (
         "the table has changed: put the output of `specdec keywords --markdown` into docs/keywords.md"
@@ -160,22 +157,20 @@ def test_every_refused_keyword_has_a_case():
 
 
 @pytest.mark.filterwarnings("ignore:Passing ContinuousBatchingConfig")
-@pytest.mark.parametrize("door", ["generate", "hook", "config"])
+@pytest.mark.parametrize("way", ["generate", "hook", "config"])
 @pytest.mark.parametrize("name", installed(REFUSED))
-def test_refused_keywords(name, door):
+def test_refused_keywords_are_named(name, way):
     value, ids = REFUSED[name], prompts((6,))[0]
-    if (name, door) == ("token_healing", "hook"):
-        pytest.skip("transformers heals, and fails without a tokenizer, before it calls the hook")
+    if (name, way) == ("token_healing", "hook"):
+        pytest.skip("transformers needs a tokenizer for it before it calls the hook")
     with pytest.raises(ValueError) as raised:
-        if door == "generate":
+        if way == "generate":
             call(**{name: value})
-        elif door == "config":
+        elif way == "config":
             call(generation_config=GenerationConfig(max_new_tokens=3, **{name: value}))
         else:
-            hook = specdec_ext.custom_generate()
-            tiny_model("llama").generate(
-                ids, custom_generate=hook, max_new_tokens=3, **{name: value}
-            )
+            kwargs = {"custom_generate": specdec_ext.custom_generate(), name: value}
+            tiny_model("llama").generate(ids, max_new_tokens=3, **kwargs)
     message = f"{name}={value!r} can't be combined with speculation: {CONFIG[name].note}"
     assert str(raised.value) == message
     assert isinstance(raised.value, NotAcceleratedError) == CONFIG[name].in_transformers
@@ -188,21 +183,19 @@ def test_notes_name_model_generate_where_it_is_the_way_out():
 
 
 @pytest.mark.parametrize("name", installed(REFUSED))
-def test_values_that_ask_for_nothing_are_not_refused(name):
+def test_values_without_effect_are_not_refused(name):
     for value in CONFIG[name].harmless[1:]:
         if name != "cache_implementation" or value in ALL_CACHE_IMPLEMENTATIONS:
             assert call(**{name: value}).shape == (1, 9)
 
 
-def test_custom_generate_is_how_it_works():
-    with pytest.raises(
-        ValueError, match=r"custom_generate=.* specdec_ext.generate uses it itself; leave"
-    ):
+def test_custom_generate_is_refused():
+    with pytest.raises(ValueError, match=r"custom_generate=.* specdec_ext.generate uses it itself"):
         call(custom_generate=print)
 
 
 @pytest.mark.parametrize("name", sorted(set(PARTS) - served(PARTS)))
-def test_processors_of_audio_codebooks(name):
+def test_processors_of_audio_codebooks_are_refused(name):
     processor = getattr(hf, name).__new__(getattr(hf, name))
     with pytest.raises(ValueError, match=f"{name} is not supported: it belongs to the audio"):
         call(logits_processor=[processor])
@@ -210,7 +203,7 @@ def test_processors_of_audio_codebooks(name):
 
 # --- what is exact
 
-# Each ends one row of the batches, somewhere between the borders of tokens.
+# Each ends one row of the batches, inside a token.
 STOPS = ["iab", "gbg", "eiie", "ijgj"]
 SAMPLED = dict(do_sample=True, top_k=0)
 AUDIO = GenerationConfig(eos_token_id=EOS)
@@ -236,11 +229,15 @@ class Silent(BaseStreamer):
         pass
 
 
+def config(**fields) -> GenerationConfig:
+    return GenerationConfig(max_new_tokens=LENGTH, pad_token_id=0, **fields)
+
+
 def few_after(batch_id: int, text: torch.Tensor) -> list[int]:
     return [(int(text[-1]) + batch_id + step) % VOCAB for step in range(1, 40, 3)]
 
 
-# Values that are functions without arguments are made anew for each side.
+# Values that are functions are called for each side, so each has its own object.
 FIELDS = {
     "max_length": dict(max_new_tokens=None, max_length=18),
     "max_new_tokens": dict(max_new_tokens=7),
@@ -276,15 +273,12 @@ FIELDS = {
     "forced_eos_token_id": dict(forced_eos_token_id=EOS, eos_token_id=EOS),
     "suppress_tokens": dict(suppress_tokens=[43, 48, 66]),
     "begin_suppress_tokens": dict(begin_suppress_tokens=[9, 48, 2, 35, 96]),
-    "exponential_decay_length_penalty": dict(
-        exponential_decay_length_penalty=(3, 1.7), eos_token_id=EOS
-    ),
+    "exponential_decay_length_penalty": dict(exponential_decay_length_penalty=(3, 1.7), eos_token_id=EOS),
     "remove_invalid_values": dict(remove_invalid_values=True),
     "renormalize_logits": dict(renormalize_logits=True, repetition_penalty=1.2),
     "guidance_scale": dict(guidance_scale=1.6, eos_token_id=EOS),
     "watermarking_config": dict(
-        watermarking_config=lambda: SynthIDTextWatermarkingConfig(ngram_len=3, keys=[5, 9, 17])
-    ),
+        watermarking_config=lambda: SynthIDTextWatermarkingConfig(ngram_len=3, keys=[5, 9, 17])),
     "num_return_sequences": dict(num_return_sequences=2, **SAMPLED),
     "return_dict_in_generate": dict(return_dict_in_generate=True),
     "output_scores": dict(output_scores=True, repetition_penalty=1.2),
@@ -295,13 +289,9 @@ FIELDS = {
     "bos_token_id": dict(bos_token_id=3),
     "decoder_start_token_id": dict(decoder_start_token_id=3),
     "disable_compile": dict(disable_compile=True),
-    "transformers_version": dict(
-        generation_config=lambda: GenerationConfig(
-            transformers_version="5.0.0", max_new_tokens=LENGTH, pad_token_id=0
-        )
-    ),
-}
-# Fields that ask for a drafter: transformers would assist its own decoding.
+    "transformers_version": dict(generation_config=lambda: config(transformers_version="5.0.0")),
+}  # fmt: skip
+# Fields that configure drafts, for which transformers uses its own assisted decoding.
 DRAFTING = {
     "prompt_lookup_num_tokens": 3,
     "max_matching_ngram_size": 2,
@@ -313,25 +303,18 @@ PASSED = {
     "position_ids": dict(position_ids="as prepared"),
     "inputs_embeds": dict(inputs_embeds="of the prompt"),
     "past_key_values": dict(past_key_values=DynamicCache),
-    "generation_config": dict(
-        generation_config=lambda: GenerationConfig(
-            repetition_penalty=1.4, max_new_tokens=9, pad_token_id=0
-        )
-    ),
+    "generation_config": dict(generation_config=lambda: config(repetition_penalty=1.4)),
     "logits_processor": dict(logits_processor=lambda: [EvenAfterOdd()]),
     "stopping_criteria": dict(stopping_criteria=lambda: [AfterFifteen()]),
     "prefix_allowed_tokens_fn": dict(prefix_allowed_tokens_fn=lambda: few_after),
     "negative_prompt_ids": dict(guidance_scale=1.6, negative_prompt_ids="another prompt"),
     "negative_prompt_attention_mask": dict(
-        guidance_scale=1.6,
-        negative_prompt_ids="another prompt",
-        negative_prompt_attention_mask="its mask",
-    ),
+        guidance_scale=1.6, negative_prompt_ids="another prompt", negative_prompt_attention_mask="its mask"),
     "streamer": dict(streamer=Silent),
     "tokenizer": dict(tokenizer=letters_tokenizer, stop_strings=STOPS, eos_token_id=EOS),
     "synced_gpus": dict(synced_gpus=False),
     "trust_remote_code": dict(trust_remote_code=False),
-}
+}  # fmt: skip
 EOS_IDS = torch.tensor([EOS, 48])
 MADE = {
     "TemperatureLogitsWarper": (0.6,),
@@ -377,27 +360,24 @@ SILENT = {"InfNanRemoveLogitsProcessor", "WhisperNoSpeechDetection"}  # change n
 
 
 def made(name: str, batch: str) -> dict:
-    """The keywords that hand over a fresh processor or criterion."""
-    stand_ins = {
-        "the prompt": prompts(BATCHES[batch])[0],
-        "the model": tiny_model("llama"),
-        "its tokenizer": letters_tokenizer(),
-    }
+    """The keywords that pass a new processor or criterion."""
+    stand_ins = {"the prompt": prompts(BATCHES[batch])[0], "the model": tiny_model("llama")}
+    stand_ins["its tokenizer"] = letters_tokenizer()
     arguments = [stand_ins.get(a, a) if isinstance(a, str) else a for a in MADE[name]]
     if hasattr(hf, name):
         return dict(logits_processor=[getattr(hf, name)(*arguments)])
     return dict(stopping_criteria=[getattr(stopping_criteria, name)(*arguments)])
 
 
-def test_everything_that_is_exact_has_a_case():
+def test_every_exact_keyword_has_a_case():
     assert set(FIELDS) | set(DRAFTING) == served(CONFIG)
     shown_below = {"assistant_model", "assistant_tokenizer", "kwargs", "inputs"}
     assert set(PASSED) | shown_below == served(ARGUMENTS) | {"synced_gpus"}
     assert set(MADE) == served(PARTS)
 
 
-def of_both(batch: str, kwargs: dict, monkeypatch):
-    """Check that ids and outputs are those of transformers for the same keywords; transformers' own."""
+def check_against_transformers(batch: str, kwargs: dict, monkeypatch):
+    """Check ids and outputs against those of transformers for the same keywords, and return the latter."""
     ids, mask = prompts(BATCHES[batch])
     other, other_mask = prompts(tuple(length - 2 for length in BATCHES[batch]), seed=5)
     stand_ins = {
@@ -427,17 +407,14 @@ def of_both(batch: str, kwargs: dict, monkeypatch):
         return generate(**fresh, **extra)
 
     def ours(drafter):
-        return run(
-            lambda **all: specdec_ext.generate(model, **all),
-            drafter=drafter,
-            **(dict(seed=11) if kwargs.get("do_sample") else {}),
-        )
+        seed = dict(seed=11) if kwargs.get("do_sample") else {}
+        return run(functools.partial(specdec_ext.generate, model), drafter=drafter, **seed)
 
     columns = 1 if "bos_token_id" in kwargs else ids.shape[1]
     if kwargs.get("do_sample"):
         answers = generated(ours(None).sequences, columns)
         actual = ours(ScriptedDrafter(answers, noisy_chain))
-        draw_these(monkeypatch, actual.sequences[:, columns:])
+        draw(monkeypatch, actual.sequences[:, columns:])
         expected = run(model.generate)
         assert_same(actual, expected)
         return expected
@@ -448,8 +425,8 @@ def of_both(batch: str, kwargs: dict, monkeypatch):
     return expected
 
 
-def draw_these(monkeypatch, tokens: torch.Tensor) -> None:
-    """Let transformers' loop draw ``tokens [rows, steps]``, one column after the other."""
+def draw(monkeypatch, tokens: torch.Tensor) -> None:
+    """Let transformers' loop draw ``tokens [rows, steps]``, a column in each step."""
     columns = iter(tokens.T.tolist())
     monkeypatch.setattr(
         torch, "multinomial", lambda probs, num_samples: torch.tensor(next(columns))[:, None]
@@ -469,36 +446,36 @@ def assert_same(actual, expected) -> None:
 
 @every_batch
 @pytest.mark.parametrize("name", installed(FIELDS))
-def test_fields_of_the_config(name, batch, monkeypatch):
-    of_both(batch, FIELDS[name], monkeypatch)
+def test_fields_of_the_config_are_exact(name, batch, monkeypatch):
+    check_against_transformers(batch, FIELDS[name], monkeypatch)
 
 
 @every_batch
 @pytest.mark.parametrize("name", PASSED)
-def test_arguments_of_generate(name, batch, monkeypatch):
-    of_both(batch, PASSED[name], monkeypatch)
+def test_arguments_of_generate_are_exact(name, batch, monkeypatch):
+    check_against_transformers(batch, PASSED[name], monkeypatch)
 
 
 @pytest.mark.parametrize("name", [name for name in MADE if hasattr(hf, name)])
-def test_processors_given_as_objects(name, monkeypatch):
-    """In sampling, so that their scores are compared; each changes some."""
+def test_processors_given_as_objects_are_exact(name, monkeypatch):
+    """In sampling, where scores are compared; each processor but ``SILENT`` changes some."""
     kwargs = {"part": functools.partial(made, name, "ragged"), **SAMPLED}
     if name == "ForcedBOSTokenLogitsProcessor":
         kwargs["bos_token_id"] = 3  # it acts on texts of one token
-    expected = of_both("ragged", kwargs, monkeypatch)
+    expected = check_against_transformers("ragged", kwargs, monkeypatch)
     pairs = zip(expected.scores, expected.logits, strict=True)
     assert any(not torch.equal(*pair) for pair in pairs) == (name not in SILENT)
 
 
 @pytest.mark.parametrize("name", [name for name in MADE if hasattr(stopping_criteria, name)])
-def test_criteria_given_as_objects(name, monkeypatch):
+def test_criteria_given_as_objects_are_exact(name, monkeypatch):
     kwargs = {"part": functools.partial(made, name, "ragged")}
     if name == "ConfidenceCriteria":
         kwargs["output_scores"] = True
-    of_both("ragged", kwargs, monkeypatch)
+    check_against_transformers("ragged", kwargs, monkeypatch)
 
 
-# --- drafters that transformers' keywords ask for
+# --- drafters that keywords of transformers request
 
 
 def test_every_drafting_keyword_has_a_case():
@@ -521,14 +498,8 @@ def test_prompt_lookup_is_the_ngram_drafter(name):
     assert {field: getattr(drafter, field) for field in shape} == shape
     ids = prompts((7,))[0].repeat(1, 2)
     expected = tiny_model("llama").generate(ids, max_new_tokens=LENGTH, do_sample=False)
-    out = specdec_ext.generate(
-        tiny_model("llama"),
-        ids,
-        max_new_tokens=LENGTH,
-        do_sample=False,
-        return_dict_in_generate=True,
-        **{name: value},
-    )
+    kwargs = {"max_new_tokens": LENGTH, "do_sample": False, "return_dict_in_generate": True}
+    out = specdec_ext.generate(tiny_model("llama"), ids, **kwargs, **{name: value})
     assert torch.equal(out.sequences, expected)
     assert out.speculation_stats.drafter == "NgramDrafter"
 
@@ -540,8 +511,8 @@ def other_config(**fields):
     return model
 
 
-def test_the_assistant_is_the_draft_model():
-    """Shaped by the call, else by its own generation_config, where transformers looks."""
+def test_assistant_is_the_draft_model():
+    """The call configures it, else its own generation_config, as in transformers."""
     defaults = GenerationConfig(**GenerationConfig._get_default_generation_params())
     call_config = GenerationConfig(num_assistant_tokens=6, assistant_confidence_threshold=0.05)
     model = other_config(num_assistant_tokens=3, assistant_confidence_threshold=0.0)
@@ -555,39 +526,38 @@ def test_the_assistant_is_the_draft_model():
 
 
 @every_batch
-def test_text_with_an_assistant(batch):
+def test_text_with_an_assistant_is_the_targets(batch):
     ids, mask = prompts(BATCHES[batch])
     model = tiny_model("llama")
     kwargs = dict(attention_mask=mask, max_new_tokens=LENGTH, do_sample=False)
     expected = model.generate(ids, **kwargs)
+    kwargs |= dict(assistant_model=model, return_dict_in_generate=True)
     for names in (
         {},
         dict(num_assistant_tokens=6, assistant_confidence_threshold=0.05),
         dict(tokenizer=letters_tokenizer(), assistant_tokenizer=letters_tokenizer()),
     ):
-        out = specdec_ext.generate(
-            model, ids, assistant_model=model, return_dict_in_generate=True, **kwargs, **names
-        )
+        out = specdec_ext.generate(model, ids, **kwargs, **names)
         assert torch.equal(out.sequences, expected)
         assert out.speculation_stats.drafter == "DraftModelDrafter"
         assert out.speculation_stats.emitted_per_step > 2
 
 
-# --- the rest of what a call hands over
+# --- further arguments
 
 
-def test_stop_strings_come_from_the_call_its_config_or_the_model():
-    """As in transformers the call beats its config, which beats the model's; None in the call beats all."""
+def test_priority_of_stop_strings():
+    """As in transformers the call has priority, None included, then its config, then the model's config."""
     model = other_config(stop_strings=["ggfg"])
     ids, mask = prompts(BATCHES["one"])
-    config = GenerationConfig(stop_strings=["deh"], max_new_tokens=LENGTH, pad_token_id=0)
+    deh = config(stop_strings=["deh"])
     lengths = []
     for kwargs in (
         dict(max_new_tokens=LENGTH),
         dict(max_new_tokens=LENGTH, stop_strings="bjed"),
         dict(max_new_tokens=LENGTH, stop_strings=None),
-        dict(generation_config=config),
-        dict(generation_config=config, stop_strings=["eigg"]),
+        dict(generation_config=deh),
+        dict(generation_config=deh, stop_strings=["eigg"]),
         dict(generation_config=GenerationConfig(max_new_tokens=LENGTH)),
     ):
         kwargs = dict(attention_mask=mask, tokenizer=letters_tokenizer(), **kwargs)
@@ -595,39 +565,36 @@ def test_stop_strings_come_from_the_call_its_config_or_the_model():
         assert torch.equal(specdec_ext.generate(model, ids, **kwargs), expected)
         lengths.append(expected.shape[1] - ids.shape[1])
     assert lengths == [7, 4, 12, 5, 9, 7]
-    assert config.stop_strings == ["deh"] and model.generation_config.stop_strings == ["ggfg"]
+    assert deh.stop_strings == ["deh"] and model.generation_config.stop_strings == ["ggfg"]
 
 
 @pytest.mark.filterwarnings("ignore:.* is decoded without speculation in a batch")
 @every_batch
-def test_other_inputs_of_the_model(batch):
-    """Token types, which GPT-2 takes for further embeddings."""
+def test_further_inputs_reach_the_model(batch):
+    """GPT-2 adds embeddings of token types."""
     ids, mask = prompts(BATCHES[batch])
     model = tiny_model("gpt2")
     kwargs = dict(attention_mask=mask, max_new_tokens=LENGTH, do_sample=False)
-    expected = model.generate(ids, token_type_ids=torch.full_like(ids, 3), **kwargs)
-    assert not torch.equal(expected, model.generate(ids, **kwargs))
+    without = model.generate(ids, **kwargs)
+    kwargs["token_type_ids"] = torch.full_like(ids, 3)
+    expected = model.generate(ids, **kwargs)
+    assert not torch.equal(expected, without)
     drafter = ScriptedDrafter(generated(expected, ids.shape[1]), random_tree)
-    actual = specdec_ext.generate(
-        model, ids, token_type_ids=torch.full_like(ids, 3), drafter=drafter, **kwargs
-    )
-    assert torch.equal(actual, expected)
+    assert torch.equal(specdec_ext.generate(model, ids, drafter=drafter, **kwargs), expected)
 
 
-def test_inputs_by_position_and_by_name():
+def test_inputs_by_position_equal_inputs_by_name():
     ids, _ = prompts((6,))
     model = tiny_model("llama")
     named = specdec_ext.generate(model, input_ids=ids, max_new_tokens=3, do_sample=False)
     assert torch.equal(named, call())
 
 
-def test_the_callers_config_is_not_changed():
-    config = GenerationConfig(
-        max_new_tokens=5, repetition_penalty=1.1, stop_strings=["ei"], pad_token_id=0
-    )
-    before = copy.deepcopy(vars(config))
-    call(generation_config=config, tokenizer=letters_tokenizer(), max_new_tokens=4)
-    assert vars(config) == before
+def test_callers_config_is_not_changed():
+    given = config(repetition_penalty=1.1, stop_strings=["ei"])
+    before = copy.deepcopy(vars(given))
+    call(generation_config=given, tokenizer=letters_tokenizer(), max_new_tokens=4)
+    assert vars(given) == before
 
 
 @pytest.fixture
@@ -639,28 +606,27 @@ def process_group(tmp_path):
     torch.distributed.destroy_process_group()
 
 
-def test_synced_gpus_of_one_process(process_group):
-    """There is nobody to wait for."""
+def test_synced_gpus_has_no_effect_in_one_process(process_group):
     assert torch.equal(call(synced_gpus=True), call())
 
 
-@pytest.mark.parametrize("door", ["call", "hook", "found-out"])
-def test_synced_gpus_of_two_processes(process_group, monkeypatch, door):
+@pytest.mark.parametrize("way", ["call", "hook", "fsdp"])
+def test_synced_gpus_is_refused_in_two_processes(process_group, monkeypatch, way):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(ValueError, match=r"synced_gpus=True .* rows advance at different paces"):
-        if door == "call":
+        if way == "call":
             call(synced_gpus=True)
-        elif door == "hook":
+        elif way == "hook":
             hook = specdec_ext.custom_generate(synced_gpus=True)
             tiny_model("llama").generate(prompts((6,))[0], custom_generate=hook, max_new_tokens=3)
         else:
             monkeypatch.setattr(specdec_ext.generation, "is_fsdp_managed_module", lambda _: True)
             call()
     monkeypatch.setattr(specdec_ext.generation, "is_fsdp_managed_module", lambda _: True)
-    assert call(synced_gpus=False).shape == (1, 9)  # the caller knows better
+    assert call(synced_gpus=False).shape == (1, 9)  # the caller overrules it
 
 
-def test_the_table_for_people():
+def test_markdown_has_every_keyword():
     text = keyword_table.markdown()
     for table in (CONFIG, ARGUMENTS, PARTS):
         for name, keyword in table.items():

@@ -1,8 +1,8 @@
-"""A conversation goes on from the returned cache and says what a fresh run on the whole text says.
+"""A conversation continues from the returned cache with the text of a new run on the whole text.
 
 Claim (greedy, float32, exact token equality with HF ``model.generate`` without a cache): ``past_key_values``
-may be new, filled by HF or left by an earlier call of ours; it comes back as the same object, holding
-``sequences[:, :-1]``; our cache goes on under HF's ``generate``, and HF's under ours; and what cannot be
+may be new, filled by HF or by an earlier call of ours; the same object is returned and holds
+``sequences[:, :-1]``; HF's ``generate`` continues with our cache, and ours with HF's; a cache that can't be
 continued is refused with the reason.
 """
 
@@ -11,17 +11,17 @@ import itertools
 
 import pytest
 import torch
-from tiny import DRAFTERS, VOCAB, generated, make_drafter, prompts, tiny_model
+from padding_cases import row_alone
+from tiny import VOCAB, every_drafter, generated, make_drafter, prompts, tiny_model
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
 import specdec_ext
 
 NEW_TOKENS = 14
 MODELS = ["llama", "gpt2", "mistral-window", "gemma3-window"]
-FEW_DRAFTERS = ["none", "self", "noisy_chain", "random_tree"]
 
 every_model = pytest.mark.parametrize("name", MODELS)
-few_drafters = pytest.mark.parametrize("drafter", FEW_DRAFTERS)
+few_drafters = pytest.mark.parametrize("drafter", ["none", "self", "noisy_chain", "random_tree"])
 
 
 def question(seed: int, rows: int = 1, length: int = 5) -> torch.LongTensor:
@@ -30,23 +30,16 @@ def question(seed: int, rows: int = 1, length: int = 5) -> torch.LongTensor:
 
 def plain(model, ids, mask=None, **kwargs):
     mask = torch.ones_like(ids) if mask is None else mask
-    return model.generate(
-        ids, attention_mask=mask, do_sample=False, **{"max_new_tokens": NEW_TOKENS, **kwargs}
-    )
+    kwargs = dict(attention_mask=mask, do_sample=False, max_new_tokens=NEW_TOKENS) | kwargs
+    return model.generate(ids, **kwargs)
 
 
 def ours(model, ids, drafter, expected, mask=None, **kwargs):
-    """Our text where ``expected`` is the right one."""
+    """Our text; scripted drafters propose parts of ``expected``."""
     made = make_drafter(drafter, model, generated(expected, ids.shape[1]))
     mask = torch.ones_like(ids) if mask is None else mask
-    return specdec_ext.generate(
-        model,
-        ids,
-        attention_mask=mask,
-        do_sample=False,
-        drafter=made,
-        **{"max_new_tokens": NEW_TOKENS, **kwargs},
-    )
+    kwargs = dict(attention_mask=mask, do_sample=False, max_new_tokens=NEW_TOKENS) | kwargs
+    return specdec_ext.generate(model, ids, drafter=made, **kwargs)
 
 
 CACHES = {
@@ -58,8 +51,8 @@ CACHES = {
 @every_model
 @few_drafters
 @pytest.mark.parametrize("kind", CACHES)
-def test_three_turns(kind, drafter, name):
-    """Each turn adds a question to all text so far; the cache object stays the caller's."""
+def test_three_turns_have_the_text_of_new_runs(kind, drafter, name):
+    """Each turn adds a question to the text so far and uses the same cache object."""
     model = tiny_model(name)
     cache = CACHES[kind](model)
     ids = question(1, length=7)
@@ -73,7 +66,7 @@ def test_three_turns(kind, drafter, name):
 
 @every_model
 @few_drafters
-def test_the_cache_is_returned_and_belongs_to_the_caller(drafter, name):
+def test_callers_cache_is_returned(drafter, name):
     model = tiny_model(name)
     ids = question(1, length=7)
     expected = plain(model, ids)
@@ -89,7 +82,7 @@ def test_the_cache_is_returned_and_belongs_to_the_caller(drafter, name):
 
 @every_model
 @few_drafters
-def test_a_cache_filled_by_hf(drafter, name):
+def test_cache_filled_by_hf_is_continued(drafter, name):
     model = tiny_model(name)
     first = plain(model, question(1, length=7), return_dict_in_generate=True)
     ids = torch.cat([first.sequences, question(2)], dim=1)
@@ -101,7 +94,7 @@ def test_a_cache_filled_by_hf(drafter, name):
 @every_model
 @few_drafters
 @pytest.mark.parametrize("rows", [1, 3])
-def test_hf_goes_on_with_our_cache(rows, drafter, name):
+def test_hf_continues_with_our_cache(rows, drafter, name):
     model = tiny_model(name)
     ids = question(1, rows, 7)
     expected = plain(model, ids)
@@ -110,7 +103,7 @@ def test_hf_goes_on_with_our_cache(rows, drafter, name):
     ids = torch.cat([expected, question(2, rows)], dim=1)
     expected = plain(model, ids)
     assert torch.equal(plain(model, ids, past_key_values=cache), expected)
-    # and back again: the slots that HF wrote are rolled back like our own
+    # Ours continues again: slots that HF wrote are rolled back as our own.
     ids = torch.cat([expected, question(3, rows)], dim=1)
     expected = plain(model, ids)
     assert torch.equal(ours(model, ids, drafter, expected, past_key_values=cache), expected)
@@ -119,7 +112,7 @@ def test_hf_goes_on_with_our_cache(rows, drafter, name):
 @every_model
 @few_drafters
 def test_keys_and_values_are_those_of_one_forward_pass(drafter, name):
-    """Not only the next text: every slot holds what the model computes for its token."""
+    """In every slot."""
     model = tiny_model(name)
     ids = question(1, 2, 7)
     expected = plain(model, ids)
@@ -133,11 +126,11 @@ def test_keys_and_values_are_those_of_one_forward_pass(drafter, name):
         torch.testing.assert_close(mine.values, theirs.values, atol=2e-5, rtol=1e-4)
 
 
-# Rows that end at different columns: the mask of the next turn leaves their paddings out.
+# Rows that end at different columns: the mask of the next turn excludes their paddings.
 
 
 def conversation(model, lengths, eos, side="left"):
-    """First turn of a ragged batch: prompt, mask, HF's text, the mask of the text, and the rows' texts."""
+    """The first turn of a ragged batch: prompt, mask, HF's text and the mask of the text."""
     ids, mask = prompts(lengths, side=side)
     expected = plain(model, ids, mask, eos_token_id=eos)
     columns = ids.shape[1]
@@ -149,7 +142,7 @@ def conversation(model, lengths, eos, side="left"):
 
 
 def eos_for(model, lengths) -> list[int]:
-    """Two ids that end the rows at different columns, but not all of them before the limit."""
+    """Two ids that end the rows at different columns, one of them only at the maximum length."""
     ids, mask = prompts(lengths)
     rows = generated(plain(model, ids, mask), ids.shape[1])
     for first, second in itertools.product(rows[0][2:8], rows[1][:12]):
@@ -159,19 +152,12 @@ def eos_for(model, lengths) -> list[int]:
     raise AssertionError("no two tokens end these rows at three different columns")
 
 
-def row_alone(model, ids, mask, row, **kwargs):
-    """HF's continuation of one row without its paddings, on an empty cache."""
-    text = ids[row : row + 1, mask[row].bool()]
-    return generated(plain(model, text, **kwargs), text.shape[1])[0]
-
-
 @every_model
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_ragged_batch_goes_on(drafter, name):
-    """The end-of-sequence token of a row that ended early is text of the next turn.
+@every_drafter
+def test_ragged_batch_is_continued(drafter, name):
+    """The cache holds the keys of the end-of-sequence token of a row that ended early.
 
-    Nobody needs the keys of a row's last token during the call, so a row that ended before the others used to
-    leave a hole in the cache where HF has the keys of its end-of-sequence token.
+    During the call these keys are not needed, but the token belongs to the text of the next turn.
     """
     model = tiny_model(name)
     lengths = (9, 4, 7)
@@ -186,15 +172,15 @@ def test_a_ragged_batch_goes_on(drafter, name):
 
     ids = torch.cat([expected, question(5, 3)], dim=1)
     mask = torch.cat([text_mask, torch.ones(3, 5, dtype=torch.long)], dim=1)
-    answers = [row_alone(model, ids, mask, row) for row in range(3)]
+    answers = [row_alone(model, ids, mask, row, NEW_TOKENS) for row in range(3)]
     right = torch.cat([ids, torch.tensor(answers)], dim=1)
     actual = ours(model, ids, drafter, right, mask, past_key_values=cache)
     assert generated(actual, ids.shape[1]) == answers
 
 
 @few_drafters
-def test_hf_goes_on_with_the_cache_of_a_ragged_batch(drafter):
-    """Full attention only: with windows transformers counts paddings inside a row, and we count tokens."""
+def test_hf_continues_with_the_cache_of_a_ragged_batch(drafter):
+    """With full attention: in windows transformers counts paddings, and the package counts tokens."""
     model = tiny_model("llama")
     lengths = (9, 4, 7)
     eos = eos_for(model, lengths)
@@ -207,7 +193,7 @@ def test_hf_goes_on_with_the_cache_of_a_ragged_batch(drafter):
 
 
 def ragged_batch_filled_by_hf(model):
-    """(cache that HF's generate left, whole text with a new question, its mask); rows differ in length."""
+    """(HF's cache, whole text with a new question, its mask); rows differ in length."""
     lengths = (9, 4, 7)
     eos = eos_for(model, lengths)
     ids, mask = prompts(lengths)
@@ -219,7 +205,7 @@ def ragged_batch_filled_by_hf(model):
 
 
 @few_drafters
-def test_a_ragged_batch_filled_by_hf(drafter):
+def test_ragged_batch_filled_by_hf_is_continued(drafter):
     model = tiny_model("llama")
     cache, ids, mask = ragged_batch_filled_by_hf(model)
     expected = plain(model, ids, mask)
@@ -229,13 +215,13 @@ def test_a_ragged_batch_filled_by_hf(drafter):
 
 @every_model
 @few_drafters
-def test_right_padded_questions(drafter, name):
-    """Questions of different lengths, padded on the right, in both turns."""
+def test_questions_may_be_padded_on_the_right(drafter, name):
+    """In both turns."""
     model = tiny_model(name)
     ids, mask = prompts((4, 7, 5), side="right")
     cache = DynamicCache(config=model.config)
     for seed in (5, 6):
-        answers = [row_alone(model, ids, mask, row) for row in range(3)]
+        answers = [row_alone(model, ids, mask, row, NEW_TOKENS) for row in range(3)]
         right = torch.cat([ids, torch.tensor(answers)], dim=1)
         actual = ours(model, ids, drafter, right, mask, past_key_values=cache)
         assert generated(actual, ids.shape[1]) == answers
@@ -245,8 +231,8 @@ def test_right_padded_questions(drafter, name):
 
 
 @few_drafters
-def test_outputs_of_a_second_turn(drafter):
-    """The prompt pass covers the new tokens only, as in HF."""
+def test_outputs_of_a_second_turn_are_those_of_hf(drafter):
+    """The first pass reads only the new tokens."""
     model = tiny_model("llama", attn_implementation="eager")
     ids = question(1, length=7)
     expected = plain(model, ids)
@@ -254,12 +240,8 @@ def test_outputs_of_a_second_turn(drafter):
     ours(model, ids, drafter, expected, past_key_values=caches[0])
     plain(model, ids, past_key_values=caches[1])
     ids = torch.cat([expected, question(2)], dim=1)
-    kwargs = dict(
-        return_dict_in_generate=True,
-        output_hidden_states=True,
-        output_attentions=True,
-        output_logits=True,
-    )
+    recorded = ("output_hidden_states", "output_attentions", "output_logits")
+    kwargs = dict.fromkeys(("return_dict_in_generate", *recorded), True)
     theirs = plain(model, ids, past_key_values=caches[1], **kwargs)
     mine = ours(model, ids, drafter, theirs.sequences, past_key_values=caches[0], **kwargs)
     assert torch.equal(mine.sequences, theirs.sequences)
@@ -269,7 +251,7 @@ def test_outputs_of_a_second_turn(drafter):
                 torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-4)
 
 
-def test_a_call_that_ends_with_its_first_token_leaves_the_prompt():
+def test_call_of_one_token_leaves_the_prompt_in_the_cache():
     model = tiny_model("llama")
     ids = question(1, length=7)
     expected = plain(model, ids)
@@ -279,8 +261,8 @@ def test_a_call_that_ends_with_its_first_token_leaves_the_prompt():
     assert cache.get_seq_length() == 7
 
 
-def test_operations_of_the_hf_cache_work_on_ours():
-    """Copy, select rows, repeat rows, crop and reset, each followed by a continuation."""
+def test_methods_of_hf_caches_work_on_ours():
+    """A turn follows each of them: copy, select rows, repeat rows, crop and reset."""
     model = tiny_model("llama")
     ids = question(1, 3, 7)
     expected = plain(model, ids)
@@ -288,29 +270,28 @@ def test_operations_of_the_hf_cache_work_on_ours():
     ours(model, ids, "random_tree", expected, past_key_values=cache)
     longer = torch.cat([expected, question(2, 3)], dim=1)
 
-    def goes_on(used, text):
+    def check_continued(used, text):
         right = plain(model, text)
         assert torch.equal(ours(model, text, "noisy_chain", right, past_key_values=used), right)
 
-    goes_on(copy.deepcopy(cache), longer)
+    check_continued(copy.deepcopy(cache), longer)
     selected = copy.deepcopy(cache)
     selected.batch_select_indices(torch.tensor([2, 0]))
     cropped = copy.deepcopy(selected)
-    goes_on(selected, longer[[2, 0]])
+    check_continued(selected, longer[[2, 0]])
     cropped.crop(-3)
-    goes_on(cropped, torch.cat([expected[[2, 0], :-4], question(4, 2, 8)], dim=1))
+    check_continued(cropped, torch.cat([expected[[2, 0], :-4], question(4, 2, 8)], dim=1))
     repeated = copy.deepcopy(cache)
     repeated.crop(-6)
     repeated.batch_repeat_interleave(2)
-    goes_on(repeated, expected[:, :-6].repeat_interleave(2, dim=0))
-    goes_on(cache, longer)
+    check_continued(repeated, expected[:, :-6].repeat_interleave(2, dim=0))
+    check_continued(cache, longer)
     cache.reset()
     assert cache.get_seq_length() == 0
-    goes_on(cache, question(7, 4, 6))  # another batch size: nothing of the old conversation is left
+    check_continued(cache, question(7, 4, 6))  # another batch size
 
 
-def test_training_goes_on_after_a_call():
-    """A cache of ours may be read under autograd."""
+def test_cache_may_be_read_under_autograd():
     model = tiny_model("llama")
     ids = question(1, length=7)
     expected = plain(model, ids)
@@ -332,9 +313,8 @@ def filled(model, rows=1):
 
 
 @few_drafters
-def test_only_the_new_tokens(drafter):
-    """transformers also takes the new tokens alone, with a mask of the whole text. Drafters and processors
-    need the text, so that is refused; it used to be decoded as if the new tokens were the whole text."""
+def test_new_tokens_alone_are_refused(drafter):
+    """transformers accepts them with a mask of the whole text, but drafters and processors need the text."""
     model = tiny_model("llama")
     for length in (5, 30):
         cache, expected = filled(model)
@@ -342,50 +322,42 @@ def test_only_the_new_tokens(drafter):
         mask = torch.ones(1, expected.shape[1] - 1 + length, dtype=torch.long)
         made = make_drafter(drafter, model, [[]])
         with pytest.raises(ValueError, match="the whole text"):
-            specdec_ext.generate(
-                model,
-                new,
-                attention_mask=mask,
-                past_key_values=cache,
-                drafter=made,
-                max_new_tokens=4,
-            )
+            kwargs = dict(attention_mask=mask, past_key_values=cache, max_new_tokens=4)
+            specdec_ext.generate(model, new, drafter=made, **kwargs)
 
 
-def test_a_text_that_the_cache_already_holds():
+def test_text_without_a_new_token_is_refused():
     model = tiny_model("llama")
     cache, expected = filled(model)
-    with pytest.raises(
-        ValueError, match=r"past_key_values holds 20 tokens and the prompt 20; .* new token"
-    ):
+    message = "past_key_values holds 20 tokens and the prompt 20; .* new token"
+    with pytest.raises(ValueError, match=message):
         specdec_ext.generate(model, expected[:, :20], past_key_values=cache, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
-def test_a_cache_of_another_batch(rows):
+def test_cache_of_another_batch_is_refused(rows):
     model = tiny_model("llama")
     cache, _ = filled(model, rows=3)
     with pytest.raises(ValueError, match=f"past_key_values holds 3 rows and input_ids {rows}"):
         specdec_ext.generate(model, question(1, rows, 30), past_key_values=cache, max_new_tokens=4)
 
 
-def test_a_row_without_a_new_token():
-    """Its next token would follow a token that is in the cache already, whose logits are gone."""
+def test_row_without_a_new_token_is_refused():
+    """The logits of its last token, which the cache holds, are not kept."""
     model = tiny_model("llama")
     cache, expected = filled(model, rows=2)
     ids = torch.cat([expected, question(2, 2, 3)], dim=1)
     mask = torch.ones_like(ids)
     mask[1, -4:] = 0
+    kwargs = dict(attention_mask=mask, past_key_values=cache, max_new_tokens=4)
     with pytest.raises(
-        ValueError, match="row 1 has no token after the 20 that past_key_values holds"
+        ValueError, match="row 1 has no token after the 20 that past_key_values hold"
     ):
-        specdec_ext.generate(
-            model, ids, attention_mask=mask, past_key_values=cache, max_new_tokens=4
-        )
+        specdec_ext.generate(model, ids, **kwargs)
 
 
-def test_a_window_that_dropped_what_a_padded_row_still_sees():
-    """HF's sliding layers keep as many slots as the window is long, paddings included; ours count tokens."""
+def test_window_that_dropped_tokens_of_a_padded_row_is_refused():
+    """HF's sliding layers keep as many slots as the window, paddings included."""
     model = tiny_model("mistral-window")
     cache, ids, mask = ragged_batch_filled_by_hf(model)
     with pytest.raises(ValueError, match="sliding-window cache that has dropped"):
@@ -400,12 +372,11 @@ def test_a_window_that_dropped_what_a_padded_row_still_sees():
     ],
     ids=["static", "quantized"],
 )
-def test_other_cache_classes(make, name):
+def test_other_cache_classes_are_refused(make, name):
     model = tiny_model("llama")
     cache = make(model)
     if name == "QuantizedCache":
         cache.layers, cache.layer_class_to_replicate, cache.offloading = [], None, False
-    with pytest.raises(
-        ValueError, match=rf"past_key_values is {name}; expected a transformers.DynamicCache"
-    ):
+    message = f"past_key_values is {name}; expected a transformers.DynamicCache"
+    with pytest.raises(ValueError, match=message):
         specdec_ext.generate(model, question(1), past_key_values=cache, max_new_tokens=4)

@@ -1,21 +1,19 @@
-"""``prefill_chunk_size``: the prompt in chunks, with the text, the features and the cache of one pass.
+"""``prefill_chunk_size``: a prompt in chunks gives the text, the features and the cache of one pass.
 
-Sizes that divide the prompt and sizes that don't, paddings wherever they may be, windows shorter and longer
-than a chunk, caches that hold a part of the prompt. What a pass holds at once is bounded by the chunk.
+Sizes may divide the prompt or not, windows may be shorter or longer than a chunk, and a cache may hold a part
+of the prompt. The chunk bounds the memory of a pass.
 """
 
 from __future__ import annotations
-
-import functools
 
 import pytest
 import torch
 import zoo
 from head_cases import head_of
-from padding_cases import LAYOUTS, NEW_TOKENS, alone, layout
+from padding_cases import LAYOUTS, NEW_TOKENS, alone, continued, layout
 from recurrent_models import KINDS as RECURRENT
 from recurrent_models import recurrent_models
-from tiny import ARCHITECTURES, generated, make_drafter, prompts, tiny_model
+from tiny import ARCHITECTURES, generated, greedy_text, make_drafter, prompts, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
@@ -37,49 +35,26 @@ def models() -> dict[str, PreTrainedModel]:
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_padded_rows_as_alone(name, kind, chunk):
-    """Rows padded on the right end in an earlier chunk than others; a chunk may hold paddings alone."""
-    model = tiny_model(name)
-    ids, mask = layout(kind)
-    actual = specdec_ext.generate(
-        model,
-        ids,
-        attention_mask=mask,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        drafter=make_drafter("noisy_chain", model, alone(name)),
-        prefill_chunk_size=chunk,
-    )
-    assert generated(actual, ids.shape[1]) == alone(name)
-
-
-@functools.cache
-def long_text(name: str) -> torch.Tensor:
-    """HF's text after a prompt of 23 tokens."""
-    ids, mask = prompts((23,))
-    return tiny_model(name).generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
+def test_padded_rows_have_their_own_text(name, kind, chunk):
+    """Rows padded on the right end in an earlier chunk than others; a chunk may hold only paddings."""
+    actual = continued(name, *layout(kind), "noisy_chain", prefill_chunk_size=chunk)
+    assert actual == alone(name)
 
 
 @pytest.mark.parametrize("chunk", [5, *(pytest.param(n, marks=SLOW) for n in (1, 8, 22, 23, 99))])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_long_prompt(name, chunk):
-    """Of one row without paddings, as transformers' own chunks."""
-    model, expected = tiny_model(name), long_text(name)
-    actual = specdec_ext.generate(
-        model,
-        expected[:, :23],
-        max_new_tokens=12,
-        do_sample=False,
-        drafter=make_drafter("oracle_tree", model, generated(expected, 23)),
-        prefill_chunk_size=chunk,
-    )
-    assert torch.equal(actual, expected)
+def test_long_prompt_has_the_text_of_one_pass(name, chunk):
+    """One row without paddings, which transformers also reads in chunks."""
+    ids, mask, sequences = greedy_text(name, (23,), 12)
+    answers = generated(sequences, 23)
+    kwargs = dict(max_new_tokens=12, prefill_chunk_size=chunk)
+    assert continued(name, ids, mask, "oracle_tree", answers, **kwargs) == answers
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("name", ["llama", "gemma3-window"])
-def test_features_and_logits_of_all_columns(name, chunk, side):
+def test_features_and_logits_are_those_of_one_pass(name, chunk, side):
     model = tiny_model(name)
     ids, mask = prompts((5, 9, 2), side=side)
     outputs = []
@@ -110,21 +85,13 @@ class Remembering(HeadDrafter):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_draft_head_reads_every_column(side):
-    """Its drafts are those after a prompt in one pass."""
+def test_draft_head_drafts_as_after_one_pass(side):
     ids, mask = prompts((5, 9, 2), side=side)
     drafter = Remembering(head_of("eagle3"))
     runs = []
     for options in ({}, {"prefill_chunk_size": 4}):
-        text = specdec_ext.generate(
-            tiny_model("llama"),
-            ids,
-            attention_mask=mask,
-            drafter=drafter,
-            speculation="fixed",
-            max_new_tokens=NEW_TOKENS,
-            **options,
-        )
+        options |= dict(attention_mask=mask, speculation="fixed", max_new_tokens=NEW_TOKENS)
+        text = specdec_ext.generate(tiny_model("llama"), ids, drafter=drafter, **options)
         runs.append((text.tolist(), drafter.trees))
     assert runs[0] == runs[1]
     assert len(runs[0][1]) > 2
@@ -132,80 +99,51 @@ def test_a_draft_head_reads_every_column(side):
 
 @pytest.mark.parametrize("held", [1, 6, 10])
 @pytest.mark.parametrize("name", ["llama", "gemma2-window"])
-def test_behind_a_filled_cache(name, held):
-    """Only what the cache does not hold is read, a chunk at a time."""
+def test_text_behind_a_filled_cache_is_read_in_chunks(name, held):
     model, (ids, mask) = tiny_model(name), layout("left")
     cache = DynamicCache(config=model.config)
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, :held]
+    given = dict(attention_mask=mask[:, :held], position_ids=positions, past_key_values=cache)
     with torch.no_grad():
-        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, :held]
-        model(
-            ids[:, :held],
-            attention_mask=mask[:, :held],
-            position_ids=positions,
-            past_key_values=cache,
-        )
-    actual = specdec_ext.generate(
-        model,
-        ids,
-        attention_mask=mask,
-        past_key_values=cache,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        prefill_chunk_size=3,
-    )
-    assert generated(actual, ids.shape[1]) == alone(name)
-    assert cache.get_seq_length() == actual.shape[1] - 1
+        model(ids[:, :held], **given)
+    actual = continued(name, ids, mask, past_key_values=cache, prefill_chunk_size=3)
+    assert actual == alone(name)
+    assert cache.get_seq_length() == ids.shape[1] + NEW_TOKENS - 1
 
 
 def test_recorded_outputs_are_those_of_transformers():
-    """The prompt's hidden states and attentions are those of its last chunk."""
+    """Hidden states and attentions of the prompt are those of its last chunk."""
     model = tiny_model("llama", "eager")
     ids, mask = prompts((11,))
-    kwargs = dict(
-        attention_mask=mask,
-        max_new_tokens=5,
-        do_sample=False,
-        prefill_chunk_size=4,
-        return_dict_in_generate=True,
-        output_hidden_states=True,
-        output_attentions=True,
-        output_logits=True,
-    )
+    parts = ("hidden_states", "attentions", "logits")
+    kwargs = dict(attention_mask=mask, max_new_tokens=5, do_sample=False, prefill_chunk_size=4)
+    kwargs |= {"return_dict_in_generate": True, **{f"output_{part}": True for part in parts}}
     expected = model.generate(ids, **kwargs)
-    actual = specdec_ext.generate(
-        model,
-        ids,
-        drafter=make_drafter("oracle_chain", model, generated(expected.sequences, 11)),
-        **kwargs,
-    )
+    drafter = make_drafter("oracle_chain", model, generated(expected.sequences, 11))
+    actual = specdec_ext.generate(model, ids, drafter=drafter, **kwargs)
     assert torch.equal(actual.sequences, expected.sequences)
-    for part in ("hidden_states", "attentions", "logits"):
+    for part in parts:
         for ours, theirs in zip(actual[part], expected[part], strict=True):
             torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
 @pytest.mark.parametrize("lengths", [(17,), (9, 2, 17)], ids=["one", "ragged"])
 @pytest.mark.parametrize("kind", RECURRENT)
-def test_recurrent_layers(models, kind, lengths):
-    """They skip paddings in a first pass only: it reads all of them, whatever the size."""
+def test_recurrent_layers_have_the_text_of_one_pass(models, kind, lengths):
+    """They skip paddings only in a first pass, so that pass reads all paddings."""
     model, (ids, mask) = models[kind], prompts(lengths)
     kwargs = dict(attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)
     expected = model.generate(ids, **kwargs)
-    actual = specdec_ext.generate(
-        model,
-        ids,
-        drafter=make_drafter("noisy_chain", model, generated(expected, ids.shape[1])),
-        prefill_chunk_size=4,
-        **kwargs,
-    )
+    drafter = make_drafter("noisy_chain", model, generated(expected, ids.shape[1]))
+    actual = specdec_ext.generate(model, ids, drafter=drafter, prefill_chunk_size=4, **kwargs)
     assert torch.equal(actual, expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_every_architecture(name):
-    """The text of a prompt in one pass. Chunks of Doge and Moshi have one of their own, with transformers,
-    too; those of Jamba with transformers alone, whose Mamba-1 mixers forget their states."""
+def test_every_architecture_has_the_text_of_one_pass(name):
+    """Except Doge and Moshi, whose chunks give another text in transformers, too. (In transformers Jamba's
+    chunks do as well, because its Mamba-1 mixers forget their states.)"""
     try:
         model = zoo.build(name)
         ids = prompts((17, 17))[0]
@@ -219,7 +157,7 @@ def test_every_architecture(name):
         pytest.skip("transformers prepares its passes, chunks included")
     try:
         if not torch.equal(specdec_ext.generate(model, ids, drafter=None, **kwargs), expected):
-            pytest.skip("wrong without chunks, too, which is another test's matter")
+            pytest.skip("the text differs without chunks, too, which another test checks")
     except (RuntimeError, ValueError) as error:
         pytest.skip(f"not served without chunks: {error}")
     actual = specdec_ext.generate(model, ids, drafter=None, prefill_chunk_size=5, **kwargs)
@@ -227,7 +165,7 @@ def test_every_architecture(name):
 
 
 class LargestTensor(TorchDispatchMode):
-    """The most elements that an op put out, views and the cache's buffers aside."""
+    """The largest number of elements of an op's output, except views and buffers of the cache."""
 
     elements = 0
 
@@ -244,23 +182,20 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_chunk_bounds_what_a_pass_holds(padded):
-    """Of eager attention, which holds its scores: they grow with the prompt, not with its square."""
+def test_chunk_bounds_the_scores_of_a_pass(padded):
+    """The scores of eager attention grow with the length of the prompt, not with its square."""
     model = tiny_model("llama", "eager")
     ids, mask = prompts((240, 200) if padded else (240,))
     largest = {}
     for chunk in (None, 16):
         with LargestTensor() as seen:
-            specdec_ext.generate(
-                model, ids, attention_mask=mask, max_new_tokens=2, prefill_chunk_size=chunk
-            )
+            kwargs = dict(attention_mask=mask, max_new_tokens=2, prefill_chunk_size=chunk)
+            specdec_ext.generate(model, ids, **kwargs)
         largest[chunk] = seen.elements
     assert largest[16] * 10 < largest[None]
 
 
 @pytest.mark.parametrize("size", [0, -3, 2.5, True])
-def test_a_size_that_is_none(size):
+def test_other_sizes_are_refused(size):
     with pytest.raises(ValueError, match=r"prefill_chunk_size is .*at least 1"):
-        specdec_ext.generate(
-            tiny_model("llama"), prompts((4,))[0], max_new_tokens=1, prefill_chunk_size=size
-        )
+        continued("llama", *prompts((4,)), prefill_chunk_size=size)

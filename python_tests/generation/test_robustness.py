@@ -1,8 +1,7 @@
-"""What goes on around the text: limits reached inside blocks, errors anywhere, many calls, many threads.
+"""Limits that are reached inside blocks, errors in every place, many calls, many threads.
 
-The text is always that of plain decoding, row by row; after an exception, from whoever it came, nothing of
-ours is left in the model, in transformers' registries or in the thread, and the next call gives the right
-text.
+Each row's text is that of plain decoding. After an exception nothing of the package is left in the model, in
+transformers' registries or in the thread, and the next call gives the right text.
 """
 
 from __future__ import annotations
@@ -20,30 +19,25 @@ import zoo
 from head_cases import head_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny import _COMMON as SIZES
 from tiny import (
-    DRAFTERS,
     SHAPES,
     VOCAB,
     ScriptedDrafter,
+    every_drafter,
     generated,
+    greedy_text,
     make_drafter,
     noisy_chain,
     oracle_chain,
     oracle_tree,
     prompts,
+    random_model,
     random_tree,
     tiny_model,
 )
 from tokenizers import Tokenizer, models
 from traces import traces
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    DynamicCache,
-    PreTrainedTokenizerFast,
-    TextIteratorStreamer,
-)
+from transformers import DynamicCache, PreTrainedTokenizerFast, TextIteratorStreamer
 
 import specdec_ext
 from specdec_ext import HeadDrafter, LookaheadDrafter, NgramDrafter, SuffixDrafter
@@ -54,16 +48,13 @@ NEW_TOKENS = 14
 RAGGED = (9, 3, 6)
 
 
-@functools.cache
-def expected(name: str = "llama", lengths: tuple[int, ...] = RAGGED, new_tokens: int = NEW_TOKENS):
+def expected(name: str = "llama", lengths: tuple[int, ...] = RAGGED):
     """``(ids, mask, transformers' text)``."""
-    ids, mask = prompts(lengths)
-    kwargs = dict(attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
-    return ids, mask, tiny_model(name).generate(ids, **kwargs)
+    return greedy_text(name, lengths, NEW_TOKENS)
 
 
 def generate(shape=oracle_tree, name: str = "llama", lengths=RAGGED, **kwargs):
-    """Our text, drafted by a script that knows it, unless a drafter is given."""
+    """Our text; by default the drafter proposes the right tokens in a shape of ``tiny``."""
     ids, mask, text = expected(name, lengths)
     if "drafter" not in kwargs:
         kwargs["drafter"] = ScriptedDrafter(generated(text, ids.shape[1]), shape)
@@ -76,7 +67,7 @@ def generate(shape=oracle_tree, name: str = "llama", lengths=RAGGED, **kwargs):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3-window", "gpt2"])
 @pytest.mark.parametrize("shape", [oracle_chain, random_tree])
-def test_the_cache_grows_inside_a_block(name, shape, monkeypatch):
+def test_cache_may_grow_inside_a_block(name, shape, monkeypatch):
     monkeypatch.setattr(slots, "FIRST_SLOTS", 2)
     monkeypatch.setattr(cache, "GROWTH", 3)
     copies = []
@@ -90,23 +81,9 @@ def test_the_cache_grows_inside_a_block(name, shape, monkeypatch):
     assert len(set(copies)) > 2
 
 
-def of_kind(kind: str, **overrides):
-    config = AutoConfig.for_model(kind, **{**SIZES, **overrides})
-    generator = torch.Generator().manual_seed(5)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                drawn = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(2 * drawn * parameter.shape[-1] ** -0.5)
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model.eval()
-
-
 @functools.cache
 def ends_before_the_last_position() -> tuple[torch.Tensor, int]:
-    """A text of all 32 positions of a model, and where a token comes up that was not there before."""
+    """A text of all 32 positions of a model, and the last column whose token is new in the generated text."""
     for seed in range(50):
         ids, _ = prompts((9,), seed)
         text = tiny_model("gpt2-short").generate(ids, max_new_tokens=23, do_sample=False)
@@ -126,7 +103,7 @@ def deep_tree(right, rng):
 
 @pytest.mark.parametrize("shape", [deep_chain, deep_tree])
 def test_drafts_stay_within_learned_positions(shape):
-    """The text ends before the last position, a draft would reach behind it."""
+    """The text ends before the last position; a draft would reach behind it."""
     model, (text, end) = tiny_model("gpt2-short"), ends_before_the_last_position()
     drafter = ScriptedDrafter([text[0, 9 : end + 1].tolist()], shape)
     kwargs = dict(max_new_tokens=60, do_sample=False, drafter=drafter)
@@ -138,12 +115,8 @@ def test_drafts_stay_within_learned_positions(shape):
 
 
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "factor": 4.0}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "original_max_position_embeddings": 24,
-    **FACTORS,
-}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 24}
+LONGROPE |= FACTORS
 CHANGING = {
     "dynamic": ("llama", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, 24),
     "longrope": ("llama", LONGROPE, 96),
@@ -154,20 +127,20 @@ CHANGING = {
 @functools.cache
 def changing(case: str):
     kind, rope, positions = CHANGING[case]
-    overrides = {"original_max_position_embeddings": 24} if kind == "phi3" else {}
-    return of_kind(kind, rope_parameters=rope, max_position_embeddings=positions, **overrides)
+    overrides: dict = {"original_max_position_embeddings": 24} if kind == "phi3" else {}
+    overrides |= {"rope_parameters": rope, "max_position_embeddings": positions}
+    return random_model(kind, seed=5, **overrides)
 
 
 @pytest.mark.parametrize("lengths", [(9,), (9, 4)], ids=["one", "ragged"])
 @pytest.mark.parametrize("case", CHANGING)
-def test_rotary_embeddings_that_change_on_the_way(case, lengths):
-    """Calls across the change are decoded plainly, calls that end before it are not."""
+def test_calls_across_a_change_of_rotary_embeddings_are_decoded_plainly(case, lengths):
+    """Calls that end before the change are speculated on."""
     model, (ids, mask) = changing(case), prompts(lengths)
     kwargs = dict(attention_mask=mask, do_sample=False)
     across = model.generate(ids, max_new_tokens=30, **kwargs)
-    assert torch.equal(
-        specdec_ext.generate(model, ids, max_new_tokens=30, drafter=None, **kwargs), across
-    )
+    plain = specdec_ext.generate(model, ids, max_new_tokens=30, drafter=None, **kwargs)
+    assert torch.equal(plain, across)
     with pytest.warns(UserWarning, match="without speculation: its rotary embedding changes"):
         assert torch.equal(specdec_ext.generate(model, ids, max_new_tokens=30, **kwargs), across)
     drafter = ScriptedDrafter(generated(across, 9), oracle_chain)
@@ -178,17 +151,16 @@ def test_rotary_embeddings_that_change_on_the_way(case, lengths):
 
 
 @pytest.mark.parametrize("case", ["longrope", "recomputed"])
-def test_behind_a_change_that_comes_once(case):
+def test_calls_behind_the_change_are_speculated_on(case):
     model, (ids, _) = changing(case), prompts((27,))
     text = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
     drafter = ScriptedDrafter(generated(text, 27), oracle_tree)
-    assert torch.equal(
-        specdec_ext.generate(model, ids, max_new_tokens=NEW_TOKENS, drafter=drafter), text
-    )
+    actual = specdec_ext.generate(model, ids, max_new_tokens=NEW_TOKENS, drafter=drafter)
+    assert torch.equal(actual, text)
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_the_whole_call_is_shorter_than_a_block(drafter):
+@every_drafter
+def test_call_may_be_shorter_than_a_block(drafter):
     text, model = expected()[2], tiny_model("llama")
     for count in (1, 2, 3):
         made = make_drafter(drafter, model, generated(text, 9))
@@ -204,7 +176,7 @@ class Stop(Exception):
 
 
 def bomb(error: type[BaseException], calls: int):
-    """Raises ``error`` when called for the ``calls``-th time, before that returns the last argument."""
+    """A function that raises ``error`` in its ``calls``-th call and before it returns its last argument."""
     count = 0
 
     def explode(*args, **kwargs):
@@ -218,7 +190,7 @@ def bomb(error: type[BaseException], calls: int):
 
 
 class BadDrafter(ScriptedDrafter):
-    """Fails at one of its methods."""
+    """Calls ``explode`` in one of its methods."""
 
     def __init__(self, where: str, explode):
         super().__init__(generated(expected()[2], 9), noisy_chain)
@@ -247,7 +219,7 @@ class BadStreamer:
 
 
 def failing(where: str, explode) -> dict:
-    """Keywords with which a call fails there."""
+    """Keywords with which a call fails in this place."""
     return {
         "processor": lambda: {"logits_processor": [explode]},
         "criterion": lambda: {
@@ -266,7 +238,7 @@ def failing(where: str, explode) -> dict:
 @pytest.mark.parametrize(
     "where", ["processor", "criterion", "streamer", "start", "propose", "commit"]
 )
-def test_an_exception_leaves_nothing_behind(where, calls):
+def test_exception_leaves_no_traces(where, calls):
     model, before = tiny_model("llama"), traces(tiny_model("llama"))
     given = DynamicCache(config=model.config)
     kwargs = failing(where, bomb(Stop, 1 if where == "start" else calls))
@@ -279,8 +251,8 @@ def test_an_exception_leaves_nothing_behind(where, calls):
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "minimax", "xlnet"])
-def test_states_and_caches_of_other_kinds(name):
-    """Recurrent states, caches of a model's own, models that transformers prepares passes for."""
+def test_text_after_an_exception_is_right_with_other_caches(name):
+    """Recurrent states, a cache of the model's own class, passes that transformers prepares."""
     model, (ids, mask) = zoo.build(name), prompts((9,))
     kwargs = dict(attention_mask=mask, max_new_tokens=8, do_sample=False)
     text = model.generate(ids, **kwargs)
@@ -294,8 +266,8 @@ def test_states_and_caches_of_other_kinds(name):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Stop])
 @pytest.mark.parametrize("passes", [1, 2, 4])
-def test_interrupted_inside_a_pass(passes, error):
-    """In a layer in the middle, with features tapped, masks and linears of ours in place."""
+def test_interrupt_inside_a_pass_leaves_no_traces(passes, error):
+    """In a middle layer, while masks, linears and hooks for hidden states of the package are in place."""
     model = tiny_model("llama")
     before = traces(model)
     given = DynamicCache(config=model.config)
@@ -310,7 +282,7 @@ def test_interrupted_inside_a_pass(passes, error):
     assert torch.equal(generate(past_key_values=given), expected()[2])
 
 
-def test_a_drafter_that_failed_serves_the_next_call():
+def test_drafter_can_be_used_after_a_failed_call():
     text = expected()[2]
     for drafter in (
         HeadDrafter(head_of("eagle3")),
@@ -323,7 +295,7 @@ def test_a_drafter_that_failed_serves_the_next_call():
         assert torch.equal(generate(drafter=drafter), text)
 
 
-# --- streamers that are generators
+# --- streamers that are iterators
 
 
 def letters() -> PreTrainedTokenizerFast:
@@ -331,9 +303,9 @@ def letters() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "w0 ")))
 
 
-@pytest.mark.parametrize("reader", ["slow", "gone"])
-def test_iterating_over_the_text_elsewhere(reader):
-    """A slow reader gets everything; generation does not wait for one that has gone."""
+@pytest.mark.parametrize("reader", ["slow", "stopped"])
+def test_text_can_be_read_in_another_thread(reader):
+    """A slow reader gets the whole text; generation does not wait for a reader that stopped."""
     text = expected(lengths=(9,))[2]
     tokenizer = letters()
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
@@ -342,7 +314,7 @@ def test_iterating_over_the_text_elsewhere(reader):
         pieces = []
         for piece in streamer:
             pieces.append(piece)
-            if reader == "gone":
+            if reader == "stopped":
                 break
             threading.Event().wait(0.003)
         assert torch.equal(running.result(timeout=60), text)
@@ -362,24 +334,23 @@ JOBS = [
 ]
 
 
-def work(job) -> torch.Tensor:
+def our_text(job) -> torch.Tensor:
     name, drafter, lengths, options = job
     ids, mask = prompts(lengths)
     kwargs = dict(attention_mask=mask, max_new_tokens=NEW_TOKENS) | options
     return specdec_ext.generate(tiny_model(name), ids, drafter=drafter(), **kwargs)
 
 
-def others(job) -> torch.Tensor:
-    """transformers' own passes, which ours must not touch."""
+def text_of_transformers(job) -> torch.Tensor:
     name, _, lengths, _ = job
     ids, mask = prompts(lengths)
     kwargs = dict(attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
     return tiny_model(name).generate(ids, **kwargs)
 
 
-def test_threads(monkeypatch):
-    """The same model in several threads, several models at once, transformers' own generate beside them."""
-    tasks = [(work, job) for job in JOBS] + [(others, job) for job in JOBS[:4]]
+def test_threads_do_not_change_texts():
+    """One model in several threads, several models, and transformers' own generate at the same time."""
+    tasks = [(our_text, job) for job in JOBS] + [(text_of_transformers, job) for job in JOBS[:4]]
     alone = [task(job) for task, job in tasks]
     models = {name: tiny_model(name) for name, *_ in JOBS}
     before = {name: traces(model) for name, model in models.items()}
@@ -423,9 +394,9 @@ def calls(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(2000, marks=pytest.mark.slow)])
-def test_calls_leave_no_memory_behind(count):
-    """Of tensors not one; of memory less than a tenth of a kilobyte per call in the long run."""
-    calls(35)  # every way once, and what is made at first use
+def test_calls_do_not_leak_memory(count):
+    """No tensor is left, and after many calls less than 0.1 kB for each."""
+    calls(35)  # every kind of call once, because the first one fills caches
     model = tiny_model("llama")
     before, alive = traces(model), tensors()
     memory = resident()
@@ -436,22 +407,22 @@ def test_calls_leave_no_memory_behind(count):
         assert resident() - memory < 20 * 2**20
 
 
-# --- anything together
+# --- random batches
 
 ROWS = st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=4)
 
 
 @functools.cache
 def row_alone(name: str, text: tuple[int, ...], new_tokens: int) -> list[int]:
-    """What transformers generates after one text."""
+    """The tokens that transformers generates after one text."""
     ids = torch.tensor([text])
     mask = torch.ones_like(ids)
     kwargs = dict(attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
     return generated(tiny_model(name).generate(ids, **kwargs), len(text))[0]
 
 
-def check_anything(name, rows, seed, shape, new_tokens, eos, chunk, pad):
-    """Rows with paddings anywhere, ends anywhere, drafts right or wrong: each row as alone."""
+def check_batch(name, rows, seed, shape, new_tokens, eos, chunk, pad):
+    """Check that each row has its text without the others, with any paddings, ends and drafts."""
     generator = torch.Generator().manual_seed(seed)
     width = max(map(len, rows))
     mask = torch.zeros(len(rows), width, dtype=torch.long)
@@ -468,21 +439,14 @@ def check_anything(name, rows, seed, shape, new_tokens, eos, chunk, pad):
     ]
     longest = max(ends)
     want = [row[:end] + [pad] * (longest - end) for row, end in zip(answers, ends, strict=True)]
-    actual = specdec_ext.generate(
-        tiny_model(name),
-        ids,
-        attention_mask=mask,
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        drafter=ScriptedDrafter(answers, shape, seed),
-        eos_token_id=sorted(eos) or None,
-        pad_token_id=pad,
-        prefill_chunk_size=chunk,
-    )
+    kwargs = dict(attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
+    kwargs |= dict(eos_token_id=sorted(eos) or None, pad_token_id=pad, prefill_chunk_size=chunk)
+    drafter = ScriptedDrafter(answers, shape, seed)
+    actual = specdec_ext.generate(tiny_model(name), ids, drafter=drafter, **kwargs)
     assert generated(actual, width) == want
 
 
-anything = given(
+batches = given(
     name=st.sampled_from(["llama", "mistral-window", "gpt2", "gemma3-window"]),
     rows=ROWS,
     seed=st.integers(0, 10**6),
@@ -498,13 +462,13 @@ quiet = functools.partial(
 
 
 @quiet(max_examples=25, derandomize=True)
-@anything
-def test_anything(**case):
-    check_anything(**case)
+@batches
+def test_random_batches(**case):
+    check_batch(**case)
 
 
 @pytest.mark.slow
 @quiet(max_examples=600)
-@anything
-def test_anything_at_length(**case):
-    check_anything(**case)
+@batches
+def test_many_random_batches(**case):
+    check_batch(**case)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -119,10 +120,19 @@ CONFIGS["gpt2-short"] = ("gpt2", {**CONFIGS["gpt2"][1], "max_position_embeddings
 def tiny_model(
     name: str, attn_implementation: str | None = None, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """A random model whose greedy text is varied, because its weights are scaled by fan-in."""
+    """A random model of ``CONFIGS``."""
     kind, overrides = CONFIGS[name]
+    seed = sum(map(ord, name))
+    model = random_model(kind, seed, attn_implementation=attn_implementation, **overrides)
+    return model.to(dtype)
+
+
+def random_model(
+    kind: str, seed: int = 0, *, attn_implementation: str | None = None, **overrides: Any
+) -> PreTrainedModel:
+    """A model whose greedy text is varied, because its weights are scaled by fan-in."""
     config = AutoConfig.for_model(kind, **{**SIZES, **overrides})
-    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -131,7 +141,7 @@ def tiny_model(
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    return model.to(dtype).eval()
+    return model.eval()
 
 
 @functools.cache
