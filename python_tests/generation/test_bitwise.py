@@ -1,12 +1,11 @@
-"""A token scored in a tree gets the very bits that plain decoding of its row gives it.
+"""A token scored in a tree has the bits of plain decoding of its row.
 
-On the CPU the target's linear layers and its attention accumulate in an order that depends on a token and
-what it follows, and on nothing else: not on the size of the batch, nor on that of the tree. So verification
-makes exactly the comparison that plain decoding would make, in bfloat16 as well, and no near-tie between two
-tokens can come out differently.
+On the CPU the target's linear layers and its attention accumulate in an order that depends only on a token
+and the tokens before it, not on the size of the batch or of the tree. So verification makes the comparisons
+of plain decoding, also in bfloat16, and near-ties between two tokens have the same result.
 
-Holds for models whose matrix products are ``nn.Linear`` and whose attention is sdpa, without paddings between
-tokens; the architectures here are such.
+This is true for models whose matrix products are ``nn.Linear`` and whose attention is sdpa, without paddings
+between tokens.
 """
 
 import pytest
@@ -20,7 +19,7 @@ from specdec_ext.models import Target, make_target
 
 LENGTHS = (11, 4, 7)
 SLOTS = 64
-# Two levels of branching with a chain below, and one more leaf next to the root.
+# Two levels of branches with a chain below, and one more child of the root.
 PARENTS = [-1, 0, 0, 1, 1, 3, 5, 2, 0]
 
 
@@ -64,7 +63,7 @@ def assert_same_bits(ours: Tensor, theirs: Tensor) -> None:
     assert torch.equal(ours, theirs), f"largest difference {(ours - theirs).abs().max()}"
 
 
-def test_every_node_of_a_tree(model, tree):
+def test_nodes_of_a_tree_have_the_bits_of_plain_decoding(model, tree):
     scored = started(model).forward(tree).logits
     for node in range(len(PARENTS)):
         target = started(model)
@@ -73,7 +72,7 @@ def test_every_node_of_a_tree(model, tree):
         assert_same_bits(scored[:, node], logits)
 
 
-def test_after_rows_accepted_different_paths(model, tree):
+def test_token_after_different_accepted_paths_has_the_bits_of_plain_decoding(model, tree):
     paths = [path_to(6), path_to(0), path_to(7)]
     longest = max(map(len, paths))
     accepted = torch.tensor([len(path) - 1 for path in paths])
@@ -85,31 +84,25 @@ def test_after_rows_accepted_different_paths(model, tree):
     ours = step(target, following)
 
     plain = started(model)
-    for depth in range(longest):  # a row that is done decodes junk, which is taken back
+    for depth in range(longest):  # rows with shorter paths decode tokens that are rolled back
         visited = padded[:, depth].clamp(min=0)
         step(plain, tree.tokens.gather(1, visited[:, None])[:, 0])
     plain.rewind((longest - 1 - accepted).tolist())
     assert_same_bits(ours, step(plain, following))
 
 
-def test_a_row_does_not_depend_on_the_others(model, tree):
-    """Rows retire: what is left goes on with the same bits."""
+def test_rows_have_the_same_bits_after_others_have_finished(model, tree):
     target, alone = started(model), started(model)
     alone.reorder([2, 0, 1], active=1)
     one = DraftTree(tree.tokens[2:], tree.parents[2:])
     assert_same_bits(target.forward(tree).logits[2:], alone.forward(one).logits)
 
 
-WIDE = [
-    -1,
-    *[0] * 60,
-    *range(1, 61),
-    *range(61, 121),
-    121,
-]  # 60 branches of three nodes, and one of four
+# 60 branches, 59 of three nodes and one of four.
+WIDE = [-1, *[0] * 60, *range(1, 61), *range(61, 121), 121]
 
 
-def test_nodes_of_a_large_tree(model):
+def test_nodes_of_a_large_tree_have_the_bits_of_plain_decoding(model):
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(1, VOCAB, (len(LENGTHS), len(WIDE)), generator=generator)
     scored = started(model).forward(DraftTree(tokens, torch.tensor([WIDE] * len(LENGTHS)))).logits
@@ -139,8 +132,8 @@ def chain_of_seven(right, rng):
 @pytest.mark.parametrize(
     ("rows", "shape"), [(17, chain_of_seven), (64, chain_of_seven), (2, siblings)]
 )
-def test_text_and_logits_of_large_passes(model, rows, shape, decoding):
-    """Up to 512 tokens in a pass, where a product of torch's would have other bits than for a few."""
+def test_large_passes_have_the_bits_of_plain_decoding(model, rows, shape, decoding):
+    """In passes of up to 512 tokens torch's own products have other bits than in small ones."""
     ids, mask = prompts((7,) * rows)
     kwargs = dict(attention_mask=mask, max_new_tokens=20, **decoding)
     kwargs |= dict(return_dict_in_generate=True, output_logits=True)

@@ -1,4 +1,4 @@
-"""Models with a ``generate`` of their own: ours comes to its loop, or says that it can't."""
+"""Models with a ``generate`` of their own: the package's loop runs inside it, or an error says why not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def of_class(cls):
     return model
 
 
-class OwnWay(LlamaForCausalLM):
+class NoHook(LlamaForCausalLM):
     def generate(self, input_ids, **kwargs):
         return input_ids
 
@@ -34,7 +34,7 @@ class Ignores(LlamaForCausalLM):
 
 class OwnLoop(LlamaForCausalLM):
     def _sample(self, *args, **kwargs):
-        raise AssertionError("ours runs instead")
+        raise AssertionError("the loop of transformers must not run")
 
 
 class Delegates(LlamaForCausalLM):
@@ -42,15 +42,15 @@ class Delegates(LlamaForCausalLM):
         return super().generate(inputs=sounds, **kwargs)
 
 
-@pytest.mark.parametrize("cls", [OwnWay, Ignores])
-def test_own_way(cls):
+@pytest.mark.parametrize("cls", [NoHook, Ignores])
+def test_generate_without_the_hook_is_refused(cls):
     ids, _ = prompts((5,))
     message = rf"{cls.__name__}\.generate .* use model\.generate"
     with pytest.raises(NotAcceleratedError, match=message):
         specdec_ext.generate(of_class(cls), ids, max_new_tokens=2, do_sample=False)
 
 
-def test_own_loop():
+def test_decoding_loop_of_the_model_is_refused():
     model, (ids, _) = of_class(OwnLoop), prompts((5,))
     kwargs = {"max_new_tokens": 2, "do_sample": False}
     with pytest.raises(NotAcceleratedError, match="OwnLoop has its own decoding loop"):
@@ -59,7 +59,7 @@ def test_own_loop():
         model.generate(ids, custom_generate=specdec_ext.custom_generate(), **kwargs)
 
 
-def test_first_parameter_of_another_name():
+def test_first_parameter_may_have_another_name():
     model, (ids, _) = of_class(Delegates), prompts((5,))
     kwargs = {"max_new_tokens": 4, "do_sample": False}
     text = specdec_ext.generate(model, sounds=ids, **kwargs)
@@ -67,9 +67,8 @@ def test_first_parameter_of_another_name():
 
 
 @since("5.23", "Musicgen's config has parts by default")
-def test_codebooks():
+def test_models_of_codebooks_are_refused():
     ids, _ = prompts((4,))
-    with pytest.raises(
-        ValueError, match=r"MusicgenForCausalLM\.generate has its own decoding loop"
-    ):
+    message = r"MusicgenForCausalLM\.generate has its own decoding loop"
+    with pytest.raises(ValueError, match=message):
         specdec_ext.generate(zoo.build("musicgen"), ids, max_new_tokens=2)

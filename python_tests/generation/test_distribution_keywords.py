@@ -1,9 +1,9 @@
 """Sampled text has the distribution of plain transformers, for all processors and drafts.
 
-The model has six tokens. Transformers itself gives the exact distribution of the first three: its sampling
-loop is made to draw each of the 216 texts, and its scores give their probabilities. 6000 of our texts,
-verified against trees with some of the right tokens or drafted by a model that ignores the processors, must
-pass a chi-square test at four standard deviations. A temperature that is 10 % higher fails it.
+The model has six tokens. Transformers gives the exact distribution of the first three: its sampling loop is
+made to draw each of the 216 texts, and its scores give their probabilities. 6000 of our texts, with random
+trees or with drafts of a model without the processors, must pass a chi-square test at four standard
+deviations. A temperature that is 10 % higher fails it.
 """
 
 import functools
@@ -12,6 +12,7 @@ import itertools
 import pytest
 import torch
 from distributions import chi_square_excess
+from tiny import SIZES
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -32,21 +33,12 @@ TEXTS = torch.tensor(list(itertools.product(range(VOCAB), repeat=LENGTH)))
 @functools.cache
 def six_token_model():
     torch.manual_seed(6)
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    sizes = dict(vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2)
+    sizes |= dict(num_attention_heads=2, num_key_value_heads=1)
+    config = AutoConfig.for_model("llama", **{**SIZES, **sizes})
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        model.lm_head.weight.mul_(15)  # far from uniform, far from certain
+        model.lm_head.weight.mul_(15)  # neither uniform nor certain
     return model
 
 
@@ -74,7 +66,7 @@ class CoolingDown(hf.TemperatureLogitsWarper):
 
 
 class Momentum(LogitsProcessor):
-    """Each row's scores lean towards those that it was shown before."""
+    """Adds the mean of earlier scores of the row."""
 
     def __init__(self):
         self.mean = 0
@@ -105,11 +97,9 @@ STATEFUL = {
     "calls": dict(logits_processor=Calls),
     "cooling-down": dict(logits_processor=CoolingDown),
     "momentum": dict(logits_processor=Momentum),
-    "synth-id": dict(
-        watermarking_config=SynthIDTextWatermarkingConfig(ngram_len=2, keys=[5, 9, 17])
-    ),
+    "synth-id": dict(watermarking_config=SynthIDTextWatermarkingConfig(ngram_len=2, keys=[5, 9, 17])),
     "guidance": dict(guidance_scale=1.8),
-}
+}  # fmt: skip
 IN_MAKE_TEST = ["top-h", "all"]
 
 
@@ -120,17 +110,13 @@ def fresh(kwargs: dict) -> dict:
     return kwargs
 
 
-def law(kwargs: dict) -> torch.Tensor:
-    """``[216]`` probabilities of TEXTS, from transformers' scores along each."""
+def distribution(kwargs: dict) -> torch.Tensor:
+    """``[216]`` probabilities of TEXTS, from the scores of transformers."""
     columns = iter(TEXTS.T)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch, "multinomial", lambda probs, num_samples: next(columns)[:, None])
-        output = six_token_model().generate(
-            PROMPT.expand(len(TEXTS), -1),
-            return_dict_in_generate=True,
-            output_scores=True,
-            **fresh(kwargs),
-        )
+        kwargs = dict(return_dict_in_generate=True, output_scores=True, **fresh(kwargs))
+        output = six_token_model().generate(PROMPT.expand(len(TEXTS), -1), **kwargs)
     steps = torch.stack(output.scores, dim=1).double().softmax(dim=-1)
     return steps.gather(2, TEXTS[..., None])[..., 0].prod(dim=1)
 
@@ -157,15 +143,9 @@ class RandomTrees(Drafter):
 
 
 def draw(kwargs: dict, rows: int, seed: int, drafter: Drafter):
-    return specdec_ext.generate(
-        six_token_model(),
-        PROMPT.expand(rows, -1),
-        drafter=drafter,
-        speculation="fixed",
-        seed=seed,
-        return_dict_in_generate=True,
-        **fresh(kwargs),
-    )
+    kwargs = dict(drafter=drafter, speculation="fixed", seed=seed, **fresh(kwargs))
+    ids = PROMPT.expand(rows, -1)
+    return specdec_ext.generate(six_token_model(), ids, return_dict_in_generate=True, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -175,14 +155,14 @@ def draw(kwargs: dict, rows: int, seed: int, drafter: Drafter):
         for name in WARPERS
     ],
 )
-def test_warpers(name):
+def test_texts_of_warpers_have_the_distribution_of_transformers(name):
     output = draw(WARPERS[name], DRAWS, 1, RandomTrees())
     assert output.speculation_stats.accepted_tokens > DRAWS / 8
-    assert chi_square_excess(counts(output.sequences), law(WARPERS[name])) < 1
+    assert chi_square_excess(counts(output.sequences), distribution(WARPERS[name])) < 1
 
 
 def drawn_in_fours(kwargs: dict, draws: int) -> torch.Tensor:
-    """Few rows at a time: those of a stateful processor wait for each other, and many would all the time."""
+    """Counts of texts drawn four at a time, because rows of a stateful processor wait for each other."""
     drafter = DraftModelDrafter(six_token_model(), num_draft_tokens=2)
     outputs = [draw(kwargs, 4, seed, drafter) for seed in range(draws // 4)]
     accepted = sum(output.speculation_stats.accepted_tokens for output in outputs)
@@ -192,23 +172,25 @@ def drawn_in_fours(kwargs: dict, draws: int) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STATEFUL)
-def test_processors_with_state(name):
-    assert chi_square_excess(drawn_in_fours(STATEFUL[name], DRAWS), law(STATEFUL[name])) < 1
+def test_texts_of_stateful_processors_have_the_distribution_of_transformers(name):
+    assert (
+        chi_square_excess(drawn_in_fours(STATEFUL[name], DRAWS), distribution(STATEFUL[name])) < 1
+    )
 
 
-def test_a_processor_with_state_in_fewer_draws():
+def test_few_texts_of_a_stateful_processor_have_its_distribution():
     few = drawn_in_fours(STATEFUL["momentum"], 320)
-    assert chi_square_excess(few, law(STATEFUL["momentum"])) < 1
-    assert chi_square_excess(few, law({})) > 1
+    assert chi_square_excess(few, distribution(STATEFUL["momentum"])) < 1
+    assert chi_square_excess(few, distribution({})) > 1
 
 
 @pytest.mark.parametrize("name", [name for name in {**WARPERS, **STATEFUL} if name != "none"])
-def test_every_law_differs_from_the_models(name):
-    laws = law({**WARPERS, **STATEFUL}[name]), law({})
-    assert (laws[0] - laws[1]).abs().sum() > 0.05 and abs(laws[0].sum() - 1) < 1e-6
+def test_every_case_has_another_distribution_than_the_model(name):
+    ours, plain = distribution({**WARPERS, **STATEFUL}[name]), distribution({})
+    assert (ours - plain).abs().sum() > 0.05 and abs(ours.sum() - 1) < 1e-6
 
 
-def test_the_test_sees_a_tenth_of_temperature():
+def test_temperature_that_differs_by_a_tenth_fails():
     output = draw(dict(temperature=0.8), DRAWS, 2, RandomTrees())
-    assert chi_square_excess(counts(output.sequences), law(dict(temperature=0.8))) < 1
-    assert chi_square_excess(counts(output.sequences), law(dict(temperature=0.9))) > 1
+    assert chi_square_excess(counts(output.sequences), distribution(dict(temperature=0.8))) < 1
+    assert chi_square_excess(counts(output.sequences), distribution(dict(temperature=0.9))) > 1

@@ -1,7 +1,7 @@
-"""Every drafter that copies, guesses or combines, on every architecture: the text of plain decoding.
+"""Drafters without a model of their own have the text of plain decoding on every architecture.
 
-One batch padded on the left, one on the right, a processor that looks at the text, and a second turn in the
-same cache. The drafters' own tests go deeper, on one architecture.
+Cases: paddings on the left and on the right, a processor that reads the text, and a second turn with one
+cache. The tests of each drafter go deeper on one architecture.
 """
 
 from __future__ import annotations
@@ -29,33 +29,24 @@ every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @every_architecture
 @every_drafter
-def test_one_turn(drafter, name, case):
+def test_text_is_that_of_plain_decoding(drafter, name, case):
     side, options = case
     ids, mask = prompts((12, 3, 9, 5, 12), side=side)
-    texts = [
-        specdec_ext.generate(
-            tiny_model(name), ids, attention_mask=mask, drafter=each, max_new_tokens=24, **options
-        )
-        for each in (None, drafter())
-    ]
-    assert torch.equal(*texts)
+    options = dict(options, attention_mask=mask, max_new_tokens=24)
+    expected = specdec_ext.generate(tiny_model(name), ids, drafter=None, **options)
+    actual = specdec_ext.generate(tiny_model(name), ids, drafter=drafter(), **options)
+    assert torch.equal(actual, expected)
 
 
 @every_architecture
 @every_drafter
-def test_a_second_turn(drafter, name):
+def test_second_turn_is_that_of_plain_decoding(drafter, name):
     texts = []
     for each in (None, drafter()):
         cache, text = DynamicCache(), prompts((9, 9))[0]
         for turn in range(2):
             text = torch.cat([text, prompts((4, 4), seed=turn)[0]], dim=1)
-            text = specdec_ext.generate(
-                tiny_model(name),
-                text,
-                drafter=each,
-                past_key_values=cache,
-                max_new_tokens=9,
-                do_sample=False,
-            )
+            kwargs = dict(past_key_values=cache, max_new_tokens=9, do_sample=False)
+            text = specdec_ext.generate(tiny_model(name), text, drafter=each, **kwargs)
         texts.append(text)
     assert torch.equal(*texts)

@@ -1,8 +1,8 @@
 """A prompt of embeddings (``inputs_embeds``), with or without ids beside it.
 
-Claim: the ids, the recorded outputs (tolerance 1e-4) and the cache are those of ``model.generate`` with the
-same arguments, greedy, for every kind of drafter, alone and ragged; and for embeddings of known ids sampled
-text is that of these ids.
+Claim: in greedy decoding the ids, the recorded outputs (tolerance 1e-4) and the cache are those of
+``model.generate`` with the same arguments, for every kind of drafter, alone and in a ragged batch. For
+embeddings of known ids sampled text is that of these ids.
 """
 
 import functools
@@ -34,7 +34,7 @@ EOS = [61, 28]  # ends two of the rows early
 
 
 def prompt(batch: str, ids: str, name: str = "llama") -> dict:
-    """Embeddings of random ids, and no ids, the same or others beside them."""
+    """Embeddings of random ids, with no ids, the same ids or others."""
     tokens, mask = prompts(LENGTHS[batch])
     embeddings = tiny_model(name).get_input_embeddings()(tokens).detach()
     kwargs = dict(inputs_embeds=embeddings, attention_mask=mask)
@@ -57,15 +57,13 @@ def test_greedy_text_is_that_of_hf(drafter, ids, batch):
     kwargs = dict(**given, max_new_tokens=NEW, do_sample=False, eos_token_id=EOS)
     expected = model.generate(**kwargs)
     answers = generated(expected, columns(given))
-    actual = specdec_ext.generate(
-        model, drafter=DRAFTERS[drafter](answers), speculation="fixed", **kwargs
-    )
-    assert torch.equal(actual, expected)
+    kwargs |= dict(drafter=DRAFTERS[drafter](answers), speculation="fixed")
+    assert torch.equal(specdec_ext.generate(model, **kwargs), expected)
 
 
 @pytest.mark.parametrize("ids", ["none", "others"])
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
-def test_outputs_and_cache(name, ids):
+def test_outputs_and_cache_are_those_of_hf(name, ids):
     model, given = tiny_model(name, "eager"), prompt("one", ids, name)
     kwargs = dict(**given, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True)
     for recorded in ("scores", "logits", "hidden_states", "attentions"):
@@ -80,8 +78,7 @@ def test_outputs_and_cache(name, ids):
 
 
 @pytest.mark.parametrize("batch", LENGTHS)
-def test_a_second_turn(batch):
-    """The cache holds the embeddings of the first."""
+def test_second_turn_is_that_of_hf(batch):
     model, given = tiny_model("llama"), prompt(batch, "none")
     embed = model.get_input_embeddings()
     texts = []
@@ -108,7 +105,7 @@ def test_sampled_text_is_that_of_the_ids():
     assert torch.equal(actual, expected[:, ids.shape[1] :])
 
 
-def test_max_length_counts_as_in_hf():
+def test_max_length_counts_tokens_as_in_hf():
     model = tiny_model("llama")
     for ids in ("none", "others"):
         kwargs = dict(prompt("one", ids), max_length=20, do_sample=False)
@@ -117,22 +114,19 @@ def test_max_length_counts_as_in_hf():
 
 @pytest.mark.parametrize("ids", ["none", "others"])
 @pytest.mark.parametrize("kind", ["bloom", "mamba2", "rwkv"])
-def test_other_kinds_of_targets(kind, ids):
-    """A bias by distance, recurrent states in the cache, and states that transformers hands on."""
+def test_other_kinds_of_targets_have_the_text_of_hf(kind, ids):
+    """A bias by distance, recurrent states in the cache, and states that transformers passes on."""
     model = zoo.build(kind)
-    tokens = prompts((7,))[0]
+    tokens, mask = prompts((7,))
+    embeddings = model.get_input_embeddings()(tokens).detach()
     kwargs = dict(
-        inputs_embeds=model.get_input_embeddings()(tokens).detach(),
-        attention_mask=torch.ones_like(tokens),
-        do_sample=False,
+        inputs_embeds=embeddings, attention_mask=mask, do_sample=False, max_new_tokens=NEW
     )
     if ids == "others":
         kwargs["input_ids"] = tokens[:, :3]
-    expected = model.generate(max_new_tokens=NEW, **kwargs)
+    expected = model.generate(**kwargs)
     drafter = ScriptedDrafter(generated(expected, columns(kwargs)), noisy_chain)
-    actual = specdec_ext.generate(
-        model, drafter=drafter, speculation="fixed", max_new_tokens=NEW, **kwargs
-    )
+    actual = specdec_ext.generate(model, drafter=drafter, speculation="fixed", **kwargs)
     assert torch.equal(actual, expected)
 
 
@@ -146,12 +140,12 @@ def test_other_kinds_of_targets(kind, ids):
         ),
     ],
 )
-def test_refusals(kwargs, message):
+def test_wrong_shapes_are_refused(kwargs, message):
     with pytest.raises(ValueError, match=message):
         specdec_ext.generate(tiny_model("llama"), max_new_tokens=3, **kwargs)
 
 
-def test_in_chunks():
+def test_embeddings_may_be_read_in_chunks():
     model, given = tiny_model("llama"), prompt("ragged", "none")
     kwargs = dict(given, max_new_tokens=NEW, do_sample=False)
     chunked = specdec_ext.generate(model, prefill_chunk_size=2, **kwargs)

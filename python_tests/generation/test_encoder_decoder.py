@@ -1,4 +1,4 @@
-"""Encoder-decoder models: the text of ``model.generate``, whatever is drafted; and outputs of its class."""
+"""Encoder-decoder models have the text of ``model.generate`` with every draft, and outputs of its class."""
 
 from __future__ import annotations
 
@@ -39,25 +39,11 @@ START = 1
 pytestmark = pytest.mark.filterwarnings("ignore:.*is decoded without speculation in a batch")
 SOME = ["bart", "t5", "t5gemma2"]  # learned, relative and rotary positions
 OTHERS = [
-    "bigbird_pegasus",
-    "blenderbot",
-    "blenderbot-small",
-    "encoder-decoder",
-    "led",
-    "longt5",
-    "m2m_100",
-    "marian",
-    "mbart",
-    "mt5",
-    "mvp",
-    "nllb-moe",
-    "pegasus",
-    "pegasus_x",
-    "plbart",
-    "t5gemma",
-    "umt5",
+    *("bigbird_pegasus", "blenderbot", "blenderbot-small", "encoder-decoder", "led", "longt5"),
+    *("m2m_100", "marian", "mbart", "mt5", "mvp", "nllb-moe", "pegasus", "pegasus_x", "plbart"),
+    *("t5gemma", "umt5"),
 ]
-# Those whose pass over several tokens is not what single passes are.
+# Models whose pass over several tokens differs from passes over single tokens.
 ONE_TOKEN = ["prophetnet", "fsmt", "switch_transformers"]
 BERT = zoo.shrunk(AutoConfig.for_model("bert"), {}) | {"model_type": "bert"}
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -81,7 +67,7 @@ def build(kind: str, attn_implementation: str | None = None) -> PreTrainedModel:
         model = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)](config)
         zoo.spread(model)
         for name, parameter in model.named_parameters():
-            # What is read from the encoder is the same at every token: it must not drown the rest.
+            # The output of cross-attention is the same at every token and must not dominate.
             if re.search("encoder_attn|crossattention|EncDecAttention|cross_attn", name):
                 parameter.data *= 0.5
         head = model.get_output_embeddings()
@@ -94,8 +80,8 @@ def build(kind: str, attn_implementation: str | None = None) -> PreTrainedModel:
     return model.eval()
 
 
-class Dictates(LogitsProcessor):
-    """Lets nothing but ``text`` be said."""
+class Forces(LogitsProcessor):
+    """Allows only the tokens of ``text``."""
 
     def __init__(self, text: list[int]):
         self.text = text
@@ -112,21 +98,15 @@ def inputs(rows: int, lengths: tuple[int, ...] = (9, 4, 6)) -> dict[str, Tensor]
 
 
 def check(kind: str, rows: int, shapes: Sequence[Callable] = SHAPES, **kwargs: Any) -> Tensor:
-    """Scripted drafters of these shapes give what transformers gives; returns that."""
+    """Check that scripted drafters of these shapes give the text of transformers, and return it."""
     model = build(kind)
     kwargs = {**inputs(rows), "max_new_tokens": NEW_TOKENS, "do_sample": False, **kwargs}
     expected = model.generate(**kwargs)
     start = kwargs["decoder_input_ids"].shape[1] if "decoder_input_ids" in kwargs else 1
     answers = generated(expected, start)
     for shape in shapes:
-        drafter = ScriptedDrafter(answers, shape)
-        output = specdec_ext.generate(
-            model,
-            drafter=drafter,
-            speculation="fixed",
-            return_dict_in_generate=True,
-            **kwargs,
-        )
+        options = dict(speculation="fixed", return_dict_in_generate=True, **kwargs)
+        output = specdec_ext.generate(model, drafter=ScriptedDrafter(answers, shape), **options)
         assert torch.equal(output.sequences, expected), shape.__name__
         if shape.__name__ == "oracle_chain" and specdec_ext.supports(model).chain and rows == 1:
             assert output.speculation_stats.accepted_tokens > 0
@@ -137,14 +117,14 @@ def check(kind: str, rows: int, shapes: Sequence[Callable] = SHAPES, **kwargs: A
     "kind", [*SOME, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)]
 )
 @pytest.mark.parametrize("rows", [1, 3])
-def test_greedy_text(kind, rows):
-    # Random models like to repeat themselves, which shows little.
+def test_greedy_text_is_that_of_transformers(kind, rows):
+    # Without this keyword random models repeat themselves.
     text = check(kind, rows, no_repeat_ngram_size=2)
     assert len(set(text[0].tolist())) > 2
 
 
 @pytest.mark.parametrize("kind", ONE_TOKEN)
-def test_no_drafts_where_a_pass_takes_one_token(kind):
+def test_models_of_single_token_passes_are_decoded_plainly(kind):
     model = build(kind)
     kwargs = {**inputs(3), "max_new_tokens": NEW_TOKENS, "do_sample": False}
     expected = model.generate(**kwargs)
@@ -163,7 +143,7 @@ DECODER_PROMPTS = {
 
 @pytest.mark.parametrize("name", DECODER_PROMPTS)
 @pytest.mark.parametrize("kind", ["bart", "t5"])
-def test_decoder_prompt(kind, name):
+def test_decoder_prompt_has_the_text_of_transformers(kind, name):
     ids = DECODER_PROMPTS[name]
     mask = (ids != 0).long()
     check(kind, len(ids), SOME_SHAPES, decoder_input_ids=ids, decoder_attention_mask=mask)
@@ -181,59 +161,48 @@ KEYWORDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", KEYWORDS)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_keywords(name, rows):
-    """Those that read the encoder's text among them."""
-    read = inputs(
-        rows, (90, 80, 70)
-    )  # most of the vocabulary, so that it matters what has been read
+def test_keywords_have_the_text_of_transformers(name, rows):
+    """Some keywords depend on the encoder's text, which here has most of the vocabulary."""
+    read = inputs(rows, (90, 80, 70))
     changed = check("t5", rows, SOME_SHAPES, **read, **KEYWORDS[name])
     plain = build("t5").generate(**read, max_new_tokens=NEW_TOKENS, do_sample=False)
     assert not torch.equal(changed, plain)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_end_inside_a_block(rows):
+def test_text_may_end_inside_a_block(rows):
     model = build("t5")
     text = model.generate(**inputs(rows), max_new_tokens=NEW_TOKENS, do_sample=False)
     for eos in set(text[0, 2:6].tolist()):
         check("t5", rows, SOME_SHAPES, eos_token_id=eos, pad_token_id=0)
 
 
-def test_one_seed_is_one_text():
+def test_sampled_text_does_not_depend_on_drafts():
     model = build("t5")
     kwargs = {"max_new_tokens": NEW_TOKENS, "do_sample": True, "seed": 3, "num_return_sequences": 2}
     plain = specdec_ext.generate(model, **inputs(1), drafter=None, **kwargs)
     assert plain.shape[0] == 2 and not torch.equal(plain[0], plain[1])
     for shape in SHAPES:
         drafter = ScriptedDrafter(generated(plain, 1), shape)
-        assert torch.equal(
-            specdec_ext.generate(model, **inputs(1), drafter=drafter, **kwargs), plain
-        )
+        text = specdec_ext.generate(model, **inputs(1), drafter=drafter, **kwargs)
+        assert torch.equal(text, plain)
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "suffix"])
-def test_copies_from_what_the_encoder_reads(drafter):
-    """A text that the encoder has read is drafted from there: summaries and translations copy."""
+def test_drafts_are_copied_from_the_encoders_text(drafter):
     model = build("t5")
     kwargs = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     ids = inputs(1)["input_ids"]
     text = model.generate(ids, **kwargs)[:, 1:]
-    processors = LogitsProcessorList([Dictates(text[0].tolist())])
+    processors = LogitsProcessorList([Forces(text[0].tolist())])
     ids = torch.cat([ids, text], dim=1)
-    output = specdec_ext.generate(
-        model,
-        ids,
-        drafter=drafter,
-        speculation="fixed",
-        logits_processor=processors,
-        return_dict_in_generate=True,
-        **kwargs,
-    )
+    kwargs |= dict(speculation="fixed", logits_processor=processors, return_dict_in_generate=True)
+    output = specdec_ext.generate(model, ids, drafter=drafter, **kwargs)
     assert torch.equal(output.sequences[:, 1:], text)
     assert output.speculation_stats.accepted_tokens > NEW_TOKENS // 2
 
 
-def test_draft_model_of_the_same_vocabulary():
+def test_draft_model_may_be_a_decoder():
     model = build("t5")
     kwargs = {**inputs(1), "max_new_tokens": NEW_TOKENS, "do_sample": False}
     text = specdec_ext.generate(model, drafter=tiny_model("llama"), **kwargs)
@@ -241,18 +210,11 @@ def test_draft_model_of_the_same_vocabulary():
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_outputs_of_transformers_class(rows):
+def test_outputs_are_those_of_transformers(rows):
     model = build("bart", "eager")
-    kwargs = {
-        **inputs(rows),
-        "max_new_tokens": NEW_TOKENS,
-        "do_sample": False,
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        "output_logits": True,
-        "output_hidden_states": True,
-        "output_attentions": True,
-    }
+    recorded = ("scores", "logits", "hidden_states", "attentions")
+    kwargs = {**inputs(rows), "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    kwargs |= {"return_dict_in_generate": True, **{f"output_{name}": True for name in recorded}}
     expected = model.generate(**kwargs)
     drafter = ScriptedDrafter(generated(expected.sequences, 1), noisy_chain)
     output = specdec_ext.generate(model, drafter=drafter, **kwargs)
@@ -263,7 +225,7 @@ def test_outputs_of_transformers_class(rows):
         torch.testing.assert_close(output[name], expected[name])
 
 
-def test_fields_that_nobody_asked_for():
+def test_fields_that_were_not_requested_are_absent():
     kwargs = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True}
     output = specdec_ext.generate(build("t5"), **inputs(1), drafter="ngram", **kwargs)
     assert set(output) == {"sequences", "past_key_values"}
@@ -271,34 +233,24 @@ def test_fields_that_nobody_asked_for():
 
 @functools.cache
 def whisper() -> PreTrainedModel:
-    config = WhisperConfig(
-        **{f"{part}_layers": 2 for part in ("encoder", "decoder")},
-        **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
-        **{f"{part}_ffn_dim": 64 for part in ("encoder", "decoder")},
-        d_model=32,
-        vocab_size=zoo.VOCAB,
-        num_mel_bins=8,
-        max_source_positions=16,
-        max_target_positions=64,
-        pad_token_id=0,
-        bos_token_id=START,
-        eos_token_id=2,
-        decoder_start_token_id=START,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-    )
+    sizes = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
+    fields = {f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in sizes.items()}
+    fields |= dict(d_model=32, vocab_size=zoo.VOCAB, num_mel_bins=8)
+    fields |= dict(max_source_positions=16, max_target_positions=64)
+    fields |= dict(pad_token_id=0, bos_token_id=START, eos_token_id=2, decoder_start_token_id=START)
+    config = WhisperConfig(**fields, suppress_tokens=None, begin_suppress_tokens=None)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = WhisperForConditionalGeneration(config).eval()
         zoo.spread(model)
-    model.generation_config.no_timestamps_token_id = 60  # those behind it are timestamps
+    model.generation_config.no_timestamps_token_id = 60  # the ids above it are timestamps
     return model
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("timestamps", [False, True])
-def test_whisper(rows, timestamps):
-    """Its generate is its own: segments, fallbacks, timestamps; each segment's text is drafted."""
+def test_whispers_own_generate_has_its_text(rows, timestamps):
+    """It generates segments, with fallbacks and timestamps, and each segment is speculated on."""
     generator = torch.Generator().manual_seed(1)
     kwargs = {
         "input_features": torch.randn(rows, 8, 32, generator=generator),

@@ -1,7 +1,7 @@
-"""One seed, one text: seeded sampling is the same for every drafter, tree shape and with speculation off.
+"""Sampled text with a seed is the same for every drafter, for every tree shape and without drafts.
 
-Under the match rule the noise belongs to (seed, row, position, token); nothing about the draft enters it.
-The law of the draws themselves is tested in ``test_distribution.py``.
+Under the match rule the noise depends on (seed, row, position, token), not on the draft. The distribution of
+the draws is tested in ``test_distribution.py``.
 """
 
 import pytest
@@ -29,7 +29,7 @@ def sample(model, drafter, ids, mask, **kwargs):
 
 @pytest.mark.parametrize("warper", WARPERS)
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt2"])
-def test_the_text_does_not_depend_on_the_draft(name, warper):
+def test_text_does_not_depend_on_the_draft(name, warper):
     model = tiny_model(name)
     ids, mask = prompts(LENGTHS)
     expected = sample(model, None, ids, mask, **WARPERS[warper])
@@ -39,17 +39,16 @@ def test_the_text_does_not_depend_on_the_draft(name, warper):
         assert torch.equal(sample(model, drafter, ids, mask, **WARPERS[warper]), expected), drafter
 
 
-def test_the_draws_of_a_draft_model_are_coupled_to_the_target():
-    """The target as its own draft model proposes, in sampling too, exactly what it then emits."""
+def test_target_as_draft_model_proposes_the_emitted_tokens():
+    """Draft model and target use the same noise."""
     model = tiny_model("llama")
     ids, mask = prompts(LENGTHS)
-    out = sample(
-        model, DraftModelDrafter(model), ids, mask, temperature=0.9, return_dict_in_generate=True
-    )
+    kwargs = dict(temperature=0.9, return_dict_in_generate=True)
+    out = sample(model, DraftModelDrafter(model), ids, mask, **kwargs)
     assert out.speculation_stats.acceptance_rate == 1.0
 
 
-def test_different_seeds_give_different_texts_and_one_seed_repeats():
+def test_text_depends_on_the_seed():
     model = tiny_model("llama")
     ids, mask = prompts(LENGTHS)
     first = sample(model, "ngram", ids, mask, seed=1)
@@ -57,7 +56,7 @@ def test_different_seeds_give_different_texts_and_one_seed_repeats():
     assert not torch.equal(first, sample(model, "ngram", ids, mask, seed=2))
 
 
-def test_torch_manual_seed_reproduces():
+def test_torch_manual_seed_determines_the_text():
     model = tiny_model("llama")
     ids, mask = prompts(LENGTHS)
     texts = []
@@ -68,18 +67,15 @@ def test_torch_manual_seed_reproduces():
     assert not torch.equal(texts[0], sample(model, "ngram", ids, mask, seed=None))
 
 
-def test_a_generator_is_a_source_of_the_seed():
+def test_generator_determines_the_text():
     model = tiny_model("llama")
     ids, mask = prompts(LENGTHS)
-    texts = [
-        sample(model, "ngram", ids, mask, seed=None, generator=torch.Generator().manual_seed(3))
-        for _ in range(2)
-    ]
+    generators = [torch.Generator().manual_seed(3) for _ in range(2)]
+    texts = [sample(model, "ngram", ids, mask, seed=None, generator=each) for each in generators]
     assert torch.equal(*texts)
 
 
-def test_a_row_does_not_depend_on_the_other_rows():
-    """Same row number, same seed: replacing the other prompts leaves row 0 as it was."""
+def test_row_does_not_depend_on_the_other_rows():
     model = tiny_model("llama")
     ids, mask = prompts((12, 3, 9))
     others, _ = prompts((12, 12, 12), seed=9)
@@ -102,7 +98,5 @@ def test_rows_that_share_one_seed_have_different_noise():
 def test_sampling_with_top_k_1_is_greedy():
     model = tiny_model("llama")
     ids, mask = prompts(LENGTHS)
-    greedy = specdec_ext.generate(
-        model, ids, attention_mask=mask, max_new_tokens=20, do_sample=False
-    )
+    greedy = sample(model, None, ids, mask, do_sample=False, seed=None)
     assert torch.equal(sample(model, "ngram", ids, mask, top_k=1), greedy)

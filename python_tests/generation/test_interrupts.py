@@ -1,8 +1,8 @@
-"""Interrupts at any moment: whatever a call had changed is undone, and the next call gives the right text.
+"""After an interrupt at any instruction all changes are undone, and the next call gives the right text.
 
-An interrupt is an exception that Python raises between two steps of any code, ``__exit__`` and ``finally``
-included. Two kinds of tests: one raises at a chosen instruction of the code that changes things and undoes
-them, and so meets every moment for certain; the other sends signals at random times, to all code.
+Python raises interrupts between two instructions of any code, ``__exit__`` and ``finally`` included. Some
+tests raise at each instruction of the code that makes and undoes changes; others send signals at random
+times.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from specdec_ext.models.families import scans
 from specdec_ext.models.passes import features, masks
 from specdec_ext.models.patching import changes, forwards
 
-# What they change: forwards and attention; forwards, taps and masks of windows; positions; scans; states that
-# modules hold; the states of Mamba alone.
+# Changes differ: forwards and attention; forwards, hooks and masks of windows; positions; scans; states that
+# modules hold; states of Mamba alone.
 ARCHITECTURES = ["llama", "gemma2", "mistral", "gpt2", "falcon_h1", "recurrent_gemma", "mamba"]
 NEW_TOKENS = 8
 
 
 class Case:
-    """One model with its prompts, drafted by a head where it has layers to tap, else by a script."""
+    """A model with prompts, its text, and drafters: a script and, except for Mamba, a head."""
 
     def __init__(self, name: str):
         self.model = zoo.build(name)
@@ -55,25 +55,16 @@ class Case:
         )
         self.text = self.model.generate(self.ids, **self.kwargs)
         size = self.model.config.get_text_config(decoder=True).hidden_size
-        head = random_head(
-            "eagle3",
-            torch.float32,
-            0,
-            hidden_size=size,
-            target_hidden_size=size,
-            vocab_size=zoo.VOCAB,
-            draft_vocab_size=zoo.VOCAB,
-            feature_layers=(0, 1, -1),
-        )
+        sizes = dict(hidden_size=size, target_hidden_size=size)
+        sizes |= dict(vocab_size=zoo.VOCAB, draft_vocab_size=zoo.VOCAB)
+        head = random_head(**sizes, feature_layers=(0, 1, -1))
         script = ScriptedDrafter(generated(self.text, self.ids.shape[1]), oracle_tree)
         self.drafters = [script] if name == "mamba" else [script, HeadDrafter(head)]
 
     def generate(self, turn: int = 0, **kwargs: Any) -> torch.Tensor:
         drafter = self.drafters[turn % len(self.drafters)]
-        kwargs = {**self.kwargs, **kwargs}
-        return specdec_ext.generate(
-            self.model, self.ids, drafter=drafter, speculation="fixed", **kwargs
-        )
+        kwargs = {**self.kwargs, "drafter": drafter, "speculation": "fixed", **kwargs}
+        return specdec_ext.generate(self.model, self.ids, **kwargs)
 
     def is_exact(self) -> bool:
         plain = self.model.generate(self.ids, **self.kwargs)
@@ -84,15 +75,13 @@ class Case:
 @functools.cache
 def case(name: str) -> Case:
     made = Case(name)
-    assert made.is_exact()  # and what is made at first use is there
+    assert made.is_exact()  # also fills caches of the first use
     return made
 
 
 # --- at every instruction
 
-Moment = tuple[
-    CodeType, int, int
-]  # instruction of a function, and the how manieth time it is reached
+Moment = tuple[CodeType, int, int]  # a function, an instruction of it, and its number of executions
 _WATCHED = {
     each.__file__
     for each in (changes, forwards, features, held, masks, placements, scans, generation)
@@ -100,7 +89,7 @@ _WATCHED = {
 
 
 class Tracer:
-    """Sees the instructions of the watched files that a call executes, and may raise at one of them."""
+    """Counts the executed instructions of the watched files, and may raise at one of them."""
 
     def __init__(self, at: Moment | None = None):
         self.at = at
@@ -128,7 +117,7 @@ class Tracer:
 
 
 def moments(function: Callable[[], Any]) -> list[Moment]:
-    """The first and the last time of every instruction that a call executes."""
+    """The first and the last execution of every instruction in a call."""
     tracer = Tracer()
     tracer.run(function)
     return [(*where, time) for where, count in tracer.counts.items() for time in sorted({1, count})]
@@ -136,7 +125,7 @@ def moments(function: Callable[[], Any]) -> list[Moment]:
 
 @pytest.mark.parametrize("stride", [41, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["llama", "falcon_h1", "recurrent_gemma"])
-def test_at_every_instruction(name, stride):
+def test_interrupt_at_any_instruction_leaves_no_traces(name, stride):
     at = case(name)
     before = traces(at.model)
     call = functools.partial(at.generate, 1)
@@ -144,7 +133,9 @@ def test_at_every_instruction(name, stride):
     assert len(tried) > 2000
     for moment in tried[stride // 2 :: stride]:
         cache = DynamicCache(config=at.model.config)
-        with contextlib.suppress(KeyboardInterrupt):  # not raised where a generator is closed
+        with contextlib.suppress(
+            KeyboardInterrupt
+        ):  # Python ignores it while it closes a generator
             Tracer(moment).run(functools.partial(call, past_key_values=cache))
         after = traces(at.model)
         assert after == before, moment
@@ -155,11 +146,11 @@ def test_at_every_instruction(name, stride):
 
 
 class Storm:
-    """A signal whose handler raises, as those of Ctrl-C and of timeouts do, but inside ``generate`` alone.
+    """A signal whose handler raises, as those of Ctrl-C and of timeouts do, but only inside ``generate``.
 
     Args:
-        delay: seconds until the first.
-        interval: seconds between further ones, 0 for none.
+        delay: seconds until the first signal.
+        interval: seconds between further signals, 0 for none.
     """
 
     def __init__(self, delay: float, interval: float = 0.0):
@@ -194,8 +185,8 @@ def seconds_of(function: Callable[[], Any]) -> float:
 
 @pytest.mark.parametrize("count", [25, pytest.param(340, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_storm(name, count):
-    """One interrupt in each of many calls; a cache that was given is as it was or empty."""
+def test_interrupts_at_random_times_leave_no_traces(name, count):
+    """The caller's empty cache stays empty."""
     at, rng = case(name), random.Random(name)
     before, raised = traces(at.model), 0
     span = min(seconds_of(functools.partial(at.generate, turn)) for turn in range(3))
@@ -213,14 +204,14 @@ def test_storm(name, count):
             assert torch.equal(at.generate(turn, past_key_values=cache), at.text)
         if turn % 8 == 0:
             assert at.is_exact()
-    assert raised > count / 4  # a machine that becomes slower in the meantime is hit less often
+    assert raised > count / 4  # fewer on a machine that became slower
     assert at.is_exact()
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(150, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["gemma2", "falcon_h1"])
-def test_a_filled_cache_is_as_it_was_or_empty(name, count):
-    """The second turn of a dialogue, interrupted: the caller can tell what became of the first."""
+def test_interrupted_call_leaves_a_filled_cache_unchanged_or_empty(name, count):
+    """The interrupted call is the second turn of a dialogue."""
     at, rng = case(name), random.Random(name)
     longer = torch.cat([at.text, at.ids[:, -2:]], dim=1)
     mask = torch.cat([at.kwargs["attention_mask"], torch.ones(2, NEW_TOKENS + 2).long()], dim=1)
@@ -247,8 +238,8 @@ def test_a_filled_cache_is_as_it_was_or_empty(name, count):
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(300, marks=pytest.mark.slow)])
-def test_storm_that_goes_on(count):
-    """Interrupts every half a millisecond, while changes are undone, too."""
+def test_repeated_interrupts_leave_no_traces(count):
+    """Every half a millisecond, also while changes are undone."""
     at, rng = case("gemma2"), random.Random(0)
     before = traces(at.model)
     for turn in range(count):
@@ -259,8 +250,8 @@ def test_storm_that_goes_on(count):
     assert at.is_exact()
 
 
-def test_another_thread_is_not_disturbed():
-    """Two calls on one model: what the interrupted one takes back is not what the other one needs."""
+def test_interrupt_does_not_disturb_a_call_in_another_thread():
+    """Both calls use one model."""
     at, rng = case("gemma2"), random.Random(0)
     before, texts, over = traces(at.model), [], threading.Event()
 
@@ -283,15 +274,15 @@ def test_another_thread_is_not_disturbed():
 
 
 class Late(LlamaForCausalLM):
-    """Interrupted when the loop has ended and ``generate`` has not."""
+    """Interrupted between the end of the loop and the end of ``generate``."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         super().generate(*args, **kwargs)
         raise KeyboardInterrupt
 
 
-def test_interrupted_behind_the_loop():
-    """The text is lost, so its cache is no use to anybody."""
+def test_interrupt_behind_the_loop_empties_the_cache():
+    """The text is lost, so its cache is of no use."""
     at = case("llama")
     model = copy.copy(at.model)
     model.__class__ = Late
@@ -304,18 +295,18 @@ def test_interrupted_behind_the_loop():
 # --- the parts
 
 
-def test_whatever_is_left_behind_is_undone_before_the_next_call():
+def test_changes_left_by_an_interrupt_are_undone_before_the_next_call():
     at, left = case("llama"), []
     journal = changes.Changes()
     journal.make("something", [(lambda: left.append(1), left.clear)])
-    del journal  # the call was interrupted in every attempt to undo it
+    del journal  # as if each attempt to undo it was interrupted
     assert left == [1]
     at.generate()
     assert left == []
 
 
-def test_undone_although_interrupted():
-    """An entry that is interrupted is tried again; the interrupt is raised when all are undone."""
+def test_interrupted_undo_is_repeated():
+    """The interrupt is raised when all changes are undone."""
     place, attempts = {"forward": 1}, []
 
     def interrupted() -> None:
@@ -335,8 +326,8 @@ def test_undone_although_interrupted():
     assert place == {"forward": 1} and len(attempts) == 5
 
 
-def test_modes_of_gradients_are_put_right():
-    """What an interrupt of ``torch.no_grad`` leaves, in transformers' code or in ours."""
+def test_gradient_mode_is_restored():
+    """An interrupt of ``torch.no_grad`` leaves it changed."""
 
     @changes.transactional
     def call() -> None:
@@ -347,7 +338,7 @@ def test_modes_of_gradients_are_put_right():
         assert torch.is_grad_enabled()
 
 
-def test_what_cannot_be_undone_is_an_error():
+def test_failed_undo_is_an_error():
     def broken() -> None:
         raise ZeroDivisionError
 
@@ -359,13 +350,11 @@ def test_what_cannot_be_undone_is_an_error():
         call()
 
 
-def test_one_place_enters_inference_mode():
-    """torch's own leaves it when its object is destroyed, after the mode of gradients was put right."""
+def test_only_one_module_enters_inference_mode():
+    """torch.inference_mode leaves the mode when its object is destroyed, after the gradient mode was
+    restored."""
     root = Path(specdec_ext.__file__).parent
-    sources = [
-        *(root / "models").rglob("*.py"),
-        *(root / "drafters").rglob("*.py"),
-        *root.glob("*.py"),
-    ]
+    sources = [*root.glob("*.py"), *(root / "models").rglob("*.py")]
+    sources += (root / "drafters").rglob("*.py")
     naming = [path.name for path in sources if "torch.inference_mode(" in path.read_text()]
     assert len(sources) > 60 and naming == ["changes.py"]

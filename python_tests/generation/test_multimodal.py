@@ -1,4 +1,4 @@
-"""Models that see or hear: after an image the text of ``model.generate``, whatever is drafted."""
+"""Models that read images or sounds have the text of ``model.generate`` with every draft."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tiny import SHAPES, ScriptedDrafter, generated, oracle_tree
 import specdec_ext
 
 NEW_TOKENS = 8
-# Plain positions, positions of three axes, recurrent states, attention of both directions within an image,
-# a cache that holds the image.
+# Plain positions, positions of three axes, recurrent states, bidirectional attention within an image, a cache
+# that holds the image.
 SOME = ["llava", "qwen2_vl", "qwen3_5", "gemma3", "mllama"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*is decoded without speculation in a batch")
 EVERY_KIND = [
@@ -22,16 +22,16 @@ EVERY_KIND = [
 
 
 def check(name, inputs):
-    """Every scripted drafter gives what transformers gives; how much of the oracle's tree was accepted."""
+    """Check that scripted drafters give the text of transformers; (tokens accepted of the right tree,
+    text)."""
     model = zoo.build(name)
     kwargs = {**inputs, "max_new_tokens": NEW_TOKENS, "do_sample": False}
     expected = model.generate(**kwargs)
     answers = generated(expected, inputs["input_ids"].shape[1])
     accepted = {}
     for shape in SHAPES:
-        output = specdec_ext.generate(
-            model, drafter=ScriptedDrafter(answers, shape), return_dict_in_generate=True, **kwargs
-        )
+        options = dict(kwargs, drafter=ScriptedDrafter(answers, shape))
+        output = specdec_ext.generate(model, return_dict_in_generate=True, **options)
         assert torch.equal(output.sequences, expected), shape.__name__
         accepted[shape] = output.speculation_stats.accepted_tokens
     return accepted[oracle_tree], expected
@@ -39,7 +39,7 @@ def check(name, inputs):
 
 @pytest.mark.parametrize("name", EVERY_KIND)
 @pytest.mark.parametrize("rows", [1, 2])
-def test_image_in_the_prompt(name, rows):
+def test_prompt_with_an_image_has_the_text_of_transformers(name, rows):
     inputs = zoo.media_prompt(name, rows)
     support = specdec_ext.supports(zoo.build(name), inputs)
     accepted, text = check(name, inputs)
@@ -47,26 +47,24 @@ def test_image_in_the_prompt(name, rows):
         assert accepted > rows * NEW_TOKENS // 2
     else:
         assert support.reasons
-    # The image counts.
+    # Another image gives another text.
     media = {key: -3 * value for key, value in inputs.items() if value.is_floating_point()}
-    other = zoo.build(name).generate(
-        **{**inputs, **media}, max_new_tokens=NEW_TOKENS, do_sample=False
-    )
+    options = {**inputs, **media, "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    other = zoo.build(name).generate(**options)
     assert not torch.equal(other, text)
 
 
 @pytest.mark.parametrize("name", EVERY_KIND)
 @pytest.mark.parametrize("rows", [1, 2])
-def test_text_alone(name, rows):
+def test_prompt_without_an_image_has_the_text_of_transformers(name, rows):
     if name == "blip-2":
-        pytest.skip("generate of BLIP-2 insists on an image")
+        pytest.skip("generate of BLIP-2 needs an image")
     accepted, _ = check(name, zoo.text_prompt(rows))
     if specdec_ext.supports(zoo.build(name)).tree:
         assert accepted > rows * NEW_TOKENS // 2
 
 
-def test_end_of_one_row_and_seeds():
-    """Rows that end early change the batch, not the positions of the others."""
+def test_rows_that_end_early_and_seeds_have_the_text_of_plain_decoding():
     model = zoo.build("qwen2_vl")
     inputs = zoo.media_prompt("qwen2_vl", 2)
     columns = inputs["input_ids"].shape[1]
@@ -83,7 +81,7 @@ def test_end_of_one_row_and_seeds():
         assert torch.equal(specdec_ext.generate(model, drafter=drafter, **kwargs), plain)
 
 
-def test_verdicts_of_calls():
+def test_support_depends_on_the_inputs():
     model = zoo.build("llava")
     assert specdec_ext.supports(model, zoo.media_prompt("llava", 1)).tree
     verdict = specdec_ext.supports(zoo.build("mllama"), zoo.media_prompt("mllama", 1))
@@ -91,27 +89,16 @@ def test_verdicts_of_calls():
     assert verdict.reasons == ("its passes after the prompt need cross_attention_mask",)
 
 
-def test_second_turn_with_another_image():
-    """Behind a cache that holds text, transformers prepares every pass."""
+def test_second_turn_with_another_image_has_the_text_of_transformers():
+    """If the cache holds text, transformers prepares every pass."""
     model = zoo.build("llava")
     inputs = zoo.media_prompt("llava", 1)
-    first = specdec_ext.generate(
-        model,
-        **inputs,
-        drafter="ngram",
-        max_new_tokens=4,
-        do_sample=False,
-        suppress_tokens=[zoo.MEDIA],
-        return_dict_in_generate=True,
-    )
+    common = dict(do_sample=False, suppress_tokens=[zoo.MEDIA])
+    kwargs = dict(common, max_new_tokens=4, return_dict_in_generate=True)
+    first = specdec_ext.generate(model, **inputs, drafter="ngram", **kwargs)
     ids = torch.cat([first.sequences, inputs["input_ids"]], dim=1)
-    kwargs = {
-        "input_ids": ids,
-        "pixel_values": 2 * inputs["pixel_values"],
-        "max_new_tokens": NEW_TOKENS,
-        "do_sample": False,
-        "suppress_tokens": [zoo.MEDIA],
-    }
+    kwargs = dict(common, input_ids=ids, max_new_tokens=NEW_TOKENS)
+    kwargs["pixel_values"] = 2 * inputs["pixel_values"]
     caches = [copy.deepcopy(first.past_key_values) for _ in range(len(SHAPES) + 1)]
     expected = model.generate(**kwargs, past_key_values=caches.pop())
     for shape, cache in zip(SHAPES, caches, strict=True):
@@ -120,7 +107,7 @@ def test_second_turn_with_another_image():
         assert torch.equal(text, expected)
 
 
-def test_refuses_what_would_be_read_wrongly():
+def test_chunks_and_right_paddings_are_refused():
     model, inputs = zoo.build("llava"), zoo.media_prompt("llava", 1)
     with pytest.raises(ValueError, match=r"prefill_chunk_size=4 .*mm_encoder_outputs"):
         specdec_ext.generate(model, **inputs, prefill_chunk_size=4, max_new_tokens=2)

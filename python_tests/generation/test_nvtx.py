@@ -1,5 +1,4 @@
-"""NVTX ranges: what a profiler sees of a generate call. The profiler is ``nvtx_recorder.c``, which NVTX loads
-as it loads Nsight."""
+"""The NVTX ranges of a generate call. NVTX loads ``nvtx_recorder.c`` in the same way as Nsight."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ generate(target, ids, max_new_tokens=4, do_sample=False, drafter="ngram")
 
 @pytest.fixture(scope="module")
 def ranges(tmp_path_factory) -> list[tuple[str, ...]]:
-    """Every range that was opened, in order, after those around it."""
+    """Every opened range, in order, each after the ranges around it."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("needs the CUDA toolkit's NVTX headers")

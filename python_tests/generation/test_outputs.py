@@ -1,9 +1,9 @@
 """Scores, logits, hidden states and attentions are those of HF ``generate``; the counters add up.
 
 Claim: with ``return_dict_in_generate=True`` every recorded tensor has HF's place in the same tuples, HF's
-shape and, up to the end of its row, HF's values (float32; absolute tolerance 2e-4, since a block of tokens
-is scored at once), whatever is drafted, for full and sliding attention, alone and in a ragged batch. What
-follows a row's end is unspecified and not compared.
+shape and, up to the end of its row, HF's values (float32; absolute tolerance 2e-4, because a block of tokens
+is scored at once), with every draft, for full and sliding attention, alone and in a ragged batch. Values
+behind the end of a row are not specified and not compared.
 """
 
 import functools
@@ -11,9 +11,13 @@ import functools
 import pytest
 import torch
 from tiny import (
+    BATCHES,
     DRAFTERS,
     ScriptedDrafter,
+    every_batch,
+    every_drafter,
     generated,
+    greedy_text,
     make_drafter,
     prompts,
     tiny_model,
@@ -22,28 +26,20 @@ from tiny import (
 import specdec_ext
 from specdec_ext import SpeculationStats, SpeculativeOutput
 
-BATCHES = {"one": (7,), "five-ragged": (12, 3, 9, 5, 12)}
 NEW_TOKENS = 14
-ALL_OUTPUTS = dict(
-    output_scores=True, output_logits=True, output_hidden_states=True, output_attentions=True
-)
+RECORDED = ("scores", "logits", "hidden_states", "attentions")
+ALL_OUTPUTS = {f"output_{name}": True for name in RECORDED} | {"return_dict_in_generate": True}
 MODELS = ["llama", "mistral-window", "gpt2", "gemma2-window", "gemma3-window"]
 
-every_batch = pytest.mark.parametrize("batch", BATCHES)
 
-
-@functools.cache
 def endless(name: str, batch: str) -> list[list[int]]:
-    ids, mask = prompts(BATCHES[batch])
-    model = tiny_model(name, attn_implementation="eager")
-    return generated(
-        model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False),
-        ids.shape[1],
-    )
+    """The texts of transformers, which end only at the maximum length."""
+    ids, _, sequences = greedy_text(name, BATCHES[batch], NEW_TOKENS, "eager")
+    return generated(sequences, ids.shape[1])
 
 
 def ends(sequences: torch.LongTensor, columns: int, eos: list[int]) -> list[int]:
-    """Tokens of each row until its end."""
+    """The number of tokens of each row up to its end."""
     rows = generated(sequences, columns)
     return [next((i + 1 for i, t in enumerate(row) if t in eos), len(row)) for row in rows]
 
@@ -51,7 +47,7 @@ def ends(sequences: torch.LongTensor, columns: int, eos: list[int]) -> list[int]
 def assert_rows_close(
     mine: torch.Tensor, theirs: torch.Tensor, step: int, lengths: list[int]
 ) -> None:
-    """Equal shapes, and equal values in the rows that were not over at ``step``."""
+    """Check shapes, and values in the rows that have not ended at ``step``."""
     assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
     alive = torch.tensor([step < length for length in lengths])
     torch.testing.assert_close(mine[alive], theirs[alive], atol=2e-4, rtol=1e-4)
@@ -78,20 +74,13 @@ def assert_same_outputs(mine, theirs, lengths: list[int]) -> None:
 )
 @every_batch
 @pytest.mark.parametrize("name", MODELS)
-def test_all_outputs_equal_those_of_hf(name, batch, drafter):
+def test_outputs_are_those_of_hf(name, batch, drafter):
     answers = endless(name, batch)
     eos = sorted({answers[0][8], answers[-1][5]})
     ids, mask = prompts(BATCHES[batch])
     model = tiny_model(name, attn_implementation="eager")
-    kwargs = dict(
-        attention_mask=mask,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        eos_token_id=eos,
-        repetition_penalty=1.05,
-        return_dict_in_generate=True,
-        **ALL_OUTPUTS,
-    )
+    kwargs = dict(attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, **ALL_OUTPUTS)
+    kwargs |= dict(eos_token_id=eos, repetition_penalty=1.05)
     theirs = model.generate(ids, **kwargs)
     answers = generated(theirs.sequences, ids.shape[1])
     kwargs |= {"drafter": make_drafter(drafter, model, answers), "speculation": "fixed"}
@@ -102,25 +91,19 @@ def test_all_outputs_equal_those_of_hf(name, batch, drafter):
 
 
 @pytest.mark.parametrize("drafter", ["none", "oracle_chain", "random_tree"])
-def test_rows_that_run_on_record_as_many_entries_as_hf(drafter):
-    """No end-of-sequence id and a criterion: a row that ran ahead must not lengthen the tuples."""
+def test_rows_that_run_ahead_record_as_many_entries_as_hf(drafter):
+    """A criterion ends the rows, without an end-of-sequence id."""
     ids, mask = prompts(BATCHES["five-ragged"])
     model = tiny_model("llama", attn_implementation="eager")
     answers = endless("llama", "five-ragged")
 
-    class EachOnItsOwn(torch.nn.Module):
+    class RowByRow(torch.nn.Module):
         def forward(self, input_ids, scores, **kwargs):
             wanted = torch.tensor([row[4 + r] for r, row in enumerate(answers)])
             return input_ids[:, -1] == wanted
 
-    kwargs = dict(
-        attention_mask=mask,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        stopping_criteria=[EachOnItsOwn()],
-        return_dict_in_generate=True,
-        **ALL_OUTPUTS,
-    )
+    kwargs = dict(attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, **ALL_OUTPUTS)
+    kwargs["stopping_criteria"] = [RowByRow()]
     theirs = model.generate(ids, **kwargs)
     mine = specdec_ext.generate(model, ids, drafter=make_drafter(drafter, model, answers), **kwargs)
     assert_same_outputs(mine, theirs, [theirs.sequences.shape[1] - ids.shape[1]] * 5)
@@ -128,14 +111,12 @@ def test_rows_that_run_on_record_as_many_entries_as_hf(drafter):
 
 @pytest.mark.parametrize("drafter", ["none", "random_tree"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_row_records_what_it_records_alone(side, drafter):
-    """Attention to paddings is zero; without their columns the weights are those of the row alone."""
+def test_padded_row_has_the_outputs_of_the_row_alone(side, drafter):
+    """Attention to paddings is zero."""
     lengths = (6, 3, 9)
     ids, mask = prompts(lengths, side=side)
     model = tiny_model("llama", attn_implementation="eager")
-    kwargs = dict(
-        max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True, **ALL_OUTPUTS
-    )
+    kwargs = dict(max_new_tokens=NEW_TOKENS, do_sample=False, **ALL_OUTPUTS)
     alone = [model.generate(ids[r : r + 1, mask[r].bool()], **kwargs) for r in range(3)]
     answers = [generated(out.sequences, n)[0] for out, n in zip(alone, lengths, strict=True)]
     made = make_drafter(drafter, model, answers)
@@ -146,7 +127,7 @@ def test_a_padded_row_records_what_it_records_alone(side, drafter):
             close(mine.scores[step][r], out.scores[step][0])
             close(mine.logits[step][r], out.logits[step][0])
             if step == 0:
-                continue  # the prompt pass, as the model gave it: paddings included
+                continue  # the outputs of the prompt pass include paddings
             columns = torch.cat([mask[r].bool(), torch.ones(step, dtype=torch.bool)])
             for a, b in zip(mine.hidden_states[step], out.hidden_states[step], strict=True):
                 close(a[r], b[0])
@@ -161,36 +142,27 @@ def test_a_padded_row_records_what_it_records_alone(side, drafter):
 def test_scores_are_processed_and_logits_are_not(batch, sampling):
     ids, mask = prompts(BATCHES[batch])
     model = tiny_model("llama")
-    kwargs = dict(
-        attention_mask=mask,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=sampling,
-        bad_words_ids=[[5], [6]],
-        repetition_penalty=1.3,
-        return_dict_in_generate=True,
-        output_scores=True,
-        output_logits=True,
-    )
+    kwargs = dict(attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=sampling)
+    kwargs |= dict(bad_words_ids=[[5], [6]], repetition_penalty=1.3)
+    kwargs |= dict(return_dict_in_generate=True, output_scores=True, output_logits=True)
     if sampling:
         kwargs.update(seed=3, temperature=0.7, top_k=11)
     plain = specdec_ext.generate(model, ids, drafter=None, **kwargs)
     answers = generated(plain.sequences, ids.shape[1])
     for drafter in DRAFTERS:
-        out = specdec_ext.generate(
-            model, ids, drafter=make_drafter(drafter, model, answers), **kwargs
-        )
+        made = make_drafter(drafter, model, answers)
+        out = specdec_ext.generate(model, ids, drafter=made, **kwargs)
         assert torch.equal(out.sequences, plain.sequences)
         for step in range(NEW_TOKENS):
             assert (out.scores[step][:, [5, 6]] == -torch.inf).all()
             assert out.logits[step].isfinite().all()
             if sampling:
                 assert (out.scores[step].isfinite().sum(dim=1) == 11).all()
-            # top-k may cut between two scores that round differently in a block
             torch.testing.assert_close(out.logits[step], plain.logits[step], atol=2e-4, rtol=1e-4)
             torch.testing.assert_close(out.scores[step], plain.scores[step], atol=2e-4, rtol=1e-4)
 
 
-def test_outputs_that_were_not_asked_for_are_none():
+def test_outputs_that_were_not_requested_are_none():
     ids, _ = prompts((7,))
     model = tiny_model("llama")
     out = specdec_ext.generate(model, ids, max_new_tokens=4, return_dict_in_generate=True)
@@ -201,20 +173,13 @@ def test_outputs_that_were_not_asked_for_are_none():
 
 
 @pytest.mark.parametrize("drafter", ["none", "noisy_chain", "random_tree"])
-def test_what_is_returned_may_be_edited_and_differentiated(drafter):
-    """Everything is an ordinary tensor: writable in place, usable under autograd."""
+def test_returned_tensors_may_be_edited_and_differentiated(drafter):
     ids, mask = prompts((7, 4))
     model = tiny_model("llama", attn_implementation="eager")
     answers = generated(model.generate(ids, attention_mask=mask, max_new_tokens=8), 7)
-    out = specdec_ext.generate(
-        model,
-        ids,
-        attention_mask=mask,
-        max_new_tokens=8,
-        drafter=make_drafter(drafter, model, answers),
-        return_dict_in_generate=True,
-        **ALL_OUTPUTS,
-    )
+    made = make_drafter(drafter, model, answers)
+    kwargs = dict(attention_mask=mask, max_new_tokens=8, **ALL_OUTPUTS)
+    out = specdec_ext.generate(model, ids, drafter=made, **kwargs)
     tensors = [out.sequences, *out.scores, *out.logits]
     tensors += [each for step in (*out.hidden_states, *out.attentions) for each in step]
     for layer in out.past_key_values.layers:
@@ -231,12 +196,10 @@ def test_what_is_returned_may_be_edited_and_differentiated(drafter):
 # --- counters
 
 
-def stats_of(
-    drafter, batch: str, model_name: str = "llama", **kwargs
-) -> tuple[SpeculationStats, int]:
-    """Counters of a call, and how many tokens it generated (paddings not counted)."""
+def stats_of(drafter, batch: str, **kwargs) -> tuple[SpeculationStats, int]:
+    """The counters of a call, and the number of tokens that it generated, without paddings."""
     ids, mask = prompts(BATCHES[batch])
-    model = tiny_model(model_name)
+    model = tiny_model("llama")
     kwargs = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "attention_mask": mask, **kwargs}
     plain = model.generate(ids, **kwargs)
     eos = kwargs.get("eos_token_id", [])
@@ -248,16 +211,14 @@ def stats_of(
     kwargs["speculation"] = "fixed"
     out = specdec_ext.generate(model, ids, drafter=made, return_dict_in_generate=True, **kwargs)
     assert torch.equal(out.sequences, plain)
-    return out.speculation_stats, sum(
-        ends(plain, ids.shape[1], eos if isinstance(eos, list) else [eos])
-    )
+    return out.speculation_stats, sum(ends(plain, ids.shape[1], eos))
 
 
 @pytest.mark.parametrize("eos", [False, True], ids=["to-the-limit", "eos"])
 @every_batch
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@every_drafter
 def test_counters_add_up(drafter, batch, eos):
-    kwargs = {"eos_token_id": endless("llama", batch)[0][6]} if eos else {}
+    kwargs = {"eos_token_id": [endless("llama", batch)[0][6]]} if eos else {}
     stats, count = stats_of(drafter, batch, **kwargs)
     rows = len(BATCHES[batch])
     assert stats.emitted_tokens == count - rows
@@ -276,20 +237,18 @@ def test_counters_add_up(drafter, batch, eos):
     assert all(value >= 0 for value in stats.seconds.values()) and stats.seconds["prefill"] > 0
 
 
-def test_counters_of_plain_decoding():
+def test_counters_of_plain_decoding_count_no_drafts():
     stats, count = stats_of("none", "five-ragged")
     assert stats.drafter == "none"
     assert (stats.steps, stats.emitted_tokens) == (count - 5, count - 5)
     assert (stats.drafts, stats.draft_tokens, stats.accepted_tokens) == (0, 0, 0)
-    assert (stats.mean_acceptance_length, stats.emitted_per_step, stats.acceptance_rate) == (
-        1,
-        1,
-        0,
-    )
+    rates = stats.mean_acceptance_length, stats.emitted_per_step, stats.acceptance_rate
+    assert rates == (1, 1, 0)
 
 
-def test_counters_of_an_oracle():
-    """13 tokens after the first: two blocks of 4 + bonus, one of 2 + bonus, as the limit cuts the third."""
+def test_counters_of_right_drafts():
+    """13 tokens after the first: two blocks of 4 drafts and a bonus; the limit cuts the third to 2 and
+    one."""
     stats, _ = stats_of("oracle_chain", "one")
     assert stats.drafter == "ScriptedDrafter"
     assert (stats.steps, stats.drafts, stats.emitted_tokens) == (3, 3, 13)
@@ -299,36 +258,31 @@ def test_counters_of_an_oracle():
     assert stats.conditional_acceptance == [1.0] * 4
 
 
-def test_counters_of_an_adversary():
+def test_counters_of_wrong_drafts():
     stats, _ = stats_of("adversary_chain", "one")
     assert (stats.steps, stats.emitted_tokens, stats.accepted_tokens) == (13, 13, 0)
     assert stats.drafts == 12  # the last step has no room for a draft
     assert stats.mean_acceptance_length == 1.0 and stats.acceptance_rate == 0.0
 
 
-def test_a_drafter_that_proposes_nothing_counts_steps_but_no_drafts():
+def test_empty_proposals_are_no_drafts():
     silent = ScriptedDrafter([[]], lambda right, rng: [])
     stats, count = stats_of(silent, "one")
     assert (stats.steps, stats.drafts, stats.draft_tokens) == (count - 1, 0, 0)
 
 
-def test_a_tree_counts_every_node_but_only_one_path():
+def test_draft_tokens_count_all_nodes_of_a_tree():
     stats, _ = stats_of("oracle_tree", "one")
     assert stats.draft_tokens > stats.accepted_tokens == sum(stats.accepted_per_position)
     assert stats.emitted_tokens == 13
 
 
-def test_reusing_one_drafter_begins_new_counters():
+def test_each_call_has_new_counters():
     ids, mask = prompts(BATCHES["five-ragged"])
     model = tiny_model("llama")
     kwargs = dict(attention_mask=mask, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True)
-    drafter = specdec_ext.NgramDrafter(min_ngram=1)
-    runs = [
-        specdec_ext.generate(
-            model, ids, drafter=drafter, speculation="fixed", **kwargs
-        ).speculation_stats
-        for _ in range(2)
-    ]
+    kwargs |= dict(drafter=specdec_ext.NgramDrafter(min_ngram=1), speculation="fixed")
+    runs = [specdec_ext.generate(model, ids, **kwargs).speculation_stats for _ in range(2)]
     for stats in runs:
         stats.seconds = {}
     assert runs[0] == runs[1]

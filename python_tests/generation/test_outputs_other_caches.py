@@ -1,8 +1,8 @@
-"""What a call hands out beside text, on models whose caches are not all keys and values in slots.
+"""Outputs of models whose caches do not only hold keys and values in slots.
 
-Claim: the cache that the caller gave is the one that has read the text, also where drafts are taken back by
-copies; rows of a batch that ended have read their last token and paddings, as transformers' own have;
-attentions are those of the layers that attend, each with its own window.
+Claim: the caller's cache holds the text, also where drafts are rolled back with copies; finished rows of a
+batch have read their last token and paddings, as in transformers; attentions are those of the layers with
+attention, each with its own window.
 """
 
 import pytest
@@ -18,21 +18,16 @@ NEW_TOKENS = 10
 
 
 def generate(model, ids, answers, **kwargs):
-    """The output of transformers or, with right answers to draft from, ours."""
-    kwargs = {
-        "max_new_tokens": NEW_TOKENS,
-        "do_sample": False,
-        "return_dict_in_generate": True,
-        **kwargs,
-    }
+    """Our output, with drafts from ``answers``, or without answers that of transformers."""
+    kwargs |= dict(max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True)
     if answers is None:
         return model.generate(ids, **kwargs)
     drafter = ScriptedDrafter(answers[:, ids.shape[1] :].tolist(), noisy_chain)
     return specdec_ext.generate(model, ids, drafter=drafter, speculation="fixed", **kwargs)
 
 
-def test_the_callers_cache_is_the_one_that_was_used():
-    """Its copies are put back into it, and it can be written to."""
+def test_callers_cache_holds_the_text():
+    """A rollback copies states back into it, and a second call continues with it."""
     model = zoo.build("deepseek_v4")
     assert supports(model).rollback == "snapshot"
     ids, _ = prompts((9,))
@@ -40,16 +35,15 @@ def test_the_callers_cache_is_the_one_that_was_used():
     plain = generate(model, ids, None, past_key_values=theirs)
     ours = generate(model, ids, plain.sequences, past_key_values=given)
     assert torch.equal(ours.sequences, plain.sequences)
-    assert ours.speculation_stats.accepted_tokens < ours.speculation_stats.draft_tokens, (
-        "nothing to take back"
-    )
+    stats = ours.speculation_stats
+    assert stats.accepted_tokens < stats.draft_tokens, "nothing was rolled back"
     assert ours.past_key_values is given
     longer = torch.cat([plain.sequences, ids[:, :4]], dim=1)
     expected = generate(model, longer, None, past_key_values=theirs).sequences
     assert torch.equal(generate(model, longer, None, past_key_values=given).sequences, expected)
 
 
-def test_rows_that_ended_read_on():
+def test_finished_rows_read_paddings_as_in_transformers():
     model = zoo.build("minimax")
     assert not supports(model).batch
     ids, _ = prompts((10, 10, 10))
@@ -65,15 +59,15 @@ def test_rows_that_ended_read_on():
     compared = 0
     for mine, their in layers:
         if getattr(their, "keys", None) is not None:
-            # Linears of ours sum in another order; a token that was not read is off by its whole key.
+            # Our linears sum in another order; a token that was not read changes whole keys.
             torch.testing.assert_close(mine.keys, their.keys, rtol=1e-4, atol=1e-4)
             compared += 1
     assert compared
 
 
 @pytest.mark.parametrize("name", ["lfm2_moe", "nemotron_h", "gemma4_text+shared", "deepseek_v4"])
-def test_attentions_of_layers_that_attend(name):
-    """Layers without attention have none; layers that read other layers' keys have theirs."""
+def test_attentions_are_those_of_transformers(name):
+    """Layers without attention have none; layers that read keys of other layers have their own."""
     model = zoo.build(name)
     model.set_attn_implementation("eager")
     ids, _ = prompts((9,))

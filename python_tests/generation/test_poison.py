@@ -1,8 +1,7 @@
-"""Drafts of tokens that a model can't compute with leave the text as it is, and raise nothing.
+"""Drafted tokens for which a model computes NaN or infinity do not change the text and raise no error.
 
-A rejected token may leave NaN, infinity, or numbers of another scale. Masked, it still takes part: in
-attention as zero times NaN, in recurrent layers within its chunk, and in the cache until something else lies
-there. The sweep (`test_architectures.py`) holds every architecture to the same.
+A rejected token that is masked still takes part: in attention as zero times NaN, in recurrent layers within
+its chunk, and in the cache until its slot is overwritten. ``test_architectures.py`` tests every architecture.
 """
 
 from __future__ import annotations
@@ -30,22 +29,19 @@ from specdec_ext.verify.stopping import StopRule
 LENGTHS = (6, 3, 5)
 SETTINGS = [
     *(("llama", attention, dtype) for attention in poison.ATTENTIONS for dtype in poison.DTYPES),
-    # Biases, sinks and windows, which are eager alone; an indexer; other head sizes; an encoder; chunks of
-    # recurrent states with and without attention; a cache of its own.
+    # Biases, sinks and windows, which need eager attention; an indexer; other head sizes; an encoder; chunks
+    # of recurrent states with and without attention; a cache of its own class.
     *((name, "eager", torch.float32) for name in ("gemma2", "bloom", "gpt_oss", "mpt", "gptj")),
-    *(
-        (name, "sdpa", torch.float32)
-        for name in ("deepseek_v3", "deepseek_v32", "bart", "qwen3_next")
-    ),
+    *((name, "sdpa", torch.float32) for name in ("deepseek_v3", "deepseek_v32", "bart", "qwen3_next")),
     *((name, "eager", torch.float32) for name in ("falcon_h1", "mamba2", "minimax", "openai-gpt")),
     *((name, "eager", torch.float16) for name in ("bloom", "gemma2", "falcon_h1")),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "attention", "dtype"), SETTINGS, ids=lambda each: str(each).removeprefix("torch.")
 )
-def test_text_of_plain_decoding(name, attention, dtype):
+def test_text_is_that_of_plain_decoding(name, attention, dtype):
     model = poison.built(name, attention, dtype)
     assert model is not None
     found, count = poison.faults(model)
@@ -54,7 +50,7 @@ def test_text_of_plain_decoding(name, attention, dtype):
 
 @pytest.fixture
 def eager():
-    """A model of which every token of a block meets the values of all the others."""
+    """A model in whose attention each token of a block multiplies the values of all others."""
     return copy.deepcopy(tiny_model("llama", "eager"))
 
 
@@ -69,8 +65,8 @@ def call(ids, mask, new_tokens=14, **kwargs):
 
 @pytest.mark.parametrize("removing", [False, True], ids=["raises", "removes"])
 @pytest.mark.parametrize("attention", poison.ATTENTIONS)
-def test_an_overflow_of_float16(attention, removing):
-    """All weights are finite: the MLP of one token exceeds what float16 can hold."""
+def test_overflow_of_float16_leaves_the_text_unchanged(attention, removing):
+    """All weights are finite; the MLP of one token exceeds the range of float16."""
     model = copy.deepcopy(tiny_model("llama", attention, torch.float16))
     ids, mask = prompts((4,))
     bad = 50
@@ -91,11 +87,11 @@ def test_an_overflow_of_float16(attention, removing):
     assert torch.equal(generate(model, drafter=drafter, **arguments), expected)
 
 
-def test_a_score_that_exceeds_the_mask():
-    """Float16 ends at 65504: a score of that and a mask of minus that would add up to zero."""
+def test_score_as_large_as_the_mask_leaves_the_text_unchanged():
+    """The largest float16 is 65504: with a mask of -65504 such a score would become zero."""
     model = copy.deepcopy(tiny_model("gpt2", "eager", torch.float16))
     width, heads = model.config.n_embd, model.config.n_head
-    channels = torch.arange(heads) * (width // heads)  # the first of every head
+    channels = torch.arange(heads) * (width // heads)  # the first channel of every head
     read = []
     model.transformer.wte.register_forward_pre_hook(lambda module, args: read.append(args[0]))
 
@@ -118,8 +114,7 @@ def test_a_score_that_exceeds_the_mask():
     assert torch.equal(generate(model, drafter=drafter, **call(ids, mask)), expected)
 
 
-def test_a_pass_is_run_again_once(eager):
-    """However often the drafter says it, and for all rows together."""
+def test_pass_is_run_again_once_for_all_rows(eager):
     ids, mask = prompts(LENGTHS)
     expected = eager.generate(**call(ids, mask))
     tokens = unread_tokens(3, expected)
@@ -130,15 +125,14 @@ def test_a_pass_is_run_again_once(eager):
         output = generate(eager, drafter=drafter, **call(ids, mask, return_dict_in_generate=True))
     assert torch.equal(output.sequences, expected)
     stats = output.speculation_stats
-    # All but the last of 13 steps, which has no room for a draft.
+    # In each of 13 steps but the last, which has no room for a draft.
     assert stats.reruns == 12 and len(passes) == 1 + 13 + 12
     assert stats.drafts == 36 and stats.accepted_tokens == 0
 
 
 @pytest.mark.parametrize("attention", poison.ATTENTIONS)
 @pytest.mark.parametrize("shape", [noisy_chain, lambda right, rng: [[3, 4], right]])
-def test_what_plain_decoding_complains_about(attention, shape):
-    """A token that the text itself comes to."""
+def test_nan_behind_an_accepted_token_is_the_error_of_plain_decoding(attention, shape):
     model = copy.deepcopy(tiny_model("llama", attention))
     ids, mask = prompts(LENGTHS)
     texts = generated(model.generate(**call(ids, mask)), 6)
@@ -152,7 +146,7 @@ def test_what_plain_decoding_complains_about(attention, shape):
 
 
 class Notes(LogitsProcessor):
-    """Keeps what it is called with."""
+    """Keeps the ids of its calls."""
 
     def __init__(self):
         self.calls = []
@@ -176,8 +170,8 @@ def test_processors_that_keep_state_are_called_as_in_plain_decoding(eager, tree)
 
 
 @pytest.mark.parametrize("name", ["llama", "jamba"])
-def test_the_cache_that_is_handed_out_holds_nothing_of_it(name):
-    """Rows that end early end with a draft whose keys are NaN; the caller goes on with transformers."""
+def test_returned_cache_is_finite(name):
+    """Also where the keys of drafts behind the end of a row are NaN."""
     model = poison.built(name, "sdpa", torch.float32)
     ids, mask = prompts(LENGTHS)
     arguments = call(ids, mask, pad_token_id=0, return_dict_in_generate=True)
@@ -194,8 +188,8 @@ def test_the_cache_that_is_handed_out_holds_nothing_of_it(name):
             assert stored is None or stored.isfinite().all()
 
 
-def test_paddings_of_a_block_are_no_token_that_the_text_does_not_hold():
-    """Rows of a recurrent model read different numbers of tokens again, the shorter ones padded."""
+def test_paddings_of_a_block_are_tokens_of_the_text():
+    """Rows of a recurrent model read different numbers of tokens again, and shorter ones are padded."""
     assert padded([[5, 6], [7], []], torch.device("cpu")).tolist() == [[5, 6], [7, 7], [0, 0]]
     model = poison.built("mamba2", "eager", torch.float32)
     ids, mask = prompts((6, 6, 6))
@@ -209,8 +203,9 @@ def test_paddings_of_a_block_are_no_token_that_the_text_does_not_hold():
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "recursive"])
-def test_rules_that_depend_on_drafts_do_not_ask_who_visits_nan(rule):
-    """Redrawn only if it was accepted, such a draft would be emitted too rarely: here it is rejected."""
+def test_sampling_rules_reject_a_tree_with_nan_anywhere(rule):
+    """If only trees whose accepted path has NaN were drawn again, these tokens would be emitted too
+    rarely."""
     logits = torch.zeros(1, 3, 8)
     logits[0, 0, 1] = -torch.inf
     logits[0, 2, 5] = torch.nan
@@ -227,7 +222,7 @@ def test_rules_that_depend_on_drafts_do_not_ask_who_visits_nan(rule):
 
 
 class HeadAndPoison(HeadDrafter):
-    """A head's drafts, and poison beside them."""
+    """Adds the tokens ``poison`` to a head's drafts."""
 
     def __init__(self, head, poison):
         super().__init__(head)
@@ -240,7 +235,7 @@ class HeadAndPoison(HeadDrafter):
 
 
 @pytest.mark.parametrize("attention", poison.ATTENTIONS)
-def test_a_head_goes_on_drafting(attention):
+def test_head_drafts_beside_poison(attention):
     model = copy.deepcopy(tiny_model("llama", attention))
     ids, mask = prompts(LENGTHS)
     expected = model.generate(**call(ids, mask))
@@ -251,8 +246,7 @@ def test_a_head_goes_on_drafting(attention):
 
 
 @pytest.mark.parametrize("attention", poison.ATTENTIONS)
-def test_a_draft_model_that_reads_nan(attention):
-    """It is of no use from there on, and of no harm."""
+def test_draft_model_that_computes_nan_does_not_change_the_text(attention):
     model, draft = tiny_model("llama"), copy.deepcopy(tiny_model("llama", attention))
     ids, mask = prompts(LENGTHS)
     expected = model.generate(**call(ids, mask))
@@ -262,8 +256,8 @@ def test_a_draft_model_that_reads_nan(attention):
     assert torch.equal(text, expected)
 
 
-def test_policies_learn_what_was_run_first(eager, monkeypatch):
-    """Two passes are no plain step: drafts that have to be run again cost the time of both."""
+def test_policies_learn_the_nodes_of_the_first_pass(eager, monkeypatch):
+    """A draft that is run again costs the time of both passes."""
     learnt = []
     monkeypatch.setattr(
         Policy, "learn", lambda self, accepted, context, nodes: learnt.append(nodes)

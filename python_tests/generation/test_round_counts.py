@@ -1,4 +1,4 @@
-"""What a round of ``generate`` asks of a GPU is bounded: copies to the host and from it."""
+"""The copies of a round of ``generate`` between host and GPU are bounded."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ TO_HOST, FROM_HOST = "to host", "from host"
 
 
 def run(*command: object) -> str:
-    """A process of its own: torch is another one for what counts."""
+    """The output of another process, because counting changes torch."""
     done = subprocess.run(
         [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True
     )
@@ -32,9 +32,9 @@ def cases(tmp_path_factory):
 @pytest.mark.parametrize("text", ["greedy", "sampled"])
 @pytest.mark.parametrize("batch", ["1", "ragged 4"])
 @pytest.mark.parametrize("drafter", ["none", "ngram", "head chain", "head tree"])
-def test_copies_of_a_round(cases, drafter, batch, text):
-    """One copy brings a round's numbers to the device, one the verdict back, and one a tree that was drafted
-    on the device."""
+def test_round_has_at_most_three_copies(cases, drafter, batch, text):
+    """One has the numbers of the round for the device, one the verdict, and one a tree drafted on the
+    device."""
     case = cases[drafter, batch, text]
     assert case["rounds"] > 1
     assert case["most"][FROM_HOST] == 1, case["places"][FROM_HOST]
@@ -43,8 +43,8 @@ def test_copies_of_a_round(cases, drafter, batch, text):
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "head chain", "head tree"])
-def test_copies_of_a_round_in_which_a_row_ends(cases, drafter):
-    """Which rows move, and where the row ended in its block, are known after the round's own copy."""
+def test_round_in_which_a_row_ends_has_few_more_copies(cases, drafter):
+    """The rows to move, and where the row ended in its block, are known only after the verdict's copy."""
     ended = [case for (name, *_), case in cases.items() if name == drafter]
     ended = [case for case in ended if case["rounds in which a row ends"]]
     assert ended
@@ -53,9 +53,8 @@ def test_copies_of_a_round_in_which_a_row_ends(cases, drafter):
         assert case["most then"][TO_HOST] <= 2
 
 
-def test_launches_do_not_grow_with_masks_and_starts(cases):
-    """Beside the modules of the model (6 layers of 36 kernels, and 13) a plain round launches three ops and
-    fills one tensor."""
+def test_plain_round_launches_four_kernels_beside_the_model(cases):
+    """Three ops and the filling of one tensor; the model has 6 layers of 36 kernels, and 13 more."""
     assert cases["none", "1", "greedy"]["median"]["launch"] <= 236
 
 
@@ -65,8 +64,8 @@ sys.path.insert(0, {scripts!r})
 from cuda_like import CudaLike, cuda_like
 import torch
 
-asked = []
-with cuda_like(lambda kind, site: asked.append(kind)):
+seen = []
+with cuda_like(lambda kind, site: seen.append(kind)):
     given = CudaLike(torch.arange(6.0).view(2, 3))
     for act in [
         lambda: given[:, 1:].t(),
@@ -84,9 +83,9 @@ with cuda_like(lambda kind, site: asked.append(kind)):
         lambda: given[torch.tensor([0, 1])],
         lambda: given.__setitem__((0, 0), 7.0),
     ]:
-        asked.clear()
+        seen.clear()
         act()
-        print(", ".join(asked))
+        print(", ".join(seen))
     assert given.inner.tolist() == [[7.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     try:
         given + torch.ones(3)
@@ -95,7 +94,7 @@ with cuda_like(lambda kind, site: asked.append(kind)):
 """
 
 
-def test_what_counts_as_what():
+def test_kinds_of_calls_are_counted():
     assert run("-c", COUNTED.format(scripts=str(SCRIPTS))).splitlines() == [
         "",
         "launch",

@@ -1,7 +1,7 @@
-"""With a list of seeds a row's text belongs to its prompt and its seed, whatever else is in the batch.
+"""With a list of seeds a row's text depends only on its prompt and its seed.
 
-The same prompt and seed give the same text in any row of any batch, alone, padded left or right, with every
-drafter, and under every rule of verification.
+It is the same in every row of every batch, alone, padded on the left or right, with every drafter and under
+every rule of verification.
 """
 
 import pytest
@@ -14,9 +14,9 @@ from specdec_ext import DraftModelDrafter
 
 NEW = 24
 SEED = 7
-# (seed, tokens) of each row; rows with seed 7 and 9 tokens have the prompt that is looked at.
+# (seed, number of tokens) of each row; rows with seed 7 and 9 tokens have the same prompt.
 ROWS = [(1, 12), (SEED, 9), (SEED, 3), (SEED, 9), (2, 9)]
-LOOKED_AT = [1, 3]
+SAME = [1, 3]
 RULES = ["match", "rejection", "block", "recursive"]
 
 
@@ -29,74 +29,63 @@ def batch(side: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def texts(drafter, ids, mask, seed, model="llama", **kwargs) -> list[list[int]]:
-    """What each row generates."""
+    """The tokens that each row generates."""
     kwargs = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.9, **kwargs}
-    model = tiny_model(model)
-    output = specdec_ext.generate(
-        model, ids, attention_mask=mask, drafter=drafter, speculation="fixed", seed=seed, **kwargs
-    )
+    kwargs |= dict(attention_mask=mask, drafter=drafter, speculation="fixed", seed=seed)
+    output = specdec_ext.generate(tiny_model(model), ids, **kwargs)
     return output[:, ids.shape[1] :].tolist()
 
 
-def check(make, **kwargs) -> None:
+def check_rows(make, **kwargs) -> None:
     ids, mask = batch("left")
     prompt = ids[1, mask[1].bool()][None]
     (alone,) = texts(make(), prompt, torch.ones_like(prompt), [SEED], **kwargs)
     assert [alone] == texts(make(), prompt, torch.ones_like(prompt), SEED, **kwargs)
     for side in ("left", "right"):
         rows = texts(make(), *batch(side), [seed for seed, _ in ROWS], **kwargs)
-        assert [rows[row] for row in LOOKED_AT] == [alone, alone]
+        assert [rows[row] for row in SAME] == [alone, alone]
         assert rows[4] != alone
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_every_drafter(name):
-    check(DRAFTERS[name])
+def test_text_does_not_depend_on_the_batch_with_any_drafter(name):
+    check_rows(DRAFTERS[name])
 
 
 @pytest.mark.parametrize("min_confidence", [0.0, 0.05])
 @pytest.mark.parametrize("rule", RULES)
-def test_every_rule(rule, min_confidence):
-    model = tiny_model("qwen3")
-    check(
-        lambda: DraftModelDrafter(model, sampled=True, min_confidence=min_confidence),
-        verification=rule,
-    )
+def test_text_does_not_depend_on_the_batch_under_any_rule(rule, min_confidence):
+    options = dict(sampled=True, min_confidence=min_confidence)
+    check_rows(lambda: DraftModelDrafter(tiny_model("qwen3"), **options), verification=rule)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral-window", "phi"])
-def test_other_models(name):
-    check(DRAFTERS["ngram"], model=name)
+def test_text_does_not_depend_on_the_batch_with_other_models(name):
+    check_rows(DRAFTERS["ngram"], model=name)
 
 
-def test_processors_that_read_the_text():
-    check(DRAFTERS["ngram"], repetition_penalty=1.2, top_p=0.9)
+@pytest.mark.parametrize(
+    "kwargs", [dict(repetition_penalty=1.2, top_p=0.9), dict(eos_token_id=[5, 11])], ids=str
+)
+def test_text_does_not_depend_on_the_batch_with_processors_and_ends(kwargs):
+    check_rows(DRAFTERS["ngram"], **kwargs)
 
 
-def test_rows_that_end_early():
-    check(DRAFTERS["ngram"], eos_token_id=[5, 11])
-
-
-def test_embeddings():
-    """Their paddings shift no position either."""
+def test_text_after_embeddings_does_not_depend_on_the_batch():
     ids, mask = batch("left")
     embed = tiny_model("llama").get_input_embeddings()
-    kwargs = dict(max_new_tokens=NEW, do_sample=True, drafter="ngram")
-    rows = specdec_ext.generate(
-        tiny_model("llama"),
-        inputs_embeds=embed(ids),
-        attention_mask=mask,
-        seed=[seed for seed, _ in ROWS],
-        **kwargs,
-    )
-    alone = specdec_ext.generate(
-        tiny_model("llama"), inputs_embeds=embed(ids[1:2, mask[1].bool()]), seed=[SEED], **kwargs
-    )
-    assert torch.equal(rows[LOOKED_AT], alone.expand(2, -1)) and not torch.equal(rows[4:], alone)
+
+    def run(ids, mask, seed):
+        kwargs = dict(attention_mask=mask, seed=seed, max_new_tokens=NEW, do_sample=True)
+        kwargs |= dict(inputs_embeds=embed(ids), drafter="ngram")
+        return specdec_ext.generate(tiny_model("llama"), **kwargs)
+
+    rows = run(ids, mask, [seed for seed, _ in ROWS])
+    alone = run(ids[1:2, mask[1].bool()], None, [SEED])
+    assert torch.equal(rows[SAME], alone.expand(2, -1)) and not torch.equal(rows[4:], alone)
 
 
-def test_copies_of_a_row():
-    """Each of ``num_return_sequences`` has a seed of the list."""
+def test_returned_sequences_have_the_seeds_of_the_list():
     ids, mask = prompts((9,))
     (alone,) = texts(None, ids, mask, [SEED])
     copies = texts("ngram", ids, mask, [4, SEED, SEED], num_return_sequences=3)

@@ -20,17 +20,14 @@ def counted(*steps):
     return stats
 
 
-def test_nothing_counted_yet():
+def test_rates_before_the_first_step():
     stats = SpeculationStats()
-    assert (stats.acceptance_rate, stats.mean_acceptance_length, stats.emitted_per_step) == (
-        0,
-        1,
-        1,
-    )
+    rates = stats.acceptance_rate, stats.mean_acceptance_length, stats.emitted_per_step
+    assert rates == (0, 1, 1)
     assert stats.acceptance_per_position == stats.conditional_acceptance == []
 
 
-def test_a_worked_example():
+def test_worked_example():
     # (drafted nodes, depth, accepted, emitted): chains of 3 with 3, 1 and 0 accepted, one step without
     # a draft, one tree of 5 nodes and depth 2 with 2 accepted
     stats = counted((3, 3, 3, 4), (3, 3, 1, 2), (3, 3, 0, 1), (0, 0, 0, 1), (5, 2, 2, 3))
@@ -42,18 +39,18 @@ def test_a_worked_example():
     assert stats.proposed_per_position == [4, 4, 3]
     assert stats.accepted_per_position == [3, 2, 1]
     assert stats.acceptance_per_position == pytest.approx([3 / 4, 2 / 4, 1 / 4])
-    # the tree ended at depth 2: of the two drafts accepted that far only one proposed a third token
+    # Two drafts are accepted up to depth 2. One is the tree, which ends there; the other has a third token.
     assert stats.reached_per_position == [4, 3, 1]
     assert stats.conditional_acceptance == pytest.approx([3 / 4, 2 / 3, 1 / 1])
 
 
-def test_mean_acceptance_length_is_one_plus_the_sum_of_unconditional_acceptances():
+def test_mean_acceptance_length_is_one_plus_the_sum_of_acceptances():
     stats = counted(*[(4, 4, k, k + 1) for k in (0, 1, 1, 2, 4, 4, 3, 0)])
     assert stats.mean_acceptance_length == pytest.approx(1 + sum(stats.acceptance_per_position))
 
 
-def test_a_draft_cut_by_the_end_of_the_text_has_no_bonus():
-    # both drafted tokens accepted, the second one is the end of the text: two emitted, two from the draft
+def test_draft_with_the_end_of_the_text_has_no_bonus():
+    # Both drafted tokens are accepted, and the second one is the end of the text.
     stats = counted((2, 2, 2, 2))
     assert (stats.accepted_tokens, stats.emitted_tokens, stats.emitted_per_step) == (2, 2, 2)
 
@@ -82,7 +79,7 @@ def test_steps_by_shape_and_why_most_of_them_had_no_draft():
 
 
 def warned(accepted_firsts, advice="Check it."):
-    """Messages after these drafts of three tokens, all of them accepted or none."""
+    """The warnings after drafts of three tokens, each accepted as a whole or not at all."""
     stats = SpeculationStats(drafter="ModelBased")
     alarm = DraftAlarm(stats, advice)
     with warnings.catch_warnings(record=True) as caught:
@@ -93,7 +90,7 @@ def warned(accepted_firsts, advice="Check it."):
     return [str(warning.message) for warning in caught]
 
 
-def test_the_alarm_rings_once():
+def test_alarm_warns_once():
     (message,) = warned([0] * 5 * ALARM_WINDOW)
     assert message.startswith(
         "ModelBased: in the last 100 drafts, the first token was accepted 0 times"
@@ -102,19 +99,19 @@ def test_the_alarm_rings_once():
     assert len(warned([1] + [0] * (ALARM_WINDOW - 1))) == 1
 
 
-def test_the_alarm_stays_silent():
-    assert not warned([0] * (ALARM_WINDOW - 1))  # too few to tell
+def test_alarm_does_not_warn_early():
+    assert not warned([0] * (ALARM_WINDOW - 1))  # too few drafts
     assert not warned([1, 1] + [0] * (ALARM_WINDOW - 2))
     assert not warned([0] * 5 * ALARM_WINDOW, advice="")
     assert not warned([])
 
 
-def test_the_alarm_sees_a_head_that_dies_later():
+def test_alarm_warns_of_drafts_that_fail_later():
     assert len(warned([1] * ALARM_WINDOW + [0] * ALARM_WINDOW)) == 1
 
 
-class DeadModel(DraftModelDrafter):
-    """Everything it drafts is wrong by one, as from another vocabulary."""
+class WrongModel(DraftModelDrafter):
+    """All its tokens are wrong by one, as if it had another vocabulary."""
 
     def propose(self, context):
         tree = super().propose(context)
@@ -128,17 +125,17 @@ def drafted(drafter):
     return specdec_ext.generate(tiny_model("llama"), ids, drafter=drafter, **kwargs)
 
 
-def test_a_call_with_a_dead_draft_model_warns_once():
-    with pytest.warns(UserWarning, match="DeadModel: in the last .* same tokenizer") as caught:
-        drafted(DeadModel(tiny_model("llama")))
+def test_call_with_a_wrong_draft_model_warns_once():
+    with pytest.warns(UserWarning, match="WrongModel: in the last .* same tokenizer") as caught:
+        drafted(WrongModel(tiny_model("llama")))
     assert len(caught) == 1
     assert "tapped layers" in HeadDrafter.low_acceptance_hint
     assert "tokenizer" in MedusaDrafter.low_acceptance_hint
 
 
-def test_a_call_with_other_drafters_does_not_warn():
+def test_call_with_other_drafters_does_not_warn():
     answers = generated(drafted(None), 6)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         drafted(DraftModelDrafter(tiny_model("llama")))
-        drafted(ScriptedDrafter(answers, adversary_chain))  # always wrong, not made of a model
+        drafted(ScriptedDrafter(answers, adversary_chain))  # always wrong, but no model

@@ -1,7 +1,7 @@
 """Slow sweep (`make test-slow`): random batches, paddings, trees, samplers and stops, greedy and sampled.
 
-Claim: whatever the combination, the text is that of plain decoding through our loop, and in greedy decoding
-that of Hugging Face's ``generate``.
+Claim: the text is that of plain decoding with the package, and in greedy decoding that of Hugging Face's
+``generate``.
 """
 
 import random
@@ -33,7 +33,7 @@ def random_call(rng):
 
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_random_calls(name, seed):
+def test_random_calls_have_the_text_of_plain_decoding(name, seed):
     rng = random.Random(f"{name} {seed}")
     model = tiny_model(name)
     ids, kwargs = random_call(rng)

@@ -1,7 +1,7 @@
-"""Targets that read more ids than they write, or write more than they read: the text is the plain one.
+"""Targets whose embedding has more or fewer ids than their output head have the text of plain decoding.
 
-What may be drafted is what the target reads, ``vocab_size(model)``; what it does not write is never accepted.
-Config, embedding and output head may each have a size of their own (Moshi reads one id more than it writes).
+Ids of the embedding, ``vocab_size(model)``, may be drafted; ids without logits are never accepted. Moshi's
+embedding has one id more than its head.
 """
 
 import copy
@@ -17,7 +17,7 @@ import specdec_ext
 from specdec_ext.pretrained import vocab_size
 
 MORE = 15
-# A head is made for the sizes of its target, and checked (test_checkpoints_pair.py).
+# A head must fit the sizes of its target (test_checkpoints_pair.py).
 EVERY = {
     name: make
     for name, make in DRAFTERS.items()
@@ -26,7 +26,7 @@ EVERY = {
 
 
 def resized(reads: int, writes: int):
-    """The tiny Llama with further ids at the end, random ones; it is as fond of them as of the others."""
+    """The tiny Llama with further random ids at the end, which are as likely as the others."""
     model = copy.deepcopy(tiny_model("llama"))
     for module, count in ((model.model.embed_tokens, reads), (model.lm_head, writes)):
         new = torch.randn(max(0, count - VOCAB), 32, generator=torch.Generator().manual_seed(1)) / 3
@@ -39,29 +39,28 @@ def resized(reads: int, writes: int):
 )
 @every_decoding
 @pytest.mark.parametrize("name", EVERY)
-def test_the_text(name, decoding, reads, writes):
+def test_text_is_that_of_plain_decoding(name, decoding, reads, writes):
     model = resized(reads, writes)
     assert vocab_size(model) == reads
     ids = torch.randint(1, reads, (3, 9), generator=torch.Generator().manual_seed(2))
-    ids[:, -3:] = ids[:, :3]  # something to copy, unwritable ids included
+    ids[:, -3:] = ids[:, :3]  # something to copy, ids without logits included
     kwargs = dict(attention_mask=torch.ones_like(ids), max_new_tokens=24, **DECODING[decoding])
-    if writes > reads:  # the text itself must stay readable
+    if writes > reads:  # ids without an embedding can't be read
         kwargs["suppress_tokens"] = list(range(reads, writes))
     expected = specdec_ext.generate(model, ids, drafter=None, **kwargs)
     rule = "rejection" if "sampled" in name else "match"
     actual = specdec_ext.generate(model, ids, drafter=EVERY[name](), verification=rule, **kwargs)
     assert actual.shape == expected.shape
-    if (rule, decoding) != ("rejection", "sampled"):  # which gives another text of the same law
+    if (rule, decoding) != ("rejection", "sampled"):  # another text of the same distribution
         assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("name", ["ngram", "suffix tree", "lookahead"])
-def test_an_id_that_moshi_reads_and_never_writes(name):
+def test_id_without_logits_is_never_accepted(name):
     model = tiny_model("moshi-window")
     assert vocab_size(model) == model.config.vocab_size + 1
     ids = torch.tensor([[5, 6, VOCAB, 7, 5, 6, VOCAB, 7, 5, 6]])
     kwargs = dict(attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
     expected = model.generate(ids, **kwargs)
-    assert torch.equal(
-        specdec_ext.generate(model, ids, drafter=DRAFTERS[name](), **kwargs), expected
-    )
+    actual = specdec_ext.generate(model, ids, drafter=DRAFTERS[name](), **kwargs)
+    assert torch.equal(actual, expected)
