@@ -1,6 +1,6 @@
-"""``drafter="auto"`` is n-gram alone, or in front of the head that the model's config names.
+"""``drafter="auto"`` is n-gram alone or combined with the head that the model's config names.
 
-Claims: the text is plain decoding's; the head is read once per model, and calls share its weights alone.
+Claims: the text is that of plain decoding; the head is read once per model, and calls share only its weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEAD = {"feature_layers": (1, 2, 3)}
 
 @pytest.fixture
 def model(tmp_path):
-    """A target in a folder, with a head in a folder inside."""
+    """A target in a folder that also has a folder with a head."""
     folder = tmp_path / "model"
     target = copy.deepcopy(tiny_model("llama"))
     target.config.specdec_ext_draft = "head"
@@ -36,23 +36,16 @@ def model(tmp_path):
 
 def run(model, drafter):
     ids, mask = prompts((5, 8))
-    return specdec_ext.generate(
-        model,
-        ids,
-        attention_mask=mask,
-        drafter=drafter,
-        do_sample=False,
-        max_new_tokens=12,
-        return_dict_in_generate=True,
-    )
+    kwargs = dict(attention_mask=mask, do_sample=False, max_new_tokens=12)
+    return specdec_ext.generate(model, ids, drafter=drafter, return_dict_in_generate=True, **kwargs)
 
 
-def test_a_model_without_a_head():
+def test_model_without_a_head_uses_n_grams():
     assert isinstance(resolve_drafter("auto", tiny_model("llama")), NgramDrafter)
     assert run(tiny_model("llama"), "auto").speculation_stats.drafter == "NgramDrafter"
 
 
-def test_a_model_that_names_its_head(model, monkeypatch, tmp_path):
+def test_head_that_the_model_names_is_read_once(model, monkeypatch, tmp_path):
     loads = []
     load = resolve.load_draft
     monkeypatch.setattr(resolve, "load_draft", lambda path, **_: loads.append(path) or load(path))
@@ -68,7 +61,7 @@ def test_a_model_that_names_its_head(model, monkeypatch, tmp_path):
     assert len(loads) == 2
 
 
-def test_calls_share_weights_alone(model):
+def test_calls_share_only_weights(model):
     first, second = (resolve_drafter("auto", model) for _ in range(2))
     assert isinstance(first, CombinedDrafter) and isinstance(first.model_based, HeadDrafter)
     assert first.retrieval is not second.retrieval
@@ -87,14 +80,14 @@ def test_calls_share_medusa_heads_in_the_dtype_of_the_target(model, tmp_path):
 
 
 @pytest.mark.parametrize("named", ["", 3, ["head"]])
-def test_a_config_that_names_no_head(model, named):
+def test_config_with_an_invalid_name_is_refused(model, named):
     model.config.specdec_ext_draft = named
     with pytest.raises(ValueError, match=r"model\.config\.specdec_ext_draft is .*hub id"):
         run(model, "auto")
     assert run(model, "ngram").speculation_stats.draft_tokens >= 0
 
 
-def test_a_head_of_another_model(model, tmp_path):
+def test_head_of_another_model_is_refused(model, tmp_path):
     specdec_ext.save_draft(random_head(**HEAD, target_hidden_size=64), tmp_path / "other")
     model.config.specdec_ext_draft = str(tmp_path / "other")
     with pytest.raises(ValueError, match="64"):

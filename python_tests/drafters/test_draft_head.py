@@ -1,4 +1,5 @@
-"""The specification of ``draft_head`` equals the drafts of the heads' authors, and every option counts."""
+"""The specification of ``draft_head`` has the drafts of the heads' authors, and every option has an
+effect."""
 
 from __future__ import annotations
 
@@ -55,8 +56,7 @@ def double(kind, **options):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_tensor_counts(kind):
-    """Scores of an element and of a drafted level change with each tensor that the config asks for."""
+def test_every_tensor_changes_the_scores(kind):
     head = double(kind)
     scores = drafted(head, DYNAMIC)[2]
     for name, tensor in head.tensors.items():
@@ -82,16 +82,15 @@ def test_every_tensor_counts(kind):
     ],
     ids=str,
 )
-def test_every_option_without_a_tensor_counts(kind, options):
-    assert not torch.equal(
-        drafted(double(kind, **options), CHAIN)[2], drafted(double(kind), CHAIN)[2]
-    )
+def test_every_option_without_a_tensor_changes_the_scores(kind, options):
+    scores = drafted(double(kind, **options), CHAIN)[2]
+    assert not torch.equal(scores, drafted(double(kind), CHAIN)[2])
 
 
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_independent(kind, name):
-    """A ragged batch drafts what its rows draft alone; a row without new elements is a root."""
+    """A ragged batch has the drafts of its rows alone; a row without new elements has only a root."""
     head, tree = double(kind), TREES[name]
     tokens, features = elements(head, 4, 9)
     counts = torch.tensor([9, 1, 0, 4])
@@ -108,8 +107,8 @@ def test_rows_are_independent(kind, name):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_extension_in_parts(kind, monkeypatch):
-    """What was drafted in between, and how a prompt is cut, leave no trace."""
+def test_elements_in_several_calls_equal_one_call(kind, monkeypatch):
+    """Also with drafts between the calls and with other chunks."""
     head = double(kind)
     tokens, features = elements(head, 2, 9)
     expected = Run.start(head, 2).draft(DYNAMIC, tokens, features)
@@ -122,7 +121,7 @@ def test_extension_in_parts(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_trees_and_chains_agree(kind):
+def test_trees_contain_the_chain(kind):
     head = double(kind)
     tokens, _, scores = drafted(head, CHAIN)
     one_branch = TreeConfig(choices=tuple((0,) * depth for depth in range(1, 5)))
@@ -138,16 +137,13 @@ def test_trees_and_chains_agree(kind):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "p-eagle"])
-def test_a_path_of_a_tree_is_drafted_like_committed_text(kind):
-    """A node sees the text, its ancestors and itself: siblings change nothing.
-
-    Each path of a static tree is drafted again in a tree of its own.
-    """
+def test_siblings_do_not_change_a_path(kind):
+    """Each path of a static tree is drafted again in a tree of its own."""
     head = double(kind)
     tokens, _, scores = drafted(head, STATIC)
     for leaf in ((1, 0), (0, 0, 0), (0, 1)):
         path = [leaf[:depth] for depth in range(1, len(leaf) + 1)]
-        # Ranks above the path's own come along, without children.
+        # A tree with a rank also needs the better ranks, which have no children here.
         siblings = [(*prefix[:-1], rank) for prefix in path for rank in range(prefix[-1])]
         alone = TreeConfig(choices=tuple(path + siblings))
         alone_tokens, _, alone_scores = drafted(head, alone)
@@ -169,14 +165,13 @@ def test_p_eagle_levels_do_not_depend_on_nodes():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_positions_are_relative(kind):
+def test_first_position_does_not_matter(kind):
     assert_same(drafted(double(kind), STATIC, first_position=37), drafted(double(kind), STATIC))
 
 
 @pytest.mark.parametrize("window", [3, 5])
-def test_a_window_ends_where_it_should(window):
-    """The last committed element sees ``window`` elements, itself included; a drafted node at depth d sees
-    d fewer of them."""
+def test_elements_outside_the_window_do_not_matter(window):
+    """The last element sees ``window`` elements, itself included; a drafted node at depth d sees d fewer."""
     head = double("eagle3", sliding_windows=(window,))
     tokens, features = elements(head, 1, 9)
     expected = Run.start(head, 1).draft(CHAIN, tokens, features)[2]
@@ -184,12 +179,12 @@ def test_a_window_ends_where_it_should(window):
         changed = features.clone()
         changed[0, 8 - back] += 1
         scores = Run.start(head, 1).draft(CHAIN, tokens, changed)[2]
-        # Of a single layer, only keys and values tell about other elements.
+        # In a single layer, other elements have an effect only through keys and values.
         assert torch.equal(scores, expected) == (back >= window)
 
 
-def test_a_window_counts_positions_not_slots():
-    """Drafted siblings have keys of their own but share a position: they push nothing out of the window."""
+def test_window_counts_positions_not_slots():
+    """Drafted siblings have slots of their own, but the same position."""
     head = double("eagle3", sliding_windows=(2,))
     chain = drafted(head, TreeConfig(depth=5))
     longest = tuple((0,) * depth for depth in range(1, 6))
@@ -226,13 +221,13 @@ def test_ties_go_to_the_lower_id():
     ],
     ids=str,
 )
-def test_a_config_that_contradicts_itself(kind, options, message):
+def test_contradictory_configs_are_refused(kind, options, message):
     with pytest.raises(ValueError, match=message):
         head_of(kind, **options)
 
 
 @pytest.mark.parametrize("wrong", [-1, 97])
-def test_draft_ids_without_a_target_id(wrong):
+def test_draft_ids_outside_the_vocabulary_are_refused(wrong):
     head = head_of("eagle3")
     targets = head.tensors["draft_to_target"].clone()
     targets[0 if wrong < 0 else -1] = wrong
@@ -240,7 +235,7 @@ def test_draft_ids_without_a_target_id(wrong):
         dataclasses.replace(head, tensors={**head.tensors, "draft_to_target": targets})
 
 
-def test_default_feature_layers():
+def test_default_feature_layers_depend_on_the_kind():
     layers = {
         kind: head_of(kind, feature_layers=None).config.resolved_feature_layers(32)
         for kind in ("eagle1", "eagle3", "no-fc")
@@ -248,7 +243,7 @@ def test_default_feature_layers():
     assert layers == {"eagle1": (-1,), "eagle3": (2, 16, 29), "no-fc": (-1,)}
 
 
-def test_only_tokens_of_the_draft_vocabulary():
+def test_only_tokens_of_the_draft_vocabulary_are_drafted():
     head = double("eagle3")
     reachable = head.tensors["draft_to_target"]
     tokens, parents, _ = drafted(head, TreeConfig(3, 8, 60), rows=3)
@@ -256,7 +251,7 @@ def test_only_tokens_of_the_draft_vocabulary():
 
 
 @pytest.mark.parametrize("tree", [TreeConfig(3, 8, 20), TreeConfig(choices=((0,), (7,), (0, 2)))])
-def test_more_children_than_the_vocabulary_has(tree):
+def test_children_beyond_the_vocabulary_are_inactive(tree):
     head = double("eagle3", draft_vocab_size=3)
     tokens, parents, scores = drafted(head, tree)
     absent = parents[0] == INACTIVE
@@ -266,7 +261,7 @@ def test_more_children_than_the_vocabulary_has(tree):
 
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_of_nan_drafts_nothing(kind, name):
+def test_head_of_nan_drafts_nothing(kind, name):
     head = head_of(kind)
     tensors = {
         key: torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else tensor
@@ -277,7 +272,7 @@ def test_a_head_of_nan_drafts_nothing(kind, name):
     assert (tokens[0, 1:] == 0).all() and (scores[0, 1:] == -torch.inf).all()
 
 
-def test_nan_stays_in_its_row_and_token():
+def test_nan_affects_only_its_row_and_token():
     head = head_of("eagle3")
     tokens, features = elements(head, 2, 5)
     expected = Run.start(head, 2).draft(DYNAMIC, tokens, features)
@@ -287,7 +282,7 @@ def test_nan_stays_in_its_row_and_token():
     assert (given[1][0, 1:] == INACTIVE).all()
     for ours, theirs in zip(given, expected, strict=True):
         assert torch.equal(ours[1], theirs[1])
-    # One row of lm_head: all tokens but that one are drafted.
+    # With NaN in a row of lm_head, all other tokens are drafted.
     lm_head = head.tensors["lm_head.weight"].clone()
     best = (head.tensors["draft_to_target"] == expected[0][0, 1]).nonzero().item()
     lm_head[best] = torch.nan

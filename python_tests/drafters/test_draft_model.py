@@ -1,7 +1,7 @@
-"""``DraftModelDrafter`` beside other drafters, and what its cache holds.
+"""``DraftModelDrafter`` beside other drafters.
 
-Claim: whatever tree the loop verifies in a step, and whether or not the draft model was asked, its next
-draft is what the draft model would write after the text from scratch.
+Claim: after steps with any verified tree, also those of other drafters, its next draft is the draft model's
+continuation of the whole text.
 """
 
 from __future__ import annotations
@@ -19,20 +19,13 @@ LENGTHS = (12, 3, 9, 5)
 
 def greedy(model, drafter, lengths=LENGTHS, max_new_tokens=24, **kwargs):
     ids, mask = prompts(lengths)
-    return specdec_ext.generate(
-        model,
-        ids,
-        attention_mask=mask,
-        drafter=drafter,
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        return_dict_in_generate=True,
-        **kwargs,
-    )
+    kwargs |= dict(attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False)
+    kwargs |= dict(drafter=drafter, return_dict_in_generate=True)
+    return specdec_ext.generate(model, ids, **kwargs)
 
 
 class Checked(DraftModelDrafter):
-    """Every draft must be what the draft model itself would write."""
+    """Checks that each draft is the text of the draft model."""
 
     def __init__(self, model, answers):
         super().__init__(model, num_draft_tokens=4)
@@ -45,18 +38,14 @@ class Checked(DraftModelDrafter):
         for row, drafts in zip(context.rows, tree.tokens[:, 1:].tolist(), strict=True):
             text = torch.tensor([context.text(row)])
             if length:
-                written = self.model.generate(
-                    text,
-                    attention_mask=torch.ones_like(text),  # token 0 is a word here
-                    do_sample=False,
-                    max_new_tokens=length,
-                )
+                kwargs = dict(attention_mask=torch.ones_like(text), do_sample=False)
+                written = self.model.generate(text, max_new_tokens=length, **kwargs)
                 assert drafts == written[0, text.shape[1] :].tolist()
         return tree
 
 
 class BesideOthers(Checked):
-    """Verified is a tree that has the own chain as its last branch, as its first, or not at all."""
+    """The verified tree has its chain as the last branch, as the first, or not at all."""
 
     def propose(self, context):
         own = super().propose(context).tokens[:, 1:].tolist()
@@ -70,8 +59,8 @@ class BesideOthers(Checked):
         return DraftTree.from_paths(context.roots, paths)
 
 
-class NotAlwaysAsked(Checked):
-    """Every third step another drafter's right or wrong chain is verified and this one is not asked."""
+class InSomeSteps(Checked):
+    """In every third step another right or wrong chain is verified, and the draft model does not draft."""
 
     def propose(self, context):
         self.steps = getattr(self, "steps", 0) + 1
@@ -85,8 +74,8 @@ class NotAlwaysAsked(Checked):
 
 
 @pytest.mark.parametrize("draft_model", ["llama", "qwen3"], ids=["right", "wrong"])
-@pytest.mark.parametrize("drafter", [Checked, BesideOthers, NotAlwaysAsked])
-def test_drafts_go_on_from_the_text_whatever_was_verified(drafter, draft_model):
+@pytest.mark.parametrize("drafter", [Checked, BesideOthers, InSomeSteps])
+def test_drafts_continue_the_text_after_any_verified_tree(drafter, draft_model):
     model = tiny_model("llama")
     expected = greedy(model, None).sequences
     made = drafter(tiny_model(draft_model), generated(expected, max(LENGTHS)))
@@ -94,14 +83,14 @@ def test_drafts_go_on_from_the_text_whatever_was_verified(drafter, draft_model):
     assert made.asked > 3
 
 
-def test_a_long_pause_is_caught_up_in_blocks(monkeypatch):
-    """Rows that are 20 and 9 tokens behind, read 4 at a time."""
+def test_missed_tokens_are_read_in_blocks(monkeypatch):
+    """Rows that are 20 and 9 tokens behind read 4 tokens at a time."""
     monkeypatch.setattr(draft_model, "BLOCK_TOKENS", 4)
     model = tiny_model("llama")
     expected = greedy(model, None, max_new_tokens=40).sequences
     answers = generated(expected, max(LENGTHS))
 
-    class AskedLate(Checked):
+    class Late(Checked):
         def propose(self, context):
             lengths = [len(context.generated[row]) for row in context.rows]
             if max(lengths) > 20:
@@ -112,13 +101,13 @@ def test_a_long_pause_is_caught_up_in_blocks(monkeypatch):
             ]
             return DraftTree.from_paths(context.roots, paths)
 
-    made = AskedLate(model, answers)
+    made = Late(model, answers)
     assert torch.equal(greedy(model, made, max_new_tokens=40).sequences, expected)
     assert made.asked > 3
 
 
-def test_drafts_end_where_the_draft_models_positions_end():
-    """Rejected drafts take no positions: with 32 of them the last draft is of the 32nd token."""
+def test_drafts_end_at_the_last_position_of_the_draft_model():
+    """Rejected drafts use no positions: with 32 of them the last draft is of the 32nd token."""
     roots_of_drafts = []
 
     class Watched(DraftModelDrafter):

@@ -1,6 +1,6 @@
-"""The order of work of the fused draft_head, as its kernel walks it: complete, minimal and balanced.
+"""The order of work of the fused draft_head is complete, minimal and balanced for heads of published sizes.
 
-The sequences themselves are checked in ``csrc/selftest/draft_plan.cpp``; here heads of published sizes.
+``csrc/selftest/draft_plan.cpp`` tests the sequences.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from specdec_ext.tree.config import TreeConfig
 
 CHAIN = TreeConfig(depth=5)
 TREE = TreeConfig(depth=8, top_k=5, num_nodes=60)
-# Blocks, and by how much the busiest one may exceed the mean over a level. The remainders of all matrices
-# go to the same blocks, which 142 of them show most.
+# Number of blocks -> limit of the largest load of a block over the mean in a level. The remainders of all
+# matrices go to the same blocks, which has the largest effect with 142 blocks.
 BALANCE = {132: 1.05, 114: 1.05, 108: 1.05, 142: 1.065}
 
 
 def streamed(config, level: list[Phase], num_blocks: int) -> np.ndarray:
-    """Bytes of 16-bit weights that each block streams in the phases of a level."""
+    """The bytes of 16-bit weights that each block streams in the phases of a level."""
     found = matrices(config)
     total = np.zeros(num_blocks)
     for phase in level:
@@ -31,7 +31,7 @@ def streamed(config, level: list[Phase], num_blocks: int) -> np.ndarray:
     return total
 
 
-def test_phases_of_a_chain():
+def test_phases_of_a_chain_are_in_order():
     order = phases(HEADS["8b"], TreeConfig(depth=2), num_new=3)
     assert order[:4] == [
         Phase("new", 0, "fc", 0, 0, 3),
@@ -44,15 +44,14 @@ def test_phases_of_a_chain():
     assert len(order) == 3 + 6 + 8
 
 
-def test_widths():
+def test_widths_are_those_of_the_levels():
     assert widths(CHAIN) == [1] * 5
     assert widths(TREE) == [1] + [5] * 7
     assert widths(TreeConfig(choices=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)))) == [1, 2, 1]
     assert widths(TreeConfig(depth=6, num_nodes=3)) == [1, 1]
 
 
-def test_the_matrices_are_the_heads():
-    """Counted from the tensors that a head has."""
+def test_matrices_are_those_of_the_head():
     for config in HEADS.values():
         shapes = config.tensor_shapes()
         expected = sum(a * b for a, b in (shape for shape in shapes.values() if len(shape) == 2))
@@ -64,7 +63,7 @@ def test_the_matrices_are_the_heads():
 
 @pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", HEADS)
-def test_a_level_streams_every_row_once(name, tree):
+def test_level_streams_every_row_once(name, tree):
     config = HEADS[name]
     found = matrices(config)
     for number, level in enumerate(levels(phases(config, tree, num_new=6))):
@@ -80,12 +79,12 @@ def test_a_level_streams_every_row_once(name, tree):
 
 @pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", HEADS)
-def test_a_draft_streams_what_it_needs(name, tree):
+def test_draft_streams_no_more_than_it_needs(name, tree):
     config = HEADS[name]
     order = phases(config, tree, num_new=6)
     total = sum(streamed(config, level, 132).sum() for level in levels(order))
     assert 1 <= total / needed_bytes(config, tree) <= 1.01
-    # 40 new elements are two passes through fc and projections, and one through all else.
+    # 40 new elements need two passes through fc and projections, and one through all others.
     more = sum(
         streamed(config, level, 132).sum() for level in levels(phases(config, tree, num_new=40))
     )
@@ -95,15 +94,15 @@ def test_a_draft_streams_what_it_needs(name, tree):
 
 @pytest.mark.parametrize("num_blocks", BALANCE)
 @pytest.mark.parametrize("name", HEADS)
-def test_blocks_stream_alike(name, num_blocks):
+def test_blocks_are_balanced(name, num_blocks):
     config = HEADS[name]
     _, level = levels(phases(config, TreeConfig(depth=2), num_new=3))
     each = streamed(config, level, num_blocks)
     assert each.max() <= BALANCE[num_blocks] * each.mean()
 
 
-def test_panels():
-    """14 pairs are 28 tiles, read from inputs four times; 13 pairs as often."""
+def test_panels_of_a_worked_example():
+    """14 pairs are 28 tiles, which read the inputs four times, as 13 pairs do."""
     matrix = Matrix(2 * 27 * 8, 64, is_paired=True)
     assert matrix.rows(2).tolist() == [13 * 16, 14 * 16]
     assert matrix.panels(2) == 8
@@ -124,6 +123,6 @@ def test_panels():
         (lambda: _host.draft_tiles(9, 2, is_paired=True), "outs of a pair must be even, got 9"),
     ],
 )
-def test_numbers_out_of_range(call, message):
+def test_numbers_out_of_range_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -1,7 +1,7 @@
-"""``HeadDrafter`` emits what plain decoding emits, and gives its head what the specification asks for.
+"""``HeadDrafter`` has the text of plain decoding, and its head reads the right inputs.
 
-The second claim is what speed hangs on and what emitted text can't show: every tree that is proposed must be
-the one that a fresh head drafts from the whole text so far and transformers' own hidden states of it.
+The emitted text does not show wrong inputs of a head, so every proposed tree is compared with the draft of a
+new head that reads the whole text and transformers' own hidden states.
 """
 
 from __future__ import annotations
@@ -32,15 +32,12 @@ SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 20, "seed": 5}
 def plain(lengths: tuple[int, ...] = LENGTHS, side: str = "left", new: int = NEW, **options):
     """``(input_ids, attention_mask, sequences)`` of plain decoding."""
     ids, mask = prompts(lengths, side=side)
-    sequences = specdec_ext.generate(
-        tiny_model("llama"),
-        ids,
-        attention_mask=mask,
-        drafter=None,
-        max_new_tokens=new,
-        **options,
-    )
-    return ids, mask, sequences
+    return ids, mask, text_of(ids, mask, None, max_new_tokens=new, **options)
+
+
+def text_of(ids, mask, drafter, name: str = "llama", **kwargs):
+    kwargs = dict(max_new_tokens=NEW, attention_mask=mask, drafter=drafter) | kwargs
+    return specdec_ext.generate(tiny_model(name), ids, **kwargs)
 
 
 def answers(sequences, columns):
@@ -48,10 +45,10 @@ def answers(sequences, columns):
 
 
 class Watched(specdec_ext.Drafter):
-    """Proposes mostly right tokens, behind wrong ones, and keeps what the head would have proposed.
+    """Proposes partly right trees, and keeps the head's trees.
 
-    So rows move on by several tokens per step, along any nodes and at their own pace, with a head that knows
-    nothing.
+    So rows emit several tokens in a step, along different nodes and at different paces, although the head is
+    random.
     """
 
     def __init__(self, drafter: HeadDrafter, right: list[list[int]], every: int = 1):
@@ -85,33 +82,28 @@ class Watched(specdec_ext.Drafter):
 
 
 def expected_tree(head, tree, model, text, held=0):
-    """What a fresh head drafts after ``text``, of which the first ``held`` tokens have no features."""
+    """The draft of a new head after ``text``, whose first ``held`` tokens have no features."""
     ids = torch.tensor([text])
     with torch.no_grad():
         states = model(ids, output_hidden_states=True).hidden_states
     layers = head.config.feature_layers
     features = torch.cat([states[layer] for layer in layers], dim=-1)[:, held:-1]
-    run = Run.start(
-        head,
-        1,
-        embedding=model.get_input_embeddings().weight.detach(),
-        lm_head=model.get_output_embeddings().weight.detach(),
-        first_position=held,
-    )
+    embedding = model.get_input_embeddings().weight.detach()
+    lm_head = model.get_output_embeddings().weight.detach()
+    run = Run.start(head, 1, embedding=embedding, lm_head=lm_head, first_position=held)
     tokens, parents, _ = run.draft(tree, ids[:, held + 1 :], features)
     return tokens[0].tolist(), parents[0].tolist()
 
 
 def assert_as_specified(watched, model, prompt_texts, sequences, columns, held=None):
-    """Every tree that was proposed is the expected one; there are some after long accepts."""
+    """Check that every proposed tree is the expected one."""
     drafter = watched.drafter
     for (row, done), (tokens, parents) in watched.trees.items():
         if len(tokens) == 1:
             continue
         text = prompt_texts[row] + sequences[row, columns : columns + done].tolist()
-        expected = expected_tree(
-            drafter.head, drafter.tree, model, text, 0 if held is None else held[row]
-        )
+        first = 0 if held is None else held[row]
+        expected = expected_tree(drafter.head, drafter.tree, model, text, first)
         assert (tokens, parents) == expected, f"row {row} after {done} tokens"
     assert sum(len(tokens) > 1 for tokens, _ in watched.trees.values()) > 2 * len(prompt_texts)
 
@@ -122,28 +114,22 @@ def texts_of(ids, mask):
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_lossless(kind, tree):
-    model, drafter = tiny_model("llama"), HeadDrafter(head_of(kind), TREES[tree])
+def test_every_kind_has_the_text_of_plain_decoding(kind, tree):
+    drafter = HeadDrafter(head_of(kind), TREES[tree])
     for options in ({}, SAMPLED):
         ids, mask, expected = plain(new=8, **options)
-        given = specdec_ext.generate(
-            model, ids, attention_mask=mask, drafter=drafter, max_new_tokens=8, **options
-        )
-        assert torch.equal(given, expected)
+        assert torch.equal(text_of(ids, mask, drafter, max_new_tokens=8, **options), expected)
 
 
 @pytest.mark.parametrize("draft_vocab", [40, 90])
-def test_a_target_with_more_tokens_than_the_head_was_made_for(draft_vocab):
-    """Embeddings get padded. The target's 97 are read, of the head's 90 all or a part are drafted."""
+def test_target_may_have_more_tokens_than_the_head(draft_vocab):
+    """Embeddings may be padded. All 97 tokens of the target are read; some of the head's 90 are drafted."""
     head = random_head(vocab_size=90, draft_vocab_size=draft_vocab, feature_layers=(0, 1, 2))
     model, (ids, mask, sequences) = tiny_model("llama"), plain((5, 9, 3))
     watched = Watched(HeadDrafter(head, TREES["dynamic"]), answers(sequences, ids.shape[1]))
-    with pytest.warns(
-        UserWarning, match="trained for a vocabulary of 90 tokens, but the target has 97"
-    ):
-        given = specdec_ext.generate(
-            model, ids, attention_mask=mask, drafter=watched, max_new_tokens=NEW
-        )
+    message = "trained for a vocabulary of 90 tokens, but the target has 97"
+    with pytest.warns(UserWarning, match=message):
+        given = text_of(ids, mask, watched)
     assert torch.equal(given, sequences) and int(given.max()) >= 90
     assert_as_specified(watched, model, texts_of(ids, mask), sequences, ids.shape[1])
 
@@ -155,50 +141,40 @@ def test_a_target_with_more_tokens_than_the_head_was_made_for(draft_vocab):
         ((head_of("eagle3"), 5), "tree is a int; expected a TreeConfig"),
     ],
 )
-def test_other_arguments(arguments, message):
+def test_other_arguments_are_refused(arguments, message):
     with pytest.raises(TypeError, match=message):
         HeadDrafter(*arguments)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_single_row_is_lossless(kind):
-    drafter = HeadDrafter(head_of(kind))
-    ids, _, expected = plain((6,))
-    given = specdec_ext.generate(tiny_model("llama"), ids, drafter=drafter, max_new_tokens=NEW)
-    assert torch.equal(given, expected)
+def test_single_row_has_the_text_of_plain_decoding(kind):
+    ids, mask, expected = plain((6,))
+    assert torch.equal(text_of(ids, mask, HeadDrafter(head_of(kind))), expected)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_target_is_served(name):
+def test_every_target_has_the_text_of_plain_decoding(name):
     """Windows, scaled embeddings, soft caps, partial rotation, another list of layers."""
-    model = tiny_model(name)
     ids, mask = prompts(LENGTHS)
     drafter = HeadDrafter(head_of("eagle3"), TREES["static"])
-    texts = [
-        specdec_ext.generate(model, ids, attention_mask=mask, drafter=each, max_new_tokens=10)
-        for each in (None, drafter)
-    ]
+    texts = [text_of(ids, mask, each, name, max_new_tokens=10) for each in (None, drafter)]
     assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_proposals_are_those_of_a_fresh_head(kind, side):
+def test_proposals_are_those_of_a_new_head(kind, side):
     model = tiny_model("llama")
     tree = TREES[["chain", "static", "dynamic"][len(kind) % 3]]
     ids, mask, sequences = plain((5, 9, 3), side)
     watched = Watched(HeadDrafter(head_of(kind), tree), answers(sequences, ids.shape[1]))
-    given = specdec_ext.generate(
-        model, ids, attention_mask=mask, drafter=watched, max_new_tokens=NEW
-    )
-    assert torch.equal(given, sequences)
+    assert torch.equal(text_of(ids, mask, watched), sequences)
     assert_as_specified(watched, model, texts_of(ids, mask), sequences, ids.shape[1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
-def test_proposals_at_random(seed):
-    """Any kind, tree, batch, padding and pace; rows end where they may."""
+def test_random_proposals_are_those_of_a_new_head(seed):
     choose = random.Random(seed)
     model, kind = tiny_model(choose.choice(["llama", "qwen3"])), choose.choice(list(KINDS))
     lengths = [choose.randint(1, 40) for _ in range(choose.randint(1, 6))]
@@ -219,63 +195,49 @@ def test_proposals_at_random(seed):
             assert drafted == expected_tree(watched.drafter.head, tree, model, text), (row, done)
 
 
-def test_a_head_that_is_asked_now_and_then_catches_up():
+def test_head_that_drafts_in_some_steps_catches_up():
     model = tiny_model("llama")
     ids, mask, sequences = plain((5, 9, 3), new=30)
     drafter = HeadDrafter(head_of("eagle3.1"), TREES["dynamic"])
     watched = Watched(drafter, answers(sequences, ids.shape[1]), every=2)
-    specdec_ext.generate(model, ids, attention_mask=mask, drafter=watched, max_new_tokens=30)
+    text_of(ids, mask, watched, max_new_tokens=30)
     assert_as_specified(watched, model, texts_of(ids, mask), sequences, ids.shape[1])
 
 
-def test_rows_that_end_leave_the_others_alone():
-    """One row ends after 4 tokens, in the middle of what could be accepted; the others go on as before."""
+def test_proposals_after_a_row_has_ended_are_those_of_a_new_head():
+    """The row ends inside a draft."""
     model = tiny_model("llama")
     ids, mask, sequences = plain((5, 9, 3))
     columns = ids.shape[1]
     stop = int(sequences[0, columns + 3])
-    options = {"eos_token_id": stop, "pad_token_id": 0, "max_new_tokens": NEW}
-    expected = specdec_ext.generate(model, ids, attention_mask=mask, drafter=None, **options)
+    options = {"eos_token_id": stop, "pad_token_id": 0}
+    expected = text_of(ids, mask, None, **options)
     assert not torch.equal(expected, sequences[:, : expected.shape[1]])
     right = answers(sequences, columns)
     watched = Watched(HeadDrafter(head_of("qk-norm-window"), TREES["static"]), right)
-    options["speculation"] = "fixed"
-    given = specdec_ext.generate(model, ids, attention_mask=mask, drafter=watched, **options)
-    assert torch.equal(given, expected)
+    assert torch.equal(text_of(ids, mask, watched, speculation="fixed", **options), expected)
     assert_as_specified(watched, model, texts_of(ids, mask), sequences, columns)
     ended = min(row.index(stop) + 1 if stop in row else NEW for row in right)
     assert max(done for row, done in watched.trees if row == 0) <= ended
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_second_turn_begins_where_the_cache_ends(side):
-    """The first turn's text has no features: the head begins behind it, at the right positions."""
+def test_head_begins_behind_a_filled_cache(side):
+    """The text in the cache has no features; the head's positions count it."""
     model = tiny_model("llama")
     ids, mask, _ = plain((5, 9, 3), side)
     cache = DynamicCache(config=model.config)
-    turn = specdec_ext.generate(
-        model, ids, attention_mask=mask, past_key_values=cache, drafter=None, max_new_tokens=5
-    )
+    turn = text_of(ids, mask, None, past_key_values=cache, max_new_tokens=5)
     question, _ = prompts((4, 4, 4), seed=9)
     ids = torch.cat([turn, question], dim=1)
     mask = torch.cat([mask, torch.ones(3, ids.shape[1] - mask.shape[1], dtype=torch.long)], dim=1)
-    expected = specdec_ext.generate(
-        model, ids, attention_mask=mask, drafter=None, max_new_tokens=NEW
-    )
+    expected = text_of(ids, mask, None)
     held = mask[:, : cache.get_seq_length()].sum(dim=1).tolist()
-    # A rope type for which positions are more than distances.
+    # With this rope type absolute positions matter.
     rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
     head = head_of("qk-norm-window", max_positions=8, rope_parameters=rope)
     watched = Watched(HeadDrafter(head, TREES["dynamic"]), answers(expected, ids.shape[1]))
-    given = specdec_ext.generate(
-        model,
-        ids,
-        attention_mask=mask,
-        past_key_values=cache,
-        drafter=watched,
-        max_new_tokens=NEW,
-    )
-    assert torch.equal(given, expected)
+    assert torch.equal(text_of(ids, mask, watched, past_key_values=cache), expected)
     assert_as_specified(watched, model, texts_of(ids, mask), expected, ids.shape[1], held)
 
 
@@ -306,13 +268,13 @@ def test_after_a_rest_the_head_begins_anew(side):
 
 
 def added(values):
-    """Sum of numbers, or of lists of numbers by position."""
+    """The sum of numbers, or of lists of numbers by position."""
     if isinstance(values[0], list):
         return [sum(column) for column in itertools.zip_longest(*values, fillvalue=0)]
     return sum(values)
 
 
-def test_a_trained_head_is_accepted_as_often_alone_as_in_a_batch():
+def test_drafts_are_accepted_as_often_in_a_batch_as_alone():
     model = tiny_model("llama")
     ids, mask, sequences = plain(new=30)
     texts = [
@@ -323,44 +285,33 @@ def test_a_trained_head_is_accepted_as_often_alone_as_in_a_batch():
     head = trained_head(model, tuple(tuple(text[:shortest]) for text in texts))
     for tree in TREES.values():
         drafter = HeadDrafter(head, tree)
-
-        def run(row_ids, row_mask, drafter=drafter):
-            return specdec_ext.generate(
-                model,
-                row_ids,
-                attention_mask=row_mask,
-                drafter=drafter,
-                speculation="fixed",
-                max_new_tokens=30,
-                return_dict_in_generate=True,
-            )
-
-        batch = run(ids, mask)
+        kwargs = dict(speculation="fixed", max_new_tokens=30, return_dict_in_generate=True)
+        batch = text_of(ids, mask, drafter, **kwargs)
         assert torch.equal(batch.sequences, sequences)
         alone = [
-            run(torch.tensor([text[:length]]), None).speculation_stats
+            text_of(torch.tensor([text[:length]]), None, drafter, **kwargs).speculation_stats
             for text, length in zip(texts, LENGTHS, strict=True)
         ]
         stats = batch.speculation_stats
         for name in ("steps", "accepted_tokens", "draft_tokens", "accepted_per_position"):
             assert getattr(stats, name) == added([getattr(each, name) for each in alone]), name
         assert stats.accepted_tokens / stats.steps > 1
-        # The last level, where keys and values of several drafted levels count, is accepted, too.
+        # Also at the last level, which depends on keys and values of several drafted levels.
         assert min(stats.accepted_per_position[:3]) > 10
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_cache_and_tables_grow(tree, monkeypatch):
+def test_cache_and_rope_tables_grow(tree, monkeypatch):
     monkeypatch.setattr("specdec_ext.drafters.head_cache.STEP", 1)
     model = tiny_model("llama")
     ids, mask, sequences = plain((5, 9, 3))
     head = head_of("qk-norm-window", max_positions=8)
     watched = Watched(HeadDrafter(head, TREES[tree]), answers(sequences, ids.shape[1]))
-    specdec_ext.generate(model, ids, attention_mask=mask, drafter=watched, max_new_tokens=NEW)
+    text_of(ids, mask, watched)
     assert_as_specified(watched, model, texts_of(ids, mask), sequences, ids.shape[1])
 
 
-def test_rows_that_ended_are_not_read():
+def test_elements_of_ended_rows_are_skipped():
     features = torch.rand(3, 2, 4)
     steps = [
         Elements([0, 1, 2], [[0, 1], [2], [4, 5]], [features]),
@@ -373,7 +324,7 @@ def test_rows_that_ended_are_not_read():
 
 @pytest.mark.parametrize("rows", [[0], [1, 0]])
 def test_elements_of_even_and_uneven_steps_are_joined(rows):
-    """Token t has the features t and 10 t, whatever steps it came in."""
+    """Token t has the features t and 10 t."""
     steps, texts = [], {row: [] for row in rows}
     for number, counts in enumerate([(1, 1), (1, 1), (2, 1), (2, 2), (1, 1)]):
         tokens = [[10 * number + 5 * i + j for j in range(counts[i])] for i in range(len(rows))]
@@ -389,8 +340,8 @@ def test_elements_of_even_and_uneven_steps_are_joined(rows):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_dtypes_of_the_target(dtype):
-    """In float16 the CPU computes the head in float32; the text stays the target's."""
+def test_target_may_have_16_bits(dtype):
+    """With float16 the CPU computes the head in float32."""
     model = tiny_model("llama", dtype=dtype)
     ids, mask = prompts((5, 9))
     drafter = HeadDrafter(head_of("eagle1"), TREES["dynamic"])
@@ -398,20 +349,18 @@ def test_dtypes_of_the_target(dtype):
     assert given.shape == (2, 17)
 
 
-def test_one_drafter_serves_several_targets():
-    """A head that shares the target's embedding takes the new target's when the target changes."""
+def test_drafter_may_be_used_with_several_targets():
+    """A head that shares the target's embedding uses that of the present target."""
     drafter = HeadDrafter(head_of("eagle1"), TREES["chain"])
     ids, _ = prompts((6,))
     for name in ("llama", "qwen3", "llama"):
-        model = tiny_model(name)
-        expected = specdec_ext.generate(model, ids, drafter=None, max_new_tokens=10)
-        assert torch.equal(
-            specdec_ext.generate(model, ids, drafter=drafter, max_new_tokens=10), expected
-        )
-        assert drafter._bound.embedding.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+        texts = [text_of(ids, None, each, name, max_new_tokens=10) for each in (None, drafter)]
+        assert torch.equal(*texts)
+        weight = tiny_model(name).get_input_embeddings().weight
+        assert drafter._bound.embedding.data_ptr() == weight.data_ptr()
 
 
-def test_a_pair_that_does_not_fit():
+def test_head_of_another_target_is_refused():
     model = tiny_model("llama")
     ids, _ = prompts((4,))
     wide = random_head("eagle3", target_hidden_size=48, feature_layers=(0, 1, 2))
@@ -423,9 +372,9 @@ def test_a_pair_that_does_not_fit():
         specdec_ext.generate(model, ids, drafter=HeadDrafter(head), max_new_tokens=4)
 
 
-def test_a_shared_weight_that_is_not_plain():
+def test_quantised_shared_weight_is_refused():
     class Packed(torch.nn.Parameter):
-        """Stands for the tensor subclasses of quantisation libraries."""
+        """As the tensor subclasses of quantisation libraries."""
 
     model = tiny_model("gpt2")
     embedding = model.get_input_embeddings()
@@ -433,15 +382,14 @@ def test_a_shared_weight_that_is_not_plain():
     try:
         embedding.weight = torch.nn.Parameter(plain_weight.detach(), requires_grad=False)
         embedding.weight.__class__ = Packed
-        with pytest.raises(
-            ValueError, match=r"no embedding of its own, and the target's is a Packed"
-        ):
+        message = "no embedding of its own, and the target's is a Packed"
+        with pytest.raises(ValueError, match=message):
             HeadDrafter(head_of("eagle1")).feature_layers(model)
     finally:
         embedding.weight = plain_weight
 
 
-def test_default_trees():
+def test_default_tree_depends_on_device_and_rows():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert [default_tree(cpu, rows).depth for rows in (1, 2)] == [5, 3]
     assert default_tree(cuda, 1) == TreeConfig(depth=6, top_k=10, num_nodes=60)

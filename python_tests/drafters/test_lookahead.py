@@ -1,11 +1,12 @@
-"""``LookaheadDrafter``: the window, the pool, the tree of both, and lossless text."""
+"""``LookaheadDrafter``: its window, its pool, the tree of both, and lossless text."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from lossless import check_same_text, every_batch, every_decoding, generate
-from tiny import VOCAB, counting_model, prompts, tiny_model
+from drafting_contexts import context_of, started
+from lossless import check_same_text, every_decoding, generate
+from tiny import VOCAB, counting_model, every_batch, prompts
 
 import specdec_ext
 from specdec_ext import DraftTree, LookaheadDrafter
@@ -17,7 +18,7 @@ from specdec_ext.tree.draft_tree import TreeBuilder
 # ---------------------------------------------------------------- the window
 
 
-def test_a_window_fills_and_then_moves():
+def test_window_fills_and_then_moves():
     window = Window([7], columns=2, ngram=3)
     assert (window.levels, window.depth) == ([[7, 7, 7]], 3)
     assert window.advance([1, 2, 3]) == []
@@ -26,8 +27,8 @@ def test_a_window_fills_and_then_moves():
     assert (window.levels, window.depth) == ([[2, 3], [4, 5]], 3)
 
 
-def test_the_tree_of_a_window_is_the_mask_of_the_paper():
-    """Element j of a level sees the root, elements 0 to j of level 0 and its own column above itself."""
+def test_tree_of_a_window_has_the_mask_of_the_paper():
+    """Element j of a level sees the root, elements 0 to j of level 0 and the elements above it."""
     window = Window([0], columns=3, ngram=4)
     window.levels = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
     tree = TreeBuilder(0)
@@ -56,7 +57,7 @@ def test_elements_with_equal_paths_are_one_node():
 # ---------------------------------------------------------------- the pool
 
 
-def test_a_pool_keeps_the_latest():
+def test_pool_keeps_the_latest_n_grams():
     pool = NgramPool(ngram=3, size=2)
     pool.add_text([1, 2, 3, 1, 2, 4])
     assert pool.guesses(1) == [(2, 4), (2, 3)]
@@ -70,18 +71,9 @@ def test_a_pool_keeps_the_latest():
 # ---------------------------------------------------------------- proposals
 
 
-def context_of(texts: list[list[int]], max_length: int = 100) -> Context:
-    """A call whose rows have these texts; the last token is generated."""
-    width = max(map(len, texts)) - 1
-    ids = torch.tensor([[0] * (width - len(text) + 1) + text[:-1] for text in texts])
-    mask = torch.tensor([[0] * (width - len(text) + 1) + [1] * (len(text) - 1) for text in texts])
-    context = Context(ids, mask, 0, max_length, draw=None, sample=None)
-    context.generated = [text[-1:] for text in texts]
-    return context
-
-
-def started(drafter: LookaheadDrafter, context: Context) -> LookaheadDrafter:
-    drafter.start(context, tiny_model("llama"), None)
+def reading(drafter: LookaheadDrafter, context: Context) -> LookaheadDrafter:
+    """The drafter with windows and pools of all rows."""
+    started(drafter, context)
     for row in context.rows:
         drafter._learn(context, row)
     return drafter
@@ -89,13 +81,13 @@ def started(drafter: LookaheadDrafter, context: Context) -> LookaheadDrafter:
 
 def test_guesses_and_window_make_one_tree():
     context = context_of([[3, 5, 6, 3, 5, 7, 3]])
-    drafter = started(LookaheadDrafter(window=2, ngram=3, guesses=4), context)
+    drafter = reading(LookaheadDrafter(window=2, ngram=3, guesses=4), context)
     drafter._windows[0].levels = [[5, 8], [7, 9]]
     tree = drafter.propose(context)
-    # guesses 5 7 and 5 6; window 5 8 below the root, 7 below 5 (a guess, too), 9 below 8
+    # The guesses are 5 7 and 5 6. In the window 5 and 8 are below the root, 7 is below 5, 9 below 8.
     assert tree.tokens.tolist() == [[3, 5, 7, 6, 8, 9]]
     assert tree.parents.tolist() == [[-1, 0, 1, 1, 1, 4]]
-    # The target's choices are read at nodes 2 and 5.
+    # The window reads the target's tokens at nodes 2 and 5.
     logits = torch.zeros(1, 6, VOCAB)
     logits[0, 2, 11] = logits[0, 5, 12] = logits[0, 0, 90] = 1
     drafter.commit(context, None, TargetOutput(logits))
@@ -105,21 +97,21 @@ def test_guesses_and_window_make_one_tree():
 
 
 @pytest.mark.parametrize(("room", "nodes"), [(4, 5), (3, 1)])
-def test_a_window_that_would_be_cut_is_left_out(room, nodes):
-    """Its last elements are at depth 3, of use to a row that may emit four tokens."""
+def test_window_is_left_out_if_it_would_be_cut(room, nodes):
+    """Its last elements are at depth 3, so the row must have room for four tokens."""
     context = context_of([[4, 5]], max_length=2 + room)
-    drafter = started(LookaheadDrafter(window=2, ngram=3), context)
+    drafter = reading(LookaheadDrafter(window=2, ngram=3), context)
     drafter._windows[0].levels = [[6, 7], [8, 9]]
     tree = drafter.propose(context)
     assert context.remaining == [room] and tree.num_nodes == nodes
     assert tree.pruned([room - 1]).num_nodes == nodes
 
 
-def test_a_step_in_which_nobody_asks_moves_no_window():
-    """Beside another drafter: nodes of the tree before are none of the tree that was verified instead."""
+def test_window_does_not_move_in_a_step_of_another_drafter():
+    """The verified tree does not have the nodes of its last proposal."""
     context = context_of([[3, 5, 6]])
-    drafter = started(LookaheadDrafter(window=4, ngram=3), context)
-    other = TargetOutput(torch.zeros(1, 1, VOCAB))  # of a tree of one node
+    drafter = reading(LookaheadDrafter(window=4, ngram=3), context)
+    other = TargetOutput(torch.zeros(1, 1, VOCAB))  # for a tree of one node
     drafter.commit(context, None, other)
     tree = drafter.propose(context)
     drafter.commit(context, None, TargetOutput(torch.zeros(1, tree.num_nodes, VOCAB)))
@@ -130,28 +122,27 @@ def test_a_step_in_which_nobody_asks_moves_no_window():
     assert drafter.propose(context).num_nodes > 1
 
 
-def test_text_of_the_row_itself_is_guessed():
+def test_n_grams_of_the_generated_text_are_guessed():
     context = context_of([[1, 2, 3]])
-    drafter = started(LookaheadDrafter(window=0, ngram=3), context)
+    drafter = reading(LookaheadDrafter(window=0, ngram=3), context)
     for token in (1, 4, 1, 2):
         drafter.propose(context)
         context.emit([0], [token])
     assert drafter.propose(context).tokens.tolist() == [[2, 3, 1]]
     context.emit([0], [1])
-    tree = drafter.propose(context)  # 1 2 1, 1 4 1 and 1 2 3
+    tree = drafter.propose(context)  # of 1 2 1, 1 4 1 and 1 2 3
     assert tree.tokens.tolist() == [[1, 2, 1, 4, 1, 3]]
     assert tree.parents.tolist() == [[-1, 0, 1, 0, 3, 1]]
 
 
-def test_a_row_in_a_batch_is_drafted_for_as_if_alone():
+def test_drafts_of_a_row_do_not_depend_on_the_others():
     lengths, steps = (9, 3, 6), 5
-    texts = [
-        row[-length:].tolist() for row, length in zip(prompts((9,) * 3)[0], lengths, strict=True)
-    ]
+    rows = prompts((9,) * 3)[0]
+    texts = [row[-length:].tolist() for row, length in zip(rows, lengths, strict=True)]
 
     def trees(texts: list[list[int]]) -> list[list[tuple[list[int], list[int]]]]:
         context = context_of(texts)
-        drafter = started(LookaheadDrafter(), context)
+        drafter = reading(LookaheadDrafter(), context)
         found: list = [[] for _ in texts]
         for step in range(steps):
             tree = drafter.propose(context)
@@ -176,53 +167,38 @@ def test_a_row_in_a_batch_is_drafted_for_as_if_alone():
 )
 @every_batch
 @every_decoding
-def test_the_text_of_plain_decoding(batch, decoding, settings):
+def test_text_is_that_of_plain_decoding(batch, decoding, settings):
     stats = check_same_text(LookaheadDrafter(**settings), batch, decoding)
     assert settings.get("window", 5) == 0 or stats.draft_tokens > 0
 
 
-def count(window: int, guesses: int = 5):
-    """Count from 11 on to 50; of the prompt only 20 is ahead of the text."""
-    output = specdec_ext.generate(
-        counting_model(),
-        torch.tensor([[20, 10]]),
-        drafter=LookaheadDrafter(window=window, ngram=4, guesses=guesses),
-        speculation="fixed",
-        max_new_tokens=40,
-        do_sample=False,
-        return_dict_in_generate=True,
-    )
-    assert output.sequences[0, 2:].tolist() == list(range(11, 51))
-    return output.speculation_stats
+def count(prompt: list[int], window: int, new_tokens: int):
+    """(text, counters) of the counting model after a prompt."""
+    kwargs = dict(max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True)
+    kwargs |= dict(drafter=LookaheadDrafter(window=window, ngram=4), speculation="fixed")
+    output = specdec_ext.generate(counting_model(), torch.tensor([prompt]), **kwargs)
+    return output.sequences[0, len(prompt) :].tolist(), output.speculation_stats
 
 
-def test_the_window_finds_text_that_was_never_seen():
-    """A column that starts with 20 counts on from there: when the text comes to 20, n-grams are there.
+def test_window_finds_n_grams_that_the_text_does_not_have():
+    """A column that begins with 20 counts from there, and its n-grams are ready when the text reaches 20.
 
-    Three guesses are right to their end and bring a bonus token each. Then the text has overtaken the column.
+    Three guesses are right to their end, each with a bonus token. Then the text has overtaken the column.
     """
-    without, with_window = count(window=0), count(window=5)
+    (text, without), (same_text, with_window) = (count([20, 10], window, 40) for window in (0, 5))
+    assert text == same_text == list(range(11, 51))
     assert (without.steps, without.accepted_tokens) == (39, 0)
     assert (with_window.steps, with_window.accepted_tokens) == (30, 9)
 
 
-def test_the_n_grams_of_the_prompt_are_guessed():
-    model = counting_model()
-    output = specdec_ext.generate(
-        model,
-        torch.tensor([[*range(30, 70), 29]]),
-        drafter=LookaheadDrafter(window=0, ngram=4),
-        speculation="fixed",
-        max_new_tokens=33,
-        do_sample=False,
-        return_dict_in_generate=True,
-    )
-    # 30 after the prompt, then eight times a guess of three and the bonus
-    assert output.sequences[0, 41:].tolist() == list(range(30, 63))
-    assert (output.speculation_stats.steps, output.speculation_stats.accepted_tokens) == (8, 24)
+def test_n_grams_of_the_prompt_are_guessed():
+    """After 30, eight steps accept a guess of three tokens and emit one more."""
+    text, stats = count([*range(30, 70), 29], 0, 33)
+    assert text == list(range(30, 63))
+    assert (stats.steps, stats.accepted_tokens) == (8, 24)
 
 
-def test_by_name():
+def test_drafter_can_be_named():
     assert generate("lookahead", "one", "greedy").speculation_stats.drafter == "LookaheadDrafter"
 
 
@@ -234,10 +210,10 @@ def test_by_name():
         ({"guesses": 0}, "guesses must be at least 1, got 0"),
     ],
 )
-def test_bad_arguments(arguments, message):
+def test_invalid_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         LookaheadDrafter(**arguments)
 
 
-def test_an_empty_batch_of_builders():
+def test_tree_of_no_builders_is_empty():
     assert DraftTree.from_builders([]).tokens.shape == (0, 1)

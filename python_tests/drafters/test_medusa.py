@@ -1,6 +1,6 @@
 """``MedusaDrafter``: guesses, static, dynamic and chain trees, the default tree, and lossless text.
 
-``counting_heads`` continue the counting model without error, so every guess of theirs is accepted.
+All guesses of ``counting_heads`` are right for the counting model.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import itertools
 
 import pytest
 import torch
-from lossless import check_same_text, every_batch, every_decoding
+from drafting_contexts import context_of
+from lossless import check_same_text, every_decoding
 from medusa_cases import HIDDEN, random_heads
-from tiny import VOCAB, counting_model, tiny_model
+from tiny import VOCAB, counting_model, every_batch, tiny_model
 
 import specdec_ext
 from specdec_ext import MedusaDrafter, MedusaHeads, TreeConfig
@@ -28,7 +29,8 @@ TREES = {"chain": CHAIN, "static": STATIC, "dynamic": DYNAMIC, "default": None}
 
 
 def counting_heads(num_heads: int = 3) -> MedusaHeads:
-    """Blocks that do nothing, and the counting model's head, which names t + 1, turned on to t + 2 + i."""
+    """Heads that name t + 2 + i: their blocks do nothing, and their lm_heads are the model's, rolled by 1 +
+    i."""
     heads = random_heads(num_heads=num_heads)
     lm_head = counting_model().lm_head.weight.detach()
     tensors = {name: torch.zeros_like(tensor) for name, tensor in heads.tensors.items()}
@@ -37,16 +39,9 @@ def counting_heads(num_heads: int = 3) -> MedusaHeads:
     return MedusaHeads(heads.config, tensors)
 
 
-def context_of(rows: int, roots: list[int] | None = None) -> Context:
-    ids = torch.arange(rows * 2).view(rows, 2)
-    context = Context(ids, None, 0, 50, draw=None, sample=None)
-    context.generated = [[root] for root in roots or range(rows)]
-    return context
-
-
 def proposed(heads: MedusaHeads, tree: TreeConfig, states: torch.Tensor):
-    """The tree for rows whose last hidden states are ``states [rows, hidden]``; the roots count from 0."""
-    context = context_of(len(states))
+    """The tree for rows with the last hidden states ``states [rows, hidden]`` and the roots 0, 1, ..."""
+    context = context_of([[0, 0, row] for row in range(len(states))])
     drafter = MedusaDrafter(heads, tree)
     features = torch.stack([torch.full_like(states, 9.0), states], dim=1)
     drafter.feature_layers(tiny_model("llama"))
@@ -55,7 +50,7 @@ def proposed(heads: MedusaHeads, tree: TreeConfig, states: torch.Tensor):
 
 
 def ranked(heads: MedusaHeads, state: torch.Tensor) -> list[list[tuple[float, int]]]:
-    """(log-probability, target id) of all guesses of each head, best first, in float64."""
+    """(log-probability, target id) of all guesses of each head in float64, the best first."""
     config, found = heads.config, []
     tensors = {name: tensor.double() for name, tensor in heads.tensors.items()}
     for head in range(config.num_heads):
@@ -84,7 +79,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_static_trees_carry_the_guesses_of_their_ranks(kind):
+def test_static_trees_have_the_guesses_of_their_ranks(kind):
     heads = random_heads(**KINDS[kind])
     states = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
     for config in (STATIC, CHAIN):
@@ -93,17 +88,15 @@ def test_static_trees_carry_the_guesses_of_their_ranks(kind):
         number = {path: node for node, path in enumerate(((), *paths))}
         for row, state in enumerate(states):
             guesses = ranked(heads, state)
-            assert tree.tokens[row].tolist() == [
-                row,
-                *(guesses[len(path) - 1][path[-1]][1] for path in paths),
-            ]
+            tokens = [guesses[len(path) - 1][path[-1]][1] for path in paths]
+            assert tree.tokens[row].tolist() == [row, *tokens]
             assert tree.parents[row].tolist() == [-1, *(number[path[:-1]] for path in paths)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_nodes", [2, 6, 20, 36])
 def test_dynamic_trees_are_the_best_nodes(kind, num_nodes):
-    """Brute force: expand the four best nodes of a level by their four best tokens, keep the best of all."""
+    """Each level expands its four best nodes by their four best tokens; the best of all nodes are kept."""
     heads = random_heads(**KINDS[kind])
     config = TreeConfig(depth=3, top_k=4, num_nodes=num_nodes)
     states = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(2))
@@ -112,24 +105,19 @@ def test_dynamic_trees_are_the_best_nodes(kind, num_nodes):
         guesses = ranked(heads, state)
         level, found = {(): 0.0}, {}
         for head in range(3):
-            below = {
-                (*path, token): score + own
-                for (path, score), (own, token) in itertools.product(
-                    level.items(), guesses[head][:4]
-                )
-            }
+            pairs = itertools.product(level.items(), guesses[head][:4])
+            below = {(*path, token): score + own for (path, score), (own, token) in pairs}
             found |= below
             level = dict(sorted(below.items(), key=lambda item: -item[1])[:4])
         best = sorted(found, key=lambda path: -found[path])[: num_nodes - 1]
         paths: list[tuple[int, ...]] = [()]
-        for token, parent in zip(
-            tree.tokens[row, 1:].tolist(), tree.parents[row, 1:].tolist(), strict=True
-        ):
+        nodes = tree.tokens[row, 1:].tolist(), tree.parents[row, 1:].tolist()
+        for token, parent in zip(*nodes, strict=True):
             paths.append((*paths[parent], token))
         assert sorted(paths[1:]) == sorted(best)
 
 
-def test_more_ranks_than_the_vocabulary_has():
+def test_ranks_beyond_the_vocabulary_are_inactive():
     heads = random_heads(vocab_size=VOCAB, draft_vocab_size=2)
     choices = ((0,), (1,), (2,), (2, 0), (0, 1))
     tree = proposed(heads, TreeConfig(choices=choices), torch.randn(1, HIDDEN))
@@ -138,14 +126,14 @@ def test_more_ranks_than_the_vocabulary_has():
     assert (dynamic.parents[0] != -2).sum() == 1 + 2 + 4
 
 
-def test_the_default_tree():
+def test_default_tree_depends_on_the_number_of_heads():
     tree = default_tree(torch.device("cpu"), 5)
     assert (tree.num_nodes, tree.depth) == (16, 4)
     assert default_tree(torch.device("cpu"), 1).choices == tuple((rank,) for rank in range(10))
 
 
-def test_likely_choices():
-    """0.6, 0.3 for head 0 and 0.5, 0.4 for head 1: products 0.6, 0.3, 0.3, 0.24, 0.15, 0.12."""
+def test_likely_choices_have_the_largest_products():
+    """The products of the accuracies are 0.6, 0.3, 0.3, 0.24, 0.15, 0.12."""
     accuracies = [[0.6, 0.3], [0.5, 0.4]]
     order = [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
     for count in range(1, 7):
@@ -166,16 +154,16 @@ def test_likely_choices():
         ([[0.5]], 1, "num_nodes=1"),
     ],
 )  # fmt: skip
-def test_accuracies_that_make_no_tree(accuracies, num_nodes, message):
+def test_accuracies_without_a_tree_are_refused(accuracies, num_nodes, message):
     with pytest.raises(ValueError, match=message):
         likely_choices(accuracies, num_nodes)
 
 
-# ---------------------------------------------------------------- which hidden state
+# ---------------------------------------------------------------- hidden states
 
 
-def test_the_last_committed_node_is_read():
-    """Of a prompt the last token that is no padding, of a tree the end of the accepted path."""
+def test_heads_read_the_hidden_state_of_the_last_committed_token():
+    """The last token of a prompt that is no padding, or the end of the accepted path."""
     heads = counting_heads()
     embeddings = counting_model().model.norm(counting_model().model.embed_tokens.weight).detach()
     ids = torch.tensor([[5, 6, 7], [8, 9, 0]])
@@ -199,25 +187,14 @@ def test_the_last_committed_node_is_read():
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
 def test_right_guesses_are_accepted(tree):
-    ids, mask = (
-        torch.tensor([[0, 0, 3], [5, 6, 7], [0, 9, 4]]),
-        torch.tensor([[0, 0, 1], [1] * 3, [0, 1, 1]]),
-    )
-    output = specdec_ext.generate(
-        counting_model(),
-        ids,
-        attention_mask=mask,
-        drafter=MedusaDrafter(counting_heads(), tree),
-        speculation="fixed",
-        max_new_tokens=25,
-        do_sample=False,
-        return_dict_in_generate=True,
-    )
+    ids = torch.tensor([[0, 0, 3], [5, 6, 7], [0, 9, 4]])
+    kwargs = dict(attention_mask=(ids != 0).long(), max_new_tokens=25, do_sample=False)
+    kwargs |= dict(speculation="fixed", return_dict_in_generate=True)
+    drafter = MedusaDrafter(counting_heads(), tree)
+    output = specdec_ext.generate(counting_model(), ids, drafter=drafter, **kwargs)
     expected = [list(range(last + 1, last + 26)) for last in (3, 7, 4)]
     assert output.sequences[:, 3:].tolist() == expected
-    assert (
-        output.speculation_stats.steps == 6 * 3
-    )  # per row: four tokens a step after the first one
+    assert output.speculation_stats.steps == 6 * 3  # four tokens in each step of a row
 
 
 # ---------------------------------------------------------------- lossless
@@ -227,12 +204,12 @@ def test_right_guesses_are_accepted(tree):
 @every_batch
 @every_decoding
 @pytest.mark.filterwarnings("ignore:MedusaDrafter. in the last")  # the heads are random
-def test_the_text_of_plain_decoding(batch, decoding, tree):
+def test_text_is_that_of_plain_decoding(batch, decoding, tree):
     stats = check_same_text(MedusaDrafter(random_heads(num_layers=2), tree), batch, decoding)
     assert stats.draft_tokens > 0
 
 
-def test_a_row_in_a_batch_is_drafted_for_as_if_alone():
+def test_drafts_of_a_row_do_not_depend_on_the_others():
     heads = random_heads()
     states = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(3))
     for config in (CHAIN, STATIC, DYNAMIC):
@@ -244,44 +221,42 @@ def test_a_row_in_a_batch_is_drafted_for_as_if_alone():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_targets_in_half_precision(dtype):
+def test_targets_may_have_half_precision(dtype):
     model = tiny_model("llama", dtype=dtype)
     ids = torch.tensor([[3, 4, 5]])
     drafter = MedusaDrafter(random_heads(), STATIC)
-    stats = specdec_ext.generate(
-        model, ids, drafter=drafter, max_new_tokens=8, return_dict_in_generate=True
-    ).speculation_stats
-    assert stats.draft_tokens > 0
+    kwargs = dict(max_new_tokens=8, return_dict_in_generate=True)
+    output = specdec_ext.generate(model, ids, drafter=drafter, **kwargs)
+    assert output.speculation_stats.draft_tokens > 0
 
 
 # ---------------------------------------------------------------- messages
 
 
-def test_heads_of_another_target():
+def test_heads_of_another_target_are_refused():
     for changes, message in (
         ({"hidden_size": 16}, "hidden states of width 16, but the target's have 32"),
         (
             {"vocab_size": 98, "draft_vocab_size": 98},
-            "token ids up to 97, but the target has only 97 tokens",
+            "ids up to 97, but the target has only 97 tokens",
         ),
     ):
         with pytest.raises(ValueError, match=message):
             check_same_text(MedusaDrafter(random_heads(**changes)), "one", "greedy")
 
 
-def test_a_tree_deeper_than_the_heads_reach():
+def test_tree_deeper_than_the_number_of_heads_is_refused():
     with pytest.raises(ValueError, match="depth 4, but heads made in memory has 3 heads"):
         MedusaDrafter(random_heads(), TreeConfig(depth=4))
 
 
-def test_tensors_that_are_not_those_of_the_config():
+def test_tensors_must_fit_the_config():
     heads = random_heads()
     tensors = dict(heads.tensors)
     del tensors["blocks.1.0.bias"]
     with pytest.raises(ValueError, match=r"missing tensors \['blocks.1.0.bias'\]"):
         MedusaHeads(heads.config, tensors)
     tensors["blocks.1.0.bias"] = torch.zeros(5)
-    with pytest.raises(
-        ValueError, match=r"blocks.1.0.bias has shape \(5,\); its config requires \(32,\)"
-    ):
+    message = r"blocks.1.0.bias has shape \(5,\); its config requires \(32,\)"
+    with pytest.raises(ValueError, match=message):
         MedusaHeads(heads.config, tensors)

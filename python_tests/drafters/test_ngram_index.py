@@ -1,8 +1,8 @@
-"""N-gram index: the compiled `NgramIndex` against its Python specification.
+"""The compiled `NgramIndex` against its Python specification.
 
-Claims: drafts equal `specdec_ext.reference.ngram.propose` exactly, however the text arrived and
-whatever the hash does; batches equal single calls; time per token and per proposal is bounded on
-hostile text; memory stays below the documented bound; bad arguments are named and change nothing.
+Claims: drafts equal `specdec_ext.reference.ngram.propose` exactly, for text in any chunks and any hash;
+batches equal single calls; time per token and per proposal is bounded on hostile text; memory stays below the
+documented bound; bad arguments are named and change nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specdec_ext._host import NgramIndex
 from specdec_ext.reference import ngram
 
 ALL_COLLIDE = 0
-SIXTEEN_HASHES = 1 << 60  # only the low four bits of the last hashed token decide the slot
+SIXTEEN_HASHES = 1 << 60  # only the low four bits of the last token determine the slot
 GOOD_HASH = 0x9E3779B97F4A7C15
 
 
@@ -37,7 +37,7 @@ def draft(index: NgramIndex, num_tokens: int, num_branches: int) -> tuple[list[i
 
 @st.composite
 def drafting_cases(draw):
-    """Small alphabets repeat themselves; n-gram ranges reach beyond short texts."""
+    """Texts of few tokens repeat n-grams; some n-grams are longer than the text."""
     text = draw(st.lists(st.integers(0, draw(st.integers(0, 4))), max_size=80))
     min_ngram = draw(st.integers(1, 4))
     max_ngram = min_ngram + draw(st.integers(0, 5))
@@ -60,16 +60,15 @@ def test_equals_reference_after_every_chunk(case, hash_multiplier, data):
 
 
 @pytest.mark.parametrize("hash_multiplier", [SIXTEEN_HASHES, ALL_COLLIDE], ids=["sixteen", "one"])
-def test_collisions_cost_time_only(hash_multiplier):
-    """3000 tokens hold more distinct n-grams than the few slots they all want to start from."""
+def test_collisions_do_not_change_drafts(hash_multiplier):
     text = np.random.default_rng(0).integers(0, 40, 3000)
     weak = index_of(text, 1, 3, hash_multiplier=hash_multiplier)
     good = index_of(text, 1, 3)
     assert draft(weak, 30, 5) == draft(good, 30, 5) == ngram.propose(text.tolist(), 1, 3, 30, 5)
 
 
-def test_more_occurrences_than_are_considered():
-    """Token 9 occurs 200 times, only followed by something new before the 64 latest occurrences."""
+def test_only_the_latest_occurrences_are_considered():
+    """The first occurrence of token 9 has another continuation; it is the 64th or 65th latest one."""
     assert NgramIndex.MAX_OCCURRENCES == ngram.MAX_OCCURRENCES == 64
     for num_boring, expected_branches in ((63, 2), (64, 1)):
         text = [9, 5, *[9, 1] * num_boring, 9]
@@ -78,9 +77,9 @@ def test_more_occurrences_than_are_considered():
         assert parents.count(0) == expected_branches
 
 
-def test_an_occurrence_counts_once():
-    """39 occurrences of (1 9) are also occurrences of (9): counted twice they would fill the limit
-    of 64 before (2 9), which alone brings something new."""
+def test_occurrence_counts_once():
+    """If 39 occurrences of (1 9) also counted as occurrences of (9), they would fill the limit of 64 before
+    (2 9), which has another continuation."""
     text = [2, 9, 5, *[1, 9] * 40]
     tokens, parents = draft(index_of(text, 1, 2), 6, 4)
     assert (tokens, parents) == ngram.propose(text, 1, 2, 6, 4)
@@ -97,20 +96,20 @@ WORKED_EXAMPLES = {
     "match shorter than min_ngram": ([1, 2, 3, 2], (2, 3), (4, 1), [], []),
     "no tokens wanted": ([1, 1, 1], (1, 2), (0, 2), [], []),
     "copy": ([1, 2, 3, 4, 5, 1, 2], (2, 2), (3, 1), [3, 4, 5], [0, 1, 2]),
-    "copy runs on in its own draft": ([1, 2, 3, 1, 2], (1, 2), (7, 1), [3, 1, 2, 3, 1, 2, 3],
+    "copy continues into its own draft": ([1, 2, 3, 1, 2], (1, 2), (7, 1), [3, 1, 2, 3, 1, 2, 3],
         [0, 1, 2, 3, 4, 5, 6]),
     "occurrences may overlap": ([4, 4], (1, 2), (3, 1), [4, 4, 4], [0, 1, 2]),
     "longest match wins over a later one": ([1, 2, 3, 8, 2, 9, 1, 2], (1, 2), (2, 1), [3, 8], [0, 1]),
     "most recent match wins": ([1, 2, 1, 3, 1], (1, 1), (1, 1), [3], [0]),
-    # The example of ngram_index.h: 6 9 5 from position 4, 6 7 from position 0, then one node more.
+    # The example of ngram_index.h: 6 9 5 from position 4, 6 7 from position 0, then one more node.
     "two branches share a prefix": ([5, 6, 7, 8, 5, 6, 9, 5], (1, 2), (5, 2), [6, 9, 5, 7, 6],
         [0, 1, 2, 1, 3]),
-    # Position 3 matches two tokens (3 1); 5 and 0 match one (1), the latest first.
+    # The match at position 3 has two tokens (3 1); those at 5 and 0 have one (1), the latest first.
     "shorter matches make further branches": ([1, 4, 3, 1, 5, 1, 6, 3, 1], (1, 2), (8, 3),
         [5, 1, 6, 3, 6, 3, 4, 1], [0, 1, 2, 3, 0, 5, 0, 4]),
     # One node is free at a time: the first branch takes it.
     "one node": ([1, 4, 1, 5, 1], (1, 1), (1, 4), [5], [0]),
-    # All continuations agree, so there is one branch and it gets all nodes.
+    # All continuations are equal, so one branch has all nodes.
     "equal continuations are one branch": ([7] * 9, (1, 2), (5, 3), [7] * 5, [0, 1, 2, 3, 4]),
 }  # fmt: skip
 
@@ -125,7 +124,7 @@ def test_worked_example(case):
 
 @settings(deadline=None)
 @given(drafting_cases())
-def test_match_length(case):
+def test_match_length_is_that_of_the_longest_match(case):
     text, min_ngram, max_ngram, _, _ = case
     lengths = range(min_ngram, max_ngram + 1)
     matching = [n for n in lengths if ngram.find_occurrences(text, n, n)]
@@ -146,14 +145,12 @@ def test_periodic_text_is_drafted_to_full_length(period):
 
 @settings(deadline=None)
 @given(drafting_cases())
-def test_draft_is_a_tree(case):
+def test_draft_is_a_tree_with_distinct_siblings(case):
     text, min_ngram, max_ngram, num_tokens, num_branches = case
     tokens, parents = draft(index_of(text, min_ngram, max_ngram), num_tokens, num_branches)
     assert len(tokens) == len(parents) in (0, num_tokens)
     assert all(0 <= parent <= i for i, parent in enumerate(parents))
-    assert len(set(zip(parents, tokens, strict=True))) == len(tokens), (
-        "siblings carry different tokens"
-    )
+    assert len(set(zip(parents, tokens, strict=True))) == len(tokens)
     leaves = set(range(1, len(tokens) + 1)) - set(parents)
     assert len(leaves) <= num_branches
 
@@ -173,7 +170,7 @@ def test_draft_is_a_tree(case):
     ],
     ids=["every second", "reversed", "stride 0", "empty", "column", "unaligned"],
 )
-def test_any_memory_layout(view):
+def test_text_may_have_any_memory_layout(view):
     array = view(np.arange(20) % 7)
     index = NgramIndex(1, 3)
     index.extend(array)
@@ -181,19 +178,15 @@ def test_any_memory_layout(view):
     assert draft(index, 5, 2) == ngram.propose(array.tolist(), 1, 3, 5, 2)
 
 
-def test_propose_batch_layout():
+def test_rows_of_a_batch_are_padded_with_inactive_nodes():
     indexes = [index_of(text, 1, 2) for text in ([5, 6, 7, 8, 5, 6, 9, 5], [1, 2], [4, 4])]
     tokens, parents = NgramIndex.propose_batch(indexes, 5, 2)
     assert tokens.dtype == parents.dtype == np.int64
-    np.testing.assert_array_equal(
-        tokens, [[5, 6, 9, 5, 7, 6], [2, 0, 0, 0, 0, 0], [4, 4, 4, 4, 4, 4]]
-    )
-    np.testing.assert_array_equal(
-        parents, [[-1, 0, 1, 2, 1, 3], [-1, -2, -2, -2, -2, -2], [-1, 0, 1, 2, 3, 4]]
-    )
+    assert tokens.tolist() == [[5, 6, 9, 5, 7, 6], [2, 0, 0, 0, 0, 0], [4, 4, 4, 4, 4, 4]]
+    assert parents.tolist() == [[-1, 0, 1, 2, 1, 3], [-1, -2, -2, -2, -2, -2], [-1, 0, 1, 2, 3, 4]]
 
 
-def test_empty_batch_and_root_only():
+def test_batch_may_be_empty_or_have_only_roots():
     tokens, parents = NgramIndex.propose_batch([], 3, 1)
     assert tokens.shape == parents.shape == (0, 4)
     NgramIndex.extend_batch([], np.zeros((0, 3), dtype=np.int64), np.zeros(0, dtype=np.int64))
@@ -218,8 +211,8 @@ def test_batch_equals_single_rows(texts, transposed):
         assert parents[row].tolist() == [-1, *expected_parents, *[-2] * unused]
 
 
-def test_threads_with_their_own_indexes():
-    """Calls release the GIL; indexes share nothing."""
+def test_threads_may_use_their_own_indexes():
+    """Calls release the GIL."""
     texts = np.random.default_rng(1).integers(0, 3, (4, 20_000))
     results = [None] * len(texts)
 
@@ -236,9 +229,8 @@ def test_threads_with_their_own_indexes():
         thread.join()
     for row, text in enumerate(texts):
         tokens, parents = results[row]
-        assert (tokens[0, 1:].tolist(), parents[0, 1:].tolist()) == draft(
-            index_of(text, 1, 4), 16, 3
-        )
+        expected = draft(index_of(text, 1, 4), 16, 3)
+        assert (tokens[0, 1:].tolist(), parents[0, 1:].tolist()) == expected
 
 
 # ---------------------------------------------------------------- time and memory
@@ -254,8 +246,8 @@ HOSTILE_TEXTS = {
 
 
 @pytest.mark.parametrize("make", HOSTILE_TEXTS.values(), ids=HOSTILE_TEXTS.keys())
-def test_a_million_hostile_tokens(make):
-    """Linear work takes a fraction of a second; anything quadratic would take hours."""
+def test_time_is_linear_on_hostile_text(make):
+    """Linear work on a million tokens takes a fraction of a second, quadratic work hours."""
     num_tokens = 1_000_000
     text = make(num_tokens).astype(np.int64)
     index = NgramIndex(1, 4)
@@ -268,7 +260,7 @@ def test_a_million_hostile_tokens(make):
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 19, 99, 989, 20_000])
-def test_memory_bound(num_tokens):
+def test_memory_is_bounded(num_tokens):
     text = np.random.default_rng(3).integers(0, 50_000, num_tokens)
     for min_ngram, max_ngram in ((1, 1), (2, 4), (1, 8)):
         num_lengths = max_ngram - min_ngram + 1
@@ -315,7 +307,7 @@ def test_extend_rejects(tokens, error, message):
     assert draft(index, 2, 1) == ([2, 1], [0, 1])
 
 
-def test_largest_token_id():
+def test_largest_token_id_is_accepted():
     assert draft(index_of([2**31 - 1, 0, 2**31 - 1], 1, 1), 2, 1) == ([0, 2**31 - 1], [0, 1])
 
 

@@ -1,8 +1,8 @@
-"""``drafter=`` names the same things in Python and on the command line, by one resolver.
+"""``drafter=`` has the same values in Python and on the command line.
 
-Claims: there is one default; each name gives its drafter; what a model names, and folders of models, are
-loaded once for a target, in its dtype; two tokenizers are compared; and what is not there is an error that
-says the way out. No drafter changes the text.
+Claims: there is one default; each name gives its drafter; drafters that a model names, and folders of models,
+are loaded once for a target, in its dtype; tokenizers are compared; a missing drafter is an error with a way
+out. No drafter changes the text.
 """
 
 from __future__ import annotations
@@ -39,15 +39,8 @@ def target():
 
 def completed(model, drafter, **kwargs):
     ids = assets.load_tokenizer()(CODE, return_tensors="pt")["input_ids"]
-    return specdec_ext.generate(
-        model,
-        ids,
-        drafter=drafter,
-        do_sample=False,
-        max_new_tokens=16,
-        return_dict_in_generate=True,
-        **kwargs,
-    )
+    kwargs |= dict(do_sample=False, max_new_tokens=16, return_dict_in_generate=True)
+    return specdec_ext.generate(model, ids, drafter=drafter, **kwargs)
 
 
 @pytest.fixture
@@ -76,11 +69,11 @@ def test_every_name_drafts_and_no_name_changes_the_text(target, draft_folder):
 
 
 @pytest.mark.parametrize("command", [generate, check, bench, demo])
-def test_every_command_and_python_have_one_default(command):
+def test_default_is_the_same_in_python_and_every_command(command):
     assert inspect.signature(specdec_ext.generate).parameters["drafter"].default == "auto"
     assert inspect.signature(specdec_ext.custom_generate).parameters["drafter"].default == "auto"
     default = inspect.signature(command).parameters["drafter"].default
-    assert default == "auto" or default[-1] == "auto"  # the demo compares some and streams the last
+    assert default == "auto" or default[-1] == "auto"  # the demo has several drafters
 
 
 @pytest.mark.parametrize("name", resolve.NAMES)
@@ -90,21 +83,20 @@ def test_every_name_is_documented_in_python_and_on_the_command_line(name):
 
 
 @pytest.mark.parametrize("name", ["head", "draft"])
-def test_a_model_that_names_none_says_what_to_do(name):
-    with pytest.raises(
-        ValueError, match=rf"drafter='{name}' is the draft .* has no such field; set it"
-    ):
+def test_name_of_a_drafter_that_the_model_lacks_is_refused(name):
+    message = rf"drafter='{name}' is the draft .* has no such field; set it"
+    with pytest.raises(ValueError, match=message):
         resolve_drafter(name, tiny_model("llama"))
 
 
-def test_what_the_bundled_target_names_is_found_wherever_it_lies(target, tmp_path):
+def test_drafters_of_a_copied_bundled_target_are_found(target, tmp_path):
     target.save_pretrained(tmp_path)
     moved = type(target).from_pretrained(tmp_path)
     assert isinstance(resolve_drafter("head", moved), HeadDrafter)
     assert resolve_drafter("draft", moved).model.num_parameters() < target.num_parameters()
 
 
-def test_a_draft_models_folder_is_read_once_until_it_is_written_again(draft_folder, monkeypatch):
+def test_folder_of_a_draft_model_is_read_again_after_a_change(draft_folder, monkeypatch):
     loads, load = [], resolve.load_language_model
     monkeypatch.setattr(
         resolve, "load_language_model", lambda *given: loads.append(given) or load(*given)
@@ -118,8 +110,8 @@ def test_a_draft_models_folder_is_read_once_until_it_is_written_again(draft_fold
     assert len(loads) == 2
 
 
-def test_the_tokenizers_of_both_folders_are_compared(target, draft_folder, monkeypatch):
-    """Of the same model under another vocabulary only tokens that both have are drafted."""
+def test_tokenizers_of_both_folders_are_compared(target, draft_folder, monkeypatch):
+    """The second draft model has two tokens in another order."""
     found, match = [], draft_model.match_vocabularies
 
     def noticed(*given):
@@ -136,59 +128,55 @@ def test_the_tokenizers_of_both_folders_are_compared(target, draft_folder, monke
     assert [isinstance(each, SharedVocabulary) for each in found] == [False, True]
 
 
-def test_the_callers_tokenizer_stands_above_the_targets_folder(draft_folder):
-    model = tiny_model("llama")  # made in memory: it has no folder
+def test_callers_tokenizer_replaces_that_of_the_targets_folder(draft_folder):
+    model = tiny_model("llama")  # has no folder
     assert resolve_drafter(draft_folder, model)._tokenizers == (None, None)
     given = assets.load_tokenizer()
     assert resolve_drafter(draft_folder, assets.load_target(), given)._tokenizers[0] is given
 
 
-def test_a_head_in_front_of_which_nothing_is_copied(target):
+def test_auto_combines_and_head_is_the_head_alone(target):
     assert isinstance(resolve_drafter("auto", target), CombinedDrafter)
     assert isinstance(resolve_drafter("head", target), HeadDrafter)
 
 
-def test_a_hook_serves_many_models(draft_folder):
+def test_hook_may_be_used_with_many_models(draft_folder):
     hook = specdec_ext.custom_generate("head")
     ids, _ = prompts((5,))
     with pytest.raises(ValueError, match="has no such field"):
         tiny_model("llama").generate(ids, custom_generate=hook, max_new_tokens=2)
     model = assets.load_target()
     ids = assets.load_tokenizer()(CODE, return_tensors="pt")["input_ids"]
-    expected = model.generate(ids, max_new_tokens=8, do_sample=False)
-    assert torch.equal(
-        model.generate(ids, max_new_tokens=8, do_sample=False, custom_generate=hook), expected
-    )
+    kwargs = dict(max_new_tokens=8, do_sample=False)
+    expected = model.generate(ids, **kwargs)
+    assert torch.equal(model.generate(ids, custom_generate=hook, **kwargs), expected)
 
 
-# --- places that hold nothing, or something else -----------------------------------------------------
+# --- missing drafters --------------------------------------------------------------------------------
 
 
-def test_weights_that_are_missing_are_not_made_up(target, draft_folder):
+def test_missing_weights_are_not_initialised(target, draft_folder):
     from safetensors.torch import load_file, save_file
 
     weights = load_file(draft_folder / "model.safetensors")
     weights.pop("model.norm.weight")
     save_file(weights, draft_folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ValueError, match=r"lacks 1 weights .* model\.norm\.weight, which would be initialised"
-    ):
+    message = r"lacks 1 weights .* model\.norm\.weight, which would be initialised"
+    with pytest.raises(ValueError, match=message):
         resolve_drafter(draft_folder, target)
 
 
-def test_a_hub_that_does_not_answer_is_not_waited_for(target, monkeypatch, tmp_path):
+def test_hub_that_does_not_answer_is_not_waited_for(target, monkeypatch, tmp_path):
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("specdec_ext.heads.checkpoints.hub.hub_answers", lambda: False)
-    with pytest.raises(
-        OSError,
-        match=r"'org/head' is neither a file nor a folder, it is not in the hub's cache, and ",
-    ):
+    message = "'org/head' is neither a file nor a folder, it is not in the hub's cache, and "
+    with pytest.raises(OSError, match=message):
         resolve_drafter("org/head", target)
 
 
-def test_an_address_that_takes_no_connection(monkeypatch):
+def test_address_without_connection_does_not_answer(monkeypatch):
     from specdec_ext.heads.checkpoints import hub
 
     for name in ("http_proxy", "https_proxy", "all_proxy"):

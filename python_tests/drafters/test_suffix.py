@@ -1,4 +1,4 @@
-"""``SuffixDrafter`` and ``SuffixHistory``: drafts from request and past outputs, files, lossless text."""
+"""``SuffixDrafter`` and ``SuffixHistory``: drafts from the request and past outputs, files, lossless text."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import threading
 import numpy as np
 import pytest
 import torch
-from lossless import check_same_text, every_batch, every_decoding, generate, plain_text
+from drafting_contexts import context_of, started
+from lossless import check_same_text, every_decoding, generate, plain_text
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch_file
-from tiny import VOCAB, prompts, tiny_model
+from tiny import VOCAB, every_batch, prompts, tiny_model
 
 import specdec_ext
 from specdec_ext import SuffixDrafter, SuffixHistory
@@ -21,24 +22,10 @@ from specdec_ext.drafters.suffix import FILE_FORMAT
 every_shape = pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 
 
-def context_of(texts: list[list[int]], prompt: int = 1) -> Context:
-    """A call whose rows have these texts, the first ``prompt`` tokens of which are the prompt."""
-    width = max(len(text) for text in texts)
-    ids = torch.tensor([text[:prompt] for text in texts])
-    context = Context(ids, None, 0, prompt + width + 100, draw=None, sample=None)
-    context.generated = [text[prompt:] for text in texts]
-    return context
-
-
-def started(drafter: SuffixDrafter, context: Context) -> SuffixDrafter:
-    drafter.start(context, tiny_model("llama"), None)
-    return drafter
-
-
 # ---------------------------------------------------------------- proposals
 
 
-def test_drafts_from_the_request_and_from_the_history():
+def test_drafts_come_from_the_request_and_the_history():
     history = SuffixHistory()
     history.add([7, 8, 9, 10, 11])
     context = context_of([[1, 2, 3, 1, 2], [5, 6, 7, 8, 9], [4, 5, 6, 7, 4]])
@@ -49,7 +36,7 @@ def test_drafts_from_the_request_and_from_the_history():
     assert drafter.match_lengths == [2, 3, 1]
 
 
-def test_rows_that_go_on_are_told_apart():
+def test_remaining_rows_keep_their_texts():
     context = context_of([[1, 2, 3, 1], [4, 5, 6, 4], [7, 8, 9, 7]])
     drafter = started(SuffixDrafter(), context)
     assert drafter.propose(context).tokens.tolist() == [[1, 2], [4, 5], [7, 8]]
@@ -58,7 +45,7 @@ def test_rows_that_go_on_are_told_apart():
     assert drafter.propose(context).tokens.tolist() == [[8, 9, 7], [2, 3, 1]]
 
 
-def test_a_row_in_a_batch_is_drafted_for_as_if_alone():
+def test_drafts_of_a_row_do_not_depend_on_the_others():
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, 4, length).tolist() for length in (30, 9, 55, 2)]
     together = context_of(texts)
@@ -72,8 +59,8 @@ def test_a_row_in_a_batch_is_drafted_for_as_if_alone():
         assert torch.equal(tree.parents[0], batch.parents[row, :nodes])
 
 
-def test_paddings_are_no_text():
-    """Token 0 pads: looked up as text, 0 0 0 would be the longest match."""
+def test_paddings_are_not_matched():
+    """Token 0 pads the prompt; as text, 0 0 0 would be the longest match."""
     ids, mask = torch.tensor([[0, 0, 0, 5, 0]]), torch.tensor([[0, 0, 0, 1, 1]])
     context = Context(ids, mask, 0, 50, draw=None, sample=None)
     context.generated = [[5]]
@@ -87,8 +74,8 @@ def test_paddings_are_no_text():
 @every_shape
 @every_batch
 @every_decoding
-def test_the_text_of_plain_decoding(batch, decoding, tree):
-    """A second call finds its whole text in the history of the first, and takes far fewer steps."""
+def test_text_is_that_of_plain_decoding(batch, decoding, tree):
+    """A second call finds its text in the history of the first and takes fewer steps."""
     drafter = SuffixDrafter(tree=tree, factor=2.0, offset=2.0)
     first = check_same_text(drafter, batch, decoding)
     again = check_same_text(drafter, batch, decoding)
@@ -97,7 +84,7 @@ def test_the_text_of_plain_decoding(batch, decoding, tree):
 
 
 @every_decoding
-def test_a_history_of_other_text(decoding):
+def test_history_of_other_text_leaves_the_text_unchanged(decoding):
     history = SuffixHistory()
     rng = np.random.default_rng(1)
     for _ in range(200):
@@ -106,7 +93,7 @@ def test_a_history_of_other_text(decoding):
     assert stats.draft_tokens > 0
 
 
-def test_outputs_are_remembered_when_they_end():
+def test_outputs_are_added_to_the_history_when_they_end():
     drafter = SuffixDrafter()
     generate(drafter, "five-ragged", "greedy")
     assert len(drafter.history) == 5 and drafter.history.num_tokens == 5 * 32
@@ -116,12 +103,12 @@ def test_outputs_are_remembered_when_they_end():
     assert text[-1] == stop and drafter.history.num_tokens == len(text)
 
 
-def test_by_name_each_call_has_its_own_history():
+def test_calls_by_name_have_their_own_histories():
     stats = [generate("suffix", "one", "greedy").speculation_stats for _ in range(2)]
     assert stats[0].steps == stats[1].steps
 
 
-def test_threads_share_a_history():
+def test_threads_may_share_a_history():
     history, texts = SuffixHistory(), {}
 
     def work(number):
@@ -141,7 +128,7 @@ def test_threads_share_a_history():
 # ---------------------------------------------------------------- files
 
 
-def test_a_history_saved_and_loaded_drafts_the_same(tmp_path):
+def test_saved_history_drafts_the_same(tmp_path):
     history = SuffixHistory(1000)
     for output in ([1, 2, 3], [4, 5], [1, 2, 6]):
         history.add(output)
@@ -150,9 +137,8 @@ def test_a_history_saved_and_loaded_drafts_the_same(tmp_path):
     loaded = SuffixHistory.load(tmp_path / "history")
     assert (len(loaded), loaded.num_tokens, loaded.largest_token) == (3, 8, 6)
     context = context_of([[9, 1, 2]])
-    trees = [
-        started(SuffixDrafter(history=each), context).propose(context) for each in (history, loaded)
-    ]
+    drafters = [SuffixDrafter(history=each) for each in (history, loaded)]
+    trees = [started(drafter, context).propose(context) for drafter in drafters]
     assert trees[0].tokens.tolist() == trees[1].tokens.tolist() == [[2, 6, 3]]
     assert SuffixHistory.load(tmp_path / "history", max_tokens=5).num_tokens == 3
     SuffixHistory().save(tmp_path / "history")
@@ -181,13 +167,13 @@ def write_bfloat16(path):
         (lambda path: write(path, np.arange(3.0), np.array([3])), "tokens is F64"),
         (lambda path: write(path, np.zeros((2, 2), np.int64), np.array([4])), r"I64 \[2, 2\]"),
         (lambda path: write(path, np.arange(3), np.array([1.5, 1.5])), "counts is F64"),
-        # numpy knows no such type
+        # numpy has no bfloat16.
         (lambda path: write_bfloat16(path), "tokens is BF16"),
         (lambda path: write(path, np.arange(3), np.array([3]), "other"), "has format 'other'"),
         (lambda path: save_file({"x": np.arange(3)}, path), r"format None and tensors \['x'\]"),
     ],
 )  # fmt: skip
-def test_files_that_are_no_history(tmp_path, damage, message):
+def test_other_files_are_refused(tmp_path, damage, message):
     path = tmp_path / "history"
     write(path, np.arange(3), np.array([3]))
     damage(path)
@@ -196,24 +182,24 @@ def test_files_that_are_no_history(tmp_path, damage, message):
     assert str(path) in str(error.value)
 
 
-def test_a_missing_file():
+def test_missing_file_is_refused():
     with pytest.raises(FileNotFoundError, match="/nonexistent/history"):
         SuffixHistory.load("/nonexistent/history")
 
 
-def test_a_pipe(tmp_path):
-    """Opening one waits for a writer that may never come."""
+def test_pipe_is_refused(tmp_path):
+    """Opening one would wait for a writer."""
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="is a pipe, a socket or a device; expected a file that Suff"):
         SuffixHistory.load(tmp_path / "pipe")
 
 
-def test_a_folder(tmp_path):
+def test_folder_is_refused(tmp_path):
     with pytest.raises(IsADirectoryError, match=f"{tmp_path} is a folder"):
         SuffixHistory.load(tmp_path)
 
 
-def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
+def test_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "history"
     write(path, np.arange(3), np.array([3]))
     before = path.read_bytes()
@@ -231,12 +217,11 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- messages
 
 
-def test_a_history_of_another_vocabulary():
+def test_history_of_another_vocabulary_is_refused():
     history = SuffixHistory()
     history.add([1, VOCAB])
-    with pytest.raises(
-        ValueError, match=f"history contains token {VOCAB}, but LlamaForCausalLM has a vocab"
-    ):
+    message = f"history contains token {VOCAB}, but LlamaForCausalLM has a vocab"
+    with pytest.raises(ValueError, match=message):
         generate(SuffixDrafter(history=history), "one", "greedy")
 
 
@@ -249,16 +234,16 @@ def test_a_history_of_another_vocabulary():
         ({"min_probability": 0}, "min_probability must be in"),
     ],
 )
-def test_bad_arguments(arguments, message):
+def test_invalid_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         SuffixDrafter(**arguments)
 
 
-def test_a_prompt_alone_is_fine():
+def test_call_may_end_with_its_first_token():
     ids, _ = prompts((1,))
-    model = tiny_model("llama")
     kwargs = dict(max_new_tokens=1, do_sample=False)
-    assert torch.equal(
-        specdec_ext.generate(model, ids, drafter="suffix", **kwargs),
-        specdec_ext.generate(model, ids, drafter=None, **kwargs),
-    )
+    texts = [
+        specdec_ext.generate(tiny_model("llama"), ids, drafter=each, **kwargs)
+        for each in ("suffix", None)
+    ]
+    assert torch.equal(*texts)

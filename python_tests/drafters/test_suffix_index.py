@@ -1,8 +1,8 @@
 """Compiled suffix decoding (`propose_suffix`, `SuffixIndex`, `SuffixHistory`) against its specification.
 
-Claims: drafts equal `specdec_ext.reference.suffix.propose` exactly, however the text arrived, how often runs
-were merged and what was evicted; batches equal single calls; memory and time stay bounded on hostile text;
-a history may be read while it is written; bad arguments are named and change nothing.
+Claims: drafts equal `specdec_ext.reference.suffix.propose` exactly, for text in any chunks, after merges of
+runs and evictions; batches equal single calls; memory and time are bounded on hostile text; a history may be
+read while it is written; bad arguments are named and change nothing.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ def history_of(outputs, max_tokens: int = 1 << 20) -> SuffixHistory:
 
 def outputs_of(history: SuffixHistory) -> list[list[int]]:
     tokens, counts = history.outputs()
-    return (
-        [part.tolist() for part in np.split(tokens, np.cumsum(counts)[:-1])] if len(counts) else []
-    )
+    parts = np.split(tokens, np.cumsum(counts)[:-1]) if len(counts) else []
+    return [part.tolist() for part in parts]
 
 
 def draft(request: SuffixIndex, history: SuffixHistory | None, rule: Rule) -> Draft:
@@ -66,7 +65,7 @@ RULES = st.builds(
 
 @st.composite
 def texts(draw, max_size: int = 60):
-    """Small alphabets repeat themselves."""
+    """Texts of few tokens repeat strings."""
     return draw(st.lists(st.integers(0, draw(st.integers(0, 4))), min_size=1, max_size=max_size))
 
 
@@ -82,8 +81,8 @@ def test_equals_reference(request_text, outputs, rule):
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**32), RULES, st.data())
-def test_a_growing_text_in_many_runs(seed, rule, data):
-    """Longer than the last positions that are searched one by one: several runs, and merges of runs."""
+def test_growing_text_equals_reference(seed, rule, data):
+    """The text has several runs, which are merged."""
     rng = np.random.default_rng(seed)
     text = rng.integers(0, data.draw(st.integers(1, 4)), 500).tolist()
     index = SuffixIndex()
@@ -94,7 +93,7 @@ def test_a_growing_text_in_many_runs(seed, rule, data):
 
 
 @pytest.mark.parametrize("tree", [True, False], ids=["tree", "path"])
-def test_many_outputs_in_many_runs(tree):
+def test_many_outputs_equal_reference(tree):
     rng = np.random.default_rng(0)
     outputs = [rng.integers(0, 3, rng.integers(1, 40)).tolist() for _ in range(60)]
     history = SuffixHistory(10_000)
@@ -107,8 +106,8 @@ def test_many_outputs_in_many_runs(tree):
             assert draft(index_of(request), history, rule) == expected
 
 
-def test_a_long_text_of_few_tokens():
-    """Ranges of thousands of occurrences: likely tokens are found by sampling them."""
+def test_long_text_of_few_tokens_equals_reference():
+    """Likely tokens are found by sampling thousands of occurrences."""
     rng = np.random.default_rng(1)
     text = np.minimum(rng.geometric(0.4, 3000), 30).tolist()
     for min_probability in (0.01, 0.1, 0.3):
@@ -117,8 +116,8 @@ def test_a_long_text_of_few_tokens():
 
 
 @pytest.mark.parametrize("repeats", [suffix.MAX_TIED, suffix.MAX_TIED + 1])
-def test_ties(repeats):
-    """5 and 4 follow 9 equally often, 4 later: up to MAX_TIED occurrences that counts."""
+def test_ties_go_to_the_latest_up_to_a_limit(repeats):
+    """5 and 4 follow 9 equally often, and 4 is later; up to MAX_TIED occurrences are considered."""
     text = [9, 5, 9, 4] * repeats + [9]
     rule = Rule(1, 1)
     assert SuffixIndex.MAX_TIED == suffix.MAX_TIED and SuffixIndex.DEPTH == suffix.DEPTH
@@ -129,7 +128,7 @@ def test_ties(repeats):
     assert expected.tokens == ([5] if repeats == suffix.MAX_TIED else [4])
 
 
-def test_strings_end_at_the_depth_that_is_sorted():
+def test_matches_end_at_the_sorted_depth():
     text = list(range(200)) + list(range(40))
     rule = Rule(60, 32, 4.0)
     found = draft(index_of(text), None, rule)
@@ -169,7 +168,7 @@ def test_worked_example(case):
     assert draft(index_of(request), history_of(outputs), rule) == expected
 
 
-def test_batch_layout():
+def test_rows_of_a_batch_are_padded_with_inactive_nodes():
     requests = [index_of(text) for text in ([1, 2, 3, 1, 2], [7], [4, 4])]
     rule = asdict(Rule(3, 4, 2.0))
     tokens, parents, matches, scores = propose_suffix(requests, None, **rule)
@@ -184,8 +183,7 @@ def test_batch_layout():
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 60), st.lists(texts(30), max_size=12), texts(12), RULES)
-def test_eviction(max_tokens, outputs, request_text, rule):
-    """What stays are the latest outputs, and the drafts are those of what stays."""
+def test_history_keeps_the_latest_outputs(max_tokens, outputs, request_text, rule):
     history = history_of(outputs, max_tokens)
     kept = outputs_of(history)
     assert history.num_tokens + len(history) <= max_tokens and len(kept) == len(history)
@@ -205,7 +203,7 @@ def test_many_outputs_at_once_equal_one_by_one():
     assert draft(index_of([2]), history, Rule(4, 4)).tokens == [5]
 
 
-def test_all_that_stays_is_found():
+def test_all_kept_outputs_are_found():
     outputs = np.arange(600).reshape(-1, 3)
     for max_tokens in (4, 40, 41, 42, 100, 400):
         history = history_of(outputs.tolist(), max_tokens)
@@ -214,9 +212,8 @@ def test_all_that_stays_is_found():
         assert draft(index_of([0]), history, Rule(4, 4, 4.0)).tokens == []
 
 
-def test_threads_share_a_history():
-    """There is room for one output, so that every new one takes the place of the last. To readers that
-    happens at once: after 1 2 comes 3, always."""
+def test_readers_see_whole_outputs_while_a_thread_writes():
+    """The history has room for one output, which each new one replaces. In all of them 3 follows 1 2."""
     rng = np.random.default_rng(4)
     noise = [np.append(rng.integers(4, 50, 5000), [1, 2, 3]) for _ in range(8)]
     history = history_of(noise, 6_000)
@@ -251,7 +248,7 @@ HOSTILE_TEXTS = {
 
 
 @pytest.mark.parametrize("make", HOSTILE_TEXTS.values(), ids=HOSTILE_TEXTS.keys())
-def test_hostile_text(make):
+def test_time_and_memory_are_bounded_on_hostile_text(make):
     text = make(100_000).astype(np.int64)
     start = time.perf_counter()
     request = SuffixIndex()
@@ -268,7 +265,7 @@ def test_hostile_text(make):
     assert request.num_runs <= 12
 
 
-def test_nbytes_is_bounded_while_outputs_come_and_go():
+def test_nbytes_is_bounded_while_outputs_are_replaced():
     history = SuffixHistory(5000)
     rng = np.random.default_rng(3)
     for _ in range(300):
@@ -279,7 +276,7 @@ def test_nbytes_is_bounded_while_outputs_come_and_go():
     assert history.num_tokens > 5000 * 3 // 4 - 300
 
 
-def test_benchmark(capsys):
+def test_benchmark_prints_its_table(capsys):
     bench_suffix.main(tokens=20_000, vocabulary=300)
     printed = capsys.readouterr().out
     assert "history of 19500 tokens in 39 outputs" in printed
@@ -335,7 +332,6 @@ def test_rejects_counts(counts):
 
 @pytest.mark.parametrize("max_tokens", [1, 0, -5, 2**30 + 1])
 def test_rejects_sizes(max_tokens):
-    with pytest.raises(
-        ValueError, match=rf"max_tokens must be in \[2, 1073741824\], got {max_tokens}"
-    ):
+    message = rf"max_tokens must be in \[2, 1073741824\], got {max_tokens}"
+    with pytest.raises(ValueError, match=message):
         SuffixHistory(max_tokens)

@@ -1,8 +1,9 @@
-"""A draft model with another tokenizer: what is the same token, and what the draft model reads and writes.
+"""A draft model with another tokenizer: which tokens are the same, and which the draft model reads and
+writes.
 
-Claims: tokens are matched by role, by special string or by the bytes they stand for, one to one; a translated
-draft model is as good as the original; tokens without counterpart are never drafted and are read as their
-text; equal sizes are no proof of equal vocabularies; and the text stays the target's.
+Claims: tokens are matched one to one by role, by special string or by their bytes; a translated draft model
+is as good as the original; tokens without a counterpart are never drafted and are read as their text;
+vocabularies of equal size may differ; the text is the target's.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ def letters(tokens: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def test_text_that_the_draft_tokenizer_refuses_is_a_filler():
-    """WordLevel without an unknown token raises for a word that it does not have."""
+def test_text_that_the_draft_tokenizer_refuses_becomes_a_filler():
+    """WordLevel without an unknown token raises an error for an unknown word."""
     target, draft = tokenizer(["a", "b", "c"]), tokenizer(["b", "a"])
     vocabulary = match_vocabularies(3, 2, target, draft, CPU)
     ids = vocabulary.read([0, 2, 1])
     assert (ids[0], ids[-1]) == (1, 0) and len(ids) == 3
 
 
-def test_spellings_of_the_same_bytes():
+def test_tokens_of_the_same_bytes_are_matched():
     byte_level = token_keys(tokenizer(["Ġthe", "the", "Ã©", "Ġ", "Ċ", "Ġx"]), 6)
     metaspace = token_keys(tokenizer(["▁the", "the", "é", "▁", "<0x0A>", "▁y"]), 6)
     plain = token_keys(tokenizer(["the", "é"]), 2)
@@ -65,64 +66,50 @@ def test_spellings_of_the_same_bytes():
 
 
 def test_special_tokens_are_matched_by_role_and_then_by_string():
-    first = token_keys(
-        tokenizer(
-            ["<s>", "</s>", "<tool>", "a", "<think>"],
-            bos_token="<s>",
-            eos_token="</s>",
-            pad_token="</s>",
-            additional_special_tokens=["<tool>", "<think>"],
-        ),
-        5,
-    )
-    second = token_keys(
-        tokenizer(
-            ["a", "<tool>", "<end>", "<begin>", "<s>", "<think>"],
-            bos_token="<begin>",
-            eos_token="<end>",
-            additional_special_tokens=["<tool>"],
-        ),
-        6,
-    )
+    roles = dict(bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    roles["additional_special_tokens"] = ["<tool>", "<think>"]
+    first = token_keys(tokenizer(["<s>", "</s>", "<tool>", "a", "<think>"], **roles), 5)
+    roles = dict(bos_token="<begin>", eos_token="<end>", additional_special_tokens=["<tool>"])
+    tokens = ["a", "<tool>", "<end>", "<begin>", "<s>", "<think>"]
+    second = token_keys(tokenizer(tokens, **roles), 6)
     matched = {first[key]: second[key] for key in first.keys() & second.keys()}
-    assert matched == {0: 3, 1: 2, 2: 1, 3: 0}  # "<s>" and "<think>" of the second are text
+    assert matched == {0: 3, 1: 2, 2: 1, 3: 0}  # in the second, "<s>" and "<think>" are text
 
 
-def test_ids_beyond_the_embeddings_are_left_out():
+def test_ids_beyond_the_embeddings_are_ignored():
     assert set(token_keys(tokenizer(["a", "b", "c"]), 2).values()) == {0, 1}
 
 
 def shared(target: list[str], draft: list[str], **special: str) -> SharedVocabulary:
-    return SharedVocabulary(
-        len(target), len(draft), tokenizer(target), tokenizer(draft, **special), CPU
-    )
+    tokenizers = tokenizer(target), tokenizer(draft, **special)
+    return SharedVocabulary(len(target), len(draft), *tokenizers, CPU)
 
 
-def test_logits_go_to_the_targets_ids():
+def test_logits_are_moved_to_the_targets_ids():
     vocabulary = shared(["a", "b", "c", "d"], ["x", "d", "b"])
     assert vocabulary.num_shared == 2
     logits = vocabulary.for_target(torch.tensor([[1.0, 2.0, 3.0]]))
     assert logits.tolist() == [[-torch.inf, 3.0, -torch.inf, 2.0]]
 
 
-def test_reading():
-    """target:  a=0 xy=1 b=2 z=3; the draft model knows a, b and the letters x, y."""
+def test_tokens_without_counterpart_are_read_as_their_text():
+    """The target has a, xy, b and z; the draft model has a, b and the letters x and y."""
     target = tokenizer(["a", "xy", "b", "z"])
     draft = letters(["b", "y", "x", "a", " "])
     vocabulary = SharedVocabulary(4, 5, target, draft, CPU)
     assert vocabulary.read([2, 0, 0]) == [0, 3, 3]
     assert vocabulary.read([0, 1, 2]) == [3, 2, 1, 0]
-    assert vocabulary.read([3]) == [0]  # no text that the draft tokenizer knows: the filler
+    assert vocabulary.read([3]) == [0]  # "z" is unknown, so it becomes a filler
     assert vocabulary.read([]) == []
 
 
-def test_a_long_text_is_read_from_its_end():
+def test_long_token_is_read_in_part():
     target, draft = tokenizer(["xy" * 20, "x"]), letters(["x", "y"])
     vocabulary = SharedVocabulary(2, 2, target, draft, CPU)
     assert vocabulary.read([0]) == [0, 1] * (MAX_EXPANSION // 2)
 
 
-def test_the_same_vocabulary_needs_no_translation():
+def test_equal_vocabularies_need_no_translation():
     words = ["a", "b", "c"]
     padded = match_vocabularies(8, 4, tokenizer(words), tokenizer(words), CPU)
     assert type(padded) is Vocabulary
@@ -133,12 +120,12 @@ def test_the_same_vocabulary_needs_no_translation():
     assert swapped.read([0, 1, 2]) == [1, 0, 2]  # equal sizes, other ids
 
 
-def test_nothing_in_common():
+def test_vocabularies_without_common_tokens_are_refused():
     with pytest.raises(ValueError, match="have no common token; use another draft model"):
         shared(["a", "b"], ["c", "d"])
 
 
-def test_both_tokenizers_are_needed():
+def test_one_tokenizer_alone_is_refused():
     with pytest.raises(ValueError, match="tokenizer and target_tokenizer must be passed together"):
         DraftModelDrafter(tiny_model("llama"), tokenizer=tokenizer(["a"]))
 
@@ -157,7 +144,7 @@ def words(order: tuple[int, ...], missing: frozenset[int] = frozenset()):
 
 @functools.cache
 def permuted_model() -> PreTrainedModel:
-    """The target, its tokens in another order."""
+    """The target with its tokens in another order."""
     model = copy.deepcopy(tiny_model("llama"))
     with torch.no_grad():
         for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
@@ -167,15 +154,9 @@ def permuted_model() -> PreTrainedModel:
 
 def run(drafter, **kwargs):
     ids, mask = prompts(LENGTHS)
-    kwargs = {"max_new_tokens": 24, "do_sample": False, **kwargs}
-    return specdec_ext.generate(
-        tiny_model("llama"),
-        ids,
-        attention_mask=mask,
-        drafter=drafter,
-        return_dict_in_generate=True,
-        **kwargs,
-    )
+    kwargs = dict(max_new_tokens=24, do_sample=False, attention_mask=mask) | kwargs
+    kwargs |= dict(drafter=drafter, return_dict_in_generate=True)
+    return specdec_ext.generate(tiny_model("llama"), ids, **kwargs)
 
 
 def drafter(missing=frozenset(), cls=DraftModelDrafter, **kwargs):
@@ -191,16 +172,16 @@ SAMPLED = dict(do_sample=True, seed=3, temperature=0.9)
 
 
 @pytest.mark.parametrize("kwargs", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_a_translated_draft_model_is_as_good_as_the_original(kwargs):
+def test_translated_draft_model_is_as_good_as_the_original(kwargs):
     expected = run(None, **kwargs).sequences
     out = run(drafter(), **kwargs)
     assert torch.equal(out.sequences, expected) and out.speculation_stats.acceptance_rate == 1.0
-    out = run(DraftModelDrafter(permuted_model()), **kwargs)  # as if the ids were the same
+    out = run(DraftModelDrafter(permuted_model()), **kwargs)  # without translation
     assert torch.equal(out.sequences, expected) and out.speculation_stats.acceptance_rate < 0.1
 
 
 class Checked(DraftModelDrafter):
-    """Every draft must be what the draft model writes after its own reading of the text."""
+    """Checks that each draft is the draft model's continuation of the text as it reads it."""
 
     def propose(self, context):
         tree = super().propose(context)
@@ -232,7 +213,7 @@ def test_tokens_without_counterpart_are_read_and_never_drafted():
 
 
 @pytest.mark.parametrize("rule", ["match", "block"])
-def test_sampled_drafts_of_another_vocabulary(rule):
+def test_sampled_drafts_are_translated(rule):
     made = drafter(MISSING, sampled=rule != "match")
     out = run(made, verification=rule, **SAMPLED)
     assert 0.05 < out.speculation_stats.acceptance_rate < 1
