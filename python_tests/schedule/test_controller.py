@@ -1,7 +1,7 @@
-"""The controller on a simulated clock: never slower than plain decoding, near the best shape, and explained.
+"""The controller on a simulated clock is never slower than plain decoding and near the best shape.
 
-Times come from ``decoding_world``, so no result depends on real time. ``test_controller_chaos.py`` shows that
-the controller cannot change the text.
+Times come from ``decoding_world``, so no result depends on real time. ``test_controller_chaos.py`` tests that
+the controller does not change the text.
 """
 
 from __future__ import annotations
@@ -76,23 +76,19 @@ def speed(world: World, drafter, tokens: int = 128, **kwargs) -> float:
         pytest.param(lookup_cost, {}, id="lookup"),
     ],
 )
-def test_wrong_drafts_cost_next_to_nothing(seconds, options, rows):
+def test_wrong_drafts_cost_little(seconds, options, rows):
     world = World(verify, rows)
     drafter = world.drafter(always(0.0), seconds, **options)
-    assert speed(world, drafter) > 0.94  # nothing is known yet
+    assert speed(world, drafter) > 0.94  # acceptance is not known yet
     assert fmean(speed(world, drafter) for _ in range(4)) > 0.98
-    assert speed(world, drafter, policy=Policy(drafter)) < 0.8  # so there was something to lose
+    assert speed(world, drafter, policy=Policy(drafter)) < 0.8  # drafting in every step is slower
 
 
-def test_a_drafter_that_turns_bad_is_left_alone_and_one_that_turns_good_is_found():
+def test_drafting_ends_when_drafts_turn_wrong_and_begins_when_they_turn_right():
     world = World(verify)
-    for good, asked in (
-        (lambda at: at < 200, slice(0, 200)),
-        (lambda at: at >= 200, slice(200, 400)),
-    ):
-        drafter = world.drafter(
-            lambda row, at, good=good: [0.9 * good(at)] * 8, head_cost, **CHAINS
-        )
+    for asked in (range(200), range(200, 400)):
+        chances = lambda row, at, asked=asked: [0.9 * (at in asked)] * 8  # noqa: E731
+        drafter = world.drafter(chances, head_cost, **CHAINS)
         forget(world.model)
         places = []
         propose = drafter.propose
@@ -103,11 +99,11 @@ def test_a_drafter_that_turns_bad_is_left_alone_and_one_that_turns_good_is_found
 
         drafter.propose = noted
         assert speed(world, drafter, 400) > 1.1
-        inside = sum(asked.start <= place < asked.stop for place in places)
+        inside = sum(place in asked for place in places)
         assert inside > 20 and len(places) - inside < inside
 
 
-def test_probes_back_off():
+def test_probes_become_rare():
     world = World(verify)
     drafter = world.drafter(always(0.0), lookup_cost, **CHAINS)
     stats = world.run(drafter, 600)
@@ -115,8 +111,8 @@ def test_probes_back_off():
     assert stats.shapes["plain"] > 550
 
 
-def test_drafts_that_are_never_right_are_tried_less_and_less_over_calls():
-    """And as often as before once one is right."""
+def test_probes_become_rare_over_calls():
+    """When a draft is right they become frequent again."""
     world = World(verify)
     right = [0.0]
     drafter = world.drafter(lambda row, at: right * 8, head_cost, **CHAINS)
@@ -135,10 +131,10 @@ def test_drafts_that_are_never_right_are_tried_less_and_less_over_calls():
 def test_probes_are_paid_from_a_share_of_the_time():
     world = World(verify, noise=lambda rng: 1.0)
     drafter = world.drafter(always(0.0), lambda depth: 30 * MS, **CHAINS)
-    world.run(drafter, 64)  # nothing was known: two drafts or three
+    world.run(drafter, 64)  # acceptance is unknown, so there are two or three drafts
     asked = len(drafter.asked)
     seconds = world.run(drafter, 1000).seconds["verify"]
-    # the initial credit of one and a half plain steps, and 0.5 % of three seconds
+    # The initial credit of one and a half plain steps, and 0.5 % of three seconds.
     assert len(drafter.asked) - asked <= 1 + 0.005 * seconds / (30 * MS)
     asked = len(drafter.asked)
     world.run(drafter, 20_000)
@@ -149,7 +145,7 @@ def test_probes_are_paid_from_a_share_of_the_time():
 
 
 class Hopeful(Controller):
-    """Expects every draft to be right, whatever it has observed."""
+    """Always expects every draft to be right."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -165,8 +161,9 @@ class Hopeful(Controller):
         pytest.param(lookup_cost, {}, id="lookup"),
     ],
 )
-def test_the_ledger_limits_the_loss_from_wrong_estimates(seconds, options):
-    """Estimates that never improve cost the initial balance of the ledger, and then only the probes."""
+def test_ledger_limits_the_loss_from_wrong_estimates(seconds, options):
+    """With estimates that stay wrong the loss is the initial balance of the ledger, and then only the
+    probes."""
     world = World(verify)
     drafter = world.drafter(always(0.1), seconds, **options)
 
@@ -177,10 +174,10 @@ def test_the_ledger_limits_the_loss_from_wrong_estimates(seconds, options):
     assert call() > 0.87
     assert min(call() for _ in range(4)) > 0.965
     assert memory_of(world.model, drafter).ledger.balance <= 2
-    assert speed(world, drafter, policy=Policy(drafter)) < 0.8  # so there was something to lose
+    assert speed(world, drafter, policy=Policy(drafter)) < 0.8  # drafting in every step is slower
 
 
-def test_drafts_that_begin_to_pay_fill_an_empty_ledger():
+def test_drafts_that_pay_fill_an_empty_ledger():
     world = World(verify)
     good = world.drafter(always(0.9), head_cost, **CHAINS)
     memory = memory_of(world.model, good)
@@ -191,8 +188,8 @@ def test_drafts_that_begin_to_pay_fill_an_empty_ledger():
     assert speed(world, good) > 1.5
 
 
-def test_drafts_of_a_model_must_promise_more_than_plain_steps_by_a_margin():
-    """A step does not show all its costs, so two tokens in 1.96 plain steps are not enough."""
+def test_drafts_of_a_model_must_be_faster_by_a_margin():
+    """A step has hidden costs, so two tokens in the time of 1.96 plain steps are not enough."""
     shares = {}
     for name, plain_steps in (("little", 1.96), ("enough", 1.8)):
         world = World(verify, noise=lambda rng: 1.0)
@@ -204,19 +201,19 @@ def test_drafts_of_a_model_must_promise_more_than_plain_steps_by_a_margin():
     assert shares["little"] < 0.1 and shares["enough"] > 0.8
 
 
-def test_a_single_step_costs_the_ledger_little():
-    """It may have been interrupted: a second that another process took says nothing about drafts."""
+def test_single_step_changes_the_ledger_little():
+    """Another process may have interrupted it."""
     ledger = Ledger()
     before = ledger.balance
     ledger.add(-1000.0)
     assert before - ledger.balance == 2
     for _ in range(100):
         ledger.add(5.0)
-    assert ledger.balance == MAX_BALANCE  # old gains count no more than this
+    assert ledger.balance == MAX_BALANCE  # old gains have a limit
 
 
-def test_a_probe_continues_after_the_draft_that_reads_new_tokens():
-    """Reading them may be expensive, but says nothing about the cost of the next drafts."""
+def test_probe_continues_after_the_draft_that_reads_new_tokens():
+    """Reading them may be expensive; the next drafts are not."""
     world = World(verify, noise=lambda rng: 1.0)
     drafter = world.drafter(always(0.0), head_cost, depths=(1,))
     world.run(drafter, 64)
@@ -234,13 +231,13 @@ def test_a_probe_continues_after_the_draft_that_reads_new_tokens():
     world.run(drafter, 20_000)
     starts = [n for n, step in enumerate(steps) if n == 0 or step - steps[n - 1] > 20]
     lengths = [end - start for start, end in pairwise([*starts, len(steps)])]
-    # A probe ends with the first wrong draft after that one; a hopeless source gets no second draft.
+    # A probe ends with the first wrong draft after that one; later probes have no second draft.
     assert lengths[:3] == [2, 2, 2] and lengths[-3:] == [1, 1, 1]
     assert lengths == sorted(lengths, reverse=True)
 
 
-def test_a_hopeless_drafter_rests_until_shortly_before_a_probe():
-    """In its rest it keeps nothing of the text, so each rest must end before the next draft."""
+def test_drafter_of_wrong_drafts_rests_until_shortly_before_a_probe():
+    """At rest it does not read the text, so each rest must end before the next draft."""
     world = World(verify)
     drafter = world.drafter(always(0.0), head_cost, depths=(1, 2))
     propose, awake_since = drafter.propose, []
@@ -262,7 +259,7 @@ def test_a_hopeless_drafter_rests_until_shortly_before_a_probe():
     assert asleep > 0.7 * tokens
 
 
-def test_a_drafter_that_is_sometimes_right_does_not_rest():
+def test_drafter_that_is_sometimes_right_does_not_rest():
     world = World(verify)
     drafter = world.drafter(always(0.5), lambda depth: 4 * verify(1, 1), depths=(1, 2))
     stats = world.run(drafter, 5_000)
@@ -270,12 +267,11 @@ def test_a_drafter_that_is_sometimes_right_does_not_rest():
 
 
 @pytest.mark.parametrize("slow", [1, 3])
-def test_tokens_of_fast_rows_save_nothing_while_a_slow_row_decides_the_end(slow):
-    """Such tokens save no pass, which the controller learns from whole calls."""
+def test_drafts_of_fast_rows_do_not_pay_beside_slow_rows(slow):
+    """Such tokens save no pass, as the controller learns from whole calls."""
     world = World(lambda rows, nodes: verify(1, nodes) * (1 + 0.02 * (rows - 1)), rows=4)
-    drafter = world.drafter(
-        lambda row, at: [0.0 if row < slow else 0.95] * 8, lambda depth: 1.2 * MS, **CHAINS
-    )
+    chances = [[0.0 if row < slow else 0.95] * 8 for row in range(4)]
+    drafter = world.drafter(lambda row, at: chances[row], lambda depth: 1.2 * MS, **CHAINS)
     for _ in range(6):
         speed(world, drafter)
     assert fmean(speed(world, drafter) for _ in range(6)) > 0.97
@@ -283,7 +279,7 @@ def test_tokens_of_fast_rows_save_nothing_while_a_slow_row_decides_the_end(slow)
 
 
 def test_only_plain_steps_after_plain_steps_are_a_reference():
-    """The first plain step after a wider pass takes longer, but plain decoding consists of the others."""
+    """The first plain step after a wider pass takes longer than steps of plain decoding."""
     last = [1]
 
     def verify_after(rows, nodes):
@@ -299,8 +295,8 @@ def test_only_plain_steps_after_plain_steps_are_a_reference():
     assert list(times) == pytest.approx([3 * MS] * len(times))
 
 
-def test_an_expensive_first_draft_is_made_for_long_texts_only():
-    """The first draft reads the prompt, which pays for a long text and not for a short one."""
+def test_expensive_first_draft_is_made_only_for_long_texts():
+    """The first draft reads the prompt, which pays only for a long text."""
     world = World(verify)
     first = [True]
 
@@ -322,8 +318,8 @@ def test_an_expensive_first_draft_is_made_for_long_texts_only():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_clock_is_safe(seed):
-    """With a clock that stops, jumps or starts anywhere, there is no exception and no token is missing."""
+def test_no_clock_causes_an_error(seed):
+    """The clock may stop, jump or start at any time."""
     world = World(lambda rows, nodes: 0.0, rows=3, seed=seed)
     rng = random.Random(seed)
     jumps = [0.0, 0.0, 1e-9, 1e-3, 1.0, 1e9, 1e100]
@@ -350,7 +346,7 @@ def test_any_clock_is_safe(seed):
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("chance", [0.7, 0.9])
-def test_near_the_best_fixed_shape(chance, rows):
+def test_speed_is_near_that_of_the_best_fixed_shape(chance, rows):
     def mean(policy=lambda drafter: None):
         speeds = []
         for seed in range(8):
@@ -360,7 +356,7 @@ def test_near_the_best_fixed_shape(chance, rows):
             speeds += [speed(world, drafter, policy=policy(drafter)) for _ in range(3)]
         return fmean(speeds)
 
-    depth = 3 if chance == 0.7 else 7  # the best of all
+    depth = 3 if chance == 0.7 else 7  # the best fixed shape
     best = mean(lambda drafter: Policy(drafter, TreeConfig(depth=depth)))
     assert mean() > 0.95 * best
 
@@ -375,7 +371,7 @@ def test_depth_follows_costs():
     assert depths["cheap"] > 5.5 and depths["expensive"] < 3.5
 
 
-def test_lookups_are_cut_where_nodes_are_expensive():
+def test_lookups_are_cut_if_nodes_are_expensive():
     world = World(lambda rows, nodes: 3 * MS * (1 + (0.02 if nodes < 5 else 0.9) * (nodes - 1)))
     drafter = world.drafter(always(0.8), lookup_cost, length=8)
     world.run(drafter, 100)
@@ -383,8 +379,8 @@ def test_lookups_are_cut_where_nodes_are_expensive():
     assert stats.draft_tokens / stats.drafts == pytest.approx(3, abs=0.4)
 
 
-def test_costs_that_change_are_noticed():
-    """All passes take twice as long from some moment on, and the plain step's time is measured again."""
+def test_changed_costs_are_measured_again():
+    """All passes become twice as long."""
     pace = [1.0]
     world = World(lambda rows, nodes: pace[0] * verify(rows, nodes))
     drafter = world.drafter(always(0.9), head_cost, **CHAINS)
@@ -396,7 +392,7 @@ def test_costs_that_change_are_noticed():
     assert curve(1) == pytest.approx(6 * MS, rel=0.15)
 
 
-def test_rows_that_end_leave_the_others_their_drafts():
+def test_remaining_rows_keep_their_drafts():
     world = World(verify, rows=3)
     drafter = world.drafter(lambda row, at: [0.95 if row == 2 else 0.0] * 8, head_cost, **CHAINS)
     lengths = [30, 60, 300]
@@ -404,10 +400,10 @@ def test_rows_that_end_leave_the_others_their_drafts():
     assert plain / world.run(drafter, 0, lengths=lengths).seconds["verify"] > 1.3
 
 
-# --- what the caller pins
+# --- shapes that the caller gives
 
 
-def test_pinned_shapes_are_asked_for_alone():
+def test_only_given_shapes_are_drafted():
     world = World(verify)
     drafter = world.drafter(always(0.9), head_cost, **CHAINS)
     settings = SpeculationConfig(shapes=[TreeConfig(depth=2), TreeConfig(depth=4)])
@@ -415,7 +411,7 @@ def test_pinned_shapes_are_asked_for_alone():
     assert set(drafter.asked) <= {2, 4}
 
 
-def test_max_nodes_bounds_what_is_asked_for_and_verified():
+def test_max_nodes_bounds_drafts_and_passes():
     world = World(verify)
     drafter = world.drafter(always(0.9), head_cost, **CHAINS)
     world.run(drafter, 100, SpeculationConfig(max_nodes=4))
@@ -446,20 +442,14 @@ def test_without_rest_every_step_drafts():
         (lambda: call(speculation="always"), "speculation='always' is not known; expected 'auto'"),
         (lambda: call("ngram", speculation=SpeculationConfig(shapes=[TreeConfig(depth=2)])),
             "NgramDrafter accepts none: .* Leave shapes out"),
-        (
-            lambda: call(
-                DraftModelDrafter(tiny_model("llama")),
-                speculation=SpeculationConfig(
-                    shapes=[TreeConfig(depth=2, top_k=2)], may_rest=False
-                ),
-            ),
-            "drafts only chains, but",
-        ),
+        (lambda: call(DraftModelDrafter(tiny_model("llama")),
+            speculation=SpeculationConfig(shapes=[TreeConfig(depth=2, top_k=2)], may_rest=False)),
+            "drafts only chains, but"),
         (lambda: call(sampler(), speculation=SpeculationConfig(probing=0.02), **REJECTION),
             "one seed would give many texts. Pass speculation='fixed'"),
     ],
 )  # fmt: skip
-def test_errors(make, message):
+def test_invalid_settings_are_refused(make, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make()
 
@@ -473,18 +463,12 @@ def sampler():
 
 def call(drafter="ngram", **kwargs):
     ids, mask = prompts((6, 4))
-    kwargs = {"max_new_tokens": 12, "do_sample": False, **kwargs}
-    return specdec_ext.generate(
-        tiny_model("llama"),
-        ids,
-        attention_mask=mask,
-        drafter=drafter,
-        return_dict_in_generate=True,
-        **kwargs,
-    )
+    kwargs = dict(max_new_tokens=12, do_sample=False, return_dict_in_generate=True) | kwargs
+    model = tiny_model("llama")
+    return specdec_ext.generate(model, ids, attention_mask=mask, drafter=drafter, **kwargs)
 
 
-def test_rules_whose_text_depends_on_drafts_are_fixed():
+def test_policy_is_fixed_under_rules_whose_text_depends_on_drafts():
     for same in ("auto", SpeculationConfig()):
         stats = call(sampler(), speculation=same, **REJECTION).speculation_stats
         assert (stats.policy, stats.report) == ("fixed", None)
@@ -499,7 +483,7 @@ def test_rules_whose_text_depends_on_drafts_are_fixed():
 
 
 @pytest.mark.parametrize("decoding", ["greedy", "sampled"])
-def test_the_text_is_that_of_plain_decoding(decoding):
+def test_text_is_that_of_plain_decoding(decoding):
     text = plain_text("five-ragged", decoding)
     drafter = ScriptedDrafter(generated(text, text.shape[1] - 32), oracle_chain)
     for _ in range(2):
@@ -511,7 +495,7 @@ def test_the_text_is_that_of_plain_decoding(decoding):
     assert stats.explain().startswith("ScriptedDrafter, speculation='auto'")
 
 
-# --- what it learns
+# --- measurements
 
 
 def test_proposals_are_compared_with_the_text():
@@ -519,12 +503,12 @@ def test_proposals_are_compared_with_the_text():
     assert judged(*chain, [1, 2, 3, 9]) == (3, False)
     assert judged(*chain, [1, 2, 9]) == (2, True)
     assert judged(*chain, [9]) == (0, True)
-    assert judged(*chain, [1]) == (1, False)  # dropped: the text went no further
+    assert judged(*chain, [1]) == (1, False)  # dropped: the text ended
     assert judged([5], [-1], [1]) == (0, False)
     #     root -> 1 -> 2, root -> 7 -> 8; the last node is inactive
     tree = [5, 1, 7, 2, 8, 0], [-1, 0, 0, 1, 2, -2]
     assert judged(*tree, [7, 8, 4]) == (2, False)
-    #     root -> 1 -> 2 -> 3, root -> 7: the text goes on where the short branch ends, the proposal does not
+    #     root -> 1 -> 2 -> 3, root -> 7: the text continues behind the short branch
     uneven = [5, 1, 7, 2, 3], [-1, 0, 0, 1, 3]
     assert judged(*uneven, [7, 9]) == (1, True)
     assert judged(*uneven, [7]) == (1, False)  # dropped: unknown
@@ -533,8 +517,8 @@ def test_proposals_are_compared_with_the_text():
     assert judged(*tree, [2]) == (0, True)
 
 
-def test_a_dropped_proposal_is_judged():
-    world = World(lambda rows, nodes: 3 * MS * nodes, noise=lambda rng: 1.0)  # nothing pays
+def test_dropped_proposal_is_judged():
+    world = World(lambda rows, nodes: 3 * MS * nodes, noise=lambda rng: 1.0)  # no draft pays
     drafter = world.drafter(always(0.9), lookup_cost, **CHAINS)
     stats = world.run(drafter, 400)
     assert stats.dropped >= 5
@@ -542,7 +526,7 @@ def test_a_dropped_proposal_is_judged():
     assert judgements > stats.drafts
 
 
-def test_acceptance_of_a_row_leans_on_all_and_a_position_on_the_one_before():
+def test_unknown_acceptance_is_that_of_all_rows_and_of_the_position_before():
     learnt = LearntAcceptance()
     call = Acceptance(learnt)
     assert call.ahead(0, CHAIN, 2)[1] == pytest.approx(0.6)
@@ -554,19 +538,19 @@ def test_acceptance_of_a_row_leans_on_all_and_a_position_on_the_one_before():
     assert new[1] == pytest.approx(0.5, abs=0.03)
     assert learnt.rates(CHAIN, 5)[3:] == pytest.approx([learnt.rates(CHAIN, 3)[2]] * 2)
     assert call.ahead(0, CHAIN, 3)[:2] == call.ahead(0, CHAIN, 1)[:2]
-    # a tree without observations is expected to bring more than the chain
+    # A tree without observations is expected to have more accepted tokens than the chain.
     tree = TreeConfig(depth=2, top_k=4)
     assert learnt.rates(tree, 2, is_tree=True)[0] > learnt.rates(CHAIN, 2)[0]
 
 
-def test_chains_share_what_is_learnt_and_trees_do_not():
+def test_chains_share_acceptance_and_trees_do_not():
     assert kind_of(TreeConfig(depth=2)) == kind_of(TreeConfig(depth=5)) == CHAIN
     left, right = (TreeConfig(choices=((0,), (1,), path)) for path in ((0, 0), (1, 0)))
     assert name_of(left) == name_of(right) == "tree of 4 nodes, 2 levels"
     assert kind_of(left) != kind_of(right)
 
 
-def test_a_curve_interpolates_extrapolates_and_ignores_outliers():
+def test_curve_interpolates_extrapolates_and_ignores_outliers():
     curve = Curve()
     assert curve(4) is None
     curve.add(1, 1.0)
@@ -588,13 +572,13 @@ def test_costs_of_other_batches_and_contexts_are_estimated_from_known_ones():
     for nodes in (1, 4, 8):
         costs.curve(1, 100).add(nodes, 1.0 + 0.1 * nodes)
     assert costs.curve(1, 5000)(4) == pytest.approx(1.4)
-    assert costs.curve(4, 100)(1) == pytest.approx(1.4)  # as many tokens in all
+    assert costs.curve(4, 100)(1) == pytest.approx(1.4)  # the same number of tokens
     costs.curve(1, 5000).add(1, 2.2)
     assert costs.curve(1, 5000)(4) == pytest.approx(2.8)  # twice the other curve
 
 
-def test_costs_of_rows_that_end_one_after_the_other():
-    """Each curve is based on that of one row more, in a chain longer than Python's recursion limit."""
+def test_costs_of_any_number_of_rows_are_estimated():
+    """Each curve depends on that of one row more, in a chain longer than Python's recursion limit."""
     costs, rows = VerifyCosts(), 2 * sys.getrecursionlimit()
     costs.curve(rows, 100).add(8, 8.0)
     while rows := rows - 1:
@@ -602,8 +586,8 @@ def test_costs_of_rows_that_end_one_after_the_other():
     assert costs.curve(1, 100)(8) > 1.0
 
 
-def test_the_interval_of_the_gain_covers_the_true_ratio():
-    """In about 95 % of 400 random calls it contains the ratio of the expectations."""
+def test_interval_of_the_gain_contains_the_true_ratio():
+    """In about 95 % of 400 random calls."""
     rng, inside = random.Random(0), 0
     for _ in range(400):
         gain = Gain()
@@ -618,7 +602,7 @@ def test_the_interval_of_the_gain_covers_the_true_ratio():
 # --- explain()
 
 
-def test_explain():
+def test_explain_tells_speed_and_shapes():
     world = World(verify)
     bad = world.drafter(always(0.0), head_cost, **CHAINS)
     world.run(bad, 128)
@@ -629,19 +613,15 @@ def test_explain():
     good = world.drafter(always(0.9), head_cost, **CHAINS)
     stats = world.run(good, 400)
     assert stats.report.low < stats.report.gain < stats.report.high
-    assert (
-        f"{stats.report.gain:.2f}x the estimated speed of plain decoding (95 % interval"
-        in stats.explain()
-    )
+    speed_up = f"{stats.report.gain:.2f}x the estimated speed of plain decoding (95 % interval"
+    assert speed_up in stats.explain()
     assert sum(stats.shapes.values()) == stats.steps
     assert call(None).speculation_stats.explain() == "Plain decoding without a drafter."
-    assert (
-        "drafted in every step (speculation='fixed')"
-        in call(speculation="fixed").speculation_stats.explain()
-    )
+    fixed = call(speculation="fixed").speculation_stats
+    assert "drafted in every step (speculation='fixed')" in fixed.explain()
 
 
-def test_the_drafters_used_last_are_remembered():
+def test_memories_of_the_latest_drafters_are_kept():
     class Named(ScriptedDrafter):
         identity = ""
 
@@ -663,15 +643,13 @@ def test_the_drafters_used_last_are_remembered():
 @pytest.mark.parametrize(
     "low, high, told", [(0.0, 9.54, False), (1.0, math.inf, False), (0.9, 1.3, True)]
 )
-def test_an_uncertain_gain_is_not_reported(low, high, told):
-    """Reports of short calls once said, for example, 1.12x (95 %: 0.00x to 9.54x)."""
+def test_uncertain_gain_is_not_reported(low, high, told):
     report = Report([(1, 1, 0.01, 2)], [], [], 1.12, low, high)
     stats = SpeculationStats("x", policy="auto", shapes={"chain of 3": 4}, report=report)
     said = stats.explain()
     assert ("1.12x the estimated speed" in said) == told
-    assert (
-        "too short to measure a speed-up: the times of 4 steps and of 2 plain steps for" in said
-    ) != told
+    too_short = "too short to measure a speed-up: the times of 4 steps and of 2 plain steps for"
+    assert (too_short in said) != told
 
 
 def test_memories_belong_to_a_model_and_a_number_of_threads():

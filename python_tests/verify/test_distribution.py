@@ -1,8 +1,8 @@
 """Rule 1 is lossless: the emitted tokens have the distribution of the target.
 
-Exact test: the walk of the reference is enumerated over all picks, weighted with rational target
-probabilities. Statistical test: chi-square on over 1e6 draws with fixed seeds through the compiled op, with
-logits processed by transformers. Deliberately biased rules fail both tests.
+Exact test: the walk of the reference is enumerated over all picks with rational target probabilities.
+Statistical test: chi-square on over 1e6 draws of the compiled op with fixed seeds, with logits processed by
+transformers. Biased rules fail both tests.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from specdec_ext import ops
 from specdec_ext.reference.verify_match import walk
 from specdec_ext.verify.filters import fuse_filters
 
-# Exact laws
+# Exact distributions
 
 
 class _MorePicks(Exception):
-    """Raised when the walk needs a pick that is not chosen yet."""
+    """Raised when the walk needs a further pick."""
 
 
 def enumerate_walks(tokens: list[int], parents: list[int], target: Target) -> Iterator:
-    """(emitted tokens, probability) of rule 1 for every sequence of picks of positive probability."""
+    """(emitted tokens, probability) of rule 1 for every sequence of picks with positive probability."""
     pending: list[tuple[Text, Fraction]] = [((), Fraction(1))]
     while pending:
         picks, weight = pending.pop()
@@ -62,14 +62,14 @@ def random_tree(nodes: int, max_depth: int, vocab: int, rng: random.Random):
     tokens, parents, depths = [0], [-1], [0]
     while len(tokens) < nodes:
         parent = rng.choice([node for node in range(len(tokens)) if depths[node] < max_depth])
-        tokens.append(rng.randrange(vocab))  # duplicate siblings happen
+        tokens.append(rng.randrange(vocab))  # siblings may be equal
         parents.append(parent if rng.random() < 0.9 else -2)
         depths.append(depths[parent] + 1 if parents[-1] >= 0 else max_depth)
     return tokens, parents
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 3, 4, 6])
-def test_exact_law_of_the_walk(vocab):
+def test_walk_has_the_exact_distribution_of_the_target(vocab):
     rng = random.Random(vocab)
     for _ in range(15):
         target = random_target(vocab, rng)
@@ -79,7 +79,7 @@ def test_exact_law_of_the_walk(vocab):
         assert emitted == continued(iter([((), Fraction(1))]), target, length)
 
 
-def test_every_tree_of_three_nodes():
+def test_every_tree_of_three_nodes_has_the_exact_distribution():
     rng = random.Random(0)
     target = random_target(3, rng)
     plain = continued(iter([((), Fraction(1))]), target, 3)
@@ -89,8 +89,7 @@ def test_every_tree_of_three_nodes():
             assert continued(walks, target, 3) == plain
 
 
-def test_the_exact_test_sees_a_biased_rule():
-    """Accepting siblings one by one against the same target, without a residual, is caught."""
+def test_siblings_without_a_residual_fail_the_exact_test():
     target = random_target(3, random.Random(1))
 
     def one_by_one(children: list[int]) -> Iterator:
@@ -105,7 +104,7 @@ def test_the_exact_test_sees_a_biased_rule():
     assert continued(one_by_one([0, 1]), target, 1) != plain
 
 
-# Statistical laws through the compiled op
+# Distributions of draws of the compiled op
 
 NUM_DRAWS = 1 << 20
 ROWS = 1 << 16
@@ -144,7 +143,7 @@ PARENTS = [-1, 0, 0, 1, 0]
 def node_logits(processor) -> torch.Tensor:
     """``[nodes, VOCAB]`` processed logits, each node with its own prefix."""
     raw = torch.randn(len(PARENTS), VOCAB, generator=generator(0)) * 1.5
-    raw[0, DRAFTS[:2]] += 1.5  # the children are likely, so that walks go deep
+    raw[0, DRAFTS[:2]] += 1.5  # likely children, so that drafts are accepted
     prefixes = [[1, 2], [1, 2, 4], [1, 2, 7], [1, 2, 4, 4], [1, 2, 2]]
     rows = [
         processor(torch.tensor([prefix]), scores[None].clone())[0]
@@ -154,21 +153,18 @@ def node_logits(processor) -> torch.Tensor:
 
 
 def draw(logits: torch.Tensor, device: str = "cpu") -> torch.Tensor:
-    """Counts ``[VOCAB, VOCAB + 1]`` of the first two emitted tokens; last column: only one emitted."""
+    """Counts ``[VOCAB, VOCAB + 1]`` of the first two emitted tokens; the last column has texts of one
+    token."""
     counts = torch.zeros(VOCAB * (VOCAB + 1), dtype=torch.long)
     tokens = torch.tensor([0, *DRAFTS], device=device).expand(ROWS, -1)
     parents = torch.tensor(PARENTS, device=device).expand(ROWS, -1)
     row_ids = torch.arange(ROWS, device=device)
     for turn in range(NUM_DRAWS // ROWS):
-        result = ops.verify_match(
-            logits.to(device).expand(ROWS, -1, -1),
-            tokens,
-            parents,
-            torch.full((ROWS,), 10 * turn, device=device),
-            torch.full((ROWS,), 1234 + turn // 4, device=device),
-            row_ids,
-            torch.ones(ROWS, dtype=torch.bool, device=device),
-        )
+        positions = torch.full((ROWS,), 10 * turn, device=device)
+        seeds = torch.full((ROWS,), 1234 + turn // 4, device=device)
+        stochastic = torch.ones(ROWS, dtype=torch.bool, device=device)
+        rows = logits.to(device).expand(ROWS, -1, -1)
+        result = ops.verify_match(rows, tokens, parents, positions, seeds, row_ids, stochastic)
         nodes = result.path[:, 1:3].clamp(min=0)
         emitted = torch.where(
             torch.arange(2, device=device) < result.num_accepted[:, None],
@@ -182,32 +178,32 @@ def draw(logits: torch.Tensor, device: str = "cpu") -> torch.Tensor:
     return counts.view(VOCAB, VOCAB + 1)
 
 
-def expected_law(logits: torch.Tensor) -> torch.Tensor:
+def expected_cells(logits: torch.Tensor) -> torch.Tensor:
     """The probabilities of :func:`draw`'s cells under the target."""
     probabilities = logits.double().softmax(dim=-1)
-    law = torch.zeros(VOCAB, VOCAB + 1, dtype=torch.double)
-    law[:, VOCAB] = probabilities[0]
-    for node in (4, 2, 1):  # the nodes that the walk can reach from the root
+    cells = torch.zeros(VOCAB, VOCAB + 1, dtype=torch.double)
+    cells[:, VOCAB] = probabilities[0]
+    for node in (4, 2, 1):  # the children of the root
         token = [0, *DRAFTS][node]
-        law[token, VOCAB] = 0
-        law[token, :VOCAB] = probabilities[0, token] * probabilities[node]
-    return law
+        cells[token, VOCAB] = 0
+        cells[token, :VOCAB] = probabilities[0, token] * probabilities[node]
+    return cells
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_law_of_the_op(name, device):
+def test_op_has_the_distribution_of_the_target(name, device):
     logits = node_logits(PROCESSORS[name])
-    assert chi_square_excess(draw(logits, device), expected_law(logits)) < 1
+    assert chi_square_excess(draw(logits, device), expected_cells(logits)) < 1
 
 
-def test_the_statistical_test_sees_two_percent_of_temperature():
+def test_temperature_that_differs_by_two_percent_fails_the_test():
     logits = node_logits(PROCESSORS["plain"])
-    assert chi_square_excess(draw(logits / 1.02), expected_law(logits)) > 1
+    assert chi_square_excess(draw(logits / 1.02), expected_cells(logits)) > 1
 
 
-def test_the_statistical_test_sees_noise_used_twice():
-    """Drawing the second token with the first one's noise (the position not advanced) is biased."""
+def test_noise_used_twice_fails_the_test():
+    """The second token is drawn with the noise of the first one's position."""
     logits = node_logits(PROCESSORS["plain"])
     zeros = torch.zeros(ROWS, dtype=torch.long)
     row_ids, sampled = torch.arange(ROWS), torch.ones(ROWS, dtype=torch.bool)
@@ -224,14 +220,14 @@ def test_the_statistical_test_sees_noise_used_twice():
         second = torch.where(first == token, seconds[index], second)
     counts = torch.bincount(first * (VOCAB + 1) + second, minlength=VOCAB * (VOCAB + 1))
     counts = counts.view(VOCAB, VOCAB + 1)
-    law = expected_law(logits)
-    assert chi_square_excess(counts, law) > 1
-    # Each token alone has the right law: only the joint law shows the fault.
-    assert chi_square_excess(counts.sum(dim=1), law.sum(dim=1)) < 1
+    expected = expected_cells(logits)
+    assert chi_square_excess(counts, expected) > 1
+    # Each token alone has the right distribution, but the joint distribution is wrong.
+    assert chi_square_excess(counts.sum(dim=1), expected.sum(dim=1)) < 1
 
 
-def test_the_statistical_test_sees_a_biased_acceptance():
-    """First-come siblings without a residual: each child accepted with its own probability."""
+def test_biased_acceptance_fails_the_test():
+    """Each child is accepted with its own probability, without a residual."""
     logits = node_logits(PROCESSORS["plain"])
     probabilities = logits[0].double().softmax(dim=-1)
     rng = generator(3)

@@ -1,8 +1,8 @@
 """Rules 2, 3 and 4 are lossless: the emitted tokens have the distribution of the target.
 
-Exact test: every draft, every accepting or rejecting branch and every last token of the specification is
-enumerated in rational arithmetic. Statistical test: chi-square on over 1e6 draws with fixed seeds through the
-compiled ops. Typical faults of such code, planted on purpose, fail both tests.
+Exact test: every draft, every decision and every last token of the specification is enumerated in rational
+arithmetic. Statistical test: chi-square on over 1e6 draws of the compiled ops with fixed seeds. Typical
+faults of such code fail both tests.
 """
 
 from __future__ import annotations
@@ -20,13 +20,9 @@ from op_cases import DEVICES, generator
 from specdec_ext import ops
 from specdec_ext.reference import verify_sampled as reference
 
-RULES = {
-    "rejection": reference.rejection,
-    "recursive": reference.recursive,
-    "block": reference.block,
-}
+RULES = {rule: getattr(reference, rule) for rule in ("rejection", "recursive", "block")}
 
-# Exact laws
+# Exact distributions
 
 
 def prefix_of(node: int, tokens: list[int], parents: list[int]) -> Text:
@@ -46,9 +42,9 @@ def drafts(parents: list[int], draft: Target) -> Iterator[tuple[list[int], Fract
         if parents[node] < 0:
             pending.append(([*tokens, 0], weight))
             continue
-        law = draft(prefix_of(parents[node], tokens, parents))
+        probs = draft(prefix_of(parents[node], tokens, parents))
         siblings = [tokens[i] for i in range(1, node) if parents[i] == parents[node]]
-        rest = [0 if token in siblings else p for token, p in enumerate(law)]
+        rest = [0 if token in siblings else p for token, p in enumerate(probs)]
         if sum(rest) == 0:
             pending.append(([*tokens, -1], weight))  # nothing is left to draw
         for token, probability in enumerate(rest):
@@ -57,7 +53,7 @@ def drafts(parents: list[int], draft: Target) -> Iterator[tuple[list[int], Fract
 
 
 class _MoreDecisions(Exception):
-    """Raised when the walk needs a further decision; holds the probability of accepting."""
+    """Raised when the walk needs a further decision; its argument is the probability of accepting."""
 
 
 def enumerate_walks(
@@ -78,18 +74,18 @@ def enumerate_walks(
                     raise _MoreDecisions(Fraction(t) / d)
                 return decision
 
-            def law_of(laws, tokens=tokens):
-                return lambda node: laws(prefix_of(node, tokens, parents))
+            def at_node(model, tokens=tokens):
+                return lambda node: model(prefix_of(node, tokens, parents))
 
             try:
-                path, law = rule(tokens, parents, law_of(target), law_of(draft), accept)
+                path, last = rule(tokens, parents, at_node(target), at_node(draft), accept)
             except _MoreDecisions as request:
                 (probability,) = request.args
                 pending.append(((*decisions, True), weight * probability))
                 pending.append(((*decisions, False), weight * (1 - probability)))
                 continue
             text = prefix_of(path[-1], tokens, parents)
-            for token, probability in enumerate(law):
+            for token, probability in enumerate(last):
                 if probability:
                     yield (*text, token), weight * probability, len(path) - 1
 
@@ -120,7 +116,7 @@ TREES = {  # name: (parents, vocab, length of the compared texts)
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("tree", TREES)
-def test_exact_law(tree, rule):
+def test_rules_have_the_exact_distribution_of_the_target(tree, rule):
     parents, vocab, length = TREES[tree]
     rng = random.Random(len(tree))
     for _ in range(4):
@@ -130,13 +126,13 @@ def test_exact_law(tree, rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_draft_law_itself_is_always_accepted(rule):
+def test_draft_that_equals_the_target_is_always_accepted(rule):
     target = random_target(3, random.Random(1))
     for _, _, accepted in enumerate_walks(RULES[rule], [-1, 0, 1], target, target):
         assert accepted == 2
 
 
-def test_block_accepts_at_least_as_much():
+def test_block_accepts_at_least_as_much_as_rejection():
     rng = random.Random(5)
     gains = []
     for parents, vocab in (([-1, 0], 4), ([-1, 0, 1], 3), ([-1, 0, 1, 2], 3)):
@@ -175,25 +171,24 @@ def is_lossless(rule: Callable, parents: list[int], draw: Callable = drafts) -> 
     return True
 
 
-def test_the_exact_test_sees_siblings_without_a_residual(monkeypatch):
-    """Each sibling against the same target: right for the first, biased with the second."""
+def test_siblings_without_a_residual_fail_the_exact_test(monkeypatch):
     monkeypatch.setattr(reference, "_normalised_difference", lambda target, draft: target)
     assert not is_lossless(reference.recursive, [-1, 0, 0])
 
 
-def test_the_exact_test_sees_a_correction_from_the_target(monkeypatch):
+def test_correction_from_the_target_fails_the_exact_test(monkeypatch):
     monkeypatch.setattr(reference, "_normalised_difference", lambda target, draft: target)
     assert not is_lossless(reference.rejection, [-1, 0])
 
 
-def test_the_exact_test_sees_a_draft_law_that_keeps_drawn_tokens(monkeypatch):
+def test_drafts_with_replacement_fail_the_exact_test(monkeypatch):
     monkeypatch.setattr(reference, "_without", lambda draft, token: draft)
     assert not is_lossless(reference.recursive, [-1, 0, 0])
     assert is_lossless(reference.recursive, [-1, 0, 1])  # chains have no second sibling
 
 
-def test_the_exact_test_sees_siblings_in_another_order():
-    """Siblings sorted by token, as after re-ranking by score, are not in the order of their draws."""
+def test_sorted_siblings_fail_the_exact_test():
+    """They are not in the order of their draws."""
 
     def sorted_drafts(parents, draft):
         for (_, *siblings), weight in drafts(parents, draft):
@@ -203,17 +198,17 @@ def test_the_exact_test_sees_siblings_in_another_order():
     assert not is_lossless(reference.recursive, [-1, 0, 0], sorted_drafts)
 
 
-def test_the_exact_test_sees_deterministic_siblings():
-    """The two most likely tokens, with a distribution from which they were not drawn."""
+def test_deterministic_siblings_fail_the_exact_test():
+    """The two most likely tokens are not drawn from the draft distribution."""
 
     def best_drafts(parents, draft):
-        law = draft(())
-        yield [-1, *sorted(range(len(law)), key=lambda token: -law[token])[:2]], Fraction(1)
+        probs = draft(())
+        yield [-1, *sorted(range(len(probs)), key=lambda token: -probs[token])[:2]], Fraction(1)
 
     assert not is_lossless(reference.recursive, [-1, 0, 0], best_drafts)
 
 
-def test_the_exact_test_sees_a_block_residual_without_keep(monkeypatch):
+def test_block_residual_without_keep_fails_the_exact_test(monkeypatch):
     def difference(target, draft):
         return [max(t / sum(target) - d, 0) for t, d in zip(target, draft, strict=True)]
 
@@ -222,7 +217,7 @@ def test_the_exact_test_sees_a_block_residual_without_keep(monkeypatch):
     assert not is_lossless(reference.block, [-1, 0, 1])
 
 
-# Statistical laws through the compiled ops
+# Distributions of draws of the compiled ops
 
 VOCAB = 5
 LENGTH = 3  # of the compared texts
@@ -266,7 +261,7 @@ def verify(rule, parents, tokens, positions, draft_probs, seed, device="cpu"):
 
 
 def append(texts, lengths, tokens, result):
-    """Append the tokens that a round emitted to the texts; returns the new lengths."""
+    """Append the emitted tokens of a round to the texts; return the new lengths."""
     rows = torch.arange(len(texts))
     for depth in range(tokens.shape[1]):
         accepted = depth < result.num_accepted
@@ -278,7 +273,7 @@ def append(texts, lengths, tokens, result):
 
 
 def write(rule, rows, seed, *, rounds=1, keyed=True, draft_of=None, device="cpu") -> torch.Tensor:
-    """Texts ``[rows, 1 + LENGTH]`` of `rounds` rounds, completed with draws from the target."""
+    """Texts ``[rows, 1 + LENGTH]`` of ``rounds`` rounds, completed with draws from the target."""
     rng = generator(seed)
     parents = SHAPES[rule]
     texts = torch.zeros(rows, 1 + LENGTH + len(parents), dtype=torch.long)
@@ -300,70 +295,67 @@ def write(rule, rows, seed, *, rounds=1, keyed=True, draft_of=None, device="cpu"
 def excess(texts: torch.Tensor) -> float:
     """A chi-square statistic; above 1, the texts do not have the target's distribution."""
     step = TARGET.double().softmax(dim=-1)
-    law = step[0]
+    expected = step[0]
     for _ in range(LENGTH - 1):
-        law = (law.view(-1, VOCAB, 1) * step).flatten()
+        expected = (expected.view(-1, VOCAB, 1) * step).flatten()
     cells = texts[:, 1:] @ (VOCAB ** torch.arange(LENGTH - 1, -1, -1))
-    return chi_square_excess(torch.bincount(cells, minlength=VOCAB**LENGTH), law)
+    return chi_square_excess(torch.bincount(cells, minlength=VOCAB**LENGTH), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rule", SHAPES)
-def test_law_of_the_op(rule, device):
-    turns = 1 if rule == "rejection" else NUM_DRAWS // ROWS  # rejection is recursive on a chain
+def test_op_has_the_distribution_of_the_target(rule, device):
+    turns = 1 if rule == "rejection" else NUM_DRAWS // ROWS  # on a chain rejection equals recursive
     assert excess(torch.cat([write(rule, ROWS, turn, device=device) for turn in range(turns)])) < 1
 
 
-def test_law_of_rounds_with_one_seed():
-    """The noise of a round is keyed by its root, so rounds that verified the same positions agree."""
+def test_rounds_with_one_seed_have_the_distribution_of_the_target():
+    """The noise of a round depends on the position of its root."""
     assert excess(write("block", ROWS // 4, 5, rounds=3)) < 1
 
 
-def test_the_statistical_test_sees_noise_used_in_two_rounds():
+def test_noise_used_in_two_rounds_fails_the_test():
     assert excess(write("block", ROWS // 4, 5, rounds=3, keyed=False)) > 1
 
 
 @pytest.mark.parametrize("rule", SHAPES)
-def test_the_statistical_test_sees_a_wrong_draft_law(rule):
-    """Drafts verified as if they had been drawn at another temperature."""
+def test_wrong_draft_probabilities_fail_the_test(rule):
+    """Drafts are verified with the probabilities of another temperature."""
     assert excess(write(rule, ROWS // 4, 6, draft_of=DRAFT**1.1)) > 1
 
 
-def test_law_of_the_drafts():
-    """draw_drafts draws without replacement and in order: the distribution of ordered triples is right."""
+def test_ordered_drafts_have_their_distribution():
+    """draw_drafts draws without replacement."""
     rows, probs = 1 << 16, torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
     zeros = torch.zeros(rows, dtype=torch.long)
     drawn = reference.draw_drafts(probs.expand(rows, -1), 3, 2, zeros, zeros, torch.arange(rows))
-    law = torch.zeros(5, 5, 5, dtype=torch.double)
+    triples = torch.zeros(5, 5, 5, dtype=torch.double)
     for a, b, c in itertools.permutations([0, 2, 3, 4], 3):
-        law[a, b, c] = probs[a] * probs[b] / (1 - probs[a]) * probs[c] / (1 - probs[a] - probs[b])
-    cells = drawn @ torch.tensor([25, 5, 1])
-    assert chi_square_excess(torch.bincount(cells, minlength=125), law.flatten()) < 1
-    assert (
-        chi_square_excess(torch.bincount(cells, minlength=125), law.transpose(0, 1).flatten()) > 1
-    )
+        triples[a, b, c] = (
+            probs[a] * probs[b] / (1 - probs[a]) * probs[c] / (1 - probs[a] - probs[b])
+        )
+    counts = torch.bincount(drawn @ torch.tensor([25, 5, 1]), minlength=125)
+    assert chi_square_excess(counts, triples.flatten()) < 1
+    assert chi_square_excess(counts, triples.transpose(0, 1).flatten()) > 1
 
 
-def test_drafts_that_run_out():
+def test_drafts_end_when_no_token_is_left():
     probs = torch.tensor([[0.0, 2.0, torch.nan, -1.0], [0.0, 0.0, 0.0, 0.0]])
     zeros = torch.zeros(2, dtype=torch.long)
-    assert reference.draw_drafts(probs, 3, 0, zeros, zeros, zeros).tolist() == [
-        [1, -1, -1],
-        [-1, -1, -1],
-    ]
+    drawn = reference.draw_drafts(probs, 3, 0, zeros, zeros, zeros)
+    assert drawn.tolist() == [[1, -1, -1], [-1, -1, -1]]
 
 
-def test_law_with_the_ops_own_draft_noise():
-    """Drafting, accepting and drawing from one seed: their noise is independent."""
+def test_draft_noise_of_the_same_seed_is_independent():
+    """Drafting, accepting and drawing use one seed, and the text has the target's distribution."""
     rows = 1 << 16
     zeros, row_ids = torch.zeros(rows, dtype=torch.long), torch.arange(rows)
     tokens = torch.zeros(rows, 3, dtype=torch.long)
     for depth in range(2):
-        tokens[:, depth + 1 :] = reference.draw_drafts(
-            DRAFT[tokens[:, depth]], 1, depth, zeros, zeros, row_ids
-        )
+        probs = DRAFT[tokens[:, depth]]
+        tokens[:, depth + 1 :] = reference.draw_drafts(probs, 1, depth, zeros, zeros, row_ids)
     result = verify("rejection", [-1, 0, 1], tokens, zeros, DRAFT[tokens], 0)
     texts = torch.zeros(rows, 6, dtype=torch.long)
     append(texts, torch.ones(rows, dtype=torch.long), tokens, result)
-    law = TARGET[0].double().softmax(dim=-1)
-    assert chi_square_excess(torch.bincount(texts[:, 1], minlength=VOCAB), law) < 1
+    expected = TARGET[0].double().softmax(dim=-1)
+    assert chi_square_excess(torch.bincount(texts[:, 1], minlength=VOCAB), expected) < 1

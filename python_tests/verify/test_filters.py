@@ -1,4 +1,4 @@
-"""``fuse_filters``: fewer calls, the same scores and the same text."""
+"""``fuse_filters`` replaces warpers by fewer calls with the same scores and the same text."""
 
 import itertools
 
@@ -25,7 +25,7 @@ logits = torch.randn(6, 300, generator=generator(0)) * 3
 
 
 class MyTopK(hf.TopKLogitsWarper):
-    """A subclass may do anything."""
+    """A subclass, which is never fused."""
 
 
 def kinds(processors):
@@ -33,7 +33,7 @@ def kinds(processors):
 
 
 @pytest.mark.parametrize("count", range(1, 5))
-def test_every_subset_in_order_is_one_op(count):
+def test_warpers_in_order_become_one_op(count):
     for warpers in itertools.combinations(IN_ORDER, count):
         fused = fuse_filters(warpers, CPU)
         assert kinds(warpers) == [SampleFilter]
@@ -58,7 +58,7 @@ def test_every_subset_in_order_is_one_op(count):
     ],
     ids=lambda value: None if not value else "-".join(type(each).__name__ for each in value),
 )
-def test_what_is_fused(processors, expected):
+def test_only_plain_warpers_in_order_are_fused(processors, expected):
     assert kinds(processors) == expected
     actual = fuse_filters(processors, CPU)(ids, logits.clone())
     torch.testing.assert_close(actual, LogitsProcessorList(processors)(ids, logits.clone()))
@@ -70,7 +70,7 @@ def test_sixteen_bit_logits_need_no_copy():
     assert torch.equal(fused(ids, half), fused(ids, half.float()))
 
 
-def test_the_default_dtype_does_not_matter():
+def test_scores_do_not_depend_on_the_default_dtype():
     torch.set_default_dtype(torch.float64)
     try:
         assert fuse_filters(IN_ORDER, CPU)(ids, logits).dtype == torch.float32
@@ -79,8 +79,8 @@ def test_the_default_dtype_does_not_matter():
 
 
 @pytest.mark.parametrize("size", [40, 1000])
-def test_ties_at_the_edge_of_top_p(size):
-    """As many of them are kept as transformers keeps, perhaps others: the table says so."""
+def test_as_many_ties_of_top_p_are_kept_as_in_transformers(size):
+    """They may be others, as the table of keywords tells."""
     scores = torch.randn(50, size, generator=generator(0)).round(decimals=1)
     warper = hf.TopPLogitsWarper(0.8)
     (ours,) = fuse_filters(LogitsProcessorList([warper]), CPU)
@@ -100,20 +100,12 @@ def test_ties_at_the_edge_of_top_p(size):
     ],
     ids=["all", "top-p", "with-text", "interrupted"],
 )
-def test_the_text_is_that_of_the_warpers(kwargs, drafter, monkeypatch):
+def test_text_is_that_of_the_warpers(kwargs, drafter, monkeypatch):
     batch, mask = prompts((12, 3, 9))
 
     def text():
-        return specdec_ext.generate(
-            tiny_model("llama"),
-            batch,
-            attention_mask=mask,
-            max_new_tokens=24,
-            do_sample=True,
-            seed=5,
-            drafter=drafter,
-            **kwargs,
-        )
+        options = dict(attention_mask=mask, max_new_tokens=24, do_sample=True, seed=5, **kwargs)
+        return specdec_ext.generate(tiny_model("llama"), batch, drafter=drafter, **options)
 
     calls = []
     monkeypatch.setattr(

@@ -1,8 +1,8 @@
-"""Grammars: processors that follow the text by a state of their own, as xgrammar's and outlines' do.
+"""Grammars: processors with a state that follows the text, as those of xgrammar and outlines.
 
-Claim: such a processor is called once for every emitted position, in order, with the text that plain
-decoding shows it, whatever is drafted; the text is then that of ``model.generate`` (greedy), or of no drafter
-(sampled). One that is called otherwise raises.
+Claim: such a processor is called once for every emitted position, in order, with the text of plain decoding.
+In greedy decoding the text is that of ``model.generate``, in sampling that of plain decoding. The grammar
+here raises an error in other calls.
 """
 
 import pytest
@@ -20,9 +20,9 @@ OPEN, CLOSE = range(10, 25), range(25, 40)
 
 
 class Brackets(LogitsProcessor):
-    """Words of brackets that close in order, two deep; ``EOS`` where none is open, after a pair at least.
+    """Brackets that close in order, at most two deep; ``EOS`` where none is open, after at least one pair.
 
-    A row is ``accept``-ed token by token, like a matcher of xgrammar: its state is the text's, or it raises.
+    As a matcher of xgrammar, it accepts a row token by token and raises an error for other tokens.
     """
 
     def __init__(self):
@@ -72,14 +72,8 @@ class Brackets(LogitsProcessor):
 
 def run(generate, batch: str, grammar: Brackets, **kwargs):
     ids, mask = prompts(BATCHES[batch])
-    return generate(
-        inputs=ids,
-        attention_mask=mask,
-        max_new_tokens=NEW,
-        eos_token_id=EOS,
-        logits_processor=[grammar],
-        **kwargs,
-    )
+    kwargs |= dict(attention_mask=mask, max_new_tokens=NEW, eos_token_id=EOS)
+    return generate(inputs=ids, logits_processor=[grammar], **kwargs)
 
 
 def ours(**kwargs):
@@ -88,19 +82,12 @@ def ours(**kwargs):
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_greedy(drafter, batch):
+def test_greedy_text_and_calls_are_those_of_transformers(drafter, batch):
     model, theirs, grammar = tiny_model("llama"), Brackets(), Brackets()
     expected = run(model.generate, batch, theirs, do_sample=False)
     made = make_drafter(drafter, model, generated(expected, max(BATCHES[batch])))
-    out = run(
-        ours,
-        batch,
-        grammar,
-        do_sample=False,
-        drafter=made,
-        speculation="fixed",
-        return_dict_in_generate=True,
-    )
+    kwargs = dict(do_sample=False, speculation="fixed", return_dict_in_generate=True)
+    out = run(ours, batch, grammar, drafter=made, **kwargs)
     assert torch.equal(out.sequences, expected)
     assert (grammar.calls, grammar.open, grammar.pairs) == (theirs.calls, theirs.open, theirs.pairs)
     if drafter == "oracle_chain":
@@ -109,7 +96,7 @@ def test_greedy(drafter, batch):
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_sampled(drafter, batch):
+def test_sampled_text_and_calls_are_those_of_plain_decoding(drafter, batch):
     plain, grammar = Brackets(), Brackets()
     expected = run(ours, batch, plain, do_sample=True, seed=3, drafter=None)
     made = make_drafter(drafter, tiny_model("llama"), generated(expected, max(BATCHES[batch])))
@@ -124,8 +111,8 @@ def test_rows_end_at_different_times():
     assert len(set(ends)) > 1 and min(ends) < NEW
 
 
-def test_prefix_allowed_tokens_fn_is_asked_in_order():
-    """A function may keep what it was asked about, too: here it raises unless texts grow by one token."""
+def test_prefix_allowed_tokens_fn_is_called_in_order():
+    """The function raises an error unless texts grow by one token."""
 
     def walker():
         known: dict[int, list[int]] = {}
@@ -144,19 +131,12 @@ def test_prefix_allowed_tokens_fn_is_asked_in_order():
     expected = model.generate(ids, prefix_allowed_tokens_fn=walker(), **kwargs)
     for drafter in DRAFTERS:
         made = make_drafter(drafter, model, generated(expected, 12))
-        actual = specdec_ext.generate(
-            model,
-            ids,
-            drafter=made,
-            speculation="fixed",
-            prefix_allowed_tokens_fn=walker(),
-            **kwargs,
-        )
-        assert torch.equal(actual, expected)
+        options = dict(kwargs, speculation="fixed", prefix_allowed_tokens_fn=walker())
+        assert torch.equal(specdec_ext.generate(model, ids, drafter=made, **options), expected)
 
 
 @pytest.mark.parametrize("text", [[1, 2, 3], [1, 30]], ids=["a-column-too-many", "not-allowed"])
-def test_the_grammar_notices(text):
+def test_grammar_raises_for_other_calls(text):
     grammar, scores = Brackets(), torch.zeros(1, VOCAB)
     grammar(torch.tensor([[1]]), scores)
     with pytest.raises(RuntimeError, match="shown"):

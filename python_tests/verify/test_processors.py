@@ -1,31 +1,37 @@
-"""Logits processors see at every visited node exactly what plain decoding would show them.
+"""Logits processors have at every visited node the inputs of plain decoding.
 
-Claim: greedy text equals HF ``model.generate`` with the same processors (float32, exact), seeded sampled text
-equals our own without speculation, for every built-in processor and for custom ones, with and without state,
-at batch 1 and 5, whatever is drafted. A processor that keeps state is called as often, in the same order and
-with the same ids as by HF's loop.
+Claim: greedy text is that of HF ``model.generate`` with the same processors (float32, exact), and sampled
+text with a seed is that of plain decoding, for every built-in processor and for custom ones with and without
+state, in batches of 1 and 5, with every draft. A processor with state has the calls of HF's loop, with the
+same ids.
 """
 
 import functools
 
 import pytest
 import torch
-from tiny import DRAFTERS, VOCAB, generated, make_drafter, prompts, tiny_model
+from tiny import (
+    BATCHES,
+    VOCAB,
+    every_batch,
+    every_drafter,
+    generated,
+    make_drafter,
+    prompts,
+    tiny_model,
+)
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, WatermarkingConfig
 from transformers.generation import logits_process as hf
 
 import specdec_ext
 
-BATCHES = {"one": (7,), "five-ragged": (12, 3, 9, 5, 12)}
 NEW_TOKENS = 16
-
-every_batch = pytest.mark.parametrize("batch", BATCHES)
-every_drafter = pytest.mark.parametrize("drafter", DRAFTERS)
 FEW_DRAFTERS = ["self", "noisy_chain", "random_tree"]
+SAMPLED = dict(max_new_tokens=NEW_TOKENS, do_sample=True, seed=23)
 
 
 class EvenAfterOdd(LogitsProcessor):
-    """No state: parity alternates."""
+    """Has no state: even and odd tokens alternate."""
 
     def __call__(self, input_ids, scores):
         same = (torch.arange(VOCAB)[None] % 2) == (input_ids[:, -1:] % 2)
@@ -33,7 +39,7 @@ class EvenAfterOdd(LogitsProcessor):
 
 
 class Counting(LogitsProcessor):
-    """State: its n-th call favours token 7 n. Remembers what it was shown."""
+    """Has state: its n-th call favours token 7 n. Keeps the ids of its calls."""
 
     def __init__(self):
         self.seen = []
@@ -44,8 +50,8 @@ class Counting(LogitsProcessor):
         return scores
 
 
-class LooksAtNeighbours(LogitsProcessor):
-    """Row b avoids the newest token of row b - 1."""
+class ReadsNeighbours(LogitsProcessor):
+    """Excludes in row b the last token of row b - 1."""
 
     def __call__(self, input_ids, scores):
         neighbours = input_ids[:, -1].roll(1)
@@ -53,7 +59,7 @@ class LooksAtNeighbours(LogitsProcessor):
 
 
 class CoolingDown(hf.TemperatureLogitsWarper):
-    """A built-in's subclass with state is not the built-in."""
+    """A subclass of a built-in processor, with state."""
 
     def __call__(self, input_ids, scores):
         self.temperature *= 0.9
@@ -61,12 +67,12 @@ class CoolingDown(hf.TemperatureLogitsWarper):
 
 
 def even_or_near(batch_id: int, text: torch.Tensor) -> list[int]:
-    """For ``prefix_allowed_tokens_fn``: depends on the row and on its newest token."""
+    """For ``prefix_allowed_tokens_fn``: depends on the row and on its last token."""
     last = int(text[-1])
     return [(last + batch_id + step) % VOCAB for step in range(1, 40, 3)]
 
 
-EOS = 42  # occurs now and then in the texts of this model
+EOS = 42  # occurs in some texts of this model
 GREEDY = {
     "repetition-penalty": dict(repetition_penalty=1.4),
     "encoder-repetition-penalty": dict(encoder_repetition_penalty=1.3),
@@ -87,7 +93,7 @@ GREEDY = {
     "watermark": dict(watermarking_config=WatermarkingConfig(bias=3.0)),
     "custom-stateless": dict(logits_processor=EvenAfterOdd),
     "custom-with-state": dict(logits_processor=Counting),
-    "custom-across-rows": dict(logits_processor=LooksAtNeighbours, eos_token_id=EOS),
+    "custom-across-rows": dict(logits_processor=ReadsNeighbours, eos_token_id=EOS),
     "several": dict(repetition_penalty=1.2, no_repeat_ngram_size=3, bad_words_ids=[[5]], eos_token_id=EOS,
         min_new_tokens=4, logits_processor=Counting),
 }  # fmt: skip
@@ -113,42 +119,39 @@ def fresh(kwargs: dict) -> dict:
     return kwargs
 
 
+def keywords(batch: str, case: str) -> dict:
+    mask = prompts(BATCHES[batch])[1]
+    return dict(
+        attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, **fresh(GREEDY[case])
+    )
+
+
 @functools.cache
 def hf_text(case: str, batch: str) -> torch.Tensor:
-    ids, mask = prompts(BATCHES[batch])
-    kwargs = fresh(GREEDY[case])
-    return tiny_model("llama").generate(
-        ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, **kwargs
-    )
+    ids = prompts(BATCHES[batch])[0]
+    return tiny_model("llama").generate(ids, **keywords(batch, case))
+
+
+def greedy(case: str, batch: str, drafter: str, **kwargs):
+    """Our output; scripted drafters propose parts of HF's text."""
+    ids, model = prompts(BATCHES[batch])[0], tiny_model("llama")
+    made = make_drafter(drafter, model, generated(hf_text(case, batch), ids.shape[1]))
+    return specdec_ext.generate(model, ids, drafter=made, **keywords(batch, case), **kwargs)
 
 
 @every_batch
 @pytest.mark.parametrize("drafter", ["none", *FEW_DRAFTERS])
 @pytest.mark.parametrize("case", GREEDY)
 def test_greedy_text_is_that_of_hf(case, drafter, batch):
-    ids, mask = prompts(BATCHES[batch])
-    model = tiny_model("llama")
-    expected = hf_text(case, batch)
-    actual = specdec_ext.generate(
-        model,
-        ids,
-        attention_mask=mask,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        drafter=make_drafter(drafter, model, generated(expected, ids.shape[1])),
-        **fresh(GREEDY[case]),
-    )
-    assert torch.equal(actual, expected)
+    assert torch.equal(greedy(case, batch, drafter), hf_text(case, batch))
 
 
 @pytest.mark.parametrize("case", [case for case in GREEDY if case != "remove-invalid-values"])
-def test_the_greedy_cases_change_the_text(case):
-    """A processor that changes nothing would prove nothing."""
+def test_greedy_cases_change_the_text(case):
     ids, mask = prompts(BATCHES["five-ragged"])
     kwargs = {k: v for k, v in GREEDY[case].items() if k == "eos_token_id"}
-    without = tiny_model("llama").generate(
-        ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, **kwargs
-    )
+    kwargs |= dict(attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
+    without = tiny_model("llama").generate(ids, **kwargs)
     assert not torch.equal(hf_text(case, "five-ragged"), without)
 
 
@@ -159,17 +162,9 @@ def plain_sample(case: str, batch: str) -> torch.Tensor:
 
 def sample(case: str, batch: str, drafter) -> torch.Tensor:
     ids, mask = prompts(BATCHES[batch])
-    kwargs = fresh({**GREEDY, **SAMPLING}[case])
-    return specdec_ext.generate(
-        tiny_model("llama"),
-        ids,
-        attention_mask=mask,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=True,
-        seed=23,
-        drafter=drafter,
-        **{"top_k": 0, **kwargs},
-    )
+    kwargs = dict(top_k=0, **SAMPLED) | fresh({**GREEDY, **SAMPLING, "none": {}}[case])
+    model = tiny_model("llama")
+    return specdec_ext.generate(model, ids, attention_mask=mask, drafter=drafter, **kwargs)
 
 
 @every_batch
@@ -183,25 +178,15 @@ def test_sampled_text_does_not_depend_on_the_draft(case, drafter, batch):
 
 
 @pytest.mark.parametrize("case", SAMPLING)
-def test_the_sampling_cases_change_the_text(case):
-    ids, mask = prompts(BATCHES["five-ragged"])
-    without = specdec_ext.generate(
-        tiny_model("llama"),
-        ids,
-        attention_mask=mask,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=True,
-        top_k=0,
-        seed=23,
-    )
-    assert not torch.equal(plain_sample(case, "five-ragged"), without)
+def test_sampling_cases_change_the_text(case):
+    texts = [plain_sample(each, "five-ragged") for each in (case, "none")]
+    assert not torch.equal(*texts)
 
 
 @every_batch
 @every_drafter
 @pytest.mark.parametrize("eos", [None, EOS], ids=["no-eos", "eos"])
-def test_a_processor_with_state_is_called_as_by_plain_decoding(eos, drafter, batch):
-    """As often, in order, with the same ids: rejected drafts leave no trace, rows advance together."""
+def test_processor_with_state_has_the_calls_of_plain_decoding(eos, drafter, batch):
     ids, mask = prompts(BATCHES[batch])
     model = tiny_model("llama")
     kwargs = dict(attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=eos)
@@ -216,53 +201,25 @@ def test_a_processor_with_state_is_called_as_by_plain_decoding(eos, drafter, bat
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "self", "oracle_chain", "oracle_tree"])
-def test_processors_do_not_keep_drafts_from_being_accepted(drafter):
-    """Stepwise processors walk the tree, too: right drafts are accepted whole."""
-    ids, mask = prompts(BATCHES["one"])
-    model = tiny_model("llama")
-    expected = hf_text("custom-with-state", "one")
-    out = specdec_ext.generate(
-        model,
-        ids,
-        attention_mask=mask,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        speculation="fixed",
-        drafter=make_drafter(drafter, model, generated(expected, 7)),
-        return_dict_in_generate=True,
-        **fresh(GREEDY["custom-with-state"]),
-    )
-    assert torch.equal(out.sequences, expected)
+def test_drafts_are_accepted_with_a_processor_with_state(drafter):
+    kwargs = dict(speculation="fixed", return_dict_in_generate=True)
+    out = greedy("custom-with-state", "one", drafter, **kwargs)
+    assert torch.equal(out.sequences, hf_text("custom-with-state", "one"))
     if drafter.startswith("oracle"):
         assert out.speculation_stats.emitted_per_step > 3
 
 
-def test_a_batch_of_stateful_rows_waits_for_the_slowest_only_while_it_must():
-    """Rows that wait keep what they accepted: an oracle emits whole blocks in lockstep."""
-    ids, mask = prompts(BATCHES["five-ragged"])
-    model = tiny_model("llama")
-    expected = hf_text("custom-with-state", "five-ragged")
-    out = specdec_ext.generate(
-        model,
-        ids,
-        attention_mask=mask,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        speculation="fixed",
-        drafter=make_drafter("oracle_chain", model, generated(expected, 12)),
-        return_dict_in_generate=True,
-        **fresh(GREEDY["custom-with-state"]),
-    )
-    assert torch.equal(out.sequences, expected)
+def test_batch_with_a_processor_with_state_emits_whole_blocks():
+    """Rows advance together and keep their accepted tokens while they wait."""
+    kwargs = dict(speculation="fixed", return_dict_in_generate=True)
+    out = greedy("custom-with-state", "five-ragged", "oracle_chain", **kwargs)
+    assert torch.equal(out.sequences, hf_text("custom-with-state", "five-ragged"))
     assert out.speculation_stats.emitted_per_step > 3
 
 
-def test_the_same_processors_in_the_generation_config():
-    """Set on the config, not as keywords."""
+def test_processors_of_the_generation_config_are_those_of_the_keywords():
     ids, mask = prompts(BATCHES["five-ragged"])
-    model = tiny_model("llama")
-    config = GenerationConfig(
-        pad_token_id=0, repetition_penalty=1.4, max_new_tokens=NEW_TOKENS, do_sample=False
-    )
-    actual = specdec_ext.generate(model, ids, attention_mask=mask, generation_config=config)
+    config = GenerationConfig(pad_token_id=0, repetition_penalty=1.4, max_new_tokens=NEW_TOKENS)
+    kwargs = dict(attention_mask=mask, generation_config=config)
+    actual = specdec_ext.generate(tiny_model("llama"), ids, **kwargs)
     assert torch.equal(actual, hf_text("repetition-penalty", "five-ragged"))

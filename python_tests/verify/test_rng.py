@@ -1,4 +1,4 @@
-"""The noise: Philox against its published vectors, Gumbel values bit for bit and against float64."""
+"""Noise: Philox against its published vectors; Gumbel values bit for bit and against float64."""
 
 import ctypes
 from fractions import Fraction
@@ -12,8 +12,8 @@ from specdec_ext.reference import rng
 
 ISAS = ["baseline", "avx2", "avx512"]
 
-# Edges of the input, of the conversion to float32 (2^24), of the branch 1 - v >= sqrt(1/2), and of
-# the clamp of v.
+# Edges of the input, of the conversion to float32 (2^24), of the branch 1 - v >= sqrt(1/2), and of the clamp
+# of v.
 EDGE_BITS = [
     *(0, 1, 2, 3, 4, 5, 7, 8, 2**23 - 1, 2**23, 2**24 - 1, 2**24, 2**24 + 1, 2**31 - 1, 2**31),
     *(round((1 - 0.5**0.5) * 2**32) + offset for offset in range(-200, 200, 7)),
@@ -45,7 +45,7 @@ def test_philox_known_answers(counter, key, expected):
     assert rng.philox4x32_10(words(counter), words(key)) == words(expected)
 
 
-def test_noise_belongs_to_every_part_of_its_address():
+def test_noise_depends_on_seed_row_and_position():
     def bits(seed=1, row=2, position=3):
         return rng.noise_bits(*map(torch.tensor, (seed, row, position)), 10)
 
@@ -54,14 +54,15 @@ def test_noise_belongs_to_every_part_of_its_address():
         assert not (changed == bits()).any()
 
 
-def test_a_larger_vocabulary_keeps_the_noise_of_its_tokens():
+def test_noise_of_a_token_does_not_depend_on_the_vocabulary():
     seed, row, position = map(torch.tensor, (-5, 0, 2**31))
     small = rng.noise_bits(seed, row, position, 13)
     assert torch.equal(rng.noise_bits(seed, row, position, 1000)[:13], small)
 
 
 def test_fma_rounds_once():
-    """Against rational arithmetic, on sums that cancel and on ties that two roundings get wrong."""
+    """Compared with rational arithmetic, for sums that cancel and for ties that two roundings would
+    change."""
     a, b = torch.randn(2, 3000, generator=generator(2))
     c = torch.cat([-(a * b)[:1000], torch.randn(2000, generator=generator(3)) * 2.0**-24])
     a[-1], b[-1], c[-1] = 1 + 2.0**-12, 1 + 2.0**-12, 2.0**-60  # a tie of a * b, broken by c
@@ -80,12 +81,9 @@ def test_compiled_noise_has_the_bits_of_the_reference(isa):
     library = ctypes.CDLL(str(ops.LIBRARY_PATH))
     packed = (bits & 0xFFFFFFFF).to(torch.uint32)
     compiled = torch.empty(len(bits))
-    status = library.specdec_probe_gumbel(
-        ISAS.index(isa),
-        ctypes.c_void_p(packed.data_ptr()),
-        ctypes.c_void_p(compiled.data_ptr()),
-        ctypes.c_int64(len(bits)),
-    )
+    buffers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (packed, compiled)]
+    count = ctypes.c_int64(len(bits))
+    status = library.specdec_probe_gumbel(ISAS.index(isa), *buffers, count)
     if status != 0:
         pytest.skip(f"this processor has no {isa}")
     expected = rng.gumbel(bits)
@@ -93,8 +91,8 @@ def test_compiled_noise_has_the_bits_of_the_reference(isa):
     assert not differs.any(), bits[differs][:5]
 
 
-def test_error_against_float64():
-    """The bounds that rng.h states, for the arithmetic and for the rounding of v to float32."""
+def test_error_against_float64_is_within_the_bounds_of_rng_h():
+    """Of the arithmetic, and of the rounding of v to float32."""
     bits = torch.cat([sample_bits(), 2**32 - 1 - sample_bits()])
     noise, exact = rng.gumbel(bits).double(), rng.gumbel_float64(bits)
     at_same_v = -torch.log(-torch.log1p(-rng.uniform(bits).double()))
@@ -106,7 +104,7 @@ def test_error_against_float64():
     assert error.max() < 0.025
 
 
-def test_range():
+def test_noise_has_its_largest_value_at_zero_bits():
     edges = rng.gumbel(torch.tensor([0, 1, 2**32 - 1]))
     assert edges[0].item() == pytest.approx(33 * 0.6931471805599453, abs=1e-6)
     assert edges[1] < edges[0] < 22.875  # the bound that lets the CPU op skip noise
@@ -120,8 +118,8 @@ def test_noise_is_monotonic_up_to_rounding():
     assert (noise.diff() <= 2**-20).all()
 
 
-def test_moments():
-    """Mean 0.5772 and variance pi^2 / 6 over 200000 values, within five standard errors."""
+def test_noise_has_mean_and_variance_of_gumbel():
+    """Within five standard errors of 0.5772 and pi^2 / 6 over 200000 values."""
     seed, row, position = map(torch.tensor, (17, 0, 5))
     noise = rng.gumbel_noise(seed, row, position, 200_000).double()
     assert noise.mean().item() == pytest.approx(0.5772156649, abs=5 * (1.645 / 200_000) ** 0.5)

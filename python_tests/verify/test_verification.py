@@ -1,9 +1,8 @@
 """``generate(verification=...)``: drafts sampled from known probabilities, verified by rules 2, 3 and 4.
 
-Claims: with the whole loop, every rule, draft model and logits processor, the text has the target's
-distribution (chi-square over the rows of one call, all with the same prompt, against the distribution that
-the target's own logits give). One seed gives one text. Greedy decoding is the same under all rules. What a
-rule can't verify is refused with an error.
+Claims: with every rule, draft model and logits processor the text has the target's distribution (chi-square
+over the rows of one call with one prompt, against the distribution of the target's logits). A seed determines
+the text. Greedy decoding is the same under all rules. Drafts that a rule can't verify are refused.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import pytest
 import torch
 from distributions import chi_square_excess
 from op_cases import generator
-from tiny import prompts, tiny_model
+from tiny import SIZES, prompts, tiny_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,7 +27,7 @@ import specdec_ext
 from specdec_ext import Drafter, DraftModelDrafter, DraftTree, NgramDrafter
 
 VOCAB = 4
-LENGTH = 4  # of the compared texts: one from the prompt, then rounds of two drafts
+LENGTH = 4  # of the compared texts: a token after the prompt, then rounds with two drafts
 ROWS = 1 << 13
 PROMPT = [1, 3]
 WARPERS = {
@@ -41,19 +40,9 @@ WARPERS = {
 
 @functools.cache
 def small_model(seed: int) -> PreTrainedModel:
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=VOCAB,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    sizes = dict(vocab_size=VOCAB, hidden_size=8, intermediate_size=8, max_position_embeddings=32)
+    ones = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    config = AutoConfig.for_model("llama", **{**SIZES, **sizes, **dict.fromkeys(ones, 1)})
     model = AutoModelForCausalLM.from_config(config)
     rng = generator(seed)
     with torch.no_grad():
@@ -72,53 +61,50 @@ class SampledTree(Drafter):
 
     def __init__(self):
         self.random = generator(3)
-        self.laws = torch.randn(VOCAB, VOCAB, generator=self.random).softmax(dim=-1)
+        self.probabilities = torch.randn(VOCAB, VOCAB, generator=self.random).softmax(dim=-1)
 
     def propose(self, context):
         noise = torch.rand(len(context.rows), 2, VOCAB, generator=self.random)
-        children = (self.laws[context.roots] / -noise[:, 0].log()).argsort(1, descending=True)
-        grandchild = (self.laws[children[:, 0]] / -noise[:, 1].log()).argmax(1, keepdim=True)
+        children = (self.probabilities[context.roots] / -noise[:, 0].log()).argsort(
+            1, descending=True
+        )
+        grandchild = (self.probabilities[children[:, 0]] / -noise[:, 1].log()).argmax(
+            1, keepdim=True
+        )
         tokens = torch.cat([context.roots[:, None], children[:, :2], grandchild], dim=1)
         parents = torch.tensor([-1, 0, 0, 1]).expand_as(tokens)
-        return DraftTree(tokens, parents, self.laws[tokens])
+        return DraftTree(tokens, parents, self.probabilities[tokens])
 
 
 def sample(drafter, rule, rows=ROWS, length=LENGTH, seed=7, **kwargs):
     ids = torch.tensor(PROMPT).expand(rows, -1)
-    return specdec_ext.generate(
-        small_model(1),
-        ids,
-        attention_mask=torch.ones_like(ids),
-        drafter=drafter,
-        verification=rule,
-        max_new_tokens=length,
-        **{"do_sample": True, "top_k": 0, "seed": seed, **kwargs},
-    )
+    kwargs = dict(do_sample=True, top_k=0, seed=seed, max_new_tokens=length) | kwargs
+    kwargs |= dict(attention_mask=torch.ones_like(ids), drafter=drafter, verification=rule)
+    return specdec_ext.generate(small_model(1), ids, **kwargs)
 
 
-def exact_law(**kwargs) -> torch.Tensor:
+def scores_after(prefixes: torch.Tensor, **kwargs) -> torch.Tensor:
+    """Transformers' processed scores of the next token."""
+    kwargs = dict(do_sample=True, top_k=0) | kwargs
+    kwargs |= dict(attention_mask=torch.ones_like(prefixes), max_new_tokens=1)
+    kwargs |= dict(return_dict_in_generate=True, output_scores=True)
+    return small_model(1).generate(prefixes, **kwargs).scores[0]
+
+
+def distribution(**kwargs) -> torch.Tensor:
     """``[VOCAB ** LENGTH]`` probabilities of the texts: transformers' scores of every prefix."""
-    law = torch.ones(1, dtype=torch.double)
+    texts = torch.ones(1, dtype=torch.double)
     for length in range(LENGTH):
-        prefixes = torch.tensor(
-            [[*PROMPT, *p] for p in itertools.product(range(VOCAB), repeat=length)]
-        )
-        out = small_model(1).generate(
-            prefixes,
-            attention_mask=torch.ones_like(prefixes),
-            max_new_tokens=1,
-            return_dict_in_generate=True,
-            output_scores=True,
-            **{"do_sample": True, "top_k": 0, **kwargs},
-        )
-        law = (law[:, None] * out.scores[0].double().softmax(dim=-1)).flatten()
-    return law
+        prefixes = [[*PROMPT, *p] for p in itertools.product(range(VOCAB), repeat=length)]
+        steps = scores_after(torch.tensor(prefixes), **kwargs).double().softmax(dim=-1)
+        texts = (texts[:, None] * steps).flatten()
+    return texts
 
 
-def excess(texts: torch.Tensor, law: torch.Tensor) -> float:
+def excess(texts: torch.Tensor, expected: torch.Tensor) -> float:
     """A chi-square statistic; above 1, the texts do not have this distribution."""
     cells = texts[:, len(PROMPT) :] @ (VOCAB ** torch.arange(LENGTH - 1, -1, -1))
-    return chi_square_excess(torch.bincount(cells, minlength=VOCAB**LENGTH), law)
+    return chi_square_excess(torch.bincount(cells, minlength=VOCAB**LENGTH), expected)
 
 
 def draft_model(**kwargs) -> DraftModelDrafter:
@@ -138,52 +124,50 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_law_of_the_text(case):
+def test_text_has_the_distribution_of_the_target(case):
     rule, drafter, warpers = CASES[case]
     texts = sample(drafter(), rule, **WARPERS[warpers])
-    assert excess(texts, exact_law(**WARPERS[warpers])) < 1
+    assert excess(texts, distribution(**WARPERS[warpers])) < 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("warpers", WARPERS)
 @pytest.mark.parametrize("case", ["rejection", "block", "block-that-stops-early", "recursive"])
-def test_law_of_the_text_with_more_draws(case, warpers):
+def test_many_texts_have_the_distribution_of_the_target(case, warpers):
     """Every rule with all processors, 2^17 texts each."""
     rule, drafter, _ = CASES[case]
-    texts = [
-        sample(drafter(), rule, rows=2 * ROWS, seed=seed, **WARPERS[warpers]) for seed in range(8)
-    ]
-    assert excess(torch.cat(texts), exact_law(**WARPERS[warpers])) < 1
+    kwargs = WARPERS[warpers]
+    texts = [sample(drafter(), rule, 2 * ROWS, seed=seed, **kwargs) for seed in range(8)]
+    assert excess(torch.cat(texts), distribution(**WARPERS[warpers])) < 1
 
 
-class WrongLaw(SampledTree):
-    """Reports the probabilities of another temperature than it drew at."""
+class WrongProbabilities(SampledTree):
+    """Reports probabilities of another temperature than that of its draws."""
 
     def propose(self, context):
         tree = super().propose(context)
-        law = (tree.draft_probs**2.5).softmax(dim=-1)
-        return DraftTree(tree.tokens, tree.parents, law)
+        return DraftTree(tree.tokens, tree.parents, (tree.draft_probs**2.5).softmax(dim=-1))
 
 
 class SortedSiblings(SampledTree):
-    """Siblings in the order of their probability, as after a re-ranking, not in that of their draws."""
+    """Siblings in the order of their probabilities, not in that of their draws."""
 
     def propose(self, context):
         tree = super().propose(context)
         first, second = tree.tokens[:, 1], tree.tokens[:, 2]
-        law = tree.draft_probs[:, 0]
-        better = law.gather(1, first[:, None]) >= law.gather(1, second[:, None])
+        root = tree.draft_probs[:, 0]
+        better = root.gather(1, first[:, None]) >= root.gather(1, second[:, None])
         pair = torch.where(better, tree.tokens[:, 1:3], tree.tokens[:, [2, 1]])
         tokens = torch.cat([tree.tokens[:, :1], pair], dim=1)
-        return DraftTree(tokens, tree.parents[:, :3].contiguous(), self.laws[tokens])
+        return DraftTree(tokens, tree.parents[:, :3].contiguous(), self.probabilities[tokens])
 
 
-@pytest.mark.parametrize("drafter", [WrongLaw, SortedSiblings])
-def test_the_law_test_sees(drafter):
-    assert excess(sample(drafter(), "recursive"), exact_law()) > 1
+@pytest.mark.parametrize("drafter", [WrongProbabilities, SortedSiblings])
+def test_wrong_drafts_fail_the_distribution_test(drafter):
+    assert excess(sample(drafter(), "recursive"), distribution()) > 1
 
 
-def test_the_law_test_sees_a_chain_whose_probabilities_are_another_nodes():
+def test_probabilities_of_other_nodes_fail_the_distribution_test():
     class Swapped(DraftModelDrafter):
         def propose(self, context):
             tree = super().propose(context)
@@ -192,92 +176,61 @@ def test_the_law_test_sees_a_chain_whose_probabilities_are_another_nodes():
             return DraftTree(tree.tokens, tree.parents, tree.draft_probs.roll(1, dims=0))
 
     drafter = Swapped(small_model(2), num_draft_tokens=2, sampled=True)
-    assert excess(sample(drafter, "block"), exact_law()) > 1
+    assert excess(sample(drafter, "block"), distribution()) > 1
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "recursive"])
-def test_one_seed_gives_one_text(rule):
+def test_seed_determines_the_text(rule):
     texts = [sample(draft_model(), rule, rows=64, length=12, seed=seed) for seed in (5, 5, 6)]
     assert torch.equal(texts[0], texts[1])
     assert not torch.equal(texts[0], texts[2])
 
 
-def test_the_target_as_its_own_draft_model_is_always_accepted():
+def test_target_as_draft_model_is_always_accepted():
     drafter = DraftModelDrafter(small_model(1), num_draft_tokens=3, sampled=True)
-    out = sample(
-        drafter, "rejection", rows=32, length=16, temperature=0.7, return_dict_in_generate=True
-    )
+    kwargs = dict(temperature=0.7, return_dict_in_generate=True)
+    out = sample(drafter, "rejection", rows=32, length=16, **kwargs)
     assert out.speculation_stats.acceptance_rate == 1.0
 
 
 def test_block_accepts_more_than_rejection():
-    rates = {
-        rule: sample(
-            DraftModelDrafter(small_model(2), num_draft_tokens=4, sampled=True),
-            rule,
-            rows=512,
-            length=16,
-            return_dict_in_generate=True,
-        ).speculation_stats.mean_acceptance_length
-        for rule in ("rejection", "block")
-    }
+    drafter = DraftModelDrafter(small_model(2), num_draft_tokens=4, sampled=True)
+    rates = {}
+    for rule in ("rejection", "block"):
+        out = sample(drafter, rule, rows=512, length=16, return_dict_in_generate=True)
+        rates[rule] = out.speculation_stats.mean_acceptance_length
     assert rates["block"] > rates["rejection"] > 1.2
 
 
 def test_recorded_scores_are_the_targets():
     kwargs = dict(temperature=0.6, repetition_penalty=1.3)
-    out = sample(
-        draft_model(),
-        "block",
-        rows=3,
-        length=6,
-        return_dict_in_generate=True,
-        output_scores=True,
-        **kwargs,
-    )
+    recorded = dict(return_dict_in_generate=True, output_scores=True)
+    out = sample(draft_model(), "block", rows=3, length=6, **recorded, **kwargs)
     for step, scores in enumerate(out.scores):
-        prefix = out.sequences[:, : len(PROMPT) + step]
-        expected = small_model(1).generate(
-            prefix,
-            attention_mask=torch.ones_like(prefix),
-            max_new_tokens=1,
-            do_sample=True,
-            top_k=0,
-            return_dict_in_generate=True,
-            output_scores=True,
-            **kwargs,
-        )
-        torch.testing.assert_close(scores, expected.scores[0], rtol=1e-4, atol=1e-5)
+        expected = scores_after(out.sequences[:, : len(PROMPT) + step], **kwargs)
+        torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("drafter", [NgramDrafter(min_ngram=1), "sampled", None])
 @pytest.mark.parametrize("rule", ["rejection", "block", "recursive"])
-def test_greedy_decoding_knows_no_rules(rule, drafter):
+def test_greedy_text_is_the_same_under_all_rules(rule, drafter):
     model = tiny_model("llama")
     ids, mask = prompts((12, 3, 9))
     kwargs = dict(attention_mask=mask, max_new_tokens=16, do_sample=False)
     if drafter == "sampled":
         drafter = DraftModelDrafter(model, sampled=True)
-    out = specdec_ext.generate(
-        model, ids, drafter=drafter, verification=rule, return_dict_in_generate=True, **kwargs
-    )
+    options = dict(drafter=drafter, verification=rule, return_dict_in_generate=True)
+    out = specdec_ext.generate(model, ids, **options, **kwargs)
     assert torch.equal(out.sequences, model.generate(ids, **kwargs))
-    if isinstance(drafter, DraftModelDrafter):
-        assert (
-            out.speculation_stats.acceptance_rate == 1.0
-        )  # in the limit of no noise it draws the arg-max
+    if isinstance(drafter, DraftModelDrafter):  # without noise it drafts the arg-max
+        assert out.speculation_stats.acceptance_rate == 1.0
 
 
-def test_sampled_drafts_under_the_match_rule_do_not_change_the_text():
-    assert torch.equal(
-        sample(draft_model(), "match", rows=16, length=12),
-        sample(None, "match", rows=16, length=12),
-    )
-
-
-def test_without_a_drafter_all_rules_are_plain_sampling():
-    expected = sample(None, "match", rows=4, length=12)
-    assert torch.equal(sample(None, "block", rows=4, length=12), expected)
+def test_plain_sampling_under_other_rules_and_with_matched_drafts():
+    """Without a drafter all rules give one text, which drafts don't change under the match rule."""
+    expected = sample(None, "match", rows=16, length=12)
+    assert torch.equal(sample(draft_model(), "match", rows=16, length=12), expected)
+    assert torch.equal(sample(None, "block", rows=16, length=12), expected)
 
 
 # --- refusals
@@ -294,7 +247,7 @@ class Without(SampledTree):
         return DraftTree(tree.tokens, tree.parents)
 
 
-class OfWrongShape(SampledTree):
+class WrongShape(SampledTree):
     def propose(self, context):
         tree = super().propose(context)
         return DraftTree(tree.tokens, tree.parents, tree.draft_probs[:, :2])
@@ -307,8 +260,8 @@ class Impossible(SampledTree):
         return tree
 
 
-class SamplesGarbage(DraftModelDrafter):
-    """A draft model whose logits are NaN from the second token on."""
+class BreaksDown(DraftModelDrafter):
+    """Its logits are NaN from the second token on."""
 
     def _advance(self, tokens):
         return super()._advance(tokens) * (torch.nan if len(tokens[0]) == 1 else 1.0)
@@ -326,7 +279,7 @@ REFUSED = {
         "Without returned a DraftTree without draft_probs, which verification='recursive' needs"),
     "a tree under a rule for chains": (dict(drafter=SampledTree()),
         "SampledTree returned a tree in which nodes have several children; verification='block' is for"),
-    "probabilities of another shape": (dict(drafter=OfWrongShape(), rule="recursive"),
+    "probabilities of another shape": (dict(drafter=WrongShape(), rule="recursive"),
         r"draft_probs are torch.float32 \(2, 2, 4\); expected torch.float32 of shape \(2, 4, 4\)"),
     "a token that can't have been drawn": (dict(drafter=Impossible(), rule="recursive"),
         r"token \d \(row 0, node 1\) has draft probability 0; draft_probs must contain"),
@@ -334,7 +287,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(case):
+def test_unverifiable_drafts_are_refused(case):
     kwargs, message = REFUSED[case]
     kwargs = {"drafter": draft_model(), "rule": "block", **kwargs}
     with pytest.raises(ValueError, match=message):
@@ -342,25 +295,23 @@ def test_refused(case):
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan")])
-def test_min_confidence_is_a_probability(value):
+def test_min_confidence_must_be_a_probability(value):
     with pytest.raises(ValueError, match="min_confidence is a probability"):
         DraftModelDrafter(small_model(2), min_confidence=value)
 
 
-def test_a_draft_model_that_breaks_down_only_stops_drafting():
-    drafter = SamplesGarbage(small_model(2), num_draft_tokens=3, sampled=True)
+def test_draft_model_with_nan_logits_stops_drafting():
+    drafter = BreaksDown(small_model(2), num_draft_tokens=3, sampled=True)
     out = sample(drafter, "block", rows=8, length=12, return_dict_in_generate=True)
     assert out.sequences.shape == (8, len(PROMPT) + 12)
-    assert (
-        out.speculation_stats.draft_tokens <= out.speculation_stats.drafts
-    )  # one token each, no second one
+    assert out.speculation_stats.draft_tokens <= out.speculation_stats.drafts
 
 
 # --- early stop
 
 
 def test_drafts_end_with_the_first_token_of_low_confidence():
-    """Each row's draft is the longest prefix of the full one whose tokens are confident, except the last."""
+    """In each row's draft all tokens are confident, except the last one of a draft that was cut."""
     model = draft = tiny_model("llama")
     ids, mask = prompts((12, 3, 9, 5))
 
@@ -371,18 +322,17 @@ def test_drafts_end_with_the_first_token_of_low_confidence():
             for row, depths in enumerate(tree.depths):
                 drafts = tree.tokens[row, 1 : max(depths) + 1].tolist()
                 text = torch.tensor([context.text(context.rows[row]) + drafts])
-                law = draft(text).logits[0, -len(drafts) - 1 : -1].softmax(dim=-1)
-                confident = [law[i, token] >= 0.2 for i, token in enumerate(drafts)]
+                probs = draft(text).logits[0, -len(drafts) - 1 : -1].softmax(dim=-1)
+                confident = [probs[i, token] >= 0.2 for i, token in enumerate(drafts)]
                 full = min(5, min(context.remaining) - 1)
                 assert all(confident[:-1]) and (len(drafts) == full or not confident[-1])
                 lengths[-1].append(len(drafts))
-            assert tree.num_nodes == 1 + max(lengths[-1])  # drafting stops with the last row
+            assert tree.num_nodes == 1 + max(lengths[-1])  # drafting ends with the last row
             return tree
 
     lengths: list[list[int]] = []
     drafter = Compared(draft, num_draft_tokens=5, min_confidence=0.2)
-    specdec_ext.generate(
-        model, ids, attention_mask=mask, drafter=drafter, max_new_tokens=24, do_sample=False
-    )
+    kwargs = dict(attention_mask=mask, max_new_tokens=24, do_sample=False)
+    specdec_ext.generate(model, ids, drafter=drafter, **kwargs)
     seen = {length for step in lengths for length in step}
     assert {1, 2, 3} <= seen and any(max(step) > min(step) for step in lengths)
