@@ -242,7 +242,7 @@ def test_head_begins_behind_a_filled_cache(side):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_after_a_rest_the_head_begins_anew(side):
+def test_head_begins_again_after_a_rest(side):
     """The head drafts from the tokens after the rest, at their own positions."""
     model, (ids, mask, sequences) = tiny_model("llama"), plain((5, 9, 3), side, new=30)
     held = {}
@@ -258,9 +258,7 @@ def test_after_a_rest_the_head_begins_anew(side):
     rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
     head = head_of("qk-norm-window", max_positions=8, rope_parameters=rope)
     watched = Resting(HeadDrafter(head, TREES["dynamic"]), answers(sequences, ids.shape[1]))
-    given = specdec_ext.generate(
-        model, ids, attention_mask=mask, drafter=watched, max_new_tokens=30, speculation="fixed"
-    )
+    given = text_of(ids, mask, watched, max_new_tokens=30, speculation="fixed")
     assert torch.equal(given, sequences)
     first = {row: min(done for each, done in watched.trees if each == row) for row in held}
     assert all(len(watched.trees[each][0]) == 1 for each in first.items())  # during the rest

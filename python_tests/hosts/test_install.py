@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from tiny import ScriptedDrafter, generated, oracle_tree, prompts, tiny_model
+from tiny import ScriptedDrafter, generated, greedy_text, oracle_tree, tiny_model
 from transformers import GenerationConfig, LogitsProcessorList
 
 import specdec_ext
@@ -28,11 +28,10 @@ def model():
     return fresh
 
 
-@functools.cache
 def expected():
     """``(ids, text)`` of transformers' own generate."""
-    ids, _ = prompts((6,))
-    return ids, tiny_model("llama").generate(ids, **KWARGS)
+    ids, _, text = greedy_text("llama", (6,), KWARGS["max_new_tokens"])
+    return ids, text
 
 
 def right() -> ScriptedDrafter:
@@ -48,7 +47,7 @@ def test_generate_speculates(model):
     assert out.speculation_stats.accepted_tokens > 0
 
 
-def test_positional_arguments(model):
+def test_positional_arguments_are_those_of_transformers(model):
     """Positional arguments have the order of ``model.generate``: the config, then logits processors."""
     ids, text = expected()
     specdec_ext.install(model, right())
@@ -75,14 +74,13 @@ def test_streamer_and_assistant_as_in_transformers(model):
     pieces = Pieces()
     assert torch.equal(model.generate(ids, streamer=pieces, **KWARGS), text)
     assert pieces.tokens == text[0].tolist() and pieces.ended
-    out = model.generate(
-        ids, assistant_model=tiny_model("llama"), return_dict_in_generate=True, **KWARGS
-    )
+    kwargs = dict(KWARGS, assistant_model=tiny_model("llama"), return_dict_in_generate=True)
+    out = model.generate(ids, **kwargs)
     assert out.speculation_stats.drafter == "DraftModelDrafter"
     assert torch.equal(out.sequences, text)
 
 
-def test_defaults_are_for_calls_that_do_not_say(model):
+def test_arguments_of_a_call_replace_the_defaults(model):
     ids, _ = expected()
     specdec_ext.install(model, None, seed=3, do_sample=True, max_new_tokens=8)
     plain = specdec_ext.generate(model, ids, drafter=None, seed=3, do_sample=True, max_new_tokens=8)
@@ -92,7 +90,7 @@ def test_defaults_are_for_calls_that_do_not_say(model):
     assert not torch.equal(other.sequences, plain)
 
 
-def test_a_loop_of_the_callers_own(model):
+def test_callers_own_hook_is_used(model):
     ids, text = expected()
     specdec_ext.install(model, right())
     hook = specdec_ext.custom_generate(None)
@@ -100,7 +98,7 @@ def test_a_loop_of_the_callers_own(model):
     assert torch.equal(out.sequences, text) and out.speculation_stats.drafter == "none"
 
 
-def test_uninstalled_and_installed_again(model):
+def test_model_can_be_uninstalled_and_installed_again(model):
     before = dict(vars(model))
     specdec_ext.uninstall(model)  # nothing to do
     specdec_ext.install(model)
@@ -116,7 +114,7 @@ def test_uninstalled_and_installed_again(model):
     assert model.generate is newer  # not the one whose context has ended
 
 
-def test_what_stood_there_is_called_and_comes_back(model):
+def test_generate_of_another_library_is_called_and_restored(model):
     """A ``generate`` that another library has installed on the model is restored."""
     calls, (ids, text) = [], expected()
 
@@ -132,8 +130,8 @@ def test_what_stood_there_is_called_and_comes_back(model):
     assert model.generate is theirs
 
 
-def test_assigned_by_hand(model):
-    """Regression: ``specdec_ext.generate``, assigned as ``model.generate``, called itself."""
+def test_generate_may_be_assigned_to_the_model(model):
+    """It must not call itself."""
     ids, text = expected()
     model.generate = functools.partial(specdec_ext.generate, model, drafter=right())
     out = model.generate(ids, return_dict_in_generate=True, **KWARGS)
@@ -153,14 +151,14 @@ def test_copies_are_plain_models(again, model):
     assert model.generate.model is model and other.generate.model is other
 
 
-def test_saved_as_always(model, tmp_path):
+def test_installed_model_can_be_saved(model, tmp_path):
     specdec_ext.install(model, right())
     model.save_pretrained(tmp_path)
     ids, text = expected()
     assert torch.equal(type(model).from_pretrained(tmp_path).generate(ids, **KWARGS), text)
 
 
-def test_a_model_is_freed_at_once():
+def test_deleted_model_is_freed_at_once():
     """A deleted model is freed, installed or not, because its memory on a GPU is needed."""
     model = copy.deepcopy(tiny_model("llama"))
     installed, alive = specdec_ext.install(model), weakref.ref(model)
@@ -170,7 +168,7 @@ def test_a_model_is_freed_at_once():
         installed(torch.tensor([[1]]))
 
 
-def test_compiled_models(model):
+def test_compiled_models_can_be_installed(model):
     ids, text = expected()
     compiled = torch.compile(model, backend="eager")
     specdec_ext.install(compiled, right())
@@ -188,7 +186,7 @@ def test_baselines_are_those_of_transformers(model):
     assert not hasattr(run({"input_ids": ids}), "speculation_stats")
 
 
-def test_errors(model):
+def test_invalid_settings_are_refused(model):
     ids, _ = expected()
     with pytest.raises(ValueError, match="verification='other' is not known"):
         specdec_ext.install(model, verification="other")

@@ -1,15 +1,17 @@
-"""Attention biased or cut off by distance: exact where siblings share a distance and slots do not.
+"""Attention with a bias or a cut-off by distance, where siblings have one distance and different slots.
 
-Claim: Bloom, MPT and Falcon with ALiBi and GPT-Neo with local attention give ``model.generate``'s text, and
-the logits of a tree equal those of each of its branches alone, within 1e-4 in float32.
+Claim: Bloom, MPT and Falcon with ALiBi and GPT-Neo with local attention have the text of ``model.generate``,
+and the logits of a tree are those of each of its branches alone, within 1e-4 in float32.
 """
 
 import pytest
 import torch
-from lossless import BATCHES, check_generated_text
+from lossless import check_generated_text
 from tiny import (
+    BATCHES,
     BY_DISTANCE,
     ScriptedDrafter,
+    every_batch,
     generated,
     prompts,
     random_tree,
@@ -24,23 +26,23 @@ from specdec_ext.models.families.local import local_attention_of
 
 @pytest.mark.parametrize("lengths", [(7,), (12, 3, 9, 5)], ids=["one", "four-ragged"])
 @pytest.mark.parametrize("name", BY_DISTANCE)
-def test_trees_score_what_their_branches_would(name, lengths):
+def test_logits_of_a_tree_are_those_of_its_branches(name, lengths):
     check_tree_logits(tiny_model(name), lengths)
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+@every_batch
 @pytest.mark.parametrize("name", BY_DISTANCE)
-def test_text_equals_generate(name, batch):
+def test_text_is_that_of_transformers(name, batch):
     check_generated_text(tiny_model(name), batch, new_tokens=16)
 
 
 @pytest.mark.parametrize("name", ["bloom", "falcon-alibi"])
-def test_eager_attention(name):
+def test_logits_of_a_tree_with_eager_attention(name):
     check_tree_logits(tiny_model(name, attn_implementation="eager"), (12, 3, 9, 5))
 
 
-def test_in_bfloat16_a_tree_is_as_far_from_float32_as_plain_decoding_is():
-    """Falcon makes its biases in bfloat16; they are moved, never computed again."""
+def test_texts_in_bfloat16_differ_only_at_near_ties():
+    """Falcon's biases in bfloat16 are moved and not computed again."""
     model = tiny_model("falcon-alibi", dtype=torch.bfloat16)
     ids, mask = prompts(BATCHES["five-ragged"])
     kwargs = dict(attention_mask=mask, max_new_tokens=16, do_sample=False)
@@ -53,8 +55,7 @@ def test_in_bfloat16_a_tree_is_as_far_from_float32_as_plain_decoding_is():
 
 
 @pytest.mark.parametrize("name", ["mpt", "gpt_neo-window"])
-def test_blocks_near_the_end_of_the_buffers(name):
-    """A tree of more slots than the model has positions, at depths that it has."""
+def test_tree_may_have_more_slots_than_positions_are_left(name):
     model = tiny_model(name)
     end = getattr(model.config, "max_seq_len", None) or model.config.max_position_embeddings
     ids, mask = prompts((end - 8, end - 20))
@@ -68,8 +69,8 @@ def test_blocks_near_the_end_of_the_buffers(name):
     assert torch.equal(specdec_ext.generate(model, ids, drafter=drafter, **kwargs), expected)
 
 
-def test_paddings_between_tokens():
-    """Bloom and Falcon count tokens, so holes in the prompt don't matter."""
+def test_paddings_between_tokens_do_not_matter():
+    """Bloom and Falcon count tokens."""
     ids = torch.tensor([[5, 6, 0, 0, 7, 8, 0, 9], [1, 2, 3, 4, 5, 6, 7, 8]])
     mask = torch.tensor([[1, 1, 0, 0, 1, 1, 0, 1], [1] * 8])
     for name in ("bloom", "falcon-alibi"):
@@ -80,14 +81,14 @@ def test_paddings_between_tokens():
         assert torch.equal(specdec_ext.generate(model, ids, drafter=drafter, **kwargs), expected)
 
 
-def test_other_models_need_nothing():
+def test_other_models_have_no_bias_by_distance():
     for name in ("llama", "gpt2", "bart"):
         assert alibi_of(tiny_model(name)) == []
         assert local_attention_of(tiny_model(name)) == []
 
 
 @pytest.mark.parametrize("name", BY_DISTANCE)
-def test_models_are_left_as_they_were(name):
+def test_modules_are_restored(name):
     model = tiny_model(name)
     ids, mask = prompts((7, 4))
     specdec_ext.generate(model, ids, attention_mask=mask, drafter="ngram", max_new_tokens=6)

@@ -1,7 +1,7 @@
-"""Every architecture of transformers: text and logits of its own generation, or a reason why not.
+"""Every architecture of transformers has the text and logits of its own generation, or a reason why not.
 
-`make test-architectures` judges them all and writes the tables; the suite judges one of every kind. Drafts of
-tokens that a model can't compute with have a table of their own, over attentions and dtypes.
+``make test-architectures`` tests all of them and writes the tables; ``make test`` tests one of every kind.
+Another table has drafted tokens for which a model computes NaN, by attention and dtype.
 """
 
 from __future__ import annotations
@@ -31,26 +31,25 @@ REPRESENTATIVE = {
     ("name", "outcome"),
     [(name, outcome) for outcome, names in REPRESENTATIVE.items() for name in names],
 )
-def test_representative(name, outcome):
+def test_representative_architectures_are_exact(name, outcome):
     verdict = verdicts.judge(name, [oracle_chain, noisy_chain, oracle_tree, random_tree], 14)
-    # Older transformers leave less to speculation; what is generated has to be right on each.
+    # With older transformers fewer architectures are speculated on, but the text has to be right.
     expected = verdicts.EXACT if before("5.23") else [outcome]
     assert verdict.outcome in expected, verdict
 
 
-def test_what_rounding_decides_is_not_speculated_on():
-    """Behind its window Doge keeps the best of equal tokens, whichever rounding made the best."""
+def test_text_that_depends_on_rounding_is_not_speculated_on():
+    """Behind its window Doge keeps the best of equal tokens, which depends on rounding."""
     model, (ids, _) = zoo.build("doge"), prompts((11,))
     arguments = {"do_sample": False, "max_new_tokens": 250}
-    with pytest.raises(
-        ValueError, match=r"from 256 tokens on it attends to the best-scored tokens only"
-    ):
+    message = "from 256 tokens on it attends to the best-scored tokens only"
+    with pytest.raises(ValueError, match=message):
         specdec_ext.generate(model, ids, drafter="ngram", **arguments)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", [*zoo.ARCHITECTURES, *zoo.VARIANTS])
-def test_every(name, record_property):
+def test_every_architecture_is_exact_or_has_a_reason(name, record_property):
     verdict = verdicts.judge(name)
     record_property("verdict", verdict.row())
     assert verdict.outcome not in verdicts.FAILURES, verdict
@@ -58,7 +57,7 @@ def test_every(name, record_property):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", [*zoo.ARCHITECTURES, *zoo.VARIANTS])
-def test_every_with_poison(name, record_property):
+def test_every_architecture_tolerates_poison(name, record_property):
     row = poison.judge(name)
     record_property("poison", row)
     assert not row["failed"], row

@@ -1,4 +1,6 @@
-"""Where ``tree_attention`` stands in for sdpa: exactly where a mask follows a rule that the op computes."""
+"""``tree_attention`` replaces sdpa where the mask has a rule that the op computes, and only there."""
+
+import functools
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from specdec_ext.models.passes.masks import causal_window
 
 @pytest.fixture
 def served(monkeypatch):
-    """Counts the layers' attentions that the op computes, the model being run by its modules."""
+    """The shapes of queries for which the op computes attention, with models run by their modules."""
     counter = []
     original = attention.TreeBlock.attend
 
@@ -34,7 +36,7 @@ def served(monkeypatch):
     return counter
 
 
-def test_windows_of_causal_rules():
+def test_causal_rules_have_a_window():
     assert causal_window(causal_mask_function) == 0
     assert causal_window(sliding_window_causal_mask_function(7)) == 7
 
@@ -52,33 +54,25 @@ def test_windows_of_causal_rules():
     ],
     ids=["bidirectional", "bidirectional-window", "chunked", "or", "nested", "causal-twice", "own"],
 )
-def test_other_rules_are_left_to_their_mask(rule):
+def test_other_rules_keep_their_mask(rule):
     assert causal_window(rule) is None
 
 
 @pytest.mark.parametrize("drafter", [None, "ngram"])
-def test_every_layer_of_every_pass_after_the_prompt(served, drafter):
+def test_op_computes_every_layer_of_every_pass_after_the_prompt(served, drafter):
     model = tiny_model("mistral-window")
-    out = specdec_ext.generate(
-        model,
-        prompts((9,))[0],
-        drafter=drafter,
-        speculation="fixed",
-        max_new_tokens=12,
-        do_sample=False,
-        return_dict_in_generate=True,
-    )
+    kwargs = dict(max_new_tokens=12, do_sample=False, speculation="fixed")
+    kwargs |= dict(drafter=drafter, return_dict_in_generate=True)
+    out = specdec_ext.generate(model, prompts((9,))[0], **kwargs)
     passes = out.speculation_stats.steps
     assert len(served) == model.config.num_hidden_layers * passes
 
 
 def text(model, ids, mask, **kwargs):
-    law = dict(attention_mask=mask, max_new_tokens=12, do_sample=False)
-    sequences = (
-        model.generate(ids, **law)
-        if not kwargs
-        else specdec_ext.generate(model, ids, **law, **kwargs)
-    )
+    """Our text with keywords, else that of transformers."""
+    generate = functools.partial(specdec_ext.generate, model) if kwargs else model.generate
+    kwargs |= dict(attention_mask=mask, max_new_tokens=12, do_sample=False)
+    sequences = generate(ids, **kwargs)
     return generated(sequences, ids.shape[1])
 
 
@@ -97,8 +91,8 @@ def test_paddings_between_tokens_keep_the_mask(served):
     assert not served
 
 
-def test_a_mask_that_the_model_changed_counts_as_it_is(served, monkeypatch):
-    """A model that cuts or adds to its mask gets sdpa with that mask."""
+def test_mask_that_the_model_changed_is_used(served, monkeypatch):
+    """A model that changes its mask uses sdpa with that mask."""
     model = tiny_model("llama")
     ids = torch.randint(1, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
     layer = type(model.model.layers[0].self_attn)

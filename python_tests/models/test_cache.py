@@ -10,13 +10,13 @@ from specdec_ext.models.cache.layers import RollbackLayer
 
 
 def states(rows, slots, start=0):
-    """Keys whose value is their slot, values the negative of it; 2 heads of dim 3."""
+    """Keys with the value of their slot, and values with its negative; 2 heads of dimension 3."""
     slot = torch.arange(start, start + slots, dtype=torch.float32)
     keys = slot[None, None, :, None].expand(rows, 2, slots, 3).contiguous()
     return keys, -keys
 
 
-def test_append_rewind_append():
+def test_appended_slots_replace_removed_ones():
     layer = RollbackLayer()
     layer.update(*states(2, 5))
     layer.length = 3
@@ -37,7 +37,7 @@ def test_growing_keeps_what_is_stored_and_new_slots_are_zero():
     assert (layer.key_buffer[:, :, 404:] == 0).all()
 
 
-def test_a_window_shows_its_last_tokens_and_keeps_all():
+def test_window_returns_its_last_tokens_and_keeps_all():
     layer = RollbackLayer(window=4)
     layer.update(*states(1, 10))
     assert layer.get_mask_sizes(2) == (5, 7)
@@ -55,7 +55,7 @@ def test_fewer_rows_than_the_buffer_write_the_first_ones():
     assert keys.shape[0] == 2 and layer.key_buffer[2, 0, 2, 0] == 0
 
 
-def test_rows_move():
+def test_rows_can_be_moved():
     layer = RollbackLayer()
     keys = torch.arange(4.0)[:, None, None, None].expand(4, 1, 2, 3).contiguous()
     layer.update(keys, keys)
@@ -63,14 +63,14 @@ def test_rows_move():
     assert layer.keys[:, 0, 0, 0].tolist() == [0, 3, 2, 1]
 
 
-def test_a_cache_made_in_inference_mode_can_be_written_to_outside():
+def test_cache_made_in_inference_mode_can_be_written_to_outside():
     layer = RollbackLayer()
     with torch.inference_mode():
         layer.update(*states(1, 3))
     layer.keys.add_(1)
 
 
-def test_crop_and_reset_as_in_transformers():
+def test_crop_and_reset_are_those_of_transformers():
     layer = RollbackLayer()
     layer.update(*states(1, 5))
     layer.crop(-2)
@@ -94,7 +94,7 @@ def test_cropping_back_to_dropped_tokens_is_refused():
         cache.crop(-2)
 
 
-def test_batch_operations_of_the_cache_class():
+def test_batch_operations_of_the_cache_class_work():
     config = tiny_model("llama").config
     cache = adopt_cache(DynamicCache(config=config), config)
     for index in range(3):
@@ -107,7 +107,7 @@ def test_batch_operations_of_the_cache_class():
 
 
 @pytest.mark.parametrize("with_config", [True, False])
-def test_adopting_a_filled_cache(with_config):
+def test_filled_cache_is_adopted(with_config):
     config = tiny_model("mistral-window").config
     cache = DynamicCache(config=config) if with_config else DynamicCache()
     for index in range(3):

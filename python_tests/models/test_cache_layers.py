@@ -1,8 +1,8 @@
-"""Caches with more than keys and values, with less, or with windows of their own kind.
+"""Caches with more or fewer tensors than keys and values, or with other windows.
 
-Claim: text equals ``model.generate`` token for token, and the logits of a tree equal those of each of its
-branches alone, for sparse attention with index keys, compressed latents, layers that share keys and values,
-chunks, sinks, and windows that only the cache knows of.
+Claim: text is that of ``model.generate``, and the logits of a tree are those of each of its branches alone,
+for sparse attention with index keys, compressed latents, layers that share keys and values, chunks, sinks,
+and windows of the cache alone.
 """
 
 import functools
@@ -10,8 +10,8 @@ import functools
 import pytest
 import torch
 import zoo
-from lossless import BATCHES, check_generated_text
-from tiny import CACHES, prompts, tiny_model
+from lossless import check_generated_text
+from tiny import CACHES, every_batch, prompts, tiny_model
 from transformers import DynamicCache
 from tree_logits import check_tree_logits
 
@@ -21,23 +21,21 @@ from specdec_ext.models.cache.indexed import IndexedRollbackLayer
 from specdec_ext.models.compat import NEEDS_MASK, DynamicIndexedLayer
 from specdec_ext.models.passes.masks import BlockVisibility, unpack_ancestors
 
-# What Doge keeps behind its window depends on how equal scores are rounded, so there it is not drafted for.
+# Behind its window Doge's text depends on the rounding of equal scores, so it is not speculated on.
 TEXTS = [name for name in CACHES if name != "doge-keep"]
 TREES = [name for name in CACHES if name != "minimax_m3"]
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_trees_score_what_their_branches_would(name):
+def test_logits_of_a_tree_are_those_of_its_branches(name):
     if NEEDS_MASK and name.startswith("doge"):
-        pytest.skip(
-            "up to transformers 5.17 Doge reads ahead in a prompt, so a branch is no prompt"
-        )
+        pytest.skip("up to transformers 5.17 Doge attends to later tokens of a prompt")
     check_tree_logits(tiny_model(name), (12, 3, 9, 5))
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+@every_batch
 @pytest.mark.parametrize("name", TEXTS)
-def test_text_equals_generate(name, batch):
+def test_text_is_that_of_transformers(name, batch):
     check_generated_text(tiny_model(name), batch, new_tokens=12)
 
 
@@ -48,7 +46,7 @@ def test_blocks_of_slots_allow_chains_of_one_row():
 
 
 def test_git_is_decoded_by_transformers_in_batches():
-    """With padding its text in a batch is not that of its rows alone; ``generate``'s text is what counts."""
+    """With paddings its text in a batch is not that of its rows alone."""
     if NEEDS_MASK:
         pytest.skip("up to transformers 5.17 Git is decoded one token at a time, see compat")
     model = zoo.build("git")
@@ -61,7 +59,7 @@ def test_git_is_decoded_by_transformers_in_batches():
 
 
 def index_keys(rows: int, slots: int, start: int = 0) -> torch.Tensor:
-    """Index keys whose value is their slot; dim 5."""
+    """Index keys of dimension 5 whose value is their slot."""
     slot = torch.arange(start, start + slots, dtype=torch.float32)
     return slot[None, :, None].expand(rows, slots, 5).contiguous()
 
@@ -106,7 +104,7 @@ def test_fewer_rows_write_the_first_ones():
     assert layer.index_buffer[2, 0, 2:].eq(0).all()
 
 
-def test_the_index_is_among_what_is_compacted_and_reordered():
+def test_index_keys_are_compacted_and_reordered():
     layer = IndexedRollbackLayer()
     layer.update(keys(3, 2), keys(3, 2))
     layer.update_indexer(torch.arange(3.0)[:, None, None].expand(3, 2, 5))
@@ -115,7 +113,7 @@ def test_the_index_is_among_what_is_compacted_and_reordered():
     assert layer.indexer_keys[:, 0, 0].tolist() == [2, 1, 0]
 
 
-def test_batch_operations():
+def test_batch_operations_include_index_keys():
     layer = IndexedRollbackLayer()
     layer.update(keys(2, 4), keys(2, 4))
     layer.update_indexer(torch.arange(2.0)[:, None, None].expand(2, 4, 5))
@@ -133,7 +131,7 @@ def test_batch_operations():
     assert (layer.indexer_keys, layer.indexer_position_ids, layer.indexed) == (None, None, 0)
 
 
-def test_adopting_a_filled_index():
+def test_filled_index_is_adopted():
     config = tiny_model("deepseek_v32").config
     cache = DynamicCache(config=config)
     assert type(cache.layers[0]) is DynamicIndexedLayer
@@ -145,7 +143,7 @@ def test_adopting_a_filled_index():
     assert adopted.indexer_keys[0, :, 0].tolist() == list(range(6))
 
 
-def test_a_second_turn_on_an_index():
+def test_second_turn_with_index_keys_is_that_of_transformers():
     model = tiny_model("deepseek_v32")
     ids, _ = prompts((9,))
     kwargs = dict(max_new_tokens=8, do_sample=False)
@@ -153,16 +151,15 @@ def test_a_second_turn_on_an_index():
     def two_turns(generate, **how):
         cache = DynamicCache(config=model.config)
         first = generate(ids, past_key_values=cache, **kwargs, **how)
-        return generate(
-            torch.cat([first, ids[:, :3]], dim=1), past_key_values=cache, **kwargs, **how
-        )
+        longer = torch.cat([first, ids[:, :3]], dim=1)
+        return generate(longer, past_key_values=cache, **kwargs, **how)
 
     ours = two_turns(functools.partial(specdec_ext.generate, model), drafter="ngram")
     assert torch.equal(ours, two_turns(model.generate))
 
 
-def test_every_node_is_shown_the_columns_of_its_text():
-    """Row 1 ends a column before the block: its text skips slot 4, and siblings skip each other."""
+def test_nodes_see_the_columns_of_their_text():
+    """Row 1 ends a column before the block, so its text skips slot 4. Siblings skip each other."""
     block = BlockVisibility(
         committed=torch.ones(2, 5, dtype=torch.bool),
         block=unpack_ancestors(torch.tensor([[[1], [3], [5]]] * 2), 3),  # a root and two siblings

@@ -1,6 +1,6 @@
-"""What differs between versions of transformers: each difference, made on the installed one.
+"""Differences between versions of transformers, simulated with the installed one.
 
-``make test-transformers`` runs the other suites on older versions themselves.
+``make test-transformers`` runs the other tests with older versions.
 """
 
 from __future__ import annotations
@@ -21,28 +21,20 @@ from specdec_ext.models.cache.layers import RollbackLayer
 
 @pytest.mark.parametrize(
     "crops_to_length, argument, left",
-    [
-        (False, -2, 3),
-        (False, -7, 0),
-        (False, 0, 5),
-        (True, -2, 3),
-        (True, 0, 0),
-        (True, 2, 2),
-        (True, 7, 5),
-    ],
-)
-def test_crop_means_what_it_means_in_transformers(monkeypatch, crops_to_length, argument, left):
+    [(False, -2, 3), (False, -7, 0), (False, 0, 5), (True, -2, 3), (True, 0, 0), (True, 2, 2), (True, 7, 5)],
+)  # fmt: skip
+def test_crop_is_that_of_transformers(monkeypatch, crops_to_length, argument, left):
     monkeypatch.setattr(compat, "_CROPS_TO_LENGTH", crops_to_length)
     assert compat.cropped_length(5, argument) == left
 
 
-def test_crop_to_a_length_is_refused_where_it_is_gone(monkeypatch):
+def test_crop_to_a_length_is_refused_in_newer_versions(monkeypatch):
     monkeypatch.setattr(compat, "_CROPS_TO_LENGTH", False)
     with pytest.raises(ValueError, match="negative number of tokens to remove, got 2"):
         compat.cropped_length(5, 2)
 
 
-def test_what_is_missing_is_of_no_class():
+def test_no_layer_is_of_a_missing_class():
     missing = compat._layer_class("NoSuchLayer")
     unusable = compat._layer_class("DynamicLayer", usable=False)
     assert not isinstance(RollbackLayer(), (missing, unusable))
@@ -50,20 +42,20 @@ def test_what_is_missing_is_of_no_class():
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt2"])
-def test_a_mask_of_ones_changes_nothing(monkeypatch, name):
+def test_mask_of_ones_does_not_change_the_text(monkeypatch, name):
     model = tiny_model(name)
     ids, mask = prompts((7, 4))
-    law = {"max_new_tokens": 12, "do_sample": False, "attention_mask": mask}
-    expected = model.generate(ids, **law)
+    kwargs = {"max_new_tokens": 12, "do_sample": False, "attention_mask": mask}
+    expected = model.generate(ids, **kwargs)
     monkeypatch.setattr(compat, "NEEDS_MASK", True)
     for rows in (slice(2), slice(1)):
         drafter = make_drafter("oracle_tree", model, expected[rows, 7:].tolist())
-        law["attention_mask"] = mask[rows]
-        text = specdec_ext.generate(model, ids[rows], drafter=drafter, **law)
+        kwargs["attention_mask"] = mask[rows]
+        text = specdec_ext.generate(model, ids[rows], drafter=drafter, **kwargs)
         assert torch.equal(text, expected[rows])
 
 
-def test_states_that_a_pass_of_several_tokens_forgets(monkeypatch):
+def test_layers_that_reset_their_states_are_not_supported(monkeypatch):
     model = zoo.build("minimax")
     assert supports(model).chain == compat.STATES_CONTINUE
     monkeypatch.setattr(support, "STATES_CONTINUE", False)
@@ -71,8 +63,7 @@ def test_states_that_a_pass_of_several_tokens_forgets(monkeypatch):
     assert "its recurrent layers reset their states" in supports(model).reasons[-1]
 
 
-def test_masks_that_are_not_causal(monkeypatch):
-    """Such a model is decoded one token at a time, whatever is drafted."""
+def test_models_without_causal_masks_are_decoded_plainly(monkeypatch):
     model = tiny_model("llama")
     ids, _ = prompts((7,))
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)
@@ -89,14 +80,14 @@ def test_masks_that_are_not_causal(monkeypatch):
     assert torch.equal(text, expected)
 
 
-def test_decoders_of_the_installed_version():
-    """Up to 5.17 RemBERT's masks are not causal, and Git shifts its positions for single tokens."""
+def test_support_depends_on_the_version():
+    """Up to 5.17 RemBERT's masks are not causal, and Git shifts its positions in passes of one token."""
     assert supports(zoo.build("rembert")).tree == (not compat.NEEDS_MASK)
     assert supports(zoo.build("git")).chain == (not compat.NEEDS_MASK)
 
 
-def test_positions_that_the_cache_keeps_are_rolled_back():
-    """As transformers 5.17 keeps those of Qwen4: each pass appends its own."""
+def test_positions_in_the_cache_are_rolled_back():
+    """In transformers 5.17 each pass of Qwen4 appends its positions to the cache."""
     model = copy.deepcopy(tiny_model("llama"))
     plain = model.forward
 
@@ -112,16 +103,15 @@ def test_positions_that_the_cache_keeps_are_rolled_back():
     expected = tiny_model("llama").generate(ids, max_new_tokens=12, do_sample=False)
     drafter = make_drafter("noisy_chain", model, expected[:, 7:].tolist())
     cache = DynamicCache(config=model.config)
-    specdec_ext.generate(
-        model, ids, drafter=drafter, past_key_values=cache, max_new_tokens=12, do_sample=False
-    )
+    kwargs = dict(past_key_values=cache, max_new_tokens=12, do_sample=False)
+    specdec_ext.generate(model, ids, drafter=drafter, **kwargs)
     assert len(seen) < 12
     for positions in [*seen, cache.position_ids]:
         assert positions[0].tolist() == list(range(positions.shape[1]))
     assert cache.position_ids.shape[1] == cache.get_seq_length() == expected.shape[1] - 1
 
 
-def test_a_layer_that_nothing_is_written_to_is_empty():
+def test_layer_without_keys_is_empty():
     layer = RollbackLayer()
     layer.length = 5
     assert layer.get_seq_length() == 0

@@ -1,4 +1,4 @@
-"""The pass without transformers: which models have one, that it is theirs, and who keeps it off."""
+"""The fused pass without transformers' modules: which models have one, and when it is not used."""
 
 import copy
 import warnings
@@ -37,34 +37,28 @@ def op_calls(monkeypatch):
     return calls
 
 
-def scored(model, layers=(), cache=None):
+def scored(model, layers=(), cache=None, by_modules=False):
     target = make_target(model, cache and cache(), 64)
-    target.tap(layers)
-    target.prefill(*prompts((9, 5)))
-    return target.forward(TREE)
-
-
-def by_modules(model, layers=(), cache=None):
-    target = make_target(model, cache and cache(), 64)
-    target._direct = None
+    if by_modules:
+        target._direct = None
     target.tap(layers)
     target.prefill(*prompts((9, 5)))
     return target.forward(TREE)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_which_models_have_one(name):
+def test_models_with_a_fused_pass(name):
     assert (direct_pass(tiny_model(name)) is not None) == (name in DIRECT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cache", [None, DynamicCache], ids=["own", "without-windows"])
 @pytest.mark.parametrize("name", sorted(DIRECT))
-def test_it_is_the_pass_of_the_modules(name, cache, dtype, op_calls):
-    """Logits, and features of every layer; also where a caller's cache knows of no windows."""
+def test_fused_pass_equals_that_of_the_modules(name, cache, dtype, op_calls):
+    """In logits and hidden states of every layer, also with a caller's cache without windows."""
     model = tiny_model(name, dtype=dtype)
     layers = (0, 1, 3, -1)
-    ours, theirs = scored(model, layers, cache), by_modules(model, layers, cache)
+    ours, theirs = scored(model, layers, cache), scored(model, layers, cache, by_modules=True)
     assert op_calls
     active = TREE.parents > -2
     for mine, other in ((ours.logits, theirs.logits), (ours.features, theirs.features)):
@@ -73,14 +67,14 @@ def test_it_is_the_pass_of_the_modules(name, cache, dtype, op_calls):
         assert error < (1e-5 if dtype == torch.float32 else 0.02)
 
 
-def test_generation_uses_it(model, op_calls):
+def test_generation_uses_the_fused_pass(model, op_calls):
     ids = prompts((7,))[0]
     specdec_ext.generate(model, ids, drafter="ngram", max_new_tokens=8, do_sample=False)
     assert op_calls
 
 
-def test_it_goes_on_after_hidden_states_were_asked_for(model, op_calls):
-    """transformers leaves hooks on the modules for good."""
+def test_fused_pass_is_used_after_hidden_states_were_requested(model, op_calls):
+    """transformers never removes its hooks."""
     ids = prompts((7,))[0]
     kwargs = dict(max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
     model.generate(ids, output_hidden_states=True, output_attentions=True, **kwargs)
@@ -158,31 +152,19 @@ def compile_a_part(model, monkeypatch):
 
 
 def other_order(model, monkeypatch):
-    """The modules keep the number of their layer of the cache."""
+    """The modules keep the index of their layer in the cache."""
     model.model.layers = nn.ModuleList(reversed(model.model.layers))
 
 
 CHANGES = [
-    watch,
-    listen_before,
-    replace_forward,
-    other_code,
-    other_rotation,
-    other_activation,
-    another_module,
-    own_linear,
-    other_eps,
-    half_a_rotation,
-    other_order,
-    train,
-    parametrize,
-    mix_dtypes,
-    compile_a_part,
+    *(watch, listen_before, replace_forward, other_code, other_rotation, other_activation),
+    *(another_module, own_linear, other_eps, half_a_rotation, other_order, train),
+    *(parametrize, mix_dtypes, compile_a_part),
 ]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_not_for_modules_that_somebody_changed_or_watches(model, monkeypatch, change):
+def test_changed_or_watched_modules_have_no_fused_pass(model, monkeypatch, change):
     assert direct_pass(model) is not None
     change(model, monkeypatch)
     assert direct_pass(model) is None
@@ -190,18 +172,18 @@ def test_not_for_modules_that_somebody_changed_or_watches(model, monkeypatch, ch
     direct._pattern.cache_clear()
 
 
-def test_what_a_call_in_another_thread_has_open_is_no_change(model):
-    """Else it would depend on the time which of two ways a call takes, and with it how logits are rounded."""
+def test_changes_of_a_call_in_another_thread_keep_the_fused_pass(model):
+    """Otherwise the rounding of logits would depend on the timing of threads."""
     tap = FeatureTap(model, model.config, (0, 2, -1))
     with row_invariant_linears(plain_linears(model)), tap.recording():
         assert direct_pass(model) is not None
-        model(prompts((4,))[0])  # recording wants a pass
+        model(prompts((4,))[0])  # recording needs a pass
     replace_forward(model, None)
     with replaced_forward([model.model.norm], lambda module, forward, *args: forward(*args)):
         assert direct_pass(model) is None
 
 
-def test_global_hooks_and_autocast_keep_it_off(model):
+def test_no_fused_pass_with_global_hooks_or_autocast(model):
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
         assert direct_pass(model) is None
@@ -212,25 +194,25 @@ def test_global_hooks_and_autocast_keep_it_off(model):
     assert direct_pass(model) is not None
 
 
-def test_a_pass_that_differs_is_not_believed(model, monkeypatch):
+def test_fused_pass_that_differs_is_not_used(model, monkeypatch):
     op = ops.decoder_layers
 
     def wrong(*arguments):
         states, output = op(*arguments)
         return states, output.flip(-1)
 
-    expected = by_modules(model).logits
+    expected = scored(model, by_modules=True).logits
     with monkeypatch.context() as patched:
         patched.setattr(ops, "decoder_layers", wrong)
         with pytest.warns(UserWarning, match="its logits differ from those of the fused pass"):
             assert torch.equal(scored(model).logits, expected)
-    assert direct_pass(model) is None  # from now on
+    assert direct_pass(model) is None  # any more
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(scored(model).logits, expected)
 
 
-def test_logits_that_are_not_numbers_decide_nothing(model, recwarn):
+def test_nan_logits_do_not_disable_the_fused_pass(model, recwarn):
     with torch.no_grad():
         weights = model.model.norm.weight.clone()
         model.model.norm.weight[0] = torch.nan

@@ -1,4 +1,4 @@
-"""Features handed to drafters are transformers' own hidden states, on the prompt and in trees."""
+"""The hidden states for drafters are those of transformers, for prompts and trees."""
 
 from __future__ import annotations
 
@@ -20,24 +20,22 @@ CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_equal_output_hidden_states(name):
+def test_states_of_a_prompt_are_those_of_transformers(name):
     model = tiny_model(name)
     ids, mask = prompts((5, 9))
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     with torch.no_grad():
-        expected = model(
-            ids, attention_mask=mask, position_ids=positions, output_hidden_states=True
-        ).hidden_states
+        given = dict(attention_mask=mask, position_ids=positions, output_hidden_states=True)
+        expected = model(ids, **given).hidden_states
     target = make_target(model, None, 64)
     target.tap(LAYERS)
     features = target.prefill(ids, mask).features
     valid = mask.bool()
-    torch.testing.assert_close(
-        features[valid], torch.cat([expected[layer] for layer in LAYERS], dim=-1)[valid], **CLOSE
-    )
+    expected = torch.cat([expected[layer] for layer in LAYERS], dim=-1)
+    torch.testing.assert_close(features[valid], expected[valid], **CLOSE)
 
 
-def test_of_every_node_of_a_tree():
+def test_states_of_a_tree_are_those_of_transformers():
     model = tiny_model("llama")
     ids, _ = prompts((6,))
     target = make_target(model, None, 64)
@@ -48,14 +46,13 @@ def test_of_every_node_of_a_tree():
     for node, path in enumerate(([3], [3, 4], [3, 4, 5], [3, 7])):
         text = torch.cat([ids, torch.tensor([path])], dim=1)
         with torch.no_grad():
-            expected = model(text, output_hidden_states=True).hidden_states
-        torch.testing.assert_close(
-            features[0, node], torch.cat([expected[1][0, -1], expected[-1][0, -1]]), **CLOSE
-        )
+            states = model(text, output_hidden_states=True).hidden_states
+        expected = torch.cat([states[1][0, -1], states[-1][0, -1]])
+        torch.testing.assert_close(features[0, node], expected, **CLOSE)
 
 
 def test_other_threads_are_not_recorded():
-    """Hooks sit on modules, and a model may serve several threads at once."""
+    """Hooks are on modules, which several threads may use."""
     model = tiny_model("llama")
     tap = FeatureTap(model, model.config, LAYERS)
     mine, others = torch.tensor([[1, 2, 3]]), torch.tensor([[4, 5], [6, 7]])
@@ -71,14 +68,11 @@ def test_other_threads_are_not_recorded():
     assert all(torch.equal(a, b) for a, b in zip(states, alone, strict=True))
 
 
-def test_no_hook_stays_behind():
+def test_hooks_are_removed():
     model = tiny_model("llama")
 
     def hooks():
-        return [
-            (len(module._forward_pre_hooks), len(module._forward_hooks))
-            for module in model.modules()
-        ]
+        return [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in model.modules()]
 
     before = hooks()
     for ids in (prompts((4,))[0], torch.tensor([[10**6]])):
@@ -90,7 +84,7 @@ def test_no_hook_stays_behind():
 
 
 class Watching(specdec_ext.Drafter):
-    """Proposes the right text and keeps what it is told."""
+    """Proposes the right text and keeps the features."""
 
     def __init__(self, answer):
         self.answer, self.features = answer, []
@@ -110,14 +104,13 @@ class Watching(specdec_ext.Drafter):
         self.features.append(output.features[0, path[path >= 0]])
 
 
-def test_a_drafter_gets_the_features_of_all_committed_text():
+def test_drafter_gets_the_states_of_all_committed_tokens():
     model = tiny_model("llama")
     ids, _ = prompts((7,))
     expected = specdec_ext.generate(model, ids, drafter=None, max_new_tokens=14)
     drafter = Watching(expected[0, 7:].tolist())
-    assert torch.equal(
-        specdec_ext.generate(model, ids, drafter=drafter, max_new_tokens=14), expected
-    )
+    text = specdec_ext.generate(model, ids, drafter=drafter, max_new_tokens=14)
+    assert torch.equal(text, expected)
     features = torch.cat(drafter.features)
     with torch.no_grad():
         states = model(expected, output_hidden_states=True).hidden_states[2][0]
@@ -126,8 +119,8 @@ def test_a_drafter_gets_the_features_of_all_committed_text():
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2-window", "gpt2"])
-def test_the_output_of_the_last_layer_is_what_the_final_norm_takes(name):
-    """Published heads for gpt-oss are fed it: 36 of 36 layers."""
+def test_last_layers_output_is_the_input_of_the_final_norm(name):
+    """Published heads for gpt-oss read it, the 36th of 36 layers."""
     model = tiny_model(name)
     ids, _ = prompts((7,))
     target = make_target(model, None, 64)
@@ -139,13 +132,12 @@ def test_the_output_of_the_last_layer_is_what_the_final_norm_takes(name):
 
 
 @pytest.mark.parametrize("layer", [4, 99, -2])
-def test_a_layer_that_is_not_there(layer):
+def test_unknown_layer_is_refused(layer):
     with pytest.raises(ValueError, match=f"feature_layers has {layer}.*layers 0 to 2"):
         make_target(tiny_model("llama"), None, 64).tap((layer,))
 
 
-def test_states_that_are_selected_when_they_are_read():
-    """Of passes one behind the other, joined before they are read, the same as each by itself."""
+def test_joined_states_of_passes_are_those_of_each_pass():
     generator = torch.Generator().manual_seed(0)
     layers = [2, 0, -1, 3]
     parts = []

@@ -1,5 +1,5 @@
-"""Row-invariant linears: a module's output for a token is the same bits however many rows it is computed
-with, and nothing of it is left when the pass is over."""
+"""Row-invariant linears: the bits of a module's output for a token do not depend on the number of rows, and
+modules are unchanged after the pass."""
 
 import threading
 
@@ -18,9 +18,12 @@ DTYPES = [torch.float32, torch.bfloat16]
 def op_calls(monkeypatch):
     """The numbers of rows that ops.linear was called with."""
     calls, linear = [], ops.linear
-    monkeypatch.setattr(
-        ops, "linear", lambda input, *rest: calls.append(input.numel()) or linear(input, *rest)
-    )
+
+    def counted(input, *rest):
+        calls.append(input.numel())
+        return linear(input, *rest)
+
+    monkeypatch.setattr(ops, "linear", counted)
     return calls
 
 
@@ -44,7 +47,7 @@ def test_linears_of_a_llama_are_row_invariant(dtype):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_model_output_is_as_before(name):
+def test_model_output_is_close_to_that_of_torch(name):
     model = tiny_model(name)
     ids = torch.arange(1, 9)[None]
     with torch.inference_mode():
@@ -54,7 +57,7 @@ def test_model_output_is_as_before(name):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_modules_are_as_before_afterwards():
+def test_modules_are_restored():
     module = small_linear()
     before = dict(module.__dict__)
     with pytest.raises(RuntimeError, match="stop"), row_invariant_linears([module]):
@@ -65,8 +68,8 @@ def test_modules_are_as_before_afterwards():
     assert module.__dict__ == before
 
 
-def test_threads(op_calls):
-    """Other threads compute as ever, and the last context to close restores the module."""
+def test_other_threads_use_their_own_contexts(op_calls):
+    """The last context that closes restores the module."""
     module, input = small_linear(), torch.randn(1, 40)
 
     @torch.inference_mode()
@@ -108,12 +111,12 @@ def test_hooks_still_run(op_calls):
         lambda module: module(torch.ones(1, 40)),  # records gradients
         torch.inference_mode()(lambda module: module.train()(torch.ones(1, 40))),
         torch.inference_mode()(
-            lambda module: torch.autocast("cpu", torch.bfloat16)(module)(torch.ones(1, 40))
+            lambda m: torch.autocast("cpu", torch.bfloat16)(m)(torch.ones(1, 40))
         ),
     ],
     ids=["gradients", "training", "autocast"],
 )
-def test_falls_back(call, op_calls):
+def test_torch_computes_in_training_and_autocast(call, op_calls):
     module = small_linear()
     with row_invariant_linears(plain_linears(module)):
         actual = call(module)
@@ -122,7 +125,7 @@ def test_falls_back(call, op_calls):
 
 
 @torch.inference_mode()
-def test_any_layout_of_the_input():
+def test_input_may_have_any_strides():
     module = small_linear()
     input = torch.randn(40, 5, 4, 3).permute(3, 1, 2, 0)
     expected = module(input)
@@ -158,11 +161,11 @@ def compiled():
     ],
     ids=["subclass", "float64", "meta", "weight-norm", "compile", "compiled"],
 )
-def test_others_are_left_alone(module):
+def test_other_modules_are_not_replaced(module):
     assert plain_linears(module) == []
 
 
-def test_a_replaced_forward_is_left_alone():
+def test_replaced_forward_is_kept():
     module = offloaded()
     forward = module.forward
     with row_invariant_linears(plain_linears(module)):

@@ -1,8 +1,8 @@
-"""Models that count cache slots where they could count tokens, and calls whose verdict depends on length.
+"""Models that count cache slots instead of tokens, and calls whose support depends on their length.
 
-Claim: relative distances (Inkling) are those of each row; queries scaled by slot are served where they are
-columns; rotary embeddings that change with the longest row are left to transformers unless no row
-can be on the other side; a model that can't be speculated on in a batch reads it as transformers does.
+Claim: relative distances (Inkling) are those of each row; queries scaled by slot have the text of
+transformers; rotary embeddings that change with the longest row are left to transformers unless all rows are
+on one side of the change; a batch that can't be speculated on is decoded as in transformers.
 """
 
 import contextlib
@@ -11,7 +11,15 @@ import copy
 import pytest
 import torch
 import zoo
-from tiny import ScriptedDrafter, generated, noisy_chain, oracle_tree, prompts, random_tree
+from tiny import (
+    SIZES,
+    ScriptedDrafter,
+    generated,
+    noisy_chain,
+    oracle_tree,
+    prompts,
+    random_tree,
+)
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -36,7 +44,7 @@ def generate(model, ids, answers=None, shape=noisy_chain, **kwargs):
 @pytest.mark.parametrize("shape", [noisy_chain, random_tree])
 @pytest.mark.parametrize("lengths", [(9,), (6, 6), (4, 5, 2)], ids=str)
 @pytest.mark.parametrize("name", ["inkling_text", "inkling2_text"])
-def test_distances_of_ragged_rows(name, lengths, shape):
+def test_distances_are_those_of_each_row(name, lengths, shape):
     model = zoo.build(name)
     ids, mask = prompts(lengths)
     kwargs = dict(attention_mask=mask, return_dict_in_generate=True, output_logits=True)
@@ -50,8 +58,8 @@ def test_distances_of_ragged_rows(name, lengths, shape):
 
 @pytest.mark.parametrize("lengths", [(6,), (6, 4)], ids=str)
 @pytest.mark.parametrize("name", ["llama4_text", "inkling_text+scaled"])
-def test_queries_scaled_by_slot(name, lengths):
-    """Llama 4 is told the columns; of Inkling behind that length only chains of one row are right."""
+def test_queries_scaled_by_slot_have_the_text_of_transformers(name, lengths):
+    """Llama 4 gets the columns; behind that length Inkling supports only chains of one row."""
     model = zoo.build(name)
     ids, mask = prompts(lengths)
     kwargs = dict(attention_mask=mask, return_dict_in_generate=True, output_logits=True)
@@ -68,58 +76,43 @@ def test_queries_scaled_by_slot(name, lengths):
 
 def rotated(kind: str, **rope):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=zoo.VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        bos_token_id=None,
-        eos_token_id=None,
-        rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **rope},
-    )
+    sizes = dict(vocab_size=zoo.VOCAB, hidden_size=64, num_hidden_layers=2)
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **rope}
+    fields = {**SIZES, **sizes, "max_position_embeddings": 16, "rope_parameters": rope}
+    config = AutoConfig.for_model("llama", **fields)
     model = AutoModelForCausalLM.from_config(config).eval()
     zoo.spread(model)
     return model
 
 
-def test_the_longest_row_ends_before_the_others_are_behind_the_change():
+def test_call_across_a_change_of_rotary_embeddings_is_decoded_plainly():
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     model = rotated("longrope", original_max_position_embeddings=16, **factors)
     ids, mask = prompts((20, 6))
     free = generate(model, ids, attention_mask=mask)
     first = int(free[0, 20])
     expected = generate(model, ids, attention_mask=mask, eos_token_id=first)
-    assert (expected[0, 21:] == 0).all() and expected.shape[1] > 24, "the long row goes on"
+    assert (expected[0, 21:] == 0).all() and expected.shape[1] > 24, (
+        "the long row does not end early"
+    )
     with pytest.warns(UserWarning, match="rotary embedding changes"):
-        actual = specdec_ext.generate(
-            model,
-            ids,
-            attention_mask=mask,
-            eos_token_id=first,
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            pad_token_id=0,
-        )
+        kwargs = dict(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+        kwargs |= dict(attention_mask=mask, eos_token_id=first)
+        actual = specdec_ext.generate(model, ids, **kwargs)
     assert torch.equal(actual, expected)
 
 
-def test_embeddings_count_for_the_change():
+def test_length_of_embeddings_counts_for_the_change():
     model = rotated("dynamic")
     ids, _ = prompts((12,))
     embedded = model.get_input_embeddings()(ids).detach()
-    expected = model.generate(inputs_embeds=embedded, max_new_tokens=12, do_sample=False)
+    kwargs = dict(inputs_embeds=embedded, max_new_tokens=12, do_sample=False)
     with pytest.warns(UserWarning, match="rotary embedding changes"):
-        actual = specdec_ext.generate(
-            model, inputs_embeds=embedded, max_new_tokens=12, do_sample=False
-        )
-    assert torch.equal(actual, expected)
+        actual = specdec_ext.generate(model, **kwargs)
+    assert torch.equal(actual, model.generate(**kwargs))
 
 
-def test_rows_that_end_where_a_batch_is_not_speculated_on():
+def test_rows_of_a_plainly_decoded_batch_may_end_early():
     model = zoo.build("qwen4_exp_text")
     assert not specdec_ext.supports(model).batch
     ids, mask = prompts((7, 11, 5))
@@ -133,22 +126,12 @@ def test_rows_that_end_where_a_batch_is_not_speculated_on():
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
-def test_experts_of_limited_capacity(share):
-    config = NllbMoeConfig(
-        vocab_size=zoo.VOCAB,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=2,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        num_experts=4,
-        encoder_sparse_step=1,
-        decoder_sparse_step=1,
-        moe_eval_capacity_token_fraction=share,
-        eos_token_id=None,
-    )
+def test_experts_of_limited_capacity_are_decoded_plainly(share):
+    sizes = {"ffn_dim": 64, "attention_heads": 4, "sparse_step": 1}
+    fields = {f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in sizes.items()}
+    fields |= dict(vocab_size=zoo.VOCAB, d_model=32, encoder_layers=1, decoder_layers=2)
+    fields |= dict(num_experts=4, moe_eval_capacity_token_fraction=share, eos_token_id=None)
+    config = NllbMoeConfig(**fields)
     torch.manual_seed(0)
     model = NllbMoeForConditionalGeneration(config).eval()
     zoo.spread(model)
@@ -158,30 +141,27 @@ def test_experts_of_limited_capacity(share):
     ids, _ = prompts((9,))
     expected = generate(model, ids)
     drafter = ScriptedDrafter(generated(expected, 1), noisy_chain) if support.chain else None
-    actual = specdec_ext.generate(
-        model, ids, drafter=drafter, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
-    )
-    assert torch.equal(actual, expected)
+    kwargs = dict(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+    assert torch.equal(specdec_ext.generate(model, ids, drafter=drafter, **kwargs), expected)
 
 
-def test_states_in_modules_that_nobody_knows():
+def test_unknown_states_in_modules_are_not_supported():
     model = copy.deepcopy(zoo.build("llama"))
     model.model.layers[1].recurrent_states = None
     support = specdec_ext.supports(model)
     assert not support.chain and "states outside of the cache" in support.reasons[0]
 
 
-def test_an_indexer_that_reads_hidden_states_alone():
+def test_indexer_of_hidden_states_has_the_text_of_transformers():
     model = zoo.build("dots3_note_text")
     ids, mask = prompts((9, 4))
     expected = generate(model, ids, attention_mask=mask)
-    assert torch.equal(
-        generate(model, ids, generated(expected, 9), random_tree, attention_mask=mask), expected
-    )
+    actual = generate(model, ids, generated(expected, 9), random_tree, attention_mask=mask)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("lengths", [(9,), (8, 5, 8)], ids=str)
-def test_steps_that_only_passes_over_several_tokens_clamp(lengths):
+def test_nemotron_h_has_the_logits_of_single_token_passes(lengths):
     model = zoo.build("nemotron_h")
     ids, mask = prompts(lengths)
     kwargs = dict(attention_mask=mask, return_dict_in_generate=True, output_logits=True)
@@ -192,7 +172,7 @@ def test_steps_that_only_passes_over_several_tokens_clamp(lengths):
     torch.testing.assert_close(ours.logits, plain.logits, atol=1e-3, rtol=1e-3)
 
 
-def test_ids_of_32_bits():
+def test_ids_may_have_32_bits():
     model = zoo.build("llama")
     ids, _ = prompts((9,))
     expected = generate(model, ids.int())
@@ -200,7 +180,7 @@ def test_ids_of_32_bits():
     assert torch.equal(actual, expected) and actual.dtype == expected.dtype
 
 
-def test_a_refused_call_leaves_the_cache():
+def test_refused_call_leaves_the_cache_unchanged():
     model = zoo.build("llama")
     ids, _ = prompts((9,))
     cache = DynamicCache(config=model.config)

@@ -1,15 +1,15 @@
-"""Models that take no positions: trees and ragged rows get those that transformers' own loop would give.
+"""Models without an argument for positions: trees and ragged rows have those of transformers' own loop.
 
-Claim: for decoders that count columns themselves, text equals ``model.generate`` token for token, and the
-logits of a tree equal those of each of its branches alone, within 1e-4 in float32.
+Claim: for decoders that compute positions themselves, text is that of ``model.generate``, and the logits of a
+tree are those of each of its branches alone, within 1e-4 in float32.
 """
 
 import threading
 
 import pytest
 import torch
-from lossless import BATCHES, check_generated_text
-from tiny import COUNTING, ScriptedDrafter, generated, prompts, tiny_model
+from lossless import check_generated_text
+from tiny import COUNTING, ScriptedDrafter, every_batch, generated, prompts, tiny_model
 from tree_logits import check_tree_logits
 from versions import skip_unless_drafted
 
@@ -20,21 +20,20 @@ from specdec_ext.models.passes.masks import BlockVisibility, current_block, visi
 
 
 @pytest.mark.parametrize("name", COUNTING)
-def test_trees_score_what_their_branches_would(name):
+def test_logits_of_a_tree_are_those_of_its_branches(name):
     skip_unless_drafted(tiny_model(name))
     check_tree_logits(tiny_model(name), (12, 3, 9, 5))
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+@every_batch
 @pytest.mark.parametrize("name", COUNTING)
-def test_text_equals_generate(name, batch):
+def test_text_is_that_of_transformers(name, batch):
     model = tiny_model(name)
     skip_unless_drafted(model)
     check_generated_text(model, batch, new_tokens=10)
 
 
-def test_a_model_of_its_own_that_leaves_position_ids_out():
-    """Its decoder takes position_ids, its forward doesn't: they are handed in half way."""
+def test_positions_reach_a_decoder_whose_model_has_no_argument_for_them():
 
     class Wrapped(type(tiny_model("llama"))):
         def forward(self, input_ids=None, past_key_values=None, attention_mask=None, **kwargs):
@@ -48,7 +47,7 @@ def test_a_model_of_its_own_that_leaves_position_ids_out():
     check_tree_logits(model, (12, 3, 9, 5))
 
 
-def test_models_that_take_position_ids_are_left_alone():
+def test_models_with_position_ids_are_not_changed():
     assert positions_of(tiny_model("llama")) == []
     assert positions_of(tiny_model("gpt2")) == []
 
@@ -61,8 +60,8 @@ def _block(rows: int, nodes: int, columns: torch.Tensor) -> BlockVisibility:
 
 
 @pytest.mark.parametrize("name", ["bart", "marian", "trocr-sinusoidal", "whisper"])
-def test_every_node_is_embedded_as_if_it_were_alone(name):
-    """[[5, 6, 6], [2, 3, 4]]: siblings, rows that end elsewhere, and a padding token where tokens count."""
+def test_nodes_have_the_embeddings_of_their_positions(name):
+    """With siblings, rows of different lengths, and a token that is the padding token."""
     model = tiny_model(name)
     embed = next(m for n, m in model.named_modules() if n.endswith("decoder.embed_positions"))
     tokens, columns = torch.tensor([[3, 4, 0], [7, 8, 9]]), torch.tensor([[5, 6, 6], [2, 3, 4]])
@@ -91,14 +90,12 @@ def test_other_threads_and_later_calls_are_unaffected():
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_positions_stay_within_the_table():
-    """The last token is written at the last position that BART has."""
+def test_text_may_use_the_last_position():
     model = tiny_model("bart")
     table = model.config.max_position_embeddings
     ids, mask = prompts((table - 8, table - 20))
     kwargs = dict(attention_mask=mask, max_length=table, do_sample=False)
     expected = model.generate(ids, **kwargs)
-    drafter = ScriptedDrafter(
-        generated(expected, ids.shape[1]), lambda right, rng: [right, [1] * 6]
-    )
+    answers = generated(expected, ids.shape[1])
+    drafter = ScriptedDrafter(answers, lambda right, rng: [right, [1] * 6])
     assert torch.equal(specdec_ext.generate(model, ids, drafter=drafter, **kwargs), expected)

@@ -1,6 +1,7 @@
-"""RecurrentGemma, whose modules hold recurrent states: ours are in the cache, so calls don't meet.
+"""RecurrentGemma, whose modules hold recurrent states: the package keeps states in caches, so calls are
+independent.
 
-That text and logits are those of ``model.generate``, with trees and in batches, ``test_architectures`` shows.
+``test_architectures.py`` compares text and logits with ``model.generate``.
 """
 
 from __future__ import annotations
@@ -29,25 +30,24 @@ GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 
 
 def plain_text(ids):
-    """What transformers generates with a model that has read nothing before."""
+    """The text of transformers with a new model."""
     return zoo.build("recurrent_gemma").generate(ids, **GREEDY)
 
 
 def generate(model, ids, expected, shape=noisy_chain):
-    """The output with drafts that are partly right."""
+    """The output with partly right drafts."""
     drafter = ScriptedDrafter(generated(expected, ids.shape[1]), shape)
-    return specdec_ext.generate(
-        model, ids, drafter=drafter, speculation="fixed", return_dict_in_generate=True, **GREEDY
-    )
+    kwargs = dict(GREEDY, speculation="fixed", return_dict_in_generate=True)
+    return specdec_ext.generate(model, ids, drafter=drafter, **kwargs)
 
 
 def held(model):
-    """What the modules hold."""
+    """The states that the modules hold."""
     names = ("conv1d_state", "recurrent_states")
     return [getattr(m, name) for m in model.modules() for name in names if hasattr(m, name)]
 
 
-def test_modules_stay_as_they_are(model):
+def test_states_of_modules_are_unchanged(model):
     before = held(model)
     ids, _ = prompts((9, 9))
     expected = plain_text(ids)
@@ -56,15 +56,15 @@ def test_modules_stay_as_they_are(model):
     assert after and all(mine is its for mine, its in zip(after, before, strict=True))
 
 
-def test_a_text_of_one_token_begins_with_nothing(model):
-    """transformers itself would go on from the text before."""
+def test_prompt_of_one_token_begins_without_states(model):
+    """transformers would continue from the previous text."""
     model.generate(prompts((9,))[0], max_new_tokens=3)
     ids = torch.tensor([[5]])
     expected = plain_text(ids)
     assert torch.equal(generate(model, ids, expected).sequences, expected)
 
 
-def test_a_call_inside_another(model):
+def test_call_inside_another_is_independent(model):
     (outer, _), (inner, _) = prompts((9,)), prompts((7,), seed=1)
     expected, expected_inside = plain_text(outer), plain_text(inner)
     found = []
@@ -76,13 +76,12 @@ def test_a_call_inside_another(model):
             return super().propose(context)
 
     drafter = Interrupts(generated(expected, 9), noisy_chain)
-    assert torch.equal(
-        specdec_ext.generate(model, outer, drafter=drafter, speculation="fixed", **GREEDY), expected
-    )
+    text = specdec_ext.generate(model, outer, drafter=drafter, speculation="fixed", **GREEDY)
+    assert torch.equal(text, expected)
     assert torch.equal(found[0].sequences, expected_inside)
 
 
-def test_two_threads(model):
+def test_calls_in_two_threads_are_independent(model):
     texts = [prompts((9,), seed)[0] for seed in (1, 2)]
     expected = list(map(plain_text, texts))
 
@@ -94,13 +93,13 @@ def test_two_threads(model):
             assert all(torch.equal(text, expected[number]) for text in found)
 
 
-def test_a_prompt_in_pieces(model):
+def test_prompt_may_be_read_in_chunks(model):
     ids, _ = prompts((11,))
     text = specdec_ext.generate(model, ids, prefill_chunk_size=2, **GREEDY)
     assert torch.equal(text, plain_text(ids))
 
 
-def test_a_cache_goes_in_again(model):
+def test_returned_cache_can_be_continued(model):
     ids, _ = prompts((9,))
     first = generate(model, ids, plain_text(ids))
     longer = torch.cat([first.sequences, prompts((4,))[0]], dim=1)
@@ -108,10 +107,9 @@ def test_a_cache_goes_in_again(model):
     assert torch.equal(text, plain_text(longer))
 
 
-def test_a_cache_without_the_states(model):
+def test_cache_without_states_is_refused(model):
     cache = DynamicCache(config=model.config)
     text = zoo.build("recurrent_gemma").generate(prompts((9,))[0], past_key_values=cache, **GREEDY)
-    with pytest.raises(
-        ValueError, match="holds no recurrent states, because RecurrentGemmaForCausalLM"
-    ):
+    message = "holds no recurrent states, because RecurrentGemmaForCausalLM"
+    with pytest.raises(ValueError, match=message):
         specdec_ext.generate(model, text, past_key_values=cache, **GREEDY)

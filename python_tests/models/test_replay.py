@@ -1,8 +1,8 @@
-"""Models with recurrent states: what a pass has read stays read, so rows that rejected a draft are put back.
+"""Models with recurrent states: a rejected token can't be removed from a state, so states are restored.
 
 Claim: chains and trees on recurrent and hybrid models, alone and in ragged batches whose rows end at
-different times, give the text of ``model.generate``; unread tokens never grow without bound; the cache that
-is handed out has read the text but its last token, as transformers' own has, and can be written to.
+different times, have the text of ``model.generate``; the number of unread tokens is bounded; the returned
+cache has read the text except its last token, as transformers' own, and can be written to.
 """
 
 import copy
@@ -39,26 +39,25 @@ def models() -> dict[str, PreTrainedModel]:
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_text(models, kind, batch):
+def test_text_is_that_of_transformers(models, kind, batch):
     model = models[kind]
     assert supports(model).rollback == "replay" and supports(model).tree
     ids, mask = prompts(BATCHES[batch])
     kwargs = dict(attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
     expected = model.generate(ids, **kwargs)
-    assert len(set(expected[0, -NEW_TOKENS:].tolist())) > 2, "a dull text shows nothing"
+    assert len(set(expected[0, -NEW_TOKENS:].tolist())) > 2, "the text repeats one token"
     accepted = {}
     for shape in SHAPES:
         drafter = ScriptedDrafter(generated(expected, ids.shape[1]), shape)
-        out = specdec_ext.generate(
-            model, ids, drafter=drafter, return_dict_in_generate=True, **kwargs
-        )
+        options = dict(kwargs, return_dict_in_generate=True)
+        out = specdec_ext.generate(model, ids, drafter=drafter, **options)
         assert torch.equal(out.sequences, expected), shape.__name__
         accepted[shape] = out.speculation_stats.accepted_tokens
     assert min(accepted[oracle_chain], accepted[oracle_tree]) > len(ids) * NEW_TOKENS // 2
 
 
-def test_a_row_without_drafts_beside_one_with(models):
-    """A wrong draft of row 0, then drafts of row 1 alone, as many as row 0 has tokens to read before."""
+def test_row_with_unread_tokens_beside_a_row_with_drafts(models):
+    """Row 0 has a wrong draft; then only row 1 has drafts, as many as row 0 has tokens to read again."""
     model = models["mamba2"]
     ids, _ = prompts((6, 6))
     kwargs = dict(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
@@ -78,7 +77,7 @@ def test_a_row_without_drafts_beside_one_with(models):
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "falcon_h1"])
-def test_rows_that_end_at_different_times(models, kind):
+def test_rows_may_end_at_different_times(models, kind):
     model = models[kind]
     ids, mask = prompts((12, 3, 9, 5))
     kwargs = dict(attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
@@ -94,18 +93,13 @@ def test_rows_that_end_at_different_times(models, kind):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
 @pytest.mark.parametrize("kind", ["lfm2", "mamba2", "falcon_h1"])
-def test_the_cache_that_is_handed_out(models, kind, shape):
-    """In float64, but for scans that compute in float32: so the tolerance can be that of float32."""
+def test_returned_cache_is_that_of_transformers(models, kind, shape):
+    """The model is in float64, but some scans compute in float32, which sets the tolerance."""
     close = functools.partial(torch.testing.assert_close, rtol=1.3e-6, atol=1e-5)
     model = copy.deepcopy(models[kind]).double()
     ids, mask = prompts(BATCHES["three-ragged"])
-    kwargs = dict(
-        attention_mask=mask,
-        max_new_tokens=9,
-        do_sample=False,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-    )
+    kwargs = dict(attention_mask=mask, max_new_tokens=9, do_sample=False, pad_token_id=0)
+    kwargs["return_dict_in_generate"] = True
     plain = model.generate(ids, **kwargs)
     drafter = ScriptedDrafter(generated(plain.sequences, ids.shape[1]), shape)
     ours = specdec_ext.generate(model, ids, drafter=drafter, **kwargs)
@@ -123,7 +117,7 @@ def test_the_cache_that_is_handed_out(models, kind, shape):
 
 @pytest.mark.parametrize("accepted", [[0, 1, 2], [0, 3], [0, 1], [0]], ids=str)
 @pytest.mark.parametrize("kind", ["mamba2", "falcon_h1"])
-def test_a_row_becomes_the_branch_that_was_accepted_whole(models, kind, accepted):
+def test_row_continues_from_a_branch_accepted_as_a_whole(models, kind, accepted):
     model = models[kind]
     target, (ids, _) = make_target(model, None, 60), prompts((6, 6))
     target.prefill(ids, None)
@@ -141,7 +135,7 @@ def test_a_row_becomes_the_branch_that_was_accepted_whole(models, kind, accepted
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_only_branch_behind_a_node_that_is_none(models):
+def test_single_branch_may_follow_an_inactive_node(models):
     target, (ids, _) = make_target(models["mamba2"], None, 60), prompts((6,))
     target.prefill(ids, None)
     tree = DraftTree(torch.tensor([[5, 0, 11]]), torch.tensor([[-1, -2, 0]]))
@@ -153,7 +147,7 @@ def test_the_only_branch_behind_a_node_that_is_none(models):
 
 @pytest.mark.parametrize("branches", [1, 2])
 def test_unread_tokens_are_bounded(models, branches):
-    """Wrong drafts only: every step leaves one more token unread, until a step brings no drafts."""
+    """Each wrong draft leaves one more token unread, until a step has no drafts."""
     target = make_target(models["mamba2"], None, 200)
     ids, _ = prompts((6, 6))
     target.prefill(ids, None)
@@ -174,30 +168,23 @@ def test_plain_decoding_copies_no_state(models, monkeypatch):
 
     monkeypatch.setattr(States, "branch", lambda self, origins: pytest.fail("copied"))
     ids, mask = prompts(BATCHES["three-ragged"])
-    specdec_ext.generate(
-        models["mamba2"], ids, attention_mask=mask, drafter=None, max_new_tokens=3, do_sample=False
-    )
+    kwargs = dict(attention_mask=mask, max_new_tokens=3, do_sample=False)
+    specdec_ext.generate(models["mamba2"], ids, drafter=None, **kwargs)
 
 
-def test_paddings_that_a_state_would_read(models):
+def test_paddings_after_tokens_are_refused(models):
     ids, mask = prompts((5, 3), side="right")
     with pytest.raises(ValueError, match=r"padding after or between tokens.*pad on the left"):
         specdec_ext.generate(models["mamba2"], ids, attention_mask=mask, max_new_tokens=3)
 
 
-def test_output_attentions_decode_token_by_token(models):
+def test_attentions_are_those_of_transformers(models):
     model = models["falcon_h1"]
     model.set_attn_implementation("eager")
     try:
         ids, mask = prompts(BATCHES["three-ragged"])
-        kwargs = dict(
-            attention_mask=mask,
-            max_new_tokens=5,
-            do_sample=False,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_attentions=True,
-        )
+        kwargs = dict(attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0)
+        kwargs |= dict(return_dict_in_generate=True, output_attentions=True)
         plain = model.generate(ids, **kwargs)
         drafter = ScriptedDrafter(generated(plain.sequences, 12), adversary_chain)
         ours = specdec_ext.generate(model, ids, drafter=drafter, **kwargs)
@@ -209,8 +196,8 @@ def test_output_attentions_decode_token_by_token(models):
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_a_scan_that_starts_from_a_state(gated):
-    """Two scans in a row, the second from the state of the first, are one long scan."""
+def test_scan_continues_from_a_state(gated):
+    """A scan from the state of another scan gives the end of one long scan."""
     from transformers.models.mamba import modeling_mamba
 
     from specdec_ext.models.families import scans
@@ -229,16 +216,8 @@ def test_a_scan_that_starts_from_a_state(gated):
         token = scans._initial.set(None if state is None else iter([state]))
         gate = z[..., part] if gated else None
         try:
-            return scan(
-                x[..., part],
-                dt[..., part],
-                A,
-                B[..., part],
-                C[..., part],
-                D=A[:, 0],
-                z=gate,
-                **fixed,
-            )
+            x_, dt_, B_, C_ = (each[..., part] for each in (x, dt, B, C))
+            return scan(x_, dt_, A, B_, C_, D=A[:, 0], z=gate, **fixed)
         finally:
             scans._initial.reset(token)
 
@@ -249,8 +228,8 @@ def test_a_scan_that_starts_from_a_state(gated):
     torch.testing.assert_close(last, end)
 
 
-def test_a_given_cache_of_states_alone(models):
-    """It does not say how many tokens it has read; an empty one is filled."""
+def test_filled_cache_of_states_alone_is_refused(models):
+    """It does not tell how many tokens it has read. An empty one is filled."""
     from transformers import DynamicCache
 
     model, (ids, _) = models["mamba2"], prompts((6,))
@@ -258,7 +237,6 @@ def test_a_given_cache_of_states_alone(models):
     kwargs = dict(max_new_tokens=5, do_sample=False, cache_params=cache)
     out = specdec_ext.generate(model, ids, drafter="ngram", return_dict_in_generate=True, **kwargs)
     assert out.past_key_values is cache and cache.has_previous_state()
-    with pytest.raises(
-        ValueError, match=r"Mamba2ForCausalLM holds recurrent states only.*without past_key_values"
-    ):
+    message = "Mamba2ForCausalLM holds recurrent states only.*without past_key_values"
+    with pytest.raises(ValueError, match=message):
         specdec_ext.generate(model, out.sequences, drafter="ngram", **kwargs)

@@ -1,7 +1,7 @@
-"""Targets that something else has wrapped: the text of the wrapped model itself, or a refusal.
+"""Targets that another library has wrapped have the text of the wrapped model, or are refused.
 
-Every case is a model as its library makes it. Greedy text is that of transformers' own ``generate`` on the
-same model, with drafts that are right, wrong and branched, alone and in a ragged batch.
+Each case is a model as its library makes it. Greedy text is that of transformers' own ``generate`` on the
+same model, with right, wrong and branched drafts, alone and in a ragged batch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def fresh(name: str = "llama"):
 def check_same_text(
     model, reference=None, drafters=FEW, batches=tuple(BATCHES), new_tokens=NEW_TOKENS
 ):
-    """Our text of ``model`` is the one of ``reference``: transformers' own by default."""
+    """Check that our text of ``model`` is that of ``reference``, by default of transformers."""
     if reference is None:
         reference = functools.partial(model.generate, do_sample=False)
     for batch in batches:
@@ -58,7 +58,7 @@ def int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Packed(nn.Module):
-    """A module with packed weights that knows nothing of ``nn.Linear``."""
+    """A module with packed weights that is no ``nn.Linear``."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -71,7 +71,7 @@ class Packed(nn.Module):
 
 
 class PackedLinear(nn.Linear):
-    """A subclass, as in bitsandbytes: the weight is an int8 parameter."""
+    """A subclass whose weight is an int8 parameter, as in bitsandbytes."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__(linear.in_features, linear.out_features, bias=False)
@@ -83,7 +83,7 @@ class PackedLinear(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", [Packed, PackedLinear])
-def test_own_quantised_modules(kind):
+def test_quantised_modules_have_their_text(kind):
     model = fresh()
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
@@ -94,9 +94,9 @@ def test_own_quantised_modules(kind):
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4", "int8-activations"])
-def test_torchao(scheme):
-    """Integer activations are rounded to a grid, on which the last bit of attention counts: there the text is
-    compared with our own of no drafts."""
+def test_torchao_models_have_their_text(scheme):
+    """With integer activations a last bit of attention may change the text, so there it is compared with our
+    plain decoding."""
     quantisation = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     config = {
         "int8": lambda: quantisation.Int8WeightOnlyConfig(),
@@ -124,7 +124,7 @@ LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": Fal
 
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
-def test_lora(options):
+def test_lora_models_have_their_text(options):
     model = adapted("LoraConfig", **LORA, **options)
     ids, _ = prompts((9,))
     plain = tiny_model("llama").generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
@@ -133,14 +133,14 @@ def test_lora(options):
     check_same_text(model.merge_and_unload())
 
 
-def test_adapters_are_switched_between_calls():
+def test_adapters_may_be_switched_between_calls():
     model = adapted("LoraConfig", **LORA)
     check_same_text(model)
     with model.disable_adapter():
         check_same_text(model, functools.partial(tiny_model("llama").generate, do_sample=False))
 
 
-def test_a_draft_model_may_be_wrapped():
+def test_draft_model_may_be_wrapped():
     wrapped = [torch.compile(fresh(), backend="eager"), adapted("LoraConfig", **LORA)]
     ids, _ = prompts((9,))
     for draft in wrapped:
@@ -161,34 +161,32 @@ def test_virtual_tokens_are_refused(kind):
 def test_adapters_of_rows_are_refused():
     model = adapted("LoraConfig", **LORA)
     with pytest.raises(ValueError, match=r"adapter_names .*set_adapter"):
-        specdec_ext.generate(
-            model, input_ids=prompts((9, 9))[0], adapter_names=["default", "__base__"]
-        )
+        names = ["default", "__base__"]
+        specdec_ext.generate(model, input_ids=prompts((9, 9))[0], adapter_names=names)
 
 
-def test_an_adapter_that_counts_from_the_end_is_refused():
+def test_alora_adapter_is_refused():
     model = adapted("LoraConfig", **LORA, alora_invocation_tokens=[5, 6])
     with pytest.raises(NotAcceleratedError, match="aLoRA"):
         specdec_ext.generate(model, input_ids=prompts((9,))[0], max_new_tokens=4)
 
 
-# --- weights elsewhere
+# --- weights on other devices
 
 
 def dispatched(model, places: tuple, folder):
-    """A model whose layers are at these places in turn, the rest on the CPU."""
+    """A model whose layers are at these places in turn, and whose other modules are on the CPU."""
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     blocks = {f"model.{name}": "cpu" for name, _ in model.model.named_children()}
     del blocks["model.layers"]
     blocks |= {f"model.layers.{i}": places[i % len(places)] for i in range(3)} | {"lm_head": "cpu"}
-    accelerate.dispatch_model(
-        model, blocks, main_device="cpu", offload_dir=str(folder), force_hooks=True
-    )
+    options = dict(main_device="cpu", offload_dir=str(folder), force_hooks=True)
+    accelerate.dispatch_model(model, blocks, **options)
     return model
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk", "mixed"])
-def test_accelerate(where, tmp_path):
+def test_offloaded_models_have_their_text(where, tmp_path):
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     model, cpu = fresh(), torch.device("cpu")
     if where == "cpu":
@@ -203,18 +201,18 @@ def test_accelerate(where, tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a second device is a GPU")
 @pytest.mark.parametrize("name", ["llama", "gemma3-window"])
-def test_layers_on_two_devices(name, tmp_path):
-    """The cache of a layer is where the layer is."""
+def test_layers_may_be_on_two_devices(name, tmp_path):
+    """The cache of a layer is on the device of the layer."""
     model = dispatched(fresh(name), ("cpu", "cuda:0"), tmp_path)
     check_same_text(model)
 
 
-def test_no_weights():
+def test_model_without_weights_is_refused():
     with pytest.raises(ValueError, match=r"embed_tokens\.weight is on the meta device"):
         specdec_ext.generate(fresh().to("meta"), prompts((4,))[0], max_new_tokens=2)
 
 
-def test_wrappers_without_generate():
+def test_modules_without_generate_are_refused():
     model = nn.DataParallel(fresh())
     with pytest.raises(TypeError, match=r"model is a DataParallel.*pass .*model\.module"):
         specdec_ext.generate(model, prompts((4,))[0])
@@ -318,8 +316,8 @@ def compiled_layers(model, **options):
 
 
 @pytest.mark.parametrize("how", [torch.compile, compiled_layers])
-def test_compiled(how):
-    """Shapes that come up once too often run uncompiled: eight graphs per frame are torch's limit."""
+def test_compiled_models_have_their_text(how):
+    """torch compiles at most eight graphs per frame, and runs further shapes uncompiled."""
     torch._dynamo.reset()
     model = how(one_layer(), backend="eager")
     check_same_text(model, drafters=("oracle_tree",), batches=("ragged",), new_tokens=4)
@@ -329,21 +327,21 @@ def test_compiled(how):
 @pytest.mark.parametrize("dynamic", [None, False, True], ids=["auto", "static", "dynamic"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("how", [compiled_forward, compiled_layers])
-def test_compiled_in_every_way(how, backend, dynamic):
+def test_models_compiled_in_every_way_have_their_text(how, backend, dynamic):
     torch._dynamo.reset()
     check_same_text(how(fresh(), backend=backend, dynamic=dynamic))
 
 
-def test_compiled_as_one_graph():
-    """The masks of a tree break the graph, and the error says what to do."""
+def test_model_compiled_as_one_graph_is_refused():
+    """The masks of a tree break the graph."""
     torch._dynamo.reset()
     model = compiled_forward(one_layer(), backend="eager", fullgraph=True)
     with pytest.raises(NotAcceleratedError, match="compiled with fullgraph=True"):
         specdec_ext.generate(model, prompts((9,))[0], max_new_tokens=20, drafter="lookahead")
 
 
-def test_other_models_compile_as_one_graph():
-    """What is registered with transformers for our passes is gone after them."""
+def test_other_models_compile_as_one_graph_after_a_call():
+    """The call's registrations with transformers are removed."""
     torch._dynamo.reset()
     ids, _ = prompts((9,))
     specdec_ext.generate(tiny_model("llama"), ids, max_new_tokens=4)
@@ -355,20 +353,20 @@ def test_other_models_compile_as_one_graph():
 # --- dtypes and modes
 
 
-def test_float64():
+def test_float64_models_have_their_text():
     check_same_text(fresh().double())
 
 
-def test_mixed_dtypes():
-    """The head in another dtype than the layers, as quantising libraries keep it."""
+def test_models_of_mixed_dtypes_have_their_text():
+    """The lm_head has another dtype than the layers, as in quantising libraries."""
     model = fresh()
     model.lm_head.double()
     model.lm_head.register_forward_pre_hook(lambda module, args: (args[0].double(),))
     check_same_text(model)
 
 
-def test_autocast():
-    """Products in bfloat16: a difference has to be a near-tie."""
+def test_texts_under_autocast_differ_only_at_near_ties():
+    """Products are in bfloat16."""
     model = tiny_model("llama")
     for length in (5, 9, 16):
         ids, _ = prompts((length,))
@@ -381,14 +379,8 @@ def test_autocast():
                 assert compare_runs(model, actual[0], expected[0], length).verdict != "bug"
 
 
-def test_training_mode_without_noise():
+def test_training_mode_without_dropout_is_accepted():
     check_same_text(fresh().train())
-
-
-def in_training(change):
-    model = fresh("gpt2").train()
-    change(model)
-    return model
 
 
 @pytest.mark.parametrize(
@@ -399,8 +391,9 @@ def in_training(change):
     ],
     ids=["dropout", "checkpointing"],
 )
-def test_training_mode_with_noise_is_refused(change, message):
-    model = in_training(change)
+def test_training_mode_with_dropout_is_refused(change, message):
+    model = fresh("gpt2").train()
+    change(model)
     with pytest.raises(ValueError, match=message):
         specdec_ext.generate(model, prompts((4,))[0], max_new_tokens=2)
 

@@ -1,6 +1,6 @@
-"""No policy can change the text: with or without drafts, in any shape, cut anywhere or dropped.
+"""No policy changes the text: drafts may be missing, have any shape, be cut or be dropped.
 
-The policy ``Chaos`` decides at random. Every drafter must continue correctly after steps that did not ask it,
+The policy ``Chaos`` decides at random. Every drafter must continue correctly after steps without its drafts,
 and after proposals that were verified in part or not at all.
 """
 
@@ -10,10 +10,10 @@ import functools
 import random
 from typing import Any, ClassVar
 
+import every_drafter
 import pytest
 from head_cases import TREES, head_of
 from lossless import check_same_text, plain_text
-from medusa_cases import random_heads
 from tiny import ScriptedDrafter, generated, noisy_chain, random_tree, tiny_model
 
 from specdec_ext import (
@@ -21,8 +21,6 @@ from specdec_ext import (
     Drafter,
     DraftModelDrafter,
     HeadDrafter,
-    LookaheadDrafter,
-    MedusaDrafter,
     NgramDrafter,
     SuffixDrafter,
     generation,
@@ -34,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*in the last")
 
 
 class Chaos(Policy):
-    """Random runs of steps with and without drafts, random shapes and cuts. ``log`` counts its decisions."""
+    """Steps with and without drafts, shapes and cuts are random; ``log`` counts the decisions."""
 
     log: ClassVar = {"plain": 0, "dropped": 0, "cut": 0, "whole": 0}
 
@@ -69,14 +67,11 @@ def right_tokens(batch: str, decoding: str) -> list[list[int]]:
     return generated(text, text.shape[1] - 32)
 
 
+KINDS = ("suffix tree", "lookahead", "medusa", "head", "p-eagle")
 DRAFTERS = {
+    **{name: every_drafter.DRAFTERS[name] for name in KINDS},
     "ngram": lambda: NgramDrafter(min_ngram=1, num_branches=2),
-    "suffix": lambda: SuffixDrafter(offset=2.0),
-    "lookahead": LookaheadDrafter,
-    "medusa": lambda: MedusaDrafter(random_heads()),
-    "head": lambda: HeadDrafter(head_of("eagle3.1")),
     "head, dynamic tree": lambda: HeadDrafter(head_of("eagle3"), TREES["dynamic"]),
-    "p-eagle": lambda: HeadDrafter(head_of("p-eagle")),
     "the model itself": lambda: DraftModelDrafter(tiny_model("llama")),
     "ngram and model": lambda: CombinedDrafter(
         NgramDrafter(min_ngram=1), DraftModelDrafter(tiny_model("llama")), 2, max_nodes=10
@@ -96,7 +91,7 @@ CASES = [
 
 @pytest.mark.parametrize(("batch", "decoding"), CASES)
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_the_text_stays(name, batch, decoding, monkeypatch):
+def test_policy_does_not_change_the_text(name, batch, decoding, monkeypatch):
     monkeypatch.setattr(generation, "Controller", Chaos)
     monkeypatch.setattr(Chaos, "log", dict.fromkeys(Chaos.log, 0))
     monkeypatch.setattr(head_module, "MERGED_NODES", 3)
@@ -108,8 +103,8 @@ def test_the_text_stays(name, batch, decoding, monkeypatch):
     assert Chaos.log["dropped"] + Chaos.log["cut"] + Chaos.log["whole"], "nothing was proposed"
 
 
-def test_chaos_is_chaotic(monkeypatch):
-    """With one of the drafters above, proposals are cut, dropped, kept whole, and accepted."""
+def test_chaos_makes_every_decision(monkeypatch):
+    """Proposals are cut, dropped, kept whole and accepted."""
     monkeypatch.setattr(generation, "Controller", Chaos)
     monkeypatch.setattr(Chaos, "log", dict.fromkeys(Chaos.log, 0))
     stats = check_same_text(DRAFTERS["the model itself"](), "five-ragged", "greedy")
