@@ -140,7 +140,7 @@ def test_a_bootstrap_needs_pairs():
 # --- runs -----------------------------------------------------------------------------------------
 
 
-def test_interleaving_runs_everybody_on_everything_and_rotates_who_is_first():
+def test_interleaving_runs_all_contestants_on_all_prompts_and_rotates_the_first():
     order = []
 
     def appending(count):

@@ -14,7 +14,7 @@ from specdec_ext.verify.sampler import Sampler
 PROMPT = torch.tensor([[5, 6, 7, 5, 6]])
 
 
-def test_parts_of_a_step():
+def test_every_part_of_a_step_is_timed():
     seen = breakdown(tiny_model("llama"), [PROMPT, PROMPT[:, 1:]], "ngram", 6)
     assert 2 <= seen.steps <= 10
     assert seen.tokens_per_step * seen.steps == 10  # each call's first token is the prompt's
@@ -33,7 +33,7 @@ def test_parts_of_a_step():
         assert name in seen.table()
 
 
-def test_times_are_own_times(monkeypatch):
+def test_times_exclude_nested_parts(monkeypatch):
     """The time of the inner part is excluded from the outer one, and calls in a prefill do not count."""
     now = [0.0]
     monkeypatch.setattr("specdec_ext.evaluate.breakdown.time.perf_counter", lambda: now[0])
@@ -56,7 +56,7 @@ def test_times_are_own_times(monkeypatch):
     assert dict(clock._step.calls) == {"outer": 1, "inner": 1, "prefill": 1}
 
 
-def test_nothing_stays_behind():
+def test_timers_are_removed():
     model = tiny_model("llama")
 
     def functions():
@@ -75,22 +75,22 @@ def test_nothing_stays_behind():
     assert functions() == before and "__call__" not in vars(type(model))
 
 
-def test_what_can_not_be_measured_is_said():
+def test_calls_that_can_not_be_measured_are_refused():
     with pytest.raises(ValueError, match="prompts is empty"):
         breakdown(tiny_model("llama"), [], None, 4)
     with pytest.raises(ValueError, match="max_new_tokens=1 leaves no step"):
         breakdown(tiny_model("llama"), [PROMPT], None, 1)
 
 
-def test_plot(tmp_path):
+def test_plot_has_a_bar_per_breakdown(tmp_path):
     pytest.importorskip("matplotlib")
     bar = Breakdown((Part("verify", 5.0, 1.0), Part("commit", 2.0, 1.0)), 3, 1.0, "none", "here")
     bar.plot(tmp_path / "bars.png", [bar])
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_tells_bars_and_parts_apart(tmp_path, monkeypatch):
-    """Regression: two heads had the same name, and the first and last parts the same colour."""
+def test_bars_and_parts_are_distinct_in_a_plot(tmp_path, monkeypatch):
+    """Two heads have different names, and all parts different colours."""
     parts = tuple(Part(name, 1.0, 1.0) for name in PARTS)
     first, second = (Breakdown(parts, 1, 1.0, name, "a machine") for name in ("one", "two"))
     drawn = []
@@ -101,6 +101,6 @@ def test_a_picture_tells_bars_and_parts_apart(tmp_path, monkeypatch):
     assert len({bars[0].get_facecolor() for bars in axes.containers}) == len(PARTS)
 
 
-def test_a_breakdown_has_the_name_it_is_given():
+def test_breakdown_has_its_given_name():
     seen = breakdown(tiny_model("llama"), [PROMPT], "ngram", 4, "my drafter")
     assert seen.title == "my drafter, float32"

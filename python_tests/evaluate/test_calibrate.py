@@ -1,8 +1,9 @@
-"""``calibrate`` finds the reading for which a head was made, and says by how much.
+"""``calibrate`` finds the layers and the feedback for which a head was made, and tells how much better they
+are.
 
-Heads are built, not trained: one whose ``fc`` is fitted to the features of certain layers, and one that
-counts only if its output is fed back normed. Claims: from every neighbouring spelling the right one is found;
-a head that is right is returned as it is.
+Heads are built, not trained: the ``fc`` of one is fitted to features of certain layers, and another one
+counts only if its normed output is fed back. Claims: from every neighbouring option the right one is found; a
+head with the right options is returned unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ WIDTH = 128
 
 
 def silent(head):
-    """The head with layers that add nothing: its output is what ``fc`` makes of the features."""
+    """The head with layers that add nothing, so its output is that of ``fc``."""
     for name, tensor in head.tensors.items():
         if "norm" in name:
             tensor.fill_(1.0)
@@ -34,13 +35,13 @@ def silent(head):
 
 @functools.cache
 def text() -> torch.Tensor:
-    """What the target writes itself, so that its most probable token is the text's."""
+    """The target's greedy text."""
     start = torch.tensor([[3, 1, 4, 1, 5]])
     return tiny_model("llama").generate(start, max_new_tokens=50, do_sample=False)
 
 
 def fitted_head(layers: tuple[int, int]):
-    """A head that knows the text by heart from the hidden states of these layers."""
+    """A head that drafts the text from the hidden states of these layers."""
     head = silent(
         random_head(
             num_features=2,
@@ -63,7 +64,7 @@ def fitted_head(layers: tuple[int, int]):
 
 
 @pytest.mark.parametrize("written", [(0, 1), (1, 2), (2, 3)])
-def test_the_right_layers_are_found(written):
+def test_right_layers_are_found(written):
     right = fitted_head((1, 2))
     head = replace(right, config=replace(right.config, feature_layers=written))
     found = calibrate(head, tiny_model("llama"), text())
@@ -81,7 +82,7 @@ def test_the_right_layers_are_found(written):
 
 
 def test_layers_that_the_target_lacks_are_corrected():
-    """A checkpoint whose ids were read one up reaches beyond the target."""
+    """Layer ids of the checkpoint are one too large, so the last one is beyond the target."""
     right = fitted_head((2, 3))
     head = replace(right, config=replace(right.config, feature_layers=(3, 4)))
     found = calibrate(head, tiny_model("llama"), text())
@@ -111,15 +112,15 @@ def lookup_target(step: int):
 
 
 def shift(step: int, width: int = WIDTH) -> torch.Tensor:
-    """``[VOCAB, width]``: takes the one-hot of a token to the one-hot of (token + step) % VOCAB."""
+    """``[VOCAB, width]``: maps the one-hot of a token to the one-hot of (token + step) % VOCAB."""
     return torch.eye(VOCAB, width).roll(step, dims=0)
 
 
 def counting_head(step: int, norm_output: bool):
-    """Its first token is 2 ``step`` on; the next one more if what is fed back was normed, else the same.
+    """Its first token is 2 ``step`` larger; the next one is larger again with normed feedback, else the same.
 
-    ``fc`` makes 1000 times a one-hot vector, beside which the 60 times the next one-hot vector that the MLP
-    adds are nothing; normed, the vector's length is about 11 and the MLP wins.
+    ``fc`` gives 1000 times a one-hot vector, which dominates the 60 times another one-hot vector of the MLP.
+    After the norm its length is about 11, and the MLP dominates.
     """
     options = {"num_features": 3, "feature_layers": (2, 3, 4), "norm_output": norm_output}
     sizes = {"hidden_size": WIDTH, "target_hidden_size": WIDTH, "intermediate_size": WIDTH}
@@ -133,8 +134,8 @@ def counting_head(step: int, norm_output: bool):
 
 
 @pytest.mark.parametrize("step, right", [(1, True), (0, False)], ids=["post-norm", "pre-norm"])
-def test_the_right_feedback_is_found(step, right):
-    """A text that counts is drafted with the normed output, one that stands still without."""
+def test_right_feedback_is_found(step, right):
+    """A text that counts is drafted with the normed output, a constant text without."""
     target = lookup_target(step)
     ids = (torch.arange(20) * step + 5) % VOCAB
     found = calibrate(counting_head(step, norm_output=True), target, ids)
@@ -145,16 +146,16 @@ def test_the_right_feedback_is_found(step, right):
     assert by_reading[(2, 3, 4), not right].second == 0.0
 
 
-def test_a_head_that_reads_the_last_token_is_given_it():
-    """EAGLE-1 whose ``fc`` takes the embedding alone: the target's own table does the rest."""
+def test_eagle1_head_reads_the_last_token():
+    """The ``fc`` of this EAGLE-1 head reads only the target's embedding."""
     head = silent(random_head("eagle1", hidden_size=WIDTH, target_hidden_size=WIDTH))
     head.tensors["fc.weight"][:, :WIDTH] = torch.eye(WIDTH)
     (trial,) = calibrate(head, lookup_target(1), torch.arange(20) + 5).trials
     assert trial.first == trial.second == 1.0
 
 
-def test_second_tokens_count_after_first_ones_that_the_text_has():
-    """After a first token that the text does not have, the target was asked about another text."""
+def test_second_tokens_count_only_after_right_first_tokens():
+    """After a wrong first token the target continues another text."""
     head = silent(random_head("eagle1", fc_bias=True, hidden_size=WIDTH, target_hidden_size=WIDTH))
     head.tensors["fc.bias"][8] = 1.0  # so it drafts 9, whatever it reads
     (trial,) = calibrate(head, lookup_target(1), torch.full((20,), 8)).trials
@@ -162,7 +163,7 @@ def test_second_tokens_count_after_first_ones_that_the_text_has():
     assert trial.second == 0.0, "but 8 is what the text goes on with"
 
 
-def test_a_head_that_says_no_norm_output_is_not_asked_again():
+def test_stated_norm_output_is_kept():
     found = calibrate(counting_head(1, norm_output=False), lookup_target(1), torch.arange(9))
     assert {trial.norm_output for trial in found.trials} == {False}
     assert [trial.feature_layers for trial in found.trials] == [(2, 3, 4), (3, 4, 5), (1, 2, 3)]
@@ -181,19 +182,19 @@ def test_heads_of_the_last_hidden_state_have_one_reading(kind, options):
     assert found.trials[0].drafts == 5
 
 
-def test_p_eagle_and_bfloat16():
+def test_p_eagle_heads_in_bfloat16_are_calibrated():
     head = random_head(mask_token_id=7, feature_layers=(0, 1, 2), draft_vocab_size=40)
     found = calibrate(head, tiny_model("llama", dtype=torch.bfloat16), text(), num_drafts=3)
     assert len(found.trials) == 2, "of three layers, those one down do not exist"
 
 
 @pytest.mark.parametrize("ids", [torch.ones(7).long(), torch.ones(2, 9).long()])
-def test_what_is_no_text_is_refused(ids):
+def test_invalid_texts_are_refused(ids):
     with pytest.raises(ValueError, match=r"expected one text of at least 8 tokens"):
         calibrate(random_head(feature_layers=(0, 1, 2)), tiny_model("llama"), ids)
 
 
-def test_a_pair_that_cannot_work_is_refused():
+def test_pair_that_cannot_work_is_refused():
     with pytest.raises(ValueError, match="can't draft for"):
         calibrate(
             random_head(vocab_size=50, draft_vocab_size=50, own_embedding=True),

@@ -14,12 +14,12 @@ def text():
     return model, model.generate(ids, max_new_tokens=10, do_sample=False)[0]
 
 
-def test_equal(text):
+def test_equal_texts_are_equal(text):
     model, first = text
     assert compare_runs(model, first, first.clone(), 6).verdict == "equal"
 
 
-def test_a_wrong_token_is_a_bug(text):
+def test_wrong_token_is_a_bug(text):
     model, first = text
     second = first.clone()
     second[9] = (second[9] + 1) % 97
@@ -28,7 +28,7 @@ def test_a_wrong_token_is_a_bug(text):
     assert verdict.gap > verdict.bound
 
 
-def test_a_text_that_stops_early_is_a_bug(text):
+def test_text_that_ends_early_is_a_bug(text):
     model, first = text
     assert compare_runs(model, first, first[:-2], 6).verdict == "bug"
 
@@ -46,7 +46,7 @@ def test_two_tokens_with_the_same_logits_are_a_near_tie(text):
     assert (verdict.verdict, verdict.position) == ("near-tie", 8)
 
 
-def test_bad_arguments(text):
+def test_invalid_arguments_are_refused(text):
     model, first = text
     with pytest.raises(ValueError, match="unbatched"):
         compare_runs(model, first[None], first, 6)

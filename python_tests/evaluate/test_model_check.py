@@ -28,7 +28,7 @@ ALL = ["single step", "chain", "rollback", "tree", "batch"]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2-window"])
-def test_what_is_claimed_holds(name, dtype):
+def test_true_claims_pass(name, dtype):
     found = check_model(tiny_model(name, dtype=dtype))
     assert found.holds
     assert [check.name for check in found.checks] == ALL
@@ -41,7 +41,7 @@ def test_what_is_claimed_holds(name, dtype):
         assert [check.tokens for check in found.checks] == [16, 16, 16, 16, 48]
 
 
-def test_rounding_is_told_from_wrong_by_a_wide_margin():
+def test_bound_is_far_from_rounding_and_from_errors():
     """The bound is far below the error of a wrong pass (0.1 and more in the tests below)."""
     assert all(check.bound < 0.01 for check in check_model(tiny_model("llama")).checks)
 
@@ -62,15 +62,15 @@ def is_block(hidden_states: torch.Tensor) -> bool:
     return 1 < hidden_states.shape[1] <= 3 * DEPTH
 
 
-def test_passes_of_several_tokens_that_differ():
-    """Like a layer that ignores its state in passes over several tokens."""
+def test_passes_of_several_tokens_that_differ_fail():
+    """As with a layer that ignores its state in passes over several tokens."""
     model = broken(lambda mlp, x: mlp(x) * (1.1 if is_block(x) else 1.0))
     found = verdicts(check_model(model))
     assert found["single step"] == "exact"
     assert {found[name] for name in ("chain", "rollback", "tree", "batch")} == {"wrong"}
 
 
-def test_a_state_that_rollback_does_not_know():
+def test_state_outside_of_the_cache_fails():
     """Each token reads the previous token's hidden state, which the module keeps outside of the cache."""
     kept: list[torch.Tensor] = []
 
@@ -86,7 +86,7 @@ def test_a_state_that_rollback_does_not_know():
     assert (found["rollback"], found["tree"]) == ("wrong", "wrong")
 
 
-def test_a_mask_that_ignores_the_tree():
+def test_mask_that_ignores_the_tree_fails():
     """One layer builds its own causal mask, in which siblings see each other."""
     model = copy.deepcopy(tiny_model("llama"))
     attention = model.model.layers[1].self_attn
@@ -104,12 +104,12 @@ def test_a_mask_that_ignores_the_tree():
     assert found == dict.fromkeys(ALL, "exact") | {"tree": "wrong"}
 
 
-def test_blocks_of_several_rows_that_read_each_other():
+def test_rows_that_read_each_other_fail():
     model = broken(lambda mlp, x: mlp(x + 0.3 * (x.roll(1, dims=0) - x) if is_block(x) else x))
     assert verdicts(check_model(model)) == dict.fromkeys(ALL, "exact") | {"batch": "wrong"}
 
 
-def test_nothing_drafted_is_no_proof(monkeypatch):
+def test_text_without_drafts_proves_nothing(monkeypatch):
     monkeypatch.setattr(Script, "propose", lambda self, context: root(context))
     found = check_model(tiny_model("llama"))
     assert verdicts(found) == dict.fromkeys(ALL, "idle") | {"single step": "exact"}
@@ -135,7 +135,7 @@ class Nudged(nn.Module):
 
 
 @pytest.mark.parametrize("by, verdict", [(1e-4, "near-tie"), (0.1, "wrong")])
-def test_a_tie_that_rounding_decides(by, verdict):
+def test_near_ties_pass(by, verdict):
     """A copy of a token has the same logit, except for less, or for more, than rounding explains."""
     model = copy.deepcopy(tiny_model("llama"))
     ids, _ = prompts((6,))
@@ -154,7 +154,7 @@ def test_a_tie_that_rounding_decides(by, verdict):
     assert winner < twin
 
 
-def test_claims_that_are_not_made_are_not_checked(monkeypatch):
+def test_only_claims_are_checked(monkeypatch):
     modest = Support(chain=True, tree=False, batch=False, rollback="compact")
     monkeypatch.setattr(model_check, "supports", lambda model: modest)
     assert list(verdicts(check_model(tiny_model("llama")))) == ALL[:3]
@@ -163,7 +163,7 @@ def test_claims_that_are_not_made_are_not_checked(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(2, 6), (1, 1), (6,)], ids=str)
-def test_prompts_of_another_shape(shape):
+def test_prompts_may_have_another_shape(shape):
     with pytest.raises(
         ValueError, match=r"input_ids has shape \(.*expected one prompt \[1, length\]"
     ):
@@ -173,7 +173,7 @@ def test_prompts_of_another_shape(shape):
 # --- the command
 
 
-def test_the_command_shows_claims_and_checks():
+def test_command_shows_claims_and_checks():
     result = run(
         "check", "--prompt", "def f(x, y):\n    return", "--max-new-tokens", "4",
         "--dtype", "float32",
@@ -185,7 +185,7 @@ def test_the_command_shows_claims_and_checks():
     assert "1 prompts, 2 pairs equal, 0 near-ties, 0 bugs" in result.output
 
 
-def test_the_command_fails_on_a_false_claim(monkeypatch):
+def test_command_fails_on_a_false_claim(monkeypatch):
     check = specdec_ext.Check("tree", "wrong", 0.7, 1e-4, 16, 3)
     found = ModelCheck(Support(True, True, False, "compact", ("one reason",)), (check,))
     monkeypatch.setattr(specdec_ext, "check_model", lambda model, ids: found)
@@ -195,7 +195,7 @@ def test_the_command_fails_on_a_false_claim(monkeypatch):
     assert "one reason" in result.output
 
 
-def test_the_command_takes_one_source_of_prompts(tmp_path):
+def test_command_takes_one_source_of_prompts(tmp_path):
     (tmp_path / "p.txt").write_text("x")
     result = run("check", "--prompt", "x", "--prompts", str(tmp_path / "p.txt"))
     assert result.exit_code == 2

@@ -32,7 +32,7 @@ class Chains(Drafter):
         self.asked.append(("commit", output.features.shape[1]))
 
 
-def generate(drafter, lengths=(6,), max_new_tokens=24, **law):
+def generate(drafter, lengths=(6,), max_new_tokens=24, **kwargs):
     ids, mask = prompts(lengths)
     output = specdec_ext.generate(
         tiny_model("llama"),
@@ -42,21 +42,21 @@ def generate(drafter, lengths=(6,), max_new_tokens=24, **law):
         speculation="fixed",
         max_new_tokens=max_new_tokens,
         return_dict_in_generate=True,
-        **law,
+        **kwargs,
     )
     return output.sequences[:, ids.shape[1] :].tolist(), output.speculation_stats
 
 
 @pytest.mark.parametrize(
-    "lengths, law", [((6,), {}), ((3, 9, 5), {"do_sample": True, "seed": 3})], ids=str
+    "lengths, kwargs", [((6,), {}), ((3, 9, 5), {"do_sample": True, "seed": 3})], ids=str
 )
-def test_the_text_is_plain_decodings_and_the_rates_are_the_prescribed_ones(lengths, law):
+def test_text_is_that_of_plain_decoding_and_rates_are_as_prescribed(lengths, kwargs):
     """Every share is within four standard errors of the prescribed one."""
     acceptance = [0.9, 0.5, 0.8, 0.0]
     tokens = 220
-    plain, _ = generate(None, lengths, tokens, **law)
+    plain, _ = generate(None, lengths, tokens, **kwargs)
     drafter = SyntheticDrafter(Chains(5), plain, acceptance, VOCAB)
-    texts, speculation = generate(drafter, lengths, tokens, **law)
+    texts, speculation = generate(drafter, lengths, tokens, **kwargs)
     assert texts == plain
     counted = zip(
         speculation.conditional_acceptance[:4],
@@ -71,7 +71,7 @@ def test_the_text_is_plain_decodings_and_the_rates_are_the_prescribed_ones(lengt
 
 
 @pytest.mark.parametrize("share, length", [(0.0, 1.0), (1.0, 6.0)])
-def test_never_and_always_right(share, length):
+def test_drafts_may_never_or_always_be_right(share, length):
     plain, _ = generate(None)
     texts, speculation = generate(SyntheticDrafter(Chains(5), plain, [share] * 5, VOCAB))
     assert texts == plain
@@ -80,7 +80,7 @@ def test_never_and_always_right(share, length):
     assert speculation.accepted_per_position[0] == (speculation.drafts if share else 0)
 
 
-def test_calls_can_be_repeated_and_seeds_differ():
+def test_drafts_depend_on_the_seed():
     plain, _ = generate(None)
 
     def accepted(seed):
@@ -91,7 +91,7 @@ def test_calls_can_be_repeated_and_seeds_differ():
     assert len({tuple(accepted(seed)[0]) for seed in range(4)}) > 1
 
 
-def test_the_wrapped_drafter_does_all_its_work():
+def test_wrapped_drafter_is_called_in_every_step():
     plain, _ = generate(None)
     chains = Chains(2)
     _, speculation = generate(SyntheticDrafter(chains, plain, [0.5] * 2, VOCAB))
@@ -123,7 +123,7 @@ def test_impossible_lengths_are_refused(length):
         constant_acceptance(length, 4)
 
 
-def test_bad_arguments_are_refused():
+def test_invalid_arguments_are_refused():
     with pytest.raises(ValueError, match=r"acceptance=\[0\.5, 1\.2\]; expected probabilities"):
         SyntheticDrafter(Chains(2), [], [0.5, 1.2], VOCAB)
     with pytest.raises(ValueError, match="vocab_size=1 has no wrong token"):

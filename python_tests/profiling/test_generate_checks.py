@@ -34,11 +34,11 @@ def test_16_bit_texts_may_part_at_a_near_tie_alone():
     logits[0, :, 3] = 8.0
     tied = logits.clone()
     tied[0, 1, 4] = 7.99
-    ours, law = (torch.tensor([[3, 4]]), tied), (torch.tensor([[3, 3]]), tied)
-    assert generate_checks.why_different(ours, law, torch.bfloat16) is None
+    ours, theirs = (torch.tensor([[3, 4]]), tied), (torch.tensor([[3, 3]]), tied)
+    assert generate_checks.why_different(ours, theirs, torch.bfloat16) is None
     assert (
-        generate_checks.why_different(ours, law, torch.float32)
+        generate_checks.why_different(ours, theirs, torch.float32)
         == "row 0 has token 4 at position 1, expected 3"
     )
-    law = torch.tensor([[3, 3]]), logits
-    assert "differs by 8" in generate_checks.why_different(ours, law, torch.bfloat16)
+    theirs = torch.tensor([[3, 3]]), logits
+    assert "differs by 8" in generate_checks.why_different(ours, theirs, torch.bfloat16)

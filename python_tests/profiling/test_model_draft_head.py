@@ -70,7 +70,7 @@ def test_sums(work, machine):
 
 
 @pytest.mark.parametrize("work", WORKS.values(), ids=WORKS)
-def test_nobody_does_two_things_at_once(work):
+def test_each_unit_does_one_thing_at_a_time(work):
     machine = MACHINES["h100"]
     costs = phase_costs(work, machine)
     intervals = timeline(work, machine)

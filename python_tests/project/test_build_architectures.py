@@ -40,7 +40,7 @@ UP_TO_BLACKWELL = [
         ("13.0", UP_TO_BLACKWELL),
     ],
 )
-def test_without_a_gpu_every_family_that_nvcc_knows_and_ptx_for_later_ones(release, flags):
+def test_default_is_every_known_family_and_ptx_for_later_ones(release, flags):
     for unset in (None, "", " "):
         chosen = choose(unset, KNOWN[release], [], f"nvcc {release}")
         assert chosen.nvcc_flags() == flags
@@ -58,14 +58,14 @@ def test_without_a_gpu_every_family_that_nvcc_knows_and_ptx_for_later_ones(relea
         ("12.4", [80, 120], [80], [90]),
     ],
 )
-def test_the_gpus_of_the_machine(release, visible, machine_code, ptx):
+def test_gpus_of_the_machine_are_chosen(release, visible, machine_code, ptx):
     chosen = choose(None, KNOWN[release], visible)
     assert list(chosen.machine_code) == machine_code
     assert list(chosen.ptx) == ptx
     assert chosen.reason == "the GPUs of this machine"
 
 
-def test_notes_about_gpus_without_machine_code():
+def test_gpus_without_machine_code_are_noted():
     assert choose(None, KNOWN["13.0"], [75, 89]).notes == (
         "a GPU of this machine has 7.5, left out because the kernels need 8.0 or later",
     )
@@ -93,13 +93,13 @@ def test_notes_about_gpus_without_machine_code():
         ("all", [80, 89, 90, 100, 120], [90]),
     ],
 )
-def test_a_list(requested, machine_code, ptx):
+def test_list_is_parsed(requested, machine_code, ptx):
     chosen = choose(requested, KNOWN["13.0"], [89, 90])
     assert (list(chosen.machine_code), list(chosen.ptx)) == (machine_code, ptx)
     assert chosen.reason == f"TORCH_CUDA_ARCH_LIST={requested!r}"
 
 
-def test_what_is_too_old_in_a_list_is_left_out_in_one_sentence():
+def test_too_old_architectures_of_a_list_are_dropped_with_a_note():
     chosen = choose("5.2 7.0 7.5 8.0 8.6", KNOWN["12.4"], [])
     assert chosen.machine_code == (80, 86)
     assert chosen.notes == (
@@ -107,7 +107,7 @@ def test_what_is_too_old_in_a_list_is_left_out_in_one_sentence():
     )
 
 
-def test_a_name_means_what_nvcc_knows_of_it():
+def test_name_means_the_architectures_that_nvcc_knows():
     assert choose("Blackwell", KNOWN["12.8"], []).machine_code == (100, 120)
 
 
@@ -128,12 +128,12 @@ def test_a_name_means_what_nvcc_knows_of_it():
         ("native", "says native, but nvidia-smi shows no GPU"),
     ],
 )
-def test_a_list_that_can_not_be_built(requested, message):
+def test_list_that_nvcc_lacks_is_refused(requested, message):
     with pytest.raises(BuildError, match=message):
         choose(requested, KNOWN["12.4"], [], "nvcc 12.4")
 
 
-def test_an_nvcc_that_knows_no_such_gpu():
+def test_gpu_that_nvcc_lacks_is_refused():
     with pytest.raises(BuildError, match=r"nvcc 11\.0 supports no GPU architecture from 8.0 on"):
         choose(None, {70, 75}, [], "nvcc 11.0")
 
@@ -148,7 +148,7 @@ def test_an_nvcc_that_knows_no_such_gpu():
     ],
     ids=["two", "unknown", "old driver", "no driver"],
 )
-def test_visible_gpus(tmp_path, monkeypatch, script, found):
+def test_visible_gpus_are_counted(tmp_path, monkeypatch, script, found):
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
@@ -156,7 +156,7 @@ def test_visible_gpus(tmp_path, monkeypatch, script, found):
     assert visible_gpus() == found
 
 
-def test_a_machine_without_nvidia_smi(tmp_path, monkeypatch):
+def test_machine_without_nvidia_smi_has_no_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert visible_gpus() == []
 

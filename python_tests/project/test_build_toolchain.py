@@ -28,7 +28,7 @@ def program(path: Path, script: str) -> Path:
 def fake_nvcc(
     toolkit: Path, release: str = "12.4", codes: str = "75 80 90", probe: str = ""
 ) -> Path:
-    """A script as nvcc of a toolkit: it answers queries, and runs `probe` when it should compile."""
+    """A script in place of a toolkit's nvcc: it answers queries and runs `probe` to compile."""
     lines = "".join(f"sm_{code}\\n" for code in codes.split())
     return program(
         toolkit / "bin" / "nvcc",
@@ -56,13 +56,13 @@ def toolkit(tmp_path, monkeypatch) -> Path:
     return tmp_path / "cuda"
 
 
-def test_the_compilers_of_this_machine_pass_the_checks():
+def test_compilers_of_this_machine_pass_the_checks():
     tools = toolchain.find_toolchain()
     assert Path(tools.python_include, "Python.h").exists()
     assert shutil.which(tools.ninja)
 
 
-def test_a_toolkit(toolkit, monkeypatch):
+def test_toolkit_is_found(toolkit, monkeypatch):
     nvcc = fake_nvcc(toolkit)
     (toolkit / "lib").mkdir()
     (toolkit / "lib" / "libcudart_static.a").touch()
@@ -74,7 +74,7 @@ def test_a_toolkit(toolkit, monkeypatch):
     assert str(cuda.architectures) == "sm_80, sm_90, PTX of compute_90"
 
 
-def test_a_toolkit_with_the_shared_runtime_alone(toolkit, monkeypatch):
+def test_toolkit_with_only_the_shared_runtime_is_found(toolkit, monkeypatch):
     """As pip and conda install it: no static library, and a file name with the version."""
     monkeypatch.setenv("NVCC", str(fake_nvcc(toolkit)))
     (toolkit / "lib").mkdir()
@@ -83,7 +83,7 @@ def test_a_toolkit_with_the_shared_runtime_alone(toolkit, monkeypatch):
     assert cuda.runtime[:2] == (f"{toolkit}/lib/libcudart.so.12", f"-Xlinker -rpath={toolkit}/lib")
 
 
-def test_a_toolkit_without_a_runtime(toolkit, monkeypatch):
+def test_toolkit_without_a_runtime_is_refused(toolkit, monkeypatch):
     monkeypatch.setenv("NVCC", str(fake_nvcc(toolkit)))
     with pytest.raises(
         BuildError, match=r"has no runtime library to link: install nvidia-cuda-run"
@@ -100,7 +100,7 @@ def test_a_toolkit_without_a_runtime(toolkit, monkeypatch):
     ],
     ids=["old", "host compiler"],
 )  # fmt: skip
-def test_an_unusable_nvcc_is_refused(toolkit, monkeypatch, arguments, message):
+def test_unusable_nvcc_is_refused(toolkit, monkeypatch, arguments, message):
     monkeypatch.setenv("NVCC", str(fake_nvcc(toolkit, **arguments)))
     with pytest.raises(BuildError, match=message):
         toolchain.find_cuda("c++")
@@ -122,27 +122,27 @@ def test_environment_variables_choose_nvcc(toolkit, monkeypatch):
         toolchain.find_cuda("c++")
 
 
-def test_a_compiler_without_cxx20_is_refused(toolkit, monkeypatch):
+def test_compiler_without_cxx20_is_refused(toolkit, monkeypatch):
     old = program(toolkit / "g++", 'echo "g++: error: unrecognized option -std=c++20" >&2; exit 1')
     monkeypatch.setenv("CXX", str(old))
     with pytest.raises(BuildError, match=r"can't compile C\+\+20 \(g\+\+: error: unrecognized opt"):
         toolchain.find_cxx()
 
 
-def test_no_ninja(toolkit, monkeypatch):
+def test_missing_ninja_is_reported(toolkit, monkeypatch):
     monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BuildError, match="needs ninja to build: pip install ninja"):
         toolchain.find_ninja()
 
 
-def test_no_python_headers(tmp_path, monkeypatch):
+def test_missing_python_headers_are_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(BuildError, match=r"has no Python.h: install python3-dev"):
         toolchain.find_python_include()
 
 
 @pytest.mark.parametrize("installed", ["2.9.1", "1.13.0+cu117"])
-def test_a_torch_that_is_too_old(monkeypatch, installed):
+def test_too_old_torch_is_refused(monkeypatch, installed):
     monkeypatch.setattr(toolchain, "version", lambda package: installed)
     with pytest.raises(
         BuildError, match=f"needs torch >= 2.10, but this environment has {installed[:3]}"
@@ -151,7 +151,7 @@ def test_a_torch_that_is_too_old(monkeypatch, installed):
 
 
 @pytest.mark.parametrize("installed", ["2.10.0", "2.14.1+cu130", "3.0.0a0+git1"])
-def test_a_supported_torch_is_accepted(monkeypatch, installed):
+def test_supported_torch_is_accepted(monkeypatch, installed):
     monkeypatch.setattr(toolchain, "version", lambda package: installed)
     toolchain.check_torch()
 
@@ -185,7 +185,7 @@ def test_pip_shows_one_sentence_and_nothing_else(tmp_path, environment, sentence
     assert not list(tmp_path.iterdir())
 
 
-def test_an_old_setuptools_is_refused_in_one_sentence(tmp_path):
+def test_old_setuptools_is_refused_in_one_sentence(tmp_path):
     """A new environment of Python 3.11 has setuptools 65, which can't read the licence in pyproject.toml."""
     package = tmp_path / "setuptools"
     for name, text in {
@@ -219,7 +219,7 @@ def cuda(toolkit, monkeypatch) -> toolchain.Cuda:
     return toolchain.read_cuda(str(nvcc), "c++")
 
 
-def test_the_build_describes_itself(cuda):
+def test_build_describes_itself(cuda):
     assert native.describe(tools_with(None), jobs=2)[0] == "CPU only, with c++ (nvcc not found)"
     with_cuda = native.describe(tools_with(cuda), jobs=2)
     assert with_cuda[0] == (
@@ -229,7 +229,7 @@ def test_the_build_describes_itself(cuda):
     assert "about" in with_cuda[1] and "min with 2 jobs" in with_cuda[1]
 
 
-def test_no_command_depends_on_torch_or_on_where_the_tree_lies(cuda):
+def test_commands_depend_neither_on_torch_nor_on_the_folder(cuda):
     """Otherwise a build in isolation would compile everything again."""
     for tools in (tools_with(None), tools_with(cuda)):
         text = native.ninja_file(tools)
@@ -237,7 +237,7 @@ def test_no_command_depends_on_torch_or_on_where_the_tree_lies(cuda):
         assert str(ROOT) not in text and "site-packages" not in text
 
 
-def test_a_spill_is_an_error_in_ci_only(cuda, monkeypatch):
+def test_spill_is_an_error_only_in_ci(cuda, monkeypatch):
     assert "-Xptxas" not in native.nvcc_command(cuda, "c++")
     monkeypatch.setenv("SPECDEC_STRICT", "1")
     assert "--warning-as-error" in native.nvcc_command(cuda, "c++")

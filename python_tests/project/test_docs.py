@@ -1,4 +1,4 @@
-"""The pages agree with the repository: links and paths lead somewhere, and no warning is left unexplained."""
+"""The pages agree with the repository: links and paths exist, and every warning is explained."""
 
 import ast
 import re
@@ -18,14 +18,14 @@ PATH = re.compile(r"`((?:csrc|docs|profiling|python_tests|specdec_ext|tools)/[\w
 
 
 def anchors(text: str) -> set[str]:
-    """Of a page's headings, as mkdocs and code hosts make them."""
+    """The anchors of a page's headings, as mkdocs and code hosts make them."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     plain = (re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in headings)
     return {re.sub(r"\s", "-", heading) for heading in plain}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_and_paths_lead_somewhere(page):
+def test_links_and_paths_exist(page):
     name, text = page.relative_to(ROOT).as_posix(), page.read_text("utf-8")
     linked = set(links(name, text)) - GENERATED
     named = set(PATH.findall(text))
@@ -35,7 +35,7 @@ def test_links_and_paths_lead_somewhere(page):
         assert anchor in anchors(target.read_text("utf-8")), f"{link}#{anchor}"
 
 
-def test_a_broken_link_is_found():
+def test_broken_link_is_found():
     text = "[a](b.md#c) [d](https://e.f) ![g](../h.png)\n```\nx[0](y)\n```\n"
     assert links("docs/internals/page.md", text) == ["docs/internals/b.md", "docs/h.png"]
 

@@ -27,7 +27,7 @@ print(machine.machine_line(torch.device("cpu")))
 """
 
 
-def test_ops_need_torch_alone():
+def test_ops_need_only_torch():
     done = subprocess.run([sys.executable, "-c", OPS_ALONE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"torch {__import__('torch').__version__} | commit" in done.stdout
@@ -56,12 +56,12 @@ for name in first.values():
 
 
 def test_every_public_name_may_be_the_first_to_be_used():
-    """No module needs another one to be imported before; once ``load_draft`` did, by a circle of imports."""
+    """No module needs another one to be imported before."""
     done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_an_unknown_name_is_an_attribute_error():
+def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match=r"module 'specdec_ext' has no attribute 'generates'"):
         _ = specdec_ext.generates
 

@@ -11,7 +11,7 @@ NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 
 def printed(notebook) -> list[str]:
-    """What each code cell wrote to standard output."""
+    """The standard output of each code cell."""
     return [
         "".join(each.text for each in cell.outputs if each.get("name") == "stdout")
         for cell in notebook.cells
@@ -20,7 +20,7 @@ def printed(notebook) -> list[str]:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_and_prints_what_it_shows(path):
+def test_notebook_runs_and_prints_its_saved_output(path):
     saved = nbformat.read(path, as_version=4)
     run = nbformat.read(path, as_version=4)
     nbclient.NotebookClient(run, timeout=300, resources={"metadata": {"path": str(ROOT)}}).execute()

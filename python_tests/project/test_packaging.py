@@ -120,7 +120,7 @@ def test_wheel_is_for_every_python_of_this_platform(wheel):
     assert re.fullmatch(r"specdec_ext-[\d.]+-cp310-abi3-\w+\.whl", wheel.name)
 
 
-def test_a_build_asks_for_no_torch():
+def test_build_does_not_require_torch():
     """In pip's isolation, requiring torch would download gigabytes."""
     requires = re.search(r"^requires = (.*)$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert requires and requires[1] == '["setuptools>=77", "ninja"]'
@@ -135,7 +135,7 @@ def test_metadata_has_readme_and_classifiers(wheel):
     assert (ROOT / "README.md").read_text().splitlines()[0] in metadata
 
 
-def test_a_build_in_place(wheel):
+def test_build_in_place_removes_old_modules(wheel):
     """The build describes itself and removes modules of earlier versions, which Python would prefer."""
     source = wheel.parent.parent / "source"
     (source / "specdec_ext" / "_host.cpython-310-x86_64-linux-gnu.so").touch()
@@ -288,13 +288,13 @@ def planned(checkout: Path, *arguments: str, target: str = "test") -> list[str]:
 
 
 @needs_make
-def test_a_fresh_checkout_is_set_up_first(checkout):
+def test_new_checkout_is_set_up_first(checkout):
     shutil.rmtree(checkout / ".venv")
     assert planned(checkout) == ["venv", "requirements", "build", "install", "pytest"]
 
 
 @needs_make
-def test_a_second_run_only_tests(checkout):
+def test_second_run_only_tests(checkout):
     assert planned(checkout) == ["pytest"]
 
 
@@ -308,7 +308,7 @@ def test_a_second_run_only_tests(checkout):
         ("requirements-dev.txt", ["requirements", "build", "install", "pytest"]),
     ],
 )
-def test_an_edit_redoes_what_depends_on_it(checkout, edited, steps):
+def test_edit_repeats_only_dependent_steps(checkout, edited, steps):
     (checkout / edited).touch()
     assert planned(checkout) == steps
 
@@ -351,7 +351,7 @@ def test_ci_runs_make_test_and_passes_its_failure_on(tmp_path):
     assert done.returncode == 7
 
 
-def test_the_workflow_runs_the_same_two_commands():
+def test_workflow_runs_the_same_two_commands():
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     commands = re.findall(r"^ +- run: (.*)$", workflow, re.MULTILINE)
     assert commands[:2] == ["make test", "make demo"]
@@ -360,7 +360,7 @@ def test_the_workflow_runs_the_same_two_commands():
 # --- the tree ---------------------------------------------------------------------------------------
 
 
-def test_pins_live_in_one_file():
+def test_pins_are_in_one_file():
     lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
     for line in filter(None, (line.partition("#")[0].strip() for line in lines)):
         assert "==" in line or line.startswith("pip>="), line

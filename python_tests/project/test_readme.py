@@ -28,7 +28,7 @@ def python_blocks(page: str) -> list[str]:
 BLOCKS = python_blocks(README)
 
 
-def test_the_drafter_of_the_docs():
+def test_drafter_of_the_docs_is_lossless():
     (block,) = python_blocks(PAGES["write-a-drafter.md"])
     model = tiny_model("llama")
     ids, mask = prompts((12, 3, 9))
@@ -60,14 +60,14 @@ def test_every_python_block_of_the_readme_runs_as_printed(number):
 
 
 @pytest.mark.parametrize("page", [name for name in PAGES if python_blocks(PAGES[name])])
-def test_the_python_blocks_of_a_page_run_as_printed(page):
-    """One after the other, with the names that the README's first block makes."""
+def test_python_blocks_of_a_page_run_as_printed(page):
+    """They run in order, with the names of the README's first block."""
     names = names_of_the_preamble()
     for block in python_blocks(PAGES[page]):
         exec(block, names)
 
 
-def test_the_first_block_shows_what_people_do():
+def test_first_block_is_a_typical_call():
     assert BLOCKS[0].count("from_pretrained(folder") == 2
     for part in ("apply_chat_template(", "TextStreamer(", "return_dict_in_generate=True"):
         assert part in BLOCKS[0]

@@ -1,4 +1,4 @@
-"""Training as a whole: it learns, resumes to the same curve, and is the same on several processes."""
+"""Training runs: they learn, resume with the same curve, and have the same curve with several processes."""
 
 from __future__ import annotations
 
@@ -58,21 +58,13 @@ def run(folder: Path, config: TrainConfig, examples, held_out=(), kind="eagle3",
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "medusa"])
-def test_seconds_of_training_are_worth_it_and_drafting_is_as_the_estimate_says(kind, tmp_path):
-    """The head learns a few greedy texts. Its estimate is what generation counts, draft for draft, and
-    the text stays what it is."""
+def test_trained_head_is_accepted_as_often_as_estimated(kind, tmp_path):
+    """The head learns a few greedy texts. The estimated acceptance is that of generation, whose text is
+    unchanged."""
     model = tiny_model("llama")
     texts = greedy_examples(4, prompt=6, length=40)
-    config = TrainConfig(
-        updates=90,
-        batch_size=4,
-        learning_rate=3e-2,
-        optimizer="adamw",
-        warmup=5,
-        evaluate_every=90,
-        depth=3,
-        mixed_precision=False,
-    )
+    settings = dict(updates=90, batch_size=4, learning_rate=3e-2, optimizer="adamw", warmup=5)
+    config = TrainConfig(**settings, evaluate_every=90, depth=3, mixed_precision=False)
     untrained = objective_of(kind)
     features = OnlineFeatures(model, (-1,) if kind == "medusa" else LAYERS)
     masked = [
@@ -90,7 +82,7 @@ def test_seconds_of_training_are_worth_it_and_drafting_is_as_the_estimate_says(k
     accepted, drafts = 0, 0
     for text in texts:
         ids = text.tokens[None, :6]
-        # The last draft is cut where the text ends: the estimate leaves it out.
+        # The end of the text cuts the last draft, which the estimate excludes.
         output = specdec_ext.generate(
             model, ids, drafter=make(draft, tree), max_new_tokens=34, return_dict_in_generate=True
         )
@@ -101,8 +93,9 @@ def test_seconds_of_training_are_worth_it_and_drafting_is_as_the_estimate_says(k
 
 
 @pytest.mark.slow
-def test_the_estimate_of_sampling_is_what_sampling_counts(tmp_path):
-    """The bundled pair at temperature 1, where the greedy estimate would be more than twice as long."""
+def test_sampled_drafts_are_accepted_as_often_as_estimated(tmp_path):
+    """With the bundled pair at temperature 1, for which the greedy estimate is more than 1.5 times as
+    large."""
     model, head = assets.load_target(), assets.load_head().to("cpu", torch.float32)
     texts = [
         Example(ids, torch.ones(len(ids), dtype=torch.bool))
@@ -120,17 +113,10 @@ def test_the_estimate_of_sampling_is_what_sampling_counts(tmp_path):
     accepted = drafts = 0
     for seed, text in enumerate(drawn):
         start = int(text.loss_mask.int().argmax())
-        output = specdec_ext.generate(
-            model,
-            text.tokens[None, :start],
-            drafter=drafter,
-            speculation="fixed",
-            max_new_tokens=128,
-            do_sample=True,
-            top_k=0,
-            seed=seed,
-            return_dict_in_generate=True,
-        )
+        kwargs = dict(max_new_tokens=128, do_sample=True, top_k=0, seed=seed)
+        kwargs |= dict(speculation="fixed", return_dict_in_generate=True)
+        ids = text.tokens[None, :start]
+        output = specdec_ext.generate(model, ids, drafter=drafter, **kwargs)
         accepted += output.speculation_stats.accepted_tokens
         drafts += output.speculation_stats.drafts
     measured = 1 + accepted / drafts
@@ -138,8 +124,8 @@ def test_the_estimate_of_sampling_is_what_sampling_counts(tmp_path):
     assert found.acceptance_length > 1.5 * measured
 
 
-def test_a_text_that_was_drawn_is_judged_by_its_own_tokens(tmp_path):
-    """Not by what the target thinks best: the rule "match" accepts the token drawn."""
+def test_drawn_text_is_compared_with_its_own_tokens(tmp_path):
+    """The rule "match" accepts drawn tokens, not the most probable ones."""
     model, objective = tiny_model("llama"), objective_of("eagle3")
     features, teacher = OnlineFeatures(model, LAYERS), Teacher(model)
     greedy = greedy_examples(4, prompt=6, length=30)
@@ -161,13 +147,13 @@ def test_a_text_that_was_drawn_is_judged_by_its_own_tokens(tmp_path):
         ids = objective.draft_to_target[drafted[rows, at]]
         assert torch.equal(found.sampled[:, 0], ids == batch.tokens[rows, at + 2])
     same = evaluate(objective, features, teacher, greedy, 2, sampled=greedy)
-    assert same.sampled == same.greedy, "of a greedy text both are the same"
+    assert same.sampled == same.greedy, "for a greedy text both are equal"
     alone = evaluate(objective, features, teacher, greedy, 2)
     assert alone.sampled == () and math.isnan(alone.sampled_acceptance_length)
 
 
-def test_old_texts_are_judged_beside_the_new_ones(tmp_path):
-    """Before the first step and along the way: what a head forgets when it learns something else."""
+def test_old_texts_are_evaluated_beside_the_new_ones(tmp_path):
+    """Before the first step and during the run."""
     model, objective = tiny_model("llama"), objective_of("eagle3")
     features, teacher = OnlineFeatures(model, LAYERS), Teacher(model)
     held_out = HeldOut(greedy_examples(2, 6, 20), (), greedy_examples(2, 6, 20, seed=1))
@@ -193,7 +179,7 @@ def test_old_texts_are_judged_beside_the_new_ones(tmp_path):
     assert history[-1].evaluation == evaluate(objective, features, teacher, held_out.texts, 2)
 
 
-def test_the_walk_goes_on_behind_what_was_accepted():
+def test_walk_continues_behind_accepted_drafts():
     #        text of six places            another text
     places = [3, 4, 5, 6, 7, 8, 20, 21, 22]
     accepted = [2, 0, 3, 0, 1, 0, 0, 5, 0]
@@ -204,7 +190,7 @@ class Stopped(Exception):
     pass
 
 
-def test_a_resumed_run_has_the_same_curve_and_the_same_bits(tmp_path):
+def test_resumed_run_has_the_same_curve_and_bits(tmp_path):
     examples, held_out = random_examples(10, 12), random_examples(2, 12, seed=1)
     through = run(tmp_path / "through", QUICK, examples, held_out)
 
@@ -226,7 +212,7 @@ def test_a_resumed_run_has_the_same_curve_and_the_same_bits(tmp_path):
     assert curves[0][-1].evaluation is not None
 
 
-def test_a_run_goes_on_only_as_it_began(tmp_path):
+def test_run_with_other_settings_is_not_resumed(tmp_path):
     examples = random_examples(10, 12)
     run(tmp_path, dataclasses.replace(QUICK, updates=2), examples)
     with pytest.raises(ValueError, match=r"state.pt is the state of a run with different data"):
@@ -239,7 +225,7 @@ def test_a_run_goes_on_only_as_it_began(tmp_path):
         run(tmp_path, dataclasses.replace(QUICK, updates=2, learning_rate=1.0), examples)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_at_the_state_before(tmp_path):
+def test_infinite_loss_stops_the_run_and_keeps_the_last_state(tmp_path):
     def spoil(progress):
         if progress.step == 3:
             with torch.no_grad():
@@ -255,7 +241,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_at_the_state_before(tmp_path):
     assert all(bool(each.isfinite().all()) for each in state["weights"].values())
 
 
-def test_held_out_texts_too_short_for_a_draft_are_passed_over(tmp_path):
+def test_held_out_texts_too_short_for_a_draft_are_skipped(tmp_path):
     model, objective = tiny_model("llama"), objective_of("eagle3")
     features, teacher = OnlineFeatures(model, LAYERS), Teacher(model)
     texts = random_examples(2, 12)
@@ -267,7 +253,7 @@ def test_held_out_texts_too_short_for_a_draft_are_passed_over(tmp_path):
             evaluate(objective, features, teacher, hopeless, depth=5)
 
 
-def test_too_few_examples_are_said_before_anything_is_written(tmp_path):
+def test_too_few_examples_are_refused_before_a_file_is_written(tmp_path):
     folder = tmp_path / "run"
     short = [example([1, 2, 3, 4])] * 5 + random_examples(1, 12)
     with pytest.raises(ValueError, match=r"1 of 6 examples .* expected at least 2, one batch"):
@@ -299,15 +285,15 @@ run(Path({folder!r}), config, random_examples(12, 14))
 """
 
 
-def test_two_processes_have_the_curve_of_one_with_their_batches_together(tmp_path):
-    """Two processes of gloo; texts of different lengths and masks, so that shares of the loss differ."""
+def test_two_processes_have_the_curve_of_one_with_double_batches(tmp_path):
+    """Texts have different lengths and masks, so the two gloo processes have different shares of the loss."""
     folders = [str(HELPERS), str(Path(__file__).parent)]
     script = tmp_path / "on_two.py"
     script.write_text(ON_TWO.format(folders=folders, size=2, folder=str(tmp_path / "two")))
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    # What a launcher sets.
+    # As set by a launcher.
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     processes = [
         subprocess.Popen(
@@ -329,7 +315,7 @@ def test_two_processes_have_the_curve_of_one_with_their_batches_together(tmp_pat
         assert together.gradient_norm == pytest.approx(alone.gradient_norm, rel=1e-3)
 
 
-def test_what_was_trained_is_saved_for_others_and_read_again(tmp_path):
+def test_trained_head_can_be_saved_and_read(tmp_path):
     objective = run(tmp_path / "run", QUICK, random_examples(10, 12))
     head = objective.trained()
     for layout in ("eagle", "speculators"):
@@ -341,7 +327,7 @@ def test_what_was_trained_is_saved_for_others_and_read_again(tmp_path):
     assert all(torch.equal(loaded.tensors[name], heads.tensors[name]) for name in heads.tensors)
 
 
-def test_every_example_comes_once_in_an_epoch_and_neighbours_are_of_a_length():
+def test_epoch_has_every_example_once_in_batches_of_similar_length():
     lengths = [5 + index * 7 % 23 for index in range(40)]
     batches = epoch_batches(lengths, 4, seed=0, epoch=0)
     assert sorted(index for batch in batches for index in batch) == list(range(40))
@@ -351,7 +337,7 @@ def test_every_example_comes_once_in_an_epoch_and_neighbours_are_of_a_length():
     assert len(epoch_batches(lengths[:39], 4, seed=0, epoch=0)) == 9
 
 
-def test_the_learning_rate_rises_stays_and_falls():
+def test_learning_rate_rises_stays_and_falls():
     factors = [scale(step, total=100, warmup=10, decay=0.5) for step in range(100)]
     assert factors[0] == 0.1 and factors[9] == factors[49] == 1
     assert factors[75] == 0.5 and factors[99] == 0.02
@@ -359,19 +345,19 @@ def test_the_learning_rate_rises_stays_and_falls():
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", "mpt", "falcon", "gemma3_text"])
-def test_a_new_head_fits_targets_whose_configs_have_other_names(name):
+def test_new_head_fits_targets_with_other_config_names(name):
     model = tiny_model(name) if name == "gpt2" else zoo.build(name)
     head = new_head(model, (1, 2))
     assert check_pair(head, model) == []
 
 
-def test_taps_are_spread_over_shallow_targets():
+def test_default_layers_of_shallow_targets_are_spread():
     assert default_layers(32) == (2, 16, 29)
     assert default_layers(6) == (1, 3, 6)
     assert default_layers(1) == (1,)
 
 
-def test_a_history_becomes_a_picture(tmp_path):
+def test_history_can_be_plotted(tmp_path):
     run(tmp_path, QUICK, random_examples(10, 12), random_examples(2, 12, seed=1))
     history = read_history(tmp_path)
     plot_history(history, tmp_path / "run.png")

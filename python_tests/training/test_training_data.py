@@ -1,4 +1,4 @@
-"""Training text as tokens: windows, chats with masks on what the assistant wrote, prompts."""
+"""Training text as tokens: windows, chats with masks of the assistant's tokens, prompts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHAT = [
 
 
 def marked(example: Example) -> str:
-    """The text, with brackets around what the mask has."""
+    """The text with brackets around masked tokens."""
     text, inside = "", False
     for token, learnt in zip(example.tokens.tolist(), example.loss_mask.tolist(), strict=True):
         text += "[" * (learnt and not inside) + "]" * (inside and not learnt) + CHARACTERS[token]
@@ -34,13 +34,13 @@ def chat_record(messages=CHAT) -> list[Record]:
     return [Record("here", messages)]
 
 
-def test_a_text_becomes_windows():
+def test_text_is_cut_into_windows():
     examples = encode([Record("", "abcdefgh")], tiny_tokenizer(), max_length=3)
     assert [marked(example) for example in examples] == ["[abc]", "[def]", "[gh]"]
     assert examples[0].tokens.dtype == torch.int64
 
 
-def test_each_window_begins_as_the_tokenizer_begins_a_text():
+def test_each_window_begins_with_the_tokenizers_first_tokens():
     examples = encode([Record("", "abcde")], tiny_tokenizer(begins=True), max_length=3)
     assert [marked(example) for example in examples] == [f"[{END}{w}]" for w in ("ab", "cd", "e")]
     with pytest.raises(ValueError, match=r"max_length=2 leaves no room after the 2 tokens"):
@@ -48,14 +48,14 @@ def test_each_window_begins_as_the_tokenizer_begins_a_text():
 
 
 class TwoBegin:
-    """Stands for a tokenizer that begins with two tokens."""
+    """A tokenizer that adds two tokens at the beginning."""
 
     def __call__(self, text, add_special_tokens=True):
         return {"input_ids": [7, 8, 3] if add_special_tokens else [3]}
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["differences", "markers"])
-def test_of_a_chat_what_the_assistant_wrote_counts(template):
+def test_mask_of_a_chat_has_the_assistants_tokens(template):
     (example,) = encode(chat_record(), tiny_tokenizer(template), max_length=200)
     expected = (
         f"<system>be\n<user>hi\n<assistant>[yes{END}]\n<user>so\n<assistant>[no{END}]"
@@ -64,8 +64,8 @@ def test_of_a_chat_what_the_assistant_wrote_counts(template):
     assert marked(example) == expected
 
 
-def test_a_template_that_forgets_gives_a_text_per_turn():
-    """The second prompt has no "(hm)" in it: the target never sees the first answer that way."""
+def test_template_that_drops_parts_gives_a_text_per_turn():
+    """The second prompt does not have the "(hm)" of the first answer."""
     examples = encode(chat_record(), tiny_tokenizer(FORGETFUL), max_length=200)
     assert [marked(example) for example in examples] == [
         f"<system>be\n<user>hi\n<assistant>[(hm)yes{END}]",
@@ -73,12 +73,12 @@ def test_a_template_that_forgets_gives_a_text_per_turn():
     ]
 
 
-def test_a_chat_is_cut():
+def test_chat_is_cut_at_max_length():
     (example,) = encode(chat_record(), tiny_tokenizer(), max_length=32)
     assert marked(example) == "<system>be\n<user>hi\n<assistant>[y]"
 
 
-def test_what_can_not_be_told_is_not_guessed():
+def test_chats_with_unknown_masks_are_refused():
     with pytest.raises(ValueError, match=r"here: the chat template does not show .* message 3"):
         encode(chat_record(), tiny_tokenizer(MISLEADING), max_length=200)
     with pytest.raises(ValueError, match=r"here is a chat, but .* has no chat template"):
@@ -87,16 +87,15 @@ def test_what_can_not_be_told_is_not_guessed():
         encode(chat_record(), tiny_tokenizer(STRICT), max_length=200)
 
 
-def test_nothing_to_learn_from_is_said():
+def test_records_without_tokens_to_learn_are_reported():
     short = Record("", "a")
     unanswered = Record("", CHAT[:2])
     with pytest.warns(UserWarning, match="2 of 3 records have no token to learn from"):
         examples = encode([short, Record("", "abc"), unanswered], tiny_tokenizer(), max_length=30)
     assert [marked(example) for example in examples] == ["[abc]"]
     for records in ([short], [unanswered], [short, unanswered]):
-        with pytest.raises(
-            ValueError, match=r"none of the . records .* a text needs at least 2 tokens"
-        ):
+        message = "none of the . records .* a text needs at least 2 tokens"
+        with pytest.raises(ValueError, match=message):
             encode(records, tiny_tokenizer(), max_length=30)
     with pytest.raises(ValueError, match="none of the 1 records"):
         encode(chat_record(), tiny_tokenizer(), max_length=10)
@@ -104,12 +103,12 @@ def test_nothing_to_learn_from_is_said():
         encode([short], tiny_tokenizer(), max_length=1)
 
 
-def test_the_last_short_window_is_left_out_quietly():
+def test_last_window_of_one_token_is_dropped():
     examples = encode([Record("", "abcd")], tiny_tokenizer(), max_length=3)
     assert [marked(example) for example in examples] == ["[abc]"]
 
 
-def test_a_file_of_all_kinds(tmp_path):
+def test_file_of_chats_is_read(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"messages": CHAT}) + "\n" + json.dumps({"messages": CHAT[:3]}))
     examples = read_examples(path, tiny_tokenizer(), max_length=200)
@@ -122,7 +121,7 @@ def test_many_texts_keep_their_order():
     assert [marked(example)[1:-1] for example in examples] == texts
 
 
-def test_prompts_of_texts():
+def test_prompts_of_texts_begin_at_lines():
     text = "".join(f"{i:03} {'x' * (i % 7)}\n" for i in range(60))
     tokenizer = tiny_tokenizer()
     records = [Record("", text)] * 80
@@ -135,15 +134,13 @@ def test_prompts_of_texts():
     assert 40 <= len(starts) < 60
     assert all(prompt in text and prompt[:3].isdigit() for prompt in made)
     again = prompts(records, tokenizer, lengths=(4, 9))
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(prompts(records, tokenizer, lengths=(4, 9)), again, strict=True)
-    )
+    same = zip(prompts(records, tokenizer, lengths=(4, 9)), again, strict=True)
+    assert all(torch.equal(a, b) for a, b in same)
     other = prompts(records, tokenizer, lengths=(4, 9), seed=1)
     assert any(len(a) != len(b) for a, b in zip(other, again, strict=False))
 
 
-def test_prompts_of_the_rest():
+def test_prompts_of_chats_and_tokens():
     tokens = Example(torch.tensor([3, 4, 5, 6]), torch.tensor([False, False, True, False]))
     answer = Example(torch.tensor([3, 4]), torch.tensor([True, True]))
     made = prompts([Record("", CHAT), Record("", tokens), Record("", answer)], tiny_tokenizer())

@@ -1,4 +1,4 @@
-"""Hidden states on disk: what the target computed, whole or made again, and never another target's."""
+"""Hidden states on disk: they are complete or made again, and never those of another target."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec_ext.training.dump import DumpedFeatures, dump_features, dump_size
 
 LAYERS = (0, 2, -1)
 LENGTHS = (9, 4, 9, 6, 12, 6)
-BYTES = 8 + 4 * 32 * 4  # a token's id, three taps and the last hidden state
+BYTES = 8 + 4 * 32 * 4  # a token id, three auxiliary hidden states and the last one
 
 
 def texts(seed=0):
@@ -25,7 +25,7 @@ def texts(seed=0):
 
 
 def fresh_model():
-    """Of its own, to be changed; always with the same weights."""
+    """A copy that a test may change."""
     return copy.deepcopy(tiny_model("llama"))
 
 
@@ -36,7 +36,7 @@ def model():
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch):
-    """Shards of three, two and one text."""
+    """Shards have three, two and one text."""
     monkeypatch.setattr(module, "SHARD_BYTES", 23 * BYTES)
 
 
@@ -57,7 +57,7 @@ def assert_same(batch, expected, exact=True):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gives_the_batches_of_the_target(tmp_path, monkeypatch, dtype):
+def test_dumped_batches_are_those_of_the_target(tmp_path, monkeypatch, dtype):
     model = fresh_model().to(dtype)
     if dtype == torch.bfloat16:
         monkeypatch.setattr(module, "SHARD_BYTES", 23 * (8 + 4 * 32 * 2))
@@ -76,7 +76,7 @@ def test_gives_the_batches_of_the_target(tmp_path, monkeypatch, dtype):
     assert_same(dumped([other_mask]), online([other_mask]), exact=dtype != torch.float32)
 
 
-def test_size_is_known_before(model, tmp_path):
+def test_size_is_known_before_the_dump(model, tmp_path):
     folder = tmp_path / "not" / "there" / "yet"
     size = dump_size(model, LAYERS, texts(), folder)
     assert (size.tokens, size.bytes_per_token, size.done) == (46, BYTES, 0)
@@ -89,7 +89,7 @@ def test_size_is_known_before(model, tmp_path):
     assert "are written" in str(size)
 
 
-def test_a_full_disk_is_refused_before_anything_is_written(model, tmp_path, monkeypatch):
+def test_full_disk_is_refused_before_a_file_is_written(model, tmp_path, monkeypatch):
     free = 46 * BYTES + module.SPARE_BYTES
     monkeypatch.setattr(module, "free_bytes", lambda path: free - 1)
     with pytest.raises(ValueError, match=r"too little space .* 46 tokens x 520 bytes"):
@@ -101,7 +101,7 @@ def test_a_full_disk_is_refused_before_anything_is_written(model, tmp_path, monk
     dump_features(model, LAYERS, texts(), tmp_path / "dump")  # nothing lacks
 
 
-def test_goes_on_where_it_was_stopped(model, tmp_path, monkeypatch):
+def test_stopped_dump_is_continued(model, tmp_path, monkeypatch):
     class Stopped(Exception):
         pass
 
@@ -132,7 +132,7 @@ def test_goes_on_where_it_was_stopped(model, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
-def test_a_damaged_shard_is_made_again(model, tmp_path, damage):
+def test_damaged_shard_is_made_again(model, tmp_path, damage):
     dump_features(model, LAYERS, texts(), tmp_path)
     shard = tmp_path / "hidden-00001.safetensors"
     whole = shard.read_bytes()
@@ -148,7 +148,7 @@ def test_a_damaged_shard_is_made_again(model, tmp_path, damage):
     assert shard.read_bytes() == whole
 
 
-def test_another_dump_is_refused(model, tmp_path):
+def test_dump_with_other_settings_is_refused(model, tmp_path):
     dump_features(model, LAYERS, texts(), tmp_path)
     other = fresh_model()
     with torch.no_grad():
@@ -167,7 +167,7 @@ def test_another_dump_is_refused(model, tmp_path):
             DumpedFeatures(*arguments, tmp_path)
 
 
-def test_texts_that_were_not_dumped(model, tmp_path):
+def test_texts_that_were_not_dumped_are_refused(model, tmp_path):
     dumped = dump_features(model, LAYERS, texts(), tmp_path)
     with pytest.raises(ValueError, match="a text of 5 tokens is not in the dump"):
         dumped([texts()[0], Example(texts()[0].tokens[:5], texts()[0].loss_mask[:5])])
@@ -195,7 +195,7 @@ def test_texts_that_were_not_dumped(model, tmp_path):
     ],
     ids=str,
 )
-def test_a_damaged_index_is_refused(model, tmp_path, content):
+def test_damaged_index_is_refused(model, tmp_path, content):
     dump_features(model, LAYERS, texts(), tmp_path)
     path = tmp_path / module.INDEX
     if isinstance(content, dict):
@@ -210,8 +210,8 @@ def test_a_damaged_index_is_refused(model, tmp_path, content):
 
 
 @pytest.mark.parametrize("damage", ["header", "lengths", "rows"])
-def test_a_shard_that_does_not_hold_what_it_says_is_not_read(model, tmp_path, damage):
-    """Of the same size as it should be, so that only its content tells."""
+def test_shard_with_other_content_is_not_read(model, tmp_path, damage):
+    """Its size is right, so only its content is wrong."""
     dump_features(model, LAYERS, texts(), tmp_path)
     shard = tmp_path / "hidden-00001.safetensors"
     if damage == "header":

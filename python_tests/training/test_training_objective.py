@@ -1,7 +1,8 @@
-"""What draft heads are trained for, against its formulas in float64.
+"""The training objective of draft heads against its formulas in float64.
 
-A step of training-time test must be what the head computes when it drafts, so it is held to the specification
-of ``draft_head``; losses and gradients are held to formulas without chunks and fused kernels.
+A step of training-time test must compute what the head computes when it drafts, so it is compared with the
+specification of ``draft_head``. Losses and gradients are compared with formulas without chunks and fused
+kernels.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def test_soft_cross_entropy_is_its_formula(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_is_a_level_of_the_chain_that_the_head_drafts(kind):
-    """Fed what the head drafts, step i gives the scores of level i of its specification."""
+def test_scores_of_a_step_are_those_of_a_drafted_level(kind):
+    """With the drafted tokens as inputs, step i gives the scores of level i of the specification."""
     head = head_of(kind, dtype=torch.float64)
     objective = objective_of(head)
     batch = random_batch(head, rows=1, columns=8)
@@ -119,7 +120,7 @@ def test_a_step_is_a_level_of_the_chain_that_the_head_drafts(kind):
 
 
 def naive_losses(objective, batch: Batch, teacher: TableTeacher) -> torch.Tensor:
-    """The formula, element by element."""
+    """The formula for each element."""
     ids = objective.draft_to_target
     losses = []
     for i, step in enumerate(objective.unroll(batch, objective.steps)):
@@ -136,7 +137,7 @@ def naive_losses(objective, batch: Batch, teacher: TableTeacher) -> torch.Tensor
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle3.1", "no-fc", "p-eagle", "medusa"])
-def test_losses_are_means_over_the_masked_tokens_that_are_predicted(kind):
+def test_losses_are_means_over_masked_tokens(kind):
     if kind == "medusa":
         config = MedusaConfig(STEPS, 1, 32, VOCAB, 61)
         shapes = config.tensor_shapes()
@@ -161,7 +162,7 @@ def test_losses_are_means_over_the_masked_tokens_that_are_predicted(kind):
 
 @pytest.mark.parametrize("kind", ["eagle3.1", "qk-norm-window", "p-eagle"])
 def test_gradients_flow_through_the_steps(kind):
-    """Along a random direction of all weights the loss rises as its gradients say."""
+    """The change of the loss in a random direction of all weights is that of its gradients."""
     head = head_of(kind, dtype=torch.float64)
     objective = objective_of(head)
     batch = random_batch(head, rows=2, columns=9)
@@ -179,7 +180,7 @@ def test_gradients_flow_through_the_steps(kind):
             for parameter, direction in zip(parameters, directions, strict=True):
                 parameter -= step * direction
     assert rise == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-5)
-    # The features are read in step 0 only, but later steps learn from them, too.
+    # Step 0 alone reads the features, but gradients of later steps reach them.
     objective.zero_grad()
     step = list(objective.unroll(batch, STEPS))[-1]
     step.hidden.sum().backward()
@@ -187,8 +188,8 @@ def test_gradients_flow_through_the_steps(kind):
 
 
 @pytest.mark.parametrize("token", [STEPS + 1, 6, 8])
-def test_the_mask_is_that_of_the_predicted_token(token):
-    """Only the target's distribution before the masked token counts: a mask one off would count another."""
+def test_mask_belongs_to_the_predicted_token(token):
+    """The loss depends only on the target's distribution before the masked token."""
     head = head_of("eagle3.1", dtype=torch.float64)
     objective = objective_of(head)
     batch = random_batch(head, rows=1, columns=9)
@@ -205,8 +206,8 @@ def test_the_mask_is_that_of_the_predicted_token(token):
         assert bool((others != losses).any()) == (column == token - 1)
 
 
-def test_the_first_masked_tokens_have_fewer_steps():
-    """Token 2 is predicted by step 0 of element 0; there is no earlier element for later steps."""
+def test_first_tokens_have_fewer_steps():
+    """Step 0 of element 0 predicts token 2; later steps would need an earlier element."""
     head = head_of("eagle3.1", dtype=torch.float64)
     objective = objective_of(head)
     batch = random_batch(head, rows=1, columns=9)
@@ -216,7 +217,7 @@ def test_the_first_masked_tokens_have_fewer_steps():
     assert (losses > 0).tolist() == [True, False, False]
 
 
-def test_paddings_change_nothing():
+def test_paddings_do_not_change_agreement():
     model = copy.deepcopy(tiny_model("llama")).double()
     features, teacher = OnlineFeatures(model, (1, 2, 3)), Teacher(model)
     texts = greedy_examples(2, prompt=3, length=14)
@@ -233,15 +234,15 @@ def test_paddings_change_nothing():
 
 
 def test_agreement_counts_what_greedy_decoding_would_accept():
-    """At every place of a greedy text, the drafts that live are those that the specification drafts right."""
+    """At every place of a greedy text, accepted drafts are those that the specification drafts correctly."""
     model = tiny_model("llama")
     (text,) = greedy_examples(1, prompt=4, length=24)
     features = OnlineFeatures(model, (1, 2, 3))
     batch = features([text])
-    batch.loss_mask[:, :4] = False  # what follows the prompt is greedy
+    batch.loss_mask[:, :4] = False  # the text behind the prompt is greedy
     head = new_head(model, (1, 2, 3))
     embedding = model.get_input_embeddings().weight.detach()
-    # The target's own embedding as output head: some of the drafts are right.
+    # With the target's embedding as output head some drafts are right.
     objective = EagleObjective(head, embedding, embedding, STEPS)
     objective(batch, Teacher(model))[0].backward()
     optimizer = torch.optim.Adam(objective.parameters(), lr=3e-3)
@@ -263,7 +264,7 @@ def test_agreement_counts_what_greedy_decoding_would_accept():
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2-window", "cohere", "granite", "gpt2"])
-def test_the_teacher_has_the_logits_of_the_target(name, monkeypatch):
+def test_teacher_has_the_logits_of_the_target(name, monkeypatch):
     model = tiny_model(name) if name in CONFIGS else zoo.build(name)
     if name == "granite":
         monkeypatch.setattr(model.config, "logits_scaling", 4.0)
@@ -279,7 +280,7 @@ def test_the_teacher_has_the_logits_of_the_target(name, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_target_whose_logits_are_something_else_is_refused(monkeypatch):
+def test_target_with_other_logits_than_its_head_is_refused(monkeypatch):
     model = tiny_model("gemma2-window")
     monkeypatch.setattr(model.config, "final_logit_softcapping", None)
     with monkeypatch.context() as patched:
@@ -295,7 +296,7 @@ def doubled(output):
     return output
 
 
-def test_pad_checks_its_examples():
+def test_pad_refuses_invalid_examples():
     with pytest.raises(ValueError, match="examples is empty"):
         pad([])
     with pytest.raises(ValueError, match=r"tokens of shape \[3\] and a loss_mask of shape \[2\]"):

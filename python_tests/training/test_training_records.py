@@ -1,4 +1,4 @@
-"""Files of training text: what is read from them, and what is said of files that are wrong."""
+"""Files of training text: records and error messages."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def write(path, content):
         ),
     ],
 )
-def test_columns(tmp_path, name, row, content):
+def test_known_columns_are_read(tmp_path, name, row, content):
     path = write(tmp_path / name, [row, row])
     assert [record.content for record in read_records(path)] == [content, content]
 
 
-def test_named_columns(tmp_path):
+def test_named_columns_are_read(tmp_path):
     path = write(tmp_path / "data.jsonl", [{"text": "a", "messages": CHAT, "story": "b"}])
     assert read_records(path, text_column="story")[0].content == "b"
     assert read_records(path, messages_column="messages")[0].content == CHAT
@@ -53,14 +53,14 @@ def test_named_columns(tmp_path):
         read_records(path, text_column="text", messages_column="messages")
 
 
-def test_tokens(tmp_path):
+def test_token_ids_are_read(tmp_path):
     path = write(tmp_path / "data.jsonl", [{"tokens": [5, 6, 7, 8], "answers": [[1, 2], [3, 4]]}])
     (record,) = read_records(path)
     assert record.content.tokens.tolist() == [5, 6, 7, 8]
     assert record.content.loss_mask.tolist() == [False, True, False, True]
 
 
-def test_a_text_file_is_cut_at_ends_of_lines_and_nothing_is_lost(tmp_path):
+def test_text_file_is_cut_at_ends_of_lines(tmp_path):
     text = "".join(f"line {i}\n" for i in range(9000)) + "x" * (2 * TEXT_CHARACTERS + 5) + "\nend"
     records = read_records(write(tmp_path / "a.txt", "\ufeff" + text))
     assert "".join(record.content for record in records) == text
@@ -117,28 +117,28 @@ def test_a_text_file_is_cut_at_ends_of_lines_and_nothing_is_lost(tmp_path):
         ("a.jsonl", [{"tokens": [1, 2], "answers": None}], "within its 2 tokens"),
     ],
 )  # fmt: skip
-def test_says_what_is_wrong(tmp_path, name, content, message):
+def test_error_names_file_and_line(tmp_path, name, content, message):
     path = write(tmp_path / name, content)
     with pytest.raises(ValueError, match=message) as error:
         read_records(path)
     assert str(path) in str(error.value)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_missing_file_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_records(tmp_path / "a.txt")
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.json", "a.jsonl"])
-def test_a_pipe_is_no_file_of_texts(tmp_path, name):
-    """Opening one waits for a writer that may never come."""
+def test_pipe_is_refused(tmp_path, name):
+    """Opening one would wait for a writer."""
     os.mkfifo(tmp_path / name)
     with pytest.raises(OSError, match=f"{name} is a pipe, a socket or a device; expected a file"):
         read_records(tmp_path / name)
 
 
-def test_the_split_is_by_content():
-    """Copies fall on one side, wherever they stand and whatever stands beside them."""
+def test_split_depends_on_content_alone():
+    """Copies of a record are on the same side, at any place and beside any other records."""
     records = [Record(f"line {i}", f"text {i}") for i in range(400)]
     training, held_out = split_records(records, one_in=10)
     assert 20 < len(held_out) < 60
@@ -148,7 +148,7 @@ def test_the_split_is_by_content():
     assert sides == {record.content for record in held_out} & {r.content for r in again}
 
 
-def test_both_sides_of_a_split_have_something():
+def test_both_sides_of_a_split_have_records():
     few = [Record("", f"text {i}") for i in range(3)]
     for one_in in (2, 3, 10**9):
         training, held_out = split_records(few, one_in)

@@ -1,4 +1,4 @@
-"""Answers by the target: they are its own, independent of the batch, and never made twice."""
+"""Answers of the target: they do not depend on the batch and are never made twice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHATS = [
 
 
 def fresh_model():
-    """Of its own, to be changed; always with the same weights."""
+    """A copy that a test may change."""
     return copy.deepcopy(tiny_model("llama"))
 
 
@@ -40,7 +40,7 @@ def model():
 
 @pytest.fixture
 def passes(monkeypatch):
-    """Widths of the batches that the target was asked to continue."""
+    """The sizes of the batches that the target continued."""
     rows = []
     generate = specdec_ext.generate
 
@@ -59,7 +59,7 @@ def same(first, second):
     )
 
 
-def test_answers_are_the_targets(model, tmp_path):
+def test_answers_are_those_of_the_target(model, tmp_path):
     examples = regenerate(model, PROMPTS, tmp_path / "a.jsonl", batch=2, **ROOM)
     for prompt, example in zip(PROMPTS, examples, strict=True):
         expected = model.generate(prompt[None], max_new_tokens=5, do_sample=False)[0]
@@ -67,8 +67,8 @@ def test_answers_are_the_targets(model, tmp_path):
         assert example.loss_mask.tolist() == [False] * len(prompt) + [True] * 5
 
 
-def test_an_answer_ends_where_the_target_ends_it(model, tmp_path):
-    """With the end token in it and without the padding behind it."""
+def test_answer_ends_with_the_end_token(model, tmp_path):
+    """It has the end token and no paddings."""
     whole = regenerate(model, PROMPTS, tmp_path / "a.jsonl", **ROOM)
     end = int(whole[0].tokens[-3])
     model.generation_config.eos_token_id = [end, VOCAB + 5]
@@ -129,10 +129,9 @@ def force_end(model):
     model.register_forward_hook(end_soon)
 
 
-def test_a_template_that_forgets_gives_several_texts_and_resumes(model, tmp_path, passes):
-    tokenizer = tiny_tokenizer(
-        FORGETFUL.replace("loop.last and m.role == 'assistant'", "loop.last")
-    )
+def test_texts_of_a_template_that_drops_parts_are_resumed(model, tmp_path, passes):
+    template = FORGETFUL.replace("loop.last and m.role == 'assistant'", "loop.last")
+    tokenizer = tiny_tokenizer(template)
     model.generation_config.eos_token_id = list(range(VOCAB))
     path = tmp_path / "a.jsonl"
     first = regenerate(model, CHATS, path, tokenizer=tokenizer, **ROOM)
@@ -141,7 +140,7 @@ def test_a_template_that_forgets_gives_several_texts_and_resumes(model, tmp_path
     for kept in (
         lines[:3],
         [*lines[:3], lines[3][:-5]],
-    ):  # the second text of the second chat lacks
+    ):  # without the last text, or with a part of it
         path.write_bytes(b"".join(kept))
         passes.clear()
         assert same(regenerate(model, CHATS, path, tokenizer=tokenizer, **ROOM), first)
@@ -149,12 +148,12 @@ def test_a_template_that_forgets_gives_several_texts_and_resumes(model, tmp_path
         assert path.read_bytes().splitlines(keepends=True) == lines
 
 
-def test_a_cut_answer_ends_its_chat(model, tmp_path):
+def test_cut_answer_ends_its_chat(model, tmp_path):
     examples = regenerate(model, CHATS, tmp_path / "a.jsonl", tokenizer=tiny_tokenizer(), **ROOM)
     assert [int(example.loss_mask.sum()) for example in examples] == [5, 5]
 
 
-def test_goes_on_where_it_was_stopped(model, tmp_path, passes):
+def test_stopped_run_is_continued(model, tmp_path, passes):
     class Stopped(Exception):
         pass
 
@@ -181,22 +180,22 @@ def test_goes_on_where_it_was_stopped(model, tmp_path, passes):
     assert passes == [1]
 
 
-def test_the_file_is_a_file_of_training_text(model, tmp_path):
+def test_file_can_be_read_as_training_text(model, tmp_path):
     path = tmp_path / "a.jsonl"
     written = regenerate(model, PROMPTS, path, **ROOM)
     read = read_examples(path, tiny_tokenizer(), max_length=200)
     assert same(*(sorted(each, key=lambda e: len(e.tokens)) for each in (written, read)))
 
 
-def test_other_settings_are_other_answers(model, tmp_path, passes):
+def test_other_settings_give_other_answers(model, tmp_path, passes):
     path = tmp_path / "a.jsonl"
     regenerate(model, PROMPTS, path, **ROOM)
     regenerate(model, PROMPTS, path, max_new_tokens=6, max_length=200)
     assert sum(passes) == 10
 
 
-def test_answers_behind_another_chat_template_are_others(model, tmp_path, passes):
-    """Of the same chats: the prompts are other tokens."""
+def test_another_chat_template_gives_other_answers(model, tmp_path, passes):
+    """The prompts are other tokens."""
     path, count = tmp_path / "a.jsonl", 0
     for template in (PLAIN, PLAIN.replace("<assistant>", "<model>")):
         regenerate(model, CHATS[:1], path, tokenizer=tiny_tokenizer(template), **ROOM)
@@ -215,7 +214,7 @@ def test_answers_of_another_target_are_refused(model, tmp_path):
         regenerate(other, PROMPTS, path, **ROOM)
 
 
-def test_a_damaged_line_is_named(model, tmp_path):
+def test_error_names_a_damaged_line(model, tmp_path):
     path = tmp_path / "a.jsonl"
     regenerate(model, PROMPTS, path, **ROOM)
     lines = path.read_text().splitlines(keepends=True)
@@ -250,14 +249,14 @@ def test_a_damaged_line_is_named(model, tmp_path):
         ({"max_length": 6}, "none of the 5 prompts leaves room"),
     ],
 )  # fmt: skip
-def test_says_what_is_wrong(model, tmp_path, arguments, message, passes):
+def test_invalid_arguments_are_refused(model, tmp_path, arguments, message, passes):
     arguments = {"prompts": PROMPTS, "cache_file": tmp_path / "a.jsonl", **ROOM, **arguments}
     with pytest.raises(ValueError, match=message):
         regenerate(model, **arguments)
     assert not passes
 
 
-def test_prompts_that_are_too_long_are_counted(model, tmp_path):
+def test_too_long_prompts_are_counted_in_a_warning(model, tmp_path):
     with pytest.warns(UserWarning, match="2 of 5 prompts are left out, because they leave no room"):
         examples = regenerate(model, PROMPTS, tmp_path / "a.jsonl", max_new_tokens=5, max_length=9)
     assert [len(example.tokens) for example in examples] == [8, 9, 7]

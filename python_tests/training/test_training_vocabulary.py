@@ -1,4 +1,4 @@
-"""A draft vocabulary: the most frequent of the tokens that will be drafted."""
+"""A draft vocabulary has the most frequent drafted tokens."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def example(tokens, mask=None):
     )
 
 
-def test_counted_under_the_mask_from_the_third_token_on():
-    """The first token is the text's and the second one is the target's own; neither is drafted."""
+def test_masked_tokens_from_the_third_on_are_counted():
+    """The first token belongs to the text and the second one is the target's; neither is drafted."""
     text = example([9, 9, 4, 4, 7, 5, 5, 5], [True] * 5 + [False] * 3)
     vocabulary = draft_vocabulary([text, example([9]), example([9, 9])], 2, 12)
     assert vocabulary.ids.tolist() == [4, 7]
@@ -27,14 +27,14 @@ def test_counted_under_the_mask_from_the_third_token_on():
     assert draft_vocabulary([text], 1, 12).coverage == 2 / 3
 
 
-def test_of_ties_the_smallest_ids():
+def test_ties_go_to_the_smallest_ids():
     text = example([0, 0, 8, 3, 6, 5, 5])
     assert draft_vocabulary([text], 2, 10).ids.tolist() == [3, 5]
     assert draft_vocabulary([text], 6, 10).ids.tolist() == [0, 1, 3, 5, 6, 8]
     assert draft_vocabulary([text], 10, 10).ids.tolist() == list(range(10))
 
 
-def test_equals_a_plain_count():
+def test_vocabulary_equals_a_plain_count():
     torch.manual_seed(0)
     texts = [
         Example(torch.randint(50, (n,)).clamp(max=40), torch.rand(n) < 0.5)
@@ -53,14 +53,12 @@ def test_equals_a_plain_count():
     assert vocabulary.coverage == sum(counts[token] for token in wanted) / counts.total()
 
 
-def test_says_what_is_wrong():
+def test_invalid_arguments_are_refused():
     text = example([1, 2, 3])
     for size in (0, -1, 5):
         with pytest.raises(ValueError, match=f"draft vocabulary is {size}; expected 1 to 4"):
             draft_vocabulary([text], size, 4)
-    with pytest.raises(
-        ValueError, match="token ids 3 to 3, but the target's vocabulary has 3 tokens"
-    ):
+    with pytest.raises(ValueError, match="token ids 3 to 3, but the target's vocabulary has 3 to"):
         draft_vocabulary([text], 2, 3)
     for texts in ([], [example([1, 2])], [example([1, 2, 3], [True, True, False])]):
         with pytest.raises(ValueError, match="no token to draft"):

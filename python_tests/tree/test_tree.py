@@ -1,4 +1,4 @@
-"""``DraftTree``: construction, refused trees, and cutting to the tokens that a row may still emit."""
+"""``DraftTree``: construction, refused trees, and cuts to the remaining tokens of a row."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_merged_trees_share_equal_paths():
     assert DraftTree.merged([first]).tokens.tolist() == [[7, 1, 2, 5], [8, 1, 0, 0]]
 
 
-def test_a_cut_node_takes_what_is_below_it_along():
+def test_nodes_below_a_cut_node_are_cut():
     first = tree([[7, 1, 2]], [[-1, 0, 1]])
     second = tree([[7, 3, 1, 2, 5]], [[-1, 0, 0, 2, 1]])
     assert DraftTree.merged([first, second], max_nodes=3).tokens.tolist() == [[7, 1, 2]]
@@ -65,29 +65,29 @@ def test_trees_of_other_rows_are_not_merged():
         DraftTree.merged([DraftTree.root(ROOTS), DraftTree.root(ROOTS.flip(0))])
 
 
-def test_no_paths_is_plain_decoding():
+def test_tree_without_paths_is_a_root():
     made = DraftTree.from_paths(ROOTS, [[], [[]]])
     assert made.tokens.tolist() == [[7], [8]] and made.parents.tolist() == [[-1], [-1]]
 
 
-def test_chain_with_counts():
+def test_chains_may_have_counts():
     made = DraftTree.chain(ROOTS, torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([3, 1]))
     assert made.parents.tolist() == [[-1, 0, 1, 2], [-1, 0, -2, -2]]
     assert made.is_chain
 
 
-def test_an_empty_batch():
+def test_batch_may_be_empty():
     empty = torch.empty(0, dtype=torch.long)
     assert DraftTree.root(empty).tokens.shape == (0, 1)
     assert DraftTree.from_paths(empty, []).tokens.shape == (0, 1)
 
 
-def test_depths():
+def test_depths_count_links_to_the_root():
     made = tree([[7, 1, 2, 3, 4], [8, 1, 2, 3, 4]], [[-1, 0, 1, 0, -2], [-1, -2, 1, 0, 3]])
     assert made.depths == [[0, 1, 2, 1, -1], [0, -1, -1, 1, 2]]
 
 
-def test_branches():
+def test_branches_are_paths_to_leaves():
     rows = tree(
         [[7, 1, 2, 3, 4, 5], [8, 9, 9, 9, 9, 9], [8, 9, 1, 9, 9, 9]],
         [[-1, 0, 1, 0, 1, 3], [-1, -2, -2, -2, -2, -2], [-1, -2, 0, 1, -2, -2]],
@@ -119,13 +119,13 @@ def test_pruning_cuts_depth_and_unused_columns():
         (tree([[7.0, 1.0], [8.0, 1.0]], [[-1, 0], [-1, 0]]), "torch.float32"),
     ],
 )
-def test_a_broken_contract_is_named(made, message):
+def test_invalid_trees_are_refused(made, message):
     with pytest.raises(ValueError, match=message) as error:
         made.validated(ROOTS.tolist(), vocab_size=10, source="MyDrafter")
     assert "MyDrafter" in str(error.value)
 
 
-def test_an_inactive_node_may_carry_any_token():
+def test_inactive_node_may_have_any_token():
     made = tree([[7, 99], [8, 1]], [[-1, -2], [-1, 0]])
     assert made.validated(ROOTS.tolist(), 10, "x").pruned([5, 5]).tokens.tolist() == [
         [7, 0],
@@ -133,7 +133,7 @@ def test_an_inactive_node_may_carry_any_token():
     ]
 
 
-def test_tree_configs():
+def test_tree_configs_describe_their_trees():
     assert TreeConfig(depth=4).num_nodes == 5
     assert TreeConfig(depth=4).num_candidates == 4
     dynamic = TreeConfig(depth=5, top_k=6, num_nodes=26)
@@ -159,6 +159,6 @@ def test_tree_configs():
         ({"choices": ((0,), (1, 0))}, r"the path \(1, 0\) but not its parent \(1,\)"),
     ],
 )
-def test_tree_configs_that_make_no_tree(arguments, message):
+def test_invalid_tree_configs_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         TreeConfig(**arguments)

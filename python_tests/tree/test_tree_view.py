@@ -29,12 +29,12 @@ class Words:
         return WORDS[token]
 
 
-def test_render():
+def test_rendered_text_is_literal():
     assert TREE.render() == "0: 7\n├─ 1: 5\n│  ├─ 3: 8\n│  └─ 4: 9\n└─ 2: 6"
     assert TREE.render(row=1) == "0: 3"
 
 
-def test_render_with_texts_and_the_accepted_path():
+def test_rendered_text_may_show_words_and_the_accepted_path():
     drawn = TREE.render(Words(), path=torch.tensor([0, 1, 4, -1, -1, -1]))
     assert drawn.splitlines() == [
         "0: 'seven' ✓",
@@ -45,7 +45,7 @@ def test_render_with_texts_and_the_accepted_path():
     ]
 
 
-def test_render_below_a_last_child():
+def test_lines_below_a_last_child_are_not_connected():
     chain = DraftTree.chain(torch.tensor([1]), torch.tensor([[2, 3]]))
     assert chain.render(path=[0]) == "0: 1 ✓\n└─ 1: 2\n   └─ 2: 3"
 
@@ -60,7 +60,7 @@ def drawn(**kwargs):
     return labels, edges
 
 
-def test_plot():
+def test_plot_has_a_circle_per_node():
     labels, edges = drawn(path=[0, 1, 4])
     places = {token: text.get_position() for token, text in labels.items()}
     # leaves 8, 9, 6 one below the other, parents in the middle of their children
@@ -76,7 +76,7 @@ def test_plot():
     assert colors == {"7": green, "5": green, "9": green, "6": gray, "8": gray}
 
 
-def test_plot_of_a_root_and_into_given_axes():
+def test_root_can_be_plotted_into_given_axes():
     labels, edges = drawn(row=1, tokenizer=Words())
     assert list(labels) == ["'three'"] and not edges
     figure = Figure()
@@ -85,13 +85,13 @@ def test_plot_of_a_root_and_into_given_axes():
     assert not left.texts and len(right.texts) == 5
 
 
-def test_a_picture_can_be_saved(tmp_path):
+def test_plot_can_be_saved(tmp_path):
     TREE.plot(Words(), path=[0]).savefig(tmp_path / "tree.png")
     assert (tmp_path / "tree.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("draw", [TREE.render, TREE.plot])
-def test_what_the_tree_does_not_have(draw):
+def test_unknown_rows_and_paths_are_refused(draw):
     with pytest.raises(ValueError, match=r"row=2; the tree has rows 0 to 1"):
         draw(row=2)
     with pytest.raises(
@@ -100,7 +100,7 @@ def test_what_the_tree_does_not_have(draw):
         draw(path=[0, 9, 5])
 
 
-def test_without_matplotlib(monkeypatch):
+def test_missing_matplotlib_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"needs matplotlib, .*DraftTree.render\(\) draws"):
         TREE.plot()
