@@ -1,5 +1,4 @@
-"""``CombinedDrafter``: which drafter drafts for a row, models that draft in some steps only, lossless
-text."""
+"""``CombinedDrafter``: which drafter drafts for a row, models that draft in some steps, lossless text."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The specification of ``draft_head`` has the drafts of the heads' authors, and every option has an
-effect."""
+"""The specification of ``draft_head`` has the drafts of the heads' authors, and each option has an effect."""
 
 from __future__ import annotations
 

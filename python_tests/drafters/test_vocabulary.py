@@ -1,5 +1,4 @@
-"""A draft model with another tokenizer: which tokens are the same, and which the draft model reads and
-writes.
+"""A draft model with another tokenizer: which tokens are the same, read and drafted.
 
 Claims: tokens are matched one to one by role, by special string or by their bytes; a translated draft model
 is as good as the original; tokens without a counterpart are never drafted and are read as their text;

@@ -1,5 +1,4 @@
-"""``calibrate`` finds the layers and the feedback for which a head was made, and tells how much better they
-are.
+"""``calibrate`` finds the layers and the feedback for which a head was made.
 
 Heads are built, not trained: the ``fc`` of one is fitted to features of certain layers, and another one
 counts only if its normed output is fed back. Claims: from every neighbouring option the right one is found; a

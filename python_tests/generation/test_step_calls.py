@@ -1,6 +1,8 @@
-"""The overhead of a step on the CPU is bounded: the number of function calls, in Python and C, outside of the
-target's pass and the draft op. A step of a small model takes a millisecond, a call 0.1 to some
-microseconds."""
+"""A step on the CPU makes few function calls.
+
+Calls are counted in Python and C, outside of the target's pass and the draft op. A step of a small model
+takes a millisecond, a call 0.1 to some microseconds.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""transformers' ``pipeline("text-generation")``, with our hook or an installed model, is the plain one:
-texts, batches, chats.
+"""transformers' ``pipeline("text-generation")`` with our hook or an installed model is the plain one.
 
 Claim: equal output, greedy, on the bundled model and its tokenizer, with drafts that are partly right;
 sampled output does not depend on the drafter.

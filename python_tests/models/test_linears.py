@@ -1,5 +1,4 @@
-"""Row-invariant linears: the bits of a module's output for a token do not depend on the number of rows, and
-modules are unchanged after the pass."""
+"""Row-invariant linears: the bits of a token's output do not depend on the number of rows."""
 
 import threading
 

@@ -1,5 +1,4 @@
-"""RecurrentGemma, whose modules hold recurrent states: the package keeps states in caches, so calls are
-independent.
+"""RecurrentGemma, whose modules hold recurrent states: ours are in caches, so calls are independent.
 
 ``test_architectures.py`` compares text and logits with ``model.generate``.
 """

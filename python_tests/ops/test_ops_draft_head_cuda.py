@@ -1,5 +1,4 @@
-"""The CUDA kernel of ``draft_head``, emulated and on a GPU: many rows, long texts, 8-bit weights, numbers out
-of range, a buffer that is used by several launches.
+"""The CUDA kernel of ``draft_head``, emulated and on a GPU.
 
 Float32 drafts equal the specification's. The 8-bit weights here are numbers that 16 bits hold exactly, so the
 error is at most twice that of the specification, as with weights of 16 bits.

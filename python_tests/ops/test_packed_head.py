@@ -1,5 +1,4 @@
-"""Heads for the op ``draft_head``: 8-bit weights are the nearest ones, memory is reported, and the
-specification drafts what the op refuses."""
+"""Heads for the op ``draft_head``: 8-bit weights, memory, and what the specification drafts instead."""
 
 from __future__ import annotations
 

@@ -87,7 +87,10 @@ def test_wrong_drafts_cost_little(seconds, options, rows):
 def test_drafting_ends_when_drafts_turn_wrong_and_begins_when_they_turn_right():
     world = World(verify)
     for asked in (range(200), range(200, 400)):
-        chances = lambda row, at, asked=asked: [0.9 * (at in asked)] * 8  # noqa: E731
+
+        def chances(row, at, asked=asked):
+            return [0.9 * (at in asked)] * 8
+
         drafter = world.drafter(chances, head_cost, **CHAINS)
         forget(world.model)
         places = []
