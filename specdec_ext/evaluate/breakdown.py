@@ -21,11 +21,11 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import specdec_ext
 from specdec_ext import ops
 from specdec_ext.display import Summarised
 from specdec_ext.drafters import Drafter
 from specdec_ext.evaluate.machine import machine_line
+from specdec_ext.generation import generate
 from specdec_ext.loop import DecodingLoop
 from specdec_ext.models import Target
 from specdec_ext.models.passes.direct import DirectPass
@@ -186,7 +186,7 @@ def breakdown(
     with _measured(model, clock):
         for turn, prompt in enumerate([prompts[0], *prompts]):
             clock.begin()
-            out: Any = specdec_ext.generate(
+            out: Any = generate(
                 model, prompt, drafter=drafter, max_new_tokens=max_new_tokens, **kwargs
             )
             if turn > 0:

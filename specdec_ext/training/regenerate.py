@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import specdec_ext
+from specdec_ext.generation import generate
 from specdec_ext.preflight.inputs import regular_file
 from specdec_ext.training.batches import Example
 from specdec_ext.training.data import append_turn, chat_tokens
@@ -278,7 +278,7 @@ class _Writer:
             sampling = dict(
                 do_sample=True, temperature=self._temperature, top_k=0, top_p=1.0, seed=seeds
             )
-        output = specdec_ext.generate(
+        output = generate(
             self._target,
             tokens.to(self._target.device),
             attention_mask=mask.to(self._target.device),
