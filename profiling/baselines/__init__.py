@@ -1,0 +1,1 @@
+"""What benchmarks compare with and run on: ops and heads in PyTorch, and models with random weights."""

@@ -1,0 +1,1 @@
+"""Benchmarks: one runner, and a module of cases per question."""

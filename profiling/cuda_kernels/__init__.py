@@ -1,0 +1,1 @@
+"""What the compiled kernels and their schedule show without a GPU."""

@@ -1,0 +1,1 @@
+"""What one round of generation does."""

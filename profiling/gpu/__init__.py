@@ -1,0 +1,1 @@
+"""Checks and profiles on a GPU."""
