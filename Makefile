@@ -16,7 +16,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 NATIVE_SOURCES := $(shell find csrc -type f | LC_ALL=C sort)
 BUILD_SOURCES := setup.py pyproject.toml $(wildcard build_support/*.py)
-FORMATTED := $(filter %.h %.cuh %.cpp %.cu,$(NATIVE_SOURCES)) $(wildcard profiling/*.cu python_tests/helpers/*.c)
+FORMATTED := $(filter %.h %.cuh %.cpp %.cu,$(NATIVE_SOURCES)) $(wildcard profiling/gpu/*.cu python_tests/helpers/*.c)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest python_tests
 PARALLEL := -n $(WORKERS) --dist worksteal
 # The CUDA kernels, compiled for the host, run under AddressSanitizer and UBSan. The sanitizers' runtime must be
@@ -76,25 +76,25 @@ wheel: $(REQUIREMENTS) ## build a wheel in dist/ for all Python versions and, if
 	  --no-deps --wheel-dir dist .
 
 bench: $(BUILD) ## measure tokens per second of every drafter and Hugging Face, in float32 and bfloat16
-	$(BIN)/python profiling/bench_generate.py --dtype float32 $(ARGS)
-	$(BIN)/python profiling/bench_generate.py --dtype bfloat16 $(ARGS)
+	$(BIN)/python profiling generate --dtype float32 $(ARGS)
+	$(BIN)/python profiling generate --dtype bfloat16 $(ARGS)
 
 bench-goals: $(BUILD) ## measure all goals of speed and memory on this CPU; needs an idle machine
-	$(BIN)/python profiling/bench_goals.py $(ARGS)
+	$(BIN)/python profiling goals $(ARGS)
 
 bench-ops: $(BUILD) ## measure time and bandwidth of every op against PyTorch
-	$(BIN)/python profiling/bench_ops.py $(ARGS)
+	$(BIN)/python profiling ops $(ARGS)
 
 kernel-report: $(REQUIREMENTS) ## report registers, spills and occupancy of every kernel; needs nvcc
-	$(BIN)/python profiling/kernel_report.py $(ARGS)
+	$(BIN)/python profiling kernel-report $(ARGS)
 
 # Installs a gigabyte of compilers from the package index in build/toolchains.
 toolchains: $(REQUIREMENTS) ## compile every kernel with CUDA 12.4 to 13.5 for every architecture and check the code
-	$(BIN)/python profiling/toolchains $(ARGS)
+	$(BIN)/python profiling toolchains $(ARGS)
 
 # Uses the machine's own python3, because a machine with a GPU may have no access to a package index.
 gpu-check: ## run build, tests, sanitizer and benchmarks on this machine's GPU; ARGS=--dry-run prints the plan
-	$(PYTHON) profiling/gpu_check.py $(ARGS)
+	$(PYTHON) profiling gpu-check $(ARGS)
 
 # The training state is kept in build/bundled, so the next call resumes a run that was stopped.
 head: $(BUILD) ## train the bundled draft head from scratch; texts, then an hour on two cores; resumes

@@ -8,10 +8,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from draft_heads import cache_bytes, needed_bytes, random_head, widths
+from cuda_kernels.draft_schedule import cache_bytes, needed_bytes, widths
 from torch import Tensor
-from torch_draft_head import TorchHead
 
+from baselines.heads import random_head
+from baselines.torch_draft_head import TorchHead
 from specdec_ext import ops
 from specdec_ext.heads.config import DraftHead, HeadConfig
 from specdec_ext.heads.rope import rope_tables
@@ -112,10 +113,12 @@ class DraftCall:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes of the weights once per level and of the cache per row and level, for a 16-bit head."""
+        """Bytes of the weights once per level and of the cache per row and level."""
+        config, halves = self.random.config, self.random.embedding.element_size() // 2
         rows, depth = len(self.arguments[5]), len(widths(self.tree))
-        cache = rows * depth * cache_bytes(self.random.config, self.context + NEW)
-        return needed_bytes(self.random.config, self.tree, self.weights) + cache
+        cache = rows * depth * cache_bytes(config, self.context + NEW)
+        weights = needed_bytes(config, self.tree, self.weights)
+        return halves * cache + (halves if self.weights == "same" else 1) * weights
 
 
 def captured(run: Callable[[], Any]) -> Callable[[], None]:

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from draft_heads import head_config, random_head
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from baselines.heads import head_config, random_head
 from specdec_ext.heads.config import DraftHead
 
 POSITIONS = 8192

@@ -1,65 +1,62 @@
 """Measure tokens per second of Hugging Face's and our ways to generate, in turn.
 
-    python profiling/bench_generate.py                          # bundled models, float32, batch 1
-    python profiling/bench_generate.py --dtype bfloat16 --batch 1 --batch 4 --out build/bfloat16
-    python profiling/bench_generate.py --temperature 0.8        # sampled text repeats itself less
-    python profiling/bench_generate.py --prompts random         # unpredictable text
-    python profiling/bench_generate.py --target 135m --dtype bfloat16 --context 128 --context 2048
+    python profiling generate                            # bundled models, float32, batch 1
+    python profiling generate --dtype bfloat16 --batch 1 --batch 4 --out build/bfloat16
+    python profiling generate --temperature 0.8          # sampled text repeats itself less
+    python profiling generate --prompts random           # unpredictable text
+    python profiling generate --target 500m --context 128 --context 4096 --count 3 --acceptance 3.5
 
-Prints a table per batch size and context length; with ``--out`` also writes ``<out>.json`` and ``<out>.png``.
-Ratios compare medians over prompts with Hugging Face ``generate`` in the same run. Greedy texts are compared
-with Hugging Face's; where they differ, the first difference is classified as near-tie or bug.
+- Contestants continue every prompt in turn. The median of the calls with a prompt is used; ratios compare
+  medians over prompts with Hugging Face ``generate``. All texts have one length, because end-of-sequence
+  tokens are ignored. Tokens per second count the whole call, the prompt included.
+- In brackets: the 95 % interval of the ratio, by bootstrap over prompts. It shows how much prompts matter,
+  not what a busy machine does. The JSON also has Spec-Bench's speed-up (``ratio_of_means``).
+- Acceptance length counts the bonus token, over steps with a draft; emitted per step is over all steps.
+  Break-even is the cost of a step in steps of plain decoding: speculation pays if a step emits more.
+- Peak MiB is the peak of the process during a call, models included; on a GPU, the peak of its tensors.
+- Greedy texts are compared with Hugging Face's; the first difference is classified as near-tie or bug.
 
-The targets ``135m`` and ``500m`` and their heads have random weights: the benchmark measures *cost*, and
-acceptance is prescribed ("synthetic acceptance", :mod:`specdec_ext.evaluate.synthetic`).
+The targets 135m and 500m have the sizes of SmolLM2-135M and Qwen2.5-0.5B. They and their heads have random
+weights: the benchmark measures *cost*, and acceptance is prescribed ("synthetic acceptance",
+specdec_ext/evaluate/synthetic.py). The draft vocabulary has 8,192 and 16,384 tokens; it is most of a draft's
+cost.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
-from enum import Enum
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
-from random_targets import SHAPES, head_of, random_head_of, random_prompts, random_target
+from baselines.random_targets import (
+    SHAPES,
+    random_head_of,
+    random_prompts,
+    random_target,
+)
 from rich.console import Console
 
 import specdec_ext
+from bench.runner import parse, parser
 from specdec_ext import assets
 from specdec_ext.evaluate import benchmark
 from specdec_ext.evaluate.benchmark import HF, HF_ASSISTED, HF_LOOKUP, PLAIN, Contestant, Prompt
 from specdec_ext.evaluate.synthetic import constant_acceptance
 
+BUNDLED, PYTHON, RANDOM = "bundled", "python", "random"
 RANDOM_LENGTH = 128  # tokens of random prompts for the bundled target
 AUTO, HEAD = "specdec auto", "specdec head"
 ADVERSARY = "specdec adversary"  # a head's drafts, in which each token is replaced by a wrong one
-
-
-class Target(str, Enum):
-    """Target models."""
-
-    bundled = "bundled"
-    small = "135m"
-    large = "500m"
-
-
-class Text(str, Enum):
-    """Kinds of prompts for the bundled target."""
-
-    python = "python"
-    random = "random"
-
 
 # Makes a contestant for a list of prompts; some contestants need the plain text of the prompts first.
 Maker = Callable[[list[Prompt]], Contestant]
 
 
 def bundled_contestants(target: Any, draft: Any, shared: dict[str, Any]) -> dict[str, Maker]:
-    """Makers by name. The adversary uses the bundled head, or a random one if there is none."""
-    head = assets.load_head() if (assets.FOLDER / "tiny-python-head").is_dir() else None
+    """Makers by name."""
+    head = specdec_ext.HeadDrafter(assets.load_head())
 
     def ours(drafter: Any, **keywords: Any) -> Maker:
         return lambda prompts: benchmark.ours(target, drafter, shared, **keywords)
@@ -67,31 +64,22 @@ def bundled_contestants(target: Any, draft: Any, shared: dict[str, Any]) -> dict
     def theirs(**keywords: Any) -> Maker:
         return lambda prompts: benchmark.hugging_face(target, shared, **keywords)
 
+    ngram, model = specdec_ext.NgramDrafter(), specdec_ext.DraftModelDrafter(draft)
     return {
         HF: theirs(),
         HF_LOOKUP: theirs(prompt_lookup_num_tokens=benchmark.LOOKUP_TOKENS),
         HF_ASSISTED: theirs(assistant_model=draft),
         PLAIN: ours(None),
         AUTO: ours("auto"),
-        ADVERSARY: lambda prompts: benchmark.synthetic(
-            target, specdec_ext.HeadDrafter(head or head_of(target)), [0.0] * 8, prompts, shared
-        ),
-        **({HEAD: ours(specdec_ext.HeadDrafter(head))} if head else {}),
-        **(
-            {f"{HEAD}, fixed": ours(specdec_ext.HeadDrafter(head), speculation="fixed")}
-            if head
-            else {}
-        ),
+        ADVERSARY: lambda prompts: benchmark.synthetic(target, head, [0.0] * 8, prompts, shared),
+        HEAD: ours(head),
+        f"{HEAD}, fixed": ours(head, speculation="fixed"),
         "specdec n-gram": ours("ngram"),
         "specdec n-gram tree": ours(specdec_ext.NgramDrafter(num_draft_tokens=12, num_branches=3)),
         "specdec suffix": ours("suffix"),
         "specdec lookahead": ours("lookahead"),
         "specdec draft model": ours(draft),
-        "specdec n-gram + draft model": ours(
-            specdec_ext.CombinedDrafter(
-                specdec_ext.NgramDrafter(), specdec_ext.DraftModelDrafter(draft)
-            )
-        ),
+        "specdec n-gram + draft model": ours(specdec_ext.CombinedDrafter(ngram, model)),
     }
 
 
@@ -127,11 +115,10 @@ def chosen(makers: dict[str, Maker], names: list[str], batch: int) -> tuple[list
     """Names of the contestants that take part; for each other requested one, why it does not.
 
     Raises:
-        typer.BadParameter: for an unknown name.
+        SystemExit: for an unknown name.
     """
-    unknown = sorted(set(names) - set(makers))
-    if unknown:
-        raise typer.BadParameter(f"no contestant {unknown}; there are {list(makers)}")
+    if unknown := sorted(set(names) - set(makers)):
+        raise SystemExit(f"--contestant: no contestant {unknown}; there are {list(makers)}")
     asked = [name for name in makers if not names or name in names or name == HF]
     single = {HF_LOOKUP, HF_ASSISTED} if batch > 1 else set()
     return (
@@ -144,82 +131,75 @@ def chosen(makers: dict[str, Maker], names: list[str], batch: int) -> tuple[list
     )
 
 
-def bundled_prompts(text: Text, count: int, batch: int, vocab_size: int) -> list[Prompt]:
-    if text is Text.random:
+def bundled_prompts(text: str, count: int, batch: int, vocab_size: int) -> list[Prompt]:
+    if text == RANDOM:
         return random_prompts(vocab_size, batch, RANDOM_LENGTH, count)
     texts = [prompt["prompt"] for prompt in assets.held_out_prompts()[: max(count, batch)]]
     return benchmark.batches(assets.load_tokenizer(), texts, batch)
 
 
-def main(
-    target: Target = Target.bundled,
-    dtype: str = "float32",
-    batch: Annotated[list[int], typer.Option(help="may be repeated")] = [1],  # noqa: B006
-    context: Annotated[
-        list[int],
-        typer.Option(help="tokens per prompt, for targets with random weights; may be repeated"),
-    ] = [128],  # noqa: B006
-    text: Annotated[
-        Text, typer.Option("--prompts", help="kind of prompts for the bundled target")
-    ] = Text.python,
-    count: Annotated[int, typer.Option(help="number of prompts")] = 10,
-    max_new_tokens: int = 128,
-    temperature: Annotated[float, typer.Option(help="sampling temperature; 0: greedy")] = 0.0,
-    contestant: Annotated[
-        list[str], typer.Option(help="run only this one and HF generate; may be repeated")
-    ] = [],  # noqa: B006
-    acceptance: Annotated[
-        list[float],
-        typer.Option(
-            help="synthetic mean acceptance length, for targets with random weights; may be repeated"
-        ),
-    ] = [3.5],  # noqa: B006
-    depth: Annotated[
-        int, typer.Option(help="length of the chains, for targets with random weights")
-    ] = 7,
-    repeats: Annotated[int, typer.Option(help="calls per prompt, of which the median is used")] = 3,
-    out: Annotated[Path | None, typer.Option(help="write OUT.json and OUT.png")] = None,
-) -> None:
-    shared = benchmark.generation_kwargs(max_new_tokens, temperature)
-    kind, settings = getattr(torch, dtype), {"target": target.value}
-    draft = None
-    if target is Target.bundled:
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    given = parser(
+        __doc__, 3, "calls per prompt, of which the median is used", "OUT.json and OUT.png"
+    )
+    many: dict[str, Any] = {"action": "append", "default": []}
+    given.add_argument("--target", choices=(BUNDLED, *SHAPES), default=BUNDLED)
+    given.add_argument("--dtype", default="float32")
+    given.add_argument("--batch", type=int, **many, help="default 1; may be repeated")
+    given.add_argument("--count", type=int, default=10, help="number of prompts (default 10)")
+    given.add_argument("--max-new-tokens", type=int, default=128)
+    given.add_argument("--temperature", type=float, default=0.0, help="0, the default: greedy")
+    given.add_argument("--contestant", **many, help="only this and HF generate; may be repeated")
+    given.add_argument(
+        "--prompts", choices=(PYTHON, RANDOM), default=PYTHON, help="of the bundled target"
+    )
+    others = given.add_argument_group("targets with random weights")
+    others.add_argument("--context", type=int, **many, help="tokens per prompt (128); repeatable")
+    others.add_argument(
+        "--acceptance", type=float, **many, help="mean acceptance length (3.5); may be repeated"
+    )
+    others.add_argument("--depth", type=int, default=7, help="length of the chains (default 7)")
+    return parse(given, arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parsed(arguments)
+    shared = benchmark.generation_kwargs(options.max_new_tokens, options.temperature)
+    kind, settings = getattr(torch, options.dtype), {"target": options.target}
+    is_bundled = options.target == BUNDLED
+    if is_bundled:
         model, draft = assets.load_target(kind), assets.load_draft(kind)
-        makers = bundled_contestants(model, draft, shared)
-        settings["text"] = text.value
+        models, makers = [model, draft], bundled_contestants(model, draft, shared)
+        settings["text"] = options.prompts
     else:
-        model = random_target(target.value, kind)
-        makers = random_contestants(target.value, model, shared, acceptance, depth)
-        settings["head's vocabulary"] = str(SHAPES[target.value][2])
+        model, lengths = random_target(options.target, kind), options.acceptance or [3.5]
+        models = [model]
+        makers = random_contestants(options.target, model, shared, lengths, options.depth)
+        settings["head's vocabulary"] = str(SHAPES[options.target][2])
     console = Console(width=150, highlight=False)
     reports = []
-    for rows in batch:
-        names, left_out = chosen(makers, contestant, rows)
-        for length in context if target is not Target.bundled else [None]:
+    for rows in options.batch or [1]:
+        names, left_out = chosen(makers, options.contestant, rows)
+        for length in [None] if is_bundled else options.context or [128]:
+            vocab_size = model.config.vocab_size
             if length is None:
-                prompts = bundled_prompts(text, count, rows, model.config.vocab_size)
+                prompts = bundled_prompts(options.prompts, options.count, rows, vocab_size)
             else:
-                prompts = random_prompts(model.config.vocab_size, rows, length, count)
+                prompts = random_prompts(vocab_size, rows, length, options.count)
                 settings["context"] = str(length)
-            with benchmark.endless(model, *([draft] if draft else [])):
+            with benchmark.endless(*models):
                 contestants = {name: makers[name](prompts) for name in names}
                 report = benchmark.race(
-                    model, contestants, prompts, shared, repeats, settings=settings
+                    model, contestants, prompts, shared, options.repeats, settings=settings
                 )
             report.left_out = left_out
-            if target is Target.bundled and HEAD not in makers:
-                report.left_out[HEAD] = "the bundled target has no head"
             console.print(*report.tables(), sep="\n")
             for note in report.notes():
                 console.print(note)
             reports.append(report)
     console.print(reports[0].machine)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         records = [report.record() for report in reports]
-        out.with_suffix(".json").write_text(json.dumps(records, indent=1) + "\n")
-        benchmark.plot(reports, out.with_suffix(".png"))
-
-
-if __name__ == "__main__":
-    typer.run(main)
+        options.out.with_suffix(".json").write_text(json.dumps(records, indent=1) + "\n")
+        benchmark.plot(reports, options.out.with_suffix(".png"))

@@ -1,4 +1,4 @@
-"""Benchmark cases: every op with realistic inputs, for ``bench_ops.py`` and ``gpu_check.py``.
+"""Every op with realistic inputs, for ``ops.py`` and the GPU check.
 
 A ``Case`` is one row of the benchmark. ``Case.make`` returns its ``Work``: the arguments on a device, the
 same computation in PyTorch, and the bytes that the op must move.
@@ -6,17 +6,17 @@ same computation in PyTorch, and the bytes that the op must move.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
-import torch_ops
-from draft_calls import DraftCall, RandomHead
-from draft_heads import head_config
+from baselines import torch_ops
+from baselines.draft_calls import DraftCall, RandomHead
+from baselines.heads import head_config
+from baselines.torch_ops import LEVELS
 from torch import Tensor
-from torch_ops import LEVELS
 
 from specdec_ext import ops
 from specdec_ext.heads.config import HeadConfig
@@ -58,11 +58,15 @@ class Work:
         baseline: the same computation in PyTorch, as a function without arguments.
         moved_bytes: bytes moved if every needed input is read once and every output is written once. An op
             that reads less, such as verify_match on the CPU, can exceed 100 % of the bandwidth.
+        agree: whether the op's result and the baseline's are the same, as far as both compute them.
+        changed: tensors that both change in place; these are compared instead of the results.
     """
 
     arguments: tuple[Any, ...]
     baseline: Callable[[], Any]
     moved_bytes: int
+    agree: Callable[[Any, Any], bool]
+    changed: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,15 @@ class Case:
     def run(self, arguments: Iterable[Any]) -> Any:
         return getattr(ops, self.function)(*arguments, **self.keywords(self.model))
 
+    def agrees(self, device: torch.device) -> bool:
+        """Whether op and baseline agree on little data; drafts by a head are compared in float32."""
+        case = self.reduced()
+        if case.function == "draft_head":
+            case = replace(case, dtype=torch.float32)
+        ours, theirs = case.make(device, seed=3), case.make(device, seed=3)
+        result, expected = case.run(ours.arguments), theirs.baseline()
+        return ours.agree(ours.changed or result, theirs.changed or expected)
+
 
 class Inputs:
     """Seeded tensors on one device."""
@@ -164,10 +177,25 @@ def bytes_of(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def equal(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
+    return all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+def close(ours: Tensor, theirs: Tensor) -> bool:
+    """Equal except for the rounding of bfloat16."""
+    return torch.allclose(ours.float(), theirs.float(), rtol=2e-2, atol=2e-2)
+
+
 def tree_mask(case: Case, inputs: Inputs) -> Work:
     arguments = (inputs.parents(case.batch, case.nodes), inputs.rows(case.batch)[0])
     outputs = ops.tree_mask(*arguments)
-    return Work(arguments, lambda: torch_ops.tree_mask(*arguments), bytes_of(*arguments, *outputs))
+
+    def agree(ours: Any, theirs: Any) -> bool:
+        bits = ours.ancestors[..., :1] >> torch.arange(case.nodes, device=inputs.device)
+        return equal(((bits & 1).bool(), *ours[1:]), theirs)
+
+    moved = bytes_of(*arguments, *outputs)
+    return Work(arguments, lambda: torch_ops.tree_mask(*arguments), moved, agree)
 
 
 def build_dynamic_tree(case: Case, inputs: Inputs) -> Work:
@@ -190,6 +218,7 @@ def build_dynamic_tree(case: Case, inputs: Inputs) -> Work:
         arguments,
         lambda: torch_ops.build_dynamic_tree(*arguments),
         bytes_of(*arguments[:4]) + 3 * 8 * case.batch * case.nodes,
+        lambda ours, theirs: equal((*ours[:2], ours[2][:, 1:]), theirs),
     )
 
 
@@ -201,9 +230,16 @@ def verify_match(stochastic: bool) -> Callable[[Case, Inputs], Work]:
         flags = inputs.full(stochastic, case.batch, dtype=torch.bool)
         counters = inputs.full(0, case.batch, dtype=torch.int32)
         arguments = (logits, tokens, parents, *inputs.rows(case.batch), flags, counters)
-        return Work(arguments, lambda: baseline(*arguments), bytes_of(logits))
+        return Work(arguments, lambda: baseline(*arguments), bytes_of(logits), accepts_the_planted)
 
     return build
+
+
+def accepts_the_planted(ours: Any, theirs: tuple[Iterable[int], Iterable[int]]) -> bool:
+    """Whether both accept what :func:`verification_inputs` has planted, and emit the same next token."""
+    accepted, token = ([*map(int, each)] for each in theirs)
+    same = (ours.num_accepted.tolist(), ours.next_token.tolist()) == (accepted, token)
+    return same and set(accepted) == {ACCEPTED} and not ours.status.any()
 
 
 def verification_inputs(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -229,7 +265,8 @@ def verify_sampled_draft(rule: str) -> Callable[[Case, Inputs], Work]:
         draft[rows, parents[:, 1:], tokens[:, 1:]] = 0.1
         draft /= draft.sum(-1, keepdim=True)
         arguments = (logits, draft, tokens, parents, *inputs.rows(case.batch))
-        return Work(arguments, lambda: baseline(*arguments), bytes_of(logits, draft))
+        moved = bytes_of(logits, draft)
+        return Work(arguments, lambda: baseline(*arguments), moved, accepts_the_planted)
 
     return build
 
@@ -244,9 +281,8 @@ def sample_filter(case: Case, inputs: Inputs) -> Work:
         inputs.full(0.95, rows, dtype=torch.float32),
         inputs.full(0.02, rows, dtype=torch.float32),
     )
-    return Work(
-        arguments, lambda: torch_ops.sample_filter(*arguments), bytes_of(logits) + 4 * rows * vocab
-    )
+    moved = bytes_of(logits) + 4 * rows * vocab
+    return Work(arguments, lambda: torch_ops.sample_filter(*arguments), moved, torch.allclose)
 
 
 def kv_compact(case: Case, inputs: Inputs) -> Work:
@@ -266,6 +302,8 @@ def kv_compact(case: Case, inputs: Inputs) -> Work:
         (caches, path, accepted, *places, page_table),
         lambda: torch_ops.kv_compact(caches, path[:, :MOVED], *places, page_table),
         2 * case.batch * MOVED * len(caches) * row,
+        equal,
+        caches,
     )
 
 
@@ -284,6 +322,7 @@ def tree_attention(case: Case, inputs: Inputs) -> Work:
         (query, key, value, ancestors, *places, page_table),
         lambda: torch_ops.tree_attention(query, key, value, mask, page_table, **scale),
         bytes_of(query, query) + 2 * batch * (prefix + nodes) * bytes_of(key[:1, :, 0]),
+        close,
     )
 
 
@@ -299,6 +338,7 @@ def linear(case: Case, inputs: Inputs) -> Work:
         (rows, weight, None),
         lambda: torch_ops.linear(rows, weight),
         bytes_of(rows, weight) + case.dtype.itemsize * case.nodes * model.intermediate,
+        close,
     )
 
 
@@ -315,7 +355,7 @@ def draft_tree(case: Case) -> TreeConfig:
     return TreeConfig(depth=case.nodes - 1)
 
 
-@lru_cache(maxsize=1)  # memory has room for only one of the largest heads
+@lru_cache(maxsize=2)  # memory has room for few of the largest heads
 def draft_model(name: str, dtype: torch.dtype, device: torch.device) -> RandomHead:
     """A head with random weights, which do not depend on the case's seed."""
     return RandomHead(draft_config(name), dtype, device)
@@ -332,7 +372,12 @@ def draft_head(case: Case, inputs: Inputs) -> Work:
         kind if kind in ("int8", "float8") else "same",
         int(inputs.generator.initial_seed()),
     )
-    return Work(call.arguments, call.theirs, call.needed_bytes)
+    is_exact = call.weights == "same" and case.dtype == torch.float32
+
+    def agree(ours: Any, theirs: Any) -> bool:
+        return not is_exact or equal(ours[:2], theirs)
+
+    return Work(call.arguments, call.theirs, call.needed_bytes, agree)
 
 
 def phase_launches(model: Model) -> dict[str, bool]:

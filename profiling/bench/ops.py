@@ -1,122 +1,100 @@
 """Measure time and bandwidth of every op with cold caches, and compare with PyTorch.
 
-    python profiling/bench_ops.py                                    # all ops of this build, best device
-    python profiling/bench_ops.py --device cpu --op verify_match --op linear
-    python profiling/bench_ops.py --device cuda --compile --cupy --out profiling/results/ops_h200
+    python profiling ops                                    # all ops of this build, best device
+    python profiling ops --device cpu --threads 1 --op verify_match --op linear
+    python profiling ops --device cuda --compile --cupy --out profiling/results/ops_h200
 
-GB/s counts every needed input read once and every output written once; %copy and %read are its shares of the
-best copy and read bandwidth measured in the same run. ``vs read`` is the time in which PyTorch reads the same
-number of bytes divided by the op's time; the two are measured in turn, so other work on the machine affects
-both. An op that does not read everything, such as verify_match on the CPU, can exceed 100 %. ``--cupy``
-measures once more, with warm caches, with CuPy's benchmark helper and with our timer, to check the timer.
-The only dependency is torch.
+- Caches are flushed before every call: an op meets its inputs after a forward pass has streamed the weights
+  of a model through the cache. On the CPU the code, Python's included, is warmed up again on small inputs.
+- GB/s counts every needed input read once and every output written once; %copy and %read are its shares of
+  the best copy and read bandwidth of the same run. On the CPU, verify_match reads visited nodes only and
+  passes 100 %: 200 %read is half the time of one read pass over all logits.
+- "vs read" is the time in which PyTorch reads as many bytes, over the op's; "vs torch" is the time of the
+  formulation in baselines/torch_ops.py over the op's, with its 95 % interval. They take turns with the op,
+  so other work on the machine affects all of them.
+- A machine that does other work shows it in p90 first. Compare p10 then, or wait.
+- --cupy measures once more with warm caches, by CuPy's benchmark helper and by our timer: they should agree.
+
+The only dependency is torch. The cases are the table at the end of op_cases.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import json
+import statistics
 import sys
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from bench_cases import CASES, OPS, Case, Work
-from text_table import format_table
-from timing import Bandwidth, Stopwatch
 
+from bench.op_cases import CASES, OPS
+from bench.op_cases import Case as OpCase
+from bench.runner import OURS, Case, Results, Row, measure_all, parse, table_parser
+from bench.stopwatch import Stopwatch
 from specdec_ext.evaluate.machine import machine_line
 
-TEXT = ("op", "case", "dtype")
 # Not compiled: the PyTorch form of verify_recursive runs on the host, and that of draft_head has hundreds of
-# operations (bench_draft_head_cuda.py measures them as a CUDA graph).
+# operations (draft_head.py measures them as a CUDA graph).
 UNCOMPILED = ("verify_recursive", "draft_head")
 CPU_SECONDS = 4.0  # time limit per case; the table shows the number of calls made
+KEY = ("op", "case", "dtype", "batch", "nodes")
+COLUMNS = {
+    **{name: f"{{{name}}}" for name in (*KEY, "calls")},
+    "median": "{ours_us:.1f}",
+    "p10": "{ours_p10_us:.1f}",
+    "p90 us": "{ours_p90_us:.1f}",
+    "GB/s": "{gb_per_s:.0f}",
+    "%copy": "{copy_percent:.0f}",
+    "%read": "{read_percent:.0f}",
+    "vs read": "{vs_read:.2f}x",
+    "vs torch": "{vs_torch:.1f}x",
+    "95 %": "{vs_torch_95[0]:.1f}-{vs_torch_95[1]:.1f}",
+}
+COMPILE_COLUMNS = {"vs compile": "{vs_compile:.1f}x"}
+CUPY_COLUMNS = {"warm": "{warm_us:.1f}", "cupy us": "{cupy_us:.1f}"}
 
 
-def measure(
-    case: Case, work: Work, stopwatch: Stopwatch, options: argparse.Namespace
-) -> dict[str, Any]:
-    """Measure a case and return its row of the table."""
+def prepared(case: OpCase, stopwatch: Stopwatch, options: argparse.Namespace) -> Case:
+    """The calls of a case: the op, its formulation in PyTorch, and a read of as many bytes."""
+    work = case.make(stopwatch.device)
 
     def ours() -> Any:
         return case.run(work.arguments)
 
-    contestants = {
-        "ours": ours,
-        "torch": work.baseline,
-        "read": stopwatch.reader(work.moved_bytes),
-    }
-    compiled = options.compile and case.function not in UNCOMPILED
-    if compiled:
-        contestants["compile"] = torch.compile(work.baseline)
+    calls = {OURS: ours, "torch": work.baseline, "read": stopwatch.reader(work.moved_bytes)}
+    if options.compile and case.function not in UNCOMPILED:
+        calls["compile"] = torch.compile(work.baseline)
     primers = None
     if options.device == "cpu":
         small = case.reduced().make(stopwatch.device)
-        primers = dict.fromkeys(contestants, small.baseline)
-        primers["ours"] = lambda: case.run(small.arguments)
-    times = stopwatch.time(contestants, options.repeats, primers=primers, seconds=options.seconds)
-    median = times["ours"].median
-    row: dict[str, Any] = {
-        "op": case.op,
-        "case": case.label,
-        "dtype": str(case.dtype).removeprefix("torch."),
-        "batch": case.batch,
-        "nodes": case.nodes,
-        "calls": len(times["ours"].calls),
-        "median_us": median,
-        "p10_us": times["ours"].quantile(0.1),
-        "p90_us": times["ours"].quantile(0.9),
-        "gb_per_s": work.moved_bytes / median / 1e3,
-        "torch_us": times["torch"].median,
-        "read_us": times["read"].median,
-    }
-    if compiled:
-        row["compile_us"] = times["compile"].median
-    if options.cupy:
-        warm = stopwatch.time({"ours": ours}, options.repeats, warm=True)["ours"]
-        row |= {"warm_us": warm.median, "cupy_us": cupy_median(ours, options.repeats)}
-    return row
+        primers = dict.fromkeys(calls, small.baseline)
+        primers[OURS] = lambda: case.run(small.arguments)
 
+    def by_cupy() -> Row:
+        warm = stopwatch.time({OURS: ours}, options.repeats, warm=True)[OURS]
+        return {
+            "warm_us": statistics.median(warm),
+            "cupy_us": cupy_median(ours, options.repeats),
+        }
 
-def add_shares(rows: list[dict[str, Any]], bandwidth: Bandwidth) -> None:
-    for row in rows:
-        row["copy_percent"] = 100 * row["gb_per_s"] / bandwidth.copy
-        row["read_percent"] = 100 * row["gb_per_s"] / bandwidth.read
+    dtype = str(case.dtype).removeprefix("torch.")
+    key = dict(zip(KEY, (case.op, case.label, dtype, case.batch, case.nodes), strict=True))
+    more = by_cupy if options.cupy else dict
+    device = stopwatch.device
+    return Case(key, calls, work.moved_bytes, lambda: case.agrees(device), primers, more)
 
 
 def cupy_median(run: Any, repeats: int) -> float:
     from cupyx.profiler import benchmark
 
     times = benchmark(run, n_repeat=repeats, n_warmup=3).gpu_times[0]
-    return 1e6 * float(sorted(times.tolist())[len(times) // 2])
-
-
-def table(rows: Iterable[dict[str, Any]], options: argparse.Namespace) -> str:
-    header = ["op", "case", "dtype", "batch", "nodes", "calls", "median", "p10", "p90 us"]
-    header += ["GB/s", "%copy", "%read", "vs read", "vs torch"]
-    header += ["vs compile"] if options.compile else []
-    header += ["warm", "cupy us"] if options.cupy else []
-    lines = []
-    for row in rows:
-        line = [str(row[name]) for name in ("op", "case", "dtype", "batch", "nodes", "calls")]
-        line += [f"{row[name]:.1f}" for name in ("median_us", "p10_us", "p90_us")]
-        line += [f"{row[name]:.0f}" for name in ("gb_per_s", "copy_percent", "read_percent")]
-        line += [f"{row['read_us'] / row['median_us']:.2f}x"]
-        line += [f"{row['torch_us'] / row['median_us']:.1f}x"]
-        if options.compile:
-            known = "compile_us" in row
-            line += [f"{row['compile_us'] / row['median_us']:.1f}x" if known else "-"]
-        line += [f"{row[name]:.1f}" for name in ("warm_us", "cupy_us")] if options.cupy else []
-        lines.append(line)
-    return format_table(header, lines, left=TEXT)
+    return 1e6 * statistics.median(times.tolist())
 
 
 def chosen_cases(
     names: list[str], models: list[str], device: str, largest: bool = False
-) -> tuple[list[Case], list[str]]:
+) -> tuple[list[OpCase], list[str]]:
     """The cases to run, and the ops that are left out because this build does not have them.
 
     Args:
@@ -146,65 +124,37 @@ def chosen_cases(
     return [case for case in cases if case.is_built], missing
 
 
-def write(out: Path, rows: list[dict[str, Any]], report: dict[str, Any]) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps({**report, "rows": rows}, indent=1) + "\n")
-    with out.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(
-            file, fieldnames=dict.fromkeys(name for row in rows for name in row)
-        )
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    given = table_parser(__doc__, 100, "calls per case, at least 5")
     best = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=best)
-    parser.add_argument("--op", action="append", default=[], help="may be repeated")
-    parser.add_argument("--model", action="append", default=[], help="may be repeated")
-    parser.add_argument("--largest", action="store_true", help="only the largest case per op")
-    parser.add_argument("--repeats", type=int, default=100, help="calls per case, at least 5")
-    parser.add_argument("--threads", type=int, help="threads of the CPU ops and of torch")
-    parser.add_argument("--compile", action="store_true", help="also compare with torch.compile")
-    parser.add_argument("--cupy", action="store_true", help="check the timer against CuPy's")
-    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.csv")
-    options = parser.parse_args(arguments)
+    given.add_argument("--device", choices=("cpu", "cuda"), default=best)
+    given.add_argument("--op", action="append", default=[], help="may be repeated")
+    given.add_argument("--model", action="append", default=[], help="may be repeated")
+    given.add_argument("--largest", action="store_true", help="only the largest case per op")
+    given.add_argument("--compile", action="store_true", help="also compare with torch.compile")
+    given.add_argument("--cupy", action="store_true", help="check the timer against CuPy's")
+    options = parse(given, arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda needs a GPU and a CUDA build of torch; use --device cpu")
+        given.error("--device cuda needs a GPU and a CUDA build of torch; use --device cpu")
     if options.cupy and options.device != "cuda":
-        parser.error("--cupy times CUDA work; use it with --device cuda")
-    options.seconds = CPU_SECONDS if options.device == "cpu" else float("inf")
+        given.error("--cupy times CUDA work; use it with --device cuda")
     return options
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    cases, missing = chosen_cases(options.op, options.model, options.device, options.largest)
-    device = torch.device(options.device)
-    stopwatch = Stopwatch(device)
-    machine = machine_line(device)
-    print(machine)
-    before = stopwatch.bandwidth()
-    rows = []
-    for case in cases:
-        print(f"{case.op} {case.label} ...", file=sys.stderr)
-        rows.append(measure(case, case.make(device), stopwatch, options))
-    # Measured before and after, because other work on the machine may slow down one of the two.
-    bandwidth = before.best(stopwatch.bandwidth())
-    add_shares(rows, bandwidth)
-    print(f"copy {bandwidth.copy:.0f} GB/s, read {bandwidth.read:.0f} GB/s")
+    options = parsed(arguments)
+    chosen, missing = chosen_cases(options.op, options.model, options.device, options.largest)
+    stopwatch = Stopwatch(torch.device(options.device))
+    machine = machine_line(stopwatch.device)
+
+    def cases() -> Iterator[Case]:
+        for each in chosen:
+            yield prepared(each, stopwatch, options)
+
+    seconds = CPU_SECONDS if options.device == "cpu" else float("inf")
+    rows, bandwidth = measure_all(cases(), stopwatch, options.repeats, seconds=seconds)
     if missing:
         print(f"not in this build: {' '.join(missing)}")
-    print(table(rows, options))
-    if options.out and rows:
-        speeds = {"copy_gb_per_s": bandwidth.copy, "read_gb_per_s": bandwidth.read}
-        write(options.out, rows, {"machine": machine, **speeds, "not_built": missing})
-
-
-if __name__ == "__main__":
-    main()
+    columns = COLUMNS | (COMPILE_COLUMNS if options.compile else {})
+    columns |= CUPY_COLUMNS if options.cupy else {}
+    Results("Ops", machine, columns, KEY, rows, bandwidth).publish(options.out, options.add)

@@ -3,48 +3,23 @@
 Before every timed call a buffer several times as large as the last-level cache is read, so that the call's
 inputs come from memory. Reading leaves no dirty lines whose write-back would slow the call. On the CPU the
 flush also evicts the code of Python and the op, so the same code then runs once on small inputs ("primers").
-Contestants alternate call by call, so that other work on the machine affects all of them.
+Calls take turns (:func:`specdec_ext.evaluate.measuring.take_turns`). On a GPU, times are measured between
+CUDA events.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-Run = Callable[[], Any]
+from specdec_ext.evaluate.measuring import Call, take_turns, wall_seconds
+
 CACHES = 4  # size of the flush buffer, in last-level caches
-LARGE = 256 << 20  # bytes of the buffers that measure bandwidth
-
-
-@dataclass(frozen=True)
-class Times:
-    """Microseconds of each call."""
-
-    calls: list[float]
-
-    def quantile(self, share: float) -> float:
-        return sorted(self.calls)[round(share * (len(self.calls) - 1))]
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.calls)
-
-
-@dataclass(frozen=True)
-class Bandwidth:
-    """GB/s of the device: ``copy`` counts bytes read plus bytes written, ``read`` bytes read."""
-
-    copy: float
-    read: float
-
-    def best(self, other: Bandwidth) -> Bandwidth:
-        return Bandwidth(max(self.copy, other.copy), max(self.read, other.read))
+LARGE = {"cpu": 256 << 20, "cuda": 1 << 30}  # bytes of the buffers that measure bandwidth
+WARM_UPS = 3  # calls of each contestant before the first timed one
 
 
 class Stopwatch:
@@ -60,7 +35,7 @@ class Stopwatch:
     def cool(self) -> None:
         torch.sum(self._buffer, dim=0, out=self._sum)
 
-    def reader(self, size: int) -> Run:
+    def reader(self, size: int) -> Call:
         """A call that reads ``size`` bytes; its time is the best possible for an op that reads as much."""
         source = torch.ones(max(1, size // 4), device=self.device)
         result = torch.empty((), device=self.device)
@@ -68,71 +43,71 @@ class Stopwatch:
 
     def time(
         self,
-        contestants: Mapping[str, Run],
+        calls: Mapping[str, Call],
         repeats: int,
         *,
-        primers: Mapping[str, Run] | None = None,
+        primers: Mapping[str, Call] | None = None,
         warm: bool = False,
         seconds: float = float("inf"),
-    ) -> dict[str, Times]:
-        """Times of alternating calls, after three warm-up calls of each contestant.
+    ) -> dict[str, list[float]]:
+        """Microseconds of calls that take turns, after ``WARM_UPS`` calls of each.
 
         Args:
-            contestants: name -> call.
-            repeats: calls of each contestant, at least 5.
-            primers: for each contestant, its code on small inputs, run after the caches are flushed.
+            calls: name -> call.
+            repeats: timed calls of each, at least 5.
+            primers: for each call, its code on small inputs, run after the caches are flushed.
             warm: do not flush the caches.
-            seconds: stop when this much time has passed, but not before 5 calls of each contestant.
+            seconds: stop when this much time has passed, but not before 5 turns.
         """
-        for run in contestants.values():
-            for _ in range(3):
-                run()
-        measure = self._events if self.device.type == "cuda" else self._clock
-        times: dict[str, list[Any]] = {name: [] for name in contestants}
-        began = time.perf_counter()
-        for repeat in range(repeats):
-            if repeat >= 5 and time.perf_counter() - began > seconds:
-                break
-            for name, run in contestants.items():
-                if not warm:
-                    self.cool()
-                if primers:
-                    primers[name]()
-                times[name].append(measure(run))
-        if self.device.type == "cuda":
+        for call in calls.values():
+            for _ in range(WARM_UPS):
+                call()
+        on_gpu = self.device.type == "cuda"
+
+        def measure(name: str, call: Call) -> Any:
+            if not warm:
+                self.cool()
+            if primers:
+                primers[name]()
+            return _events(call) if on_gpu else 1e6 * wall_seconds(name, call)
+
+        times = take_turns(calls, repeats, measure, seconds=seconds)
+        if on_gpu:
             torch.cuda.synchronize(self.device)
             times = {
                 name: [1e3 * start.elapsed_time(end) for start, end in pairs]
                 for name, pairs in times.items()
             }
-        return {name: Times(calls) for name, calls in times.items()}
+        return times
 
-    def _clock(self, run: Run) -> float:
-        began = time.perf_counter_ns()
-        run()
-        return (time.perf_counter_ns() - began) / 1e3
+    def bandwidth(self) -> dict[str, float]:
+        """``copy_gb_per_s``, which counts bytes read plus bytes written, and ``read_gb_per_s``.
 
-    def _events(self, run: Run) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Record events around the call; the host does not wait and queues it while the device flushes."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        return start, end
-
-    def bandwidth(self) -> Bandwidth:
-        """Best bandwidth of 20 calls on buffers of 256 MiB; for reading, of two kinds of reduction."""
-        source = torch.ones(LARGE // 4, device=self.device)
+        Best bandwidth of 20 calls on large buffers; for reading, of two kinds of reduction.
+        """
+        size = LARGE[self.device.type]
+        source = torch.ones(size // 4, device=self.device)
         target, scalar = torch.empty_like(source), torch.empty((), device=self.device)
-        runs: dict[str, Run] = {
+        calls: dict[str, Call] = {
             "copy": lambda: target.copy_(source),
             "sum": lambda: torch.sum(source, dim=0, out=scalar),
             "max": lambda: torch.amax(source, dim=0, out=scalar),
         }
-        times = self.time(runs, 20, warm=True)
-        rate = {name: LARGE / min(each.calls) / 1e3 for name, each in times.items()}
-        copy = 2 * rate.pop("copy")
-        return Bandwidth(copy=copy, read=max(rate.values()))
+        times = self.time(calls, 20, warm=True)
+        rate = {name: size / min(each) / 1e3 for name, each in times.items()}
+        return {
+            "copy_gb_per_s": 2 * rate["copy"],
+            "read_gb_per_s": max(rate["sum"], rate["max"]),
+        }
+
+
+def _events(call: Call) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Record events around a call; the host does not wait and queues it while the device flushes."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    return start, end
 
 
 def last_level_cache_bytes(device: torch.device) -> int:

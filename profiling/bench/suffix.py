@@ -1,7 +1,7 @@
 """Measure suffix decoding with a full history: time per drafted token and memory per stored token.
 
-    python profiling/bench_suffix.py                      # a million tokens
-    python profiling/bench_suffix.py --tokens 100000 --vocabulary 4096
+    python profiling suffix                      # a million tokens
+    python profiling suffix --tokens 100000 --vocabulary 4096
 
 The text is synthetic: half of each output consists of spans of 20 tokens on average that are copied from
 earlier outputs; the rest is a Markov chain in which each token has four possible successors, the first being
@@ -13,20 +13,29 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Annotated
 
 import numpy as np
 import torch
-import typer
-from rich.console import Console
-from rich.table import Table
 from specdec_ext._host import SuffixHistory, SuffixIndex, propose_suffix
 
+from bench.runner import Results, parse, table_parser
 from specdec_ext.evaluate.machine import machine_line
 from specdec_ext.reference.suffix import Rule
 
 OUTPUT_TOKENS = 500
 REQUEST_TOKENS = 400
+COLUMNS = {
+    "draft": "{draft}",
+    "us per draft": "{median_us:.1f}",
+    "slowest 1 %": "{p99_us:.1f}",
+    "us per drafted token": "{us_per_token:.1f}",
+    "drafted per draft": "{drafted:.2f}",
+    "accepted": "{accepted:.0%}",
+    "history": "{history_tokens}",
+    "bytes per token": "{bytes_per_token:.1f}",
+    "us to add a token": "{us_to_add_a_token:.2f}",
+    "slowest output ms": "{slowest_output_ms:.0f}",
+}
 
 
 @dataclass
@@ -102,36 +111,35 @@ def draft(
     return seconds, drafted, accepted
 
 
-def main(
-    tokens: Annotated[int, typer.Option(help="size of the history in tokens")] = 1_000_000,
-    vocabulary: int = 32_000,
-) -> None:
-    text = MadeText(vocabulary)
-    history, seconds_per_token, slowest = fill(text, tokens)
-    console = Console(width=110)
-    console.print(machine_line(torch.device("cpu")), style="dim")
-    console.print(
-        f"history of {history.num_tokens} tokens in {len(history)} outputs: "
-        f"{history.nbytes / history.num_tokens:.1f} bytes per token; adding took "
-        f"{seconds_per_token * 1e6:.2f} us per token, the slowest output {slowest * 1e3:.0f} ms"
-    )
-    outputs = [text.output(REQUEST_TOKENS) for _ in range(10)]
-    table = Table(
-        "draft", "us per draft", "slowest 1 %", "us per drafted token", "drafted", "accepted"
-    )
-    for tree in (False, True):
+def main(arguments: list[str] | None = None) -> None:
+    given = table_parser(__doc__, 10, "requests that are drafted for")
+    given.add_argument("--tokens", type=int, default=1_000_000, help="size of the history")
+    given.add_argument("--vocabulary", type=int, default=32_000)
+    options = parse(given, arguments)
+    text = MadeText(options.vocabulary)
+    history, seconds_per_token, slowest = fill(text, options.tokens)
+    requests = [text.output(REQUEST_TOKENS) for _ in range(options.repeats)]
+    stored = {
+        "vocabulary": options.vocabulary,
+        "history_tokens": history.num_tokens,
+        "outputs": len(history),
+        "bytes_per_token": history.nbytes / history.num_tokens,
+        "us_to_add_a_token": 1e6 * seconds_per_token,
+        "slowest_output_ms": 1e3 * slowest,
+    }
+    rows = []
+    for name, tree in (("path", False), ("tree", True)):
         rule = Rule(num_draft_tokens=16, max_match=24, tree=tree)
-        seconds, drafted, accepted = draft(outputs, history, rule)
-        table.add_row(
-            "tree" if tree else "path",
-            f"{np.median(seconds) * 1e6:.1f}",
-            f"{np.quantile(seconds, 0.99) * 1e6:.1f}",
-            f"{sum(seconds) / max(drafted, 1) * 1e6:.1f}",
-            f"{drafted / len(seconds):.2f} a draft",
-            f"{accepted / max(drafted, 1):.0%}",
-        )
-    console.print(table)
-
-
-if __name__ == "__main__":
-    typer.run(main)
+        seconds, drafted, accepted = draft(requests, history, rule)
+        row = {
+            "draft": name,
+            "median_us": 1e6 * np.median(seconds),
+            "p99_us": 1e6 * np.quantile(seconds, 0.99),
+            "us_per_token": 1e6 * sum(seconds) / max(drafted, 1),
+            "drafted": drafted / len(seconds),
+            "accepted": accepted / max(drafted, 1),
+        }
+        rows.append(row | stored)
+    machine = machine_line(torch.device("cpu"))
+    key = ("draft", "history_tokens", "vocabulary")
+    Results("Suffix drafts", machine, COLUMNS, key, rows).publish(options.out, options.add)

@@ -1,9 +1,9 @@
 """ESTIMATE the time of a draft by the fused CUDA op ``draft_head`` from its schedule of work.
 
-    python profiling/model_draft_head.py                                  # every head on every machine
-    python profiling/model_draft_head.py --head 8b --depth 8 --top-k 5 --weights int8
-    python profiling/model_draft_head.py --out build/model                # JSON
-    python profiling/model_draft_head.py --head 8b --machine h200 --picture build/level.png
+    python profiling model-draft-head                                  # every head on every machine
+    python profiling model-draft-head --head 8b --depth 8 --top-k 5 --weights int8
+    python profiling model-draft-head --out build/model                # build/model.json and .md
+    python profiling model-draft-head --head 8b --machine h200 --picture build/level.png
 
 Nothing here is measured. Bytes, passes, tiles, panels and barriers are counted from the kernel's own schedule
 (``draft_heads.py``); the speeds in ``MACHINES`` and the times in ``TIMES`` are assumptions. Two sums bracket
@@ -24,14 +24,14 @@ and the cache at the read bandwidth; the goal is GOAL times the floor.
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
-from draft_heads import (
-    HEADS,
+from baselines.heads import HEADS
+from bench.runner import Results
+
+from cuda_kernels.draft_schedule import (
     WEIGHT_BYTES,
     Matrix,
     Phase,
@@ -41,9 +41,7 @@ from draft_heads import (
     phases,
     widths,
 )
-from occupancy import most_shared_bytes
-from text_table import format_markdown, format_table
-
+from cuda_kernels.occupancy import most_shared_bytes
 from specdec_ext import _host
 from specdec_ext.heads.config import HeadConfig
 from specdec_ext.tree.config import TreeConfig
@@ -321,28 +319,29 @@ def draft_estimate(rows: list[dict[str, float]]) -> dict[str, float]:
     return total
 
 
-HEADER = ["head", "machine", "level", "MB", "barriers", "memory", "tail", "compute", "inputs"]
-HEADER += [
-    "starts",
-    "barriers us",
-    "floor",
-    "goal",
-    "best",
-    "worst us",
-    "best/floor",
-    "worst/floor",
-]
-
-
-def cells(head: str, machine: str, which: str, row: dict[str, float]) -> list[str]:
-    sums = ("floor_us", "goal_us", "best_us", "worst_us")
-    return [
-        *(head, machine, which),
-        f"{row['weight_bytes'] / 1e6:.0f}",
-        str(row["barriers"]),
-        *(f"{row[name]:.0f}" for name in (*PARTS, *sums)),
-        *(f"{row[name] / row['floor_us']:.2f}x" for name in ("best_us", "worst_us")),
-    ]
+NOTES = """\
+- Microseconds. `memory` to `barrier` are the parts of the worst case. `first` is level 0 with the new
+  elements, `last` the deepest level, `draft` all levels and the launch.
+- `floor`: weights once per level and the cache, at the read bandwidth. `goal`: 1.35 times that.
+- `best`: memory waits only where the warps are away from products for longer than the ring lasts. `worst`:
+  nothing overlaps.
+- `compute`: what the warps of the busiest block need if all weights are there. Above `memory` it sets the
+  pace, and on an H200 it is close: taking a stage and refilling one are guessed at 0.08 us each, and it
+  hardly shrinks with 8-bit weights (`--weights int8`).
+- `tail`: how much later the busiest block has its weights, at an equal share of the bandwidth.
+- Measured numbers far above `worst` mean that an assumption is wrong. Look for it with
+  `python profiling nsight ncu "draft_head chain"`, first at warp 0 (*Warp State Statistics*), then at
+  barriers."""
+SHOWN = (*PARTS, "floor_us", "goal_us", "best_us", "worst_us")
+KEY = ("head", "machine", "level")
+COLUMNS = {
+    **{name: f"{{{name}}}" for name in KEY},
+    "MB": lambda row: f"{row['weight_bytes'] / 1e6:.0f}",
+    "barriers": "{barriers}",
+    **{name.removesuffix("_us"): f"{{{name}:.0f}}" for name in SHOWN},
+    "best/floor": lambda row: f"{row['best_us'] / row['floor_us']:.2f}x",
+    "worst/floor": lambda row: f"{row['worst_us'] / row['floor_us']:.2f}x",
+}
 
 
 def draw(intervals: list[Interval], title: str, path: Path) -> None:
@@ -394,55 +393,38 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=1024, help="elements in the cache")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--weights", choices=WEIGHT_BYTES, default="same")
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    parser.add_argument("--out", type=Path, help="write OUT.json")
+    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
     parser.add_argument("--picture", type=Path, help="draw a level of the first head and machine")
     return parser.parse_args(arguments)
 
 
-def write(out: Path, options: argparse.Namespace, report: list[dict[str, Any]]) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
     shape = {
         name: getattr(options, name) for name in ("depth", "top_k", "batch", "context", "weights")
     }
-    machines = {name: asdict(machine) for name, machine in MACHINES.items()}
-    values = {"kind": "estimate", **shape, "times_us": TIMES, "machines": machines, "rows": report}
-    out.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")
-
-
-def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
     tree = TreeConfig(depth=options.depth, top_k=options.top_k)
     heads, machines = options.head or list(HEADS), options.machine or list(MACHINES)
     works = {
         head: Workload(HEADS[head], tree, options.context, options.batch, options.weights)
         for head in heads
     }
-    table, report = [], []
+    rows = []
     for head, name in product(heads, machines):
-        rows = level_estimates(works[head], MACHINES[name])
-        total = draft_estimate(rows)
-        report.append({"head": head, "machine": name, "levels": rows, "draft": total})
-        table.append(cells(head, name, "first", rows[0]))
-        table += [cells(head, name, "last", rows[-1])] if len(rows) > 1 else []
-        table.append(cells(head, name, "draft", total))
-    print(
-        f"ESTIMATE, not a measurement: depth {options.depth}, top_k {options.top_k}, batch {options.batch}, "
-        f"context {options.context}, weights {options.weights}"
-    )
-    for name in machines:
-        machine = MACHINES[name]
-        speed = f"{machine.read_gb_per_s:.0f} GB/s ({machine.source})"
-        print(f"{name}: {speed}, {machine.stages} stages")
-    shown = format_markdown if options.markdown else format_table
-    print(shown(HEADER, table))
+        levels = level_estimates(works[head], MACHINES[name])
+        lines = {"first": levels[0], "last": levels[-1], "draft": draft_estimate(levels)}
+        of = {"head": head, "machine": name}
+        rows += [{**line, **of, "level": which} for which, line in lines.items()]
+    speeds = [
+        f"- {name}: {MACHINES[name].read_gb_per_s:.0f} GB/s ({MACHINES[name].source}), "
+        f"{MACHINES[name].stages} stages."
+        for name in machines
+    ]
+    notes = [*NOTES.splitlines(), *speeds]
+    title = "Drafts by a head on a GPU, estimated"
+    results = Results(title, "ESTIMATE, not a measurement", COLUMNS, KEY, rows, shape, notes)
+    results.publish(options.out)
     if options.picture:
         work, machine = works[heads[0]], MACHINES[machines[0]]
         title = f"A level of the {heads[0].upper()} head, {machines[0].upper()}: estimate"
         draw(one_level(timeline(work, machine)), title, options.picture)
-    if options.out:
-        write(options.out, options, report)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,1 +1,1 @@
-"""What one round of generation does."""
+"""What one round of generation asks of a GPU."""

@@ -1,10 +1,10 @@
 """Count what one round of ``generate`` does on a GPU: launches, copies to and from the host. Needs no GPU.
 
-    python profiling/generation/count_round.py                   # a table; --sites lists the code places
-    python profiling/generation/count_round.py --out profiling/results/round_counts
+    python profiling count-round                   # a table; --sites lists the places in the code
+    python profiling count-round --out profiling/results/round_counts
 
-The bundled target and head run on :mod:`cuda_like` tensors, which take the code paths of CUDA and have real
-values. A round is one turn of the decoding loop: draft, verify, commit. The script counts the calls that
+The bundled target and head run on the tensors of cuda_like.py, which take the code paths of CUDA and have
+real values. A round is one turn of the decoding loop: draft, verify, commit. The script counts the calls that
 reach torch's dispatcher; an op of ours counts as one launch. The first round of a call, which allocates
 buffers, and the last one are left out. Rounds in which a row of the batch ends, so that the rows in the
 cache are reordered, are counted separately.
@@ -13,8 +13,6 @@ cache are reordered, are counted separately.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,31 +23,24 @@ from statistics import median
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "profiling"), str(Path(__file__).parent)]
+import nvtx
+import torch
+import transformers
+from torch import Tensor
 
-import nvtx  # noqa: E402  # isort: split
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from cuda_like import (  # noqa: E402  # first: see there
-    CPU,
-    FROM_HOST,
-    KINDS,
-    TO_HOST,
-    CudaLike,
-    cuda_like,
-    to_device,
-)
-from text_table import format_markdown, format_table  # noqa: E402
-from torch import Tensor  # noqa: E402
+# It changes torch, so it must be imported before the measured code.
+from generation.cuda_like import CPU, FROM_HOST, KINDS, TO_HOST, CudaLike, cuda_like, to_device
 
-import specdec_ext  # noqa: E402
-from specdec_ext import HeadDrafter, NgramDrafter, assets  # noqa: E402
-from specdec_ext.evaluate.machine import machine_line  # noqa: E402
-from specdec_ext.heads.config import DraftHead  # noqa: E402
-from specdec_ext.models.slots import SlotTarget  # noqa: E402
-from specdec_ext.ops import packed_head  # noqa: E402
-from specdec_ext.tree.config import TreeConfig  # noqa: E402
+# isort: split
+from bench.runner import Results
+
+import specdec_ext
+from specdec_ext import HeadDrafter, NgramDrafter, assets
+from specdec_ext.evaluate.machine import machine_line
+from specdec_ext.heads.config import DraftHead
+from specdec_ext.models.slots import SlotTarget
+from specdec_ext.ops import packed_head
+from specdec_ext.tree.config import TreeConfig
 
 NEW_TOKENS = 32
 PROMPT = (
@@ -60,10 +51,18 @@ RAGGED = (PROMPT, PROMPT[40:], PROMPT + PROMPT, PROMPT[16:64])
 TEXTS = {"greedy": {}, "sampled": {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "seed": 1}}
 DRAFTERS = ("none", "ngram", "head chain", "head tree")
 BATCHES = {"1": (PROMPT,), "ragged 4": RAGGED}
-HEADER = (
-    "drafter", "batch", "text", "rounds", *KINDS, "most to host", "most from host",
-    "rows end", "most to host then", "most from host then",
-)  # fmt: skip
+KEY = ("drafter", "batch", "text")
+COLUMNS = {
+    **{name: f"{{{name}}}" for name in (*KEY, "rounds")},
+    **{kind: f"{{median[{kind}]:g}}" for kind in KINDS},
+    **{f"most {kind}": f"{{most[{kind}]}}" for kind in (TO_HOST, FROM_HOST)},
+    "rows end": "{rounds in which a row ends}",
+    **{f"most {kind} then": f"{{most then[{kind}]}}" for kind in (TO_HOST, FROM_HOST)},
+}
+NOTES = [
+    "Counted by `python profiling count-round`: medians, and the largest numbers over all rounds. Rounds in",
+    "which a row of the batch ends are counted separately.",
+]
 
 
 @dataclass
@@ -108,15 +107,7 @@ class Case:
                     total[site] += times
         return {site: round(times / len(self.steady), 2) for site, times in total.most_common()}
 
-    def row(self) -> list[str]:
-        copies = (TO_HOST, FROM_HOST)
-        typical = [f"{median(each.count(kind) for each in self.steady):g}" for kind in KINDS]
-        most = [str(max(each.count(kind) for each in self.steady)) for kind in copies]
-        ends = [str(_most(self.with_ends, kind)) if self.with_ends else "" for kind in copies]
-        counts = str(len(self.steady)), *typical, *most, str(len(self.with_ends)), *ends
-        return [self.drafter, self.batch, self.text, *counts]
-
-    def as_json(self) -> dict[str, Any]:
+    def row(self) -> dict[str, Any]:
         return {
             "drafter": self.drafter,
             "batch": self.batch,
@@ -232,19 +223,6 @@ def site_lines(case: Case, kind: str) -> str:
     return "\n".join(lines)
 
 
-def write(stem: Path, counted: str, cases: list[Case]) -> None:
-    """Write a table in Markdown, and JSON with the places in the code that copy."""
-    rows = [case.row() for case in cases]
-    values = {"counted": counted, "cases": [case.as_json() for case in cases]}
-    stem.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")
-    text = f"# One round on a GPU: launches and copies\n\n{counted}\n\n"
-    text += (
-        "Counted by `profiling/generation/count_round.py`: medians, and the largest numbers over all rounds. "
-        "Rounds in which a row of the batch ends are counted separately.\n\n"
-    )
-    stem.with_suffix(".md").write_text(f"{text}{format_markdown(HEADER, rows)}\n")
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--drafter", nargs="+", choices=DRAFTERS, default=DRAFTERS)
@@ -254,15 +232,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
     options = parser.parse_args(arguments)
-    counted = machine_line(CPU, f"transformers {transformers.__version__}")
+    machine = machine_line(CPU, f"transformers {transformers.__version__}")
     cases = run(options.drafter, options.new_tokens)
-    print(counted)
-    print(format_table(HEADER, [case.row() for case in cases], left=HEADER[:3]))
+    rows = [case.row() for case in cases]
+    title = "One round on a GPU: launches and copies"
+    Results(title, machine, COLUMNS, KEY, rows, notes=NOTES).publish(options.out)
     for case, kind in product(cases, options.sites):
         print(f"\n{site_lines(case, kind)}")
-    if options.out is not None:
-        write(options.out, counted, cases)
-
-
-if __name__ == "__main__":
-    main()

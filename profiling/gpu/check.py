@@ -1,12 +1,18 @@
 """Run all checks and benchmarks that need a GPU, in less than ten minutes: ``make gpu-check``.
 
-    python3 profiling/gpu_check.py               # writes profiling/results/gpu_check_<card>.json and .md
-    python3 profiling/gpu_check.py --dry-run     # without a GPU: prints the plan
+    python3 profiling gpu-check               # writes profiling/results/gpu_check_<card>.json and .md
+    python3 profiling gpu-check --dry-run     # without a GPU: prints the plan
+
+Builds for the card at hand and runs the ops' CUDA tests; ``generate`` with every kind of drafter against
+``drafter=None`` and ``model.generate``; 250 bitwise repeats of every op, and the replay of its CUDA graph
+with other inputs; compute-sanitizer, which first must find the bugs planted in planted_bugs.cu; and the
+benchmarks.
 
 Needs an NVIDIA GPU; for the python3 that runs it, a CUDA build of torch >= 2.10, NumPy, setuptools, ninja,
-pytest, safetensors, transformers, triton and CuPy; in PATH, nvcc and compute-sanitizer. No step is skipped:
-a missing requirement is a failure. A step that exceeds its time budget is stopped and fails, and so do the
-steps that need it.
+pytest, safetensors, transformers, nvtx, triton and CuPy; in PATH, nvcc and compute-sanitizer. Nothing is
+installed. A missing requirement is exit status 2. No step is skipped: a step that can't run has failed, and
+one failed step is exit status 1. A step that exceeds its time budget is stopped and fails, and so do the
+steps that need it. The report has a line per step; a failed step's last output is in the JSON.
 """
 
 from __future__ import annotations
@@ -25,8 +31,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from xml.etree.ElementTree import ParseError
 
-from gpu_steps import BUILD, RESULTS, ROOT, Failed, Step, plan, read_last_line
 from text_table import format_markdown, format_table
+
+from gpu.steps import BUILD, RESULTS, ROOT, Failed, Step, plan, read_last_line
 
 MODULES = (
     "numpy", "nvtx", "setuptools", "ninja", "pytest", "safetensors", "transformers", "cupy",
@@ -151,18 +158,19 @@ def show_plan(steps: list[Step]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and exit")
     if parser.parse_args(arguments).dry_run:
         show_plan(plan("<card>", "<capability>"))
         return 0
     if missing := missing_parts():
         print("make gpu-check can't run here. Missing:", *missing, sep="\n  ")
-        print("`python3 profiling/gpu_check.py --dry-run` prints what it would do.")
+        print("`python3 profiling gpu-check --dry-run` prints what it would do.")
         return 2
     import torch
 
-    sys.path.insert(0, str(ROOT))
     from specdec_ext.evaluate.machine import machine_line
 
     name = torch.cuda.get_device_name()
@@ -182,7 +190,3 @@ def main(arguments: list[str] | None = None) -> int:
         write_report(RESULTS / f"gpu_check_{card_slug(name)}", machine, results, len(steps))
     print(report_markdown(machine, results, len(steps)))
     return 0 if all(result.passed for result in results) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

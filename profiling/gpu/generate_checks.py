@@ -1,7 +1,7 @@
 """Check ``generate`` on a device: every kind of drafter gives the text that the model alone gives.
 
-    python profiling/generation/generate_checks.py                     # on CUDA, as `make gpu-check` does
-    python profiling/generation/generate_checks.py --device cpu --dtype float32
+    python profiling generate-checks                     # on CUDA, as `make gpu-check` does
+    python profiling generate-checks --device cpu --dtype float32
 
 Runs the bundled target, greedy and sampled, with one row and with a ragged batch, in float32, bfloat16 and
 float16. Plain greedy text is compared with ``model.generate``, and the text of every drafter with that of
@@ -15,21 +15,17 @@ Prints one line per case with PASS or FAIL; the exit code is 1 if any case faile
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
-from itertools import product
-from pathlib import Path
+from itertools import chain, product
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+import torch
+from torch import Tensor
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-import specdec_ext  # noqa: E402
-from specdec_ext import DraftModelDrafter, HeadDrafter, NgramDrafter, assets  # noqa: E402
-from specdec_ext.tree.config import TreeConfig  # noqa: E402
+import specdec_ext
+from gpu.op_checks import report
+from specdec_ext import DraftModelDrafter, HeadDrafter, NgramDrafter, assets
+from specdec_ext.tree.config import TreeConfig
 
 # Largest difference of a logit that rounding explains, as a share of the largest logit.
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.01}
@@ -97,7 +93,7 @@ def checks(
         name = f"{text}, {batch}, {str(dtype).removeprefix('torch.')}"
         if text == "greedy":
             baseline = new_of(model.generate(**given, **recorded))
-            yield f"no drafter, {name}", why_different(plain, baseline, dtype)
+            yield f"generate no drafter, {name}", why_different(plain, baseline, dtype)
         for drafter_name, drafter in drafters.items():
             how = {"drafter": drafter, "speculation": "fixed"}
             output: Any = specdec_ext.generate(model, **given, **recorded, **how)
@@ -109,7 +105,7 @@ def checks(
             usual = specdec_ext.generate(model, **given, **how)[:, -new_tokens:]
             if why is None and not torch.equal(usual, ours[0]):
                 why = "recording logits changes the text"
-            yield f"{drafter_name}, {name}", why
+            yield f"generate {drafter_name}, {name}", why
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -118,14 +114,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--new-tokens", type=int, default=24)
     options = parser.parse_args(arguments)
-    passed = True
-    for name in options.dtype:
-        cases = checks(DTYPES[name], torch.device(options.device), options.new_tokens)
-        for case, why in cases:
-            print(f"{'PASS' if why is None else f'FAIL ({why})'} generate {case}", flush=True)
-            passed &= why is None
-    return 0 if passed else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    device = torch.device(options.device)
+    cases = (checks(DTYPES[name], device, options.new_tokens) for name in options.dtype)
+    return report(chain.from_iterable(cases))

@@ -1,14 +1,14 @@
 """Profile an op or a call of generate with Nsight Systems or Nsight Compute.
 
-    python profiling/nsight.py nsys generate                     # timeline of a call with phases and ops
-    python profiling/nsight.py ncu generate --phase verify       # the kernels of one phase
-    python profiling/nsight.py ncu "verify_match sampled" --model llama3-8b --nodes 64
-    python profiling/nsight.py ncu "draft_head phases" --launches 41     # a draft phase by phase
-    python profiling/nsight.py none kv_compact --device cpu      # the same work without a profiler
+    python profiling nsight nsys generate                     # timeline of a call with phases and ops
+    python profiling nsight ncu generate --phase verify       # the kernels of one phase
+    python profiling nsight ncu "verify_match sampled" --model llama3-8b --nodes 64
+    python profiling nsight ncu "draft_head phases" --launches 41     # a draft phase by phase
+    python profiling nsight none kv_compact --device cpu      # the same work without a profiler
 
 Prints the command and runs it; the exit code is 2 if the tool is not installed. The profiled calls run
-after a warm-up, between cudaProfilerStart and cudaProfilerStop. profiling/README.md explains how to read
-the result.
+after a warm-up, between cudaProfilerStart and cudaProfilerStop. Reports are written below build/profiles;
+profiling/gpu/nsight.md explains how to read them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_cases import CASES, Case, draft_config, draft_tree
-from draft_calls import NEW
-from draft_heads import phases
+from baselines.draft_calls import NEW
+from bench.op_cases import CASES, Case, draft_config, draft_tree
+from cuda_kernels.draft_schedule import phases
 
-ROOT = Path(__file__).resolve().parent.parent
+PROFILING = Path(__file__).resolve().parent.parent
 PHASES = ("prefill", "draft", "verify", "commit")
 NEEDS = {
     "nsys": "Nsight Systems (nsys in PATH)",
@@ -75,8 +75,8 @@ def profiler_command(tool: str, options: argparse.Namespace, workload: list[str]
 
 
 def workload_command(options: argparse.Namespace) -> list[str]:
-    """The command of the profiled process: this script without a profiler."""
-    command = [sys.executable, str(Path(__file__).resolve()), "none", options.work]
+    """The command of the profiled process: this tool without a profiler."""
+    command = [sys.executable, str(PROFILING), "nsight", "none", options.work]
     for name in ("model", "nodes", "device", "repeats"):
         value = getattr(options, name)
         command += [] if value is None else [f"--{name}", str(value)]
@@ -132,7 +132,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     best = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("tool", choices=("nsys", "ncu", "none"))
     parser.add_argument(
-        "work", metavar="op|generate", help="generate, or an op as in the op column of bench_ops.py"
+        "work", metavar="op|generate", help="generate, or an op as in the table of ops"
     )
     parser.add_argument("--model", help="model of the op's case")
     parser.add_argument("--nodes", type=int, help="number of nodes of the op's case")
@@ -150,7 +150,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.out is None:
         name = f"{options.tool}_{options.work.replace(' ', '_')}"
-        options.out = ROOT / "build" / "profiles" / name
+        options.out = PROFILING.parent / "build" / "profiles" / name
     return options
 
 
@@ -172,7 +172,3 @@ def main(arguments: list[str] | None = None) -> int:
     done = subprocess.run(command)
     print(f"to read it: {SHOWN[options.tool].format(out=options.out)}")
     return done.returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main())

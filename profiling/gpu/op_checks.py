@@ -1,8 +1,8 @@
 """Run every op of the benchmark once, 250 times, or in a CUDA graph.
 
-    python profiling/op_checks.py once               # for compute-sanitizer: each case runs once
-    python profiling/op_checks.py repeat             # 250 runs must give the same bits
-    python profiling/op_checks.py replay             # a replayed graph must give the results of new inputs
+    python profiling op-checks once               # for compute-sanitizer: each case runs once
+    python profiling op-checks repeat             # 250 runs must give the same bits
+    python profiling op-checks replay             # a replayed graph must give the results of new inputs
 
 Prints one line per case with PASS or FAIL; the exit code is 1 if a case failed or an op is not in the build.
 """
@@ -10,12 +10,11 @@ Prints one line per case with PASS or FAIL; the exit code is 1 if a case failed 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from bench_cases import CASES, Case
+from bench.op_cases import CASES, Case
 from torch import Tensor
 
 REPEATS = 250
@@ -94,9 +93,10 @@ CHECKS: dict[str, Callable[[Case, torch.device], str | None]] = {
 }
 
 
-def run_checks(name: str, device: torch.device, cases: list[Case]) -> bool:
-    """Print one line per case; return whether all cases passed."""
-    passed = True
+def outcomes(
+    name: str, device: torch.device, cases: list[Case]
+) -> Iterator[tuple[str, str | None]]:
+    """Yield each case and the reason why it fails, or None."""
     for case in cases:
         why: str | None = "the op is not in this build"
         if case.is_built:
@@ -104,13 +104,19 @@ def run_checks(name: str, device: torch.device, cases: list[Case]) -> bool:
                 why = CHECKS[name](case, device)
             except RuntimeError as error:  # after a CUDA error all later cases fail as well
                 why = f"{type(error).__name__}: {error}"
-        verdict = "PASS" if why is None else f"FAIL ({why})"
-        print(f"{verdict} {name} {case.op} {case.label}, {case.nodes} nodes", flush=True)
-        passed &= why is None
-    return passed
+        yield f"{name} {case.op} {case.label}, {case.nodes} nodes", why
 
 
-def main(arguments: list[str] | None = None) -> None:
+def report(outcomes: Iterable[tuple[str, str | None]]) -> int:
+    """Print one line per case; return the exit code, 1 if a case failed."""
+    failed = False
+    for case, why in outcomes:
+        print(f"{'PASS' if why is None else f'FAIL ({why})'} {case}", flush=True)
+        failed |= why is not None
+    return int(failed)
+
+
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("check", choices=CHECKS)
     parser.add_argument("--device", default="cuda")
@@ -120,8 +126,4 @@ def main(arguments: list[str] | None = None) -> None:
     cases = [
         case for case in CASES if device.type in case.devices and options.model in (None, case.name)
     ]
-    sys.exit(0 if run_checks(options.check, device, cases) else 1)
-
-
-if __name__ == "__main__":
-    main()
+    return report(outcomes(options.check, device, cases))

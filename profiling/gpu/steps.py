@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "profiling" / "results"
 BUILD = ROOT / "build" / "gpu_check"
 TOOLS = ("memcheck", "racecheck", "synccheck")
@@ -108,7 +108,7 @@ def read_last_line(output: str) -> str:
 
 
 def read_table(output: str) -> str:
-    """Read the table of bench_ops.py: a header, a rule, and one row per case."""
+    """Read the table of a benchmark: a header, a rule, and one row per case."""
     lines = output.splitlines()
     rules = [number for number, line in enumerate(lines) if line and not line.strip("-")]
     rows = len(lines) - rules[0] - 1 if rules else 0
@@ -124,9 +124,9 @@ def plan(card: str, capability: str) -> list[Step]:
     golden = ROOT / "python_tests" / "golden"
     checksums = ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"]
     build = [sys.executable, "setup.py", "build_ext", "--inplace"]
-    report = script("kernel_report.py", "--out", str(RESULTS / f"kernels_{card}"))
-    bench = script("bench_ops.py", "--device", "cuda", "--out")
-    drafts = script("bench_draft_head_cuda.py", "--quick", "--repeats", "20", "--out")
+    report = tool_command("kernel-report", "--out", str(RESULTS / f"kernels_{card}"))
+    bench = tool_command("ops", "--device", "cuda", "--out")
+    drafts = tool_command("draft-head", "--quick", "--repeats", "20", "--out")
     timed = [*bench, str(RESULTS / f"ops_{card}"), "--cupy"]
     compiled = [*bench, str(RESULTS / f"ops_{card}_compile"), "--compile"]
     compiled += ["--model", "llama3-8b", "--largest"]
@@ -136,9 +136,9 @@ def plan(card: str, capability: str) -> list[Step]:
         Step("kernel report", 40, report, read_last_line, environment=on_card),
         device_tests("op tests", 70, op_test_files()),
         device_tests("draft head tests", 60, draft_head_test_files()),
-        Step("generate", 60, script("generation/generate_checks.py"), read_checks, "build"),
-        Step("repeats", 20, script("op_checks.py", "repeat"), read_checks, "build"),
-        Step("graph replay", 15, script("op_checks.py", "replay"), read_checks, "build"),
+        Step("generate", 60, tool_command("generate-checks"), read_checks, "build"),
+        Step("repeats", 20, tool_command("op-checks", "repeat"), read_checks, "build"),
+        Step("graph replay", 15, tool_command("op-checks", "replay"), read_checks, "build"),
         planted_bugs(15),
         *(sanitized_ops(tool, 35) for tool in TOOLS),
         Step("benchmark", 30, timed, read_table, "build"),
@@ -153,8 +153,9 @@ def plan(card: str, capability: str) -> list[Step]:
     ]
 
 
-def script(name: str, *arguments: str) -> list[str]:
-    return [sys.executable, str(ROOT / "profiling" / name), *arguments]
+def tool_command(name: str, *arguments: str) -> list[str]:
+    """The command line of a tool of ``python profiling``."""
+    return [sys.executable, str(ROOT / "profiling"), name, *arguments]
 
 
 def draft_head_test_files() -> list[str]:
@@ -184,7 +185,7 @@ def sanitizer(tool: str) -> list[str]:
 
 
 def sanitized_ops(tool: str, seconds: int) -> Step:
-    command = [*sanitizer(tool), *script("op_checks.py", "once", "--model", "small")]
+    command = [*sanitizer(tool), *tool_command("op-checks", "once", "--model", "small")]
     # Without caching every tensor is its own allocation; otherwise memcheck sees only the ends of torch's
     # pool.
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -192,7 +193,7 @@ def sanitized_ops(tool: str, seconds: int) -> Step:
 
 
 def planted_bugs(seconds: int) -> Step:
-    source, program = ROOT / "profiling" / "planted_bugs.cu", BUILD / "planted_bugs"
+    source, program = Path(__file__).with_name("planted_bugs.cu"), BUILD / "planted_bugs"
     commands = [shlex.join(["nvcc", "-arch=native", str(source), "-o", str(program)])]
     commands += [shlex.join([*sanitizer(tool), str(program), tool]) for tool in TOOLS]
     # Exit codes of the program and the tools are ignored; only the findings matter.

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from kernel_report import PtxasEntry, demangle, parse_ptxas
+from cuda_kernels.kernel_report import PtxasEntry, demangle, parse_ptxas
 from text_table import format_markdown
 
 from build_support.architectures import family_of

@@ -9,7 +9,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from draft_heads import HEADS, Matrix, Phase, levels, matrices, needed_bytes, phases, widths
+from baselines.heads import HEADS
+from cuda_kernels.draft_schedule import (
+    Matrix,
+    Phase,
+    levels,
+    matrices,
+    needed_bytes,
+    phases,
+    widths,
+)
 
 from specdec_ext import _host
 from specdec_ext.tree.config import TreeConfig

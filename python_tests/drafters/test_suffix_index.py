@@ -7,13 +7,14 @@ read while it is written; bad arguments are named and change nothing.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from dataclasses import asdict
 
-import bench_suffix
 import numpy as np
 import pytest
+from bench import suffix as bench_suffix
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specdec_ext._host import SuffixHistory, SuffixIndex, propose_suffix
@@ -276,11 +277,15 @@ def test_nbytes_is_bounded_while_outputs_are_replaced():
     assert history.num_tokens > 5000 * 3 // 4 - 300
 
 
-def test_benchmark_prints_its_table(capsys):
-    bench_suffix.main(tokens=20_000, vocabulary=300)
-    printed = capsys.readouterr().out
-    assert "history of 19500 tokens in 39 outputs" in printed
-    assert "path" in printed and "tree" in printed
+def test_benchmark_prints_and_writes_its_table(capsys, tmp_path):
+    bench_suffix.main(
+        ["--tokens", "20000", "--vocabulary", "300", "--out", str(tmp_path / "suffix")]
+    )
+    assert "us per drafted token" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "suffix.json").read_text())["rows"]
+    assert [row["draft"] for row in rows] == ["path", "tree"]
+    assert all((row["history_tokens"], row["outputs"]) == (19_500, 39) for row in rows)
+    assert all(0 < row["accepted"] < 1 for row in rows)
 
 
 # ---------------------------------------------------------------- bad arguments

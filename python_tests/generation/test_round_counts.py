@@ -7,7 +7,7 @@ import sys
 import pytest
 from places import ROOT
 
-SCRIPTS = ROOT / "profiling" / "generation"
+PROFILING = ROOT / "profiling"
 TO_HOST, FROM_HOST = "to host", "from host"
 
 
@@ -24,8 +24,8 @@ def run(*command: object) -> str:
 def cases(tmp_path_factory):
     """``(drafter, batch, text) -> numbers``."""
     stem = tmp_path_factory.mktemp("rounds") / "counts"
-    run(SCRIPTS / "count_round.py", "--new-tokens", 20, "--out", stem)
-    found = json.loads(stem.with_suffix(".json").read_text())["cases"]
+    run(PROFILING, "count-round", "--new-tokens", 20, "--out", stem)
+    found = json.loads(stem.with_suffix(".json").read_text())["rows"]
     return {(case["drafter"], case["batch"], case["text"]): case for case in found}
 
 
@@ -60,8 +60,8 @@ def test_plain_round_launches_four_kernels_beside_the_model(cases):
 
 COUNTED = """
 import sys
-sys.path.insert(0, {scripts!r})
-from cuda_like import CudaLike, cuda_like
+sys.path.insert(0, {profiling!r})
+from generation.cuda_like import CudaLike, cuda_like
 import torch
 
 seen = []
@@ -95,7 +95,7 @@ with cuda_like(lambda kind, site: seen.append(kind)):
 
 
 def test_kinds_of_calls_are_counted():
-    assert run("-c", COUNTED.format(scripts=str(SCRIPTS))).splitlines() == [
+    assert run("-c", COUNTED.format(profiling=str(PROFILING))).splitlines() == [
         "",
         "launch",
         "launch, to host",

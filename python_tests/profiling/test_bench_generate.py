@@ -1,12 +1,11 @@
-"""``profiling/bench_generate.py``: the choice of contestants, and a complete run on a tiny random target."""
+"""``python profiling generate``: the choice of contestants, and a complete run on a tiny random target."""
 
 import json
 
-import bench_generate
 import pytest
-import random_targets
-import typer
-from bench_generate import HF, HF_LOOKUP, PLAIN, chosen
+from baselines import random_targets
+from bench import generate
+from bench.generate import HF, HF_LOOKUP, PLAIN, chosen
 from tiny_shapes import TINY
 
 from specdec_ext.evaluate.benchmark import HF_ASSISTED
@@ -24,24 +23,28 @@ def test_batches_leave_out_what_takes_single_rows():
 
 
 def test_an_unknown_contestant_is_refused():
-    with pytest.raises(typer.BadParameter, match=r"no contestant \['gpt'\]; there are"):
+    with pytest.raises(SystemExit, match=r"no contestant \['gpt'\]; there are"):
         chosen({HF: None}, ["gpt"], 1)
 
 
 def test_a_random_target_with_synthetic_acceptance(monkeypatch, tmp_path):
     """Two batch sizes and two contexts give four records with the prescribed acceptance and equal texts."""
     monkeypatch.setitem(random_targets.SHAPES, "135m", ("llama", TINY, 48))
-    bench_generate.main(
-        target=bench_generate.Target.small,
-        batch=[1, 2],
-        context=[5, 9],
-        count=2,
-        max_new_tokens=8,
-        acceptance=[2.0],
-        depth=3,
-        repeats=1,
-        out=tmp_path / "run",
-    )
+    shapes = [
+        "--target",
+        "135m",
+        "--batch",
+        "1",
+        "--batch",
+        "2",
+        "--context",
+        "5",
+        "--context",
+        "9",
+    ]
+    sizes = ["--count", "2", "--max-new-tokens", "8", "--repeats", "1"]
+    drafts = ["--acceptance", "2.0", "--depth", "3"]
+    generate.main([*shapes, *sizes, *drafts, "--out", str(tmp_path / "run")])
     records = json.loads((tmp_path / "run.json").read_text())
     shapes = [(each["settings"]["batch"], each["settings"]["context"]) for each in records]
     assert shapes == [(1, "5"), (1, "9"), (2, "5"), (2, "9")]

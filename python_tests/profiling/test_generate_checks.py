@@ -1,9 +1,8 @@
-"""profiling/generation/generate_checks.py passes on the CPU, and detects a different text."""
+"""``python profiling generate-checks`` passes on the CPU, and detects a different text."""
 
-import generate_checks
-import gpu_steps
 import pytest
 import torch
+from gpu import generate_checks, steps
 
 ON_CPU = ["--device", "cpu", "--dtype", "float32", "--new-tokens", "12"]
 
@@ -11,7 +10,7 @@ ON_CPU = ["--device", "cpu", "--dtype", "float32", "--new-tokens", "12"]
 def test_generate_passes_on_the_cpu(capsys):
     assert generate_checks.main(ON_CPU) == 0
     # Two batches, two kinds of text, four drafters; greedy text without a drafter.
-    assert gpu_steps.read_checks(capsys.readouterr().out) == "18 cases"
+    assert steps.read_checks(capsys.readouterr().out) == "18 cases"
 
 
 @pytest.mark.parametrize(

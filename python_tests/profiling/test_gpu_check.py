@@ -12,13 +12,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gpu_check
-import gpu_steps
-import op_checks
 import pytest
 import torch
-from bench_cases import CASES, Case
-from gpu_steps import Failed, Step
+from bench.op_cases import CASES, Case
+from gpu import check as gpu_check
+from gpu import op_checks
+from gpu import steps as gpu_steps
+from gpu.steps import Failed, Step
 from places import ROOT
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ class Refuse:
 
 sys.meta_path.insert(0, Refuse())
 sys.path.insert(0, "profiling")
-import bench_draft_head_cuda, pytest
+import bench.draft_head, pytest
 sys.exit(pytest.main(["--collect-only", "-q", "-m", "not emulated", *sys.argv[1:]]))
 """
 
@@ -94,7 +94,7 @@ def test_make_gpu_check_uses_the_python_of_the_machine():
         capture_output=True,
         text=True,
     )
-    assert plan.stdout.split() == ["python3", "profiling/gpu_check.py", "--dry-run"]
+    assert plan.stdout.split() == ["python3", "profiling", "gpu-check", "--dry-run"]
 
 
 # --- reading ----------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_planted_bugs_compile(tmp_path):
     command = [
         "nvcc",
         "-arch=sm_90",
-        ROOT / "profiling" / "planted_bugs.cu",
+        ROOT / "profiling" / "gpu" / "planted_bugs.cu",
         "-o",
         tmp_path / "bugs",
     ]
@@ -290,11 +290,15 @@ def test_card_names(name, slug):
 SMALL = {case.op: case.reduced() for case in CASES if "cpu" in case.devices}
 
 
+def run_checks(check: str, case: Case) -> int:
+    return op_checks.report(op_checks.outcomes(check, CPU, [case]))
+
+
 @pytest.mark.parametrize("op", SMALL)
 @pytest.mark.parametrize("check", ["once", "repeat"])
 def test_ops_pass_on_the_cpu(op, check, capsys, monkeypatch):
     monkeypatch.setattr(op_checks, "REPEATS", 5)
-    assert op_checks.run_checks(check, CPU, [SMALL[op]])
+    assert run_checks(check, SMALL[op]) == 0
     assert (
         capsys.readouterr().out == f"PASS {check} {op} {SMALL[op].label}, {SMALL[op].nodes} nodes\n"
     )
@@ -304,17 +308,17 @@ def test_an_op_that_varies_or_raises_or_is_absent_fails(capsys, monkeypatch):
     case = SMALL["tree_mask"]
     counter = iter(range(1000))
     monkeypatch.setattr(Case, "run", lambda self, arguments: torch.tensor(next(counter) // 7))
-    assert not op_checks.run_checks("repeat", CPU, [case])
+    assert run_checks("repeat", case) == 1
     assert "FAIL (run 7 of 250 differs from the first) repeat tree_mask" in capsys.readouterr().out
 
     def crash(self, arguments):
         raise RuntimeError("CUDA error")
 
     monkeypatch.setattr(Case, "run", crash)
-    assert not op_checks.run_checks("once", CPU, [case])
+    assert run_checks("once", case) == 1
     assert "FAIL (RuntimeError: CUDA error) once tree_mask" in capsys.readouterr().out
     monkeypatch.setattr(Case, "is_built", False)
-    assert not op_checks.run_checks("once", CPU, [case])
+    assert run_checks("once", case) == 1
     assert "FAIL (the op is not in this build)" in capsys.readouterr().out
 
 

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 
 import pytest
-from kernel_report import (
+from cuda_kernels.kernel_report import (
     Kernel,
     PtxasEntry,
     compile_kernels,
@@ -22,7 +22,7 @@ from kernel_report import (
     ptx_target,
     short_name,
 )
-from occupancy import LIMITS, blocks_per_sm, most_shared_bytes, occupancy
+from cuda_kernels.occupancy import LIMITS, blocks_per_sm, most_shared_bytes, occupancy
 
 NVCC = shutil.which("nvcc")
 PICK = "_ZN7specdec12_GLOBAL__N_111pick_kernelI6__halfEEvNS_17VerifyMatchParamsEPmlb"

@@ -9,10 +9,11 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 
-import model_draft_head
 import pytest
-from draft_heads import HEADS, Matrix, needed_bytes
-from model_draft_head import (
+from baselines.heads import HEADS
+from cuda_kernels import model_draft_head
+from cuda_kernels.draft_schedule import Matrix, needed_bytes
+from cuda_kernels.model_draft_head import (
     MACHINES,
     PARTS,
     Workload,
@@ -133,14 +134,15 @@ def test_report(tmp_path, capsys):
     places = ["--out", str(tmp_path / "model"), "--picture", str(tmp_path / "pictures" / "8b.png")]
     model_draft_head.main(["--head", "8b", "--machine", "h200", *places])
     printed = capsys.readouterr().out
-    assert printed.startswith("ESTIMATE, not a measurement: depth 5, top_k 1, batch 1")
+    assert printed.startswith("ESTIMATE, not a measurement\ndepth 5, top_k 1, batch 1")
     assert [line.split()[:3] for line in printed.splitlines()[-3:]] == [
         ["8b", "h200", "first"],
         ["8b", "h200", "last"],
         ["8b", "h200", "draft"],
     ]
     report = json.loads((tmp_path / "model.json").read_text())
-    assert report["kind"] == "estimate" and len(report["rows"][0]["levels"]) == 5
+    assert report["machine"].startswith("ESTIMATE") and report["depth"] == 5
+    assert [row["level"] for row in report["rows"]] == ["first", "last", "draft"]
     assert (tmp_path / "pictures" / "8b.png").stat().st_size > 5000
 
 
@@ -155,7 +157,7 @@ def test_the_estimates_in_the_documentation_are_of_today(head):
     assert f"| {' | '.join(cells)} |\n" in page
 
 
-def test_the_readmes_table_is_of_today(capsys):
-    model_draft_head.main(["--machine", "h200", "--machine", "h100", "--markdown"])
-    _, *_, table = capsys.readouterr().out.partition("| head")
-    assert f"| head{table}" in (ROOT / "profiling" / "README.md").read_text()
+def test_the_committed_estimates_are_of_today(tmp_path):
+    model_draft_head.main(["--out", str(tmp_path / "model")])
+    committed = (ROOT / "profiling" / "results" / "draft_head_model.md").read_text()
+    assert (tmp_path / "model.md").read_text() == committed

@@ -6,23 +6,21 @@ import shlex
 import shutil
 import sys
 
-import nsight
 import pytest
+from gpu import nsight
 
 
 def command_line(*arguments: str) -> str:
     options = nsight.parse([*arguments, "--device", "cuda", "--out", "/tmp/report"])
     command = nsight.profiler_command(options.tool, options, nsight.workload_command(options))
-    return (
-        shlex.join(command).replace(sys.executable, "python").replace(nsight.__file__, "nsight.py")
-    )
+    return shlex.join(command).replace(f"{sys.executable} {nsight.PROFILING}", "python profiling")
 
 
 def test_nsys_records_a_generate_call_between_the_profiler_calls():
     assert command_line("nsys", "generate") == (
         "nsys profile --trace=cuda,nvtx,osrt --cuda-graph-trace=node --capture-range=cudaProfilerApi "
         "--capture-range-end=stop --force-overwrite=true --output=/tmp/report "
-        "python nsight.py none generate --device cuda --repeats 5"
+        "python profiling nsight none generate --device cuda --repeats 5"
     )
 
 
@@ -31,7 +29,7 @@ def test_ncu_records_the_kernels_inside_an_ops_range():
     assert command_line(*arguments) == (
         "ncu --set=full --import-source=yes --profile-from-start=off --nvtx "
         "--nvtx-include=specdec@verify_match/ --launch-count=20 --force-overwrite "
-        "--export=/tmp/report python nsight.py none 'verify_match sampled' --model llama3-8b "
+        "--export=/tmp/report python profiling nsight none 'verify_match sampled' --model llama3-8b "
         "--nodes 64 --device cuda --repeats 5"
     )
 

@@ -14,8 +14,8 @@ from rich.table import Table
 from specdec_ext.display import Summarised
 from specdec_ext.evaluate.benchmark import latency
 from specdec_ext.evaluate.benchmark.series import Series
-from specdec_ext.evaluate.benchmark.speedup import bootstrap
 from specdec_ext.evaluate.compare import ComparedRuns
+from specdec_ext.evaluate.speedup import bootstrap
 
 BAR_WIDTH = 20
 MIB = 1 << 20

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count, zip_longest
 from typing import Any
 
@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from specdec_ext.display import Summarised
 from specdec_ext.evaluate.benchmark.latency import Arrivals, Latency
 from specdec_ext.evaluate.benchmark.memory import peak_bytes, reset_peak
-from specdec_ext.evaluate.benchmark.speedup import Speedup, bootstrap
 from specdec_ext.evaluate.compare import ComparedRuns, compare_runs
+from specdec_ext.evaluate.measuring import Call, take_turns, wall_seconds
+from specdec_ext.evaluate.speedup import Speedup, bootstrap
 from specdec_ext.stats import SpeculationStats
 
 # A tokenizer's output: ``input_ids [batch, length]``, ``attention_mask`` and further inputs of the model.
@@ -184,47 +185,65 @@ def interleave(
     results = {name: Series(name) for name in contestants}
     fixed = fixed or {}
     total = len(prompts) * (len(contestants) * (repeats + streamed) + len(fixed))
-    calls = count(1)
+    numbers = count(1)
+
+    def announce(name: str) -> None:
+        on_call(name, next(numbers), total)
+
     for run in contestants.values():
         run(prompts[0])
-    names = list(contestants)
     for turn, prompt in enumerate(prompts):
-        ids = prompt["input_ids"]
         # The order rotates, so that every contestant runs equally often in every place.
-        order = names[turn % len(names) :] + names[: turn % len(names)]
-        times: dict[str, list[float]] = {name: [] for name in contestants}
-        peaks: dict[str, list[int]] = {name: [] for name in contestants}
-        outputs: dict[str, Any] = {}
-        for _ in range(repeats):
-            for name in order:
-                on_call(name, next(calls), total)
-                reset_peak(ids.device)
-                began = time.perf_counter()
-                outputs[name] = contestants[name](prompt)
-                if ids.is_cuda:
-                    torch.cuda.synchronize(ids.device)
-                times[name].append(time.perf_counter() - began)
-                if (peak := peak_bytes(ids.device)) is not None:
-                    peaks[name].append(peak)
+        outputs, times, peaks = _timed(contestants, prompt, repeats, turn, announce)
         for name, output in outputs.items():
             series = results[name]
             text = output if isinstance(output, Tensor) else output.sequences
             series.seconds.append(statistics.median(times[name]))
+            ids = prompt["input_ids"]
             series.masks.append(prompt.get("attention_mask", torch.ones_like(ids)).cpu())
             series.new_tokens.append(text.shape[0] * (text.shape[1] - ids.shape[1]))
             series.texts.append(text)
             series.peaks += peaks[name]
             if (stats := getattr(output, "speculation_stats", None)) is not None:
                 series.speculation_stats.append(stats)
-        for name in order if streamed else ():
-            on_call(f"{name}, streamed", next(calls), total)
+        for name in outputs if streamed else ():
+            announce(f"{name}, streamed")
             arrivals = Arrivals()
             contestants[name](prompt, streamer=arrivals)
             results[name].latencies.append(arrivals.latency())
         for name, run in fixed.items():
-            on_call(f"{name}, acceptance", next(calls), total)
+            announce(f"{name}, acceptance")
             results[name].fixed.append(run(prompt).speculation_stats)
     return results
+
+
+def _timed(
+    contestants: Mapping[str, Callable[..., Any]],
+    prompt: Prompt,
+    repeats: int,
+    first: int,
+    announce: Callable[[str], None],
+) -> tuple[dict[str, Any], dict[str, list[float]], dict[str, list[int]]]:
+    """Run every contestant ``repeats`` times on one prompt: last outputs, seconds, peak bytes."""
+    device = prompt["input_ids"].device
+    outputs: dict[str, Any] = {}
+    peaks: dict[str, list[int]] = {name: [] for name in contestants}
+
+    def call(name: str) -> None:
+        outputs[name] = contestants[name](prompt)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def measure(name: str, run: Call) -> float:
+        announce(name)
+        reset_peak(device)
+        seconds = wall_seconds(name, run)
+        if (peak := peak_bytes(device)) is not None:
+            peaks[name].append(peak)
+        return seconds
+
+    calls = {name: partial(call, name) for name in contestants}
+    return outputs, take_turns(calls, repeats, measure, first=first), peaks
 
 
 def unique_ngram_fraction(texts: Sequence[Sequence[int]], n: int = 4) -> float:

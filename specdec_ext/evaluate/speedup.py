@@ -1,4 +1,4 @@
-"""Speed-ups with a confidence interval over prompts."""
+"""Speed-ups with a confidence interval over paired measurements, such as prompts."""
 
 from __future__ import annotations
 
