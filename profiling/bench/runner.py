@@ -128,7 +128,10 @@ class Results:
     records: list[Row] = field(default_factory=list)
 
     def publish(self, out: Path | None = None, add: bool = False) -> None:
-        """Print the table, and write ``out``.json and ``out``.md; ``add`` keeps rows that are there."""
+        """Print the table, and write ``out``.json and ``out``.md.
+
+        ``add`` keeps what is there, except rows of the same key and records of the same ``run``.
+        """
         heads = [*self.columns]
         print(self.machine, *self._shared(), sep="\n")
         print(format_table(heads, self._cells(), left=self.key))
@@ -139,7 +142,9 @@ class Results:
             kept = json.loads(file.read_text())
             measured = {self._key(row) for row in self.rows}
             self.rows = [row for row in kept["rows"] if self._key(row) not in measured] + self.rows
-            self.records = kept.get("records", []) + self.records
+            runs = {record["run"] for record in self.records if "run" in record}
+            old = [each for each in kept.get("records", []) if each.get("run") not in runs]
+            self.records = old + self.records
         out.parent.mkdir(parents=True, exist_ok=True)
         values = {"machine": self.machine, **self.settings, "rows": self.rows}
         values |= {"records": self.records} if self.records else {}

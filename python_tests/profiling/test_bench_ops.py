@@ -140,6 +140,18 @@ def test_rows_of_an_earlier_run_are_kept_when_asked(tmp_path, capsys):
     assert "c   5.0      -" in capsys.readouterr().out
 
 
+def test_a_run_replaces_its_own_record(tmp_path):
+    def publish(**seconds):
+        records = [{"run": run, "seconds": taken} for run, taken in seconds.items()]
+        results = Results("Ops", "a machine", {"op": "{op}"}, ("op",), [], records=records)
+        results.publish(tmp_path / "ops", add=True)
+        kept = json.loads((tmp_path / "ops.json").read_text())["records"]
+        return {record["run"]: record["seconds"] for record in kept}
+
+    assert publish(a=1.0, b=2.0) == {"a": 1.0, "b": 2.0}
+    assert publish(b=3.0, c=4.0) == {"a": 1.0, "b": 3.0, "c": 4.0}
+
+
 def test_a_case_becomes_a_row(monkeypatch):
     """Medians, the bandwidth of ours, and ratios whose interval is that of the paired turns."""
     times = {"ours": [2.0, 4.0, 6.0], "torch": [6.0, 12.0, 18.0]}
