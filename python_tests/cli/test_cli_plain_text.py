@@ -14,7 +14,7 @@ from command_line import run
 from rich.table import Table
 
 import specdec_ext
-from specdec_ext.cli._console import PlainConsole, printable
+from specdec_ext.display.console import PlainConsole, printable
 
 # Unbalanced, unknown and hidden markup; emoji codes; escape sequences that repaint a terminal.
 HOSTILE = (

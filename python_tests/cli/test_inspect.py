@@ -13,7 +13,7 @@ from medusa_cases import random_heads
 from places import GOLDEN
 
 from specdec_ext import assets, save_draft
-from specdec_ext.cli._console import PlainConsole
+from specdec_ext.display.console import PlainConsole
 from specdec_ext.cli.inspect import _trials
 from specdec_ext.evaluate.calibrate import Calibration, Trial
 from specdec_ext.heads.checkpoints import save_medusa, weights_fingerprint

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specdec_ext.cli._console import PlainConsole, printable
+from specdec_ext.display.console import PlainConsole, printable
 
 if TYPE_CHECKING:
     import torch

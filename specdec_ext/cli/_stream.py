@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from specdec_ext.cli._console import printable
+from specdec_ext.display.console import printable
 
 if TYPE_CHECKING:
     from torch import BoolTensor, LongTensor

@@ -27,7 +27,7 @@ from specdec_ext.cli._common import (
     user_errors,
     warn_if_busy,
 )
-from specdec_ext.cli._console import PlainConsole, printable
+from specdec_ext.display.console import PlainConsole, printable
 from specdec_ext.preflight.extras import require
 from specdec_ext.preflight.outputs import writable_file
 

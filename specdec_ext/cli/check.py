@@ -26,7 +26,7 @@ from specdec_ext.cli._common import (
     read_prompts,
     user_errors,
 )
-from specdec_ext.cli._console import PlainConsole
+from specdec_ext.display.console import PlainConsole
 
 if TYPE_CHECKING:
     from specdec_ext import ModelCheck, Support

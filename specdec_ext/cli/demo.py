@@ -28,7 +28,7 @@ from specdec_ext.cli._common import (
     user_errors,
     warn_if_busy,
 )
-from specdec_ext.cli._console import PlainConsole
+from specdec_ext.display.console import PlainConsole
 from specdec_ext.cli._stream import TextStreamer, legend
 from specdec_ext.preflight.outputs import writable_file
 

@@ -22,7 +22,7 @@ from specdec_ext.cli._common import (
     load_target,
     user_errors,
 )
-from specdec_ext.cli._console import PlainConsole
+from specdec_ext.display.console import PlainConsole
 from specdec_ext.cli._stream import TextStreamer
 
 

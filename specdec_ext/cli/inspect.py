@@ -18,7 +18,7 @@ from specdec_ext.cli._common import (
     load_target,
     user_errors,
 )
-from specdec_ext.cli._console import PlainConsole
+from specdec_ext.display.console import PlainConsole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,7 +20,7 @@ from specdec_ext.cli._common import (
     load_target,
     user_errors,
 )
-from specdec_ext.cli._console import PlainConsole
+from specdec_ext.display.console import PlainConsole
 from specdec_ext.preflight.inputs import regular_file
 from specdec_ext.preflight.outputs import writable_folder
 
