@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from specdec_ext.display import Summarised, Table
+from specdec_ext.display.text import counted
 
 # Width of the interval relative to the gain above which no gain is reported.
 TOO_WIDE = 0.5
 
 
-@dataclass
-class Report:
+@dataclass(repr=False)
+class Report(Summarised):
     """What the controller knows at the end of a call, from this call and earlier ones.
 
     Attributes:
@@ -27,18 +32,49 @@ class Report:
     low: float
     high: float
 
+    def summary(self) -> str:
+        interval = f"95 % interval: {self.low:.2f}x to {self.high:.2f}x"
+        if math.isinf(self.high):
+            interval = "too few steps for an interval"
+        return f"{self.gain:.2f}x the estimated speed of plain decoding ({interval})"
+
+    def tables(self) -> Iterable[Table]:
+        plain = {rows: seconds for rows, nodes, seconds, _ in self.verify if nodes == 1}
+        passes = [
+            (
+                str(rows),
+                str(nodes),
+                f"{seconds * 1e3:.3f}",
+                str(times),
+                f"{seconds / plain[rows]:.2f}x" if plain.get(rows) else "",
+            )
+            for rows, nodes, seconds, times in self.verify
+        ]
+        drafts = [
+            (str(rows), name, f"{seconds * 1e3:.3f}", str(times))
+            for rows, name, seconds, times in self.drafts
+        ]
+        kinds = [
+            (kind, f"{judged:.0f}", " ".join(f"{rate:.2f}" for rate in rates))
+            for kind, rates, judged in self.acceptance
+        ]
+        title = "time of a step without its draft"
+        yield Table(passes, ("rows", "nodes", "ms", "times", "vs 1 node"), title)
+        if drafts:
+            yield Table(drafts, ("rows", "draft", "ms", "times"), "time of a draft")
+        if kinds:
+            title = "acceptance of positions 1, 2, ..., given that the position before was accepted"
+            yield Table(kinds, ("recent drafts", "count", "acceptance"), title)
+
     def speed_up(self, steps: int) -> str:
         """Describe the gain in this call of ``steps`` steps."""
         if self.high - self.low > TOO_WIDE * self.gain:
             measured = sum(times for _, nodes, _, times in self.verify if nodes == 1)
             return (
-                f"the call was too short to measure a speed-up: the times of {_count(steps, 'step')} and of "
-                f"{_count(measured, 'plain step')} for comparison scatter too much."
+                f"the call was too short to measure a speed-up: the times of {counted(steps, 'step')} and of "
+                f"{counted(measured, 'plain step')} for comparison scatter too much."
             )
-        return (
-            f"{self.gain:.2f}x the estimated speed of plain decoding "
-            f"(95 % interval: {self.low:.2f}x to {self.high:.2f}x)."
-        )
+        return f"{self.summary()}."
 
     def why_plain(self) -> str:
         """The reason why most steps were plain although the drafter had something to propose."""
@@ -47,29 +83,5 @@ class Report:
         kind, rates, _ = max(self.acceptance, key=lambda known: known[2])
         return (
             f"Most steps were plain: {rates[0]:.0%} of first draft tokens ({kind}) are right, which does not "
-            "pay for the draft and the wider pass."
+            "pay for the draft and the wider pass. `specdec bench` compares other drafters on your prompts."
         )
-
-    def lines(self) -> list[str]:
-        """The measured times and acceptance as tables."""
-        lines = [f"{'time of a step without its draft':<33}ms  times  vs 1 node"]
-        plain = {rows: seconds for rows, nodes, seconds, _ in self.verify if nodes == 1}
-        for rows, nodes, seconds, times in self.verify:
-            ratio = f"{seconds / plain[rows]:.2f}x" if plain.get(rows) else ""
-            what = f"  {_count(rows, 'row'):<8} {_count(nodes, 'node'):<14}"
-            lines.append(f"{what} {seconds * 1e3:>9.3f} {times:>6}  {ratio:>9}")
-        lines += ["", f"{'time of a draft':<33}ms  times"]
-        for rows, name, seconds, times in self.drafts:
-            lines.append(f"  {_count(rows, 'row'):<8} {name:<14} {seconds * 1e3:>9.3f} {times:>6}")
-        lines += [
-            "",
-            "acceptance of positions 1, 2, ..., given that the position before was accepted",
-        ]
-        for kind, rates, judged in self.acceptance:
-            shown = " ".join(f"{rate:.2f}" for rate in rates)
-            lines.append(f"  {kind:<24} {shown}   from {judged:.0f} recent drafts")
-        return lines
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

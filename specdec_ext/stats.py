@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from specdec_ext.display import Summarised
+from specdec_ext.display import Summarised, Table
 from specdec_ext.report import Report
 
 # The warning appears if, over this many drafts, less than this share of first tokens was accepted. A drafter
@@ -74,41 +74,62 @@ class SpeculationStats(Summarised):
     report: Report | None = None
 
     def summary(self) -> str:
-        return (
-            f"{self.drafter}, {self.policy}: {self.emitted_tokens} tokens in {self.steps} steps, "
-            f"{self.accepted_tokens} of {self.draft_tokens} draft tokens accepted, mean acceptance length "
-            f"{self.mean_acceptance_length:.2f}"
+        counts = f"{self.emitted_tokens} tokens in {self.steps} steps"
+        if self.policy == "none":
+            return f"plain decoding: {counts}"
+        drafted = "no draft was verified"
+        if self.drafts:
+            drafted = (
+                f"{self.accepted_tokens} of {self.draft_tokens} draft tokens accepted, mean acceptance "
+                f"length {self.mean_acceptance_length:.2f}"
+            )
+        return f"{self.drafter}, {self.policy}: {counts}, {drafted}"
+
+    def tables(self) -> Iterable[Table]:
+        yield Table(
+            (
+                ("tokens per step", f"{self.emitted_per_step:.2f}"),
+                *((phase, f"{seconds * 1e3:.1f} ms") for phase, seconds in self.seconds.items()),
+                *(
+                    (f"drafts accepted up to position {position}", f"{share:.0%}")
+                    for position, share in enumerate(self.acceptance_per_position, 1)
+                ),
+            )
         )
 
-    def details(self) -> Iterable[tuple[str, ...]]:
-        yield "tokens per step", f"{self.emitted_per_step:.2f}"
-        for phase, seconds in self.seconds.items():
-            yield phase, f"{seconds * 1e3:.1f} ms"
-        for position, share in enumerate(self.acceptance_per_position, 1):
-            yield f"accepted up to position {position}", f"{share:.0%}"
-
     def explain(self) -> str:
-        """Describe in text what was drafted and why: speed-up, steps, costs and acceptance."""
+        """Explain what was drafted and why, in at most 80 columns: speed-up, steps, costs, acceptance."""
+        from specdec_ext.display.console import plain_text
+
         if self.policy == "none":
             return "Plain decoding without a drafter."
         if self.report is None:
-            return (
+            return plain_text(
                 f"{self.drafter} drafted in every step (speculation='fixed'); nothing was measured or "
-                f"chosen. Mean acceptance length {self.mean_acceptance_length:.2f}."
+                f"chosen. Mean acceptance length {self.mean_acceptance_length:.2f}. With "
+                "speculation='auto', the default, steps draft only where that saves time, and this text "
+                "says how much.",
+                *self.tables(),
             )
         total = sum(self.shapes.values())
-        lines = [f"{self.drafter}, speculation='auto': {self._verdict(self.report, total)}"]
-        lines += ["", "steps"]
-        for name, count in sorted(self.shapes.items(), key=lambda item: -item[1]):
-            lines.append(f"  {name:<44} {count:>6}  {count / total:>4.0%}")
-        lines.append(f"  {'probes, included above':<44} {self.probes:>6}")
-        return "\n".join([*lines, "", *self.report.lines()])
+        shapes = sorted(self.shapes.items(), key=lambda item: -item[1])
+        steps = [(name, str(count), f"{count / total:.0%}") for name, count in shapes]
+        return plain_text(
+            f"{self.drafter}, speculation='auto': {self._verdict(self.report, total)}",
+            Table(
+                [*steps, ("probes, included above", str(self.probes), "")], ("", "steps", "share")
+            ),
+            *self.report.tables(),
+        )
 
     def _verdict(self, report: Report, total: int) -> str:
         plain = self.shapes.get(PLAIN_STEP, 0)
         verified = total - plain - self.dropped - self.nothing_proposed
         if total and self.nothing_proposed * 2 >= total:
-            why_off = "In most steps the drafter had nothing to propose."
+            why_off = (
+                "In most steps the drafter had nothing to propose. A draft head or a draft model proposes "
+                "new text, too."
+            )
         else:
             why_off = report.why_plain()
         if not verified:

@@ -14,7 +14,8 @@ from command_line import run
 from rich.table import Table
 
 import specdec_ext
-from specdec_ext.display.console import PlainConsole, printable
+from specdec_ext.display.console import PlainConsole
+from specdec_ext.display.text import printable
 
 # Unbalanced, unknown and hidden markup; emoji codes; escape sequences that repaint a terminal.
 HOSTILE = (
@@ -45,8 +46,7 @@ def test_strings_are_printed_as_text_everywhere(terminal):
     plain.print(HOSTILE)
     plain.sentence(HOSTILE)
     plain.print(table)
-    with plain.status(HOSTILE) as status:
-        status.update(HOSTILE)
+    plain.blocks(HOSTILE)
     said = plain.file.getvalue()
     assert said.count(SHOWN) >= 2 + 5
     assert "\x1b[2J" not in said and "\x07" not in said

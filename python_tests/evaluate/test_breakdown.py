@@ -30,7 +30,7 @@ def test_every_part_of_a_step_is_timed():
     assert seen.outside == pytest.approx(outside)
     assert 0 < outside < seen.microseconds
     for name in (*names, "NgramDrafter", "float32", "outside target forward and draft op"):
-        assert name in seen.table()
+        assert name in seen.explain()
 
 
 def test_times_exclude_nested_parts(monkeypatch):

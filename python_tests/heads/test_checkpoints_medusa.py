@@ -14,7 +14,7 @@ from torch import Tensor
 from specdec_ext import MedusaHeads
 from specdec_ext.heads.checkpoints.files import open_checkpoint
 from specdec_ext.heads.checkpoints.medusa import looks_like_medusa, read_medusa, save_medusa
-from specdec_ext.heads.config import HeadRecord
+from specdec_ext.heads.record import HeadRecord
 
 
 def read(folder: Path, dtype: torch.dtype | None = None) -> MedusaHeads:

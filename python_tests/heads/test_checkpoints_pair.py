@@ -29,7 +29,7 @@ from specdec_ext.heads.checkpoints import (
 )
 from specdec_ext.heads.checkpoints.feature_layers import recorded_layers
 from specdec_ext.heads.checkpoints.fields import Fields
-from specdec_ext.heads.config import HeadRecord
+from specdec_ext.heads.record import HeadRecord
 
 # --- layers that a head reads ------------------------------------------------------------------------
 

@@ -11,12 +11,14 @@ NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 
 def printed(notebook) -> list[str]:
-    """The standard output of each code cell."""
-    return [
-        "".join(each.text for each in cell.outputs if each.get("name") == "stdout")
-        for cell in notebook.cells
-        if cell.cell_type == "code"
-    ]
+    """The standard output of each code cell, and its value as text."""
+
+    def text(output) -> str:
+        if output.output_type == "execute_result":
+            return output.data["text/plain"]
+        return output.text if output.get("name") == "stdout" else ""
+
+    return ["".join(map(text, cell.outputs)) for cell in notebook.cells if cell.cell_type == "code"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

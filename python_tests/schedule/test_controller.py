@@ -14,6 +14,7 @@ from statistics import fmean
 
 import pytest
 import torch
+from command_line import words
 from decoding_world import World
 from lossless import generate, plain_text
 from tiny import ScriptedDrafter, generated, oracle_chain, prompts, tiny_model
@@ -609,19 +610,19 @@ def test_explain_tells_speed_and_shapes():
     world = World(verify)
     bad = world.drafter(always(0.0), head_cost, **CHAINS)
     world.run(bad, 128)
-    text = world.run(bad, 128).explain()
+    text = words(world.run(bad, 128).explain())
     assert "right, which does not pay for" in text
-    assert "1 row    1 node" in text and "1.00x" in text and "chain of 1" in text
+    assert "rows nodes ms times vs 1 node" in text and "1.00x" in text and "chain of 1" in text
     forget(world.model)
     good = world.drafter(always(0.9), head_cost, **CHAINS)
     stats = world.run(good, 400)
     assert stats.report.low < stats.report.gain < stats.report.high
     speed_up = f"{stats.report.gain:.2f}x the estimated speed of plain decoding (95 % interval"
-    assert speed_up in stats.explain()
+    assert speed_up in words(stats.explain())
     assert sum(stats.shapes.values()) == stats.steps
     assert call(None).speculation_stats.explain() == "Plain decoding without a drafter."
     fixed = call(speculation="fixed").speculation_stats
-    assert "drafted in every step (speculation='fixed')" in fixed.explain()
+    assert "drafted in every step (speculation='fixed')" in words(fixed.explain())
 
 
 def test_memories_of_the_latest_drafters_are_kept():
@@ -649,7 +650,7 @@ def test_memories_of_the_latest_drafters_are_kept():
 def test_uncertain_gain_is_not_reported(low, high, told):
     report = Report([(1, 1, 0.01, 2)], [], [], 1.12, low, high)
     stats = SpeculationStats("x", policy="auto", shapes={"chain of 3": 4}, report=report)
-    said = stats.explain()
+    said = words(stats.explain())
     assert ("1.12x the estimated speed" in said) == told
     too_short = "too short to measure a speed-up: the times of 4 steps and of 2 plain steps for"
     assert (too_short in said) != told

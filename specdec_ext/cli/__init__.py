@@ -20,6 +20,7 @@ from specdec_ext.cli.inspect import inspect
 from specdec_ext.cli.keywords import keywords
 from specdec_ext.cli.train import train
 from specdec_ext.cli.version import print_versions, version
+from specdec_ext.display import disable_progress, enable_progress
 
 __all__ = ["app"]
 
@@ -39,6 +40,7 @@ def _print_versions_and_exit(wanted: bool) -> None:
 
 @app.callback()
 def specdec(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -50,6 +52,8 @@ def specdec(
     ] = False,
 ) -> None:
     """Options that stand before the command; none of them changes what a command does."""
+    enable_progress()
+    context.call_on_close(disable_progress)
 
 
 def _help(command: Callable[..., Any]) -> str:

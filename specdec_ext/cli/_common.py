@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specdec_ext.display.console import PlainConsole, printable
+from specdec_ext.display.console import PlainConsole
+from specdec_ext.display.text import printable
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +120,9 @@ def load_target(
     from specdec_ext import assets
     from specdec_ext.heads.checkpoints.language_model import load_language_model, load_tokenizer
 
-    logging.disable_progress_bar()  # bars of loading would mix with the output of the command
+    # On a terminal transformers shows the loading of a model. The bundled model loads within a second.
+    if model is None or not sys.stderr.isatty():
+        logging.disable_progress_bar()
     with user_errors("--device"):
         place = find_device(device)
     with user_errors(argument):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specdec_ext.cli._common import (
     DRAFTER_HELP,
@@ -27,7 +26,7 @@ from specdec_ext.cli._common import (
     user_errors,
     warn_if_busy,
 )
-from specdec_ext.display.console import PlainConsole, printable
+from specdec_ext.display.console import PlainConsole
 from specdec_ext.preflight.extras import require
 from specdec_ext.preflight.outputs import writable_file
 
@@ -119,25 +118,23 @@ def bench(
         }
         assistant = None if assisted is None else _assistant(assisted, target, tokenizer)
         warn_if_busy(console)
-        with _ProgressBar(console) as progress:
-            report = benchmark.compare(
-                target,
-                encoded,
-                drafters,
-                assistant=assistant,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                repeats=repeats,
-                speculation=speculation.value,
-                on_call=progress,
-            )
+        report = benchmark.compare(
+            target,
+            encoded,
+            drafters,
+            assistant=assistant,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            repeats=repeats,
+            speculation=speculation.value,
+        )
         steps = _breakdowns(target, encoded, drafters, max_new_tokens) if breakdown else []
     if json_file is not None:
         record = {**report.record(), "breakdowns": [asdict(each) for each in steps]}
         json_file.write_text(json.dumps(record, indent=1) + "\n")
     _show(console, report)
     for each in steps:
-        console.print(each.table(), markup=False, soft_wrap=True)
+        console.blocks(*each.sentences(), *each.tables())
     if plot_file is not None:
         benchmark.plot([report], plot_file)
         if steps:
@@ -208,32 +205,6 @@ def _shaped(name: str, drafter: Any, shape: TreeConfig | None) -> Any:
     )
 
 
-class _ProgressBar:
-    """Shows a progress bar with a count; without a terminal it shows nothing."""
-
-    def __init__(self, console: PlainConsole):
-        self._bar = Progress(
-            BarColumn(),
-            TextColumn("{task.completed}/{task.total} {task.description}", markup=False),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
-        self._task = self._bar.add_task("warming up", total=None)
-
-    def __enter__(self) -> _ProgressBar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, name: str, done: int, total: int) -> None:
-        description = printable(f"measuring {name}")
-        self._bar.update(self._task, completed=done, total=total, description=description)
-
-
 def _bundled_texts() -> list[str]:
     from specdec_ext import assets
 
@@ -255,11 +226,7 @@ def _show(console: PlainConsole, report: Report) -> None:
     from specdec_ext.evaluate.benchmark import position_table
 
     console.sentence(report.machine)
-    for table in report.tables():
-        console.print(table)
-        console.print()
-    for series in report.series.values():
-        if series.total("drafts"):
-            console.print(position_table(series))
+    drafted = [series for series in report.series.values() if series.total("drafts")]
+    console.blocks(*report.tables(), *map(position_table, drafted))
     for note in report.notes():
         console.sentence(note)

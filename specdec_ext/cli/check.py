@@ -6,10 +6,9 @@ First the claims of ``supports(model)`` are tested logit by logit, then whole te
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from specdec_ext.cli._common import (
     DeviceOption,
@@ -26,10 +25,9 @@ from specdec_ext.cli._common import (
     read_prompts,
     user_errors,
 )
+from specdec_ext.display import Table
 from specdec_ext.display.console import PlainConsole
-
-if TYPE_CHECKING:
-    from specdec_ext import ModelCheck, Support
+from specdec_ext.display.progress import tracked
 
 
 def check(
@@ -58,15 +56,16 @@ def check(
     target, tokenizer = load_target(model, dtype, device)
     proposer = load_drafter(drafter, target, tokenizer)
     console = PlainConsole()
-    with user_errors(), console.status("checking the model"):
+    with user_errors():
         found = specdec_ext.check_model(target, encode(tokenizer, texts[0][1], target.device))
-    console.print(_support_table(found.support), _logits_table(found))
-    table = Table("prompt", "none vs HF generate", f"{drafter} vs none")
-    table.columns[0].overflow = "fold"
+    console.blocks(*found.support.tables(), *found.tables())
+    if not found.holds:
+        console.blocks(*found.sentences())
+    rows: list[tuple[str, ...]] = []
     verdicts: list[str] = []
-    for name, text in texts:
-        greedy: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
-        with user_errors(), console.status(f"checking {name}"):
+    greedy: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
+    with user_errors(), tracked("checking the texts", len(texts), "prompt") as work:
+        for name, text in texts:
             input_ids = encode(tokenizer, text, target.device)
             reference = target.generate(input_ids, **greedy)[0]
             plain = specdec_ext.generate(target, input_ids, drafter=None, **greedy)[0]
@@ -78,9 +77,10 @@ def check(
                 specdec_ext.compare_runs(target, reference, plain, length),
                 specdec_ext.compare_runs(target, plain, drafted, length),
             ]
-        verdicts += [each.verdict for each in compared]
-        table.add_row(name, *(describe(each, length) for each in compared))
-    console.print(table)
+            verdicts += [each.verdict for each in compared]
+            rows.append((name, *(describe(each, length) for each in compared)))
+            work.advance(note=name)
+    console.blocks(Table(rows, ("prompt", "none vs HF generate", f"{drafter} vs none")))
     equal, ties, bugs = (verdicts.count(verdict) for verdict in ("equal", "near-tie", "bug"))
     console.sentence(f"{len(texts)} prompts, {equal} pairs equal, {ties} near-ties, {bugs} bugs")
     if bugs or not found.holds:
@@ -98,34 +98,3 @@ def _texts(prompts: Path | None, prompt: str | None) -> list[tuple[str, str]]:
     from specdec_ext import assets
 
     return [(each["name"], each["prompt"]) for each in assets.held_out_prompts()]
-
-
-def _support_table(support: Support) -> Table:
-    """What is supported for the model, and the reason for each limit."""
-    table = Table("chains", "trees", "batches", "rollback", "because")
-    claims = ("yes" if each else "no" for each in (support.chain, support.tree, support.batch))
-    table.add_row(*claims, support.rollback, "; ".join(support.reasons))
-    return table
-
-
-def _logits_table(found: ModelCheck) -> Table:
-    table = Table(
-        "check",
-        "verdict",
-        "largest difference of a logit",
-        "rounding explains",
-        "tokens",
-        "accepted",
-    )
-    for check in found.checks:
-        near = "" if check.gap is None else f", gap {check.gap:.2g}"
-        table.add_row(
-            check.name,
-            f"{check.verdict}{near}" if check.holds else check.verdict.upper(),
-            f"{check.delta:.2g}",
-            f"{check.bound:.2g}",
-            str(check.tokens),
-            str(check.accepted),
-            style=None if check.holds else "red",
-        )
-    return table

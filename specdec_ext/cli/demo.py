@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich._export_format import CONSOLE_SVG_FORMAT
-from rich.table import Table
 
 from specdec_ext.cli._common import (
     DeviceOption,
@@ -28,8 +27,10 @@ from specdec_ext.cli._common import (
     user_errors,
     warn_if_busy,
 )
-from specdec_ext.display.console import PlainConsole
 from specdec_ext.cli._stream import TextStreamer, legend
+from specdec_ext.display import Table
+from specdec_ext.display.console import PlainConsole
+from specdec_ext.display.progress import tracked
 from specdec_ext.preflight.outputs import writable_file
 
 if TYPE_CHECKING:
@@ -82,8 +83,12 @@ def demo(
     if picture is not None:
         with user_errors():
             writable_file(picture, "--picture")
-    target, tokenizer = load_target(None, dtype, device)
-    proposers = {name: load_drafter(name, target, tokenizer) for name in drafter}
+    proposers = {}
+    with tracked("loading the bundled models", 1 + len(drafter), "model") as work:
+        target, tokenizer = load_target(None, dtype, device)
+        for name in drafter:
+            work.advance(note=name)
+            proposers[name] = load_drafter(name, target, tokenizer)
     streamed = proposers[drafter[-1]]
     held_out = assets.held_out_prompts()[: prompts or None]
     console = PlainConsole()
@@ -104,17 +109,18 @@ def demo(
         console.print(machine_line(target), soft_wrap=True)
         warn_if_busy(console)
         encoded = [encode(tokenizer, each["prompt"], target.device) for each in held_out]
-        results = _measure(console, target, proposers, encoded, max_new_tokens)
+        results = _measure(target, proposers, encoded, max_new_tokens)
     title = f"medians over {len(held_out)} held-out prompts, {max_new_tokens} tokens each, greedy"
     compared = {
         name: series.compared_to(results[HF], target)
         for name, series in results.items()
         if name != HF
     }
-    console.print(_speed_table(results, compared, title))
-    for name in proposers:
-        if results[OURS.format(name)].total("drafts"):
-            console.print(position_table(results[OURS.format(name)]))
+    drafted = [results[OURS.format(name)] for name in proposers]
+    console.blocks(
+        _speed_table(results, compared, title),
+        *(position_table(series) for series in drafted if series.total("drafts")),
+    )
     console.print(
         f"unique 4-grams in the completions: {results[HF].unique_4grams:.0%} "
         "(text that repeats itself is easy to guess and inflates ratios)",
@@ -157,7 +163,6 @@ def _stream(
 
 
 def _measure(
-    console: PlainConsole,
     target: Model,
     proposers: dict[str, Any],
     encoded: list[LongTensor],
@@ -173,12 +178,7 @@ def _measure(
     for name, proposer in {"none": None, **proposers}.items():
         contestants[OURS.format(name)] = ours(target, proposer, shared)
     prompts = [{"input_ids": ids, "attention_mask": ids.new_ones(ids.shape)} for ids in encoded]
-    with console.status("warming up") as status:
-
-        def progress(contestant: str, done: int, total: int) -> None:
-            status.update(f"measuring {done}/{total}: {contestant}")
-
-        return interleave(contestants, prompts, on_call=progress)
+    return interleave(contestants, prompts)
 
 
 def _speed_table(
@@ -186,20 +186,19 @@ def _speed_table(
 ) -> Table:
     from specdec_ext.evaluate.benchmark import same_text
 
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    for heading in ("tokens/s", "ratio", "acceptance length", "same text"):
-        table.add_column(heading, justify="right")
+    rows = []
     for name, series in results.items():
         length = series.mean_acceptance_length
-        table.add_row(
-            name,
-            f"{series.median_tokens_per_second:.1f}",
-            f"{series.speedup(results[HF]).value:.2f}x",
-            "" if length is None else f"{length:.2f}",
-            same_text(compared[name]) if name in compared else "",
+        rows.append(
+            (
+                name,
+                f"{series.median_tokens_per_second:.1f}",
+                f"{series.speedup(results[HF]).value:.2f}x",
+                "" if length is None else f"{length:.2f}",
+                same_text(compared[name]) if name in compared else "",
+            )
         )
-    return table
+    return Table(rows, ("", "tokens/s", "ratio", "acceptance length", "same text"), title)
 
 
 def _print_differences(

@@ -22,8 +22,8 @@ from specdec_ext.cli._common import (
     load_target,
     user_errors,
 )
-from specdec_ext.display.console import PlainConsole
 from specdec_ext.cli._stream import TextStreamer
+from specdec_ext.display.console import PlainConsole
 
 
 def generate(

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from specdec_ext.cli._common import user_errors
+from specdec_ext.display import Table
 from specdec_ext.display.console import PlainConsole
 from specdec_ext.keyword_table import TABLES
 from specdec_ext.keyword_table import markdown as as_markdown
@@ -21,8 +22,6 @@ def keywords(
     ] = False,
 ) -> None:
     """Show which keywords of transformers' generate are exact, exact but slower, or refused, and why."""
-    from rich.table import Table
-
     if markdown:
         typer.echo(as_markdown())
         return
@@ -38,10 +37,10 @@ def keywords(
     console = PlainConsole()
     for title, keywords in found.items():
         if keywords:
-            table = Table(title, "verdict", "", box=None, title_justify="left")
-            for name, keyword in keywords.items():
-                table.add_row(name, keyword.verdict.value, keyword.note)
-            console.print(table)
+            rows = [
+                (name, keyword.verdict.value, keyword.note) for name, keyword in keywords.items()
+            ]
+            console.print(Table(rows, (title, "verdict", "")))
 
 
 def _close(part: str) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specdec_ext.cli._common import (
     DeviceOption,
@@ -20,7 +18,9 @@ from specdec_ext.cli._common import (
     load_target,
     user_errors,
 )
+from specdec_ext.display import disable_progress
 from specdec_ext.display.console import PlainConsole
+from specdec_ext.display.progress import paused
 from specdec_ext.preflight.inputs import regular_file
 from specdec_ext.preflight.outputs import writable_folder
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from specdec_ext.training.trainer import Progress as Trained
 
 BUNDLED = "bundled"
-_SMOOTHED_OVER = 20
 
 
 class HeadKind(str, Enum):
@@ -183,6 +182,8 @@ def train(
         found = find_device(device)
     with user_errors():
         accelerator, place = _accelerator(str(found))
+        if not accelerator.is_main_process:
+            disable_progress()
         from specdec_ext.training import recipe as recipes
         from specdec_ext.training.trainer import TrainConfig
 
@@ -210,7 +211,7 @@ def train(
         target, tokenizer = load_target(None if model == BUNDLED else model, dtype, place)
         answers = None
         if regenerate is not None:
-            answers = _Answers(regenerate, target, max_new_tokens, temperature, seed, console)
+            answers = _Answers(regenerate, target, max_new_tokens, temperature, seed)
         vocab_size = target.get_input_embeddings().num_embeddings
         texts = _Texts(tokenizer, max_length, text_column, messages_column, vocab_size, answers)
         # The main process writes the answers to a file, which the others then read.
@@ -221,23 +222,23 @@ def train(
             config = replace(config, updates=epoch)
         if accelerator.is_main_process:
             _print_texts(console, examples, kept)
-        with _ProgressBar(console, config.updates) as progress:
-            recipes.train_head(
-                target,
-                examples,
-                kept,
-                out,
-                recipe,
-                config,
-                work=work,
-                dump=dump,
-                layout=None if layout is None else layout.value,
-                tokenizer=tokenizer,
-                old_held_out=old,
-                on_start=progress.start,
-                on_step=progress,
-                on_dump=lambda size: console.print(f"hidden states: {size}", soft_wrap=True),
-            )
+        history = _History(console)
+        recipes.train_head(
+            target,
+            examples,
+            kept,
+            out,
+            recipe,
+            config,
+            work=work,
+            dump=dump,
+            layout=None if layout is None else layout.value,
+            tokenizer=tokenizer,
+            old_held_out=old,
+            on_start=history.start,
+            on_step=history,
+            on_dump=lambda size: console.print(f"hidden states: {size}", soft_wrap=True),
+        )
     if accelerator.is_main_process:
         console.print(f"saved to {out}", soft_wrap=True)
 
@@ -281,7 +282,6 @@ class _Answers:
     max_new_tokens: int
     temperature: float
     seed: int
-    console: PlainConsole
 
     def __call__(self, records: list[Record], tokenizer: Any, max_length: int) -> list[Example]:
         from specdec_ext.training.data import prompts
@@ -289,20 +289,16 @@ class _Answers:
 
         longest = max(1, max_length - self.max_new_tokens)
         lengths = min(16, longest), min(256, longest)
-        with self.console.status("the target writes answers") as status:
-            return regenerate(
-                self.target,
-                prompts(records, tokenizer, lengths=lengths, seed=self.seed),
-                self.file,
-                max_new_tokens=self.max_new_tokens,
-                max_length=max_length,
-                tokenizer=tokenizer,
-                temperature=self.temperature,
-                seed=self.seed,
-                progress=lambda done: status.update(
-                    f"the target writes answers: {done.prompts} of {done.total}, {done.tokens:,} tokens"
-                ),
-            )
+        return regenerate(
+            self.target,
+            prompts(records, tokenizer, lengths=lengths, seed=self.seed),
+            self.file,
+            max_new_tokens=self.max_new_tokens,
+            max_length=max_length,
+            tokenizer=tokenizer,
+            temperature=self.temperature,
+            seed=self.seed,
+        )
 
 
 @dataclass
@@ -354,53 +350,26 @@ def _print_texts(console: PlainConsole, examples: list[Example], kept: list[Exam
     )
 
 
-class _ProgressBar:
-    """Shows a progress bar, and prints one line per evaluation."""
+class _History:
+    """Prints one line per evaluation."""
 
-    def __init__(self, console: PlainConsole, updates: int):
+    def __init__(self, console: PlainConsole):
         self._console = console
-        self._recent: deque[Trained] = deque(maxlen=_SMOOTHED_OVER)
-        self._bar = Progress(
-            TextColumn("{task.completed}/{task.total}"),
-            BarColumn(),
-            TextColumn("{task.description}", markup=False),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=updates)
-
-    def __enter__(self) -> _ProgressBar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, progress: Trained) -> None:
-        self._recent.append(progress)
-        curves = zip(*(p.losses for p in self._recent), strict=True)
-        losses = [sum(values) / len(self._recent) for values in curves]
-        rate = sum(p.tokens for p in self._recent) / sum(p.seconds for p in self._recent)
-        state = f"loss {losses[0]:.3f} .. {losses[-1]:.3f}, {rate:,.0f} tokens/s"
-        self._bar.update(self._task, completed=progress.step, description=state)
-        if progress.evaluation is not None:
-            self._print(
-                f"step {progress.step}: {state}", progress.evaluation, progress.old_evaluation
-            )
+        self._recent: list[Trained] = []
 
     def start(self, found: Evaluation, old: Evaluation | None) -> None:
         """Print the evaluation of the initial weights."""
         self._print("step 0", found, old)
 
+    def __call__(self, progress: Trained) -> None:
+        from specdec_ext.training.trainer import SMOOTHED_OVER, trend
+
+        self._recent = [*self._recent, progress][-SMOOTHED_OVER:]
+        if progress.evaluation is not None:
+            when = f"step {progress.step}: {trend(self._recent)}"
+            self._print(when, progress.evaluation, progress.old_evaluation)
+
     def _print(self, when: str, found: Evaluation, old: Evaluation | None) -> None:
-        by_position = " ".join(f"{share:.2f}" for share in found.conditional)
-        sampled = ""
-        if found.sampled:
-            sampled = f", {found.sampled_acceptance_length:.2f} sampled at temperature 1"
         forgotten = "" if old is None else f"; old texts: {old.acceptance_length:.2f} greedy"
-        self._console.print(
-            f"{when}; held out: mean acceptance length {found.acceptance_length:.2f} greedy{sampled}; "
-            f"by position {by_position}{forgotten}",
-            soft_wrap=True,
-        )
+        with paused():
+            self._console.print(f"{when}; held out: {found}{forgotten}", soft_wrap=True)

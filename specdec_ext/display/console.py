@@ -6,35 +6,15 @@ escape sequences, with which a file could overwrite the verdict about itself.
 
 from __future__ import annotations
 
-import unicodedata
+import io
 from typing import Any
 
 from rich.console import Console
-from rich.status import Status
 from rich.text import Text
 
-_KEPT = "\n\t"
-# Control characters, halves of surrogate pairs, line separators.
-_HIDDEN = {"Cc", "Cs", "Zl", "Zp"}
-# Bidirectional controls: they change the order in which the following characters are shown.
-_REORDERING = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+from specdec_ext.display.text import printable
 
-
-def printable(text: str) -> str:
-    r"""Return ``text`` with the characters that control a terminal written as escapes, such as ``\x1b``."""
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(
-        character.encode("unicode_escape").decode("ascii") if _is_control(character) else character
-        for character in text
-    )
-
-
-def _is_control(character: str) -> bool:
-    return character not in _KEPT and (
-        unicodedata.category(character) in _HIDDEN
-        or unicodedata.bidirectional(character) in _REORDERING
-    )
+WIDTH = 80  # columns of text that is not printed on a terminal
 
 
 class PlainConsole(Console):
@@ -44,28 +24,32 @@ class PlainConsole(Console):
     """
 
     def __init__(self, **options: Any):
-        super().__init__(markup=False, emoji=False, highlight=False, **options)
+        super().__init__(markup=False, emoji=False, highlight=False, force_jupyter=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:  # also of the cells of tables
         return super().render_str(printable(text), **options)
 
-    def status(self, status: Any, **options: Any) -> Status:
-        return _PlainStatus(status, console=self, **options)
+    def blocks(self, *parts: Any) -> None:
+        """Print tables and texts, each followed by an empty line."""
+        for part in parts:
+            self.print(part)
+            self.print()
 
     def sentence(self, text: str, style: str | None = None) -> None:
         """Print a line of prose: wrapped at words on a terminal, unwrapped in a pipe."""
         self.print(text, style=style, soft_wrap=not self.is_terminal)
 
 
-class _PlainStatus(Status):
-    """A spinner with plain text; rich's ``Status`` would interpret markup despite the console's setting."""
+def plain_text(*parts: Any) -> str:
+    """Return paragraphs and tables as text of at most 80 columns, with an empty line between them.
 
-    def __init__(self, status: Any, **options: Any):
-        super().__init__(_text(status), **options)
-
-    def update(self, status: Any = None, **options: Any) -> None:
-        super().update(_text(status), **options)
-
-
-def _text(given: Any) -> Any:
-    return Text(printable(given)) if isinstance(given, str) else given
+    Args:
+        parts: strings, :class:`~specdec_ext.display.Table` and whatever else rich prints.
+    """
+    texts = []
+    for part in parts:
+        console = PlainConsole(file=io.StringIO(), width=WIDTH, color_system=None)
+        console.print(part)
+        lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        texts.append("\n".join(line.rstrip() for line in lines))
+    return "\n\n".join(texts)

@@ -240,7 +240,7 @@ class DraftModelDrafter(Drafter):
             return self.num_draft_tokens
         if shape.top_k > 1:
             raise ValueError(
-                f"{type(self).__name__} drafts only chains, but {shape} was requested; pin shapes "
+                f"{type(self).__name__} drafts only chains, but {shape!r} was requested; pin shapes "
                 "with top_k=1"
             )
         return len(shape.links)

@@ -9,6 +9,7 @@ that belongs to the bundled target. No other place is searched.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Hashable
 from difflib import get_close_matches
 from importlib import import_module
@@ -29,6 +30,8 @@ from specdec_ext.heads.checkpoints.load import is_draft, load_draft
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.heads.medusa import MedusaHeads
 from specdec_ext.pretrained import unwrapped
+
+_log = logging.getLogger(__name__)
 
 # Name -> module and class of a drafter that needs no arguments.
 _MADE = {
@@ -113,6 +116,7 @@ def resolve_drafter(drafter: Any, model: PreTrainedModel, tokenizer: Any = None)
 
 def _auto(model: PreTrainedModel, tokenizer: Any) -> Drafter:
     if getattr(model.config, _OF_MODEL["head"][0], None) is None:
+        _log.info("drafter='auto' is n-gram lookup: the model's config names no draft head")
         return NgramDrafter()
     return CombinedDrafter(NgramDrafter(), _of_model("head", model, tokenizer))
 
@@ -158,6 +162,7 @@ def _kept(
     state = written, model.dtype, model.device
     kept = _loaded.setdefault(model, {})
     if place not in kept or kept[place][0] != state:
+        _log.info("loading the drafter %s", place)
         kept[place] = state, load()
     return copy.copy(kept[place][1])
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec_ext import ops
-from specdec_ext.display import Summarised
+from specdec_ext.display import Summarised, Table
+from specdec_ext.display.progress import tracked
 from specdec_ext.drafters import Drafter
 from specdec_ext.evaluate.machine import machine_line
 from specdec_ext.generation import generate
@@ -106,27 +107,34 @@ class Breakdown(Summarised):
             f"{largest.microseconds:.0f} us"
         )
 
-    def details(self) -> Iterable[tuple[str, ...]]:
-        yield from ((part.name, f"{part.microseconds:.1f} us") for part in self.parts)
+    def sentences(self) -> Iterable[str]:
+        yield f"{self.title} | {self.machine}"
+        yield (
+            f"{self.steps} steps, {self.tokens_per_step:.2f} tokens each. {self.outside:.0f} us of a step "
+            "are outside the target's forward and the draft op: the overhead of a step."
+        )
 
-    def table(self) -> str:
-        """The parts as text, one line each."""
-        width = max(len(name) for name in PARTS)
-        lines = [
-            f"{self.title} | {self.machine}",
-            f"{'part of a step':{width}}  {'us':>8}  {'share':>6}  {'calls':>6}",
-        ]
-        for part in self.parts:
-            share = part.microseconds / self.microseconds
-            lines.append(
-                f"{part.name:{width}}  {part.microseconds:8.1f}  {share:6.1%}  {part.calls:6.1f}"
+    def tables(self) -> Iterable[Table]:
+        rows = [
+            (
+                part.name,
+                f"{part.microseconds:.1f}",
+                f"{part.microseconds / self.microseconds:.1%}",
+                f"{part.calls:.1f}",
             )
-        lines += [
-            f"{'a step':{width}}  {self.microseconds:8.1f}",
-            f"{'outside target forward and draft op':{width}}  {self.outside:8.1f}",
-            f"{self.steps} steps, {self.tokens_per_step:.2f} tokens each",
+            for part in self.parts
         ]
-        return "\n".join(lines)
+        whole = [
+            ("a step", f"{self.microseconds:.1f}", "", ""),
+            (
+                "outside target forward and draft op",
+                f"{self.outside:.1f}",
+                f"{self.outside / self.microseconds:.1%}",
+                "",
+            ),
+        ]
+        headings = "part of a step", "us", "share", "calls"
+        yield Table([*rows, *whole], headings, marked=[len(rows)])
 
     def plot(self, path: str | Path, others: Sequence[Breakdown] = ()) -> None:
         """Save a stacked bar as an image file, with one more bar for each of ``others``.
@@ -134,7 +142,7 @@ class Breakdown(Summarised):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        otherwise = "Breakdown.table() shows the same as text"
+        otherwise = "Breakdown.explain() shows the same as text"
         figures = require("matplotlib.figure", "Breakdown.plot", otherwise)
         matplotlib = require("matplotlib", "Breakdown.plot", otherwise)
         bars = [self, *others]
@@ -183,8 +191,9 @@ def breakdown(
     clock = _Clock()
     steps: list[_Step] = []
     tokens = 0
-    with _measured(model, clock):
+    with _measured(model, clock), tracked("timing the parts", len(prompts) + 1, "call") as work:
         for turn, prompt in enumerate([prompts[0], *prompts]):
+            work.update(turn)
             clock.begin()
             out: Any = generate(
                 model, prompt, drafter=drafter, max_new_tokens=max_new_tokens, **kwargs

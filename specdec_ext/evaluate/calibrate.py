@@ -8,7 +8,8 @@ is fed back, or, in SpecForge before September 2026, it is not. The files do not
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec_ext.display import Summarised, Table
+from specdec_ext.display.progress import Work, tracked
 from specdec_ext.drafters.bound_head import BoundHead
 from specdec_ext.heads.checkpoints.pair import check_pair
 from specdec_ext.heads.config import DraftHead
@@ -24,11 +27,15 @@ from specdec_ext.models.passes.features import FeatureTap
 from specdec_ext.models.patching.changes import inference_mode
 from specdec_ext.tree.config import TreeConfig
 
+_log = logging.getLogger(__name__)
+
 _PAIR = TreeConfig(depth=2)
+# If no reading predicts this share of first tokens, the head was made for another target.
+_LEAST_AGREEMENT = 0.02
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(Summarised):
     """The quality of the drafts of one reading of a head along a text.
 
     Attributes:
@@ -50,19 +57,78 @@ class Trial:
         """Expected number of accepted tokens per draft of two."""
         return self.first * (1 + self.second)
 
+    @property
+    def _reading(self) -> str:
+        """The arguments of ``load_draft`` for this reading."""
+        return f"feature_layers={self.feature_layers}, norm_output={self.norm_output}"
 
-@dataclass(frozen=True)
-class Calibration:
+    def summary(self) -> str:
+        return (
+            f"{self._reading}: {self.first:.1%} of first and {self.second:.1%} of second tokens agree with "
+            f"the target, {self.score:.2f} of 2 draft tokens would be accepted, over {self.drafts} drafts"
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Calibration(Summarised):
     """The result of :func:`calibrate`.
 
     Attributes:
         head: the head with the reading of the best trial; among equal trials, the reading it was passed with.
             Its record lists no ambiguous fields any more.
         trials: all readings that were tried.
+        changed: whether ``head`` is read in another way than it was passed.
     """
 
     head: DraftHead
     trials: tuple[Trial, ...]
+    changed: bool
+
+    @property
+    def _best(self) -> Trial:
+        """The trial with the highest score, the first among equal ones."""
+        return max(self.trials, key=lambda trial: trial.score)
+
+    @property
+    def _advice(self) -> str:
+        """What to do."""
+        if max(trial.first for trial in self.trials) < _LEAST_AGREEMENT:
+            return "no reading agrees with the target, so the head was made for another target"
+        return (
+            f"pass {self._best._reading} to load_draft"
+            if self.changed
+            else "the checkpoint is read correctly"
+        )
+
+    def summary(self) -> str:
+        best = self._best
+        return (
+            f"{self._advice}: {best.first:.1%} of first and {best.second:.1%} of second draft tokens agree "
+            "with the target"
+        )
+
+    def sentences(self) -> Iterable[str]:
+        yield (
+            f"{len(self.trials)} readings of the checkpoint drafted two tokens at {self._best.drafts} places "
+            "of the text. The right one agrees with the target far more often than the others."
+        )
+        yield f"The result: {self._advice}."
+
+    def tables(self) -> Iterable[Table]:
+        trials = sorted(self.trials, key=lambda trial: -trial.score)
+        rows = [
+            (
+                ", ".join(map(str, trial.feature_layers)),
+                str(trial.norm_output),
+                f"{trial.first:.1%}",
+                f"{trial.second:.1%}",
+                f"{trial.score:.2f}",
+            )
+            for trial in trials
+        ]
+        headings = "hidden states", "norm_output", "first token", "second token", "accepted of 2"
+        title = f"agreement with the target on {self._best.drafts} drafts"
+        yield Table(rows, headings, title, marked=[0])
 
 
 @inference_mode()
@@ -99,15 +165,19 @@ def calibrate(
     with tap.recording() as states:
         predicted = model(input_ids=text[None], use_cache=False).logits[0].argmax(dim=-1)
     features = {layer: state[0] for layer, state in zip(layers, states, strict=True)}
-    trials = [_trial(each, model, text, features, predicted, num_drafts) for each in readings]
+    count = min(num_drafts, len(text) - 2)
+    with tracked("calibrating", len(readings) * count, "draft") as work:
+        trials = [_trial(each, model, text, features, predicted, count, work) for each in readings]
+    for trial in trials:
+        _log.info("%s", trial)
     chosen = readings[max(range(len(trials)), key=lambda index: trials[index].score)]
     own = head.config.resolved_feature_layers(config.num_hidden_layers)
     record = replace(head.record, ambiguous=())
     if chosen.config == replace(head.config, feature_layers=own):
         certain = replace(head, record=record) if head.record.ambiguous else head
-        return Calibration(certain, tuple(trials))
+        return Calibration(certain, tuple(trials), changed=False)
     record = replace(record, layers_from=f"calibration on a text of {len(text)} tokens")
-    return Calibration(replace(chosen, record=record), tuple(trials))
+    return Calibration(replace(chosen, record=record), tuple(trials), changed=True)
 
 
 def _readings(head: DraftHead, num_layers: int) -> Iterator[DraftHead]:
@@ -129,9 +199,10 @@ def _trial(
     text: Tensor,
     features: dict[int, Tensor],
     predicted: Tensor,
-    num_drafts: int,
+    count: int,
+    work: Work,
 ) -> Trial:
-    """Draft two tokens at places along the text, each from the text before it.
+    """Draft two tokens at ``count`` places along the text, each from the text before it.
 
     Args:
         text: ``[length]`` token ids.
@@ -141,9 +212,11 @@ def _trial(
     layers = head.config.feature_layers
     assert layers is not None
     # Element t reads token t + 1; at least two tokens of the text must follow for the comparison.
-    last, count = len(text) - 2, min(num_drafts, len(text) - 2)
+    last = len(text) - 2
     ends = [1 + index * (last - 1) // max(count - 1, 1) for index in range(count)]
-    drafted = _drafts(head, model, text, torch.cat([features[i] for i in layers], dim=-1), ends)
+    drafted = _drafts(
+        head, model, text, torch.cat([features[i] for i in layers], dim=-1), ends, work
+    )
     at = torch.tensor(ends, device=text.device)
     first = drafted[:, 0] == predicted[at]
     known = drafted[:, 0] == text[at + 1]
@@ -158,7 +231,12 @@ def _trial(
 
 
 def _drafts(
-    head: DraftHead, model: PreTrainedModel, text: Tensor, features: Tensor, ends: list[int]
+    head: DraftHead,
+    model: PreTrainedModel,
+    text: Tensor,
+    features: Tensor,
+    ends: list[int],
+    work: Work,
 ) -> Tensor:
     """Draft two tokens after the first ``end + 1`` tokens of the text, for each end: ``[drafts, 2]``."""
     bound, config = BoundHead.bind(head, model), head.config
@@ -184,4 +262,5 @@ def _drafts(
         )
         drafted.append(tokens[0, 1:])
         start = end
+        work.advance()
     return torch.stack(drafted)

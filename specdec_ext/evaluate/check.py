@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec_ext.delegation import class_generate
-from specdec_ext.display import Summarised
+from specdec_ext.display import Summarised, Table
+from specdec_ext.display.progress import tracked
 from specdec_ext.evaluate.scripted import Script, Shape, branches, mixed, mixed_branches, right
 from specdec_ext.generation import generate
 from specdec_ext.models import Support, supports
@@ -35,6 +36,19 @@ from specdec_ext.models import Support, supports
 Verdict = Literal["exact", "near-tie", "wrong", "idle"]
 
 PROMPT_TOKENS = 24
+# What a verdict means, for ``explain()``.
+_MEANINGS: dict[Verdict, str] = {
+    "exact": "the texts are equal, and the logits differ by no more than rounding explains.",
+    "near-tie": (
+        "the texts differ where two logits are so close that rounding decides; the logits agree. Such "
+        "differences are expected in half precision."
+    ),
+    "wrong": (
+        "the logits differ by more than rounding explains. Do not speculate on this model (pass "
+        "drafter=None), and please report it."
+    ),
+    "idle": "no draft was accepted, so nothing was tested; pass other input_ids.",
+}
 # The noise is measured on this many copies of the prompt in one pass, each with other changes.
 COPIES = 4
 # The bound is SLACK times the noise. Another formula for the same result, such as a chunked scan for a
@@ -43,7 +57,7 @@ SLACK = 8
 
 
 @dataclass(frozen=True)
-class Check:
+class Check(Summarised):
     """Result of one check.
 
     Attributes:
@@ -71,6 +85,18 @@ class Check:
     def holds(self) -> bool:
         return self.verdict in ("exact", "near-tie")
 
+    def summary(self) -> str:
+        return (
+            f"{self.name} {self.verdict}: {self.tokens} tokens compared, {self.accepted} draft tokens "
+            f"accepted, logits differ by {self.delta:.2g} (rounding explains {self.bound:.2g})"
+        )
+
+    def sentences(self) -> Iterable[str]:
+        yield f"{self.name} {self.verdict}: {_MEANINGS[self.verdict]}"
+
+    def tables(self) -> Iterable[Table]:
+        yield _table([self])
+
 
 @dataclass(frozen=True, repr=False)
 class ModelCheck(Summarised):
@@ -93,11 +119,37 @@ class ModelCheck(Summarised):
         verdict = "every claim holds" if self.holds else "NOT EVERY CLAIM HOLDS"
         return f"{verdict}: " + ", ".join(f"{each.name} {each.verdict}" for each in self.checks)
 
-    def details(self) -> Iterable[tuple[str, ...]]:
-        yield "check", "verdict", "largest difference", "rounding explains", "tokens", "accepted"
-        for each in self.checks:
-            differences = f"{each.delta:.2g}", f"{each.bound:.2g}"
-            yield each.name, each.verdict, *differences, str(each.tokens), str(each.accepted)
+    def sentences(self) -> Iterable[str]:
+        yield from self.support.sentences()
+        yield (
+            "Each claim was tested against Hugging Face generate, which decodes one token at a time: the "
+            "logits of every token were compared."
+        )
+        for verdict in dict.fromkeys(each.verdict for each in self.checks):
+            names = ", ".join(each.name for each in self.checks if each.verdict == verdict)
+            yield f"{verdict} ({names}): {_MEANINGS[verdict]}"
+
+    def tables(self) -> Iterable[Table]:
+        yield _table(self.checks)
+
+
+def _table(checks: Sequence[Check]) -> Table:
+    """One row for each check; those that fail are marked."""
+    rows = [
+        (
+            each.name,
+            (each.verdict if each.holds else each.verdict.upper())
+            + ("" if each.gap is None else f", gap {each.gap:.2g}"),
+            f"{each.delta:.2g}",
+            f"{each.bound:.2g}",
+            str(each.tokens),
+            str(each.accepted),
+        )
+        for each in checks
+    ]
+    headings = "check", "verdict", "logits differ by", "rounding explains", "tokens", "accepted"
+    failed = [number for number, each in enumerate(checks) if not each.holds]
+    return Table(rows, headings, marked=failed)
 
 
 @dataclass(frozen=True)
@@ -145,21 +197,24 @@ def check_model(
         )
     support = supports(model)
     limits = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens, "use_cache": True}
-    baseline = _baseline(model, {**_batch([input_ids]), **limits, **inputs})
-    checks = [_check(model, "single step", baseline, None)]
+    shapes: dict[str, Shape | None] = {"single step": None}
     if support.chain:
-        checks += [
-            _check(model, "chain", baseline, right),
-            _check(model, "rollback", baseline, mixed),
-        ]
+        shapes |= {"chain": right, "rollback": mixed}
     if support.tree:
-        checks.append(_check(model, "tree", baseline, branches))
-    if support.batch and not inputs:
-        third = -(-input_ids.shape[1] // 3)
-        texts = [input_ids, input_ids[:, third:], input_ids[:, -third:]]
-        baseline = _baseline(model, {**_batch(texts), **limits})
-        shape = mixed_branches if support.tree else mixed
-        checks.append(_check(model, "batch", baseline, shape))
+        shapes["tree"] = branches
+    in_batch = support.batch and not inputs
+    with tracked("checking the model", len(shapes) + in_batch, "check") as work:
+        baseline = _baseline(model, {**_batch([input_ids]), **limits, **inputs})
+        checks = []
+        for name, shape in shapes.items():
+            checks.append(_check(model, name, baseline, shape))
+            work.advance(note=name)
+        if in_batch:
+            third = -(-input_ids.shape[1] // 3)
+            texts = [input_ids, input_ids[:, third:], input_ids[:, -third:]]
+            baseline = _baseline(model, {**_batch(texts), **limits})
+            shape = mixed_branches if support.tree else mixed
+            checks.append(_check(model, "batch", baseline, shape))
     return ModelCheck(support, tuple(checks))
 
 

@@ -8,6 +8,8 @@ they are computed token by token and in passes over several tokens. Any other di
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,9 +17,24 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from specdec_ext.display import Summarised, Table
+
+# What a verdict means, for ``explain()``.
+_MEANINGS = {
+    "equal": "The texts are equal, token for token.",
+    "near-tie": (
+        "The texts differ where the best two logits are closer than what rounding changes, so two correct "
+        "computations may choose differently. Such differences are expected in half precision."
+    ),
+    "bug": (
+        "The texts differ where the logits of the two tokens are further apart than rounding explains, or "
+        "one of them ends early. Please report it, with the output of `specdec check`."
+    ),
+}
+
 
 @dataclass(frozen=True)
-class ComparedRuns:
+class ComparedRuns(Summarised):
     """Verdict on two texts.
 
     Attributes:
@@ -33,6 +50,29 @@ class ComparedRuns:
     verdict: Literal["equal", "near-tie", "bug"]
     gap: float = 0.0
     bound: float = 0.0
+
+    def summary(self) -> str:
+        if self.position is None:
+            return self.verdict
+        if math.isinf(self.gap):
+            return f"{self.verdict}: one text ends at token {self.position}, prompt included"
+        return (
+            f"{self.verdict}: the first difference is at token {self.position}, prompt included; the logit "
+            f"gap is {self.gap:.2g}, rounding explains {self.bound:.2g}"
+        )
+
+    def sentences(self) -> Iterable[str]:
+        yield _MEANINGS[self.verdict]
+
+    def tables(self) -> Iterable[Table]:
+        if self.position is not None:
+            yield Table(
+                (
+                    ("first difference at token", str(self.position)),
+                    ("gap of the logits of the two tokens", f"{self.gap:.2g}"),
+                    ("largest gap that rounding explains", f"{self.bound:.2g}"),
+                )
+            )
 
 
 @torch.no_grad()

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from specdec_ext.display import Summarised
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
-class Speedup:
+class Speedup(Summarised):
     """A ratio and its 95 % confidence interval."""
 
     value: float
     low: float
     high: float
 
-    def __str__(self) -> str:
+    def summary(self) -> str:
         return f"{self.value:.2f}x [{self.low:.2f}, {self.high:.2f}]"
+
+    def sentences(self) -> Iterable[str]:
+        yield (
+            f"{self.value:.2f} times as fast. With {CONFIDENCE:.0%} confidence the ratio for such prompts is "
+            f"between {self.low:.2f} and {self.high:.2f}."
+        )
+        if self.low < 1 < self.high:
+            yield "The interval contains 1: measure more prompts before you call either of the two faster."
 
 
 def bootstrap(

@@ -18,10 +18,11 @@ The complete specification is :mod:`specdec_ext.reference.draft_head`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from specdec_ext.display.text import byte_size
 from specdec_ext.heads.weights import DraftWeights
 
 
@@ -200,43 +201,31 @@ class HeadConfig:
         return shapes
 
 
-@dataclass(frozen=True)
-class HeadRecord:
-    """Facts from a checkpoint about a head, or about Medusa heads, that do not affect the computation.
-
-    Attributes:
-        format: name of the checkpoint format.
-        layers_from: where ``HeadConfig.feature_layers`` comes from, in words.
-        target_name: name of the target that the head was trained for.
-        target_revision: commit of that target on the hub.
-        target_fingerprint: fingerprint of the target's weights (``checkpoints.weights_fingerprint``).
-        tokenizer_fingerprint: fingerprint of its tokenizer (``checkpoints.tokenizer_fingerprint``).
-        ambiguous: fields of ``HeadConfig`` that the checkpoint states ambiguously, so their value is a guess.
-        tied: whether the ``lm_head`` is an embedding that the head shares with the target.
-        ignored: tensors in the file that the head does not use.
-    """
-
-    format: str = "none"
-    layers_from: str = "HeadConfig"
-    target_name: str | None = None
-    target_revision: str | None = None
-    target_fingerprint: str | None = None
-    tokenizer_fingerprint: str | None = None
-    ambiguous: tuple[str, ...] = ()
-    tied: bool = False
-    ignored: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DraftHead(DraftWeights):
     """Config and tensors of an EAGLE-family head.
 
     Attributes:
         config: determines the computation.
-        tensors, source: see :class:`DraftWeights`.
-        record: facts from the checkpoint that do not affect the computation.
+        tensors, source, record: see :class:`DraftWeights`.
     """
 
     config: HeadConfig
     source: str = "a head made in memory"
-    record: HeadRecord = HeadRecord()
+
+    @property
+    def _kind(self) -> str:
+        if self.config.kind == "eagle1":
+            return "EAGLE-1 head"
+        if self.config.mask_token_id is not None:
+            return "P-EAGLE head"
+        return f"EAGLE{' 3.1' if self.config.fc_norm and self.config.norm_output else '-3'} head"
+
+    def _facts(self) -> Iterable[tuple[str, str]]:
+        config, layers = self.config, self.config.feature_layers
+        elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        yield "keys and values", f"{byte_size(elements * self._dtype.itemsize)} per token"
+        read = self.record.layers_from
+        if layers:
+            read = f"{', '.join(map(str, layers))} ({read})"
+        yield "hidden states read", read

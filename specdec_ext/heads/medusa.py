@@ -10,11 +10,10 @@ predicts the next token; head i predicts the token 2 + i positions after the one
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
-from specdec_ext.heads.config import HeadRecord
 from specdec_ext.heads.weights import DraftWeights
 
 
@@ -56,19 +55,25 @@ class MedusaConfig:
         return shapes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MedusaHeads(DraftWeights):
     """Config and tensors of the Medusa heads of one target.
 
     Attributes:
         config: determines the computation.
-        tensors, source: see :class:`DraftWeights`.
-        record: facts from the checkpoint that do not affect the computation.
+        tensors, source, record: see :class:`DraftWeights`.
     """
 
     config: MedusaConfig
     source: str = "heads made in memory"
-    record: HeadRecord = field(default_factory=HeadRecord)
+
+    @property
+    def _kind(self) -> str:
+        return f"{self.config.num_heads} Medusa heads"
+
+    def _facts(self) -> Iterable[tuple[str, str]]:
+        yield "keys and values", "none"
+        yield "hidden states read", "the last one"
 
 
 def likely_choices(

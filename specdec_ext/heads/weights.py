@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from specdec_ext.display import Summarised, Table
+from specdec_ext.display.progress import tracked
+from specdec_ext.display.text import byte_size
+from specdec_ext.heads.record import HeadRecord
 
 Self = TypeVar("Self", bound="DraftWeights")
 
@@ -45,8 +51,8 @@ class UnkeptTensors(Mapping[str, Tensor]):
         return len(self._names)
 
 
-@dataclass(frozen=True)
-class DraftWeights:
+@dataclass(frozen=True, repr=False)
+class DraftWeights(Summarised):
     """Base class of ``DraftHead`` and ``MedusaHeads``.
 
     Attributes:
@@ -54,6 +60,7 @@ class DraftWeights:
         tensors: exactly the tensors of ``config.tensor_shapes()``. ``draft_to_target`` is int64 and holds the
             target's id of each draft id; all other tensors have one floating-point dtype.
         source: where the tensors come from, for messages.
+        record: facts from the checkpoint that do not affect the computation.
 
     Raises:
         ValueError: for missing or unexpected tensors, wrong shapes, or ids outside the vocabulary.
@@ -62,6 +69,7 @@ class DraftWeights:
     config: WeightsConfig
     tensors: Mapping[str, Tensor]
     source: str = "weights made in memory"
+    record: HeadRecord = field(default_factory=HeadRecord)
 
     def __post_init__(self) -> None:
         expected = self.config.tensor_shapes()
@@ -72,12 +80,15 @@ class DraftWeights:
                 f"{self.source} does not have exactly the tensors of its config: missing tensors "
                 f"{missing or 'none'}, unexpected tensors {surplus or 'none'}"
             )
-        for name, shape in expected.items():
-            found = tuple(self.tensors[name].shape)
-            if found != shape:
-                raise ValueError(
-                    f"{self.source}: {name} has shape {found}; its config requires {shape}"
-                )
+        read_now = isinstance(self.tensors, UnkeptTensors)
+        with tracked(f"reading {self.source}", len(expected), "tensor", shown=read_now) as work:
+            for name, shape in expected.items():
+                found = tuple(self.tensors[name].shape)
+                if found != shape:
+                    raise ValueError(
+                        f"{self.source}: {name} has shape {found}; its config requires {shape}"
+                    )
+                work.advance()
         targets = self.tensors.get("draft_to_target")
         if targets is None or targets.is_meta:
             return
@@ -88,6 +99,74 @@ class DraftWeights:
                 f"target in [0, {self.config.vocab_size}). The d2t of checkpoints holds offsets: add each "
                 "draft id to its offset"
             )
+
+    @property
+    def _kind(self) -> str:
+        """What this is, such as ``"EAGLE-3 head"``."""
+        raise NotImplementedError
+
+    def _facts(self) -> Iterable[tuple[str, str]]:
+        """Name and value of what only this kind of head has."""
+        raise NotImplementedError
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The floating-point dtype of the tensors."""
+        return self.tensors[min(self._shapes, key=lambda name: prod(self._shapes[name]))].dtype
+
+    @property
+    def _num_parameters(self) -> int:
+        """Number of elements of the floating-point tensors; a shared tensor counts once."""
+        if isinstance(self.tensors, UnkeptTensors):
+            # None of them are shared, and reading them may take long.
+            return sum(map(prod, self._shapes.values()))
+        tensors = [self.tensors[name] for name in self._shapes]
+        distinct = {tensor.data_ptr() or id(tensor): tensor.numel() for tensor in tensors}
+        return sum(distinct.values())
+
+    @property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the floating-point tensors."""
+        shapes = self.config.tensor_shapes()
+        return {name: shape for name, shape in shapes.items() if name != "draft_to_target"}
+
+    def summary(self) -> str:
+        made_for = self.record.target_name
+        return f"{self._kind} of {self._num_parameters:,} parameters, {self._size()}" + (
+            f", made for {made_for}" if made_for else ""
+        )
+
+    def sentences(self) -> Iterable[str]:
+        yield f"{self._kind} of {self._num_parameters:,} parameters, read from {self.source}."
+        if self.record.made_for is None:
+            yield "The checkpoint does not record the model that it drafts for."
+        for name in self.record.ambiguous:
+            yield (
+                f"The checkpoint is ambiguous about {name}: specdec inspect --target MODEL --calibrate FILE "
+                "finds the right value."
+            )
+        yield (
+            "generate(model, drafter=...) drafts with it and emits the same text as without it. specdec "
+            "inspect --target MODEL tells whether it fits a model."
+        )
+
+    def tables(self) -> Iterable[Table]:
+        rows = [
+            ("parameters", f"{self._num_parameters:,}"),
+            ("weights", self._size()),
+            ("format", self.record.format),
+            *self._facts(),
+            ("made for", self.record.made_for or "not recorded"),
+        ]
+        if self.record.ignored:
+            rows.append(("unused tensors", ", ".join(self.record.ignored)))
+        if self.record.ambiguous:
+            rows.append(("ambiguous", f"{', '.join(self.record.ambiguous)}; --calibrate decides"))
+        yield Table(rows, title=self.source)
+
+    def _size(self) -> str:
+        size = byte_size(self._num_parameters * self._dtype.itemsize)
+        return f"{size} ({str(self._dtype).removeprefix('torch.')})"
 
     def to(self: Self, device: torch.device | str, dtype: torch.dtype) -> Self:
         """Return a copy on ``device`` with floating-point tensors in ``dtype``.

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from specdec_ext.display import Summarised
+from specdec_ext.display import Summarised, Table
 from specdec_ext.models.cache.adoption import unserved_layers
 from specdec_ext.models.cache.indexed import is_indexed, selects_by_slot
 from specdec_ext.models.compat import (
@@ -26,6 +26,21 @@ from specdec_ext.models.families.scans import can_continue, stateless_scans
 from specdec_ext.models.passes.masks import SUPPORTED_IMPLEMENTATIONS
 
 Rollback = Literal["compact", "replay", "snapshot", "recompute", "none"]
+_CLAIMS = ("chain", "tree", "batch")
+# What a rollback does, for ``explain()``.
+_ROLLBACKS: dict[Rollback, str] = {
+    "compact": "Rejected drafts are removed by freeing the cache slots of their keys and values.",
+    "replay": (
+        "Rejected drafts are removed by restoring the recurrent states from before the pass; the accepted "
+        "tokens are read again with the next draft."
+    ),
+    "snapshot": (
+        "Rejected drafts are removed by restoring a copy of the whole cache from before the pass; the "
+        "accepted tokens are read again with the next draft."
+    ),
+    "recompute": "There is no cache: every pass reads the whole text, and drafts save passes.",
+    "none": "Nothing is drafted, so nothing has to be removed from the cache.",
+}
 # Arguments of a model's forward that hold its cache.
 CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
 # Arguments of a call that SlotTarget lays out itself. All others (images, token types) are read with the
@@ -89,11 +104,32 @@ class Support(Summarised):
         able = ", ".join(name for name, holds in claims.items() if holds) or "one token at a time"
         return "; ".join((able, f"rollback {self.rollback}", *self.reasons))
 
-    def details(self) -> Iterable[tuple[str, ...]]:
-        for name in ("chain", "tree", "batch"):
-            yield name, "yes" if getattr(self, name) else "no"
-        yield "rollback", self.rollback
-        yield from (("because", reason) for reason in self.reasons)
+    def sentences(self) -> Iterable[str]:
+        if not self.chain:
+            able = "The model is decoded one token at a time; a drafter can't make it faster."
+        elif self.tree:
+            able = "Chains and trees of drafts are verified exactly."
+        else:
+            able = (
+                "Chains of drafts are verified exactly. If a drafter proposes a tree, its first branch is "
+                "verified."
+            )
+        rows = "The rows of a batch are speculated on together."
+        if self.chain and not self.batch:
+            rows = (
+                "Only a single row is speculated on: larger batches are decoded one token at a time, so "
+                "generate one row per call."
+            )
+        yield f"{able} {rows}" if self.chain else able
+        yield _ROLLBACKS[self.rollback]
+        if self.reasons:
+            yield f"The reason: {'; '.join(self.reasons)}."
+        yield "`specdec check`, or check_model(model), tests this on your weights and machine."
+
+    def tables(self) -> Iterable[Table]:
+        claims = [(name, "yes" if getattr(self, name) else "no") for name in _CLAIMS]
+        reasons = (("because", reason) for reason in self.reasons)
+        yield Table((*claims, ("rollback", self.rollback), *reasons))
 
     @property
     def by_slots(self) -> bool:

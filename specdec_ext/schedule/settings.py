@@ -7,15 +7,16 @@ chooses everything. ``"fixed"`` drafts in every step, in the shape that is the d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specdec_ext.display import Summarised
 from specdec_ext.tree.config import TreeConfig
 
 
 @dataclass(frozen=True)
-class SpeculationConfig:
+class SpeculationConfig(Summarised):
     """Settings of the controller, which chooses what each step drafts.
 
     Attributes:
@@ -39,7 +40,7 @@ class SpeculationConfig:
     may_rest: bool = True
     probing: float = 0.005
     hysteresis: float = 0.02
-    clock: Callable[[], float] = field(default=time.perf_counter, compare=False)
+    clock: Callable[[], float] = field(default=time.perf_counter, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.shapes is not None:
@@ -72,6 +73,26 @@ class SpeculationConfig:
                     f"max_nodes={self.max_nodes} excludes all of shapes={list(self.shapes)}; raise "
                     "max_nodes, or pin smaller shapes"
                 )
+
+    def summary(self) -> str:
+        shapes = "any shape of the drafter"
+        if self.shapes is not None:
+            shapes = " or ".join(map(str, self.shapes))
+        most = "" if self.max_nodes is None else f", at most {self.max_nodes} nodes"
+        rests = "where it pays" if self.may_rest else "in every step"
+        return f"drafts {rests}: {shapes}{most}"
+
+    def sentences(self) -> Iterable[str]:
+        yield f"It {self.summary()}."
+        if self.is_fixed:
+            yield "There is nothing to choose, so nothing is measured."
+            return
+        yield (
+            "The costs of steps and the acceptance of drafts are measured while decoding. At most "
+            f"{self.probing:.1%} of the time goes to trying what is not known to pay, and another shape must "
+            f"promise {self.hysteresis:.0%} more speed to replace the current one."
+        )
+        yield "out.speculation_stats.explain() says after a call what was chosen and what it gained."
 
     @property
     def is_fixed(self) -> bool:

@@ -25,6 +25,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from specdec_ext.display.progress import tracked
 from specdec_ext.training.batches import Example
 from specdec_ext.training.records import Chat, Record, Transcript, read_records
 
@@ -72,7 +73,11 @@ def encode(
     """
     if max_length < 2:
         raise ValueError(f"max_length is {max_length}; expected at least 2 tokens")
-    made = list(_encode_each(records, tokenizer, max_length))
+    made = []
+    with tracked("tokenizing", len(records), "record") as work:
+        for encoded in _encode_each(records, tokenizer, max_length):
+            made.append(encoded)
+            work.advance()
     examples = [example for each in made for example in each if bool(example.loss_mask[1:].any())]
     empty = sum(not any(bool(example.loss_mask[1:].any()) for example in each) for each in made)
     if not examples:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,9 +29,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from specdec_ext.display import Summarised
+from specdec_ext.display.progress import Work, tracked
 from specdec_ext.preflight.outputs import free_bytes
 from specdec_ext.training.batches import Batch, Example, OnlineFeatures, pad
 from specdec_ext.training.fingerprint import fingerprint
+
+_log = logging.getLogger(__name__)
 
 FORMAT = 1
 INDEX = "dump.json"
@@ -39,7 +44,7 @@ SPARE_BYTES = 2**28  # left free on the disk for other programs
 
 
 @dataclass(frozen=True)
-class DumpSize:
+class DumpSize(Summarised):
     """The disk space that a dump needs.
 
     Attributes:
@@ -59,7 +64,7 @@ class DumpSize:
         """Bytes of the whole dump."""
         return self.tokens * self.bytes_per_token
 
-    def __str__(self) -> str:
+    def summary(self) -> str:
         there = f", of which {self.done / 1e9:.2f} GB are written" if self.done else ""
         return (
             f"{self.tokens:,} tokens x {self.bytes_per_token:,} bytes = {self.total / 1e9:.2f} GB{there}; "
@@ -115,6 +120,7 @@ def dump_features(
             f"{SPARE_BYTES / 1e9:.2f} GB must stay free. Pass another folder, fewer or shorter texts, or "
             "train without a dump"
         )
+    _log.info("hidden states in %s: %s", folder, size)
     dump.write(batch, progress)
     return DumpedFeatures(target, layers, folder)
 
@@ -247,16 +253,23 @@ class _Dump:
 
     def write(self, batch: int, progress: Callable[[int, int], None] | None) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        todo = [n for n in range(len(self._shards)) if not self._is_whole(n)]
+        numbers = range(len(self._shards))
+        with tracked("checking the shards", len(numbers), "shard") as work:
+            todo = []
+            for number in numbers:
+                if not self._is_whole(number):
+                    todo.append(number)
+                work.advance()
         sizes = [sum(len(example.tokens) for example in shard) for shard in self._shards]
         done = self._tokens - sum(sizes[number] for number in todo)
         if progress is not None:
             progress(done, self._tokens)
-        for number in todo:
-            self._write_shard(number, batch)
-            done += sizes[number]
-            if progress is not None:
-                progress(done, self._tokens)
+        with tracked("collecting hidden states", self._tokens, "token", done) as work:
+            for number in todo:
+                self._write_shard(number, batch, work)
+                done += sizes[number]
+                if progress is not None:
+                    progress(done, self._tokens)
 
     def _cut(self, shard_bytes: int) -> list[list[Example]]:
         """Split the texts, in their order, into shards of at most ``shard_bytes`` (or of one text)."""
@@ -277,7 +290,7 @@ class _Dump:
         wanted = self._index["files"][str(number)]["sha256"]
         return _file_hash(self._folder / _shard_name(number)) == wanted
 
-    def _write_shard(self, number: int, batch: int) -> None:
+    def _write_shard(self, number: int, batch: int, work: Work) -> None:
         examples = self._shards[number]
         states: list[tuple[Tensor, Tensor]] = [2 * (torch.empty(0, device="cpu"),)] * len(examples)
         by_length = sorted(range(len(examples)), key=lambda index: len(examples[index].tokens))
@@ -291,6 +304,7 @@ class _Dump:
                     features[place, :length].clone(),
                     last_hidden[place, :length].clone(),
                 )
+                work.advance(length)
         path = self._folder / _shard_name(number)
         partial = path.with_suffix(".partial")
         save_file(

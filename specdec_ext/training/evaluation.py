@@ -11,7 +11,7 @@ texts the result is an estimate.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec_ext.display import Summarised, Table
+from specdec_ext.display.progress import Work, tracked
 from specdec_ext.training.batches import Example, Features
 from specdec_ext.training.objective import Objective
 from specdec_ext.training.regenerate import regenerate
@@ -47,7 +49,7 @@ class HeldOut:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Summarised):
     """Acceptance of simulated drafts, which are chains of ``len(greedy)`` tokens.
 
     Attributes:
@@ -71,6 +73,34 @@ class Evaluation:
     def sampled_acceptance_length(self) -> float:
         """Mean number of tokens per step in sampling; NaN without sampled texts."""
         return 1 + sum(self.sampled) if self.sampled else math.nan
+
+    def summary(self) -> str:
+        sampled = ""
+        if self.sampled:
+            sampled = f", {self.sampled_acceptance_length:.2f} sampled at temperature 1"
+        shares = " ".join(f"{share:.2f}" for share in self.conditional)
+        return f"mean acceptance length {self.acceptance_length:.2f} greedy{sampled}; by position {shares}"
+
+    def sentences(self) -> Iterable[str]:
+        yield (
+            f"On held-out texts a step emits {self.acceptance_length:.2f} tokens in greedy decoding, the "
+            f"target's own token included, with chains of {len(self.greedy)} draft tokens. This was computed "
+            f"from {self.drafts} drafts along the texts, without generating any."
+        )
+        yield (
+            "What that gains depends on the cost of a step: `specdec bench MODEL --drafter FOLDER` measures "
+            "it."
+        )
+
+    def tables(self) -> Iterable[Table]:
+        columns = {"accepted": self.greedy, "given the one before": self.conditional}
+        if self.sampled:
+            columns["accepted, sampled"] = self.sampled
+        rows = [
+            (str(position), *(f"{share:.0%}" for share in shares))
+            for position, shares in enumerate(zip(*columns.values(), strict=True), 1)
+        ]
+        yield Table(rows, ("position", *columns))
 
 
 def sampled_texts(
@@ -133,7 +163,9 @@ def evaluate(
     """
     depth = min(depth, objective.deepest)
 
-    def accepted_drafts(features: Features, texts: Sequence[Example], name: str) -> Tensor:
+    def accepted_drafts(
+        features: Features, texts: Sequence[Example], name: str, work: Work
+    ) -> Tensor:
         """``[drafts, depth]``: 1 for each token of each draft of the walk that is accepted."""
         walked = []
         # An element reads two tokens and drafts ``depth`` tokens.
@@ -143,19 +175,21 @@ def evaluate(
             found = objective.agreement(batch, teacher, depth)
             accepted = getattr(found, name).long().cumprod(dim=1)
             walked.append(accepted[_walk(found.places.tolist(), accepted.sum(dim=1).tolist())])
+            work.advance(len(batch.lengths))
         return torch.cat(
             [torch.empty(0, depth, device="cpu"), *(each.cpu() for each in walked)]
         ).double()
 
-    drafts = accepted_drafts(features, examples, "greedy")
-    if not len(drafts):
-        raise ValueError(
-            f"the held-out texts have no {depth + 1} consecutive tokens in the loss mask; pass longer texts, "
-            "or evaluate shorter drafts"
-        )
+    with tracked("evaluating", len(examples) + len(sampled), "text") as work:
+        drafts = accepted_drafts(features, examples, "greedy", work)
+        if not len(drafts):
+            raise ValueError(
+                f"the held-out texts have no {depth + 1} consecutive tokens in the loss mask; pass longer "
+                "texts, or evaluate shorter drafts"
+            )
+        drawn = accepted_drafts(sampled_features or features, sampled, "sampled", work)
     greedy = drafts.mean(dim=0)
     before = torch.cat([greedy.new_ones(1), greedy[:-1]])
-    drawn = accepted_drafts(sampled_features or features, sampled, "sampled")
     return Evaluation(
         len(drafts),
         tuple(greedy.tolist()),

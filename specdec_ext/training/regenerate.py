@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import warnings
@@ -30,6 +31,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specdec_ext.display import Summarised
+from specdec_ext.display.progress import tracked
 from specdec_ext.generation import generate
 from specdec_ext.preflight.inputs import regular_file
 from specdec_ext.training.batches import Example
@@ -37,9 +40,11 @@ from specdec_ext.training.data import append_turn, chat_tokens
 from specdec_ext.training.fingerprint import fingerprint
 from specdec_ext.training.records import Chat, Transcript, transcript
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
-class RegenerationProgress:
+class RegenerationProgress(Summarised):
     """Progress of a run.
 
     Attributes:
@@ -51,6 +56,9 @@ class RegenerationProgress:
     prompts: int
     total: int
     tokens: int
+
+    def summary(self) -> str:
+        return f"{self.prompts} of {self.total} prompts answered, {self.tokens:,} tokens written"
 
 
 def regenerate(
@@ -106,7 +114,11 @@ def regenerate(
     done = _kept(path, writer.name)
     todo = [index for index, key in enumerate(keys) if key not in done]
     finished, tokens = len(keys) - len(todo), 0
-    with path.open("a", encoding="utf-8") as file:
+    _log.info("%s has the answers to %d of %d prompts", path, finished, len(keys))
+    with (
+        path.open("a", encoding="utf-8") as file,
+        tracked("the target writes answers", len(keys), "prompt", finished) as work,
+    ):
         for indices in _batches([_size(prompt) for prompt in prompts], todo, batch, seed):
             chosen = [keys[index] for index in indices]
             made = writer.answer([prompts[index] for index in indices], chosen)
@@ -117,6 +129,7 @@ def regenerate(
             file.flush()
             os.fsync(file.fileno())
             finished += len(indices)
+            work.update(finished, f"{tokens:,} tokens")
             if progress is not None:
                 progress(RegenerationProgress(finished, len(keys), tokens))
     unanswered = sum(not done[key] for key in keys)

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +28,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, optim
 
+from specdec_ext.display import Summarised, Table
+from specdec_ext.display.progress import tracked
 from specdec_ext.preflight.extras import require
 from specdec_ext.preflight.outputs import free_bytes
 from specdec_ext.training.batches import Example, Features
@@ -36,7 +40,11 @@ from specdec_ext.training.optimizers import make_optimizers, scale
 from specdec_ext.training.order import epoch_batches
 from specdec_ext.training.teacher import Teacher
 
+_log = logging.getLogger(__name__)
+
 _STATE, _HISTORY = "state.pt", "history.jsonl"
+# Losses and speeds that are shown are means over this many steps.
+SMOOTHED_OVER = 20
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class Progress:
+class Progress(Summarised):
     """The result of one training step.
 
     Attributes:
@@ -110,6 +118,30 @@ class Progress:
     seconds: float
     evaluation: Evaluation | None = None
     old_evaluation: Evaluation | None = None
+
+    def summary(self) -> str:
+        held_out = "" if self.evaluation is None else f"; held out: {self.evaluation}"
+        return f"step {self.step}: {trend([self])}{held_out}"
+
+    def tables(self) -> Iterable[Table]:
+        yield Table(
+            (
+                *((f"loss, {1 + i} ahead", f"{loss:.4f}") for i, loss in enumerate(self.losses)),
+                ("gradient norm", f"{self.gradient_norm:.3g}"),
+                ("learning rate", f"{self.learning_rate:.3g}"),
+                ("seconds", f"{self.seconds:.3f}"),
+            )
+        )
+        if self.evaluation is not None:
+            yield from self.evaluation.tables()
+
+
+def trend(recent: Sequence[Progress]) -> str:
+    """Mean loss of the first and of the last token ahead, and tokens per second, over some steps."""
+    curves = zip(*(each.losses for each in recent), strict=True)
+    losses = [sum(values) / len(recent) for values in curves]
+    rate = sum(each.tokens for each in recent) / sum(each.seconds for each in recent)
+    return f"loss {losses[0]:.3f} .. {losses[-1]:.3f}, {rate:,.0f} tokens/s"
 
 
 def train(
@@ -196,44 +228,53 @@ def train(
                 found[1] = evaluate(objective, features, teacher, held_out.old, config.depth)
         return found[0], found[1]
 
+    if first:
+        _log.info("%s: the run is resumed at step %d of %d", folder, first, config.updates)
     if first == 0 and accelerator.is_main_process:
         new, old = evaluate_now()
         if new is not None:
             on_start(new, old)
-    for step in range(first, config.updates):
-        began = time.perf_counter()
-        factor = scale(step, config.updates, config.warmup, config.decay)
-        for optimizer, rates in zip(optimizers, highest, strict=True):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * factor
-        mine = batches[step][accelerator.process_index :: accelerator.num_processes]
-        batch = features([usable[index] for index in mine])
-        with precision():
-            loss, losses = prepared(batch, teacher, total)
-        # accelerate averages the gradients of the processes, but the losses are parts of a sum.
-        accelerator.backward(loss * accelerator.num_processes)
-        norm = float(torch.nn.utils.clip_grad_norm_(objective.parameters(), config.clip))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        counted = total(torch.cat([losses, losses.new_tensor([float(batch.lengths.sum())])]))
-        *summed, tokens = counted.tolist()
-        if not all(map(math.isfinite, summed)):
-            raise ArithmeticError(
-                f"the losses of step {step + 1} are {summed}; pass a smaller learning_rate, and check that "
-                "the target's hidden states are finite in its dtype"
-            )
-        seconds = time.perf_counter() - began
-        done, last = step + 1, step + 1 == config.updates
-        if accelerator.is_main_process:
-            asked = last or done % config.evaluate_every == 0
-            evaluations = evaluate_now() if asked else (None, None)
-            rate = config.learning_rate * factor
-            progress = Progress(done, tuple(summed), norm, rate, int(tokens), seconds, *evaluations)
-            run.record(progress)
-            if last or done % config.save_every == 0:
-                run.save(done)
-            on_step(progress)
+    recent: deque[Progress] = deque(maxlen=SMOOTHED_OVER)
+    shown = accelerator.is_main_process
+    with tracked("training", config.updates, done=first, shown=shown) as work:
+        for step in range(first, config.updates):
+            began = time.perf_counter()
+            factor = scale(step, config.updates, config.warmup, config.decay)
+            for optimizer, rates in zip(optimizers, highest, strict=True):
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate * factor
+            mine = batches[step][accelerator.process_index :: accelerator.num_processes]
+            batch = features([usable[index] for index in mine])
+            with precision():
+                loss, losses = prepared(batch, teacher, total)
+            # accelerate averages the gradients of the processes, but the losses are parts of a sum.
+            accelerator.backward(loss * accelerator.num_processes)
+            norm = float(torch.nn.utils.clip_grad_norm_(objective.parameters(), config.clip))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            counted = total(torch.cat([losses, losses.new_tensor([float(batch.lengths.sum())])]))
+            *summed, tokens = counted.tolist()
+            if not all(map(math.isfinite, summed)):
+                raise ArithmeticError(
+                    f"the losses of step {step + 1} are {summed}; pass a smaller learning_rate, and check "
+                    "that the target's hidden states are finite in its dtype"
+                )
+            seconds = time.perf_counter() - began
+            done, last = step + 1, step + 1 == config.updates
+            if accelerator.is_main_process:
+                asked = last or done % config.evaluate_every == 0
+                evaluations = evaluate_now() if asked else (None, None)
+                rate = config.learning_rate * factor
+                progress = Progress(
+                    done, tuple(summed), norm, rate, int(tokens), seconds, *evaluations
+                )
+                run.record(progress)
+                if last or done % config.save_every == 0:
+                    run.save(done)
+                on_step(progress)
+                recent.append(progress)
+                work.update(done, f"epoch {batches.epoch_of(step)}, {trend(recent)}")
     accelerator.wait_for_everyone()
 
 
@@ -363,6 +404,10 @@ class _Batches:
         self._size, self._seed = size, seed
         self._epoch, self._batches = -1, list[list[int]]()
         self._per_epoch = len(epoch_batches(self._lengths, size, seed, 0))
+
+    def epoch_of(self, step: int) -> int:
+        """Number of the epoch of a step, from 1."""
+        return 1 + step // self._per_epoch
 
     def __getitem__(self, step: int) -> list[int]:
         epoch, index = divmod(step, self._per_epoch)

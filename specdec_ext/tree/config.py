@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
+
+from specdec_ext.display import Summarised
+from specdec_ext.display.text import counted
 
 # Limits of the ops on trees.
 MAX_NODES = 1024
@@ -12,7 +16,7 @@ MAX_CANDIDATES = 4096
 
 
 @dataclass(frozen=True)
-class TreeConfig:
+class TreeConfig(Summarised):
     """The shape of a draft tree.
 
     A chain has ``top_k=1``. A dynamic tree (EAGLE-2, Li et al. 2024) expands the ``top_k`` best nodes of each
@@ -86,6 +90,32 @@ class TreeConfig:
     def levels(self) -> int:
         """Levels below the root; fewer than ``depth`` for a chain that ``num_nodes`` shortens."""
         return len(self.links) if self.top_k == 1 else self.depth
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Number of nodes without the root."""
+        assert self.num_nodes is not None  # set by __post_init__
+        return min(self.num_nodes - 1, len(self.links) or self.num_candidates)
+
+    def summary(self) -> str:
+        tokens = counted(self.num_draft_tokens, "token")
+        if self.top_k == 1:
+            return f"chain of {tokens}"
+        kind = "dynamic" if self.choices is None else "static"
+        return f"{kind} tree of {tokens}, {counted(self.depth, 'level')} deep"
+
+    def sentences(self) -> Iterable[str]:
+        yield f"A {self.summary()}, without the root, which is the last committed token."
+        if self.top_k == 1:
+            yield "Each draft is one continuation of the text. A chain is the cheapest shape to verify."
+        elif self.choices is not None:
+            yield "Each draft has the same shape: the ranks listed in `choices` at each node."
+        else:
+            yield (
+                f"In each draft the {self.top_k} best nodes of every level get {self.top_k} children each, "
+                f"and the {self.num_draft_tokens} best of these {self.num_candidates} candidates are "
+                "verified. More tokens are accepted than of a chain, and a pass costs more."
+            )
 
     @property
     def num_candidates(self) -> int:

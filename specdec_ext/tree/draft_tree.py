@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from specdec_ext import ops
+from specdec_ext.display import Summarised, Table
+from specdec_ext.display.text import counted
 from specdec_ext.transfer import Staged, Staging
-from specdec_ext.tree.view import TreeView, plot, render
+from specdec_ext.tree.view import MAX_NODES_DRAWN, TreeView, plot, render, svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 ROOT_PARENT = -1
 INACTIVE = -2
+MAX_ROWS_SHOWN = 6  # columns of a table that fits 80 columns
 
 
 def _where(
@@ -75,7 +78,7 @@ class TreeBuilder:
 
 
 @dataclass(frozen=True)
-class DraftTree:
+class DraftTree(Summarised):
     """A batch of token trees, on the CPU or on the device of the target.
 
     Attributes:
@@ -413,6 +416,42 @@ class DraftTree:
             return (depths >= 0) & (depths <= max(max_depths[0], 0))
         limit = limits.tensor if limits else torch.tensor(max_depths, device=depths.device)
         return (depths >= 0) & (depths <= limit.clamp(min=0)[:, None])
+
+    def summary(self) -> str:
+        sizes = [sum(depth > 0 for depth in depths) for depths in self.depths]
+        levels = max(max(depths) for depths in self.depths)
+        if not levels:
+            return f"no draft, only {counted(self.num_rows, 'root')}"
+        if self.num_rows > 1:
+            kind = "chains" if self.is_chain else "trees"
+            tokens = f"{min(sizes)} to {counted(max(sizes), 'token')}"
+            return f"{self.num_rows} {kind} of {tokens}, at most {counted(levels, 'level')} deep"
+        tokens = counted(sizes[0], "token")
+        if self.is_chain:
+            return f"chain of {tokens}"
+        return f"tree of {tokens}, {counted(levels, 'level')} deep"
+
+    def sentences(self) -> Iterable[str]:
+        yield f"A draft of {counted(self.num_rows, 'row')}: {self.summary()}."
+        yield (
+            "Node 0 of each row is the root, the last committed token. The target scores all nodes in one "
+            "pass, and the part of a branch that agrees with the target is emitted. render(tokenizer) draws "
+            "the words."
+        )
+
+    def tables(self) -> Iterable[Table]:
+        levels = max(max(depths) for depths in self.depths)
+        rows = [
+            (str(level), *(str(depths.count(level)) for depths in self.depths[:MAX_ROWS_SHOWN]))
+            for level in range(levels + 1)
+        ]
+        headings = [f"row {row}" for row in range(self.num_rows)][:MAX_ROWS_SHOWN]
+        yield Table(rows, ("level", *headings), "nodes in each level")
+
+    def _repr_html_(self) -> str:
+        # A parent comes before its children, so the first nodes are a tree, too.
+        first = DraftTree(*(each[:1, :MAX_NODES_DRAWN] for each in (self.tokens, self.parents)))
+        return f"<p>{self}</p>{svg(first._view(None, 0, None))}"
 
     def render(
         self, tokenizer: Any = None, row: int = 0, path: Sequence[int] | Tensor | None = None

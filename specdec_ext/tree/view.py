@@ -1,10 +1,12 @@
-"""Drawings of one row of a :class:`~specdec_ext.DraftTree`, as text and as a figure."""
+"""Drawings of one row of a :class:`~specdec_ext.DraftTree`: as text, as SVG for notebooks, as a figure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any
 
+from specdec_ext.display.text import printable
 from specdec_ext.preflight.extras import require
 
 if TYPE_CHECKING:
@@ -14,9 +16,13 @@ if TYPE_CHECKING:
 ACCEPTED_MARK = "✓"
 ACCEPTED_COLOR, DRAFT_COLOR = "tab:green", "lightgray"
 
+MAX_NODES_DRAWN = 100  # of the SVG
+# Pixels from one level to the next and from one leaf to the next, and of a character.
+_LEVEL, _LEAF, _CHARACTER = 90, 22, 7
+
 
 class TreeView:
-    """The data that both drawings show.
+    """The data that all drawings show.
 
     Args:
         tokens, parents, depths: token, parent and depth of every node of the row; an inactive node has
@@ -61,6 +67,37 @@ def render(view: TreeView) -> str:
     if view.children:
         draw(0, "", "")
     return "\n".join(lines)
+
+
+def svg(view: TreeView) -> str:
+    """Draw the levels from left to right, in the colour of the notebook's text, light or dark."""
+    heights = _heights(view)
+    width = _LEVEL * (1 + max(view.depths)) + _CHARACTER * max(map(len, view.labels))
+    height = _LEAF * (1 + max(heights.values(), default=0.0))
+
+    def place(node: int) -> tuple[float, float]:
+        return _LEVEL * view.depths[node], _LEAF * (0.5 + heights[node])
+
+    drawn = []
+    for node, children in view.children.items():
+        x, y = place(node)
+        label = printable(view.labels[node])
+        for child in children:
+            end_x, end_y = place(child)
+            begin = x + _CHARACTER * (1 + len(label))
+            opacity = 1 if child in view.accepted else 0.4
+            drawn.append(
+                f'<line x1="{begin}" y1="{y}" x2="{end_x - 3}" y2="{end_y}" stroke="currentColor" '
+                f'stroke-opacity="{opacity}"/>'
+            )
+        weight = "bold" if node in view.accepted else "normal"
+        drawn.append(
+            f'<text x="{x}" y="{y + 4}" font-weight="{weight}" fill="currentColor">{escape(label)}</text>'
+        )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height:g}" '
+        f'font-family="monospace" font-size="12">{"".join(drawn)}</svg>'
+    )
 
 
 def plot(view: TreeView, ax: Axes | None = None) -> Figure:

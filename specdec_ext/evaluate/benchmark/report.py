@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
-from rich.table import Table
 
-from specdec_ext.display import Summarised
+from specdec_ext.display import Summarised, Table
+from specdec_ext.display.progress import tracked
 from specdec_ext.evaluate.benchmark import latency
 from specdec_ext.evaluate.benchmark.series import Series
 from specdec_ext.evaluate.compare import ComparedRuns
@@ -61,11 +60,14 @@ class Report(Summarised):
             f"95 % [{best['interval'][0]:.2f}, {best['interval'][1]:.2f}]; {self.title}"
         )
 
-    def details(self) -> Iterable[tuple[str, ...]]:
-        yield "", "tokens/s", "ratio", "acceptance length", "same text"
-        for row in self.rows():
-            numbers = f"{row['tokens_per_second']:.1f}", f"{row['ratio']:.2f}x"
-            yield row["name"], *numbers, _number(row["mean_acceptance_length"]), row["same_text"]
+    def sentences(self) -> Iterable[str]:
+        yield f"{self.summary()}."
+        yield self.machine
+        yield (
+            "A ratio compares medians over prompts; the interval says how far it depends on the prompts. "
+            "Speculation pays where more tokens are emitted per step than break-even."
+        )
+        yield from self.notes()
 
     def rows(self) -> list[dict[str, Any]]:
         """One record per contestant, for JSON."""
@@ -84,29 +86,40 @@ class Report(Summarised):
 
     def tables(self) -> list[Table]:
         """Tables of speed (95 % intervals over prompts), drafts, and latency if measured; 80 columns wide."""
-        speed = _table("", "tokens/s", "ratio [95 %]", "to plain", "peak MiB", title=self.title)
-        drafts = _table("", "policy", "accepted", "emitted", "break-even", "same text")
-        arrivals = _table("milliseconds", "to first", "per token", "gap p50", "p90", "p99")
-        for row in self.rows():
-            name, peak = row["name"], row["peak_bytes"]
-            speed.add_row(
-                name,
+        rows = self.rows()
+        speed = [
+            (
+                row["name"],
                 f"{row['tokens_per_second']:.1f}",
                 f"{row['ratio']:.2f}x [{row['interval'][0]:.2f}, {row['interval'][1]:.2f}]",
                 _number(row["ratio_to_plain"], "x"),
-                "" if peak is None else f"{peak / MIB:.0f}",
+                "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / MIB:.0f}",
             )
-            drafts.add_row(
-                name,
+            for row in rows
+        ]
+        drafts = [
+            (
+                row["name"],
                 row["policy"],
                 _number(row["fixed_acceptance_length"] or row["mean_acceptance_length"]),
                 _number(row["emitted_per_step"]),
                 _number(row["break_even"]),
                 row["same_text"],
             )
-            if row["milliseconds"]:
-                arrivals.add_row(name, *(f"{value:.2f}" for value in row["milliseconds"].values()))
-        return [speed, drafts, *([arrivals] if arrivals.row_count else [])]
+            for row in rows
+        ]
+        arrivals = [
+            (row["name"], *(f"{value:.2f}" for value in row["milliseconds"].values()))
+            for row in rows
+            if row["milliseconds"]
+        ]
+        headings = {
+            "speed": ("", "tokens/s", "ratio [95 %]", "to plain", "peak MiB"),
+            "drafts": ("", "policy", "accepted", "emitted", "break-even", "same text"),
+            "arrivals": ("milliseconds", "to first", "per token", "gap p50", "p90", "p99"),
+        }
+        tables = [Table(speed, headings["speed"], self.title), Table(drafts, headings["drafts"])]
+        return [*tables, *([Table(arrivals, headings["arrivals"])] if arrivals else [])]
 
     def notes(self) -> list[str]:
         """Explanations of the tables, and the contestants that were left out."""
@@ -157,18 +170,19 @@ def position_table(series: Series) -> Table:
     """Table of acceptance by position in the draft."""
     proposed = series.total_per_position("proposed_per_position")
     accepted = series.total_per_position("accepted_per_position")
-    table = Table(title=f"acceptance by position in the draft, {series.name}", title_justify="left")
-    for heading in ("position", "drafted", "accepted", "of all drafts"):
-        table.add_column(heading, justify="right")
-    table.add_column("of those drafted")
     drafts = series.total("drafts")
-    for position, (tried, kept) in enumerate(zip(proposed, accepted, strict=True), start=1):
-        share = kept / tried
-        bar = "█" * round(BAR_WIDTH * share)
-        table.add_row(
-            str(position), str(tried), str(kept), f"{kept / drafts:.0%}", f"{share:4.0%} {bar}"
+    rows = [
+        (
+            str(position),
+            str(tried),
+            str(kept),
+            f"{kept / drafts:.0%}",
+            f"{kept / tried:4.0%} {'█' * round(BAR_WIDTH * kept / tried)}",
         )
-    return table
+        for position, (tried, kept) in enumerate(zip(proposed, accepted, strict=True), start=1)
+    ]
+    headings = "position", "drafted", "accepted", "of all drafts", "of those drafted"
+    return Table(rows, headings, f"acceptance by position in the draft, {series.name}")
 
 
 def plot(reports: Sequence[Report], path: Path) -> None:
@@ -227,11 +241,13 @@ def same_texts(
     plain decoding: transformers samples different texts from the same distribution.
     """
     if not sampled:
-        return {
-            name: same_text(each.compared_to(series[baseline], model))
-            for name, each in series.items()
-            if name != baseline
-        }
+        others = {name: each for name, each in series.items() if name != baseline}
+        compared = {}
+        with tracked("comparing the texts", len(others), "contestant") as work:
+            for name, each in others.items():
+                compared[name] = same_text(each.compared_to(series[baseline], model))
+                work.advance()
+        return compared
     if plain is None:
         return {}
     equal = {
@@ -240,22 +256,6 @@ def same_texts(
         if each.speculation_stats and name != plain
     }
     return {name: f"{sum(each)}/{len(each)} of {plain}" for name, each in equal.items()}
-
-
-def _table(name: str, *headings: str, title: str | None = None) -> Table:
-    """An empty table: on a narrow terminal the names in the first column wrap, numbers never do."""
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
-    )
-    table.add_column(name, overflow="fold")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
 
 
 def _number(value: float | None, unit: str = "") -> str:

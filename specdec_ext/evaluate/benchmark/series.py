@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, zip_longest
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec_ext.display import Summarised
+from specdec_ext.display import Summarised, Table
+from specdec_ext.display.progress import tracked
+from specdec_ext.display.text import counted
 from specdec_ext.evaluate.benchmark.latency import Arrivals, Latency
 from specdec_ext.evaluate.benchmark.memory import peak_bytes, reset_peak
 from specdec_ext.evaluate.compare import ComparedRuns, compare_runs
@@ -58,7 +60,17 @@ class Series(Summarised):
         if not self.seconds:
             return f"{self.name}: not run yet"
         rate = f"{self.median_tokens_per_second:.1f} tokens/s"
-        return f"{self.name}: {rate}, the median over {len(self.seconds)} prompts"
+        return f"{self.name}: {rate}, the median over {counted(len(self.seconds), 'prompt')}"
+
+    def tables(self) -> Iterable[Table]:
+        if not self.seconds:
+            return
+        numbers = {
+            "tokens per second": self.median_tokens_per_second,
+            "mean acceptance length": self.fixed_acceptance_length or self.mean_acceptance_length,
+            "emitted per step": self.emitted_per_step,
+        }
+        yield Table([(name, f"{value:.2f}") for name, value in numbers.items() if value])
 
     @property
     def tokens_per_second(self) -> list[float]:
@@ -182,8 +194,25 @@ def interleave(
         fixed: by name, variants of contestants that draft in every step; called once per prompt for their
             counters.
     """
+    with tracked("measuring", noun="call") as work:
+
+        def begins(name: str, number: int, total: int) -> None:
+            work.total = total
+            work.update(number - 1, name)
+            on_call(name, number, total)
+
+        return _interleaved(contestants, prompts, repeats, begins, streamed, fixed or {})
+
+
+def _interleaved(
+    contestants: Mapping[str, Callable[..., Any]],
+    prompts: Sequence[Prompt],
+    repeats: int,
+    on_call: Progress,
+    streamed: bool,
+    fixed: Mapping[str, Callable[..., Any]],
+) -> dict[str, Series]:
     results = {name: Series(name) for name in contestants}
-    fixed = fixed or {}
     total = len(prompts) * (len(contestants) * (repeats + streamed) + len(fixed))
     numbers = count(1)
 

@@ -22,7 +22,8 @@ from typing import Any, Literal
 from specdec_ext.heads.checkpoints.decoder import rope_parameters, sizes, sliding_windows
 from specdec_ext.heads.checkpoints.feature_layers import RecordedLayers, recorded_layers
 from specdec_ext.heads.checkpoints.fields import MAX_SIZE, Fields
-from specdec_ext.heads.config import HeadConfig, HeadRecord
+from specdec_ext.heads.config import HeadConfig
+from specdec_ext.heads.record import HeadRecord
 
 Shapes = Mapping[str, tuple[int, ...]]
 # Fields that may hold P-EAGLE's mask token, in the order in which vLLM looks for it.

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from specdec_ext.heads.checkpoints.eagle import RECORDED
-from specdec_ext.heads.config import HeadConfig, HeadRecord
+from specdec_ext.heads.config import HeadConfig
+from specdec_ext.heads.record import HeadRecord
 
 Layout = Literal["eagle", "speculators"]
 # The version of the speculators library with which reading and writing is tested.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ from specdec_ext.heads.checkpoints.files import Checkpoint, open_checkpoint
 from specdec_ext.heads.checkpoints.medusa import looks_like_medusa, read_medusa
 from specdec_ext.heads.checkpoints.names import canonical_names, eagle_kind, is_head
 from specdec_ext.heads.checkpoints.tensors import head_tensors
-from specdec_ext.heads.config import DraftHead, HeadConfig, HeadRecord
+from specdec_ext.heads.config import DraftHead, HeadConfig
 from specdec_ext.heads.medusa import MedusaHeads
+from specdec_ext.heads.record import HeadRecord
 from specdec_ext.heads.rope import rope_tables
+
+_log = logging.getLogger(__name__)
 
 # Fields that no tensor confirms, so a config.json may be wrong and a caller may override it.
 OVERRIDES = (
@@ -113,6 +117,7 @@ def _eagle(
         tensors = dict(tensors)
         tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
     record = replace(record, ignored=ignored, tied=record.tied and not tied)
+    _log.info("%s is read as %s, hidden states from %s", source, record.format, record.layers_from)
     return DraftHead(config, tensors, source, record)
 
 

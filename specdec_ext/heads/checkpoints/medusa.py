@@ -26,14 +26,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specdec_ext.display.progress import tracked
 from specdec_ext.heads.checkpoints.eagle import own_record
 from specdec_ext.heads.checkpoints.fields import Fields
 from specdec_ext.heads.checkpoints.files import StoredTensor
 from specdec_ext.heads.checkpoints.layouts import own_section
 from specdec_ext.heads.checkpoints.pair import completed_record
 from specdec_ext.heads.checkpoints.tensors import check_dtypes, is_finite
-from specdec_ext.heads.config import HeadRecord
 from specdec_ext.heads.medusa import MedusaConfig, MedusaHeads
+from specdec_ext.heads.record import HeadRecord
 
 _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
 _LM_HEAD = re.compile(r"(\d+)\.(\d+)\.weight")
@@ -90,14 +91,16 @@ def read_medusa(
     floating = [name for name in shapes if name != "draft_to_target"]
     check_dtypes({names[name]: stored[name].dtype for name in floating}, dtype, source)
     read = {}
-    for name in floating:
-        tensor = stored[name].read()
-        if not is_finite(tensor):
-            raise ValueError(
-                f"{source}: {names[name]} holds NaN or infinity; the checkpoint is damaged or its training "
-                "has diverged"
-            )
-        read[name] = tensor.to(dtype)
+    with tracked(f"reading {source}", len(floating), "tensor") as work:
+        for name in floating:
+            tensor = stored[name].read()
+            if not is_finite(tensor):
+                raise ValueError(
+                    f"{source}: {names[name]} holds NaN or infinity; the checkpoint is damaged or its "
+                    "training has diverged"
+                )
+            read[name] = tensor.to(dtype)
+            work.advance()
     if "draft_to_target" in shapes:
         read["draft_to_target"] = _token_map(stored["draft_to_target"], medusa, source)
     record = replace(own_record(config), format="Medusa", layers_from="the last hidden state")

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdec_ext.heads.config import DraftHead, HeadRecord
+from specdec_ext.heads.config import DraftHead
 from specdec_ext.heads.medusa import MedusaHeads
+from specdec_ext.heads.record import HeadRecord
 from specdec_ext.pretrained import unwrapped, vocab_size
 
 _SAMPLES = 32  # number of elements of each parameter that a fingerprint depends on

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from specdec_ext.display.progress import tracked
 from specdec_ext.heads.checkpoints.files import StoredTensor
 from specdec_ext.heads.config import HeadConfig
 from specdec_ext.heads.weights import UnkeptTensors
@@ -68,7 +69,12 @@ def head_tensors(
     all_names = floating + ["draft_to_target"] * ("d2t" in expected)
     tensors: Mapping[str, Tensor] = UnkeptTensors(all_names, read)
     if keep:
-        tensors = dict(tensors)
+        kept = {}
+        with tracked(f"reading {source}", len(all_names), "tensor") as work:
+            for name in all_names:
+                kept[name] = read(name)
+                work.advance()
+        tensors = kept
     return tensors, tuple(sorted(names[name] for name in ignored))
 
 
