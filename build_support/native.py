@@ -3,8 +3,8 @@
 - ``_ops.abi3.so``: kernels, CPU ops and glue on torch's stable ABI, for torch >= 2.10 with and without CUDA.
 - ``_host.abi3.so``: the module for state on the host, on the limited API of Python 3.10.
 - On demand (``ninja -C build/native emulated``, or ``emulated-sanitized`` with AddressSanitizer and UBSan):
-the
-  ops for CPU tensors, computed by the CUDA kernels that are compiled for the host (csrc/emulation).
+  the ops for CPU tensors, computed by the CUDA kernels, which are compiled for the host
+  (csrc/testing/emulation).
 
 No command depends on torch, on the environment of the build, or on the location of the source tree. Builds
 with and without isolation therefore share their object files, and a copy of the tree can reuse its build
@@ -27,8 +27,7 @@ BUILD = ROOT / "build" / "native"
 TO_ROOT = os.path.relpath(ROOT, BUILD)
 LIBRARIES = ("_ops", "_host")
 
-INCLUDE = f"-I{TO_ROOT}/csrc/include"
-# -ffp-contract=off: the noise must have the same bits everywhere (csrc/include/specdec/platform.h).
+# -ffp-contract=off: the noise must have the same bits everywhere (csrc/include/specdec/core/platform.h).
 # The two flags after it change no result; without them loops over float expressions do not vectorise.
 CXX_FLAGS = (
     "-std=c++20 -O3 -fPIC -fvisibility=hidden -Wall -Wextra -DNDEBUG "
@@ -52,6 +51,16 @@ LINK_TORCH = "-Ltorch_stub -Xlinker --no-as-needed -ltorch_cpu"
 # CPU seconds of a clean build, measured on one machine: for the CPU ops, and for each GPU architecture.
 CPU_SECONDS = 100
 ARCHITECTURE_SECONDS = 80
+
+
+def include_flags(root: str | Path = ROOT) -> str:
+    """The include path: public headers as ``specdec/...``, others by their path below csrc."""
+    return f"-I{root}/csrc/include -I{root}/csrc"
+
+
+def kernel_sources() -> list[Path]:
+    """Every file of CUDA kernels."""
+    return sorted((ROOT / "csrc" / "kernels").rglob("*.cu"))
 
 
 def nvcc_command(cuda: Cuda, cxx: str) -> str:
@@ -99,9 +108,9 @@ class NinjaFile:
 
 def ninja_file(tools: Toolchain) -> str:
     """The text of build.ninja."""
-    file, cuda = NinjaFile(), tools.cuda
+    file, cuda, include = NinjaFile(), tools.cuda, include_flags(TO_ROOT)
     compiles = "-MD -MF $out.d -c $in -o $out"
-    file.rule("cxx", f"{tools.cxx} {CXX_FLAGS} {INCLUDE} $flags {compiles}", finds_headers=True)
+    file.rule("cxx", f"{tools.cxx} {CXX_FLAGS} {include} $flags {compiles}", finds_headers=True)
     file.rule("link", f"{tools.cxx} -shared $in -o $out $flags")
     file.rule(
         "stub",
@@ -111,25 +120,25 @@ def ninja_file(tools: Toolchain) -> str:
     ops, with_cuda, runtime = [], "", ""
     if cuda:
         file.rule(
-            "nvcc", f"{nvcc_command(cuda, tools.cxx)} {INCLUDE} {compiles}", finds_headers=True
+            "nvcc", f"{nvcc_command(cuda, tools.cxx)} {include} {compiles}", finds_headers=True
         )
-        ops += file.compile_all("kernels/*.cu", "nvcc")  # first, because they take the longest
+        ops += file.compile_all("kernels/**/*.cu", "nvcc")  # first, because they take the longest
         with_cuda = " ".join(["-DSPECDEC_WITH_CUDA", *cuda.includes])
         runtime = " ".join(["-Xlinker --exclude-libs=ALL", *cuda.runtime])
-    ops += file.compile_all("cpu/*.cpp", "cxx")
-    ops += file.compile_all("ops/*.cpp", "cxx", with_cuda)
+    ops += file.compile_all("cpu/**/*.cpp", "cxx")
+    ops += file.compile_all("ops/**/*.cpp", "cxx", with_cuda)
     file.link("_ops.abi3.so", ops, f"{LINK_TORCH} {runtime}")
-    host = file.compile_all("host/*.cpp", "cxx")
+    host = file.compile_all("retrieval/*.cpp", "cxx")
     host += file.compile_all("bindings/*.cpp", "cxx", f"-isystem {tools.python_include}")
     file.link("_host.abi3.so", host, "")
     file.build("libraries", "phony", " ".join(f"{name}.abi3.so" for name in LIBRARIES))
     for target, sanitize in (("emulated", ""), ("emulated-sanitized", SANITIZE_FLAGS)):
-        flags = f"-I{TO_ROOT}/csrc/emulation {EMULATED_FLAGS} {sanitize}"
+        flags = f"-I{TO_ROOT}/csrc/testing/emulation/toolkit {EMULATED_FLAGS} {sanitize}"
         objects = [
-            *file.compile_all("ops/*.cpp", "cxx", flags, target),
-            *file.compile_all("cpu/thread_team.cpp", "cxx", flags, target),  # the glue's loops
-            *file.compile_all("emulation/*.cpp", "cxx", f"{flags} -O2", target),
-            *file.compile_all("kernels/*.cu", "cxx", f"-x c++ {flags}", target),
+            *file.compile_all("ops/**/*.cpp", "cxx", flags, target),
+            *file.compile_all("cpu/runtime/*.cpp", "cxx", flags, target),  # threads of the glue
+            *file.compile_all("testing/emulation/**/*.cpp", "cxx", f"{flags} -O2", target),
+            *file.compile_all("kernels/**/*.cu", "cxx", f"-x c++ {flags}", target),
         ]
         file.link(f"lib{target}.so", objects, f"{sanitize} {LINK_TORCH}")
         file.build(target, "phony", f"lib{target}.so")

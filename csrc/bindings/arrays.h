@@ -7,8 +7,8 @@
 #include <initializer_list>
 #include <type_traits>
 
-#include "../host/tokens.h"
 #include "python.h"
+#include "retrieval/tokens.h"
 
 namespace specdec::bindings {
 

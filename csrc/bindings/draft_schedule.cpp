@@ -4,7 +4,7 @@
 
 #include "arrays.h"
 #include "host.h"
-#include "specdec/draft_plan.h"
+#include "specdec/draft_head/plan.h"
 
 namespace specdec::bindings {
 namespace {

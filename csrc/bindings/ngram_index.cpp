@@ -1,5 +1,5 @@
 // NgramIndex (csrc/host/ngram_index.h) for Python.
-#include "../host/ngram_index.h"
+#include "retrieval/ngram_index.h"
 
 #include <algorithm>
 

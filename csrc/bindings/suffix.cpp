@@ -1,9 +1,9 @@
 // SuffixIndex and SuffixHistory (csrc/host/suffix_draft.h) for Python.
 #include <algorithm>
 
-#include "../host/suffix_draft.h"
 #include "arrays.h"
 #include "host.h"
+#include "retrieval/suffix_draft.h"
 
 namespace specdec::bindings {
 namespace {

@@ -6,8 +6,8 @@
 #include <array>
 #include <cstring>
 
-#include "attention_split.h"
-#include "draft_head_rows.h"
+#include "cpu/attention/split.h"
+#include "cpu/math/rows.h"
 
 namespace specdec::cpu {
 namespace {

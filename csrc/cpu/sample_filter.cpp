@@ -16,8 +16,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "specdec/cpu_isa.h"
-#include "specdec/filter_search.h"
+#include "specdec/cpu/isa.h"
+#include "specdec/sampling/filter_search.h"
 
 namespace specdec::cpu {
 namespace {

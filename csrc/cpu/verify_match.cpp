@@ -20,10 +20,10 @@
 #include <algorithm>
 #include <vector>
 
-#include "philox.h"
-#include "specdec/cpu_isa.h"
-#include "specdec/pick.h"
-#include "specdec/rng.h"
+#include "cpu/math/philox.h"
+#include "specdec/cpu/isa.h"
+#include "specdec/math/pick.h"
+#include "specdec/sampling/rng.h"
 
 namespace specdec::cpu {
 namespace {

@@ -11,12 +11,12 @@
 #include <algorithm>
 #include <vector>
 
-#include "philox.h"
-#include "specdec/cpu_isa.h"
-#include "specdec/pick.h"
-#include "specdec/residual.h"
-#include "specdec/rng.h"
-#include "specdec/sampled_walk.h"
+#include "cpu/math/philox.h"
+#include "specdec/cpu/isa.h"
+#include "specdec/math/pick.h"
+#include "specdec/sampling/residual.h"
+#include "specdec/sampling/rng.h"
+#include "specdec/sampling/sampled_walk.h"
 
 namespace specdec::cpu {
 namespace {

@@ -4,7 +4,7 @@
 #include <optional>
 #include <vector>
 
-#include "dispatch.h"
+#include "ops/common/dispatch.h"
 
 namespace specdec::glue {
 namespace {

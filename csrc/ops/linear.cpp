@@ -4,8 +4,8 @@
 #include <optional>
 #include <vector>
 
-#include "glue.h"
-#include "register.h"
+#include "ops/common/glue.h"
+#include "ops/common/register.h"
 
 #ifndef SPECDEC_EMULATED  // there is no kernel to emulate
 

@@ -1,7 +1,7 @@
 // Glue of sample_filter: checks, output, dispatch to the device of `logits`.
 #include "specdec/sample_filter.h"
 
-#include "dispatch.h"
+#include "ops/common/dispatch.h"
 
 namespace specdec::glue {
 namespace {

@@ -1,6 +1,6 @@
 // The schemas of all ops, in one place. Implementations: one file per op beside this one; fake
 // (meta) implementations and the documented Python functions: specdec_ext/ops.
-#include "register.h"
+#include "ops/common/register.h"
 
 namespace specdec::glue {
 

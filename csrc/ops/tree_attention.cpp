@@ -4,7 +4,7 @@
 #include <cmath>
 #include <optional>
 
-#include "dispatch.h"
+#include "ops/common/dispatch.h"
 
 namespace specdec::glue {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <tuple>
 
-#include "dispatch.h"
+#include "ops/common/dispatch.h"
 
 namespace specdec::glue {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <optional>
 
-#include "dispatch.h"
+#include "ops/common/dispatch.h"
 #include "verify_result.h"
 
 namespace specdec::glue {

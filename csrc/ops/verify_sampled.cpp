@@ -2,7 +2,7 @@
 // device of `logits`.
 #include "specdec/verify_sampled.h"
 
-#include "dispatch.h"
+#include "ops/common/dispatch.h"
 #include "verify_result.h"
 
 namespace specdec::glue {

@@ -3,8 +3,8 @@
 // only on arg-maxes.
 #include <cstdint>
 
-#include "specdec/cpu_isa.h"
-#include "specdec/rng.h"
+#include "specdec/cpu/isa.h"
+#include "specdec/sampling/rng.h"
 
 namespace specdec::cpu {
 namespace {

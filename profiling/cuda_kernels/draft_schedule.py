@@ -1,6 +1,6 @@
 """The work plan of the CUDA op ``draft_head``: phases, matrices, and the bytes of a draft.
 
-Phases and tiles come from ``csrc/include/specdec/draft_plan.h`` itself, through the host module.
+Phases and tiles come from ``csrc/include/specdec/draft_head/plan.h`` itself, through the host module.
 """
 
 from __future__ import annotations

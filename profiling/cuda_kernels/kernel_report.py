@@ -1,6 +1,6 @@
 """Report registers, shared memory, spills, occupancy and vector loads of every compiled kernel.
 
-    make kernel-report                              # every csrc/kernels/*.cu, every default architecture
+    make kernel-report                              # all of csrc/kernels, every default architecture
     TORCH_CUDA_ARCH_LIST=9.0 python profiling kernel-report
 
 Compiles with the flags of build_support/native.py and reads the report of ptxas, the generated PTX (block
@@ -46,7 +46,7 @@ from text_table import format_markdown, format_table
 
 from build_support import BuildError
 from build_support.architectures import VARIABLE
-from build_support.native import ROOT, nvcc_command
+from build_support.native import ROOT, include_flags, kernel_sources, nvcc_command
 from build_support.toolchain import find_cxx, find_nvcc, read_cuda
 from cuda_kernels.occupancy import occupancy
 
@@ -289,7 +289,7 @@ def markdown(kernels: list[Kernel], archs: list[str], compiler: str, notes: list
 
 def compile_all(command: list[str]) -> list[Kernel]:
     cuobjdump = shutil.which("cuobjdump")
-    sources = sorted((ROOT / "csrc" / "kernels").glob("*.cu"))
+    sources = kernel_sources()
     jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
     with ThreadPoolExecutor(jobs) as pool:
         compiled = pool.map(lambda source: compile_kernels(source, command, cuobjdump), sources)
@@ -315,7 +315,7 @@ def main() -> int:
     except BuildError as error:
         print(error)
         return 2
-    command = shlex.split(f"{nvcc_command(cuda, cxx)} -I{ROOT}/csrc/include -Xptxas=-v")
+    command = shlex.split(f"{nvcc_command(cuda, cxx)} {include_flags()} -Xptxas=-v")
     kernels = compile_all(command)
     archs = sorted({kernel.arch for kernel in kernels}, key=number)
     version = run([nvcc, "--version"]).stdout.splitlines()[-2].split(", V")[-1]

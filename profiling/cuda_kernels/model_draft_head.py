@@ -48,7 +48,7 @@ from specdec_ext.tree.config import TreeConfig
 
 GOAL = 1.35
 NEW = 3  # committed elements per draft and row
-# Shared memory of a block: the partial sums of its warps, and all static data (csrc/kernels/draft_block.cuh).
+# Shared memory of a block: partial sums of its warps, static data (csrc/kernels/draft_head/block.cuh).
 REDUCE_BYTES, STATIC_BYTES = 32 * 1024, 15_488
 STAGE_BYTES = _host.DRAFT_TILE_OUTS * (_host.DRAFT_SLICE_BYTES + 64)
 MOST_STAGES = 24

@@ -17,7 +17,7 @@ sys.path[:0] = [str(PROFILING), str(PROFILING.parent)]
 
 from text_table import format_table  # noqa: E402
 
-from build_support.native import ROOT  # noqa: E402
+from build_support.native import ROOT, kernel_sources  # noqa: E402
 from toolchains import matrix  # noqa: E402
 from toolchains.compilers import (  # noqa: E402
     NVCC_RELEASES,
@@ -52,7 +52,7 @@ def main() -> int:
     front_end = install_nvcc(folder, next(iter(NVCC_RELEASES)))
     compilers = [install_ptxas(folder, each) for each in PTXAS_RELEASES if each in wanted]
     compilers += [install_nvcc(folder, each) for each in NVCC_RELEASES if each in wanted]
-    sources = sorted((ROOT / "csrc" / "kernels").rglob("*.cu"))
+    sources = kernel_sources()
     if given.source:
         sources = [path for path in sources if path.name in given.source]
     if not sources:

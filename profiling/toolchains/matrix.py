@@ -15,7 +15,7 @@ from cuda_kernels.kernel_report import PtxasEntry, demangle, parse_ptxas
 from text_table import format_markdown
 
 from build_support.architectures import family_of
-from build_support.native import NVCC_FLAGS, ROOT
+from build_support.native import NVCC_FLAGS, ROOT, include_flags
 from toolchains import sass
 from toolchains.compilers import Compiler, with_ptx_version
 
@@ -75,8 +75,8 @@ def make_ptx(compiler: Compiler, source: Path, family: int, folder: Path) -> Pat
     own.mkdir(parents=True, exist_ok=True)
     target = own / f"{source.stem}.compute_{family}.ptx"
     arch = f"-arch=compute_{family}"
-    command = [str(compiler.nvcc), *NVCC_FLAGS.split(), arch, f"-I{ROOT}/csrc/include"]
-    done = run([*command, "-ptx", str(source), "-o", str(target)])
+    flags = [*NVCC_FLAGS.split(), *include_flags().split(), arch]
+    done = run([str(compiler.nvcc), *flags, "-ptx", str(source), "-o", str(target)])
     if done.returncode != 0:
         raise RuntimeError(done.stderr.strip())
     return target

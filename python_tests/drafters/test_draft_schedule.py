@@ -1,6 +1,6 @@
 """The order of work of the fused draft_head is complete, minimal and balanced for heads of published sizes.
 
-``csrc/selftest/draft_plan.cpp`` tests the sequences.
+``csrc/testing/selftest/draft_head/plan.cpp`` tests the sequences.
 """
 
 from __future__ import annotations

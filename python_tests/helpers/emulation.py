@@ -1,4 +1,4 @@
-"""The device "emulated": the CUDA kernels of every op, compiled for the host (csrc/emulation).
+"""The device "emulated": the CUDA kernels of every op, compiled for the host (csrc/testing/emulation).
 
 An op runs in three thread orders (forward, backward and shuffled) on copies of its arguments. The results
 must have the same bits: without a necessary barrier, one of the orders gives another result. With

@@ -233,7 +233,7 @@ def test_commands_depend_neither_on_torch_nor_on_the_folder(cuda):
     """Otherwise a build in isolation would compile everything again."""
     for tools in (tools_with(None), tools_with(cuda)):
         text = native.ninja_file(tools)
-        assert "kernels/tree_mask.cu.o" in text
+        assert "kernels/tree/tree_mask.cu.o" in text
         assert str(ROOT) not in text and "site-packages" not in text
 
 

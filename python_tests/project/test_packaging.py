@@ -71,9 +71,8 @@ def wheel(tmp_path_factory) -> Path:
     stale.parent.mkdir()
     stale.touch()
     for path in BUILD.rglob("*"):
-        if (path.suffix == ".o" and "emulated" not in path.parts[-2]) or path.name.startswith(
-            ".ninja_"
-        ):
+        emulated = path.relative_to(BUILD).parts[0].startswith("emulated")
+        if (path.suffix == ".o" and not emulated) or path.name.startswith(".ninja_"):
             (source / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, source / path.relative_to(ROOT))
     python = empty_environment(folder / "builder")

@@ -1,13 +1,17 @@
 """Noise: Philox against its published vectors; Gumbel values bit for bit and against float64."""
 
 import ctypes
+import shlex
+import subprocess
 from fractions import Fraction
 
 import pytest
 import torch
 from op_cases import generator
+from places import ROOT
 
-from specdec_ext import ops
+from build_support import native
+from build_support.toolchain import find_cxx
 from specdec_ext.reference import rng
 
 ISAS = ["baseline", "avx2", "avx512"]
@@ -75,15 +79,24 @@ def test_fma_rounds_once():
         assert error <= abs(Fraction(below) - exact)
 
 
+@pytest.fixture(scope="module")
+def noise_probe(tmp_path_factory) -> ctypes.CDLL:
+    """``csrc/testing/noise_probe.cpp``, compiled with the flags of the op library."""
+    library = tmp_path_factory.mktemp("noise") / "noise_probe.so"
+    flags = shlex.split(f"{native.CXX_FLAGS} {native.include_flags()} -shared")
+    sources = [ROOT / "csrc" / name for name in ("testing/noise_probe.cpp", "cpu/runtime/isa.cpp")]
+    subprocess.run([*shlex.split(find_cxx()), *flags, *sources, "-o", library], check=True)
+    return ctypes.CDLL(str(library))
+
+
 @pytest.mark.parametrize("isa", ISAS)
-def test_compiled_noise_has_the_bits_of_the_reference(isa):
+def test_compiled_noise_has_the_bits_of_the_reference(isa, noise_probe):
     bits = sample_bits()
-    library = ctypes.CDLL(str(ops.LIBRARY_PATH))
     packed = (bits & 0xFFFFFFFF).to(torch.uint32)
     compiled = torch.empty(len(bits))
     buffers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (packed, compiled)]
     count = ctypes.c_int64(len(bits))
-    status = library.specdec_probe_gumbel(ISAS.index(isa), *buffers, count)
+    status = noise_probe.specdec_probe_gumbel(ISAS.index(isa), *buffers, count)
     if status != 0:
         pytest.skip(f"this processor has no {isa}")
     expected = rng.gumbel(bits)

@@ -2,7 +2,7 @@
 
 Source: Saxena 2023, "Prompt Lookup Decoding". Here the longest match is chosen, and the most recent one among
 matches of equal length. A copy that reaches the end of the text continues with the copied tokens. The index
-is incremental and implemented in C++ (``csrc/host/ngram_index.h``).
+is incremental and implemented in C++ (``csrc/retrieval/ngram_index.h``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Suffix decoding: proposes what most often followed the last tokens, in this text and in past outputs.
 
 Source: SuffixDecoding (Oliaro et al. 2024). ``specdec_ext.reference.suffix`` specifies the rule. An index of
-sorted suffixes (``csrc/host/suffix_index.h``) counts the occurrences of any string.
+sorted suffixes (``csrc/retrieval/suffix_index.h``) counts the occurrences of any string.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 from specdec_ext.heads.config import HeadConfig
 from specdec_ext.tree.config import TreeConfig
 
-# Limits of the CUDA kernel, from csrc/include/specdec/draft_plan.h.
+# Limits of the CUDA kernel, from csrc/include/specdec/draft_head/plan.h.
 _MAX_LAYERS, _MAX_HEAD_DIM, _MAX_DEPTH, _MAX_TOP_K, _MAX_ROWS = 8, 256, 64, 32, 128
 
 

@@ -41,7 +41,7 @@ class PackedHead:
 
     Attributes:
         config: config of the head.
-        weights: in the order of ``csrc/ops/draft_head_weights.h``; missing weights are empty tensors.
+        weights: in the order of ``csrc/ops/draft_head/weights.h``; missing weights are empty tensors.
         layout: sizes and flags.
         scalars: ``[rms_norm_eps, logit_scale]``.
         sync: on CUDA, the memory with which the blocks of a launch wait for each other. Calls that may run at
@@ -242,7 +242,7 @@ def _laid_out(tensor: Tensor) -> Tensor:
 
 
 def sync_bytes(config: HeadConfig) -> int:
-    """Size of a sync buffer: the barrier and the counters of ``csrc/include/specdec/draft_scratch.h``."""
+    """Size of a sync buffer: barrier and counters of ``csrc/include/specdec/draft_head/scratch.h``."""
     panels = -(-config.head_dim // 64)
     return 256 + 128 * config.num_heads * panels
 
@@ -269,7 +269,7 @@ def _draft_to_target(head: DraftHead, embedding: Tensor) -> Tensor:
 
 
 def _sources(head: DraftHead, embedding: Tensor, lm_head: Tensor | None) -> list[Source]:
-    """The sources of all weights, in the order of ``csrc/ops/draft_head_weights.h``."""
+    """The sources of all weights, in the order of ``csrc/ops/draft_head/weights.h``."""
     groups = [
         ["input_norm.weight"],
         [f"fc_norm.{index}.weight" for index in range(head.config.num_features)],

@@ -1,4 +1,4 @@
-#include "attention_split.h"
+#include "split.h"
 
 namespace specdec::cpu {
 namespace {

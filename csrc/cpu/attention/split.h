@@ -6,8 +6,8 @@
 #include <bit>
 #include <vector>
 
-#include "attention_tiles.h"
 #include "specdec/tree_attention.h"
+#include "tiles.h"
 
 namespace specdec::cpu {
 

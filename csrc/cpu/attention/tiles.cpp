@@ -1,5 +1,5 @@
 // attention_tiles.h for the processor's baseline, and the choice among the instruction sets.
-#include "attention_tiles_isa.h"
+#include "tiles_isa.h"
 
 #define SPECDEC_TILES_TARGET
 
@@ -17,7 +17,7 @@ void transpose_block(const float* const* rows, int64_t dim, float* out) {
 }  // namespace
 }  // namespace specdec::cpu
 
-#include "attention_tiles_impl.h"
+#include "tiles_impl.h"
 
 namespace specdec::cpu {
 

@@ -3,7 +3,7 @@
 // one order.
 #pragma once
 
-#include "specdec/float_types.h"
+#include "specdec/core/float_types.h"
 
 namespace specdec::cpu {
 

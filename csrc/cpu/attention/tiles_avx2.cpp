@@ -1,5 +1,5 @@
 // attention_tiles.h for AVX2 with FMA.
-#include "attention_tiles_isa.h"
+#include "tiles_isa.h"
 
 #ifdef SPECDEC_X86
 #include <immintrin.h>
@@ -44,7 +44,7 @@ SPECDEC_TARGET_AVX2 void transpose_block(const float* const* rows, int64_t dim, 
 }  // namespace
 }  // namespace specdec::cpu
 
-#include "attention_tiles_impl.h"
+#include "tiles_impl.h"
 
 namespace specdec::cpu {
 

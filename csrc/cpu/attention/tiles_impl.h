@@ -11,8 +11,8 @@
 #include <cstring>
 #include <limits>
 
-#include "attention_tiles.h"
-#include "specdec/tanh.h"
+#include "specdec/math/tanh.h"
+#include "tiles.h"
 
 namespace specdec::cpu {
 namespace {

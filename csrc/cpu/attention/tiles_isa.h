@@ -1,8 +1,8 @@
 // What the builds of attention_tiles.h for the instruction sets share.
 #pragma once
 
-#include "attention_tiles.h"
-#include "specdec/cpu_isa.h"
+#include "specdec/cpu/isa.h"
+#include "tiles.h"
 
 namespace specdec::cpu {
 

@@ -20,7 +20,7 @@
 
 #include <utility>
 
-#include "attention_split.h"
+#include "split.h"
 
 namespace specdec::cpu {
 namespace {

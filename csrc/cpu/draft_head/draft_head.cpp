@@ -14,9 +14,9 @@
 #include <algorithm>
 #include <limits>
 
-#include "draft_head_layers.h"
-#include "draft_head_logits.h"
-#include "draft_head_tree.h"
+#include "layers.h"
+#include "logits.h"
+#include "tree.h"
 
 namespace specdec::cpu {
 namespace {

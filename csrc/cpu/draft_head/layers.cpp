@@ -1,9 +1,9 @@
-#include "draft_head_layers.h"
+#include "layers.h"
 
 #include <cmath>
 #include <cstring>
 
-#include "specdec/panels.h"
+#include "specdec/cpu/panels.h"
 #include "specdec/tree_attention.h"
 
 namespace specdec::cpu {

@@ -4,8 +4,8 @@
 
 #include <span>
 
-#include "attention_split.h"
-#include "draft_head_rows.h"
+#include "cpu/attention/split.h"
+#include "cpu/math/rows.h"
 #include "specdec/draft_head.h"
 
 namespace specdec::cpu {

@@ -1,12 +1,12 @@
-#include "draft_head_logits.h"
+#include "logits.h"
 
 #include <algorithm>
 #include <cmath>
 #include <functional>
 #include <limits>
 
-#include "specdec/exp.h"
-#include "specdec/panels.h"
+#include "specdec/cpu/panels.h"
+#include "specdec/math/exp.h"
 
 namespace specdec::cpu {
 namespace {

@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "draft_head_rows.h"
-#include "draft_head_tree.h"
-#include "specdec/panels.h"
+#include "cpu/math/rows.h"
+#include "specdec/cpu/panels.h"
+#include "tree.h"
 
 namespace specdec::cpu {
 

@@ -1,4 +1,4 @@
-#include "draft_head_tree.h"
+#include "tree.h"
 
 #include <algorithm>
 #include <functional>

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <vector>
 
-#include "specdec/cpu_isa.h"
+#include "specdec/cpu/isa.h"
 
 #define SPECDEC_LINEAR_TARGET
 #include "linear_kernel.h"

@@ -1,5 +1,5 @@
 // linear with AVX2 and FMA: the 16 lanes are two registers.
-#include "specdec/cpu_isa.h"
+#include "specdec/cpu/isa.h"
 
 #ifdef SPECDEC_X86
 

@@ -1,5 +1,5 @@
 // linear with AVX-512; bfloat16 with vdpbf16ps where the processor has it.
-#include "specdec/cpu_isa.h"
+#include "specdec/cpu/isa.h"
 
 #ifdef SPECDEC_X86
 

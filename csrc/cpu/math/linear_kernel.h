@@ -25,8 +25,8 @@
 #include <cstddef>
 #include <utility>
 
+#include "specdec/core/logits.h"
 #include "specdec/linear.h"
-#include "specdec/logits.h"
 
 #define SPECDEC_LINEAR_INLINE inline __attribute__((always_inline)) SPECDEC_LINEAR_TARGET
 #define SPECDEC_UNROLL _Pragma("GCC unroll 32")

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "linear_kernel.h"
-#include "specdec/panels.h"
+#include "specdec/cpu/panels.h"
 
 namespace specdec::cpu {
 

@@ -1,6 +1,6 @@
-#include "specdec/panels.h"
+#include "specdec/cpu/panels.h"
 
-#include "specdec/cpu_isa.h"
+#include "specdec/cpu/isa.h"
 
 #define SPECDEC_LINEAR_TARGET
 #include "panel_kernel.h"

@@ -1,18 +1,18 @@
 // draft_head_rows.h for every instruction set, and the choice among them.
-#include "draft_head_rows.h"
+#include "rows.h"
 
 #include <algorithm>
 #include <bit>
 #include <cmath>
 #include <limits>
 
-#include "specdec/cpu_isa.h"
-#include "specdec/exp.h"
-#include "specdec/silu.h"
+#include "specdec/cpu/isa.h"
+#include "specdec/math/exp.h"
+#include "specdec/math/silu.h"
 
 #define SPECDEC_ROWS_ISA baseline
 #define SPECDEC_ROWS_TARGET
-#include "draft_head_rows_impl.h"
+#include "rows_impl.h"
 
 #ifdef SPECDEC_X86
 
@@ -20,13 +20,13 @@
 #undef SPECDEC_ROWS_TARGET
 #define SPECDEC_ROWS_ISA avx2
 #define SPECDEC_ROWS_TARGET SPECDEC_TARGET_AVX2
-#include "draft_head_rows_impl.h"
+#include "rows_impl.h"
 
 #undef SPECDEC_ROWS_ISA
 #undef SPECDEC_ROWS_TARGET
 #define SPECDEC_ROWS_ISA avx512
 #define SPECDEC_ROWS_TARGET SPECDEC_TARGET_AVX512
-#include "draft_head_rows_impl.h"
+#include "rows_impl.h"
 
 #endif
 

@@ -4,8 +4,8 @@
 // halves. Results are rounded to the type once.
 #pragma once
 
-#include "specdec/float_types.h"
-#include "specdec/pick.h"
+#include "specdec/core/float_types.h"
+#include "specdec/math/pick.h"
 
 namespace specdec::cpu {
 

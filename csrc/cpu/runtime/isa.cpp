@@ -1,4 +1,4 @@
-#include "specdec/cpu_isa.h"
+#include "specdec/cpu/isa.h"
 
 #include <algorithm>
 #include <cstdlib>

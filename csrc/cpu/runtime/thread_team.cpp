@@ -1,4 +1,4 @@
-#include "specdec/thread_team.h"
+#include "specdec/cpu/thread_team.h"
 
 #include <algorithm>
 #include <chrono>

@@ -11,9 +11,9 @@
 // better than its parent, effective scores are the scores.
 #pragma once
 
-#include "specdec/parallel.h"
-#include "specdec/pick.h"
-#include "specdec/tree.h"
+#include "specdec/core/parallel.h"
+#include "specdec/core/tree.h"
+#include "specdec/math/pick.h"
 
 namespace specdec {
 

@@ -12,9 +12,9 @@
 
 #include <span>
 
-#include "specdec/float_types.h"
-#include "specdec/linear.h"
-#include "specdec/tree_attention.h"
+#include "linear.h"
+#include "specdec/core/float_types.h"
+#include "tree_attention.h"
 
 namespace specdec {
 

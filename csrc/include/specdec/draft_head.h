@@ -17,9 +17,9 @@
 #include <string>
 #include <vector>
 
-#include "specdec/float_types.h"
-#include "specdec/parallel.h"
-#include "specdec/tree.h"
+#include "specdec/core/float_types.h"
+#include "specdec/core/parallel.h"
+#include "specdec/core/tree.h"
 
 namespace specdec {
 

@@ -10,8 +10,8 @@
 #include <span>
 #include <string>
 
-#include "specdec/parallel.h"
-#include "specdec/tree.h"
+#include "specdec/core/parallel.h"
+#include "specdec/core/tree.h"
 
 namespace specdec {
 

@@ -5,14 +5,14 @@
 
 #include <span>
 
-#include "specdec/build_dynamic_tree.h"
-#include "specdec/draft_kernel.h"
-#include "specdec/kv_compact.h"
-#include "specdec/sample_filter.h"
-#include "specdec/tree_attention.h"
-#include "specdec/tree_mask.h"
-#include "specdec/verify_match.h"
-#include "specdec/verify_sampled.h"
+#include "build_dynamic_tree.h"
+#include "kv_compact.h"
+#include "sample_filter.h"
+#include "specdec/draft_head/kernel_params.h"
+#include "tree_attention.h"
+#include "tree_mask.h"
+#include "verify_match.h"
+#include "verify_sampled.h"
 
 namespace specdec {
 

@@ -14,8 +14,8 @@
 
 #include <span>
 
-#include "specdec/parallel.h"
-#include "specdec/platform.h"
+#include "specdec/core/parallel.h"
+#include "specdec/core/platform.h"
 
 namespace specdec {
 

@@ -22,9 +22,9 @@
 #include <optional>
 #include <string>
 
-#include "specdec/logits.h"
-#include "specdec/parallel.h"
-#include "specdec/platform.h"
+#include "specdec/core/logits.h"
+#include "specdec/core/parallel.h"
+#include "specdec/core/platform.h"
 
 namespace specdec {
 

@@ -12,9 +12,9 @@
 #include <optional>
 #include <string>
 
-#include "specdec/float_types.h"
-#include "specdec/parallel.h"
-#include "specdec/tree.h"
+#include "specdec/core/float_types.h"
+#include "specdec/core/parallel.h"
+#include "specdec/core/tree.h"
 
 namespace specdec {
 

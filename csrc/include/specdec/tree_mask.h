@@ -1,8 +1,8 @@
 // tree_mask: the shape of draft trees, derived once per step from their parents.
 #pragma once
 
-#include "specdec/parallel.h"
-#include "specdec/tree.h"
+#include "specdec/core/parallel.h"
+#include "specdec/core/tree.h"
 
 namespace specdec {
 

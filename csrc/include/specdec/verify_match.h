@@ -6,9 +6,9 @@
 // emitted has the target's law for every tree, because the tree never enters the draw.
 #pragma once
 
-#include "specdec/logits.h"
-#include "specdec/parallel.h"
-#include "specdec/tree.h"
+#include "specdec/core/logits.h"
+#include "specdec/core/parallel.h"
+#include "specdec/core/tree.h"
 
 namespace specdec {
 

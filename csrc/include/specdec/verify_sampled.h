@@ -28,10 +28,10 @@
 // rejection without replacement).
 #pragma once
 
-#include "specdec/logits.h"
-#include "specdec/parallel.h"
-#include "specdec/tree.h"
-#include "specdec/verify_match.h"
+#include "specdec/core/logits.h"
+#include "specdec/core/parallel.h"
+#include "specdec/core/tree.h"
+#include "verify_match.h"
 
 namespace specdec {
 

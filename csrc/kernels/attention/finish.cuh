@@ -7,7 +7,7 @@
 // after the merged splits and before the output.
 #pragma once
 
-#include "attention_layout.cuh"
+#include "layout.cuh"
 
 namespace specdec {
 

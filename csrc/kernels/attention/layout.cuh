@@ -2,7 +2,7 @@
 // results are, and how query rows, keys and values come into shared memory.
 #pragma once
 
-#include "attention_tile.cuh"
+#include "tile.cuh"
 
 namespace specdec {
 

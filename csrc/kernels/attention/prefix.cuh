@@ -7,7 +7,7 @@
 // registers hold 16 x head_dim sums per row tile.
 #pragma once
 
-#include "attention_layout.cuh"
+#include "layout.cuh"
 
 namespace specdec {
 

@@ -17,8 +17,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "specdec/cuda.cuh"
-#include "specdec/tanh.h"
+#include "specdec/device/cuda.cuh"
+#include "specdec/math/tanh.h"
 #include "specdec/tree_attention.h"
 
 namespace specdec {

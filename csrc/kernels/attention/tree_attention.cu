@@ -38,8 +38,8 @@
 // 8192 tokens are 8.6 GFLOP for 33.5 MB, 13 us at the 660 TFLOP/s that mma.sync reaches on an H200,
 // against 8 us of copying. Registers bound occupancy: 128 threads of up to 255, 2 blocks per
 // multiprocessor.
-#include "attention_finish.cuh"
-#include "attention_prefix.cuh"
+#include "finish.cuh"
+#include "prefix.cuh"
 #include "specdec/launchers.h"
 
 namespace specdec {

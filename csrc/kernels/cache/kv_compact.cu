@@ -28,7 +28,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "specdec/cuda.cuh"
+#include "specdec/device/cuda.cuh"
 #include "specdec/launchers.h"
 
 namespace specdec {

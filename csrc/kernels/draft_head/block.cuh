@@ -11,9 +11,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "draft_fragments.cuh"
-#include "specdec/cuda.cuh"
-#include "specdec/draft_kernel.h"
+#include "fragments.cuh"
+#include "specdec/device/cuda.cuh"
+#include "specdec/draft_head/kernel_params.h"
 
 namespace specdec {
 

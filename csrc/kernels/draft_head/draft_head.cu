@@ -1,5 +1,5 @@
 // The launch of the fused draft_head (draft_head.cuh) for the types of a head.
-#include "draft_launch.cuh"
+#include "launch.cuh"
 #include "specdec/launchers.h"
 
 namespace specdec {

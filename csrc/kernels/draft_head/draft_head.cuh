@@ -22,16 +22,16 @@
 #include <algorithm>
 #include <climits>
 
-#include "draft_attention.cuh"
-#include "draft_begin.cuh"
-#include "draft_grow.cuh"
-#include "draft_launch.cuh"
-#include "draft_logits.cuh"
-#include "draft_product.cuh"
-#include "draft_rotate.cuh"
-#include "draft_rows.cuh"
-#include "specdec/device_answer.h"
-#include "specdec/silu.h"
+#include "kernels/draft_head/phases/attention.cuh"
+#include "kernels/draft_head/phases/begin.cuh"
+#include "kernels/draft_head/phases/grow.cuh"
+#include "kernels/draft_head/phases/logits.cuh"
+#include "kernels/draft_head/phases/product.cuh"
+#include "kernels/draft_head/phases/rotate.cuh"
+#include "launch.cuh"
+#include "rows.cuh"
+#include "specdec/device/device_answer.h"
+#include "specdec/math/silu.h"
 
 namespace specdec {
 

@@ -17,8 +17,8 @@
 
 #include <type_traits>
 
-#include "specdec/cuda.cuh"
-#include "specdec/platform.h"
+#include "specdec/core/platform.h"
+#include "specdec/device/cuda.cuh"
 
 namespace specdec {
 

@@ -2,8 +2,8 @@
 // draft_head_*.cu, because a pair takes a compiler half a minute.
 #pragma once
 
-#include "draft_fragments.cuh"
-#include "specdec/draft_kernel.h"
+#include "fragments.cuh"
+#include "specdec/draft_head/kernel_params.h"
 
 namespace specdec {
 

@@ -16,7 +16,7 @@
 // registers are short: apart what every refill needs and what a new product needs.
 #pragma once
 
-#include "draft_block.cuh"
+#include "block.cuh"
 
 namespace specdec {
 

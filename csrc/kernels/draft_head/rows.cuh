@@ -1,7 +1,7 @@
 // Which elements a pass has, and where the inputs of its products are.
 #pragma once
 
-#include "draft_tree.cuh"
+#include "tree.cuh"
 
 namespace specdec {
 

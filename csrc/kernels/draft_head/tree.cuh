@@ -3,7 +3,7 @@
 // (draft_begin.cuh) and lets it grow (draft_grow.cuh).
 #pragma once
 
-#include "draft_block.cuh"
+#include "block.cuh"
 
 namespace specdec {
 

@@ -20,7 +20,7 @@
 #pragma once
 
 #include "specdec/build_dynamic_tree.h"
-#include "specdec/cuda.cuh"
+#include "specdec/device/cuda.cuh"
 
 namespace specdec {
 

@@ -20,7 +20,7 @@
 // floats.
 #include <algorithm>
 
-#include "specdec/cuda.cuh"
+#include "specdec/device/cuda.cuh"
 #include "specdec/launchers.h"
 
 namespace specdec {

@@ -10,8 +10,8 @@
 // copies (cp_async_wait) and refills a slot after it has read it.
 #pragma once
 
-#include "specdec/cuda.cuh"
-#include "specdec/logits.h"
+#include "specdec/core/logits.h"
+#include "specdec/device/cuda.cuh"
 
 namespace specdec {
 

@@ -28,9 +28,9 @@
 // Floor: the logits once from memory, the scores once to it. Passes 2 to 5 read the scores, 513 KB
 // at 128k tokens, from L2: about 5 us each at 64 bytes per clock and SM; 2 to 4 of them for top-k
 // alone, 4 to 7 for top-p alone. Rows beyond the number of SMs queue.
-#include "specdec/cuda.cuh"
-#include "specdec/filter_search.h"
+#include "specdec/device/cuda.cuh"
 #include "specdec/launchers.h"
+#include "specdec/sampling/filter_search.h"
 
 namespace specdec {
 namespace {

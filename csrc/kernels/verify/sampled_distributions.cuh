@@ -6,8 +6,8 @@
 // 140 .. 143, and so on.
 #pragma once
 
-#include "specdec/cuda.cuh"
-#include "specdec/sampled_walk.h"
+#include "specdec/device/cuda.cuh"
+#include "specdec/sampling/sampled_walk.h"
 
 namespace specdec {
 

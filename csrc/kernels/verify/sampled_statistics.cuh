@@ -10,7 +10,7 @@
 // leaf, which the first warp finds out. Bound by memory.
 #pragma once
 
-#include "sampled_laws.cuh"
+#include "sampled_distributions.cuh"
 
 namespace specdec {
 

@@ -32,10 +32,10 @@
 #include <algorithm>
 
 #include "logits_window.cuh"
-#include "specdec/cuda.cuh"
+#include "specdec/device/cuda.cuh"
 #include "specdec/launchers.h"
-#include "specdec/pick.h"
-#include "specdec/rng.h"
+#include "specdec/math/pick.h"
+#include "specdec/sampling/rng.h"
 
 namespace specdec {
 namespace {

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "specdec/tree.h"
+#include "specdec/core/tree.h"
 
 namespace specdec::glue {
 namespace {

@@ -8,11 +8,11 @@
 #include <string>
 #include <vector>
 
-#include "specdec/logits.h"
-#include "specdec/parallel.h"
-#include "specdec/platform.h"
-#include "specdec/thread_team.h"
-#include "torch_abi/tensor.h"
+#include "ops/torch_abi/tensor.h"
+#include "specdec/core/logits.h"
+#include "specdec/core/parallel.h"
+#include "specdec/core/platform.h"
+#include "specdec/cpu/thread_team.h"
 
 namespace specdec::glue {
 

@@ -4,7 +4,7 @@
 
 #include <list>
 
-#include "torch_abi/library.h"
+#include "ops/torch_abi/library.h"
 
 namespace specdec::glue {
 

@@ -1,10 +1,10 @@
-#include "draft_head_cuda.h"
+#include "cuda.h"
 
 #ifdef SPECDEC_WITH_CUDA
 
 #include <initializer_list>
 
-#include "specdec/draft_scratch.h"
+#include "specdec/draft_head/scratch.h"
 #include "specdec/launchers.h"
 
 namespace specdec::glue {

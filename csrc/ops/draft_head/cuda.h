@@ -4,8 +4,8 @@
 #include <optional>
 #include <vector>
 
-#include "draft_head_weights.h"
-#include "specdec/draft_kernel.h"
+#include "specdec/draft_head/kernel_params.h"
+#include "weights.h"
 
 #ifdef SPECDEC_WITH_CUDA
 #include <cuda_runtime_api.h>

@@ -9,10 +9,10 @@
 #include <utility>
 #include <vector>
 
-#include "dispatch.h"
-#include "draft_head_cuda.h"
-#include "draft_head_weights.h"
+#include "cuda.h"
+#include "ops/common/dispatch.h"
 #include "specdec/build_dynamic_tree.h"
+#include "weights.h"
 
 namespace specdec::glue {
 namespace {

@@ -1,9 +1,9 @@
-#include "draft_head_weights.h"
+#include "weights.h"
 
 #include <initializer_list>
 #include <utility>
 
-#include "specdec/panels.h"
+#include "specdec/cpu/panels.h"
 
 namespace specdec::glue {
 namespace {

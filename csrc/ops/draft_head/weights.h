@@ -4,9 +4,9 @@
 #include <string>
 #include <vector>
 
-#include "glue.h"
+#include "ops/common/glue.h"
 #include "specdec/draft_head.h"
-#include "specdec/draft_kernel.h"
+#include "specdec/draft_head/kernel_params.h"
 
 namespace specdec::glue {
 

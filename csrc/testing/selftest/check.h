@@ -20,16 +20,16 @@ inline int num_checks = 0;
 void test_numbers();              // numbers.cpp
 void test_device_answer();        // device_answer.cpp
 void test_thread_team();          // thread_team.cpp
-void test_draft_plan();           // draft_plan.cpp
-void test_draft_head();           // draft_head.cpp
-void test_draft_scratch();        // draft_scratch.cpp
-void test_draft_phases();         // draft_phases.cpp
+void test_draft_plan();           // draft_head/plan.cpp
+void test_draft_head();           // draft_head/draft_head.cpp
+void test_draft_scratch();        // draft_head/scratch.cpp
+void test_draft_phases();         // draft_head/phases.cpp
+void test_draft_tree_phases();    // draft_head/tree_phases.cpp
 void test_ops();                  // ops.cpp
 void test_sampled_walk();         // sampled_walk.cpp
-void test_number_formats();       // emulator_features.cpp
-void test_draft_tree_phases();    // draft_tree_phases.cpp
-void test_emulator_features();    // emulator_features.cpp
-void test_emulator_copies();      // emulator_copies.cpp
-void test_emulator_finds_bugs();  // emulator_bugs.cpp
+void test_number_formats();       // emulator/features.cpp
+void test_emulator_features();    // emulator/features.cpp
+void test_emulator_copies();      // emulator/copies.cpp
+void test_emulator_finds_bugs();  // emulator/bugs.cpp
 
 }  // namespace specdec

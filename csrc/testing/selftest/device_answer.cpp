@@ -1,5 +1,5 @@
 // A device that fails takes nothing from one that works.
-#include "specdec/device_answer.h"
+#include "specdec/device/device_answer.h"
 
 #include "check.h"
 

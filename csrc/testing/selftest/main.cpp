@@ -3,7 +3,7 @@
 // for the host, against the CPU ops; emulated kernels in three thread orders.
 #include "check.h"
 #include "cuda_runtime.h"
-#include "specdec/cpu_isa.h"
+#include "specdec/cpu/isa.h"
 
 int main() {
   using namespace specdec;

@@ -3,9 +3,9 @@
 #include <vector>
 
 #include "check.h"
-#include "cpu/philox.h"
-#include "specdec/exp.h"
-#include "specdec/rng.h"
+#include "cpu/math/philox.h"
+#include "specdec/math/exp.h"
+#include "specdec/sampling/rng.h"
 
 namespace specdec {
 namespace {

@@ -1,6 +1,6 @@
 // Decisions of sampled_walk.h that only rounding can bring about, driven by hand: a residual that
 // is 0 everywhere. And the bound that lets the CPU op leave out draws.
-#include "specdec/sampled_walk.h"
+#include "specdec/sampling/sampled_walk.h"
 
 #include <vector>
 

@@ -1,5 +1,5 @@
 // Teams of threads: every index of every loop once, whoever helps, early, late or never.
-#include "specdec/thread_team.h"
+#include "specdec/cpu/thread_team.h"
 
 #include <atomic>
 #include <chrono>

@@ -9,7 +9,7 @@
 
 #include <cstdlib>
 
-#include "specdec/platform.h"
+#include "platform.h"
 
 namespace specdec {
 

@@ -1,7 +1,7 @@
 // The element type of logits.
 #pragma once
 
-#include "specdec/float_types.h"
+#include "float_types.h"
 
 namespace specdec {
 

@@ -1,7 +1,7 @@
 // Draft trees: parents[i] < i, node 0 is the root (the last committed token).
 #pragma once
 
-#include "specdec/platform.h"
+#include "platform.h"
 
 namespace specdec {
 

@@ -11,8 +11,8 @@
 // without fused multiply-add has bits of its own.
 #pragma once
 
-#include "specdec/float_types.h"
-#include "specdec/parallel.h"
+#include "specdec/core/float_types.h"
+#include "specdec/core/parallel.h"
 
 namespace specdec::cpu {
 

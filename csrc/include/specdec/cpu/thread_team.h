@@ -11,7 +11,7 @@
 
 #include <atomic>
 
-#include "specdec/parallel.h"
+#include "specdec/core/parallel.h"
 
 namespace specdec::cpu {
 

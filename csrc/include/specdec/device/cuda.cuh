@@ -66,7 +66,7 @@ constexpr uint32_t kFullWarp = 0xFFFFFFFF;
 }  // namespace specdec
 
 #ifdef __CUDACC__
-#include "specdec/cuda_device.cuh"
+#include "intrinsics.cuh"
 #else
 #include "device_api.h"
 #endif

@@ -311,4 +311,4 @@ __device__ __forceinline__ void require_cooperative(const char* /*what*/, Locati
 
 }  // namespace specdec
 
-#include "specdec/cuda_async.cuh"
+#include "async.cuh"

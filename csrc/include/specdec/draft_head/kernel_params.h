@@ -8,8 +8,8 @@
 // the last list.
 #pragma once
 
+#include "plan.h"
 #include "specdec/draft_head.h"
-#include "specdec/draft_plan.h"
 
 namespace specdec {
 

@@ -19,7 +19,7 @@
 // phases once.
 #pragma once
 
-#include "specdec/platform.h"
+#include "specdec/core/platform.h"
 
 namespace specdec {
 

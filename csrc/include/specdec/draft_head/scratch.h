@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 
-#include "specdec/draft_kernel.h"
+#include "kernel_params.h"
 
 namespace specdec {
 

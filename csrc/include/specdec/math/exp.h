@@ -7,7 +7,7 @@
 // checked for every float32 in the range, and are sampled by csrc/selftest/numbers.cpp.
 #pragma once
 
-#include "specdec/platform.h"
+#include "specdec/core/platform.h"
 
 namespace specdec {
 

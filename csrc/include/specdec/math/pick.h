@@ -7,7 +7,7 @@
 // wins) and 0xBFC00000FFFFFFF6.
 #pragma once
 
-#include "specdec/platform.h"
+#include "specdec/core/platform.h"
 
 namespace specdec {
 

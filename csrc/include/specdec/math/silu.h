@@ -2,7 +2,7 @@
 // overflow.
 #pragma once
 
-#include "specdec/exp.h"
+#include "exp.h"
 
 namespace specdec {
 

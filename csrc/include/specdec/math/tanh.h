@@ -5,7 +5,7 @@
 // Error below 2 units in the last place; odd; NaN stays NaN.
 #pragma once
 
-#include "specdec/exp.h"
+#include "exp.h"
 
 namespace specdec {
 

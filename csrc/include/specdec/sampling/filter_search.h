@@ -3,8 +3,8 @@
 // target. The terms: specdec/sample_filter.h.
 #pragma once
 
-#include "specdec/exp.h"
-#include "specdec/pick.h"
+#include "specdec/math/exp.h"
+#include "specdec/math/pick.h"
 
 namespace specdec {
 

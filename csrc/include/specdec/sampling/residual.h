@@ -20,8 +20,8 @@
 // GPU a segment is a warp's (lane = 4 * thread + i), and columns are lanes or warps.
 #pragma once
 
-#include "specdec/exp.h"
-#include "specdec/platform.h"
+#include "specdec/core/platform.h"
+#include "specdec/math/exp.h"
 
 namespace specdec {
 

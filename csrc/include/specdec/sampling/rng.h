@@ -23,7 +23,7 @@
 // Philox: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 #pragma once
 
-#include "specdec/platform.h"
+#include "specdec/core/platform.h"
 
 namespace specdec {
 

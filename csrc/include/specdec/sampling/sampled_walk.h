@@ -14,9 +14,9 @@
 // the laws hold.
 #pragma once
 
-#include "specdec/pick.h"
-#include "specdec/residual.h"
-#include "specdec/rng.h"
+#include "residual.h"
+#include "rng.h"
+#include "specdec/math/pick.h"
 #include "specdec/verify_sampled.h"
 
 namespace specdec {

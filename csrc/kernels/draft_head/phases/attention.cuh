@@ -20,10 +20,10 @@
 // Scores, sums and values are float32; weights are rounded to T for their product with values.
 #pragma once
 
-#include "draft_attention_tile.cuh"
-#include "draft_block.cuh"
-#include "draft_rotate.cuh"
-#include "draft_tree.cuh"
+#include "attention_tile.cuh"
+#include "kernels/draft_head/block.cuh"
+#include "kernels/draft_head/tree.cuh"
+#include "rotate.cuh"
 
 namespace specdec {
 

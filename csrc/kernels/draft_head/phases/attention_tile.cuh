@@ -14,8 +14,8 @@
 // see, and steps in which it sees none, change no bit. Slots from `end` on are not read.
 #pragma once
 
-#include "draft_fragments.cuh"
-#include "specdec/exp.h"
+#include "kernels/draft_head/fragments.cuh"
+#include "specdec/math/exp.h"
 
 namespace specdec {
 

@@ -5,8 +5,8 @@
 // A row with an illegal one reads nothing; its root has the score NaN.
 #pragma once
 
-#include "draft_tree.cuh"
-#include "specdec/pick.h"
+#include "kernels/draft_head/tree.cuh"
+#include "specdec/math/pick.h"
 
 namespace specdec {
 

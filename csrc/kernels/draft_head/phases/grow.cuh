@@ -10,9 +10,9 @@
 // that nothing is read through it; at the end such a tree is the root alone.
 #pragma once
 
-#include "draft_logits.cuh"
-#include "draft_tree.cuh"
-#include "dynamic_tree.cuh"
+#include "kernels/draft_head/tree.cuh"
+#include "kernels/tree/dynamic_tree.cuh"
+#include "logits.cuh"
 
 namespace specdec {
 

@@ -14,9 +14,9 @@
 // of a block, as nothing else does, and so on the number of blocks.
 #pragma once
 
-#include "draft_block.cuh"
-#include "draft_picks.cuh"
-#include "specdec/exp.h"
+#include "kernels/draft_head/block.cuh"
+#include "picks.cuh"
+#include "specdec/math/exp.h"
 
 namespace specdec {
 

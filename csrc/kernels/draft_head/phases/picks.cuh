@@ -1,8 +1,8 @@
 // The best of many scores, found by one warp: lane i has the i-th best.
 #pragma once
 
-#include "specdec/cuda.cuh"
-#include "specdec/pick.h"
+#include "specdec/device/cuda.cuh"
+#include "specdec/math/pick.h"
 
 namespace specdec {
 

@@ -14,7 +14,7 @@
 // without bank conflicts (draft_block.cuh).
 #pragma once
 
-#include "draft_ring.cuh"
+#include "kernels/draft_head/ring.cuh"
 
 namespace specdec {
 

@@ -12,7 +12,7 @@
 // Norms and rotation are float32 with one rounding to T at the end, as in the CPU op.
 #pragma once
 
-#include "draft_rows.cuh"
+#include "kernels/draft_head/rows.cuh"
 
 namespace specdec {
 

@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "clocks.h"
-#include "grid.h"
-#include "shadow.h"
+#include "testing/emulation/races/clocks.h"
+#include "testing/emulation/races/shadow.h"
+#include "testing/emulation/threads/grid.h"
 
 namespace specdec::emulation {
 

@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "block.h"
+#include "testing/emulation/threads/block.h"
 
 namespace specdec {
 namespace emulation {

@@ -6,7 +6,7 @@
 #include <memory>
 #include <new>
 
-#include "shadow.h"
+#include "testing/emulation/races/shadow.h"
 
 namespace specdec::emulation {
 

@@ -6,11 +6,11 @@
 #include <string>
 #include <vector>
 
-#include "async.h"
-#include "clocks.h"
 #include "grid.h"
-#include "shared_memory.h"
-#include "sync_variables.h"
+#include "testing/emulation/memory/async.h"
+#include "testing/emulation/memory/shared_memory.h"
+#include "testing/emulation/races/clocks.h"
+#include "testing/emulation/races/sync_variables.h"
 
 namespace specdec::emulation {
 

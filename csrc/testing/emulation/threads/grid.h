@@ -17,8 +17,8 @@
 #include "cuda_runtime_api.h"
 #include "emulation.h"
 #include "fiber.h"
-#include "location.h"
 #include "ready_set.h"
+#include "testing/emulation/races/location.h"
 
 namespace specdec::emulation {
 

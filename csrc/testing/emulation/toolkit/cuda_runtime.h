@@ -7,7 +7,7 @@
 #include <cmath>
 
 #include "cuda_runtime_api.h"
-#include "emulation.h"
+#include "testing/emulation/threads/emulation.h"
 #include "vector_types.h"
 
 #define __global__

@@ -7,12 +7,12 @@
 #include <limits>
 #include <type_traits>
 
-#include "block.h"
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
 #include "cuda_runtime.h"
-#include "shared_access.h"
-#include "warp.h"
+#include "testing/emulation/memory/shared_access.h"
+#include "testing/emulation/threads/block.h"
+#include "testing/emulation/threads/warp.h"
 
 #define SPECDEC_GRID_CONSTANT
 

@@ -7,8 +7,8 @@
 #include <random>
 #include <vector>
 
-#include "check.h"
-#include "specdec/panels.h"
+#include "specdec/cpu/panels.h"
+#include "testing/selftest/check.h"
 
 namespace specdec {
 namespace {

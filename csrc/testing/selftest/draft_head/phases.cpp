@@ -8,8 +8,8 @@
 #include <random>
 #include <vector>
 
-#include "check.h"
-#include "kernels/draft_attention.cuh"
+#include "kernels/draft_head/phases/attention.cuh"
+#include "testing/selftest/check.h"
 
 namespace specdec {
 namespace {

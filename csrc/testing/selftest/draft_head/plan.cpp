@@ -1,11 +1,11 @@
 // The order of work of the fused draft_head against sequences written by hand, and its tiles.
-#include "specdec/draft_plan.h"
+#include "specdec/draft_head/plan.h"
 
 #include <algorithm>
 #include <string>
 #include <vector>
 
-#include "check.h"
+#include "testing/selftest/check.h"
 
 namespace specdec {
 namespace {

@@ -1,13 +1,13 @@
 // Products of the fused draft_head against sums in double: every type of weights, odd sizes, pairs,
 // one and two normed segments, any number of rows and blocks; the bits depend on neither.
-#include "kernels/draft_product.cuh"
+#include "kernels/draft_head/phases/product.cuh"
 
 #include <algorithm>
 #include <cmath>
 #include <random>
 #include <vector>
 
-#include "check.h"
+#include "testing/selftest/check.h"
 
 namespace specdec {
 namespace {

@@ -1,11 +1,11 @@
 // Where the parts of a draft's memory lie.
-#include "specdec/draft_scratch.h"
+#include "specdec/draft_head/scratch.h"
 
 #include <utility>
 #include <vector>
 
-#include "check.h"
-#include "specdec/cuda.cuh"
+#include "specdec/device/cuda.cuh"
+#include "testing/selftest/check.h"
 
 namespace specdec {
 namespace {

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "kernels/draft_begin.cuh"
-#include "kernels/draft_grow.cuh"
+#include "kernels/draft_head/phases/begin.cuh"
+#include "kernels/draft_head/phases/grow.cuh"
 
 namespace specdec::draft_test {
 

@@ -2,8 +2,8 @@
 // draft_grow.cuh), against the CPU op.
 #include <random>
 
-#include "check.h"
-#include "draft_tree_run.h"
+#include "testing/selftest/check.h"
+#include "tree_run.h"
 
 namespace specdec {
 namespace {

@@ -7,9 +7,9 @@
 #include <span>
 #include <vector>
 
-#include "check.h"
-#include "cpu/draft_head_tree.h"
-#include "draft_tree_kernel.h"
+#include "cpu/draft_head/tree.h"
+#include "testing/selftest/check.h"
+#include "tree_kernel.h"
 
 namespace specdec::draft_test {
 

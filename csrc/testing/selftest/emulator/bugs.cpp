@@ -3,8 +3,8 @@
 #include <string>
 #include <vector>
 
-#include "check.h"
-#include "specdec/cuda.cuh"
+#include "specdec/device/cuda.cuh"
+#include "testing/selftest/check.h"
 
 namespace specdec {
 namespace {
@@ -38,7 +38,7 @@ void expect(Bug kernel, const char* name, const std::vector<std::string>& parts)
   } catch (const EmulationError& error) {
     message = error.what();
   }
-  bool found = message.find("emulator_bugs.cpp") != std::string::npos;
+  bool found = message.find("bugs.cpp") != std::string::npos;
   for (const std::string& part : parts) found &= message.find(part) != std::string::npos;
   if (!found) {
     std::fprintf(stderr, "bug %s: the emulator said: %s\nexpected:\n", name, message.c_str());
@@ -280,8 +280,7 @@ void test_races() {
   EXPECT_BUG(missing_barrier, "kernel void specdec::{anonymous}::missing_barrier(", "block (",
              "static shared memory", "a race");
   EXPECT_BUG(shuffle_instead_of_barrier, "a race");
-  EXPECT_BUG(two_writers, "writes byte 20", "which thread ",
-             " wrote (emulator_bugs.cpp:", "a race");
+  EXPECT_BUG(two_writers, "writes byte 20", "which thread ", " wrote (bugs.cpp:", "a race");
   EXPECT_BUG(write_after_read, "byte 0", "a race");
   EXPECT_BUG(flag_without_fence, "byte 0", "thread 0 wrote", "a race");
   EXPECT_BUG(atomic_and_plain, " atomically", "a race");
@@ -292,27 +291,26 @@ void test_bounds_and_alignment() {
   EXPECT_BUG(index_too_large,
              "block (1, 0), thread 63: index 64 of shared memory with 64 elements");
   EXPECT_BUG(vector_past_the_end, "thread 63: ", "is not in the block's shared memory");
-  EXPECT_BUG(misaligned_load, "thread 11: the address of load_global (emulator_bugs.cpp:",
-             "is not aligned to 16 bytes");
+  EXPECT_BUG(misaligned_load,
+             "thread 11: the address of load_global (bugs.cpp:", "is not aligned to 16 bytes");
   EXPECT_BUG(misaligned_row,
-             "thread 30: the row of ldmatrix_x4 (emulator_bugs.cpp:", "is not aligned to 16 bytes");
+             "thread 30: the row of ldmatrix_x4 (bugs.cpp:", "is not aligned to 16 bytes");
 }
 
 void test_meetings() {
   EXPECT_BUG(different_barriers, "divergent barrier");
   EXPECT_BUG(barrier_and_shuffle, "deadlock",
-             "thread 20 at block_barrier (emulator_bugs.cpp:", "at shuffle for lanes 0xFFFFFFFF");
+             "thread 20 at block_barrier (bugs.cpp:", "at shuffle for lanes 0xFFFFFFFF");
   EXPECT_BUG(lane_ends, "divergent shuffle_down", "block (");
   EXPECT_BUG(lane_not_in_mask, "thread 4: shuffle_xor for lanes 0xFFFFFFEF", "lane 4");
   EXPECT_BUG(reads_absent_lane, "lane 16, which does not take part");
   EXPECT_BUG(different_collectives, "divergent", "ballot", "warp_any");
-  EXPECT_BUG(different_reductions, "divergent shuffle_xor (emulator_bugs.cpp:");
+  EXPECT_BUG(different_reductions, "divergent shuffle_xor (bugs.cpp:");
   EXPECT_BUG(named_barrier_too_few, "deadlock", "threads 0 to 31 at named_barrier 3 with 32 of 64");
   EXPECT_BUG(named_barrier_disagreement, "named_barrier 3");
   EXPECT_BUG(named_barrier_part_of_warp, "must be whole warps");
   EXPECT_BUG(spins_forever, "deadlock", "threads 0 to 1 ended", "thread 2 at spin_until");
-  EXPECT_BUG(grid_barrier_alone,
-             "grid_barrier (emulator_bugs.cpp:", "in a launch that is not cooperative");
+  EXPECT_BUG(grid_barrier_alone, "grid_barrier (bugs.cpp:", "in a launch that is not cooperative");
 }
 
 void test_asynchronous_copies() {

@@ -5,8 +5,8 @@
 #include <numeric>
 #include <vector>
 
-#include "check.h"
-#include "specdec/cuda.cuh"
+#include "specdec/device/cuda.cuh"
+#include "testing/selftest/check.h"
 
 namespace specdec {
 namespace {

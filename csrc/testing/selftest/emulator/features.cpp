@@ -6,8 +6,8 @@
 #include <random>
 #include <vector>
 
-#include "check.h"
-#include "specdec/cuda.cuh"
+#include "specdec/device/cuda.cuh"
+#include "testing/selftest/check.h"
 
 namespace specdec {
 namespace {

@@ -1,7 +1,7 @@
 // What the verification ops return: one int64 tensor, so that the host needs one copy of it.
 #pragma once
 
-#include "glue.h"
+#include "ops/common/glue.h"
 
 namespace specdec::glue {
 
