@@ -1,5 +1,5 @@
-// NumPy arrays in and out of the host module, by NumPy's array interface. Arrays are checked, never
-// converted: an array of another type or rank is an error that says what to pass.
+// Converts NumPy arrays for the host module, through NumPy's array interface. Arrays are checked
+// but never converted: for an array of another type or rank the error says what to pass.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +12,11 @@
 
 namespace specdec::bindings {
 
-// The batched form of a draft tree: unused nodes carry token 0 and parent kInactive.
+// The batched form of a draft tree. Unused nodes have token 0 and parent kInactive.
 inline constexpr int64_t kRootParent = -1;
 inline constexpr int64_t kInactive = -2;
 
-// What an array's __array_struct__ points to; numpy.org/doc/stable/reference/arrays.interface.html.
+// The target of an array's __array_struct__; numpy.org/doc/stable/reference/arrays.interface.html.
 struct ArrayInterface {
   int two;
   int dim;
@@ -31,7 +31,7 @@ struct ArrayInterface {
   static constexpr int kNativeByteOrder = 0x200;
 };
 
-// An attribute of NumPy, kept for good.
+// An attribute of NumPy, cached for the life of the process.
 inline PyObject* numpy(const char* attribute) {
   const Object module(PyImport_ImportModule("numpy"));
   return Object(PyObject_GetAttrString(module.get(), attribute)).release();
@@ -60,7 +60,7 @@ class Array {
     return Array(Object(PyObject_CallFunctionObjArgs(empty, sizes.get(), dtype_of<T>(), nullptr)));
   }
 
-  // An int64 array of `dim` dimensions; `name` is that of the argument.
+  // Requires an int64 array of `dim` dimensions; `name` is the argument's name.
   static Array require_int64(PyObject* object, const std::string& name, int dim) {
     static PyObject* const ndarray = numpy("ndarray");
     const std::string expected =
@@ -92,7 +92,7 @@ class Array {
   }
   // A 1-d array of token ids.
   TokenView view() const { return {data<std::byte>(), size(0), interface_->strides[0]}; }
-  // The first `count` of row `row` of a 2-d array.
+  // The first `count` token ids of row `row` of a 2-d array.
   TokenView view_row(int64_t row, int64_t count) const {
     return {data<std::byte>() + row * interface_->strides[0], count, interface_->strides[1]};
   }

@@ -1,5 +1,5 @@
-// The order of work of the fused draft_head (specdec/draft_plan.h) for Python: what the kernel
-// walks, for tests and for the time model of profiling/.
+// The schedule of the fused draft_head (specdec/draft_head/plan.h) for Python: the kernel's
+// sequence of phases, for tests and for the time model in profiling/.
 #include <array>
 
 #include "arrays.h"
@@ -84,39 +84,39 @@ constexpr const char* kPhasesDoc =
     R"(draft_phases(num_layers, widths, num_new, *, batch=1, gathers=False, has_fc=True, feeds_fc=False, is_parallel=False)
 --
 
-The phases of a fused draft, in the order in which its kernel walks them.
+The phases of a fused draft, in the order in which its kernel runs them.
 
 Args:
-    num_layers: of the head.
-    widths: for each level below the root, how many nodes of a row are expanded for it: [1, 1, 1] for
-        a chain of three, [1, 8, 8] for a dynamic tree of three levels with top_k = 8.
-    num_new: new elements of all rows together, at least 1; a parallel head's mask elements count.
-    batch: rows.
+    num_layers: number of layers of the head.
+    widths: number of nodes of a row that are expanded for each level below the root: [1, 1, 1] for a
+        chain of three, [1, 8, 8] for a dynamic tree of three levels with top_k = 8.
+    num_new: number of new elements of all rows, at least 1, with a parallel head's mask elements.
+    batch: number of rows.
     gathers, has_fc, feeds_fc, is_parallel: as in DraftPlan.
 
 Returns:
-    Tuples (pass, level, op, layer, first_row, num_rows). pass is "new", "kept" or "frontier"; level the
-    depth of a frontier's nodes; a pass has rows first_row and up of its kind.
+    Tuples (pass, level, op, layer, first_row, num_rows). pass is "new", "kept" or "frontier"; level is
+    the depth of a frontier's nodes; rows are counted over the passes of a kind.
 
 Raises:
-    ValueError: for a number out of range.)";
+    ValueError: if a number is out of range.)";
 
 constexpr const char* kTilesDoc = R"(draft_tiles(outs, num_blocks, *, is_paired=False)
 --
 
-Who streams which rows of a weight matrix of a fused draft.
+The rows of a weight matrix that each block of a fused draft streams.
 
 Args:
-    outs: rows of the matrix.
-    num_blocks: blocks of the launch.
-    is_paired: gate above up, whose rows come side by side.
+    outs: number of rows of the matrix.
+    num_blocks: number of blocks of the launch.
+    is_paired: the matrix has gate and up, whose tiles alternate.
 
 Returns:
-    int64 [tiles, 3]: (block, first row, rows) of every tile, those of a block in the order in which it
-    streams them.
+    int64 [tiles, 3]: (block, first row, number of rows) of every tile. The tiles of a block are in the
+    order in which it streams them.
 
 Raises:
-    ValueError: for a number out of range, and for an odd number of rows in pairs.)";
+    ValueError: if a number is out of range, or if a paired matrix has an odd number of rows.)";
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-// Python module specdec_ext._host: what runs on the host and is not a tensor op.
+// The Python module specdec_ext._host: native code that is not a tensor op.
 #include "host.h"
 
 PyMODINIT_FUNC PyInit__host() {

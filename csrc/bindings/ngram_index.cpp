@@ -1,4 +1,4 @@
-// NgramIndex (csrc/host/ngram_index.h) for Python.
+// NgramIndex (csrc/retrieval/ngram_index.h) for Python.
 #include "retrieval/ngram_index.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Python objects in C++ on the limited API of Python 3.10: one binary for every Python from there
-// on.
+// Python objects in C++, on the limited API of Python 3.10, so that one binary serves every Python
+// from 3.10 on.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -15,18 +15,18 @@
 
 namespace specdec::bindings {
 
-// A Python exception is set.
+// Thrown when a Python exception is set.
 struct PythonError {};
 
-// Python exceptions as C++ ones; std::invalid_argument becomes ValueError.
+// Python's TypeError as a C++ exception. std::invalid_argument becomes ValueError.
 struct TypeError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A reference that the object owns.
+// An owned reference.
 class Object {
  public:
-  // Takes the reference over; null is the error that Python has set.
+  // Takes ownership. Null means that Python has set an error.
   explicit Object(PyObject* owned) : object_(owned) {
     if (owned == nullptr) throw PythonError{};
   }
@@ -47,7 +47,7 @@ class Object {
   PyObject* object_;
 };
 
-// Lets other threads run Python for the life of the object.
+// Releases the GIL for the life of the object.
 class ReleaseGil {
  public:
   ReleaseGil() : state_(PyEval_SaveThread()) {}
@@ -73,7 +73,8 @@ inline std::string type_name(PyObject* object) {
   return text_of(name.get());
 }
 
-// Calls body() and turns C++ exceptions into Python's; `failed` is what Python takes for an error.
+// Calls body() and turns C++ exceptions into Python exceptions; `failed` is the result that means
+// an error in Python.
 template <typename Result, typename Body>
 Result translated(Result failed, const Body& body) noexcept {
   try {
@@ -110,8 +111,8 @@ struct Arguments {
   }
 };
 
-// A function Object f(PyObject* self, const Arguments&) as a method or a function of a module. The
-// doc begins with the signature, as inspect reads it: "name(a, b=1)\n--\n\n".
+// Wraps Object f(PyObject* self, const Arguments&) as a method or a function of a module. The doc
+// begins with the signature in the form that inspect reads: "name(a, b=1)\n--\n\n".
 template <Object (*function)(PyObject* self, const Arguments& arguments)>
 PyMethodDef method(const char* name, const char* doc, int flags = 0) {
   const PyCFunctionWithKeywords call = [](PyObject* self, PyObject* positional,
@@ -125,14 +126,14 @@ PyMethodDef method(const char* name, const char* doc, int flags = 0) {
 
 inline Object integer(int64_t value) { return Object(PyLong_FromLongLong(value)); }
 
-// Python class of a C++ class: T is made by T* create(const Arguments&).
+// The Python class of a C++ class T, which T* create(const Arguments&) makes.
 template <typename T>
 class Class {
  public:
   template <T* (*create)(const Arguments&), int64_t (T::*length)() const>
   static void define(PyObject* module, const char* name, const char* doc,
                      std::vector<PyMethodDef> methods, std::vector<PyGetSetDef> properties = {}) {
-    // Python keeps pointers into these for as long as the class lives.
+    // Python keeps pointers into these for the life of the class.
     static const std::string full_name = std::string("specdec_ext._host.") + name;
     static std::vector<PyMethodDef> all_methods;
     static std::vector<PyGetSetDef> all_properties;
@@ -171,7 +172,7 @@ class Class {
     if (PyObject_SetAttrString(type_, name, integer(value).get()) < 0) throw PythonError{};
   }
 
-  // Of an object of this class.
+  // The C++ value of an object of this class.
   static T& value(PyObject* self) { return *reinterpret_cast<Instance*>(self)->value; }
 
   static bool is_type_of(PyObject* object) {

@@ -1,4 +1,4 @@
-// SuffixIndex and SuffixHistory (csrc/host/suffix_draft.h) for Python.
+// SuffixIndex and SuffixHistory (csrc/retrieval/suffix_draft.h) for Python.
 #include <algorithm>
 
 #include "arrays.h"

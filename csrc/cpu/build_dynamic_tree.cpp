@@ -1,6 +1,6 @@
-// CPU op build_dynamic_tree: rows in parallel. Per row one pass over the candidates gives their
-// effective keys, because parents come first; nth_element on (key, ~index) finds the selection
-// without sorting the rest, and a pass over the candidates in order numbers the nodes.
+// CPU op build_dynamic_tree: rows in parallel. Parents come first, so one pass over the candidates
+// gives the effective keys; nth_element on (key, ~index) finds the selection without sorting the
+// rest, and a pass over the candidates in order numbers the nodes.
 #include "specdec/build_dynamic_tree.h"
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 namespace specdec::cpu {
 namespace {
 
-// Writes (effective key, ~index) of the eligible candidates; returns how many there are.
+// Writes (effective key, ~index) of the eligible candidates; returns their number.
 int64_t rank_candidates(const BuildDynamicTreeParams& params, int64_t row, uint64_t* ranked) {
   uint32_t keys[kMaxCandidates];
   int64_t count = 0;

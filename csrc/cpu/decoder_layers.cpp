@@ -1,5 +1,5 @@
-// CPU op decoder_layers: a layer is four products (queries, keys and values in one loop, gate and
-// up in one), attention, and row by row arithmetic between. The weights are read where they are.
+// CPU op decoder_layers: a layer has four loops of products (queries, keys and values in one; gate
+// and up in one), attention, and row by row arithmetic between them. The weights are not copied.
 #include "specdec/decoder_layers.h"
 
 #include <algorithm>
@@ -12,9 +12,9 @@
 namespace specdec::cpu {
 namespace {
 
-constexpr int64_t kRowGrain = 1 << 15;  // elements below which waking a thread does not pay
+constexpr int64_t kRowGrain = 1 << 15;  // elements; below it, waking a thread does not pay
 
-// What a calling thread keeps between calls.
+// The memory that a calling thread keeps between calls.
 struct Buffers {
   FloatBuffer normed;     // [count, hidden]
   FloatBuffer projected;  // [count, queries, keys and values side by side, or gates and ups]
@@ -28,7 +28,7 @@ class Layers {
   Layers(const DecoderParams& params, const ParallelFor& parallel_for, Buffers& buffers)
       : params_(params),
         parallel_for_(parallel_for),
-        rows_(draft_head_rows()),
+        rows_(row_ops()),
         size_(element_size(params.type)),
         normed_(room(buffers.normed, params.hidden)),
         projected_(
@@ -58,7 +58,7 @@ class Layers {
         buffer.at_least(params_.count() * width * size_ / static_cast<int64_t>(sizeof(float)) + 1));
   }
 
-  // body(i) for every element, of `width` numbers each.
+  // Calls body(i) for every element, which has `width` numbers.
   template <typename F>
   void for_each(int64_t width, const F& body) const {
     parallel_for_(params_.count(), kRowGrain / width + 1, [&](int64_t begin, int64_t end) {
@@ -126,7 +126,7 @@ class Layers {
     add_product(layer.output, heads_, layer.query.outs, state);
   }
 
-  // The heads of element i, each to place(head).
+  // Rotates the heads of element i and writes each to place(head).
   template <typename F>
   void rotate(int64_t i, const void* weight, int64_t heads, std::byte* projected,
               const F& place) const {
@@ -163,7 +163,7 @@ class Layers {
 
   const DecoderParams& params_;
   const ParallelFor& parallel_for_;
-  const DraftHeadRows& rows_;
+  const RowOps& rows_;
   int64_t size_;
   std::byte* normed_;
   std::byte* projected_;

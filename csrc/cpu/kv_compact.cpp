@@ -1,7 +1,7 @@
-// CPU op kv_compact: one task per (cache, row). A task works out its moves once, then loads all of
-// them into a buffer of its thread and stores them, head by head: sources and targets may overlap
-// in any way. Slots that stay where they are cost nothing; usually that is the accepted start of a
-// path.
+// CPU op kv_compact: one task per (cache, row). A task computes its moves once, then loads all of
+// them into a buffer of its thread and stores them, head by head, so sources and targets may
+// overlap in any way. Slots that stay where they are cost nothing; usually these are the first
+// nodes of a path.
 #include "specdec/kv_compact.h"
 
 #include <algorithm>
@@ -13,13 +13,13 @@ namespace {
 
 constexpr int64_t kGrainBytes = 1 << 16;  // below this, waking a thread costs more than it saves
 
-// Offsets from the first slot of the cache, in bytes.
+// Offsets in bytes from the first slot of the cache.
 struct Move {
   int64_t source;
   int64_t target;
 };
 
-// Memory of one thread, kept between calls.
+// Memory of a thread, kept between calls.
 struct Scratch {
   std::vector<Move> moves;
   std::vector<std::byte> slots;
@@ -79,9 +79,9 @@ std::string element(const char* name, int64_t row, int64_t value) {
   return std::string(name) + "[" + std::to_string(row) + "] = " + std::to_string(value);
 }
 
-// The bounds that hold for every cache.
+// Bounds that hold for every cache.
 struct Bounds {
-  int64_t slots;  // of a row
+  int64_t slots;  // slots per row
   int64_t page_size;
   int64_t pages;
 };
@@ -96,7 +96,7 @@ Bounds find_bounds(std::span<const CacheTensor> caches, const KvMoves& moves) {
   return bounds;
 }
 
-// The page of a slot below bounds.slots. Caches with page tables have one page size.
+// The page of a slot below bounds.slots. Caches with page tables have one common page size.
 std::optional<std::string> find_invalid_page(const KvMoves& moves, const Bounds& bounds,
                                              int64_t row, int64_t slot) {
   if (moves.page_table.data == nullptr) return std::nullopt;
@@ -114,7 +114,7 @@ std::optional<std::string> find_invalid_source(const KvMoves& moves, const Bound
            std::to_string(moves.nodes) + "), because " +
            element("num_accepted", row, moves.num_accepted[row]);
   }
-  // Compared in this form because start + node may overflow.
+  // Compared in this form, because start + node may overflow.
   if (start < -node || start >= bounds.slots - node) {
     return element("source_starts", row, start) + " with " + element("path", row, depth, node) +
            " is outside the smallest cache, slots 0 to " + std::to_string(bounds.slots - 1);

@@ -1,16 +1,16 @@
-// CPU op sample_filter: one task per row. The row's scores are written to the output first; its
-// survivors are found from there while the row is in the cache, and everything else becomes -inf.
+// CPU op sample_filter: one task per row. The row's scores are first written to the output. Its
+// survivors are found there while the row is in the cache, and everything else becomes -inf.
 //
-// Work is cut by the largest key of each block of kBlock tokens, which the first pass leaves
-// behind:
+// The first pass stores the largest key of each block of kBlock tokens, which saves work:
 //   top-k: the k-th largest of the blocks' largest keys is a lower bound of the k-th largest key;
 //   top-p: nucleus_bound() is a lower bound of the end of the nucleus.
-// Blocks below the bound are not looked at again, and few keys are above it. Among those the end is
-// found by histograms of counts or masses (KeyBuckets).
+// Blocks below the bound are not read again, and few keys are above it. Among those, histograms of
+// counts or masses find the end (KeyBuckets).
 //
-// Loops over blocks are plain, so that compilers vectorise them; the row is compiled for several
-// instruction sets and chosen at run time. All give the same bits: float operations are elementwise
-// with written-out rounding, sums are integers. SPECDEC_CPU_ISA=baseline|avx2|avx512 forces one.
+// Loops over blocks are plain, for compilers to vectorise. The code for a row is compiled for
+// several instruction sets, of which one is chosen at run time. All give the same bits: float
+// operations are elementwise with explicit rounding, sums are integers.
+// SPECDEC_CPU_ISA=baseline|avx2|avx512 forces one.
 #include "specdec/sample_filter.h"
 
 #include <algorithm>
@@ -25,9 +25,9 @@ namespace {
 constexpr int64_t kBlock = 64;
 constexpr int64_t kGrainTokens = 32768;  // below this, waking a thread costs more than it saves
 
-// Memory of one thread, kept between calls.
+// Memory of a thread, kept between calls.
 struct Scratch {
-  std::vector<int32_t> block_keys;  // the largest of each block
+  std::vector<int32_t> block_keys;  // largest key of each block
   std::vector<int32_t> keys;        // candidates, with room up to a whole block
 
   void reserve(int64_t blocks) {
@@ -37,10 +37,10 @@ struct Scratch {
   }
 };
 
-// Looks among `count` keys in `range` for the one at which the sum of weights, from the largest key
-// down, first reaches `target`. It does.
+// Finds the one of `count` keys in `range` at which the sum of weights, from the largest key down,
+// reaches `target`. Such a key must exist.
 struct Search {
-  int32_t* keys;  // with room up to a whole block; overwritten
+  int32_t* keys;  // with room up to a whole block; are overwritten
   int64_t count;
   KeyRange range;
   uint64_t target;
@@ -89,7 +89,7 @@ class Row {
         block_keys_(scratch.block_keys.data()),
         keys_(scratch.keys.data()) {}
 
-  // Writes the scores. False if nothing can be filtered: a NaN, or all -inf.
+  // Writes the scores. Returns false if nothing can be filtered: a NaN, or all -inf.
   template <typename T>
   SPECDEC_HOST_DEVICE bool divide(const T* logits, float temperature) {
     int32_t largest_magnitude = 0;
@@ -126,7 +126,7 @@ class Row {
     return Search{keys_, count, range, static_cast<uint64_t>(k)}.key(CountWeight{});
   }
 
-  // Of the tokens with keys at or above `low`.
+  // The nucleus of the tokens with keys at or above `low`.
   SPECDEC_HOST_DEVICE KeptTokens nucleus(int32_t low, float top_p) {
     const MassWeight mass{RowWeights::make(largest_key_)};
     const uint64_t total = total_mass(low, mass), target = nucleus_mass(total, top_p);
@@ -174,7 +174,7 @@ class Row {
     }
   }
 
-  // The keys at or above `low` into keys_; how many.
+  // Collects the keys at or above `low` in keys_; returns their number.
   SPECDEC_HOST_DEVICE int64_t collect_keys(int32_t low) {
     int64_t count = 0;
     for (int64_t block = 0; block < blocks_; ++block) {
@@ -203,7 +203,7 @@ class Row {
     return total;
   }
 
-  // The index from which on there are `count` tokens with this key, 0 if there are fewer.
+  // The index from which on there are `count` tokens with this key; 0 if there are fewer.
   SPECDEC_HOST_DEVICE int64_t last_ties(int32_t key, uint64_t count) const {
     for (int64_t block = blocks_ - 1; block >= 0; --block) {
       if (block_keys_[block] < key) continue;

@@ -1,20 +1,20 @@
-// CPU op verify_match: all rows walk in lock step, one depth per parallel loop; a task is one row's
-// visited node x one chunk of the vocabulary, and a thread scans its adjacent chunks of a node in
-// one go. Only visited nodes are read.
+// CPU op verify_match: all rows walk in lock step, one depth per parallel loop. A task is one row's
+// visited node x one chunk of the vocabulary; a thread scans its adjacent chunks of a node
+// together. Only visited nodes are read.
 //
-// The scan works on blocks of kBlock tokens in loops that compilers vectorise:
-//   1. load as float32; largest key and largest |bits| (NaN detection) of the block;
-//   2. the random bits, unless even the largest possible noise leaves the block behind the best
-//      score so far (after top-k, top-p or min-p that is nearly every block);
-//   3. the noise, unless the bound that the block's smallest bits give does the same: without
-//      filters, too, only about log(blocks) of the blocks get this far;
-//   4. if the block improves on the best score, the first token that attains it.
-// Skipping is exact, because float addition is monotonic and a tie loses to the lower token already
-// held. Per token: 0.2 ns to load and compare, 0.33 ns for the bits (Zen 4, AVX-512).
+// The scan processes blocks of kBlock tokens in loops that compilers vectorise:
+//   1. load as float32; find the largest key and the largest |bits| (to detect NaN) of the block;
+//   2. compute the random bits, unless the block stays below the best score so far even with the
+//      largest possible noise (after top-k, top-p or min-p that holds for nearly every block);
+//   3. compute the noise, unless the block stays below with the bound that its smallest bits give:
+//      even without filters, only about log(blocks) of the blocks get this far;
+//   4. if the block improves on the best score, find the first token that attains it.
+// Skipping is exact, because float addition is monotonic and a tie loses to the lower token found
+// before. Per token: 0.2 ns to load and compare, 0.33 ns for the bits (Zen 4, AVX-512).
 //
-// The same loop is compiled for several instruction sets and chosen at run time. All give the same
-// bits: float operations are elementwise with written-out rounding (rng.h), reductions are in
-// integers. SPECDEC_CPU_ISA=baseline|avx2|avx512 forces one.
+// The loop is compiled for several instruction sets, of which one is chosen at run time. All give
+// the same bits: float operations are elementwise with explicit rounding (specdec/sampling/rng.h),
+// reductions are in integers. SPECDEC_CPU_ISA=baseline|avx2|avx512 forces one.
 #include "specdec/verify_match.h"
 
 #include <algorithm>
@@ -29,10 +29,10 @@ namespace specdec::cpu {
 namespace {
 
 constexpr int64_t kBlock = kBulkTokens;
-constexpr int64_t kChunk = 8192;         // tokens of one task, a multiple of kBlock
+constexpr int64_t kChunk = 8192;         // tokens per task, a multiple of kBlock
 constexpr int64_t kGrainTokens = 32768;  // below this, waking a thread costs more than it saves
 
-// The block of tokens from `first` on as float32, -inf beyond `end`.
+// Loads the block of tokens from `first` on as float32, with -inf beyond `end`.
 template <typename T>
 SPECDEC_HOST_DEVICE void load_block(const T* values, int64_t first, int64_t end, float* scores) {
   if (end - first >= kBlock) {
@@ -65,13 +65,13 @@ SPECDEC_HOST_DEVICE uint32_t smallest(const uint32_t* bits) {
   return smallest;
 }
 
-// Whether noise of up to `bound` lifts a logit with this key above the best score.
+// Whether noise of up to `bound` can lift a logit with this key above the best score.
 SPECDEC_HOST_DEVICE bool may_win(int32_t key, float bound, int32_t best_key) {
   const float score = exact_add(bits_to_float(ordered_key(key)), bound);
   return ordered_key(canonical_bits(score)) > best_key;
 }
 
-// The best of tokens [begin, end); begin is a multiple of kBlock. No noise if `noise` is null.
+// The best of tokens [begin, end); begin is a multiple of kBlock. Without noise if `noise` is null.
 template <typename T>
 SPECDEC_HOST_DEVICE Pick scan_tokens(const void* logits, int64_t begin, int64_t end,
                                      const NoiseStream* noise, BulkBits fill_bits) {
@@ -151,13 +151,13 @@ LogitsFormat logits_format(LogitsType type) {
       type, []<typename T>(T) -> LogitsFormat { return {scan_for_isa<T>(), sizeof(T)}; });
 }
 
-// One row's walk, from the root to where it ends.
+// The walk of one row.
 struct Walk {
   int64_t row;
   int64_t node;
   int64_t depth;
-  const std::byte* logits;  // of the visited node
-  NoiseStream noise;        // of the token drawn at this depth
+  const std::byte* logits;  // logits of the visited node
+  NoiseStream noise;        // noise of the token that is drawn at this depth
 };
 
 class Walker {
@@ -188,7 +188,7 @@ class Walker {
                         params_.stochastic[walk.row] ? &walk.noise : nullptr, fill_bits_);
   }
 
-  // Records the visited node and its pick; true if the walk goes on, at a child.
+  // Records the visited node and its pick; returns true if the walk goes on at a child.
   bool advance(Walk& walk, const Pick& pick) const {
     const int64_t row = walk.row;
     if (pick == kNaNPick || pick == kNoPick) {

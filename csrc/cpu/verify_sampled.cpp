@@ -1,11 +1,11 @@
 // CPU ops verify_rejection, verify_recursive and verify_block: all rows walk in lock step. In every
-// turn each row's walk (sampled_walk.h) has asked for one pass over the vocabulary of its node; a
-// task is a part of such a pass. Only visited nodes are read, and draft laws only where there is a
-// child.
+// turn each row's walk (specdec/sampling/sampled_walk.h) asks for one pass over the vocabulary of
+// its node; a task is a part of such a pass. Only visited nodes are read, and draft distributions
+// only where there is a child.
 //
-// A pass works on segments of 1024 tokens in rows of 128 (residual.h), in plain loops that
-// compilers vectorise. It is compiled for several instruction sets and chosen at run time; all give
-// the same bits, because roundings and the order of sums are written out.
+// A pass processes segments of 1024 tokens in rows of 128 (specdec/sampling/residual.h), in plain
+// loops that compilers vectorise. It is compiled for several instruction sets, of which one is
+// chosen at run time. All give the same bits, because roundings and the order of sums are explicit.
 #include "specdec/verify_sampled.h"
 
 #include <algorithm>
@@ -27,11 +27,11 @@ constexpr int64_t kGrainTokens = 16384;  // below this, waking a thread costs mo
 
 using Walk = SampledWalk<WalkLevel*, int32_t*>;
 
-// A pass over the laws of one node.
+// A pass over the distributions of one node.
 struct NodePass {
   Pass pass;
   const void* logits;
-  const float* draft_probs;  // null: not needed
+  const float* draft_probs;  // null if not needed
   int64_t vocab;
   ResidualLaw law;
   const int32_t* removed;
@@ -109,7 +109,7 @@ SPECDEC_HOST_DEVICE NodeStatistics segment_statistics(const NodePass& pass, int6
   return {max, sum_lanes(target_lanes), sum_lanes(draft_lanes)};
 }
 
-// weights = those of pass.law for kSumLanes tokens; draft as loaded.
+// Computes the weights of pass.law for kSumLanes tokens from the loaded draft.
 template <typename T>
 SPECDEC_HOST_DEVICE void load_weights(const NodePass& pass, int64_t first, float* draft,
                                       float* weights) {
@@ -140,7 +140,7 @@ SPECDEC_HOST_DEVICE Masses segment_masses(const NodePass& pass, int64_t first) {
   return {sum_lanes(residual_lanes), sum_lanes(draft_lanes)};
 }
 
-// Nonnegative floats order like their bits.
+// Nonnegative floats have the order of their bits.
 SPECDEC_HOST_DEVICE int32_t largest_bits(const float* values) {
   int32_t largest = 0;
   for (int i = 0; i < kSumLanes; ++i) largest = std::max(largest, float_to_bits(values[i]));
@@ -153,21 +153,21 @@ SPECDEC_HOST_DEVICE uint32_t smallest(const uint32_t* bits) {
   return smallest;
 }
 
-// Whether a weight with these bits beats `best` if its time is no less than `time`.
+// Whether a weight with these bits can beat `best` if its time is at least `time`.
 SPECDEC_HOST_DEVICE bool may_win(int32_t weight_bits, float time, Pick best) {
   const float bound = exact_div(bits_to_float(weight_bits), time);
   return best == kNoPick || make_pick(float_to_bits(bound), 0) > (best | UINT32_MAX);
 }
 
-// The winner of the exponential race of a segment and of `best`, an earlier one's.
+// The winner of the exponential race among a segment and `best`, the winner of earlier segments.
 template <typename T>
 SPECDEC_HOST_DEVICE Pick segment_draw(const NodePass& pass, int64_t first, Pick best) {
   const int64_t end = std::min(first + kSegment, pass.vocab);
   for (int64_t row = first; row < end; row += kSumLanes) {
     float draft[kSumLanes], weights[kSumLanes], ratios[kSumLanes];
     load_weights<T>(pass, row, draft, weights);
-    // A row is left out where even its largest weight with its smallest time is behind: exact,
-    // because rounding is monotonic and a tie loses to the lower token already held.
+    // A row is skipped if even its largest weight with its smallest time loses. This is exact,
+    // because rounding is monotonic and a tie loses to the lower token found before.
     const int32_t largest = largest_bits(weights);
     if (largest == 0 || !may_win(largest, exponential_bound(0), best)) continue;
     uint32_t bits[kSumLanes];
@@ -283,7 +283,7 @@ NodeStatistics merge_statistics(const SegmentResult* results, int64_t segments) 
   float max = results[0].statistics.max;
   for (int64_t i = 1; i < segments; ++i) {
     const float other = results[i].statistics.max;
-    if (other > max || other != other) max = other;  // NaN stays, whatever it is compared with
+    if (other > max || other != other) max = other;  // a NaN in max stays
   }
   const float reference = finite_reference(max);
   const auto target = [&](int64_t i) { return rescaled_mass(results[i].statistics, reference); };
@@ -314,7 +314,7 @@ void verify_sampled(const VerifySampledParams& params, const ParallelFor& parall
   std::vector<WalkLevel> levels(params.batch * params.nodes);
   std::vector<int32_t> removed(params.batch * params.nodes);
   std::vector<Walk> walks;
-  std::vector<int64_t> rows;  // whose walks go on
+  std::vector<int64_t> rows;  // rows whose walks go on
   walks.reserve(params.batch);
   for (int64_t row = 0; row < params.batch; ++row) {
     const int64_t first = row * params.nodes;

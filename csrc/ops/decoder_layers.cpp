@@ -15,7 +15,7 @@ namespace {
 
 constexpr const char* kOp = "decoder_layers";
 
-// The weights of a layer, in this order; what a layer has not is an empty tensor.
+// The order of the weights of a layer. A weight that the layer does not have is an empty tensor.
 enum LayerTensor {
   kInputNorm,
   kQuery,
@@ -46,7 +46,7 @@ class Weights {
  public:
   Weights(const std::vector<Tensor>& tensors, int32_t dtype) : tensors_(tensors), dtype_(dtype) {}
 
-  // Contiguous [count]; null if it is empty and may be.
+  // A contiguous vector [count]; null if it is empty and optional.
   const void* vector(size_t index, int64_t count, bool is_optional = false) const {
     const Tensor& tensor = tensors_[index];
     if (is_optional && tensor.numel() == 0) return nullptr;
@@ -55,7 +55,7 @@ class Weights {
     return tensor.const_data_ptr();
   }
 
-  // [outs, ins], and the bias behind it.
+  // A matrix [outs, ins] and the bias that follows it.
   DecoderMatrix matrix(size_t index, int64_t outs, int64_t ins) const {
     const Tensor& tensor = tensors_[index];
     const bool fits = tensor.dim() == 2 && tensor.size(0) == outs && tensor.size(1) == ins &&
@@ -65,7 +65,7 @@ class Weights {
     return {tensor.const_data_ptr(), tensor.stride(0), vector(index + 1, outs, true), outs};
   }
 
-  // The outputs of a matrix that says how many there are.
+  // The number of outputs of a matrix.
   int64_t outs(size_t index) const {
     check(index, tensors_[index].dim() == 2 && tensors_[index].size(0) > 0, "[outs, ins]");
     return tensors_[index].size(0);

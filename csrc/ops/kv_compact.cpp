@@ -24,11 +24,11 @@ void run(const std::vector<CacheTensor>& caches, const KvMoves& moves, const Ten
       [&](auto stream) { return launch_kv_compact(caches, moves, stream); });
 }
 
-// What the first dimensions of a cache must be.
+// The required first dimensions of a cache.
 struct CacheShape {
-  const char* dims;   // spelt out, for the message
-  int64_t batch;      // of a cache without pages
-  int64_t page_size;  // of one with pages, as the first cache has it
+  const char* dims;   // the shape for the message
+  int64_t batch;      // for a cache without pages
+  int64_t page_size;  // for a cache with pages: that of the first cache
   bool paged;
 };
 

@@ -1,5 +1,5 @@
-// The schemas of all ops, in one place. Implementations: one file per op beside this one; fake
-// (meta) implementations and the documented Python functions: specdec_ext/ops.
+// The schemas of all ops. Implementations: one file or folder per op beside this file. Fake (meta)
+// implementations and the documented Python functions: specdec_ext/ops.
 #include "ops/common/register.h"
 
 namespace specdec::glue {

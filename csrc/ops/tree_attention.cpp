@@ -26,7 +26,7 @@ KvTensor kv_tensor(const Tensor& tensor) {
   return {tensor.const_data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
-// Fills in query, key and value and all sizes that follow from their shapes.
+// Sets query, key and value, and all sizes that follow from their shapes.
 void read_query(const Tensor& query, TreeAttentionParams* params) {
   const Argument argument(kOp, "query", query);
   argument.has_dim(4, "[batch, heads, nodes, head_dim]");
@@ -122,7 +122,7 @@ void read_tree(const Tensor& query, const Tensor& ancestors, const Tensor& prefi
 }
 
 void read_scores(double scale, int64_t window, double softcap, TreeAttentionParams* params) {
-  // Written so that NaN fails, too.
+  // Written so that NaN fails too.
   if (!(scale >= 0 && std::isfinite(scale))) {
     fail_argument("scale", "must be finite and 0 or more, got " + std::to_string(scale));
   }

@@ -1,11 +1,11 @@
-// What the verification ops return: one int64 tensor, so that the host needs one copy of it.
+// The result of the verification ops: one int64 tensor, so that the host needs one copy.
 #pragma once
 
 #include "ops/common/glue.h"
 
 namespace specdec::glue {
 
-// The parts lie one behind the other; specdec_ext/ops/verify_match.py names them.
+// The parts are stored one after the other; specdec_ext/ops/verify_match.py names them.
 struct VerifyResult {
   VerifyResult(const Tensor& like, int64_t batch, int64_t nodes)
       : packed(empty_int64(like, {batch * (nodes + 3)})),

@@ -11,8 +11,8 @@ namespace {
 
 constexpr int kInitialHashShift = 60;  // 16 slots
 
-// The hash of an n-gram takes in its tokens from the last to the first, so the hashes of all
-// n-grams that end at one position are the prefixes of one computation. Tables use the high bits.
+// The hash of an n-gram reads its tokens from the last to the first. So one computation gives the
+// hashes of all n-grams that end at a position. Tables use the high bits.
 uint64_t hash_step(uint64_t hash, int32_t token, uint64_t multiplier) {
   hash = (hash ^ static_cast<uint32_t>(token)) * multiplier;
   return hash ^ (hash >> 32);
@@ -25,7 +25,7 @@ uint64_t ngram_hash(const std::vector<int32_t>& tokens, int32_t end, int64_t len
   return hash;
 }
 
-// The endless text that followed the occurrence that ends at `end`.
+// The endless text that follows the occurrence that ends at `end`.
 class Continuation {
  public:
   Continuation(const std::vector<int32_t>& tokens, int32_t end)
@@ -63,8 +63,8 @@ class OccurrenceScan {
   }
 
  private:
-  // A shorter n is reached only when all occurrences of n + 1 were found. They are those that agree
-  // in one more token.
+  // A shorter n is reached only after all occurrences of n + 1 were visited: those that agree in
+  // one more token.
   bool found_with_longer_ngram() const {
     if (table_ + 1 == static_cast<int64_t>(tables_.size())) return false;
     const int64_t length = tables_[table_].length();
@@ -88,8 +88,8 @@ class DraftTrie {
   int64_t num_branches() const { return num_branches_; }
   NgramDraft release() { return std::move(draft_); }
 
-  // Adds `continuation` with up to half of the free nodes, unless it runs along an existing branch
-  // down to its leaf.
+  // Adds `continuation` with up to half of the free nodes, unless an existing branch equals it down
+  // to the leaf.
   void add_branch(const Continuation& continuation) {
     const auto [node, depth] = descend(continuation);
     if (depth > 0 && first_child_[node] == kNone) return;
@@ -110,7 +110,7 @@ class DraftTrie {
     int64_t depth;
   };
 
-  // The deepest node of the trie on `continuation`.
+  // The deepest node of the trie that `continuation` reaches.
   Place descend(const Continuation& continuation) const {
     Place place{0, 0};
     for (;;) {

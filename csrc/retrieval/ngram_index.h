@@ -1,18 +1,18 @@
 // Incremental n-gram index over the tokens of one sequence: drafts by copying what followed an
-// earlier occurrence of the last tokens (prompt lookup, Saxena 2023, with the most recent
-// occurrence in the place of the first one).
+// earlier occurrence of the last tokens (prompt lookup, Saxena 2023, but with the most recent
+// occurrence instead of the first).
 //
-// Rule. Let the text be t[0..L). Occurrences are considered in this order: the longest n in
-// [min_ngram, max_ngram] whose last n tokens also end at an earlier position comes first, then
-// shorter n; within one n the most recent end position first; no position twice; at most
-// kMaxOccurrences. The continuation of the occurrence that ends at position e is
-// t[e+1], t[e+2], ...; at the end of the text it goes on in its own draft (the overlapping copy of
-// LZ77), so it never ends and repeats with period L-1-e. Continuations are merged into one trie:
+// Rule. Let the text be t[0..L). Occurrences are visited in this order: first the longest n in
+// [min_ngram, max_ngram] whose last n tokens also end at an earlier position, then shorter n; for
+// one n the most recent end position first; each position once; at most kMaxOccurrences. The
+// continuation of the occurrence that ends at position e is t[e+1], t[e+2], ...; at the end of the
+// text it goes on with its own draft (the overlapping copy of LZ77), so it never ends and repeats
+// with period L-1-e. Continuations are merged into one trie:
 //
-//   branch 1 is the first continuation; every further continuation that leaves the trie before one
-//   of its leaves adds a branch. Each branch adds at most half (rounded up) of the nodes still
-//   free. After num_branches branches, or when no node or occurrence is left, the nodes still free
-//   deepen the first branch.
+//   The first continuation is branch 1. Every further continuation that leaves the trie before a
+//   leaf adds a branch. Each branch adds at most half (rounded up) of the free nodes. After
+//   num_branches branches, or when no node or occurrence is left, the remaining free nodes deepen
+//   the first branch.
 //
 // Example: min_ngram = 1, max_ngram = 2, num_tokens = 5, num_branches = 2
 //
@@ -28,14 +28,13 @@
 //   parent             0 1 2 1 3
 //
 // Structure. One NgramTable per n maps each distinct n-gram to the position where it last ended,
-// and links every position to the previous one where the same n-gram ended. A hit in the table is
-// verified against the tokens when a token is appended, so links are exact: hash collisions cost
-// time, never a wrong draft, and propose() hashes nothing.
+// and links every position to the previous one where the same n-gram ended. When a token is
+// appended, a hit in the table is verified against the tokens, so links are exact: hash collisions
+// cost time but never give a wrong draft, and propose() computes no hashes.
 //
 // Cost. extend: max_ngram hash steps and one table operation per n (amortised) for each token.
-// propose: at most kMaxOccurrences links per n and as many walks down the trie, whatever the length
-// of the text. Memory: at most 8 + 24 * (max_ngram - min_ngram + 1) bytes per token, plus a
-// constant.
+// propose: at most kMaxOccurrences links per n and as many walks down the trie, for any length of
+// the text. Memory: at most 8 + 24 * (max_ngram - min_ngram + 1) bytes per token, plus a constant.
 //
 // Not thread-safe: while one thread extends an index, no other may use it.
 #pragma once
@@ -54,7 +53,7 @@ inline constexpr int64_t kMaxDraftTokens = INT32_MAX - 1;
 // Throws std::invalid_argument unless 0 <= num_tokens <= kMaxDraftTokens and num_branches >= 1.
 void check_draft_size(int64_t num_tokens, int64_t num_branches);
 
-// The draft nodes of one tree, the root left out: entry i is tree node i + 1.
+// The draft nodes of one tree without the root: entry i is tree node i + 1.
 struct NgramDraft {
   std::vector<int64_t> tokens;
   std::vector<int64_t> parents;  // 0 is the root; parents[i] <= i
@@ -68,7 +67,7 @@ class NgramTable {
   NgramTable(int64_t length, uint64_t hash_multiplier);
 
   // Adds the n-gram that ends at the last of `tokens`, which are all tokens of the text so far (at
-  // least `length`). `hash` is ngram_hash of it. Call once for every token.
+  // least `length`). `hash` is its ngram_hash. Must be called once for every token.
   void append(const std::vector<int32_t>& tokens, uint64_t hash);
 
   // The last position before `end` where the same n-gram ended, or kNone.
@@ -106,12 +105,12 @@ class NgramIndex {
   NgramIndex(int64_t min_ngram, int64_t max_ngram, uint64_t hash_multiplier = kHashMultiplier);
 
   // Appends tokens. Throws std::invalid_argument for an id outside [0, kMaxTokenId] and
-  // std::length_error for more than 2^31 - 1 tokens in total; then nothing was appended. After
-  // std::bad_alloc the index can only be destroyed.
+  // std::length_error for more than 2^31 - 1 tokens in total; in both cases nothing is appended.
+  // After std::bad_alloc the index can only be destroyed.
   void extend(const TokenView& tokens);
 
-  // At most num_tokens draft nodes on at most num_branches paths by the rule above; none if the
-  // last min_ngram tokens did not occur before. Throws as check_draft_size does.
+  // Returns at most num_tokens draft nodes on at most num_branches paths, by the rule above; none
+  // if the last min_ngram tokens did not occur before. Throws as check_draft_size does.
   NgramDraft propose(int64_t num_tokens, int64_t num_branches) const;
 
   // The largest n in [min_ngram, max_ngram] whose last n tokens occurred before, or 0.

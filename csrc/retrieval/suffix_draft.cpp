@@ -14,8 +14,8 @@ namespace {
 
 // A token that may be drafted next.
 struct Candidate {
-  double probability;  // of the path to it
-  int64_t number;      // candidates are numbered as they are found
+  double probability;  // of the path that ends with it
+  int64_t number;      // counts candidates in the order in which they are found
   int32_t token;
   int64_t parent;  // node
 
@@ -52,7 +52,7 @@ class Growth {
     const Occurrences& string = strings_.back();
     if (string.count == 0 || string.length >= SuffixIndex::kDepth) return;
     const auto count = static_cast<double>(string.count);
-    // Rounded down with room for the rounding of the exact comparison below.
+    // Rounded down, with a margin for the rounding of the exact comparison below.
     const double needed = rule_.min_probability / probability * count * (1 - 1e-9);
     const int64_t min_count = std::max<int64_t>(1, static_cast<int64_t>(needed));
     for (const Continuation& next : index_.continuations(string, min_count)) {
@@ -66,7 +66,7 @@ class Growth {
 
   const SuffixIndex& index_;
   const SuffixRule& rule_;
-  std::vector<Occurrences> strings_;  // [node], the path to it
+  std::vector<Occurrences> strings_;  // [node], the string from the root to it
   std::priority_queue<Candidate> candidates_;
   int64_t num_candidates_ = 0;
   SuffixDraft draft_;
@@ -106,7 +106,7 @@ SuffixDraft draft_suffix(const SuffixIndex& index, const SuffixIndex& request,
     const int64_t budget = budget_of(rule, match->length);
     // A token adds at most 1 to the score, and shorter matches have smaller budgets.
     if (static_cast<double>(budget) <= best.score) break;
-    // The same occurrences as those of a longer match, which has the larger budget.
+    // A longer match, which has a larger budget, has the same occurrences.
     if (match->count == longer_count) continue;
     longer_count = match->count;
     SuffixDraft draft = Growth(index, rule).grow(*match, budget);
@@ -144,7 +144,7 @@ void SuffixHistory::add(const TokenView& tokens, const std::vector<int64_t>& cou
   }
 }
 
-// Forgetting moves all that stays, so it makes room for an eighth of the history at once.
+// Forgetting moves everything that stays, so it makes room for an eighth of the history at once.
 void SuffixHistory::make_room(int64_t size) {
   if (index_.size() + size <= max_tokens_) return;
   const int64_t allowed = std::max<int64_t>(0, max_tokens_ - std::max(size, max_tokens_ / 8));

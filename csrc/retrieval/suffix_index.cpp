@@ -7,13 +7,13 @@
 namespace specdec {
 namespace {
 
-// Positions that an open document collects before they become a run.
+// An open document collects this many positions before they become a run.
 constexpr int64_t kMinRun = 64;
-// More makes fewer runs to search and more merging.
+// A larger ratio makes fewer runs to search, but more merging.
 constexpr int32_t kMergeRatio = 4;
 
-// First i in [begin, end) for which `reached`, which is false and then true. Looks near begin
-// first: most ranges are short.
+// The first i in [begin, end) for which the monotonic predicate `reached` is true. Searches near
+// begin first, because most ranges are short.
 template <typename Predicate>
 int32_t find_boundary(int32_t begin, int32_t end, const Predicate& reached) {
   int32_t step = 1;
@@ -33,7 +33,7 @@ int32_t find_boundary(int32_t begin, int32_t end, const Predicate& reached) {
   return begin;
 }
 
-// Grows by a quarter instead of doubling: memory is what a history is short of.
+// Grows by a quarter instead of doubling, because memory limits the size of a history.
 void reserve_more(std::vector<int32_t>& values, size_t count) {
   const size_t needed = values.size() + count;
   if (needed > values.capacity()) values.reserve(std::max(needed, values.size() / 4 * 5));
@@ -116,7 +116,7 @@ Occurrences::Range SuffixIndex::run(size_t index) const {
 
 Occurrences::Range SuffixIndex::find_string(Range run, const int32_t* string,
                                             int32_t length) const {
-  // Sign of (what begins at the i-th position) - string. An ended document is smaller than both.
+  // The sign of (text from the i-th position on) - string. An ended document is smaller than both.
   const auto compare = [&](int32_t i) {
     const int32_t* begins = text_.data() + order_[i];
     for (int32_t j = 0; j < length; ++j) {
@@ -143,7 +143,7 @@ Occurrences::Range SuffixIndex::find_token(Range range, int32_t offset, int32_t 
           find_boundary(begin, range.end, [&](int32_t i) { return token_at(i, offset) > token; })};
 }
 
-// Adds the occurrences in `range` that are followed; whether there were any.
+// Adds the occurrences in `range` that are followed by a token; returns whether there were any.
 bool SuffixIndex::add_followed(Range range, Occurrences* string) const {
   // kEnd is the smallest token: occurrences that end a document come first.
   range.begin = find_boundary(range.begin, range.end,
@@ -202,8 +202,8 @@ Continuation SuffixIndex::count_continuation(const Occurrences& string, int32_t 
 
 std::vector<Continuation> SuffixIndex::continuations(const Occurrences& string,
                                                      int64_t min_count) const {
-  // A token with min_count of all occurrences has at least its share of them in one of the ranges,
-  // as neighbours: whoever looks at every share-th occurrence meets it.
+  // A token that follows min_count of all occurrences follows at least the same share of one range,
+  // where these occurrences are neighbours. So sampling every share-th occurrence finds it.
   std::vector<int32_t> tokens;
   for (const Range range : string.sorted) {
     const int64_t share =

@@ -1,27 +1,28 @@
-// The suffixes of a growing text in sorted order: how often any string occurred and what followed.
+// The sorted suffixes of a growing text: how often any string occurred, and what followed it.
 //
 // The text is a sequence of documents, each ended by kEnd; the last one may still be open. A string
-// occurs inside documents, never across a kEnd. It is *followed* where a token comes after it.
+// occurs inside a document, never across a kEnd. An occurrence is *followed* if a token comes after
+// it.
 //
-// Structure. The positions of all tokens, sorted by the kDepth tokens that begin there, are a few
+// Structure. The positions of all tokens, sorted by the kDepth tokens that begin there, form a few
 // sorted runs over consecutive parts of the text (log-structured merge, O'Neil et al. 1996; each
 // run is a suffix array, Manber and Myers 1990, cut at kDepth). In a run the occurrences of a
-// string are neighbours, found by binary search, and inside them so are those with the same next
-// token. A run is merged into the one before it as soon as that is less than kMergeRatio times as
-// long. The last positions of an open document, whose kDepth tokens are not all there yet, are in
-// no run: they are searched one by one.
+// string are neighbours, found by binary search, and among them those with the same next token are
+// neighbours too. A run is merged into the previous one as soon as that one is less than
+// kMergeRatio times as long. The last positions of an open document, whose kDepth tokens are not
+// complete yet, are in no run and are searched one by one.
 //
 // Example (kDepth 3, one run, $ is kEnd):
 //
 //   position  0 1 2 3 4 5 6        order      3    0    4    1      5    2
 //   token     a b c a b c $        begins     abc  abc  bc$  bca    c$   cab
 //
-//   "b" occurs at 4 and 1, neighbours; both are followed by c. "c" occurs at 5 and 2 and is
-//   followed at 2 alone.
+//   "b" occurs at 4 and 1, which are neighbours; both are followed by c. "c" occurs at 5 and 2 and
+//   is followed at 2 only.
 //
-// Cost. Text and order take 4 bytes per token each, capacity included at most 10 in all; a merge
-// borrows up to 4 more. Appending: log(size) merge steps for each token, amortised. Occurrences of
-// a string: a binary search per run.
+// Cost. Text and order take 4 bytes per token each, at most 10 in all with unused capacity; a merge
+// temporarily takes up to 4 more. Appending: log(size) merge steps per token, amortised.
+// Occurrences of a string: one binary search per run.
 //
 // Not thread-safe: while one thread appends, no other may use the index.
 #pragma once
@@ -33,23 +34,23 @@
 
 namespace specdec {
 
-// The occurrences of one string that are followed by a token.
+// The followed occurrences of one string.
 struct Occurrences {
   struct Range {
     int32_t begin, end;  // in the order of the index
   };
 
-  int32_t length = 0;           // of the string
-  int64_t count = 0;            // of occurrences
-  std::vector<Range> sorted;    // not empty, at most one of each run
+  int32_t length = 0;           // length of the string
+  int64_t count = 0;            // number of occurrences
+  std::vector<Range> sorted;    // not empty, at most one per run
   std::vector<int32_t> recent;  // positions that are in no run yet
 };
 
-// A token that follows some occurrences of a string.
+// A token that follows occurrences of a string.
 struct Continuation {
   int32_t token;
-  int64_t count;   // of the string with the token appended
-  int32_t latest;  // where that last begins; 0 for more than kMaxTied occurrences
+  int64_t count;   // number of occurrences of the string with the token appended
+  int32_t latest;  // where the last of these begins; 0 if there are more than kMaxTied
 };
 
 class SuffixIndex {
@@ -57,26 +58,27 @@ class SuffixIndex {
   static constexpr int32_t kDepth = 64;
   static constexpr int32_t kEnd = -1;
   static constexpr int64_t kMaxSize = int64_t{1} << 30;
-  // Up to here the latest of equally frequent continuations is looked for.
+  // The latest of equally frequent continuations is determined for up to this many occurrences.
   static constexpr int64_t kMaxTied = 16;
 
-  // Appends tokens to the open document. Throws std::invalid_argument for an id outside
-  // [0, kMaxTokenId] and std::length_error beyond kMaxSize; then nothing was appended.
+  // Appends tokens to the open document. Throws std::invalid_argument for an id outside [0,
+  // kMaxTokenId] and std::length_error beyond kMaxSize; then nothing is appended.
   void append(const TokenView& tokens);
 
-  // Ends the open document. The next tokens begin another one.
+  // Ends the open document. The next tokens begin a new one.
   void end_document();
 
-  // Forgets the first `count` entries of the text, a number of whole documents.
+  // Removes the first `count` entries of the text, which must be whole documents.
   void drop_front(int64_t count);
 
-  // Occurrences of the last 1, 2, ... tokens of text[0..length), at most max_length tokens (which
-  // is at most kDepth - 1) and only as long as there are any.
+  // Occurrences of the last 1, 2, ... tokens of text[0..length), up to max_length tokens (at most
+  // kDepth - 1) or to the longest string that occurs.
   std::vector<Occurrences> find_suffixes(const int32_t* text, int64_t length,
                                          int64_t max_length) const;
 
-  // What follows the occurrences of a string of fewer than kDepth tokens: all tokens that do so at
-  // least min_count times, and perhaps others; most frequent first, then latest, then smallest.
+  // The tokens that follow the occurrences of a string of fewer than kDepth tokens: all that do so
+  // at least min_count times, and perhaps others. Order: most frequent first, then latest, then
+  // smallest.
   std::vector<Continuation> continuations(const Occurrences& string, int64_t min_count) const;
 
   // The occurrences of the string with `token` appended.
@@ -91,7 +93,7 @@ class SuffixIndex {
  private:
   using Range = Occurrences::Range;
 
-  // The token `offset` after the one that is i-th in the order.
+  // The token `offset` after the position that is i-th in the order.
   int32_t token_at(int32_t i, int32_t offset) const { return text_[order_[i] + offset]; }
   Range run(size_t index) const;
   Range find_string(Range run, const int32_t* string, int32_t length) const;

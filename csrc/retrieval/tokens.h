@@ -1,4 +1,4 @@
-// Token ids that belong to somebody else.
+// Views and checks of token ids.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace specdec {
 
-// A strided, possibly unaligned, view of int64 token ids.
+// A strided, possibly unaligned view of int64 token ids that it does not own.
 struct TokenView {
   const std::byte* data;
   int64_t count;
@@ -21,13 +21,13 @@ struct TokenView {
   }
 };
 
-// Largest token id: indexes store tokens in 32 bits.
+// Largest token id: indices store tokens in 32 bits.
 inline constexpr int64_t kMaxTokenId = INT32_MAX;
 
-// The first index of `tokens` whose value is not in [0, kMaxTokenId].
+// The position of the first of `tokens` that is not in [0, kMaxTokenId].
 std::optional<int64_t> find_invalid_token(const TokenView& tokens);
 
-// Throws std::invalid_argument, naming the first of `tokens` that is not in [0, kMaxTokenId].
+// Throws std::invalid_argument that names the first of `tokens` that is not in [0, kMaxTokenId].
 void check_tokens(const TokenView& tokens);
 
 }  // namespace specdec

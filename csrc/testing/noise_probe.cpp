@@ -1,6 +1,6 @@
-// A C function for tests (python_tests/verify/test_rng.py): the noise of given bits as each
-// instruction set computes it, so that "the same bits everywhere" can be checked on values and not
-// only on arg-maxes.
+// A C function for python_tests/verify/test_rng.py: the noise for given bits as each instruction
+// set computes it, so that "the same bits everywhere" is checked on values and not only on
+// arg-maxes.
 #include <cstdint>
 
 #include "specdec/cpu/isa.h"
@@ -30,7 +30,7 @@ SPECDEC_TARGET_AVX512 void fill_avx512(const uint32_t* bits, float* noise, int64
 }  // namespace
 }  // namespace specdec::cpu
 
-// isa: a CpuIsa. Returns 0, or -1 if this processor does not have it.
+// isa: a CpuIsa. Returns 0, or -1 if the processor does not have it.
 extern "C" __attribute__((visibility("default"))) int specdec_probe_gumbel(int isa,
                                                                            const uint32_t* bits,
                                                                            float* noise,

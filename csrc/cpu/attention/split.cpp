@@ -46,14 +46,14 @@ class SplitAttention {
     return static_cast<const std::byte*>(tensor.data) + offset * element_size(params_.type);
   }
 
-  // The keys or values at positions of the prefix.
+  // Finds the keys or values at positions of the prefix.
   void find_rows(const KvTensor& tensor, const Range& positions, const void** rows) const {
     const int64_t count = positions.end - positions.begin;
     if (params_.page_table.data != nullptr) {
       for (int64_t i = 0; i < count; ++i) {
         rows[i] = key_or_value(tensor, row_.prefix_slot(positions.begin + i));
       }
-    } else if (count > 0) {  // one after the other
+    } else if (count > 0) {  // one by one
       const int64_t stride = tensor.slot_stride * element_size(params_.type);
       const auto* first =
           static_cast<const std::byte*>(key_or_value(tensor, row_.prefix_slot(positions.begin)));
@@ -61,7 +61,7 @@ class SplitAttention {
     }
   }
 
-  // Tiles begin at multiples of kTileKeys; visits the part of each that some node sees.
+  // Visits the parts of the tiles that some node sees. Tiles begin at multiples of kTileKeys.
   template <typename Visit>
   void for_each_prefix_tile(const Visit& visit) const {
     for (int64_t begin = prefix_.begin; begin < prefix_.end;) {
@@ -71,7 +71,7 @@ class SplitAttention {
     }
   }
 
-  // Visits the tiles of nodes that matter to this split, with the nodes that any row needs as bits.
+  // Visits the tiles of nodes that matter to this split, with a bit for each node that a row needs.
   template <typename Visit>
   void for_each_node_tile(const Visit& visit) const {
     if (split_.end <= row_.prefix_length()) return;
@@ -87,7 +87,7 @@ class SplitAttention {
     }
   }
 
-  // Visits the ancestors in a tile that a node sees in this split, in order, with their positions.
+  // Visits the ancestors of a node in a tile that it sees in this split, with positions, in order.
   template <typename Visit>
   void for_each_ancestor(int64_t node, int64_t tile, const Visit& visit) const {
     const Range seen = seen_[node];
@@ -97,7 +97,8 @@ class SplitAttention {
     }
   }
 
-  // Fills in what nodes see, and what all of them see.
+  // Computes what each node sees in this split, and from which position on all nodes see
+  // everything.
   const Range* find_seen(std::vector<Range>& seen) {
     seen.clear();
     for (int64_t node = 0; node < params_.nodes; ++node) {
@@ -122,17 +123,16 @@ class SplitAttention {
     }
   }
 
-  // Keys that are null don't matter; another one stands in for them.
+  // Null keys are not needed; `any_key` replaces them.
   void multiply_queries(const void** keys, const void* any_key, float* out, int64_t out_stride) {
     std::replace(keys, keys + kTileKeys, static_cast<const void*>(nullptr), any_key);
     tiles_.load_columns(params_.type, keys, params_.head_dim, tile_);
     tiles_.dot_products(queries_, tile_, sizes_.query_dim, sizes_.padded_rows, out, out_stride);
   }
 
-  // Asks for what is needed next, a tile's work ahead: with few query rows the loops would
-  // otherwise wait for memory. After the keys of the split come its values, then the keys of the
-  // next split. Inlined by force, because GCC takes a function that only prefetches for one without
-  // effects.
+  // Prefetches what is needed next, one tile ahead: with few query rows the loops would otherwise
+  // wait for memory. After the keys of the split come its values, then the keys of the next split.
+  // Always inlined, because GCC treats a function that only prefetches as one without effects.
   __attribute__((always_inline)) void prefetch(const KvTensor& tensor,
                                                const Range& positions) const {
     constexpr int64_t kLineBytes = 64;
@@ -199,7 +199,7 @@ class SplitAttention {
     }
   }
 
-  // A value as padded_dim float32, where it is or in place i of the tile.
+  // A value as padded_dim float32: converted in place i of the tile, or where it is.
   const float* value_floats(const void* value, int64_t i) {
     if (params_.type == FloatType::kFloat32 && sizes_.padded_dim == params_.head_dim) {
       return static_cast<const float*>(value);
@@ -234,16 +234,16 @@ class SplitAttention {
   const AttentionTask& task_;
   TreeRow row_;
   Range split_;
-  Range prefix_;                 // of this split, what some node sees of the prefix
-  const Range* seen_ = nullptr;  // [nodes] of this split; never before it; may be empty
-  // Positions of the prefix from here on are seen by all nodes; inactive ones don't count, because
-  // what they add up is never read.
+  Range prefix_;                 // the part of this split's prefix that some node sees
+  const Range* seen_ = nullptr;  // [nodes] within this split, may be empty
+  // All nodes see the prefix from this position on. Inactive nodes don't count, because their sums
+  // are never read.
   int64_t all_see_from_ = 0;
   AttentionPartial out_;
   float* tile_;     // keys as columns [head_dim, kTileKeys], then values [kTileKeys, padded_dim]
   float* queries_;  // [padded_rows, query_dim]
   float* scores_;   // [padded_rows, kSplitKeys] by position in the split, then weights
-  float* node_scores_;  // [padded_rows, kTileKeys] of the nodes of a tile
+  float* node_scores_;  // [padded_rows, kTileKeys] for a tile of nodes
 };
 
 }  // namespace

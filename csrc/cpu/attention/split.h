@@ -1,5 +1,5 @@
-// One task of the CPU op tree_attention: all nodes and all query heads of one key-value head, over
-// one split of the positions of a row.
+// One task of the CPU op tree_attention: all nodes and all query heads of one key-value head, for
+// one split of a row's positions.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ struct Range {
   }
 };
 
-// What the nodes of a row see, and in which slots it is.
+// The positions that the nodes of a row see, and their slots.
 class TreeRow {
  public:
   TreeRow(const TreeAttentionParams& params, int64_t row)
@@ -38,7 +38,8 @@ class TreeRow {
   }
   int64_t num_tiles() const { return 2 * params_.words; }
 
-  // The position of the first ancestor in a tile; for all tiles: one beyond the node itself.
+  // The position of a node's first ancestor in a tile. With the number of tiles: one beyond the
+  // node.
   int64_t position_of_tile(int64_t node, int64_t tile) const {
     int64_t position = prefix_length_;
     for (int64_t i = 0; i < tile; ++i) position += std::popcount(ancestors(node, i));
@@ -52,7 +53,7 @@ class TreeRow {
     return {params_.window > 0 ? std::max<int64_t>(0, end - params_.window) : 0, end};
   }
 
-  // The smallest range with all positions that any node sees.
+  // The smallest range that contains all positions seen by any node.
   Range seen() const {
     Range all{INT64_MAX, 0};
     for (int64_t node = 0; node < params_.nodes; ++node) {
@@ -69,7 +70,7 @@ class TreeRow {
   int64_t prefix_length_;
 };
 
-// The sizes that all tasks share. A query row is (node, head of the group), in this order.
+// Sizes that all tasks share. A query row is a pair (node, head of the group), ordered by node.
 struct AttentionSizes {
   explicit AttentionSizes(const TreeAttentionParams& params)
       : group(params.heads / params.kv_heads),
@@ -83,11 +84,11 @@ struct AttentionSizes {
   int64_t group;
   int64_t rows;
   int64_t padded_rows;
-  int64_t query_dim;   // columns of queries and rows of keys, zeros behind head_dim
+  int64_t query_dim;   // columns of queries and rows of keys, zeros beyond head_dim
   int64_t padded_dim;  // columns of values
 };
 
-// What a task leaves: statistics and weighted sum of values of each query row.
+// The result of a task: statistics and weighted sum of values of each query row.
 struct AttentionPartial {
   AttentionPartial(float* memory, const AttentionSizes& sizes)
       : values(memory),
@@ -106,7 +107,7 @@ struct AttentionTask {
 void attend_split(const TreeAttentionParams& params, const AttentionSizes& sizes,
                   const AttentionTask& task, const AttentionPartial& out);
 
-// Memory that keeps its largest size, aligned for the widest vectors.
+// Memory that is kept at its largest size, aligned for the widest vectors.
 class FloatBuffer {
  public:
   float* at_least(int64_t count) {

@@ -1,4 +1,4 @@
-// attention_tiles.h for the processor's baseline, and the choice among the instruction sets.
+// The loops of tiles.h for the processor's baseline, and the choice among the instruction sets.
 #include "tiles_isa.h"
 
 #define SPECDEC_TILES_TARGET

@@ -1,4 +1,4 @@
-// attention_tiles.h for AVX2 with FMA.
+// The loops of tiles.h for AVX2 with FMA.
 #include "tiles_isa.h"
 
 #ifdef SPECDEC_X86

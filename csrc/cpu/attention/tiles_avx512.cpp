@@ -1,4 +1,4 @@
-// attention_tiles.h for AVX-512.
+// The loops of tiles.h for AVX-512.
 #include "tiles_isa.h"
 
 #ifdef SPECDEC_X86
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kBlockRows = 4;
 
-// Four dimensions of the rows i, i + 4, i + 8 and i + 12 side by side, in quarters.
+// Loads four dimensions of the rows i, i + 4, i + 8 and i + 12 into the quarters of a vector.
 SPECDEC_TARGET_AVX512 __m512 load_quarters(const float* const* rows, int64_t dim) {
   __m512 quarters = _mm512_castps128_ps512(_mm_loadu_ps(rows[0] + dim));
   quarters = _mm512_insertf32x4(quarters, _mm_loadu_ps(rows[4] + dim), 1);
@@ -22,7 +22,7 @@ SPECDEC_TARGET_AVX512 __m512 load_quarters(const float* const* rows, int64_t dim
   return _mm512_insertf32x4(quarters, _mm_loadu_ps(rows[12] + dim), 3);
 }
 
-// The loads place whole quarters; what is left is to transpose 4 x 4 blocks within them.
+// The loads place whole quarters; then 4 x 4 blocks are transposed within them.
 SPECDEC_TARGET_AVX512 void transpose_block(const float* const* rows, int64_t dim, float* out) {
 #pragma GCC unroll 4
   for (int64_t d = 0; d < kBlock; d += 4) {

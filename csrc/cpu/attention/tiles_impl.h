@@ -1,10 +1,10 @@
-// The loops of attention_tiles.h, for one instruction set. The including file defines
+// The loops of tiles.h, for one instruction set. The including file defines
 //   SPECDEC_TILES_TARGET   the target attribute, or nothing
-//   kBlockRows             rows whose sums stay in registers, with kColumnBlock columns each; a
-//                          multiple of kRowBlock
+//   kBlockRows             number of rows whose sums stay in registers, with kColumnBlock columns
+//                          each; a multiple of kRowBlock
 //   transpose_block        out[d * kTileKeys + i] = rows[i][dim + d] for i and d below kBlock
-// Plain loops that compilers vectorise; inner loops have 32 iterations or more, because shorter
-// ones are unrolled to scalars before they reach the vectoriser.
+// The loops are plain, for compilers to vectorise. Inner loops have 32 iterations or more, because
+// shorter ones are unrolled to scalars before the vectoriser sees them.
 #pragma once
 
 #include <algorithm>
@@ -67,7 +67,7 @@ SPECDEC_TILES_TARGET void load_columns(FloatType type, const void* const* rows, 
 template <int64_t kRows>
 using BlockSums = float[kRows][kColumnBlock];
 
-// sums[r, j] += a[r, k] * b(k)[j] for k in [begin, end), one after the other.
+// sums[r, j] += a[r, k] * b(k)[j] for k in [begin, end), in the order of k.
 template <int64_t kRows, typename B>
 SPECDEC_HOST_DEVICE void add_products(const float* a, int64_t a_stride, const B& b, int64_t begin,
                                       int64_t end, BlockSums<kRows>& sums) {
@@ -171,7 +171,7 @@ SPECDEC_TILES_TARGET void multiply_add_row(float weight, const float* row, float
 
 SPECDEC_HOST_DEVICE float larger(float a, float b) { return a > b ? a : b; }
 
-// All lanes into lane 0, by halves: `combine` is waited for five times and not 31 times.
+// Combines all lanes into lane 0, by halves: five dependent steps instead of 31.
 template <typename Combine>
 SPECDEC_HOST_DEVICE float combine_lanes(float* lanes, const Combine& combine) {
   _Pragma("GCC unroll 8") for (int64_t distance = kLanes / 2; distance > 0; distance /= 2) {
@@ -227,7 +227,7 @@ SPECDEC_TILES_TARGET void merge(const SoftmaxStats& later, const float* later_va
                                 SoftmaxStats* stats, float* values, int64_t columns) {
   const float maximum = larger(later.maximum, stats->maximum);
   if (maximum == -std::numeric_limits<float>::infinity()) {
-    stats->sum = exact_add(stats->sum, later.sum);  // both are 0, or NaN
+    stats->sum = exact_add(stats->sum, later.sum);  // both are 0 or NaN
     return;
   }
   const float earlier_weight = softmax_weight(stats->maximum, maximum);

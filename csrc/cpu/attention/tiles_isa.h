@@ -1,4 +1,4 @@
-// What the builds of attention_tiles.h for the instruction sets share.
+// What the builds of tiles.h for the instruction sets share.
 #pragma once
 
 #include "specdec/cpu/isa.h"

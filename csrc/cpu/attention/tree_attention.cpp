@@ -1,21 +1,22 @@
-// CPU op tree_attention: a task is (row, key-value head, split of the positions), for all nodes and
-// all query heads of the group at once, so each key and value is read and converted once.
+// CPU op tree_attention: a task is a (row, key-value head, split of the positions), for all nodes
+// and all query heads of the group at once, so each key and value is read and converted once.
 //
-//   split    positions [256 s, 256 s + 256), whatever the length. Of the prefix, tiles of 64 keys
-//            become columns and are multiplied with all query rows (nodes x group). The keys of the
-//            nodes are multiplied likewise; each query row then picks the products of its own
-//            ancestors, in order, as those of positions P, P + 1, ...
-//   softmax  of each query row over the split's positions, sums in lanes by position
+//   split    positions [256 s, 256 s + 256), for any length. Tiles of 32 keys of the prefix become
+//            columns and are multiplied with all query rows (nodes x group). So are the keys of the
+//            nodes; each query row then picks the products of its own ancestors, in order, as those
+//            of positions P, P + 1, ...
+//   softmax  of each query row over the split's positions; sums in lanes by position
 //   values   in ascending position, one fused multiply-add each
 //   merge    the splits of a query row in ascending order, by maximum and sum
 //
-// So the operations of a query row are given by its own list of (position, key, value): a node gets
-// the bits that decoding its path token by token would give, for every tree, batch, number of
-// threads and layout of slots. Keys and values that a query row does not see never enter its sums:
-// NaN in them does not matter.
+// So the operations of a query row depend only on its own list of (position, key, value). A node
+// gets the same bits as in token-by-token decoding of its path, for every tree, batch, number of
+// threads and layout of slots. Keys and values that a query row does not see never enter its sums,
+// so NaN in them has no effect.
 //
-// Partial results live in a workspace of the calling thread. It is bounded: tasks run in waves; a
-// (row, key-value head) that is not complete at the end of a wave is carried into the next.
+// Partial results are in a workspace of the calling thread. Its size is bounded: tasks run in
+// waves, and a (row, key-value head) that is incomplete at the end of a wave is carried into the
+// next one.
 #include "specdec/tree_attention.h"
 
 #include <utility>
@@ -25,24 +26,24 @@
 namespace specdec::cpu {
 namespace {
 
-constexpr int64_t kWaveFloats = 1 << 22;  // of partial results: 16 MiB
+constexpr int64_t kWaveFloats = 1 << 22;  // size of the partial results: 16 MiB
 constexpr int64_t kGrainWork = 1 << 20;   // multiply-adds; below it, waking a thread does not pay
 
-// The splits of one (row, key-value head) that are in a wave: tasks [begin, end) of it.
+// Tasks [begin, end) of a wave, which are the splits of one (row, key-value head).
 struct Item {
   int64_t row;
   int64_t kv_head;
   int64_t begin;
   int64_t end;
-  bool is_continued;  // its earlier splits, merged, are in slot 0 of the workspace
-  bool is_complete;   // no splits follow; else it is the last item of its wave
+  bool is_continued;  // its merged earlier splits are in slot 0 of the workspace
+  bool is_complete;   // no splits follow; otherwise it is the last item of its wave
 };
 
-// What a calling thread keeps between calls.
+// The memory that a calling thread keeps between calls.
 struct Workspace {
   std::vector<AttentionTask> tasks;
   std::vector<Item> items;
-  FloatBuffer partials;  // slot 0 is carried between waves, slot 1 + t is that of task t
+  FloatBuffer partials;  // slot 0 is carried between waves, slot 1 + t belongs to task t
 };
 
 class Waves {
@@ -89,7 +90,7 @@ class Waves {
   void finish_wave() {
     if (items_.empty()) return;
     const int64_t num_tasks = std::ssize(tasks_), num_rows = std::ssize(items_) * sizes_.rows;
-    partial(num_tasks);  // memory for all, before threads use it
+    partial(num_tasks);  // allocates memory for all tasks before threads use it
     const int64_t task_work = 2 * sizes_.rows * kSplitKeys * params_.head_dim;
     parallel_for_(num_tasks, kGrainWork / task_work + 1, [this](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
@@ -108,7 +109,7 @@ class Waves {
     items_.clear();
   }
 
-  // One query row: merges its splits, then stores the output if there are no more.
+  // Merges the splits of one query row, and stores the output if no splits follow.
   void merge(const Item& item, int64_t query_row) {
     const int64_t node = query_row / sizes_.group;
     const int64_t head = item.kv_head * sizes_.group + query_row % sizes_.group;
@@ -142,7 +143,7 @@ class Waves {
   int64_t max_tasks_;
 };
 
-// The slots of a row that would be read, [begin, end), or what is wrong with them.
+// The range of slots of a row that would be read, [begin, end), or what is wrong with them.
 std::optional<std::string> find_invalid_range(const TreeAttentionParams& params, int64_t row,
                                               const char* what, int64_t begin, int64_t end) {
   const int64_t slots = params.slots_per_row();

@@ -1,14 +1,13 @@
 // CPU op draft_head, in phases:
 //
-//   read the new elements, kChunkElements at a time, and behind those of each row the mask elements
-//   of a parallel head; kept are the last new element and the mask elements
-//   for each level: finish what was kept, lm_head's best tokens, the next frontier, less what no
-//                   longer matters;
-//                   unless that was the last level or the head is parallel, read the frontier
-//   the trees
+//   1. read the new elements, kChunkElements at a time, for a parallel head also the mask elements
+//      behind those of each row; the last new element and the mask elements are kept
+//   2. for each level: finish the kept elements, find the best tokens of lm_head, make the next
+//      frontier and drop what no longer matters; then, unless this was the last level or the head
+//      is parallel, read the frontier
 //
-// Products and attention use threads, one loop each; what lies between is a few rows, and the
-// calling thread's. Memory is kept between calls, one workspace for each calling thread.
+// Products and attention run in threads, one loop each. Everything between them handles few rows,
+// in the calling thread. Memory is kept between calls, one workspace per calling thread.
 #include "specdec/draft_head.h"
 
 #include <algorithm>
@@ -21,15 +20,15 @@
 namespace specdec::cpu {
 namespace {
 
-constexpr int64_t kChunkElements = 64;  // what they see of each other is one word of bits
+constexpr int64_t kChunkElements = 64;  // one word has the bits of what they see of each other
 
 struct Workspace {
   DraftLayers layers;
   DraftLogits logits;
   DraftTrees trees;
-  std::vector<int64_t> rows;            // those with new elements
-  std::vector<int64_t> prefix_lengths;  // of these
-  std::vector<int64_t> chains;          // ancestors of what was kept of each row, a chain
+  std::vector<int64_t> rows;            // rows with new elements
+  std::vector<int64_t> prefix_lengths;  // of `rows`
+  std::vector<int64_t> chains;          // ancestors of the kept elements of each row, a chain
   std::vector<DraftElement> elements;
   std::vector<int64_t> keep_at;
   std::vector<DraftElement> kept;
@@ -56,7 +55,7 @@ class DraftRun {
       w_.trees.grow([&](int64_t b, int64_t list) { return w_.logits.children(b * lists + list); });
       w_.trees.drop_hopeless();
       if (w_.trees.is_complete()) break;
-      if (head_.is_parallel()) continue;  // the children of all levels are there
+      if (head_.is_parallel()) continue;  // all levels already have their children
       attention = read_frontier();
       problem = find_children(attention);
     }
@@ -72,7 +71,7 @@ class DraftRun {
  private:
   int64_t batch() const { return std::ssize(w_.rows); }
 
-  // Trees of their roots alone.
+  // Writes trees of their roots alone.
   void clear_outputs() {
     const int64_t nodes = params_.shape.nodes;
     std::fill_n(params_.tree_tokens, params_.rows * nodes, 0);
@@ -85,7 +84,7 @@ class DraftRun {
     }
   }
 
-  // Of what was kept.
+  // Finds the children of the kept elements.
   std::optional<std::string> find_children(const DraftAttention& attention) {
     w_.layers.finish(w_.kept, attention);
     return w_.logits.compute(head_, w_.layers.normed(), std::ssize(w_.kept), params_.shape.top_k,
@@ -103,7 +102,7 @@ class DraftRun {
             position};
   }
 
-  // What was kept sees its own row's slots up to itself.
+  // Reads the new elements. A kept element sees its own row's slots up to itself.
   DraftAttention read_new() {
     const int64_t width = head_.is_parallel() ? params_.shape.depth : 1;
     w_.kept.resize(batch() * width);
@@ -145,7 +144,7 @@ class DraftRun {
     w_.keep_at.clear();
   }
 
-  // Expanded nodes see all committed elements and their ancestors.
+  // Reads the frontier. Expanded nodes see all committed elements and their ancestors.
   DraftAttention read_frontier() {
     const int64_t width = w_.trees.width(), lists = std::ssize(w_.kept) / batch();
     w_.elements.clear();
@@ -175,7 +174,7 @@ class DraftRun {
 
   static int64_t num_words(int64_t nodes) { return (nodes + 63) / 64; }
 
-  // [nodes, words] bits of each node of a chain and of those before it.
+  // The bits [nodes, words] of a chain: each node sees itself and the nodes before it.
   static std::vector<int64_t> chain(int64_t nodes) {
     const int64_t words = num_words(nodes);
     std::vector<int64_t> bits(nodes * words);

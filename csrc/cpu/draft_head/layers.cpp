@@ -12,7 +12,7 @@ void DraftLayers::begin(const DraftHeadParams& params, const ParallelFor& parall
   params_ = &params;
   head_ = &params.head;
   parallel_for_ = &parallel_for;
-  rows_ = &draft_head_rows();
+  rows_ = &row_ops();
   size_ = element_size(head_->type);
 }
 
@@ -44,7 +44,7 @@ void DraftLayers::multiply(const HeadMatrix& matrix, const void* input, int64_t 
                  visitor, *parallel_for_);
 }
 
-// Of `rows` rows [width], which are contiguous; those of `out` are out_stride elements apart.
+// Norms `rows` contiguous rows [width]; the rows of `out` are out_stride elements apart.
 void DraftLayers::norm(const void* weight, const void* x, int64_t rows, int64_t width, void* out,
                        int64_t out_stride) const {
   for (int64_t r = 0; r < rows; ++r) {
@@ -89,7 +89,7 @@ void DraftLayers::finish(std::span<const DraftElement> kept, const DraftAttentio
   }
 }
 
-// Embeddings and features; EAGLE-1's fc takes an element's one behind the other.
+// Embeddings and features. EAGLE-1's fc takes both of an element one after the other.
 DraftLayers::Inputs DraftLayers::gather(std::span<const DraftElement> elements, bool are_drafted) {
   const int64_t count = std::ssize(elements), hidden = head_->hidden;
   const int64_t features = are_drafted ? hidden : head_->feature_width;
@@ -145,7 +145,7 @@ DraftLayers::Rows DraftLayers::first_rows(std::span<const DraftElement> elements
   return rows;
 }
 
-// The target's features are normed, the whole and then each, as far as there are norms.
+// Norms the target's features, the whole and then each feature, where the head has these norms.
 void DraftLayers::copy_features(const void* features, std::byte* out) {
   const int64_t width = head_->feature_width, part = width / head_->num_features;
   if (head_->input_norm != nullptr) {
@@ -190,7 +190,7 @@ void DraftLayers::cache_keys_and_values(int64_t layer, std::span<const DraftElem
   }
 }
 
-// Attention and MLP; the output replaces the residual.
+// Computes attention and MLP; the output replaces the residual.
 void DraftLayers::run_layer(int64_t layer, std::span<const DraftElement> elements,
                             std::span<const DraftAttention> attention, const Rows& rows) {
   const HeadLayer& weights = head_->layers[layer];
@@ -230,7 +230,7 @@ void DraftLayers::attend(int64_t layer, const DraftAttention& attention, const v
                          void* out) {
   static constexpr int64_t kZero = 0;
   const int64_t width = head_->heads * head_->head_dim, first = attention.rows[0];
-  // Rows of the cache that do not follow each other are found as pages that hold all slots.
+  // Rows of the cache that are not consecutive are addressed as pages that hold all slots.
   const bool are_pages = attention.rows[attention.batch - 1] - first != attention.batch - 1;
   const auto of_layer = [&](const HeadCache& cache) -> KvTensor {
     const int64_t offset = layer * cache.layer_stride + (are_pages ? 0 : first * cache.row_stride);

@@ -1,5 +1,5 @@
-// The layers of a draft head over elements of several rows. Products are those of panels.h,
-// attention is tree_attention's, so an element has the same bits whatever runs with it.
+// The layers of a draft head, for elements of several rows. Products follow panels.h and attention
+// follows tree_attention.h, so the bits of an element do not depend on the other elements.
 #pragma once
 
 #include <span>
@@ -18,20 +18,20 @@ struct DraftElement {
   int64_t position;
 };
 
-// What elements see: `batch` rows of `nodes` consecutive elements each, in the terms of
+// What elements see: `batch` rows of `nodes` consecutive elements, in the terms of
 // specdec/tree_attention.h.
 struct DraftAttention {
   int64_t batch;
   int64_t nodes;
-  const int64_t* rows;            // [batch] of the cache, ascending
-  const int64_t* prefix_lengths;  // [batch] slots from 0 on that all see
-  const int64_t* ancestors;       // [batch, nodes, words] bits of the slots behind these
+  const int64_t* rows;            // [batch] rows of the cache, ascending
+  const int64_t* prefix_lengths;  // [batch] slots from 0 on that all elements see
+  const int64_t* ancestors;       // [batch, nodes, words] bits of the slots behind the prefix
   int64_t words;
 
   int64_t elements() const { return batch * nodes; }
 };
 
-// Memory for elements of the head's type that keeps its largest size.
+// Memory for elements of the head's type that is kept at its largest size.
 class ElementBuffer {
  public:
   std::byte* at_least(int64_t bytes) {
@@ -45,18 +45,19 @@ class ElementBuffer {
   std::byte* data_ = nullptr;
 };
 
-// Elements pass in two steps, because of most new ones only keys and values are needed:
-//   read    through all layers but the last, and in the last until its keys and values are cached
-//   finish  the rest of the last layer, for those that read() was asked to keep
+// Runs elements in two steps, because most new ones need only keys and values:
+//   read    all layers but the last, and the last one up to its keys and values in the cache
+//   finish  the rest of the last layer, for the elements that read() was told to keep
 class DraftLayers {
  public:
   void begin(const DraftHeadParams& params, const ParallelFor& parallel_for);
-  // The next elements, in order of rows and slots. `attention` covers them in their order, and is
-  // used by layers before the last. Where keep_at[i] is not negative, element i is kept there.
+  // Reads the next elements, in order of rows and slots. `attention` describes them in the same
+  // order, for all layers but the last. If keep_at[i] is not negative, element i is kept there.
   void read(std::span<const DraftElement> elements, bool are_drafted,
             std::span<const DraftAttention> attention, std::span<const int64_t> keep_at,
             int64_t num_kept);
-  // What was kept: writes normed(), the input of lm_head, and feedback(), both [kept, hidden].
+  // Finishes the kept elements: writes normed(), the input of lm_head, and feedback(), both [kept,
+  // hidden].
   void finish(std::span<const DraftElement> kept, const DraftAttention& attention);
   const void* normed() const;
   const std::byte* feedback(int64_t i) const;
@@ -67,9 +68,9 @@ class DraftLayers {
     std::byte* features;      // [n, features_stride], the input of fc
     int64_t features_stride;  // elements
   };
-  struct Rows {           // of a layer
-    std::byte* attended;  // [n, attended] input of its projections
-    std::byte* residual;  // [n, hidden] becomes its output
+  struct Rows {           // of one layer
+    std::byte* attended;  // [n, attended] input of the projections
+    std::byte* residual;  // [n, hidden] becomes the layer's output
   };
 
   std::byte* row(std::byte* data, int64_t i, int64_t width) const {
@@ -91,7 +92,7 @@ class DraftLayers {
   const DraftHeadParams* params_ = nullptr;
   const HeadWeights* head_ = nullptr;
   const ParallelFor* parallel_for_ = nullptr;
-  const DraftHeadRows* rows_ = nullptr;
+  const RowOps* rows_ = nullptr;
   int64_t size_ = 0;  // bytes of an element of the type
   ElementBuffer features_, embeddings_, attended_, residual_, kept_attended_, kept_residual_;
   ElementBuffer projected_, queries_, heads_, inner_, normed_;

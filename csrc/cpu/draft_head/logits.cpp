@@ -56,7 +56,7 @@ std::optional<std::string> DraftLogits::compute(const HeadWeights& head, const v
 
 void DraftLogits::visit(const HeadWeights& head, int64_t blocks, int64_t row,
                         const PanelBlock& block, float* logits) {
-  static const DraftHeadRows& rows = draft_head_rows();
+  static const RowOps& rows = row_ops();
   sums_[row * blocks + block.first_out / kBlockOuts] =
       rows.sum_logits(head.logit_scale, block.outs, logits);
   const int64_t run = row * blocks + block.first_run / kBlockOuts;

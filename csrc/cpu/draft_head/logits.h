@@ -1,4 +1,4 @@
-// The children of drafted nodes: the best draft tokens of a hidden state, with their
+// Finds the children of drafted nodes: the best draft tokens of a hidden state, with their
 // log-probabilities, without storing the logits.
 #pragma once
 
@@ -13,17 +13,19 @@
 
 namespace specdec::cpu {
 
-// lm_head is multiplied by all hidden states block by block (specdec/panels.h). Of each block stay
-// its largest logit and its sum of exponentials, which are merged in the order of the blocks; of
-// each run of blocks its best logits, of which the best are the same however the runs are cut. So
-// nothing depends on the other rows or on the threads.
+// lm_head is multiplied by all hidden states block by block (specdec/cpu/panels.h). Each block
+// keeps its largest logit and its sum of exponentials, which are merged in the order of the blocks.
+// Each run of blocks keeps its best logits; the best of all do not depend on how the runs are cut.
+// So the result depends neither on the other rows nor on the threads.
 class DraftLogits {
  public:
-  // Of `hidden` [rows, hidden] contiguous. What is wrong with draft_to_target, or nothing.
+  // Computes the children for `hidden` [rows, hidden], contiguous. Returns what is wrong with
+  // draft_to_target, or nothing.
   std::optional<std::string> compute(const HeadWeights& head, const void* hidden, int64_t rows,
                                      int64_t top_k, const ParallelFor& parallel_for);
 
-  // Best first; equal logits by draft token. A NaN is no logit; with one of +inf there are none.
+  // The children of a row, best first; equal logits by draft token. NaN logits are skipped; if a
+  // logit is +inf, there are no children.
   std::span<const DraftChild> children(int64_t row) const {
     return {children_.data() + row * top_k_, static_cast<size_t>(counts_[row])};
   }
@@ -36,8 +38,8 @@ class DraftLogits {
 
   int64_t top_k_;
   std::vector<LogitSum> sums_;      // [rows, blocks]
-  std::vector<Pick> picks_;         // [rows, blocks, top_k] at a run's first block
-  std::vector<int64_t> num_picks_;  // [rows, blocks] likewise
+  std::vector<Pick> picks_;         // [rows, blocks, top_k], at the first block of each run
+  std::vector<int64_t> num_picks_;  // [rows, blocks], at the first block of each run
   std::vector<Pick> best_;
   std::vector<DraftChild> children_;  // [rows, top_k]
   std::vector<int64_t> counts_;       // [rows]

@@ -131,7 +131,7 @@ uint64_t DraftTrees::key(int64_t row, int64_t candidate) const {
   return candidate_key(scores_[index], parents_[index], candidate);
 }
 
-// (key, ~candidate) of the candidates from `begin` to the end of the level.
+// Collects (key, ~candidate) of the candidates from `begin` to the end of the level.
 void DraftTrees::rank(int64_t row, int64_t begin) {
   ranked_.clear();
   for (int64_t candidate = begin; candidate < level_ends_[level_ - 1]; ++candidate) {
@@ -141,7 +141,7 @@ void DraftTrees::rank(int64_t row, int64_t begin) {
   }
 }
 
-// By score, equal ones by candidate.
+// Chooses by score; equal scores by candidate.
 void DraftTrees::choose_best(int64_t row) {
   rank(row, level_ == 1 ? 0 : level_ends_[level_ - 2]);
   const int64_t count = std::min(shape_.top_k, std::ssize(ranked_));
@@ -153,7 +153,7 @@ void DraftTrees::choose_best(int64_t row) {
   }
 }
 
-// The key of the last candidate that would be in the tree; 0: there is room for more.
+// The key of the last candidate that would be in the tree; 0 if the tree has room for more.
 uint64_t DraftTrees::last_selected_key(int64_t row) {
   const int64_t selected = shape_.nodes - 1;
   rank(row, 0);
@@ -164,7 +164,7 @@ uint64_t DraftTrees::last_selected_key(int64_t row) {
   return *last >> 32;
 }
 
-// A descendant is no better than its ancestor and comes behind all candidates that there are.
+// A descendant is no better than its ancestor, and comes after all present candidates.
 void DraftTrees::drop_hopeless() {
   if (!shape_.is_dynamic() || is_complete()) return;
   int64_t width = 0;
@@ -184,7 +184,7 @@ void DraftTrees::drop_hopeless() {
   width_ = width;
 }
 
-// Of next_, from those of the frontier: what the parent sees, and itself.
+// Fills the ancestors of next_: what the parent in the frontier sees, and the node itself.
 void DraftTrees::see_ancestors(int64_t next_width) {
   next_ancestors_.assign(batch_ * next_width * words_, 0);
   for (int64_t row = 0; row < batch_; ++row) {

@@ -1,9 +1,9 @@
-// CPU op linear: passes of up to 32 rows, each one parallel loop over tiles of output columns. The
-// inputs are copied into the order in which the kernels read them (linear_kernel.h); the weights
-// are read where they are.
+// CPU op linear: passes of up to 32 rows; a pass is one parallel loop over tiles of output columns.
+// The inputs are copied into the order in which the kernels read them (linear_kernel.h); the
+// weights are not copied.
 //
 // Bits: AVX2 and AVX-512 agree, with and without vdpbf16ps, unless a bfloat16 or a partial sum is
-// subnormal, which vdpbf16ps takes as zero. SPECDEC_CPU_ISA=baseline|avx2|avx512 forces one.
+// subnormal, which vdpbf16ps treats as zero. SPECDEC_CPU_ISA=baseline|avx2|avx512 forces one.
 #include "specdec/linear.h"
 
 #include <cstring>
@@ -17,8 +17,8 @@
 namespace specdec::cpu {
 namespace {
 
-// Multiply-adds below which waking a thread costs more than it saves. A row counts as kMinRows
-// rows, because fewer are no faster: the weights have to be read.
+// Number of multiply-adds below which waking a thread costs more than it saves. Fewer than kMinRows
+// rows count as kMinRows, because they are no faster: the weights have to be read.
 constexpr int64_t kGrain = 1 << 18;
 constexpr int64_t kMinRows = 4;
 
@@ -48,7 +48,7 @@ int64_t num_steps(int64_t row_bytes) {
   return std::max<int64_t>(1, (row_bytes + kStepBytes - 1) / kStepBytes);
 }
 
-// See LinearPass.
+// Copies inputs into the order that LinearPass describes.
 void pack(const LinearParams& params, int64_t first_row, int64_t rows, int64_t block_rows,
           int64_t element_size, std::vector<Step>& packed) {
   const int64_t row_bytes = params.in_features * element_size;
@@ -86,7 +86,7 @@ void for_each_pass(const LinearParams& params, const LinearCode& code, const Com
   }
 }
 
-// Tiles that are worth a thread.
+// The number of tiles for which a thread pays.
 int64_t grain(const LinearPass& pass) {
   const int64_t work = kTileOuts * (pass.params.in_features + 1) * std::max(pass.rows, kMinRows);
   return kGrain / work + 1;
@@ -96,7 +96,7 @@ int64_t num_tiles(const LinearParams& params) {
   return (params.out_features + kTileOuts - 1) / kTileOuts;
 }
 
-// Tiles [begin, end) of all products, numbered one product behind the other.
+// Computes tiles [begin, end) of all products, numbered through the products.
 void run_tiles(const LinearCode& code, const LinearPass& pass,
                std::span<const LinearParams> products, int64_t begin, int64_t end) {
   int64_t first = 0;

@@ -26,12 +26,12 @@ struct Avx2 {
   SPECDEC_LINEAR_INLINE static void total(const Vector (&four)[4][2], float* out) {
     __m256 by8[4];
     SPECDEC_UNROLL for (int i = 0; i < 4; ++i) by8[i] = _mm256_add_ps(four[i][0], four[i][1]);
-    // Four lanes of the elements 0 and 1, and of 2 and 3.
+    // Four lanes of elements 0 and 1, and four of 2 and 3.
     const __m256 a = _mm256_add_ps(_mm256_permute2f128_ps(by8[0], by8[1], 0x20),
                                    _mm256_permute2f128_ps(by8[0], by8[1], 0x31));
     const __m256 b = _mm256_add_ps(_mm256_permute2f128_ps(by8[2], by8[3], 0x20),
                                    _mm256_permute2f128_ps(by8[2], by8[3], 0x31));
-    // Two lanes of each: elements 0, 2 in the lower half, 1, 3 in the upper.
+    // Two lanes of each: elements 0 and 2 in the lower half, 1 and 3 in the upper.
     const __m256 by2 = _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xEE));
     const __m256 sums = _mm256_add_ps(by2, _mm256_permute_ps(by2, 0xB1));
     _mm_storeu_ps(out, _mm_unpacklo_ps(_mm_permute_ps(_mm256_castps256_ps128(sums), 0x08),
@@ -59,7 +59,7 @@ struct Float32 : Avx2 {
   }
 };
 
-// An operand takes two registers, so 8 hold sums.
+// An operand takes two registers, so 8 of them hold sums.
 struct BFloat16Split : Avx2 {
   using Element = BFloat16;
   struct Operand {

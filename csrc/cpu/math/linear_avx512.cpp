@@ -1,4 +1,4 @@
-// linear with AVX-512; bfloat16 with vdpbf16ps where the processor has it.
+// linear with AVX-512; bfloat16 with vdpbf16ps if the processor has it.
 #include "specdec/cpu/isa.h"
 
 #ifdef SPECDEC_X86
@@ -20,7 +20,7 @@
 namespace specdec::cpu {
 namespace {
 
-// 24 or fewer of the 32 registers hold sums.
+// At most 24 of the 32 registers hold sums.
 struct Avx512 {
   using Vector = __m512;
   static constexpr int kParts = 1;
@@ -40,7 +40,7 @@ struct Avx512 {
         _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
     const __m512 cd =
         _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
-    // Four lanes of each element, side by side.
+    // Four lanes of each element in its quarter of the vector.
     const __m512 by4 =
         _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
     const __m512 by2 = _mm512_add_ps(by4, _mm512_permute_ps(by4, 0x4E));
@@ -69,7 +69,7 @@ SPECDEC_LINEAR_INLINE __m512i broadcast_pair(const BFloat16* p) {
   return _mm512_set1_epi32(pair);
 }
 
-// vdpbf16ps is two fused multiply-adds, odd elements first, with subnormals taken as zero.
+// vdpbf16ps is two fused multiply-adds, odd elements first, with subnormals treated as zero.
 struct BFloat16Dot : Avx512 {
   using Element = BFloat16;
   using Operand = __m512i;

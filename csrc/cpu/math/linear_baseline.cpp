@@ -1,5 +1,5 @@
-// linear in plain C++ that compilers vectorise. A baseline without fused multiply-add (x86-64)
-// multiplies and adds with two roundings: bits of its own, the same for every number of rows.
+// linear in plain C++ for compilers to vectorise. A baseline without fused multiply-add (x86-64)
+// rounds twice, so it gives other bits, which are the same for every number of rows.
 #include <cstring>
 
 #define SPECDEC_LINEAR_TARGET

@@ -1,23 +1,23 @@
 // The loops of `linear`, written once and compiled for each instruction set. The including file
 // defines SPECDEC_LINEAR_TARGET, a target attribute or nothing, and formats: the vector code of one
-// element type on one instruction set.
+// element type on one instruction set. A format has
 //
 //   Element      storage type; 64 bytes of it are a step, one or two elements for each of 16 lanes
 //   Vector       16 / kParts lanes in a register; kParts of them are the sums of an output element
-//   Operand      what one Vector takes of a step
+//   Operand      the part of a step for one Vector
 //   kMaxRows     largest number of input rows in a register block
 //   num_outs(r)  weight rows in a register block of r input rows; divides kTileOuts
-//   load(p), load_first(p, count)             the Operand at p; of fewer elements, zeros behind
-//   them keep(operand)                             keeps it in a register, see step()
+//   load(p), load_first(p, count)             the Operand at p; its first elements, then zeros
+//   keep(operand)                             keeps it in a register, see step()
 //   multiply_add(vector, weights, inputs)
 //   zero(), load_lanes(p), store_lanes(v, p)
 //   total(four elements' vectors, out)        the sums over the lanes
 //
 // Loops, outermost first: tiles of kTileOuts weight rows, chunks of in_features, blocks of input
-// rows, blocks of weight rows. A block's chunk of inputs stays in L1 while the tile's weights pass
-// by (kChunkBytes x kMaxRows = 16 KiB), and the tile's chunk of weights in L2 until the other
-// blocks of input rows have used it. Between chunks the lanes wait in memory, which changes no bit
-// of them.
+// rows, blocks of weight rows. A block's chunk of inputs stays in L1 while the tile's weights are
+// read (kChunkBytes x kMaxRows = 16 KiB). The tile's chunk of weights stays in L2 until the other
+// blocks of input rows have used it. Between chunks the lanes are stored in memory, which does not
+// change their bits.
 #pragma once
 
 #include <algorithm>
@@ -41,7 +41,7 @@ constexpr int64_t kPassRows = 32;
 
 // Up to kPassRows rows of a product, with the inputs in the order in which a block reads them:
 // [blocks of block_rows rows][steps][rows of the block][kStepBytes], zeros beyond in_features.
-// Unpacked, rows whose stride is a multiple of 4 KiB would evict each other from L1.
+// Without this copy, rows whose stride is a multiple of 4 KiB would evict each other from L1.
 struct LinearPass {
   const LinearParams& params;
   int64_t first_row;
@@ -51,8 +51,8 @@ struct LinearPass {
   const std::byte* inputs;
 };
 
-// The code of one element type on one instruction set; run writes the pass's rows of
-// output[:, first_out:end_out].
+// The code of one element type on one instruction set. run() writes the pass's rows of output[:,
+// first_out:end_out].
 struct LinearCode {
   int64_t max_rows;
   void (*run)(const LinearPass& pass, int64_t first_out, int64_t end_out);
@@ -62,8 +62,8 @@ LinearCode linear_baseline(LinearType type);
 LinearCode linear_avx2(LinearType type);
 LinearCode linear_avx512(LinearType type);
 
-// The size of the largest part when `total` is cut into as few parts of at most `limit` as
-// possible, as evenly as it goes.
+// The size of the largest part when `total` is divided as evenly as possible into the smallest
+// number of parts of at most `limit`.
 inline int64_t even_part(int64_t total, int64_t limit) {
   const int64_t parts = (total + limit - 1) / limit;
   return (total + parts - 1) / parts;
@@ -97,9 +97,9 @@ class LinearKernel {
     const LinearParams& params;
     int64_t first_out;
     int64_t num_outs;
-    int64_t first;  // element of in_features
+    int64_t first;  // first element of in_features
     int64_t count;
-    int64_t next;  // elements from a weight row's chunk to what to prefetch meanwhile
+    int64_t next;  // elements from a weight row's chunk to the one to prefetch meanwhile
     bool is_first;
     bool is_last;
   };
@@ -120,7 +120,7 @@ class LinearKernel {
       const int64_t num_outs = std::min(kTileOuts, end_out - out);
       for (int64_t first = 0; first < pass.steps * kStep; first += chunk) {
         const bool is_last = first + chunk >= params.in_features;
-        // After a tile's last chunk comes the next tile's first; after the last tile, nothing.
+        // The next tile's first chunk follows a tile's last one; nothing follows the last tile.
         const int64_t next = !is_last                    ? chunk
                              : out + kTileOuts < end_out ? kTileOuts * params.weight_stride - first
                                                          : 0;
@@ -142,7 +142,7 @@ class LinearKernel {
     }
   }
 
-  // One block of kRows input rows x the tile. `lanes` [kRows, kTileOuts, kLanes].
+  // Multiplies one block of kRows input rows with the tile. `lanes` is [kRows, kTileOuts, kLanes].
   template <int kRows>
   SPECDEC_LINEAR_TARGET static void run_block(const Chunk& chunk, const Element* inputs,
                                               int64_t row, float* lanes) {
@@ -160,7 +160,7 @@ class LinearKernel {
   template <int kRows, int kOuts>
   using Sums = Vector[kRows][kOuts][kParts];
 
-  // The register block: kRows input rows x kOuts weight rows of the tile, from `out` on.
+  // A register block: kRows input rows x kOuts weight rows of the tile, from `out` on.
   template <int kRows, int kOuts>
   SPECDEC_LINEAR_INLINE static void multiply(const Chunk& chunk, const Element* inputs, int64_t row,
                                              int64_t out, float* lanes) {
@@ -174,8 +174,8 @@ class LinearKernel {
     const int64_t count = chunk.count, next = chunk.next;
     int64_t k = 0;
     for (; k + kStep <= count; k += kStep) {
-      // Into L2. The hardware's own prefetching ends at each 4 KiB and restarts with each row:
-      // measured, half of the bandwidth.
+      // Prefetches into L2. The hardware prefetcher stops at each 4 KiB and restarts with each row,
+      // which was measured to reach half of the bandwidth.
       SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) {
         __builtin_prefetch(weights[i] + k + next, 0, 2);
       }
@@ -192,7 +192,7 @@ class LinearKernel {
     }
   }
 
-  // Of vector i, counted over rows, weight rows and parts.
+  // The offset of vector i, counted over rows, weight rows and parts.
   static constexpr int64_t lane_offset(int i, int outs) {
     return (i / kParts / outs * kTileOuts + i / kParts % outs) * kLanes + i % kParts * kPartLanes;
   }
@@ -206,7 +206,7 @@ class LinearKernel {
     }
   }
 
-  // `count` elements, kStep or the last few.
+  // Multiplies `count` elements, kStep or the last few.
   template <int kRows, int kOuts>
   SPECDEC_LINEAR_INLINE static void step(const Element* inputs, const Element* const* weights,
                                          int64_t k, int64_t count, Sums<kRows, kOuts>& sums) {
@@ -219,7 +219,7 @@ class LinearKernel {
       }
       SPECDEC_UNROLL for (int r = 0; r < kRows; ++r) {
         Operand x = F::load(inputs + r * kStep + part * kPart);
-        F::keep(x);  // or compilers load it again for every multiply_add
+        F::keep(x);  // otherwise compilers load it again for every multiply_add
         SPECDEC_UNROLL for (int i = 0; i < kOuts; ++i) F::multiply_add(sums[r][i][part], w[i], x);
       }
     }

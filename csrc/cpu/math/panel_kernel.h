@@ -1,7 +1,7 @@
-// The loops of panels.h, written once and compiled for each instruction set with the formats of
-// linear_kernel.h, of which they also take
+// The loops of panels.h, written once and compiled for each instruction set. They use the formats
+// of linear_kernel.h, and from each also
 //
-//   kPanelRows    input rows in a register block
+//   kPanelRows    number of input rows in a register block
 //   broadcast(p)  the Operand that has the four bytes at p in every lane
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace specdec::cpu {
 
-// Products of `rows` contiguous input rows with one panel; those of an input row are `stride` apart
-// from the next one's.
+// Products of `rows` contiguous input rows with one panel. The products of consecutive rows are
+// `stride` apart.
 using PanelCode = void (*)(const void* panel, const void* input, int64_t rows, int64_t ins,
                            float* values, int64_t stride);
 
@@ -59,7 +59,7 @@ class PanelKernel {
     }
     int64_t k = 0;
     for (; k + kUnit <= ins; k += kUnit) {
-      // With few rows, loads run far enough ahead of the arithmetic by themselves, and asking costs
+      // With few rows, loads already run far enough ahead of the arithmetic, and prefetching costs
       // a fifth of the last-level cache's bandwidth.
       if constexpr (kRows > 4) {
         const auto* next = reinterpret_cast<const std::byte*>(panel + k * kPanelOuts);
@@ -79,7 +79,7 @@ class PanelKernel {
     }
   }
 
-  // One unit of every row, `stride` elements apart.
+  // Multiplies one unit of every row; units are `stride` elements apart.
   template <int kRows>
   SPECDEC_LINEAR_INLINE static void add(const Element* weights, const Element* input,
                                         int64_t stride, Vector (&sums)[kRows][kVectors]) {

@@ -8,8 +8,8 @@
 namespace specdec::cpu {
 namespace {
 
-// Multiply-adds below which waking a thread costs more than it saves. A row counts as kMinRows
-// rows, because fewer are no faster: the weights have to be read.
+// Number of multiply-adds below which waking a thread costs more than it saves. Fewer than kMinRows
+// rows count as kMinRows, because they are no faster: the weights have to be read.
 constexpr int64_t kGrain = 1 << 18;
 constexpr int64_t kMinRows = 4;
 
@@ -33,7 +33,7 @@ void panel_products(const PanelParams& params, const PanelVisitor& visit,
                     const ParallelFor& parallel_for) {
   const PanelCode code = code_for_isa(params.type);
   const int64_t size = element_size(params.type);
-  const int64_t stride = panel_bytes(kPanelOuts, params.ins, size);  // of panels
+  const int64_t stride = panel_bytes(kPanelOuts, params.ins, size);  // distance of panels
   const int64_t blocks = (params.outs + params.block_outs - 1) / params.block_outs;
   for (int64_t row = 0; row < params.rows; row += kPassRows) {
     const int64_t rows = std::min(kPassRows, params.rows - row);

@@ -22,14 +22,14 @@ void bits_baseline(const NoiseStream& noise, uint32_t first_group, uint32_t* bit
 }
 
 #ifdef SPECDEC_X86
-// One counter word of one group per 64-bit lane, in its low half: the multiplication reads only
-// that half, so a product serves as the next low word as it is, and shifted as the next high word.
-// What is in the upper halves never matters. The groups are dealt to the lanes so that interleaving
+// One counter word of one group per 64-bit lane, in its low half. The multiplication reads only
+// that half, so a product can be used directly as the next low word and, shifted, as the next high
+// word. The upper halves are never used. Groups are assigned to the lanes so that interleaving
 // pairs of words at the end, which works within 128 bits, leaves the tokens in order.
 
 SPECDEC_TARGET_AVX512 void bits_avx512(const NoiseStream& noise, uint32_t first_group,
                                        uint32_t* bits) {
-  constexpr int kGroups = 8;  // of a vector
+  constexpr int kGroups = 8;  // groups per vector
   constexpr int kVectors = kBulkGroups / kGroups;
   const __m512i multiplier0 = _mm512_set1_epi64(kPhiloxMultiplier0);
   const __m512i multiplier1 = _mm512_set1_epi64(kPhiloxMultiplier1);
@@ -72,9 +72,9 @@ SPECDEC_TARGET_AVX512 void bits_avx512(const NoiseStream& noise, uint32_t first_
   }
 }
 
-// Two vectors of four groups at a time: more of them do not fit the 16 registers.
+// Two vectors of four groups at a time: more would not fit into 16 registers.
 SPECDEC_TARGET_AVX2 void bits_avx2(const NoiseStream& noise, uint32_t first_group, uint32_t* bits) {
-  constexpr int kGroups = 4;  // of a vector
+  constexpr int kGroups = 4;  // groups per vector
   constexpr int kVectors = 2;
   const __m256i multiplier0 = _mm256_set1_epi64x(kPhiloxMultiplier0);
   const __m256i multiplier1 = _mm256_set1_epi64x(kPhiloxMultiplier1);

@@ -1,4 +1,4 @@
-// draft_head_rows.h for every instruction set, and the choice among them.
+// The loops of rows.h for every instruction set, and the choice among them.
 #include "rows.h"
 
 #include <algorithm>
@@ -32,7 +32,7 @@
 
 namespace specdec::cpu {
 
-const DraftHeadRows& draft_head_rows() {
+const RowOps& row_ops() {
 #ifdef SPECDEC_X86
   switch (cpu_isa()) {
     case CpuIsa::kAvx512:

@@ -1,6 +1,6 @@
-// The loops of the CPU op draft_head over one row, built once per instruction set. All builds give
-// the same bits: operations are elementwise float32 with written-out roundings, sums are taken in
-// kRowLanes lanes, lane l over the elements l, l + kRowLanes, ..., and then over the lanes by
+// The operations of decoder layers and draft heads on one row, compiled once per instruction set.
+// All builds give the same bits: operations are elementwise float32 with explicit rounding. Sums
+// use kRowLanes lanes, lane l for the elements l, l + kRowLanes, ..., which are then added by
 // halves. Results are rounded to the type once.
 #pragma once
 
@@ -11,34 +11,35 @@ namespace specdec::cpu {
 
 constexpr int64_t kRowLanes = 32;
 
-// The rotation of a position: of element i with element i + half.
+// The rotation of a position, which combines element i with element i + half.
 struct Rotation {
   const float* cosines;  // [half]
   const float* sines;    // [half]
   int64_t half;
 };
 
-// A weight [count] and the epsilon of a root mean square norm; without a weight there is no norm.
+// The weight [count] and the epsilon of an RMS norm. Without a weight there is no norm.
 struct RowNorm {
   const void* weight;
   float eps;
 };
 
-// Of logits: the largest, and the sum of exp(logit - largest), which is NaN if the largest is +inf.
+// The largest of some logits, and the sum of exp(logit - largest), which is NaN if the largest is
+// +inf.
 struct LogitSum {
   float largest;
   float sum;
 };
 
-// The best logits so far, in the order of picks (pick.h).
+// The best logits so far, as picks (specdec/math/pick.h).
 struct BestPicks {
   Pick* picks;  // [capacity], descending
   int64_t capacity;
   int64_t count;
 
-  // What a pick must exceed to enter.
+  // A pick must be larger than this to enter.
   SPECDEC_HOST_DEVICE Pick bar() const { return count == capacity ? picks[count - 1] : kNoPick; }
-  // Every pick is compared: no branch that depends on where this one goes.
+  // Compares with every pick, so that there is no branch on the place of insertion.
   SPECDEC_HOST_DEVICE void insert(Pick pick) {
     if (count < capacity) picks[count++] = kNoPick;
     for (int64_t i = 0; i < count; ++i) {
@@ -49,36 +50,37 @@ struct BestPicks {
   }
 };
 
-struct DraftHeadRows {
+struct RowOps {
   // out = x / sqrt(mean(x^2) + eps) * weight
   void (*norm)(FloatType type, const void* x, const RowNorm& norm, int64_t count, void* out);
-  // out = x, normed and rotated; a head
+  // out = x, normed and rotated; x is one head
   void (*rotate)(FloatType type, const void* x, const RowNorm& norm, const Rotation& rotation,
                  int64_t head_dim, void* out);
   // out = x + bias; bias null: out = x
   void (*round)(FloatType type, const float* x, const void* bias, int64_t count, void* out);
   // x += y
   void (*add)(FloatType type, const void* y, int64_t count, void* x);
-  // out = silu(gate) * up, of [2, count]: gate, then up
+  // out = silu(gate) * up for [2, count]: gate, then up
   void (*gate)(FloatType type, const void* gate_up, int64_t count, void* out);
-  // As the modules of a model compute them: rounded to the type after every operation.
+  // The next three compute like the modules of a model, which round to the type after every
+  // operation.
   // out = x / sqrt(mean(x^2) + eps) * weight
   void (*module_norm)(FloatType type, const void* x, const RowNorm& norm, int64_t count, void* out);
-  // out = x * cosines + (-second half of x, first half of x) * sines, all [head_dim]; x is normed
-  // before, in place, if there is a weight
+  // out = x * cosines + (-second half of x, first half of x) * sines, all [head_dim]. If there is a
+  // weight, x is first normed in place.
   void (*module_rotate)(FloatType type, void* x, const RowNorm& norm, const void* cosines,
                         const void* sines, int64_t head_dim, void* out);
   // out = silu(gate) * up
   void (*module_gate)(FloatType type, const void* gate, const void* up, int64_t count, void* out);
-  // Multiplies by scale in place, NaN becomes -inf, and sums up. `logits` has room up to a multiple
-  // of kRowLanes.
+  // Multiplies by scale in place, replaces NaN by -inf, and sums. `logits` has room up to a
+  // multiple of kRowLanes.
   LogitSum (*sum_logits)(float scale, int64_t count, float* logits);
-  // Adds logits above -inf, as sum_logits leaves them, to the best; logit i is that of token
+  // Adds logits above -inf, as sum_logits leaves them, to the best ones. Logit i belongs to token
   // first + i.
   void (*pick_logits)(const float* logits, int64_t count, int64_t first, BestPicks* best);
 };
 
-// Those of the instruction set that cpu_isa() chose.
-const DraftHeadRows& draft_head_rows();
+// The operations for the instruction set that cpu_isa() chose.
+const RowOps& row_ops();
 
 }  // namespace specdec::cpu

@@ -1,11 +1,11 @@
-// The loops of draft_head_rows.h for one instruction set: included once for each by
-// draft_head_rows.cpp, which defines SPECDEC_ROWS_ISA, a namespace, and SPECDEC_ROWS_TARGET, a
-// target attribute or nothing. Plain loops that compilers vectorise.
+// The loops of rows.h for one instruction set. rows.cpp includes this file once for each, and
+// defines SPECDEC_ROWS_ISA, a namespace, and SPECDEC_ROWS_TARGET, a target attribute or nothing.
+// The loops are plain, for compilers to vectorise.
 
 namespace specdec::cpu::SPECDEC_ROWS_ISA {
 namespace {
 
-// All lanes into lane 0, by halves.
+// Combines all lanes into lane 0, by halves.
 template <typename Combine>
 SPECDEC_HOST_DEVICE float combine_lanes(float* lanes, const Combine& combine) {
   _Pragma("GCC unroll 8") for (int64_t distance = kRowLanes / 2; distance > 0; distance /= 2) {
@@ -91,7 +91,7 @@ SPECDEC_HOST_DEVICE void gate_row(const T* __restrict gate_up, int64_t count, T*
   }
 }
 
-// To the type and back.
+// Converts to the type and back.
 template <typename T>
 SPECDEC_HOST_DEVICE float rounded(float value) {
   T stored;
@@ -225,7 +225,7 @@ SPECDEC_ROWS_TARGET LogitSum sum_logits(float scale, int64_t count, float* logit
   }
   const float largest = combine_lanes(maxima, larger);
   if (largest == -kMinusInfinity) return {largest, std::numeric_limits<float>::quiet_NaN()};
-  if (largest == kMinusInfinity) return {largest, 0.0f};  // other blocks may have more
+  if (largest == kMinusInfinity) return {largest, 0.0f};  // other blocks may have larger logits
   float sums[kRowLanes] = {};
   for (int64_t i = 0; i < padded; i += kRowLanes) {
     for (int64_t lane = 0; lane < kRowLanes; ++lane) {
@@ -252,16 +252,16 @@ SPECDEC_ROWS_TARGET void pick_logits(const float* logits, int64_t count, int64_t
   }
 }
 
-constexpr DraftHeadRows kRows{.norm = norm,
-                              .rotate = rotate,
-                              .round = round,
-                              .add = add,
-                              .gate = gate,
-                              .module_norm = module_norm,
-                              .module_rotate = module_rotate,
-                              .module_gate = module_gate,
-                              .sum_logits = sum_logits,
-                              .pick_logits = pick_logits};
+constexpr RowOps kRows{.norm = norm,
+                       .rotate = rotate,
+                       .round = round,
+                       .add = add,
+                       .gate = gate,
+                       .module_norm = module_norm,
+                       .module_rotate = module_rotate,
+                       .module_gate = module_gate,
+                       .sum_logits = sum_logits,
+                       .pick_logits = pick_logits};
 
 }  // namespace
 }  // namespace specdec::cpu::SPECDEC_ROWS_ISA

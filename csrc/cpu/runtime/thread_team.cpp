@@ -9,8 +9,8 @@ namespace {
 
 constexpr int64_t kMaxChunks = 0xFFFF;
 
-// Awake for about as long as what the leader does alone between two loops takes; then others may
-// have the processor.
+// Waits without giving up the processor for about as long as the leader works alone between two
+// loops, then yields to other threads.
 class Wait {
  public:
   void again() {
@@ -26,7 +26,7 @@ class Wait {
 #endif
   }
 
-  // Nanoseconds since it began to yield; 0 if it never did.
+  // Nanoseconds since the first yield; 0 if there was none.
   int64_t yielded() const { return yielding_since_ == 0 ? 0 : nanoseconds_now() - yielding_since_; }
 
  private:
@@ -91,7 +91,7 @@ void ThreadTeam::loop(int64_t count, int64_t grain, ParallelFor::Body body, void
   waited_ += wait.yielded();
 }
 
-// False if none is left.
+// Returns false if no chunk is left.
 bool ThreadTeam::take_chunk() {
   uint64_t ticket = ticket_.load(std::memory_order_acquire);
   while (true) {

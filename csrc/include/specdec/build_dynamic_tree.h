@@ -1,14 +1,14 @@
-// build_dynamic_tree: the best candidates of a dynamic draft (EAGLE-2) as a tree.
+// build_dynamic_tree: selects the best candidates of a dynamic draft (EAGLE-2) as a tree.
 //
-// A candidate is a drafted token with the cumulative log-probability of its path. It counts with
+// A candidate is a drafted token with the cumulative log-probability of its path. It is ranked by
 // its effective score, the lowest score on its path from the root, and is eligible if that is above
-// -inf and no link of the path is illegal. The best nodes - 1 eligible candidates are selected in
+// -inf and every link of the path is legal. The best nodes - 1 eligible candidates are selected in
 // the order (effective score descending, candidate index ascending).
 //
-// Every selection is a tree: a parent's effective score is at least that of its child and its index
-// is smaller, so in this order a parent precedes its children, and each prefix of the order is
-// closed under ancestors, whatever the ties. With the scores of a draft, where a child is never
-// better than its parent, effective scores are the scores.
+// Every selection is a tree: a parent's effective score is at least that of its child, and its
+// index is smaller. So a parent precedes its children in this order, and each prefix of the order
+// is closed under ancestors, whatever the ties. In a draft a child never scores higher than its
+// parent, so effective scores equal the scores.
 #pragma once
 
 #include "specdec/core/parallel.h"
@@ -34,8 +34,8 @@ struct BuildDynamicTreeParams {
   int64_t* selected;      // [batch, nodes] candidate index; -1 where absent and for the root
 };
 
-// Orders like the score, as an unsigned integer with -0 = +0; 0, below all others, for NaN, -inf
-// and a parent that is neither the root nor an earlier candidate.
+// Maps a score to an unsigned integer of the same order, with -0 = +0. Returns 0, which is below
+// all others, for NaN, -inf, and a parent that is neither the root nor an earlier candidate.
 SPECDEC_HOST_DEVICE uint32_t candidate_key(float score, int64_t parent, int64_t candidate) {
   const bool link_is_legal = parent >= kRootParent && parent < candidate;
   if (!link_is_legal || !(score > bits_to_float(kMinusInfinityBits))) return 0;

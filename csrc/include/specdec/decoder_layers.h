@@ -1,20 +1,20 @@
-// decoder_layers: the layers of a decoder of the common kind over the nodes of draft trees, and the
-// norm behind the last. Of each layer, with h the input,
+// decoder_layers: the layers of a Llama-like decoder over the nodes of draft trees, and the final
+// norm. With h the input, a layer computes
 //
-//   x = norm(h);  q, k, v = x Wq, x Wk, x Wv (+ biases);  q, k = rotate(q), rotate(k), normed
-//   before where there are norms;  k and v go to the cache's slots [start, start + nodes)
+//   x = norm(h);  q, k, v = x Wq, x Wk, x Wv (+ biases);  q, k = norm(q), norm(k) where the model
+//   has such norms;  q, k = rotate(q), rotate(k);  k, v go to cache slots [start, start + nodes)
 //   h = h + attention(q, cache) Wo;  x = norm(h);  h = h + (silu(x Wg) * x Wu) Wd
 //
-// norm is x / sqrt(mean(x^2) + eps) * weight. Results are rounded to the type after every
-// operation, as a model does that makes a tensor of each; products are those of linear.h, attention
-// is that of tree_attention.h. So a node has the same bits whatever runs with it.
+// where norm(x) is x / sqrt(mean(x^2) + eps) * weight. Results are rounded to the type after every
+// operation, as in a model that stores a tensor after each. Products follow linear.h, attention
+// follows tree_attention.h, so the bits of a node do not depend on the other nodes.
 #pragma once
 
 #include <span>
 
-#include "linear.h"
 #include "specdec/core/float_types.h"
-#include "tree_attention.h"
+#include "specdec/linear.h"
+#include "specdec/tree_attention.h"
 
 namespace specdec {
 
@@ -26,7 +26,7 @@ struct DecoderMatrix {
 };
 
 struct DecoderLayer {
-  const void* input_norm;  // [hidden], as all norms of the layer but those of heads
+  const void* input_norm;  // [hidden], like all norms of a layer except query_norm and key_norm
   DecoderMatrix query;
   DecoderMatrix key;
   DecoderMatrix value;
@@ -43,7 +43,7 @@ struct DecoderLayer {
 };
 
 struct DecoderParams {
-  FloatType type;         // float32 or bfloat16, of all numbers
+  FloatType type;         // float32 or bfloat16, for all tensors
   const void* input;      // [batch, nodes, hidden] contiguous
   const void* cosines;    // [batch or 1, nodes, head_dim] contiguous
   const void* sines;      // likewise
@@ -64,18 +64,19 @@ struct DecoderParams {
   float eps;
   float scale;  // of the dot products
 
-  void* states;  // [layers, batch, nodes, hidden], what each layer hands on
-  void* output;  // [batch, nodes, hidden], the last of them after the final norm
+  void* states;  // [layers, batch, nodes, hidden], the output of each layer
+  void* output;  // [batch, nodes, hidden], the last layer's output after the final norm
 
   int64_t count() const { return batch * nodes; }
 };
 
 namespace cpu {
 
-// The slots must be valid: find_invalid_slot(decoder_attention(params, layer, ...)).
+// The slots must be valid: check them with find_invalid_slot(decoder_attention(params, layer,
+// ...)).
 void decoder_layers(const DecoderParams& params, const ParallelFor& parallel_for);
 
-// Attention of a layer, of queries [batch, nodes, heads, head_dim] contiguous.
+// The attention of one layer; queries are [batch, nodes, heads, head_dim], contiguous.
 TreeAttentionParams decoder_attention(const DecoderParams& params, const DecoderLayer& layer,
                                       const int64_t& start, const void* queries, void* output);
 

@@ -1,15 +1,15 @@
-// draft_head: a draft head of the EAGLE family (Li et al. 2024, 2025; P-EAGLE, Hui et al. 2026)
-// reads what was committed since it last ran, and drafts a tree. What it computes:
+// draft_head: runs a draft head of the EAGLE family (Li et al. 2024, 2025; P-EAGLE, Hui et al.
+// 2026) on the tokens that were committed since its last run, and drafts a tree. Specification:
 // specdec_ext/reference/draft_head.py.
 //
-// An element is a token with the features of the position before it, or with the feedback of the
-// node that it was drafted under. The head's cache holds keys and values of the committed elements
-// of row r in slots 0 .. lengths[r] - 1; new elements follow, and behind them, for the time of the
-// call, those of the draft:
+// An element is one input of the head: a token with the features of the position before it, or with
+// the feedback of its parent node. The head's cache holds keys and values of the committed elements
+// of row r in slots 0 .. lengths[r] - 1. New elements follow, and behind them, for the duration of
+// the call, the elements of the draft:
 //
 //   slots    [ committed | new elements | mask elements, or the nodes that were expanded ]
 //
-// Everything about a row depends on that row alone and has the same bits whatever else is computed
+// The result of a row depends on that row alone. It has the same bits whatever else is computed
 // with it, and however its elements are divided over calls.
 #pragma once
 
@@ -23,9 +23,9 @@
 
 namespace specdec {
 
-// Tensors of the head have one type and are contiguous. Matrices that inputs are multiplied with
-// are in panels (specdec/panels.h) for the CPU, [outs, ins] for the kernel; there they may be
-// 8-bit.
+// The tensors of a head have one type and are contiguous. Weight matrices are stored in panels
+// (specdec/cpu/panels.h) for the CPU and as [outs, ins] for the kernel, which also takes 8-bit
+// ones.
 struct HeadMatrix {
   const void* weight;  // null: absent
   const void* bias;    // [outs] or null
@@ -43,12 +43,12 @@ struct HeadLayer {
   const void* post_norm;   // [hidden]
   HeadMatrix gate_up;      // [2 * intermediate, hidden]: gate, then up
   HeadMatrix down;         // [hidden, intermediate]
-  int64_t window;          // tokens that are seen; 0: all
+  int64_t window;          // number of tokens that are seen; 0: all
 };
 
 struct HeadWeights {
   FloatType type;
-  bool is_eagle1;  // embedding and features go through fc together; no norm at the ends
+  bool is_eagle1;  // embedding and features go through fc together; no norms around the layers
   bool norm_before_residual;
   bool norm_output;
   int64_t hidden;
@@ -60,14 +60,14 @@ struct HeadWeights {
   int64_t draft_vocab;
   int64_t feature_width;
   int64_t num_features;
-  int64_t mask_token;  // P-EAGLE; else -1
+  int64_t mask_token;  // of P-EAGLE; otherwise -1
   float eps;
   float logit_scale;
   const void* embedding;           // [vocab, hidden]
   const void* lm_head;             // a matrix [draft_vocab, hidden]
   const int64_t* draft_to_target;  // [draft_vocab] or null
   const void* input_norm;          // [feature_width] or null
-  const void* fc_norm;             // [feature_width] or null: one for each feature, side by side
+  const void* fc_norm;             // [feature_width] or null: one norm per feature, side by side
   HeadMatrix fc;                   // [hidden, feature_width (+ hidden: EAGLE-1)] or absent
   const void* hidden_norm;         // [hidden]; null: EAGLE-1
   const void* norm;                // [hidden]; null: EAGLE-1
@@ -89,18 +89,19 @@ struct HeadCache {
   int64_t slot_stride;
 };
 
-// What is drafted. A static tree lists for each node but the root its parent and which of the
-// parent's children it is, in level order; a chain is 0 0, 1 0, 2 0. A dynamic tree (EAGLE-2)
-// expands the top_k best nodes of each level by top_k children and keeps the nodes - 1 best of all.
+// The shape of a draft. A static tree lists in level order, for each node except the root, its
+// parent and its rank among the parent's children; a chain is (0, 0), (1, 0), (2, 0). A dynamic
+// tree (EAGLE-2) expands the top_k best nodes of each level by top_k children and keeps the best
+// nodes - 1 of all.
 struct DraftShape {
   View2<const int64_t> choices;  // [num_choices, 2] (parent, rank)
-  int64_t num_choices;           // below nodes, whose last stay absent then; 0: a dynamic tree
+  int64_t num_choices;           // below nodes: the remaining nodes are absent; 0: a dynamic tree
   int64_t depth;                 // levels below the root
-  int64_t top_k;                 // children per node; of a static tree the largest rank + 1
+  int64_t top_k;                 // children per node; for a static tree the largest rank + 1
   int64_t nodes;                 // 1 .. kMaxNodes, the root included
 
   bool is_dynamic() const { return num_choices == 0; }
-  // Nodes that are scored, the root not counted.
+  // Number of nodes that are scored, without the root.
   int64_t num_candidates() const {
     return is_dynamic() ? top_k + (depth - 1) * top_k * top_k : num_choices;
   }
@@ -130,12 +131,12 @@ struct DraftHeadParams {
   float* tree_scores;     // [rows, nodes] cumulative log-probabilities, -inf where absent
 };
 
-// Slots behind the new elements that a draft needs.
+// Number of slots that a draft needs behind the new elements.
 int64_t draft_slots(const DraftShape& shape, bool is_parallel);
 
 namespace cpu {
-// All numbers that address memory must be valid, except those of draft_to_target: what is wrong
-// with one that was drafted, or nothing.
+// Every number that addresses memory must be valid, except those in draft_to_target: returns what
+// is wrong with an entry that was drafted, or nothing.
 std::optional<std::string> draft_head(const DraftHeadParams& params,
                                       const ParallelFor& parallel_for);
 }  // namespace cpu

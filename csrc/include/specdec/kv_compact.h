@@ -1,9 +1,9 @@
-// kv_compact: move the accepted slots of a tree to the front of its block, in K and V of all
-// layers.
+// kv_compact: moves the accepted slots of a tree to the front of its block, in the keys and values
+// of all layers.
 //
-// Caches are pools of pages; slot s of a row is slot s % page_size of its page s / page_size.
-// Without a page table row b has one page, number b, so an ordinary cache [batch, heads, slots,
-// head_dim] is the pool with one page per row.
+// Caches are pools of pages: slot s of a row is slot s % page_size of the row's page s / page_size.
+// Without a page table row b has one page, number b. An ordinary cache [batch, heads, slots,
+// head_dim] is thus a pool with one page per row.
 #pragma once
 
 #include <optional>
@@ -30,7 +30,7 @@ struct CacheTensor {
 
 struct KvMoves {
   View2<const int64_t> path;           // [batch, nodes] accepted nodes in order
-  View1<const int64_t> num_accepted;   // [batch]        -1: the row moves nothing
+  View1<const int64_t> num_accepted;   // [batch]        -1: nothing moves in this row
   View1<const int64_t> source_starts;  // [batch]        slot of node 0
   View1<const int64_t> target_starts;  // [batch]        slot that node path[b, 0] moves to
   View2<const int64_t> page_table;     // [batch, row_pages] or null
@@ -43,7 +43,7 @@ struct KvMoves {
   }
 };
 
-// The bytes between the first slot of a cache and a slot of a row, or -1 if the row or the cache
+// The offset in bytes of a row's slot from the first slot of a cache, or -1 if the row or the cache
 // has no such slot.
 SPECDEC_HOST_DEVICE int64_t slot_offset(const CacheTensor& cache, const KvMoves& moves, int64_t row,
                                         int64_t slot) {
@@ -56,7 +56,7 @@ SPECDEC_HOST_DEVICE int64_t slot_offset(const CacheTensor& cache, const KvMoves&
 
 namespace cpu {
 
-// What is wrong with the moves of some row, or nothing. Reads no cache.
+// Returns what is wrong with the moves, or nothing. Reads no cache.
 std::optional<std::string> find_invalid_move(std::span<const CacheTensor> caches,
                                              const KvMoves& moves);
 

@@ -1,18 +1,19 @@
-// The CUDA entry points: raw pointers in the params, a stream in, cudaError_t out.
+// The CUDA entry points: each takes params with raw pointers and a stream, and returns a
+// cudaError_t.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <span>
 
-#include "build_dynamic_tree.h"
-#include "kv_compact.h"
-#include "sample_filter.h"
+#include "specdec/build_dynamic_tree.h"
 #include "specdec/draft_head/kernel_params.h"
-#include "tree_attention.h"
-#include "tree_mask.h"
-#include "verify_match.h"
-#include "verify_sampled.h"
+#include "specdec/kv_compact.h"
+#include "specdec/sample_filter.h"
+#include "specdec/tree_attention.h"
+#include "specdec/tree_mask.h"
+#include "specdec/verify_match.h"
+#include "specdec/verify_sampled.h"
 
 namespace specdec {
 
@@ -20,7 +21,8 @@ cudaError_t launch_build_dynamic_tree(const BuildDynamicTreeParams& params, cuda
 
 cudaError_t launch_tree_mask(const TreeMaskParams& params, cudaStream_t stream);
 
-// counters: [batch], zero before and after; launches that may run at the same time need their own.
+// counters: [batch], zero before and after the launch. Launches that may run at the same time need
+// separate counters.
 cudaError_t launch_verify_match(const VerifyMatchParams& params, uint32_t* counters,
                                 void* workspace, cudaStream_t stream);
 
@@ -29,15 +31,15 @@ cudaError_t launch_verify_sampled(const VerifySampledParams& params, void* works
 
 cudaError_t launch_sample_filter(const SampleFilterParams& params, cudaStream_t stream);
 
-// One launch per kMaxCachesPerLaunch tensors: keys and values of 256 layers.
+// A launch takes at most this many tensors: the keys and values of 256 layers.
 constexpr int64_t kMaxCachesPerLaunch = 512;
 cudaError_t launch_kv_compact(std::span<const CacheTensor> caches, const KvMoves& moves,
                               cudaStream_t stream);
 
-// Blocks of the fused draft_head on this device; scratch memory depends on them.
+// The number of blocks of the fused draft_head on this device, which its scratch memory depends on.
 cudaError_t draft_head_blocks(FloatType type, DraftWeightType weights, int64_t* num_blocks);
-// float32 has weights of its own type only. One call at a time may use params.sync. phase_launches
-// asks for a launch of each phase, as profilers like it.
+// A float32 head has float32 weights only. params.sync must not be used by two calls at the same
+// time. phase_launches makes every phase a launch of its own, for profilers.
 cudaError_t launch_draft_head(const DraftKernelParams& params, FloatType type,
                               DraftWeightType weights, bool phase_launches, cudaStream_t stream);
 

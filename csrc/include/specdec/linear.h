@@ -1,15 +1,15 @@
-// linear: input @ weight.T + bias for few input rows, where a row of the result is the same bits
-// whatever rows are computed with it. (A matrix library picks its order of summation by the number
-// of rows, so that a token's logits depend on how many tokens are scored together.)
+// linear: input @ weight.T + bias for few input rows. The bits of a row of the result do not depend
+// on the other rows. (A matrix library chooses the order of summation by the number of rows, so a
+// token's logits would depend on how many tokens are scored together.)
 //
-// Every output element is summed in one order, in float32, with fused multiply-add, by 16 lanes:
+// Each output element is summed in float32 with fused multiply-add, by 16 lanes in a fixed order:
 //
 //   float32:  lane l takes the elements l, l + 16, l + 32, ... of in_features
 //   bfloat16: lane l takes 2l + 1, 2l, 2l + 33, 2l + 32, 2l + 65, ... (pairs, as vdpbf16ps does)
 //
-// in_features is padded with zeros to a whole number of lanes. Then lane l is added to lane l + 8,
-// the 8 sums to each other at distance 4, then 2, then 1; the bias is added; the sum is rounded
-// once.
+// in_features is padded with zeros to a whole number of lanes. At the end lane l + 8 is added to
+// lane l, the 8 sums to each other at distance 4, then 2, then 1; the bias is added; the sum is
+// rounded once.
 #pragma once
 
 #include <span>
@@ -22,7 +22,7 @@ namespace specdec {
 enum class LinearType { kFloat32, kBFloat16 };
 
 struct LinearParams {
-  LinearType type;  // of input, weight, bias and output
+  LinearType type;  // type of input, weight, bias and output
   // [rows, in_features], last dimension contiguous. Row r starts at element
   // r / inner_rows * outer_stride + r % inner_rows * inner_stride.
   const void* input;
@@ -38,12 +38,13 @@ struct LinearParams {
 
   void* output;  // [rows, out_features], last dimension contiguous
   int64_t output_stride;
-  bool float_output;  // output is float32, the sums before they are rounded to the type
+  bool float_output;  // output is float32: the sums before they are rounded to the type
 };
 
 namespace cpu {
 void linear(const LinearParams& params, const ParallelFor& parallel_for);
-// Several weights of one input, whose description the products share: one parallel loop.
+// Several weights with the same input, of which all products have the same description: one
+// parallel loop.
 void linears(std::span<const LinearParams> products, const ParallelFor& parallel_for);
 }  // namespace cpu
 

@@ -1,22 +1,23 @@
-// sample_filter: temperature, top-k, top-p and min-p of every row, in this order, each stage seeing
-// what the one before left.
+// sample_filter: applies temperature, top-k, top-p and min-p to every row, in this order; each
+// stage sees what the previous one left.
 //
-// A row's survivors are the tokens at or above one score, because every stage keeps the larger
-// scores; the ops find that score and never sort. One exception, ties at the end of the nucleus:
-// top-p keeps as many of them as it needs, highest index first (what a stable ascending sort
-// gives).
+// Every stage keeps the larger scores, so the survivors of a row are the tokens at or above one
+// threshold score. The ops search this threshold and never sort. One exception are ties at the end
+// of the nucleus: top-p keeps as many of them as it needs, highest index first (as a stable
+// ascending sort would).
 //
 //   score  = logit / temperature
 //   top-k: keep scores >= the k-th largest
-//   top-p: going down the scores, keep a token while the mass before it is < top_p * total mass
+//   top-p: in descending order, keep a token while the mass before it is < top_p * total mass
 //   min-p: keep weight >= min_p
 //   weight = exp(score - largest score), mass = floor(weight * 2^40)
 //
-// The largest score survives every stage, so weights need no renormalisation. Masses are integers:
-// sums have one value in whatever order they are taken, on every backend and number of threads. A
-// mass is low by less than 2^-40, and the weight in it off by 8.1e-8 of itself, so the share of the
-// total that a set of tokens has is off by less than vocab * 2^-40 + 1.7e-7 (total >= 1): 2.9e-7 at
-// 128k tokens, about what float32 softmax and cumsum of transformers are off by.
+// The largest score survives every stage, so weights need no renormalisation. Masses are integers,
+// so sums do not depend on the order of summation, the backend or the number of threads. Rounding
+// makes a mass too low by less than 2^-40, and the relative error of its weight is 8.1e-8. The
+// total is at least 1, so the share of a set of tokens in it is off by less than
+// vocab * 2^-40 + 1.7e-7: 2.9e-7 at 128k tokens, about the error of float32 softmax and cumsum in
+// transformers.
 #pragma once
 
 #include <optional>
@@ -28,7 +29,7 @@
 
 namespace specdec {
 
-// The total mass of a row stays below 2^62.
+// Keeps the total mass of a row below 2^62.
 constexpr int64_t kMaxFilterVocab = int64_t{1} << 22;
 
 struct SampleFilterParams {
@@ -47,7 +48,7 @@ struct SampleFilterParams {
 
 namespace cpu {
 
-// What is wrong with the parameters of some row, or nothing.
+// Returns what is wrong with the parameters, or nothing.
 std::optional<std::string> find_invalid_parameter(const SampleFilterParams& params);
 
 // The parameters must be valid.

@@ -1,11 +1,11 @@
-// tree_attention: attention of the nodes of draft trees over the committed tokens and over their
-// own ancestors.
+// tree_attention: attention of the nodes of draft trees to the committed tokens and to their own
+// ancestors.
 //
-// A node at depth d of a row whose prefix has P tokens sees an ordered list of keys: positions
-// 0 .. P - 1 of the prefix, then its ancestor at depth j as position P + j, for j = 0 .. d
-// (itself). A window keeps the last `window` of them. Its output is softmax(scores) times the
-// values of that list, and depends on nothing but that list: not on the other nodes, their number,
-// the batch, or on where the slots lie.
+// A node at depth d, in a row whose prefix has P tokens, sees an ordered list of keys: positions 0
+// .. P - 1 of the prefix, then its ancestor at depth j as position P + j for j = 0 .. d (itself). A
+// window keeps the last `window` of them. The output is softmax(scores) times the values of the
+// list. It depends on this list alone: not on the other nodes, their number, the batch, or on where
+// the slots are.
 #pragma once
 
 #include <cstdint>
@@ -18,20 +18,20 @@
 
 namespace specdec {
 
-// Farther than any memory reaches. Sums of a few such slots and lengths do not overflow.
+// More slots than any memory has. Sums of a few such slots and lengths do not overflow.
 constexpr int64_t kMaxSlot = int64_t{1} << 60;
 
 // Keys or values: [batch, kv_heads, slots, head_dim], or pools of pages
 // [num_pages, kv_heads, page_size, head_dim]; the last dimension is contiguous.
 struct KvTensor {
   const void* data;
-  int64_t page_stride;  // elements, as all strides; of a batch row or a page
+  int64_t page_stride;  // stride of a batch row or a page, in elements like all strides
   int64_t head_stride;
   int64_t slot_stride;
 };
 
-// What the CUDA kernels take. Rows of query, key and value must also be multiples of 16 bytes, and
-// aligned to 16.
+// Limits of the CUDA kernels. Rows of query, key and value must also be aligned to 16 bytes, and
+// their size must be a multiple of 16 bytes.
 constexpr int64_t kMaxCudaTreeNodes = 128;
 constexpr int64_t kMaxCudaHeadDim = 256;
 constexpr int64_t kMaxCudaGroup = 16;  // heads / kv_heads
@@ -44,7 +44,7 @@ struct TreeAttentionParams {
   int64_t query_node_stride;
   KvTensor key;
   KvTensor value;
-  View2<const int64_t> page_table;  // [batch, pages]; data is null: one page per row
+  View2<const int64_t> page_table;  // [batch, pages]; null data: one page per row
   int64_t num_pages;                // of key and value; without a page table: batch
   int64_t page_size;                // slots of a page; without a page table: slots of a row
   int64_t pages_per_row;            // columns of the page table; without one: 1
@@ -75,7 +75,7 @@ struct TreeAttentionParams {
 
   SPECDEC_HOST_DEVICE int64_t slots_per_row() const { return page_size * pages_per_row; }
 
-  // Where a slot of a row is: the one place that knows about pages. Slots are below 2^31.
+  // Location of a slot of a row: the only function that knows about pages. Slots are below 2^31.
   struct Place {
     int64_t page;
     int64_t slot;
@@ -92,12 +92,12 @@ struct TreeAttentionParams {
   }
 };
 
-// Bytes of device memory that launch_tree_attention needs; no initialisation.
+// Bytes of device memory that launch_tree_attention needs. The memory need not be initialised.
 int64_t tree_attention_workspace_bytes(const TreeAttentionParams& params);
 
 namespace cpu {
 
-// What is wrong with the slots that would be read, or nothing. Reads no key and no value.
+// Returns what is wrong with the slots that would be read, or nothing. Reads no keys and values.
 std::optional<std::string> find_invalid_slot(const TreeAttentionParams& params);
 
 // The slots must be valid.

@@ -1,4 +1,4 @@
-// tree_mask: the shape of draft trees, derived once per step from their parents.
+// tree_mask: derives the structure of draft trees from their parents, once per step.
 #pragma once
 
 #include "specdec/core/parallel.h"
@@ -13,11 +13,11 @@ struct TreeMaskParams {
   int64_t nodes;  // 1 .. kMaxNodes
   int64_t words;  // ceil(nodes / 64)
 
-  int64_t* ancestors;     // [batch, nodes, words] bits of the node itself and its ancestors
-  int64_t* depths;        // [batch, nodes]        -1 inactive
+  int64_t* ancestors;     // [batch, nodes, words] bits of the node and its ancestors
+  int64_t* depths;        // [batch, nodes]        -1: inactive
   int64_t* positions;     // [batch, nodes]        root position + depth; inactive: root position
-  int64_t* first_child;   // [batch, nodes]        -1 none
-  int64_t* next_sibling;  // [batch, nodes]        -1 none
+  int64_t* first_child;   // [batch, nodes]        -1: none
+  int64_t* next_sibling;  // [batch, nodes]        -1: none
   int64_t* paths;         // [batch, nodes, nodes] ancestor at each depth, -1 beyond
 };
 

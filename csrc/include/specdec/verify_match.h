@@ -1,9 +1,10 @@
-// verify_match: walk a draft tree along tokens drawn from the target.
+// verify_match: walks a draft tree along tokens drawn from the target.
 //
-// The match rule: at each visited node, starting at the root, draw one token from the node's
-// processed target distribution, as the arg-max of logit + Gumbel noise (greedy: no noise). If a
-// child carries the token, descend to the first one; otherwise emit the token and stop. What is
-// emitted has the target's law for every tree, because the tree never enters the draw.
+// The match rule: at each visited node, starting at the root, one token is drawn from the node's
+// processed target distribution, as the arg-max of logit + Gumbel noise (greedy: without noise). If
+// children carry the token, the walk descends to the first of them; otherwise the token is emitted
+// and the walk ends. The draw does not depend on the tree, so what is emitted has the target's
+// distribution for every tree.
 #pragma once
 
 #include "specdec/core/logits.h"
@@ -30,12 +31,12 @@ struct VerifyMatchParams {
   int64_t vocab;  // 1 .. 2^31 - 1
 
   int64_t* path;          // [batch, nodes] visited node at each depth, -1 beyond
-  int64_t* num_accepted;  // [batch]        -1 inactive row
-  int64_t* next_token;    // [batch]        -1 inactive row or status != 0
+  int64_t* num_accepted;  // [batch]        -1: inactive row
+  int64_t* next_token;    // [batch]        -1: inactive row or status != 0
   int64_t* status;        // [batch]        MatchStatus
 };
 
-// Bytes of device memory that launch_verify_match needs; no initialisation.
+// Bytes of device memory that launch_verify_match needs. The memory need not be initialised.
 int64_t verify_match_workspace_bytes(const VerifyMatchParams& params);
 
 namespace cpu {

@@ -1,10 +1,10 @@
-// The second kernel of tree_attention.cu: one node of a (row, key-value head) from the last whole
-// tile of the prefix to itself, then all splits together.
+// Second kernel of tree_attention.cu: for one node of a (row, key-value head), attends from the
+// last whole tile of the prefix to the node itself, then merges all splits.
 //
 // All threads merge the complete splits of the prefix into totals in shared memory and copy the
-// tiles of the rest; the first warp attends to these, on rows that are the heads of the group, and
-// adds every split that is complete to the totals. Barriers: around each tile (arrived, read),
-// after the merged splits and before the output.
+// remaining tiles. The first warp attends to these tiles, with the heads of the group as query
+// rows, and adds every complete split to the totals. Barriers: around each tile (arrived, read),
+// after the splits are merged and before the output.
 #pragma once
 
 #include "layout.cuh"
@@ -15,7 +15,7 @@ constexpr int kFinishThreads = 128;
 
 struct FinishShared {
   SharedArray<int, kMaxCudaTreeNodes> path;  // the ancestor at each depth
-  SharedArray<float, kTileRows> maximum;     // of the splits merged so far
+  SharedArray<float, kTileRows> maximum;     // over the splits merged so far
   SharedArray<float, kTileRows> sum;
 };
 
@@ -27,7 +27,7 @@ struct FinishShape {
                         static_cast<int64_t>(sizeof(typename Tile::T));
 };
 
-// The statistics of two splits together, and the factors of their values.
+// The merged statistics of two splits, and the factors of their values.
 struct Merge {
   float maximum;
   float sum;
@@ -48,12 +48,12 @@ __device__ __forceinline__ Merge merge_stats(float earlier_maximum, float earlie
   return merge;
 }
 
-// The sum of two splits' values; a split without weight adds nothing, whatever it holds.
+// The merged values of two splits. A split without weight adds nothing, whatever its values are.
 __device__ __forceinline__ float merge_value(const Merge& merge, float earlier, float later) {
   return exact_fma(later, merge.later_factor, exact_mul(earlier, merge.earlier_factor));
 }
 
-// Merges the first `count` splits of the query rows from `first_row` on, in order, into the totals.
+// Merges the first `count` splits of the query rows from `first_row` on into the totals, in order.
 template <class Tile>
 __device__ __forceinline__ void merge_partials(const TreeAttentionParams& params,
                                                const Partials& partials, const RowPlan& plan,
@@ -109,7 +109,7 @@ __device__ __forceinline__ void load_partial(const TreeAttentionParams& params,
   }
 }
 
-// Merges a split that is complete into the totals, and begins the next one.
+// Merges a complete split into the totals and begins the next one.
 template <class Tile>
 __device__ __forceinline__ void close_split(int group, FinishShared& shared,
                                             const SharedSpan<float>& totals,
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kFinishThreads, 2)
   }
   merge_partials<Tile>(params, partials, plan, row_and_head, first_row, group, split, shared,
                        totals);
-  block_barrier();  // totals and path are there
+  block_barrier();  // totals and path are complete
 
   const int warp = threadIdx.x / kWarpSize;
   AttentionState<Tile> states[1];
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kFinishThreads, 2)
     });
     cp_async_commit();
     cp_async_wait<0>();
-    block_barrier();  // the tile is there for all threads
+    block_barrier();  // the tile has landed for all threads
     if (warp == 0) {
       if (begin >= split_end) {
         close_split<Tile>(group, shared, totals, states[0]);

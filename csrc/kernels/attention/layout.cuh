@@ -1,5 +1,5 @@
-// What the two kernels of tree_attention.cu share: the splits of the positions, where partial
-// results are, and how query rows, keys and values come into shared memory.
+// What the two kernels of tree_attention.cu share: the splits of the positions, the layout of
+// partial results, and how query rows, keys and values are copied to shared memory.
 #pragma once
 
 #include "tile.cuh"
@@ -8,7 +8,7 @@ namespace specdec {
 
 constexpr int kSplitsPerLevel = 16;
 constexpr int64_t kFirstSplit = 512;                 // positions
-constexpr int64_t kMaxPositions = int64_t{1} << 40;  // a larger prefix length is cut to it
+constexpr int64_t kMaxPositions = int64_t{1} << 40;  // longer prefixes are cut to it
 
 // Level l has kSplitsPerLevel splits of kFirstSplit << l positions.
 SPECDEC_HOST_DEVICE int64_t split_begin(int64_t split) {
@@ -23,7 +23,7 @@ SPECDEC_HOST_DEVICE int64_t split_of(int64_t position) {
   return level * kSplitsPerLevel + (position - first) / (kFirstSplit << level);
 }
 
-// Partial results: per (row, key-value head, split, query row) the weighted sum of values and the
+// Partial results per (row, key-value head, split, query row): the weighted sum of values and the
 // statistics of its softmax.
 struct Partials {
   float* values;  // [batch, kv_heads, splits, query_rows, head_dim]
@@ -36,11 +36,11 @@ struct Partials {
   }
 };
 
-// What both kernels know about a row.
+// The positions of a row, for both kernels.
 struct RowPlan {
   int64_t prefix_length;
-  int64_t first_seen;  // no node sees a position before
-  int64_t prefix_end;  // a multiple of the tile: what the prefix kernel walks to
+  int64_t first_seen;  // no node sees an earlier position
+  int64_t prefix_end;  // a multiple of the tile: where the prefix kernel stops
   int64_t first_split;
 
   __device__ RowPlan(const TreeAttentionParams& params, int64_t row, int tile_keys) {
@@ -51,7 +51,7 @@ struct RowPlan {
     first_split = split_of(first_seen);
   }
 
-  // The part of a split that the prefix kernel walks; empty if begin >= end.
+  // The part of a split that the prefix kernel processes; empty if begin >= end.
   __device__ int64_t walk_begin(int64_t split, int tile_keys) const {
     return max(split_begin(split), first_seen / tile_keys * tile_keys);
   }
@@ -70,7 +70,7 @@ __device__ __forceinline__ void copy_tile(const TreeAttentionParams& params, int
   constexpr int kChunks = Tile::kDim / Tile::kChunk;
   const T* all_keys = static_cast<const T*>(params.key.data);
   const T* all_values = static_cast<const T*>(params.value.data);
-#pragma unroll 1  // unrolled, the addresses take the registers that the accumulators need
+#pragma unroll 1  // if unrolled, addresses take the registers that the accumulators need
   for (int i = threadIdx.x; i < Tile::kKeys * kChunks; i += blockDim.x) {
     const int key = i / kChunks, dim = i % kChunks * Tile::kChunk;
     const int64_t slot = slot_of(key);
@@ -90,7 +90,7 @@ __device__ __forceinline__ void copy_tile(const TreeAttentionParams& params, int
   }
 }
 
-// Copies query rows [first, first + count) of one (row, key-value head), zeros beyond `end`.
+// Copies query rows [first, first + count) of one (row, key-value head), with zeros beyond `end`.
 template <class Tile>
 __device__ __forceinline__ void copy_queries(const TreeAttentionParams& params, int64_t row,
                                              int64_t kv_head, int64_t first, int64_t end, int count,
@@ -111,7 +111,7 @@ __device__ __forceinline__ void copy_queries(const TreeAttentionParams& params, 
   }
 }
 
-// The ancestors-or-self of a node: one more than its depth, 0 if it is inactive.
+// The number of a node's ancestors including itself: its depth + 1, or 0 if it is inactive.
 __device__ __forceinline__ int count_ancestors(const TreeAttentionParams& params, int64_t row,
                                                int64_t node) {
   int count = 0;

@@ -1,10 +1,10 @@
-// The first kernel of tree_attention.cu: all query rows of a (row, key-value head) over one split
+// First kernel of tree_attention.cu: all query rows of a (row, key-value head) attend to one split
 // of the committed tokens, as far as these fill whole tiles.
 //
 // A block has kWarps warps of 16 or 32 query rows. Tiles of keys and values go through a ring of
-// kStages in shared memory; one barrier per tile says both that it has arrived and that everybody
-// has left the place of the next one. Query rows are read from shared memory for every tile:
-// registers hold 16 x head_dim sums per row tile.
+// kStages in shared memory. One barrier per tile means both that the tile has arrived and that no
+// thread still reads the tile whose stage is refilled next. Query rows are read from shared memory
+// for every tile, because the registers hold 16 x head_dim sums per row tile.
 #pragma once
 
 #include "layout.cuh"
@@ -24,9 +24,9 @@ struct PrefixShape {
     return (rows(row_tiles) * Tile::kStride + kStages * 2 * Tile::kElements) *
            static_cast<int64_t>(sizeof(typename Tile::T));
   }
-  // Two row tiles to a warp share what it reads from shared memory, if registers suffice.
+  // Two row tiles per warp share what it reads from shared memory, if there are enough registers.
   static constexpr int kMaxRowTiles = Tile::kIsFloat || Tile::kDim > 128 ? 1 : 2;
-  // What a block may have on sm_86, 89 and 120; the starts of the windows are beside it.
+  // The limit of a block on sm_86, 89 and 120, including the starts of the windows.
   static_assert(shared_bytes(kMaxRowTiles) + rows(kMaxRowTiles) * 4 <= 99 * 1024);
 };
 
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(PrefixShape<Tile>::kThreads, 2)
   using T = typename Tile::T;
   using Shape = PrefixShape<Tile>;
   constexpr int kRows = Shape::rows(kRowTiles), kWarpRows = kRowTiles * kTileRows;
-  // Where the window of each query row begins, counted from the block's first position.
+  // The begin of each query row's window, relative to the block's first position.
   using WindowBegins = SharedArray<int, kRows>;
   SPECDEC_SHARED(WindowBegins, window_begin);
   SPECDEC_DYNAMIC_SHARED(T, shared);
@@ -75,8 +75,8 @@ __global__ void __launch_bounds__(PrefixShape<Tile>::kThreads, 2)
                           Tile::kElements);
   };
 
-  // What this block does: the last splits, which may be the longest, first.
-  // In 32 bits, because the accumulators need the registers: a grid has fewer than 2^31 blocks.
+  // Blocks begin with the last splits, which may be the longest. Indices have 32 bits, because the
+  // accumulators need the registers: a grid has fewer than 2^31 blocks.
   const unsigned row_blocks = static_cast<unsigned>((partials.query_rows + kRows - 1) / kRows);
   const unsigned kv_heads = static_cast<unsigned>(params.kv_heads);
   const unsigned row_and_head = blockIdx.x / row_blocks;
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(PrefixShape<Tile>::kThreads, 2)
   for (int i = 0; i < kRowTiles; ++i) states[i].clear();
   for (int tile = 0; tile < num_tiles; ++tile) {
     cp_async_wait<Shape::kStages - 2>();
-    block_barrier();  // the tile is there for all threads, and all have left the tile before
+    block_barrier();  // the tile has landed for all threads, and all have left the tile before
     copy(tile + Shape::kStages - 1);
     if (warp_row >= partials.query_rows) continue;
     SeenKeys seen[kRowTiles][2];

@@ -1,16 +1,16 @@
-// The step that both kernels of tree_attention.cu are made of: a warp attends from 16 query rows
-// (or several times 16) to one tile of keys and values in shared memory, with an online softmax.
+// The step that both kernels of tree_attention.cu repeat: a warp attends from 16 query rows (or a
+// multiple of 16) to one tile of keys and values in shared memory, with an online softmax.
 //
-// A tile is 32 keys (16 for more than 128 dimensions, 8 if they are float32). Its rows are kDim
-// elements, zeros beyond head_dim, plus 16 bytes: an odd number of 16-byte chunks, so that the 8
-// rows of an ldmatrix lie in different banks.
+// A tile has 32 keys (16 for more than 128 dimensions, 8 if these are float32). Its rows have kDim
+// elements, zeros beyond head_dim, and 16 bytes of padding. This makes an odd number of 16-byte
+// chunks, so that the 8 rows of an ldmatrix lie in different banks.
 //
 // Registers follow the C fragment of mma.m16n8k16: of each 16 x 8 block, a lane holds rows lane / 4
-// and lane / 4 + 8, columns 2 (lane % 4) and the next one. For 16-bit types products are
-// mma.m16n8k16; for float32 they are fused multiply-adds on the same fragments.
+// and lane / 4 + 8, columns 2 (lane % 4) and the next one. Products of 16-bit types are
+// mma.m16n8k16; those of float32 are fused multiply-adds on the same fragments.
 //
-// What a query row gets depends on its own row of queries, the keys at each place of the tile and
-// what it sees of them: all roundings outside mma are written out, so that every instantiation and
+// The result of a query row depends on its own queries, the keys at each place of the tile and
+// which of them it sees. All roundings outside mma are explicit, so that every instantiation and
 // every place of a row in a block gives the same bits.
 #pragma once
 
@@ -33,7 +33,7 @@ struct AttentionTile {
   static constexpr int kChunk = 16 / sizeof(T);  // elements of a 16-byte copy
   static constexpr int kKeys = kDim <= 128 ? 32 : kIsFloat ? 8 : 16;
   static constexpr int kStride = kDim + kChunk;
-  static constexpr int kElements = kKeys * kStride;  // of keys, and of values
+  static constexpr int kElements = kKeys * kStride;  // of the keys, and of the values
   static constexpr int kKeyBlocks = kKeys / 8;
   static constexpr int kDimBlocks = kDim / 8;
   static_assert(kDim % 16 == 0 && kStride / kChunk % 2 == 1);
@@ -45,7 +45,7 @@ struct SeenKeys {
   int end;
 };
 
-// What 16 query rows have accumulated; arrays of 2 are the lane's rows lane / 4 and lane / 4 + 8.
+// The accumulators of 16 query rows. Arrays of 2 hold the lane's rows lane / 4 and lane / 4 + 8.
 template <class Tile>
 struct AttentionState {
   float maximum[2];
@@ -66,7 +66,7 @@ struct AttentionState {
   }
 };
 
-// exp(score - maximum). The 16-bit types round it to 8 or 11 bits.
+// exp(score - maximum), rounded to 8 or 11 bits for the 16-bit types.
 template <class Tile>
 __device__ __forceinline__ float softmax_weight(float score, float maximum) {
   const float x = exact_add(score, -maximum);
@@ -80,7 +80,8 @@ __device__ __forceinline__ float softmax_weight(float score, float maximum) {
 
 __device__ __forceinline__ float larger(float a, float b) { return a > b ? a : b; }
 
-// What is subtracted from scores: rows without a finite score get weights 0 instead of NaN.
+// The number that is subtracted from scores. Rows without a finite score get weights 0 instead of
+// NaN.
 __device__ __forceinline__ float finite_shift(float maximum) {
   return maximum == -INFINITY ? 0.0f : maximum;
 }
@@ -114,7 +115,7 @@ __device__ __forceinline__ void dot_products_mma(const SharedSpan<typename Tile:
   }
 }
 
-// state.values += weights values on 16-bit types; the weights are rounded to them.
+// state.values += weights values on 16-bit types, to which the weights are rounded.
 template <class Tile, int kRowTiles>
 __device__ __forceinline__ void add_values_mma(
     const float (&weights)[kRowTiles][Tile::kKeyBlocks][4],
@@ -147,7 +148,7 @@ __device__ __forceinline__ void add_values_mma(
   }
 }
 
-// The sum of four products of a row of queries and a row of keys goes on.
+// Adds four products of a row of queries and a row of keys to `sum`.
 __device__ __forceinline__ float add_products(const float4& a, const float4& b, float sum) {
   sum = exact_fma(a.x, b.x, sum);
   sum = exact_fma(a.y, b.y, sum);
@@ -155,7 +156,7 @@ __device__ __forceinline__ float add_products(const float4& a, const float4& b, 
   return exact_fma(a.w, b.w, sum);
 }
 
-// scores += queries . keys on float32. 16 products are summed one after the other, then these sums.
+// scores += queries . keys on float32. Sums of 16 consecutive products are added up.
 template <class Tile>
 __device__ __forceinline__ void dot_products_fma(const SharedSpan<float>& queries,
                                                  const SharedSpan<float>& keys,
@@ -183,7 +184,8 @@ __device__ __forceinline__ void dot_products_fma(const SharedSpan<float>& querie
   }
 }
 
-// state.values += weights values on float32. 8 keys are summed first: short sums lose less.
+// state.values += weights values on float32. 8 keys are summed first: short sums lose less
+// precision.
 template <class Tile>
 __device__ __forceinline__ void add_values_fma(const float (&weights)[Tile::kKeyBlocks][4],
                                                const SharedSpan<float>& values,
@@ -217,7 +219,7 @@ __device__ __forceinline__ void add_values_fma(const float (&weights)[Tile::kKey
   }
 }
 
-// Dot products become scores; what a row does not see becomes -inf.
+// Turns dot products into scores, -inf for keys that the row does not see.
 template <class Tile>
 __device__ __forceinline__ void finish_scores(float scale, float softcap, const SeenKeys (&seen)[2],
                                               float (&scores)[Tile::kKeyBlocks][4]) {
@@ -235,7 +237,7 @@ __device__ __forceinline__ void finish_scores(float scale, float softcap, const 
   }
 }
 
-// Scores become weights; what the state has accumulated is brought to the new maximum.
+// Turns scores into weights and rescales the accumulators to the new maximum.
 template <class Tile>
 __device__ __forceinline__ void update_softmax(float (&scores)[Tile::kKeyBlocks][4],
                                                AttentionState<Tile>& state) {
@@ -261,13 +263,13 @@ __device__ __forceinline__ void update_softmax(float (&scores)[Tile::kKeyBlocks]
         sum = exact_add(sum, scores[block][i]);
       }
     }
-    // All four lanes of the row add in the same order, so they agree on the sum.
+    // All four lanes of the row add in the same order, so they get the same sum.
     sum = exact_add(sum, shuffle_xor(sum, 1));
     sum = exact_add(sum, shuffle_xor(sum, 2));
     state.maximum[half] = maximum;
     state.sum[half] = exact_fma(state.sum[half], factors[half], sum);
   }
-  // Behind the branches of the exponentials: ptxas keeps a copy of what is written between them.
+  // After the branches of the exponentials, because ptxas copies code that is written between them.
 #pragma unroll
   for (int dim = 0; dim < Tile::kDimBlocks; ++dim) {
 #pragma unroll
@@ -277,7 +279,7 @@ __device__ __forceinline__ void update_softmax(float (&scores)[Tile::kKeyBlocks]
   }
 }
 
-// One tile. All lanes of the warp call it; `seen` of the lane's rows.
+// Processes one tile. All lanes of the warp call it, with `seen` of their rows.
 template <class Tile, int kRowTiles>
 __device__ __forceinline__ void attend_tile(const SharedSpan<typename Tile::T>& queries,
                                             const SharedSpan<typename Tile::T>& keys,

@@ -1,4 +1,4 @@
-// tree_attention: attention of draft tree nodes over the committed prefix and their own ancestors.
+// tree_attention: attention of draft tree nodes to the committed prefix and to their own ancestors.
 // Meaning of the arguments: specdec/tree_attention.h.
 //
 // In:  query [batch, heads, nodes, head_dim] f32/bf16/f16; key, value [batch, kv_heads, slots,
@@ -6,38 +6,39 @@
 //      block_starts [batch]
 // Out: output [batch, nodes, heads, head_dim]
 //
-// Positions are cut into tiles of 32 keys and splits of whole tiles, both anchored at position 0.
-// Splits have 512 positions, from position 8192 on 1024, from 24576 on 2048, and so on, doubling
-// after 16 splits: enough of them to fill the machine, few enough to merge. Two launches:
+// Positions are divided into tiles of 32 keys and splits of whole tiles, both anchored at position
+// 0. A split has 512 positions, from position 8192 on 1024, from 24576 on 2048, and so on, doubling
+// every 16 splits: enough splits to fill the GPU, few enough to merge. There are two launches:
+//
 //   prefix: a block takes one split of one (row, key-value head) and up to 128 query rows, which
-//           are (node, head of the group) pairs. It walks the tiles that are full of committed
-//           tokens; all nodes see those, so there is no mask (but at the edge of a window). Keys
-//           and values come through a ring of tiles in shared memory (cp.async); a warp owns 16 or
-//           32 query rows and keeps their statistics and values in registers. Results go to the
-//           workspace.
-//   finish: a block takes one node of one (row, key-value head). It goes on where the prefix kernel
-//           stopped: the positions from the last tile boundary P' <= P to the node's own, the
-//           ancestor at depth j being position P + j, gathered in this order from where they lie.
-//           Then it merges the splits of the prefix in order and writes the output.
+//           are (node, head of the group) pairs. It processes the tiles that are full of committed
+//           tokens. All nodes see those, so no mask is needed (except at the edge of a window).
+//           Keys and values come through a ring of tiles in shared memory (cp.async); a warp owns
+//           16 or 32 query rows and keeps their statistics and values in registers. Results go to
+//           the workspace.
+//   finish: a block takes one node of one (row, key-value head) and continues where the prefix
+//           kernel stopped: at the positions from the last tile boundary P' <= P to the node's own.
+//           The ancestor at depth j is position P + j; ancestors are gathered in this order. Then
+//           the block merges the splits of the prefix in order and writes the output.
 //   Example: P = 600, a node at depth 2. Split 0 is positions 0 .. 511: 16 tiles of the prefix
-//   kernel. Split 1 begins at 512; the prefix kernel does tiles 512, 544; the finish kernel takes
-//   up that state and adds positions 576 .. 602: 24 committed keys, then root, parent and the node
-//   itself.
+//   kernel. Split 1 begins at 512: the prefix kernel processes the tiles at 512 and 544, and the
+//   finish kernel resumes from that state and adds positions 576 .. 602: 24 committed keys, then
+//   the root, the parent and the node itself.
 //
-// Invariance: every query row goes through the same tiles with the same places of keys in them, for
-// every tree, batch, number of nodes and layout. A node of a tree so has the bits that decoding its
-// path token by token would give: what the finish kernel gathers, later steps find in the prefix.
-// NaN in slots that no node sees, and in nodes that a node does not see, does not matter: they are
-// never loaded for it. Limit: with a window, NaN in a value that some nodes of the row still see
-// reaches also those that no longer do (0 * NaN in mma).
+// Invariance: every query row is processed with the same tiles and the same places of keys in them,
+// for every tree, batch, number of nodes and layout. So a node has the same bits as in
+// token-by-token decoding of its path: later steps find in the prefix what the finish kernel
+// gathers. NaN in slots that no node sees, and in nodes that a node does not see, has no effect,
+// because it is never loaded for that node. Limit: with a window, NaN in a value that some nodes of
+// the row still see also reaches the nodes that no longer see it (0 * NaN in mma).
 //
-// Bytes: keys and values once per 128 query rows (from L2 after the first), partial results 8 bytes
-// per query row and dimension and split. With R = nodes * heads / kv_heads query rows the prefix
-// kernel does 4 R operations per element of 4 bytes (key and value): at R = 16 it is bound by
-// memory, at R = 256 (64 nodes, groups of 4) 256 operations per byte bind it to the tensor cores:
-// 8192 tokens are 8.6 GFLOP for 33.5 MB, 13 us at the 660 TFLOP/s that mma.sync reaches on an H200,
-// against 8 us of copying. Registers bound occupancy: 128 threads of up to 255, 2 blocks per
-// multiprocessor.
+// Bytes: keys and values once per 128 query rows (after the first time from L2), partial results 8
+// bytes per query row, dimension and split. With R = nodes * heads / kv_heads query rows the prefix
+// kernel does 4 R operations per element of 4 bytes (key and value). At R = 16 it is bound by
+// memory. At R = 256 (64 nodes, groups of 4), with 256 operations per byte, it is bound by the
+// tensor cores: 8192 tokens are 8.6 GFLOP for 33.5 MB, 13 us at the 660 TFLOP/s that mma.sync
+// reaches on an H200, against 8 us of copying. Registers limit occupancy: 128 threads of up to 255,
+// 2 blocks per multiprocessor.
 #include "finish.cuh"
 #include "prefix.cuh"
 #include "specdec/launchers.h"
@@ -45,7 +46,8 @@
 namespace specdec {
 namespace {
 
-// Splits that the visible part of a prefix can touch: a window may begin inside one.
+// The largest number of splits that the visible part of a prefix touches. A window may begin inside
+// a split.
 int64_t max_splits(const TreeAttentionParams& params) {
   return split_of(params.slots_per_row()) + 2;
 }

@@ -1,5 +1,5 @@
-// kv_compact: move the accepted slots of a tree to the front of its block, K and V of all layers in
-// one launch.
+// kv_compact: moves the accepted slots of a tree to the front of its block, for the keys and values
+// of all layers in one launch.
 //
 // In:  caches [pages, heads, page_size, head_dim] (any strides, any element type), path [batch,
 //      nodes], num_accepted, source_starts, target_starts [batch], page_table [batch, row_pages] or
@@ -7,23 +7,23 @@
 // Out: slot target_starts[b] + d <- slot source_starts[b] + path[b, d], d = 0 .. num_accepted[b]
 //
 // One block per (cache, row, head).
-//   1. Where the slots are: one thread per accepted node turns its source and target slot into
-//      offsets, through the page table. A slot that stays, or that the row does not have, is left
-//      out: a kernel can't raise.
-//   2. Move, in columns of `Unit`s, the widest type that all pointers, strides and slot sizes of
-//   the
-//      launch allow. As many columns as fit are staged in shared memory for all accepted slots,
-//      then stored: within a column all loads come before all stores, so sources and targets may
+//   1. Addresses: one thread per accepted node turns its source and target slot into offsets,
+//      through the page table. Slots that stay where they are, and slots that the row does not
+//      have, are skipped: a kernel can't raise.
+//   2. Moves, in columns of `Unit`s, the widest type that all pointers, strides and slot sizes of
+//      the launch allow. As many columns as fit are staged in shared memory for all accepted slots,
+//      then stored. All loads of a column come before all its stores, so sources and targets may
 //      overlap, also across pages.
-// Barriers: the offsets are complete; every load of these columns is done before the first store.
-// An element of the stage is written and read by the same thread, and the next columns touch other
-// bytes of the cache, so the stage needs none. Counts are read from device memory.
+//
+// Barriers: after the offsets are complete; between the loads and the stores of some columns.
+// Staged elements are written and read by the same thread, and the next columns touch other bytes
+// of the cache, so no third barrier is needed. Counts are read from device memory.
 //
 // Example: path [0, 2, 5], source = target = 100: slot 101 <- 102, slot 102 <- 105; slot 100 stays.
-// With pages of 64 and the page table [7, 3] of the row that is slot 37 <- 38 and 38 <- 41 of
-// page 3.
+// With pages of 64 and the page table [7, 3] of the row, this is 37 <- 38 and 38 <- 41 within page
+// 3.
 //
-// Bytes: 2 * slot bytes per head and slot that moves; launch bound at usual sizes. A page that is
+// Bytes: 2 * slot bytes per head and moved slot; launch bound at usual sizes. A page that is
 // written must be in the table of one row only.
 #include <algorithm>
 #include <cstdint>
@@ -40,7 +40,7 @@ static_assert(kStageBytes >= kMaxNodes * 16, "one column of the widest unit for 
 static_assert(kMaxCachesPerLaunch * sizeof(CacheTensor) + sizeof(KvMoves) + 8 <= 32764,
               "kernel parameters");
 
-// Its size is copied at every launch, so that of most models has a table of its own.
+// The whole table is copied at every launch, so a launch with few caches uses a small one.
 template <int64_t kCapacity>
 struct CacheTable {
   CacheTensor caches[kCapacity];
@@ -55,7 +55,7 @@ struct Shared {
 };
 
 struct Move {
-  int64_t source;  // offsets in the cache, -1: nothing to move
+  int64_t source;  // offsets in the cache; -1: nothing to move
   int64_t target;
 };
 
@@ -63,7 +63,8 @@ __device__ Move find_move(const KvMoves& moves, const CacheTensor& cache, int64_
                           int64_t depth) {
   const int64_t node = moves.path(row, depth);
   if (node < 0 || node >= moves.nodes) return {-1, -1};
-  // Unsigned, because starts may be anything; what wraps is negative, and no slot.
+  // Unsigned, because starts may be any number: an overflow gives a negative number, which is no
+  // slot.
   const auto plus = [](int64_t start, int64_t offset) {
     return static_cast<int64_t>(static_cast<uint64_t>(start) + static_cast<uint64_t>(offset));
   };

@@ -1,11 +1,12 @@
 // What the phases of the fused draft_head share: a block's threads, its shared memory, and the rows
 // of a pass.
 //
-// A block has eight warps, all of which compute; the first of them also keeps the ring of weights
-// full (draft_ring.cuh). (A ninth warp for that would cost as many registers as four: warps are
-// given to the four quarters of a multiprocessor in turn, and each quarter has its own.) All blocks
-// of the grid walk through the phases together (draft_plan.h) and wait for each other after each;
-// the ring runs ahead, so the weights of the next phase arrive while the grid waits.
+// A block has eight warps, which all compute; the first of them also fills the ring of weights
+// (ring.cuh). (A ninth warp for that purpose would cost as many registers as four: warps are
+// assigned to the four quarters of a multiprocessor in turn, and each quarter has its own
+// registers.) All blocks of the grid go through the phases together (plan.h) and wait for each
+// other after each phase. The ring runs ahead, so the weights of the next phase arrive while the
+// grid waits.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -21,32 +22,32 @@ constexpr int kDraftWarps = 8;
 constexpr int kDraftThreads = kDraftWarps * kWarpSize;
 constexpr int kMaxStages = 24;
 
-// A stage of the ring: a slice of the rows of a tile. The distance of rows is an odd number of half
-// lines of banks, so that the 8 lanes that load 16 bytes at a time, four from each of two rows,
+// A stage of the ring: a slice of the rows of a tile. Rows are an odd multiple of 64 bytes apart,
+// half of all banks, so that the 8 lanes that load 16 bytes at a time, four from each of two rows,
 // touch all banks once.
 constexpr int kStageRowBytes = kSliceBytes + 64;
 constexpr int kStageBytes = kTileOuts * kStageRowBytes;
-// What the warps add up together: [warp][tile][row][out of tile] floats.
+// Floats that the warps add up: [warp][tile][row][out of tile].
 constexpr int kTileValues = kTileRows * kTileOuts;
 constexpr int kPanelValues = kPanelTiles * kTileValues;
 constexpr int kReduceBytes = kDraftWarps * kPanelValues * 4;
 
-// An element of the pass; lists as in draft_kernel.h. Of a batch row without new elements nothing
-// may be kept, and its numbers address nothing.
+// An element of the pass; lists as in kernel_params.h. If the batch row has no new elements, no
+// result of the element may be stored, and its numbers must not be used as addresses.
 struct PassRow {
   int batch_row;
-  int place;       // of a frontier: among the nodes of its batch row; else among its new elements
-  int list;        // -1: a new element that only others attend to
+  int place;       // in a frontier: among the nodes of its batch row; else among its new elements
+  int list;        // -1: a new element without logits, which other elements attend to
   int memory;      // its row in residual, projected and so on
   bool is_active;  // its batch row has new elements
-  int64_t slot;    // of its keys and values
+  int64_t slot;    // slot of its keys and values
   int64_t position;
   int64_t token;
-  const void* hidden;  // [feature_width] features as they come, or [hidden] feedback of its parent
+  const void* hidden;  // [feature_width] raw features, or [hidden] feedback of its parent
 };
 
-// What a row sees: slots [first, end), and behind the committed ones those of its node's ancestors
-// from slot first_node on.
+// The slots that a row sees: slots [first, end), and behind the committed ones those of its node's
+// ancestors from slot first_node on.
 struct SeenSlots {
   int first;
   int end;
@@ -55,17 +56,17 @@ struct SeenSlots {
   const uint64_t* ancestors;  // [words], bit 0 is slot `committed`; null: none
 };
 
-// The rows of a pass that belong to one batch row, and how the phase divides them.
+// The rows of a pass that belong to one batch row, and how the phase divides the work on them.
 struct AttentionPart {
   int layer;
   int first;  // row of the pass
   int count;
   int batch_row;
-  int group;  // query heads of a key-value head
+  int group;  // query heads per key-value head
   int tiles;
   int panels;
-  int first_seen;  // slots before are seen by no row,
-  int end;         // and slots from here on neither
+  int first_seen;  // no row sees a slot before this one,
+  int end;         // or from this one on
   int split_length;
   int first_split;
   int num_splits;  // 0: the batch row is not active
@@ -73,29 +74,29 @@ struct AttentionPart {
   __device__ __forceinline__ int query_rows() const { return count * group; }
 };
 
-// The rows of the left factor of a product: one or two segments of `width` elements each.
+// The rows of the left factor of a product: one or two segments with `width` elements each.
 struct InputSegments {
   int count;
   int width;
-  const void* norms[2];  // [width] weights of their RMS norms, or null: as they are
+  const void* norms[2];  // [width] weights of their RMS norms, or null: no norm
 };
 
 struct DraftShared {
-  SharedArray<Mbarrier, kMaxStages> full;              // the weights are there
-  SharedArray<Mbarrier, kMaxStages> empty;             // all warps are done with them
+  SharedArray<Mbarrier, kMaxStages> full;              // the weights have landed
+  SharedArray<Mbarrier, kMaxStages> empty;             // all warps have read them
   SharedArray<int, kMaxDraftBatch + 1> first_element;  // of a batch row, among all new elements
   SharedArray<PassRow, kPassRows> rows;
   SharedArray<const void*, 2 * kPassRows> inputs;          // [segment][row] of the product
   SharedArray<float, 2 * kPassRows> inverses;              // [segment][row] 1 / root mean square
-  SharedArray<uint64_t, kPassRows * kMaxDraftTopK> picks;  // best of this block's logits
-  SharedArray<ExpSum, kPassRows> logit_sums;               // of this block's logits
-  SharedArray<ExpSum, kDraftWarps * kTileRows> warp_sums;  // of attention
-  SharedArray<SeenSlots, kPassRows> seen;                  // of the rows
-  SharedArray<AttentionPart, kPassRows> parts;             // at their first rows
-  SharedArray<int, 4> flags;                               // for what a phase has to tell
+  SharedArray<uint64_t, kPassRows * kMaxDraftTopK> picks;  // the best of this block's logits
+  SharedArray<ExpSum, kPassRows> logit_sums;               // over this block's logits
+  SharedArray<ExpSum, kDraftWarps * kTileRows> warp_sums;  // attention
+  SharedArray<SeenSlots, kPassRows> seen;                  // by row
+  SharedArray<AttentionPart, kPassRows> parts;             // at the first row of each part
+  SharedArray<int, 4> flags;                               // results of a phase for the whole block
 };
 
-// A block as its threads see it.
+// A thread's view of its block.
 template <typename T>
 struct DraftBlock {
   const DraftKernelParams& params;
@@ -108,26 +109,25 @@ struct DraftBlock {
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kWarpSize; }
   __device__ __forceinline__ int index() const { return static_cast<int>(blockIdx.x); }
   __device__ __forceinline__ int count() const { return static_cast<int>(gridDim.x); }
-  // Orders shared memory, and global memory for the block.
+  // A barrier that orders shared memory, and global memory within the block.
   __device__ __forceinline__ void sync() const { block_barrier(); }
 
-  // Row i of scratch memory with rows of `width` elements.
+  // Row i of scratch memory that has rows of `width` elements.
   __device__ __forceinline__ T* row(void* memory, int64_t i, int64_t width) const {
     return static_cast<T*>(memory) + i * width;
   }
 };
 
-// In a row of panel values (draft_product.cuh) a lane has those of tiles lane / 8 and 4 + lane / 8,
-// column lane % 8. `out` is -1 where there is none.
+// A lane's values of a row of a panel (phases/product.cuh): tiles lane / 8 and 4 + lane / 8, column
+// lane % 8. `out` is -1 where there is no output.
 struct PanelValues {
   int64_t out[2];
   float value[2];
 };
 
-// Sums the panels that all warps hold and hands each row to one warp: use(row, values)
-// with the value of tile lane / 8 (+ 4), column lane % 8 in values[0 (1)]. The order of the sum is
-// that of the warps.
-// At most kTileRows rows.
+// Sums the panels of all warps, in the order of the warps, and gives each row to one warp, which
+// calls use(row, values). values[0] is tile lane / 8 and values[1] tile lane / 8 + 4, both of
+// column lane % 8. There are at most kTileRows rows.
 template <typename T, typename Use>
 __device__ __forceinline__ void reduce_panel(const DraftBlock<T>& block, int num_rows,
                                              const float (&c)[kPanelTiles][4], const Use& use) {
@@ -140,7 +140,7 @@ __device__ __forceinline__ void reduce_panel(const DraftBlock<T>& block, int num
       block.reduce[own + tile * kTileValues + i / 2 * 8 * kTileOuts + i % 2] = c[tile][i];
     }
   }
-  block.sync();  // all panels are there
+  block.sync();  // all panels are stored
   for (int row = block.warp(); row < min(num_rows, kTileRows); row += kDraftWarps) {
     float values[2] = {0, 0};
 #pragma unroll
@@ -153,7 +153,7 @@ __device__ __forceinline__ void reduce_panel(const DraftBlock<T>& block, int num
     }
     use(row, values);
   }
-  block.sync();  // before anyone writes the next ones
+  block.sync();  // all have read them, so the next ones can be stored
 }
 
 }  // namespace specdec

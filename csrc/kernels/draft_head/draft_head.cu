@@ -1,11 +1,11 @@
-// The launch of the fused draft_head (draft_head.cuh) for the types of a head.
+// Launches the fused draft_head (draft_head.cuh) for the types of a head.
 #include "launch.cuh"
 #include "specdec/launchers.h"
 
 namespace specdec {
 namespace {
 
-// function(DraftLaunch<T, W>{}); an error for types that have no kernel.
+// Calls function(DraftLaunch<T, W>{}); returns an error for types without a kernel.
 template <typename Function>
 cudaError_t with_types(FloatType type, DraftWeightType weights, const Function& function) {
   const auto with_weights = [&](auto element) -> cudaError_t {

@@ -1,22 +1,22 @@
-// draft_head on CUDA: the whole draft, from new elements to the finished tree, in one cooperative
-// launch, or in one launch for each phase (choose_launches in draft_plan.h). What it computes:
-// specdec_ext/reference/draft_head.py. In which order: draft_plan.h. From which memory:
-// draft_kernel.h.
+// draft_head on CUDA: computes the whole draft, from new elements to the finished tree, in one
+// cooperative launch, or in one launch per phase (choose_launches in plan.h). Specification:
+// specdec_ext/reference/draft_head.py. Schedule: plan.h. Memory: kernel_params.h.
 //
-// One block per multiprocessor. The weights of all phases stream through its ring (draft_ring.cuh).
+// One block per multiprocessor. The weights of all phases stream through its ring (ring.cuh).
 //
-//   products   draft_product.cuh  every block has its tiles of the matrix and all rows of the pass
-//   others     draft_rotate.cuh, draft_attention.cuh, draft_logits.cuh, draft_grow.cuh
+//   products      phases/product.cuh: a block computes its tiles of the matrix, for all rows of the
+//                 pass
+//   other phases  phases/rotate.cuh, attention.cuh, logits.cuh, grow.cuh
 //
-// Barriers: all blocks meet after each phase, so a phase reads what any block wrote in an earlier
-// one. Inside a phase the threads of a block meet at block.sync().
+// Barriers: all blocks meet after each phase, so a phase can read what any block wrote in an
+// earlier one. Inside a phase the threads of a block meet at block.sync().
 //
-// Numerics: products accumulate in float32; norms, rotation, softmax and logits are float32; what
-// goes from one product to the next is rounded to the head's type once, as on the CPU. Sums have an
-// order of their own: a launch is bitwise repeatable, and a row does not depend on the others. Only
-// the sum over the vocabulary is taken block by block.
+// Numerics: products accumulate in float32; norms, rotation, softmax and logits are float32;
+// results that go from one product to the next are rounded to the head's type once, as on the CPU.
+// Sums are taken in another order than on the CPU. A launch is bitwise repeatable, and a row does
+// not depend on the other rows. Only the sum over the vocabulary depends on the number of blocks.
 //
-// Bytes: those of the weights, once for a pass of 32 rows, and the keys and values of the context.
+// Bytes: all weights once per pass of 32 rows, and the keys and values of the context.
 #pragma once
 
 #include <algorithm>
@@ -42,7 +42,7 @@ __device__ __forceinline__ float rounded(float value) {
   return load_float(&element);
 }
 
-// What is done with the outputs of a product; all lanes of a warp together.
+// Stores the outputs of a product. All lanes of a warp call it.
 template <typename T>
 __device__ __forceinline__ void use_outputs(const DraftBlock<T>& block, DraftOp op, int first_out,
                                             int i, const PanelValues& values) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void use_outputs(const DraftBlock<T>& block, DraftOp 
     const int64_t out = values.out[half];
     const float value = rounded<T>(values.value[half]);
     if (op == DraftOp::kGateUp) {
-      // The same outputs of up are in the tile behind, eight lanes on.
+      // The same outputs of up are in the next tile, eight lanes on.
       const float up = shuffle_xor(value, kTileOuts);
       if (out >= 0 && block.lane() / kTileOuts % 2 == 0) {
         T* inner = block.row(params.scratch.inner, row.memory, params.intermediate);
@@ -74,11 +74,11 @@ __device__ __forceinline__ void use_outputs(const DraftBlock<T>& block, DraftOp 
   }
 }
 
-// The products of all phases of a launch.
+// The products of all phases of a launch, as the source of the ring.
 template <typename T, typename W>
 struct DraftProducts {
-  DraftCursor cursor;  // the phase that is looked at next
-  int num_phases;      // that are left
+  DraftCursor cursor;  // the phase whose product comes next
+  int num_phases;      // number of phases left
 
   __device__ __forceinline__ bool next(const DraftBlock<T>& block, MatrixStages& stages) {
     for (; num_phases > 0 && !cursor.is_done(); cursor.next(), --num_phases) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ void run_phase(const DraftBlock<T>& block, DraftRing<
   }
 }
 
-// What of a draft a launch does, and with which ring.
+// The part of a draft that a launch computes, and the size of its ring.
 struct DraftSpan {
   int num_stages;
   bool has_bulk_copies;
@@ -155,10 +155,10 @@ __global__ void __launch_bounds__(kDraftThreads, 1)
   count_elements(block);
   if (span.first_phase == 0) begin_draft(block);
   const int num_new = block.shared.first_element[params.plan.batch];
-  if (num_new == 0) return;  // trees of their roots alone
+  if (num_new == 0) return;  // the trees are their roots alone
   DraftCursor cursor(params.plan, num_new);
   for (int i = 0; i < span.first_phase && !cursor.is_done(); ++i) cursor.next();
-  if (cursor.is_done()) return;  // fewer elements than there might have been
+  if (cursor.is_done()) return;  // there are fewer elements than the host assumed
   DraftRing<T, W> ring(block, shared.ring, span.has_bulk_copies, {cursor, span.num_phases});
   load_pass_rows(block, cursor.pass());
   while (true) {
@@ -170,7 +170,8 @@ __global__ void __launch_bounds__(kDraftThreads, 1)
   }
 }
 
-// Blocks of as much shared memory as one may have, so that there is one per multiprocessor.
+// Grids with as much shared memory per block as possible, so that there is one block per
+// multiprocessor.
 struct DraftGrid {
   int num_stages;
   int64_t shared_bytes;
@@ -189,7 +190,7 @@ cudaError_t ask_draft_grid(DraftGrid* grid) {
   return resident_blocks(draft_head_kernel<T, W>, kDraftThreads, grid->shared_bytes, &grid->blocks);
 }
 
-// Asked for once per thread and device: the runtime takes microseconds to answer.
+// Computed once per thread and device, because the CUDA runtime takes microseconds to answer.
 template <typename T, typename W>
 cudaError_t draft_grid(DraftGrid* grid) {
   thread_local DeviceAnswer<DraftGrid> known;

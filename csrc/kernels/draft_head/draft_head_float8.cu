@@ -1,4 +1,4 @@
-// draft_head in the two 16-bit types with weights in e4m3.
+// draft_head in the two 16-bit types, with e4m3 weights.
 #include "draft_head.cuh"
 
 namespace specdec {

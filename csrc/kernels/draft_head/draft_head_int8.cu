@@ -1,4 +1,4 @@
-// draft_head in the two 16-bit types with weights in 8-bit integers.
+// draft_head in the two 16-bit types, with 8-bit integer weights.
 #include "draft_head.cuh"
 
 namespace specdec {

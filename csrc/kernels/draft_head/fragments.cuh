@@ -1,15 +1,15 @@
 // Operands of products in registers, loaded without ldmatrix.
 //
-// A product sums over k, and its result does not change if both factors list their k in another
-// order. So a lane takes 16 bytes of neighbours along k from memory as they are, at 16 (lane % 4)
-// of each 64 bytes of a row, and calls every four of them a quad: the k that mma.m16n8k16 expects
-// at its lane. Rows are row-major as torch has them: of the left factor, activations or queries,
-// rows lane / 4 and lane / 4 + 8; of the right one, weights or keys, row lane / 4. Example,
+// A product sums over k, and its result does not change if both factors permute k in the same way.
+// So a lane loads 16 contiguous bytes along k, at byte 16 (lane % 4) of each 64 bytes of a row, and
+// calls every four elements of them a quad: the four values of k that mma.m16n8k16 expects in that
+// lane. Rows are row-major as in torch. A lane loads rows lane / 4 and lane / 4 + 8 of the left
+// factor (activations or queries), and row lane / 4 of the right one (weights or keys). Example,
 // bfloat16, lane 5: elements 8 .. 15 of row 1 (and 9), which are two quads.
 //
-// The result is the fragment of mma: c[0], c[1] are row lane / 4, columns 2 (lane % 4) and the
-// next, c[2], c[3] the same of row lane / 4 + 8. float32 goes through fma_m16n8k16, all else is
-// common.
+// The result is the fragment of mma: c[0], c[1] are row lane / 4, columns 2 (lane % 4) and the next
+// one; c[2], c[3] are the same columns of row lane / 4 + 8. float32 uses fma_m16n8k16 instead;
+// everything else is common.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,13 +25,13 @@ namespace specdec {
 struct Int8 {
   uint8_t bits;
 };
-struct Float8 {  // e4m3
+struct Float8 {  // the format e4m3
   uint8_t bits;
 };
 
 constexpr int kTileRows = 16;  // the M of mma.m16n8k16
 
-// Four neighbours along k.
+// Four contiguous elements along k.
 template <typename T>
 struct Quad {
   uint32_t bits[sizeof(T)];
@@ -60,7 +60,7 @@ __device__ __forceinline__ void multiply(float (&c)[4], const Quad<T>& low, cons
   }
 }
 
-// 16 bytes of T.
+// 16 bytes of elements of T.
 template <typename T>
 struct Vector {
   uint4 bytes;
@@ -115,18 +115,18 @@ __device__ __forceinline__ void store_float(__half* at, float value) {
   *at = __float2half_rn(value);
 }
 
-// Elements k and on of a row of `width`, aligned to 16 bytes; zeros beyond its end.
+// The 16 bytes from element k on of a row of `width` elements, with zeros beyond its end; aligned.
 template <typename T>
 __device__ __forceinline__ Vector<T> load_vector(const void* row, int k, int width) {
   if (k >= width) return {make_uint4(0, 0, 0, 0)};
   return {load_global<uint4>(static_cast<const T*>(row) + k)};
 }
 
-// Sums of squares are taken in an order that depends on the width alone. All lanes of a warp call
-// this together and get 1 / root mean square.
+// 1 / root mean square. The order of the sum depends on the width alone. All lanes of a warp call
+// it and get the result.
 template <typename T>
 __device__ __forceinline__ float inverse_root_mean_square(const void* row, int width, float eps) {
-  constexpr int kGroup = 8;  // loads on the way
+  constexpr int kGroup = 8;  // loads in flight
   constexpr int kStep = kWarpSize * kVectorElements<T>;
   const int lane = threadIdx.x % kWarpSize;
   float sum = 0;
@@ -146,7 +146,7 @@ __device__ __forceinline__ float inverse_root_mean_square(const void* row, int w
   return exact_div(1.0f, sqrtf(exact_add(exact_div(sum, static_cast<float>(width)), eps)));
 }
 
-// RMS norm of a vector (Zhang & Sennrich 2019), rounded once.
+// RMS norm of a vector (Zhang & Sennrich 2019), with one rounding.
 template <typename T>
 __device__ __forceinline__ Vector<T> normed(const Vector<T>& x, const Vector<T>& weight,
                                             float inverse) {
@@ -160,8 +160,8 @@ __device__ __forceinline__ Vector<T> normed(const Vector<T>& x, const Vector<T>&
   return Vector<T>::packed(values);
 }
 
-// Four weights of 8 bits; the scale of their output is left to the sum. Integers below 2^8 and
-// e4m3 are exact in both 16-bit types.
+// Converts four 8-bit weights. Their scale is applied to the sum. Integers below 2^8 and e4m3
+// values are exact in both 16-bit types.
 template <typename T, typename W>
 __device__ __forceinline__ Quad<T> decode(uint32_t word) {
   float values[4];
@@ -169,11 +169,12 @@ __device__ __forceinline__ Quad<T> decode(uint32_t word) {
   for (int i = 0; i < 4; ++i) {
     const uint32_t byte = word >> 8 * i & 0xFF;
     if constexpr (std::is_same_v<W, Int8>) {
-      // 2^23 + (x + 128), less 2^23 + 128.
+      // 2^23 + (x + 128), minus 2^23 + 128.
       values[i] = exact_add(bits_to_float(static_cast<int32_t>(0x4B000000u | (byte ^ 0x80))),
                             -0x1.0001p+23f);
     } else {
-      // Exponent and fraction at their places, subnormals included, times 2^(127 - 7).
+      // Moves exponent and fraction to their places, also for subnormals. The factor is
+      // 2^(127 - 7).
       const float magnitude = bits_to_float(static_cast<int32_t>((byte & 0x7F) << 20)) * 0x1p120f;
       values[i] = byte & 0x80 ? -magnitude : magnitude;
     }

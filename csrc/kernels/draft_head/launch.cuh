@@ -1,5 +1,5 @@
 // The entry points of the fused draft_head for one pair of types. Each pair is compiled in one of
-// draft_head_*.cu, because a pair takes a compiler half a minute.
+// draft_head_*.cu, because a compiler takes half a minute per pair.
 #pragma once
 
 #include "fragments.cuh"

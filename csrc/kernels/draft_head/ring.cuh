@@ -1,26 +1,27 @@
 // The ring of weights in a block's shared memory.
 //
-// A stage holds a slice of the rows of one tile. Stages come in the order in which they are used:
-// of each product its panels, of a panel its slices, of a slice its tiles. Weights are never
-// written, so a stage can be filled as soon as it is free, whatever phase its weights belong to:
-// while the grid is at a barrier the ring fills with what comes after it.
+// A stage holds a slice of the rows of one tile. Stages are filled in the order in which they are
+// used: product by product, panel by panel, slice by slice, tile by tile. Weights are never
+// written, so a stage can be filled as soon as it is free, for whichever phase its weights are.
+// While the grid is at a barrier, the ring fills with the weights of the next phases.
 //
-// full[stage] completes when the bytes are there, empty[stage] when all warps are done with them;
-// everybody counts rounds through the ring alike, and the parity of a round tells its phase from
-// the one before. Warp 0 fills: after every kRefillTiles tiles it refills the stages that it is
-// done with but for the last kLag, which the others should be done with by then. With bulk copies
-// (sm_90) the hardware counts the bytes. With cp.async the lanes wait for their own copies,
-// kUnannounced stages behind the newest, and one arrives for all.
+// full[stage] completes when the bytes have landed, empty[stage] when all warps have read them. All
+// warps count rounds through the ring in the same way; the parity of a round distinguishes its
+// phase from the previous one. Warp 0 fills the ring: after every kRefillTiles tiles it refills the
+// stages that it has released, except the last kLag, which the other warps may still be reading.
+// With bulk copies (sm_90) the hardware counts the bytes. With cp.async each lane waits for its own
+// copies, kUnannounced stages behind the newest one, and then one lane arrives for all.
 //
-// Where the next stages come from is kept in shared memory, because only warp 0 needs it and
-// registers are short: apart what every refill needs and what a new product needs.
+// The source of the next stages is kept in shared memory, because only warp 0 needs it and
+// registers are scarce. What every refill needs and what only a new product needs are kept
+// separately.
 #pragma once
 
 #include "block.cuh"
 
 namespace specdec {
 
-// A place in the ring.
+// A position in the ring.
 struct RingPosition {
   int stage;
   int parity;
@@ -33,7 +34,7 @@ struct RingPosition {
   }
 };
 
-// What a stage holds: `bytes` of each of `num_rows` rows, `stride` bytes apart.
+// The content of a stage: `bytes` bytes of each of `num_rows` rows, `stride` bytes apart.
 struct StageRows {
   const unsigned char* first;
   int num_rows;
@@ -41,15 +42,15 @@ struct StageRows {
   int64_t stride;
 };
 
-// The stages of a matrix that a block takes, in order.
+// The stages of a matrix that a block needs, in order.
 struct MatrixStages {
   const unsigned char* weight;
   TileSchedule tiles;
   int row_bytes;
-  int slice_bytes;  // of a stage's row
-  int panel;        // its first tile
+  int slice_bytes;  // bytes of a row in a stage
+  int panel;        // first tile of the panel
   int tile;
-  int end;  // of the block's tiles
+  int end;  // end of the block's tiles
   int slice;
 
   MatrixStages() = default;
@@ -80,19 +81,19 @@ struct MatrixStages {
   }
 };
 
-// The ring as a warp sees it. Source, which all stages come from, has one function:
+// A warp's view of the ring. Source yields the stages; it has one function:
 //
 //   bool next(const DraftBlock<T>&, MatrixStages& stages)
 //
-// which gives the stages of the next product of which the block has any, or false behind the last.
+// which sets `stages` to those of the block's next product, or returns false after the last one.
 template <typename T, typename Source>
 class Ring {
  public:
-  // What a refill needs. Stages that are done are behind the last product's.
+  // The state that every refill needs. `stages` is done after the last product.
   struct Writer {
     MatrixStages stages;
     RingPosition at;
-    RingPosition oldest;  // of cp.async, that nobody was told of
+    RingPosition oldest;  // oldest stage of cp.async that is not announced yet
     int num_unannounced;
   };
   // What warp 0 keeps in shared memory.
@@ -105,7 +106,7 @@ class Ring {
   static constexpr int kRefillTiles = 2;
   static constexpr int kMinStages = kRefillTiles + kLag + kUnannounced;
 
-  // By all warps together; `source` begins with the first product. Ends with a barrier.
+  // All warps call it together; `source` begins with the first product. Ends with a barrier.
   __device__ __forceinline__ Ring(const DraftBlock<T>& block, Memory& memory, bool has_bulk_copies,
                                   Source source)
       : block_(block), memory_(memory), copies_in_bulk_(copies_in_bulk(has_bulk_copies)) {
@@ -114,10 +115,10 @@ class Ring {
       mbarrier_init(&block.shared.full[thread], 1);
       mbarrier_init(&block.shared.empty[thread], kDraftWarps);
     }
-    block.sync();  // the mbarriers are there
+    block.sync();  // the mbarriers are initialised
     if (block.warp() > 0) return;
     if (block.lane() == 0) memory.source = source;
-    warp_barrier();  // it is there
+    warp_barrier();  // the source is stored
     Writer all{};
     for (int i = 0; i < block.num_stages; ++i) {
       if (all.stages.is_done() && !next_product(all)) {
@@ -129,13 +130,13 @@ class Ring {
     keep(all);
   }
 
-  // The stage that comes next, once it is there.
+  // Waits for the next stage and returns it.
   __device__ __forceinline__ SharedSpan<unsigned char> wait() {
     mbarrier_wait(&block_.shared.full[at_.stage], at_.parity);
     return block_.stages.subspan(at_.stage * kStageBytes, kStageBytes);
   }
 
-  // The warp is done with it.
+  // Marks the stage as read by this warp.
   __device__ __forceinline__ void release() {
     warp_barrier();
     if (block_.lane() == 0) mbarrier_arrive(&block_.shared.empty[at_.stage]);
@@ -143,11 +144,12 @@ class Ring {
     ++num_released_;
   }
 
-  // By every warp after every kRefillTiles stages of a slice. Goes no further than the product that
-  // it is at: a step to the next one is long, and would be compiled into every turn of a loop.
+  // Every warp calls it after every kRefillTiles stages of a slice. Fills stages of the current
+  // product only: going on to the next product is long code, which would be inlined into each
+  // unrolled tile.
   __device__ __forceinline__ void refill() { refill_from<false>(); }
 
-  // By every warp behind the last stage of a slice. Goes on to the next products.
+  // Every warp calls it after the last stage of a slice. Goes on to the next products.
   __device__ __forceinline__ void end_slice() { refill_from<true>(); }
 
  private:
@@ -173,7 +175,7 @@ class Ring {
     warp_barrier();
   }
 
-  // False behind the last one.
+  // Returns false after the last product.
   __device__ __forceinline__ bool next_product(Writer& all) {
     Source source = memory_.source;
     warp_barrier();  // all lanes have read it
@@ -183,9 +185,9 @@ class Ring {
     return is_there;
   }
 
-  // The next stage of the product.
+  // Fills the next stage of the product.
   __device__ __forceinline__ void fill(Writer& all) {
-    // In the first round no stage has been used: the phase before the first counts as complete.
+    // In the first round no stage is in use yet: the phase before the first counts as complete.
     mbarrier_wait(&block_.shared.empty[all.at.stage], all.at.parity ^ 1);
     const StageRows rows = all.stages.rows();
     const SharedSpan<unsigned char> stage =
@@ -228,9 +230,9 @@ class Ring {
     cp_async_commit();
   }
 
-  // The oldest stage that nobody was told of has landed, as far as each lane's copies go.
+  // Announces the oldest unannounced stage, whose copies have landed in each lane.
   __device__ __forceinline__ void announce(Writer& all) {
-    warp_barrier();  // for all lanes
+    warp_barrier();  // in all lanes
     if (block_.lane() == 0) mbarrier_arrive(&block_.shared.full[all.oldest.stage]);
     all.oldest.advance(block_.num_stages);
     --all.num_unannounced;
@@ -246,7 +248,7 @@ class Ring {
   Memory& memory_;
   const bool copies_in_bulk_;
   RingPosition at_{0, 0};
-  int num_released_ = 0;  // of warp 0: stages that wait for a refill
+  int num_released_ = 0;  // for warp 0: number of released stages that are not refilled
 };
 
 }  // namespace specdec

@@ -1,11 +1,11 @@
-// Which elements a pass has, and where the inputs of its products are.
+// The elements of a pass, and the addresses of its products' inputs.
 #pragma once
 
 #include "tree.cuh"
 
 namespace specdec {
 
-// Bytes of `elements` of T behind data.
+// The address `elements` elements of T after data.
 template <typename T>
 __device__ __forceinline__ const void* offset_by(const void* data, int64_t elements) {
   return static_cast<const T*>(data) + elements;
@@ -18,7 +18,7 @@ __device__ __forceinline__ bool is_active(const DraftBlock<T>& block, int batch_
   return end > first;
 }
 
-// Element `place` of a batch row, one of its new ones or, behind them, a mask.
+// Describes element `place` of a batch row: a new element or, after those, a mask element.
 template <typename T>
 __device__ __forceinline__ void fill_new(const DraftBlock<T>& block, int place, PassRow& row) {
   const DraftKernelParams& params = block.params;
@@ -88,7 +88,7 @@ __device__ __forceinline__ PassRow frontier_row(const DraftBlock<T>& block, int 
   return row;
 }
 
-// To shared.rows. Ends with a barrier.
+// Fills shared.rows. Ends with a barrier.
 template <typename T>
 __device__ __forceinline__ void load_pass_rows(const DraftBlock<T>& block, const DraftPass& pass) {
   const int i = static_cast<int>(threadIdx.x), at = pass.first_row + i;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void load_pass_rows(const DraftBlock<T>& block, const
   block.sync();
 }
 
-// Whether a pass of new elements has one that goes on.
+// Whether a pass of new elements has one with a list.
 template <typename T>
 __device__ __forceinline__ bool has_lists(const DraftBlock<T>& block, const DraftPass& pass) {
   const int width = block.params.plan.kept_width(), end = pass.first_row + pass.num_rows;
@@ -118,7 +118,7 @@ struct PhaseProduct {
   int first_out = 0;
 };
 
-// What the ring is filled with and what is multiplied agree on it.
+// The product of a phase, both for filling the ring and for multiplying.
 template <typename T, typename W>
 __device__ __forceinline__ PhaseProduct phase_product(const DraftBlock<T>& block,
                                                       const DraftPass& pass, DraftOp op,
@@ -144,7 +144,7 @@ __device__ __forceinline__ PhaseProduct phase_product(const DraftBlock<T>& block
   return product;
 }
 
-// What fc takes of a row, beside EAGLE-1's token, or what layer 0 takes where there is no fc.
+// The input of fc for a row, besides EAGLE-1's token; without fc, the input of layer 0.
 template <typename T>
 __device__ __forceinline__ const void* fc_input(const DraftBlock<T>& block, const DraftPass& pass,
                                                 int i) {
@@ -156,7 +156,7 @@ __device__ __forceinline__ const void* fc_input(const DraftBlock<T>& block, cons
   return row.hidden;
 }
 
-// What attention's residual and its second input are of a row before layer 0.
+// The input of a row to layer 0: the second input of attention, and its residual.
 template <typename T>
 __device__ __forceinline__ const void* layer_input(const DraftBlock<T>& block,
                                                    const DraftPass& pass, int i) {
@@ -212,7 +212,7 @@ __device__ __forceinline__ const void* input_row(const DraftBlock<T>& block, con
   return op == DraftOp::kProjections ? layer_input(block, pass, i) : fc_input(block, pass, i);
 }
 
-// shared.inputs and shared.inverses of a product. Ends with a barrier.
+// Fills shared.inputs and shared.inverses for a product. Ends with a barrier.
 template <typename T>
 __device__ __forceinline__ InputSegments prepare_inputs(const DraftBlock<T>& block,
                                                         const DraftPass& pass, DraftOp op,

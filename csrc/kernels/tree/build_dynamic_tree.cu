@@ -1,13 +1,13 @@
-// build_dynamic_tree: the best candidates of a dynamic draft as a tree. The rule and the meaning of
-// the arguments: specdec/build_dynamic_tree.h; the algorithm: dynamic_tree.cuh.
+// build_dynamic_tree: selects the best candidates of a dynamic draft as a tree. Rule and meaning of
+// the arguments: specdec/build_dynamic_tree.h; algorithm: dynamic_tree.cuh.
 //
 // In:  scores, tokens, parents [batch, candidates], root_tokens [batch]
 // Out: tree_tokens, tree_parents, selected [batch, nodes]
 //
-// One block per row, at most kItems neighbouring candidates per thread.
+// One block per row, at most kItems contiguous candidates per thread.
 //
 // Bytes: 20 per candidate read, 24 per node written: 16 KB at 710 candidates (top 10, depth 8) and
-// 60 nodes; bound by latency: about 100 cycles of each of up to 32 rounds of the selection.
+// 60 nodes. Bound by latency: the selection has up to 32 rounds of about 100 cycles.
 #include <algorithm>
 
 #include "dynamic_tree.cuh"
@@ -16,7 +16,7 @@
 namespace specdec {
 namespace {
 
-constexpr int kItems = 4;  // candidates of a thread
+constexpr int kItems = 4;  // candidates per thread
 constexpr int kMaxThreads = kMaxCandidates / kItems;
 static_assert(kMaxThreads <= kWarpSize * kWarpSize, "one warp adds up what the warps have counted");
 

@@ -1,22 +1,22 @@
-// The selection of a dynamic tree by some warps of one block: of build_dynamic_tree, and of
-// draft_head, which has other warps at work beside them. The rule and the meaning of the arguments:
+// The selection of a dynamic tree by some warps of one block, for build_dynamic_tree and for
+// draft_head, whose other warps work at the same time. Rule and meaning of the arguments:
 // specdec/build_dynamic_tree.h.
 //
-// Neighbouring candidates per thread, no sort:
-//   1. keys and parents to shared memory; a thread walks up from each of its candidates for the
-//      lowest key on the path, its effective key (a draft of depth d: d steps);
-//   2. select: the key of the worst selected candidate, bit by bit from the top: a bit is set if
-//      still at least nodes - 1 keys reach the value. Ends early once exactly that many do, which
-//      for distinct scores is after about half of the 32 rounds;
+// Each thread has contiguous candidates; there is no sort:
+//   1. keys: keys and parents go to shared memory. A thread walks up from each of its candidates to
+//      find the lowest key on the path, the effective key (d steps at depth d).
+//   2. select: finds the key of the worst selected candidate, bit by bit from the top. A bit is set
+//      if at least nodes - 1 keys still reach the value. Ends early once exactly that many do: for
+//      distinct scores after about half of the 32 rounds.
 //   3. number: one prefix sum over the candidates in index order counts the keys above that key and
-//      those equal to it; the first of the equal ones fill up the selection. The count of selected
-//      candidates before a candidate is its place in the tree;
-//   4. the nodes are written; a parent's number is read from shared memory.
+//      those equal to it; the first of the equal ones complete the selection. The number of
+//      selected candidates before a candidate is its place in the tree.
+//   4. write: the nodes are written; a parent's number is read from shared memory.
 //
 // Example: 3 nodes, scores [-1, -2, -1, -3] of children of the root. The worst selected key is that
-// of -1; none is above it, candidates 0 and 2 are equal to it, both fit: nodes 1 and 2.
+// of -1. No key is above it, candidates 0 and 2 have it and both fit: they are nodes 1 and 2.
 //
-// No floats but keys.
+// Uses floats only to make keys.
 #pragma once
 
 #include "specdec/build_dynamic_tree.h"
@@ -24,16 +24,16 @@
 
 namespace specdec {
 
-// Shared memory, in words: keys, and once nobody needs these, the numbers of selected candidates;
-// what warps have counted; parents.
+// Shared memory, in words: keys, later reused for the numbers of selected candidates; the counts of
+// the warps; parents.
 constexpr int kTreeCounts = kMaxCandidates;
-// Buffers 0 and 1 in turn for sums, because a warp may count again while others still read; the
-// last one for the prefix sum.
+// Sums use buffers 0 and 1 in turn, because a warp may start the next count while others still
+// read. The third buffer is for the prefix sum.
 constexpr int kTreeParents = kTreeCounts + 3 * kWarpSize;
 constexpr int kTreeWords = kTreeParents + kMaxCandidates / 2;
 
-// One row's selection by threads 0 .. num_threads - 1, whole warps, for which sync() is a barrier
-// that orders memory. Each of them has at most kItems candidates.
+// Selects the tree of one row with threads 0 .. num_threads - 1, which are whole warps. sync() is a
+// barrier among them that orders memory. Each thread has at most kItems candidates.
 template <int kItems, typename Sync>
 class DynamicTree {
  public:
@@ -55,7 +55,7 @@ class DynamicTree {
     const int items = (candidates + num_threads_ - 1) / num_threads_;
     const int first = static_cast<int>(threadIdx.x) * items;
     load_candidates();
-    sync_();  // keys and parents are complete before anyone walks
+    sync_();  // keys and parents are complete before any thread walks
 
     const bool row_is_active = params_.root_tokens[row_] >= 0;
     uint32_t keys[kItems];
@@ -83,7 +83,7 @@ class DynamicTree {
     for (int i = threadIdx.x; i < params_.candidates; i += num_threads_) {
       const int64_t parent = params_.parents(row_, i);
       keys_[i] = candidate_key(params_.scores(row_, i), parent, i);
-      // Where the link is illegal the key is 0 and nobody goes further up.
+      // At an illegal link the key is 0, and no walk goes further up.
       parents_[i] = static_cast<int16_t>(parent);
     }
   }
@@ -99,21 +99,21 @@ class DynamicTree {
     return key;
   }
 
-  // What the warps have stored in a buffer.
+  // The count of a warp in a buffer.
   __device__ __forceinline__ uint32_t read_count(int buffer, int warp) const {
     return warp < num_threads_ / kWarpSize ? counts_[buffer * kWarpSize + warp] : 0u;
   }
 
-  // The sum over all threads, in each of them.
+  // The sum over all threads, returned to each of them.
   __device__ __forceinline__ uint32_t sum(uint32_t count, int buffer) const {
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     count = warp_sum(count);
     if (lane == 0) counts_[buffer * kWarpSize + warp] = count;
-    sync_();  // this buffer is complete, and nobody reads the other one any more
+    sync_();  // this buffer is complete, and no thread reads the other one any more
     return warp_sum(read_count(buffer, lane));
   }
 
-  // The largest threshold that at least `wanted` keys reach; 0 if not so many are eligible.
+  // The largest threshold that at least `wanted` keys reach; 0 if fewer are eligible.
   __device__ __forceinline__ uint32_t select_threshold(const uint32_t (&keys)[kItems],
                                                        uint32_t wanted) const {
     uint32_t threshold = 0;
@@ -130,7 +130,7 @@ class DynamicTree {
   }
 
   struct Prefix {
-    uint32_t before;  // the sum over the threads before this one
+    uint32_t before;  // the sum over earlier threads
     uint32_t total;
   };
 
@@ -149,12 +149,13 @@ class DynamicTree {
     return {warp_sum(lane < warp ? count : 0u) + inclusive - value, warp_sum(count)};
   }
 
-  // Numbers the selected candidates; returns how many there are. nodes[item]: 0 where not selected.
+  // Numbers the selected candidates and returns their count. nodes[item] is 0 if it is not
+  // selected.
   __device__ __forceinline__ int number_nodes(const uint32_t (&keys)[kItems], int wanted,
                                               int (&nodes)[kItems]) const {
     const uint32_t threshold = select_threshold(keys, static_cast<uint32_t>(wanted));
     const auto is_equal = [&](uint32_t key) { return key == threshold && key > 0; };
-    // Keys above the threshold are counted in the upper half, equal ones in the lower half.
+    // Keys above the threshold are counted in the upper half, keys equal to it in the lower half.
     uint32_t counts = 0;
 #pragma unroll
     for (int item = 0; item < kItems; ++item) {
@@ -187,7 +188,7 @@ class DynamicTree {
     params_.selected[at] = candidate;
   }
 
-  // Node 0, and the nodes that no candidate was left for.
+  // Writes node 0, and the nodes for which no candidate was left.
   __device__ __forceinline__ void write_other_nodes(int num_selected) const {
     const int64_t root_token = params_.root_tokens[row_];
     const bool row_is_active = root_token >= 0;

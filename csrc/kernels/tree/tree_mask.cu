@@ -1,18 +1,17 @@
-// tree_mask: parents of draft trees -> packed ancestor bits, depths, positions, child links, paths.
+// tree_mask: turns parents of draft trees into packed ancestor bits, depths, positions, child links
+// and paths.
 //
 // In:  parents [batch, nodes], root_positions [batch]
-// Out: ancestors [batch, nodes, words], depths, positions, first_child, next_sibling [batch,
-// nodes],
-//      paths [batch, nodes, nodes]        (meaning: specdec/tree_mask.h, example:
-//      reference/tree_mask.py)
+// Out: ancestors [batch, nodes, words]; depths, positions, first_child, next_sibling
+//      [batch, nodes]; paths [batch, nodes, nodes]
+// Meaning: specdec/tree_mask.h; example: specdec_ext/reference/tree_mask.py.
 //
-// One block per row, one thread per node (strided when nodes > kThreads):
-//   1. parents to shared memory, illegal links as inactive;
-//   2. depth by walking up; a walk that meets an inactive link makes the node inactive;
-//   3. with all depths known (barrier): child links by scanning later nodes, bits and path by
-//   walking
-//      up once more. A walk visits nodes in descending order, so the words of the bits are written
-//      from the last to the first, each once.
+// One block per row, one thread per node (strided if nodes > kThreads):
+//   1. Parents go to shared memory, with illegal links as inactive.
+//   2. A walk up gives the depth; a walk that meets an inactive link makes the node inactive.
+//   3. After a barrier, when all depths are known: scanning later nodes gives the child links, a
+//      second walk up the bits and the path. It visits nodes in descending order, so the words of
+//      the bits are written from the last to the first, each once.
 //
 // Example, row [-1, 0, 0, 1]: node 3 walks 3 -> 1 -> 0: depth 2, bits 1011, path [0, 1, 3, -1].
 //
@@ -50,7 +49,7 @@ __device__ void write_links(Shared& shared, const TreeMaskParams& params, int64_
     const int nodes = static_cast<int>(params.nodes);
     const int parent = shared.parents[node];
     for (int later = nodes - 1; later > node; --later) {
-      // The root's parent, -1, has no other children; inactive nodes have -2.
+      // The root's parent, -1, has no other children. Inactive nodes have parent -2.
       if (shared.parents[later] == node) first_child = later;
       if (shared.parents[later] == parent) next_sibling = later;
     }
@@ -92,7 +91,7 @@ __global__ void __launch_bounds__(kThreads) tree_mask_kernel(TreeMaskParams para
     const int64_t parent = parents.link_is_legal(node) ? parents[node] : kInactiveParent;
     shared.parents[node] = static_cast<int32_t>(parent);
   }
-  block_barrier();  // parents are complete before anyone walks
+  block_barrier();  // parents are complete before any thread walks
 
   const int64_t root_position = params.root_positions[row];
   for (int node = threadIdx.x; node < nodes; node += blockDim.x) {
@@ -102,8 +101,8 @@ __global__ void __launch_bounds__(kThreads) tree_mask_kernel(TreeMaskParams para
     params.positions[row * params.nodes + node] = root_position + (depth < 0 ? 0 : depth);
   }
   for (int node = threadIdx.x; node < nodes; node += blockDim.x) {
-    // No barrier: a thread reads the depths it wrote itself. A later node whose parent is an active
-    // node is active, so links need no other depth.
+    // No barrier is needed: a thread reads only depths that it wrote. A later node whose parent is
+    // active is active too, so links need no other depth.
     write_links(shared, params, row, node);
     write_ancestry(shared, params, row, node);
   }

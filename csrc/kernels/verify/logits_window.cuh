@@ -1,13 +1,15 @@
-// Asynchronous 16-byte loads of a thread's tokens from rows of logits that may start anywhere.
+// Asynchronous 16-byte loads of a thread's tokens from rows of logits with any alignment.
 //
-// A thread owns kWindowTokens neighbouring tokens of each row. What it loads is the aligned 16-byte
-// vectors that hold them: 1 of a 16-bit type, 2 of float32, and one more where rows are not aligned
-// (kAligned false); reading moves the tokens to the front. Example, bf16, a row that starts 6 bytes
-// after a multiple of 16: tokens 8 .. 15 are elements 3 .. 10 of the two vectors from token 5 on.
+// A thread owns kWindowTokens contiguous tokens of each row. It loads the aligned 16-byte vectors
+// that hold them: 1 for a 16-bit type, 2 for float32, and one more if rows are not aligned
+// (kAligned false); then reading shifts the tokens to the front. Example, bf16, a row that starts 6
+// bytes after a multiple of 16: tokens 8 .. 15 are elements 3 .. 10 of the two vectors from token 5
+// on.
 //
-// The vectors go through slots of a ring in shared memory, SharedArray<uint4, kRingVectors * block
-// size>, that belong to one thread each, so no barrier protects them: a thread waits for its own
-// copies (cp_async_wait) and refills a slot after it has read it.
+// The vectors go through the slots of a ring in shared memory,
+// SharedArray<uint4, kRingVectors * block size>. Each slot belongs to one thread, so no barrier
+// protects it: a thread waits for its own copies (cp_async_wait) and refills a slot after it has
+// read it.
 #pragma once
 
 #include "specdec/core/logits.h"
@@ -16,7 +18,7 @@
 namespace specdec {
 
 constexpr int kWindowTokens = 8;
-constexpr int kRingVectors = 6;  // that a thread has in flight
+constexpr int kRingVectors = 6;  // vectors that a thread has in flight
 
 template <typename T>
 struct LogitsElement;
@@ -46,13 +48,14 @@ struct LogitsWindow {
   static constexpr int kElements = kVectors * kPerVector;
   static constexpr int kInFlight = kRingVectors / kVectors;  // nodes
 
-  // How many elements the vectors begin before the tokens; the same for the whole row of logits.
+  // The number of elements between the begin of the vectors and the tokens, the same for a whole
+  // row.
   __device__ __forceinline__ static int shift(const T* logits) {
     if (kAligned) return 0;
     return static_cast<int>(reinterpret_cast<uintptr_t>(logits) % sizeof(uint4) / sizeof(T));
   }
 
-  // Starts the copy; -inf for what is outside of the row of logits.
+  // Starts the copy, with -inf for tokens outside the row of logits.
   template <typename Ring>
   __device__ __forceinline__ static void fetch(Ring& ring, int slot, const T* logits,
                                                int64_t first_token, int64_t vocab) {

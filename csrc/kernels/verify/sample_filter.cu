@@ -1,33 +1,33 @@
-// sample_filter: temperature, top-k, top-p and min-p of every row. The law:
+// sample_filter: applies temperature, top-k, top-p and min-p to every row. Definition:
 // specdec/sample_filter.h.
 //
 // In:  logits [rows, vocab] f32/bf16/f16; temperature, top_k, top_p, min_p [rows]
 // Out: scores [rows, vocab] f32, -inf where removed
 //
-// One launch, one block per row; the row is read several times from L2.
-//   1. divide: write the scores; find the largest key of each thread and of the row, and NaN.
+// One launch, one block per row, which reads the row several times from L2.
+//   1. divide: writes the scores; finds the largest key of each thread and of the row, and NaN.
 //   2. top-k: the k-th largest of the threads' largest keys is a lower bound of the k-th largest
-//      key; a search by counts between it and the largest key finds that.
-//   3. top-p: one pass adds up the mass of what is left; nucleus_bound() is a lower bound of the
-//      end of the nucleus, a search by masses finds it, a search by counts over token indices cuts
-//      the ties there.
+//      key; a search by counts between this bound and the largest key finds it.
+//   3. top-p: one pass adds up the mass that is left. nucleus_bound() is a lower bound of the end
+//      of the nucleus, a search by masses finds the end, and a search by counts over token indices
+//      decides which ties are kept.
 //   4. min-p: a search without data, because weights never decrease with the score.
-//   5. remove: -inf for what is below the threshold.
-// A search goes through a few levels. Each makes a histogram of the keys in its range in shared
-// memory; the bucket in which the sum from the top reaches the target is the next range. Tokens
-// outside of the range are skipped, and threads whose largest key is below it skip the pass: after
-// the bounds few tokens are left. Example: k = 2, scores 9 4 7 7 in threads of their own: bound 7,
-// range [7, 9]; the count from the top reaches 2 at 7, so 9 7 7 are kept.
+//   5. remove: writes -inf below the threshold.
+// A search has a few levels. Each level makes a histogram of the keys in its range in shared
+// memory; the bucket in which the sum from the top reaches the target becomes the next range.
+// Tokens outside the range are skipped, and so are threads whose largest key is below it: after the
+// bounds few tokens are left. Example: k = 2, scores 9 4 7 7 in four threads: bound 7, range [7,
+// 9]; the count from the top reaches 2 at 7, so 9 7 7 are kept.
 //
-// Every thread goes through every search and holds the same range, so branches are uniform.
+// Every thread takes part in every search and has the same range, so branches are uniform.
 // Barriers: around each phase of a histogram (cleared, filled, read) and before the shared arrays
-// are used again. Sums are integers, so the order of the atomics does not matter: bitwise
-// repeatable, and the bits of the CPU op. A 64-bit sum is two 32-bit atomics with a carry, because
+// are reused. Sums are integers, so the order of the atomics does not matter: results are bitwise
+// repeatable and equal to the CPU op's. A 64-bit sum is two 32-bit atomics with a carry, because
 // shared memory has no 64-bit adder.
 //
-// Floor: the logits once from memory, the scores once to it. Passes 2 to 5 read the scores, 513 KB
-// at 128k tokens, from L2: about 5 us each at 64 bytes per clock and SM; 2 to 4 of them for top-k
-// alone, 4 to 7 for top-p alone. Rows beyond the number of SMs queue.
+// Lower bound: the logits are read once from memory, the scores are written once. Passes 2 to 5
+// read the scores, 513 KB at 128k tokens, from L2: about 5 us each at 64 bytes per clock and SM; 2
+// to 4 of them for top-k alone, 4 to 7 for top-p alone. Rows beyond the number of SMs wait.
 #include "specdec/device/cuda.cuh"
 #include "specdec/launchers.h"
 #include "specdec/sampling/filter_search.h"
@@ -57,7 +57,7 @@ struct Shared {
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % kWarpSize; }
 __device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x) / kWarpSize; }
 
-// Bisection (filter_search.h) by the lanes of a warp: a step leaves a 32nd of the range.
+// Bisection (filter_search.h) with the lanes of a warp: a step divides the range by 32.
 struct WarpSearch {
   template <typename Predicate>
   __device__ int32_t operator()(int32_t low, int32_t high, const Predicate& holds) const {
@@ -82,14 +82,14 @@ template <typename T, typename Combine>
 __device__ T reduce_block(SharedArray<T, kWarps>& warp_values, T value, const Combine& combine) {
   value = combine(value);
   if (lane_id() == 0) warp_values[warp_id()] = value;
-  block_barrier();  // all warps have stored theirs
+  block_barrier();  // all warps have stored their values
   value = combine(warp_values[lane_id()]);
   block_barrier();  // all warps have read them
   return value;
 }
 
-// The keys that a search looks at. for_each(low, visit): visit(key) at least for those of the
-// calling thread that are not below `low`.
+// The keys for a search. for_each(low, visit) calls visit(key) at least for the calling thread's
+// keys that are not below `low`.
 struct ThreadMaximum {
   int32_t largest_key;
 
@@ -103,11 +103,11 @@ struct ThreadMaximum {
 struct Row {
   float* scores;
   int32_t vocab;
-  bool aligned;                             // groups of scores are
-  int32_t thread_key = kMinusInfinityKey;   // the largest of the thread's tokens
-  int32_t largest_key = kMinusInfinityKey;  // of the row
+  bool aligned;                             // whether groups of scores are aligned
+  int32_t thread_key = kMinusInfinityKey;   // largest key of the thread's tokens
+  int32_t largest_key = kMinusInfinityKey;  // largest key of the row
 
-  // visit(token, key)
+  // Calls visit(token, key).
   template <typename Visit>
   __device__ void for_each_token(int32_t low, const Visit& visit) const {
     if (thread_key < low) return;
@@ -130,7 +130,7 @@ struct Row {
   }
 };
 
-// The indices of the tokens with one key.
+// The indices of the tokens with a given key.
 struct TokensWithKey {
   const Row& row;
   int32_t key;
@@ -143,14 +143,14 @@ struct TokensWithKey {
   }
 };
 
-// Looks in `range` for the key at which the sum of weights, from the largest key down, first
-// reaches `target`. It does.
+// Finds the key in `range` at which the sum of weights, from the largest key down, reaches
+// `target`. Such a key must exist.
 struct Search {
   Shared& shared;
   KeyRange range;
   uint64_t target;
   uint64_t above = 0;   // the sum over keys above the range
-  uint64_t inside = 0;  // over those in it, after a level
+  uint64_t inside = 0;  // the sum over keys in the range, after a level
 
   __device__ void add(uint32_t bucket, uint64_t weight) {
     const uint32_t low = static_cast<uint32_t>(weight);
@@ -165,7 +165,7 @@ struct Search {
     return uint64_t{high} << 32 | low;
   }
 
-  // `values`, one per lane, are added to `above` in lane order up to the lane in which it would
+  // Adds `value` of each lane to `above`, in lane order, up to the lane in which the sum would
   // reach the target; `inside` becomes that lane's value. Returns the lane.
   __device__ int advance(uint64_t value) {
     uint64_t running = value;
@@ -179,12 +179,12 @@ struct Search {
     return lane;
   }
 
-  // The bucket in which the sum reaches the target.
+  // Finds the bucket in which the sum reaches the target.
   __device__ uint32_t find_bucket() {
     const int first = warp_id() * kBucketsPerWarp + lane_id();
     const uint64_t warp_sum_of_buckets = warp_sum(sum(first) + sum(first + kWarpSize));
     if (lane_id() == 0) shared.warp_sums[warp_id()] = warp_sum_of_buckets;
-    block_barrier();  // all warps have stored theirs
+    block_barrier();  // all warps have stored their values
     const int warp = kWarps - 1 - advance(shared.warp_sums[kWarps - 1 - lane_id()]);
     const int top = (warp + 1) * kBucketsPerWarp - 1;
     const uint64_t upper = sum(top - 2 * lane_id()), lower = sum(top - 2 * lane_id() - 1);
@@ -199,7 +199,7 @@ struct Search {
     return top - 2 * pair - 1;
   }
 
-  // One level.
+  // Runs one level.
   template <typename Keys, typename Weight, typename Position>
   __device__ void refine(const Keys& keys, const Weight& weight, const Position& position) {
     const KeyBuckets buckets = KeyBuckets::make(range, position);
@@ -223,8 +223,8 @@ struct Search {
   }
 };
 
-// Writes the scores and finds the largest keys. False if there is nothing to filter: a NaN, or all
-// -inf.
+// Writes the scores and finds the largest keys. Returns false if there is nothing to filter: a NaN,
+// or all -inf.
 template <typename T>
 __device__ bool divide(Shared& shared, Row& row, const T* logits, float temperature) {
   int32_t largest_magnitude = 0;
@@ -264,7 +264,7 @@ __device__ int32_t top_k_threshold(Shared& shared, const Row& row, uint64_t k) {
   return Search{shared, range, k}.key(row, CountWeight{});
 }
 
-// Of the tokens with keys at or above `low`.
+// The nucleus of the tokens with keys at or above `low`.
 __device__ KeptTokens nucleus(Shared& shared, const Row& row, int32_t low, float top_p) {
   const MassWeight mass{RowWeights::make(row.largest_key)};
   uint64_t total = 0;

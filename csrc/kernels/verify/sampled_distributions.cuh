@@ -1,9 +1,9 @@
-// What the two kernels of verify_sampled.cu share: how a warp loads both laws of a node, sums in
-// the order of residual.h, and where the first kernel leaves what the second reads.
+// What the two kernels of verify_sampled.cu share: how a warp loads the target and draft
+// distributions of a node, sums in the order of residual.h, and the workspace between the kernels.
 //
-// A segment of 1024 tokens is kSegmentRows rows of kSumLanes tokens; a thread owns kGroup
-// neighbouring tokens of each row, one lane of the sum each. Example: thread 3 has tokens 12 .. 15,
-// 140 .. 143, and so on.
+// A segment of 1024 tokens is kSegmentRows rows of kSumLanes tokens. A thread owns kGroup
+// contiguous tokens of each row, which are one lane of the sum each. Example: thread 3 has tokens
+// 12 .. 15, 140 .. 143, and so on.
 #pragma once
 
 #include "specdec/device/cuda.cuh"
@@ -35,7 +35,7 @@ LawAlignment law_alignment(const VerifySampledParams& params) {
 struct SampledWorkspace {
   Pick* picks;                 // [batch, slices]
   NodeStatistics* statistics;  // [batch, nodes, segments]
-  uint32_t* arrivals;          // [batch] zeroed by the first launch
+  uint32_t* arrivals;          // [batch], zeroed by the first launch
   int64_t segments;
   int64_t slices;  // blocks per row in the second launch
 };
@@ -75,7 +75,7 @@ __device__ __forceinline__ void load_draft(const float* draft, int64_t first, in
              [](float value) { return draft_weight(value); });
 }
 
-// By halving, the order of residual.h; in all lanes.
+// Sums by halving, the order of residual.h, in all lanes.
 __device__ __forceinline__ float warp_sum_by_halving(float value) {
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
@@ -90,12 +90,12 @@ __device__ __forceinline__ float sum_lanes(float (&lanes)[kGroup]) {
   return exact_add(exact_add(lanes[0], lanes[2]), exact_add(lanes[1], lanes[3]));
 }
 
-// Orders like the float, NaN above everything.
+// An integer that is ordered like the float, with NaN above everything.
 __device__ __forceinline__ int32_t max_key(float value) {
   return value != value ? INT32_MAX : ordered_key(float_to_bits(value));
 }
 
-// The value that has the key; NaN for that of NaN.
+// The value that has the key; NaN for the key of NaN.
 __device__ __forceinline__ float key_value(int32_t key) { return bits_to_float(ordered_key(key)); }
 
 }  // namespace specdec

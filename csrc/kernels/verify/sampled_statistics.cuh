@@ -1,13 +1,14 @@
-// The first kernel of verify_sampled.cu: the statistics of both laws at every node, by segment.
+// First kernel of verify_sampled.cu: the statistics of target and draft distribution at every node,
+// by segment.
 //
 // In:  logits and draft_probs [batch, nodes, vocab], parents [batch, nodes]
 // Out: workspace.statistics [batch, nodes, segments] of active nodes; workspace.arrivals [batch],
 //      zeros
 //
 // One warp per (row, node, segment of 1024 tokens). The logits stay in registers between the
-// maximum and the sum, so that they are read once. Inactive nodes are skipped, and so are leaves'
-// draft laws. One barrier: all warps of a block need to know whether their node is active and a
-// leaf, which the first warp finds out. Bound by memory.
+// maximum and the sum, so they are read once. Inactive nodes are skipped, and so are the draft
+// distributions of leaves. One barrier: the first warp finds out whether the block's node is active
+// and a leaf, and all warps need to know. Bound by memory.
 #pragma once
 
 #include "sampled_distributions.cuh"
@@ -17,7 +18,7 @@ namespace specdec {
 constexpr int kStatisticsThreads = 256;
 constexpr int kStatisticsWarps = kStatisticsThreads / kWarpSize;
 
-// Of the tokens first .. first + 1023, by a warp; draft may be null.
+// Statistics of the tokens first .. first + 1023, by a warp; draft may be null.
 template <typename T>
 __device__ NodeStatistics segment_statistics(const T* logits, const float* draft, int64_t first,
                                              int64_t vocab, LawAlignment aligned) {
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   }
 }
 
-// By a warp: its lanes are the columns of the sums.
+// Merges the segments, by a warp: its lanes are the columns of the sums.
 __device__ inline NodeStatistics merge_statistics(const NodeStatistics* statistics,
                                                   int64_t segments) {
   const int lane = threadIdx.x % kWarpSize;

@@ -1,34 +1,34 @@
-// verify_match: walk draft trees along tokens drawn from the target. The rule and the meaning of
-// the arguments: specdec/verify_match.h.
+// verify_match: walks draft trees along tokens drawn from the target. Rule and meaning of the
+// arguments: specdec/verify_match.h.
 //
 // In:  logits [batch, nodes, vocab] f32/bf16/f16, tokens, parents [batch, nodes], seeds, row_ids,
 //      root_positions, stochastic [batch]; counters [batch], zero
 // Out: path [batch, nodes], num_accepted, next_token, status [batch]; counters zero again
 //
-// One launch. A block owns a chunk of kChunk tokens of a group of up to kMaxGroup nodes of a row:
-//   1. order: the group's nodes by depth, so that nodes of one depth follow each other;
-//   2. scan: a thread owns kTokens neighbouring tokens. It has 96 bytes of logits in flight (6
-//   nodes
-//      of a 16-bit type), and computes the noise of its tokens once per depth, only if one of its
-//      warp's tokens is possible at all: after top-k, top-p or min-p most noise is skipped;
-//   3. the block's pick of each node goes to the workspace, and the block counts itself in. The
-//      last block of a row to do so has all picks before it and the others are done;
-//   4. walk: that block reduces the picks of all nodes over the chunks, all loads at once, and then
-//      one warp walks in shared memory: the depth of the walk costs no trips to memory.
-// A pick is (key, ~token) in 64 bits (specdec/pick.h), so the result does not depend on the order
-// of any reduction and is bitwise repeatable. NaN in a node that the walk does not visit ends up in
-// a pick that nobody reads. The row's counter orders the picks: release by each block after its
-// barrier, acquire by the last.
+// One launch. A block owns a chunk of kChunk tokens for a group of up to kMaxGroup nodes of a row:
+//   1. order: the group's nodes are sorted by depth, so that nodes of one depth are consecutive.
+//   2. scan: a thread owns kTokens contiguous tokens and has 96 bytes of logits in flight (6 nodes
+//      of a 16-bit type). It computes the noise of its tokens once per depth, and only if a token
+//      of its warp can still win: after top-k, top-p or min-p most noise is skipped.
+//   3. store: the block's pick of each node goes to the workspace, and the block increments the
+//      row's counter. The last block of a row to do so has all picks, and the others end.
+//   4. walk: that block reduces the picks of all nodes over the chunks, with all loads at once.
+//      Then one warp walks in shared memory, so the depth of the walk costs no memory latency.
+// A pick is (key, ~token) in 64 bits (specdec/math/pick.h), so the result does not depend on the
+// order of any reduction and is bitwise repeatable. NaN in a node that the walk does not visit ends
+// up in a pick that is never read. The row's counter orders the picks: each block releases after
+// its barrier, the last one acquires.
 //
 // Cost, for 64 nodes in 8 levels, 128,256 bf16 logits, on an H200 (132 SMs, 4.3 TB/s, 1.75 GHz):
-// 16.4 MB, 3.8 us. To stream at that rate, 4.3 TB/s x 0.7 us of latency = 3 MB must be in flight;
-// here 63 chunks x 4 groups of 16 nodes = 252 blocks are resident at once (2 per SM, up to 3), and
+// 16.4 MB, 3.8 us. To stream at that rate, 4.3 TB/s x 0.7 us of latency = 3 MB must be in flight.
+// Here 63 chunks x 4 groups of 16 nodes = 252 blocks are resident at once (2 per SM, up to 3), and
 // 256 threads x 96 bytes make 48 KB per SM, 6 MB in all. Arithmetic per (node, token): 6 operations
 // to convert, add and compare, 1.6 us in all; per (depth, token) about 27 integer and 27 float
 // operations of noise, bound by the integer units (64 per cycle and SM): 11 depths (8, and 3 that
 // two groups share) in 2.6 us. Both overlap with the stream.
 //
-// Rows may start anywhere: logits_window.cuh. Numerics: specdec/rng.h, the bits of the CPU op.
+// Rows may have any alignment: logits_window.cuh. Numerics: specdec/sampling/rng.h, with the bits
+// of the CPU op.
 #include <algorithm>
 
 #include "logits_window.cuh"
@@ -42,25 +42,25 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kTokens = kWindowTokens;  // of a thread, two Philox blocks
+constexpr int kTokens = kWindowTokens;  // per thread, two Philox blocks
 constexpr int kChunk = kThreads * kTokens;
 constexpr int kMaxGroup = kWarpSize;  // one warp orders the nodes of a group
 constexpr int kMinGroup = 4;
-constexpr int64_t kEnoughBlocks = 200;  // larger groups share more noise, but must fill the GPU
+constexpr int64_t kEnoughBlocks = 200;  // larger groups share more noise, but use fewer blocks
 constexpr int32_t kNaNKey = INT32_MAX;  // above the key of infinity
 
-// How a row's work is cut.
+// How the work of a row is divided.
 struct Plan {
   int chunks;
-  int group;  // nodes of a block
+  int group;  // nodes per block
   int groups;
 };
 
 struct Shared {
   SharedArray<int32_t, kMaxNodes> parents;  // illegal links as kInactiveParent
-  SharedArray<int32_t, kMaxGroup> nodes;    // of the block, by depth, inactive ones last
-  SharedArray<int32_t, kMaxGroup> depths;   // of these
-  SharedValue<int32_t> num_active;          // of these
+  SharedArray<int32_t, kMaxGroup> nodes;    // nodes of the block by depth, inactive ones last
+  SharedArray<int32_t, kMaxGroup> depths;   // depths of `nodes`
+  SharedValue<int32_t> num_active;          // number of active ones
   SharedArray<uint4, kRingVectors * kThreads> ring;
   SharedArray<Pick, kWarps * kMaxGroup> warp_picks;
   SharedValue<bool> is_last;
@@ -88,14 +88,14 @@ __device__ int node_depth(Shared& shared, int node) {
   return parent == kRootParent ? depth : -1;
 }
 
-// By one warp, a lane per node.
+// One warp, with one node per lane.
 __device__ void order_nodes(Shared& shared, int first_node, int num_nodes) {
   const int lane = threadIdx.x;
   const int depth = lane < num_nodes ? node_depth(shared, first_node + lane) : -1;
   const int key = (depth < 0 ? kMaxNodes : depth) * kWarpSize + lane;
   int rank = 0;
   for (int other = 0; other < kWarpSize; ++other) rank += shuffle(key, other) < key;
-  // Lanes without a node come last: they are inactive and above the others.
+  // Lanes without a node are sorted last: they are inactive and have the highest lanes.
   shared.nodes[rank] = first_node + lane;
   shared.depths[rank] = depth;
   const int num_active = warp_sum(depth >= 0 ? 1 : 0);
@@ -104,7 +104,7 @@ __device__ void order_nodes(Shared& shared, int first_node, int num_nodes) {
 
 // ---- 2. scan -----------------------------------------------------------------------------------
 
-// Adds the noise of a thread's tokens; it is kept for the next nodes of the same depth.
+// Adds noise to a thread's tokens and keeps it for the next nodes of the same depth.
 class TokenNoise {
  public:
   __device__ __forceinline__ TokenNoise(const VerifyMatchParams& params, int64_t row,
@@ -147,13 +147,13 @@ __device__ __forceinline__ float largest_or_nan(const float (&scores)[kTokens]) 
   return largest;
 }
 
-// The warp's best pick, in the one lane that holds it; the others return false.
+// Returns true, with the warp's best pick, in the one lane that holds it.
 __device__ __forceinline__ bool warp_pick(const float (&scores)[kTokens], float largest,
                                           int64_t first_token, Pick* pick) {
   const int32_t key = largest != largest ? kNaNKey : ordered_key(canonical_bits(largest));
   const int32_t warp_key = warp_max(key);
   const uint32_t holders = ballot(key == warp_key);
-  // Lanes have ascending tokens: the lowest holder has the lowest token.
+  // Lanes have ascending tokens, so the lowest lane with the best score has the lowest token.
   const uint32_t lower_lanes = (1u << (threadIdx.x % kWarpSize)) - 1;
   if (key != warp_key || (holders & lower_lanes) != 0) return false;
   *pick = key == kNaNKey ? kNaNPick : kNoPick;
@@ -181,7 +181,7 @@ __device__ __forceinline__ void scan_nodes(Shared& shared, const VerifyMatchPara
   };
   const auto fetch = [&](int i, int slot) {
     if (i < num_active) Window::fetch(shared.ring, slot, logits(i), first_token, params.vocab);
-    cp_async_commit();  // a group per node, empty or not, so that waiting can count
+    cp_async_commit();  // one group per node, empty or not, so that waiting can count groups
   };
   for (int i = 0; i < Window::kInFlight; ++i) fetch(i, i);
 
@@ -206,7 +206,7 @@ __device__ __forceinline__ void scan_nodes(Shared& shared, const VerifyMatchPara
   }
 }
 
-// ---- 3. the block's picks ----------------------------------------------------------------------
+// ---- 3. store -----------------------------------------------------------------------------------
 
 // picks: [chunks, nodes] of the row.
 __device__ void store_picks(Shared& shared, Pick* picks, const VerifyMatchParams& params, int chunk,
@@ -223,20 +223,20 @@ __device__ void store_picks(Shared& shared, Pick* picks, const VerifyMatchParams
   picks[chunk * params.nodes + shared.nodes[slot]] = best;
 }
 
-// Whether this is the last block of the row to get here; then it sees what the others have stored.
+// Whether this is the last block of the row to arrive. If so, it sees what the others have stored.
 __device__ bool count_in(Shared& shared, uint32_t* counter, uint32_t num_blocks) {
   block_barrier();  // all picks of this block are stored
   if (threadIdx.x == 0) {
     shared.is_last = fetch_add_acq_rel(counter, 1) == num_blocks - 1;
-    if (shared.is_last) *counter = 0;  // nobody else uses it any more
+    if (shared.is_last) *counter = 0;  // no other block uses it any more
   }
-  block_barrier();  // the other threads acquire with thread 0
+  block_barrier();  // the other threads acquire through thread 0
   return shared.is_last;
 }
 
 // ---- 4. walk -----------------------------------------------------------------------------------
 
-// Reduces [chunks, nodes] to [parts, nodes], as many parts as there are threads for.
+// Reduces [chunks, nodes] to [parts, nodes], with as many parts as there are threads for.
 __device__ void reduce_picks(Shared& shared, const Pick* picks, int chunks, int nodes, int parts) {
   for (int i = threadIdx.x; i < parts * nodes; i += kThreads) {
     const int part = i / nodes, node = i % nodes;
@@ -257,7 +257,7 @@ __device__ void load_tokens(Shared& shared, const VerifyMatchParams& params, int
   }
 }
 
-// By one warp: the pick of a node; the same in all lanes.
+// The pick of a node, by one warp, in all lanes.
 __device__ Pick node_pick(Shared& shared, int node, int nodes, int parts) {
   Pick best = kNoPick;
   for (int part = threadIdx.x; part < parts; part += kWarpSize) {
@@ -267,7 +267,7 @@ __device__ Pick node_pick(Shared& shared, int node, int nodes, int parts) {
   return warp_max(best);
 }
 
-// By one warp: the first child of `node` that carries `token`, or `nodes`; the same in all lanes.
+// The first child of `node` that carries `token`, or `nodes`, by one warp, in all lanes.
 __device__ int find_child(Shared& shared, int node, int32_t token, int nodes) {
   int child = nodes;
   for (int later = node + 1 + threadIdx.x; later < nodes; later += kWarpSize) {
@@ -279,7 +279,7 @@ __device__ int find_child(Shared& shared, int node, int32_t token, int nodes) {
   return warp_min(child);
 }
 
-// By one warp.
+// The walk, by one warp.
 __device__ void walk(Shared& shared, const VerifyMatchParams& params, int64_t row, int parts) {
   const int lane = threadIdx.x, nodes = static_cast<int>(params.nodes);
   int64_t* path = params.path + row * nodes;
@@ -324,9 +324,9 @@ __global__ void __launch_bounds__(kThreads, 3)
   Pick* picks = workspace + row * plan.chunks * nodes;
 
   load_parents(shared, params, row);
-  block_barrier();  // parents are complete before anyone walks
+  block_barrier();  // parents are complete before any thread walks
   if (threadIdx.x < kWarpSize) order_nodes(shared, first_node, num_nodes);
-  block_barrier();  // the order is known to all threads
+  block_barrier();  // the order is visible to all threads
   scan_nodes<T, kAligned>(shared, params, row, chunk);
   block_barrier();  // all warps have stored their picks
   store_picks(shared, picks, params, chunk, num_nodes);

@@ -1,27 +1,27 @@
-// verify_rejection, verify_recursive, verify_block: walk draft trees whose tokens were sampled. The
-// rules and the meaning of the arguments: specdec/verify_sampled.h; the decisions:
-// specdec/sampled_walk.h; the arithmetic: specdec/residual.h.
+// verify_rejection, verify_recursive, verify_block: walk draft trees whose tokens were sampled.
+// Rules and meaning of the arguments: specdec/verify_sampled.h; decisions:
+// specdec/sampling/sampled_walk.h; arithmetic: specdec/sampling/residual.h.
 //
 // In:  logits [batch, nodes, vocab] f32/bf16/f16, draft_probs [batch, nodes, vocab] f32,
 //      tokens, parents [batch, nodes], root_positions, seeds, row_ids [batch]
 // Out: path [batch, nodes], num_accepted, next_token, status [batch]
 //
 // Two launches:
-//   statistics (sampled_statistics.cuh): maximum and sums of both laws, by node and segment.
+//   statistics (sampled_statistics.cuh): maximum and sums of both distributions, by segment.
 //   walk: a few blocks per row. Thread 0 decides; the block computes the passes that it asks for.
 //         Statistics are merged from the first launch. A pass of residual masses (a rejected child
-//         with a sibling left, a prefix that block verification tries) reads both laws of one node,
-//         a warp per column of the sum. All blocks of a row walk the same way, because walking
-//         again is cheaper than a barrier between blocks; the final draw is split between them, and
-//         the last one to arrive merges the picks. With many rows there is one block per row.
+//         with a sibling left, a prefix that block verification tries) reads both distributions of
+//         one node, with one warp per column of the sum. All blocks of a row do the same walk,
+//         because that is cheaper than a barrier between blocks. They share the final draw, and the
+//         last one to arrive merges the picks. With many rows there is one block per row.
 //
-// Sums have the order of residual.h and picks are compared as integers, so nothing depends on how
-// many blocks there are. NaN in a node that the walk does not visit ends up in statistics that
-// nobody uses.
+// Sums have the order of residual.h and picks are compared as integers, so results do not depend on
+// the number of blocks. NaN in a node that the walk does not visit ends up in statistics that are
+// never used.
 //
-// Bytes: the logits of all nodes and the draft laws of all nodes with children once, then both laws
-// of one node per pass of masses and for the draw. Bound by memory in the first launch, by latency
-// in the second.
+// Bytes: the logits of all nodes and the draft distributions of all nodes with children once, then
+// both distributions of one node per pass of masses and for the draw. The first launch is bound by
+// memory, the second by latency.
 #include <algorithm>
 
 #include "sampled_statistics.cuh"
@@ -32,8 +32,8 @@ namespace {
 
 constexpr int kWalkThreads = 512;
 constexpr int kWalkWarps = kWalkThreads / kWarpSize;
-constexpr int kTargetBlocks = 128;  // of the walk, about one per multiprocessor
-// What the walk wants of its block.
+constexpr int kTargetBlocks = 128;  // number of blocks of the walk, about one per multiprocessor
+// A pass that the walk asks its block for.
 struct Step {
   Pass pass;
   int32_t node;
@@ -53,7 +53,7 @@ struct WalkShared {
 
 using Walk = SampledWalk<SharedArray<WalkLevel, kMaxNodes>&, SharedArray<int32_t, kMaxNodes>&>;
 
-// The laws of the node that a step looks at.
+// The distributions of the node of a step.
 template <typename T>
 struct NodeLaws {
   const T* logits;
@@ -86,7 +86,7 @@ struct NodeLaws {
   }
 };
 
-// Of one segment, by a warp; in all lanes.
+// Masses of one segment, by a warp, in all lanes.
 template <typename T>
 __device__ Masses segment_masses(const NodeLaws<T>& laws, WalkShared& shared, int32_t num_removed,
                                  int64_t first) {
@@ -110,7 +110,7 @@ __device__ Masses segment_masses(const NodeLaws<T>& laws, WalkShared& shared, in
   return {residual, sum_lanes(draft_lanes)};
 }
 
-// By the block; the result is the first warp's.
+// Masses of a node, by the block; the first warp has the result.
 template <typename T>
 __device__ Masses node_masses(const NodeLaws<T>& laws, WalkShared& shared, int32_t num_removed,
                               int64_t segments) {
@@ -124,7 +124,7 @@ __device__ Masses node_masses(const NodeLaws<T>& laws, WalkShared& shared, int32
     }
     if (lane == 0) shared.columns[column] = sum;
   }
-  block_barrier();  // all columns are there
+  block_barrier();  // all columns are stored
   if (warp > 0) return {0.0f, 0.0f};
   const Masses sum = shared.columns[lane];
   return {warp_sum_by_halving(sum.residual), warp_sum_by_halving(sum.draft)};
@@ -148,7 +148,7 @@ __device__ Pick segment_draw(const NodeLaws<T>& laws, const NoiseStream& noise, 
   return best;
 }
 
-// The best of every slices-th group of segments, by the block; the result is thread 0's.
+// The best pick of every slices-th group of segments, by the block; thread 0 has the result.
 template <typename T>
 __device__ Pick draw(const NodeLaws<T>& laws, const NoiseStream& noise, WalkShared& shared,
                      int64_t segments, int64_t slice, int64_t slices) {
@@ -170,18 +170,19 @@ __device__ Pick draw(const NodeLaws<T>& laws, const NoiseStream& noise, WalkShar
   return best;
 }
 
-// Thread 0's new wishes, known to the block.
+// Shares thread 0's next step with the block.
 __device__ Step share_step(const Walk& walk, WalkShared& shared) {
   if (threadIdx.x == 0) {
     shared.step = Step{walk.pass, walk.node, walk.depth, walk.num_removed, walk.law};
   }
-  block_barrier();  // the step is there, and so is what thread 0 wrote of the walk
+  block_barrier();  // the step is stored, and so is what thread 0 wrote of the walk
   const Step step = shared.step;
   block_barrier();  // all threads have read it: thread 0 may go on
   return step;
 }
 
-// Leaves a slice's pick for the row's last block; true there, with thread 0's `pick` that of all.
+// Stores a slice's pick. Returns true in the row's last block, where thread 0's `pick` is then the
+// best of all slices.
 __device__ bool arrive_last(const SampledWorkspace& workspace, int64_t row, int64_t slice,
                             WalkShared& shared, Pick& pick) {
   if (threadIdx.x == 0) {

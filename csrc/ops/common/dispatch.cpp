@@ -46,8 +46,8 @@ namespace {
 
 using CurrentStreamFunction = Error (*)(int32_t device_index, void** stream);
 
-// Looked up at the first use, so that one library loads under torch with and without CUDA: a weak
-// symbol would stay null on CUDA torch, which loads libtorch_cuda RTLD_LOCAL.
+// Looked up at the first use, so that one library loads under torch with and without CUDA. A weak
+// symbol would stay null in CUDA torch, which loads libtorch_cuda with RTLD_LOCAL.
 CurrentStreamFunction current_stream_function() {
   static const auto function = [] {
     void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);

@@ -1,4 +1,4 @@
-// dispatch: run an op where its tensors are.
+// dispatch: runs an op on the device of its tensors.
 #pragma once
 
 #include "glue.h"
@@ -14,16 +14,16 @@
 namespace specdec::glue {
 
 #ifdef SPECDEC_WITH_CUDA
-// torch's current stream on the current device.
+// torch's current stream on a device.
 cudaStream_t current_stream(int32_t device_index);
-// Raises RuntimeError unless the launch succeeded.
+// Raises RuntimeError if the launch failed.
 void check_launch(const char* op, cudaError_t error);
 #else
 [[noreturn]] void fail_without_cuda(const char* op);
 #endif
 
 // A range of the domain "specdec" around an op, for Nsight. Without a profiler it costs about 2 ns.
-// A build without NVTX's headers, which small CUDA toolkits leave out, has no ranges.
+// Small CUDA toolkits lack NVTX's headers; without them a build has no ranges.
 class NvtxRange {
  public:
 #ifdef SPECDEC_NVTX
@@ -36,9 +36,9 @@ class NvtxRange {
   NvtxRange& operator=(const NvtxRange&) = delete;
 };
 
-// Calls on_cpu() or on_cuda(stream), which answers with a cudaError_t; `tensor` says where.
-// `on_cuda` is a generic lambda, [&](auto stream) { return launch_op(params, stream); }: without
-// nvcc it is never instantiated, so it may name launchers that are not there.
+// Calls on_cpu() or on_cuda(stream), which returns a cudaError_t, for the device of `tensor`.
+// `on_cuda` is a generic lambda, [&](auto stream) { return launch_op(params, stream); }. Without
+// nvcc it is never instantiated, so it may name launchers that do not exist.
 template <typename OnCpu, typename OnCuda>
 void dispatch(const char* op, [[maybe_unused]] const Tensor& tensor,
               [[maybe_unused]] const OnCpu& on_cpu, [[maybe_unused]] const OnCuda& on_cuda) {

@@ -136,7 +136,8 @@ Tensor empty(const Tensor& like, std::span<const int64_t> shape, int32_t dtype) 
                                   static_cast<int64_t>(shape.size()), shape.data(), strides, dtype,
                                   device.type, device.index));
 #ifdef SPECDEC_EMULATED
-  // NaN: what a kernel reads of it without having written it shows.
+  // Filled with NaN, so that a kernel which reads memory that it has not written gives a wrong
+  // result.
   if (tensor.numel() > 0) {
     std::memset(tensor.mutable_data_ptr(), 0xFF, tensor.numel() * tensor.element_size());
   }

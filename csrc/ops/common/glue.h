@@ -1,5 +1,5 @@
-// What every op's glue needs: argument checks whose messages name the argument, what was expected,
-// what was given; allocation; threads; the device.
+// What the glue of every op needs: checks of arguments, whose messages name the argument, what was
+// expected and what was given; allocation; threads; the device.
 #pragma once
 
 #include <initializer_list>
@@ -16,7 +16,7 @@
 
 namespace specdec::glue {
 
-using namespace torch_abi;  // the functions that it declares
+using namespace torch_abi;  // its functions are used everywhere
 
 // Raises ValueError.
 [[noreturn]] void fail(const std::string& message);
@@ -26,18 +26,18 @@ std::string describe_numbers(std::span<const int64_t> numbers);
 inline int32_t dtype_of(const Tensor& tensor) { return tensor.dtype(); }
 const char* dtype_name(int32_t dtype);
 
-// An argument with its name. The checks return it, so that they chain.
+// An argument with its name. The checks return it, so that they can be chained.
 class Argument {
  public:
   Argument(const char* op, const char* name, const Tensor& tensor)
       : op_(op), name_(name), tensor_(tensor) {}
 
   const Argument& has_dtype(int32_t dtype) const;
-  // `expected` spells the shape out for the message: "[batch, nodes]".
+  // Checks the number of dimensions. `expected` is the shape for the message: "[batch, nodes]".
   const Argument& has_dim(int64_t dim, const char* expected) const;
   const Argument& has_shape(std::initializer_list<int64_t> shape, const char* expected) const;
   const Argument& is_on_device_of(const Argument& other) const;
-  // "specdec::op: argument name" for messages of further checks.
+  // "specdec::op: argument name", for messages of further checks.
   std::string prefix() const;
 
   template <typename T>
@@ -56,11 +56,11 @@ class Argument {
   const Tensor& tensor_;
 };
 
-// "nodes" must be in [1, kMaxNodes].
+// Checks that `nodes` is in [1, kMaxNodes].
 void check_num_nodes(const Argument& argument, int64_t nodes);
 
 LogitsType check_logits_type(const Argument& argument, const Tensor& logits);
-// The last dimension must be contiguous and have 1 to `max_vocab` tokens.
+// Checks that the last dimension is contiguous and has 1 to `max_vocab` tokens.
 void check_vocab(const Argument& argument, const Tensor& logits, int64_t max_vocab);
 
 // Uninitialised contiguous tensors on the device of `like`.
@@ -74,11 +74,12 @@ inline int64_t* int64_data(const Tensor& tensor) {
   return static_cast<int64_t*>(tensor.mutable_data_ptr());
 }
 
-// Loops on torch's thread pool, or by the caller where others want the processors (`cpu::Sharing`).
+// Runs loops on torch's thread pool, or in the caller if other processes use the processors
+// (`cpu::Sharing`).
 extern const ParallelFor kTorchParallelFor;
 
-// work(parallel_for), with the threads of torch's pool awake from its first loop to its last,
-// unless others want the processors (`cpu::Sharing`).
+// Runs work(parallel_for). The threads of torch's pool stay awake from its first loop to its last,
+// unless other processes use the processors (`cpu::Sharing`).
 template <typename F>
 void with_team(const F& work) {
   const int64_t threads = SPECDEC_TORCH_GET(uint32_t, torch_get_num_threads);

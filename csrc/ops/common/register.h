@@ -1,5 +1,5 @@
-// Registration of the ops with torch: in the library `specdec` for CPU and CUDA tensors or, in the
-// build that emulates the kernels on the host, in `specdec_emulated` for CPU tensors.
+// Registers the ops with torch: in the library `specdec`, for CPU and CUDA tensors. The build that
+// emulates the kernels on the host registers them in `specdec_emulated`, for CPU tensors.
 #pragma once
 
 #include <list>
@@ -16,7 +16,7 @@ inline constexpr const char* kLibrary = "specdec";
 inline constexpr const char* kDispatchKeys[] = {"CPU", "CUDA"};
 #endif
 
-// Registers an op's implementation as long as it lives.
+// Registers the implementation of an op for the life of the object.
 class Implementation {
  public:
   Implementation(const char* op, torch_abi::BoxedFunction function) {

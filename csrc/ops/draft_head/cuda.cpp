@@ -57,7 +57,7 @@ void check_limits(const PackedWeights& packed, const DraftHeadParams& call, int6
   at_most("features", "elements of all rows", call.rows * (num_new + call.shape.depth), INT32_MAX);
 }
 
-// Every row of a tensor begins at a multiple of 16 bytes.
+// Checks that every row of a tensor begins at a multiple of 16 bytes.
 void check_aligned(const char* argument, const void* data, std::initializer_list<int64_t> strides,
                    FloatType type) {
   bool is_aligned = reinterpret_cast<uintptr_t>(data) % 16 == 0;
@@ -70,7 +70,7 @@ void check_aligned(const char* argument, const void* data, std::initializer_list
 
 void check_alignment(const DraftHeadParams& call, int64_t num_new) {
   const FloatType type = call.head.type;
-  // A stride along a dimension of one is not used.
+  // The stride of a dimension of size one is never used.
   const auto used = [](int64_t stride, int64_t size) { return size > 1 ? stride : 0; };
   if (num_new > 0) {
     check_aligned(
@@ -89,8 +89,8 @@ void check_alignment(const DraftHeadParams& call, int64_t num_new) {
   check_cache("values", call.values);
 }
 
-// What would make the kernel's memory too small. That levels are those of choices is the caller's
-// word: a wrong one costs nodes of the tree.
+// Checks what determines the size of the kernel's memory. Whether the levels match the choices is
+// not checked: wrong levels cost nodes of the tree.
 void check_levels(const DraftShape& shape, const DraftLevels& levels) {
   const auto check = [&](const char* name, bool holds, const std::vector<int64_t>& given,
                          const std::string& expected) {
@@ -103,7 +103,7 @@ void check_levels(const DraftShape& shape, const DraftLevels& levels) {
         each + "the choices up to its end");
   check("widths", std::ssize(levels.widths) == shape.depth, levels.widths,
         each + "the nodes with children above it");
-  int64_t before = 0, above = 1;  // choices of the levels before, nodes right above
+  int64_t before = 0, above = 1;  // choices of earlier levels, number of nodes right above
   for (int64_t level = 0; level < shape.depth; ++level) {
     const int64_t count = levels.ends[level] - before, width = levels.widths[level];
     check("level_ends", count > 0, levels.ends, "ascending from 1");
@@ -160,7 +160,7 @@ void set_head(const PackedWeights& packed, DraftKernelParams* out) {
   out->mask_features = head.mask_features;
   for (size_t i = 0; i < head.layers.size(); ++i) {
     const HeadLayer& layer = head.layers[i];
-    HeadMatrix projections = layer.query;  // keys and values follow
+    HeadMatrix projections = layer.query;  // keys and values are in the same matrix
     projections.outs += layer.key_value.outs;
     const size_t scale = kHeadScales + kLayerScales * i;
     out->layers[i] = {.input_norm = layer.input_norm,
@@ -222,7 +222,7 @@ void set_call(const DraftHeadParams& call, int64_t num_new, int64_t num_position
   out->tree_scores = call.tree_scores;
 }
 
-// The given buffer, or one for this launch.
+// The given buffer, or a new one for this launch.
 Tensor sync_buffer(const HeadWeights& head, const Tensor& features,
                    const std::optional<Tensor>& given) {
   const int64_t bytes = draft_sync_bytes(head.heads, head.head_dim);

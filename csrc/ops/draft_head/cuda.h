@@ -1,4 +1,4 @@
-// The way of draft_head to its CUDA kernel: limits, parameters, memory.
+// Runs draft_head with its CUDA kernel: limits, parameters, memory.
 #pragma once
 
 #include <optional>
@@ -13,16 +13,16 @@
 
 namespace specdec::glue {
 
-// Of a static tree, which the host has to know and can't read from choices on CUDA; a dynamic one
-// has none.
+// The levels of a static tree, which the host needs and can't read from choices in device memory. A
+// dynamic tree has none.
 struct DraftLevels {
-  std::vector<int64_t> ends;    // [depth] choices up to the end of a level
-  std::vector<int64_t> widths;  // [depth] nodes with children, above each level
+  std::vector<int64_t> ends;    // [depth] number of choices up to the end of a level
+  std::vector<int64_t> widths;  // [depth] number of nodes with children above each level
 };
 
 #ifdef SPECDEC_WITH_CUDA
-// Raises ValueError for what the kernel does not take, as far as it shows without device memory.
-// `call` as checked for all devices, with views of device memory.
+// Raises ValueError for what the kernel does not support, as far as the host sees it. `call` has
+// passed the checks for all devices; its views are of device memory.
 cudaError_t launch_packed(const PackedWeights& packed, const DraftHeadParams& call,
                           const DraftLevels& levels, int64_t num_new, int64_t num_positions,
                           const Tensor& features, const std::optional<Tensor>& sync,

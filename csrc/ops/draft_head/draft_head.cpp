@@ -1,6 +1,6 @@
 // Glue of draft_head: checks of everything that addresses memory, outputs, dispatch to the device
-// of `features`. Numbers in tensors are checked here on the CPU, and by the kernel on CUDA, where
-// the host reads no memory.
+// of `features`. Numbers in tensors are checked here for the CPU. For CUDA the kernel checks them,
+// because the host does not read device memory.
 #include "specdec/draft_head.h"
 
 #include <algorithm>
@@ -27,7 +27,8 @@ void check_last_stride(const Argument& argument, const Tensor& tensor) {
   }
 }
 
-// Level order: parents come before their children, and depths never decrease.
+// Checks that choices are in level order: parents precede their children, and depths never
+// decrease.
 DraftLevels check_choices(const DraftShape& shape) {
   DraftLevels levels;
   std::vector<int64_t> depths(shape.num_choices + 1);
@@ -58,7 +59,7 @@ DraftLevels check_choices(const DraftShape& shape) {
   return levels;
 }
 
-// Those of a static tree, where the host may read its choices.
+// Compares the given levels of a static tree with its choices, if the host can read these.
 void check_levels(const DraftShape& shape, const DraftLevels& given) {
   if (shape.is_dynamic()) return;
   const DraftLevels expected = check_choices(shape);
@@ -119,10 +120,10 @@ HeadCache read_cache(const char* name, const Tensor& cache, const HeadWeights& h
           cache.stride(3)};
 }
 
-// Every number that addresses memory.
+// Checks every number that addresses memory.
 void check_rows(const DraftHeadParams& params, int64_t num_new, int64_t num_positions) {
   const int64_t slots = draft_slots(params.shape, params.head.is_parallel());
-  const int64_t levels = params.shape.depth - 1;  // below that of the last new element
+  const int64_t levels = params.shape.depth - 1;  // number of levels below the last new element
   const auto text = [](int64_t number) { return std::to_string(number); };
   for (int64_t row = 0; row < params.rows; ++row) {
     const int64_t count = params.counts[row];

@@ -23,10 +23,11 @@ void check_contiguous(const Argument& argument, const Tensor& tensor) {
   }
 }
 
-// The tensors of `weights`, in their order. One with no elements is absent.
+// Reads the tensors of `weights` in order. A tensor without elements is absent.
 class WeightReader {
  public:
-  // `dtype` of activations and all that is no matrix, `matrix_dtype` of what is multiplied with.
+  // `matrix_dtype` is the type of the weight matrices, `dtype` of all other weights and
+  // activations.
   WeightReader(const std::vector<Tensor>& weights, const Argument& features, bool for_kernel,
                int32_t dtype, int32_t matrix_dtype, int64_t matrix_element)
       : weights_(weights),
@@ -49,7 +50,7 @@ class WeightReader {
   const void* embedding(const char* name, int64_t tokens, int64_t width) {
     return read(name, dtype_, {tokens, width}, "[tokens, hidden_size]");
   }
-  // Rows for the kernel, panels for the CPU; `parts` begin at panels of their own.
+  // Rows for the kernel, panels for the CPU. Each of `parts` begins a new panel.
   const void* matrix(const char* name, std::initializer_list<int64_t> parts, int64_t ins) {
     int64_t outs = 0, panels = 0;
     for (const int64_t part : parts) {
@@ -112,11 +113,11 @@ class WeightReader {
   bool for_kernel_;
   int32_t dtype_;
   int32_t matrix_dtype_;
-  int64_t element_size_;  // of it
+  int64_t element_size_;  // of matrix_dtype
   int64_t next_ = 0;
 };
 
-// Numbers of `layout`, each with its name and its least value.
+// Reads the numbers of `layout`, each with its name and smallest value.
 class LayoutReader {
  public:
   explicit LayoutReader(const std::vector<int64_t>& layout) : layout_(layout) {}
@@ -135,7 +136,7 @@ class LayoutReader {
     return value;
   }
   bool flag(const char* name) { return at_least(0, name) != 0; }
-  // How many numbers follow.
+  // Number of remaining numbers.
   int64_t left() const { return std::ssize(layout_) - next_; }
 
  private:
@@ -184,7 +185,7 @@ HeadWeights read_layout(const std::vector<int64_t>& layout, const std::vector<do
   return head;
 }
 
-// Queries, and keys and values, which are one tensor for the products that need both.
+// Reads queries, keys and values, which are one tensor for products that need all of them.
 void read_projections(WeightReader& reader, const HeadWeights& head, bool for_kernel,
                       int64_t attended, int64_t matrix_element, HeadLayer* layer) {
   const int64_t queries = head.heads * head.head_dim;
@@ -251,7 +252,7 @@ void check_count(const std::vector<Tensor>& weights, int64_t layers, DraftWeight
   }
 }
 
-// All but the layers.
+// Reads all weights outside the layers.
 void read_ends(const std::vector<Tensor>& weights, WeightReader& reader, HeadWeights* out) {
   HeadWeights& head = *out;
   if (weights[0].dim() != 2 || weights[0].size(0) < 1) {

@@ -14,12 +14,12 @@ namespace specdec::glue {
   fail("specdec::draft_head: argument " + argument + " " + problem);
 }
 
-// [low, end) for messages.
+// The range [low, end) for messages.
 inline std::string half_open(int64_t low, int64_t end) {
   return std::string("[") + std::to_string(low) + ", " + std::to_string(end) + ")";
 }
 
-// The op runs on the CUDA kernel, possibly emulated.
+// Whether the op runs on the CUDA kernel, possibly emulated.
 inline bool runs_kernel([[maybe_unused]] const Tensor& tensor) {
 #ifdef SPECDEC_EMULATED
   return true;
@@ -33,14 +33,14 @@ constexpr int64_t kLayerScales = 4;
 
 struct PackedWeights {
   HeadWeights head;
-  DraftWeightType type;              // of the matrices that are multiplied with
-  std::vector<const float*> scales;  // of 8-bit ones, in the order of `weights`
+  DraftWeightType type;              // type of the weight matrices
+  std::vector<const float*> scales;  // for 8-bit matrices, in the order of `weights`
 
-  // Number i of those; null where there is none.
+  // The i-th of `scales`; null if there are none.
   const float* scale(size_t i) const { return scales.empty() ? nullptr : scales[i]; }
 };
 
-// The head, after a check of every size, dtype, stride and device; `dtype` is that of `features`.
+// Reads the head and checks every size, dtype, stride and device. Its dtype is that of `features`.
 //
 //   layout   is_eagle1, norm_before_residual, norm_output, hidden_size, intermediate_size,
 //            num_heads, num_kv_heads, head_dim, num_features, feature_width, mask_token_id or -1,
@@ -49,15 +49,16 @@ struct PackedWeights {
 //   weights  embed_tokens, lm_head, draft_to_target, input_norm, fc_norm, fc, fc bias,
 //            hidden_norm, norm, mask_hidden, then for each layer input_layernorm, qkv_proj,
 //            qkv_proj bias, q_norm, k_norm, o_proj, o_proj bias, post_attention_layernorm,
-//            gate_up_proj, down_proj; one without elements is absent
+//            gate_up_proj, down_proj; a tensor without elements is absent
 //
-// Matrices are [outs, ins] for the kernel and in panels (specdec/panels.h) for the CPU, in qkv_proj
-// the panels of queries before those of keys and values. embed_tokens is [tokens, hidden_size].
+// Matrices are [outs, ins] for the kernel and in panels (specdec/cpu/panels.h) for the CPU; in
+// qkv_proj the panels of queries precede those of keys and values. embed_tokens is
+// [tokens, hidden_size].
 //
-// If lm_head is int8 or float8_e4m3fn, so are fc and the matrices of all layers (the embedding is
-// not), and behind all of these weights come their scales, float32 and one for each output: of
-// lm_head, of fc, then for each layer of qkv_proj, o_proj, gate_up_proj, down_proj. A weight is its
-// 8-bit number times the scale.
+// If lm_head is int8 or float8_e4m3fn, so are fc and the matrices of all layers, but not the
+// embedding. Then the float32 scales, one per output, follow the weights: those of lm_head, of fc,
+// then for each layer those of qkv_proj, o_proj, gate_up_proj, down_proj. A weight is its 8-bit
+// number times the scale.
 PackedWeights read_draft_head(const std::vector<Tensor>& weights,
                               const std::vector<int64_t>& layout,
                               const std::vector<double>& scalars, const Tensor& features);

@@ -1,5 +1,5 @@
-// Registration of ops with torch, and the way from torch's stack of values to a C++ function and
-// back.
+// Registers ops with torch, and converts between torch's stack of values and the arguments and
+// results of a C++ function.
 #pragma once
 
 #include <cstring>
@@ -15,8 +15,8 @@
 
 namespace specdec::torch_abi {
 
-// How a value of type T lies on the stack: take() reads an argument, which then belongs to the
-// caller; give() makes a result, which then belongs to torch.
+// Converts a value of type T on the stack: take() reads an argument, which the caller then owns;
+// give() makes a result, which torch then owns.
 template <typename T>
 struct OnStack {
   static_assert(std::is_arithmetic_v<T> || std::is_pointer_v<T>, "an op can't take or give this");
@@ -66,7 +66,7 @@ struct OnStack<std::vector<T>> {
   }
 };
 
-// boxed<&f> is f as torch calls it.
+// boxed<&f> calls f in the way torch calls ops.
 template <typename Result, typename... Arguments>
 struct Boxing {
   template <Result (*function)(Arguments...)>
@@ -114,12 +114,12 @@ Boxing<Result, Arguments...> boxing_of(Result (*)(Arguments...));
 template <auto function>
 inline constexpr BoxedFunction boxed = &decltype(boxing_of(function))::template call<function>;
 
-// Ops of one name space. Registrations last as long as the object.
+// Ops of one namespace. They stay registered for the life of the object.
 class Library {
  public:
-  using Location = std::source_location;  // torch names it where it refuses a registration
+  using Location = std::source_location;  // torch names it if it refuses a registration
 
-  // The ops that `schemas` declare.
+  // Declares the ops of `schemas`.
   Library(const char* name, std::initializer_list<const char*> schemas,
           Location where = Location::current())
       : handle_(SPECDEC_TORCH_GET(LibraryHandle, aoti_torch_library_init_def, name,
@@ -128,7 +128,7 @@ class Library {
       check(aoti_torch_library_def(handle_, schema), "aoti_torch_library_def");
     }
   }
-  // Their implementations for one kind of device, which impl() adds.
+  // Starts the implementations for one kind of device, which impl() adds.
   Library(const char* name, const char* dispatch_key, Location where = Location::current())
       : handle_(SPECDEC_TORCH_GET(LibraryHandle, aoti_torch_library_init_impl, name, dispatch_key,
                                   where.file_name(), where.line())) {}

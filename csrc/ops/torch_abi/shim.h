@@ -1,16 +1,16 @@
-// The functions of torch's stable C ABI that the glue calls, declared here so that a build needs no
-// torch: it links against an empty library of the name libtorch_cpu.so, and the functions are found
-// when the op library is loaded under torch >= 2.10.
+// The functions of torch's stable C ABI that the glue calls. They are declared here, so a build
+// does not need torch: it links against an empty library named libtorch_cpu.so, and the functions
+// are found when the op library is loaded under torch >= 2.10.
 //
 // Contract: torch/csrc/inductor/aoti_torch/c/shim.h and torch/csrc/stable/c/shim.h of torch 2.10,
-// which later releases keep. A test compiles both side by side and compares every type
-// (python_tests/ops/test_torch_abi.py).
+// which later releases keep. python_tests/ops/test_torch_abi.py compiles both side by side and
+// compares every type.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-// torch's own names, so that the types are the same ones.
+// torch's own names, so that the types are identical.
 struct AtenTensorOpaque;
 struct DeviceGuardOpaque;
 struct StableListOpaque;
@@ -23,17 +23,17 @@ using DeviceGuardHandle = DeviceGuardOpaque*;
 using ListHandle = StableListOpaque*;
 using LibraryHandle = TorchLibraryOpaque*;
 
-// 0 is success.
+// 0 means success.
 using Error = int32_t;
 
 // One argument or result of an op: a number in the first bytes, or a handle. An optional is a
-// pointer to one on the heap, or null.
+// pointer to a value on the heap, or null.
 using StableValue = uint64_t;
 
-// Takes the arguments from `stack` and leaves the results there.
+// Takes the arguments from `stack` and writes the results there.
 using BoxedFunction = void (*)(StableValue* stack, uint64_t num_arguments, uint64_t num_results);
 
-// The release whose rules for values on the stack are followed.
+// Values on the stack follow the rules of this torch release.
 inline constexpr uint64_t kVersion = (uint64_t{2} << 56) | (uint64_t{10} << 48);
 
 extern "C" {
@@ -53,7 +53,7 @@ int32_t aoti_torch_dtype_int8();
 int32_t aoti_torch_dtype_uint8();
 size_t aoti_torch_dtype_element_size(int32_t dtype);
 
-// Tensors. What `result` of these two points to belongs to the caller.
+// Tensors. The caller owns what `result` of the next two functions points to.
 Error aoti_torch_new_tensor_handle(TensorHandle tensor, TensorHandle* result);
 Error aoti_torch_empty_strided(int64_t dim, const int64_t* sizes, const int64_t* strides,
                                int32_t dtype, int32_t device_type, int32_t device_index,
@@ -72,12 +72,12 @@ Error aoti_torch_zero_(TensorHandle tensor);
 Error torch_get_const_data_ptr(TensorHandle tensor, const void** result);
 Error torch_get_mutable_data_ptr(TensorHandle tensor, void** result);
 
-// Lists among the arguments of an op belong to the op.
+// Lists among the arguments of an op are owned by the op.
 Error torch_list_size(ListHandle list, size_t* result);
 Error torch_list_get_item(ListHandle list, size_t index, StableValue* result);
 Error torch_delete_list(ListHandle list);
 
-// Registration. Deleting a library takes its registrations back.
+// Registration. Deleting a library removes its registrations.
 Error aoti_torch_library_init_def(const char* name, const char* file, uint32_t line,
                                   LibraryHandle* result);
 Error aoti_torch_library_init_impl(const char* name, const char* dispatch_key, const char* file,
@@ -87,7 +87,7 @@ Error torch_library_impl(LibraryHandle library, const char* op, BoxedFunction fu
                          uint64_t version);
 Error aoti_torch_delete_library_object(LibraryHandle library);
 
-// The current device, until the guard is deleted.
+// Makes a device the current one until the guard is deleted.
 Error aoti_torch_create_device_guard(int32_t device_index, DeviceGuardHandle* result);
 Error aoti_torch_delete_device_guard(DeviceGuardHandle guard);
 

@@ -10,13 +10,13 @@
 
 namespace specdec::torch_abi {
 
-// Raises RuntimeError with the name of the function that failed; torch prints its own reason.
+// Raises RuntimeError with the name of the failed function. torch prints the reason itself.
 inline void check(Error error, const char* function) {
   if (error != 0)
     throw std::runtime_error("specdec_ext: torch's " + std::string(function) + " failed");
 }
 
-// Calls `function` with `arguments` and a place for its result, which is returned.
+// Calls `function` with `arguments` and a pointer to its result, and returns the result.
 #define SPECDEC_TORCH_GET(type, function, ...)                                             \
   [&] {                                                                                    \
     type result{};                                                                         \
@@ -27,7 +27,7 @@ inline void check(Error error, const char* function) {
 // A reference to a tensor: copies share its memory.
 class Tensor {
  public:
-  // Takes the handle over.
+  // Takes ownership of the handle.
   explicit Tensor(TensorHandle handle) : handle_(handle) {}
   Tensor(const Tensor& other)
       : handle_(SPECDEC_TORCH_GET(TensorHandle, aoti_torch_new_tensor_handle, other.handle_)) {}
@@ -41,7 +41,7 @@ class Tensor {
   }
 
   TensorHandle get() const { return handle_; }
-  // Hands the handle over; nothing else may be done with this tensor then.
+  // Gives the handle away. This tensor must not be used afterwards.
   TensorHandle release() noexcept { return std::exchange(handle_, nullptr); }
 
   int64_t dim() const { return SPECDEC_TORCH_GET(int64_t, aoti_torch_get_dim, handle_); }
@@ -52,7 +52,7 @@ class Tensor {
   int64_t stride(int64_t dim) const {
     return SPECDEC_TORCH_GET(int64_t, aoti_torch_get_stride, handle_, dim);
   }
-  // Valid as long as the tensor.
+  // Valid for the life of the tensor.
   std::span<const int64_t> sizes() const {
     return {SPECDEC_TORCH_GET(int64_t*, aoti_torch_get_sizes, handle_), static_cast<size_t>(dim())};
   }

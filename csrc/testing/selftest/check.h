@@ -1,4 +1,4 @@
-// What the parts of the self test share.
+// What all parts of the self test share.
 #pragma once
 
 #include <cstdio>
@@ -23,6 +23,7 @@ void test_thread_team();          // thread_team.cpp
 void test_draft_plan();           // draft_head/plan.cpp
 void test_draft_head();           // draft_head/draft_head.cpp
 void test_draft_scratch();        // draft_head/scratch.cpp
+void test_draft_product();        // draft_head/product.cpp
 void test_draft_phases();         // draft_head/phases.cpp
 void test_draft_tree_phases();    // draft_head/tree_phases.cpp
 void test_ops();                  // ops.cpp

@@ -1,4 +1,4 @@
-// A device that fails takes nothing from one that works.
+// A question that fails for one device does not change the stored answer for another.
 #include "specdec/device/device_answer.h"
 
 #include "check.h"

@@ -1,6 +1,6 @@
-// Self test of the torch-free library: the emulator of CUDA on kernels that are right and on
-// kernels with planted bugs, the CPU ops against literal examples, and the CUDA kernels, compiled
-// for the host, against the CPU ops; emulated kernels in three thread orders.
+// Self test of the torch-free library: the emulator of CUDA on correct kernels and on kernels with
+// planted bugs, the CPU ops against literal examples, and the CUDA kernels, compiled for the host,
+// against the CPU ops. Emulated kernels run in three thread orders.
 #include "check.h"
 #include "cuda_runtime.h"
 #include "specdec/cpu/isa.h"
@@ -23,6 +23,7 @@ int main() {
     test_emulator_finds_bugs();
     test_ops();
     test_draft_tree_phases();
+    test_draft_product();
     test_draft_phases();
   }
   std::printf("%d checks passed (CPU ops as %s, kernels emulated)\n", num_checks,

@@ -23,7 +23,7 @@ void test_rng() {
   }
 }
 
-// The bound holds, also for larger bits because it never rises, and is no looser than promised.
+// The bound holds, also for larger bits because it never rises, and is as tight as promised.
 void test_gumbel_bound() {
   float last = kMaxGumbel;
   const auto check = [&](uint32_t bits) {

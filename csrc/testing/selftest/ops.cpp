@@ -1,6 +1,5 @@
 // The ops: on the CPU against literal examples, as CUDA kernels on the emulator against the CPU on
-// random cases. The specification that the CPU ops are held to is specdec_ext/reference, by
-// python_tests/.
+// random cases. python_tests/ compares the CPU ops with their specification, specdec_ext/reference.
 #include <algorithm>
 #include <memory>
 #include <numeric>
@@ -14,13 +13,13 @@ namespace specdec {
 namespace {
 
 const ParallelFor kSerial{[](void*, int64_t count, int64_t, ParallelFor::Body body, void* context) {
-  // Ranges of one: results must not depend on how the work is cut.
+  // Ranges of one index: results must not depend on how the work is divided.
   for (int64_t i = 0; i < count; ++i) body(i, i + 1, context);
 }};
 
 using Ints = std::vector<int64_t>;
 
-// Random trees; some links are inactive, forward or nonsense.
+// Random trees; some links are inactive, point forward or are meaningless.
 Ints random_parents(int64_t batch, int64_t nodes, std::mt19937& random) {
   Ints parents(batch * nodes);
   for (int64_t i = 0; i < batch * nodes; ++i) {
@@ -152,7 +151,7 @@ MatchCase random_match_case(int64_t batch, int64_t nodes, int64_t vocab, LogitsT
   std::normal_distribution<float> normal(0, 3);
   c.logits.resize(batch * nodes * vocab);
   for (float& logit : c.logits) logit = random() % 4 == 0 ? -INFINITY : normal(random);
-  // A few NaN: some are visited, some are not.
+  // A few NaN, of which some are visited and some are not.
   for (int64_t i = 0; i < batch; ++i) c.logits[random() % c.logits.size()] = NAN;
   if (type != LogitsType::kFloat32) {
     for (int64_t i = 0; i < batch * nodes * vocab; ++i) {
@@ -219,7 +218,7 @@ void test_verify_match() {
       }
     }
   }
-  CHECK(num_accepted > 10);  // the cases are not vacuous
+  CHECK(num_accepted > 10);  // enough cases accept something
   CHECK(num_bad > 3);
 }
 

@@ -1,5 +1,5 @@
-// Decisions of sampled_walk.h that only rounding can bring about, driven by hand: a residual that
-// is 0 everywhere. And the bound that lets the CPU op leave out draws.
+// Decisions of specdec/sampling/sampled_walk.h that only rounding can cause, driven by hand: a
+// residual that is 0 everywhere. Also the bound that lets the CPU op skip draws.
 #include "specdec/sampling/sampled_walk.h"
 
 #include <vector>
@@ -10,7 +10,7 @@ namespace specdec {
 namespace {
 
 // One row: a root with the children 1 and 2 (tokens 0 and 1) or, as a chain, 0 - 1 - 2. The logits
-// exclude token 0, so that it is always rejected, and draft laws are uniform.
+// exclude token 0, so that it is always rejected, and draft distributions are uniform.
 struct Row {
   std::vector<float> logits, draft_probs;
   std::vector<int64_t> tokens{0, 0, 1}, parents, zeros{0}, path = std::vector<int64_t>(3);
@@ -59,7 +59,7 @@ void test_an_empty_residual_leaves_the_target() {
   walk.on_statistics(kUniformDraft);
   CHECK(walk.pass == Pass::kMasses && walk.law.draft_scale == 1 && walk.num_removed == 1);
   walk.on_masses({0, 0.5f});
-  CHECK(walk.law.draft_scale == 0);  // token 1 was tried against the target, and has all of it
+  CHECK(walk.law.draft_scale == 0);  // token 1 was tried against the target and has all of it
   CHECK(walk.pass == Pass::kStatistics && walk.node == 2 && walk.depth == 1);
 }
 
@@ -77,7 +77,7 @@ void test_an_empty_residual_is_drawn_from_the_target() {
   CHECK(row.num_accepted == 0 && row.next_token == 1 && row.path[0] == 0 && row.path[1] == -1);
 }
 
-// 0 / 0: where nothing is left to correct, the prefix is accepted.
+// 0 / 0: if nothing is left to correct, the prefix is accepted.
 void test_block_accepts_an_empty_residual() {
   Row row(SampledRule::kBlock, {-1, 0, 1});
   row.tokens = {0, 1, 0};

@@ -1,4 +1,5 @@
-// Teams of threads: every index of every loop once, whoever helps, early, late or never.
+// Teams of threads: every index of every loop is visited once, whether members help early, late or
+// never.
 #include "specdec/cpu/thread_team.h"
 
 #include <atomic>
@@ -14,7 +15,7 @@ namespace {
 
 constexpr int64_t kLoops = 300;
 
-// Time for others to take a chunk, or for the leader to go on too early; different each time.
+// A random pause, in which others may take a chunk or the leader may go on too early.
 void dawdle() {
   static std::atomic<int> turn{0};
   const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(++turn * 7 % 10);
@@ -22,7 +23,7 @@ void dawdle() {
   }
 }
 
-// Loops of changing lengths, each reading what the one before has written.
+// Loops of changing lengths, each of which reads what the previous one has written.
 void run_loops(const ParallelFor& parallel_for) {
   std::vector<int64_t> numbers(97, 0);
   for (int64_t loop = 0; loop < kLoops; ++loop) {
@@ -52,7 +53,7 @@ void test_team(int64_t threads, int64_t helpers) {
   team.help();  // too late: returns at once
 }
 
-// Members are let go where the work ends by an exception.
+// Members are released if the work ends with an exception.
 void test_exception() {
   cpu::ThreadTeam team(2);
   std::thread member([&] { team.help(); });
@@ -66,7 +67,8 @@ void test_exception() {
   CHECK(is_caught);
 }
 
-// Without helpers after a long wait, for longer the more often that happens, and back again.
+// After a long wait there are no helpers for a pause; repeated waits make it longer, good runs
+// shorter.
 void test_sharing() {
   constexpr int64_t kMillisecond = 1'000'000;
   cpu::Sharing sharing;
@@ -88,7 +90,7 @@ void test_sharing() {
   CHECK(pause() == cpu::Sharing::kFirstPause);
 }
 
-// What a leader waits for a member that does not come back from its chunk is counted.
+// The time that a leader waits for a member's unfinished chunk is counted.
 void test_waited() {
   cpu::ThreadTeam team(2);
   std::atomic<bool> is_there{false};

@@ -1,6 +1,6 @@
-// The floating-point types that ops take: float32 and the two 16-bit formats, as storage that
-// converts to float32 exactly, on the host and on the device, and from float32 to the nearest, ties
-// to even. Host conversions have selections and no branches, so that loops vectorise.
+// The floating-point types that ops take: float32 and the two 16-bit formats, as storage types that
+// convert to float32 exactly and from float32 to the nearest, ties to even, on host and device.
+// Host conversions select instead of branching, so that loops vectorise.
 #pragma once
 
 #ifdef __CUDACC__
@@ -9,7 +9,7 @@
 
 #include <cstdlib>
 
-#include "platform.h"
+#include "specdec/core/platform.h"
 
 namespace specdec {
 
@@ -37,7 +37,7 @@ SPECDEC_HOST_DEVICE float to_float(Float16 value) {
 #else
   const int32_t sign = (value.bits & 0x8000) << 16;
   const int32_t magnitude = value.bits & 0x7FFF;
-  // Rebias the exponent from 15 to 127; infinity and NaN go to the top of float32's range.
+  // Changes the exponent's bias from 15 to 127. Infinity and NaN go to the top of float32's range.
   const int32_t rebiased = (magnitude << 13) + (magnitude >= 0x7C00 ? 224 << 23 : 112 << 23);
   const int32_t subnormal = float_to_bits(static_cast<float>(magnitude) * 0x1p-24f);
   return bits_to_float(sign | (magnitude < 0x0400 ? subnormal : rebiased));
@@ -56,17 +56,17 @@ SPECDEC_HOST_DEVICE void from_float(float value, Float16* out) {
   const uint32_t bits = static_cast<uint32_t>(float_to_bits(value));
   const uint32_t sign = bits >> 16 & 0x8000;
   const uint32_t magnitude = bits & 0x7FFFFFFF;
-  // Adding 0.5 leaves a subnormal half's bits, rounded, at the low end of the sum.
+  // Adding 0.5 leaves the rounded bits of a subnormal half in the low bits of the sum.
   const float sum = exact_add(bits_to_float(static_cast<int32_t>(magnitude)), 0.5f);
   const uint32_t subnormal = static_cast<uint32_t>(float_to_bits(sum)) - 0x3F000000;
   const uint32_t rebiased = magnitude - (uint32_t{112} << 23);
   const uint32_t normal = (rebiased + 0x0FFF + (magnitude >> 13 & 1)) >> 13;
-  const uint32_t finite = magnitude < 0x38800000 ? subnormal : normal;  // 2^-14, the least normal
+  const uint32_t finite = magnitude < 0x38800000 ? subnormal : normal;  // 2^-14: smallest normal
   const uint32_t rounded = magnitude < 0x47800000 ? finite : 0x7C00;    // 2^16: infinity
   out->bits = static_cast<uint16_t>(sign | (value == value ? rounded : 0x7E00));
 }
 
-// function(T{}) with the element type T.
+// Calls function(T{}) with the element type T.
 template <typename F>
 auto with_float_type(FloatType type, const F& function) {
   switch (type) {
@@ -77,7 +77,7 @@ auto with_float_type(FloatType type, const F& function) {
     case FloatType::kFloat16:
       return function(Float16{});
   }
-  std::abort();  // not a FloatType
+  std::abort();  // type is not a FloatType
 }
 
 }  // namespace specdec

@@ -1,5 +1,5 @@
-// Parallel loops without a dependence on who provides the threads: the glue hands over torch's
-// pool or a team of it, the self test a plain loop.
+// Parallel loops that do not depend on where the threads come from: the glue passes torch's pool or
+// a team of its threads, the self test a plain loop.
 #pragma once
 
 #include <algorithm>
@@ -9,10 +9,11 @@ namespace specdec {
 
 struct ParallelFor {
   using Body = void (*)(int64_t begin, int64_t end, void* context);
-  // Calls body on disjoint ranges that cover [0, count), each of about `grain` or more.
+  // Calls body on disjoint ranges of at least about `grain` indices each, which cover [0, count).
   void (*run)(void* threads, int64_t count, int64_t grain, Body body, void* context);
   void* threads = nullptr;
-  // Grains are for threads that have to be woken. For some that wait already a part of it pays.
+  // Grains are chosen for threads that have to be woken. Threads that already wait take smaller
+  // ones.
   int64_t grain_divisor = 1;
 
   // body(begin, end) must not throw.

@@ -1,10 +1,10 @@
-// What differs between host and device compilers, in one place: qualifiers, bit casts and float32
-// operations whose rounding is spelt out.
+// The differences between host and device compilers: qualifiers, bit casts, and float32 operations
+// with explicit rounding.
 //
-// rng.h promises the same bits on every backend, so it may not leave contraction (a * b + c
-// becoming one rounding or two) to a compiler. On the device the _rn intrinsics are never
-// contracted; on the host the build passes -ffp-contract=off, and std::fma is exact with or without
-// FMA hardware.
+// rng.h promises the same bits on every backend, so a compiler must not decide about contraction
+// (whether a * b + c is rounded once or twice). On the device the _rn intrinsics are never
+// contracted. On the host the build passes -ffp-contract=off, and std::fma is exact with and
+// without FMA hardware.
 #pragma once
 
 #include <cmath>
@@ -14,8 +14,8 @@
 #ifdef __CUDACC__
 #define SPECDEC_HOST_DEVICE __host__ __device__ __forceinline__
 #else
-// Small helpers are inlined by force: the CPU op builds its loop once per instruction set, and a
-// helper left out of line would be compiled for the baseline only.
+// Small helpers are always inlined: the CPU ops compile their loops once per instruction set, and a
+// helper that is not inlined would be compiled for the baseline only.
 #define SPECDEC_HOST_DEVICE inline __attribute__((always_inline))
 #endif
 
@@ -74,7 +74,7 @@ SPECDEC_HOST_DEVICE float bits_to_float(int32_t bits) {
 #endif
 }
 
-// The larger one; NaN if one of them is.
+// The maximum; NaN if one of the two is NaN.
 SPECDEC_HOST_DEVICE float max_or_nan(float a, float b) {
 #ifdef __CUDA_ARCH__
   float larger;
@@ -86,7 +86,7 @@ SPECDEC_HOST_DEVICE float max_or_nan(float a, float b) {
 #endif
 }
 
-// A strided vector and a strided matrix that belong to somebody else. Strides count elements.
+// A strided vector and a strided matrix that do not own their data. Strides count elements.
 template <typename T>
 struct View1 {
   T* data;

@@ -1,5 +1,5 @@
-// The x86 instruction sets that hot CPU loops are compiled for, and which one this machine gets.
-// Other processors have one build: the baseline of theirs already has fused multiply-add.
+// The x86 instruction sets that hot CPU loops are compiled for, and the choice for this machine.
+// Other processors have one build, because their baseline already has fused multiply-add.
 #pragma once
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
@@ -15,15 +15,15 @@ enum class CpuIsa { kBaseline, kAvx2, kAvx512 };
 
 const char* cpu_isa_name(CpuIsa isa);
 
-// The best that the processor has.
+// The best instruction set that the processor has.
 CpuIsa best_cpu_isa();
 
-// The best that the processor has, or what SPECDEC_CPU_ISA asks for if the processor has that. Read
-// once per process.
+// The instruction set to use: the best one, or the one that SPECDEC_CPU_ISA names if the processor
+// has it. The variable is read once per process.
 CpuIsa cpu_isa();
 
-// Whether to use AVX-512's bfloat16 products: cpu_isa() is AVX-512, the processor has them, and
-// SPECDEC_CPU_ISA=avx512 does not ask for AVX-512 alone.
+// Whether to use AVX-512's bfloat16 products: the processor has them, cpu_isa() is AVX-512, and
+// SPECDEC_CPU_ISA is not set.
 bool cpu_has_avx512_bf16();
 
 }  // namespace specdec::cpu

@@ -1,14 +1,14 @@
-// Products with weights that were laid out for few input rows, in panels of kPanelOuts outputs:
+// Products of few input rows with weights that are stored in panels of kPanelOuts outputs:
 //
 //   [ceil(outs / kPanelOuts)][ceil(ins / unit)][kPanelOuts][unit], zeros where there is no weight
 //
-// with a unit of four bytes, one float32 or two bfloat16. A panel is one stream of memory, whatever
-// the number of rows, and its outputs are the lanes of vectors: no sum over lanes follows.
+// A unit has four bytes: one float32 or two bfloat16. A panel is read as one stream of memory for
+// any number of rows. Its outputs are the lanes of vectors, so no sum over lanes is needed.
 //
-// Every output is summed in one order, in float32, with fused multiply-add: over the units in
-// order, in each of bfloat16 the second element before the first, as vdpbf16ps does. So a row of
-// the result is the same bits whatever rows are computed with it. As for `linear`, a baseline
-// without fused multiply-add has bits of its own.
+// Each output is summed in a fixed order, in float32, with fused multiply-add: over the units in
+// order, and in a bfloat16 unit the second element before the first, as vdpbf16ps does. So the bits
+// of a row of the result do not depend on the other rows. As in `linear`, a baseline without fused
+// multiply-add gives other bits.
 #pragma once
 
 #include "specdec/core/float_types.h"
@@ -33,26 +33,26 @@ struct PanelParams {
   int64_t rows;
   int64_t ins;
   int64_t outs;
-  int64_t block_outs;  // of a block, a multiple of kPanelOuts, at most kMaxBlockOuts
+  int64_t block_outs;  // outputs of a block, a multiple of kPanelOuts, at most kMaxBlockOuts
 };
 
 constexpr int64_t kMaxBlockOuts = 256;
 
-// Products, before they are rounded to the type.
+// A block of products, before they are rounded to the type.
 struct PanelBlock {
-  int64_t first_row;  // of the input
+  int64_t first_row;  // row of the input
   int64_t rows;
   int64_t first_out;
-  int64_t outs;       // block_outs, or what is left
-  int64_t first_run;  // first_out of the run of blocks that one thread visits one after the other
-  float* values;      // [rows, block_outs], the visitor's to overwrite
+  int64_t outs;       // block_outs, or fewer in the last block
+  int64_t first_run;  // first_out of the run of blocks that one thread visits in order
+  float* values;      // [rows, block_outs], may be overwritten by the visitor
 };
 
 // Called from several threads, once for each block; must not throw.
 class PanelVisitor {
  public:
   template <typename F>
-  PanelVisitor(const F& visit)  // NOLINT: a reference to a callable that outlives the call
+  PanelVisitor(const F& visit)  // NOLINT: refers to a callable that outlives the call
       : visit_([](const PanelBlock& block, const void* context) {
           (*static_cast<const F*>(context))(block);
         }),

@@ -1,7 +1,6 @@
-// The device side of cuda.cuh, where every name is explained, continued: tensor cores and
-// asynchronous copies in PTX. sm_80 has cp.async, mbarriers, ldmatrix and mma.sync; mbarriers that
-// count bytes and bulk copies came with sm_90, and a kernel that reaches them on an older GPU
-// traps: launchers ask has_bulk_copies.
+// Device side of cuda.cuh, continued: tensor cores and asynchronous copies in PTX. sm_80 has
+// cp.async, mbarriers, ldmatrix and mma.sync. Mbarriers that count bytes and bulk copies need
+// sm_90; on an older GPU they trap, so launchers ask has_bulk_copies.
 #pragma once
 
 namespace specdec {
@@ -11,7 +10,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 }
 
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool valid) {
-  // Past the source size the hardware writes zeros and reads nothing.
+  // The hardware reads source_bytes and fills the rest with zeros.
   const int source_bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
                "l"(global), "r"(source_bytes)
@@ -61,7 +60,7 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[
 __device__ __forceinline__ void fma_m16n8k16(float (&c)[4], const float (&a_low)[4],
                                              const float (&a_high)[4], const float (&b)[4]) {
   const int lane = threadIdx.x % kWarpSize, quad = lane / 4 * 4, column = lane % 4 * 2;
-#pragma unroll 1  // registers are short where this is used
+#pragma unroll 1  // saves registers
   for (int source = 0; source < 4; ++source) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -77,7 +76,8 @@ __device__ __forceinline__ void fma_m16n8k16(float (&c)[4], const float (&a_low)
   }
 }
 
-// Round to nearest even; the low half of the register holds `low`, as the fragments of mma want it.
+// Rounds to nearest even. `low` goes to the low half of the register, as the fragments of mma need
+// it.
 template <typename T>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   static_assert(std::is_same_v<T, __nv_bfloat16> || std::is_same_v<T, __half>);
@@ -123,7 +123,7 @@ __device__ __forceinline__ void mbarrier_arrive(Mbarrier* barrier) {
       : "memory");
 }
 
-// The instruction of sm_90 sleeps for a while before it answers.
+// On sm_90 the instruction suspends the thread for a while before it returns.
 __device__ __forceinline__ void mbarrier_wait(Mbarrier* barrier, int parity) {
   const Watchdog watchdog;
   uint32_t done;
@@ -145,8 +145,8 @@ __device__ __forceinline__ void mbarrier_wait(Mbarrier* barrier, int parity) {
   } while (!done);
 }
 
-// Code for sm_90 copies in bulk and older code does not, whatever it runs on: kernels hold one of
-// the two ways.
+// Code for sm_90 always copies in bulk and older code never does, on any GPU, so that a kernel
+// holds only one of the two.
 __device__ __forceinline__ constexpr bool copies_in_bulk(bool /*has_bulk_copies*/) {
 #if __CUDA_ARCH__ >= 900
   return true;

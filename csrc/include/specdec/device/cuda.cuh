@@ -1,26 +1,25 @@
 // The CUDA facilities that kernels use, each behind one name, so that a kernel file compiles twice:
-// by nvcc (bodies in cuda_device.cuh: intrinsics and PTX) and as C++ for the host, where it runs
-// without a GPU and is checked (bodies in csrc/emulation/device_api.h). Beside these names kernels
-// use threadIdx, blockIdx, blockDim, gridDim and the types of cuda_bf16.h and cuda_fp16.h.
+// by nvcc (bodies in intrinsics.cuh and async.cuh: intrinsics and PTX) and as C++ for the host,
+// where it is run and checked without a GPU (bodies in
+// csrc/testing/emulation/toolkit/device_api.h). Beside these names kernels use threadIdx, blockIdx,
+// blockDim, gridDim and the types of cuda_bf16.h and cuda_fp16.h.
 //
 //   launch(kernel, config, args...)       the only launch, see LaunchConfig
 //   resident_blocks(kernel, block, dynamic_shared_bytes, &n)    most blocks of a cooperative launch
-//   has_cooperative_launch(&answer)                             whether the current device has it
-//   dynamic_shared_limit(kernel, &bytes)                        most that a block may have
+//   has_cooperative_launch(&answer)       whether the current device supports it
+//   dynamic_shared_limit(kernel, &bytes)  the most that a block may have
 //
 //   Shared memory
-//   SPECDEC_SHARED(Struct, name)          the block's static shared memory; the members of Struct
-//   are
+//   SPECDEC_SHARED(Struct, name)          the block's static shared memory; members of Struct are
 //                                         SharedArray<T, N>, SharedValue<T> and Mbarrier
 //   SPECDEC_DYNAMIC_SHARED(T, name)       SharedSpan<T> over config.dynamic_shared_bytes, 128-byte
 //                                         aligned; name.subspan(first, count), name.as<U>()
-//   array[i], value                       read, assign, += and so on; copy an element into a
-//   variable
-//                                         of its type (not auto) to use it otherwise
+//   array[i], value                       read, assign, += and so on; for any other use copy the
+//                                         element into a variable of its type (not auto)
 //   array.pointer(i), value.pointer()     raw addresses, for the functions below
 //   load_shared<Vec>(p), store_shared(p, vec)    aligned vectors: uint4, float4, uint2, ...
 //
-//   Threads of a block or warp; `lanes` names the lanes that take part and defaults to all 32
+//   Threads of a block or warp; `lanes` are the lanes that take part, by default all 32
 //   block_barrier()                       orders memory; threads that have ended count as arrived
 //   named_barrier(id, num_threads)        the same for num_threads threads; id 1..15, whole warps
 //   warp_barrier(lanes)                   the same for lanes of a warp
@@ -30,28 +29,28 @@
 //   Memory, through any address
 //   load_global<Vec>(p), store_global(p, vec)                           aligned vectors
 //   atomic_add, atomic_max, atomic_exchange(p, v), atomic_compare_exchange(p, expected, desired)
-//                                         relaxed, the old value; 32- and 64-bit integers
+//                                         relaxed, return the old value; 32- and 64-bit integers
 //   fetch_add_acq_rel(p, v), load_acquire(p), store_release(p, v)       device scope
 //   thread_fence()                        device scope, orders relaxed atomics as in C++
 //   spin_until(condition)                 the only way to spin; condition() reads with load_acquire
 //   grid_barrier(barrier)                 all blocks of a cooperative launch
 //
 //   Asynchronous copies and tensor cores
-//   cp_async_16(shared, global, valid)    16 bytes, zeros where not valid; cp_async_commit(),
-//                                         cp_async_wait<N>(): all groups but the latest N are there
+//   cp_async_16(shared, global, valid)    16 bytes, zeros if not valid; cp_async_commit(),
+//                                         cp_async_wait<N>(): all but the latest N groups landed
 //   ldmatrix_x4(r, row), ldmatrix_x4_trans      row: this lane's 16-byte row of 8x8 16-bit matrices
 //   mma_m16n8k16<T>(c, a, b)              c += a b, T = __nv_bfloat16 or __half, c in float32
-//   fma_m16n8k16(c, a_low, a_high, b)     the same on float32: a lane has four neighbours along k,
-//   at
-//                                         4 (lane % 4), of rows lane / 4 and 8 below of a, and of
-//                                         column lane / 4 of b; c is added to in the order of k
-//   pack<T>(low, high), unpack<T>(pair)   two 16-bit floats in a register of these
+//   fma_m16n8k16(c, a_low, a_high, b)     the same in float32, added to c in the order of k: a lane
+//                                         holds four neighbours along k, from 4 (lane % 4) on, of
+//                                         rows lane / 4 and lane / 4 + 8 of a, and of column
+//                                         lane / 4 of b
+//   pack<T>(low, high), unpack<T>(pair)   two 16-bit floats in one register
 //   mbarrier_init(b, count), mbarrier_arrive(b), mbarrier_wait(b, parity)
 //   mbarrier_arrive_expect(b, bytes), bulk_copy(shared, global, bytes, b)     sm_90; below, a trap
 //   elect_lane()                          true in one lane of a whole warp, in which the compiler
 //                                         issues bulk copies without a loop over lanes
-//   has_bulk_copies(&answer)              whether the current device has these two (host)
-//   copies_in_bulk(answer)                what a kernel that was given the answer is to do
+//   has_bulk_copies(&answer)              host: whether the current device has these two
+//   copies_in_bulk(answer)                device: whether the kernel copies in bulk
 #pragma once
 
 #include <cuda_runtime.h>
@@ -66,7 +65,7 @@ constexpr uint32_t kFullWarp = 0xFFFFFFFF;
 }  // namespace specdec
 
 #ifdef __CUDACC__
-#include "intrinsics.cuh"
+#include "specdec/device/intrinsics.cuh"
 #else
 #include "device_api.h"
 #endif
@@ -93,7 +92,7 @@ __device__ __forceinline__ T warp_min(T value, Location where = Location::curren
   return value;
 }
 
-// The order of additions is the same in all lanes and launches.
+// Adds in the same order in all lanes and launches.
 template <typename T>
 __device__ __forceinline__ T warp_sum(T value, Location where = Location::current()) {
 #pragma unroll
@@ -102,14 +101,15 @@ __device__ __forceinline__ T warp_sum(T value, Location where = Location::curren
   return value;
 }
 
-// In device memory, zero before its first use and never reset after. The top bit turns each time
-// that all blocks have arrived, and the others are zero again then: what a block adds makes it so.
+// Lives in device memory, zero before its first use and never reset. The top bit flips each time
+// all blocks have arrived; the other bits are then zero again, because the numbers that blocks add
+// sum to 2^31.
 struct GridBarrier {
   alignas(128) uint32_t arrived;
 };
 
-// Waits for all blocks of a cooperative launch; what they wrote before is visible after. To be
-// called by all threads. (One word and no more, because each access is a trip to the L2 cache.)
+// Waits for all blocks of a cooperative launch; what they wrote before is visible afterwards. All
+// threads must call it. The barrier is a single word, because each access goes to the L2 cache.
 __device__ __forceinline__ void grid_barrier(GridBarrier* barrier,
                                              Location where = Location::current()) {
   constexpr uint32_t kTurn = 0x80000000u;

@@ -1,16 +1,16 @@
-// What the runtime has answered about a device, kept for the next call there.
+// What the CUDA runtime answered about a device, kept for the next call on the same device.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 namespace specdec {
 
-// Holds the answer for one device, that of the last question that succeeded: another device that
-// fails leaves it as it is.
+// Holds the answer for the device that was asked about last with success. A failed question leaves
+// it unchanged.
 template <typename Answer>
 class DeviceAnswer {
  public:
-  // `ask(Answer*)` is called unless the answer for `device` is here. Writes `answer` on success.
+  // Calls `ask(Answer*)` unless the answer for `device` is stored. Writes `answer` on success.
   template <typename Ask>
   cudaError_t get(int device, const Ask& ask, Answer* answer) {
     if (device != device_) {

@@ -1,4 +1,4 @@
-// The device side of cuda.cuh, where every name is explained: CUDA intrinsics and PTX.
+// Device side of cuda.cuh, which explains every name: CUDA intrinsics and PTX.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,10 +16,10 @@ struct LaunchConfig {
   int block;
   cudaStream_t stream;
   int64_t dynamic_shared_bytes = 0;
-  bool cooperative = false;  // all blocks resident at once, for grid_barrier
+  bool cooperative = false;  // all blocks resident at once, as grid_barrier needs
 };
 
-// A kernel may use 48 KB of dynamic shared memory without asking.
+// More than 48 KB of dynamic shared memory must be requested.
 template <typename Kernel>
 cudaError_t allow_shared_bytes(Kernel* kernel, int64_t dynamic_shared_bytes) {
   if (dynamic_shared_bytes <= 48 * 1024) return cudaSuccess;
@@ -59,7 +59,7 @@ cudaError_t dynamic_shared_limit(Kernel* kernel, int64_t* bytes) {
   return error;
 }
 
-// Errors of the configuration come back here, errors of the kernel with a later call, as usual.
+// Returns errors of the configuration. A later call returns errors of the kernel, as usual in CUDA.
 template <typename... Params, typename... Args>
 cudaError_t launch(void (*kernel)(Params...), const LaunchConfig& config, const Args&... args) {
   if (config.grid_x > INT32_MAX || config.grid_y > 65535) {
@@ -81,7 +81,7 @@ cudaError_t launch(void (*kernel)(Params...), const LaunchConfig& config, const 
   return cudaLaunchKernelEx(&launch_config, kernel, static_cast<Params>(args)...);
 }
 
-// A by-value kernel parameter that may be indexed dynamically without a copy in local memory.
+// A by-value kernel parameter that can be indexed at run time without a copy in local memory.
 #define SPECDEC_GRID_CONSTANT __grid_constant__
 
 #define SPECDEC_SHARED(Type, name) __shared__ Type name
@@ -125,7 +125,7 @@ class SharedSpan {
   T* data_;
 };
 
-// Where a function was called: known on the host only, for the messages of the emulator.
+// The place of a call, known on the host only, for the emulator's messages.
 struct Location {
   __device__ static constexpr Location current() { return {}; }
 };
@@ -170,7 +170,7 @@ __device__ __forceinline__ bool warp_all(bool predicate, uint32_t lanes = kFullW
   return __all_sync(lanes, predicate);
 }
 
-// 32-bit integers have an instruction (sm_80); other types take the templates in cuda.cuh.
+// 32-bit integers have an instruction (sm_80). Other types use the templates in cuda.cuh.
 __device__ __forceinline__ int32_t warp_max(int32_t value) {
   return __reduce_max_sync(kFullWarp, value);
 }
@@ -220,7 +220,7 @@ __device__ __forceinline__ AtomicWord<T>* atomic_word(T* address) {
 }
 template <typename T>
 __device__ __forceinline__ T atomic_add(T* address, std::type_identity_t<T> value) {
-  // Two's complement: the sum of signed numbers has the bits of the unsigned sum.
+  // In two's complement a sum of signed numbers has the bits of the unsigned sum.
   using Unsigned = AtomicWord<std::make_unsigned_t<T>>;
   return static_cast<T>(
       atomicAdd(reinterpret_cast<Unsigned*>(address), static_cast<Unsigned>(value)));
@@ -278,8 +278,8 @@ __device__ __forceinline__ void store_release(T* address, std::type_identity_t<T
   }
 }
 
-// In a build with SPECDEC_WATCHDOG a wait of more than ten seconds ends the launch with an error:
-// blocks that wait for each other in vain would otherwise hang the GPU.
+// In a build with SPECDEC_WATCHDOG a wait of more than ten seconds ends the launch with an error.
+// Without it, blocks that wait for each other forever hang the GPU.
 class Watchdog {
 #ifdef SPECDEC_WATCHDOG
  public:
@@ -311,4 +311,4 @@ __device__ __forceinline__ void require_cooperative(const char* /*what*/, Locati
 
 }  // namespace specdec
 
-#include "async.cuh"
+#include "specdec/device/async.cuh"

@@ -1,20 +1,20 @@
-// What the fused CUDA draft_head (csrc/kernels/draft_head.cuh) gets: the head, the call and memory,
-// as one plain struct that fits into the parameters of a launch.
+// Parameters of the fused CUDA draft_head (csrc/kernels/draft_head/draft_head.cuh): the head, the
+// call and its memory, as one plain struct that fits into the parameters of a launch.
 //
-// Elements have rows of memory of their own. An element that goes on to the logits, the last new
-// one of a batch row (of a parallel head: and its mask elements) or a node that is expanded, is a
-// *list*: list = batch row * width of the pass + its place there. Its row of memory is its list,
-// and so is its place among the lists of children. Other new elements use the kPassRows rows behind
-// the last list.
+// Every element of a pass has a row of scratch memory. A *list* is an element whose logits are
+// computed, so called because it gets a list of children: the last new element of a batch row (of a
+// parallel head also its mask elements), or a node that is expanded. Its number,
+// batch row * width of the pass + its place in the row, selects both its row of memory and its list
+// of children. Other new elements use the kPassRows rows behind the last list.
 #pragma once
 
-#include "plan.h"
 #include "specdec/draft_head.h"
+#include "specdec/draft_head/plan.h"
 
 namespace specdec {
 
-// Types of weights; activations and what is not a matrix have the head's FloatType. The 8-bit ones
-// have a float32 scale for each output.
+// Types of weight matrices. Activations and all other weights have the head's FloatType. The 8-bit
+// types have a float32 scale for each output.
 enum class DraftWeightType { kSame, kInt8, kFloat8 };  // kFloat8: e4m3
 
 struct DraftMatrix {
@@ -34,24 +34,25 @@ struct DraftLayer {
   const void* post_norm;    // [hidden]
   DraftMatrix gate_up;      // [2 * intermediate, hidden]
   DraftMatrix down;         // [hidden, intermediate]
-  int window;               // tokens that are seen; 0: all
+  int window;               // number of tokens that are seen; 0: all
 };
 
 // A node that is expanded.
 struct DraftNode {
   int64_t token;
   int32_t candidate;  // kRootParent: the root
-  int32_t parent;     // its place in the frontier before
+  int32_t parent;     // its parent's place in the frontier of the level above
   float score;        // cumulative log-probability
-  int32_t is_alive;   // 0: there is no such node, and nothing of it may be used
+  int32_t is_alive;   // 0: there is no such node, and its other fields must not be used
 };
 
-// The keys of a row are attended to in splits of kSplitKeys slots, or of as many times that as
-// keep them to kMaxSplits. They depend on nothing but the slots of the row.
+// The keys of a row are attended to in splits of kSplitKeys slots. A row with more than kMaxSplits
+// such splits has splits of a multiple of that length. Splits depend on the number of slots of the
+// row only.
 constexpr int kSplitKeys = 128;
 constexpr int kMaxSplits = 64;
 
-// Of some numbers: the largest, and the sum of exp(number - largest) over all of them.
+// The largest of some numbers, and the sum of exp(number - largest) over them.
 struct ExpSum {
   float largest;
   float sum;
@@ -60,7 +61,7 @@ struct ExpSum {
 // Memory of a launch, uninitialised. T is the head's type.
 //   lists = batch * max_width         rows = lists + kPassRows
 //   queries = heads * head_dim        projections = queries + 2 * kv_heads * head_dim
-//   words = of 64 bits, for the slots of all nodes that are expanded
+//   words: number of 64-bit words with a bit for each slot of the expanded nodes
 struct DraftScratch {
   void* zeros;            // [max(hidden, feature_width)] T, for elements that do not exist
   void* features;         // [kPassRows, feature_width] T, normed
@@ -69,28 +70,29 @@ struct DraftScratch {
   void* queries;          // [rows, queries] T, normed and rotated
   void* attended;         // [rows, queries] T
   void* inner;            // [rows, intermediate] T
-  void* feedback;         // [2, lists, hidden] T, of the levels in turn
+  void* feedback;         // [2, lists, hidden] T, levels alternate
   ExpSum* split_sums;     // [kPassRows, heads, kMaxSplits]
   float* split_values;    // [kPassRows, heads, kMaxSplits, head_dim]
-  uint64_t* picks;        // [lists, blocks, top_k] Picks of draft ids, best first, kNoPick behind
+  uint64_t* picks;        // [lists, blocks, top_k] Picks of draft ids, best first, then kNoPick
   ExpSum* logit_sums;     // [lists, blocks]
-  int64_t* child_tokens;  // [lists, top_k] of the target
-  float* child_scores;    // [lists, top_k] log-probabilities, best first, -inf behind the last
-  float* scores;          // [batch, candidates] cumulative, -inf: absent
+  int64_t* child_tokens;  // [lists, top_k] target ids
+  float* child_scores;    // [lists, top_k] log-probabilities, best first, then -inf
+  float* scores;          // [batch, candidates] cumulative, -inf where absent
   int64_t* tokens;        // [batch, candidates]
   int64_t* parents;       // [batch, candidates] candidate, kRootParent or kInactiveParent
-  int32_t* places;        // [batch, candidates] of a static tree's candidate in its frontier, or -1
-  DraftNode* nodes;       // [2, batch, frontier_width], of the levels in turn
+  int32_t* places;        // [batch, candidates] static tree: place in the frontier, or -1
+  DraftNode* nodes;       // [2, batch, frontier_width], levels alternate
   uint64_t* ancestors;    // [2, batch, frontier_width, words] slots that a node sees, its own
-                          // included, counted from the first behind the committed ones; of a
-                          // parallel head none
+                          // included, from the first behind the committed ones on; unused by
+                          // a parallel head
   int64_t* selected;      // [batch, tree nodes]
 };
 
-// Zero before the first launch that uses it, and after each; one at a time may.
+// Zero before the first launch that uses it, and after each launch. Launches must not share it at
+// the same time.
 struct DraftSync {
   void* barrier;       // GridBarrier
-  uint32_t* arrivals;  // [kPassRows * heads * dimension panels] splits that are done
+  uint32_t* arrivals;  // [kPassRows * heads * dimension panels] number of splits that are done
 };
 
 struct DraftKernelParams {
@@ -127,14 +129,14 @@ struct DraftKernelParams {
   // What to draft, as in draft_head.h.
   View2<const int64_t> choices;         // [num_choices, 2]
   int num_choices;                      // 0: a dynamic tree
-  int16_t level_ends[kMaxDraftDepth];   // candidates up to the end of a level
-  int16_t first_slots[kMaxDraftDepth];  // slots of nodes expanded above level i; [0], [1]: 0
+  int16_t level_ends[kMaxDraftDepth];   // number of candidates up to the end of a level
+  int16_t first_slots[kMaxDraftDepth];  // first slot of nodes expanded above level i; [0], [1]: 0
   int num_candidates;
   int top_k;
   int nodes;
   int words;
 
-  // The call, as in draft_head.h; pointers of rows are aligned to 16 bytes.
+  // The call, as in draft_head.h; row pointers are aligned to 16 bytes.
   View2<const float> cosines;
   View2<const float> sines;
   int rotary_half;

@@ -1,22 +1,24 @@
-// The order of work of the fused draft_head (csrc/kernels/draft_head.cuh): the table of its phases,
-// which the kernel, the ring of its weights and the tests walk alike, and the tiles of weights
-// that every block streams.
+// The schedule of the fused draft_head (csrc/kernels/draft_head/draft_head.cuh): the sequence of
+// phases, which the kernel, its ring of weights and the tests all iterate over, and the tiles of
+// weights that each block streams.
 //
-// Elements go in passes of up to 32 rows, two tiles of mma.m16n8k16, through the phases
+// Elements are processed in passes of up to 32 rows, two tiles of mma.m16n8k16. A pass goes through
+// the phases
 //
-//   gather | fc | of each layer: projections | rotate | attend | output | gate_up | down
-//   and at the end: logits | grow
+//   gather | fc | for each layer: projections | rotate | attend | output | gate_up | down
+//   at the end: logits | grow
 //
-// and the grid waits for all of a phase before the next. A draft is a sequence of passes:
+// and the grid waits for the end of each phase. A draft is a sequence of passes of three kinds:
 //
-//   new       32 new elements, until the last layer has their keys and values
-//   kept      of each row the last new element, of a parallel head the mask elements too: the rest
-//             of the last layer and the logits; behind the last pass grow makes the first level
-//   frontier  32 nodes that are expanded, through everything; behind the last pass of a level grow
+//   new       32 new elements, up to their keys and values in the last layer
+//   kept      the last new element of each row, for a parallel head also the mask elements: the
+//             rest of the last layer and the logits; after the last such pass grow makes the first
+//             level
+//   frontier  32 nodes that are expanded, through all phases; after the last pass of a level grow
 //             makes the next one
 //
-// so of most new elements only what others attend to is computed. A pass streams the weights of its
-// phases once.
+// So for most new elements only what other elements attend to is computed. A pass streams the
+// weights of its phases once.
 #pragma once
 
 #include "specdec/core/platform.h"
@@ -25,12 +27,12 @@ namespace specdec {
 
 constexpr int kPassRows = 32;
 constexpr int kTileOuts = 8;       // weight rows of a tile, the N of mma.m16n8k16
-constexpr int kPanelTiles = 8;     // tiles that share one reading of their inputs
-constexpr int kSliceBytes = 1024;  // of a weight row, at most, in a stage of the ring
+constexpr int kPanelTiles = 8;     // tiles that share one read of their inputs
+constexpr int kSliceBytes = 1024;  // most bytes of a weight row in one stage of the ring
 constexpr int kMaxDraftLayers = 8;
 constexpr int kMaxDraftDepth = 64;
 constexpr int kMaxDraftBatch = 128;
-constexpr int kMaxDraftTopK = 32;  // one for each lane
+constexpr int kMaxDraftTopK = 32;  // one child per lane
 constexpr int kMaxDraftHeadDim = 256;
 
 enum class DraftOp : uint8_t {
@@ -39,11 +41,11 @@ enum class DraftOp : uint8_t {
   kProjections,  // queries, keys and values
   kRotate,       // norms and rotation of heads, the cache, the residual
   kAttend,
-  kOutput,  // of attention, onto the residual
+  kOutput,  // projection of the attended values, added to the residual
   kGateUp,
-  kDown,    // onto the residual
-  kLogits,  // lm_head; the best tokens that each block finds, the feedback
-  kGrow,    // the children of the nodes, those that are expanded next, the tree
+  kDown,    // added to the residual
+  kLogits,  // lm_head; the best tokens found by each block, the feedback
+  kGrow,    // the children of the nodes, the nodes that are expanded next, the tree
 };
 
 SPECDEC_HOST_DEVICE bool is_product(DraftOp op) {
@@ -51,20 +53,21 @@ SPECDEC_HOST_DEVICE bool is_product(DraftOp op) {
          op != DraftOp::kGrow;
 }
 
-// What the order depends on.
+// The properties of a draft that determine its schedule.
 struct DraftPlan {
   int num_layers;
   bool gathers;      // the features of new elements are normed
-  bool has_fc;       // for new elements
-  bool feeds_fc;     // for drafted ones, too: EAGLE-1
+  bool has_fc;       // new elements go through fc
+  bool feeds_fc;     // drafted elements go through fc too (EAGLE-1)
   bool is_parallel;  // P-EAGLE: the kept elements give all levels
   int batch;
   int depth;  // levels below the root
-  // Nodes of a row that are expanded for the level below depth i; of level 0 one, the root.
+  // Number of nodes of a row that are expanded for the level below depth i; one for level 0, the
+  // root.
   int16_t widths[kMaxDraftDepth];
 
   SPECDEC_HOST_DEVICE int kept_width() const { return is_parallel ? depth : 1; }
-  // The most nodes of a row that are expanded for a level.
+  // The largest number of nodes of a row that are expanded for one level.
   SPECDEC_HOST_DEVICE int frontier_width() const {
     int width = 1;
     for (int level = 1; level < depth; ++level) {
@@ -72,7 +75,7 @@ struct DraftPlan {
     }
     return width;
   }
-  // Elements of a row in a pass that is not of new ones.
+  // The number of elements of a row in a kept pass or for a frontier.
   SPECDEC_HOST_DEVICE int max_width() const { return is_parallel ? depth : frontier_width(); }
 };
 
@@ -80,8 +83,8 @@ enum class PassKind : uint8_t { kNew, kKept, kFrontier };
 
 struct DraftPass {
   PassKind kind;
-  int level;      // depth of the nodes of a frontier; else 0
-  int first_row;  // among all of its kind (and level)
+  int level;      // depth of the nodes of a frontier; otherwise 0
+  int first_row;  // among all rows of its kind (and level)
   int num_rows;   // 1 .. kPassRows
   bool is_last;
 };
@@ -100,7 +103,7 @@ class DraftCursor {
 
   SPECDEC_HOST_DEVICE bool is_done() const { return is_done_; }
   SPECDEC_HOST_DEVICE const DraftPass& pass() const { return pass_; }
-  // The phase is the first of its pass.
+  // Whether the phase is the first of its pass.
   SPECDEC_HOST_DEVICE bool begins_pass() const { return begins_pass_; }
   SPECDEC_HOST_DEVICE int layer() const {
     return at_ < kLayers || at_ >= layers_end() ? 0 : (at_ - kLayers) / kLayerOps;
@@ -118,11 +121,11 @@ class DraftCursor {
   }
 
  private:
-  // Phases are numbered: gather, fc, six of each layer, logits, grow.
+  // Numbers of phases: gather, fc, six per layer, logits, grow.
   static constexpr int kLayers = 2;
   static constexpr int kLayerOps = 6;
   SPECDEC_HOST_DEVICE int layers_end() const { return kLayers + kLayerOps * plan_->num_layers; }
-  // Behind rotate of the last layer.
+  // The number of the phase after rotate in the last layer.
   SPECDEC_HOST_DEVICE int cached() const { return layers_end() - kLayerOps + 2; }
 
   SPECDEC_HOST_DEVICE void begin_rows(PassKind kind, int level, int total) {
@@ -176,7 +179,7 @@ class DraftCursor {
   bool is_done_;
 };
 
-// Phases of a draft with at most num_new new elements in each row.
+// The largest number of phases of a draft with at most num_new new elements per row.
 inline int most_phases(const DraftPlan& plan, int num_new) {
   const int masks = plan.kept_width() - 1;
   int count = 0;
@@ -188,22 +191,22 @@ inline int most_phases(const DraftPlan& plan, int num_new) {
 
 enum class DraftLaunches { kOne, kOnePerPhase };
 
-// One launch for the whole draft wherever its blocks can wait for each other. At any number of
-// rows: a barrier of the grid costs 1 to 2 us, less than the launch that would replace it, and the
-// ring streams the next phase's weights across it, which a launch can't. Passes of 32 rows are what
-// many rows cost, and they would be the same in launches of their own. What launches of each phase
-// are good for: a GPU or a service (MPS with a share of it) that can't keep all blocks resident,
-// and a profiler, which shows them one by one.
+// One launch for the whole draft wherever its blocks can wait for each other, for any number of
+// rows. A barrier of the grid costs 1 to 2 us, less than the launch that would replace it, and the
+// ring streams the next phase's weights across a barrier, which is impossible across launches.
+// Separate launches would not help with many rows either, because those cost passes of 32 rows in
+// both cases. One launch per phase is for GPUs or services that can't keep all blocks resident (MPS
+// with a share of the GPU), and for profilers, which then show each phase.
 inline DraftLaunches choose_launches(bool can_cooperate, bool wants_phases) {
   return can_cooperate && !wants_phases ? DraftLaunches::kOne : DraftLaunches::kOnePerPhase;
 }
 
-// The tiles of a weight matrix, and which of them a block streams: neighbours, as many as others
-// have or one more (two of a pair). The sum behind an output has an order of its own, whatever the
-// block, so results do not depend on the number of blocks.
+// The tiles of a weight matrix, and the range of them that a block streams: contiguous, and at most
+// one tile (two of a pair) longer than another block's. The order of the sum behind an output does
+// not depend on the block, so results do not depend on the number of blocks.
 struct TileSchedule {
   int outs;
-  bool is_paired;  // gate above up: tile 2 i has rows of gate, tile 2 i + 1 the same rows of up
+  bool is_paired;  // gate and up: tile 2 i has rows of gate, tile 2 i + 1 the same rows of up
 
   SPECDEC_HOST_DEVICE int part() const { return is_paired ? outs / 2 : outs; }
   SPECDEC_HOST_DEVICE int first_tile(int block, int num_blocks) const {

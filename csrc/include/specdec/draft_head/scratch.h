@@ -1,16 +1,16 @@
-// Where the parts of a draft's memory lie: DraftScratch in one allocation, DraftSync in a buffer
-// that outlives the launches.
+// The layout of a draft's memory: DraftScratch in one allocation, DraftSync in a buffer that
+// outlives the launches.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 
-#include "kernel_params.h"
+#include "specdec/draft_head/kernel_params.h"
 
 namespace specdec {
 
 constexpr int64_t kScratchAlignment = 256;
-constexpr int64_t kBarrierBytes = 128;  // of a GridBarrier
+constexpr int64_t kBarrierBytes = 128;  // size of a GridBarrier and its padding
 constexpr int64_t kBarrierAlignment = 128;
 
 inline int64_t round_up(int64_t bytes, int64_t alignment) {
@@ -22,7 +22,7 @@ inline std::byte* aligned(void* memory, int64_t alignment) {
   return static_cast<std::byte*>(memory) + (round_up(address, alignment) - address);
 }
 
-// Calls place(pointer, bytes) for every part of `scratch`; the sizes are those of draft_kernel.h.
+// Calls place(pointer, bytes) for every part of `scratch`; kernel_params.h has the shapes.
 template <typename Place>
 void place_scratch_parts(const DraftKernelParams& params, FloatType type, int64_t blocks,
                          DraftScratch& scratch, const Place& place) {
@@ -58,7 +58,7 @@ void place_scratch_parts(const DraftKernelParams& params, FloatType type, int64_
   array(scratch.selected, batch * params.nodes);
 }
 
-// Bytes of scratch memory at any address.
+// Bytes of scratch memory, for any alignment of the allocation.
 inline int64_t draft_scratch_bytes(const DraftKernelParams& params, FloatType type,
                                    int64_t blocks) {
   int64_t total = kScratchAlignment;
@@ -68,7 +68,7 @@ inline int64_t draft_scratch_bytes(const DraftKernelParams& params, FloatType ty
   return total;
 }
 
-// The parts in `memory` of draft_scratch_bytes.
+// The parts of `memory`, which has draft_scratch_bytes bytes.
 inline DraftScratch place_draft_scratch(const DraftKernelParams& params, FloatType type,
                                         int64_t blocks, void* memory) {
   std::byte* next = aligned(memory, kScratchAlignment);
@@ -80,7 +80,7 @@ inline DraftScratch place_draft_scratch(const DraftKernelParams& params, FloatTy
   return scratch;
 }
 
-// Bytes of a sync buffer at any address, to be used at that address only.
+// Bytes of a sync buffer, for any alignment. The buffer must stay at its address.
 inline int64_t draft_sync_bytes(int64_t heads, int64_t head_dim) {
   const int64_t panels = (head_dim + 63) / 64;
   return kBarrierAlignment + kBarrierBytes + kPassRows * heads * panels * int64_t{sizeof(uint32_t)};

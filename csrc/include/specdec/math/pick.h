@@ -1,25 +1,25 @@
 // Arg-max over a vocabulary in integers, so that the result does not depend on the order of the
 // reduction.
 //
-// The key of a float32 score orders like the float, with -0 = +0. A pick packs (key, ~token) into
-// 64 bits: the larger pick has the larger score and, at equal scores, the lower token. Example:
-// scores 1.5 for tokens 7 and 9 give the keys 0xBFC00000 and the picks 0xBFC00000FFFFFFF8 (token 7,
-// wins) and 0xBFC00000FFFFFFF6.
+// Keys of float32 scores are integers in the order of the scores, with -0 = +0. A pick packs (key,
+// ~token) into 64 bits, so the larger pick has the larger score and, at equal scores, the lower
+// token. Example: the score 1.5 of tokens 7 and 9 gives the key 0xBFC00000 and the picks
+// 0xBFC00000FFFFFFF8 (token 7, which wins) and 0xBFC00000FFFFFFF6.
 #pragma once
 
 #include "specdec/core/platform.h"
 
 namespace specdec {
 
-// -0 + 0 is +0, every other value stays: equal scores get equal keys.
+// -0 + 0 is +0 and every other value is unchanged, so equal scores get equal keys.
 SPECDEC_HOST_DEVICE int32_t canonical_bits(float score) {
   return float_to_bits(exact_add(score, 0.0f));
 }
 
-// Orders like the float, as a signed integer; its own inverse. Not for NaN.
+// A signed integer that is ordered like the float; the function is its own inverse. Not for NaN.
 SPECDEC_HOST_DEVICE int32_t ordered_key(int32_t bits) { return bits ^ ((bits >> 31) & 0x7FFFFFFF); }
 
-// The bits of |x| are above this for NaN and only for NaN.
+// The bits of |x| are above this exactly if x is NaN.
 constexpr int32_t kInfinityBits = 0x7F800000;
 constexpr int32_t kMinusInfinityBits = static_cast<int32_t>(0xFF800000u);
 constexpr int32_t kMinusInfinityKey = kMinusInfinityBits ^ 0x7FFFFFFF;

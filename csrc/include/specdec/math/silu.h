@@ -1,8 +1,8 @@
-// silu(x) = x / (1 + exp(-x)), the same bits on every backend, with an exponential that cannot
+// silu(x) = x / (1 + exp(-x)), with the same bits on every backend and an exponential that cannot
 // overflow.
 #pragma once
 
-#include "exp.h"
+#include "specdec/math/exp.h"
 
 namespace specdec {
 

@@ -1,11 +1,11 @@
-// tanh(x) with the roundings written out (platform.h), the same bits on every backend.
+// tanh(x) with explicit rounding (platform.h), the same bits on every backend.
 //
 //   |x| < 0.55:  x + x^3 P(x^2)            otherwise:  (1 - e) / (1 + e), e = exp(-2 |x|)
 //
-// Error below 2 units in the last place; odd; NaN stays NaN.
+// The error is below 2 units in the last place. The function is odd, and NaN stays NaN.
 #pragma once
 
-#include "exp.h"
+#include "specdec/math/exp.h"
 
 namespace specdec {
 

@@ -1,6 +1,6 @@
-// What the CPU op and the CUDA kernel of sample_filter share: weights and masses of scores, and the
-// search for the score at which a running sum over the scores, from the largest down, reaches a
-// target. The terms: specdec/sample_filter.h.
+// The arithmetic of sample_filter that the CPU op and the CUDA kernel share: weights and masses of
+// scores, and the search for the score at which a running sum over the scores, in descending order,
+// reaches a target. Terms: specdec/sample_filter.h.
 #pragma once
 
 #include "specdec/math/exp.h"
@@ -8,8 +8,8 @@
 
 namespace specdec {
 
-// Kept are the tokens whose key (pick.h) is above `threshold`, and from index `first_tie` on those
-// at it.
+// The tokens that are kept: those whose key (pick.h) is above `threshold`, and from index
+// `first_tie` on also those whose key equals it.
 struct KeptTokens {
   int32_t threshold;
   int64_t first_tie;
@@ -18,8 +18,8 @@ struct KeptTokens {
 SPECDEC_HOST_DEVICE int32_t score_key(float score) { return ordered_key(canonical_bits(score)); }
 SPECDEC_HOST_DEVICE float key_score(int32_t key) { return bits_to_float(ordered_key(key)); }
 
-// The weights of a row, given its largest score, which is not -inf. A largest score of +inf takes
-// all mass.
+// Weights of a row's scores relative to its largest score, which must not be -inf. If it is +inf,
+// the tokens with that score share all mass.
 struct RowWeights {
   float largest;
 
@@ -38,8 +38,8 @@ struct RowWeights {
   }
 };
 
-// The mass that the nucleus must reach: ceil(total * top_p), at least 1 so that one token stays.
-// top_p < 1 is read to 32 fractional bits.
+// The mass that the nucleus must reach: ceil(total * top_p), but at least 1, so that one token
+// stays. top_p < 1 is used with 32 fractional bits.
 SPECDEC_HOST_DEVICE uint64_t nucleus_mass(uint64_t total, float top_p) {
   const uint64_t share = static_cast<uint64_t>(exact_mul(top_p > 0.0f ? top_p : 0.0f, 0x1p32f));
   const uint64_t low_product = (total & 0xFFFFFFFF) * share;
@@ -47,8 +47,8 @@ SPECDEC_HOST_DEVICE uint64_t nucleus_mass(uint64_t total, float top_p) {
   return mass > 1 ? mass : 1;
 }
 
-// The smallest key in [low, high] for which `holds` is true. It must hold at `high`, and at every
-// key above one where it holds. Functions below take this, or another way to the same result, as
+// Finds the smallest key in [low, high] for which `holds` is true. `holds` must be true at `high`,
+// and monotonic. The functions below take this, or another implementation of the same search, as
 // `first_key`.
 struct Bisection {
   template <typename Predicate>
@@ -73,8 +73,8 @@ SPECDEC_HOST_DEVICE int32_t min_p_threshold(const RowWeights& weights, int32_t l
                    [&](int32_t key) { return weights.weight(key_score(key)) >= min_p; });
 }
 
-// A key at or below the end of the nucleus: the tokens below it have so little mass that all of
-// them together fit in what the nucleus may leave out.
+// Returns a key at or below the end of the nucleus: the mass of all tokens below it together fits
+// into what the nucleus may leave out.
 template <typename FirstKey>
 SPECDEC_HOST_DEVICE int32_t nucleus_bound(const RowWeights& weights, int32_t largest_key,
                                           uint64_t total, uint64_t nucleus, int64_t vocab,
@@ -84,7 +84,7 @@ SPECDEC_HOST_DEVICE int32_t nucleus_bound(const RowWeights& weights, int32_t lar
                    [&](int32_t key) { return weights.mass(key_score(key)) > negligible; });
 }
 
-// What a token counts in a search.
+// Counts tokens in a search.
 struct CountWeight {
   SPECDEC_HOST_DEVICE uint64_t operator()(int32_t) const { return 1; }
 };
@@ -100,9 +100,9 @@ struct KeyRange {
   int32_t high;
 };
 
-// What a level of the search sorts keys by; never decreasing. The key itself, or the bits of its
-// weight: those spread evenly over the distances to the largest score, where keys crowd into few
-// buckets if the scores lie on both sides of 0.
+// The non-decreasing position of a key by which a level of the search fills its buckets: the key
+// itself, or the bits of its weight. Weights spread evenly over the distances to the largest score,
+// while keys crowd into few buckets if there are scores on both sides of 0.
 struct KeyPosition {
   SPECDEC_HOST_DEVICE int32_t operator()(int32_t key) const { return key; }
 };
@@ -113,8 +113,8 @@ struct WeightPosition {
   }
 };
 
-// One level of the search for a key in a range: kCount buckets of 2^shift positions. Three levels
-// by key leave a single key.
+// One level of the search for a key in a range, with kCount buckets of 2^shift positions each.
+// Three levels by key leave a single key.
 struct KeyBuckets {
   static constexpr int kCount = 2048;
   int32_t first;
@@ -133,7 +133,7 @@ struct KeyBuckets {
   SPECDEC_HOST_DEVICE uint32_t index(int32_t position) const {
     return (static_cast<uint32_t>(position) - static_cast<uint32_t>(first)) >> shift;
   }
-  // The keys of the range that are in this bucket; there are some.
+  // The keys of the range that fall into this bucket, which is not empty.
   template <typename Position, typename FirstKey>
   SPECDEC_HOST_DEVICE KeyRange keys(uint32_t bucket, const KeyRange& range,
                                     const Position& position, const FirstKey& first_key) const {

@@ -1,5 +1,5 @@
-// Counter-based noise: the Gumbel value of (seed, row, position, token), the same bits on every
-// backend, whatever the tree, the launch or the order of evaluation.
+// Counter-based noise: the Gumbel value of (seed, row, position, token). It has the same bits on
+// every backend and does not depend on the tree, the launch or the order of evaluation.
 //
 //   bits = lane (token & 3) of Philox4x32-10(key = seed, counter = (token >> 2, position, row,
 //          purpose))
@@ -7,18 +7,18 @@
 //   e    = -log1p(-v)
 //   g    = -log(e)
 //
-// arg-max(logit + g) and arg-max(weight / e) draw from the same law (weight = exp(logit)); the
-// second, an exponential race, suits weights that can be zero.
+// arg-max(logit + g) and arg-max(weight / e) with weight = exp(logit) draw from the same
+// distribution. The second, an exponential race, suits weights that can be zero.
 //
 // v is small where g is large, so the tail that decides an arg-max has the full resolution of
-// float32: g runs from -2.8116 to 22.8738 without ties of many draws. (u = (bits + 0.5) * 2^-24 and
-// -log(-log(u)) reaches u = 1, and its ties are visible at vocabularies of 128k.)
+// float32: g ranges from -2.8116 to 22.8738, and ties are rare. (The formula -log(-log(u)) with
+// u = (bits + 0.5) * 2^-24 reaches u = 1, and its ties are visible at vocabularies of 128k.)
 //
-// Numerics: float32 with the roundings written out (platform.h); no libm, no subnormals, no branch.
-// Error of g against float64 at the same float32 v: below 1.1e-6 (half an ulp at 16 is 9.5e-7),
-// below 3.5e-7 for g < 8. Rounding v to float32 adds less than 1e-6 above g = -1.5; below it the
-// values are coarse (0.025 at the very end), where only 1 draw in 88 lies and none decides an
-// arg-max. python_tests/verify/test_rng.py measures both.
+// Numerics: float32 with explicit rounding (platform.h); no libm, no subnormals, no branch. The
+// error of g against float64 at the same float32 v is below 1.1e-6 (half an ulp at 16 is 9.5e-7),
+// and below 3.5e-7 for g < 8. Rounding v to float32 adds less than 1e-6 above g = -1.5. Below it
+// the values are coarse (0.025 at the very end), but only 1 draw in 88 is there, and such a draw
+// decides no arg-max. python_tests/verify/test_rng.py measures both.
 //
 // Philox: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 #pragma once
@@ -27,16 +27,17 @@
 
 namespace specdec {
 
-// The fourth word of the counter keeps uses of one seed apart: the purpose in its low 8 bits and,
-// for the purposes of a speculative round, a depth above. kMatch is keyed by the absolute position
-// of the drawn token, the others by (position of the round's root, depth of the node below it).
-// Root and depth may not be added up: a round verifies draft tokens that it then rejects, the next
-// round comes to the same absolute positions, and noise used twice biases block verification.
+// The fourth word of the counter separates the uses of one seed: the purpose in its low 8 bits, and
+// above it a depth for the purposes of one step. The noise of kMatch belongs to the absolute
+// position of the drawn token, all other noise to (position of the step's root, depth of the node
+// below it). Root and depth must not be added: a step verifies draft tokens that it then rejects,
+// the next step comes to the same absolute positions, and using noise twice biases block
+// verification.
 enum class Purpose : uint32_t {
   kMatch = 0,
   kDraft = 1,     // the drafter's own draws; index: token >> 2
-  kAccept = 2,    // accepting a draft token; index: its place among its siblings, lane 0
-  kResidual = 3,  // the token that ends the round; index: token >> 2
+  kAccept = 2,    // accepting a draft token; index: its rank among its siblings, lane 0
+  kResidual = 3,  // the token that ends the step; index: token >> 2
 };
 
 struct Philox4 {
@@ -58,7 +59,7 @@ SPECDEC_HOST_DEVICE Philox4 philox_round(const Philox4& c, uint32_t key0, uint32
            kPhiloxMultiplier0 * c.lane[0]}};
 }
 
-// Rounds are spelt out by recursion, because compilers don't vectorise a loop that contains one.
+// The rounds are unrolled by recursion, because compilers don't vectorise a loop that contains one.
 template <int kRounds>
 SPECDEC_HOST_DEVICE Philox4 philox4x32(const Philox4& counter, uint32_t key0, uint32_t key1) {
   const Philox4 next = philox_round(counter, key0, key1);
@@ -69,8 +70,8 @@ SPECDEC_HOST_DEVICE Philox4 philox4x32(const Philox4& counter, uint32_t key0, ui
   }
 }
 
-// log(1 + f) for f in [sqrt(1/2) - 1, sqrt(2) - 1]: f - f^2/2 + f^3 * P(f), relative error of the
-// polynomial 3.2e-9 (weighted minimax fit of degree 8, coefficients rounded to float32).
+// log(1 + f) for f in [sqrt(1/2) - 1, sqrt(2) - 1]: f - f^2/2 + f^3 * P(f). The relative error of
+// the polynomial is 3.2e-9 (weighted minimax fit of degree 8, coefficients rounded to float32).
 SPECDEC_HOST_DEVICE float log1p_core(float f) {
   float p = 0x1.1457a6p-4f;
   p = exact_fma(p, f, -0x1.de3c16p-4f);
@@ -105,15 +106,15 @@ SPECDEC_HOST_DEVICE float exponential(uint32_t bits) {
   const float v = scaled < kLargestV ? scaled : kLargestV;
 
   const SplitFloat survivor = split_float(exact_add(1.0f, -v));
-  // For 1 - v >= sqrt(1/2) the argument of log1p is -v itself: 1 - v would have rounded it away.
-  // Both are computed and then selected, so that the loop over tokens has no branch.
+  // If 1 - v >= sqrt(1/2), the argument of log1p is -v itself, which 1 - v would have rounded. Both
+  // values are computed and one is selected, so that the loop over tokens has no branch.
   const float offset = exact_add(survivor.mantissa, -1.0f);
   const float f = survivor.exponent == 0 ? -v : offset;
   return -exact_fma(static_cast<float>(survivor.exponent), kLog2, log1p_core(f));
 }
 
-// A lower bound of exponential(b) for every b >= bits: v <= -log1p(-v), and where 1 - v >=
-// sqrt(1/2) the polynomial only adds to v.
+// A lower bound of exponential(b) for every b >= bits: v <= -log1p(-v), and for 1 - v >= sqrt(1/2)
+// the polynomial only adds to v.
 SPECDEC_HOST_DEVICE float exponential_bound(uint32_t bits) {
   return exact_mul(exact_add(static_cast<float>(bits), 0.5f), 0x1p-32f);
 }
@@ -128,10 +129,10 @@ SPECDEC_HOST_DEVICE float gumbel(uint32_t bits) {
                     log1p_core(exact_add(split.mantissa, -1.0f)));
 }
 
-// An upper bound of gumbel(b) for every b >= bits, at most 0.07 above where gumbel(bits) > 5:
-// -log(-log1p(-v)) <= -log(v), and the bits of a float read as an integer are a lower bound of its
-// logarithm, linear between powers of two. The last digit of the factor is rounded up, by more than
-// the errors of gumbel() and of this computation.
+// An upper bound of gumbel(b) for every b >= bits, at most 0.07 above gumbel(bits) if that is above
+// 5. -log(-log1p(-v)) <= -log(v), and the bits of a float, read as an integer, give a lower bound
+// of its logarithm that is linear between powers of two. The last digit of the factor is rounded up
+// by more than the errors of gumbel() and of this computation.
 SPECDEC_HOST_DEVICE float gumbel_bound(uint32_t bits) {
   constexpr int32_t kOneBits = 127 << 23;
   constexpr float kLog2RoundedUp = 0.69315f;
@@ -139,12 +140,12 @@ SPECDEC_HOST_DEVICE float gumbel_bound(uint32_t bits) {
   return exact_mul(static_cast<float>(kOneBits - float_to_bits(v)), kLog2RoundedUp * 0x1p-23f);
 }
 
-// On the midpoint grid (k + 0.5) * 2^-23, without rounding: strictly between 0 and 1.
+// A value of the grid (k + 0.5) * 2^-23, without rounding: strictly between 0 and 1.
 SPECDEC_HOST_DEVICE float uniform(uint32_t bits) {
   return exact_mul(exact_add(static_cast<float>(bits >> 9), 0.5f), 0x1p-23f);
 }
 
-// The noise of one (seed, row, position, purpose); a token or another index selects the value.
+// The noise of one (seed, row, position, purpose). A token or another index selects a value.
 struct NoiseStream {
   uint32_t key0;
   uint32_t key1;
@@ -152,14 +153,14 @@ struct NoiseStream {
   uint32_t row;
   uint32_t purpose = static_cast<uint32_t>(Purpose::kMatch);
 
-  // Only the low 32 bits of position and row enter.
+  // Uses only the low 32 bits of position and row.
   static SPECDEC_HOST_DEVICE NoiseStream make(int64_t seed, int64_t row, int64_t position) {
     const uint64_t key = static_cast<uint64_t>(seed);
     return {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32),
             static_cast<uint32_t>(position), static_cast<uint32_t>(row)};
   }
 
-  // The noise of a node `depth` levels below the root of a round.
+  // The noise of a node `depth` levels below the root of a step.
   static SPECDEC_HOST_DEVICE NoiseStream make_round(int64_t seed, int64_t row,
                                                     int64_t root_position, int64_t depth,
                                                     Purpose purpose) {

@@ -1,37 +1,37 @@
-// The decisions of verify_sampled.h for one row, written once for the CPU op and the CUDA kernel.
+// The decisions of verify_sampled.h for one row, shared by the CPU op and the CUDA kernel.
 //
-// A walk asks for passes over the vocabulary and is told their results:
+// A walk asks for passes over the vocabulary and is given their results:
 //
-//   kStatistics  of the laws at `node`              -> on_statistics
-//   kMasses      of `law` at `node`, see residual.h -> on_masses
-//   kDraw        of a token from `law` at `node`    -> on_draw
+//   kStatistics  of the distributions at `node`      -> on_statistics
+//   kMasses      of `law` at `node`, see residual.h  -> on_masses
+//   kDraw        of a token from `law` at `node`     -> on_draw
 //
-// until it says kDone. A chain of K accepted tokens costs K + 1 statistics and a draw; a rejection
-// costs a pass of masses only if another sibling is left to try. Block verification tries the
-// longest prefix first, so its masses end with the first prefix that is accepted.
+// until it asks for kDone. A chain of K accepted tokens takes K + 1 statistics and one draw. A
+// rejection takes a pass of masses only if another sibling is left to try. Block verification tries
+// the longest prefix first, so its masses end with the first prefix that is accepted.
 //
-// Every loop moves to a later node or, in block verification, one level up: a walk ends whatever
-// the laws hold.
+// Every pass moves to a later node or, in block verification, one level up, so a walk ends for any
+// distributions.
 #pragma once
 
-#include "residual.h"
-#include "rng.h"
 #include "specdec/math/pick.h"
+#include "specdec/sampling/residual.h"
+#include "specdec/sampling/rng.h"
 #include "specdec/verify_sampled.h"
 
 namespace specdec {
 
 enum class Pass : int32_t { kStatistics, kMasses, kDraw, kDone };
 
-// A visited node. Block verification comes back to it.
+// A visited node, to which block verification can return.
 struct WalkLevel {
   int32_t node;
   NodeStatistics statistics;
   float keep;
 };
 
-// Levels: an array of nodes WalkLevel; Removed: of nodes int32_t, the rejected children's tokens at
-// the visited node. Elements are read and written whole.
+// Levels is an array of `nodes` WalkLevel. Removed is an array of `nodes` int32_t, the tokens of
+// the rejected children at the visited node. Elements are read and written as a whole.
 template <typename Levels, typename Removed>
 class SampledWalk {
  public:
@@ -41,11 +41,11 @@ class SampledWalk {
 
   Pass pass;
   int32_t node;
-  int32_t depth;  // of node
+  int32_t depth;  // depth of node
   ResidualLaw law;
   int32_t num_removed;
 
-  // Whether statistics need the draft law: nothing was drawn from a leaf's.
+  // Whether statistics need the draft distribution: a leaf has none.
   SPECDEC_HOST_DEVICE bool has_child() const { return child_ < params_.nodes; }
 
   SPECDEC_HOST_DEVICE void start() {
@@ -92,7 +92,7 @@ class SampledWalk {
     try_children();
   }
 
-  // kNoPick: the residual is 0 everywhere, so the draw is from what it was taken from.
+  // kNoPick: the residual is 0 everywhere, so the draw uses the distribution it was computed from.
   SPECDEC_HOST_DEVICE void on_draw(Pick pick) {
     if (pick == kNoPick) {
       law.draft_scale = previous_scale_;
@@ -135,7 +135,7 @@ class SampledWalk {
     pass = Pass::kStatistics;
   }
 
-  // The next child that the rule looks at, or `nodes`.
+  // Sets child_ to the next child that the rule looks at, or `nodes`.
   SPECDEC_HOST_DEVICE void next_child() {
     ++ordinal_;
     const bool only_first = params_.rule != SampledRule::kRecursive;
@@ -169,12 +169,12 @@ class SampledWalk {
     }
   }
 
-  // Rule 3: on to the next token of the chain, or back from its end.
+  // Rule 3: moves to the next token of the chain, or back from its end.
   SPECDEC_HOST_DEVICE void extend_block() {
     const bool has_draft = has_child() && has_draft_mass(draft_mass_);
     const float draft = has_draft ? draft_of_child() : 0.0f;
     if (!(draft > 0.0f)) {
-      pass = Pass::kDraw;  // the end of the chain: h is keep, and the draw is from the target
+      pass = Pass::kDraw;  // at the end of the chain h is keep, and the draw is from the target
       const bool accepted = depth == 0 || accept_uniform(depth - 1, 0) < keep_;
       if (!accepted) try_prefix(depth - 1);
       return;
@@ -247,11 +247,11 @@ class SampledWalk {
   Levels levels_;
   Removed removed_;
 
-  int64_t child_;         // the child that is looked at, or nodes
-  int32_t ordinal_;       // its place among its siblings
-  float keep_;            // block: of the visited node
-  float target_mass_;     // of law
-  float draft_mass_;      // without the removed tokens
+  int64_t child_;         // the child that the rule looks at, or nodes
+  int32_t ordinal_;       // its rank among its siblings
+  float keep_;            // block: keep of the visited node
+  float target_mass_;     // target mass of law
+  float draft_mass_;      // draft mass without the removed tokens
   float previous_scale_;  // law.draft_scale before the last subtraction
   int32_t num_accepted_;
   int64_t next_token_;

@@ -1,21 +1,21 @@
-// Attention of the fused draft_head: one phase, `attend`, from scratch.queries and the cache to
+// The phase `attend` of the fused draft_head: attention, from scratch.queries and the cache to
 // scratch.attended. (Split keys with an exact merge: Flash-Decoding, Dao et al. 2023.)
 //
-// Query heads that share a key-value head are rows of the same product: query row i of a batch
-// row's elements is head i % group of element i / group. A work item is
+// Query heads that share a key-value head are rows of the same product: query row i of a batch row
+// is head i % group of element i / group. A work item is
 //
 //   (batch row, key-value head, tile of 16 query rows, panel of 64 dimensions, split of the slots)
 //
-// and item i belongs to block i % blocks. Each warp takes an eighth of the split, in steps of 16
-// slots (draft_attention_tile.cuh). Then the warps merge in shared memory, and the block writes
-// largest score, sum and values of the split. Which block is the last of a panel's splits is
-// counted in sync.arrivals; that one merges them, in order. Example: 4 query heads on each of 2
-// key-value heads of 128 dimensions, a batch row with 8 elements and 300 slots: 32 query rows are
-// 2 tiles; 2 heads x 2 tiles x 2 panels x 3 splits are 24 items.
+// and item i belongs to block i % blocks. Each warp processes an eighth of the split, in steps of
+// 16 slots (attention_tile.cuh). Then the warps merge in shared memory, and the block writes the
+// largest score, the sum and the values of the split. sync.arrivals counts the finished splits of a
+// panel; the block that finishes last merges them, in order. Example: 4 query heads on each of 2
+// key-value heads of 128 dimensions, a batch row with 8 elements and 300 slots: 32 query rows are 2
+// tiles; 2 heads x 2 tiles x 2 panels x 3 splits are 24 items.
 //
-// Splits are anchored at slot 0, and their length depends on the slots of the batch row alone, not
-// on which of its elements are in the pass; what a row does not see changes none of its bits.
-// Neither do, therefore, other rows or the number of blocks.
+// Splits are anchored at slot 0. Their length depends on the number of slots of the batch row, not
+// on which of its elements are in the pass. Slots that a row does not see change none of its bits.
+// So its bits depend neither on other rows nor on the number of blocks.
 //
 // Scores, sums and values are float32; weights are rounded to T for their product with values.
 #pragma once
@@ -42,7 +42,7 @@ struct AttentionItem {
   __device__ __forceinline__ int num_rows(const AttentionPart& part) const {
     return min(part.query_rows() - tile * kTileRows, kTileRows);
   }
-  // Of a row of the tile: its row of the pass and its head.
+  // The row of the pass and the head that belong to a row of the tile.
   __device__ __forceinline__ int pass_row(const AttentionPart& part, int row) const {
     return part.first + (tile * kTileRows + row) / part.group;
   }
@@ -55,7 +55,7 @@ __device__ __forceinline__ int committed_slots(const DraftKernelParams& params, 
   return static_cast<int>(params.lengths[batch_row] + params.counts[batch_row]);
 }
 
-// The window's last but `window` - 1 of the ancestors' bits; 0 if there are fewer.
+// The index of the `window`-th highest ancestor bit; 0 if there are fewer.
 __device__ __forceinline__ int first_seen_node(const uint64_t* ancestors, int words, int window) {
   for (int word = words - 1; word >= 0; --word) {
     uint64_t bits = ancestors[word];
@@ -70,7 +70,7 @@ __device__ __forceinline__ int first_seen_node(const uint64_t* ancestors, int wo
   return 0;
 }
 
-// The first `count` of 16 bits.
+// A mask of the first `count` of 16 bits.
 __device__ __forceinline__ uint32_t first_bits(int count) {
   return (1u << min(max(count, 0), kStepSlots)) - 1;
 }
@@ -114,7 +114,7 @@ __device__ __forceinline__ SeenSlots seen_slots(const DraftBlock<T>& block, cons
   return seen;
 }
 
-// All slots of a batch row, as far as elements like those of the pass go.
+// The number of slots of a batch row up to the last element of the pass.
 template <typename T>
 __device__ __forceinline__ int used_slots(const DraftBlock<T>& block, const DraftPass& pass,
                                           int batch_row) {
@@ -147,7 +147,7 @@ __device__ __forceinline__ AttentionPart attention_part(const DraftBlock<T>& blo
   part.group = params.heads / params.kv_heads;
   part.tiles = (part.query_rows() + kTileRows - 1) / kTileRows;
   part.panels = (params.head_dim + kPanelDims - 1) / kPanelDims;
-  // Slots and windows move on from row to row.
+  // Slots and windows advance from row to row.
   part.first_seen = seen_slots(block, pass, first_row, params.layers[layer].window).first;
   part.end = static_cast<int>(last_row.slot) + 1;
   constexpr int kAllSplits = kSplitKeys * kMaxSplits;
@@ -158,7 +158,7 @@ __device__ __forceinline__ AttentionPart attention_part(const DraftBlock<T>& blo
   return part;
 }
 
-// What the warp's eighth of a split adds up to.
+// Processes the warp's eighth of a split.
 template <typename T>
 __device__ __forceinline__ void attend_split(const DraftBlock<T>& block, const AttentionPart& part,
                                              const AttentionItem& item, PanelState<T>& state) {
@@ -174,7 +174,7 @@ __device__ __forceinline__ void attend_split(const DraftBlock<T>& block, const A
       .head_dim = params.head_dim,
       .panel_dims = params.head_dim - panel,
       .scale = exact_div(1.0f, sqrtf(static_cast<float>(params.head_dim)))};
-  int rows[2] = {-1, -1};  // of the pass
+  int rows[2] = {-1, -1};  // rows of the pass
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = block.lane() / 4 + 8 * half;
@@ -204,7 +204,7 @@ __device__ __forceinline__ int64_t split_index(const DraftKernelParams& params, 
   return (int64_t{row} * params.heads + head) * kMaxSplits + split;
 }
 
-// The warps' statistics of row `row` of the tile, merged in their order.
+// Merges the warps' statistics of row `row` of the tile, in the order of the warps.
 template <typename T>
 __device__ __forceinline__ ExpSum merged_warps(const DraftBlock<T>& block, int row) {
   float largest = -INFINITY, sum = 0;
@@ -221,8 +221,8 @@ __device__ __forceinline__ ExpSum merged_warps(const DraftBlock<T>& block, int r
   return {largest, sum};
 }
 
-// The warps' states become the split's sums and values in scratch memory. All panels write the same
-// sums.
+// Merges the warps' states and writes the split's sums and values to scratch memory. All panels
+// write the same sums.
 template <typename T>
 __device__ __forceinline__ void write_split(const DraftBlock<T>& block, const AttentionPart& part,
                                             const AttentionItem& item, PanelState<T>& state) {
@@ -235,7 +235,7 @@ __device__ __forceinline__ void write_split(const DraftBlock<T>& block, const At
     block.shared.warp_sums[own] = ExpSum{state.largest[0], state.sum[0]};
     block.shared.warp_sums[own + 8] = ExpSum{state.largest[1], state.sum[1]};
   }
-  block.sync();  // all statistics are there
+  block.sync();  // all statistics are stored
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = lane / 4 + 8 * half;
@@ -262,25 +262,26 @@ __device__ __forceinline__ void write_split(const DraftBlock<T>& block, const At
   });
 }
 
-// Whether this block is the last of the panel's splits to get here; if so, it sees what the others
+// Whether this block finished the last of the panel's splits. If so, it sees what the other blocks
 // wrote.
 template <typename T>
 __device__ __forceinline__ bool is_last_split(const DraftBlock<T>& block, const AttentionPart& part,
                                               const AttentionItem& item) {
   if (threadIdx.x == 0) {
-    // A part has no more tiles than query heads of its rows, so their places are its own.
+    // A part has no more tiles than its rows have query heads, so its counters overlap with no
+    // other's.
     const int tile = (item.kv_head * kPassRows + part.first) * part.group + item.tile;
     uint32_t* arrivals = block.params.sync.arrivals + tile * part.panels + item.panel;
     const bool is_last =
         fetch_add_acq_rel(arrivals, 1) == static_cast<uint32_t>(part.num_splits) - 1;
-    if (is_last) *arrivals = 0;  // nobody else comes
+    if (is_last) *arrivals = 0;  // no other block arrives
     block.shared.flags[0] = is_last;
   }
-  block.sync();  // the answer is there
+  block.sync();  // the answer is stored
   return block.shared.flags[0] != 0;
 }
 
-// Writes row `row` of the tile. All lanes of a warp; a lane has two dimensions.
+// Writes row `row` of the tile. All lanes of a warp call it; a lane has two dimensions.
 template <typename T>
 __device__ __forceinline__ void merge_splits(const DraftBlock<T>& block, const AttentionPart& part,
                                              const AttentionItem& item, int row) {
@@ -317,7 +318,7 @@ __device__ __forceinline__ void merge_splits(const DraftBlock<T>& block, const A
   store_float(out + 1, exact_div(merged.y, sum));
 }
 
-// Of each row what it sees, and where a part begins the part.
+// Describes what each row sees, and the part that begins at a row.
 template <typename T>
 __device__ __forceinline__ void prepare_attention(const DraftBlock<T>& block, const DraftPass& pass,
                                                   int layer) {
@@ -334,16 +335,16 @@ __device__ __forceinline__ void prepare_attention(const DraftBlock<T>& block, co
     }
     if (begins) block.shared.parts[i] = attention_part(block, pass, layer, i);
   }
-  block.sync();  // all parts are there
+  block.sync();  // all parts are stored
 }
 
 template <typename T>
 __device__ __forceinline__ void attend(const DraftBlock<T>& block, const DraftPass& pass,
                                        int layer) {
   prepare_attention(block, pass, layer);
-  int first_item = 0;  // of the part
+  int first_item = 0;  // first item of the part
   for (int first = 0; first < pass.num_rows;) {
-    // Not a copy, which would take registers.
+    // A reference, because a copy would take registers.
     const AttentionPart& part = *block.shared.parts.pointer(first);
     first += part.count;
     const int items = block.params.kv_heads * part.tiles * part.panels * part.num_splits;

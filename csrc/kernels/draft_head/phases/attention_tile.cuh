@@ -1,17 +1,18 @@
-// The step that attention of the fused draft_head (draft_attention.cuh) is made of: a warp attends
-// from 16 query rows to 16 slots of a cache, for 64 dimensions of the values, with an online
-// softmax. Everything comes straight from global memory into the registers of the products
-// (draft_fragments.cuh): a lane holds
+// The step that attention of the fused draft_head (attention.cuh) repeats: a warp attends from 16
+// query rows to 16 slots of a cache, for 64 dimensions of the values, with an online softmax.
+// Everything is loaded from global memory into the registers of the products (../fragments.cuh). A
+// lane holds
 //
-//   rows lane / 4 and lane / 4 + 8: `largest`, its part of `sum`, and of each product with values d
-//   and column n = 2 (lane % 4) + i % 2 the dimension panel + 8 n + d
+//   for rows lane / 4 and lane / 4 + 8: `largest`, its part of `sum`, and for the product d with
+//   values and column n = 2 (lane % 4) + i % 2 the dimension panel + 8 n + d
 //
-// so that the eight neighbours that it loads of a slot's values are column lane / 4 of all eight
-// products, and weights are their left factor in the order in which the products with keys leave
-// them: of lane % 4 = t, slots 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t.
+// so the eight contiguous values of a slot that it loads are column lane / 4 of the eight products.
+// The weights are their left factor, in the order in which the products with keys leave them: with
+// t = lane % 4, a lane has slots 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t.
 //
-// What a row gets depends on its own query and the slots it sees, place by place: those it does not
-// see, and steps in which it sees none, change no bit. Slots from `end` on are not read.
+// The result of a row depends on its own query and on the slots it sees, place by place. Slots that
+// it does not see, and steps in which it sees none, change no bit. Slots from `end` on are not
+// read.
 #pragma once
 
 #include "kernels/draft_head/fragments.cuh"
@@ -22,17 +23,17 @@ namespace specdec {
 constexpr int kStepSlots = 16;
 constexpr int kPanelDims = 64;
 
-// Of one batch row and key-value head.
+// The inputs for one batch row and key-value head.
 template <typename T>
 struct AttentionInputs {
-  const T* queries[2];  // of the lane's two rows; null: there is none
+  const T* queries[2];  // of the lane's two rows; null: no row
   const T* keys;        // of slot 0
   const T* values;      // of slot 0, from the first dimension of the panel
   int64_t key_stride;
   int64_t value_stride;
   int end;
   int head_dim;
-  int panel_dims;  // from the first of the panel to head_dim
+  int panel_dims;  // dimensions from the panel's first to head_dim
   float scale;
 };
 
@@ -56,12 +57,12 @@ struct PanelState {
   }
 };
 
-// exp(score - largest), 0 where both are -inf.
+// exp(score - largest); 0 if both are -inf.
 __device__ __forceinline__ float softmax_weight(float score, float largest) {
   return exp_nonpositive(exact_add(score, largest == -INFINITY ? 0.0f : -largest));
 }
 
-// The dot products of the rows with 2 blocks of 8 slots.
+// Computes the dot products of the rows with 2 blocks of 8 slots.
 template <typename T>
 __device__ __forceinline__ void multiply_keys(const AttentionInputs<T>& inputs, int slot,
                                               float (&scores)[2][4]) {
@@ -72,7 +73,7 @@ __device__ __forceinline__ void multiply_keys(const AttentionInputs<T>& inputs, 
   const int high_width = inputs.queries[1] == nullptr ? 0 : inputs.head_dim;
   const int even_width = own < inputs.end ? inputs.head_dim : 0;
   const int odd_width = own + 8 < inputs.end ? inputs.head_dim : 0;
-#pragma unroll(sizeof(T) == 4 ? 1 : 2)  // registers
+#pragma unroll(sizeof(T) == 4 ? 1 : 2)  // saves registers
   for (int chunk = 0; chunk < inputs.head_dim; chunk += 4 * kVectorElements<T>) {
     const int k = chunk + lane % 4 * kVectorElements<T>;
     const Vector<T> low = load_vector<T>(inputs.queries[0], k, low_width);
@@ -87,7 +88,7 @@ __device__ __forceinline__ void multiply_keys(const AttentionInputs<T>& inputs, 
   }
 }
 
-// Dot products become scores; what a row does not see becomes -inf.
+// Turns dot products into scores, -inf for slots that the row does not see.
 __device__ __forceinline__ void mask_scores(const uint32_t (&seen)[2], float scale,
                                             float (&scores)[2][4]) {
   const int lane = threadIdx.x % kWarpSize;
@@ -105,7 +106,7 @@ __device__ __forceinline__ void mask_scores(const uint32_t (&seen)[2], float sca
   }
 }
 
-// Scores become weights; what the state has accumulated is brought to the new largest score.
+// Turns scores into weights and rescales the state to the new largest score.
 template <typename T>
 __device__ __forceinline__ void update_softmax(float (&scores)[2][4], PanelState<T>& state) {
 #pragma unroll
@@ -137,7 +138,7 @@ __device__ __forceinline__ void update_softmax(float (&scores)[2][4], PanelState
   }
 }
 
-// Neighbours of the values of the lane's four slots: piece i of its eight.
+// Contiguous values of the lane's four slots: vector i of the eight elements.
 template <typename T>
 struct ValueVectors {
   static constexpr int kPieces = 8 / kVectorElements<T>;
@@ -160,7 +161,7 @@ struct ValueVectors {
     return words[i];
   }
 
-  // Neighbour d of the four slots.
+  // Element d of the four slots.
   __device__ __forceinline__ Quad<T> quad(int d) const {
     if constexpr (sizeof(T) == 4) {
       return {{word(0, d), word(1, d), word(2, d), word(3, d)}};
@@ -168,14 +169,14 @@ struct ValueVectors {
       return {{pair(0, d), pair(2, d)}};
     }
   }
-  // Of a slot and the next.
+  // Element d of a slot and the next one.
   __device__ __forceinline__ uint32_t pair(int slot, int d) const {
     const uint32_t low = word(slot, d / 2), high = word(slot + 1, d / 2);
     return d % 2 == 0 ? (low & 0xFFFF) | high << 16 : low >> 16 | (high & 0xFFFF0000);
   }
 };
 
-// Rounded to T.
+// Weights rounded to T.
 template <typename T>
 __device__ __forceinline__ Quad<T> make_quad(float a, float b, float c, float d) {
   if constexpr (sizeof(T) == 4) {
@@ -186,8 +187,8 @@ __device__ __forceinline__ Quad<T> make_quad(float a, float b, float c, float d)
   }
 }
 
-// Slots [slot, slot + kStepSlots); bit i of seen[0 (1)]: row lane / 4 (+ 8) sees slot + i. All
-// lanes of the warp.
+// Attends to slots [slot, slot + kStepSlots). Bit i of seen[0]: row lane / 4 sees slot + i; seen[1]
+// is for row lane / 4 + 8. All lanes of the warp call it.
 template <typename T>
 __device__ __forceinline__ void attend_step(const AttentionInputs<T>& inputs,
                                             const uint32_t (&seen)[2], int slot,
@@ -195,7 +196,7 @@ __device__ __forceinline__ void attend_step(const AttentionInputs<T>& inputs,
   float scores[2][4] = {};
   multiply_keys(inputs, slot, scores);
   ValueVectors<T> values;
-  values.load(inputs, slot, 0);  // on their way while scores become weights
+  values.load(inputs, slot, 0);  // loads are in flight while scores become weights
   mask_scores(seen, inputs.scale, scores);
   update_softmax(scores, state);
   const Quad<T> low = make_quad<T>(scores[0][0], scores[0][1], scores[1][0], scores[1][1]);

@@ -1,8 +1,8 @@
-// The fused draft_head before its first phase: which rows have something to read, and trees of
-// their roots alone, which stay that where nothing is drafted.
+// What the fused draft_head does before its first phase: it finds the rows that have new elements
+// and writes trees of their roots alone, which remain if nothing is drafted.
 //
 // Every block checks the numbers of all rows that address memory, and counts elements, for itself.
-// A row with an illegal one reads nothing; its root has the score NaN.
+// A row with an illegal number reads nothing; its root gets the score NaN.
 #pragma once
 
 #include "kernels/draft_head/tree.cuh"
@@ -10,8 +10,8 @@
 
 namespace specdec {
 
-// Elements of a row that are read, or -1 where one of its numbers is illegal: the rules of
-// check_rows (csrc/ops/draft_head.cpp). By all lanes of a warp together.
+// The number of new elements of a row, or -1 if one of its numbers is illegal: the rules of
+// check_rows (csrc/ops/draft_head/draft_head.cpp). All lanes of a warp call it together.
 __device__ __forceinline__ int64_t count_new(const DraftKernelParams& params, int row) {
   const auto is_below = [](int64_t number, int64_t end) { return number >= 0 && number < end; };
   const int64_t count = params.counts[row];
@@ -30,9 +30,10 @@ __device__ __forceinline__ int64_t count_new(const DraftKernelParams& params, in
   return warp_all(are_legal) ? count : -1;
 }
 
-// Of each candidate of a static tree its place among those of its level that are expanded, else a
-// negative number. Slots are given to these in their order, so the place is their number less the
-// level's first. Choices that do not match the levels lose nodes, but get none that have no memory.
+// The place of each candidate of a static tree among the expanded candidates of its level; negative
+// if it is not expanded. Expanded candidates have slots in their order, so the place is the slot
+// minus the level's first. Choices that do not match the levels lose nodes, but no node gets a
+// place without memory.
 __device__ __forceinline__ void place_candidates(const DraftTreeRow& tree) {
   const DraftKernelParams& params = tree.params;
   const int lane = threadIdx.x % kWarpSize;
@@ -44,7 +45,7 @@ __device__ __forceinline__ void place_candidates(const DraftTreeRow& tree) {
     const int64_t parent = tree.choice_parent(i);
     if (parent >= 0 && parent < end) places[parent] = 0;
   }
-  warp_barrier();  // those with children are marked
+  warp_barrier();  // candidates with children are marked
   int level = 0, num_before = 0;
   for (int first = 0; first < params.num_choices; first += kWarpSize) {
     const int i = first + lane;
@@ -60,7 +61,7 @@ __device__ __forceinline__ void place_candidates(const DraftTreeRow& tree) {
   }
 }
 
-// The root alone.
+// Writes the root alone.
 __device__ __forceinline__ void begin_tree(const DraftTreeRow& tree, bool is_legal) {
   const DraftKernelParams& params = tree.params;
   const int lane = threadIdx.x % kWarpSize;
@@ -83,7 +84,7 @@ __device__ __forceinline__ void begin_tree(const DraftTreeRow& tree, bool is_leg
   place_candidates(tree);
 }
 
-// Turns counts[1 + row] into their sum up to and with that row. One warp.
+// Replaces counts[1 + row] by the sum up to and including that row. One warp calls it.
 template <typename Counts>
 __device__ __forceinline__ void sum_up(Counts& counts, int batch) {
   const int lane = threadIdx.x % kWarpSize;
@@ -104,7 +105,7 @@ __device__ __forceinline__ void sum_up(Counts& counts, int batch) {
   if (lane == 0) counts[0] = 0;
 }
 
-// shared.first_element. By all threads of the block; ends with a barrier.
+// Fills shared.first_element. All threads of the block call it; ends with a barrier.
 template <typename T>
 __device__ __forceinline__ void count_elements(const DraftBlock<T>& block) {
   const DraftPlan& plan = block.params.plan;
@@ -113,13 +114,13 @@ __device__ __forceinline__ void count_elements(const DraftBlock<T>& block) {
     const int64_t elements = count > 0 ? count + plan.kept_width() - 1 : 0;
     if (block.lane() == 0) block.shared.first_element[row + 1] = static_cast<int>(elements);
   }
-  block.sync();  // the counts of all rows are there
+  block.sync();  // the counts of all rows are stored
   if (block.warp() == 0) sum_up(block.shared.first_element, plan.batch);
-  block.sync();  // their sums are
+  block.sync();  // their sums are stored
 }
 
-// Before the first phase. By all threads of the block; what is written to global memory is for this
-// block, but for zeros, which everybody may read behind the next barrier of the grid.
+// Runs before the first phase. All threads of the block call it. It writes global memory for this
+// block only, except for scratch.zeros, which any block may read after the next grid barrier.
 template <typename T>
 __device__ __forceinline__ void begin_draft(const DraftBlock<T>& block) {
   const DraftKernelParams& params = block.params;
@@ -132,7 +133,7 @@ __device__ __forceinline__ void begin_draft(const DraftBlock<T>& block) {
   for (int i = first; i < width / kVectorElements<T>; i += block.count() * kDraftThreads) {
     store_global(static_cast<uint4*>(params.scratch.zeros) + i, make_uint4(0, 0, 0, 0));
   }
-  block.sync();  // the trees are there
+  block.sync();  // the trees are stored
 }
 
 }  // namespace specdec

@@ -1,13 +1,13 @@
-// The trees of the fused draft_head, level by level: children from what all blocks found of the
-// logits, candidates, the nodes that are expanded next, and at the end the tree. What it must come
-// to: csrc/cpu/draft_head_tree.h and draft_head_logits.h.
+// Builds the trees of the fused draft_head level by level: children from what all blocks found in
+// the logits, candidates, the nodes to expand next, and at the end the tree.
+// csrc/cpu/draft_head/tree.h and logits.h specify the result.
 //
-// One block has a batch row and nobody else touches its tree, so steps are divided by barriers of
-// the block: a warp merges a list of children, a thread has a candidate. block.reduce holds what a
-// dynamic tree's candidates are compared by.
+// Each batch row belongs to one block, and no other block touches its tree, so barriers of the
+// block separate the steps: a warp merges a list of children, a thread handles a candidate.
+// block.reduce holds the ranks of a dynamic tree's candidates.
 //
-// An illegal number in draft_to_target sets the score of the root to NaN and counts as no child, so
-// that nothing is read through it; at the end such a tree is the root alone.
+// An illegal number in draft_to_target sets the score of the root to NaN and is not used as a
+// child, so nothing is read through it. At the end such a tree is the root alone.
 #pragma once
 
 #include "kernels/draft_head/tree.cuh"
@@ -19,7 +19,7 @@ namespace specdec {
 static_assert(kTreeWords * 4 <= kReduceBytes && kMaxDraftTopK * kMaxDraftTopK * 8 <= kReduceBytes);
 constexpr int kTreeItems = static_cast<int>(kMaxCandidates) / kDraftThreads;
 
-// The sum over the parts of all blocks, in an order of its own. By all lanes of a warp together.
+// Adds the sums of all blocks, in a fixed order. All lanes of a warp call it together.
 __device__ __forceinline__ ExpSum merge_sums(const ExpSum* parts, int count) {
   const int lane = threadIdx.x % kWarpSize;
   float largest = bits_to_float(kMinusInfinityBits);
@@ -35,7 +35,8 @@ __device__ __forceinline__ ExpSum merge_sums(const ExpSum* parts, int count) {
   return {largest, warp_sum(sum)};
 }
 
-// The children of a list, best first. One warp; returns false where draft_to_target is illegal.
+// Finds the children of a list, best first. One warp calls it; returns false if draft_to_target is
+// illegal.
 __device__ __forceinline__ bool find_children(const DraftKernelParams& params, int64_t list,
                                               int num_blocks) {
   const DraftScratch& scratch = params.scratch;
@@ -61,15 +62,15 @@ __device__ __forceinline__ bool find_children(const DraftKernelParams& params, i
   return warp_all(is_legal);
 }
 
-// Orders the candidates of a level by (score descending, index ascending), the best one above all,
-// what does not exist below. No two are equal.
+// A number that orders the candidates of a level by (score descending, index ascending): the best
+// one is the largest, and those that do not exist are the smallest. No two are equal.
 __device__ __forceinline__ uint64_t ranked_candidate(float score, int64_t parent, int candidate) {
   const uint64_t key = candidate_key(score, parent, candidate);
   return key << 32 | ~static_cast<uint32_t>(candidate);
 }
 
-// The candidates of a level from the children of its nodes, of which node i has list
-// first_list + i, or of a parallel head all have first_list. `ranked` gets those of a dynamic tree.
+// Makes the candidates of a level from the children of its nodes: node i has list first_list + i;
+// in a parallel head all nodes have first_list. `ranked` gets the candidates of a dynamic tree.
 __device__ __forceinline__ void add_candidates(const DraftTreeRow& tree, int level,
                                                int64_t first_list,
                                                const SharedSpan<uint64_t>& ranked) {
@@ -94,16 +95,16 @@ __device__ __forceinline__ void add_candidates(const DraftTreeRow& tree, int lev
   }
 }
 
-// Nodes of a level of which none is alive.
+// Marks all nodes of a level as not alive.
 __device__ __forceinline__ void clear_nodes(const DraftTreeRow& tree, int level) {
   for (int i = threadIdx.x; i < tree.params.plan.widths[level]; i += kDraftThreads) {
     tree.nodes(level)[i] = {};
   }
 }
 
-// The nodes of the next level that are expanded: of a dynamic tree the best, each of which counts
-// those that are better; of a static one those with children. Where there are fewer, the rest is
-// not alive, or stays so: choices may name fewer than `widths`.
+// Chooses the nodes of the next level that are expanded: in a dynamic tree the best candidates,
+// each of which counts the better ones; in a static tree those with children. If there are fewer
+// than `widths`, which choices may cause, the remaining nodes are not alive.
 __device__ __forceinline__ void choose_nodes(const DraftTreeRow& tree, int level,
                                              const SharedSpan<uint64_t>& ranked) {
   const int begin = tree.level_begin(level), count = tree.level_end(level) - begin;
@@ -127,8 +128,9 @@ __device__ __forceinline__ void choose_nodes(const DraftTreeRow& tree, int level
   }
 }
 
-// What the parent sees, and the own slot, which a node that is not alive sees, too: a softmax over
-// nothing would make its values NaN, and these times the weight 0 would reach other nodes.
+// Gives each node the slots that its parent sees and its own. A node that is not alive also sees
+// its own slot: a softmax over nothing would make its values NaN, and NaN times the weight 0 would
+// reach other nodes.
 __device__ __forceinline__ void see_ancestors(const DraftTreeRow& tree, int next) {
   const DraftKernelParams& params = tree.params;
   const int words = params.words;
@@ -144,7 +146,7 @@ __device__ __forceinline__ void see_ancestors(const DraftTreeRow& tree, int next
   }
 }
 
-// Over the root alone, which is there already.
+// Writes the tree over the root, which is already stored.
 template <typename T>
 __device__ __forceinline__ void finish_tree(const DraftBlock<T>& block, const DraftTreeRow& tree) {
   const DraftKernelParams& params = tree.params;
@@ -179,7 +181,7 @@ __device__ __forceinline__ void finish_tree(const DraftBlock<T>& block, const Dr
   }
 }
 
-// The level below `level`.
+// Grows the level below `level`.
 template <typename T>
 __device__ __forceinline__ void grow_level(const DraftBlock<T>& block, const DraftTreeRow& tree,
                                            int level, int64_t first_list) {
@@ -187,18 +189,18 @@ __device__ __forceinline__ void grow_level(const DraftBlock<T>& block, const Dra
   const auto ranked = block.reduce.template as<uint64_t>();
   add_candidates(tree, level, first_list, ranked);
   if (level + 1 < plan.depth) clear_nodes(tree, level + 1);
-  block.sync();  // all candidates of the level are there
+  block.sync();  // all candidates of the level are stored
   if (level + 1 < plan.depth) {
     choose_nodes(tree, level, ranked);
-    block.sync();  // the nodes of the next level are
+    block.sync();  // the nodes of the next level are stored
     if (!plan.is_parallel) see_ancestors(tree, level + 1);
   } else if (const float root = *tree.tree_scores(); root == root) {
     finish_tree(block, tree);
   }
 }
 
-// Behind the last pass of a level: its children; of a parallel head, whose lists are one of each
-// level, those of all levels.
+// After the last pass of a level: grows its children. A parallel head has one list per level and
+// grows all levels here.
 template <typename T>
 __device__ __forceinline__ void grow(const DraftBlock<T>& block, const DraftPass& pass) {
   const DraftKernelParams& params = block.params;
@@ -213,7 +215,7 @@ __device__ __forceinline__ void grow(const DraftBlock<T>& block, const DraftPass
       const bool is_legal = find_children(params, first_list + i, block.count());
       if (!is_legal && block.lane() == 0) *tree.tree_scores() = NAN;
     }
-    block.sync();  // the children of all lists are there
+    block.sync();  // the children of all lists are stored
     const int levels = plan.is_parallel ? plan.depth : pass.level + 1;
     for (int level = pass.level; level < levels; ++level) {
       grow_level(block, tree, level, first_list + (plan.is_parallel ? level : 0));

@@ -1,17 +1,17 @@
-// What the fused draft_head keeps of logits, which are never stored: of each list the top_k best
-// draft tokens and the sum of exponentials, of each block of the grid; and the feedback, the hidden
-// states that drafted nodes run with.
+// What the fused draft_head keeps of logits, which are never stored. For each list and block: the
+// top_k best draft tokens and the sum of exponentials. It also writes the feedback, the hidden
+// states that are inputs of drafted nodes.
 //
 //   begin_logits | add_logits for each panel of weights | finish_logits
 //
 // A block without weights has no panels, but begins and finishes like the others.
 //
-// Row r of a pass belongs to warp r % kDraftWarps in all three, so its place in shared memory
-// needs no barrier of the block.
+// Row r of a pass belongs to warp r % kDraftWarps in all three functions, so its place in shared
+// memory needs no barrier of the block.
 //
 // A NaN counts as -inf and is never picked. A sum whose largest logit is +inf is NaN, which leaves
-// the list without children. Sums are taken online, panel by panel: their bits depend on the panels
-// of a block, as nothing else does, and so on the number of blocks.
+// the list without children. Sums are computed online, panel by panel, so their bits depend on the
+// panels of a block and thereby on the number of blocks. No other result does.
 #pragma once
 
 #include "kernels/draft_head/block.cuh"
@@ -20,7 +20,7 @@
 
 namespace specdec {
 
-// A sum relative to a larger number, which is not -inf.
+// Rescales a sum to a larger number, which is not -inf.
 __device__ __forceinline__ float rescaled_sum(const ExpSum& part, float largest) {
   return exact_mul(part.sum, exp_nonpositive(exact_add(part.largest, -largest)));
 }
@@ -35,7 +35,7 @@ __device__ __forceinline__ void begin_logits(const DraftBlock<T>& block, const D
   warp_barrier();
 }
 
-// The sum with a panel's scores, of which none is NaN and `largest` is the largest.
+// Adds a panel's scores to the sum. None of them is NaN, and `largest` is their maximum.
 __device__ __forceinline__ ExpSum add_exponentials(const ExpSum& sum, float largest, float first,
                                                    float second) {
   if (sum.largest > largest) largest = sum.largest;
@@ -46,7 +46,7 @@ __device__ __forceinline__ ExpSum add_exponentials(const ExpSum& sum, float larg
   return {largest, exact_add(rescaled_sum(sum, largest), panel)};
 }
 
-// Called by the row's warp with its values of a panel, which are not scaled yet.
+// The row's warp calls it with its values of a panel, which are not scaled yet.
 template <typename T>
 __device__ __forceinline__ void add_logits(const DraftBlock<T>& block, int row,
                                            const PanelValues& values) {
@@ -68,11 +68,11 @@ __device__ __forceinline__ void add_logits(const DraftBlock<T>& block, int row,
   warp_barrier();  // all lanes have read the sum
   if (lane < top_k) block.shared.picks[place] = best.own();
   if (lane == 0) block.shared.logit_sums[row] = sum;
-  warp_barrier();  // before they read the next one
+  warp_barrier();  // the sum is stored
 }
 
-// Of nodes whose children are expanded, who are drafted with it: the hidden states as the next
-// level gets them. Vectors go to the threads of all blocks.
+// Writes the hidden states of nodes whose children are expanded; they are the feedback for the next
+// level. The threads of all blocks share the vectors.
 template <typename T>
 __device__ __forceinline__ void write_feedback(const DraftBlock<T>& block, const DraftPass& pass) {
   const DraftKernelParams& params = block.params;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void write_feedback(const DraftBlock<T>& block, const
   }
 }
 
-// What this block has found. shared.inverses are still those of lm_head's inputs.
+// Writes what this block has found. shared.inverses must still be those of lm_head's inputs.
 template <typename T>
 __device__ __forceinline__ void finish_logits(const DraftBlock<T>& block, const DraftPass& pass) {
   const DraftScratch& scratch = block.params.scratch;

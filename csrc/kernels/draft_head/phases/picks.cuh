@@ -1,4 +1,4 @@
-// The best of many scores, found by one warp: lane i has the i-th best.
+// The best of many scores, found by one warp: lane i gets the i-th best.
 #pragma once
 
 #include "specdec/device/cuda.cuh"
@@ -6,22 +6,22 @@
 
 namespace specdec {
 
-// kNoPick for -inf and NaN.
+// The pick of a score; kNoPick for -inf and NaN.
 __device__ __forceinline__ Pick pick_of(float score, int64_t token) {
   if (!(score > bits_to_float(kMinusInfinityBits))) return kNoPick;
   return make_pick(ordered_key(canonical_bits(score)), token);
 }
 
-// All functions are called by all lanes together.
+// All lanes call all functions together.
 class WarpPicks {
  public:
-  // The best `count` (1 .. 32) so far: lane i has the i-th.
+  // The best `count` (1 .. 32) picks so far: lane i has the i-th.
   __device__ __forceinline__ WarpPicks(int count, Pick own) : last_(count - 1), own_(own) {}
 
   __device__ __forceinline__ Pick own() const { return own_; }
 
-  // Adds a pick of each lane. Returns whether one of them was among the best then. Those that enter
-  // do so one after the other, which is cheap because soon few do.
+  // Adds one pick per lane. Returns whether any of them was among the best. They are inserted one
+  // after the other, which is cheap because after a while few are.
   __device__ __forceinline__ bool add(Pick pick) {
     const int lane = threadIdx.x % kWarpSize;
     bool any = false;
@@ -43,11 +43,12 @@ class WarpPicks {
   Pick own_;
 };
 
-// The best `count` of lists that have their best ones first, kNoPick behind the last, and no pick
-// twice: load(list, place), place < count. As many places are read as matter.
+// The best `count` picks of several lists. Each list is sorted, best first, and ends with kNoPick;
+// no pick occurs twice. load(list, place) with place < count reads one; only the places that matter
+// are read.
 template <typename Load>
 __device__ __forceinline__ Pick merge_picks(int num_lists, int count, const Load& load) {
-  constexpr int kGroup = 4;  // loads on the way
+  constexpr int kGroup = 4;  // loads in flight
   const int lane = threadIdx.x % kWarpSize;
   WarpPicks best(count, kNoPick);
   bool any = true;

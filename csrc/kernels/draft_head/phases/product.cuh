@@ -1,17 +1,17 @@
-// A product of the fused draft_head: up to 32 rows times a weight matrix whose tiles come through
+// A product of the fused draft_head: up to 32 rows times a weight matrix, whose tiles come through
 // the ring.
 //
 //   out[row, o] = scale[o] * sum over k of input[row, k] weight[o, k] + bias[o]
 //
-// A block takes its tiles in panels of kPanelTiles. It goes through k in slices, as stages hold
-// them; of every slice a warp takes kShare neighbours, loads them of all input rows into registers,
-// normed if they are to be, and multiplies them by every tile of the panel. At the end the warps'
-// sums are added up (reduce_panel). So the order of a sum is fixed by its length and the type of
-// the weights: by nothing of the block, the other rows or the other outputs.
+// A block processes its tiles in panels of kPanelTiles and k in slices, the size of a ring stage. A
+// warp takes kShare contiguous k of every slice, loads them for all input rows into registers,
+// applies the norm if there is one, and multiplies them by every tile of the panel. At the end the
+// sums of the warps are added up (reduce_panel). So the order of a sum depends only on its length
+// and the type of the weights: not on the block, the other rows or the other outputs.
 //
-// Input rows are read from global memory once per panel, which is num_rows * ins elements for
-// kPanelTiles * kTileOuts * ins of weights. Shared memory: a lane's 16 bytes of weights at a time,
-// without bank conflicts (draft_block.cuh).
+// Input rows are read from global memory once per panel: num_rows * ins elements for
+// kPanelTiles * kTileOuts * ins weights. In shared memory a lane reads 16 bytes of weights at a
+// time, without bank conflicts (../block.cuh).
 #pragma once
 
 #include "kernels/draft_head/ring.cuh"
@@ -20,17 +20,17 @@ namespace specdec {
 
 template <typename T, typename W>
 struct ProductShape {
-  // Of a weight row in a stage; half as much where inputs or products take more registers.
+  // Bytes of a weight row in a stage: half as many if inputs or products take more registers.
   static constexpr int kBytes = sizeof(W) == 2 ? kSliceBytes : kSliceBytes / 2;
   static constexpr int kSlice = kBytes / static_cast<int>(sizeof(W));
-  static constexpr int kShare = kSlice / kDraftWarps;  // a warp's k of a slice
-  static constexpr int kLane = kVectorElements<W>;     // neighbours that a lane loads
+  static constexpr int kShare = kSlice / kDraftWarps;  // number of k of a warp in a slice
+  static constexpr int kLane = kVectorElements<W>;     // contiguous elements that a lane loads
   static constexpr int kSteps = kShare / (4 * kLane);
   static constexpr int kInputVectors = kLane / kVectorElements<T>;
   static_assert(kShare % (4 * kLane) == 0 && kInputVectors >= 1);
 };
 
-// The k that a lane has of a warp's share, of rows lane / 4 and lane / 4 + 8.
+// A lane's inputs in its warp's share, for rows lane / 4 and lane / 4 + 8.
 template <typename T, typename W>
 struct ShareOfInputs {
   using Shape = ProductShape<T, W>;
@@ -38,14 +38,14 @@ struct ShareOfInputs {
   Vector<T> high[Shape::kSteps][Shape::kInputVectors];
 };
 
-// The weights of the norms of these inputs.
+// The norm weights of these inputs.
 template <typename T, typename W>
 struct ShareOfNorms {
   using Shape = ProductShape<T, W>;
   Vector<T> weights[Shape::kSteps][Shape::kInputVectors];
 };
 
-// Where in its row the element k of a product's input is.
+// The place of element k of a product's input: its segment and the index there.
 struct InputPlace {
   int segment;
   int at;
@@ -54,7 +54,7 @@ struct InputPlace {
       : segment(k >= segments.width ? 1 : 0), at(k - segment * segments.width) {}
 };
 
-// As it is in memory.
+// Loads inputs as they are in memory.
 template <typename T>
 __device__ __forceinline__ Vector<T> load_input(const DraftBlock<T>& block,
                                                 const InputSegments& segments, int num_rows,
@@ -65,7 +65,7 @@ __device__ __forceinline__ Vector<T> load_input(const DraftBlock<T>& block,
                         segments.width);
 }
 
-// use(step, vector, row of the lane's first, k) for all that a lane has of a share.
+// Calls use(step, vector, first row of the lane, k) for all vectors of a lane's share.
 template <typename T, typename W, typename Use>
 __device__ __forceinline__ void for_share(int lane, int first_row, int first, const Use& use) {
   using Shape = ProductShape<T, W>;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void load_share(const DraftBlock<T>& block,
   });
 }
 
-// Zeros where there is no norm.
+// Loads norm weights; zeros if there is no norm.
 template <typename T, typename W>
 __device__ __forceinline__ void load_norms(const DraftBlock<T>& block,
                                            const InputSegments& segments, int first,
@@ -102,7 +102,7 @@ __device__ __forceinline__ void load_norms(const DraftBlock<T>& block,
   });
 }
 
-// The RMS norms of what was loaded.
+// Applies the RMS norms to the loaded inputs.
 template <typename T, typename W>
 __device__ __forceinline__ void norm_share(const DraftBlock<T>& block,
                                            const InputSegments& segments, int num_rows,
@@ -128,7 +128,7 @@ __device__ __forceinline__ void multiply_share(const ShareOfInputs<T, W> (&input
                                                int lane, int num_outs, int first, int ins, int tile,
                                                float (&c)[kRowTiles][kPanelTiles][4]) {
   using Shape = ProductShape<T, W>;
-  // Rows that the tile has not were not copied: their lanes read the last one.
+  // Missing rows of the tile were not copied: their lanes read the last row.
   const int row = min(lane / 4, num_outs - 1);
   const int at = row * kStageRowBytes + warp * (Shape::kBytes / kDraftWarps) + lane % 4 * 16;
 #pragma unroll
@@ -149,7 +149,7 @@ __device__ __forceinline__ void multiply_share(const ShareOfInputs<T, W> (&input
   }
 }
 
-// The outputs that a lane has of a row of sums: scaled, with the bias.
+// A lane's outputs from a row of sums: scaled, with the bias.
 template <typename T>
 __device__ __forceinline__ PanelValues panel_values(const DraftMatrix& matrix,
                                                     const TileSchedule& tiles, int panel, int end,
@@ -172,15 +172,15 @@ __device__ __forceinline__ PanelValues panel_values(const DraftMatrix& matrix,
   return values;
 }
 
-// use(row, PanelValues) by all lanes of the warp that has the row; num_rows is at most kRowTiles *
-// kTileRows. shared.inputs and inverses describe the inputs.
+// Calls use(row, PanelValues) in all lanes of the warp that owns the row. num_rows is at most
+// kRowTiles * kTileRows. shared.inputs and shared.inverses describe the inputs.
 template <int kRowTiles, typename T, typename W, typename Ring, typename Use>
 __device__ __forceinline__ void multiply_row_tiles(const DraftBlock<T>& block, Ring& ring,
                                                    const DraftMatrix& matrix, bool is_paired,
                                                    const InputSegments& segments, int num_rows,
                                                    const Use& use) {
   using Shape = ProductShape<T, W>;
-  // There are no registers for more.
+  // More would not fit into the registers.
   constexpr bool kLoadsAhead = kRowTiles == 1 && sizeof(T) == 2;
   const TileSchedule tiles{matrix.outs, is_paired};
   const int end = tiles.first_tile(block.index() + 1, block.count());
@@ -213,7 +213,7 @@ __device__ __forceinline__ void multiply_row_tiles(const DraftBlock<T>& block, R
         if constexpr (kLoadsAhead) inputs[rows] = coming[rows];
         norm_share(block, segments, num_rows, rows * kTileRows, first, norms, inputs[rows]);
       }
-      // On their way while the tiles of this slice are multiplied.
+      // These loads are in flight while the tiles of this slice are multiplied.
       if constexpr (kLoadsAhead) load(first + Shape::kSlice, coming, coming_norms);
 #pragma unroll
       for (int tile = 0; tile < kPanelTiles; ++tile) {
@@ -238,7 +238,7 @@ __device__ __forceinline__ void multiply_row_tiles(const DraftBlock<T>& block, R
   }
 }
 
-// Of a row the same bits in either way.
+// Both branches give the same bits of a row.
 template <typename T, typename W, typename Ring, typename Use>
 __device__ __forceinline__ void multiply_rows(const DraftBlock<T>& block, Ring& ring,
                                               const DraftMatrix& matrix, bool is_paired,
@@ -252,7 +252,7 @@ __device__ __forceinline__ void multiply_rows(const DraftBlock<T>& block, Ring& 
   }
 }
 
-// The stages that multiply_rows takes from the ring.
+// Describes the stages that multiply_rows takes from the ring.
 template <typename T, typename W>
 __device__ __forceinline__ MatrixStages stages_of(const DraftMatrix& matrix, bool is_paired,
                                                   int block, int num_blocks) {

@@ -1,13 +1,13 @@
-// Two phases of the fused draft_head in which every row of a head or of activations has one warp as
-// its owner (draft_block.cuh):
+// Two phases of the fused draft_head in which each head or row of activations belongs to one warp
+// (../block.cuh):
 //
 //   gather_features   norms of the target's features -> scratch.features
 //   rotate_heads      norms and rotation of queries -> scratch.queries, and of keys -> the cache;
-//                     values -> the cache; what layer 0 adds to -> scratch.residual
+//                     values -> the cache; layer 0: the residual -> scratch.residual
 //
-// Nobody reads in a phase what another warp writes in it, so the grid's barriers around the phases
-// are all they need. A unit of work goes to block i % blocks first and to a warp of it second, so
-// that few units spread over all multiprocessors.
+// No warp reads what another warp writes in the same phase, so the grid barriers around the phases
+// suffice. Unit i goes to block i % blocks, and then to a warp of it, so that few units are spread
+// over all multiprocessors.
 //
 // Norms and rotation are float32 with one rounding to T at the end, as in the CPU op.
 #pragma once
@@ -26,8 +26,8 @@ __device__ __forceinline__ void for_units(const DraftBlock<T>& block, int num_ro
   }
 }
 
-// out = x, or its RMS norm with `inverse` where there are weights; may be x itself. All lanes of a
-// warp.
+// out = x or, with `weights`, its RMS norm with `inverse`. out may be x. All lanes of a warp call
+// it.
 template <typename T>
 __device__ __forceinline__ void norm_row(const T* x, const T* weight, float inverse, int width,
                                          T* out) {
@@ -40,8 +40,8 @@ __device__ __forceinline__ void norm_row(const T* x, const T* weight, float inve
   }
 }
 
-// Unit: one of the num_features parts of a row. Each warp takes the mean square of the whole row
-// for itself.
+// A unit is one of the num_features parts of a row. Each warp computes the mean square of the whole
+// row itself.
 template <typename T>
 __device__ __forceinline__ void gather_features(const DraftBlock<T>& block, const DraftPass& pass) {
   const DraftKernelParams& params = block.params;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void gather_features(const DraftBlock<T>& block, cons
 }
 
 // out = the head x, normed if there are weights, and rotated: pairs (i, half + i). All lanes of a
-// warp.
+// warp call it.
 template <typename T>
 __device__ __forceinline__ void rotate_head(const DraftKernelParams& params, const T* x,
                                             const T* weight, int64_t position, T* out) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void rotate_head(const DraftKernelParams& params, con
   for (int i = 2 * half + lane; i < params.head_dim; i += kWarpSize) store_float(out + i, load(i));
 }
 
-// Of a slot.
+// The address of a slot.
 template <typename T>
 __device__ __forceinline__ T* cached_head(const HeadCache& cache, int layer, int batch_row,
                                           int kv_head, int64_t slot) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ T* cached_head(const HeadCache& cache, int layer, int
          kv_head * cache.head_stride + slot * cache.slot_stride;
 }
 
-// Key head and value head of a row, into its slot.
+// Writes the key head and the value head of a row to its slot.
 template <typename T>
 __device__ __forceinline__ void append_head(const DraftBlock<T>& block, const PassRow& row,
                                             int layer, int kv_head) {
@@ -109,8 +109,8 @@ __device__ __forceinline__ void append_head(const DraftBlock<T>& block, const Pa
               cached_head<T>(params.values, layer, row.batch_row, kv_head, row.slot));
 }
 
-// What attention of layer 0 is added to: h, or its norm. h of a new element with an fc is there
-// already.
+// Writes the residual of layer 0, to which attention is added: h or its norm. With fc, h of a new
+// element is already there.
 template <typename T>
 __device__ __forceinline__ void begin_residual(const DraftBlock<T>& block, const DraftPass& pass,
                                                const PassRow& row, int i) {
@@ -126,8 +126,8 @@ __device__ __forceinline__ void begin_residual(const DraftBlock<T>& block, const
   }
 }
 
-// Units of a row: its query heads, its key-value heads and, in layer 0, its residual. Of a row that
-// only others attend to, the last layer needs no more than key and value.
+// The units of a row are its query heads, its key-value heads and, in layer 0, its residual. In the
+// last layer, rows without a list need only key and value.
 template <typename T>
 __device__ __forceinline__ void rotate_heads(const DraftBlock<T>& block, const DraftPass& pass,
                                              int layer) {

@@ -117,7 +117,7 @@ void AsyncCopies::complete_phase(Mbarrier& barrier) {
 void AsyncCopies::wait(const void* mbarrier, int parity, Location where) {
   Grid& grid = Grid::current();
   Mbarrier& barrier = use(mbarrier, AccessKind::kAtomicRead, where, "mbarrier_wait");
-  // Two phases may be over before a waiting thread runs again; then it waits on, as on the device.
+  // Two phases may complete before a waiting thread runs again; then it waits on, as on a GPU.
   while (barrier.phase % 2 == static_cast<unsigned>(parity)) {
     barrier.waiting.push_back(&grid.self());
     grid.park({.what = "mbarrier_wait", .where = where, .object = mbarrier});
@@ -157,7 +157,7 @@ void AsyncCopies::land(BulkCopy bulk) {
 
 bool AsyncCopies::land_one() {
   if (in_flight_.empty()) return false;
-  // Copies in flight have no order. The newest first surprises most.
+  // Copies in flight have no order. The newest first is the least expected one.
   const BulkCopy bulk = in_flight_.back();
   in_flight_.pop_back();
   land(bulk);

@@ -1,8 +1,8 @@
 // Asynchronous copies of an emulated block, and the mbarriers that count them.
 //
-// A copy lands as late as CUDA allows or at once, by the order of the threads: as late in kBackward
-// (cp.async at the wait that covers it, a bulk copy when no thread can run), at once in kForward,
-// either in kShuffled. Whether it has landed or not, only those may read its target that waited.
+// The thread order decides when a copy lands. In kBackward it lands as late as CUDA allows
+// (cp.async at the wait that covers it, a bulk copy when no thread can run), in kForward at once,
+// in kShuffled either way. In every order only threads that have waited may read its target.
 #pragma once
 
 #include <map>
@@ -23,21 +23,22 @@ class AsyncCopies {
       : clocks_(clocks), shared_(shared), threads_(clocks.num_threads()) {}
 
   void reset();
-  // All threads have ended.
+  // Called when all threads have ended.
   void end_block() const;
 
-  // cp.async of the running thread; no source: zeros. wait: all but the latest groups.
+  // cp.async of the running thread; a null source gives zeros. wait() waits for all but the latest
+  // groups.
   void copy(void* target, const void* source, Location where);
   void commit();
   void wait_groups(int num_groups);
 
   void init(const void* mbarrier, int count, Location where);
-  // `bytes` more are expected in the current phase.
+  // Expects `bytes` more in the current phase.
   void arrive(const void* mbarrier, int bytes, Location where);
   void wait(const void* mbarrier, int parity, Location where);
   void bulk_copy(void* target, const void* source, int bytes, const void* mbarrier, Location where);
 
-  // Lets one bulk copy land; false if there is none.
+  // Lets one bulk copy land; returns false if there is none.
   bool land_one();
   std::string describe(const void* mbarrier) const;
 
@@ -51,16 +52,16 @@ class AsyncCopies {
   };
   struct Thread {
     std::vector<Copy> copies;
-    int group = 0;  // that is open
+    int group = 0;  // the open group
   };
-  // What an Mbarrier in shared memory stands for.
+  // The state of an Mbarrier in shared memory.
   struct Mbarrier {
-    unsigned actor;         // of its copies
+    unsigned actor;         // the actor of its copies
     int count;              // arrivals per phase
-    int pending;            // of them, in the current phase
-    int64_t pending_bytes;  // negative while copies have landed unannounced
+    int pending;            // of these, arrivals missing in the current phase
+    int64_t pending_bytes;  // negative if copies have landed before they were announced
     unsigned phase;
-    Knowledge arriving, completed;  // what those release who arrive, and did in completed phases
+    Knowledge arriving, completed;  // what threads that arrive release, now and in completed phases
     std::vector<emulation::Thread*> waiting;
   };
   struct BulkCopy {
@@ -71,7 +72,7 @@ class AsyncCopies {
 
   bool lands_at_once() const;
   static void move(Copy& copy);
-  // After a check that the running thread may use it so.
+  // Checks that the running thread may use it in this way.
   Mbarrier& use(const void* mbarrier, AccessKind kind, Location where, const char* what);
   void land(BulkCopy bulk);
   void complete_phase(Mbarrier& barrier);

@@ -12,10 +12,10 @@
 namespace specdec {
 namespace emulation {
 
-SharedMemory& shared_memory();  // of the running thread's block
+SharedMemory& shared_memory();  // that of the running thread's block
 [[noreturn]] void fail_bounds(int64_t index, int64_t size, Location where);
 
-// An index and where in the source it is used.
+// An index, and the place in the source where it is used.
 struct Index {
   int64_t value;
   Location where;
@@ -32,8 +32,8 @@ struct Index {
 
 }  // namespace emulation
 
-// An element of shared memory in an expression. It works as a temporary only, so that `auto x =
-// a[i]`, a copy on the device, does not quietly become a reference here.
+// An element of shared memory in an expression. Only temporaries can be used, so that
+// `auto x = a[i]`, a copy on the device, does not silently become a reference here.
 template <typename T>
 class SharedElement {
  public:
@@ -99,7 +99,7 @@ class SharedArray {
 template <typename T>
 class SharedValue {
  public:
-  SharedValue(const SharedValue&) = delete;  // `auto x = value` is no copy of the element
+  SharedValue(const SharedValue&) = delete;  // `auto x = value` must not copy the element
   SharedValue& operator=(const SharedValue&) = delete;
 
   operator T() const {
@@ -134,7 +134,7 @@ class SharedSpan {
     return SharedSpan(data_ + first.value, count);
   }
 
-  // As many U as fit into the span's bytes.
+  // A span over the same bytes with elements of type U.
   template <typename U>
   SharedSpan<U> as(emulation::Location where = emulation::Location::current()) const {
     emulation::check_aligned(data_, alignof(U), "a SharedSpan cast to another type", where);

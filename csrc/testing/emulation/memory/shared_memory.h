@@ -10,7 +10,7 @@
 
 namespace specdec::emulation {
 
-// A heap block of exactly the size asked for, so that AddressSanitizer sees what is outside.
+// A heap block of exactly the requested size, so that AddressSanitizer detects accesses outside.
 class HeapBlock {
  public:
   static constexpr size_t kAlignment = 128;
@@ -47,18 +47,19 @@ class SharedMemory {
 
   void* static_block(size_t bytes);
   std::byte* dynamic_block();
-  // Nothing was ever written: all bytes are 0xAB.
+  // Marks all bytes as never written and sets them to 0xAB.
   void reset();
-  // All threads have passed a barrier.
+  // Called when all threads have passed a barrier.
   void forget_accesses();
 
-  // An access of the running thread to checked memory; to device memory it may do what it likes.
+  // Checks an access of the running thread to checked memory. Accesses to device memory are not
+  // checked.
   void access(const void* address, size_t bytes, AccessKind kind, Location where);
-  // The same where the address must be in shared memory and a multiple of `alignment`; `what` does
-  // it.
+  // The same for an address that must be in shared memory and a multiple of `alignment`; `what`
+  // names the operation for messages.
   void access(const void* address, size_t bytes, AccessKind kind, Location where, size_t alignment,
               const char* what);
-  // An asynchronous copy of the running thread to checked memory, and its end.
+  // Begins and ends an asynchronous copy of the running thread to checked memory.
   void start_copy(const void* target, size_t bytes, Location where, size_t alignment,
                   const char* what);
   void end_copy(const void* target, size_t bytes, unsigned actor, Stamp stamp);

@@ -1,9 +1,9 @@
 // Happens-before between the threads of a block, by vector clocks.
 //
-// A thread's run is cut into segments, at every point where others can learn what it did so far. A
-// segment has a stamp from one counter of the block, so stamps grow in the order of execution. What
-// a thread knows is, for every other thread, the newest segment that happened before; all that is
-// not newer than `floor` happened before, whoever did it.
+// The run of a thread is divided into segments, at every point where other threads can learn what
+// it has done. A segment has a stamp from one counter of the block, so stamps grow in the order of
+// execution. A thread's knowledge is, for every other thread, the newest segment that happened
+// before; in addition all segments of all threads up to `floor` happened before.
 //
 // Lanes of a warp that learn the same things share one Knowledge, and a barrier of the block only
 // raises floors, so that the usual synchronisation is cheap.
@@ -35,7 +35,7 @@ struct Lanes {
   bool whole;
 };
 
-// Actors are the threads, by index, and then the mbarriers, each for the copies that it counts.
+// Actors are the threads, by index, followed by the mbarriers, each for the copies that it counts.
 class Clocks {
  public:
   static constexpr unsigned kMaxMbarriers = 64;
@@ -50,15 +50,16 @@ class Clocks {
     return actor == thread || threads_[thread].knowledge->covers(actor, stamp);
   }
   Stamp floor(unsigned thread) const { return threads_[thread].knowledge->floor; }
-  // Changes when some thread learns something.
+  // Changes whenever a thread learns something.
   uint64_t version() const { return version_; }
 
-  // All threads of the block, or these, learn what the others have done.
+  // Lets all threads of the block, or these lanes, learn what the others have done.
   void join_block();
   void join(std::span<const Lanes> participants);
   // Ends the thread's segment; returns its stamp.
   Stamp cut(unsigned thread);
-  // Others that acquire `object` know what `thread` did until now, or until the segment `last`.
+  // Lets threads that acquire `object` learn what `thread` did until now, or until the segment
+  // `last`.
   void release(unsigned thread, Knowledge& object);
   void release_until(unsigned thread, Stamp last, Knowledge& object) const;
   void acquire(unsigned thread, const Knowledge& object);
@@ -69,7 +70,7 @@ class Clocks {
  private:
   struct Thread {
     Stamp stamp;
-    Knowledge* knowledge;  // the warp's or its own
+    Knowledge* knowledge;  // shared by the warp, or the thread's own
   };
 
   size_t num_actors() const { return threads_.size() + kMaxMbarriers; }

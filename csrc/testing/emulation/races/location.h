@@ -13,7 +13,7 @@ inline std::string file_and_line(Location where) {
   return path.substr(path.find_last_of('/') + 1) + ":" + std::to_string(where.line());
 }
 
-// " (file:line)", or nothing where the place is not known.
+// Returns " (file:line)", or nothing if the place is unknown.
 inline std::string at(Location where) {
   return where.line() == 0 ? "" : " (" + file_and_line(where) + ")";
 }

@@ -80,7 +80,7 @@ void Shadow::reset(size_t bytes) {
   sets_.clear();
 }
 
-// The cell at `offset`, of an access that reaches to `end`; moves `offset` behind the cell.
+// The cell at `offset` for an access that reaches to `end`; moves `offset` behind the cell.
 ShadowCell& Shadow::next_cell(size_t& offset, size_t end) {
   const size_t first = offset / 4 * 4;
   ShadowCell& word = words_[first / 4];
@@ -96,7 +96,7 @@ ShadowCell& Shadow::next_cell(size_t& offset, size_t end) {
   return bytes_[offset++];
 }
 
-// Whether what is recorded in the set and conflicts with the access happened before it.
+// Whether all accesses of the set that conflict with this one happened before it.
 bool Shadow::is_ordered(AccessSets::Id id, const Access& access) {
   const AccessSets::Set* set = sets_.find(id);
   const Stamp floor = clocks_.floor(access.thread);
@@ -129,7 +129,7 @@ std::string Shadow::describe_problem(const ShadowCell& cell, const Access& acces
     return "to which " + actor(cell.writer) + " copies asynchronously" + at(cell.where) +
            ", and nothing waited for the end of the copy";
   }
-  if (cell.write_stamp == 0) return "which nobody has written";
+  if (cell.write_stamp == 0) return "which no thread has written";
   if (!clocks_.happened_before(cell.writer, cell.write_stamp, access.thread)) {
     return "which " + actor(cell.writer) + " wrote" + at(cell.where) + race;
   }
@@ -153,8 +153,8 @@ void Shadow::record(ShadowCell& cell, const Access& access) {
   const AccessSets::Set* set = sets_.find(cell.accesses);
   if (set != nullptr) {
     if (set->thread == access.thread && set->stamp == stamp && set->kind == access.kind) return;
-    // A write that comes after this read comes after all that the read comes after. (A read,
-    // though, may come after this read without coming after atomic operations.)
+    // A write that is ordered after this read is also ordered after everything that the read is
+    // ordered after. (A read may be ordered after this read but not after atomic operations.)
     const Access as_write{AccessKind::kWrite, access.thread, access.where};
     if (set->newest_atomic_read == 0 && set->newest_atomic_update == 0 &&
         clocks_.happened_before(set->thread, set->stamp, access.thread) &&

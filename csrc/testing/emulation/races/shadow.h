@@ -1,9 +1,9 @@
-// What the emulator remembers about each byte of a block's shared memory, to find races and reads
-// of memory that was never written.
+// The emulator's record of each byte of a block's shared memory, which detects races and reads of
+// memory that was never written.
 //
-// For every cell: the last plain write, and the reads and atomic operations since then. An access
-// is a race if it conflicts with one of these that did not happen before it (clocks.h). Cells are
-// words of four bytes; a word that is accessed in part becomes four cells.
+// Each cell stores the last plain write, and the reads and atomic operations since then. An access
+// is a race if it conflicts with a stored access that did not happen before it (clocks.h). Cells
+// are words of four bytes; a word that is accessed in parts becomes four cells.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ struct Access {
   Location where;
 };
 
-// Sets of accesses to a cell. Cells that are accessed alike share one set: a set is its newest
+// Sets of accesses to a cell. Cells with the same accesses share one set. A set is its newest
 // access and the set before it.
 class AccessSets {
  public:
@@ -38,9 +38,9 @@ class AccessSets {
     uint16_t thread;
     AccessKind kind;
     Location where;
-    Stamp newest_read, newest_atomic_read, newest_atomic_update;  // of the whole set, 0: none
+    Stamp newest_read, newest_atomic_read, newest_atomic_update;  // in the whole set; 0: none
 
-    // The newest stamp among the accesses that conflict with one of this kind.
+    // The newest stamp among the accesses that conflict with an access of this kind.
     Stamp newest_conflict(AccessKind with) const {
       if (with == AccessKind::kAtomicRead) return 0;
       if (with == AccessKind::kRead) return newest_atomic_update;
@@ -56,31 +56,31 @@ class AccessSets {
   Id add(Id id, const Access& access, Stamp stamp);
 
  private:
-  std::vector<Set> sets_;  // sets_[0]: the empty one
-  Id cleared_ = 0;         // ids up to here are of former sets
+  std::vector<Set> sets_;  // sets_[0] is the empty set
+  Id cleared_ = 0;         // ids up to this one belong to former sets
 };
 
 struct ShadowCell {
   Stamp write_stamp = 0;  // 0: never written
   AccessSets::Id accesses = AccessSets::kEmpty;
   uint16_t writer = 0;     // an actor
-  bool in_flight = false;  // an asynchronous copy that nobody has waited for
-  bool split = false;      // of a word: its four cells are used instead
-  Location where;          // of the write
+  bool in_flight = false;  // by an asynchronous copy that no thread has waited for
+  bool split = false;      // the word's four cells are used instead
+  Location where;          // place of the write
 };
 
 class Shadow {
  public:
   explicit Shadow(Clocks& clocks) : clocks_(clocks) {}
 
-  // All `bytes` were never written.
+  // Marks all `bytes` as never written.
   void reset(size_t bytes);
-  // All threads have passed a barrier.
+  // Called when all threads have passed a barrier.
   void forget_accesses() { sets_.clear(); }
 
-  // Record an access. False if it is illegal; problem() says why.
+  // Records an access. Returns false if it is illegal; problem() then says why.
   bool access(size_t offset, size_t bytes, const Access& access);
-  // A copy that `access.thread` starts; it ends as a write of `actor`.
+  // Records a copy that `access.thread` starts; it ends as a write of `actor`.
   bool start_copy(size_t offset, size_t bytes, const Access& access);
   void end_copy(size_t offset, size_t bytes, unsigned actor, Stamp stamp);
   const std::string& problem() const { return problem_; }
@@ -95,12 +95,12 @@ class Shadow {
   Clocks& clocks_;
   AccessSets sets_;
   std::vector<ShadowCell> words_, bytes_;
-  // The latest question whose answer was yes: neighbouring cells ask the same again.
+  // The latest question with the answer yes, because neighbouring cells ask it again.
   struct Ordered {
     AccessSets::Id id = AccessSets::kEmpty;
     unsigned thread = 0;
     AccessKind kind = AccessKind::kRead;
-    uint64_t version = 0;  // of the clocks
+    uint64_t version = 0;  // version of the clocks
     bool operator==(const Ordered&) const = default;
   } ordered_;
   std::string problem_;

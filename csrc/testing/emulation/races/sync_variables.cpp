@@ -15,7 +15,7 @@ void SyncVariables::load_acquire(unsigned thread, const void* address) {
   if (found != released_.end()) clocks_.acquire(thread, found->second);
 }
 
-// A store ends what was released through former values.
+// A store discards what was released through former values.
 void SyncVariables::store_release(unsigned thread, const void* address) {
   Knowledge& released = released_[address];
   released = {};

@@ -1,9 +1,10 @@
 // The memory order of atomic operations: what a thread learns when it reads a value that another
-// thread of the block wrote. Rules of C++, which are PTX's: a release makes what happened before it
-// known to the acquire that reads its value; relaxed operations do so only together with fences.
+// thread of the block wrote. The rules are those of C++ and PTX: a release makes what happened
+// before it known to the acquire that reads its value; relaxed operations do so only together with
+// fences.
 //
-// Atomics in device memory order accesses to shared memory too; chains through other blocks are not
-// followed.
+// Atomics in device memory order accesses to shared memory too. Chains through other blocks are not
+// tracked.
 #pragma once
 
 #include <unordered_map>
@@ -27,12 +28,12 @@ class SyncVariables {
 
  private:
   struct Thread {
-    Stamp fence = 0;                        // of the segment before the latest fence, 0: none
-    std::vector<const void*> read_relaxed;  // since then, with something to learn
+    Stamp fence = 0;                        // stamp of the segment before the latest fence; 0: none
+    std::vector<const void*> read_relaxed;  // since then, if there is something to learn
   };
 
   Clocks& clocks_;
-  std::unordered_map<const void*, Knowledge> released_;  // by the values that are there now
+  std::unordered_map<const void*, Knowledge> released_;  // by address, for the current values
   std::vector<Thread> threads_;
 };
 

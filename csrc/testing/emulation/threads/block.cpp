@@ -20,7 +20,7 @@ std::string hexadecimal(uint32_t lanes) {
   return text;
 }
 
-// Lane `lane` is at `other`, where all must be at `meeting`.
+// Checks that lane `lane`, which is at `other`, is at the same `meeting` as all others.
 void check_same(const Meeting& meeting, const Meeting& other, unsigned lane) {
   const bool is_barrier = meeting.complete == nullptr;
   if (same_text(other.what, meeting.what) &&
@@ -71,7 +71,7 @@ void Block::barrier(Location where) {
   grid.yield();
 }
 
-// All live threads are at the barrier, so whoever waits, waits there.
+// All live threads are at the barrier, so every waiting thread waits there.
 void Block::release_barrier() {
   num_at_barrier_ = 0;
   clocks_.join_block();
@@ -137,7 +137,7 @@ void Block::meet(const Meeting& meeting, void* operand) {
   grid.yield();
 }
 
-// Completes a meeting whose live lanes have all arrived.
+// Completes a meeting if all its live lanes have arrived.
 void Block::try_meeting(unsigned warp_index, const Meeting& meeting) {
   Warp& warp = warps_[warp_index];
   const uint32_t present = meeting.lanes & warp.live;
@@ -146,7 +146,7 @@ void Block::try_meeting(unsigned warp_index, const Meeting& meeting) {
   for (uint32_t rest = present; rest != 0; rest &= rest - 1) {
     const unsigned lane = static_cast<unsigned>(std::countr_zero(rest));
     const Thread& thread = threads_[warp_index * 32 + lane];
-    if (thread.meeting->lanes != meeting.lanes) return;  // it meets others first
+    if (thread.meeting->lanes != meeting.lanes) return;  // it meets other lanes first
     check_same(meeting, *thread.meeting, lane);
     operands[lane] = thread.operand;
   }

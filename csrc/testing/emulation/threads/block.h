@@ -1,4 +1,4 @@
-// A block of an emulated launch: its shared memory and the places where its threads meet.
+// A block of an emulated launch: its shared memory and the synchronisation of its threads.
 #pragma once
 
 #include <array>
@@ -17,15 +17,15 @@ namespace specdec::emulation {
 // The operands of the lanes that meet, by lane; null for a lane that does not take part.
 using LaneOperands = std::array<void*, 32>;
 
-// A meeting of lanes. The last that arrives computes the results of all of them, with `complete`;
-// without one the meeting is a barrier and orders memory.
+// A meeting of lanes. The lane that arrives last computes all results with `complete`. Without a
+// `complete` function, the meeting is a barrier and orders memory.
 struct Meeting {
   const char* what;
   Location where;
   uint32_t lanes;
   void (*complete)(const LaneOperands& operands);
-  // Lanes that have ended, or never were: a barrier or vote goes on without them, but there is no
-  // value that a shuffle could read.
+  // A barrier or vote completes without lanes that have ended or never existed. A shuffle does not,
+  // because there is no value to read.
   bool needs_all_lanes;
 };
 
@@ -39,14 +39,14 @@ class Block {
   SyncVariables& atomics() { return atomics_; }
   AsyncCopies& copies() { return copies_; }
 
-  // Back to the state before any thread ran.
+  // Restores the state before any thread has run.
   void reset(unsigned x, unsigned y);
 
-  // Called by the running thread; return when all others have arrived.
+  // Called by the running thread; returns when all others have arrived.
   void barrier(Location where);
   void named_barrier(int id, int num_threads, Location where);
   void meet(const Meeting& meeting, void* operand);
-  // The running thread has ended.
+  // Called when the running thread has ended.
   void end_thread(Thread& self);
 
   std::string describe_wait(const Thread& thread) const;
@@ -57,7 +57,7 @@ class Block {
     std::vector<Thread*> waiting;
   };
   struct Warp {
-    uint32_t live = 0, meeting = 0;  // lanes that have not ended, that wait for other lanes
+    uint32_t live = 0, meeting = 0;  // lanes that have not ended; lanes that wait for other lanes
   };
 
   void release_barrier();
@@ -77,7 +77,7 @@ class Block {
   AsyncCopies copies_;
 };
 
-// Of the running thread.
+// The block of the running thread.
 inline Block& block() { return *Grid::current().self().block; }
 
 }  // namespace specdec::emulation

@@ -32,9 +32,9 @@ size_t mapping_bytes() { return Fiber::kStackBytes + page_bytes(); }
 }  // namespace
 
 #ifndef SPECDEC_FIBER_UCONTEXT
-// swapcontext makes two system calls per switch. This saves what the x86-64 System V ABI lets a
-// callee rely on: six registers and the stack pointer. (The control words of the floating-point
-// units, which the ABI also names, are never changed here.)
+// swapcontext makes two system calls per switch. This function saves only what the x86-64 System V
+// ABI requires a callee to preserve: six registers and the stack pointer. (The ABI also names the
+// control words of the floating-point units, which are never changed here.)
 extern "C" void specdec_switch_stack(void** saved_stack_pointer, void* stack_pointer);
 asm(R"(
     .text
@@ -80,7 +80,7 @@ Fiber::Fiber(void (*entry)()) {
   static std::atomic<unsigned> num_fibers{0};
   const size_t colour = num_fibers++ % 32 * 64;
   void** top = reinterpret_cast<void**>(mapping_ + mapping_bytes() - colour);
-  *--top = nullptr;  // ends backtraces; also puts the stack pointer where a call would
+  *--top = nullptr;  // ends backtraces, and puts the stack pointer where a call would
   *--top = reinterpret_cast<void*>(entry);
   for (int i = 0; i < 6; ++i) *--top = nullptr;
   stack_pointer_ = top;

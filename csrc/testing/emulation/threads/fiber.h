@@ -12,32 +12,33 @@
 
 namespace specdec::emulation {
 
-// A call stack and where it was left. Default constructed: the stack of whoever calls switch_to.
+// A call stack and the point where it was left. Default constructed: the stack of the thread that
+// calls switch_to.
 class Fiber {
  public:
   static constexpr size_t kStackBytes = 128 * 1024;
 
   Fiber() = default;
-  // A stack of its own, on which the first switch to this fiber calls `entry`, which must not
-  // return. Throws std::bad_alloc if the system gives no more memory.
+  // A stack of its own. The first switch to this fiber calls `entry` on it, which must not return.
+  // Throws std::bad_alloc if the system has no more memory.
   explicit Fiber(void (*entry)());
   ~Fiber();
   Fiber(const Fiber&) = delete;
   Fiber& operator=(const Fiber&) = delete;
 
-  // Leaves the running fiber, this one, until something switches back to it.
+  // Leaves this fiber, which must be the running one, until something switches back to it.
   void switch_to(Fiber& next);
-  // To be called first thing in an `entry`.
+  // An `entry` must call it first.
   static void on_entry();
 
  private:
   char* mapping_ = nullptr;  // a guard page, then the stack
-  // Bounds of the stack, for AddressSanitizer; of a default constructed fiber known once it was
-  // left.
+  // Bounds of the stack, for AddressSanitizer. For a default constructed fiber they are known after
+  // it has been left once.
   const void* bottom_ = nullptr;
   size_t size_ = 0;
-  void* fake_stack_ = nullptr;           // AddressSanitizer's
-  inline static Fiber* left_ = nullptr;  // by the latest switch
+  void* fake_stack_ = nullptr;           // of AddressSanitizer
+  inline static Fiber* left_ = nullptr;  // the fiber that the latest switch left
 #ifdef SPECDEC_FIBER_UCONTEXT
   ucontext_t context_{};
 #else

@@ -9,13 +9,13 @@
 namespace specdec::emulation {
 namespace {
 
-// Stacks are kept for later launches. A failed launch leaves frames on them that nobody will ever
-// return from, so those stacks are given up.
+// Stacks are kept for later launches, except after a failed launch, because its frames on them are
+// never left.
 std::vector<std::unique_ptr<Fiber>> all_fibers;
 std::vector<Fiber*> free_fibers;
 
-// Shuffled, a few blocks of an ordinary launch run at once, so that what one of them leaves to
-// another in device memory is seen half-done if its order is not kept.
+// In shuffled order a few blocks of an ordinary launch run at once. If the kernel orders its writes
+// to device memory wrongly, one block then sees another's results half done.
 uint64_t num_resident_blocks(const Launch& launch) {
   const uint64_t num_blocks = uint64_t{launch.grid_x} * launch.grid_y;
   if (launch.cooperative) return num_blocks;
@@ -74,7 +74,7 @@ Grid::Grid(const Launch& launch)
 
 Grid::~Grid() { current_ = nullptr; }
 
-// Runs the blocks first .. first + count - 1 to their end, counted from the last one in kBackward.
+// Runs the blocks first .. first + count - 1 to their end; kBackward counts from the last block.
 void Grid::run_blocks(uint64_t first, uint64_t count) {
   const uint64_t num_blocks = uint64_t{launch_.grid_x} * launch_.grid_y;
   for (uint64_t i = 0; i < count; ++i) {
@@ -92,7 +92,7 @@ void Grid::run_blocks(uint64_t first, uint64_t count) {
   }
 }
 
-// Makes the first threads ready and orders them.
+// Makes the first threads ready and draws their order.
 void Grid::rank_threads(size_t num_threads) {
   for (size_t i = 0; i < num_threads; ++i) {
     const bool backward = Emulation::order == ThreadOrder::kBackward;
@@ -108,8 +108,8 @@ void Grid::rank_threads(size_t num_threads) {
   }
 }
 
-// Continues with `next`, or with the caller of the launch if there is none. Returns when somebody
-// continues the fiber that called.
+// Continues with `next`, or with the caller of the launch if it is null. Returns when the fiber
+// that called is continued.
 void Grid::leave(Thread* next) {
   Fiber* const left = fiber_;
   Fiber* target = &caller_;
@@ -133,7 +133,7 @@ void Grid::leave(Thread* next) {
   left->switch_to(*target);
 }
 
-// A fiber runs one fresh thread after another, as long as they come.
+// A fiber runs one fresh thread after another, as long as there are any.
 void Grid::fiber_main() {
   Fiber::on_entry();
   for (;;) {
@@ -148,12 +148,12 @@ void Grid::fiber_main() {
   }
 }
 
-// The thread to continue with.
+// Ends the running thread and returns the thread to continue with.
 Thread* Grid::end_thread() {
   self_->state = Thread::State::kDone;
   progress_ = true;
   self_->block->end_thread(*self_);
-  free_fibers.push_back(self_->fiber);  // a fresh thread will take over this very stack
+  free_fibers.push_back(self_->fiber);  // a fresh thread will use this very stack
   return next_thread();
 }
 
@@ -183,7 +183,7 @@ bool Grid::land_one_copy() {
                      [](const auto& block) { return block->copies().land_one(); });
 }
 
-// Null when all threads have ended.
+// Returns null when all threads have ended.
 Thread* Grid::next_thread() {
   std::optional<unsigned> rank = ready_.take();
   if (!rank && progress_ && !polling_.empty()) {
@@ -213,7 +213,7 @@ std::string Grid::kernel() const {
   return launched + " in " + launch_.where.function_name();
 }
 
-// Neighbours that wait for the same thing are one entry of the list.
+// Neighbouring threads that wait for the same thing are one entry of the list.
 std::string Grid::describe_waits() const {
   constexpr int kMaxGroups = 16;
   const auto what = [](const Thread& thread) {

@@ -1,10 +1,9 @@
-// A launch in progress: its threads are fibers, and one scheduler runs all of them in turn on the
-// calling thread.
+// A running launch: its threads are fibers, which one scheduler runs in turn on the calling thread.
 //
-// The blocks of an ordinary launch run one after another. Those of a cooperative launch are
-// resident at once in the same scheduler, not on threads of the operating system: the run is
-// deterministic, a deadlock is seen because nobody can run, and the sanitizers need no memory
-// model.
+// The blocks of an ordinary launch run one after another. The blocks of a cooperative launch are
+// all resident in the same scheduler, not on threads of the operating system: the run is
+// deterministic, a deadlock is detected because no thread can run, and the sanitizers need no
+// memory model.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +27,8 @@ class Block;
 struct Wait {
   const char* what = nullptr;
   Location where;
-  uint32_t lanes = 0;            // of a meeting of lanes
-  int id = 0;                    // of a named barrier
+  uint32_t lanes = 0;            // lanes of a meeting
+  int id = 0;                    // number of a named barrier
   const void* object = nullptr;  // an Mbarrier
 };
 
@@ -40,10 +39,10 @@ struct Thread {
 
   Block* block;
   unsigned index;  // in the block
-  unsigned rank;   // those that can run do so in this order
+  unsigned rank;   // the runnable thread with the lowest rank runs
   State state;
   Wait wait;
-  const Meeting* meeting;  // that this lane waits at, and what it brings, on its own stack
+  const Meeting* meeting;  // the meeting where this lane waits, and its operands, on its own stack
   void* operand;
   Fiber* fiber;
 
@@ -59,15 +58,15 @@ struct Launch {
   Location where;
 };
 
-// What CUDA would say to the configuration of a launch, in the range of values the emulator has.
+// CUDA's answer to the configuration of a launch, for the values that the emulator supports.
 cudaError_t check_launch(int64_t grid_x, int64_t grid_y, int block, int64_t dynamic_shared_bytes,
                          bool cooperative);
 
 class Grid {
  public:
   static constexpr unsigned kMaxThreadsPerBlock = 1024;
-  // Of a cooperative launch. Each waiting thread holds a stack, two of the system's memory
-  // mappings.
+  // Limit for a cooperative launch. Each waiting thread holds a stack, which takes two of the
+  // system's memory mappings.
   static constexpr unsigned kMaxResidentThreads = 16 * 1024;
 
   // Runs a launch to its end. Throws EmulationError.
@@ -80,10 +79,11 @@ class Grid {
   const Launch& launch() const { return launch_; }
   Thread& self() { return *self_; }
 
-  // Called by the running thread: waits until released, and lets others run meanwhile.
+  // Called by the running thread: waits until released, while other threads run.
   void park(const Wait& wait);
   void yield();
-  // Gives way until all others wait; `first` of a new spin. A spin that nobody can end is an error.
+  // Yields until all other threads wait; `first` marks a new spin. A spin that no thread can end is
+  // an error.
   void poll(const Wait& wait, bool first);
   [[noreturn]] void fail(const std::string& what) const;
 
@@ -116,11 +116,11 @@ class Grid {
 
   Thread* self_ = nullptr;
   Fiber caller_;
-  Fiber* fiber_ = &caller_;  // that runs now
+  Fiber* fiber_ = &caller_;  // the running fiber
   std::exception_ptr exception_;
 };
 
-// Fails unless `address`, which is what `what` says, is a multiple of `bytes`.
+// Fails unless `address` is a multiple of `bytes`; `what` names it in the message.
 void check_aligned(const void* address, size_t bytes, const char* what, Location where);
 
 std::string describe(const Block& block);

@@ -1,4 +1,4 @@
-// The threads that can run, by rank, and pseudo-random bits to rank them.
+// The set of runnable threads, ordered by rank, and pseudo-random bits to draw the ranks.
 #pragma once
 
 #include <bit>
@@ -8,7 +8,7 @@
 
 namespace specdec::emulation {
 
-// SplitMix64: the same choices on every platform.
+// SplitMix64, which gives the same choices on every platform.
 class RandomBits {
  public:
   explicit RandomBits(uint64_t seed) : state_(seed) {}
@@ -24,7 +24,7 @@ class RandomBits {
   uint64_t state_;
 };
 
-// A set of small integers as bits, with one bit per word above, so that taking the first is fast.
+// A set of small integers as bits, with one bit per word above, so that removing the first is fast.
 class ReadySet {
  public:
   explicit ReadySet(size_t capacity)
@@ -35,7 +35,7 @@ class ReadySet {
     summary_[i / 4096] |= uint64_t{1} << i / 64 % 64;
   }
 
-  // Takes the first one out.
+  // Removes and returns the first one.
   std::optional<unsigned> take() {
     for (size_t s = 0; s < summary_.size(); ++s) {
       if (summary_[s] == 0) continue;

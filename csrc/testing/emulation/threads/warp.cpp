@@ -56,8 +56,8 @@ struct MatrixOperand {
   uint32_t* r;
 };
 
-// Lane 8 m + i brings row i of matrix m. Without transposition lane l gets elements 2 (l % 4) and
-// the next of row l / 4.
+// Lane 8 m + i has the address of row i of matrix m. Without transposition lane l gets elements 2
+// (l % 4) and the next one of row l / 4.
 template <bool kTransposed>
 void complete_ldmatrix(const LaneOperands& operands) {
   for (size_t matrix = 0; matrix < 4; ++matrix) {
@@ -81,10 +81,10 @@ struct MmaOperand {
   float2 (*unpack)(uint32_t);
 };
 
-// Fragments of m16n8k16, g = lane / 4, t = lane % 4; a register holds two neighbours along k:
-//   a[0], a[1]: rows g, g + 8, columns 2 t and the next; a[2], a[3]: the same, 8 columns on
-//   b[0], b[1]: column g, rows 2 t and the next; 8 rows on
-//   c[0], c[1]: row g, columns 2 t and the next; c[2], c[3]: row g + 8
+// Fragments of m16n8k16 with g = lane / 4, t = lane % 4. A register holds two neighbours along k:
+//   a[0], a[1]: rows g, g + 8, columns 2 t and the next one; a[2], a[3]: the same, 8 columns on
+//   b[0], b[1]: column g, rows 2 t and the next one; 8 rows on
+//   c[0], c[1]: row g, columns 2 t and the next one; c[2], c[3]: row g + 8
 void complete_mma(const LaneOperands& operands) {
   float a[16][16], b[16][8];
   for (size_t l = 0; l < 32; ++l) {
@@ -106,7 +106,7 @@ void complete_mma(const LaneOperands& operands) {
     float* c = static_cast<MmaOperand*>(operands[l])->c;
     for (size_t i = 0; i < 4; ++i) {
       const size_t row = l / 4 + i / 2 * 8, column = l % 4 * 2 + i % 2;
-      // Products of 16-bit floats are exact in double, and so nearly is their sum.
+      // Products of 16-bit floats are exact in double, and their sum nearly so.
       double sum = c[i];
       for (size_t k = 0; k < 16; ++k) sum += double{a[row][k]} * double{b[k][column]};
       c[i] = static_cast<float>(sum);
@@ -116,7 +116,7 @@ void complete_mma(const LaneOperands& operands) {
 
 struct FmaOperand {
   float* c;
-  const float* a[2];  // of row lane / 4 and 8 below
+  const float* a[2];  // rows lane / 4 and lane / 4 + 8
   const float* b;
 };
 

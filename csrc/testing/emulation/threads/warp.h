@@ -1,4 +1,4 @@
-// What the lanes of a warp do together.
+// Operations in which the lanes of a warp take part together.
 #pragma once
 
 #include "grid.h"
@@ -7,14 +7,14 @@
 namespace specdec::emulation {
 
 void warp_barrier(uint32_t lanes, Location where);
-// `bits` of `lane`.
+// The `bits` of lane `lane`.
 uint64_t shuffle(const char* what, uint64_t bits, int lane, uint32_t lanes, Location where);
 // The lanes whose predicate is true.
 uint32_t vote(const char* what, bool predicate, uint32_t lanes, Location where);
 void ldmatrix(const char* what, uint32_t (&r)[4], const void* row, bool transposed, Location where);
 void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], float2 (*unpack)(uint32_t),
          Location where);
-// On float32, in the layout that cuda.cuh gives.
+// On float32, with the layout in specdec/device/cuda.cuh.
 void fma_m16n8k16(float (&c)[4], const float (&a_low)[4], const float (&a_high)[4],
                   const float (&b)[4], Location where);
 

@@ -1,5 +1,5 @@
-// bfloat16 for emulated kernels, with the bits of the CUDA header: to nearest even, every NaN
-// 0x7FFF.
+// bfloat16 for emulated kernels, with the bits of the CUDA header: rounded to nearest even, every
+// NaN becomes 0x7FFF.
 #pragma once
 
 #include <bit>

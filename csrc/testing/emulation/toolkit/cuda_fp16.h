@@ -1,5 +1,5 @@
-// float16 for emulated kernels, with the bits of the CUDA header: to nearest even, every NaN
-// 0x7FFF.
+// float16 for emulated kernels, with the bits of the CUDA header: rounded to nearest even, every
+// NaN becomes 0x7FFF.
 #pragma once
 
 #include <bit>
@@ -35,7 +35,7 @@ inline __half __float2half_rn(float value) {
   const float magnitude = std::bit_cast<float>(bits & 0x7FFFFFFF);
   if (magnitude >= 65520) return {static_cast<uint16_t>(sign | 0x7C00)};
   if (magnitude < 0x1p-14f) {
-    // Subnormal: adding a number whose last place is 2^-24 rounds there.
+    // Subnormal: the sum with a number whose last place is 2^-24 is rounded there.
     const float sum = magnitude + 0x1p-1f;
     return {static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(sum) & 0x7FF))};
   }

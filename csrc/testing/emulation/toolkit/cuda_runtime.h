@@ -1,6 +1,6 @@
-// A stand-in for the CUDA runtime's header: with this folder first on the include path, .cu files
-// compile as C++ and run on the host, without a GPU, in an emulator that checks them. What kernels
-// can use beside this is in specdec/cuda.cuh; how it works is said in grid.h.
+// Replaces the header of the CUDA runtime: with this folder on the include path, .cu files compile
+// as C++ and run on the host, without a GPU, in an emulator that checks them (../threads/grid.h).
+// The other facilities that kernels use are in specdec/device/cuda.cuh.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 #define __restrict__ __restrict
 #define __launch_bounds__(...)
 
-// Of the thread that runs now.
+// Those of the running thread.
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 using std::max;

@@ -1,4 +1,4 @@
-// The types of the CUDA runtime's C API that launchers mention (see cuda_runtime.h beside this).
+// The types of the CUDA runtime's C API that launchers mention. Functions: cuda_runtime.h.
 #pragma once
 
 enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorInvalidConfiguration };

@@ -1,5 +1,5 @@
-// The host side of specdec/cuda.cuh, where every name is explained: kernels compiled as C++ run in
-// the emulator (grid.h) through these bodies.
+// The host side of specdec/device/cuda.cuh, which explains every name: these bodies run kernels
+// that are compiled as C++ in the emulator (../threads/grid.h).
 #pragma once
 
 #include <bit>
@@ -27,10 +27,10 @@ struct LaunchConfig {
   cudaStream_t stream;
   int64_t dynamic_shared_bytes = 0;
   bool cooperative = false;
-  Location where = Location::current();  // of the braces
+  Location where = Location::current();  // the place of the braces
 };
 
-// A few more than two, so that splits over blocks are uneven.
+// More than two blocks and not a power of two, so that splits over blocks are uneven.
 template <typename Kernel>
 cudaError_t resident_blocks(Kernel*, int /*block*/, int64_t /*dynamic_shared_bytes*/,
                             int64_t* num_blocks) {
@@ -38,7 +38,7 @@ cudaError_t resident_blocks(Kernel*, int /*block*/, int64_t /*dynamic_shared_byt
   return cudaSuccess;
 }
 
-// That of the smallest GPU, sm_89, less some static memory.
+// The limit of the smallest GPU, sm_89, minus some static memory.
 template <typename Kernel>
 cudaError_t dynamic_shared_limit(Kernel*, int64_t* bytes) {
   *bytes = 96 * 1024;
@@ -54,7 +54,7 @@ inline cudaError_t has_bulk_copies(bool* answer) {
   return cudaSuccess;
 }
 
-// Throws EmulationError where the kernel breaks a rule.
+// Throws EmulationError if the kernel breaks a rule.
 template <typename... Params, typename... Args>
 cudaError_t launch(void (*kernel)(Params...), const LaunchConfig& config, const Args&... args) {
   const cudaError_t error = emulation::check_launch(
@@ -152,7 +152,7 @@ void store_shared(void* address, Vec value, Location where = Location::current()
   std::memcpy(address, &value, sizeof(Vec));
 }
 
-// One thread runs at a time, so an atomic operation is an ordinary one after its checks.
+// Only one thread runs at a time, so after its checks an atomic operation is an ordinary one.
 template <typename T>
 void check_atomic(const T* address, emulation::AccessKind kind, Location where) {
   static_assert(std::is_integral_v<T> && (sizeof(T) == 4 || sizeof(T) == 8));

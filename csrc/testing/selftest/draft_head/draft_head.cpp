@@ -1,5 +1,5 @@
-// draft_head on the CPU: a literal example, and rows that do not depend on each other with memory
-// that is exactly as large as it must be, for the sanitizers.
+// draft_head on the CPU: a literal example, and rows that do not depend on each other, with memory
+// of exactly the required size, for the sanitizers.
 #include "specdec/draft_head.h"
 
 #include <cmath>
@@ -28,7 +28,7 @@ struct Head {
   const float* add(Floats values) { return memory.emplace_back(std::move(values)).data(); }
 };
 
-// Of row-major weights.
+// Row-major weights as panels.
 Floats panels(const Floats& weights, int64_t outs, int64_t ins) {
   const int64_t num_panels = (outs + cpu::kPanelOuts - 1) / cpu::kPanelOuts;
   Floats values(num_panels * ins * cpu::kPanelOuts);
@@ -49,7 +49,7 @@ struct Draft {
 
 constexpr int64_t kCapacity = 24;
 
-// Rows with caches that hold nothing yet; row r reads counts[r] of the new elements.
+// Runs rows with empty caches; row r reads counts[r] of the new elements.
 Draft run(const HeadWeights& head, DraftShape shape, const Ints& choices, const Ints& tokens,
           const Floats& features, const Ints& counts) {
   const int64_t rows = static_cast<int64_t>(counts.size());
@@ -94,7 +94,7 @@ Draft run(const HeadWeights& head, DraftShape shape, const Ints& choices, const 
   return draft;
 }
 
-// Weights of every kind, from `next`; EAGLE-1 with one layer or EAGLE-3 with two.
+// A head with all kinds of weights, drawn from `next`: EAGLE-1 with one layer or EAGLE-3 with two.
 template <typename Next>
 Head make_head(bool is_eagle1, int64_t hidden, int64_t vocab, const Next& next) {
   Head head;
@@ -142,8 +142,8 @@ Head make_head(bool is_eagle1, int64_t hidden, int64_t vocab, const Next& next) 
   return head;
 }
 
-// A head that knows the last token only: token t is the unit vector t, fc keeps it, the layer adds
-// nothing, and lm_head has these probabilities of the next token.
+// A head that uses the last token only: token t is the unit vector t, fc keeps it, the layer adds
+// nothing, and lm_head has the probabilities of the next token.
 void test_worked_example() {
   Head head = make_head(true, 4, 4, [] { return 0.0f; });
   const float probabilities[4][4] = {
@@ -160,7 +160,7 @@ void test_worked_example() {
   head.weights.lm_head = head.add(panels(lm_head, 4, 4));
   head.weights.fc.weight = head.add(panels(fc, 4, 8));
 
-  // The first row has read token 0; the second reads nothing.
+  // The first row has read token 0; the second row reads nothing.
   const Draft draft = run(head.weights, {{}, 0, 3, 2, 6}, {}, {0, 3}, Floats(8), {1, 0});
   CHECK((draft.tokens == Ints{1, 1, 2, 1, 3, 2, 1, 0, 0, 0, 0, 0}));
   CHECK((draft.parents == Ints{-1, 0, 1, 1, 2, 3, -1, -2, -2, -2, -2, -2}));

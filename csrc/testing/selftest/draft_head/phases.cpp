@@ -1,6 +1,6 @@
 // gather_features, rotate_heads and attend of the fused draft_head, each in a kernel of its own,
-// against plain loops in double, with the same bits for any number of blocks and for a batch row
-// that is alone. Slots of the cache that nobody may read hold NaN.
+// against plain loops in double. The bits must not depend on the number of blocks or on other batch
+// rows. Slots of the cache that must not be read hold NaN.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -93,7 +93,7 @@ class Draft {
     return x;
   }
 
-  // The rows of a pass, all elements of which are lists except the first `others`.
+  // Adds the rows of a pass; all elements except the first `others` are lists.
   void add_row(int batch_row, int place, int list, int64_t slot, int64_t position) {
     const int memory = list >= 0 ? list : params.lists() + static_cast<int>(rows.size());
     const bool is_active = shape.counts[batch_row] > 0;
@@ -111,7 +111,7 @@ class Draft {
   int64_t cache_size() const {
     return int64_t{shape.layers} * shape.batch * shape.kv_heads * shape.capacity * slot_stride();
   }
-  int slot_stride() const { return shape.head_dim + 8; }  // a gap that nobody touches
+  int slot_stride() const { return shape.head_dim + 8; }  // with a gap that must not be accessed
   int64_t place(int layer, int batch_row, int kv_head, int64_t slot) const {
     return (((int64_t{layer} * shape.batch + batch_row) * shape.kv_heads + kv_head) *
                 shape.capacity +
@@ -184,7 +184,7 @@ double number(const T& x) {
   return double{load_float(&x)};
 }
 
-// Roundings to T at values up to 8.
+// The error of rounding to T, for values up to 8.
 template <typename T>
 double tolerance() {
   if (std::is_same_v<T, float>) return 2e-5;
@@ -286,8 +286,7 @@ struct RotateCase {
   bool has_norms, has_fc, gathers, norm_before_residual, is_eagle1;
 };
 
-// Two active rows around one without new elements; the first row's elements but the last are not
-// kept.
+// Two active rows around one without new elements. Of the first row only the last element is kept.
 template <typename T>
 void add_rotated_rows(Draft<T>& draft, PassKind kind) {
   if (kind == PassKind::kNew) {
@@ -374,7 +373,7 @@ void test_rotate(const Shape& shape, const RotateCase& c) {
   }
 }
 
-// Which slots a row sees, the long way.
+// The slots that a row sees, computed in the simplest way.
 template <typename T>
 std::vector<int64_t> seen(const Draft<T>& draft, const DraftPass& pass, const PassRow& row) {
   const Shape& s = draft.shape;
@@ -425,7 +424,7 @@ Doubles attention(const Draft<T>& draft, const PassRow& row, int layer, int head
   return out;
 }
 
-// What the slots up to a row's last hold.
+// Fills the slots of a row up to its last one.
 template <typename T>
 void fill_cache(Draft<T>& draft, int layer) {
   std::vector<int64_t> ends(draft.shape.batch, 0);
@@ -446,7 +445,7 @@ void fill_cache(Draft<T>& draft, int layer) {
   }
 }
 
-// The rows of pass `pass`, of a plan whose elements are all of the kind.
+// The rows of pass `pass` of a plan whose elements are all of one kind.
 struct Element {
   int batch_row, place, list;
   int64_t slot, position;
@@ -479,7 +478,7 @@ std::vector<Element> elements_of(const Shape& s, PassKind kind, int level) {
   return elements;
 }
 
-// Of frontiers up to `last`: node i is below node (3 i + 1) % width of the level before.
+// Frontiers up to `last`: the parent of node i is node (3 i + 1) % width of the level above.
 template <typename T>
 void fill_ancestors(Draft<T>& draft, int last) {
   const Shape& s = draft.shape;
@@ -501,7 +500,7 @@ void fill_ancestors(Draft<T>& draft, int last) {
   }
 }
 
-// All passes of a kind: attended of each list or other row, in order.
+// Runs all passes of a kind; returns `attended` of each list or other row, in order.
 template <typename T>
 std::vector<T> attend_all(const Shape& shape, PassKind kind, int level, int blocks,
                           bool is_checked) {
@@ -518,7 +517,7 @@ std::vector<T> attend_all(const Shape& shape, PassKind kind, int level, int bloc
     }
     fill_ancestors(draft, level);
     fill_cache(draft, layer);
-    // Queries of an element do not depend on where it is.
+    // The queries of an element do not depend on its place.
     for (int i = 0; i < num_rows; ++i) {
       const PassRow& row = draft.rows[i];
       std::mt19937 random(static_cast<unsigned>(shape.lengths[row.batch_row] * 1000 + row.place));
@@ -556,7 +555,7 @@ template <typename T>
 void test_attend(const Shape& shape, PassKind kind, int level = 0) {
   const std::vector<T> expected = attend_all<T>(shape, kind, level, 1, true);
   CHECK(same_bits(expected, attend_all<T>(shape, kind, level, 5, false)));
-  // The results of batch rows lie behind each other.
+  // The results of batch rows follow each other.
   std::vector<T> parts;
   for (int b = 0; b < shape.batch; ++b) {
     const std::vector<T> part = attend_all<T>(alone(shape, b), kind, level, 2, false);
@@ -616,7 +615,7 @@ void test_dims() {
   }
 }
 
-// Splits: more than one; nodes behind the first word of their bits; and longer ones.
+// Cases for splits: several of them; nodes beyond the first word of their bits; longer splits.
 template <typename T>
 void test_splits() {
   Shape shape{.batch = 2,
@@ -665,7 +664,7 @@ void test_rotations() {
                     .lengths = {3, 1 << 20, 20},
                     .positions = {10, 1 << 20, 7}};
   for (const PassKind kind : {PassKind::kNew, PassKind::kFrontier}) {
-    // Some of the combinations, both values of each.
+    // Some of the combinations, with both values of each option.
     for (int bits = kind == PassKind::kNew ? 0 : 2; bits < 64; bits += 5) {
       test_rotate<T>(shape, {kind, bits & 1, (bits & 2) != 0, (bits & 4) != 0, (bits & 8) != 0,
                              (bits & 16) != 0, (bits & 32) != 0});
@@ -686,7 +685,7 @@ void test_draft_phases() {
   test_rotations<__nv_bfloat16>();
   test_all_kinds<float>();
   test_all_kinds<__nv_bfloat16>();
-  if (Emulation::order != ThreadOrder::kShuffled) return;  // what takes long runs in one order
+  if (Emulation::order != ThreadOrder::kShuffled) return;  // tests that take long run in one order
   test_dims<float>();
   test_dims<__nv_bfloat16>();
   test_dims<__half>();

@@ -1,4 +1,4 @@
-// The order of work of the fused draft_head against sequences written by hand, and its tiles.
+// The schedule of the fused draft_head against sequences written by hand, and its tiles.
 #include "specdec/draft_head/plan.h"
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 namespace specdec {
 namespace {
 
-// One word per phase; a pass begins with its kind and level, its first row and its rows, as in
-// "new0:32+4". Layers above the first end in a quote mark.
+// One word per phase; a pass begins with its kind and level, its first row and its number of rows,
+// as in "new0:32+4". Layers after the first end in a quote mark.
 std::string walk(const DraftPlan& plan, int num_new) {
   const char* ops[] = {"gather", "fc",      "projections", "rotate", "attend",
                        "output", "gate_up", "down",        "logits", "grow"};
@@ -46,13 +46,13 @@ void test_one_layer() {
         "| kept0:0+1 attend output gate_up down logits grow "
         "| frontier1:0+1 projections rotate attend output gate_up down logits grow ");
   CHECK(plan.max_width() == 1);
-  // EAGLE-1 feeds drafted nodes through fc as well.
+  // EAGLE-1 also feeds drafted nodes through fc.
   plan.feeds_fc = true;
   CHECK(walk(plan, 3) ==
         "new0:0+3 fc projections rotate "
         "| kept0:0+1 attend output gate_up down logits grow "
         "| frontier1:0+1 fc projections rotate attend output gate_up down logits grow ");
-  // Features that are normed, or taken as they are.
+  // Features with and without norm.
   plan = plan_of(1, 1, {1});
   plan.gathers = true;
   CHECK(
@@ -63,8 +63,8 @@ void test_one_layer() {
         "new0:0+1 projections rotate | kept0:0+1 attend output gate_up down logits grow ");
 }
 
-// 20 new elements fit into a pass, 36 need two; 48 nodes of a level two more; grow is behind the
-// last.
+// 20 new elements fit into a pass, 36 need two; 48 nodes of a level need two more; grow follows the
+// last pass of a level.
 void test_passes() {
   const DraftPlan plan = plan_of(1, 6, {1, 8});
   const std::string drafting =
@@ -78,7 +78,7 @@ void test_passes() {
   CHECK(plan.max_width() == 8);
 }
 
-// Of new elements the first layer is needed in full, of the second keys and values.
+// New elements need all of the first layer, but only keys and values of the second.
 void test_two_layers() {
   CHECK(walk(plan_of(2, 1, {1, 1}), 2) ==
         "new0:0+2 fc projections rotate attend output gate_up down projections' rotate' "
@@ -98,8 +98,8 @@ void test_parallel() {
         "| kept0:32+4 attend output gate_up down logits grow ");
 }
 
-// Every row of a matrix is in one tile of one block, neighbours go to neighbours, and blocks differ
-// by one tile, or by one pair.
+// Every row of a matrix is in one tile of one block, neighbouring tiles go to the same or
+// neighbouring blocks, and blocks differ by at most one tile, or one pair.
 void check_tiles(int64_t outs, bool is_paired, int num_blocks) {
   const TileSchedule schedule{static_cast<int>(outs), is_paired};
   const int64_t unit = is_paired ? 2 : 1;
@@ -136,8 +136,8 @@ void test_tiles() {
   }
 }
 
-// A GPU that can't keep all blocks resident, or somebody who asks, gets a launch for each phase: no
-// fewer than there are with the most elements, and no phase twice.
+// A GPU that can't keep all blocks resident, and a caller who asks for it, get one launch per
+// phase: at least as many as there are phases with the most elements, and no phase twice.
 void test_launches() {
   CHECK(choose_launches(true, false) == DraftLaunches::kOne);
   CHECK(choose_launches(true, true) == DraftLaunches::kOnePerPhase);

@@ -1,5 +1,6 @@
 // Products of the fused draft_head against sums in double: every type of weights, odd sizes, pairs,
-// one and two normed segments, any number of rows and blocks; the bits depend on neither.
+// one and two normed segments, any number of rows and blocks. The bits do not depend on the numbers
+// of rows and blocks.
 #include "kernels/draft_head/phases/product.cuh"
 
 #include <algorithm>
@@ -21,7 +22,7 @@ struct Inputs {
   const void* data[2 * kPassRows];
 };
 
-// The stages of a matrix, twice: the second time the ring is somewhere in its middle.
+// The stages of a matrix, twice: the second time the ring starts in its middle.
 struct TwiceStages {
   MatrixStages first;
   int round;
@@ -74,7 +75,7 @@ __global__ void product_kernel(SPECDEC_GRID_CONSTANT const DraftKernelParams par
   }
 }
 
-// A number near `value` that T has, and its bits at `to`.
+// Writes the bits of a number near `value` that T can represent to `to`, and returns the number.
 template <typename T>
 float put(float value, T* to) {
   store_float(to, value);
@@ -86,7 +87,7 @@ float put(float value, Int8* to) {
   return whole;
 }
 float put(float value, Float8* to) {
-  const int code = static_cast<int>(std::abs(value) * 60.0f) % 0x7F;  // subnormals, too
+  const int code = static_cast<int>(std::abs(value) * 60.0f) % 0x7F;  // includes subnormals
   to->bits = static_cast<uint8_t>(code | (value < 0 ? 0x80 : 0));
   const int exponent = code >> 3, fraction = code & 7;
   const float magnitude = exponent == 0 ? std::ldexp(fraction / 8.0f, -6)
@@ -186,7 +187,7 @@ void check_product(const Case& c, double tolerance) {
 }  // namespace
 
 void test_draft_product() {
-  // Norms are rounded to 16 bits on both sides, so a tie may fall either way: 2^-8 or 2^-11.
+  // Norms are rounded to 16 bits on both sides, so a tie may go either way: 2^-8 or 2^-11.
   check_product<float, float>({24, 21, 3, 1, false, true}, 1e-6);
   check_product<float, float>({1048, 70, 17, 2, false, true}, 1e-6);
   check_product<float, float>({64, 46, 9, 1, true, false}, 1e-6);

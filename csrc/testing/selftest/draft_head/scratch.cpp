@@ -1,4 +1,4 @@
-// Where the parts of a draft's memory lie.
+// The layout of a draft's memory.
 #include "specdec/draft_head/scratch.h"
 
 #include <utility>
@@ -41,7 +41,7 @@ void test_parts() {
   DraftScratch scratch =
       place_draft_scratch(params, FloatType::kBFloat16, blocks, memory.data() + 1);
 
-  // Aligned, one behind the other, and all in memory.
+  // The parts are aligned, follow each other, and are all inside the allocation.
   std::vector<std::pair<std::byte*, int64_t>> parts;
   place_scratch_parts(params, FloatType::kBFloat16, blocks, scratch,
                       [&](auto*& part, int64_t bytes) {
@@ -55,7 +55,7 @@ void test_parts() {
   }
   CHECK(end <= memory.data() + 1 + total);
 
-  // Some of draft_kernel.h, in bytes: 8 lists, kPassRows rows more.
+  // Sizes in bytes of some parts, from kernel_params.h: 8 lists, kPassRows more rows.
   const auto bytes_of = [&](const void* part) -> int64_t {
     for (const auto& [begin, bytes] : parts) {
       if (begin == part) return bytes;
@@ -73,7 +73,7 @@ void test_parts() {
   CHECK(bytes_of(scratch.ancestors) == 2 * 2 * 4 * 8);
 }
 
-// A parallel head keeps an element for each level, and its frontiers may be wider.
+// A parallel head keeps an element per level, and its frontiers may be wider.
 void test_parallel_parts() {
   DraftKernelParams params = small_draft();
   params.plan.is_parallel = true;

@@ -1,5 +1,5 @@
-// The kernel of draft_tree_phases.cpp: a fused draft_head whose layers are left out. What comes
-// out of lm_head for a node is one of a few tables.
+// The kernel of tree_phases.cpp: a fused draft_head without layers. The logits of a node are one of
+// a few tables.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace specdec::draft_test {
 
-// In place of the layers.
+// Replaces the layers.
 struct Model {
   const float* tables;  // [num_tables, draft_vocab] logits, not scaled
   int num_tables;
@@ -17,14 +17,14 @@ struct Model {
   DraftNode* nodes;     // [depth, batch, frontier_width] what each level expanded
   uint64_t* ancestors;  // [depth, batch, frontier_width, words]
 
-  // The table of a node's children. Of a parallel head all nodes of a level have the root's.
+  // The table of a node's children. In a parallel head all nodes of a level have the root's.
   const float* logits(int64_t row, int64_t level, int64_t token, int64_t candidate) const {
     const int64_t hash = row * 7 + level * 13 + token * 3 + (candidate + 1) * 5;
     return tables + hash % num_tables * draft_vocab;
   }
 };
 
-// Rows of a pass of lists, of what these phases read.
+// The rows of a pass of lists, as far as these phases read them.
 template <typename T>
 void load_rows(const DraftBlock<T>& block, const DraftPass& pass) {
   const DraftPlan& plan = block.params.plan;
@@ -63,7 +63,7 @@ const float* logits_of(const DraftBlock<T>& block, const DraftPass& pass, int ro
   return model.logits(element.batch_row, pass.level, node.token, node.candidate);
 }
 
-// The panels of the product with lm_head.
+// Feeds the panels of the product with lm_head.
 template <typename T>
 void run_logits(const DraftBlock<T>& block, const DraftPass& pass, const Model& model) {
   const TileSchedule schedule{model.draft_vocab, false};
@@ -86,7 +86,7 @@ void run_logits(const DraftBlock<T>& block, const DraftPass& pass, const Model& 
   finish_logits(block, pass);
 }
 
-// What this level expands, for the comparison.
+// Stores the nodes that this level expands, for the comparison.
 template <typename T>
 void record(const DraftBlock<T>& block, int level, const Model& model) {
   const DraftKernelParams& params = block.params;

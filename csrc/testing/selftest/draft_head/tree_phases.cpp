@@ -1,5 +1,5 @@
-// The phases of the fused draft_head that make trees (draft_begin.cuh, draft_logits.cuh,
-// draft_grow.cuh), against the CPU op.
+// The phases of the fused draft_head that make trees (kernels/draft_head/phases/begin.cuh,
+// logits.cuh, grow.cuh), against the CPU op.
 #include <random>
 
 #include "testing/selftest/check.h"
@@ -20,7 +20,7 @@ Floats make_tables(const Case& c, const Next& next) {
 const Ints kChain{0, 0, 1, 0, 2, 0, 3, 0};
 const Ints kIrregular{0, 0, 0, 2, 0, 3, 1, 0, 1, 1, 3, 1, 4, 0, 6, 2, 8, 0};
 
-// 32 children of the root with two each, of which most have one: more than 64 slots.
+// 32 children of the root with two each, of which most have one child: more than 64 slots.
 Ints wide_tree() {
   Ints choices;
   for (int64_t i = 0; i < 32; ++i) choices.insert(choices.end(), {0, i});
@@ -63,7 +63,7 @@ void test_trees() {
     };
     test([&] { return normal(random); });
     test([&] { return kFew[random() % 5]; });  // ties; sums of exponentials are exact
-    // Few, and lists that +inf leaves without children.
+    // Few finite logits, and lists that +inf leaves without children.
     test([&] {
       if (random() % 20 > 0) return -INFINITY;
       return random() % 9 > 0 ? normal(random) : INFINITY;
@@ -96,10 +96,10 @@ void test_illegal_numbers() {
   Run<float> run(c, 2, make_tables(c, [&] { return normal(random); }));
   const int64_t slots = 2 * c.top_k, end = std::ssize(c.counts);
   run.lengths[2] = kCapacity - slots - 1;
-  run.lengths[3] = kCapacity - slots - 2;  // the largest
+  run.lengths[3] = kCapacity - slots - 2;  // the largest legal one
   run.positions[4] = kPositions - 3;
-  run.positions[5] = kPositions - 4;  // the largest
-  run.tokens[3 * kNumNew + 2] = -5;   // behind what counts
+  run.positions[5] = kPositions - 4;  // the largest legal one
+  run.tokens[3 * kNumNew + 2] = -5;   // beyond counts
   run.roots[6] = 3 * c.draft_vocab;
   run.tokens[7 * kNumNew + 1] = 3 * c.draft_vocab;
   run.lengths[8] = -1;  // reads nothing

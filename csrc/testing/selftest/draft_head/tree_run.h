@@ -1,5 +1,5 @@
-// A launch of draft_tree_kernel.h, and what is to come out: the CPU op's trees
-// (cpu/draft_head_tree.h) over plainly computed children, compared level by level.
+// Launches the kernel of tree_kernel.h and compares the result level by level with the CPU op's
+// trees (cpu/draft_head/tree.h) over children that are computed in the simplest way.
 #pragma once
 
 #include <cmath>
@@ -17,7 +17,7 @@ using Ints = std::vector<int64_t>;
 using Floats = std::vector<float>;
 
 struct Case {
-  Ints choices = {};  // none: a dynamic tree
+  Ints choices = {};  // empty: a dynamic tree
   int depth, top_k, nodes;
   bool is_parallel = false;
   Ints counts = {2};
@@ -30,8 +30,8 @@ struct Case {
 constexpr int kNumNew = 3, kHidden = 24, kFeatureWidth = 40, kCapacity = 2000, kPositions = 300;
 constexpr int kNumTables = 9;
 
-// The memory of a launch, each array by itself for AddressSanitizer, without a number that means
-// anything.
+// The memory of a launch. Each array is a separate allocation for AddressSanitizer, with
+// meaningless initial values.
 class Memory {
  public:
   template <typename Value>
@@ -44,7 +44,7 @@ class Memory {
   std::deque<std::vector<std::byte>> blocks_;
 };
 
-// A call, its launch and what is to come out.
+// A call, its launch and the expected result.
 template <typename T>
 class Run {
  public:
@@ -61,7 +61,7 @@ class Run {
     fill_params();
   }
 
-  // To be changed before launch().
+  // May be changed before launch().
   Ints lengths, positions, tokens, roots, map;
 
   Run& launch() {
@@ -82,7 +82,7 @@ class Run {
     return *this;
   }
 
-  // Compares everything. is_illegal[row]: one of its numbers is.
+  // Compares everything. is_illegal[row]: one of the row's numbers is illegal.
   void check(const std::vector<bool>& is_illegal) {
     active_.clear();
     for (int64_t row = 0; row < params_.plan.batch; ++row) {
@@ -132,7 +132,7 @@ class Run {
     if constexpr (std::is_same_v<T, __half>) return __float2half(x);
   }
 
-  // Levels of a static tree, and the slots of what they expand.
+  // Describes the levels of a static tree, and the slots of the nodes that they expand.
   void fill_levels() {
     const Case& c = case_;
     DraftPlan& plan = params_.plan;
@@ -218,7 +218,8 @@ class Run {
               memory_.add<uint64_t>(frontier * case_.depth * params_.words)};
   }
 
-  // Of all lists, those of nodes that are not alive as well: their draft_to_target is looked at.
+  // Finds the children of all lists, also of nodes that are not alive, because the kernel reads
+  // their draft_to_target too.
   void find_children(const cpu::DraftTrees& trees) {
     children_.assign(active_.size(), {});
     for (int64_t b = 0; b < std::ssize(active_); ++b) {
@@ -310,7 +311,7 @@ class Run {
     CHECK(is_illegal ? std::isnan(score) : score == 0);
   }
 
-  // Of the last two levels that others are drafted below.
+  // Checks the feedback of the last two levels that have levels below.
   void check_feedback() {
     const DraftPlan& plan = params_.plan;
     const T* residual = static_cast<const T*>(params_.scratch.residual);

@@ -1,5 +1,6 @@
-// Kernels with a planted bug each: the emulator must name the bug, the kernel, the block and, where
-// it is always the same one, the thread. After each a sound kernel must run as if nothing had been.
+// Kernels with one planted bug each. The emulator must name the bug, the kernel, the block and, if
+// it is always the same one, the thread. After each, a sound kernel must run as if nothing had
+// happened.
 #include <string>
 #include <vector>
 
@@ -27,7 +28,7 @@ void sound(float* out) {
 
 using Bug = void (*)(const std::byte* in, float* out);
 
-// Runs two blocks; the message must have all `parts`.
+// Runs two blocks; the message must contain all `parts`.
 void expect(Bug kernel, const char* name, const std::vector<std::string>& parts) {
   const std::vector<uint4> in(2 * kThreads);
   std::vector<float> out(2 * kThreads);
@@ -261,7 +262,8 @@ void mbarrier_init_without_barrier(const std::byte*, float*) {
   mbarrier_arrive(&shared.barriers[0]);
 }
 
-// The second copy may overwrite what slow threads still read: nothing says that they are done.
+// The second copy may overwrite what slow threads still read, because nothing makes it wait for
+// them.
 void stage_reused_too_early(const std::byte* in, float* out) {
   SPECDEC_SHARED(Shared, shared);
   if (threadIdx.x < 2) mbarrier_init(&shared.barriers[threadIdx.x], 1);
@@ -284,7 +286,7 @@ void test_races() {
   EXPECT_BUG(write_after_read, "byte 0", "a race");
   EXPECT_BUG(flag_without_fence, "byte 0", "thread 0 wrote", "a race");
   EXPECT_BUG(atomic_and_plain, " atomically", "a race");
-  EXPECT_BUG(never_written, "thread 33: ", "reads byte 36", "which nobody has written");
+  EXPECT_BUG(never_written, "thread 33: ", "reads byte 36", "which no thread has written");
 }
 
 void test_bounds_and_alignment() {

@@ -1,7 +1,6 @@
 // Asynchronous copies on the emulator, as sound kernels use them: a pipeline of cp.async groups,
 // and a ring of stages that a producer warp fills by bulk copies and consumer warps drain. All
-// threads sum all numbers; the position of a number weighs in, so that a wrong stage changes the
-// sum.
+// threads sum all numbers, weighted by position, so that a wrong stage changes the sum.
 #include <numeric>
 #include <vector>
 
@@ -33,7 +32,7 @@ __global__ void pipeline(const int32_t* numbers, int count, int64_t* out) {
       cp_async_16(shared.stages.pointer(tile % kStages * kTile + lane * 4),
                   valid ? numbers + first : numbers, valid);
     }
-    cp_async_commit();  // also an empty group, so that counting stays simple
+    cp_async_commit();  // also an empty group, so that waiting can count groups
   };
   fetch(0);
   fetch(1);
@@ -60,7 +59,7 @@ __device__ void produce(RingShared& shared, const int32_t* numbers) {
   for (int tile = 0; tile < kTiles; ++tile) {
     const int stage = tile % kStages, use = tile / kStages;
     mbarrier_wait(&shared.empty[stage], (use + 1) % 2);  // passes at the first use
-    // Two copies in a stage.
+    // Two copies per stage.
     mbarrier_arrive_expect(&shared.full[stage], kTile * 4);
     bulk_copy(shared.stages.pointer(stage * kTile), numbers + tile * kTile, kTile * 2,
               &shared.full[stage]);
@@ -77,7 +76,7 @@ __device__ int64_t consume(RingShared& shared) {
     for (int i = 0; i < kTile; ++i) {
       sum += int64_t{shared.stages[stage * kTile + i]} * (tile * kTile + i);
     }
-    warp_barrier();  // the lane that arrives speaks for its warp
+    warp_barrier();  // the lane that arrives does so for its warp
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.empty[stage]);
   }
   return sum;

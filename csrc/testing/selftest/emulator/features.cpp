@@ -1,6 +1,6 @@
-// What kernels may do, on the emulator: 16-bit floats, collectives of warps and blocks, tensor
-// cores, atomics and memory order, shared memory, cooperative launches. Every kernel here is sound,
-// so a report of the race detector is a failure, too.
+// Everything that kernels may use, on the emulator: 16-bit floats, collectives of warps and blocks,
+// tensor cores, atomics and memory order, shared memory, cooperative launches. Every kernel here is
+// sound, so a report of the race detector is a failure too.
 #include <cmath>
 #include <numeric>
 #include <random>
@@ -14,7 +14,7 @@ namespace {
 
 using Floats = std::vector<float>;
 
-// Whether `rounded` is the nearest of its neighbours to `exact`, the even one of two.
+// Whether `rounded` is the nearest neighbour of `exact`, and the even one of two equally near.
 template <typename T, typename ToFloat>
 bool is_nearest(float exact, T rounded, const ToFloat& to_float) {
   const auto distance = [&](int step) {
@@ -48,7 +48,7 @@ struct MatrixShared {
   SharedArray<uint16_t, 16 * 8> b;   // row-major: transposed on load
 };
 
-// The same product with fragments by ldmatrix.
+// The same product with fragments loaded by ldmatrix.
 __global__ void matrix_fragments(const float* a, const float* b, float* c) {
   SPECDEC_SHARED(MatrixShared, shared);
   for (int i = threadIdx.x; i < 16 * 16; i += 32) {
@@ -89,7 +89,7 @@ void test_tensor_cores() {
                         Kernel{matrix_fragments}}) {
     Floats c(16 * 8);
     CHECK(launch(kernel, {1, 1, 32, nullptr}, a.data(), b.data(), c.data()) == cudaSuccess);
-    CHECK(c == expected);  // all numbers are short: sums are exact
+    CHECK(c == expected);  // all numbers are short, so sums are exact
   }
 }
 
@@ -106,7 +106,7 @@ __global__ void warp_functions(WarpResults* results) {
   r.xored = shuffle_xor(value, 3);
   r.up = shuffle_up(value, 2);
   r.down = shuffle_down(value, 4);
-  // Halves of the warp on their own, and not at the same place.
+  // The halves of the warp act separately, at different places in the code.
   if (lane < 16) {
     r.pair = static_cast<int>(shuffle_xor(int64_t{value} << 33, 1, 0x0000FFFF) >> 33);
   } else {
@@ -146,8 +146,8 @@ struct BlockShared {
   SharedArray<uint32_t, 1> ready;
 };
 
-// Neighbouring bytes by different threads, halves of the block with a barrier each, a histogram,
-// and threads that have ended before a barrier.
+// Neighbouring bytes written by different threads, halves of the block with a barrier each, a
+// histogram, and threads that end before a barrier.
 __global__ void block_functions(int32_t* out) {
   SPECDEC_SHARED(BlockShared, shared);
   const int thread = threadIdx.x, half = thread / 64;
@@ -167,7 +167,7 @@ __global__ void block_functions(int32_t* out) {
   out[thread] = shared.words[thread] + shared.total;
 }
 
-// Hands a value from thread 0 to thread 64 by a flag, once with fences, once with acquire and
+// Passes a value from thread 0 to thread 64 by a flag, once with fences, once with acquire and
 // release.
 __global__ void memory_order(int32_t* out) {
   SPECDEC_SHARED(BlockShared, shared);
@@ -213,7 +213,7 @@ void test_blocks() {
   for (int i = 0; i < 2 * 96; ++i) CHECK(floats[i] == static_cast<float>(95 - i % 96) + 1.5f);
 }
 
-// Each round every block sums what all blocks wrote in the round before.
+// In each round every block sums what all blocks wrote in the previous round.
 __global__ void rounds_of_sums(GridBarrier* barrier, int64_t* values, int rounds) {
   for (int round = 0; round < rounds; ++round) {
     const int64_t* from = values + round % 2 * gridDim.x;
@@ -280,7 +280,7 @@ void test_number_formats() {
   CHECK(__float2bfloat16(3.4e38f).bits == 0x7F80 && __float2bfloat16(INFINITY).bits == 0x7F80);
   std::mt19937 random(5);
   for (int i = 0; i < 100000; ++i) {
-    // Exponents of all finite half numbers and a few smaller; ties now and then.
+    // Exponents of all finite half numbers and a few smaller ones; some ties.
     const uint32_t fraction = random() & (i % 3 == 0 ? 0x7FF000 : 0x7FFFFF);
     const float value =
         std::bit_cast<float>(static_cast<uint32_t>(98 + random() % 44) << 23 | fraction);
