@@ -1,4 +1,4 @@
-// The packed head that the op draft_head takes, as specdec_ext/ops/draft_head.py makes it.
+// The packed head that the op draft_head takes, as specdec_ext/ops/packed_head.py makes it.
 #pragma once
 
 #include <string>
