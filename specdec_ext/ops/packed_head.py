@@ -152,7 +152,7 @@ def _check_pack(head: DraftHead, embedding: Tensor, lm_head: Tensor | None) -> N
 
 
 def reads_panels(device: torch.device) -> bool:
-    """Whether the op on this device reads matrices in panels (``specdec/panels.h``) instead of rows."""
+    """Whether the op on this device reads matrices in panels (``specdec/cpu/panels.h``) instead of rows."""
     return device.type == "cpu"
 
 
@@ -206,7 +206,7 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
 def _panels(weight: Tensor) -> Tensor:
     """Reorder ``weight [outs, ins]`` into panels, ``[panels, units, 32, elements of a unit]``.
 
-    See ``specdec/panels.h``. The result is a view of the weight if its sizes are multiples of those of a
+    See ``specdec/cpu/panels.h``. The result is a view of the weight if its sizes are multiples of those of a
     panel.
     """
     unit = 4 // weight.element_size()

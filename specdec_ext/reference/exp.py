@@ -1,4 +1,4 @@
-"""Specification of ``exp`` for softmax weights: ``csrc/include/specdec/math/exp.h``, operation by operation."""
+"""Specification of ``exp`` for softmax weights: ``csrc/include/specdec/math/exp.h``, step by step."""
 
 from __future__ import annotations
 

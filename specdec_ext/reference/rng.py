@@ -9,8 +9,8 @@
     g = -log(e)
 
 Two functions convert bits to noise. :func:`gumbel_float64` evaluates the formula. :func:`gumbel` is the
-float32 algorithm of ``csrc/include/specdec/sampling/rng.h``, operation by operation and with the same result in every
-bit; it emulates a float32 fma, which rounds once, in float64 (:func:`fma32`).
+float32 algorithm of ``csrc/include/specdec/sampling/rng.h``, operation by operation and with the same result
+in every bit; it emulates a float32 fma, which rounds once, in float64 (:func:`fma32`).
 
 Source of Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """

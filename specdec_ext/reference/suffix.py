@@ -17,8 +17,8 @@ following is done for both sources, the request first, and for each m from ``max
 4. The score of a draft is the sum of its probabilities: the expected number of accepted tokens, if the counts
    gave the true distribution. The draft with the highest score is proposed; among equals, the first one.
 
-The compiled form is ``csrc/retrieval/suffix_draft.h``. Source: SuffixDecoding (Oliaro et al. 2024), where n also
-counts occurrences without a following token.
+The compiled form is ``csrc/retrieval/suffix_draft.h``. Source: SuffixDecoding (Oliaro et al. 2024), where n
+also counts occurrences without a following token.
 """
 
 from __future__ import annotations
