@@ -41,8 +41,8 @@ from transformers import DynamicCache, PreTrainedTokenizerFast, TextIteratorStre
 
 import specdec_ext
 from specdec_ext import HeadDrafter, LookaheadDrafter, NgramDrafter, SuffixDrafter
-from specdec_ext.models import slots
 from specdec_ext.models.cache import layers as cache
+from specdec_ext.models.slots import target as slots
 
 NEW_TOKENS = 14
 RAGGED = (9, 3, 6)

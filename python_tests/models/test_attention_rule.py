@@ -16,9 +16,9 @@ from transformers.masking_utils import (
 )
 
 import specdec_ext
-from specdec_ext.models import slots
 from specdec_ext.models.passes import attention
 from specdec_ext.models.passes.masks import causal_window
+from specdec_ext.models.slots import target as slots
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import functools
 import pytest
 import torch
 from recurrent_models import KINDS, recurrent_models
+from specdec_ext.models.slots.target import MAX_UNREAD
 from tiny import (
     SHAPES,
     ScriptedDrafter,
@@ -25,7 +26,6 @@ from transformers import PreTrainedModel
 
 import specdec_ext
 from specdec_ext.models import make_target, supports
-from specdec_ext.models.slots import MAX_UNREAD
 from specdec_ext.tree.draft_tree import DraftTree
 
 BATCHES = {"one": (7,), "three-ragged": (12, 3, 9)}

@@ -37,7 +37,7 @@ from specdec_ext.models.compat import LinearAttentionCacheLayerMixin
 from specdec_ext.models.passes.branches import Branches, padded
 from specdec_ext.models.passes.features import side_by_side
 from specdec_ext.models.passes.linears import row_invariant_linears
-from specdec_ext.models.slots import MAX_UNREAD
+from specdec_ext.models.slots.target import MAX_UNREAD
 from specdec_ext.models.support import CACHE_ARGUMENTS, Support
 from specdec_ext.tree.draft_tree import DraftTree
 
