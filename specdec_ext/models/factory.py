@@ -15,7 +15,7 @@ from specdec_ext.models.context_limit import (
     scale_change,
     selection_change,
 )
-from specdec_ext.models.hosted import HostedTarget
+from specdec_ext.models.prepared import PreparedTarget
 from specdec_ext.models.slots import SlotTarget
 from specdec_ext.models.support import Support, beyond_text, supports
 
@@ -54,7 +54,7 @@ def make_target(
         cache = kwargs.get("past_key_values", kwargs.get("cache_params"))
         prompt = kwargs if beyond_text(kwargs) else None
         return SlotTarget(model, cache, max_slots, support, forward_kwargs, prompt)
-    return HostedTarget(model, support, kwargs, config or model.generation_config, forward_kwargs)
+    return PreparedTarget(model, support, kwargs, config or model.generation_config, forward_kwargs)
 
 
 def _over_span(support: Support, config: PreTrainedConfig, span: Span) -> Support:

@@ -153,9 +153,9 @@ def supports(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) ->
         return Support(False, False, False, "none", (reason,))
     inputs = inputs or {}
     if inputs.get("use_cache", getattr(model.generation_config, "use_cache", None)) is False:
-        return _hosted(model, ["the call uses no cache (use_cache=False)"], "recompute")
+        return _prepared_support(model, ["the call uses no cache (use_cache=False)"], "recompute")
     if obstacles := _slot_obstacles(model) or _input_obstacles(model, inputs):
-        return _hosted(model, obstacles)
+        return _prepared_support(model, obstacles)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     indexed = any(is_indexed(layer) for layer in cache.layers)
     if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
@@ -254,7 +254,9 @@ def _input_obstacles(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[
     return []
 
 
-def _hosted(model: PreTrainedModel, reasons: list[str], rollback: Rollback = "snapshot") -> Support:
+def _prepared_support(
+    model: PreTrainedModel, reasons: list[str], rollback: Rollback = "snapshot"
+) -> Support:
     """Return the support for a model whose inputs transformers prepares."""
     if not set(CACHE_ARGUMENTS) & set(inspect.signature(model.forward).parameters):
         rollback = "recompute"

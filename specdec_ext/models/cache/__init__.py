@@ -1,1 +1,1 @@
-"""Cache layers that can be rolled back; ``SlotTarget.commit`` and ``HostedTarget.commit`` roll them back."""
+"""Cache layers that can be rolled back. ``SlotTarget`` and ``PreparedTarget`` do so in ``commit``."""

@@ -1,4 +1,4 @@
-"""``HostedTarget``: a model whose inputs transformers prepares, as in its own decoding loop.
+"""``PreparedTarget``: a model whose inputs transformers prepares, as in its own decoding loop.
 
 It serves every model that :class:`SlotTarget` can't lay out itself: encoder-decoder models, inputs other than
 text in every pass, caches of a model's own class, no cache at all. Only a batch of one row is speculated on;
@@ -45,7 +45,7 @@ from specdec_ext.tree.draft_tree import DraftTree
 _NO_TENSORS = (bool, int, float, str, type, torch.dtype, torch.device, PreTrainedConfig)
 
 
-class HostedTarget(Target):
+class PreparedTarget(Target):
     """A model whose inputs ``prepare_inputs_for_generation`` prepares in every pass.
 
     Args:
