@@ -40,7 +40,7 @@ def op_calls(monkeypatch):
 def scored(model, layers=(), cache=None, by_modules=False):
     target = make_target(model, cache and cache(), 64)
     if by_modules:
-        target._direct = None
+        target.runner.direct = None
     target.tap(layers)
     target.prefill(*prompts((9, 5)))
     return target.forward(TREE)

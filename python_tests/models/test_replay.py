@@ -11,7 +11,6 @@ import functools
 import pytest
 import torch
 from recurrent_models import KINDS, recurrent_models
-from specdec_ext.models.slots.target import MAX_UNREAD
 from tiny import (
     SHAPES,
     ScriptedDrafter,
@@ -26,6 +25,7 @@ from transformers import PreTrainedModel
 
 import specdec_ext
 from specdec_ext.models import make_target, supports
+from specdec_ext.models.base import MAX_UNREAD
 from specdec_ext.tree.draft_tree import DraftTree
 
 BATCHES = {"one": (7,), "three-ragged": (12, 3, 9)}
@@ -127,7 +127,7 @@ def test_row_continues_from_a_branch_accepted_as_a_whole(models, kind, accepted)
     path = torch.tensor([[*accepted, *[-1] * (4 - len(accepted))]] * 2)
     target.commit(path, torch.tensor([len(accepted) - 1] * 2))
     text = tokens[:, accepted]
-    assert target._unread == ([[], []] if len(accepted) == 3 else text.tolist())
+    assert target._replay.unread == ([[], []] if len(accepted) == 3 else text.tolist())
     logits = target.forward(DraftTree.root(torch.tensor([3, 4]))).logits
     text = torch.cat([ids, text, torch.tensor([[3], [4]])], dim=1)
     with torch.no_grad():
@@ -158,7 +158,7 @@ def test_unread_tokens_are_bounded(models, branches):
         drafts = [[[5 + branch] * min(room, 4) for branch in range(branches)]] * 2
         tree = DraftTree.from_paths(torch.tensor([1, 2]), drafts)
         target.forward(tree)
-        widths.append(target._block.tree.num_nodes)
+        widths.append(target._replay.width)
         target.commit(torch.zeros_like(tree.tokens), torch.tensor([0, 0]))
     assert max(widths) == MAX_UNREAD + 4 and rests == 60 // (MAX_UNREAD + 1)
 

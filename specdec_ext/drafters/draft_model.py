@@ -228,7 +228,7 @@ class DraftModelDrafter(Drafter):
         target = make_target(self.model, None, self._max_slots)
         _check_support(self.model, target.support)
         assert isinstance(target, SlotTarget)
-        target.invariant_rows = INVARIANT_ROWS
+        target.runner.invariant_rows = INVARIANT_ROWS
         self._target = target
         self._target.prefill(torch.tensor(ids, device=device), torch.tensor(mask, device=device))
         self._unread = []

@@ -14,8 +14,6 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from specdec_ext.models.context_limit import max_positions
-from specdec_ext.models.passes.features import FeatureTap
-from specdec_ext.models.passes.linears import plain_linears
 from specdec_ext.models.support import Support
 from specdec_ext.pretrained import vocab_size
 from specdec_ext.transfer import Staging
@@ -25,6 +23,9 @@ from specdec_ext.tree.draft_tree import DraftTree
 HostPaths = tuple[list[list[int]], list[int]]
 # The target does not limit the depth of a draft.
 NO_LIMIT = 2**31
+# Unread tokens are accepted tokens that the cache could not keep. A row with this many reads them without
+# further drafts, because a longer block costs more.
+MAX_UNREAD = 16
 
 
 @dataclass
@@ -77,7 +78,6 @@ class Target(ABC):
     Args:
         model: a Hugging Face model that generates text.
         support: what can be done exactly with the model (``supports``).
-        forward_kwargs: passed to every forward pass (``output_hidden_states`` and the like).
 
     Attributes:
         config: config of the model's text decoder.
@@ -92,17 +92,9 @@ class Target(ABC):
     offset: int = 0
     begun: bool = False
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        support: Support,
-        forward_kwargs: dict[str, Any] | None = None,
-    ):
+    def __init__(self, model: PreTrainedModel, support: Support):
         self.model, self.support = model, support
         self.config = model.config.get_text_config(decoder=True)
-        self._forward_kwargs = {"use_cache": True, "return_dict": True, **(forward_kwargs or {})}
-        self._tap = FeatureTap(model, self.config, ())
-        self._linears = plain_linears(model)
         self._max_positions = max_positions(self.config)
         self.staging = Staging(model.device)
 
@@ -138,6 +130,7 @@ class Target(ABC):
         None instead of a list: recorded attention weights have the shape of plain decoding already.
         """
 
+    @abstractmethod
     def tap(self, layers: Sequence[int]) -> None:
         """Make every pass return these auxiliary hidden states as ``TargetOutput.features``.
 
@@ -145,7 +138,6 @@ class Target(ABC):
             layers: indices into transformers' ``hidden_states``: 0 is the embeddings, i the input of layer
                 i, -1 the last hidden state after the final norm, which ``lm_head`` reads.
         """
-        self._tap = FeatureTap(self.model, self.config, layers)
 
     @abstractmethod
     def admit(

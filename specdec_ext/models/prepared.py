@@ -13,36 +13,45 @@ branches (``branches.py``), and that copy is discarded.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    EncoderDecoderCache,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.cache_utils import Cache
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from specdec_ext.errors import NotAcceleratedError
-from specdec_ext.models.base import NO_LIMIT, HostPaths, Target, TargetOutput
+from specdec_ext.models.base import MAX_UNREAD, NO_LIMIT, HostPaths, Target, TargetOutput
 from specdec_ext.models.cache.adoption import adopt_cache, unserved_layers
+from specdec_ext.models.cache.copies import has_row_dimension, mapped, restored
 from specdec_ext.models.cache.layers import RollbackLayer
 from specdec_ext.models.compat import LinearAttentionCacheLayerMixin
 from specdec_ext.models.passes.branches import Branches, padded
-from specdec_ext.models.passes.features import side_by_side
-from specdec_ext.models.passes.linears import row_invariant_linears
-from specdec_ext.models.slots.target import MAX_UNREAD
+from specdec_ext.models.passes.features import FeatureTap, side_by_side
+from specdec_ext.models.passes.linears import plain_linears, row_invariant_linears
 from specdec_ext.models.support import CACHE_ARGUMENTS, Support
 from specdec_ext.tree.draft_tree import DraftTree
 
-# Types in caches that hold no tensors.
-_NO_TENSORS = (bool, int, float, str, type, torch.dtype, torch.device, PreTrainedConfig)
+
+@dataclass
+class _Pass:
+    """A pass that ``forward`` has run and ``commit`` has not settled yet.
+
+    Attributes:
+        tree: the tree that it scored.
+        tokens: ``[rows, nodes]`` the tokens that it read, with those of rows that have ended.
+        lengths: lengths of the layers before the pass.
+        saved: copies of the caches from before the pass.
+        outputs: the model's outputs; without any if the pass ran on a copy of the cache.
+    """
+
+    tree: DraftTree
+    tokens: Tensor
+    lengths: list[int]
+    saved: dict[str, Any] = field(default_factory=dict)
+    outputs: Any = field(default_factory=ModelOutput)
 
 
 class PreparedTarget(Target):
@@ -67,7 +76,7 @@ class PreparedTarget(Target):
         config: GenerationConfig,
         forward_kwargs: dict[str, Any] | None = None,
     ):
-        super().__init__(model, support, forward_kwargs)
+        super().__init__(model, support)
         if support.rollback == "recompute" and forward_kwargs:
             raise NotAcceleratedError(
                 f"{' and '.join(forward_kwargs)} can't be recorded: {type(model).__name__} runs the whole "
@@ -77,17 +86,14 @@ class PreparedTarget(Target):
         self._generation_config = config
         self._kwargs = {"use_cache": True, **model_kwargs, **(forward_kwargs or {})}
         self._encodes = model.config.is_encoder_decoder
-        self._layers: list[RollbackLayer] | None = (
-            None  # set if the whole cache can be cut to a length
-        )
-        self._held = 0  # number of columns in the cache
+        self._linears = plain_linears(model)
+        self._tap = FeatureTap(model, self.config, ())
+        # The layers of the cache, if all of it can be cut to a length.
+        self._layers: list[RollbackLayer] | None = None
+        self._cached = 0  # number of columns in the cache
         # The last token of rows that have just ended, by row; the model has not read it.
-        self._last: dict[int, Tensor] = {}
-        self._outputs: Any = None  # outputs of the pass that commit has not settled yet
-        self._block: DraftTree | None = None  # the tree of that pass
-        self._branched = False  # whether that pass ran on a copy of the cache
-        self._lengths: list[int] = []  # lengths of the layers before that pass
-        self._saved: dict[str, Any] = {}  # copy of the caches from before that pass
+        self._ended: dict[int, Tensor] = {}
+        self._scored: _Pass | None = None
         # The arguments before the last commit, and the number of columns added since.
         self._before: tuple[dict[str, Any], int] = ({}, 0)
 
@@ -105,11 +111,14 @@ class PreparedTarget(Target):
 
     @property
     def draft_room(self) -> list[int]:
-        unread = self.start - self._held if self.support.rollback == "snapshot" else 0
+        unread = self.start - self._cached if self.support.rollback == "snapshot" else 0
         free = self.support.chain and len(self._ids) == 1 and unread < MAX_UNREAD
         if self._layers is None and self._kwargs.get("output_attentions"):
             free = False  # attentions of several tokens over a model's own cache can't be cut to each token
         return [NO_LIMIT if free else 0] * len(self._rows)
+
+    def tap(self, layers: Sequence[int]) -> None:
+        self._tap = FeatureTap(self.model, self.config, layers)
 
     def admit(
         self, input_ids: Tensor, model_kwargs: dict[str, Any], config: GenerationConfig
@@ -130,9 +139,9 @@ class PreparedTarget(Target):
         with torch.no_grad(), self._tap.recording() as features:
             outputs: Any = self.model._prefill(input_ids, self._generation_config, self._kwargs)  # type: ignore[operator]
         self._kwargs = self._advanced(self._kwargs, outputs, 1)
-        self._held = self.start
+        self._cached = self.start
         recorded = self._kwargs.get("output_attentions")  # recorded by slot, which branches share
-        if len(self._ids) == 1 and (recorded or not _can_branch(self._caches())):
+        if len(self._ids) == 1 and (recorded or not has_row_dimension(self._caches())):
             self.support = replace(self.support, tree=False)
         return self._output(outputs, features, None, self._rows)
 
@@ -193,22 +202,21 @@ class PreparedTarget(Target):
         )
 
     def forward(self, tree: DraftTree) -> TargetOutput:
-        self._block = tree
-        self._tokens = self._of_all_rows(tree.tokens)
-        self._branched = not tree.is_chain
-        if self._branched:
+        tokens = self._of_all_rows(tree.tokens)
+        lengths = [layer.length for layer in self._layers or ()]
+        scored = self._scored = _Pass(tree, tokens, lengths)
+        if not tree.is_chain:
             return self._score_branches(Branches.of(tree, [[]]))
         drafts = tree.num_nodes - 1
-        self._lengths = [layer.length for layer in self._layers or ()]
         if drafts and self._layers is None and self.support.rollback == "snapshot":
             with torch.no_grad():
-                self._saved = copy.deepcopy(self._caches())
+                scored.saved = copy.deepcopy(self._caches())
         kwargs = self._advanced(self._kwargs, ModelOutput(), drafts)
         with self._tap.recording() as features:
-            self._outputs = self._pass(
-                torch.cat([self._ids, self._tokens], dim=1), kwargs, tree.num_nodes
+            scored.outputs = self._run(
+                torch.cat([self._ids, tokens], dim=1), kwargs, tree.num_nodes
             )
-        return self._output(self._outputs, features, tree.num_nodes, self._rows)
+        return self._output(scored.outputs, features, tree.num_nodes, self._rows)
 
     def _score_branches(self, branches: Branches) -> TargetOutput:
         """Score the tree of the single row, one row per branch, on a copy of the cache."""
@@ -224,9 +232,9 @@ class PreparedTarget(Target):
             expand_size=rows, is_encoder_decoder=self._encodes, input_ids=self._ids, **kwargs
         )
         with torch.no_grad():
-            kwargs |= _mapped(self._caches(), lambda state: state.repeat_interleave(rows, dim=0))
+            kwargs |= mapped(self._caches(), lambda state: state.repeat_interleave(rows, dim=0))
         with self._tap.recording() as features:
-            outputs = self._pass(torch.cat([ids, tokens], dim=1), kwargs, columns)
+            outputs = self._run(torch.cat([ids, tokens], dim=1), kwargs, columns)
         return branches.nodes(self._output(outputs, features, columns, [*range(rows)]))
 
     def _of_all_rows(self, tokens: Tensor) -> Tensor:
@@ -234,17 +242,17 @@ class PreparedTarget(Target):
         pad = getattr(self._generation_config, "_pad_token_tensor", None)
         rows = tokens.new_full((len(self._ids), tokens.shape[1]), 0 if pad is None else int(pad))
         rows[self._rows] = tokens
-        for row, token in self._last.items():
+        for row, token in self._ended.items():
             rows[row] = token
-        self._last = {}
+        self._ended = {}
         return rows
 
     @torch.no_grad()
-    def _pass(self, ids: Tensor, kwargs: dict[str, Any], logits: int) -> Any:
+    def _run(self, ids: Tensor, kwargs: dict[str, Any], logits: int) -> Any:
         """Run the part of ``ids`` that is not in the cache; return the last ``logits`` logits."""
         columns = None
         if self.support.rollback != "recompute" and kwargs["use_cache"]:
-            columns = ids.shape[1] + self.offset - self._held
+            columns = ids.shape[1] + self.offset - self._cached
         inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
             ids, next_sequence_length=columns, **kwargs
         )
@@ -255,24 +263,21 @@ class PreparedTarget(Target):
             return self.model(**inputs, return_dict=True)
 
     def commit(self, path: Tensor, num_accepted: Tensor, on_host: HostPaths | None = None) -> None:
-        tree, self._block = self._block, None
-        if tree is None:
+        scored, self._scored = self._scored, None
+        if scored is None:
             return  # the prompt needs no rollback
-        outputs, self._outputs = self._outputs, None
+        outputs, tree = scored.outputs, scored.tree
         kept = (int(num_accepted[0]) if on_host is None else on_host[1][0]) + 1
-        self._ids = torch.cat([self._ids, self._tokens[:, path[0, :kept]]], dim=1)
-        if self._branched:
-            outputs = ModelOutput()
-        elif kept == tree.num_nodes or self._layers is not None:
-            read, self._held = self.start - self._held, self.start
-            for layer, before in zip(self._layers or (), self._lengths, strict=True):
+        self._ids = torch.cat([self._ids, scored.tokens[:, path[0, :kept]]], dim=1)
+        if tree.is_chain and (kept == tree.num_nodes or self._layers is not None):
+            read, self._cached = self.start - self._cached, self.start
+            for layer, before in zip(self._layers or (), scored.lengths, strict=True):
                 if layer.length > before:  # layers that hold an image do not grow
                     layer.length = before + read
         else:
-            for name, saved in self._saved.items():
-                self._kwargs[name] = _restored(self._kwargs[name], saved)
+            for name, saved in scored.saved.items():
+                self._kwargs[name] = restored(self._kwargs[name], saved)
             outputs = ModelOutput()
-        self._saved = {}
         self._before = self._kwargs, kept - 1
         self._kwargs = self._advanced(self._kwargs, outputs, kept)
 
@@ -283,56 +288,10 @@ class PreparedTarget(Target):
         going = order[:active]
         if last_tokens is not None:
             ended = set(range(len(self._rows))) - set(going)
-            self._last = {self._rows[i]: last_tokens[i] for i in ended}
+            self._ended = {self._rows[i]: last_tokens[i] for i in ended}
         self._rows = [self._rows[i] for i in going]
 
     def finish(self, last_tokens: Tensor, columns: Sequence[int]) -> None:
-        if self.support.rollback == "snapshot" and self._held < self.start:
+        if self.support.rollback == "snapshot" and self._cached < self.start:
             before, tokens = self._before
-            self._pass(self._ids, self._advanced(before, ModelOutput(), tokens), 1)
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Copy a cache of any kind with ``change`` applied to its tensors; one-dimensional ones are counters and
-    only copied.
-
-    Raises:
-        TypeError: for an object that may hold tensors in an unknown way.
-    """
-    if value is None or isinstance(value, _NO_TENSORS):
-        return value
-    if isinstance(value, Tensor):
-        return change(value) if value.ndim > 1 else value.clone()
-    if isinstance(value, (list, tuple)):
-        return type(value)([_mapped(each, change) for each in value])
-    if callable(value) or not (isinstance(value, dict) or hasattr(value, "__dict__")):
-        raise TypeError(f"a cache with a {type(value).__name__} in it")
-    other = copy.copy(value)
-    inside = other if isinstance(value, dict) else vars(other)
-    inside.update({name: _mapped(each, change) for name, each in inside.items()})
-    return other
-
-
-def _can_branch(caches: dict[str, Any]) -> bool:
-    """Whether the first dimension of all tensors in these caches of a single row is known to be the rows."""
-    known = []
-
-    def see(tensor: Tensor) -> Tensor:
-        known.append(type(tensor) is Tensor and tensor.shape[0] == 1)
-        return tensor
-
-    try:
-        _mapped(caches, see)
-    except TypeError:
-        return False
-    return all(known)
-
-
-def _restored(cache: Any, saved: Any) -> Any:
-    """Restore ``saved`` into ``cache`` if that is a transformers cache, which may be the caller's object;
-    otherwise return ``saved``."""
-    if not isinstance(cache, Cache):
-        return saved
-    vars(cache).clear()
-    vars(cache).update(vars(saved))
-    return cache
+            self._run(self._ids, self._advanced(before, ModelOutput(), tokens), 1)

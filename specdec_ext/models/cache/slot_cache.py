@@ -1,0 +1,99 @@
+"""``SlotCache``: the cache of one call, whose layers are laid out and rolled back together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
+
+from specdec_ext import ops
+from specdec_ext.models import compat
+from specdec_ext.models.cache.adoption import adopt_cache
+from specdec_ext.models.cache.layers import RollbackLayer
+from specdec_ext.models.cache.states import States
+from specdec_ext.models.compat import LinearAttentionCacheLayerMixin
+
+
+class SlotCache:
+    """Keys and values in slots, and recurrent states, of all layers of a model.
+
+    Args:
+        past_key_values: the caller's cache or None; its layers are replaced in place.
+        config: the text config of the model.
+
+    Attributes:
+        cache: the ``DynamicCache`` that the model reads and writes.
+        layers: its layers with keys and values.
+        states: the recurrent states of its layers; false if no layer has any.
+        window: the sliding window of the layers with keys and values if all have the same one, else None.
+
+    Raises:
+        ValueError: for an unsupported cache; the message names it and the way out.
+    """
+
+    def __init__(self, past_key_values: Cache | None, config: PreTrainedConfig):
+        self.cache = adopt_cache(past_key_values, config)
+        layers = self.cache.layers
+        self.layers = [each for each in layers if isinstance(each, RollbackLayer)]
+        self.states = States([x for x in layers if isinstance(x, LinearAttentionCacheLayerMixin)])
+        windows = {layer.window for layer in self.layers}
+        self.window = windows.pop() if len(windows) == 1 else None
+
+    @property
+    def length(self) -> int:
+        """Number of slots that hold keys."""
+        return max((layer.length for layer in self.layers), default=0)
+
+    def reserve(self, slots: int, slack: int) -> None:
+        """Grow the buffers to at least ``slots`` slots, and set the slack of windows (``RollbackLayer``)."""
+        for layer in self.layers:
+            layer.reserve(slots)
+            layer.slack = slack
+
+    def set_length(self, slots: int, slack: int) -> None:
+        """Set the number of filled slots, and the slack of windows."""
+        for layer in self.layers:
+            layer.length, layer.slack = slots, slack
+        compat.cut_positions(self.cache, slots)
+
+    def compact(self, path: Tensor, num_accepted: Tensor, starts: Tensor, ends: Tensor) -> None:
+        """Move each row's accepted nodes from its block to the end of the row, on every device with layers.
+
+        Args:
+            path, num_accepted: as in ``ops.kv_compact``.
+            starts: ``[rows]`` slot of node 0 of the block.
+            ends: ``[rows]`` slot to which node 0 moves.
+        """
+        buffers = [buffer[: len(path)] for layer in self.layers for buffer in layer.buffers]
+        for device in {buffer.device for buffer in buffers}:
+            ops.kv_compact(
+                [buffer for buffer in buffers if buffer.device == device],
+                *(each.to(device) for each in (path, num_accepted, starts, ends)),
+            )
+
+    def move_rows(self, to: Tensor, source: Tensor) -> None:
+        """Copy the slots of row ``source[i]`` to row ``to[i]``, for all i at once."""
+        for layer in self.layers:
+            layer.move_rows(to, source)
+
+    def branch(self, origins: Tensor, slots: int) -> None:
+        """Make row i a copy of row ``origins[i]`` with room for ``slots`` more; :meth:`join` undoes this."""
+        for layer in self.layers:
+            layer.branch(origins, slots)
+
+    def join(self, rows: Tensor, slots: int) -> None:
+        """Restore the rows from before :meth:`branch`; row i gets the new slots of branch ``rows[i]``."""
+        for layer in self.layers:
+            layer.join(rows, slots)
+
+    def clear(self, ends: Sequence[int], stop: int) -> None:
+        """Zero the slots from ``ends[r]`` to ``stop`` of each row r: rejected tokens may have left NaN there.
+
+        Masked slots do no harm during the call, because ``tree_attention`` does not read them. The caller's
+        next use of the cache may read them.
+        """
+        for buffer in (buffer for layer in self.layers for buffer in layer.buffers):
+            for row, end in enumerate(ends):
+                buffer[row, :, end:stop] = 0

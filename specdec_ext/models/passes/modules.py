@@ -1,0 +1,112 @@
+"""``ModulePass``: a forward pass through the model's own modules, over a cache that this package lays out."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec_ext.models import compat
+from specdec_ext.models.base import TargetOutput
+from specdec_ext.models.cache.slot_cache import SlotCache
+from specdec_ext.models.families.griffin import held_in, holding_states
+from specdec_ext.models.families.patches import placed, placements
+from specdec_ext.models.families.scans import continuing, stateless_scans
+from specdec_ext.models.passes.features import FeatureTap, side_by_side
+from specdec_ext.models.passes.linears import plain_linears, row_invariant_linears
+from specdec_ext.models.passes.masks import BlockVisibility, visibility
+from specdec_ext.models.patching.changes import inference_mode, joined_changes
+
+
+class ModulePass:
+    """Calls the model with the masks, patches and states that a block of tokens needs.
+
+    Args:
+        model: a decoder-only causal language model.
+        cache: the cache that it reads and writes.
+        forward_kwargs: passed to every call (``output_hidden_states`` and the like).
+
+    Attributes:
+        parameters: names of the arguments of the model's ``forward``.
+        cache_name: the name of the argument that takes the cache.
+        patches: replaced forwards of modules that count slots instead of tokens (``families/patches.py``).
+        griffin_blocks: modules that keep recurrent states themselves (``families/griffin.py``).
+        tap: records the auxiliary hidden states.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, cache: SlotCache, forward_kwargs: dict[str, Any] | None
+    ):
+        self.model, self.cache = model, cache
+        self.config = model.config.get_text_config(decoder=True)
+        self.forward_kwargs = {"use_cache": True, "return_dict": True, **(forward_kwargs or {})}
+        self.parameters = set(inspect.signature(model.forward).parameters)
+        self.cache_name = "cache_params" if "cache_params" in self.parameters else "past_key_values"
+        self.patches = placements(model)
+        self.griffin_blocks = holding_states(model) if cache.states else []
+        self._scans = stateless_scans(model) if cache.states else []
+        self._linears = plain_linears(model)
+        self.tap = FeatureTap(model, self.config, ())
+
+    def __call__(
+        self,
+        block: BlockVisibility | None,
+        max_rows: float = math.inf,
+        past: bool = True,
+        **inputs: Any,
+    ) -> TargetOutput:
+        """Run one forward pass.
+
+        Args:
+            block: which slots the tokens may attend to; None uses transformers' own masks.
+            max_rows: up to this many tokens, linear layers are computed row-invariantly.
+            past: whether the cache holds tokens before these.
+            inputs: passed to the model's forward.
+
+        Raises:
+            RuntimeError: the model did not make its attention masks through transformers' mask interface.
+        """
+        layers = self.cache.layers
+        given = (inputs.get(name) for name in ("input_ids", "inputs_embeds"))
+        rows, columns = next(text.shape[:2] for text in given if text is not None)
+        if compat.NEEDS_MASK and layers and inputs.get("attention_mask") is None:
+            slots = layers[0].length + columns
+            inputs["attention_mask"] = torch.ones(rows, slots, device=self.model.device).long()
+        if "position_ids" not in self.parameters:
+            inputs.pop("position_ids", None)
+        # Inference mode makes small ops faster. Tensors that the caller may keep are allocated outside of it:
+        # the cache (RollbackLayer._allocate, States.release) and recorded outputs (Recorder copies them).
+        with ExitStack() as stack:
+            # Outside of a call, the changes end with this pass.
+            stack.enter_context(joined_changes())
+            stack.enter_context(inference_mode())
+            if block is not None:
+                stack.enter_context(visibility(block))
+                stack.enter_context(placed(self.patches))
+            if rows * columns <= max_rows:
+                stack.enter_context(row_invariant_linears(self._linears))
+            if past and self._scans:
+                stack.enter_context(continuing(self._scans))
+            if self.griffin_blocks:
+                stack.enter_context(held_in(self.cache.cache, self.griffin_blocks))
+            features = stack.enter_context(self.tap.recording())
+            output: Any = self.model(
+                **{self.cache_name: self.cache.cache}, **inputs, **self.forward_kwargs
+            )
+        if block is not None and layers and not block.consulted:
+            raise RuntimeError(
+                f"{type(self.model).__name__} made its attention masks without transformers' mask interface, "
+                "so the attention mask of a draft can't be set; pass drafter=None or use model.generate"
+            )
+        logits = output.logits
+        return TargetOutput(
+            # transformers' own loop rounds float64 logits in the same way
+            logits.float() if logits.dtype == torch.float64 else logits,
+            side_by_side([each.to(logits.device) for each in features]),
+            tuple(output.get("hidden_states") or ()),
+            tuple(output.get("attentions") or ()),
+        )

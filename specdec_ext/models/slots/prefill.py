@@ -1,0 +1,223 @@
+"""``Prefill``: check the prompt of a call and run it, in chunks if the call asks for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from specdec_ext.errors import NotAcceleratedError
+from specdec_ext.models.base import TargetOutput
+from specdec_ext.models.compat import masked_columns
+from specdec_ext.models.passes.linears import MAX_PROMPT_ROWS
+from specdec_ext.models.passes.modules import ModulePass
+from specdec_ext.models.passes.prompt import Prompt
+from specdec_ext.models.support import beyond_text
+
+
+class Prefill:
+    """The prompt pass of one call.
+
+    Args:
+        modules: runs the passes.
+        prompt_kwargs: inputs that ``generate`` prepared, if the prompt is more than text (images, audio).
+
+    Attributes:
+        offset: number of columns of the prompt before the first column of ``input_ids``, which is shorter
+            than ``inputs_embeds`` or empty.
+        position_ids: positions of a prompt that is more than text; None if they count the tokens before.
+    """
+
+    def __init__(self, modules: ModulePass, prompt_kwargs: dict[str, Any] | None):
+        self._modules, self._cache = modules, modules.cache
+        self._prompt_kwargs = prompt_kwargs
+        self._name = type(modules.model).__name__
+        self._chunk: int | None = None  # the most columns that one pass reads
+        self._embeddings: Tensor | None = None  # the prompt as embeddings, read instead of its ids
+        self.offset = 0
+        self.position_ids: Tensor | None = (prompt_kwargs or {}).get("position_ids")
+
+    def admit(
+        self, input_ids: Tensor, model_kwargs: dict[str, Any], config: GenerationConfig
+    ) -> Tensor | None:
+        """Check the inputs, before anything runs; see :meth:`Target.admit`."""
+        self._chunk = _prefill_chunk(config)
+        self._embeddings = model_kwargs.get("inputs_embeds")
+        text, name = self._text(input_ids)
+        rows, columns = text.shape[:2]
+        self.offset = columns - input_ids.shape[1]
+        mask = model_kwargs.get("attention_mask")
+        all_ones = mask is not None and bool((mask == 1).all())
+        if self.offset and all_ones:
+            mask = None  # transformers made it from the ids, which are shorter than the embeddings
+        if mask is not None:
+            masked = tuple(mask.shape)
+        else:
+            masked = (rows, columns if self.offset else masked_columns(config, columns))
+        if masked != (rows, columns):
+            raise ValueError(
+                f"attention_mask has shape {masked} and {name} {(rows, columns)}; pass the whole text as "
+                f"{name}, including the part that is in past_key_values"
+            )
+        if all_ones:
+            mask = None
+        if self._prompt_kwargs is None:
+            _check_positions(model_kwargs.get("position_ids"), mask, text)
+        elif self._chunk is not None:
+            raise ValueError(
+                f"prefill_chunk_size={self._chunk} can't be combined with a prompt that is more than text "
+                f"({', '.join(beyond_text(self._prompt_kwargs))}); leave prefill_chunk_size out"
+            )
+        return mask
+
+    def _text(self, input_ids: Tensor) -> tuple[Tensor, str]:
+        """Return the prompt as the model reads it, ``[rows, columns, ...]``, and its name in ``forward``."""
+        if self._embeddings is None:
+            return input_ids, "input_ids"
+        return self._embeddings, "inputs_embeds"
+
+    def prompt(self, input_ids: Tensor, attention_mask: Tensor | None) -> Prompt:
+        """Return the prompt, checked against the caller's cache.
+
+        Raises:
+            ValueError: for a cache or padding with which the layers would compute something wrong.
+        """
+        text, _ = self._text(input_ids)
+        prompt = Prompt.of(text, attention_mask, self._cached_slots())
+        rows = len(prompt.valid)
+        cached = next((len(layer.key_buffer) for layer in self._cache.layers if layer.length), rows)
+        if cached != rows:
+            raise ValueError(
+                f"past_key_values holds {cached} rows and input_ids {rows}; select or repeat the rows of the "
+                "cache first (batch_select_indices, batch_repeat_interleave)"
+            )
+        if prompt.holes and (self._cache.states or self._prompt_kwargs is not None):
+            where = (
+                "its recurrent states" if self._cache.states else "a prompt that is more than text"
+            )
+            raise ValueError(
+                f"attention_mask has padding after or between tokens, which {self._name} would read into "
+                f"{where}; pad on the left (tokenizer.padding_side='left')"
+            )
+        if prompt.holes and any(layer.dropped for layer in self._cache.layers):
+            raise ValueError(
+                "past_key_values comes from a sliding-window cache that has dropped old tokens, and "
+                "attention_mask has padding between tokens, so a window may reach back to dropped tokens; "
+                "run the whole text without past_key_values"
+            )
+        return prompt
+
+    def _cached_slots(self) -> int:
+        """Return the number of slots that are filled in the caller's cache."""
+        slots, states = self._cache.length, self._cache.states
+        if not self._cache.layers and states.filled:
+            raise ValueError(
+                f"past_key_values of {self._name} holds recurrent states only, which do not tell how many "
+                "tokens they have read; run the whole text without past_key_values"
+            )
+        if slots and self._modules.griffin_blocks and not states.filled:
+            raise ValueError(
+                f"past_key_values holds no recurrent states, because {self._name} kept them in its modules; "
+                "run the whole text without past_key_values"
+            )
+        return slots
+
+    def run(self, prompt: Prompt, input_ids: Tensor) -> TargetOutput:
+        """Run the columns that are not in the cache yet; see :meth:`Target.prefill`."""
+        logits: Tensor | None = None
+        taps = []
+        for begin, end in prompt.chunks(self._chunk, only_tokens=bool(self._cache.states)):
+            output = self._run_columns(prompt, input_ids, begin, end)
+            if logits is not None:  # rows padded on the right may have ended in an earlier chunk
+                output.logits = torch.where(
+                    (prompt.last < begin)[:, None, None], logits, output.logits
+                )
+            logits = output.logits
+            taps.append(output.taps)
+        columns = prompt.valid.shape[1]
+        if any(layer.length != columns for layer in self._cache.layers if layer.is_initialized):
+            raise NotAcceleratedError(
+                f"{self._name} did not write the prompt to its cache, so drafts can't be verified; use "
+                "model.generate"
+            )
+        if len(taps) > 1:
+            output.taps = tuple(torch.cat(chunks, dim=1) for chunks in zip(*taps, strict=True))
+        return output
+
+    def _run_columns(self, prompt: Prompt, input_ids: Tensor, begin: int, end: int) -> TargetOutput:
+        """Run columns ``begin`` to ``end``; ``logits [rows, 1, vocab]`` are valid for rows that end there."""
+        block = prompt.visibility(begin, end)
+        ends = prompt.ends(begin, end) or [end - begin - 1]
+        kept = torch.tensor(ends, device=input_ids.device)
+        keep: dict[str, Any] = {}
+        if "logits_to_keep" in self._modules.parameters:
+            keep["logits_to_keep"] = 1 if ends == [end - begin - 1] else kept
+        if self._prompt_kwargs is not None:
+            inputs = self._prepared(input_ids, self._prompt_kwargs)
+        else:
+            text, name = self._text(input_ids)
+            inputs = {
+                name: text[:, begin:end],
+                "position_ids": prompt.positions[:, begin:end],
+                "attention_mask": (
+                    prompt.valid[:, :end].long() if prompt.padded and block is None else None
+                ),
+            }
+        output = self._modules(block, MAX_PROMPT_ROWS, past=begin > 0, **inputs, **keep)
+        output.logits = _pick_columns(output.logits, prompt.last - begin, kept)
+        return output
+
+    def _prepared(self, input_ids: Tensor, prompt_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the model's inputs for a prompt that is more than text, as transformers prepares them."""
+        modules = self._modules
+        prepare: Any = modules.model.prepare_inputs_for_generation
+        kwargs = {"use_cache": True, **prompt_kwargs, modules.cache_name: self._cache.cache}
+        ours = {modules.cache_name, "logits_to_keep", *modules.forward_kwargs}
+        prepared = prepare(input_ids, is_first_iteration=True, **kwargs)
+        return {name: value for name, value in prepared.items() if name not in ours}
+
+
+def _check_positions(
+    position_ids: Tensor | None, attention_mask: Tensor | None, text: Tensor
+) -> None:
+    """Refuse positions that do not count the unpadded tokens before: rollback relies on that count."""
+    if position_ids is None:
+        return
+    rows, columns = text.shape[:2]
+    expected = torch.arange(columns, device=text.device).expand(rows, -1)
+    valid = torch.ones_like(expected, dtype=torch.bool)
+    if attention_mask is not None:
+        valid = attention_mask.bool()
+        expected = valid.cumsum(dim=1) - 1
+    # For a filled cache without a mask, transformers prepares more positions than there are columns.
+    given = position_ids[..., :columns]
+    if given.shape[-1] < columns or not (given == expected)[..., valid].all():
+        raise ValueError(
+            "position_ids do not count the unpadded tokens of each row from 0. Other positions are not "
+            "supported; leave position_ids out"
+        )
+
+
+def _prefill_chunk(config: GenerationConfig) -> int | None:
+    size = config.prefill_chunk_size
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ValueError(
+            f"prefill_chunk_size is {size!r}; expected the largest number of prompt columns in one pass, at "
+            "least 1, or None for all at once"
+        )
+    return size
+
+
+def _pick_columns(logits: Tensor, wanted: Tensor, kept: Tensor) -> Tensor:
+    """Pick column ``wanted[r]`` of each row: ``[rows, columns, vocab]`` -> ``[rows, 1, vocab]``.
+
+    ``kept`` lists the columns whose logits were requested; some models return those of all columns.
+    """
+    if logits.shape[1] == 1:
+        return logits
+    index = torch.searchsorted(kept, wanted).clamp(max=len(kept) - 1)
+    if logits.shape[1] != len(kept):  # the model returned the logits of all columns
+        index = kept[index]
+    return logits[torch.arange(len(logits), device=logits.device), index][:, None]

@@ -1,0 +1,116 @@
+"""``PassRunner``: turns draft trees and the layout of the rows into one forward pass.
+
+Three kinds of passes give the same result:
+
+- *direct*: one op computes all layers of a Llama-like decoder (``passes/direct.py``);
+- *by modules with a block*: the model's own modules, with masks and attention for trees, ragged rows and
+  padding (``passes/masks.py``, ``passes/attention.py``);
+- *by modules alone*: plain decoding without padding, where transformers' own masks are correct.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from specdec_ext import ops
+from specdec_ext.models.base import TargetOutput
+from specdec_ext.models.passes.attention import IMPLEMENTATION, TreeBlock
+from specdec_ext.models.passes.direct import DirectPass, agrees, is_agreed
+from specdec_ext.models.passes.masks import SlotVisibility
+from specdec_ext.models.passes.modules import ModulePass
+from specdec_ext.models.patching.changes import inference_mode
+from specdec_ext.models.slots.layout import RowLayout
+from specdec_ext.tree.draft_tree import DraftTree
+
+
+class PassRunner:
+    """Scores draft trees after the text in the cache.
+
+    Args:
+        modules: the pass of the model's own modules.
+        direct: the direct pass of the model, None if it has none or the call needs the modules.
+
+    Attributes:
+        invariant_rows: the largest number of tokens in a pass for which linear layers are computed
+            row-invariantly. Only with no limit are a token's bits the same in every pass; a draft model does
+            not need that.
+    """
+
+    def __init__(self, modules: ModulePass, direct: DirectPass | None):
+        self.modules, self._cache = modules, modules.cache
+        self.direct = direct if direct and direct.serves(self._cache.cache.layers) else None
+        self.invariant_rows: float = math.inf
+        # tree_attention computes attention over slots, and replaces only this implementation.
+        self._has_attention = (
+            bool(self._cache.layers) and modules.config._attn_implementation == IMPLEMENTATION
+        )
+        self._compared = is_agreed(modules.model)  # whether both kinds of passes were compared
+
+    def score(self, tree: DraftTree, rows: RowLayout) -> TargetOutput:
+        """Run one pass over the nodes of ``tree``, whose roots follow the tokens in the cache."""
+        numbers = rows.numbers
+        # The op needs text without padding between its tokens.
+        by_op = self._has_attention and rows.holes == 0
+        if tree.num_nodes == 1 and rows.aligned and not (rows.padded or by_op):
+            position_ids = rows.model_positions(numbers.root_positions[:, None])
+            return self.modules(None, input_ids=tree.tokens, position_ids=position_ids)
+        ancestors, _, positions, *_ = ops.tree_mask(tree.parents, numbers.root_positions)
+        block = None
+        if by_op:
+            block = TreeBlock(
+                ancestors, numbers.first_slots, numbers.lengths, numbers.block_starts, rows.start
+            )
+        if block is None or self.direct is None or tree.tokens.numel() > self.invariant_rows:
+            return self._score_by_modules(tree, rows, block, ancestors, positions)
+        if not self._compared:
+            self._compared = self._passes_agree(tree, rows, block, positions)
+            if not self._compared:
+                self.direct = None
+                return self._score_by_modules(tree, rows, block, ancestors, positions)
+        return self._score_directly(tree, block, positions)
+
+    def _passes_agree(
+        self, tree: DraftTree, rows: RowLayout, block: TreeBlock, positions: Tensor
+    ) -> bool:
+        """Run this pass directly and by modules, and compare the logits; the cache stays as it was."""
+        by_modules = self._score_by_modules(tree, rows, block, block.ancestors, positions)
+        self._cache.set_length(rows.start, rows.slack)
+        directly = self._score_directly(tree, block, positions)
+        self._cache.set_length(rows.start, rows.slack)
+        return agrees(self.modules.model, directly.logits, by_modules.logits)
+
+    def _score_directly(self, tree: DraftTree, block: TreeBlock, positions: Tensor) -> TargetOutput:
+        """Run the pass with ``ops.decoder_layers`` instead of the model's modules."""
+        assert self.direct is not None
+        with inference_mode():
+            logits, states = self.direct(tree.tokens, positions, block, self._cache.layers)
+            return TargetOutput(logits, self.modules.tap.chosen(*states))
+
+    def _score_by_modules(
+        self,
+        tree: DraftTree,
+        rows: RowLayout,
+        block: TreeBlock | None,
+        ancestors: Tensor,
+        positions: Tensor,
+    ) -> TargetOutput:
+        """Run the pass with the model's modules, and with masks that show each node its own past."""
+        visible = SlotVisibility(
+            tree=block,
+            ancestors=ancestors,
+            query_positions=positions,
+            start=rows.start,
+            row_slots=rows.numbers.ends,
+            aligned=rows.aligned,
+            slot_valid=rows.slot_valid,
+            slot_positions=rows.slot_positions,
+            window=self._cache.window,
+        )
+        return self.modules(
+            visible,
+            self.invariant_rows,
+            input_ids=tree.tokens,
+            position_ids=rows.model_positions(positions),
+        )
