@@ -31,9 +31,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specdec_ext
 from specdec_ext import HeadDrafter, generation
-from specdec_ext.models.families import griffin as held
-from specdec_ext.models.families import patches as placements
-from specdec_ext.models.families import scans
+from specdec_ext.models.families import griffin, patches, scans
 from specdec_ext.models.passes import features, masks
 from specdec_ext.models.patching import changes, forwards
 
@@ -84,7 +82,7 @@ def case(name: str) -> Case:
 Moment = tuple[CodeType, int, int]  # a function, an instruction of it, and its number of executions
 _WATCHED = {
     each.__file__
-    for each in (changes, forwards, features, held, masks, placements, scans, generation)
+    for each in (changes, forwards, features, griffin, masks, patches, scans, generation)
 } | {contextlib.__file__, grad_mode.__file__}
 
 

@@ -14,7 +14,7 @@ from tree_logits import check_tree_logits
 from versions import skip_unless_drafted
 
 import specdec_ext
-from specdec_ext.models.families.patches import placed
+from specdec_ext.models.families.patches import patched
 from specdec_ext.models.families.positions import positions_of
 from specdec_ext.models.passes.masks import BlockVisibility, current_block, visibility
 
@@ -66,7 +66,7 @@ def test_nodes_have_the_embeddings_of_their_positions(name):
     embed = next(m for n, m in model.named_modules() if n.endswith("decoder.embed_positions"))
     tokens, columns = torch.tensor([[3, 4, 0], [7, 8, 9]]), torch.tensor([[5, 6, 6], [2, 3, 4]])
     given = tokens.shape if name == "marian" else tokens
-    with visibility(_block(2, 3, columns)), placed(positions_of(model)):
+    with visibility(_block(2, 3, columns)), patched(positions_of(model)):
         together = embed(given, 11)
     for row in range(2):
         for node in range(3):
@@ -80,7 +80,7 @@ def test_other_threads_and_later_calls_are_unaffected():
     ids, _ = prompts((7,))
     expected = model(ids).logits
     seen = []
-    with visibility(_block(1, 7, torch.full((1, 7), 3))), placed(positions_of(model)):
+    with visibility(_block(1, 7, torch.full((1, 7), 3))), patched(positions_of(model)):
         inside = model(ids, attention_mask=torch.ones(1, 7)).logits
         thread = threading.Thread(target=lambda: seen.append((current_block(), model(ids).logits)))
         thread.start()

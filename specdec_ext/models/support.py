@@ -174,7 +174,7 @@ def supports(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) ->
 
 def _one_token_reason(model: PreTrainedModel) -> str | None:
     """Return why a pass over several tokens differs from passes over single tokens, None if it does not."""
-    if not griffin.all_fit(model):
+    if not griffin.states_fit_cache(model):
         return "its layers keep recurrent states outside of the cache, where drafts can't be undone"
     if model.config.model_type in _ONE_TOKEN:
         return "after cached tokens it reads only one token at a time"

@@ -23,16 +23,16 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from specdec_ext.models.compat import LinearAttentionCacheLayerMixin
-from specdec_ext.models.patching.arguments import twin
+from specdec_ext.models.patching.arguments import with_attributes
 from specdec_ext.models.patching.changes import binding
 from specdec_ext.models.patching.forwards import replaced_forward
 
 # The cache layer of each module, in the current pass of this thread.
-_layers: ContextVar[dict[nn.Module, Any]] = ContextVar("specdec_held_states")
+_layers: ContextVar[dict[nn.Module, Any]] = ContextVar("specdec_griffin_layers")
 
 
-def holding_states(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks that hold the states of a convolution and a recurrence, in order of the layers."""
+def recurrent_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks that keep the states of a convolution and a recurrence, in order of the layers."""
     return [
         module
         for module in model.modules()
@@ -42,9 +42,9 @@ def holding_states(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def all_fit(model: PreTrainedModel) -> bool:
-    """Whether the cache has a layer for every recurrent state that the model's modules hold."""
-    blocks = holding_states(model)
+def states_fit_cache(model: PreTrainedModel) -> bool:
+    """Whether the cache has a layer for every recurrent state that the model's modules keep."""
+    blocks = recurrent_blocks(model)
     others = {*model.modules()} - {block.rg_lru for block in blocks}
     if any(hasattr(module, "recurrent_states") for module in others):
         return False
@@ -59,7 +59,7 @@ def _recurrent_layers(cache: Cache) -> list[Any]:
 
 
 @contextmanager
-def held_in(cache: Cache, blocks: Sequence[nn.Module]) -> Iterator[None]:
+def states_in_cache(cache: Cache, blocks: Sequence[nn.Module]) -> Iterator[None]:
     """Make these blocks keep their states in the recurrent layers of ``cache``, in this thread."""
     layers = dict(zip(blocks, _recurrent_layers(cache), strict=True))
     with binding(_layers, layers), replaced_forward(blocks, _with_states_of_cache):
@@ -71,8 +71,8 @@ def _with_states_of_cache(
 ) -> Any:
     layer = _layers.get()[block]
     state = layer.conv_states[0]
-    recurrence = twin(block.rg_lru, recurrent_states=layer.recurrent_states[0])
-    own = twin(block, rg_lru=recurrence, conv1d_state=state)
+    recurrence = with_attributes(block.rg_lru, recurrent_states=layer.recurrent_states[0])
+    own = with_attributes(block, rg_lru=recurrence, conv1d_state=state)
     read = None
     if state is not None and hidden_states.shape[1] > 1:
 

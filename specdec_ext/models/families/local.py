@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec_ext.models.passes.masks import current_block
-from specdec_ext.models.patching.arguments import Sliced, twin
+from specdec_ext.models.patching.arguments import Sliced, with_attributes
 from specdec_ext.models.patching.forwards import Replacement
 
 
@@ -37,5 +37,5 @@ def _attend_by_column(
         return forward(*args, **kwargs)
     bias: Any = attention.bias
     visible = bias[0, 0, block.columns[:, :, None], block.key_columns[:, None, :]]
-    by_column = twin(attention, bias=Sliced(visible[:, None], bias.shape))
+    by_column = with_attributes(attention, bias=Sliced(visible[:, None], bias.shape))
     return type(attention).forward(by_column, *args, **kwargs)

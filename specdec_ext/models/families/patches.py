@@ -16,7 +16,7 @@ from specdec_ext.models.families.temperature import temperature_of
 from specdec_ext.models.patching.forwards import Replacement, replaced_forward
 
 
-def placements(model: PreTrainedModel) -> list[Replacement]:
+def patches_of(model: PreTrainedModel) -> list[Replacement]:
     """Return the patches of a model; none for most models, which take positions and masks as arguments."""
     finders = (
         positions_of,
@@ -31,8 +31,8 @@ def placements(model: PreTrainedModel) -> list[Replacement]:
 
 
 @contextmanager
-def placed(replacements: Sequence[Replacement]) -> Iterator[None]:
-    """Apply patches, from :func:`placements`, in this thread during a pass over a block."""
+def patched(replacements: Sequence[Replacement]) -> Iterator[None]:
+    """Apply patches, from :func:`patches_of`, in this thread during a pass over a block."""
     with ExitStack() as stack:
         for modules, compute in replacements:
             stack.enter_context(replaced_forward(modules, compute))

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec_ext.models.passes.masks import BlockVisibility, current_block
-from specdec_ext.models.patching.arguments import call_with, twin
+from specdec_ext.models.patching.arguments import call_with, with_attributes
 from specdec_ext.models.patching.forwards import Replacement
 
 
@@ -84,7 +84,9 @@ def _mask_alone(attention: Any, forward: Callable[..., Any], *args: Any, **kwarg
     block = current_block()
     if block is None or block.columns is None:
         return forward(*args, **kwargs)
-    selecting = twin(attention, prepare_dynamic_mask=partial(_dynamic_mask, attention, block))
+    selecting = with_attributes(
+        attention, prepare_dynamic_mask=partial(_dynamic_mask, attention, block)
+    )
     return type(attention).forward(selecting, *args, **kwargs)
 
 

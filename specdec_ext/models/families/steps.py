@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec_ext.models.passes.masks import current_block
-from specdec_ext.models.patching.arguments import twin
+from specdec_ext.models.patching.arguments import with_attributes
 from specdec_ext.models.patching.forwards import Replacement
 
 _UNLIMITED = (0.0, math.inf)
@@ -36,4 +36,4 @@ def _without_limits(
     block = current_block()
     if block is None or block.columns is None:  # the prompt
         return forward(*args, **kwargs)
-    return type(mixer).forward(twin(mixer, time_step_limit=_UNLIMITED), *args, **kwargs)
+    return type(mixer).forward(with_attributes(mixer, time_step_limit=_UNLIMITED), *args, **kwargs)

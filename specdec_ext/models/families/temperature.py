@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec_ext.models.passes.masks import current_block
-from specdec_ext.models.patching.arguments import twin
+from specdec_ext.models.patching.arguments import with_attributes
 from specdec_ext.models.patching.forwards import Replacement
 
 
@@ -36,5 +36,5 @@ def _scale_by_column(attention: Any, forward: Callable[..., Any], *args: Any, **
         queries = attention.q_proj(hidden_states)
         return (queries * scales[..., None]).to(queries.dtype)
 
-    scaled = twin(attention, attn_temperature_tuning=False, q_proj=project)
+    scaled = with_attributes(attention, attn_temperature_tuning=False, q_proj=project)
     return type(attention).forward(scaled, *args, **kwargs)

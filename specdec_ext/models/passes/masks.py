@@ -38,7 +38,7 @@ from specdec_ext.models.passes.attention import (
     with_tree_attention,
 )
 from specdec_ext.models.patching.changes import Entry, binding, joined_changes
-from specdec_ext.models.patching.registries import registered
+from specdec_ext.models.patching.registries import wrapped_entry
 
 SUPPORTED_IMPLEMENTATIONS = ("sdpa", "eager")
 
@@ -122,8 +122,8 @@ class SlotVisibility(BlockVisibility):
         ancestors: ``[rows, nodes, words]`` packed ancestor bits.
         query_positions: ``[rows, nodes]`` token positions of the nodes.
         start: the slot of node 0.
-        row_slots: ``[rows]`` number of slots that each row holds.
-        aligned: whether all rows hold the same number of slots.
+        row_ends: ``[rows]`` number of slots that each row has filled.
+        aligned: whether all rows have filled the same number of slots.
         slot_valid: ``[rows, slots]`` bool, False where a slot is padding.
         slot_positions: ``[rows, slots]`` number of tokens before each slot.
         window: as in the base class.
@@ -136,14 +136,14 @@ class SlotVisibility(BlockVisibility):
         ancestors: Tensor,
         query_positions: Tensor,
         start: int,
-        row_slots: Tensor,
+        row_ends: Tensor,
         aligned: bool,
         slot_valid: Tensor,
         slot_positions: Tensor,
         window: int | None,
     ):
         self.tree, self.query_positions, self.window = tree, query_positions, window
-        self._ancestors, self._row_slots, self._aligned = ancestors, row_slots, aligned
+        self._ancestors, self._row_ends, self._aligned = ancestors, row_ends, aligned
         self._slot_valid, self._slot_positions = slot_valid[:, :start], slot_positions[:, :start]
 
     def mask_shape(self, kv_offset: int) -> tuple[int, int, int, int]:
@@ -155,7 +155,7 @@ class SlotVisibility(BlockVisibility):
         if self._aligned:
             return self._slot_valid
         slots = torch.arange(self._slot_valid.shape[1], device=self._slot_valid.device)
-        return self._slot_valid & (slots < self._row_slots[:, None])
+        return self._slot_valid & (slots < self._row_ends[:, None])
 
     @cached_property
     def block(self) -> Tensor:  # type: ignore[override]
@@ -167,7 +167,7 @@ class SlotVisibility(BlockVisibility):
 
     @cached_property
     def columns(self) -> Tensor:  # type: ignore[override]
-        return self.query_positions + self._row_slots[:, None] - self.query_positions[:, :1]
+        return self.query_positions + self._row_ends[:, None] - self.query_positions[:, :1]
 
 
 class LazyMask(Tensor):
@@ -324,6 +324,6 @@ def _entries() -> list[Entry]:
         name: partial(_wrapped, additive=name == "eager") for name in SUPPORTED_IMPLEMENTATIONS
     }
     return [
-        *(registered(masks, name, wrap) for name, wrap in wraps.items()),
-        registered(attention, IMPLEMENTATION, with_tree_attention),
+        *(wrapped_entry(masks, name, wrap) for name, wrap in wraps.items()),
+        wrapped_entry(attention, IMPLEMENTATION, with_tree_attention),
     ]

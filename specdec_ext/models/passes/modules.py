@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from specdec_ext.models import compat
 from specdec_ext.models.base import TargetOutput
 from specdec_ext.models.cache.slot_cache import SlotCache
-from specdec_ext.models.families.griffin import held_in, holding_states
-from specdec_ext.models.families.patches import placed, placements
+from specdec_ext.models.families.griffin import recurrent_blocks, states_in_cache
+from specdec_ext.models.families.patches import patched, patches_of
 from specdec_ext.models.families.scans import continuing, stateless_scans
 from specdec_ext.models.passes.features import FeatureTap, side_by_side
 from specdec_ext.models.passes.linears import plain_linears, row_invariant_linears
@@ -46,8 +46,8 @@ class ModulePass:
         self.forward_kwargs = {"use_cache": True, "return_dict": True, **(forward_kwargs or {})}
         self.parameters = set(inspect.signature(model.forward).parameters)
         self.cache_name = "cache_params" if "cache_params" in self.parameters else "past_key_values"
-        self.patches = placements(model)
-        self.griffin_blocks = holding_states(model) if cache.states else []
+        self.patches = patches_of(model)
+        self.griffin_blocks = recurrent_blocks(model) if cache.states else []
         self._scans = stateless_scans(model) if cache.states else []
         self._linears = plain_linears(model)
         self.tap = FeatureTap(model, self.config, ())
@@ -86,13 +86,13 @@ class ModulePass:
             stack.enter_context(inference_mode())
             if block is not None:
                 stack.enter_context(visibility(block))
-                stack.enter_context(placed(self.patches))
+                stack.enter_context(patched(self.patches))
             if rows * columns <= max_rows:
                 stack.enter_context(row_invariant_linears(self._linears))
             if past and self._scans:
                 stack.enter_context(continuing(self._scans))
             if self.griffin_blocks:
-                stack.enter_context(held_in(self.cache.cache, self.griffin_blocks))
+                stack.enter_context(states_in_cache(self.cache.cache, self.griffin_blocks))
             features = stack.enter_context(self.tap.recording())
             output: Any = self.model(
                 **{self.cache_name: self.cache.cache}, **inputs, **self.forward_kwargs

@@ -53,7 +53,7 @@ def call_with(
     return forward(*bound.args[1:], **bound.kwargs)
 
 
-def twin(module: nn.Module, **attributes: Any) -> Any:
+def with_attributes(module: nn.Module, **attributes: Any) -> Any:
     """Return a shallow copy of a module with some attributes replaced; the original does not change."""
     other = object.__new__(type(module))
     vars(other).update(vars(module), **attributes)

@@ -12,7 +12,7 @@ from typing import Any
 from specdec_ext.models.patching.changes import Entry
 
 
-def registered(registry: Any, name: str, wrap: Callable[[Callable], Callable]) -> Entry:
+def wrapped_entry(registry: Any, name: str, wrap: Callable[[Callable], Callable]) -> Entry:
     """Return the entry that replaces ``registry[name]`` by ``wrap(registry[name])``.
 
     Args:

@@ -102,7 +102,7 @@ class PassRunner:
             ancestors=ancestors,
             query_positions=positions,
             start=rows.start,
-            row_slots=rows.numbers.ends,
+            row_ends=rows.numbers.ends,
             aligned=rows.aligned,
             slot_valid=rows.slot_valid,
             slot_positions=rows.slot_positions,
