@@ -17,7 +17,7 @@ from tiny import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec_ext.evaluate.calibrate import calibrate
-from specdec_ext.models.passes.features import FeatureTap
+from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
 
 WIDTH = 128
 
@@ -51,8 +51,8 @@ def fitted_head(layers: tuple[int, int]):
         )
     )
     target = tiny_model("llama")
-    tap = FeatureTap(target, target.config, layers)
-    with torch.no_grad(), tap.recording() as states:
+    recorder = HiddenStateRecorder(target, target.config, layers)
+    with torch.no_grad(), recorder.recording() as states:
         target(text())
     features = torch.cat([state[0] for state in states], dim=-1)[:-2]
     answers = torch.nn.functional.one_hot(text()[0, 2:], WIDTH).float()

@@ -32,7 +32,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 import specdec_ext
 from specdec_ext import HeadDrafter, generation
 from specdec_ext.models.families import griffin, patches, scans
-from specdec_ext.models.passes import features, masks
+from specdec_ext.models.passes import hidden_states, masks
 from specdec_ext.models.patching import changes, forwards
 
 # Changes differ: forwards and attention; forwards, hooks and masks of windows; positions; scans; states that
@@ -82,7 +82,7 @@ def case(name: str) -> Case:
 Moment = tuple[CodeType, int, int]  # a function, an instruction of it, and its number of executions
 _WATCHED = {
     each.__file__
-    for each in (changes, forwards, features, griffin, masks, patches, scans, generation)
+    for each in (changes, forwards, hidden_states, griffin, masks, patches, scans, generation)
 } | {contextlib.__file__, grad_mode.__file__}
 
 

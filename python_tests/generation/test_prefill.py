@@ -60,7 +60,7 @@ def test_features_and_logits_are_those_of_one_pass(name, chunk, side):
     outputs = []
     for size in (None, chunk):
         target = make_target(model, None, 64)
-        target.tap((0, 2, -1))
+        target.record_hidden_states((0, 2, -1))
         target.admit(ids, {"attention_mask": mask}, GenerationConfig(prefill_chunk_size=size))
         outputs.append(target.prefill(ids, mask))
     whole, chunked = outputs

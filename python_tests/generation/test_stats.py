@@ -129,7 +129,7 @@ def test_call_with_a_wrong_draft_model_warns_once():
     with pytest.warns(UserWarning, match="WrongModel: in the last .* same tokenizer") as caught:
         drafted(WrongModel(tiny_model("llama")))
     assert len(caught) == 1
-    assert "tapped layers" in HeadDrafter.low_acceptance_hint
+    assert "feature layers" in HeadDrafter.low_acceptance_hint
     assert "tokenizer" in MedusaDrafter.low_acceptance_hint
 
 

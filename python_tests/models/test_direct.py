@@ -15,7 +15,7 @@ from specdec_ext import DraftTree, ops
 from specdec_ext.models import make_target
 from specdec_ext.models.passes import direct
 from specdec_ext.models.passes.direct import direct_pass
-from specdec_ext.models.passes.features import FeatureTap
+from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
 from specdec_ext.models.passes.linears import plain_linears, row_invariant_linears
 from specdec_ext.models.patching.forwards import replaced_forward
 
@@ -41,7 +41,7 @@ def scored(model, layers=(), cache=None, by_modules=False):
     target = make_target(model, cache and cache(), 64)
     if by_modules:
         target.runner.direct = None
-    target.tap(layers)
+    target.record_hidden_states(layers)
     target.prefill(*prompts((9, 5)))
     return target.forward(TREE)
 
@@ -174,8 +174,8 @@ def test_changed_or_watched_modules_have_no_fused_pass(model, monkeypatch, chang
 
 def test_changes_of_a_call_in_another_thread_keep_the_fused_pass(model):
     """Otherwise the rounding of logits would depend on the timing of threads."""
-    tap = FeatureTap(model, model.config, (0, 2, -1))
-    with row_invariant_linears(plain_linears(model)), tap.recording():
+    recorder = HiddenStateRecorder(model, model.config, (0, 2, -1))
+    with row_invariant_linears(plain_linears(model)), recorder.recording():
         assert direct_pass(model) is not None
         model(prompts((4,))[0])  # recording needs a pass
     replace_forward(model, None)

@@ -92,7 +92,7 @@ class HeadDrafter(Drafter):
 
     low_acceptance_hint = (
         "Check that the head was trained for exactly this target (not a fine-tuned or requantised version) "
-        "and its tokenizer, that the tapped layers are right (two conventions of numbering differ by one; "
+        "and its tokenizer, that the feature layers are right (two conventions of numbering differ by one; "
         "specdec_ext.evaluate.calibrate.calibrate decides), that norm_output is right, and that the sampling "
         "temperature is not too high."
     )
@@ -111,7 +111,7 @@ class HeadDrafter(Drafter):
         self._bound: BoundHead | None = None
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
-        """Return the layers that the head taps. The first call for a model checks that head and target fit.
+        """Return the feature layers of the head. The first call for a model checks that head and target fit.
 
         Raises:
             ValueError: head and target do not fit; the message names the difference.
@@ -131,7 +131,7 @@ class HeadDrafter(Drafter):
         # Checked here, because a draft may never be requested.
         self._bound.check(self._tree, num_rows)
         # A call that never drafts should cost nothing, so the prompt is prepared for the first draft.
-        self._prompt: Sequence[Tensor] | None = output.taps
+        self._prompt: Sequence[Tensor] | None = output.aux_hidden_states
         self._cache: HeadCache | None = None
         self._resting = False
         self._pending: list[Elements] = []
@@ -155,7 +155,7 @@ class HeadDrafter(Drafter):
         # Every step comes here, with a draft or without, so whatever can wait is done in ``_merge``.
         if self._resting:
             return
-        self._steps.append(Step.of(context.rows, accepted, output.taps))
+        self._steps.append(Step.of(context.rows, accepted, output.aux_hidden_states))
         self._num_nodes += output.logits.shape[1]
         if self._num_nodes >= MERGED_NODES:
             self._merge(context)
@@ -252,28 +252,29 @@ def _draft_slots(tree: TreeConfig) -> int:
     return max(Counter(map(len, tree.choices)).values()) * tree.depth
 
 
-def _prompt_elements(context: Context, taps: Sequence[Tensor]) -> Elements:
+def _prompt_elements(context: Context, states: Sequence[Tensor]) -> Elements:
     """The elements of the prompt, with each row's first generated token.
 
     Args:
         context: the prompt and the text.
-        taps: tapped hidden states, ``[rows, columns run, hidden]`` each, of the last columns of the prompt.
+        states: auxiliary hidden states, ``[rows, columns run, hidden]`` each, of the last columns of the
+            prompt.
     """
     rows = list(range(len(context.generated)))
     first = [generated[:1] for generated in context.generated]
     if context.offset:
         # The tokens of embeddings are unknown, so the head begins at the last column of the prompt.
-        last = context.last_columns(taps[0].shape[1])
-        return Elements(rows, first, [tap[rows, last][:, None] for tap in taps])
-    held, order = context.prompt_columns - taps[0].shape[1], None
+        last = context.last_columns(states[0].shape[1])
+        return Elements(rows, first, [state[rows, last][:, None] for state in states])
+    cached, order = context.prompt_columns - states[0].shape[1], None
     if context.attention_mask is None:
-        before = [held] * len(rows)
+        before = [cached] * len(rows)
     else:
         valid = context.attention_mask.bool()
-        before = valid[:, :held].sum(dim=1).tolist()
+        before = valid[:, :cached].sum(dim=1).tolist()
         # Paddings are left out: the features of each row move to the left.
-        longest = int(valid[:, held:].sum(dim=1).max())
-        order = (~valid[:, held:]).long().argsort(dim=1, stable=True)[:, :longest]
+        longest = int(valid[:, cached:].sum(dim=1).max())
+        order = (~valid[:, cached:]).long().argsort(dim=1, stable=True)[:, :longest]
     texts = [context.prompt(row)[count:] for row, count in zip(rows, before, strict=True)]
     tokens = [text[1:] + last for text, last in zip(texts, first, strict=True)]
-    return Elements(rows, tokens, taps, order)
+    return Elements(rows, tokens, states, order)

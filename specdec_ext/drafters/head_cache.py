@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec_ext.heads.config import HeadConfig
 from specdec_ext.heads.rope import rope_tables
-from specdec_ext.models.passes.features import LayerStates
+from specdec_ext.models.passes.hidden_states import LayerStates
 from specdec_ext.verify.sampler import Accepted
 
 # Caches and tables grow by at least this many entries, so that they are rarely copied.
@@ -28,26 +28,26 @@ class Elements:
     Attributes:
         rows: original row numbers.
         tokens: the tokens of each row's elements.
-        taps: tapped hidden states, ``[rows, new, width]`` each; concatenated, they are the features. Columns
-            after a row's elements are arbitrary.
-        order: ``[rows, new]``, the columns of ``taps`` that hold the elements; None for 0, 1, ... They are
-            gathered only when the features are read.
-        even: whether every column of ``taps`` is an element of every row, in order.
+        aux_hidden_states: ``[rows, new, width]`` each; concatenated, they are the features. Columns after a
+            row's elements are arbitrary.
+        order: ``[rows, new]``, the columns of ``aux_hidden_states`` that hold the elements; None for 0, 1,
+            ... They are gathered only when the features are read.
+        even: whether every column of ``aux_hidden_states`` is an element of every row, in order.
     """
 
     rows: list[int]
     tokens: list[list[int]]
-    taps: Sequence[Tensor]
+    aux_hidden_states: Sequence[Tensor]
     order: Tensor | None = None
     even: bool = False
 
     @property
     def features(self) -> Tensor:
         """The features, ``[rows, new, width]``."""
-        taps = self.taps
+        states = self.aux_hidden_states
         if self.order is not None:
-            taps = [at_columns(tap, self.order) for tap in taps]
-        return torch.cat(list(taps), dim=-1) if len(taps) > 1 else taps[0]
+            states = [at_columns(state, self.order) for state in states]
+        return torch.cat(list(states), dim=-1) if len(states) > 1 else states[0]
 
     @property
     def counts(self) -> list[int]:
@@ -61,40 +61,40 @@ class Step(NamedTuple):
     Attributes:
         rows: original row numbers.
         emitted: the emitted tokens of each row.
-        taps: hidden states of all nodes, ``[rows, nodes, width]`` each.
+        aux_hidden_states: of all nodes, ``[rows, nodes, width]`` each.
         accepted: the accepted nodes; None for a step without drafts.
     """
 
     rows: list[int]
     emitted: list[list[int]]
-    taps: Sequence[Tensor]
+    aux_hidden_states: Sequence[Tensor]
     accepted: Accepted | None
 
     @classmethod
-    def of(cls, rows: list[int], accepted: Accepted, taps: Sequence[Tensor]) -> Step:
-        return cls(rows, accepted.emitted, taps, accepted if accepted.path.shape[1] > 1 else None)
+    def of(cls, rows: list[int], accepted: Accepted, states: Sequence[Tensor]) -> Step:
+        return cls(rows, accepted.emitted, states, accepted if accepted.path.shape[1] > 1 else None)
 
     def elements(self) -> Elements:
         """The emitted tokens with the features of the tokens before them."""
-        tokens, taps = self.emitted, self.taps
+        tokens, states = self.emitted, self.aux_hidden_states
         width = max(map(len, tokens))
         if self.accepted is not None:
             # The path of a chain or of a tree's first branch is nodes 0, 1, 2, ..., which need no gather.
             visited = zip(self.accepted.paths, tokens, strict=True)
             if any(nodes[: len(row)] != [*range(len(row))] for nodes, row in visited):
                 nodes = self.accepted.path[:, :width].clamp(min=0)
-                taps = [at_columns(tap, nodes) for tap in taps]
-            elif isinstance(taps, LayerStates):
-                taps = taps.first(width)
+                states = [at_columns(state, nodes) for state in states]
+            elif isinstance(states, LayerStates):
+                states = states.first(width)
             else:
-                taps = [tap[:, :width] for tap in taps]
+                states = [state[:, :width] for state in states]
         even = all(len(row) == width for row in tokens)
-        return Elements(self.rows, tokens, taps, even=even)
+        return Elements(self.rows, tokens, states, even=even)
 
 
-def at_columns(tap: Tensor, columns: Tensor) -> Tensor:
-    """``[rows, n, hidden]``, the values of ``tap`` in these ``columns [rows, n]``."""
-    return tap.gather(1, columns[..., None].expand(-1, -1, tap.shape[2]))
+def at_columns(state: Tensor, columns: Tensor) -> Tensor:
+    """``[rows, n, hidden]``, the values of ``state`` in these ``columns [rows, n]``."""
+    return state.gather(1, columns[..., None].expand(-1, -1, state.shape[2]))
 
 
 def of_active_rows(pending: Sequence[Elements], active: list[int], num_rows: int) -> Elements:
@@ -120,7 +120,7 @@ def of_active_rows(pending: Sequence[Elements], active: list[int], num_rows: int
 
 def _kind(part: Elements) -> tuple[Any, ...]:
     """A key that is equal for steps that can be concatenated: those with the same rows that are ``even``."""
-    return part.rows, len(part.taps), part.even or id(part)
+    return part.rows, len(part.aux_hidden_states), part.even or id(part)
 
 
 def _joined(parts: list[Elements]) -> Elements:
@@ -129,13 +129,13 @@ def _joined(parts: list[Elements]) -> Elements:
     if len(parts) == 1:
         return Elements(first.rows, first.tokens, [first.features], even=first.even)
     tokens = [list(chain(*new)) for new in zip(*(part.tokens for part in parts), strict=True)]
-    taps = [part.taps for part in parts]
-    passes = [each for each in taps if isinstance(each, LayerStates)]
+    states = [part.aux_hidden_states for part in parts]
+    passes = [each for each in states if isinstance(each, LayerStates)]
     joined: Sequence[Tensor]
-    if len(passes) == len(taps):
+    if len(passes) == len(states):
         joined = LayerStates.joined(passes)
     else:
-        joined = [torch.cat(each, dim=1) for each in zip(*taps, strict=True)]
+        joined = [torch.cat(each, dim=1) for each in zip(*states, strict=True)]
     return Elements(first.rows, tokens, [torch.cat(list(joined), dim=-1)], even=first.even)
 
 

@@ -86,8 +86,10 @@ class MedusaDrafter(Drafter):
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
         self._tree = self.tree or default_tree(model.device, self.heads.config.num_heads)
-        columns = torch.tensor(context.last_columns(output.taps[0].shape[1]), device="cpu")
-        self._latest = context.rows, output.taps[0], columns
+        columns = torch.tensor(
+            context.last_columns(output.aux_hidden_states[0].shape[1]), device="cpu"
+        )
+        self._latest = context.rows, output.aux_hidden_states[0], columns
 
     def shapes(self, context: Context) -> Sequence[Shape]:
         if self.tree:
@@ -101,7 +103,7 @@ class MedusaDrafter(Drafter):
 
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
         # The states are selected by the next draft, if there is one.
-        self._latest = context.rows, output.taps[0], accepted
+        self._latest = context.rows, output.aux_hidden_states[0], accepted
 
     def _states(self, rows: list[int]) -> Tensor:
         """``[rows, hidden]``, the hidden states before the roots of these rows."""

@@ -23,7 +23,7 @@ from specdec_ext.drafters.bound_head import BoundHead
 from specdec_ext.heads.checkpoints.pair import check_pair
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.heads.rope import rope_tables
-from specdec_ext.models.passes.features import FeatureTap
+from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
 from specdec_ext.models.patching.changes import inference_mode
 from specdec_ext.tree.config import TreeConfig
 
@@ -161,8 +161,8 @@ def calibrate(
     readings = list(_readings(head, config.num_hidden_layers))
     check_pair(readings[0] if readings else head, model)
     layers = sorted({layer for each in readings for layer in each.config.feature_layers or ()})
-    tap = FeatureTap(model, config, layers)
-    with tap.recording() as states:
+    recorder = HiddenStateRecorder(model, config, layers)
+    with recorder.recording() as states:
         predicted = model(input_ids=text[None], use_cache=False).logits[0].argmax(dim=-1)
     features = {layer: state[0] for layer, state in zip(layers, states, strict=True)}
     count = min(num_drafts, len(text) - 2)

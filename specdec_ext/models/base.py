@@ -34,9 +34,10 @@ class TargetOutput:
 
     Attributes:
         logits: ``[rows, nodes, vocab]``; for a prompt ``[rows, 1, vocab]`` at each row's last token.
-        taps: the auxiliary hidden states that :meth:`Target.tap` requested, ``[rows, nodes, width]`` each;
-            one tensor may hold several layers side by side. For a prompt they are ``[rows, columns, width]``:
-            padding is included, columns that were in the caller's cache already are not.
+        aux_hidden_states: the hidden states of the layers that :meth:`Target.record_hidden_states` was
+            given, ``[rows, nodes, width]`` each; one tensor may hold several layers side by side. For a
+            prompt they are ``[rows, columns, width]``: padding is included, columns that were in the caller's
+            cache already are not.
         hidden_states: ``[rows, nodes, hidden]`` of every layer, if requested.
         attentions: ``[rows, heads, nodes, keys]`` of every layer, if requested and returned by the model.
         cross_attentions: ``[rows, heads, nodes, encoder columns]`` of every layer with cross-attention, under
@@ -44,15 +45,15 @@ class TargetOutput:
     """
 
     logits: Tensor
-    taps: Sequence[Tensor] = ()
+    aux_hidden_states: Sequence[Tensor] = ()
     hidden_states: tuple[Tensor, ...] = ()
     attentions: tuple[Tensor, ...] = ()
     cross_attentions: tuple[Tensor, ...] = ()
 
     @cached_property
     def features(self) -> Tensor | None:
-        """``taps`` concatenated, ``[rows, nodes, width]``; None if there are none."""
-        return torch.cat(list(self.taps), dim=-1) if self.taps else None
+        """``aux_hidden_states`` concatenated, ``[rows, nodes, width]``; None if there are none."""
+        return torch.cat(list(self.aux_hidden_states), dim=-1) if self.aux_hidden_states else None
 
     def at(self, rows: Tensor, columns: Tensor) -> TargetOutput:
         """Gather this output at ``(rows[i, j], columns[i, j])``; both indices are ``[rows, nodes]``."""
@@ -63,7 +64,7 @@ class TargetOutput:
 
         return TargetOutput(
             pick(self.logits, 1),
-            tuple(pick(tap, 1) for tap in self.taps),
+            tuple(pick(state, 1) for state in self.aux_hidden_states),
             tuple(pick(layer, 1) for layer in self.hidden_states),
             tuple(pick(layer, 2) for layer in self.attentions),
             tuple(pick(layer, 2) for layer in self.cross_attentions),
@@ -131,8 +132,8 @@ class Target(ABC):
         """
 
     @abstractmethod
-    def tap(self, layers: Sequence[int]) -> None:
-        """Make every pass return these auxiliary hidden states as ``TargetOutput.features``.
+    def record_hidden_states(self, layers: Sequence[int]) -> None:
+        """Make every pass return auxiliary hidden states, as ``TargetOutput.aux_hidden_states``.
 
         Args:
             layers: indices into transformers' ``hidden_states``: 0 is the embeddings, i the input of layer

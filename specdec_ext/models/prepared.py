@@ -29,7 +29,7 @@ from specdec_ext.models.cache.copies import has_row_dimension, mapped, restored
 from specdec_ext.models.cache.layers import RollbackLayer
 from specdec_ext.models.compat import LinearAttentionCacheLayerMixin
 from specdec_ext.models.passes.branches import Branches, padded
-from specdec_ext.models.passes.features import FeatureTap, side_by_side
+from specdec_ext.models.passes.hidden_states import HiddenStateRecorder, concatenated
 from specdec_ext.models.passes.linears import plain_linears, row_invariant_linears
 from specdec_ext.models.support import CACHE_ARGUMENTS, Support
 from specdec_ext.tree.draft_tree import DraftTree
@@ -87,7 +87,7 @@ class PreparedTarget(Target):
         self._kwargs = {"use_cache": True, **model_kwargs, **(forward_kwargs or {})}
         self._encodes = model.config.is_encoder_decoder
         self._linears = plain_linears(model)
-        self._tap = FeatureTap(model, self.config, ())
+        self._recorder = HiddenStateRecorder(model, self.config, ())
         # The layers of the cache, if all of it can be cut to a length.
         self._layers: list[RollbackLayer] | None = None
         self._cached = 0  # number of columns in the cache
@@ -117,8 +117,8 @@ class PreparedTarget(Target):
             free = False  # attentions of several tokens over a model's own cache can't be cut to each token
         return [NO_LIMIT if free else 0] * len(self._rows)
 
-    def tap(self, layers: Sequence[int]) -> None:
-        self._tap = FeatureTap(self.model, self.config, layers)
+    def record_hidden_states(self, layers: Sequence[int]) -> None:
+        self._recorder = HiddenStateRecorder(self.model, self.config, layers)
 
     def admit(
         self, input_ids: Tensor, model_kwargs: dict[str, Any], config: GenerationConfig
@@ -136,14 +136,14 @@ class PreparedTarget(Target):
         self._ids, self._rows = input_ids, list(range(len(input_ids)))
         self._layers = self._adopted_layers()
         self.begun = True
-        with torch.no_grad(), self._tap.recording() as features:
+        with torch.no_grad(), self._recorder.recording() as states:
             outputs: Any = self.model._prefill(input_ids, self._generation_config, self._kwargs)  # type: ignore[operator]
         self._kwargs = self._advanced(self._kwargs, outputs, 1)
         self._cached = self.start
         recorded = self._kwargs.get("output_attentions")  # recorded by slot, which branches share
         if len(self._ids) == 1 and (recorded or not has_row_dimension(self._caches())):
             self.support = replace(self.support, tree=False)
-        return self._output(outputs, features, None, self._rows)
+        return self._output(outputs, states, None, self._rows)
 
     def _adopted_layers(self) -> list[RollbackLayer] | None:
         """Adopt the cache and return its layers if they are all key/value slots, else None."""
@@ -175,7 +175,7 @@ class PreparedTarget(Target):
         return {name: cache for name, cache in named.items() if cache is not None}
 
     def _output(
-        self, outputs: Any, features: list[Tensor], nodes: int | None, rows: list[int]
+        self, outputs: Any, recorded: list[Tensor], nodes: int | None, rows: list[int]
     ) -> TargetOutput:
         """Select rows and the last ``nodes`` columns of a pass; None keeps all columns but only the last
         logits (prompt)."""
@@ -195,7 +195,7 @@ class PreparedTarget(Target):
             )
         return TargetOutput(
             logits[:, -(nodes or 1) :],
-            side_by_side(last(features, 1)),
+            concatenated(last(recorded, 1)),
             last(outputs.get(f"{prefix}hidden_states"), 1),
             last(outputs.get(f"{prefix}attentions"), 2),
             last(outputs.get("cross_attentions"), 2),
@@ -212,11 +212,11 @@ class PreparedTarget(Target):
             with torch.no_grad():
                 scored.saved = copy.deepcopy(self._caches())
         kwargs = self._advanced(self._kwargs, ModelOutput(), drafts)
-        with self._tap.recording() as features:
+        with self._recorder.recording() as states:
             scored.outputs = self._run(
                 torch.cat([self._ids, tokens], dim=1), kwargs, tree.num_nodes
             )
-        return self._output(scored.outputs, features, tree.num_nodes, self._rows)
+        return self._output(scored.outputs, states, tree.num_nodes, self._rows)
 
     def _score_branches(self, branches: Branches) -> TargetOutput:
         """Score the tree of the single row, one row per branch, on a copy of the cache."""
@@ -233,9 +233,9 @@ class PreparedTarget(Target):
         )
         with torch.no_grad():
             kwargs |= mapped(self._caches(), lambda state: state.repeat_interleave(rows, dim=0))
-        with self._tap.recording() as features:
+        with self._recorder.recording() as states:
             outputs = self._run(torch.cat([ids, tokens], dim=1), kwargs, columns)
-        return branches.nodes(self._output(outputs, features, columns, [*range(rows)]))
+        return branches.nodes(self._output(outputs, states, columns, [*range(rows)]))
 
     def _of_all_rows(self, tokens: Tensor) -> Tensor:
         """Extend ``tokens`` to all rows; rows that ended read their last token once, then padding."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from specdec_ext.models.passes.features import FeatureTap
+from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class OnlineFeatures:
 
     Args:
         model: the target; its weights get no gradients.
-        layers: feature layers, numbered as in :class:`~specdec_ext.models.passes.features.FeatureTap`; empty
-            for heads that read only the last hidden state.
+        layers: feature layers, numbered as in ``Drafter.feature_layers``; empty for heads that read only the
+            last hidden state.
 
     Raises:
         ValueError: for a layer that the model does not have.
@@ -74,7 +74,7 @@ class OnlineFeatures:
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]):
         self._model = model
         config: Any = model.config.get_text_config(decoder=True)
-        self._tap = FeatureTap(model, config, (*layers, -1))
+        self._recorder = HiddenStateRecorder(model, config, (*layers, -1))
 
     @torch.no_grad()
     def __call__(self, examples: Sequence[Example]) -> Batch:
@@ -87,10 +87,10 @@ class OnlineFeatures:
         mask = None if bool(valid.all()) else valid.long()
         decoder: Any = self._model.get_decoder()
         # Autocast is only for the trained weights; the hidden states must equal those during generation.
-        with torch.autocast(device.type, enabled=False), self._tap.recording() as states:
+        with torch.autocast(device.type, enabled=False), self._recorder.recording() as states:
             decoder(input_ids=tokens, attention_mask=mask, use_cache=False)
-        *tapped, last_hidden = states
-        features = torch.cat(tapped, dim=-1) if tapped else last_hidden[..., :0]
+        *auxiliary, last_hidden = states
+        features = torch.cat(auxiliary, dim=-1) if auxiliary else last_hidden[..., :0]
         return Batch(tokens, loss_mask, lengths, features, last_hidden)
 
 

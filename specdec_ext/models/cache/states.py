@@ -1,7 +1,7 @@
 """Recurrent and convolution states: memory of fixed size that can't be cut, only saved and restored.
 
 A token can't be removed from a state. If not all drafts of a row were accepted, its states are restored to
-those before the pass, and its accepted tokens are read again in front of its next block (``SlotTarget``).
+those before the pass, and its accepted tokens are read again before its next drafts (``slots/replay.py``).
 """
 
 from __future__ import annotations

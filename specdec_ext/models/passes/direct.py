@@ -35,7 +35,7 @@ from specdec_ext import ops
 from specdec_ext.models.cache.adoption import adopt_cache, attention_windows
 from specdec_ext.models.cache.layers import RollbackLayer
 from specdec_ext.models.passes.attention import TreeBlock
-from specdec_ext.models.passes.features import TapHook
+from specdec_ext.models.passes.hidden_states import RecordingHook
 from specdec_ext.models.passes.linears import is_plain
 from specdec_ext.models.patching.forwards import own_forward_replaced
 
@@ -86,7 +86,7 @@ class DirectPass:
         """Score ``tokens [rows, nodes]`` and append their keys and values to the cache.
 
         Returns:
-            ``[rows, nodes, vocab]`` logits, and the hidden states that :meth:`FeatureTap.chosen` takes.
+            ``[rows, nodes, vocab]`` logits, and the arguments of :meth:`HiddenStateRecorder.chosen`.
         """
         rows, nodes = tokens.shape
         stop = block.start + nodes
@@ -161,14 +161,14 @@ def _untouched(module: nn.Module) -> bool:
 
 
 def _changes_nothing(hook: Any) -> bool:
-    """Whether a hook is known to change nothing and to be idle: those of ``FeatureTap``, and those that
-    transformers leaves on the modules of a model after it recorded hidden states or attentions once."""
-    return type(hook) is TapHook or getattr(hook, "__module__", None) == _CAPTURING
+    """Whether a hook is known to change nothing and to be idle: those of ``HiddenStateRecorder``, and those
+    that transformers leaves on the modules of a model after it recorded hidden states or attentions once."""
+    return type(hook) is RecordingHook or getattr(hook, "__module__", None) == _CAPTURING
 
 
 def _hooks(module: nn.Module) -> list[Any]:
     """Return all hooks of a module. A copy of each list is read, because a call in another thread may add or
-    remove the hooks of its ``FeatureTap``."""
+    remove the hooks of its ``HiddenStateRecorder``."""
     return [hook for name in _HOOKS for hook in list(vars(module).get(name, {}).values())]
 
 

@@ -16,7 +16,7 @@ from specdec_ext.models.cache.slot_cache import SlotCache
 from specdec_ext.models.families.griffin import recurrent_blocks, states_in_cache
 from specdec_ext.models.families.patches import patched, patches_of
 from specdec_ext.models.families.scans import continuing, stateless_scans
-from specdec_ext.models.passes.features import FeatureTap, side_by_side
+from specdec_ext.models.passes.hidden_states import HiddenStateRecorder, concatenated
 from specdec_ext.models.passes.linears import plain_linears, row_invariant_linears
 from specdec_ext.models.passes.masks import BlockVisibility, visibility
 from specdec_ext.models.patching.changes import inference_mode, joined_changes
@@ -35,7 +35,7 @@ class ModulePass:
         cache_name: the name of the argument that takes the cache.
         patches: replaced forwards of modules that count slots instead of tokens (``families/patches.py``).
         griffin_blocks: modules that keep recurrent states themselves (``families/griffin.py``).
-        tap: records the auxiliary hidden states.
+        recorder: records the auxiliary hidden states.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ModulePass:
         self.griffin_blocks = recurrent_blocks(model) if cache.states else []
         self._scans = stateless_scans(model) if cache.states else []
         self._linears = plain_linears(model)
-        self.tap = FeatureTap(model, self.config, ())
+        self.recorder = HiddenStateRecorder(model, self.config, ())
 
     def __call__(
         self,
@@ -93,7 +93,7 @@ class ModulePass:
                 stack.enter_context(continuing(self._scans))
             if self.griffin_blocks:
                 stack.enter_context(states_in_cache(self.cache.cache, self.griffin_blocks))
-            features = stack.enter_context(self.tap.recording())
+            states = stack.enter_context(self.recorder.recording())
             output: Any = self.model(
                 **{self.cache_name: self.cache.cache}, **inputs, **self.forward_kwargs
             )
@@ -106,7 +106,7 @@ class ModulePass:
         return TargetOutput(
             # transformers' own loop rounds float64 logits in the same way
             logits.float() if logits.dtype == torch.float64 else logits,
-            side_by_side([each.to(logits.device) for each in features]),
+            concatenated([each.to(logits.device) for each in states]),
             tuple(output.get("hidden_states") or ()),
             tuple(output.get("attentions") or ()),
         )

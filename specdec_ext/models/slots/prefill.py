@@ -127,7 +127,7 @@ class Prefill:
     def run(self, prompt: Prompt, input_ids: Tensor) -> TargetOutput:
         """Run the columns that are not in the cache yet; see :meth:`Target.prefill`."""
         logits: Tensor | None = None
-        taps = []
+        states = []
         for begin, end in prompt.chunks(self._chunk, only_tokens=bool(self._cache.states)):
             output = self._run_columns(prompt, input_ids, begin, end)
             if logits is not None:  # rows padded on the right may have ended in an earlier chunk
@@ -135,15 +135,17 @@ class Prefill:
                     (prompt.last < begin)[:, None, None], logits, output.logits
                 )
             logits = output.logits
-            taps.append(output.taps)
+            states.append(output.aux_hidden_states)
         columns = prompt.valid.shape[1]
         if any(layer.length != columns for layer in self._cache.layers if layer.is_initialized):
             raise NotAcceleratedError(
                 f"{self._name} did not write the prompt to its cache, so drafts can't be verified; use "
                 "model.generate"
             )
-        if len(taps) > 1:
-            output.taps = tuple(torch.cat(chunks, dim=1) for chunks in zip(*taps, strict=True))
+        if len(states) > 1:
+            output.aux_hidden_states = tuple(
+                torch.cat(chunks, dim=1) for chunks in zip(*states, strict=True)
+            )
         return output
 
     def _run_columns(self, prompt: Prompt, input_ids: Tensor, begin: int, end: int) -> TargetOutput:

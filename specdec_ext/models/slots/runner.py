@@ -86,7 +86,7 @@ class PassRunner:
         assert self.direct is not None
         with inference_mode():
             logits, states = self.direct(tree.tokens, positions, block, self._cache.layers)
-            return TargetOutput(logits, self.modules.tap.chosen(*states))
+            return TargetOutput(logits, self.modules.recorder.chosen(*states))
 
     def _score_by_modules(
         self,

@@ -14,7 +14,7 @@ from specdec_ext.models.base import NO_LIMIT, HostPaths, Target, TargetOutput
 from specdec_ext.models.cache.adoption import attention_windows
 from specdec_ext.models.cache.slot_cache import SlotCache
 from specdec_ext.models.passes.direct import direct_pass
-from specdec_ext.models.passes.features import FeatureTap
+from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
 from specdec_ext.models.passes.modules import ModulePass
 from specdec_ext.models.slots.layout import RowLayout
 from specdec_ext.models.slots.prefill import Prefill
@@ -84,8 +84,8 @@ class SlotTarget(Target):
     def windows(self) -> list[int | None]:
         return attention_windows(self.cache, self.config)
 
-    def tap(self, layers: Sequence[int]) -> None:
-        self._modules.tap = FeatureTap(self.model, self.config, layers)
+    def record_hidden_states(self, layers: Sequence[int]) -> None:
+        self._modules.recorder = HiddenStateRecorder(self.model, self.config, layers)
 
     def admit(
         self, input_ids: Tensor, model_kwargs: dict[str, Any], config: GenerationConfig

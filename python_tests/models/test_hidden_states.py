@@ -11,7 +11,7 @@ from tiny import ARCHITECTURES, VOCAB, prompts, tiny_model
 
 import specdec_ext
 from specdec_ext.models import make_target
-from specdec_ext.models.passes.features import FeatureTap, LayerStates
+from specdec_ext.models.passes.hidden_states import HiddenStateRecorder, LayerStates
 from specdec_ext.tree.draft_tree import DraftTree
 
 LAYERS = (0, 1, 2, -1)
@@ -28,7 +28,7 @@ def test_states_of_a_prompt_are_those_of_transformers(name):
         given = dict(attention_mask=mask, position_ids=positions, output_hidden_states=True)
         expected = model(ids, **given).hidden_states
     target = make_target(model, None, 64)
-    target.tap(LAYERS)
+    target.record_hidden_states(LAYERS)
     features = target.prefill(ids, mask).features
     valid = mask.bool()
     expected = torch.cat([expected[layer] for layer in LAYERS], dim=-1)
@@ -39,7 +39,7 @@ def test_states_of_a_tree_are_those_of_transformers():
     model = tiny_model("llama")
     ids, _ = prompts((6,))
     target = make_target(model, None, 64)
-    target.tap((1, -1))
+    target.record_hidden_states((1, -1))
     target.prefill(ids, None)
     tree = DraftTree.from_paths(torch.tensor([3]), [[[4, 5], [7]]])
     features = target.forward(tree).features
@@ -54,12 +54,12 @@ def test_states_of_a_tree_are_those_of_transformers():
 def test_other_threads_are_not_recorded():
     """Hooks are on modules, which several threads may use."""
     model = tiny_model("llama")
-    tap = FeatureTap(model, model.config, LAYERS)
+    recorder = HiddenStateRecorder(model, model.config, LAYERS)
     mine, others = torch.tensor([[1, 2, 3]]), torch.tensor([[4, 5], [6, 7]])
     with torch.no_grad():
-        with tap.recording() as alone:
+        with recorder.recording() as alone:
             model(mine)
-        with tap.recording() as states:
+        with recorder.recording() as states:
             model(mine)
             other = threading.Thread(target=model, args=(others,))
             other.start()
@@ -77,7 +77,7 @@ def test_hooks_are_removed():
     before = hooks()
     for ids in (prompts((4,))[0], torch.tensor([[10**6]])):
         target = make_target(model, None, 64)
-        target.tap(LAYERS)
+        target.record_hidden_states(LAYERS)
         with nullcontext() if int(ids.max()) < VOCAB else pytest.raises(IndexError):
             target.prefill(ids, None)
         assert hooks() == before
@@ -124,7 +124,7 @@ def test_last_layers_output_is_the_input_of_the_final_norm(name):
     model = tiny_model(name)
     ids, _ = prompts((7,))
     target = make_target(model, None, 64)
-    target.tap((3, -1))
+    target.record_hidden_states((3, -1))
     before, after = target.prefill(ids, None).features.chunk(2, dim=-1)
     norm = model.get_decoder().ln_f if name == "gpt2" else model.get_decoder().norm
     torch.testing.assert_close(norm(before.clone()), after.clone(), rtol=0, atol=0)
@@ -134,7 +134,7 @@ def test_last_layers_output_is_the_input_of_the_final_norm(name):
 @pytest.mark.parametrize("layer", [4, 99, -2])
 def test_unknown_layer_is_refused(layer):
     with pytest.raises(ValueError, match=f"feature_layers has {layer}.*layers 0 to 2"):
-        make_target(tiny_model("llama"), None, 64).tap((layer,))
+        make_target(tiny_model("llama"), None, 64).record_hidden_states((layer,))
 
 
 def test_joined_states_of_passes_are_those_of_each_pass():

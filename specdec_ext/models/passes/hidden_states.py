@@ -1,4 +1,4 @@
-"""``FeatureTap``: record the auxiliary hidden states of chosen layers while the model runs.
+"""``HiddenStateRecorder``: record the auxiliary hidden states of chosen layers while the model runs.
 
 ``output_hidden_states=True`` would keep the states of every layer, which for a long prompt takes more memory
 than the cache. Forward hooks on the chosen layers keep only what was requested.
@@ -17,16 +17,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec_ext.models.patching.changes import binding, joined_changes
 
-_recorded: ContextVar[tuple[FeatureTap, dict[int, Tensor]] | None] = ContextVar(
-    "specdec_recorded_features", default=None
+_recorded: ContextVar[tuple[HiddenStateRecorder, dict[int, Tensor]] | None] = ContextVar(
+    "specdec_recorded_states", default=None
 )
 
 
-class TapHook:
-    """The hook of a :class:`FeatureTap` on one module: records while the tap is open, changes nothing."""
+class RecordingHook:
+    """The hook of a :class:`HiddenStateRecorder` on one module: records while it is open, changes nothing."""
 
-    def __init__(self, tap: FeatureTap, index: int, module: nn.Module, after: bool):
-        self._tap, self._index, self._module, self._after = tap, index, module, after
+    def __init__(self, recorder: HiddenStateRecorder, index: int, module: nn.Module, after: bool):
+        self._recorder, self._index, self._module, self._after = recorder, index, module, after
 
     def register(self) -> None:
         if self._after:
@@ -43,8 +43,8 @@ class TapHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], other: Any) -> None:
         """``other`` is the output (forward hook) or the keyword arguments (pre-hook) of the call."""
-        tap, taken = _recorded.get() or (None, {})
-        if tap is not self._tap:
+        recorder, taken = _recorded.get() or (None, {})
+        if recorder is not self._recorder:
             return
         if not self._after:
             taken[self._index] = args[0] if args else other["hidden_states"]
@@ -58,7 +58,7 @@ class LayerStates(Sequence[Tensor]):
     A state is selected when it is read, so steps whose hidden states are not used cost nothing.
 
     Args:
-        layers: the chosen layers, numbered as in :class:`FeatureTap`.
+        layers: the chosen layers, numbered as in :class:`HiddenStateRecorder`.
         states: ``[layers, rows, nodes, hidden]`` outputs of all layers.
         first, last: ``[rows, nodes, hidden]`` states of layers 0 and -1; None if not chosen.
     """
@@ -96,7 +96,7 @@ class LayerStates(Sequence[Tensor]):
         return LayerStates(parts[0]._layers, states, first, last)
 
 
-class FeatureTap:
+class HiddenStateRecorder:
     """Records the hidden states of ``layers`` of one model.
 
     Args:
@@ -166,12 +166,12 @@ class FeatureTap:
                 yield states
         states.extend(taken[index] for index in range(len(self._sources)))
 
-    def _hooks(self) -> Iterator[TapHook]:
+    def _hooks(self) -> Iterator[RecordingHook]:
         for index, (layer, source) in enumerate(zip(self._layers, self._sources, strict=True)):
-            yield TapHook(self, index, source, after=layer in self._after)
+            yield RecordingHook(self, index, source, after=layer in self._after)
 
 
-def side_by_side(states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def concatenated(states: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Copy the states into one tensor, concatenated: a compiled model may overwrite its outputs later."""
     return (torch.cat(list(states), dim=-1),) if states else ()
 
