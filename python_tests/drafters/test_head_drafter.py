@@ -21,7 +21,7 @@ from transformers import DynamicCache
 import specdec_ext
 from specdec_ext import DraftTree, HeadDrafter, TreeConfig
 from specdec_ext.drafters.head import default_tree
-from specdec_ext.drafters.head_cache import Elements, of_active_rows
+from specdec_ext.drafters.head_cache import PendingFeatures, of_active_rows
 
 LENGTHS = (5, 9, 3, 7, 8)
 NEW = 14
@@ -312,8 +312,8 @@ def test_cache_and_rope_tables_grow(tree, monkeypatch):
 def test_elements_of_ended_rows_are_skipped():
     features = torch.rand(3, 2, 4)
     steps = [
-        Elements([0, 1, 2], [[0, 1], [2], [4, 5]], [features]),
-        Elements([2, 0], [[0], [2, 3]], [features[:2]]),
+        PendingFeatures([0, 1, 2], [[0, 1], [2], [4, 5]], [features]),
+        PendingFeatures([2, 0], [[0], [2, 3]], [features[:2]]),
     ]
     new = of_active_rows(steps, [2], 4)
     assert new.counts == [0, 0, 3, 0] and new.tokens[2] == [4, 5, 0]
@@ -330,7 +330,7 @@ def test_elements_of_even_and_uneven_steps_are_joined(rows):
             texts[row] += new
         width = max(map(len, tokens))
         padded = torch.tensor([new + [-1] * (width - len(new)) for new in tokens])[..., None]
-        steps.append(Elements(list(rows), tokens, [padded.float(), 10.0 * padded]))
+        steps.append(PendingFeatures(list(rows), tokens, [padded.float(), 10.0 * padded]))
     new = of_active_rows(steps, rows, len(rows))
     assert new.tokens == [texts[row] for row in range(len(rows))]
     for row, text in texts.items():

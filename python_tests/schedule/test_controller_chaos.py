@@ -95,7 +95,7 @@ def test_policy_does_not_change_the_text(name, batch, decoding, monkeypatch):
     monkeypatch.setattr(generation, "Controller", Chaos)
     monkeypatch.setattr(Chaos, "log", dict.fromkeys(Chaos.log, 0))
     monkeypatch.setattr(head_module, "MERGED_NODES", 3)
-    monkeypatch.setattr(head_module, "MAX_UNREAD", 5)
+    monkeypatch.setattr(head_module, "MAX_PENDING", 5)
     make = DRAFTERS[name]
     drafter = make(right_tokens(batch, decoding)) if name.startswith("scripted") else make()
     check_same_text(drafter, batch, decoding)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.bound_head import BoundHead
-from specdec_ext.drafters.head_cache import Elements, HeadCache, Step, of_active_rows
+from specdec_ext.drafters.head_cache import HeadCache, PendingFeatures, Step, of_active_rows
 from specdec_ext.heads.checkpoints.pair import check_pair
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.models import TargetOutput
@@ -34,7 +34,7 @@ from specdec_ext.verify.sampler import Accepted
 # perhaps of all layers.
 MERGED_NODES = 256
 # If the merged tokens of any row reach this number, the head reads them.
-MAX_UNREAD = 512
+MAX_PENDING = 512
 
 
 @cache
@@ -134,8 +134,8 @@ class HeadDrafter(Drafter):
         self._prompt: Sequence[Tensor] | None = output.aux_hidden_states
         self._cache: HeadCache | None = None
         self._resting = False
-        self._pending: list[Elements] = []
-        self._unread = 0  # largest number of merged tokens of a row, without the prompt
+        self._pending: list[PendingFeatures] = []
+        self._num_merged = 0  # largest number of merged tokens of a row, without the prompt
         self._steps: list[Step] = []
         self._num_nodes = 0  # of ``_steps``
         self._active: Staged | None = None
@@ -150,7 +150,7 @@ class HeadDrafter(Drafter):
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
         """Keep the features of this step; the head reads those of committed nodes at its next draft.
 
-        If a row has ``MAX_UNREAD`` pending tokens, the head reads them now, so that no more are kept.
+        If a row has ``MAX_PENDING`` pending tokens, the head reads them now, so that no more are kept.
         """
         # Every step comes here, with a draft or without, so whatever can wait is done in ``_merge``.
         if self._resting:
@@ -159,7 +159,7 @@ class HeadDrafter(Drafter):
         self._num_nodes += output.logits.shape[1]
         if self._num_nodes >= MERGED_NODES:
             self._merge(context)
-            if self._unread >= MAX_UNREAD:
+            if self._num_merged >= MAX_PENDING:
                 self._draft(self._take_pending(context), context, TreeConfig(depth=1))
 
     def rest(self, resting: bool) -> None:
@@ -168,7 +168,7 @@ class HeadDrafter(Drafter):
         if resting:
             self._prompt = self._cache = None
             self._pending, self._steps = [], []
-            self._unread = self._num_nodes = 0
+            self._num_merged = self._num_nodes = 0
 
     def _merge(self, context: Context) -> None:
         """Copy the features of the latest steps into one tensor."""
@@ -177,12 +177,12 @@ class HeadDrafter(Drafter):
         if steps:
             new = of_active_rows(steps, context.rows, len(context.generated))
             self._pending.append(new)
-            self._unread += max(new.counts)
+            self._num_merged += max(new.counts)
 
-    def _take_pending(self, context: Context) -> Elements:
+    def _take_pending(self, context: Context) -> PendingFeatures:
         """Remove and join the pending elements of all rows; there is a cache for them afterwards."""
         assert self._bound is not None
-        taken = [] if self._prompt is None else [_prompt_elements(context, self._prompt)]
+        taken = [] if self._prompt is None else [_prompt_features(context, self._prompt)]
         taken += self._pending
         taken += [step.elements() for step in self._steps]
         self._prompt = None
@@ -217,11 +217,13 @@ class HeadDrafter(Drafter):
         return self._active
 
     @inference_mode()
-    def _draft(self, new: Elements, context: Context, tree: TreeConfig) -> tuple[Tensor, Tensor]:
+    def _draft(
+        self, new: PendingFeatures, context: Context, tree: TreeConfig
+    ) -> tuple[Tensor, Tensor]:
         """Read ``new`` and draft for every row of the batch; returns ``(tokens, parents)``."""
         bound, cache = self._bound, self._cache
         assert bound is not None and cache is not None
-        self._unread = 0
+        self._num_merged = 0
         cache.reserve(new.counts, _draft_slots(tree), tree.depth)
         width = max(map(len, new.tokens))
         roots = [generated[-1] for generated in context.generated]
@@ -252,7 +254,7 @@ def _draft_slots(tree: TreeConfig) -> int:
     return max(Counter(map(len, tree.choices)).values()) * tree.depth
 
 
-def _prompt_elements(context: Context, states: Sequence[Tensor]) -> Elements:
+def _prompt_features(context: Context, states: Sequence[Tensor]) -> PendingFeatures:
     """The elements of the prompt, with each row's first generated token.
 
     Args:
@@ -265,7 +267,7 @@ def _prompt_elements(context: Context, states: Sequence[Tensor]) -> Elements:
     if context.offset:
         # The tokens of embeddings are unknown, so the head begins at the last column of the prompt.
         last = context.last_columns(states[0].shape[1])
-        return Elements(rows, first, [state[rows, last][:, None] for state in states])
+        return PendingFeatures(rows, first, [state[rows, last][:, None] for state in states])
     cached, order = context.prompt_columns - states[0].shape[1], None
     if context.attention_mask is None:
         before = [cached] * len(rows)
@@ -277,4 +279,4 @@ def _prompt_elements(context: Context, states: Sequence[Tensor]) -> Elements:
         order = (~valid[:, cached:]).long().argsort(dim=1, stable=True)[:, :longest]
     texts = [context.prompt(row)[count:] for row, count in zip(rows, before, strict=True)]
     tokens = [text[1:] + last for text, last in zip(texts, first, strict=True)]
-    return Elements(rows, tokens, states, order)
+    return PendingFeatures(rows, tokens, states, order)

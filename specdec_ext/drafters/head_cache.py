@@ -20,8 +20,8 @@ STEP = 1024
 
 
 @dataclass
-class Elements:
-    """Pending elements: committed text of some rows that the head has not read yet.
+class PendingFeatures:
+    """Committed text of some rows that the head has not read yet, with the target's features.
 
     An element of a row is the pair (token, features of the token before it).
 
@@ -74,7 +74,7 @@ class Step(NamedTuple):
     def of(cls, rows: list[int], accepted: Accepted, states: Sequence[Tensor]) -> Step:
         return cls(rows, accepted.emitted, states, accepted if accepted.path.shape[1] > 1 else None)
 
-    def elements(self) -> Elements:
+    def elements(self) -> PendingFeatures:
         """The emitted tokens with the features of the tokens before them."""
         tokens, states = self.emitted, self.aux_hidden_states
         width = max(map(len, tokens))
@@ -89,7 +89,7 @@ class Step(NamedTuple):
             else:
                 states = [state[:, :width] for state in states]
         even = all(len(row) == width for row in tokens)
-        return Elements(self.rows, tokens, states, even=even)
+        return PendingFeatures(self.rows, tokens, states, even=even)
 
 
 def at_columns(state: Tensor, columns: Tensor) -> Tensor:
@@ -97,7 +97,9 @@ def at_columns(state: Tensor, columns: Tensor) -> Tensor:
     return state.gather(1, columns[..., None].expand(-1, -1, state.shape[2]))
 
 
-def of_active_rows(pending: Sequence[Elements], active: list[int], num_rows: int) -> Elements:
+def of_active_rows(
+    pending: Sequence[PendingFeatures], active: list[int], num_rows: int
+) -> PendingFeatures:
     """Join the elements of several steps, for all rows of the batch; ended rows get none."""
     runs = [_joined(list(run)) for _, run in groupby(pending, _kind)]
     everyone = list(range(num_rows))
@@ -115,19 +117,19 @@ def of_active_rows(pending: Sequence[Elements], active: list[int], num_rows: int
     for row, parts in enumerate(pieces):
         if parts:
             features[row, : len(tokens[row])] = torch.cat(parts)
-    return Elements(everyone, tokens, [features])
+    return PendingFeatures(everyone, tokens, [features])
 
 
-def _kind(part: Elements) -> tuple[Any, ...]:
+def _kind(part: PendingFeatures) -> tuple[Any, ...]:
     """A key that is equal for steps that can be concatenated: those with the same rows that are ``even``."""
     return part.rows, len(part.aux_hidden_states), part.even or id(part)
 
 
-def _joined(parts: list[Elements]) -> Elements:
+def _joined(parts: list[PendingFeatures]) -> PendingFeatures:
     """Concatenate parts of one kind; the result has a single tensor of features."""
     first = parts[0]
     if len(parts) == 1:
-        return Elements(first.rows, first.tokens, [first.features], even=first.even)
+        return PendingFeatures(first.rows, first.tokens, [first.features], even=first.even)
     tokens = [list(chain(*new)) for new in zip(*(part.tokens for part in parts), strict=True)]
     states = [part.aux_hidden_states for part in parts]
     passes = [each for each in states if isinstance(each, LayerStates)]
@@ -136,7 +138,7 @@ def _joined(parts: list[Elements]) -> Elements:
         joined = LayerStates.joined(passes)
     else:
         joined = [torch.cat(each, dim=1) for each in zip(*states, strict=True)]
-    return Elements(first.rows, tokens, [torch.cat(list(joined), dim=-1)], even=first.even)
+    return PendingFeatures(first.rows, tokens, [torch.cat(list(joined), dim=-1)], even=first.even)
 
 
 class HeadCache:
