@@ -27,8 +27,8 @@ DRAFTERS = {
     "tree": lambda: HeadDrafter(assets.load_head()),
 }
 # (drafter, rows) -> limit, about a tenth above the present number.
-MOST = {("none", 1): 240, ("ngram", 1): 365, ("chain", 1): 475, ("tree", 1): 475}
-MOST |= {("none", 4): 330, ("ngram", 4): 555, ("chain", 4): 750, ("tree", 4): 755}
+MOST = {("none", 1): 215, ("ngram", 1): 330, ("chain", 1): 460, ("tree", 1): 465}
+MOST |= {("none", 4): 300, ("ngram", 4): 495, ("chain", 4): 710, ("tree", 4): 715}
 
 
 class CallCounter:
