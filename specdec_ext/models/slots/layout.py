@@ -9,8 +9,8 @@ common slot, the largest end; after it is verified, each row's accepted tokens m
     row 1         -  -  g  h  i                  first_slots 2, paddings 2, ends 5
     next block                      x  y  z      start 6
 
-All that a pass and its commit read of the rows on the device is in ``numbers``, one tensor, and
-:meth:`RowLayout.move_ends` is the only place that sets it.
+On the device, a step changes only ``numbers``, one tensor, and :meth:`RowLayout.move_ends` is the only place
+that sets it.
 """
 
 from __future__ import annotations
