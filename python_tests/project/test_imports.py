@@ -74,3 +74,11 @@ def test_old_names_work_and_warn():
     output.speculation_stats = specdec_ext.SpeculationStats()
     with pytest.warns(DeprecationWarning, match="read `speculation_stats`"):
         assert output.speculation is output.speculation_stats
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("kinds", "lookups"), ("dead_draft_advice", "low_acceptance_hint")]
+)
+def test_a_drafter_with_an_old_name_is_told_the_new_one(old, new):
+    with pytest.warns(DeprecationWarning, match=f"Mine.{old} is not read any more; define {new}"):
+        type("Mine", (specdec_ext.Drafter,), {old: ""})

@@ -6,7 +6,9 @@ emitted.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -15,6 +17,9 @@ from specdec_ext.models import TargetOutput
 from specdec_ext.tree.config import LOOKUP, Lookup, Shape
 from specdec_ext.tree.draft_tree import DraftTree
 from specdec_ext.verify.sampler import Accepted
+
+# Names of 0.1.0 that a subclass may define, and the names that are read now.
+_RENAMED = {"kinds": "lookups", "dead_draft_advice": "low_acceptance_hint"}
 
 
 class Drafter:
@@ -33,6 +38,16 @@ class Drafter:
     sampled: bool = False
     low_acceptance_hint: str = ""
     whole: bool = False
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        for old, new in _RENAMED.items():
+            if old in vars(cls):
+                warnings.warn(
+                    f"{cls.__name__}.{old} is not read any more; define {new} instead",
+                    DeprecationWarning,
+                    stacklevel=2,
+                )
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         """Return which hidden states of the target ``TargetOutput.features`` holds, concatenated.
