@@ -74,8 +74,8 @@ def simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
     What it drafts then depends neither on the machine nor on the order of the tests. Wide passes take as long
     as narrow ones and drafts are cheap, so drafting pays if a draft is accepted occasionally.
     """
-    if "specdec_ext.generation" not in sys.modules:
-        return  # a test of ops alone, which need no transformers
+    if "transformers" not in sys.modules:
+        return  # a test of ops alone
     from specdec_ext import loop
     from specdec_ext.schedule import memory
     from specdec_ext.schedule import settings as speculation
