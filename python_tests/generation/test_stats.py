@@ -55,24 +55,29 @@ def test_draft_with_the_end_of_the_text_has_no_bonus():
     assert (stats.accepted_tokens, stats.emitted_tokens, stats.emitted_per_step) == (2, 2, 2)
 
 
+def explained(stats):
+    """The explanation on one line; the console wraps it."""
+    return " ".join(stats.explain().split())
+
+
 def test_steps_by_shape_and_why_most_of_them_had_no_draft():
     report = Report([], [], [("chain", [0.25], 8.0)], gain=1.5, low=1.4, high=1.6)
     stats = SpeculationStats("Drafter", policy="auto", report=report)
     stats.count_plain(3)
-    assert "no draft was verified. Most steps were plain: 25% of first" in stats.explain()
+    assert "no draft was verified. Most steps were plain: 25% of first" in explained(stats)
     stats.count_draft("chain of 2", proposed=True, verified=True)
     stats.count_draft("chain of 2", proposed=True, verified=False)
     assert stats.shapes == {"plain": 3, "chain of 2": 1, "chain of 2, dropped": 1}
-    assert "1.50x the estimated speed" in stats.explain()  # of the one step with a draft
-    assert "Most steps were plain: 25% of first" in stats.explain()
+    assert "1.50x the estimated speed" in explained(stats)  # of the one step with a draft
+    assert "Most steps were plain: 25% of first" in explained(stats)
     for _ in range(5):
         stats.count_draft("lookup", proposed=False, verified=False)
     assert stats.shapes["lookup, nothing proposed"] == 5
     assert (stats.dropped, stats.nothing_proposed) == (1, 5)
-    assert "In most steps the drafter had nothing to propose" in stats.explain()
+    assert "In most steps the drafter had nothing to propose" in explained(stats)
     for _ in range(20):
         stats.count_draft("chain of 2", proposed=True, verified=True)
-    assert "most steps" not in stats.explain().lower()
+    assert "most steps" not in explained(stats).lower()
 
 
 # --- the alarm
