@@ -38,6 +38,7 @@ import specdec_ext
 from specdec_ext import HeadDrafter, ops
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.ops import _library
+from specdec_ext.ops.draft_head import tree_arguments
 from specdec_ext.ops.packed_head import sync_bytes
 from specdec_ext.ops.quantise import quantise, weight_dtype
 from specdec_ext.tree.config import TreeConfig
@@ -361,7 +362,7 @@ def test_choices_that_levels_do_not_describe_cost_nodes(row, wrong, device):
     run = OpRun.start(head, 2, device=device)
     arguments = run.arguments(*elements(head, 2, 3), torch.tensor([3, 1]))
     packed = arguments.pop("head")
-    choices, *others = ops.draft.tree_arguments(STATIC, torch.device(device))
+    choices, *others = tree_arguments(STATIC, torch.device(device))
     choices = choices.clone()
     choices[row] = torch.tensor(wrong)
     drafted = _library.native.draft_head(
@@ -392,7 +393,7 @@ def test_sync_buffer_can_be_used_by_many_launches(device):
             packed.layout,
             packed.scalars,
             *arguments.values(),
-            *ops.draft.tree_arguments(tree, torch.device(device)),
+            *tree_arguments(tree, torch.device(device)),
             sync,
         )
         assert_equal_drafts([each.cpu() for each in drafted], expected)

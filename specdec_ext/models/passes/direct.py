@@ -265,7 +265,7 @@ def _weight(module: nn.Module) -> Tensor:
 
 
 def _weights(layer: Any) -> list[Tensor]:
-    """Return the tensors of one layer in the order of ``ops.decoder.LAYER_TENSORS``; empty if absent."""
+    """Return the tensors of one layer in the order of ``LAYER_TENSORS``; empty if absent."""
     nothing = _weight(layer.input_layernorm).new_empty(0)
 
     def linear(module: nn.Linear) -> list[Tensor]:
