@@ -172,21 +172,23 @@ class HeadDrafter(Drafter):
 
     def _merge(self, context: Context) -> None:
         """Copy the features of the latest steps into one tensor."""
-        steps = [step.elements() for step in self._steps]
+        new = of_active_rows(self._take_steps(), context.rows, len(context.generated))
+        self._pending.append(new)
+        self._num_merged += max(new.counts)
+
+    def _take_steps(self) -> list[PendingFeatures]:
+        """Remove the steps that are not merged yet."""
+        taken = [step.elements() for step in self._steps]
         self._steps, self._num_nodes = [], 0
-        if steps:
-            new = of_active_rows(steps, context.rows, len(context.generated))
-            self._pending.append(new)
-            self._num_merged += max(new.counts)
+        return taken
 
     def _take_pending(self, context: Context) -> PendingFeatures:
         """Remove and join the pending elements of all rows; there is a cache for them afterwards."""
         assert self._bound is not None
         taken = [] if self._prompt is None else [_prompt_features(context, self._prompt)]
-        taken += self._pending
-        taken += [step.elements() for step in self._steps]
+        taken += [*self._pending, *self._take_steps()]
         self._prompt = None
-        self._pending, self._steps, self._num_nodes = [], [], 0
+        self._pending, self._num_merged = [], 0
         new = of_active_rows(taken, context.rows, len(context.generated))
         if self._cache is None:
             # A row's last element has the features of the token before its root.
@@ -223,7 +225,6 @@ class HeadDrafter(Drafter):
         """Read ``new`` and draft for every row of the batch; returns ``(tokens, parents)``."""
         bound, cache = self._bound, self._cache
         assert bound is not None and cache is not None
-        self._num_merged = 0
         cache.reserve(new.counts, _draft_slots(tree), tree.depth)
         width = max(map(len, new.tokens))
         roots = [generated[-1] for generated in context.generated]
