@@ -261,8 +261,6 @@ def _decode(
     )
     current_changes().on_failure(target.abandon)
     drafter = _served(target, drafter, explicit, len(input_ids))
-    if drafter is not None:
-        target.record_hidden_states(drafter.feature_layers(model))
     target.staging = Staging(input_ids.device)
     attention_mask = target.admit(input_ids, model_kwargs, config)
     sampler = Sampler(processors, config.do_sample, noise, target.staging, verification)

@@ -53,7 +53,12 @@ class DecodingLoop:
 
     def run(self) -> int:
         """Generate until all rows have ended; returns the width of ``sequences``."""
-        context, target, drafter, policy = self.context, self.target, self.drafter, self.policy
+        context, target, policy = self.context, self.target, self.policy
+        if policy is not None and policy.sleeps(context.max_length - context.prompt_columns):
+            self.drafter = None
+        drafter = self.drafter
+        if drafter is not None:
+            target.record_hidden_states(drafter.feature_layers(target.model))
         # The token of this root is not read. A prompt of embeddings has none.
         tree = DraftTree.root(context.input_ids.new_zeros(len(context.input_ids)))
         with _Timed("prefill", self.stats.seconds):
@@ -76,9 +81,8 @@ class DecodingLoop:
             with commit:
                 self._count(tree, accepted)
                 target.commit(accepted.path, accepted.num_accepted, accepted.on_host)
-                if drafter is not None:
+                if drafter is not None and policy is not None:
                     drafter.commit(context, accepted, output)
-                if policy is not None:
                     policy.learn(accepted, context, tree.num_nodes)
         if policy is not None:
             policy.end()

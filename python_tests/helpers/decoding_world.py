@@ -92,6 +92,9 @@ class WorldTarget:
     def context_room(self, position):
         return NO_LIMIT
 
+    def record_hidden_states(self, layers):
+        pass
+
     def prefill(self, ids, mask):
         return OUTPUT
 

@@ -132,6 +132,45 @@ def test_probes_become_rare_over_calls():
     assert speed(world, drafter) > 1.5
 
 
+def test_call_in_which_no_probe_is_due_runs_as_plain_decoding():
+    """Hidden states are recorded and the drafter is started only for a call that may draft."""
+    world = World(verify)
+    drafter = world.drafter(always(0.0), head_cost, **CHAINS)
+    started = []
+    drafter.start = lambda *args: started.append(len(drafter.asked))
+    for _ in range(20):
+        world.run(drafter, 128)
+    started.clear()
+    asked, calls = len(drafter.asked), 40
+    every = [world.run(drafter, 128) for _ in range(calls)]
+    assert 1 <= len(drafter.asked) - asked <= len(started) <= calls // 4
+    assert {stats.policy for stats in every} == {"auto"}
+    assert {stats.drafter for stats in every} == {"WorldDrafter"}
+    assert {sum(stats.shapes.values()) for stats in every} == {128 - len(world.texts)}
+    assert "no draft was verified" in every[-1].explain()
+
+
+def test_call_that_may_last_until_the_next_probe_does_not_sleep():
+    world = World(verify)
+    drafter = world.drafter(always(0.0), head_cost, **CHAINS)
+    for _ in range(20):
+        world.run(drafter, 128)
+    asked = len(drafter.asked)
+    world.run(drafter, 2_000)
+    assert len(drafter.asked) > asked
+
+
+def test_drafter_that_pays_does_not_sleep_after_wrong_drafts():
+    """Bad luck at the end of a call is no reason: what counts is that drafts are not chosen."""
+    world = World(verify)
+    drafter = world.drafter(lambda row, at: [0.9 * (at < 240)] * 8, lambda depth: 1e-5, **CHAINS)
+    for _ in range(3):
+        world.run(drafter, 256)
+        asked = len(drafter.asked)
+        assert speed(world, drafter, 240) > 1.5
+        assert len(drafter.asked) > asked
+
+
 def test_probes_are_paid_from_a_share_of_the_time():
     world = World(verify, noise=lambda rng: 1.0)
     drafter = world.drafter(always(0.0), lambda depth: 30 * MS, **CHAINS)

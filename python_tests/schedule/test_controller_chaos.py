@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 
 import every_drafter
 import pytest
+import torch
 from head_cases import TREES, head_of
-from lossless import check_same_text, plain_text
+from lossless import check_same_text, generate, plain_text
 from tiny import ScriptedDrafter, generated, noisy_chain, random_tree, tiny_model
 
 from specdec_ext import (
@@ -101,6 +102,31 @@ def test_policy_does_not_change_the_text(name, batch, decoding, monkeypatch):
     check_same_text(drafter, batch, decoding)
     assert Chaos.log["plain"]
     assert Chaos.log["dropped"] + Chaos.log["cut"] + Chaos.log["whole"], "nothing was proposed"
+
+
+class EverySecondCall(Policy):
+    """Every second call runs as plain decoding."""
+
+    calls = 0
+
+    def __init__(self, settings: Any, drafter: Drafter, model: Any):
+        super().__init__(drafter)
+
+    def sleeps(self, steps):
+        EverySecondCall.calls += 1
+        return EverySecondCall.calls % 2 == 0
+
+
+@pytest.mark.parametrize("name", ["head", "suffix tree", "ngram and model"])
+def test_drafter_continues_after_a_call_without_it(name, monkeypatch):
+    monkeypatch.setattr(generation, "Controller", EverySecondCall)
+    monkeypatch.setattr(EverySecondCall, "calls", 0)
+    drafter = DRAFTERS[name]()
+    for _ in range(4):
+        output = generate(drafter, "five-ragged", "greedy")
+        assert torch.equal(output.sequences, plain_text("five-ragged", "greedy"))
+        drafted = output.speculation_stats.drafts > 0
+        assert drafted == bool(EverySecondCall.calls % 2)
 
 
 def test_chaos_makes_every_decision(monkeypatch):

@@ -50,8 +50,9 @@ from specdec_ext.verify.sampler import Accepted
 # every two such steps, up to this number of steps, which are counted over calls. At most MAX_MISSES such
 # steps are counted.
 LONGEST_INTERVAL, MAX_MISSES = 1024, 16
-# Steps for which a chosen draft is held while it brings something: choosing takes time, too.
-HELD_STEPS = 8
+# Steps for which a chosen draft is held while it brings something, because choosing takes time, too. If the
+# next choice is the same, it is held twice as long, up to the second number.
+HELD_STEPS, MAX_HELD_STEPS = 8, 32
 # Steps of a probe of a model's drafts, if they bring something. The first step includes the time in which the
 # drafter reads the tokens it has not seen, so it says little about the cost of drafts. The probe ends early
 # when the other steps have lost this many plain steps. After MAX_MISSES wrong drafts, a probe is one step.
@@ -99,9 +100,11 @@ class Controller(Policy):
         # An option is held for some steps, as long as no row ends.
         self._held: Option | None = None
         self._hold = 0  # steps to come
+        self._held_steps = HELD_STEPS
         self._held_is_probe = False
+        self._asleep = False  # whether this call runs as plain decoding
         self._resting = False  # whether the drafter rests
-        self._missing_credit: dict[Source, float] = {}
+        self._due: dict[Source, float] = {}  # source of a due probe -> the credit that it needs
         self._probe_loss = 0.0  # seconds that a held probe has lost, its first step aside
         self._after_plain = False  # whether the last step was plain and had the same rows
         self._last_used = {Source.PLAIN: -self._memory.idle}  # source -> step
@@ -115,9 +118,17 @@ class Controller(Policy):
         # The proposal of this step, with the kind of each row.
         self._proposal: tuple[DraftTree, list[Kind]] | None = None
 
+    def sleeps(self, steps: int) -> bool:
+        self._asleep = self._settings.may_rest and self._memory.sleep > steps
+        return self._asleep
+
     def begin(self, context: Context, stats: SpeculationStats) -> None:
         self._stats = stats
         stats.policy = "auto"
+        self._context, self._first_lengths = context, list(map(len, context.generated))
+        self._step_began = self._clock()
+        if self._asleep:
+            return
         shapes = offered(self._drafter, context, self._settings.shapes)
         most = self._settings.max_nodes
         self._offers_lookup = any(isinstance(shape, Lookup) for shape in shapes)
@@ -131,12 +142,11 @@ class Controller(Policy):
             self._shapes.setdefault(kind_of(shape), []).append(shape)
         # If less room is left than any shape needs, the shallowest shape is drafted and cut.
         self._shallowest = min((shape.levels for shape in fitting), default=0)
+        # Plain steps, if allowed, come first.
         self._sources = [Source.PLAIN] if self._settings.may_rest else []
         self._sources += [Source.LOOKUP] * self._offers_lookup + [Source.MODEL] * bool(fitting)
-        self._step_began = self._clock()
         self._draft_ended: float | None = None
         self._usual_draft_seconds = 0.0
-        self._context, self._first_lengths = context, list(map(len, context.generated))
 
     # --- before the draft
 
@@ -198,11 +208,12 @@ class Controller(Policy):
             self._interval[best.source] = FIRST_INTERVAL[best.source]
         self._current = best
         if best.source is Source.PLAIN:
-            others = [each for each in self._sources if each is not Source.PLAIN]
-            waits = [self._steps_until_probe(each) for each in others]
+            waits = [self._steps_until_probe(each) for each in self._sources[1:]]
             self._skip = int(max(1, min([LAST_INTERVAL[Source.PLAIN], *waits]))) - 1
         else:
-            self._hold, self._held = HELD_STEPS - 1, best
+            same = self._held is not None and self._held.shape == best.shape
+            self._held_steps = min(2 * self._held_steps, MAX_HELD_STEPS) if same else HELD_STEPS
+            self._hold, self._held = self._held_steps - 1, best
         self._let_rest(best, context)
         return None if best.source is Source.PLAIN else best
 
@@ -279,9 +290,8 @@ class Controller(Policy):
         """An option of a source that is not in use, if a probe of it is due and there is credit for it.
 
         The probe is the cheapest option of the source, or the best one if that promises more than ``best``.
-        The credit that a due probe lacks is kept in ``_missing_credit``, by source.
         """
-        self._missing_credit = {}
+        self._due = {}
         for source in self._sources:
             if source is best.source or self._wait(source) > 0:
                 continue
@@ -295,22 +305,41 @@ class Controller(Policy):
             lost = seconds - (rows + option.tokens) / self._price
             # An option that promises a gain may not go into debt either: earlier promises may have been
             # false.
-            missing = min(max(lost, 0.0), MAX_CREDIT * self._plain) - self._credit()
-            if missing <= 0:
+            needed = min(max(lost, 0.0), MAX_CREDIT * self._plain)
+            if needed <= self._credit():
                 self._probing = True
                 self._stats.probes += 1
                 return option
-            self._missing_credit[source] = missing
+            self._due[source] = needed
         return None
 
     def _wait(self, source: Source) -> int:
         """Number of steps until a probe of a source that is not in use is due."""
         idle = self._step - self._last_used.get(source, 0)
-        wait = self._interval[source] - idle
-        if misses := self._memory.misses.get(source, 0):
-            longest = min(FIRST_INTERVAL[source] << misses // 2, LONGEST_INTERVAL)
-            wait = max(wait, longest - idle - self._memory.unused.get(source, 0))
-        return wait
+        return max(self._interval[source] - idle, self._wait_after_misses(source, idle))
+
+    def _wait_after_misses(self, source: Source, idle: int) -> int:
+        """The same if only the source's wrong drafts, which count over calls, delay the probe.
+
+        Args:
+            idle: number of steps of this call since the source was used.
+        """
+        misses = self._memory.misses.get(source, 0)
+        longest = min(FIRST_INTERVAL[source] << misses // 2, LONGEST_INTERVAL) if misses else 0
+        return longest - idle - self._memory.unused.get(source, 0)
+
+    def _steps_asleep(self) -> int:
+        """Number of steps after this call in which nothing will be drafted, if all drafts were wrong."""
+        hopeless = (self._memory.misses.get(each, 0) >= HOPELESS for each in self._sources[1:])
+        if self._current is None or self._current.source is not Source.PLAIN or not all(hopeless):
+            return 0
+        waits = [
+            max(
+                self._wait_after_misses(each, 0), self._steps_until_credit(self._due.get(each, 0.0))
+            )
+            for each in self._sources[1:]
+        ]
+        return int(max(0, min([LONGEST_INTERVAL, *waits])))
 
     def _let_rest(self, best: Option, context: Context) -> None:
         """Let a drafter whose drafts were always wrong rest, unless it is probed soon after these steps."""
@@ -331,8 +360,13 @@ class Controller(Policy):
         """Plain steps until a probe of a source is due or the credit suffices for it."""
         if (due := self._wait(source)) > 0:
             return due
-        earned = self._settings.probing * self._plain
-        missing = self._missing_credit.get(source, math.inf)
+        return self._steps_until_credit(self._due.get(source, math.inf))
+
+    def _steps_until_credit(self, needed: float) -> float:
+        """Plain steps until the credit suffices for a probe that needs this much; infinite if too many."""
+        earned, missing = self._settings.probing * self._plain, needed - self._credit()
+        if missing <= 0:
+            return 0
         return math.ceil(missing / earned) if missing < earned * LONGEST_INTERVAL else math.inf
 
     # --- after the draft
@@ -500,7 +534,7 @@ class Controller(Policy):
         first_of_probe = self._held_is_probe and self._hold == PROBE_STEPS - 1
         hopeless = missed_before.get(source, 0) == MAX_MISSES
         if misses and not hits and (hopeless or not first_of_probe):
-            self._hold = 0
+            self._hold, self._held = 0, None
         if self._probing and hits:  # successful: probe the source again at once
             self._interval[source] = 1
         return curve(size) or 0.0
@@ -514,13 +548,25 @@ class Controller(Policy):
         self._stats.count_draft(name_of(self._option.shape), proposed, verified=nodes > 1)
 
     def end(self) -> None:
-        self._learn_skipped()
+        memory = self._memory
         counts = zip(self._context.generated, self._first_lengths, strict=True)
-        self._savings.end([len(row) - first for row, first in counts])
+        lengths = [len(row) - first for row, first in counts]
+        if self._asleep:
+            steps = max(lengths)
+            self._stats.count_plain(steps)
+            memory.sleep -= steps
+            if memory.credit is not None:
+                memory.credit += self._settings.probing * (self._clock() - self._step_began)
+            for source in memory.unused:
+                memory.unused[source] += steps
+            return
+        self._learn_skipped()
+        self._savings.end(lengths)
         for source in self._sources:
-            before = self._memory.unused.get(source, 0)
-            self._memory.unused[source] = before + self._step - self._last_used.get(source, 0)
-        self._memory.plain_interval = self._interval[Source.PLAIN]
+            before = memory.unused.get(source, 0)
+            memory.unused[source] = before + self._step - self._last_used.get(source, 0)
+        memory.plain_interval = self._interval[Source.PLAIN]
+        memory.sleep = self._steps_asleep()
 
     def report(self) -> Report:
         memory = self._memory

@@ -19,7 +19,7 @@ from specdec_ext.schedule.savings import RealisedSavings
 # Number of steps without a source after which it is probed: the first interval and the longest one.
 FIRST_INTERVAL, LAST_INTERVAL = (
     {Source.PLAIN: 16, Source.MODEL: 4, Source.LOOKUP: 4},
-    {Source.PLAIN: 128, Source.MODEL: 64, Source.LOOKUP: 64},
+    {Source.PLAIN: 128, Source.MODEL: 256, Source.LOOKUP: 64},
 )
 # The balance of a new ledger, in plain steps: what drafts may lose before they have gained anything.
 FIRST_BALANCE = 10.0
@@ -95,6 +95,8 @@ class Memory:
         credit: seconds that probes may spend; None before the first plain step was measured.
         misses: source -> number of consecutive steps in which all of its drafts were wrong.
         unused: source -> number of steps since its last use, at the end of the last call.
+        sleep: number of steps in which nothing will be drafted, because all drafts were always wrong. A call
+            that ends before runs as plain decoding.
     """
 
     verify: VerifyCosts = field(default_factory=VerifyCosts)
@@ -109,6 +111,7 @@ class Memory:
     credit: float | None = None
     misses: dict[Source, int] = field(default_factory=dict)
     unused: dict[Source, int] = field(default_factory=dict)
+    sleep: int = 0
 
 
 _memories: WeakKeyDictionary[PreTrainedModel, OrderedDict[Hashable, Memory]] = WeakKeyDictionary()
