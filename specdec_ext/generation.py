@@ -35,9 +35,8 @@ from specdec_ext.loop import DecodingLoop
 from specdec_ext.models import Target, make_target
 from specdec_ext.models.context_limit import Span
 from specdec_ext.models.patching.changes import current_changes, transactional
+from specdec_ext.models.tensor_parallel import agreed_clock, agreed_seed
 from specdec_ext.models.wrapped import (
-    agreed_clock,
-    agreed_seed,
     check_ids,
     check_model,
     check_wrapping,

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from specdec_ext import ops
 from specdec_ext.heads.config import DraftHead
-from specdec_ext.models.wrapped import is_tensor_parallel
+from specdec_ext.models.tensor_parallel import is_tensor_parallel
 from specdec_ext.reference.draft_head import draft_head
 from specdec_ext.tree.config import TreeConfig
 
