@@ -116,7 +116,7 @@ def test_bars_on_a_terminal(terminal, clock):
     assert "\x1b[2K" in text[before : text.index("printed")]  # the bar is erased before
     assert "training: 1 of 10" in text[text.index("printed") :]  # and drawn again after
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 2  # the cursor is shown again
-    assert progress._screen is None and not progress._open
+    assert progress._screen is None
 
 
 def test_bars_are_redrawn_ten_times_a_second_at_most(terminal, clock):

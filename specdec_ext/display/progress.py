@@ -92,7 +92,8 @@ class _Screen(Protocol):
 
     def changed(self, work: Work) -> None: ...
 
-    def closed(self, work: Work) -> None: ...
+    def closed(self, work: Work) -> bool:
+        """Returns whether no work is shown any more."""
 
     def clear(self) -> None:
         """Make room for other output."""
@@ -117,10 +118,11 @@ class _Lines:
             self._written[work] = now
             print(work.line(), file=self._file, flush=True)
 
-    def closed(self, work: Work) -> None:
+    def closed(self, work: Work) -> bool:
         if self._written.pop(work) > work.began:
             done = f"{one_line(work.name)}: took {_clock_time(work.seconds)}"
             print(done, file=self._file, flush=True)
+        return not self._written
 
     def clear(self) -> None: ...
 
@@ -152,13 +154,14 @@ class _Bars:
         )
         self._progress.refresh()
 
-    def closed(self, work: Work) -> None:
+    def closed(self, work: Work) -> bool:
         bar = self._bars.pop(work)
         if not self._bars:
             self.clear()
         elif self._progress is not None:
             self._progress.remove_task(bar)
             self._progress.refresh()
+        return not self._bars
 
     def clear(self) -> None:
         if self._progress is not None:
@@ -192,7 +195,6 @@ class _Bars:
 
 _enabled = False
 _screen: _Screen | None = None
-_open = 0  # pieces of work that are shown
 
 
 def enable_progress() -> None:
@@ -221,7 +223,7 @@ def tracked(
         name, total, noun, done: as for :class:`Work`.
         shown: False for processes that leave the display to the main process.
     """
-    global _screen, _open
+    global _screen
     if not (_enabled and shown):
         yield Work(name, total, noun, done)
         return
@@ -230,13 +232,10 @@ def tracked(
     screen = _screen
     work = Work(name, total, noun, done, screen.changed)
     screen.opened(work)
-    _open += 1
     try:
         yield work
     finally:
-        screen.closed(work)
-        _open -= 1
-        if not _open:
+        if screen.closed(work):
             _screen = None
 
 
