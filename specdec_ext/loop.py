@@ -13,7 +13,7 @@ from specdec_ext.output import Recorder, TokenStream
 from specdec_ext.schedule.policy import Policy
 from specdec_ext.stats import DraftAlarm, SpeculationStats
 from specdec_ext.tree.draft_tree import DraftTree
-from specdec_ext.verify.sampler import Accepted, Sampler
+from specdec_ext.verify.sampler import Accepted, Sampler, SpoiltLogits
 from specdec_ext.verify.stopping import StopRule
 
 
@@ -65,7 +65,7 @@ class DecodingLoop:
             output = target.prefill(context.input_ids, context.attention_mask)
             self._num_logits = output.logits.shape[-1]
             self.recorder.prompt(output)
-            accepted = self._verify(tree, output)
+            self._verify(tree, output)
         if drafter is not None:
             drafter.start(context, target.model, output)
         if policy is not None:
@@ -128,24 +128,21 @@ class DecodingLoop:
         what plain decoding would emit.
         """
         output = self.target.forward(tree)
-        accepted = self._verify(tree, output)
-        if accepted is None:
+        try:
+            return output, self._verify(tree, output)
+        except SpoiltLogits:
             self.stats.reruns += 1
-            self.target.withdraw(tree)
-            roots = DraftTree.root(self.context.roots, [row[0] for row in tree.token_lists])
-            output = self.target.forward(roots)
-            accepted = self._verify(roots, output)
-        assert accepted is not None
-        return output, accepted
+        self.target.withdraw(tree)
+        roots = DraftTree.root(self.context.roots, [row[0] for row in tree.token_lists])
+        output = self.target.forward(roots)
+        return output, self._verify(roots, output)
 
-    def _verify(self, tree: DraftTree, output: TargetOutput) -> Accepted | None:
+    def _verify(self, tree: DraftTree, output: TargetOutput) -> Accepted:
         context, rows = self.context, list(self.context.rows)
         before = [len(context.generated[row]) for row in rows]
         accepted = self.sampler.verify(
             tree, output.logits, context, self.stop, self.recorder.record_scores
         )
-        if accepted is None:
-            return None
         if self.recorder.keeps_passes:
             self.recorder.step(
                 output,

@@ -23,7 +23,7 @@ from specdec_ext.context import Context
 from specdec_ext.models.passes.branches import padded
 from specdec_ext.schedule.policy import Policy
 from specdec_ext.transfer import Staging
-from specdec_ext.verify.sampler import Sampler
+from specdec_ext.verify.sampler import Sampler, SpoiltLogits
 from specdec_ext.verify.stopping import StopRule
 
 LENGTHS = (6, 3, 5)
@@ -216,9 +216,11 @@ def test_sampling_rules_reject_a_tree_with_nan_anywhere(rule):
     context.generated = [[1]]
     stop = StopRule([], GenerationConfig(max_length=20))
     sampler = Sampler(LogitsProcessorList(), True, [(0, 0)], Staging(torch.device("cpu")), rule)
-    assert sampler.verify(tree, logits, context, stop) is None
+    with pytest.raises(SpoiltLogits):
+        sampler.verify(tree, logits, context, stop)
     assert context.generated == [[1]]
-    assert sampler.verify(tree, logits.nan_to_num(), context, stop) is not None
+    sampler.verify(tree, logits.nan_to_num(), context, stop)
+    assert len(context.generated[0]) > 1
 
 
 class HeadAndPoison(HeadDrafter):

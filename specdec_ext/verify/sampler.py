@@ -81,6 +81,10 @@ class Accepted:
         return self.paths, [len(tokens) - 1 for tokens in self.emitted]
 
 
+class SpoiltLogits(Exception):
+    """Drafts may have put NaN into the logits of a pass, also where no draft was accepted."""
+
+
 class Sampler:
     """Draws from the processed target distribution and verifies trees.
 
@@ -199,17 +203,19 @@ class Sampler:
 
     def _walk_tree(
         self, scores: Tensor, tree: DraftTree, positions: Sequence[int], rows: list[int]
-    ) -> tuple[ops.MatchResult, ops.HostMatchResult] | None:
-        """Verify a tree. If a visited node has invalid logits, return None when there are drafts, else raise.
+    ) -> tuple[ops.MatchResult, ops.HostMatchResult]:
+        """Verify a tree.
 
-        Drafts may be the reason for invalid logits; without drafts, the model or the processors are.
+        Raises:
+            SpoiltLogits: if a visited node has invalid logits, and drafts may be the reason.
+            ValueError: if there are no drafts: the model or the processors are the reason.
         """
         verified = self._match if self._by_match(tree) else self._sampled
         result = verified(scores, tree, positions, rows)
         on_host = result.on_host()
         if any(on_host.status):
             if tree.num_nodes > 1:
-                return None
+                raise SpoiltLogits
             i, problem = next((i, each) for i, each in enumerate(on_host.status) if each)
             # num_accepted counts the nodes below the root before the invalid one (-1 if that is the root).
             # The message names the position of the token that could not be drawn.
@@ -228,9 +234,8 @@ class Sampler:
     def _pick(self, scores: Tensor, positions: Sequence[int], rows: list[int]) -> list[int]:
         """Draw tokens from ``scores [n, vocab]``; ``positions`` are those of the preceding tokens."""
         roots = DraftTree.root(torch.zeros(len(scores), dtype=torch.long, device=scores.device))
-        walked = self._walk_tree(scores[:, None], roots, positions, rows)
-        assert walked is not None
-        return walked[1].next_token
+        _, on_host = self._walk_tree(scores[:, None], roots, positions, rows)
+        return on_host.next_token
 
     def draw(self, logits: Tensor, positions: Sequence[int], rows: Sequence[int]) -> Tensor:
         """Return the tokens that the target would emit at ``positions`` with these ``logits [n, vocab]``.
@@ -278,7 +283,7 @@ class Sampler:
         context: Context,
         stop: StopRule,
         record: RecordScores | None = None,
-    ) -> Accepted | None:
+    ) -> Accepted:
         """Verify a tree and append the emitted tokens to ``context``.
 
         Under rule 1 these are the tokens that plain decoding would emit. Under rules 2 to 4 they have the
@@ -292,11 +297,9 @@ class Sampler:
             record: is called with the processed scores of each emitted token; its result is passed to the
                 stopping criteria.
 
-        Returns:
-            What was emitted, or None if the drafts may have spoilt the logits. Then nothing was emitted, and
-            the caller must score the roots alone.
-
         Raises:
+            SpoiltLogits: if drafts may have spoilt the logits. Nothing was emitted, and the caller must score
+                the roots alone.
             ValueError: if a tree of roots alone has NaN or no finite logit; the message names the row and
                 the position.
         """
@@ -304,12 +307,9 @@ class Sampler:
         walk: Walk
         if self._processors.pure or not self._by_match(tree):
             scores = self._with_nan(self._processors.on_tree(logits, tree, context), logits, tree)
-            walked = self._walk_tree(scores, tree, positions, rows)
-            if walked is None:
-                return None
-            walk = FinishedWalk(tree, *walked)
+            walk = FinishedWalk(tree, *self._walk_tree(scores, tree, positions, rows))
         elif tree.num_nodes > 1 and bool(_spoilt(logits, tree).any()):
-            return None  # before processors that may keep state are called
+            raise SpoiltLogits  # before processors that may keep state are called
         else:
             scores = logits.to(torch.float32, copy=True)
             walk = StepwiseWalk(self._processors, self._pick, tree, scores, context)
