@@ -32,14 +32,12 @@ class PendingFeatures:
             row's elements are arbitrary.
         order: ``[rows, new]``, the columns of ``aux_hidden_states`` that hold the elements; None for 0, 1,
             ... They are gathered only when the features are read.
-        even: whether every column of ``aux_hidden_states`` is an element of every row, in order.
     """
 
     rows: list[int]
     tokens: list[list[int]]
     aux_hidden_states: Sequence[Tensor]
     order: Tensor | None = None
-    even: bool = False
 
     @property
     def features(self) -> Tensor:
@@ -53,6 +51,12 @@ class PendingFeatures:
     def counts(self) -> list[int]:
         """Number of elements of each row."""
         return [len(row) for row in self.tokens]
+
+    @property
+    def even(self) -> bool:
+        """Whether every column of ``aux_hidden_states`` is an element of every row, in order."""
+        width = self.aux_hidden_states[0].shape[1]
+        return self.order is None and all(count == width for count in self.counts)
 
 
 class Step(NamedTuple):
@@ -88,8 +92,7 @@ class Step(NamedTuple):
                 states = states.first(width)
             else:
                 states = [state[:, :width] for state in states]
-        even = all(len(row) == width for row in tokens)
-        return PendingFeatures(self.rows, tokens, states, even=even)
+        return PendingFeatures(self.rows, tokens, states)
 
 
 def at_columns(state: Tensor, columns: Tensor) -> Tensor:
@@ -129,7 +132,7 @@ def _joined(parts: list[PendingFeatures]) -> PendingFeatures:
     """Concatenate parts of one kind; the result has a single tensor of features."""
     first = parts[0]
     if len(parts) == 1:
-        return PendingFeatures(first.rows, first.tokens, [first.features], even=first.even)
+        return PendingFeatures(first.rows, first.tokens, [first.features])
     tokens = [list(chain(*new)) for new in zip(*(part.tokens for part in parts), strict=True)]
     states = [part.aux_hidden_states for part in parts]
     passes = [each for each in states if isinstance(each, LayerStates)]
@@ -138,7 +141,7 @@ def _joined(parts: list[PendingFeatures]) -> PendingFeatures:
         joined = LayerStates.joined(passes)
     else:
         joined = [torch.cat(each, dim=1) for each in zip(*states, strict=True)]
-    return PendingFeatures(first.rows, tokens, [torch.cat(list(joined), dim=-1)], even=first.even)
+    return PendingFeatures(first.rows, tokens, [torch.cat(list(joined), dim=-1)])
 
 
 class HeadCache:
