@@ -19,7 +19,7 @@ import specdec_ext
 from specdec_ext.models.cache.adoption import adopt_cache
 from specdec_ext.models.cache.indexed import IndexedRollbackLayer
 from specdec_ext.models.compat import NEEDS_MASK, DynamicIndexedLayer
-from specdec_ext.models.passes.masks import BlockVisibility, unpack_ancestors
+from specdec_ext.models.passes.visibility import BlockVisibility, unpack_ancestors
 
 # Behind its window Doge's text depends on the rounding of equal scores, so it is not speculated on.
 TEXTS = [name for name in CACHES if name != "doge-keep"]

@@ -16,7 +16,8 @@ from versions import skip_unless_drafted
 import specdec_ext
 from specdec_ext.models.families.patches import patched
 from specdec_ext.models.families.positions import positions_of
-from specdec_ext.models.passes.masks import BlockVisibility, current_block, visibility
+from specdec_ext.models.passes.masks import visibility
+from specdec_ext.models.passes.visibility import BlockVisibility, current_block
 
 
 @pytest.mark.parametrize("name", COUNTING)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec_ext.models.passes.masks import BlockVisibility, current_block
+from specdec_ext.models.passes.visibility import BlockVisibility, current_block
 from specdec_ext.models.patching.arguments import Sliced, call_with, innermost_taking
 from specdec_ext.models.patching.forwards import Replacement
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec_ext.models.passes.masks import current_block
+from specdec_ext.models.passes.visibility import current_block
 from specdec_ext.models.patching.arguments import Sliced, with_attributes
 from specdec_ext.models.patching.forwards import Replacement
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec_ext.models.passes.masks import BlockVisibility, current_block
+from specdec_ext.models.passes.visibility import BlockVisibility, current_block
 from specdec_ext.models.patching.arguments import call_with, with_attributes
 from specdec_ext.models.patching.forwards import Replacement
 

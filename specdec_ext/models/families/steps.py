@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec_ext.models.passes.masks import current_block
+from specdec_ext.models.passes.visibility import current_block
 from specdec_ext.models.patching.arguments import with_attributes
 from specdec_ext.models.patching.forwards import Replacement
 

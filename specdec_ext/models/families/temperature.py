@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec_ext.models.passes.masks import current_block
+from specdec_ext.models.passes.visibility import current_block
 from specdec_ext.models.patching.arguments import with_attributes
 from specdec_ext.models.patching.forwards import Replacement
 

@@ -18,7 +18,8 @@ from specdec_ext.models.families.patches import patched, patches_of
 from specdec_ext.models.families.scans import continuing, stateless_scans
 from specdec_ext.models.passes.hidden_states import HiddenStateRecorder, concatenated
 from specdec_ext.models.passes.linears import plain_linears, row_invariant_linears
-from specdec_ext.models.passes.masks import BlockVisibility, visibility
+from specdec_ext.models.passes.masks import visibility
+from specdec_ext.models.passes.visibility import BlockVisibility
 from specdec_ext.models.patching.changes import inference_mode, joined_changes
 
 

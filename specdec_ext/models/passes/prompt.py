@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec_ext.models.passes.masks import BlockVisibility
+from specdec_ext.models.passes.visibility import BlockVisibility
 
 
 @dataclass

@@ -18,8 +18,8 @@ from specdec_ext import ops
 from specdec_ext.models.base import TargetOutput
 from specdec_ext.models.passes.attention import IMPLEMENTATION, TreeBlock
 from specdec_ext.models.passes.direct import DirectPass, agrees, is_agreed
-from specdec_ext.models.passes.masks import SlotVisibility
 from specdec_ext.models.passes.modules import ModulePass
+from specdec_ext.models.passes.visibility import SlotVisibility
 from specdec_ext.models.patching.changes import inference_mode
 from specdec_ext.models.slots.layout import RowLayout
 from specdec_ext.tree.draft_tree import DraftTree
