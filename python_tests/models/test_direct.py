@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama
 import specdec_ext
 from specdec_ext import DraftTree, ops
 from specdec_ext.models import make_target
-from specdec_ext.models.passes import direct
+from specdec_ext.models.passes import direct, known_code
 from specdec_ext.models.passes.direct import direct_pass
 from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
 from specdec_ext.models.passes.linears import plain_linears, row_invariant_linears
@@ -102,7 +102,7 @@ def other_code(model, monkeypatch):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)).clamp(-1, 1)
 
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
-    direct._pattern.cache_clear()
+    known_code._pattern.cache_clear()
 
 
 def other_rotation(model, monkeypatch):
@@ -169,7 +169,7 @@ def test_changed_or_watched_modules_have_no_fused_pass(model, monkeypatch, chang
     change(model, monkeypatch)
     assert direct_pass(model) is None
     monkeypatch.undo()
-    direct._pattern.cache_clear()
+    known_code._pattern.cache_clear()
 
 
 def test_changes_of_a_call_in_another_thread_keep_the_fused_pass(model):

@@ -1,9 +1,9 @@
 """``DirectPass``: run all layers of a Llama-like decoder with one op instead of its modules.
 
 Many decoders are Llama under another name, and for a small one the Python code of its modules takes longer
-than the arithmetic. If the code of every module equals that of a decoder in ``_FAMILIES``, byte for byte, one
-call of ``ops.decoder_layers`` replaces all layers. The op reads the model's own weights without a copy, and
-uses the same row-invariant matrix products and attention as other block passes.
+than the arithmetic. If the code of every module equals that of a known decoder (``known_code.py``), byte for
+byte, one call of ``ops.decoder_layers`` replaces all layers. The op reads the model's own weights without a
+copy, and uses the same row-invariant matrix products and attention as other block passes.
 
 A model is excluded if it was modified or is observed: hooks, a ``forward`` set on an instance, code from
 outside of transformers, subclasses of ``nn.Linear``, quantised or parametrized weights, compilation. The
@@ -12,15 +12,10 @@ first pass of a model is computed both ways, and the logits are compared.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,16 +30,12 @@ from specdec_ext import ops
 from specdec_ext.models.cache.adoption import adopt_cache, attention_windows
 from specdec_ext.models.cache.layers import RollbackLayer
 from specdec_ext.models.passes.attention import TreeBlock
-from specdec_ext.models.passes.hidden_states import RecordingHook
+from specdec_ext.models.passes.known_code import is_known, is_llama, is_untouched
 from specdec_ext.models.passes.linears import is_plain
-from specdec_ext.models.patching.forwards import own_forward_replaced
 
-# Model folders of transformers whose classes are supported -> the prefix of their class names.
-_FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 _LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
-_HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
 # Largest relative difference of the logits of both ways; they differ by rounding only.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
@@ -122,7 +113,7 @@ def direct_pass(model: PreTrainedModel) -> DirectPass | None:
     """Return the direct pass of a model, or None if the model is not eligible."""
     if _agreed.get(model) is False or module_hooks._has_any_global_hook():
         return None
-    if torch.is_autocast_enabled("cpu") or not all(map(_untouched, model.modules())):
+    if torch.is_autocast_enabled("cpu") or not all(map(is_untouched, model.modules())):
         return None
     try:
         return _read(model)
@@ -149,27 +140,6 @@ def agrees(model: nn.Module, directly: Tensor, by_modules: Tensor) -> bool:
 def is_agreed(model: nn.Module) -> bool:
     """Whether both ways were compared for this model and agreed."""
     return _agreed.get(model, False)
-
-
-def _untouched(module: nn.Module) -> bool:
-    return not (
-        module.training
-        or own_forward_replaced(module)
-        or module._compiled_call_impl is not None
-        or not all(map(_changes_nothing, _hooks(module)))
-    )
-
-
-def _changes_nothing(hook: Any) -> bool:
-    """Whether a hook is known to change nothing and to be idle: those of ``HiddenStateRecorder``, and those
-    that transformers leaves on the modules of a model after it recorded hidden states or attentions once."""
-    return type(hook) is RecordingHook or getattr(hook, "__module__", None) == _CAPTURING
-
-
-def _hooks(module: nn.Module) -> list[Any]:
-    """Return all hooks of a module. A copy of each list is read, because a call in another thread may add or
-    remove the hooks of its ``HiddenStateRecorder``."""
-    return [hook for name in _HOOKS for hook in list(vars(module).get(name, {}).values())]
 
 
 def _read(model: Any) -> DirectPass | None:
@@ -215,7 +185,7 @@ def _read(model: Any) -> DirectPass | None:
         and {each.head_dim for each in parts["Attention"]} == {first.head_dim}
         and 2 * decoder.rotary_emb.inv_freq.numel() == first.head_dim
     )
-    if not same or not _known(parts):
+    if not same or not is_known(parts):
         return None
     return DirectPass(
         _weight(embedding),
@@ -230,7 +200,7 @@ def _read(model: Any) -> DirectPass | None:
 
 
 def _windows(decoder: Any) -> list[int]:
-    if _codes(type(decoder).forward) in _pattern("Model", ("llama",)):
+    if is_llama(decoder):
         return [0] * len(decoder.layers)  # Llama's code ignores windows in its config
     cache = adopt_cache(None, decoder.config)
     return [window or 0 for window in attention_windows(cache, decoder.config)]
@@ -289,68 +259,3 @@ def _weights(layer: Any) -> list[Tensor]:
         *linear(mlp.up_proj),
         *linear(mlp.down_proj),
     ]
-
-
-def _known(parts: dict[str, list[Any]]) -> bool:
-    """Whether the code of all these modules equals that of a supported family."""
-    for part, modules in parts.items():
-        for kind in {type(module) for module in modules}:
-            codes = _codes(kind.forward)
-            if codes is None or codes not in _pattern(part, tuple(_FAMILIES)):
-                return False
-    rotations = {_rotation(type(each).forward) for each in parts["Attention"]}
-    return rotations == {_rotation(_class("llama", "Attention").forward)} != {None}
-
-
-@cache
-def _class(family: str, part: str) -> Any:
-    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    return getattr(module, _FAMILIES[family] + part)
-
-
-@cache
-def _pattern(part: str, families: tuple[str, ...]) -> set[Any]:
-    return {_codes(_class(family, part).forward) for family in families}
-
-
-def _rotation(attention: Callable[..., Any]) -> tuple[Any, ...] | None:
-    """Return the code of the functions that rotate queries and keys; None for code outside transformers."""
-    turn = inspect.unwrap(attention).__globals__["apply_rotary_pos_emb"]
-    half = inspect.unwrap(turn).__globals__["rotate_half"]
-    codes = _codes(turn), _codes(half)
-    return None if None in codes else codes
-
-
-@cache
-def _codes(function: Any) -> tuple[Any, ...] | None:
-    """Return a value that identifies the code of a function and of all functions that it wraps.
-
-    None if any of them is defined outside of transformers.
-    """
-    codes = []
-    while function is not None:
-        code = function.__code__
-        if _PACKAGE not in Path(code.co_filename).parents:
-            return None
-        codes.append(_identity(code))
-        function = getattr(function, "__wrapped__", None)
-    return tuple(codes)
-
-
-_PACKAGE = Path(transformers.__file__).parent
-_CAPTURING = "transformers.utils.output_capturing"
-
-
-def _identity(code: CodeType) -> tuple[Any, ...]:
-    constants: list[Any] = [
-        _identity(each) if isinstance(each, CodeType) else each for each in code.co_consts
-    ]
-    if constants and isinstance(constants[0], str) and "\n" in constants[0]:
-        constants[0] = None  # a docstring, which may name the model
-    return (
-        code.co_code,
-        code.co_names,
-        code.co_varnames,
-        code.co_freevars,
-        tuple(map(repr, constants)),
-    )

@@ -1,0 +1,115 @@
+"""Whether the code of a model's modules is that of a known decoder, byte for byte, and unmodified."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import transformers
+from torch import nn
+
+from specdec_ext.models.passes.hidden_states import RecordingHook
+from specdec_ext.models.patching.forwards import own_forward_replaced
+
+# Model folders of transformers whose classes are supported -> the prefix of their class names.
+_FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
+_PACKAGE = Path(transformers.__file__).parent
+_CAPTURING = "transformers.utils.output_capturing"
+
+
+def is_known(parts: dict[str, list[Any]]) -> bool:
+    """Whether the code of all modules is that of a supported family.
+
+    Args:
+        parts: the end of a class name, such as ``"Attention"`` -> the modules of that kind.
+    """
+    for part, modules in parts.items():
+        for kind in {type(module) for module in modules}:
+            codes = _codes(kind.forward)
+            if codes is None or codes not in _pattern(part, tuple(_FAMILIES)):
+                return False
+    rotations = {_rotation(type(each).forward) for each in parts["Attention"]}
+    return rotations == {_rotation(_class("llama", "Attention").forward)} != {None}
+
+
+def is_llama(decoder: Any) -> bool:
+    """Whether the code of this decoder (the model without its output head) is that of Llama."""
+    return _codes(type(decoder).forward) in _pattern("Model", ("llama",))
+
+
+def is_untouched(module: nn.Module) -> bool:
+    """Whether a module is not in training, and a call runs only the forward of its class."""
+    return not (
+        module.training
+        or own_forward_replaced(module)
+        or module._compiled_call_impl is not None
+        or not all(map(_changes_nothing, _hooks(module)))
+    )
+
+
+def _changes_nothing(hook: Any) -> bool:
+    """Whether a hook is known to change nothing and to be idle: those of ``HiddenStateRecorder``, and those
+    that transformers leaves on the modules of a model after it recorded hidden states or attentions once."""
+    return type(hook) is RecordingHook or getattr(hook, "__module__", None) == _CAPTURING
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """Return all hooks of a module. A copy of each list is read, because a call in another thread may add or
+    remove the hooks of its ``HiddenStateRecorder``."""
+    return [hook for name in _HOOKS for hook in list(vars(module).get(name, {}).values())]
+
+
+@cache
+def _class(family: str, part: str) -> Any:
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    return getattr(module, _FAMILIES[family] + part)
+
+
+@cache
+def _pattern(part: str, families: tuple[str, ...]) -> set[Any]:
+    return {_codes(_class(family, part).forward) for family in families}
+
+
+def _rotation(attention: Callable[..., Any]) -> tuple[Any, ...] | None:
+    """Return the code of the functions that rotate queries and keys; None for code outside transformers."""
+    turn = inspect.unwrap(attention).__globals__["apply_rotary_pos_emb"]
+    half = inspect.unwrap(turn).__globals__["rotate_half"]
+    codes = _codes(turn), _codes(half)
+    return None if None in codes else codes
+
+
+@cache
+def _codes(function: Any) -> tuple[Any, ...] | None:
+    """Return a value that identifies the code of a function and of all functions that it wraps.
+
+    None if any of them is defined outside of transformers.
+    """
+    codes = []
+    while function is not None:
+        code = function.__code__
+        if _PACKAGE not in Path(code.co_filename).parents:
+            return None
+        codes.append(_identity(code))
+        function = getattr(function, "__wrapped__", None)
+    return tuple(codes)
+
+
+def _identity(code: CodeType) -> tuple[Any, ...]:
+    constants: list[Any] = [
+        _identity(each) if isinstance(each, CodeType) else each for each in code.co_consts
+    ]
+    if constants and isinstance(constants[0], str) and "\n" in constants[0]:
+        constants[0] = None  # a docstring, which may name the model
+    return (
+        code.co_code,
+        code.co_names,
+        code.co_varnames,
+        code.co_freevars,
+        tuple(map(repr, constants)),
+    )
