@@ -78,7 +78,7 @@ def demo(
 ) -> None:
     """Stream a completion with accepted drafts marked, then compare speed with Hugging Face generate."""
     from specdec_ext import assets
-    from specdec_ext.evaluate.benchmark import machine_line, position_table
+    from specdec_ext.evaluate.benchmark import machine_line, position_table, repetition_note
 
     if picture is not None:
         with user_errors():
@@ -121,11 +121,7 @@ def demo(
         _speed_table(results, compared, title),
         *(position_table(series) for series in drafted if series.total("drafts")),
     )
-    console.print(
-        f"unique 4-grams in the completions: {results[HF].unique_4grams:.0%} "
-        "(text that repeats itself is easy to guess and inflates ratios)",
-        soft_wrap=True,
-    )
+    console.print(repetition_note(results[HF]), soft_wrap=True)
     if not _print_differences(console, compared, held_out, encoded):
         raise typer.Exit(1)
 

@@ -28,6 +28,7 @@ from specdec_ext.evaluate.benchmark.report import (
     Report,
     plot,
     position_table,
+    repetition_note,
     same_text,
     same_texts,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "plot",
     "position_table",
     "race",
+    "repetition_note",
     "same_text",
     "synthetic",
     "unique_ngram_fraction",

@@ -123,10 +123,6 @@ class Report(Summarised):
 
     def notes(self) -> list[str]:
         """Explanations of the tables, and the contestants that were left out."""
-        repeated = (
-            f"unique 4-grams in the completions: {self.unique_4grams:.0%} "
-            "(text that repeats itself is easy to guess and inflates ratios)"
-        )
         columns = (
             "policy: how the timed calls decided what to draft. accepted: mean acceptance length, bonus "
             'token included, measured with drafts in every step ("fixed"): under "auto" each drafter drafts '
@@ -135,7 +131,7 @@ class Report(Summarised):
         )
         left_out = (f"{name}: left out, {why}" for name, why in self.left_out.items())
         return [
-            repeated,
+            repetition_note(self.series[self.baseline]),
             *([columns] if any(row["policy"] for row in self.rows()) else []),
             *left_out,
         ]
@@ -164,6 +160,14 @@ class Report(Summarised):
             "same_text": self.same_text.get(series.name, ""),
             "tokens_per_second_by_prompt": rates,
         }
+
+
+def repetition_note(series: Series) -> str:
+    """How much the completions repeat themselves, in words."""
+    return (
+        f"unique 4-grams in the completions: {series.unique_4grams:.0%} "
+        "(text that repeats itself is easy to guess and inflates ratios)"
+    )
 
 
 def position_table(series: Series) -> Table:
