@@ -50,8 +50,8 @@ from specdec_ext.verify.sampler import Accepted
 # every two such steps, up to this number of steps, which are counted over calls. At most MAX_MISSES such
 # steps are counted.
 LONGEST_INTERVAL, MAX_MISSES = 1024, 16
-# Steps for which a chosen draft is held while it brings something, because choosing takes time, too. If the
-# next choice is the same, it is held twice as long, up to the second number.
+# Steps for which a chosen draft is held while it brings something, because choosing takes time, too. A lookup
+# that is chosen again is held twice as long, up to the second number: its drafts are cut by what they promise.
 HELD_STEPS, MAX_HELD_STEPS = 8, 32
 # Steps of a probe of a model's drafts, if they bring something. The first step includes the time in which the
 # drafter reads the tokens it has not seen, so it says little about the cost of drafts. The probe ends early
@@ -211,7 +211,7 @@ class Controller(Policy):
             waits = [self._steps_until_probe(each) for each in self._sources[1:]]
             self._skip = int(max(1, min([LAST_INTERVAL[Source.PLAIN], *waits]))) - 1
         else:
-            same = self._held is not None and self._held.shape == best.shape
+            same = self._held is not None and self._held.source is best.source is Source.LOOKUP
             self._held_steps = min(2 * self._held_steps, MAX_HELD_STEPS) if same else HELD_STEPS
             self._hold, self._held = self._held_steps - 1, best
         self._let_rest(best, context)
