@@ -53,9 +53,10 @@ test-transformers: $(BUILD) $(OTHER)/.stamp ## run the tests with another versio
 	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest python_tests -m "not slow and not sweep and not emulated" \
 	  $(PARALLEL) --ignore=python_tests/ops --ignore=python_tests/project $(ARGS)
 
-# With another version of transformers: make test-transformers ARGS="-m sweep --verdicts profiling/results".
+# With another version of transformers:
+#   make test-transformers ARGS="-m sweep --verdicts profiling/results/architectures"
 test-architectures: $(BUILD) ## test every architecture of the installed transformers and write the result tables
-	$(PYTEST)/models/test_architectures.py -m sweep $(PARALLEL) --verdicts profiling/results $(ARGS)
+	$(PYTEST)/models/test_architectures.py -m sweep $(PARALLEL) --verdicts profiling/results/architectures $(ARGS)
 
 lint: $(REQUIREMENTS) ## check style and types of the Python and C++ code, without changes
 	$(BIN)/ruff check .

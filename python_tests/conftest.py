@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 torch.set_num_threads(1)  # two pytest workers share two cores
 
-import emulation  # noqa: E402
-from op_cases import DEVICES  # noqa: E402
+from helpers.ops import emulation  # noqa: E402
+from helpers.ops.op_cases import DEVICES  # noqa: E402
 
 from specdec_ext.ops import _library, packed_head  # noqa: E402
 
@@ -25,7 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.verdicts and not hasattr(config, "workerinput"):
-        from verdict_table import tables  # needs transformers, which tests of ops alone do not
+        from helpers.checks.verdict_table import (
+            tables,  # needs transformers, which tests of ops alone do not
+        )
 
         for table in tables(config.option.verdicts):
             config.pluginmanager.register(table)
@@ -48,7 +49,7 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
     try:
         return (yield)
     except ValueError as error:
-        from versions import skip_if_unknown  # needs transformers, as above
+        from helpers.versions import skip_if_unknown  # needs transformers, as above
 
         skip_if_unknown(error)
         raise

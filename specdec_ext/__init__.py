@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specdec_ext.drafters import Drafter, DraftModelDrafter, HeadDrafter, NgramDrafter
     from specdec_ext.drafters.combined import CombinedDrafter
+    from specdec_ext.drafters.heads.medusa import MedusaDrafter
     from specdec_ext.drafters.lookahead import LookaheadDrafter
-    from specdec_ext.drafters.medusa import MedusaDrafter
-    from specdec_ext.drafters.suffix import SuffixDrafter, SuffixHistory
+    from specdec_ext.drafters.lookup.suffix import SuffixDrafter, SuffixHistory
     from specdec_ext.evaluate.check import Check, ModelCheck, check_model
     from specdec_ext.evaluate.compare import ComparedRuns, compare_runs
     from specdec_ext.generation import custom_generate, generate
@@ -69,8 +69,8 @@ _MODULES = {
     "drafters": ("Drafter", "DraftModelDrafter", "HeadDrafter", "NgramDrafter"),
     "drafters.combined": ("CombinedDrafter",),
     "drafters.lookahead": ("LookaheadDrafter",),
-    "drafters.medusa": ("MedusaDrafter",),
-    "drafters.suffix": ("SuffixDrafter", "SuffixHistory"),
+    "drafters.heads.medusa": ("MedusaDrafter",),
+    "drafters.lookup.suffix": ("SuffixDrafter", "SuffixHistory"),
     "generation": ("custom_generate", "generate"),
     "hosts": ("install", "uninstall"),
     "heads.medusa": ("MedusaHeads",),

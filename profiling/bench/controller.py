@@ -1,7 +1,7 @@
 """Compare ``speculation="auto"`` with plain decoding and with the best fixed shape.
 
     python profiling controller                     # bundled model, 128 tokens, batch 1
-    python profiling controller --max-new-tokens 512 --batch 4 --out profiling/results/controller
+    python profiling controller --max-new-tokens 512 --batch 4 --out profiling/results/generation/controller
 
 The goal: "auto" is never slower than plain decoding, and as fast as the best fixed shape. Every row is one
 interleaved run of plain decoding, "auto" and "fixed", with medians over prompts. What "auto" learns is kept

@@ -1,9 +1,9 @@
 """Measure every goal of speed and memory on a CPU and print goal, measured value and verdict.
 
-    python profiling goals --out profiling/results/goals_cpu            # idle machine, about half an hour
+    python profiling goals --out profiling/results/generation/goals_cpu    # idle machine, about half an hour
     python profiling goals --only speed --dtype float32
     python profiling goals --only never-slower --model bundled --batch 4 --dtype bfloat16 \
-        --out profiling/results/never_slower --add
+        --out profiling/results/generation/never_slower --add
 
 "Never slower" alternates every drafter with plain decoding, call by call; its ratios are medians over
 repetitions of all prompts, with 95 % intervals over repetitions. All other ratios compare medians over

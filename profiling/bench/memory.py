@@ -1,7 +1,7 @@
 """Measure the memory that speculation adds to a call: peak resident bytes with a head and without.
 
     python profiling memory                          # 500M shape, bfloat16, 2048 tokens of context
-    python profiling memory --out profiling/results/memory_cpu
+    python profiling memory --out profiling/results/generation/memory_cpu
 
 Each call runs in its own process. The peak is that of the Linux kernel (VmHWM) after the target was loaded,
 so it includes reading and packing the head, prefill and decoding. The bound is the size of the head's

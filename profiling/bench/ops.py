@@ -2,7 +2,7 @@
 
     python profiling ops                                    # all ops of this build, best device
     python profiling ops --device cpu --threads 1 --op verify_match --op linear
-    python profiling ops --device cuda --compile --cupy --out profiling/results/ops_h200
+    python profiling ops --device cuda --compile --cupy --out profiling/results/kernels/ops_h200
 
 - Caches are flushed before every call: an op meets its inputs after a forward pass has streamed the weights
   of a model through the cache. On the CPU the code, Python's included, is warmed up again on small inputs.

@@ -300,7 +300,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    default = ROOT / "profiling" / "results" / "kernels"
+    default = ROOT / "profiling" / "results" / "kernels" / "kernels"
     parser.add_argument("--out", type=Path, default=default, help="write OUT.json and OUT.md")
     out = parser.parse_args().out
     nvcc = find_nvcc()

@@ -1,7 +1,7 @@
 """Count what one round of ``generate`` does on a GPU: launches, copies to and from the host. Needs no GPU.
 
     python profiling count-round                   # a table; --sites lists the places in the code
-    python profiling count-round --out profiling/results/round_counts
+    python profiling count-round --out profiling/results/generation/round_counts
 
 The bundled target and head run on the tensors of cuda_like.py, which take the code paths of CUDA and have
 real values. A round is one turn of the decoding loop: draft, verify, commit. The script counts the calls that

@@ -124,11 +124,11 @@ def plan(card: str, capability: str) -> list[Step]:
     golden = ROOT / "python_tests" / "golden"
     checksums = ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"]
     build = [sys.executable, "setup.py", "build_ext", "--inplace"]
-    report = tool_command("kernel-report", "--out", str(RESULTS / f"kernels_{card}"))
+    report = tool_command("kernel-report", "--out", str(RESULTS / "kernels" / f"kernels_{card}"))
     bench = tool_command("ops", "--device", "cuda", "--out")
     drafts = tool_command("draft-head", "--quick", "--repeats", "20", "--out")
-    timed = [*bench, str(RESULTS / f"ops_{card}"), "--cupy"]
-    compiled = [*bench, str(RESULTS / f"ops_{card}_compile"), "--compile"]
+    timed = [*bench, str(RESULTS / "kernels" / f"ops_{card}"), "--cupy"]
+    compiled = [*bench, str(RESULTS / "kernels" / f"ops_{card}_compile"), "--compile"]
     compiled += ["--model", "llama3-8b", "--largest"]
     return [
         Step("golden", 5, checksums, lambda output: "reference cases complete", folder=golden),
@@ -145,7 +145,7 @@ def plan(card: str, capability: str) -> list[Step]:
         Step(
             "draft head benchmark",
             30,
-            [*drafts, str(RESULTS / f"draft_head_{card}")],
+            [*drafts, str(RESULTS / "draft_head" / f"draft_head_{card}")],
             read_table,
             "build",
         ),

@@ -38,7 +38,7 @@ def main() -> int:
         "--release", action="append", choices=RELEASES, help="only this compiler; may be repeated"
     )
     parser.add_argument("--source", action="append", help="only this .cu file; may be repeated")
-    results = PROFILING / "results" / "toolchains"
+    results = PROFILING / "results" / "kernels" / "toolchains"
     parser.add_argument("--out", type=Path, default=results, help="write OUT.json and OUT.md")
     parser.add_argument(
         "--add",

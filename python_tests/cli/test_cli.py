@@ -11,10 +11,10 @@ import re
 
 import pytest
 import torch
-from command_line import run, words
+from helpers.command_line import run, words
+from helpers.models.tiny import tiny_model
+from helpers.versions import before
 from rich.console import Console
-from tiny import tiny_model
-from versions import before
 
 import specdec_ext
 from specdec_ext import assets, keyword_table

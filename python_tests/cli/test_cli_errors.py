@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from command_line import run, words
+from helpers.command_line import run, words
 
 from specdec_ext import assets
 

@@ -9,8 +9,8 @@ import io
 import json
 
 import pytest
-from checkpoint_cases import random_head
-from command_line import run
+from helpers.command_line import run
+from helpers.drafters.checkpoint_cases import random_head
 from rich.table import Table
 
 import specdec_ext

@@ -6,11 +6,11 @@ import io
 import re
 from dataclasses import replace
 
-import command_line
 import pytest
-from checkpoint_cases import random_head, read_folder, write_folder
-from medusa_cases import random_heads
-from places import GOLDEN
+from helpers import command_line
+from helpers.drafters.checkpoint_cases import random_head, read_folder, write_folder
+from helpers.drafters.medusa_cases import random_heads
+from helpers.places import GOLDEN
 
 from specdec_ext import assets, save_draft
 from specdec_ext.display.console import PlainConsole

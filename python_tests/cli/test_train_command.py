@@ -7,13 +7,13 @@ import json
 import re
 import sys
 
-import command_line
 import pytest
 import torch
-from checkpoint_cases import assert_same_head
-from command_line import words
-from tiny import VOCAB, tiny_model
-from training_cases import greedy_examples, random_examples
+from helpers import command_line
+from helpers.command_line import words
+from helpers.drafters.checkpoint_cases import assert_same_head
+from helpers.models.tiny import VOCAB, tiny_model
+from helpers.texts.training_cases import greedy_examples, random_examples
 
 import specdec_ext
 from specdec_ext import assets

@@ -12,11 +12,11 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-from checkpoint_cases import random_head
-from medusa_cases import random_heads
-from places import GOLDEN
+from helpers.drafters.checkpoint_cases import random_head
+from helpers.drafters.medusa_cases import random_heads
+from helpers.models.tiny import tiny_model
+from helpers.places import GOLDEN
 from rich.cells import cell_len
-from tiny import tiny_model
 from typer.testing import CliRunner
 
 from specdec_ext import (
@@ -43,9 +43,9 @@ from specdec_ext.evaluate.calibrate import Calibration, Trial
 from specdec_ext.evaluate.speedup import Speedup
 from specdec_ext.heads.record import HeadRecord
 from specdec_ext.report import Report
-from specdec_ext.training.dump import DumpSize
+from specdec_ext.training.data.dump import DumpSize
+from specdec_ext.training.data.regenerate import RegenerationProgress
 from specdec_ext.training.evaluation import Evaluation
-from specdec_ext.training.regenerate import RegenerationProgress
 from specdec_ext.training.trainer import Progress
 from specdec_ext.tree.view import MAX_NODES_DRAWN
 

@@ -10,14 +10,14 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_cases import random_head
-from medusa_cases import random_heads
-from tiny import prompts, tiny_model
+from helpers.drafters.checkpoint_cases import random_head
+from helpers.drafters.medusa_cases import random_heads
+from helpers.models.tiny import prompts, tiny_model
 
 import specdec_ext
 from specdec_ext.drafters import NgramDrafter, resolve, resolve_drafter
 from specdec_ext.drafters.combined import CombinedDrafter
-from specdec_ext.drafters.head import HeadDrafter
+from specdec_ext.drafters.heads.head import HeadDrafter
 from specdec_ext.heads.checkpoints import save_medusa
 
 HEAD = {"feature_layers": (1, 2, 3)}

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from drafting_contexts import context_of, started
-from every_drafter import DRAFTERS
-from head_cases import TREES, head_of
-from lossless import NEW_TOKENS, check_same_text, every_decoding, generate, plain_text
-from tiny import every_batch, prompts, tiny_model, wrong
+from helpers.checks.lossless import (
+    NEW_TOKENS,
+    check_same_text,
+    every_decoding,
+    generate,
+    plain_text,
+)
+from helpers.drafters.drafting_contexts import context_of, started
+from helpers.drafters.every_drafter import DRAFTERS
+from helpers.drafters.head_cases import TREES, head_of
+from helpers.models.tiny import every_batch, prompts, tiny_model, wrong
 
 import specdec_ext
 from specdec_ext import (
@@ -21,7 +27,7 @@ from specdec_ext import (
     NgramDrafter,
     SuffixDrafter,
 )
-from specdec_ext.drafters.retrieval import RetrievalDrafter
+from specdec_ext.drafters.lookup.retrieval import RetrievalDrafter
 from specdec_ext.tree.config import Lookup
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import generated, prompts, tiny_model, wrong
+from helpers.models.tiny import generated, prompts, tiny_model, wrong
 
 import specdec_ext
 from specdec_ext import DraftModelDrafter, DraftTree

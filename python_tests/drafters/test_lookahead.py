@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from drafting_contexts import context_of, started
-from lossless import check_same_text, every_decoding, generate
-from tiny import VOCAB, counting_model, every_batch, prompts
+from helpers.checks.lossless import check_same_text, every_decoding, generate
+from helpers.drafters.drafting_contexts import context_of, started
+from helpers.models.tiny import VOCAB, counting_model, every_batch, prompts
 
 import specdec_ext
 from specdec_ext import DraftTree, LookaheadDrafter

@@ -15,7 +15,7 @@ import shutil
 
 import pytest
 import torch
-from tiny import prompts, tiny_model
+from helpers.models.tiny import prompts, tiny_model
 
 import specdec_ext
 from specdec_ext import assets
@@ -26,7 +26,7 @@ from specdec_ext.cli.demo import demo
 from specdec_ext.cli.generate import generate
 from specdec_ext.drafters import draft_model, resolve, resolve_drafter
 from specdec_ext.drafters.combined import CombinedDrafter
-from specdec_ext.drafters.head import HeadDrafter
+from specdec_ext.drafters.heads.head import HeadDrafter
 from specdec_ext.drafters.vocabulary import SharedVocabulary
 
 CODE = "def area(width, height):\n    return width"
@@ -170,14 +170,14 @@ def test_hub_that_does_not_answer_is_not_waited_for(target, monkeypatch, tmp_pat
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("specdec_ext.heads.checkpoints.hub.hub_answers", lambda: False)
+    monkeypatch.setattr("specdec_ext.heads.checkpoints.storage.hub.hub_answers", lambda: False)
     message = "'org/head' is neither a file nor a folder, it is not in the hub's cache, and "
     with pytest.raises(OSError, match=message):
         resolve_drafter("org/head", target)
 
 
 def test_address_without_connection_does_not_answer(monkeypatch):
-    from specdec_ext.heads.checkpoints import hub
+    from specdec_ext.heads.checkpoints.storage import hub
 
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)

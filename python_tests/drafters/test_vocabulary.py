@@ -12,8 +12,8 @@ import functools
 
 import pytest
 import torch
-from op_cases import generator
-from tiny import VOCAB, generated, prompts, tiny_model
+from helpers.models.tiny import VOCAB, generated, prompts, tiny_model
+from helpers.ops.op_cases import generator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 

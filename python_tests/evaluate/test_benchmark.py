@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.models.tiny import VOCAB, prompts, tiny_model
 from rich.console import Console
-from tiny import VOCAB, prompts, tiny_model
 
 import specdec_ext
 from specdec_ext import ComparedRuns, DraftModelDrafter, DraftTree, SpeculationStats, assets

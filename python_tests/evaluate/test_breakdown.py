@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from helpers.models.tiny import tiny_model
 from matplotlib.figure import Figure
-from tiny import tiny_model
 
 from specdec_ext import ops
 from specdec_ext.evaluate.breakdown import INSIDE, PARTS, Breakdown, Part, _Clock, breakdown

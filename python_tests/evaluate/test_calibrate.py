@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checkpoint_cases import VOCAB, random_head
-from tiny import tiny_model
+from helpers.drafters.checkpoint_cases import VOCAB, random_head
+from helpers.models.tiny import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec_ext.evaluate.calibrate import calibrate

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import prompts, tiny_model
+from helpers.models.tiny import prompts, tiny_model
 
 from specdec_ext import compare_runs
 

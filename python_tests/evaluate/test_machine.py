@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 import torch
-from places import ROOT
+from helpers.places import ROOT
 
 from specdec_ext.evaluate.machine import machine_line
 

@@ -7,8 +7,8 @@ import re
 
 import pytest
 import torch
-from command_line import run, words
-from tiny import prompts, tiny_model
+from helpers.command_line import run, words
+from helpers.models.tiny import prompts, tiny_model
 from torch import nn
 from transformers import PreTrainedModel
 

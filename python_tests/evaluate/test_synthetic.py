@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import VOCAB, prompts, tiny_model
+from helpers.models.tiny import VOCAB, prompts, tiny_model
 
 import specdec_ext
 from specdec_ext import DraftTree

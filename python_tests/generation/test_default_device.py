@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from every_drafter import DRAFTERS
-from lossless import DECODING, every_decoding
-from rope_cases import TYPES, config
-from stopping_cases import letters_tokenizer
-from tiny import BATCHES, prompts, tiny_model
+from helpers.checks.lossless import DECODING, every_decoding
+from helpers.drafters.every_drafter import DRAFTERS
+from helpers.drafters.rope_cases import TYPES, config
+from helpers.models.tiny import BATCHES, prompts, tiny_model
+from helpers.texts.stopping_cases import letters_tokenizer
 from torch.utils._device import _device_constructors
 
 import specdec_ext

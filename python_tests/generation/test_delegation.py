@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-import zoo
-from tiny import prompts, tiny_model
+from helpers.models import zoo
+from helpers.models.tiny import prompts, tiny_model
+from helpers.versions import since
 from transformers import LlamaForCausalLM
-from versions import since
 
 import specdec_ext
 from specdec_ext.errors import NotAcceleratedError

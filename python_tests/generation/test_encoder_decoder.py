@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from tiny import (
+from helpers.models import zoo
+from helpers.models.tiny import (
     SHAPES,
     ScriptedDrafter,
     adversary_chain,

@@ -12,9 +12,17 @@ import inspect
 
 import pytest
 import torch
-from places import ROOT
-from stopping_cases import letters_tokenizer
-from tiny import VOCAB, ScriptedDrafter, generated, noisy_chain, prompts, random_tree, tiny_model
+from helpers.models.tiny import (
+    VOCAB,
+    ScriptedDrafter,
+    generated,
+    noisy_chain,
+    prompts,
+    random_tree,
+    tiny_model,
+)
+from helpers.places import ROOT
+from helpers.texts.stopping_cases import letters_tokenizer
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -115,11 +123,12 @@ def test_fields_of_other_code_are_ignored():
 
 
 def test_page_in_docs_is_the_table():
-    page = (ROOT / "docs" / "keywords.md").read_text()
+    page = (ROOT / "docs" / "reference" / "keywords.md").read_text()
     # As a set, because entries that a test removed and restored are at the end.
     lines = set(keyword_table.markdown().splitlines())
     assert {line for line in page.splitlines() if line.startswith("|")} == lines - {""}, (
-        "the table has changed: put the output of `specdec keywords --markdown` into docs/keywords.md"
+        "the table has changed: put the output of `specdec keywords --markdown` into "
+        "docs/reference/keywords.md"
     )
 
 

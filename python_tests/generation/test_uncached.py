@@ -6,8 +6,8 @@ draft needs the logits before it.
 
 import pytest
 import torch
-import zoo
-from tiny import ScriptedDrafter, generated, noisy_chain, random_tree
+from helpers.models import zoo
+from helpers.models.tiny import ScriptedDrafter, generated, noisy_chain, random_tree
 
 import specdec_ext
 

@@ -8,9 +8,9 @@ import copy
 
 import pytest
 import torch
-from every_drafter import DRAFTERS
-from lossless import DECODING, every_decoding
-from tiny import VOCAB, tiny_model
+from helpers.checks.lossless import DECODING, every_decoding
+from helpers.drafters.every_drafter import DRAFTERS
+from helpers.models.tiny import VOCAB, tiny_model
 from torch import nn
 
 import specdec_ext

@@ -14,10 +14,15 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from checkpoint_cases import assert_same_head, random_head, read_folder, write_folder
-from places import GOLDEN
+from helpers.drafters.checkpoint_cases import (
+    assert_same_head,
+    random_head,
+    read_folder,
+    write_folder,
+)
+from helpers.models.tiny import tiny_model
+from helpers.places import GOLDEN
 from safetensors.torch import load_file, save_file
-from tiny import tiny_model
 from transformers import LlamaConfig, Qwen3Config
 
 from specdec_ext import assets
@@ -442,8 +447,10 @@ def test_pickles_are_fetched_only_without_safetensors(tmp_path, monkeypatch):
             torch.save(tensors, tmp_path / "pytorch_model.bin")
         return str(tmp_path)
 
-    monkeypatch.setattr("specdec_ext.heads.checkpoints.files.snapshot_download", snapshot_download)
-    monkeypatch.setattr("specdec_ext.heads.checkpoints.hub.hub_answers", lambda: True)
+    monkeypatch.setattr(
+        "specdec_ext.heads.checkpoints.storage.files.snapshot_download", snapshot_download
+    )
+    monkeypatch.setattr("specdec_ext.heads.checkpoints.storage.hub.hub_answers", lambda: True)
     assert_same_head(load_draft("org/head", revision="v1", token="secret"), head)
     assert asked == [
         ("org/head", ["*.json", "*.safetensors"], "v1", "secret"),

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_cases import random_head, read_folder, write_folder
+from helpers.drafters.checkpoint_cases import random_head, read_folder, write_folder
 from safetensors.torch import save_file
 
 from specdec_ext.heads.checkpoints import load_draft, save_draft

@@ -9,16 +9,16 @@ import re
 
 import pytest
 import torch
-from checkpoint_cases import random_head
-from command_line import run
-from lossless import generate, plain_text
-from medusa_cases import random_heads
-from tiny import prompts, tiny_model
+from helpers.checks.lossless import generate, plain_text
+from helpers.command_line import run
+from helpers.drafters.checkpoint_cases import random_head
+from helpers.drafters.medusa_cases import random_heads
+from helpers.models.tiny import prompts, tiny_model
 
 import specdec_ext
 from specdec_ext import assets, load_draft, save_draft
 from specdec_ext.drafters import resolve_drafter
-from specdec_ext.drafters.head import HeadDrafter
+from specdec_ext.drafters.heads.head import HeadDrafter
 from specdec_ext.heads.checkpoints import is_draft, save_medusa
 
 TARGET = assets.FOLDER / "tiny-python-target"

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from medusa_cases import random_heads
+from helpers.drafters.medusa_cases import random_heads
 from safetensors.torch import save_file
 from torch import Tensor
 
 from specdec_ext import MedusaHeads
-from specdec_ext.heads.checkpoints.files import open_checkpoint
 from specdec_ext.heads.checkpoints.medusa import looks_like_medusa, read_medusa, save_medusa
+from specdec_ext.heads.checkpoints.storage.files import open_checkpoint
 from specdec_ext.heads.record import HeadRecord
 
 

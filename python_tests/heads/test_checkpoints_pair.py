@@ -13,9 +13,9 @@ import functools
 
 import pytest
 import torch
-from checkpoint_cases import random_head, read_folder, write_folder
-from medusa_cases import random_heads
-from tiny import SIZES, tiny_model
+from helpers.drafters.checkpoint_cases import random_head, read_folder, write_folder
+from helpers.drafters.medusa_cases import random_heads
+from helpers.models.tiny import SIZES, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec_ext import assets
@@ -27,8 +27,8 @@ from specdec_ext.heads.checkpoints import (
     tokenizer_fingerprint,
     weights_fingerprint,
 )
-from specdec_ext.heads.checkpoints.feature_layers import recorded_layers
-from specdec_ext.heads.checkpoints.fields import Fields
+from specdec_ext.heads.checkpoints.config.feature_layers import recorded_layers
+from specdec_ext.heads.checkpoints.config.fields import Fields
 from specdec_ext.heads.record import HeadRecord
 
 # --- layers that a head reads ------------------------------------------------------------------------

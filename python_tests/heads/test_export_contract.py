@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from checkpoint_cases import random_head, read_folder
+from helpers.drafters.checkpoint_cases import random_head, read_folder
 
 from specdec_ext.heads.checkpoints import save_draft
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from rope_cases import TYPES, config
+from helpers.drafters.rope_cases import TYPES, config
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

@@ -3,5 +3,6 @@
 from pathlib import Path
 
 HELPERS = Path(__file__).resolve().parent
-GOLDEN = HELPERS.parent / "golden"
-ROOT = HELPERS.parent.parent
+TESTS = HELPERS.parent
+GOLDEN = TESTS / "golden"
+ROOT = TESTS.parent

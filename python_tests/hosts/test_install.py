@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from tiny import ScriptedDrafter, generated, greedy_text, oracle_tree, tiny_model
+from helpers.models.tiny import ScriptedDrafter, generated, greedy_text, oracle_tree, tiny_model
 from transformers import GenerationConfig, LogitsProcessorList
 
 import specdec_ext

@@ -6,8 +6,9 @@ and the logits of a tree are those of each of its branches alone, within 1e-4 in
 
 import pytest
 import torch
-from lossless import check_generated_text
-from tiny import (
+from helpers.checks.lossless import check_generated_text
+from helpers.checks.tree_logits import check_tree_logits
+from helpers.models.tiny import (
     BATCHES,
     BY_DISTANCE,
     ScriptedDrafter,
@@ -17,7 +18,6 @@ from tiny import (
     random_tree,
     tiny_model,
 )
-from tree_logits import check_tree_logits
 
 import specdec_ext
 from specdec_ext.models.families.alibi import alibi_of

@@ -6,12 +6,11 @@ Another table has drafted tokens for which a model computes NaN, by attention an
 
 from __future__ import annotations
 
-import poison
 import pytest
-import verdicts
-import zoo
-from tiny import noisy_chain, oracle_chain, oracle_tree, prompts, random_tree
-from versions import before
+from helpers.checks import poison, verdicts
+from helpers.models import zoo
+from helpers.models.tiny import noisy_chain, oracle_chain, oracle_tree, prompts, random_tree
+from helpers.versions import before
 
 import specdec_ext
 

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from tiny import VOCAB, generated, prompts, tiny_model
+from helpers.models.tiny import VOCAB, generated, prompts, tiny_model
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import tiny_model
+from helpers.models.tiny import tiny_model
 from transformers import DynamicCache, StaticCache
 
 from specdec_ext.models.cache.adoption import adopt_cache

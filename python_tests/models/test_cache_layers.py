@@ -9,11 +9,11 @@ import functools
 
 import pytest
 import torch
-import zoo
-from lossless import check_generated_text
-from tiny import CACHES, every_batch, prompts, tiny_model
+from helpers.checks.lossless import check_generated_text
+from helpers.checks.tree_logits import check_tree_logits
+from helpers.models import zoo
+from helpers.models.tiny import CACHES, every_batch, prompts, tiny_model
 from transformers import DynamicCache
-from tree_logits import check_tree_logits
 
 import specdec_ext
 from specdec_ext.models.cache.adoption import adopt_cache

@@ -9,8 +9,8 @@ import copy
 
 import pytest
 import torch
-import zoo
-from tiny import make_drafter, prompts, tiny_model
+from helpers.models import zoo
+from helpers.models.tiny import make_drafter, prompts, tiny_model
 from transformers import DynamicCache
 
 import specdec_ext

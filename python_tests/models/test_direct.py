@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from tiny import CONFIGS, prompts, tiny_model
+from helpers.models.tiny import CONFIGS, prompts, tiny_model
 from torch import nn
 from transformers import DynamicCache
 from transformers.models.llama import modeling_llama

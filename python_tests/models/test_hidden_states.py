@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from tiny import ARCHITECTURES, VOCAB, prompts, tiny_model
+from helpers.models.tiny import ARCHITECTURES, VOCAB, prompts, tiny_model
 
 import specdec_ext
 from specdec_ext.models import make_target

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from tiny import CONFIGS, tiny_model
+from helpers.models.tiny import CONFIGS, tiny_model
 from torch import nn
 
 from specdec_ext import ops

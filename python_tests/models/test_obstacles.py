@@ -10,8 +10,8 @@ import copy
 
 import pytest
 import torch
-import zoo
-from tiny import (
+from helpers.models import zoo
+from helpers.models.tiny import (
     SIZES,
     ScriptedDrafter,
     generated,

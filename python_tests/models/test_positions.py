@@ -8,10 +8,17 @@ import threading
 
 import pytest
 import torch
-from lossless import check_generated_text
-from tiny import COUNTING, ScriptedDrafter, every_batch, generated, prompts, tiny_model
-from tree_logits import check_tree_logits
-from versions import skip_unless_drafted
+from helpers.checks.lossless import check_generated_text
+from helpers.checks.tree_logits import check_tree_logits
+from helpers.models.tiny import (
+    COUNTING,
+    ScriptedDrafter,
+    every_batch,
+    generated,
+    prompts,
+    tiny_model,
+)
+from helpers.versions import skip_unless_drafted
 
 import specdec_ext
 from specdec_ext.models.families.patches import patched

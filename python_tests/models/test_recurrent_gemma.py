@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import zoo
-from tiny import ScriptedDrafter, generated, noisy_chain, prompts, random_tree
+from helpers.models import zoo
+from helpers.models.tiny import ScriptedDrafter, generated, noisy_chain, prompts, random_tree
+from helpers.versions import since
 from transformers import DynamicCache
-from versions import since
 
 import specdec_ext
 

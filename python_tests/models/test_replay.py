@@ -10,8 +10,8 @@ import functools
 
 import pytest
 import torch
-from recurrent_models import KINDS, recurrent_models
-from tiny import (
+from helpers.models.recurrent_models import KINDS, recurrent_models
+from helpers.models.tiny import (
     SHAPES,
     ScriptedDrafter,
     adversary_chain,

@@ -14,8 +14,8 @@ import sys
 
 import pytest
 import torch
-from places import HELPERS, ROOT
-from tiny import DRAFTERS, generated, make_drafter, prompts, tiny_model
+from helpers.models.tiny import DRAFTERS, generated, make_drafter, prompts, tiny_model
+from helpers.places import ROOT, TESTS
 from torch import nn
 
 import specdec_ext
@@ -226,8 +226,8 @@ TENSOR_PARALLEL = """
 import sys
 import torch
 from transformers import AutoModelForCausalLM
-from head_cases import head_of
-from tiny import generated, make_drafter, prompts
+from helpers.drafters.head_cases import head_of
+from helpers.models.tiny import generated, make_drafter, prompts
 from torch.distributed.tensor import DTensor
 import specdec_ext
 from specdec_ext import HeadDrafter, save_draft
@@ -280,7 +280,7 @@ def test_tensor_parallel(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path)
     script = tmp_path / "tensor_parallel.py"
     script.write_text(TENSOR_PARALLEL)
-    search = os.pathsep.join([str(HELPERS), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    search = os.pathsep.join([str(TESTS), str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*command, str(script), str(tmp_path), *DRAFTERS],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import zoo
+from helpers.models import zoo
 from transformers import AutoConfig, PreTrainedConfig
 
 SOME = ["bamba", "deepseek_v4", "gemma3", "gpt2", "nemotron_h", "qwen3_next", "whisper"]

@@ -10,8 +10,8 @@ import hashlib
 
 import pytest
 import torch
-from golden_cases import CHAINS, TREES, load, parents_of
-from places import GOLDEN
+from helpers.drafters.golden_cases import CHAINS, TREES, load, parents_of
+from helpers.places import GOLDEN
 
 from specdec_ext import ops
 

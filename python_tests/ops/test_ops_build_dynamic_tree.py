@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from op_cases import DEVICES, assert_same, check_rows_alone, generator, strided, to
+from helpers.ops.op_cases import DEVICES, assert_same, check_rows_alone, generator, strided, to
 
 from specdec_ext import ops
 from specdec_ext.reference.build_dynamic_tree import build_dynamic_tree as reference

@@ -7,7 +7,7 @@ same bits alone, in a tree and in a batch. Slots that no node may see hold NaN.
 
 import pytest
 import torch
-from op_cases import generator, two_threads
+from helpers.ops.op_cases import generator, two_threads
 
 from specdec_ext import ops
 from specdec_ext.ops.decoder_layers import LAYER_TENSORS

@@ -9,11 +9,10 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import instruction_sets
 import pytest
 import torch
-from golden_cases import CHAINS, TREES
-from head_cases import (
+from helpers.drafters.golden_cases import CHAINS, TREES
+from helpers.drafters.head_cases import (
     KINDS,
     Run,
     check_golden_chain,
@@ -22,7 +21,8 @@ from head_cases import (
     golden_run,
     head_of,
 )
-from head_op_cases import (
+from helpers.ops import instruction_sets
+from helpers.ops.head_op_cases import (
     EMULATED_ROUNDS,
     ROUNDS,
     SHAPES,
@@ -36,7 +36,7 @@ from head_op_cases import (
     path_scores,
     some_emulated,
 )
-from op_cases import DEVICES, generator, two_threads
+from helpers.ops.op_cases import DEVICES, generator, two_threads
 from torch import Tensor
 
 from specdec_ext import ops

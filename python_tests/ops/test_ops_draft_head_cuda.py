@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_cases import random_head
-from emulation import emulated_ops
-from head_cases import KINDS, Run, elements, head_of
-from head_op_cases import (
+from helpers.drafters.checkpoint_cases import random_head
+from helpers.drafters.head_cases import KINDS, Run, elements, head_of
+from helpers.models.tiny import prompts, tiny_model
+from helpers.ops.emulation import emulated_ops
+from helpers.ops.head_op_cases import (
     EMULATED_ROUNDS,
     SHAPES,
     STATIC,
@@ -31,8 +32,7 @@ from head_op_cases import (
     poisoned,
     some_emulated,
 )
-from op_cases import DEVICES
-from tiny import prompts, tiny_model
+from helpers.ops.op_cases import DEVICES
 
 import specdec_ext
 from specdec_ext import HeadDrafter, ops

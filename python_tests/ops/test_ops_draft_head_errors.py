@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from head_cases import Run, elements, head_of
-from head_op_cases import OpRun
-from op_cases import DEVICES
+from helpers.drafters.head_cases import Run, elements, head_of
+from helpers.ops.head_op_cases import OpRun
+from helpers.ops.op_cases import DEVICES
 
 from specdec_ext import ops
 from specdec_ext.ops import _library

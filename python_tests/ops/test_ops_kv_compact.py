@@ -1,9 +1,9 @@
 """``kv_compact``: the op equals its specification byte for byte; nothing else is touched."""
 
-import emulation
 import pytest
 import torch
-from op_cases import DEVICES, generator, two_threads
+from helpers.ops import emulation
+from helpers.ops.op_cases import DEVICES, generator, two_threads
 
 from specdec_ext import ops
 from specdec_ext.ops import _library

@@ -4,10 +4,10 @@ The op has no CUDA kernel; the claims are about CPU instruction sets, threads an
 float64 is at most twice torch's in the same dtype, plus one rounding of the largest output.
 """
 
-import instruction_sets
 import pytest
 import torch
-from op_cases import generator, two_threads
+from helpers.ops import instruction_sets
+from helpers.ops.op_cases import generator, two_threads
 
 from specdec_ext import ops
 from specdec_ext.reference.linear import linear as linear_reference

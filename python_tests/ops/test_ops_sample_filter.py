@@ -4,10 +4,10 @@ Transformers computes probabilities in float32 and sorts ties in any order. So a
 transformers, and they are the same ones where the scores at the end of the nucleus don't tie.
 """
 
-import instruction_sets
 import pytest
 import torch
-from op_cases import check_rows_alone, generator, to, two_threads
+from helpers.ops import instruction_sets
+from helpers.ops.op_cases import check_rows_alone, generator, to, two_threads
 
 from specdec_ext import ops
 from specdec_ext.reference.exp import exp_nonpositive

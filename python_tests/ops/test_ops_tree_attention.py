@@ -8,11 +8,18 @@ plain decoding of its path. Slots that no node may see hold NaN.
 
 from dataclasses import replace
 
-import instruction_sets
 import pytest
 import torch
-from attention_cases import Shape, decode_path, paged, random_case, run, static_arguments
-from op_cases import generator, strided, two_threads
+from helpers.ops import instruction_sets
+from helpers.ops.attention_cases import (
+    Shape,
+    decode_path,
+    paged,
+    random_case,
+    run,
+    static_arguments,
+)
+from helpers.ops.op_cases import generator, strided, two_threads
 
 from specdec_ext.reference.tree_attention import tree_attention as reference
 

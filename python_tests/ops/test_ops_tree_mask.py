@@ -5,7 +5,14 @@
 
 import pytest
 import torch
-from op_cases import DEVICES, all_parents, assert_same, random_parents, strided, two_threads
+from helpers.ops.op_cases import (
+    DEVICES,
+    all_parents,
+    assert_same,
+    random_parents,
+    strided,
+    two_threads,
+)
 
 from specdec_ext import ops
 from specdec_ext.reference.tree_mask import tree_mask as tree_mask_reference

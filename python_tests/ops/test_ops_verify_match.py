@@ -3,10 +3,10 @@
 ``test_distribution.py`` tests the distribution of what it emits.
 """
 
-import instruction_sets
 import pytest
 import torch
-from op_cases import (
+from helpers.ops import instruction_sets
+from helpers.ops.op_cases import (
     DEVICES,
     all_parents,
     assert_same,

@@ -5,10 +5,10 @@ but in these cases no uniform number is within float32's error of its threshold.
 bits. ``test_distribution_sampled.py`` tests the distribution of the emitted tokens.
 """
 
-import instruction_sets
 import pytest
 import torch
-from op_cases import (
+from helpers.ops import instruction_sets
+from helpers.ops.op_cases import (
     assert_same,
     check_rows_alone,
     generator,

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoint_cases import head_config
-from head_cases import Run, elements, head_of
-from tiny import prompts, tiny_model
+from helpers.drafters.checkpoint_cases import head_config
+from helpers.drafters.head_cases import Run, elements, head_of
+from helpers.models.tiny import prompts, tiny_model
 
 import specdec_ext
 from specdec_ext import HeadDrafter, TreeConfig, ops
-from specdec_ext.drafters.bound_head import BoundHead
+from specdec_ext.drafters.heads.bound_head import BoundHead
 from specdec_ext.heads.weights import UnkeptTensors
 from specdec_ext.ops import packed_head
 from specdec_ext.ops import quantise as quantise_module

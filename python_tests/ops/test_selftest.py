@@ -5,7 +5,7 @@ import shutil
 import subprocess
 
 import pytest
-from places import ROOT
+from helpers.places import ROOT
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")

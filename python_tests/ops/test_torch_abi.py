@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from places import ROOT
+from helpers.places import ROOT
 
 from specdec_ext.ops import _library
 

@@ -13,8 +13,8 @@ from typing import get_type_hints
 
 import pytest
 import typer
-from command_line import run, words
-from places import ROOT
+from helpers.command_line import run, words
+from helpers.places import ROOT
 
 from specdec_ext.cli import app
 from specdec_ext.preflight import extras, outputs

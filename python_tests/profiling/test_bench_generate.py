@@ -6,7 +6,7 @@ import pytest
 from baselines import random_targets
 from bench import generate
 from bench.generate import HF, HF_LOOKUP, PLAIN, chosen
-from tiny_shapes import TINY
+from helpers.models.tiny_shapes import TINY
 
 from specdec_ext.evaluate.benchmark import HF_ASSISTED
 

@@ -9,7 +9,7 @@ from baselines import random_targets
 from bench import controller, goals, memory, never_slower
 from bench.goals import COLUMNS, QUICK, Goals
 from bench.memory import MIB
-from tiny_shapes import TINY
+from helpers.models.tiny_shapes import TINY
 
 from specdec_ext.evaluate.benchmark import PLAIN, Report, Series
 

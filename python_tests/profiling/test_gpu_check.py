@@ -19,7 +19,7 @@ from gpu import check as gpu_check
 from gpu import op_checks
 from gpu import steps as gpu_steps
 from gpu.steps import Failed, Step
-from places import ROOT
+from helpers.places import ROOT
 
 CPU = torch.device("cpu")
 

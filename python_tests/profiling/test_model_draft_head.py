@@ -23,7 +23,7 @@ from cuda_kernels.model_draft_head import (
     phase_costs,
     timeline,
 )
-from places import ROOT
+from helpers.places import ROOT
 
 from specdec_ext import _host
 from specdec_ext.tree.config import TreeConfig
@@ -152,11 +152,11 @@ def test_the_estimates_in_the_documentation_are_of_today(head):
         total = draft_estimate(level_estimates(Workload(HEADS[head], CHAIN), machine))
         floor, best, worst = (total[f"{name}_us"] / 1e3 for name in ("floor", "best", "worst"))
         cells += [f"{floor:.2f} ms", f"{best:.2f} to {worst:.2f} ms"]
-    page = (ROOT / "docs" / "performance.md").read_text()
+    page = (ROOT / "docs" / "reference" / "performance.md").read_text()
     assert f"| {' | '.join(cells)} |\n" in page
 
 
 def test_the_committed_estimates_are_of_today(tmp_path):
     model_draft_head.main(["--out", str(tmp_path / "model")])
-    committed = (ROOT / "profiling" / "results" / "draft_head_model.md").read_text()
+    committed = (ROOT / "profiling" / "results" / "draft_head" / "draft_head_model.md").read_text()
     assert (tmp_path / "model.md").read_text() == committed

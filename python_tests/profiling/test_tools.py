@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from places import ROOT
+from helpers.places import ROOT
 
 PROFILING = ROOT / "profiling"
 TOOLS = runpy.run_path(str(PROFILING / "__main__.py"), run_name="tools")["TOOLS"]

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from places import ROOT
+from helpers.places import ROOT
 
 from build_support import BuildError, native, toolchain
 from build_support.architectures import VARIABLE

@@ -1,7 +1,7 @@
 """The notebooks run to their end, and print what is saved in them."""
 
 import pytest
-from places import ROOT
+from helpers.places import ROOT
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")

@@ -18,7 +18,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from places import ROOT
+from helpers.places import ROOT
 
 from build_support.toolchain import find_ninja
 

@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 import torch
-from places import ROOT
-from tiny import prompts, tiny_model
+from helpers.models.tiny import prompts, tiny_model
+from helpers.places import ROOT
 from typer.testing import CliRunner
 
 import specdec_ext
@@ -29,7 +29,7 @@ BLOCKS = python_blocks(README)
 
 
 def test_drafter_of_the_docs_is_lossless():
-    (block,) = python_blocks(PAGES["write-a-drafter.md"])
+    (block,) = python_blocks(PAGES["guide/write-a-drafter.md"])
     model = tiny_model("llama")
     ids, mask = prompts((12, 3, 9))
     inputs = dict(input_ids=ids, attention_mask=mask, do_sample=False)

@@ -14,10 +14,10 @@ from statistics import fmean
 
 import pytest
 import torch
-from command_line import words
-from decoding_world import World
-from lossless import generate, plain_text
-from tiny import ScriptedDrafter, generated, oracle_chain, prompts, tiny_model
+from helpers.checks.lossless import generate, plain_text
+from helpers.command_line import words
+from helpers.decoding_world import World
+from helpers.models.tiny import ScriptedDrafter, generated, oracle_chain, prompts, tiny_model
 
 import specdec_ext
 from specdec_ext import DraftModelDrafter, SpeculationConfig, SpeculationStats, TreeConfig

@@ -10,12 +10,12 @@ import functools
 import random
 from typing import Any, ClassVar
 
-import every_drafter
 import pytest
 import torch
-from head_cases import TREES, head_of
-from lossless import check_same_text, generate, plain_text
-from tiny import ScriptedDrafter, generated, noisy_chain, random_tree, tiny_model
+from helpers.checks.lossless import check_same_text, generate, plain_text
+from helpers.drafters import every_drafter
+from helpers.drafters.head_cases import TREES, head_of
+from helpers.models.tiny import ScriptedDrafter, generated, noisy_chain, random_tree, tiny_model
 
 from specdec_ext import (
     CombinedDrafter,
@@ -26,7 +26,7 @@ from specdec_ext import (
     SuffixDrafter,
     generation,
 )
-from specdec_ext.drafters import head as head_module
+from specdec_ext.drafters.heads import head as head_module
 from specdec_ext.schedule.policy import Policy, offered
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*in the last")

@@ -13,24 +13,24 @@ from pathlib import Path
 
 import pytest
 import torch
-import zoo
-from checkpoint_cases import assert_same_head
-from places import HELPERS
-from tiny import VOCAB, tiny_model
-from training_cases import example, greedy_examples, random_examples
+from helpers.drafters.checkpoint_cases import assert_same_head
+from helpers.models import zoo
+from helpers.models.tiny import VOCAB, tiny_model
+from helpers.places import TESTS
+from helpers.texts.training_cases import example, greedy_examples, random_examples
 
 import specdec_ext
 from specdec_ext import assets
 from specdec_ext.heads.checkpoints import check_pair, load_draft, save_draft, save_medusa
-from specdec_ext.training.batches import Example, OnlineFeatures
-from specdec_ext.training.eagle import EagleObjective
+from specdec_ext.training.data.batches import Example, OnlineFeatures
 from specdec_ext.training.evaluation import HeldOut, _walk, evaluate, sampled_texts
-from specdec_ext.training.medusa_heads import MedusaObjective
+from specdec_ext.training.objectives.eagle import EagleObjective
+from specdec_ext.training.objectives.medusa_heads import MedusaObjective
+from specdec_ext.training.objectives.teacher import Teacher
 from specdec_ext.training.optimizers import scale
 from specdec_ext.training.order import epoch_batches
 from specdec_ext.training.plot import plot_history
 from specdec_ext.training.start import default_layers, new_head, new_medusa_heads
-from specdec_ext.training.teacher import Teacher
 from specdec_ext.training.trainer import TrainConfig, read_history, train
 from specdec_ext.tree.config import TreeConfig
 
@@ -287,7 +287,7 @@ run(Path({folder!r}), config, random_examples(12, 14))
 
 def test_two_processes_have_the_curve_of_one_with_double_batches(tmp_path):
     """Texts have different lengths and masks, so the two gloo processes have different shares of the loss."""
-    folders = [str(HELPERS), str(Path(__file__).parent)]
+    folders = [str(TESTS), str(Path(__file__).parent)]
     script = tmp_path / "on_two.py"
     script.write_text(ON_TWO.format(folders=folders, size=2, folder=str(tmp_path / "two")))
     with socket.socket() as found:

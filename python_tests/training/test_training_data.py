@@ -6,11 +6,20 @@ import json
 
 import pytest
 import torch
-from tiny_text import CHARACTERS, END, FORGETFUL, MARKED, MISLEADING, PLAIN, STRICT, tiny_tokenizer
+from helpers.texts.tiny_text import (
+    CHARACTERS,
+    END,
+    FORGETFUL,
+    MARKED,
+    MISLEADING,
+    PLAIN,
+    STRICT,
+    tiny_tokenizer,
+)
 
-from specdec_ext.training.batches import Example
-from specdec_ext.training.data import encode, prompts, read_examples
-from specdec_ext.training.records import Record
+from specdec_ext.training.data.batches import Example
+from specdec_ext.training.data.examples import encode, prompts, read_examples
+from specdec_ext.training.data.records import Record
 
 CHAT = [
     {"role": "system", "content": "be"},

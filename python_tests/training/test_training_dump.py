@@ -7,12 +7,12 @@ import json
 
 import pytest
 import torch
+from helpers.models.tiny import VOCAB, tiny_model
 from safetensors.torch import load_file, save_file
-from tiny import VOCAB, tiny_model
 
-from specdec_ext.training import dump as module
-from specdec_ext.training.batches import Example, OnlineFeatures
-from specdec_ext.training.dump import DumpedFeatures, dump_features, dump_size
+from specdec_ext.training.data import dump as module
+from specdec_ext.training.data.batches import Example, OnlineFeatures
+from specdec_ext.training.data.dump import DumpedFeatures, dump_features, dump_size
 
 LAYERS = (0, 2, -1)
 LENGTHS = (9, 4, 9, 6, 12, 6)

@@ -12,20 +12,20 @@ import dataclasses
 
 import pytest
 import torch
-import zoo
-from head_cases import KINDS, Run, head_of
-from tiny import CONFIGS, VOCAB, tiny_model
-from training_cases import example, greedy_examples, random_batch
+from helpers.drafters.head_cases import KINDS, Run, head_of
+from helpers.models import zoo
+from helpers.models.tiny import CONFIGS, VOCAB, tiny_model
+from helpers.texts.training_cases import example, greedy_examples, random_batch
 
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.heads.medusa import MedusaConfig, MedusaHeads
-from specdec_ext.training.attention import unrolled_attention
-from specdec_ext.training.batches import Batch, OnlineFeatures, pad
-from specdec_ext.training.eagle import EagleObjective
-from specdec_ext.training.loss import soft_cross_entropy
-from specdec_ext.training.medusa_heads import MedusaObjective
+from specdec_ext.training.data.batches import Batch, OnlineFeatures, pad
+from specdec_ext.training.objectives.attention import unrolled_attention
+from specdec_ext.training.objectives.eagle import EagleObjective
+from specdec_ext.training.objectives.loss import soft_cross_entropy
+from specdec_ext.training.objectives.medusa_heads import MedusaObjective
+from specdec_ext.training.objectives.teacher import Teacher
 from specdec_ext.training.start import new_head
-from specdec_ext.training.teacher import Teacher
 from specdec_ext.tree.config import TreeConfig
 
 STEPS = 3
@@ -81,7 +81,9 @@ def test_attention_has_the_gradients_of_its_formula():
 
 
 def test_soft_cross_entropy_is_its_formula(monkeypatch):
-    monkeypatch.setattr("specdec_ext.training.loss._LOGITS", 2 * 11)  # two elements at a time
+    monkeypatch.setattr(
+        "specdec_ext.training.objectives.loss._LOGITS", 2 * 11
+    )  # two elements at a time
     hidden, weight = random(5, 3).requires_grad_(), random(11, 3, seed=1).requires_grad_()
     teacher = random(4, 11, seed=2).softmax(dim=-1)
     rows = torch.tensor([3, 0, 0, 2, 1])

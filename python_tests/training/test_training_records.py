@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 
-from specdec_ext.training.batches import Example
-from specdec_ext.training.records import TEXT_CHARACTERS, Record, read_records, split_records
+from specdec_ext.training.data.batches import Example
+from specdec_ext.training.data.records import TEXT_CHARACTERS, Record, read_records, split_records
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 

@@ -7,14 +7,14 @@ import json
 
 import pytest
 import torch
-from tiny import VOCAB, tiny_model
-from tiny_text import CHARACTERS, FORGETFUL, PLAIN, tiny_tokenizer
+from helpers.models.tiny import VOCAB, tiny_model
+from helpers.texts.tiny_text import CHARACTERS, FORGETFUL, PLAIN, tiny_tokenizer
 
 import specdec_ext
-from specdec_ext.training import regenerate as module
-from specdec_ext.training.data import read_examples
-from specdec_ext.training.fingerprint import fingerprint
-from specdec_ext.training.regenerate import regenerate
+from specdec_ext.training.data import regenerate as module
+from specdec_ext.training.data.examples import read_examples
+from specdec_ext.training.data.fingerprint import fingerprint
+from specdec_ext.training.data.regenerate import regenerate
 
 ROOM = {"max_new_tokens": 5, "max_length": 200}
 PROMPTS = [torch.arange(1, 1 + length) for length in (7, 3, 9, 4, 2)]

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
-from specdec_ext.training.batches import Example
-from specdec_ext.training.vocabulary import draft_vocabulary
+from specdec_ext.training.data.batches import Example
+from specdec_ext.training.data.vocabulary import draft_vocabulary
 
 
 def example(tokens, mask=None):

@@ -14,8 +14,8 @@ from fractions import Fraction
 
 import pytest
 import torch
-from distributions import Target, Text, chi_square_excess, continued, random_target
-from op_cases import DEVICES, generator
+from helpers.checks.distributions import Target, Text, chi_square_excess, continued, random_target
+from helpers.ops.op_cases import DEVICES, generator
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from op_cases import generator
-from tiny import prompts, tiny_model
+from helpers.models.tiny import prompts, tiny_model
+from helpers.ops.op_cases import generator
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 

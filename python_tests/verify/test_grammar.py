@@ -7,7 +7,7 @@ here raises an error in other calls.
 
 import pytest
 import torch
-from tiny import VOCAB, generated, make_drafter, prompts, tiny_model
+from helpers.models.tiny import VOCAB, generated, make_drafter, prompts, tiny_model
 from transformers import LogitsProcessor
 
 import specdec_ext

@@ -10,7 +10,7 @@ import functools
 
 import pytest
 import torch
-from tiny import (
+from helpers.models.tiny import (
     BATCHES,
     VOCAB,
     every_batch,

@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import pytest
 import torch
-from op_cases import generator
-from places import ROOT
+from helpers.ops.op_cases import generator
+from helpers.places import ROOT
 
 from build_support import native
 from build_support.toolchain import find_cxx

@@ -8,8 +8,7 @@ also propose the text behind each end.
 
 import pytest
 import torch
-from stopping_cases import NEW_TOKENS, endless, letters_tokenizer, text_of
-from tiny import (
+from helpers.models.tiny import (
     BATCHES,
     VOCAB,
     ScriptedDrafter,
@@ -20,6 +19,7 @@ from tiny import (
     prompts,
     tiny_model,
 )
+from helpers.texts.stopping_cases import NEW_TOKENS, endless, letters_tokenizer, text_of
 from transformers import GenerationConfig
 from transformers.generation import stopping_criteria as hf
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList

@@ -12,9 +12,9 @@ import itertools
 
 import pytest
 import torch
-from distributions import chi_square_excess
-from op_cases import generator
-from tiny import SIZES, prompts, tiny_model
+from helpers.checks.distributions import chi_square_excess
+from helpers.models.tiny import SIZES, prompts, tiny_model
+from helpers.ops.op_cases import generator
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

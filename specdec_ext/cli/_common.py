@@ -187,7 +187,7 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
     Raises:
         ValueError: if the file is empty or has another content; the message names file and line.
     """
-    from specdec_ext.training.records import read_rows, read_text
+    from specdec_ext.training.data.records import read_rows, read_text
 
     listed = path.suffix in (".json", ".jsonl")
     rows = read_rows(path) if listed else [(str(path), read_text(path))]
@@ -197,7 +197,7 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
 
 
 def _named_prompt(row: Any, where: str, default_name: str) -> tuple[str, str]:
-    from specdec_ext.training.records import checked_text
+    from specdec_ext.training.data.records import checked_text
 
     if isinstance(row, str):
         row = {"prompt": row}
@@ -222,7 +222,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, device: torch.device
     Raises:
         ValueError: if the prompt is not valid Unicode (a shell passed bytes that are not UTF-8).
     """
-    from specdec_ext.training.records import checked_text
+    from specdec_ext.training.data.records import checked_text
 
     return tokenizer(checked_text(prompt, "the prompt"), return_tensors="pt")["input_ids"].to(
         device

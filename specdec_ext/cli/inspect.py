@@ -129,8 +129,8 @@ def _compared_with(record: HeadRecord, target: str) -> tuple[Model, PreTrainedTo
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from specdec_ext.heads.checkpoints.hub import on_disk
     from specdec_ext.heads.checkpoints.language_model import load_language_model, load_tokenizer
+    from specdec_ext.heads.checkpoints.storage.hub import on_disk
 
     if record.target_fingerprint is not None:
         model: Model = load_language_model(target, torch.bfloat16, "cpu")

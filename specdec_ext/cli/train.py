@@ -25,9 +25,9 @@ from specdec_ext.preflight.inputs import regular_file
 from specdec_ext.preflight.outputs import writable_folder
 
 if TYPE_CHECKING:
-    from specdec_ext.training.batches import Example
+    from specdec_ext.training.data.batches import Example
+    from specdec_ext.training.data.records import Record
     from specdec_ext.training.evaluation import Evaluation
-    from specdec_ext.training.records import Record
     from specdec_ext.training.trainer import Progress as Trained
 
 BUNDLED = "bundled"
@@ -284,8 +284,8 @@ class _Answers:
     seed: int
 
     def __call__(self, records: list[Record], tokenizer: Any, max_length: int) -> list[Example]:
-        from specdec_ext.training.data import prompts
-        from specdec_ext.training.regenerate import regenerate
+        from specdec_ext.training.data.examples import prompts
+        from specdec_ext.training.data.regenerate import regenerate
 
         longest = max(1, max_length - self.max_new_tokens)
         lengths = min(16, longest), min(256, longest)
@@ -316,7 +316,7 @@ class _Texts:
         self, data: list[Path], held_out: Path | None, old_held_out: Path | None
     ) -> tuple[list[Example], list[Example], list[Example]]:
         """Return the examples to train on, to evaluate on, and those of ``--old-held-out``."""
-        from specdec_ext.training.records import split_records
+        from specdec_ext.training.data.records import split_records
 
         records = [record for path in data for record in self._records(path)]
         if held_out is None:
@@ -327,13 +327,13 @@ class _Texts:
         return self._examples(records), self._examples(kept), old
 
     def _records(self, path: Path) -> list[Record]:
-        from specdec_ext.training.records import read_records
+        from specdec_ext.training.data.records import read_records
 
         columns = {"text_column": self.text_column, "messages_column": self.messages_column}
         return read_records(path, **columns, vocab_size=self.vocab_size)
 
     def _examples(self, records: list[Record]) -> list[Example]:
-        from specdec_ext.training.data import encode
+        from specdec_ext.training.data.examples import encode
 
         if self.answers is not None:
             return self.answers(records, self.tokenizer, self.max_length)

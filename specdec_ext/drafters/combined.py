@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.lookahead import LookaheadDrafter
-from specdec_ext.drafters.retrieval import RetrievalDrafter
+from specdec_ext.drafters.lookup.retrieval import RetrievalDrafter
 from specdec_ext.models import TargetOutput
 from specdec_ext.tree.config import LOOKUP, Lookup, Shape
 from specdec_ext.tree.draft_tree import INACTIVE, DraftTree

@@ -23,8 +23,8 @@ from specdec_ext import assets
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.combined import CombinedDrafter
 from specdec_ext.drafters.draft_model import DraftModelDrafter
-from specdec_ext.drafters.head import HeadDrafter
-from specdec_ext.drafters.ngram import NgramDrafter
+from specdec_ext.drafters.heads.head import HeadDrafter
+from specdec_ext.drafters.lookup.ngram import NgramDrafter
 from specdec_ext.heads.checkpoints.language_model import load_language_model, load_tokenizer
 from specdec_ext.heads.checkpoints.load import is_draft, load_draft
 from specdec_ext.heads.config import DraftHead
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 # Name -> module and class of a drafter that needs no arguments.
 _MADE = {
     "ngram": ("ngram", "NgramDrafter"),
-    "suffix": ("suffix", "SuffixDrafter"),
+    "suffix": ("lookup.suffix", "SuffixDrafter"),
     "lookahead": ("lookahead", "LookaheadDrafter"),
 }
 # Name -> (field of the model's config, description, function that loads the bundled one).
@@ -196,6 +196,6 @@ def _tokenizer_in(place: str) -> Any:
 def _of_head(head: DraftHead | MedusaHeads) -> Drafter:
     if isinstance(head, DraftHead):
         return HeadDrafter(head)
-    from specdec_ext.drafters.medusa import MedusaDrafter
+    from specdec_ext.drafters.heads.medusa import MedusaDrafter
 
     return MedusaDrafter(head)

@@ -1,9 +1,9 @@
 """``calibrate``: find out how an ambiguous config of a draft head is meant, by drafting along a text.
 
 Ids of auxiliary hidden states have two conventions that differ by one
-(:mod:`specdec_ext.heads.checkpoints.feature_layers`). ``norm_output`` has had two meanings: the normed output
-is fed back, or, in SpecForge before September 2026, it is not. The files do not say which one applies. A
-*reading* is one choice of both. Along a short text, a wrong reading drafts much worse than the right one.
+(:mod:`specdec_ext.heads.checkpoints.config.feature_layers`). ``norm_output`` has had two meanings: the normed
+output is fed back, or, in SpecForge before September 2026, it is not. The files do not say which one applies.
+A *reading* is one choice of both. Along a short text, a wrong reading drafts much worse than the right one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from specdec_ext.display import Summarised, Table
 from specdec_ext.display.progress import Work, tracked
-from specdec_ext.drafters.bound_head import BoundHead
+from specdec_ext.drafters.heads.bound_head import BoundHead
 from specdec_ext.heads.checkpoints.pair import check_pair
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.heads.rope import rope_tables

@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 
 from specdec_ext.display import Summarised, Table
 from specdec_ext.display.progress import Work, tracked
-from specdec_ext.training.batches import Example, Features
-from specdec_ext.training.objective import Objective
-from specdec_ext.training.regenerate import regenerate
-from specdec_ext.training.teacher import Teacher
+from specdec_ext.training.data.batches import Example, Features
+from specdec_ext.training.data.regenerate import regenerate
+from specdec_ext.training.objectives.objective import Objective
+from specdec_ext.training.objectives.teacher import Teacher
 
 # Number of texts that are sampled for an estimate and most tokens of each: a few thousand drafts in all.
 _SAMPLED_TEXTS, _SAMPLED_TOKENS = 32, 128

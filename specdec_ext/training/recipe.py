@@ -14,21 +14,22 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec_ext.heads.checkpoints import check_pair, load_draft, save_draft, save_medusa
-from specdec_ext.heads.checkpoints.layouts import Layout, config_json
+from specdec_ext.heads.checkpoints.config.layouts import Layout, config_json
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.heads.medusa import MedusaHeads
 from specdec_ext.preflight.extras import missing
 from specdec_ext.preflight.outputs import writable_folder
-from specdec_ext.training.batches import Example, Features, OnlineFeatures
-from specdec_ext.training.dump import DumpedFeatures, DumpSize, dump_features, dump_size
-from specdec_ext.training.eagle import EagleObjective
+from specdec_ext.training.data.batches import Example, Features, OnlineFeatures
+from specdec_ext.training.data.dump import DumpedFeatures, DumpSize, dump_features, dump_size
+from specdec_ext.training.data.fingerprint import fingerprint
+from specdec_ext.training.data.vocabulary import draft_vocabulary
 from specdec_ext.training.evaluation import Evaluation, HeldOut, sampled_texts
-from specdec_ext.training.fingerprint import fingerprint
-from specdec_ext.training.medusa_heads import MedusaObjective
-from specdec_ext.training.objective import Objective
+from specdec_ext.training.objectives.eagle import EagleObjective
+from specdec_ext.training.objectives.medusa_heads import MedusaObjective
+from specdec_ext.training.objectives.objective import Objective
+from specdec_ext.training.objectives.teacher import Teacher
 from specdec_ext.training.plot import plot_history
 from specdec_ext.training.start import default_layers, new_head, new_medusa_heads
-from specdec_ext.training.teacher import Teacher
 from specdec_ext.training.trainer import (
     Progress,
     TrainConfig,
@@ -37,7 +38,6 @@ from specdec_ext.training.trainer import (
     read_history,
     train,
 )
-from specdec_ext.training.vocabulary import draft_vocabulary
 
 Kind = Literal["eagle3", "p-eagle", "medusa"]
 

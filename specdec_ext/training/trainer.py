@@ -32,13 +32,13 @@ from specdec_ext.display import Summarised, Table
 from specdec_ext.display.progress import tracked
 from specdec_ext.preflight.extras import require
 from specdec_ext.preflight.outputs import free_bytes
-from specdec_ext.training.batches import Example, Features
+from specdec_ext.training.data.batches import Example, Features
+from specdec_ext.training.data.fingerprint import fingerprint
 from specdec_ext.training.evaluation import Evaluation, HeldOut, evaluate
-from specdec_ext.training.fingerprint import fingerprint
-from specdec_ext.training.objective import Objective
+from specdec_ext.training.objectives.objective import Objective
+from specdec_ext.training.objectives.teacher import Teacher
 from specdec_ext.training.optimizers import make_optimizers, scale
 from specdec_ext.training.order import epoch_batches
-from specdec_ext.training.teacher import Teacher
 
 _log = logging.getLogger(__name__)
 
@@ -167,8 +167,8 @@ def train(
         folder: folder of the state and the history; created if it does not exist.
         config: hyperparameters.
         on_step: called after every step in the main process.
-        target: :func:`~specdec_ext.training.fingerprint.fingerprint` of the target. A run can only be resumed
-            with the same target, texts, initial weights and number of processes.
+        target: :func:`~specdec_ext.training.data.fingerprint.fingerprint` of the target. A run can only be
+            resumed with the same target, texts, initial weights and number of processes.
         on_start: called before the first step with the evaluations on ``held_out.texts`` and
             ``held_out.old``.
 

@@ -42,9 +42,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdec_ext.assets import load_target, load_tokenizer
-from specdec_ext.training.data import prompts
-from specdec_ext.training.records import read_records
-from specdec_ext.training.regenerate import RegenerationProgress, regenerate
+from specdec_ext.training.data.examples import prompts
+from specdec_ext.training.data.records import read_records
+from specdec_ext.training.data.regenerate import RegenerationProgress, regenerate
 
 VOCAB_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"

@@ -36,7 +36,7 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     waiting = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
-    files.append(File.generated(config, "cli.md", content=_command_line()))
+    files.append(File.generated(config, "reference/cli.md", content=_command_line()))
     while waiting:
         path = waiting.pop()
         for linked in links(path, (ROOT / path).read_text("utf-8")):

@@ -3,8 +3,8 @@
     python tools/docs/training_figure.py
 
 The left panel compares a head with random weights and the bundled head, which ``make head`` trains, with
-decoding without a head (``profiling/results/never_slower.json``). The right panel shows how often each
-position of the bundled head's chains is accepted (``profiling/results/cpu_float32.json``).
+decoding without a head (``profiling/results/generation/never_slower.json``). The right panel shows how often
+each position of the bundled head's chains is accepted (``profiling/results/generation/cpu_float32.json``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "profiling" / "results"
+RESULTS = ROOT / "profiling" / "results" / "generation"
 PICTURE = ROOT / "docs" / "training.svg"
 BEFORE, AFTER = "#9aa0a6", "#1a73e8"
 # Contestants of never_slower.json: name there -> label.

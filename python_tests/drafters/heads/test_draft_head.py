@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from golden_cases import CHAINS
-from golden_cases import TREES as GOLDEN_TREES
-from head_cases import (
+from helpers.drafters.golden_cases import CHAINS
+from helpers.drafters.golden_cases import TREES as GOLDEN_TREES
+from helpers.drafters.head_cases import (
     KINDS,
     TREES,
     Run,

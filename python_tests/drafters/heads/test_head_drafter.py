@@ -13,15 +13,15 @@ import random
 
 import pytest
 import torch
-from checkpoint_cases import random_head
-from head_cases import KINDS, TREES, Run, head_of, trained_head
-from tiny import ARCHITECTURES, noisy_chain, prompts, tiny_model, wrong
+from helpers.drafters.checkpoint_cases import random_head
+from helpers.drafters.head_cases import KINDS, TREES, Run, head_of, trained_head
+from helpers.models.tiny import ARCHITECTURES, noisy_chain, prompts, tiny_model, wrong
 from transformers import DynamicCache
 
 import specdec_ext
 from specdec_ext import DraftTree, HeadDrafter, TreeConfig
-from specdec_ext.drafters.head import default_tree
-from specdec_ext.drafters.head_cache import PendingFeatures, of_active_rows
+from specdec_ext.drafters.heads.head import default_tree
+from specdec_ext.drafters.heads.head_cache import PendingFeatures, of_active_rows
 
 LENGTHS = (5, 9, 3, 7, 8)
 NEW = 14
@@ -300,7 +300,7 @@ def test_drafts_are_accepted_as_often_in_a_batch_as_alone():
 
 @pytest.mark.parametrize("tree", TREES)
 def test_cache_and_rope_tables_grow(tree, monkeypatch):
-    monkeypatch.setattr("specdec_ext.drafters.head_cache.STEP", 1)
+    monkeypatch.setattr("specdec_ext.drafters.heads.head_cache.STEP", 1)
     model = tiny_model("llama")
     ids, mask, sequences = plain((5, 9, 3))
     head = head_of("qk-norm-window", max_positions=8)

@@ -9,15 +9,15 @@ import itertools
 
 import pytest
 import torch
-from drafting_contexts import context_of
-from lossless import check_same_text, every_decoding
-from medusa_cases import HIDDEN, random_heads
-from tiny import VOCAB, counting_model, every_batch, tiny_model
+from helpers.checks.lossless import check_same_text, every_decoding
+from helpers.drafters.drafting_contexts import context_of
+from helpers.drafters.medusa_cases import HIDDEN, random_heads
+from helpers.models.tiny import VOCAB, counting_model, every_batch, tiny_model
 
 import specdec_ext
 from specdec_ext import MedusaDrafter, MedusaHeads, TreeConfig
 from specdec_ext.context import Context
-from specdec_ext.drafters.medusa import default_tree
+from specdec_ext.drafters.heads.medusa import default_tree
 from specdec_ext.heads.medusa import likely_choices
 from specdec_ext.models import TargetOutput
 from specdec_ext.verify.sampler import Accepted

@@ -8,16 +8,16 @@ import threading
 import numpy as np
 import pytest
 import torch
-from drafting_contexts import context_of, started
-from lossless import check_same_text, every_decoding, generate, plain_text
+from helpers.checks.lossless import check_same_text, every_decoding, generate, plain_text
+from helpers.drafters.drafting_contexts import context_of, started
+from helpers.models.tiny import VOCAB, every_batch, prompts, tiny_model
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch_file
-from tiny import VOCAB, every_batch, prompts, tiny_model
 
 import specdec_ext
 from specdec_ext import SuffixDrafter, SuffixHistory
 from specdec_ext.context import Context
-from specdec_ext.drafters.suffix import FILE_FORMAT
+from specdec_ext.drafters.lookup.suffix import FILE_FORMAT
 
 every_shape = pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 
@@ -207,7 +207,7 @@ def test_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     def no_space(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("specdec_ext.drafters.suffix.os.replace", no_space)
+    monkeypatch.setattr("specdec_ext.drafters.lookup.suffix.os.replace", no_space)
     with pytest.raises(OSError, match="no space"):
         SuffixHistory().save(path)
     assert path.read_bytes() == before

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from places import HELPERS
+from helpers.places import HELPERS
 
 from specdec_ext.cli.version import _cuda_kernels_built
 

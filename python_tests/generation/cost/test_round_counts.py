@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from places import ROOT
+from helpers.places import ROOT
 
 PROFILING = ROOT / "profiling"
 TO_HOST, FROM_HOST = "to host", "from host"

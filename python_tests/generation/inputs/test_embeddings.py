@@ -9,10 +9,17 @@ import functools
 
 import pytest
 import torch
-import zoo
-from head_cases import head_of
-from medusa_cases import random_heads
-from tiny import ScriptedDrafter, generated, noisy_chain, prompts, random_tree, tiny_model
+from helpers.drafters.head_cases import head_of
+from helpers.drafters.medusa_cases import random_heads
+from helpers.models import zoo
+from helpers.models.tiny import (
+    ScriptedDrafter,
+    generated,
+    noisy_chain,
+    prompts,
+    random_tree,
+    tiny_model,
+)
 from transformers import DynamicCache
 
 import specdec_ext

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 
-import multimodal_zoo as zoo
 import pytest
 import torch
-from tiny import SHAPES, ScriptedDrafter, generated, oracle_tree
+from helpers.models import multimodal_zoo as zoo
+from helpers.models.tiny import SHAPES, ScriptedDrafter, generated, oracle_tree
 
 import specdec_ext
 

@@ -11,8 +11,8 @@ import itertools
 
 import pytest
 import torch
-from padding_cases import row_alone
-from tiny import VOCAB, every_drafter, generated, make_drafter, prompts, tiny_model
+from helpers.models.tiny import VOCAB, every_drafter, generated, make_drafter, prompts, tiny_model
+from helpers.texts.padding_cases import row_alone
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
 import specdec_ext

@@ -8,8 +8,16 @@ any others.
 
 import pytest
 import torch
-from padding_cases import LAYOUTS, LENGTHS, NEW_TOKENS, alone, continued, layout
-from tiny import ARCHITECTURES, VOCAB, every_drafter, generated, make_drafter, prompts, tiny_model
+from helpers.models.tiny import (
+    ARCHITECTURES,
+    VOCAB,
+    every_drafter,
+    generated,
+    make_drafter,
+    prompts,
+    tiny_model,
+)
+from helpers.texts.padding_cases import LAYOUTS, LENGTHS, NEW_TOKENS, alone, continued, layout
 
 import specdec_ext
 

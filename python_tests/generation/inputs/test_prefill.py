@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-import zoo
-from head_cases import head_of
-from padding_cases import LAYOUTS, NEW_TOKENS, alone, continued, layout
-from recurrent_models import KINDS as RECURRENT
-from recurrent_models import recurrent_models
-from tiny import ARCHITECTURES, generated, greedy_text, make_drafter, prompts, tiny_model
+from helpers.drafters.head_cases import head_of
+from helpers.models import zoo
+from helpers.models.recurrent_models import KINDS as RECURRENT
+from helpers.models.recurrent_models import recurrent_models
+from helpers.models.tiny import (
+    ARCHITECTURES,
+    generated,
+    greedy_text,
+    make_drafter,
+    prompts,
+    tiny_model,
+)
+from helpers.texts.padding_cases import LAYOUTS, NEW_TOKENS, alone, continued, layout
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel

@@ -10,7 +10,7 @@ between tokens.
 
 import pytest
 import torch
-from tiny import VOCAB, ScriptedDrafter, generated, prompts, tiny_model
+from helpers.models.tiny import VOCAB, ScriptedDrafter, generated, prompts, tiny_model
 from torch import Tensor
 
 import specdec_ext

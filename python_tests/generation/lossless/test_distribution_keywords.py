@@ -11,8 +11,8 @@ import itertools
 
 import pytest
 import torch
-from distributions import chi_square_excess
-from tiny import SIZES
+from helpers.checks.distributions import chi_square_excess
+from helpers.models.tiny import SIZES
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

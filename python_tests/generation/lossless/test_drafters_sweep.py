@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from every_drafter import GENERAL
-from tiny import ARCHITECTURES, prompts, tiny_model
+from helpers.drafters.every_drafter import GENERAL
+from helpers.models.tiny import ARCHITECTURES, prompts, tiny_model
 from transformers import DynamicCache
 
 import specdec_ext

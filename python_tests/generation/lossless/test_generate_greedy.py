@@ -7,7 +7,7 @@ chains and as trees.
 
 import pytest
 import torch
-from tiny import (
+from helpers.models.tiny import (
     ARCHITECTURES,
     BATCHES,
     SHAPES,

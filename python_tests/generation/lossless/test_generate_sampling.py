@@ -6,7 +6,7 @@ the draws is tested in ``test_distribution.py``.
 
 import pytest
 import torch
-from tiny import SHAPES, ScriptedDrafter, generated, prompts, tiny_model
+from helpers.models.tiny import SHAPES, ScriptedDrafter, generated, prompts, tiny_model
 
 import specdec_ext
 from specdec_ext import DraftModelDrafter, NgramDrafter

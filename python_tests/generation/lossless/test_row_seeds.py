@@ -6,8 +6,8 @@ every rule of verification.
 
 import pytest
 import torch
-from every_drafter import DRAFTERS
-from tiny import prompts, tiny_model
+from helpers.drafters.every_drafter import DRAFTERS
+from helpers.models.tiny import prompts, tiny_model
 
 import specdec_ext
 from specdec_ext import DraftModelDrafter

@@ -8,8 +8,7 @@ import functools
 
 import pytest
 import torch
-from stopping_cases import letters_tokenizer, text_of
-from tiny import (
+from helpers.models.tiny import (
     VOCAB,
     ScriptedDrafter,
     generated,
@@ -19,6 +18,7 @@ from tiny import (
     prompts,
     tiny_model,
 )
+from helpers.texts.stopping_cases import letters_tokenizer, text_of
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 import specdec_ext

@@ -8,7 +8,15 @@ import random
 
 import pytest
 import torch
-from tiny import ARCHITECTURES, SHAPES, VOCAB, ScriptedDrafter, generated, prompts, tiny_model
+from helpers.models.tiny import (
+    ARCHITECTURES,
+    SHAPES,
+    VOCAB,
+    ScriptedDrafter,
+    generated,
+    prompts,
+    tiny_model,
+)
 
 import specdec_ext
 from specdec_ext import NgramDrafter

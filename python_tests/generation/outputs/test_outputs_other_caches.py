@@ -7,8 +7,8 @@ attention, each with its own window.
 
 import pytest
 import torch
-import zoo
-from tiny import ScriptedDrafter, noisy_chain, prompts
+from helpers.models import zoo
+from helpers.models.tiny import ScriptedDrafter, noisy_chain, prompts
 from transformers import DynamicCache
 
 import specdec_ext

@@ -3,12 +3,19 @@
 import warnings
 
 import pytest
-from tiny import ScriptedDrafter, adversary_chain, generated, prompts, tiny_model, wrong
+from helpers.models.tiny import (
+    ScriptedDrafter,
+    adversary_chain,
+    generated,
+    prompts,
+    tiny_model,
+    wrong,
+)
 
 import specdec_ext
 from specdec_ext import DraftModelDrafter, SpeculationStats
-from specdec_ext.drafters.head import HeadDrafter
-from specdec_ext.drafters.medusa import MedusaDrafter
+from specdec_ext.drafters.heads.head import HeadDrafter
+from specdec_ext.drafters.heads.medusa import MedusaDrafter
 from specdec_ext.report import Report
 from specdec_ext.stats import ALARM_WINDOW, DraftAlarm
 

@@ -9,8 +9,7 @@ import threading
 
 import pytest
 import torch
-from stopping_cases import endless, letters_tokenizer, text_of
-from tiny import (
+from helpers.models.tiny import (
     BATCHES,
     ScriptedDrafter,
     every_batch,
@@ -20,6 +19,7 @@ from tiny import (
     oracle_chain,
     tiny_model,
 )
+from helpers.texts.stopping_cases import endless, letters_tokenizer, text_of
 from transformers import TextIteratorStreamer, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 

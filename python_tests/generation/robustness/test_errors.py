@@ -7,7 +7,7 @@ the exception and the message below; a broken drafter or model is named; the nex
 import numpy as np
 import pytest
 import torch
-from tiny import VOCAB, ScriptedDrafter, generated, prompts, random_model, tiny_model
+from helpers.models.tiny import VOCAB, ScriptedDrafter, generated, prompts, random_model, tiny_model
 from transformers import LogitsProcessor
 
 import specdec_ext

@@ -22,11 +22,11 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from checkpoint_cases import random_head
-from tiny import ScriptedDrafter, generated, oracle_tree
+from helpers.checks.traces import traces
+from helpers.drafters.checkpoint_cases import random_head
+from helpers.models import zoo
+from helpers.models.tiny import ScriptedDrafter, generated, oracle_tree
 from torch.autograd import grad_mode
-from traces import traces
 from transformers import DynamicCache, LlamaForCausalLM
 
 import specdec_ext

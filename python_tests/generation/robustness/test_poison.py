@@ -9,12 +9,12 @@ from __future__ import annotations
 import copy
 from functools import partial
 
-import poison
 import pytest
 import torch
-from head_cases import head_of
-from poison import PoisonDrafter, poisoned, unread_tokens
-from tiny import ScriptedDrafter, generated, noisy_chain, prompts, tiny_model
+from helpers.checks import poison
+from helpers.checks.poison import PoisonDrafter, poisoned, unread_tokens
+from helpers.drafters.head_cases import head_of
+from helpers.models.tiny import ScriptedDrafter, generated, noisy_chain, prompts, tiny_model
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import specdec_ext

@@ -15,11 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import zoo
-from head_cases import head_of
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from tiny import (
+from helpers.checks.traces import traces
+from helpers.drafters.head_cases import head_of
+from helpers.models import zoo
+from helpers.models.tiny import (
     SHAPES,
     VOCAB,
     ScriptedDrafter,
@@ -35,8 +34,9 @@ from tiny import (
     random_tree,
     tiny_model,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
-from traces import traces
 from transformers import DynamicCache, PreTrainedTokenizerFast, TextIteratorStreamer
 
 import specdec_ext

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import (
+from helpers.models.tiny import (
     BATCHES,
     ScriptedDrafter,
     generated,

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import zoo
-from tiny import VOCAB, ScriptedDrafter
+from helpers.checks.verdicts import BATCHES, LARGEST_DRIFT, inputs, told
+from helpers.models import zoo
+from helpers.models.tiny import VOCAB, ScriptedDrafter
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from verdicts import BATCHES, LARGEST_DRIFT, inputs, told
 
 import specdec_ext
 

@@ -7,7 +7,7 @@ import inspect
 import random
 
 import torch
-from tiny import VOCAB, prompts
+from helpers.models.tiny import VOCAB, prompts
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import zoo
-from tiny import SHAPES, ScriptedDrafter, oracle_chain, oracle_tree, prompts, wrong
+from helpers.models import zoo
+from helpers.models.tiny import SHAPES, ScriptedDrafter, oracle_chain, oracle_tree, prompts, wrong
 from torch import Tensor
 from transformers import PreTrainedModel
 

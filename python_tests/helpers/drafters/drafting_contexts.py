@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 import torch
-from tiny import tiny_model
+from helpers.models.tiny import tiny_model
 
 from specdec_ext import Drafter
 from specdec_ext.context import Context

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from head_cases import head_of
-from medusa_cases import random_heads
-from tiny import tiny_model
+from helpers.drafters.head_cases import head_of
+from helpers.drafters.medusa_cases import random_heads
+from helpers.models.tiny import tiny_model
 
 from specdec_ext import (
     CombinedDrafter,

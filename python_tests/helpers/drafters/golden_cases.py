@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import torch
-from places import GOLDEN
+from helpers.places import GOLDEN
 from safetensors.torch import load_file
 
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/meta.json"))

@@ -6,10 +6,10 @@ import dataclasses
 import functools
 from typing import Any
 
-import golden_cases
 import torch
-from checkpoint_cases import random_head
-from places import GOLDEN
+from helpers.drafters import golden_cases
+from helpers.drafters.checkpoint_cases import random_head
+from helpers.places import GOLDEN
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from tiny import VOCAB
+from helpers.models.tiny import VOCAB
 
 from specdec_ext import MedusaHeads
 from specdec_ext.heads.medusa import MedusaConfig

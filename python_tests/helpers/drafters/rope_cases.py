@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from checkpoint_cases import head_config
+from helpers.drafters.checkpoint_cases import head_config
 
 TYPES = {
     "default": {},

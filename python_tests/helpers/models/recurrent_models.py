@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
-from tiny import SIZES
+from helpers.models.tiny import SIZES
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 KINDS: dict[str, dict] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from op_cases import generator, random_parents
+from helpers.ops.op_cases import generator, random_parents
 from torch import Tensor
 
 from specdec_ext import ops

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from places import ROOT
+from helpers.places import ROOT
 from torch import Tensor
 
 THREAD_ORDERS = ("forward", "backward", "shuffled")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from head_cases import Run, elements
+from helpers.drafters.head_cases import Run, elements
 from torch import Tensor
 
 from specdec_ext import ops

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
-from tiny import generated, make_drafter, prompts, tiny_model
+from helpers.models.tiny import generated, make_drafter, prompts, tiny_model
 
 import specdec_ext
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
-from tiny import BATCHES, VOCAB, generated, greedy_text
+from helpers.models.tiny import BATCHES, VOCAB, generated, greedy_text
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from tiny import VOCAB, tiny_model
+from helpers.models.tiny import VOCAB, tiny_model
 from torch import Tensor
 
 from specdec_ext.heads.config import DraftHead
-from specdec_ext.training.batches import Batch, Example
+from specdec_ext.training.data.batches import Batch, Example
 
 
 def random_batch(head: DraftHead, rows: int, columns: int, seed: int = 0) -> Batch:

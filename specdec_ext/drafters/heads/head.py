@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
-from specdec_ext.drafters.bound_head import BoundHead
-from specdec_ext.drafters.head_cache import HeadCache, PendingFeatures, Step, of_active_rows
+from specdec_ext.drafters.heads.bound_head import BoundHead
+from specdec_ext.drafters.heads.head_cache import HeadCache, PendingFeatures, Step, of_active_rows
 from specdec_ext.heads.checkpoints.pair import check_pair
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.models import TargetOutput

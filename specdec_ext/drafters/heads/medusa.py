@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from specdec_ext import ops
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
-from specdec_ext.drafters.bound_head import draft_home
+from specdec_ext.drafters.heads.bound_head import draft_home
 from specdec_ext.heads.checkpoints.pair import check_pair
 from specdec_ext.heads.medusa import MedusaHeads, likely_choices
 from specdec_ext.models import TargetOutput

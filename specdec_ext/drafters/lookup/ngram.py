@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from specdec_ext._host import NgramIndex
 from specdec_ext.context import Context
-from specdec_ext.drafters.retrieval import RetrievalDrafter
+from specdec_ext.drafters.lookup.retrieval import RetrievalDrafter
 from specdec_ext.models import TargetOutput
 from specdec_ext.tree.draft_tree import DraftTree
 

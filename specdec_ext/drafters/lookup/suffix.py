@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from specdec_ext._host import SuffixHistory as NativeHistory
 from specdec_ext._host import SuffixIndex, propose_suffix
 from specdec_ext.context import Context
-from specdec_ext.drafters.retrieval import RetrievalDrafter
+from specdec_ext.drafters.lookup.retrieval import RetrievalDrafter
 from specdec_ext.models import TargetOutput
 from specdec_ext.preflight.inputs import regular_file
 from specdec_ext.pretrained import vocab_size

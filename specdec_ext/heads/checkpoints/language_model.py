@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from specdec_ext.heads.checkpoints.hub import on_disk
 from specdec_ext.heads.checkpoints.load import is_draft
+from specdec_ext.heads.checkpoints.storage.hub import on_disk
 
 
 def load_language_model(

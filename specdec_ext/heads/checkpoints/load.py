@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from specdec_ext.heads.checkpoints.decoder import rope_parameters
-from specdec_ext.heads.checkpoints.eagle import head_config
-from specdec_ext.heads.checkpoints.fields import Fields, shown
-from specdec_ext.heads.checkpoints.files import Checkpoint, open_checkpoint
+from specdec_ext.heads.checkpoints.config.decoder import rope_parameters
+from specdec_ext.heads.checkpoints.config.eagle import head_config
+from specdec_ext.heads.checkpoints.config.fields import Fields, shown
 from specdec_ext.heads.checkpoints.medusa import looks_like_medusa, read_medusa
-from specdec_ext.heads.checkpoints.names import canonical_names, eagle_kind, is_head
-from specdec_ext.heads.checkpoints.tensors import head_tensors
+from specdec_ext.heads.checkpoints.storage.files import Checkpoint, open_checkpoint
+from specdec_ext.heads.checkpoints.storage.names import canonical_names, eagle_kind, is_head
+from specdec_ext.heads.checkpoints.storage.tensors import head_tensors
 from specdec_ext.heads.config import DraftHead, HeadConfig
 from specdec_ext.heads.medusa import MedusaHeads
 from specdec_ext.heads.record import HeadRecord

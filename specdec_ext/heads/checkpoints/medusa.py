@@ -27,12 +27,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec_ext.display.progress import tracked
-from specdec_ext.heads.checkpoints.eagle import own_record
-from specdec_ext.heads.checkpoints.fields import Fields
-from specdec_ext.heads.checkpoints.files import StoredTensor
-from specdec_ext.heads.checkpoints.layouts import own_section
+from specdec_ext.heads.checkpoints.config.eagle import own_record
+from specdec_ext.heads.checkpoints.config.fields import Fields
+from specdec_ext.heads.checkpoints.config.layouts import own_section
 from specdec_ext.heads.checkpoints.pair import completed_record
-from specdec_ext.heads.checkpoints.tensors import check_dtypes, is_finite
+from specdec_ext.heads.checkpoints.storage.files import StoredTensor
+from specdec_ext.heads.checkpoints.storage.tensors import check_dtypes, is_finite
 from specdec_ext.heads.medusa import MedusaConfig, MedusaHeads
 from specdec_ext.heads.record import HeadRecord
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdec_ext.heads.checkpoints.layouts import Layout, config_json
+from specdec_ext.heads.checkpoints.config.layouts import Layout, config_json
 from specdec_ext.heads.checkpoints.pair import completed_record
 from specdec_ext.heads.config import DraftHead, HeadConfig
 

@@ -32,8 +32,8 @@ from transformers import PreTrainedModel
 from specdec_ext.display import Summarised
 from specdec_ext.display.progress import Work, tracked
 from specdec_ext.preflight.outputs import free_bytes
-from specdec_ext.training.batches import Batch, Example, OnlineFeatures, pad
-from specdec_ext.training.fingerprint import fingerprint
+from specdec_ext.training.data.batches import Batch, Example, OnlineFeatures, pad
+from specdec_ext.training.data.fingerprint import fingerprint
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def dump_features(
 
     Args:
         target: the target in eval mode.
-        layers: feature layers, as in :class:`~specdec_ext.training.batches.OnlineFeatures`.
+        layers: feature layers, as in :class:`~specdec_ext.training.data.batches.OnlineFeatures`.
         examples: the texts; their loss masks are not stored.
         folder: a new folder, or that of an earlier dump with the same target, layers and texts.
         batch: number of texts per pass of the target.

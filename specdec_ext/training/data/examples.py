@@ -1,9 +1,9 @@
 """Turn records of training text into tokenized examples, or into prompts for the target.
 
-Files are read into records (:mod:`specdec_ext.training.records`). :func:`encode` turns records into examples
-directly. :func:`prompts` turns them into prompts, which the target answers
-(:func:`specdec_ext.training.regenerate.regenerate`). A head drafts what its target writes, so the target's
-own answers are the better training text.
+Files are read into records (:mod:`specdec_ext.training.data.records`). :func:`encode` turns records into
+examples directly. :func:`prompts` turns them into prompts, which the target answers
+(:func:`specdec_ext.training.data.regenerate.regenerate`). A head drafts what its target writes, so the
+target's own answers are the better training text.
 
 In a plain text all tokens are in the loss mask, in a chat only those that the assistant wrote. They are found
 with the chat template: by its ``{% generation %}`` markers if it has them; otherwise an assistant's turn is
@@ -26,8 +26,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specdec_ext.display.progress import tracked
-from specdec_ext.training.batches import Example
-from specdec_ext.training.records import Chat, Record, Transcript, read_records
+from specdec_ext.training.data.batches import Example
+from specdec_ext.training.data.records import Chat, Record, Transcript, read_records
 
 _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TOKENIZED_AT_ONCE = 64
@@ -44,7 +44,7 @@ def read_examples(
     """Read the training texts of a file, in their order: :func:`read_records`, then :func:`encode`.
 
     Args:
-        path: a ``.txt``, ``.json`` or ``.jsonl`` file (:mod:`specdec_ext.training.records`).
+        path: a ``.txt``, ``.json`` or ``.jsonl`` file (:mod:`specdec_ext.training.data.records`).
         tokenizer: the target's tokenizer.
         max_length: largest number of tokens of an example.
         text_column: name of the column of texts; by default ``"text"``.

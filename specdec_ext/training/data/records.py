@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from specdec_ext.heads.checkpoints.fields import shown
+from specdec_ext.heads.checkpoints.config.fields import shown
 from specdec_ext.preflight.inputs import regular_file
-from specdec_ext.training.batches import Example
+from specdec_ext.training.data.batches import Example
 
 Chat = list[dict[str, str]]
 

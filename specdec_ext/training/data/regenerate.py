@@ -2,12 +2,12 @@
 
 A head drafts what the target would write, so it should learn from the target's own text instead of the data's
 (EAGLE-3 and its successors regenerate the answers of their data). Prompts come from the data
-(:func:`specdec_ext.training.data.prompts`): pieces of texts, and chats whose assistant turns are written
-again, turn by turn.
+(:func:`specdec_ext.training.data.examples.prompts`): pieces of texts, and chats whose assistant turns are
+written again, turn by turn.
 
 The answers are written to a file as they are generated, one line per text.
-:func:`specdec_ext.training.records.read_records` reads that file. An interrupted run can be continued, and
-prompts may be added later. A sampled answer also depends on its row in the batch, like the noise, so a
+:func:`specdec_ext.training.data.records.read_records` reads that file. An interrupted run can be continued,
+and prompts may be added later. A sampled answer also depends on its row in the batch, like the noise, so a
 continued run may sample other answers than an uninterrupted one.
 """
 
@@ -35,10 +35,10 @@ from specdec_ext.display import Summarised
 from specdec_ext.display.progress import tracked
 from specdec_ext.generation import generate
 from specdec_ext.preflight.inputs import regular_file
-from specdec_ext.training.batches import Example
-from specdec_ext.training.data import append_turn, chat_tokens
-from specdec_ext.training.fingerprint import fingerprint
-from specdec_ext.training.records import Chat, Transcript, transcript
+from specdec_ext.training.data.batches import Example
+from specdec_ext.training.data.examples import append_turn, chat_tokens
+from specdec_ext.training.data.fingerprint import fingerprint
+from specdec_ext.training.data.records import Chat, Transcript, transcript
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +84,8 @@ def regenerate(
         target: the model that writes the answers.
         prompts: token ids ``[length]`` to continue, or chats. In a chat, the assistant's messages are
             removed, and the target answers each run of the other messages. A chat ends after an answer that
-            reached ``max_new_tokens``. One chat may give several texts (:mod:`specdec_ext.training.data`).
+            reached ``max_new_tokens``. One chat may give several texts
+            (:mod:`specdec_ext.training.data.examples`).
         cache_file: file of the answers (JSON lines); it must not hold answers of another target.
         max_new_tokens: the most tokens of one answer.
         max_length: the most tokens of a text; a turn without room for a whole answer is not answered.

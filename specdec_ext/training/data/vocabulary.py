@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec_ext.training.batches import Example
+from specdec_ext.training.data.batches import Example
 
 # A head drafts the third token of a text at the earliest: after the first token and the one that the target
 # adds.

@@ -8,8 +8,8 @@ output back. It is trained in the same way, at all elements t of a text at once:
              P-EAGLE (arXiv 2602.01469): (embedding of the mask token, mask_hidden)
 
 The layers are those of :mod:`specdec_ext.reference.draft_head`. Element t of step i attends to the elements
-up to t of step 0 and to element t of steps 1 to i (:mod:`specdec_ext.training.attention`), as a drafted node
-attends to the committed elements and its ancestors.
+up to t of step 0 and to element t of steps 1 to i (:mod:`specdec_ext.training.objectives.attention`), as a
+drafted node attends to the committed elements and its ancestors.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.nn import functional as F
 
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.heads.rope import rope_tables
-from specdec_ext.training.attention import unrolled_attention
-from specdec_ext.training.batches import Batch
-from specdec_ext.training.objective import Objective, Step
+from specdec_ext.training.data.batches import Batch
+from specdec_ext.training.objectives.attention import unrolled_attention
+from specdec_ext.training.objectives.objective import Objective, Step
 
 Past = tuple[list[Tensor], list[Tensor]]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec_ext.heads.medusa import MedusaHeads
-from specdec_ext.training.batches import Batch
-from specdec_ext.training.objective import Objective, Step
+from specdec_ext.training.data.batches import Batch
+from specdec_ext.training.objectives.objective import Objective, Step
 
 
 class MedusaObjective(Objective):

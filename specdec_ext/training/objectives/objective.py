@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specdec_ext.heads.weights import DraftWeights
-from specdec_ext.training.batches import Batch
-from specdec_ext.training.loss import soft_cross_entropy
-from specdec_ext.training.teacher import Teacher
+from specdec_ext.training.data.batches import Batch
+from specdec_ext.training.objectives.loss import soft_cross_entropy
+from specdec_ext.training.objectives.teacher import Teacher
 
 _TEACHER_CHUNK = 1024
 # An evaluation computes the logits of this many elements at a time.

@@ -1,4 +1,4 @@
-// A C function for tests (python_tests/helpers/emulation.py) that sets the order of threads.
+// A C function for tests (python_tests/helpers/ops/emulation.py) that sets the order of threads.
 #include "cuda_runtime.h"
 
 extern "C" __attribute__((visibility("default"))) void specdec_set_thread_order(int order) {

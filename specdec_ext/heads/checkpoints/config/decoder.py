@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from specdec_ext.heads.checkpoints.fields import Fields
+from specdec_ext.heads.checkpoints.config.fields import Fields
 
 # "su" is an old name of "longrope". For text, the three positions of "mrope" are equal, so it is the default.
 _ROPE_ALIASES = {"su": "longrope", "mrope": "default"}

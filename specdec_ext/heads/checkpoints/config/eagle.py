@@ -19,9 +19,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from specdec_ext.heads.checkpoints.decoder import rope_parameters, sizes, sliding_windows
-from specdec_ext.heads.checkpoints.feature_layers import RecordedLayers, recorded_layers
-from specdec_ext.heads.checkpoints.fields import MAX_SIZE, Fields
+from specdec_ext.heads.checkpoints.config.decoder import rope_parameters, sizes, sliding_windows
+from specdec_ext.heads.checkpoints.config.feature_layers import RecordedLayers, recorded_layers
+from specdec_ext.heads.checkpoints.config.fields import MAX_SIZE, Fields
 from specdec_ext.heads.config import HeadConfig
 from specdec_ext.heads.record import HeadRecord
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from specdec_ext.heads.checkpoints.fields import Fields
+from specdec_ext.heads.checkpoints.config.fields import Fields
 
 
 class _Convention(Enum):

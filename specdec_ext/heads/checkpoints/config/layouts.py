@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from specdec_ext.heads.checkpoints.eagle import RECORDED
+from specdec_ext.heads.checkpoints.config.eagle import RECORDED
 from specdec_ext.heads.config import HeadConfig
 from specdec_ext.heads.record import HeadRecord
 

@@ -21,8 +21,8 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specdec_ext.heads.checkpoints.fields import Fields, shown
-from specdec_ext.heads.checkpoints.hub import on_disk
+from specdec_ext.heads.checkpoints.config.fields import Fields, shown
+from specdec_ext.heads.checkpoints.storage.hub import on_disk
 
 # If a folder holds several kinds of weights, the first of this list is used.
 _PREFERRED = (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec_ext.display.progress import tracked
-from specdec_ext.heads.checkpoints.files import StoredTensor
+from specdec_ext.heads.checkpoints.storage.files import StoredTensor
 from specdec_ext.heads.config import HeadConfig
 from specdec_ext.heads.weights import UnkeptTensors
 

@@ -1,0 +1,1 @@
+"""What a head learns: the objective of each kind of head, its loss and its teacher."""
