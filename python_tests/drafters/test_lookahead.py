@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.checks.lossless import check_same_text, every_decoding, generate
+from helpers.checks.lossless import check_same_text, every_decoding
 from helpers.drafters.drafting_contexts import context_of, started
 from helpers.models.tiny import VOCAB, counting_model, every_batch, prompts
 
 import specdec_ext
-from specdec_ext import DraftTree, LookaheadDrafter
+from specdec_ext import LookaheadDrafter
 from specdec_ext.context import Context
 from specdec_ext.drafters.lookahead import NgramPool, Window
 from specdec_ext.models import TargetOutput
@@ -198,10 +198,6 @@ def test_n_grams_of_the_prompt_are_guessed():
     assert (stats.steps, stats.accepted_tokens) == (8, 24)
 
 
-def test_drafter_can_be_named():
-    assert generate("lookahead", "one", "greedy").speculation_stats.drafter == "LookaheadDrafter"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -213,7 +209,3 @@ def test_drafter_can_be_named():
 def test_invalid_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         LookaheadDrafter(**arguments)
-
-
-def test_tree_of_no_builders_is_empty():
-    assert DraftTree.from_builders([]).tokens.shape == (0, 1)

@@ -25,7 +25,6 @@ from specdec_ext.cli.check import check
 from specdec_ext.cli.demo import demo
 from specdec_ext.cli.generate import generate
 from specdec_ext.drafters import draft_model, resolve, resolve_drafter
-from specdec_ext.drafters.combined import CombinedDrafter
 from specdec_ext.drafters.heads.head import HeadDrafter
 from specdec_ext.drafters.vocabulary import SharedVocabulary
 
@@ -135,11 +134,6 @@ def test_callers_tokenizer_replaces_that_of_the_targets_folder(draft_folder):
     assert resolve_drafter(draft_folder, assets.load_target(), given)._tokenizers[0] is given
 
 
-def test_auto_combines_and_head_is_the_head_alone(target):
-    assert isinstance(resolve_drafter("auto", target), CombinedDrafter)
-    assert isinstance(resolve_drafter("head", target), HeadDrafter)
-
-
 def test_hook_may_be_used_with_many_models(draft_folder):
     hook = specdec_ext.custom_generate("head")
     ids, _ = prompts((5,))
@@ -174,14 +168,3 @@ def test_hub_that_does_not_answer_is_not_waited_for(target, monkeypatch, tmp_pat
     message = "'org/head' is neither a file nor a folder, it is not in the hub's cache, and "
     with pytest.raises(OSError, match=message):
         resolve_drafter("org/head", target)
-
-
-def test_address_without_connection_does_not_answer(monkeypatch):
-    from specdec_ext.heads.checkpoints.storage import hub
-
-    for name in ("http_proxy", "https_proxy", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub.constants, "ENDPOINT", "http://127.0.0.1:1")
-    assert not hub.hub_answers()

@@ -99,8 +99,3 @@ def test_bars_and_parts_are_distinct_in_a_plot(tmp_path, monkeypatch):
     (axes,) = drawn
     assert [label.get_text() for label in axes.get_yticklabels()] == ["one", "two"]
     assert len({bars[0].get_facecolor() for bars in axes.containers}) == len(PARTS)
-
-
-def test_breakdown_has_its_given_name():
-    seen = breakdown(tiny_model("llama"), [PROMPT], "ngram", 4, "my drafter")
-    assert seen.title == "my drafter, float32"

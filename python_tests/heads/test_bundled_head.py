@@ -9,8 +9,6 @@ import torch
 
 import specdec_ext
 from specdec_ext import assets
-from specdec_ext.drafters import resolve_drafter
-from specdec_ext.drafters.combined import CombinedDrafter
 from specdec_ext.heads.checkpoints import check_pair, tokenizer_fingerprint, weights_fingerprint
 
 CARD = (assets.FOLDER / "tiny-python-head" / "README.md").read_text()
@@ -45,15 +43,6 @@ def test_generate_warns_once_of_other_weights():
         for _ in range(3):
             specdec_ext.generate(target, ids, max_new_tokens=4)
     assert len(told) == 1
-
-
-def test_auto_finds_the_head_of_a_copied_target(tmp_path):
-    target = assets.load_target()
-    target.save_pretrained(tmp_path)
-    for model in (target, type(target).from_pretrained(tmp_path)):
-        drafter = resolve_drafter("auto", model)
-        assert isinstance(drafter, CombinedDrafter)
-        assert drafter.model_based.head.config == assets.load_head().config
 
 
 def test_drafts_are_accepted_and_the_text_is_unchanged():

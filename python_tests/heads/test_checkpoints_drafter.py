@@ -83,10 +83,6 @@ def test_pair_that_cannot_work_is_refused_before_the_first_token(tmp_path):
         specdec_ext.generate(tiny_model("llama"), ids, drafter=folder, max_new_tokens=2)
 
 
-def test_folder_of_a_model_is_no_head():
-    assert not is_draft(TARGET)
-
-
 def test_command_line_takes_heads(tmp_path):
     sizes = {"hidden_size": 256, "target_hidden_size": 256, "vocab_size": 4096}
     options = {**sizes, "draft_vocab_size": 4096, "feature_layers": (2, 3, 4)}
@@ -100,10 +96,3 @@ def test_command_line_takes_heads(tmp_path):
         count = int(re.search(r"of (\d+) draft tokens", result.stderr).group(1))
         assert (count > 0) == (drafter != "none")
     assert len(set(texts)) == 1
-
-
-def test_command_line_names_the_damaged_part(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    result = run("generate", "-p", "a", "--drafter", tmp_path, columns=200)
-    assert result.exit_code == 2
-    assert "has no weight file" in result.output

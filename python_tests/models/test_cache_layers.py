@@ -58,59 +58,14 @@ def test_git_is_decoded_by_transformers_in_batches():
     assert torch.equal(ours, model.generate(ids, **kwargs))
 
 
-def index_keys(rows: int, slots: int, start: int = 0) -> torch.Tensor:
+def index_keys(rows: int, slots: int) -> torch.Tensor:
     """Index keys of dimension 5 whose value is their slot."""
-    slot = torch.arange(start, start + slots, dtype=torch.float32)
+    slot = torch.arange(slots, dtype=torch.float32)
     return slot[None, :, None].expand(rows, slots, 5).contiguous()
 
 
 def keys(rows: int, slots: int) -> torch.Tensor:
     return torch.ones(rows, 1, slots, 3)
-
-
-@pytest.mark.parametrize("index_first", [False, True])
-def test_index_keys_are_rolled_back_with_keys(index_first):
-    layer = IndexedRollbackLayer()
-
-    def append(slots, start):
-        updates = [
-            lambda: layer.update(keys(2, slots), keys(2, slots)),
-            lambda: layer.update_indexer(index_keys(2, slots, start)),
-        ]
-        for update in reversed(updates) if index_first else updates:
-            update()
-
-    append(5, 0)
-    layer.length = 3
-    assert layer.indexed == 3
-    append(2, 30)
-    assert layer.indexer_keys[1, :, 4].tolist() == [0, 1, 2, 30, 31]
-    assert layer.length == layer.indexed == 5
-
-
-def test_index_keys_grow_with_the_cache():
-    layer = IndexedRollbackLayer()
-    layer.reserve(4)
-    layer.update_indexer(index_keys(1, 4))
-    layer.update(keys(1, 4), keys(1, 4))
-    all_keys = layer.update_indexer(index_keys(1, 400, 4))
-    assert all_keys[0, :, 0].tolist() == list(range(404))
-
-
-def test_fewer_rows_write_the_first_ones():
-    layer = IndexedRollbackLayer()
-    layer.update_indexer(index_keys(3, 2))
-    assert layer.update_indexer(index_keys(2, 1, 7)).shape == (2, 3, 5)
-    assert layer.index_buffer[2, 0, 2:].eq(0).all()
-
-
-def test_index_keys_are_compacted_and_reordered():
-    layer = IndexedRollbackLayer()
-    layer.update(keys(3, 2), keys(3, 2))
-    layer.update_indexer(torch.arange(3.0)[:, None, None].expand(3, 2, 5))
-    assert layer.buffers[2].shape[:2] == (3, 1)
-    layer.move_rows(torch.tensor([0, 2]), torch.tensor([2, 0]))
-    assert layer.indexer_keys[:, 0, 0].tolist() == [2, 1, 0]
 
 
 def test_batch_operations_include_index_keys():

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers.models.tiny import ARCHITECTURES, VOCAB, prompts, tiny_model
+from helpers.models.tiny import ARCHITECTURES, prompts, tiny_model
 
 import specdec_ext
 from specdec_ext.models import make_target
-from specdec_ext.models.passes.hidden_states import HiddenStateRecorder, LayerStates
+from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
 from specdec_ext.tree.draft_tree import DraftTree
 
 LAYERS = (0, 1, 2, -1)
@@ -68,21 +67,6 @@ def test_other_threads_are_not_recorded():
     assert all(torch.equal(a, b) for a, b in zip(states, alone, strict=True))
 
 
-def test_hooks_are_removed():
-    model = tiny_model("llama")
-
-    def hooks():
-        return [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in model.modules()]
-
-    before = hooks()
-    for ids in (prompts((4,))[0], torch.tensor([[10**6]])):
-        target = make_target(model, None, 64)
-        target.record_hidden_states(LAYERS)
-        with nullcontext() if int(ids.max()) < VOCAB else pytest.raises(IndexError):
-            target.prefill(ids, None)
-        assert hooks() == before
-
-
 class Watching(specdec_ext.Drafter):
     """Proposes the right text and keeps the features."""
 
@@ -135,19 +119,3 @@ def test_last_layers_output_is_the_input_of_the_final_norm(name):
 def test_unknown_layer_is_refused(layer):
     with pytest.raises(ValueError, match=f"feature_layers has {layer}.*layers 0 to 2"):
         make_target(tiny_model("llama"), None, 64).record_hidden_states((layer,))
-
-
-def test_joined_states_of_passes_are_those_of_each_pass():
-    generator = torch.Generator().manual_seed(0)
-    layers = [2, 0, -1, 3]
-    parts = []
-    for nodes in (1, 3):
-        states = torch.randn(3, 2, nodes, 4, generator=generator)
-        first, last = (torch.randn(2, nodes, 4, generator=generator) for _ in range(2))
-        part = LayerStates(layers, states, first, last)
-        chosen = [states[1], first, last, states[2]]
-        assert all(map(torch.equal, part, chosen)) and len(part) == 4
-        parts.append(part)
-    joined = LayerStates.joined(parts)
-    for i, both in enumerate(zip(*parts, strict=True)):
-        assert torch.equal(joined[i], torch.cat(both, dim=1))

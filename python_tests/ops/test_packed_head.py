@@ -251,9 +251,3 @@ def test_streams_share_weights_but_no_sync_buffer(monkeypatch):
     assert used[0].sync.data_ptr() != used[1].sync.data_ptr()
     assert used[0].weights is used[1].weights
     assert again[0] is used[0] and again[1] is used[1]
-
-
-def test_no_sync_buffer_on_the_cpu():
-    bound = BoundHead.bind(head_of("eagle3"), tiny_model("llama"))
-    assert bound._on_this_stream() is bound._packed
-    assert bound._packed.with_own_sync().sync is None

@@ -10,7 +10,7 @@ import torch
 from baselines.draft_calls import DraftCall, RandomHead
 from baselines.torch_draft_head import TorchHead
 from bench import draft_head, stopwatch
-from bench.draft_head import CONFIGS, DRAFTS, Draft, agreement, parsed, prepared
+from bench.draft_head import CONFIGS, DRAFTS, Draft, parsed, prepared
 from bench.stopwatch import Stopwatch
 from gpu.steps import read_table
 
@@ -51,14 +51,6 @@ def test_needed_bytes(dtype, size):
     cache = 2 * 2 * (20 + 3) * 32
     needed = tiny_call(CHAIN, dtype).needed_bytes
     assert needed == size * (64 * 3 * 64 + 5 * (weights + 2 * cache))
-
-
-def test_disagreement_shows(monkeypatch):
-    call = tiny_call(CHAIN)
-    assert agreement(call) == 1
-    nothing = torch.full((2, 6), -1)
-    monkeypatch.setattr(TorchHead, "draft", lambda *_: (nothing, nothing))
-    assert agreement(call) == 0
 
 
 def test_a_run(tmp_path, capsys):

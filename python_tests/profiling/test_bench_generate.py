@@ -33,14 +33,7 @@ def test_a_random_target_with_synthetic_acceptance(monkeypatch, tmp_path):
     shapes = [
         "--target",
         "135m",
-        "--batch",
-        "1",
-        "--batch",
-        "2",
-        "--context",
-        "5",
-        "--context",
-        "9",
+        *("--batch", "1", "--batch", "2", "--context", "5", "--context", "9"),
     ]
     sizes = ["--count", "2", "--max-new-tokens", "8", "--repeats", "1"]
     drafts = ["--acceptance", "2.0", "--depth", "3"]

@@ -7,12 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from baselines import torch_ops
 from bench import op_cases, ops, runner, stopwatch
 from bench.op_cases import CASES
 from bench.runner import Case, Results
 from bench.stopwatch import Stopwatch
-from text_table import format_markdown, format_table
 
 CPU = torch.device("cpu")
 SMALL = {case.op: case.reduced() for case in CASES if "cpu" in case.devices}
@@ -39,32 +37,6 @@ def test_a_formulation_that_computes_something_else_is_found(op):
     assert not ours.agree(ours.changed or result, theirs.changed or expected)
 
 
-@pytest.mark.parametrize("op", SMALL)
-def test_seeds_change_values_and_nothing_else(op):
-    first, again, other = (list(tensors(SMALL[op].make(CPU, seed).arguments)) for seed in (0, 0, 1))
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert [t.shape for t in first] == [t.shape for t in other]
-    assert (
-        not all(torch.equal(a, b) for a, b in zip(first, other, strict=True)) or op == "tree_mask"
-    )
-
-
-def tensors(value):
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from tensors(each)
-
-
-def test_the_benchmarks_trees_have_at_most_eight_levels():
-    for nodes in (1, 2, 8, 60, 64):
-        parents = op_cases.Inputs(CPU, 0).parents(2, nodes)
-        depths = torch_ops.tree_mask(parents, torch.zeros(2, dtype=torch.int64))[1]
-        assert depths.max() == min(nodes, torch_ops.LEVELS) - 1
-        assert parents[0].tolist() == parents[1].tolist()
-
-
 def test_the_stopwatch_alternates_flushes_and_primes(monkeypatch):
     log = []
     monkeypatch.setattr(stopwatch, "last_level_cache_bytes", lambda device: 1 << 12)
@@ -78,22 +50,6 @@ def test_the_stopwatch_alternates_flushes_and_primes(monkeypatch):
     assert [len(each) for each in times.values()] == [5, 5]
     # Time is up at once, yet five calls are made.
     assert len(watch.time(contestants, 9, seconds=0)["a"]) == 5
-
-
-def test_tables():
-    header, rows = ["op", "us"], [["tree_mask", "1.5"], ["linear", "12.0"]]
-    assert format_table(header, rows, left=("op",)).splitlines() == [
-        "op           us",
-        "---------------",
-        "tree_mask   1.5",
-        "linear     12.0",
-    ]
-    assert format_markdown(header, rows).splitlines() == [
-        "| op | us |",
-        "|---|---|",
-        "| tree_mask | 1.5 |",
-        "| linear | 12.0 |",
-    ]
 
 
 def test_a_run_prints_the_machine_and_writes_json_and_markdown(tmp_path, monkeypatch, capsys):

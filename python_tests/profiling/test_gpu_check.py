@@ -268,23 +268,6 @@ def test_golden_cases_that_are_missing_or_changed_fail(tmp_path):
     assert not gpu_check.run_step(absent, []).passed
 
 
-def test_the_report_counts_and_lists():
-    results = [
-        gpu_check.Result("build", True, 61.2, 120, "for 9.0", "setup.py", ""),
-        gpu_check.Result("memcheck", False, 3.0, 25, "2 findings", "compute-sanitizer", "Invalid"),
-    ]
-    text = gpu_check.report_markdown("H200 | torch 2.11", results, planned=3)
-    assert "1 of 3 steps passed in 64 s." in text
-    assert "| memcheck | FAIL | 3 | 25 | 2 findings |" in text
-
-
-@pytest.mark.parametrize(
-    "name, slug", [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100_80gb_hbm3")]
-)
-def test_card_names(name, slug):
-    assert gpu_check.card_slug(name) == slug
-
-
 # --- checks of ops ----------------------------------------------------------------------------------
 
 SMALL = {case.op: case.reduced() for case in CASES if "cpu" in case.devices}

@@ -34,17 +34,6 @@ def test_ncu_records_the_kernels_inside_an_ops_range():
     )
 
 
-def test_both_tools_take_a_draft_by_a_head():
-    """The cooperative launch of a draft is one kernel, inside the range of the op."""
-    text = command_line("ncu", "draft_head tree", "--model", "llama3-8b", "--launches", "1")
-    assert "--nvtx-include=specdec@draft_head/ --launch-count=1" in text
-    assert text.endswith("none 'draft_head tree' --model llama3-8b --device cuda --repeats 5")
-    text = command_line("nsys", "draft_head int8", "--model", "small")
-    assert text.startswith("nsys profile") and text.endswith(
-        "none 'draft_head int8' --model small --device cuda --repeats 5"
-    )
-
-
 def test_ncu_shows_the_phases_of_a_draft_one_by_one(monkeypatch, capsys):
     """Each phase is one launch, listed in order: three new elements, then the levels of a chain of 5."""
     monkeypatch.setattr(shutil, "which", lambda name: None)

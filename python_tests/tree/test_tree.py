@@ -117,6 +117,10 @@ def test_pruning_cuts_depth_and_unused_columns():
         (tree([[7, 1]], [[-1, 0]]), "one row per active row"),
         (tree([[7, 1], [8, 1]], [[-1], [-1]]), "expected equal shapes"),
         (tree([[7.0, 1.0], [8.0, 1.0]], [[-1, 0], [-1, 0]]), "torch.float32"),
+        (tree([[7, 1], [8, 1]], [[0, 0], [-1, 0]]), r"parents\[0, 0\] = 0; expected -1"),
+        (tree([[7, 1, 2], [8, 1, 2]], [[-1, 2, 0], [-1, 0, 0]]), r"parents\[0, 1\] = 2"),
+        (tree([7, 8], [-1, -1]), r"tokens are torch.int64 \(2,\)"),
+        (DraftTree(*torch.empty(2, 2, 0).long()), "with at least the root"),
     ],
 )
 def test_invalid_trees_are_refused(made, message):

@@ -118,13 +118,9 @@ class _Nothing(LogitsProcessor):
 
 PROCESSORS = {
     "plain": _Nothing(),
-    "temperature-0.7": TemperatureLogitsWarper(0.7),
     "temperature-1.7": TemperatureLogitsWarper(1.7),
     "top-k-5": TopKLogitsWarper(5),
     "top-k-1": TopKLogitsWarper(1),
-    "top-p-0.8": TopPLogitsWarper(0.8),
-    "min-p-0.1": MinPLogitsWarper(0.1),
-    "repetition-penalty-1.3": RepetitionPenaltyLogitsProcessor(1.3),
     "all": LogitsProcessorList(
         [
             RepetitionPenaltyLogitsProcessor(1.2),

@@ -26,6 +26,10 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 import specdec_ext
 
+few_drafters = pytest.mark.parametrize(
+    "drafter", ["none", "oracle_chain", "noisy_chain", "random_tree"]
+)
+
 
 def run(batch: str, drafter: str, **kwargs):
     """(ours, HF's) ids; values that are functions are called for each, so that each has its own object."""
@@ -96,20 +100,20 @@ def test_cases_end_rows_early_late_and_on_their_first_token():
 
 
 @every_batch
-@every_drafter
+@few_drafters
 @pytest.mark.parametrize("limit", [1, 2, 3, 8])
 def test_max_new_tokens_may_end_inside_a_block(limit, drafter, batch):
     assert check(batch, drafter, max_new_tokens=limit).shape[1] == max(BATCHES[batch]) + limit
 
 
 @every_batch
-@every_drafter
+@few_drafters
 def test_max_length_counts_the_columns_of_the_prompt(drafter, batch):
     columns = max(BATCHES[batch]) + 5
     assert check(batch, drafter, max_new_tokens=None, max_length=columns).shape[1] == columns
 
 
-@every_drafter
+@few_drafters
 def test_max_length_criterion_may_be_shorter_than_max_new_tokens(drafter):
     def criteria():
         return StoppingCriteriaList([hf.MaxLengthCriteria(max_length=19)])
@@ -118,7 +122,7 @@ def test_max_length_criterion_may_be_shorter_than_max_new_tokens(drafter):
 
 
 @every_batch
-@every_drafter
+@few_drafters
 @pytest.mark.parametrize("bound", [dict(min_new_tokens=9), dict(min_length=20)], ids=["new", "all"])
 def test_rows_do_not_end_before_the_minimum(bound, drafter, batch):
     answers = endless(batch)[2]
@@ -201,7 +205,7 @@ def stop_strings_of(case: str, answers: list[list[int]]) -> str | list[str]:
 
 
 @every_batch
-@every_drafter
+@few_drafters
 @pytest.mark.parametrize("eos", [True, False], ids=["eos", "no-eos"])
 @pytest.mark.parametrize(
     "case", ["one-token", "two-tokens", "across-borders", "first-token", "several", "never"]
@@ -269,7 +273,7 @@ class EndsOnLowScore(StoppingCriteria):
 
 
 @every_batch
-@every_drafter
+@few_drafters
 @pytest.mark.parametrize("eos", [True, False], ids=["eos", "no-eos"])
 @pytest.mark.parametrize("kind", [EndsOnMultiplesOfSeven, SaysTrueOrFalse])
 def test_criteria_without_state_end_rows_as_in_transformers(kind, eos, drafter, batch):
@@ -279,7 +283,7 @@ def test_criteria_without_state_end_rows_as_in_transformers(kind, eos, drafter, 
 
 
 @every_batch
-@every_drafter
+@few_drafters
 @pytest.mark.parametrize("eos", [True, False], ids=["eos", "no-eos"])
 def test_criterion_with_state_has_the_calls_of_plain_decoding(eos, drafter, batch):
     kwargs = {"eos_token_id": endless(batch)[2][0][4]} if eos and batch != "one" else {}
@@ -297,7 +301,7 @@ def test_criterion_with_state_has_the_calls_of_plain_decoding(eos, drafter, batc
 
 
 @every_batch
-@every_drafter
+@few_drafters
 def test_criterion_reads_the_scores_of_plain_decoding(drafter, batch):
     seen: list[EndsOnLowScore] = []
 
@@ -312,12 +316,12 @@ def test_criterion_reads_the_scores_of_plain_decoding(drafter, batch):
 
 
 @every_batch
-@every_drafter
+@few_drafters
 def test_call_without_time_emits_one_token(drafter, batch):
     assert check(batch, drafter, max_time=0.0).shape[1] == max(BATCHES[batch]) + 1
 
 
-@every_drafter
+@few_drafters
 def test_clock_is_read_once_per_token(drafter, monkeypatch):
     """Each reading is a tick, so seven tokens take seven ticks."""
     ticks = iter(range(10**6))

@@ -113,12 +113,9 @@ def draft_model(**kwargs) -> DraftModelDrafter:
 
 CASES = {
     "rejection": ("rejection", draft_model, "filters"),
-    "block": ("block", draft_model, "plain"),
-    "block-filters": ("block", draft_model, "filters"),
-    "block-repetition-penalty": ("block", draft_model, "repetition-penalty"),
+    "block": ("block", draft_model, "repetition-penalty"),
     "block-that-stops-early": ("block", functools.partial(draft_model, min_confidence=0.25), "plain"),
-    "recursive": ("recursive", SampledTree, "plain"),
-    "recursive-bad-words": ("recursive", SampledTree, "bad-words"),
+    "recursive": ("recursive", SampledTree, "bad-words"),
     "recursive-chain": ("recursive", draft_model, "repetition-penalty"),
 }  # fmt: skip
 

@@ -20,7 +20,7 @@ from helpers.drafters.head_cases import (
 )
 
 from specdec_ext.tree.config import TreeConfig
-from specdec_ext.tree.draft_tree import INACTIVE, ROOT_PARENT
+from specdec_ext.tree.draft_tree import INACTIVE
 
 DTYPES = [torch.float32, torch.float64]
 CHAIN, STATIC, DYNAMIC = TREES["chain"], TREES["static"], TREES["dynamic"]
@@ -86,25 +86,6 @@ def test_every_option_without_a_tensor_changes_the_scores(kind, options):
     assert not torch.equal(scores, drafted(double(kind), CHAIN)[2])
 
 
-@pytest.mark.parametrize("name", TREES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_independent(kind, name):
-    """A ragged batch has the drafts of its rows alone; a row without new elements has only a root."""
-    head, tree = double(kind), TREES[name]
-    tokens, features = elements(head, 4, 9)
-    counts = torch.tensor([9, 1, 0, 4])
-    batch = Run.start(head, 4).draft(tree, tokens, features, counts)
-    for row, count in enumerate(counts.tolist()):
-        together = [each[row : row + 1] for each in batch]
-        if count == 0:
-            assert together[0][0, 0] == tokens[row, 0]
-            assert together[1][0].tolist() == [ROOT_PARENT] + [INACTIVE] * (tree.num_nodes - 1)
-            assert together[2][0].tolist() == [0] + [-torch.inf] * (tree.num_nodes - 1)
-            continue
-        part = slice(row, row + 1), slice(None, count)
-        assert_same(together, Run.start(head, 1).draft(tree, tokens[part], features[part]))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_elements_in_several_calls_equal_one_call(kind, monkeypatch):
     """Also with drafts between the calls and with other chunks."""
@@ -161,11 +142,6 @@ def test_p_eagle_levels_do_not_depend_on_nodes():
     assert (children == children[0]).all()
     steps = scores[0, 4:].view(3, 3) - scores[0, 1:4, None]
     torch.testing.assert_close(steps, steps[:1].expand(3, 3), **CLOSE)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_first_position_does_not_matter(kind):
-    assert_same(drafted(double(kind), STATIC, first_position=37), drafted(double(kind), STATIC))
 
 
 @pytest.mark.parametrize("window", [3, 5])
@@ -242,13 +218,6 @@ def test_default_feature_layers_depend_on_the_kind():
     assert layers == {"eagle1": (-1,), "eagle3": (2, 16, 29), "no-fc": (-1,)}
 
 
-def test_only_tokens_of_the_draft_vocabulary_are_drafted():
-    head = double("eagle3")
-    reachable = head.tensors["draft_to_target"]
-    tokens, parents, _ = drafted(head, TreeConfig(3, 8, 60), rows=3)
-    assert torch.isin(tokens[:, 1:][parents[:, 1:] != INACTIVE], reachable).all()
-
-
 @pytest.mark.parametrize("tree", [TreeConfig(3, 8, 20), TreeConfig(choices=((0,), (7,), (0, 2)))])
 def test_children_beyond_the_vocabulary_are_inactive(tree):
     head = double("eagle3", draft_vocab_size=3)
@@ -256,19 +225,6 @@ def test_children_beyond_the_vocabulary_are_inactive(tree):
     absent = parents[0] == INACTIVE
     assert (tokens[0][absent] == 0).all() and (scores[0][absent] == -torch.inf).all()
     assert (parents[0] == 0).sum() == (3 if tree.choices is None else 1)
-
-
-@pytest.mark.parametrize("name", TREES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_head_of_nan_drafts_nothing(kind, name):
-    head = head_of(kind)
-    tensors = {
-        key: torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else tensor
-        for key, tensor in head.tensors.items()
-    }
-    tokens, parents, scores = drafted(dataclasses.replace(head, tensors=tensors), TREES[name])
-    assert parents[0, 0] == ROOT_PARENT and (parents[0, 1:] == INACTIVE).all()
-    assert (tokens[0, 1:] == 0).all() and (scores[0, 1:] == -torch.inf).all()
 
 
 def test_nan_affects_only_its_row_and_token():

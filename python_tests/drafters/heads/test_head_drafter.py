@@ -21,7 +21,6 @@ from transformers import DynamicCache
 import specdec_ext
 from specdec_ext import DraftTree, HeadDrafter, TreeConfig
 from specdec_ext.drafters.heads.head import default_tree
-from specdec_ext.drafters.heads.head_cache import PendingFeatures, of_active_rows
 
 LENGTHS = (5, 9, 3, 7, 8)
 NEW = 14
@@ -144,12 +143,6 @@ def test_target_may_have_more_tokens_than_the_head(draft_vocab):
 def test_other_arguments_are_refused(arguments, message):
     with pytest.raises(TypeError, match=message):
         HeadDrafter(*arguments)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_single_row_has_the_text_of_plain_decoding(kind):
-    ids, mask, expected = plain((6,))
-    assert torch.equal(text_of(ids, mask, HeadDrafter(head_of(kind))), expected)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -307,34 +300,6 @@ def test_cache_and_rope_tables_grow(tree, monkeypatch):
     watched = Watched(HeadDrafter(head, TREES[tree]), answers(sequences, ids.shape[1]))
     text_of(ids, mask, watched)
     assert_as_specified(watched, model, texts_of(ids, mask), sequences, ids.shape[1])
-
-
-def test_elements_of_ended_rows_are_skipped():
-    features = torch.rand(3, 2, 4)
-    steps = [
-        PendingFeatures([0, 1, 2], [[0, 1], [2], [4, 5]], [features]),
-        PendingFeatures([2, 0], [[0], [2, 3]], [features[:2]]),
-    ]
-    new = of_active_rows(steps, [2], 4)
-    assert new.counts == [0, 0, 3, 0] and new.tokens[2] == [4, 5, 0]
-    assert torch.equal(new.features[2], torch.cat([features[2], features[0, :1]]))
-
-
-@pytest.mark.parametrize("rows", [[0], [1, 0]])
-def test_elements_of_even_and_uneven_steps_are_joined(rows):
-    """Token t has the features t and 10 t."""
-    steps, texts = [], {row: [] for row in rows}
-    for number, counts in enumerate([(1, 1), (1, 1), (2, 1), (2, 2), (1, 1)]):
-        tokens = [[10 * number + 5 * i + j for j in range(counts[i])] for i in range(len(rows))]
-        for row, new in zip(rows, tokens, strict=True):
-            texts[row] += new
-        width = max(map(len, tokens))
-        padded = torch.tensor([new + [-1] * (width - len(new)) for new in tokens])[..., None]
-        steps.append(PendingFeatures(list(rows), tokens, [padded.float(), 10.0 * padded]))
-    new = of_active_rows(steps, rows, len(rows))
-    assert new.tokens == [texts[row] for row in range(len(rows))]
-    for row, text in texts.items():
-        assert new.features[row, : len(text)].tolist() == [[t, 10 * t] for t in text]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -59,14 +59,6 @@ def test_equals_reference_after_every_chunk(case, hash_multiplier, data):
         assert draft(index, num_tokens, num_branches) == expected
 
 
-@pytest.mark.parametrize("hash_multiplier", [SIXTEEN_HASHES, ALL_COLLIDE], ids=["sixteen", "one"])
-def test_collisions_do_not_change_drafts(hash_multiplier):
-    text = np.random.default_rng(0).integers(0, 40, 3000)
-    weak = index_of(text, 1, 3, hash_multiplier=hash_multiplier)
-    good = index_of(text, 1, 3)
-    assert draft(weak, 30, 5) == draft(good, 30, 5) == ngram.propose(text.tolist(), 1, 3, 30, 5)
-
-
 def test_only_the_latest_occurrences_are_considered():
     """The first occurrence of token 9 has another continuation; it is the 64th or 65th latest one."""
     assert NgramIndex.MAX_OCCURRENCES == ngram.MAX_OCCURRENCES == 64
@@ -131,28 +123,7 @@ def test_match_length_is_that_of_the_longest_match(case):
     assert index_of(text, min_ngram, max_ngram).match_length() == max(matching, default=0)
 
 
-@pytest.mark.parametrize("period", [1, 2, 3, 19, 99])
-def test_periodic_text_is_drafted_to_full_length(period):
-    num_tokens = 4 * period + 3
-    text = [i % period for i in range(2 * period + 5)]
-    tokens, parents = draft(index_of(text, 1, 4), num_tokens, 1)
-    assert tokens == [(len(text) + i) % period for i in range(num_tokens)]
-    assert parents == list(range(num_tokens))
-
-
 # ---------------------------------------------------------------- invariants
-
-
-@settings(deadline=None)
-@given(drafting_cases())
-def test_draft_is_a_tree_with_distinct_siblings(case):
-    text, min_ngram, max_ngram, num_tokens, num_branches = case
-    tokens, parents = draft(index_of(text, min_ngram, max_ngram), num_tokens, num_branches)
-    assert len(tokens) == len(parents) in (0, num_tokens)
-    assert all(0 <= parent <= i for i, parent in enumerate(parents))
-    assert len(set(zip(parents, tokens, strict=True))) == len(tokens)
-    leaves = set(range(1, len(tokens) + 1)) - set(parents)
-    assert len(leaves) <= num_branches
 
 
 # ---------------------------------------------------------------- arrays and batches

@@ -204,15 +204,6 @@ def test_many_outputs_at_once_equal_one_by_one():
     assert draft(index_of([2]), history, Rule(4, 4)).tokens == [5]
 
 
-def test_all_kept_outputs_are_found():
-    outputs = np.arange(600).reshape(-1, 3)
-    for max_tokens in (4, 40, 41, 42, 100, 400):
-        history = history_of(outputs.tolist(), max_tokens)
-        for first, second, third in outputs_of(history):
-            assert draft(index_of([first]), history, Rule(4, 4, 4.0)).tokens == [second, third]
-        assert draft(index_of([0]), history, Rule(4, 4, 4.0)).tokens == []
-
-
 def test_readers_see_whole_outputs_while_a_thread_writes():
     """The history has room for one output, which each new one replaces. In all of them 3 follows 1 2."""
     rng = np.random.default_rng(4)

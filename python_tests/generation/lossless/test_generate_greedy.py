@@ -70,36 +70,12 @@ def test_ngram_and_draft_models_equal_transformers(name, batch):
         assert torch.equal(actual, expected), drafter
 
 
-def test_right_drafts_are_accepted_whole():
-    """Each step emits four right tokens and one more: 23 tokens after the first need five steps."""
-    model, ids, kwargs, _ = reference("llama", "one")
-    drafter = DraftModelDrafter(model, num_draft_tokens=4)
-    kwargs |= {"return_dict_in_generate": True, "speculation": "fixed"}
-    stats = specdec_ext.generate(model, ids, drafter=drafter, **kwargs).speculation_stats
-    assert (stats.steps, stats.drafts, stats.emitted_tokens) == (5, 5, 23)
-    assert stats.accepted_tokens == stats.draft_tokens == 18  # the last draft is cut at max_length
-
-
 def test_eager_attention_gets_an_additive_mask():
     """If a boolean mask were added to the scores, every node would see its siblings."""
     model, ids, kwargs, expected = reference("llama", "five-ragged", "eager")
     for shape in SHAPES:
         drafter = ScriptedDrafter(generated(expected, ids.shape[1]), shape)
         assert torch.equal(specdec_ext.generate(model, ids, drafter=drafter, **kwargs), expected)
-
-
-def test_learned_positions_are_never_exceeded():
-    """GPT-2 has a table of 256 positions, and a draft must not index behind it."""
-    model = tiny_model("gpt2")
-    ids, mask = prompts((246,))
-    kwargs = dict(attention_mask=mask, max_length=256, do_sample=False)
-    expected = model.generate(ids, **kwargs)
-
-    def long_chain(right, rng):
-        return [(right + [1] * 12)[:12]]
-
-    drafter = ScriptedDrafter(generated(expected, ids.shape[1]), long_chain)
-    assert torch.equal(specdec_ext.generate(model, ids, drafter=drafter, **kwargs), expected)
 
 
 @pytest.mark.parametrize("prompt", [20, 40], ids=["prompt-fits", "prompt-does-not-fit"])
@@ -127,12 +103,6 @@ def test_trees_may_have_more_than_64_nodes():
     out = specdec_ext.generate(model, ids, drafter=drafter, return_dict_in_generate=True, **kwargs)
     assert torch.equal(out.sequences, expected)
     assert out.speculation_stats.draft_tokens > 64 * out.speculation_stats.drafts
-
-
-def test_hook_gives_the_same_text():
-    model, ids, kwargs, expected = reference("llama", "five-ragged")
-    hook = specdec_ext.custom_generate(NgramDrafter(min_ngram=1))
-    assert torch.equal(model.generate(ids, custom_generate=hook, **kwargs), expected)
 
 
 def test_half_precision_differs_from_plain_only_at_near_ties():

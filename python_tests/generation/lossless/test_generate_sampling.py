@@ -39,15 +39,6 @@ def test_text_does_not_depend_on_the_draft(name, warper):
         assert torch.equal(sample(model, drafter, ids, mask, **WARPERS[warper]), expected), drafter
 
 
-def test_target_as_draft_model_proposes_the_emitted_tokens():
-    """Draft model and target use the same noise."""
-    model = tiny_model("llama")
-    ids, mask = prompts(LENGTHS)
-    kwargs = dict(temperature=0.9, return_dict_in_generate=True)
-    out = sample(model, DraftModelDrafter(model), ids, mask, **kwargs)
-    assert out.speculation_stats.acceptance_rate == 1.0
-
-
 def test_text_depends_on_the_seed():
     model = tiny_model("llama")
     ids, mask = prompts(LENGTHS)
@@ -73,17 +64,6 @@ def test_generator_determines_the_text():
     generators = [torch.Generator().manual_seed(3) for _ in range(2)]
     texts = [sample(model, "ngram", ids, mask, seed=None, generator=each) for each in generators]
     assert torch.equal(*texts)
-
-
-def test_row_does_not_depend_on_the_other_rows():
-    model = tiny_model("llama")
-    ids, mask = prompts((12, 3, 9))
-    others, _ = prompts((12, 12, 12), seed=9)
-    alone = sample(model, "ngram", ids[:1], mask[:1])
-    together = sample(model, "ngram", ids, mask)
-    mixed = torch.cat([ids[:1], others[1:]])
-    assert torch.equal(together[0], alone[0])
-    assert torch.equal(sample(model, "ngram", mixed, None)[0], alone[0])
 
 
 def test_rows_that_share_one_seed_have_different_noise():

@@ -51,11 +51,6 @@ def test_worked_example():
     assert stats.conditional_acceptance == pytest.approx([3 / 4, 2 / 3, 1 / 1])
 
 
-def test_mean_acceptance_length_is_one_plus_the_sum_of_acceptances():
-    stats = counted(*[(4, 4, k, k + 1) for k in (0, 1, 1, 2, 4, 4, 3, 0)])
-    assert stats.mean_acceptance_length == pytest.approx(1 + sum(stats.acceptance_per_position))
-
-
 def test_draft_with_the_end_of_the_text_has_no_bonus():
     # Both drafted tokens are accepted, and the second one is the end of the text.
     stats = counted((2, 2, 2, 2))

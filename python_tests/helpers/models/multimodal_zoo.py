@@ -96,86 +96,44 @@ _MROPE = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 }
 _EYE = {"patch_size": PATCH, "depth": 2, "out_hidden_size": zoo.HIDDEN}
+
+
+def _llava(
+    pieces: int, media: Callable[[int], dict[str, Tensor]], vision: dict, **config: Any
+) -> Kind:
+    return Kind(pieces, media, {**_TOKEN, "vision_config": vision, **config})
+
+
+def _qwen(vision: dict[str, Any], **config: Any) -> Kind:
+    config |= {**_QWEN, "vision_config": {**_EYE, **vision}}
+    return Kind(4, patches, config, types="mm_token_type_ids", around=(92, 93))
+
+
 KINDS: dict[str, Kind] = {
-    "llava": Kind(4, pixel_values, {**_TOKEN, "vision_config": _IMAGE}),
-    "llava_next": Kind(10, base_and_tile,
-        {**_TOKEN, "vision_config": _IMAGE, "image_grid_pinpoints": [[SIZE, SIZE]]}),
-    "qwen2_vl": Kind(4, patches,
-        {**_QWEN, "vision_config": {**_EYE, "embed_dim": zoo.HIDDEN}, "text_config": _MROPE},
-        types="mm_token_type_ids", around=(92, 93)),
-    "qwen2_5_vl": Kind(
-        4,
-        patches,
-        {
-            **_QWEN,
-            "vision_config": {**_EYE, "window_size": 8, "fullatt_block_indexes": [1]},
-            "text_config": _MROPE,
-        },
-        types="mm_token_type_ids",
-        around=(92, 93),
-    ),
-    "qwen3_vl": Kind(
-        4,
-        patches,
-        {
-            **_QWEN,
-            "vision_config": {
-                **_EYE,
-                "num_position_embeddings": 16,
-                "deepstack_visual_indexes": [0, 1],
-            },
-            "text_config": _MROPE,
-        },
-        types="mm_token_type_ids",
-        around=(92, 93),
-    ),
-    "qwen3_5": Kind(4, patches, {**_QWEN, "vision_config": {**_EYE, "num_position_embeddings": 16}},
-        types="mm_token_type_ids", around=(92, 93)),
+    "llava": _llava(4, pixel_values, _IMAGE),
+    "llava_next": _llava(10, base_and_tile, _IMAGE, image_grid_pinpoints=[[SIZE, SIZE]]),
+    "qwen2_vl": _qwen({"embed_dim": zoo.HIDDEN}, text_config=_MROPE),
+    "qwen2_5_vl": _qwen({"window_size": 8, "fullatt_block_indexes": [1]}, text_config=_MROPE),
+    "qwen3_vl": _qwen({"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        text_config=_MROPE),
+    "qwen3_5": _qwen({"num_position_embeddings": 16}),
     "gemma3": Kind(4, pixel_values, {**_TOKEN, "mm_tokens_per_image": 4, "vision_config": _IMAGE},
         types="token_type_ids"),
-    "paligemma": Kind(
-        4,
-        pixel_values,
-        {
-            **_TOKEN,
-            "projection_dim": zoo.HIDDEN,
-            "vision_config": {**_IMAGE, "projection_dim": zoo.HIDDEN},
-            "text_config": {"num_key_value_heads": zoo.KV_HEADS, "num_attention_heads": zoo.HEADS},
-        },
-        types="token_type_ids",
-    ),
-    "idefics3": Kind(1, several_images, {**_TOKEN, "vision_config": _IMAGE}),
-    "smolvlm": Kind(1, several_images, {**_TOKEN, "vision_config": _IMAGE}),
-    "mllama": Kind(
-        1,
-        tiles,
-        {
-            **_TOKEN,
-            "vision_config": {
-                **_IMAGE,
-                "max_num_tiles": 1,
-                "num_global_layers": 1,
-                "intermediate_layers_indices": [0, 1],
-                "supported_aspect_ratios": [[1, 1]],
-                "vision_output_dim": 3 * zoo.HIDDEN,
-            },
-            "text_config": {"cross_attention_layers": [1]},
-        },
-    ),
-    "internvl": Kind(1, pixel_values, {**_TOKEN, "vision_config": _SQUARE}),
-    "mistral3": Kind(4, sized_images,
-        {**_TOKEN, "vision_config": {"image_size": 2 * SIZE, "patch_size": PATCH, "head_dim": zoo.HEAD_DIM}}),
-    "aya_vision": Kind(1, pixel_values, {**_TOKEN, "vision_config": _IMAGE}),
-    "blip-2": Kind(
-        4,
-        pixel_values,
-        {
-            **_TOKEN,
-            "num_query_tokens": 4,
-            "vision_config": _IMAGE,
-            "qformer_config": {"encoder_hidden_size": zoo.HIDDEN},
-        },
-    ),
+    "paligemma": Kind(4, pixel_values, {**_TOKEN, "projection_dim": zoo.HIDDEN,
+        "vision_config": {**_IMAGE, "projection_dim": zoo.HIDDEN},
+        "text_config": {"num_key_value_heads": zoo.KV_HEADS, "num_attention_heads": zoo.HEADS}},
+        types="token_type_ids"),
+    "idefics3": _llava(1, several_images, _IMAGE),
+    "smolvlm": _llava(1, several_images, _IMAGE),
+    "mllama": _llava(1, tiles, {**_IMAGE, "max_num_tiles": 1, "num_global_layers": 1,
+        "intermediate_layers_indices": [0, 1], "supported_aspect_ratios": [[1, 1]],
+        "vision_output_dim": 3 * zoo.HIDDEN}, text_config={"cross_attention_layers": [1]}),
+    "internvl": _llava(1, pixel_values, _SQUARE),
+    "mistral3": _llava(4, sized_images,
+        {"image_size": 2 * SIZE, "patch_size": PATCH, "head_dim": zoo.HEAD_DIM}),
+    "aya_vision": _llava(1, pixel_values, _IMAGE),
+    "blip-2": _llava(4, pixel_values, _IMAGE, num_query_tokens=4,
+        qformer_config={"encoder_hidden_size": zoo.HIDDEN}),
     "qwen2_audio": Kind(4, masked_sound,
         {"audio_token_index": MEDIA, "audio_token_id": MEDIA, "audio_config": {"max_source_positions": 8}}),
     "voxtral": Kind(4, sound, {"audio_token_id": MEDIA, "audio_config": {"max_source_positions": 8}}),
