@@ -6,7 +6,6 @@ transformers, and they are the same ones where the scores at the end of the nucl
 
 import pytest
 import torch
-from helpers.ops import instruction_sets
 from helpers.ops.op_cases import check_rows_alone, generator, to, two_threads
 
 from specdec_ext import ops
@@ -245,12 +244,6 @@ def test_threads_do_not_change_the_result():
 def isa_results():
     cases = (random_arguments(9, 5003, dtype=dtype, seed=1) for dtype in DTYPES)
     return [ops.sample_filter(*arguments) for arguments in cases]
-
-
-def test_instruction_sets_do_not_change_the_result(tmp_path):
-    for theirs in instruction_sets.results(isa_results, ("baseline", "avx2"), tmp_path).values():
-        for actual, expected in zip(theirs, isa_results(), strict=True):
-            assert_same_bits(actual, expected)
 
 
 def test_large_vocabulary_equals_reference():

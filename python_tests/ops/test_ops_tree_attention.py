@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.ops import instruction_sets
 from helpers.ops.attention_cases import (
     Shape,
     decode_path,
@@ -307,12 +306,6 @@ def test_threads_do_not_change_the_result():
     with two_threads():
         for _ in range(10):
             assert torch.equal(run(arguments), expected)
-
-
-def test_instruction_sets_do_not_change_the_result(tmp_path):
-    for theirs in instruction_sets.results(isa_results, ("baseline", "avx2"), tmp_path).values():
-        for actual, expected in zip(theirs, isa_results(), strict=True):
-            assert torch.equal(actual, expected)
 
 
 def isa_results():

@@ -1,0 +1,72 @@
+"""The bits of the CPU ops do not depend on the instruction set.
+
+A process chooses its instruction set once, at its first op. So one process imports the tests of all ops and
+forks a child for each instruction set, which runs ``isa_results`` of every module.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.ops.head_op_cases import assert_same_draft
+
+ISAS = ["baseline", "avx2", "avx512"]
+OPS = ["tree_attention", "verify_match", "verify_sampled", "sample_filter", "linear", "draft_head"]
+SCRIPT = """
+import importlib, os, sys, torch
+
+folder, isas, ops = (each.split(",") for each in sys.argv[1:])
+functions = {op: importlib.import_module(f"test_ops_{op}").isa_results for op in ops}
+for isa in isas:
+    if not os.fork():
+        os.environ["SPECDEC_CPU_ISA"] = isa
+        torch.save({op: results() for op, results in functions.items()}, f"{folder[0]}/{isa}")
+        os._exit(0)
+sys.exit(any([os.wait()[1] for _ in isas]))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A file of results for each instruction set."""
+    folder = tmp_path_factory.mktemp("isas")
+    command = [sys.executable, "-c", SCRIPT, folder, ",".join(ISAS), ",".join(OPS)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([*map(str, command)], env=environment, check=True)
+    return folder
+
+
+@functools.cache
+def results_here(op: str) -> list[Any]:
+    """The results of this process, which uses the best instruction set of the machine."""
+    return importlib.import_module(f"test_ops_{op}").isa_results()
+
+
+def tensors(result: Any) -> tuple[torch.Tensor, ...]:
+    return (result,) if isinstance(result, torch.Tensor) else tuple(result)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("op", OPS)
+def test_instruction_sets_do_not_change_the_result(op, isa, folder):
+    """The baseline of x86 has no fused multiply-add, so its matrix products have bits of their own."""
+    for number, (theirs, ours) in enumerate(
+        zip(torch.load(folder / isa)[op], results_here(op), strict=True)
+    ):
+        if isa == "baseline" and op == "linear":
+            torch.testing.assert_close(theirs, ours)
+        elif isa == "baseline" and op == "draft_head" and number < 2:
+            assert_same_draft(theirs, ours)
+        elif isa == "baseline" and op == "draft_head":  # bfloat16 may round in other places
+            torch.testing.assert_close(theirs[2][:, 1], ours[2][:, 1], rtol=0.05, atol=0.05)
+        else:
+            for their, our in zip(*map(tensors, (theirs, ours)), strict=True):
+                assert torch.equal(their, our) and torch.equal(their.signbit(), our.signbit())
