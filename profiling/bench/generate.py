@@ -3,6 +3,7 @@
     python profiling generate                            # bundled models, float32, batch 1
     python profiling generate --dtype bfloat16 --batch 1 --batch 4 --out build/bfloat16
     python profiling generate --temperature 0.8          # sampled text repeats itself less
+    python profiling generate --contestant "specdec head" --shape 3 --shape 5 --shape 5x4x16
     python profiling generate --prompts random           # unpredictable text
     python profiling generate --target 500m --context 128 --context 4096 --count 3 --acceptance 3.5
 
@@ -26,7 +27,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -54,8 +56,10 @@ ADVERSARY = "specdec adversary"  # a head's drafts, in which each token is repla
 Maker = Callable[[list[Prompt]], Contestant]
 
 
-def bundled_contestants(target: Any, draft: Any, shared: dict[str, Any]) -> dict[str, Maker]:
-    """Makers by name."""
+def bundled_contestants(
+    target: Any, draft: Any, shared: dict[str, Any], shapes: Sequence[str] = ()
+) -> dict[str, Maker]:
+    """Makers by name; the head also drafts each of ``shapes`` (:func:`tree_config`) in every step."""
     head = specdec_ext.HeadDrafter(assets.load_head())
 
     def ours(drafter: Any, **keywords: Any) -> Maker:
@@ -74,6 +78,12 @@ def bundled_contestants(target: Any, draft: Any, shared: dict[str, Any]) -> dict
         ADVERSARY: lambda prompts: benchmark.synthetic(target, head, [0.0] * 8, prompts, shared),
         HEAD: ours(head),
         f"{HEAD}, fixed": ours(head, speculation="fixed"),
+        **{
+            shaped_name(shape): ours(
+                specdec_ext.HeadDrafter(head.head, tree_config(shape)), speculation="fixed"
+            )
+            for shape in shapes
+        },
         "specdec n-gram": ours("ngram"),
         "specdec n-gram tree": ours(specdec_ext.NgramDrafter(num_draft_tokens=12, num_branches=3)),
         "specdec suffix": ours("suffix"),
@@ -81,6 +91,22 @@ def bundled_contestants(target: Any, draft: Any, shared: dict[str, Any]) -> dict
         "specdec draft model": ours(draft),
         "specdec n-gram + draft model": ours(specdec_ext.CombinedDrafter(ngram, model)),
     }
+
+
+def tree_config(shape: str) -> specdec_ext.TreeConfig:
+    """The shape that --shape asks for: a chain, such as ``5``, or a dynamic tree, such as ``5x4x16``.
+
+    Raises:
+        SystemExit: for another text.
+    """
+    numbers = shape.split("x")
+    if len(numbers) not in (1, 3) or not all(map(str.isdecimal, numbers)):
+        raise SystemExit(f"--shape {shape}: expected DEPTH or DEPTHxTOP_KxNODES, such as 5x4x16")
+    return specdec_ext.TreeConfig(*map(int, numbers))
+
+
+def shaped_name(shape: str) -> str:
+    return f"{HEAD}, {'tree' if 'x' in shape else 'chain'} {shape}"
 
 
 def random_contestants(
@@ -148,10 +174,18 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     given.add_argument("--batch", type=int, **many, help="default 1; may be repeated")
     given.add_argument("--count", type=int, default=10, help="number of prompts (default 10)")
     given.add_argument("--max-new-tokens", type=int, default=128)
-    given.add_argument("--temperature", type=float, default=0.0, help="0, the default: greedy")
+    given.add_argument(
+        "--temperature", type=float, **many, help="0, the default: greedy; may be repeated"
+    )
     given.add_argument("--contestant", **many, help="only this and HF generate; may be repeated")
     given.add_argument(
         "--prompts", choices=(PYTHON, RANDOM), default=PYTHON, help="of the bundled target"
+    )
+    given.add_argument(
+        "--shape",
+        **many,
+        help="drafts of the bundled head, in every step: a chain, such as 5, or a dynamic tree of "
+        "DEPTHxTOP_KxNODES, such as 5x4x16; may be repeated",
     )
     others = given.add_argument_group("targets with random weights")
     others.add_argument("--context", type=int, **many, help="tokens per prompt (128); repeatable")
@@ -162,41 +196,57 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     return parse(given, arguments)
 
 
+def contestants_for(
+    options: argparse.Namespace, models: Sequence[Any], shared: dict[str, Any]
+) -> dict[str, Maker]:
+    """Makers of the contestants that generate with the keywords ``shared``."""
+    if options.target == BUNDLED:
+        target, draft = models
+        return bundled_contestants(target, draft, shared, options.shape)
+    if options.shape:
+        raise SystemExit("--shape is for the bundled head; pass --depth for a random target")
+    lengths = options.acceptance or [3.5]
+    return random_contestants(options.target, models[0], shared, lengths, options.depth)
+
+
 def main(arguments: list[str] | None = None) -> None:
     options = parsed(arguments)
-    shared = benchmark.generation_kwargs(options.max_new_tokens, options.temperature)
     kind, settings = getattr(torch, options.dtype), {"target": options.target}
     is_bundled = options.target == BUNDLED
+    models: list[Any]
     if is_bundled:
-        model, draft = assets.load_target(kind), assets.load_draft(kind)
-        models, makers = [model, draft], bundled_contestants(model, draft, shared)
+        models = [assets.load_target(kind), assets.load_draft(kind)]
         settings["text"] = options.prompts
     else:
-        model, lengths = random_target(options.target, kind), options.acceptance or [3.5]
-        models = [model]
-        makers = random_contestants(options.target, model, shared, lengths, options.depth)
+        models = [random_target(options.target, kind)]
         settings["head's vocabulary"] = str(SHAPES[options.target][2])
+    model, vocab_size = models[0], models[0].config.vocab_size
     console = Console(width=150, highlight=False)
     reports = []
-    for rows in options.batch or [1]:
-        names, left_out = chosen(makers, options.contestant, rows)
-        for length in [None] if is_bundled else options.context or [128]:
-            vocab_size = model.config.vocab_size
-            if length is None:
-                prompts = bundled_prompts(options.prompts, options.count, rows, vocab_size)
-            else:
-                prompts = random_prompts(vocab_size, rows, length, options.count)
-                settings["context"] = str(length)
-            with benchmark.endless(*models):
-                contestants = {name: makers[name](prompts) for name in names}
-                report = benchmark.race(
-                    model, contestants, prompts, shared, options.repeats, settings=settings
-                )
-            report.left_out = left_out
-            console.print(*report.tables(), sep="\n")
-            for note in report.notes():
-                console.print(note)
-            reports.append(report)
+    contexts = [None] if is_bundled else options.context or [128]
+    for rows, temperature, length in product(
+        options.batch or [1], options.temperature or [0.0], contexts
+    ):
+        shared = benchmark.generation_kwargs(options.max_new_tokens, temperature)
+        makers = contestants_for(options, models, shared)
+        shaped = [shaped_name(shape) for shape in options.shape]
+        asked = options.contestant and [*options.contestant, *shaped]
+        names, left_out = chosen(makers, asked, rows)
+        if length is None:
+            prompts = bundled_prompts(options.prompts, options.count, rows, vocab_size)
+        else:
+            prompts = random_prompts(vocab_size, rows, length, options.count)
+            settings["context"] = str(length)
+        with benchmark.endless(*models):
+            contestants = {name: makers[name](prompts) for name in names}
+            report = benchmark.race(
+                model, contestants, prompts, shared, options.repeats, settings=settings
+            )
+        report.left_out = left_out
+        console.print(*report.tables(), sep="\n")
+        for note in report.notes():
+            console.print(note)
+        reports.append(report)
     console.print(reports[0].machine)
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)

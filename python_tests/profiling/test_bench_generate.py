@@ -5,7 +5,7 @@ import json
 import pytest
 from baselines import random_targets
 from bench import generate
-from bench.generate import HF, HF_LOOKUP, PLAIN, chosen
+from bench.generate import HF, HF_LOOKUP, PLAIN, chosen, tree_config
 from helpers.models.tiny_shapes import TINY
 
 from specdec_ext.evaluate.benchmark import HF_ASSISTED
@@ -25,6 +25,33 @@ def test_batches_leave_out_what_takes_single_rows():
 def test_an_unknown_contestant_is_refused():
     with pytest.raises(SystemExit, match=r"no contestant \['gpt'\]; there are"):
         chosen({HF: None}, ["gpt"], 1)
+
+
+def test_shapes_and_temperatures_of_the_bundled_head(tmp_path):
+    """Each temperature is a record; every shape takes part, even if contestants are named."""
+    sizes = ["--count", "1", "--max-new-tokens", "8", "--repeats", "1"]
+    asked = ["--contestant", PLAIN, "--shape", "2", "--shape", "2x2x4"]
+    hot = ["--temperature", "0", "--temperature", "0.7"]
+    generate.main([*sizes, *asked, *hot, "--out", str(tmp_path / "run")])
+    greedy, sampled = json.loads((tmp_path / "run.json").read_text())
+    names = [HF, PLAIN, "specdec head, chain 2", "specdec head, tree 2x2x4"]
+    for record in (greedy, sampled):
+        assert [row["name"] for row in record["rows"]] == names
+        positions = [len(row["acceptance_per_position"]) for row in record["rows"]]
+        assert positions == [0, 0, 2, 2]
+    assert [greedy["settings"]["do_sample"], sampled["settings"]["temperature"]] == [False, 0.7]
+
+
+@pytest.mark.parametrize("shape", ["5x4", "wide", "5x4x-1", ""])
+def test_an_unknown_shape_is_refused(shape):
+    with pytest.raises(SystemExit, match="expected DEPTH or DEPTHxTOP_KxNODES"):
+        tree_config(shape)
+
+
+def test_shapes_are_for_the_bundled_head(monkeypatch):
+    monkeypatch.setitem(random_targets.SHAPES, "135m", ("llama", TINY, 48))
+    with pytest.raises(SystemExit, match="pass --depth for a random target"):
+        generate.main(["--target", "135m", "--shape", "5"])
 
 
 def test_a_random_target_with_synthetic_acceptance(monkeypatch, tmp_path):
