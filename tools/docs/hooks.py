@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: the page of the command line, and links that leave ``docs/``.
+"""Hooks of mkdocs: the pages of the command line and of the notebooks, and links that leave ``docs/``.
 
 Pages link to files of the repository in the way that a code host shows them: result tables, pictures,
 CONTRIBUTING.md. Every file that is linked becomes part of the site, under ``repository/``, and the links are
@@ -7,10 +7,13 @@ rewritten to point there.
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from pathlib import Path
 from typing import Any
+
+from tools.docs import notebooks
 
 ROOT = Path(__file__).resolve().parents[2]
 _FENCED = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
@@ -32,11 +35,17 @@ def links(path: str, text: str) -> list[str]:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the command line's page and every file that is linked, directly or by a linked file."""
+    """Add the generated pages and every file that is linked, directly or by a linked file."""
     from mkdocs.structure.files import File
 
     waiting = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
-    files.append(File.generated(config, "reference/cli.md", content=_command_line()))
+    pages = {"reference/cli.md": _command_line()}
+    for file in files:
+        if file.src_uri.endswith(".ipynb"):
+            notebook = json.loads(file.content_string)
+            pages[_place(f"docs/{file.src_uri}")] = notebooks.page(notebook, file.name + ".ipynb")
+    for place, content in pages.items():
+        files.append(File.generated(config, place, content=content))
     while waiting:
         path = waiting.pop()
         for linked in links(path, (ROOT / path).read_text("utf-8")):
@@ -66,9 +75,10 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
 
 
 def _place(path: str) -> str:
-    """Where a file of the repository is on the site."""
-    inside = path.startswith("docs/")
-    return path.removeprefix("docs/") if inside else f"repository/{path}"
+    """Where a file of the repository is on the site; a notebook is a page there."""
+    if not path.startswith("docs/"):
+        return f"repository/{path}"
+    return re.sub(r"\.ipynb$", ".md", path.removeprefix("docs/"))
 
 
 def _is_outside(place: str) -> bool:
