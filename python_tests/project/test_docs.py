@@ -6,6 +6,7 @@ import re
 import pytest
 from helpers.places import ROOT
 
+from tools.docs import domain_texts, notebooks
 from tools.docs.hooks import links
 
 PAGES = sorted(
@@ -44,8 +45,43 @@ def test_every_page_is_in_the_navigation():
     listed = set(
         re.findall(r"^ +- ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     )
-    written = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
-    assert listed == written | {"reference/cli.md"}
+    docs = ROOT / "docs"
+    written = {page.relative_to(docs).as_posix() for page in docs.rglob("*.md")}
+    from_notebooks = {
+        page.relative_to(docs).with_suffix(".md").as_posix() for page in docs.rglob("*.ipynb")
+    }
+    assert listed == written | from_notebooks | {"reference/cli.md"}
+
+
+def test_the_page_of_a_notebook_shows_text_code_and_output():
+    plain = {"text/plain": "Tree()"}
+    outputs = [
+        {"output_type": "stream", "name": "stdout", "text": ["1\n", "2\n"]},
+        {"output_type": "execute_result", "data": {"text/html": "<b>T</b>", **plain}},
+        {"output_type": "display_data", "data": {"image/png": "iVBO\n", **plain}},
+        {"output_type": "execute_result", "data": plain},
+    ]
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "Text."]},
+        {"cell_type": "code", "source": ["print(1)\n", "print(2)"], "outputs": outputs},
+    ]
+    assert notebooks.page({"cells": cells}, "first.ipynb").split("\n\n") == [
+        "# Title\nText.",
+        "```python\nprint(1)\nprint(2)\n```",
+        '```text title="output"\n1\n2\n```',
+        "<div><b>T</b></div>",
+        "![output](data:image/png;base64,iVBO)",
+        '```text title="output"\nTree()\n```',
+        '<a href="../first.ipynb" download>Download this notebook</a>\n',
+    ]
+
+
+def test_the_example_of_training_holds_out_every_paragraph_of_its_prompts():
+    texts = [f"title {i}\n\nshared\n\n" + f"text {i} " * (290 - i) for i in range(60)]
+    pieces, held_out = domain_texts.split(texts)
+    trained = {paragraph for piece in pieces for paragraph in piece.split("\n\n")}
+    assert len(held_out) == 12 and len(pieces) > 12
+    assert not trained & {paragraph for text in held_out for paragraph in text.split("\n\n")}
 
 
 def test_every_file_that_warns_is_in_troubleshooting():

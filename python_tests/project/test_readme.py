@@ -75,7 +75,7 @@ def test_first_block_is_a_typical_call():
 
 # --- commands -----------------------------------------------------------------------------------------
 
-SHOWN = "\n".join([README, *PAGES.values()])
+SHOWN = "\n".join([README, *PAGES.values()]).replace("\\\n", " ")  # one line per command
 COMMANDS = {
     shlex.join(words): words[1:]
     for line in re.findall(r"^ *specdec .*", SHOWN, re.MULTILINE)
@@ -111,7 +111,7 @@ def test_every_command_runs(command, tmp_path):
         before = words[-1] if words else ""
         if before == "--data":
             word = str(texts)
-        elif before == "--init-from":
+        elif before == "--init-from" or (before == "--drafter" and "/" in word):
             word = head
         elif before in ("--out", "--regenerate"):
             word = str(tmp_path / word)
