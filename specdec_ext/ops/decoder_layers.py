@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,18 +109,6 @@ def decoder_layers(
 
 @torch.library.register_fake("specdec::decoder_layers")
 def _decoder_layers_fake(
-    input: Tensor,
-    cosines: Tensor,
-    sines: Tensor,
-    weights: Sequence[Tensor],
-    caches: Sequence[Tensor],
-    windows: Sequence[int],
-    ancestors: Tensor,
-    prefix_starts: Tensor,
-    prefix_lengths: Tensor,
-    start: int,
-    head_dim: int,
-    eps: float,
-    scale: float,
+    input: Tensor, cosines: Tensor, sines: Tensor, weights: Any, caches: Any, windows: Any, *_: Any
 ) -> tuple[Tensor, Tensor]:
     return input.new_empty(len(windows), *input.shape), torch.empty_like(input)

@@ -43,7 +43,5 @@ def sample_filter(
 
 
 @torch.library.register_fake("specdec::sample_filter")
-def _sample_filter_fake(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
-) -> Tensor:
+def _sample_filter_fake(logits: Tensor, *_: Tensor) -> Tensor:
     return torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)

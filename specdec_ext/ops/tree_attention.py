@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -77,18 +79,6 @@ def tree_attention(
 
 
 @torch.library.register_fake("specdec::tree_attention")
-def _tree_attention_fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ancestors: Tensor,
-    prefix_starts: Tensor,
-    prefix_lengths: Tensor,
-    block_starts: Tensor,
-    page_table: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> Tensor:
+def _tree_attention_fake(query: Tensor, *_: Any) -> Tensor:
     batch, heads, nodes, head_dim = query.shape
     return query.new_empty(batch, nodes, heads, head_dim)

@@ -115,14 +115,7 @@ def verify_match(
 
 @torch.library.register_fake("specdec::verify_match")
 def _verify_match_fake(
-    logits: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    root_positions: Tensor,
-    seeds: Tensor,
-    row_ids: Tensor,
-    stochastic: Tensor,
-    counters: Tensor | None = None,
+    logits: Tensor, tokens: Tensor, parents: Tensor, *_: Tensor | None
 ) -> Tensor:
-    batch, nodes, _ = logits.shape
+    batch, nodes = parents.shape
     return parents.new_empty(batch * (nodes + 3))

@@ -88,15 +88,9 @@ def verify_block(
 
 
 def _fake(
-    logits: Tensor,
-    draft_probs: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    root_positions: Tensor,
-    seeds: Tensor,
-    row_ids: Tensor,
+    logits: Tensor, draft_probs: Tensor, tokens: Tensor, parents: Tensor, *_: Tensor
 ) -> Tensor:
-    batch, nodes, _ = logits.shape
+    batch, nodes = parents.shape
     return parents.new_empty(batch * (nodes + 3))
 
 

@@ -68,25 +68,13 @@ def draft_head(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Extend the head's cache and draft. All floating tensors but the two rope tables have the same dtype.
 
+    The other arguments and the outputs are those of :func:`specdec_ext.ops.draft_head`. ``tokens`` holds
+    x[t+1] and ``features`` g[t] of each new element.
+
     Args:
         head: the head.
         embedding: ``[vocab, hidden]``, the head's own or the target's.
         lm_head: ``[draft_vocab, hidden]``, the head's own or the target's.
-        cosines, sines: ``[positions, rotary / 2]``, see :func:`specdec_ext.heads.rope.rope_tables`.
-        keys, values: ``[layers, rows, kv_heads, capacity, head_dim]``, written in place: new elements of row
-            r at slots ``lengths[r]`` and up, followed by drafted nodes, which need not be kept.
-        tokens: ``[rows, new]`` int64, x[t+1] of each element.
-        features: ``[rows, new, feature_width]``, g[t] of each element.
-        counts: ``[rows]`` int64, number of new elements of each row; a row without any gets only its root.
-        lengths: ``[rows]`` int64, number of elements in the cache.
-        positions: ``[rows]`` int64, position of the first new element.
-        roots: ``[rows]`` int64, the last committed tokens.
-        tree: the shape to draft.
-
-    Returns:
-        ``(tokens, parents, scores)``, each ``[rows, tree.num_nodes]``. Tokens and parents are as in
-        ``DraftTree``; scores are cumulative log-probabilities over the draft vocabulary, 0 for the root and
-        -inf for absent nodes.
     """
     assert tree.num_nodes is not None
     shape = len(roots), tree.num_nodes
@@ -177,7 +165,7 @@ class _Draft:
         return self._level(self._layers.forward(embeddings, hidden, slots, positions, seen), seen)
 
     def _level(self, output: Tensor, seen: Tensor) -> Level:
-        logits, feedback = self._layers.output(output, self._lm_head)
+        logits, feedback = self._layers.logits(output, self._lm_head)
         logits = torch.where(logits.isnan(), -torch.inf, logits)
         return Level(logits.log_softmax(dim=-1), feedback, seen)
 

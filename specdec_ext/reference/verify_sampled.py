@@ -12,6 +12,7 @@ The compiled ops compute in float32, and keep a scale per node instead of normal
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,44 +30,24 @@ Stream = tuple[Tensor, Tensor, Tensor]  # seed, row id, root position
 Rule = Callable[[list[int], list[int], Distributions, Distributions, Accept], Walk]
 
 
-def recursive(
+def _rejection_walk(
+    max_children: int | None,
     tokens: list[int],
     parents: list[int],
     target: Distributions,
     draft: Distributions,
     accept: Accept,
 ) -> Walk:
-    """Rule 4: siblings were drawn from ``draft`` without replacement and are tried in the order of the draws.
+    """Rules 2 and 4: siblings were drawn without replacement and are tried in the order of the draws.
 
     Args:
+        max_children: number of children of a node that are tried; None for all.
         tokens: token of each node.
         parents: parent of each node.
         target: ``target(node)`` is the distribution to preserve; it may raise to end the walk.
         draft: ``draft(node)`` is the distribution from which the children of a node were drawn, or all zeros.
         accept: the random decision; see the module's docstring.
     """
-    return _rejection_walk(tokens, parents, target, draft, accept, max_children=len(tokens))
-
-
-def rejection(
-    tokens: list[int],
-    parents: list[int],
-    target: Distributions,
-    draft: Distributions,
-    accept: Accept,
-) -> Walk:
-    """Rule 2: like rule 4, with only the first child of every node."""
-    return _rejection_walk(tokens, parents, target, draft, accept, max_children=1)
-
-
-def _rejection_walk(
-    tokens: list[int],
-    parents: list[int],
-    target: Distributions,
-    draft: Distributions,
-    accept: Accept,
-    max_children: int,
-) -> Walk:
     path = [0]
     while True:
         node, depth = path[-1], len(path) - 1
@@ -84,6 +65,10 @@ def _rejection_walk(
             remaining = _without(remaining, token)
         else:
             return path, residual
+
+
+rejection: Rule = partial(_rejection_walk, 1)  # rule 2
+recursive: Rule = partial(_rejection_walk, None)  # rule 4
 
 
 def block(
@@ -146,24 +131,6 @@ def _without(draft: Distribution, token: int) -> Distribution:
     return [d / mass for d in rest] if mass > 0 else rest
 
 
-# The rules for tensors, with the random numbers of the ops
-
-
-def verify_recursive(*arguments: Tensor) -> tuple[Tensor, ...]:
-    """Arguments and outputs are those of ``specdec_ext.ops.verify_recursive``."""
-    return _verify(recursive, *arguments)
-
-
-def verify_rejection(*arguments: Tensor) -> tuple[Tensor, ...]:
-    """Arguments and outputs are those of ``specdec_ext.ops.verify_rejection``."""
-    return _verify(rejection, *arguments)
-
-
-def verify_block(*arguments: Tensor) -> tuple[Tensor, ...]:
-    """Arguments and outputs are those of ``specdec_ext.ops.verify_block``."""
-    return _verify(block, *arguments)
-
-
 def _verify(
     rule: Rule,
     logits: Tensor,
@@ -174,6 +141,7 @@ def _verify(
     seeds: Tensor,
     row_ids: Tensor,
 ) -> tuple[Tensor, ...]:
+    """Apply a rule to tensors, with the random numbers of the ops."""
     batch, nodes, vocab = logits.shape
     path = parents.new_full((batch, nodes), -1)
     num_accepted, next_token = parents.new_full((batch,), -1), parents.new_full((batch,), -1)
@@ -208,6 +176,12 @@ def _verify(
         num_accepted[row] = len(accepted) - 1
         path[row, : len(accepted)] = path.new_tensor(accepted)
     return path, num_accepted, next_token, status
+
+
+# Arguments and outputs are those of the ops of the same names.
+verify_rejection = partial(_verify, rejection)
+verify_recursive = partial(_verify, recursive)
+verify_block = partial(_verify, block)
 
 
 def target_distribution(logits: Tensor) -> Distribution:

@@ -65,12 +65,7 @@ class StepwiseWalk:
     """A walk node by node, for processors that read the text. It makes the same calls as plain decoding."""
 
     def __init__(
-        self,
-        processors: Processors,
-        pick: Pick,
-        tree: DraftTree,
-        scores: Tensor,
-        context: Context,
+        self, processors: Processors, pick: Pick, tree: DraftTree, scores: Tensor, context: Context
     ):
         self._processors, self._pick = processors, pick
         self._scores, self._context = scores, context
