@@ -32,6 +32,7 @@ from specdec_ext.display.progress import tracked
 from specdec_ext.evaluate.scripted import Script, Shape, branches, mixed, mixed_branches, right
 from specdec_ext.generation import generate
 from specdec_ext.models import Support, supports
+from specdec_ext.models.passes.prompt import left_padded
 
 Verdict = Literal["exact", "near-tie", "wrong", "idle"]
 
@@ -220,11 +221,7 @@ def check_model(
 
 def _batch(texts: Sequence[Tensor]) -> dict[str, Tensor]:
     """Pad texts ``[1, length]`` on the left into one batch."""
-    width = max(text.shape[1] for text in texts)
-    ids = torch.zeros(len(texts), width, dtype=torch.long, device=texts[0].device)
-    mask = torch.zeros_like(ids)
-    for row, text in enumerate(texts):
-        ids[row, width - text.shape[1] :], mask[row, width - text.shape[1] :] = text[0], 1
+    ids, mask = left_padded([text[0].tolist() for text in texts], texts[0].device)
     return {"input_ids": ids, "attention_mask": mask}
 
 

@@ -136,8 +136,7 @@ class Target(ABC):
         """Make every pass return auxiliary hidden states, as ``TargetOutput.aux_hidden_states``.
 
         Args:
-            layers: indices into transformers' ``hidden_states``: 0 is the embeddings, i the input of layer
-                i, -1 the last hidden state after the final norm, which ``lm_head`` reads.
+            layers: numbered as in :meth:`specdec_ext.Drafter.feature_layers`.
         """
 
     @abstractmethod

@@ -9,12 +9,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from specdec_ext.models.base import Target
-from specdec_ext.models.context_limit import (
-    Span,
-    rotation_change,
-    scale_change,
-    selection_change,
-)
+from specdec_ext.models.context_limit import Span, rotation_change, scale_change, selection_change
 from specdec_ext.models.prepared import PreparedTarget
 from specdec_ext.models.slots import SlotTarget
 from specdec_ext.models.support import Support, beyond_text, supports

@@ -21,10 +21,7 @@ from specdec_ext.models.compat import (
 
 # Layer classes that SlotTarget supports: classes that it replaces, and classes without slots to roll back.
 _WINDOWED = (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
-_WITH_STATES = (
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-)
+_WITH_STATES = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 _KEPT = (LinearAttentionLayer, DummyLayer, RollbackLayer, IndexedRollbackLayer, RollbackStateLayer)
 _SERVED = (DynamicLayer, *_WINDOWED, *_WITH_STATES, *_KEPT)
 

@@ -11,7 +11,7 @@ if it is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -35,7 +35,6 @@ from specdec_ext.models.passes.attention import (
 )
 from specdec_ext.models.passes.visibility import CURRENT, BlockVisibility, current_block
 from specdec_ext.models.patching.changes import Entry, binding, joined_changes
-from specdec_ext.models.patching.registries import wrapped_entry
 
 SUPPORTED_IMPLEMENTATIONS = ("sdpa", "eager")
 
@@ -169,13 +168,24 @@ def _wrapped(original: Callable, additive: bool) -> Callable:
 
 
 def _entries() -> list[Entry]:
-    """Return the registry entries that a block pass replaces."""
+    """Return the entries that a block pass replaces in the registries of transformers.
+
+    A registry belongs to the whole process, and other models, and code that compiles them, must find the
+    original entries after a call. Outside of our own passes, and in other threads, our functions call the
+    originals. Compiled code is specialised on the function in a registry, so each wrapper is made once.
+    """
     masks, attention = ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS
     # Eager attention adds its mask to the scores, so a boolean mask would be silently wrong.
     wraps = {
         name: partial(_wrapped, additive=name == "eager") for name in SUPPORTED_IMPLEMENTATIONS
     }
     return [
-        *(wrapped_entry(masks, name, wrap) for name, wrap in wraps.items()),
-        wrapped_entry(attention, IMPLEMENTATION, with_tree_attention),
+        *((_holder(masks, name), name, wrap) for name, wrap in wraps.items()),
+        (_holder(attention, IMPLEMENTATION), IMPLEMENTATION, with_tree_attention),
     ]
+
+
+def _holder(registry: Any, name: str) -> MutableMapping[str, Any]:
+    """Return the dict in which ``registry`` looks up ``name``."""
+    local: MutableMapping[str, Any] = registry._local_mapping
+    return local if name in local else registry._global_mapping

@@ -1,13 +1,25 @@
-"""``Prompt``: the columns of the tokens in a padded batch, and the masks of passes over some of them."""
+"""``Prompt``: the columns of the tokens in a padded batch, and the masks of passes over some of them.
+
+``left_padded`` makes such a batch of lists of tokens.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from specdec_ext.models.passes.visibility import BlockVisibility
+
+
+def left_padded(texts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the ids and the attention mask ``[rows, columns]`` of a batch of texts of any lengths."""
+    width = max(map(len, texts))
+    ids = [[0] * (width - len(text)) + list(text) for text in texts]
+    mask = [[0] * (width - len(text)) + [1] * len(text) for text in texts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 @dataclass
