@@ -211,11 +211,7 @@ def disable_progress() -> None:
 
 @contextmanager
 def tracked(
-    name: str,
-    total: float | None = None,
-    noun: str = "step",
-    done: float = 0,
-    shown: bool = True,
+    name: str, total: float | None = None, noun: str = "step", done: float = 0, shown: bool = True
 ) -> Iterator[Work]:
     """Show the progress of a block, if progress is enabled.
 

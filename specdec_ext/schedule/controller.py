@@ -414,11 +414,7 @@ class Controller(Policy):
         return max(fitting, key=worth)
 
     def _estimate_lookup(
-        self,
-        ahead: list[Sequence[float]],
-        kinds: list[Kind],
-        kept: int,
-        nodes: int,
+        self, ahead: list[Sequence[float]], kinds: list[Kind], kept: int, nodes: int
     ) -> None:
         """Update the estimate of lookups with the rows of this step that have one."""
         if not self._offers_lookup:

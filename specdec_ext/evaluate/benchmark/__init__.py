@@ -21,7 +21,9 @@ from specdec_ext.evaluate.benchmark.contestants import (
     batches,
     endless,
     hugging_face,
+    key_of,
     ours,
+    plain_texts,
     synthetic,
 )
 from specdec_ext.evaluate.benchmark.report import (
@@ -32,13 +34,7 @@ from specdec_ext.evaluate.benchmark.report import (
     same_text,
     same_texts,
 )
-from specdec_ext.evaluate.benchmark.series import (
-    Progress,
-    Prompt,
-    Series,
-    interleave,
-    unique_ngram_fraction,
-)
+from specdec_ext.evaluate.benchmark.series import Prompt, Series, interleave, unique_ngram_fraction
 
 __all__ = [
     "HF",
@@ -56,8 +52,10 @@ __all__ = [
     "generation_kwargs",
     "hugging_face",
     "interleave",
+    "key_of",
     "machine_line",
     "ours",
+    "plain_texts",
     "plot",
     "position_table",
     "race",
@@ -86,7 +84,6 @@ def compare(
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     repeats: int = 3,
-    on_call: Progress = lambda name, done, total: None,
     speculation: str = "auto",
     **settings: Any,
 ) -> Report:
@@ -102,7 +99,6 @@ def compare(
             left out for batches of more than one row, which transformers does not support there.
         temperature: of sampling; 0 is greedy.
         repeats: calls per prompt, of which the median is used.
-        on_call: called before each call with the contestant's name, the number of the call and their total.
         speculation: "auto" or "fixed", for the timed calls. Under "auto" one more call per prompt and drafter
             drafts in every step, so that acceptance can be compared.
         settings: further entries of the report's title.
@@ -133,7 +129,6 @@ def compare(
             prompts,
             shared,
             repeats,
-            on_call,
             settings=settings,
             streamed=True,
             fixed=fixed,
@@ -148,7 +143,6 @@ def race(
     prompts: Sequence[Prompt],
     shared: Mapping[str, Any],
     repeats: int = 1,
-    on_call: Progress = lambda name, done, total: None,
     *,
     baseline: str = HF,
     settings: Mapping[str, Any] | None = None,
@@ -162,7 +156,7 @@ def race(
         settings: further entries of the report's title.
         streamed, fixed: as for :func:`interleave`.
     """
-    series = interleave(contestants, prompts, repeats, on_call, streamed, fixed)
+    series = interleave(contestants, prompts, repeats, streamed, fixed)
     plain = PLAIN if PLAIN in series else None
     batch = len(prompts[0]["input_ids"])
     return Report(

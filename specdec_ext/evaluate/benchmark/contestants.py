@@ -66,22 +66,32 @@ def synthetic(
         acceptance: conditional acceptance of each position.
         prompts: the prompts that the contestant will be called with.
     """
-    plain = ours(model, None, shared)
-    answers = {
-        _key(prompt): plain(prompt).sequences[:, prompt["input_ids"].shape[1] :].tolist()
-        for prompt in prompts
-    }
+    answers = plain_texts(model, prompts, shared)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
 
     def run(prompt: Prompt) -> Any:
-        known = SyntheticDrafter(drafter, answers[_key(prompt)], acceptance, vocab_size)
+        known = SyntheticDrafter(
+            drafter, answers[key_of(prompt["input_ids"])], acceptance, vocab_size
+        )
         return ours(model, known, shared, **keywords)(prompt)
 
     return run
 
 
-def _key(prompt: Prompt) -> tuple[int, ...]:
-    return tuple(prompt["input_ids"].flatten().tolist())
+def plain_texts(
+    model: Model, prompts: Sequence[Prompt], shared: Mapping[str, Any]
+) -> dict[tuple[int, ...], list[list[int]]]:
+    """The tokens that plain decoding generates for each row of each prompt, by :func:`key_of` its ids."""
+    plain = ours(model, None, shared)
+    ids = [prompt["input_ids"] for prompt in prompts]
+    return {
+        key_of(each): plain(prompt).sequences[:, each.shape[1] :].tolist()
+        for each, prompt in zip(ids, prompts, strict=True)
+    }
+
+
+def key_of(input_ids: Tensor) -> tuple[int, ...]:
+    return tuple(input_ids.flatten().tolist())
 
 
 @contextmanager

@@ -25,8 +25,6 @@ from specdec_ext.stats import SpeculationStats
 
 # A tokenizer's output: ``input_ids [batch, length]``, ``attention_mask`` and further inputs of the model.
 Prompt = Mapping[str, Tensor]
-# Called with the name of what runs next, the number of that call and the total number of calls.
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(repr=False)
@@ -178,7 +176,6 @@ def interleave(
     contestants: Mapping[str, Callable[..., Any]],
     prompts: Sequence[Prompt],
     repeats: int = 1,
-    on_call: Progress = lambda name, done, total: None,
     streamed: bool = False,
     fixed: Mapping[str, Callable[..., Any]] | None = None,
 ) -> dict[str, Series]:
@@ -188,61 +185,44 @@ def interleave(
         contestants: name -> function of a prompt that returns ids or an HF output.
         prompts: every contestant is called with each of them.
         repeats: calls per prompt, of which the median time is used.
-        on_call: called before every call after the warm-up, for a progress bar.
         streamed: also call each contestant once per prompt with a streamer that records when tokens arrive;
             contestants must then take ``streamer=``.
         fixed: by name, variants of contestants that draft in every step; called once per prompt for their
             counters.
     """
-    with tracked("measuring", noun="call") as work:
-
-        def begins(name: str, number: int, total: int) -> None:
-            work.total = total
-            work.update(number - 1, name)
-            on_call(name, number, total)
-
-        return _interleaved(contestants, prompts, repeats, begins, streamed, fixed or {})
-
-
-def _interleaved(
-    contestants: Mapping[str, Callable[..., Any]],
-    prompts: Sequence[Prompt],
-    repeats: int,
-    on_call: Progress,
-    streamed: bool,
-    fixed: Mapping[str, Callable[..., Any]],
-) -> dict[str, Series]:
+    fixed = fixed or {}
     results = {name: Series(name) for name in contestants}
     total = len(prompts) * (len(contestants) * (repeats + streamed) + len(fixed))
-    numbers = count(1)
+    numbers = count()
+    with tracked("measuring", total, "call") as work:
 
-    def announce(name: str) -> None:
-        on_call(name, next(numbers), total)
+        def announce(name: str) -> None:
+            work.update(next(numbers), name)
 
-    for run in contestants.values():
-        run(prompts[0])
-    for turn, prompt in enumerate(prompts):
-        # The order rotates, so that every contestant runs equally often in every place.
-        outputs, times, peaks = _timed(contestants, prompt, repeats, turn, announce)
-        for name, output in outputs.items():
-            series = results[name]
-            text = output if isinstance(output, Tensor) else output.sequences
-            series.seconds.append(statistics.median(times[name]))
-            ids = prompt["input_ids"]
-            series.masks.append(prompt.get("attention_mask", torch.ones_like(ids)).cpu())
-            series.new_tokens.append(text.shape[0] * (text.shape[1] - ids.shape[1]))
-            series.texts.append(text)
-            series.peaks += peaks[name]
-            if (stats := getattr(output, "speculation_stats", None)) is not None:
-                series.speculation_stats.append(stats)
-        for name in outputs if streamed else ():
-            announce(f"{name}, streamed")
-            arrivals = Arrivals()
-            contestants[name](prompt, streamer=arrivals)
-            results[name].latencies.append(arrivals.latency())
-        for name, run in fixed.items():
-            announce(f"{name}, acceptance")
-            results[name].fixed.append(run(prompt).speculation_stats)
+        for run in contestants.values():
+            run(prompts[0])
+        for turn, prompt in enumerate(prompts):
+            # The order rotates, so that every contestant runs equally often in every place.
+            outputs, times, peaks = _timed(contestants, prompt, repeats, turn, announce)
+            for name, output in outputs.items():
+                series = results[name]
+                text = output if isinstance(output, Tensor) else output.sequences
+                series.seconds.append(statistics.median(times[name]))
+                ids = prompt["input_ids"]
+                series.masks.append(prompt.get("attention_mask", torch.ones_like(ids)).cpu())
+                series.new_tokens.append(text.shape[0] * (text.shape[1] - ids.shape[1]))
+                series.texts.append(text)
+                series.peaks += peaks[name]
+                if (stats := getattr(output, "speculation_stats", None)) is not None:
+                    series.speculation_stats.append(stats)
+            for name in outputs if streamed else ():
+                announce(f"{name}, streamed")
+                arrivals = Arrivals()
+                contestants[name](prompt, streamer=arrivals)
+                results[name].latencies.append(arrivals.latency())
+            for name, run in fixed.items():
+                announce(f"{name}, acceptance")
+                results[name].fixed.append(run(prompt).speculation_stats)
     return results
 
 
