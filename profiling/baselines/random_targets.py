@@ -41,23 +41,23 @@ SHAPES: dict[str, tuple[str, dict[str, int], int]] = {
 }
 
 
-def random_target(name: str, dtype: torch.dtype, seed: int = 0) -> Any:
+def random_target(name: str, dtype: torch.dtype) -> Any:
     """A model of ``SHAPES`` in eval mode, without an end-of-sequence token.
 
     Its weights are drawn in ``dtype``, so that memory never holds a larger copy.
     """
     kind, sizes, _ = SHAPES[name]
-    return _random_model(kind, dtype, seed, **sizes)
+    return _random_model(kind, dtype, seed=0, **sizes)
 
 
-def random_draft_of(name: str, dtype: torch.dtype, seed: int = 1) -> Any:
+def random_draft_of(name: str, dtype: torch.dtype) -> Any:
     """A draft model for the target ``name``: two layers with as many heads as the target has for keys."""
     kind, sizes, _ = SHAPES[name]
     heads = sizes["num_key_value_heads"]
     return _random_model(
         kind,
         dtype,
-        seed,
+        seed=1,
         hidden_size=heads * (sizes["hidden_size"] // sizes["num_attention_heads"]),
         num_hidden_layers=2,
         num_attention_heads=heads,
@@ -81,18 +81,18 @@ def _random_model(kind: str, dtype: torch.dtype, seed: int, **sizes: Any) -> Any
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def random_head_of(name: str, dtype: torch.dtype, seed: int = 0) -> DraftHead:
+def random_head_of(name: str, dtype: torch.dtype) -> DraftHead:
     """An EAGLE-3 head with one layer of the target's width."""
     kind, sizes, draft_vocab = SHAPES[name]
-    return _head_like(AutoConfig.for_model(kind, **sizes), draft_vocab, dtype, seed)
+    return _head_like(AutoConfig.for_model(kind, **sizes), draft_vocab, dtype)
 
 
-def head_of(target: Any, seed: int = 0) -> DraftHead:
+def head_of(target: Any) -> DraftHead:
     """An EAGLE-3 head for any Llama-like target, with its whole vocabulary."""
-    return _head_like(target.config, target.config.vocab_size, target.dtype, seed)
+    return _head_like(target.config, target.config.vocab_size, target.dtype)
 
 
-def _head_like(config: Any, draft_vocab: int, dtype: torch.dtype, seed: int) -> DraftHead:
+def _head_like(config: Any, draft_vocab: int, dtype: torch.dtype) -> DraftHead:
     sizes = head_config(
         config.hidden_size,
         config.intermediate_size,
@@ -104,13 +104,11 @@ def _head_like(config: Any, draft_vocab: int, dtype: torch.dtype, seed: int) -> 
     )
     layers = config.num_hidden_layers
     sizes = replace(sizes, feature_layers=(1, layers // 2, layers - 1))
-    return random_head(sizes, dtype, seed=seed)
+    return random_head(sizes, dtype)
 
 
-def random_prompts(
-    vocab_size: int, batch: int, length: int, count: int, seed: int = 0
-) -> list[Any]:
+def random_prompts(vocab_size: int, batch: int, length: int, count: int) -> list[Any]:
     """``count`` prompts of random tokens, in the form of a tokenizer's output."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, vocab_size, (count, batch, length), generator=generator)
     return [{"input_ids": each, "attention_mask": torch.ones_like(each)} for each in ids]

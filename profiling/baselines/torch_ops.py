@@ -174,7 +174,7 @@ def kv_compact(
     target_starts: Tensor,
     page_table: Tensor | None,
 ) -> None:
-    """``path`` is cut to the accepted tokens, equally many in all rows: the host had to wait for that."""
+    """``path`` holds only accepted tokens, equally many in all rows, so the host must know their number."""
     steps = torch.arange(path.shape[1], device=path.device)
     sources, targets = source_starts[:, None] + path, target_starts[:, None] + steps
     rows = torch.arange(len(path), device=path.device)[:, None]
@@ -188,12 +188,7 @@ def kv_compact(
 
 
 def tree_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    page_table: Tensor | None,
-    scale: float,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, page_table: Tensor | None, scale: float
 ) -> Tensor:
     """Under a ready mask ``[batch, 1, nodes, keys]``; pages are gathered first."""
     if page_table is not None:

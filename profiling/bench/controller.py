@@ -19,8 +19,8 @@ from baselines.random_targets import random_prompts
 
 from bench.goals import COLUMNS, KEY, Goals
 from bench.runner import Results, parse, table_parser
-from specdec_ext import Drafter, DraftModelDrafter, DraftTree, NgramDrafter, assets
-from specdec_ext.evaluate import benchmark
+from specdec_ext import Drafter, DraftModelDrafter, NgramDrafter, assets
+from specdec_ext.evaluate import benchmark, scripted
 from specdec_ext.evaluate.benchmark import PLAIN, Contestant, Prompt
 from specdec_ext.schedule.memory import forget
 
@@ -31,11 +31,11 @@ RANDOM_PROMPT = 128
 Maker = Callable[[str], Contestant]
 
 
-class Script(Drafter):
+class Script(scripted.Script):
     """Drafts chains or trees from a known text, right or wrong from the first token on.
 
     Args:
-        texts: prompt -> for each row, the tokens that plain decoding generates.
+        texts: :func:`benchmark.plain_texts` of the prompts.
         vocab: size of the vocabulary, from which wrong tokens are taken.
         length: number of tokens in a path.
         branches: number of further paths, all wrong.
@@ -43,31 +43,19 @@ class Script(Drafter):
     """
 
     def __init__(self, texts: Any, vocab: int, length: int, branches: int = 0, right: bool = True):
-        self._texts, self._vocab, self._length = texts, vocab, length
-        self._branches, self._right = branches, right
+        def paths(answer: list[int], vocab: int, turn: int) -> list[list[int]]:
+            changed = [scripted.wrong(answer, vocab, by) for by in range(1, branches + 2)]
+            return [answer, *changed[:-1]] if right else changed
+
+        super().__init__([], vocab, paths, length)
+        self._texts, self._kind = texts, (length, branches, right)
 
     @property
     def identity(self) -> Any:
-        return super().identity, self._length, self._branches, self._right
+        return super().identity, self._kind
 
     def start(self, context: Any, model: Any, output: Any) -> None:
-        self._answers = self._texts[_key(context.input_ids)]
-
-    def propose(self, context: Any) -> DraftTree:
-        paths = []
-        for row in context.rows:
-            done = len(context.generated[row])
-            answer = self._answers[row][done : done + self._length]
-            changed = [
-                [(token + by) % self._vocab for token in answer]
-                for by in range(1, self._branches + 2)
-            ]
-            paths.append([answer, *changed[:-1]] if self._right else changed)
-        return DraftTree.from_paths(context.roots, paths)
-
-
-def _key(ids: torch.Tensor) -> tuple[int, ...]:
-    return tuple(ids.flatten().tolist())
+        self._answers = self._texts[benchmark.key_of(context.input_ids)]
 
 
 def scenarios(
@@ -83,11 +71,7 @@ def scenarios(
     random = random_prompts(vocab, batch, RANDOM_PROMPT, count)
     greedy = benchmark.generation_kwargs(tokens)
     hot = benchmark.generation_kwargs(tokens, temperature=1.5)
-    plain = benchmark.ours(target, None, greedy)
-    answers = {
-        _key(each["input_ids"]): plain(each).sequences[:, each["input_ids"].shape[1] :].tolist()
-        for each in python
-    }
+    answers = benchmark.plain_texts(target, python, greedy)
     draft = DraftModelDrafter(assets.load_draft(target.dtype))
 
     def of(drafter: Drafter, shared: dict[str, Any] = greedy) -> Maker:

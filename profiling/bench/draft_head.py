@@ -14,8 +14,7 @@
 - GB/s counts the weights once per level, and the cache; %read is its share of the read bandwidth of this run.
   A level of more than 32 nodes, of all rows together, takes several passes over the weights and shows less.
 - The modules have unquantised weights in every row; the graph has one context length baked in.
-- "host us", on a GPU, is the time of a call on an idle device, launch included: what the host can't do
-  meanwhile.
+- "host us", on a GPU, is the time for which a call on an idle device occupies the host, launch included.
 - "agree" is the share of drafted tokens that op and modules have in common. It is no test: after a near-tie,
   rounding makes a row differ for good. In float32 a difference is an error, and nothing is timed.
 """
@@ -35,7 +34,7 @@ from baselines.heads import HEADS, head_config
 from cuda_kernels.draft_schedule import WEIGHT_BYTES, widths
 
 from bench.op_cases import equal
-from bench.runner import OURS, Case, Results, Row, measure_all, parse, table_parser
+from bench.runner import OURS, Case, Results, Row, device_parser, measure_all, parse
 from bench.stopwatch import Stopwatch
 from specdec_ext.evaluate.machine import machine_line
 from specdec_ext.evaluate.measuring import Call, wall_seconds
@@ -180,19 +179,15 @@ def host_us(run: Call, repeats: int) -> float:
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    given = table_parser(__doc__, 50, "calls of each, at least 5")
+    given = device_parser(__doc__, 50, "calls of each, at least 5")
     for name, choices in CHOICES.items():
         kind = str if choices else int
         text = "instead of the cases' own; may be repeated"
         given.add_argument(f"--{name}", action="append", type=kind, choices=choices, help=text)
-    best = "cuda" if torch.cuda.is_available() else "cpu"
-    given.add_argument("--device", choices=("cuda", "cpu"), default=best)
     given.add_argument("--quick", action="store_true", help="a few cases of each head of a GPU")
     given.add_argument("--context", type=int, help="elements in the cache (default 512; GPU: 1024)")
     given.add_argument("--warm", action="store_true", help="do not flush caches between calls")
     options = parse(given, arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        given.error("--device cuda needs a GPU and a CUDA build of torch; use --device cpu")
     options.context = options.context or CONTEXT[options.device]
     return options
 

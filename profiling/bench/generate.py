@@ -32,12 +32,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from baselines.random_targets import (
-    SHAPES,
-    random_head_of,
-    random_prompts,
-    random_target,
-)
+from baselines.random_targets import SHAPES, random_head_of, random_prompts, random_target
 from rich.console import Console
 
 import specdec_ext

@@ -68,11 +68,7 @@ def measure(
     if head is not None:
         drafter = HeadDrafter(load_draft(head, keep=False), tree=TreeConfig(depth=DEPTH))
     generate(model, drafter=drafter, max_new_tokens=max_new_tokens, do_sample=False, **prompt)
-    return {
-        "before": before,
-        "most": peak_bytes(model.device),
-        "machine": machine_line(model),
-    }
+    return {"before": before, "most": peak_bytes(model.device), "machine": machine_line(model)}
 
 
 def measure_apart(**arguments: Any) -> dict[str, Any]:

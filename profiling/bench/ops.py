@@ -12,7 +12,7 @@
 - "vs read" is the time in which PyTorch reads as many bytes, over the op's; "vs torch" is the time of the
   formulation in baselines/torch_ops.py over the op's, with its 95 % interval. They take turns with the op,
   so other work on the machine affects all of them.
-- A machine that does other work shows it in p90 first. Compare p10 then, or wait.
+- Other work on the machine raises p90 first. Compare p10 then, or wait.
 - --cupy measures once more with warm caches, by CuPy's benchmark helper and by our timer: they should agree.
 
 The only dependency is torch. The cases are the table at the end of op_cases.py.
@@ -30,7 +30,7 @@ import torch
 
 from bench.op_cases import CASES, OPS
 from bench.op_cases import Case as OpCase
-from bench.runner import OURS, Case, Results, Row, measure_all, parse, table_parser
+from bench.runner import OURS, Case, Results, Row, device_parser, measure_all, parse
 from bench.stopwatch import Stopwatch
 from specdec_ext.evaluate.machine import machine_line
 
@@ -73,10 +73,7 @@ def prepared(case: OpCase, stopwatch: Stopwatch, options: argparse.Namespace) ->
 
     def by_cupy() -> Row:
         warm = stopwatch.time({OURS: ours}, options.repeats, warm=True)[OURS]
-        return {
-            "warm_us": statistics.median(warm),
-            "cupy_us": cupy_median(ours, options.repeats),
-        }
+        return {"warm_us": statistics.median(warm), "cupy_us": cupy_median(ours, options.repeats)}
 
     dtype = str(case.dtype).removeprefix("torch.")
     key = dict(zip(KEY, (case.op, case.label, dtype, case.batch, case.nodes), strict=True))
@@ -125,17 +122,13 @@ def chosen_cases(
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    given = table_parser(__doc__, 100, "calls per case, at least 5")
-    best = "cuda" if torch.cuda.is_available() else "cpu"
-    given.add_argument("--device", choices=("cpu", "cuda"), default=best)
+    given = device_parser(__doc__, 100, "calls per case, at least 5")
     given.add_argument("--op", action="append", default=[], help="may be repeated")
     given.add_argument("--model", action="append", default=[], help="may be repeated")
     given.add_argument("--largest", action="store_true", help="only the largest case per op")
     given.add_argument("--compile", action="store_true", help="also compare with torch.compile")
     given.add_argument("--cupy", action="store_true", help="check the timer against CuPy's")
     options = parse(given, arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        given.error("--device cuda needs a GPU and a CUDA build of torch; use --device cpu")
     if options.cupy and options.device != "cuda":
         given.error("--cupy times CUDA work; use it with --device cuda")
     return options

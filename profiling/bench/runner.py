@@ -195,9 +195,19 @@ def table_parser(description: str | None, repeats: int, unit: str) -> argparse.A
     return made
 
 
+def device_parser(description: str | None, repeats: int, unit: str) -> argparse.ArgumentParser:
+    """A :func:`table_parser` for benchmarks of calls, which run on the CPU or on a GPU."""
+    made = table_parser(description, repeats, unit)
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    made.add_argument("--device", choices=("cpu", "cuda"), default=best)
+    return made
+
+
 def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
     """Parse the options and set the number of threads."""
     options = parser.parse_args(arguments)
+    if vars(options).get("device") == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a GPU and a CUDA build of torch; use --device cpu")
     if options.threads:
         torch.set_num_threads(options.threads)
     return options

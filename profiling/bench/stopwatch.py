@@ -95,10 +95,7 @@ class Stopwatch:
         }
         times = self.time(calls, 20, warm=True)
         rate = {name: size / min(each) / 1e3 for name, each in times.items()}
-        return {
-            "copy_gb_per_s": 2 * rate["copy"],
-            "read_gb_per_s": max(rate["sum"], rate["max"]),
-        }
+        return {"copy_gb_per_s": 2 * rate["copy"], "read_gb_per_s": max(rate["sum"], rate["max"])}
 
 
 def _events(call: Call) -> tuple[torch.cuda.Event, torch.cuda.Event]:

@@ -5,14 +5,15 @@ Phases and tiles come from ``csrc/include/specdec/draft_head/plan.h`` itself, th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from specdec_ext import _host
 from specdec_ext.heads.config import HeadConfig
+from specdec_ext.ops.draft_head import tree_arguments
 from specdec_ext.tree.config import TreeConfig
 
 WEIGHT_BYTES = {"same": 2, "int8": 1, "float8": 1}  # per weight of a 16-bit head
@@ -96,13 +97,8 @@ def matrices(config: HeadConfig) -> dict[tuple[str, int], Matrix]:
 
 def widths(tree: TreeConfig) -> list[int]:
     """For each level below the root, the number of nodes that are expanded for it."""
-    if not tree.links:
-        return [1] + [tree.top_k] * (tree.depth - 1)
-    depths = [0]
-    for parent, _ in tree.links:
-        depths.append(depths[parent] + 1)
-    expanded = Counter(depths[parent] for parent in {parent for parent, _ in tree.links})
-    return [expanded[level] for level in range(max(depths))]
+    static: list[int] = tree_arguments(tree, torch.device("cpu"))[-1]
+    return static or [1] + [tree.top_k] * (tree.depth - 1)
 
 
 def phases(config: HeadConfig, tree: TreeConfig, num_new: int, batch: int = 1) -> list[Phase]:

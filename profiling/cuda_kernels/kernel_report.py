@@ -65,6 +65,10 @@ class PtxasEntry:
     spill_stores: int
     spill_loads: int
 
+    @property
+    def touches_local_memory(self) -> bool:
+        return bool(self.stack or self.spill_stores or self.spill_loads)
+
 
 @dataclass(frozen=True)
 class Kernel(PtxasEntry):
@@ -87,10 +91,6 @@ class Kernel(PtxasEntry):
     occupancy: float | None
     wide_loads: int | None
     global_loads: int | None
-
-    @property
-    def touches_local_memory(self) -> bool:
-        return bool(self.stack or self.spill_stores or self.spill_loads)
 
 
 def parse_ptxas(text: str) -> list[PtxasEntry]:

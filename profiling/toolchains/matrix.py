@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from cuda_kernels.kernel_report import PtxasEntry, demangle, parse_ptxas
+from cuda_kernels.kernel_report import demangle, parse_ptxas
 from text_table import format_markdown
 
 from build_support.architectures import family_of
@@ -109,15 +109,11 @@ def assemble(compiler: Compiler, ptx: Path, source: str, arch: int, nvdisasm: Pa
         arch,
         source,
         kernels=len(entries),
-        spills=tuple(names[each.symbol] for each in entries if touches_local_memory(each)),
+        spills=tuple(names[each.symbol] for each in entries if each.touches_local_memory),
         findings=tuple(findings(functions, names)),
         wide_loads=sum(wide for wide, _ in loads),
         global_loads=sum(every for _, every in loads),
     )
-
-
-def touches_local_memory(entry: PtxasEntry) -> bool:
-    return bool(entry.stack or entry.spill_stores or entry.spill_loads)
 
 
 def findings(functions: Iterable[sass.Function], names: dict[str, str]) -> list[str]:

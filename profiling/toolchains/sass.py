@@ -84,11 +84,7 @@ def check(function: Function) -> list[Finding]:
     """The violations of this module's rules."""
     return [
         Finding(rule, function.name, each.address, each.opcode)
-        for rule, each in (
-            *_local_memory(function),
-            *_constant_loads(function),
-            *_fences(function),
-        )
+        for rule, each in (*_local_memory(function), *_constant_loads(function), *_fences(function))
     ]
 
 
