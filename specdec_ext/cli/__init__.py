@@ -19,7 +19,7 @@ from specdec_ext.cli.generate import generate
 from specdec_ext.cli.inspect import inspect
 from specdec_ext.cli.keywords import keywords
 from specdec_ext.cli.train import train
-from specdec_ext.cli.version import print_versions, version
+from specdec_ext.cli.version import version
 from specdec_ext.display import disable_progress, enable_progress
 
 __all__ = ["app"]
@@ -34,7 +34,7 @@ app = typer.Typer(
 
 def _print_versions_and_exit(wanted: bool) -> None:
     if wanted:
-        print_versions()
+        version()
         raise typer.Exit
 
 

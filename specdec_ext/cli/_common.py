@@ -6,9 +6,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -29,28 +28,9 @@ Model = Any
 BUSY_SHARE = 0.2  # warn if other processes use more than this share of all cores
 
 
-class Dtype(str, Enum):
-    """Floating point types a model can be loaded in, by torch's names and by their short forms."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
+# Types that a model can be loaded in, by torch's names and by their short forms.
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16"]
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-
-class SpeculationMode(str, Enum):
-    """``auto`` drafts only where drafting saves time, ``fixed`` drafts in every step."""
-
-    auto = "auto"
-    fixed = "fixed"
-
-
 DRAFTER_HELP = (
     "auto, none, ngram, suffix, lookahead; head or draft (the one named in the model's config, as the "
     "bundled model has it); or the folder or hub id of a draft head or a draft model."
@@ -59,15 +39,9 @@ ModelArgument = Annotated[
     str | None,
     typer.Argument(help="Folder or hub id of a causal language model; default: the bundled model."),
 ]
-DrafterOption = Annotated[
-    str,
-    typer.Option(
-        "--drafter",
-        help=DRAFTER_HELP,
-    ),
-]
+DrafterOption = Annotated[str, typer.Option("--drafter", help=DRAFTER_HELP)]
 SpeculationOption = Annotated[
-    SpeculationMode,
+    Literal["auto", "fixed"],
     typer.Option(
         "--speculation", help="auto: draft only where it saves time; fixed: draft in every step."
     ),
@@ -77,8 +51,7 @@ DtypeOption = Annotated[
     typer.Option("--dtype", help="Type of weights and activations; auto: as in the checkpoint."),
 ]
 DeviceOption = Annotated[
-    str,
-    typer.Option("--device", help="cpu, cuda or cuda:N; auto: the GPU if there is one."),
+    str, typer.Option("--device", help="cpu, cuda or cuda:N; auto: the GPU if there is one.")
 ]
 PromptsOption = Annotated[
     Path | None,
@@ -171,9 +144,9 @@ def find_device(name: str) -> torch.device:
 def _torch_dtype(dtype: Dtype) -> torch.dtype | str:
     import torch
 
-    if dtype is Dtype.auto:
+    if dtype == "auto":
         return "auto"
-    found: torch.dtype = getattr(torch, _SHORT.get(dtype.value, dtype.value))
+    found: torch.dtype = getattr(torch, _SHORT.get(dtype, dtype))
     return found
 
 

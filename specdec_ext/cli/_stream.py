@@ -36,19 +36,21 @@ class IncrementalDecoder:
     def feed(self, token: int) -> str:
         """Add ``token`` and return the text that it completes, possibly empty."""
         self._tokens.append(token)
-        told = self._decode(self._tokens[self._window_start : self._told])
-        text = self._decode(self._tokens[self._window_start :])
-        if len(text) <= len(told) or text.endswith("\ufffd"):
+        text = self._untold()
+        if not text or text.endswith("\ufffd"):
             return ""
         self._window_start, self._told = self._told, len(self._tokens)
-        return text[len(told) :]
+        return text
 
     def flush(self) -> str:
         """Return the text held back because it ends in the middle of a character."""
-        told = self._decode(self._tokens[self._window_start : self._told])
-        text = self._decode(self._tokens[self._window_start :])
+        text = self._untold()
         self._window_start = self._told = len(self._tokens)
-        return text[len(told) :]
+        return text
+
+    def _untold(self) -> str:
+        told = self._decode(self._tokens[self._window_start : self._told])
+        return self._decode(self._tokens[self._window_start :])[len(told) :]
 
     def _decode(self, tokens: list[int]) -> str:
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)

@@ -12,13 +12,11 @@ import typer
 from specdec_ext.cli._common import (
     DRAFTER_HELP,
     DeviceOption,
-    Dtype,
     DtypeOption,
     MaxNewTokensOption,
     Model,
     ModelArgument,
     PromptsOption,
-    SpeculationMode,
     SpeculationOption,
     load_drafter,
     load_target,
@@ -41,11 +39,7 @@ if TYPE_CHECKING:
 def bench(
     model: ModelArgument = None,
     drafter: Annotated[
-        list[str],
-        typer.Option(
-            "--drafter",
-            help=f"{DRAFTER_HELP} May be repeated.",
-        ),
+        list[str], typer.Option("--drafter", help=f"{DRAFTER_HELP} May be repeated.")
     ] = ["auto"],  # noqa: B006  (typer copies it)
     batch: Annotated[int, typer.Option("--batch", min=1, help="Prompts per call.")] = 1,
     prompts: PromptsOption = None,
@@ -56,10 +50,9 @@ def bench(
     repeats: Annotated[
         int, typer.Option(min=1, help="Calls per prompt, of which the median is used.")
     ] = 3,
-    speculation: SpeculationOption = SpeculationMode.auto,
+    speculation: SpeculationOption = "auto",
     draft_length: Annotated[
-        int | None,
-        typer.Option("--draft-length", min=1, help="Draft chains of this many tokens."),
+        int | None, typer.Option("--draft-length", min=1, help="Draft chains of this many tokens.")
     ] = None,
     tree: Annotated[
         str | None,
@@ -77,8 +70,7 @@ def bench(
         ),
     ] = None,
     json_file: Annotated[
-        Path | None,
-        typer.Option("--json", dir_okay=False, help="Write all results to this file."),
+        Path | None, typer.Option("--json", dir_okay=False, help="Write all results to this file.")
     ] = None,
     plot_file: Annotated[
         Path | None,
@@ -91,7 +83,7 @@ def bench(
             help="Show where the time of a step goes for each drafter; with --plot, in a second chart.",
         ),
     ] = False,
-    dtype: DtypeOption = Dtype.auto,
+    dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
 ) -> None:
     """Compare the speed of each drafter, plain decoding and Hugging Face generate.
@@ -126,7 +118,7 @@ def bench(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             repeats=repeats,
-            speculation=speculation.value,
+            speculation=speculation,
         )
         steps = _breakdowns(target, encoded, drafters, max_new_tokens) if breakdown else []
     if json_file is not None:

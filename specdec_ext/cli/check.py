@@ -13,7 +13,6 @@ import typer
 from specdec_ext.cli._common import (
     DeviceOption,
     DrafterOption,
-    Dtype,
     DtypeOption,
     MaxNewTokensOption,
     ModelArgument,
@@ -38,7 +37,7 @@ def check(
         str | None, typer.Option("--prompt", "-p", help="A single prompt, instead of --prompts.")
     ] = None,
     max_new_tokens: MaxNewTokensOption = 64,
-    dtype: DtypeOption = Dtype.auto,
+    dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
 ) -> None:
     """Test that speculation is lossless for a model on this machine; exit code 1 if it is not.

@@ -16,7 +16,6 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 
 from specdec_ext.cli._common import (
     DeviceOption,
-    Dtype,
     DtypeOption,
     MaxNewTokensOption,
     Model,
@@ -66,7 +65,7 @@ def demo(
             help="Drafter, as for specdec generate; may be repeated. The last one is streamed.",
         ),
     ] = DRAFTERS,
-    dtype: DtypeOption = Dtype.float32,
+    dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
     stream: Annotated[bool, typer.Option(help="Stream a completion before measuring.")] = True,
     picture: Annotated[
@@ -159,10 +158,7 @@ def _stream(
 
 
 def _measure(
-    target: Model,
-    proposers: dict[str, Any],
-    encoded: list[LongTensor],
-    max_new_tokens: int,
+    target: Model, proposers: dict[str, Any], encoded: list[LongTensor], max_new_tokens: int
 ) -> dict[str, Series]:
     from specdec_ext.evaluate.benchmark import generation_kwargs, hugging_face, interleave, ours
 

@@ -11,11 +11,9 @@ import typer
 from specdec_ext.cli._common import (
     DeviceOption,
     DrafterOption,
-    Dtype,
     DtypeOption,
     MaxNewTokensOption,
     ModelArgument,
-    SpeculationMode,
     SpeculationOption,
     encode,
     load_drafter,
@@ -33,7 +31,7 @@ def generate(
         typer.Option("--prompt", "-p", help="Text to continue; default: standard input."),
     ] = None,
     drafter: DrafterOption = "auto",
-    speculation: SpeculationOption = SpeculationMode.auto,
+    speculation: SpeculationOption = "auto",
     max_new_tokens: MaxNewTokensOption = 128,
     sample: Annotated[
         bool, typer.Option("--sample", help="Sample instead of decoding greedily.")
@@ -48,8 +46,7 @@ def generate(
         int | None, typer.Option(help="Sample among the K most likely tokens; needs --sample.")
     ] = None,
     seed: Annotated[
-        int | None,
-        typer.Option(help="Seed; the same seed gives the same text; needs --sample."),
+        int | None, typer.Option(help="Seed; the same seed gives the same text; needs --sample.")
     ] = None,
     show_drafts: Annotated[
         bool, typer.Option("--show-drafts", help="Mark accepted draft tokens in the text.")
@@ -61,7 +58,7 @@ def generate(
             help="Print speed, acceptance and the reasons for drafting to standard error.",
         ),
     ] = False,
-    dtype: DtypeOption = Dtype.auto,
+    dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
 ) -> None:
     """Complete a prompt; the text does not depend on the drafter."""
@@ -81,7 +78,7 @@ def generate(
             target,
             input_ids,
             drafter=proposer,
-            speculation=speculation.value,
+            speculation=speculation,
             streamer=TextStreamer(console, tokenizer, mark_drafted=show_drafts),
             max_new_tokens=max_new_tokens,
             return_dict_in_generate=True,

@@ -10,7 +10,6 @@ import typer
 
 from specdec_ext.cli._common import (
     DeviceOption,
-    Dtype,
     DtypeOption,
     Model,
     encode,
@@ -48,7 +47,7 @@ def inspect(
     show_all: Annotated[
         bool, typer.Option("--all", help="Also show every option of the head's config.")
     ] = False,
-    dtype: DtypeOption = Dtype.auto,
+    dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
 ) -> None:
     """Show a draft head's format, memory and target; with --target, check whether the two fit.

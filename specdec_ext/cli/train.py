@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from specdec_ext.cli._common import (
     DeviceOption,
-    Dtype,
     DtypeOption,
     Model,
     find_device,
@@ -33,32 +31,9 @@ if TYPE_CHECKING:
 BUNDLED = "bundled"
 
 
-class HeadKind(str, Enum):
-    """Kinds of heads that can be trained."""
-
-    eagle3 = "eagle3"
-    p_eagle = "p-eagle"
-    medusa = "medusa"
-
-
-class HeadLayout(str, Enum):
-    """Formats of the files that are written."""
-
-    eagle = "eagle"
-    speculators = "speculators"
-
-
-class Optimizer(str, Enum):
-    """Optimizers that can train a head."""
-
-    muon = "muon"
-    adamw = "adamw"
-
-
 def train(
     model: Annotated[
-        str,
-        typer.Argument(help="Folder or hub id of the target; 'bundled' for the bundled model."),
+        str, typer.Argument(help="Folder or hub id of the target; 'bundled' for the bundled model.")
     ],
     data: Annotated[
         list[Path],
@@ -68,8 +43,9 @@ def train(
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder to write the head to.")],
     kind: Annotated[
-        HeadKind, typer.Option(help="Kind of head; eagle3 makes EAGLE 3.1 heads.")
-    ] = HeadKind.eagle3,
+        Literal["eagle3", "p-eagle", "medusa"],
+        typer.Option(help="Kind of head; eagle3 makes EAGLE 3.1 heads."),
+    ] = "eagle3",
     init_from: Annotated[
         str | None,
         typer.Option(
@@ -137,11 +113,11 @@ def train(
     batch_size: Annotated[int, typer.Option(min=1, help="Texts per step and process.")] = 8,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-2,
     optimizer: Annotated[
-        Optimizer,
+        Literal["muon", "adamw"],
         typer.Option(
             help="muon: Muon for the matrices of the layers, AdamW for all other weights."
         ),
-    ] = Optimizer.muon,
+    ] = "muon",
     decay: Annotated[
         float,
         typer.Option(
@@ -167,10 +143,10 @@ def train(
         ),
     ] = None,
     layout: Annotated[
-        HeadLayout | None,
+        Literal["eagle", "speculators"] | None,
         typer.Option(help="Format of the head's files; default: eagle if it can express the head."),
     ] = None,
-    dtype: DtypeOption = Dtype.bfloat16,
+    dtype: DtypeOption = "bfloat16",
     device: DeviceOption = "auto",
 ) -> None:
     """Train a draft head; the same command resumes a run that was stopped.
@@ -188,7 +164,7 @@ def train(
         from specdec_ext.training.trainer import TrainConfig
 
         recipe = recipes.HeadRecipe(
-            kind=kind.value,
+            kind=kind,
             init_from=init_from,
             layers=_numbers(layers),
             draft_vocab_size=draft_vocab,
@@ -200,7 +176,7 @@ def train(
             updates=updates or 1,  # replaced by one epoch once the texts are counted
             batch_size=batch_size,
             learning_rate=learning_rate,
-            optimizer=optimizer.value,
+            optimizer=optimizer,
             decay=decay,
             seed=seed,
             evaluate_every=evaluate_every,
@@ -232,7 +208,7 @@ def train(
             config,
             work=work,
             dump=dump,
-            layout=None if layout is None else layout.value,
+            layout=layout,
             tokenizer=tokenizer,
             old_held_out=old,
             on_start=history.start,

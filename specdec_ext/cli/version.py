@@ -11,10 +11,6 @@ import typer
 
 def version() -> None:
     """Print the installed versions and whether the CUDA kernels were built."""
-    print_versions()
-
-
-def print_versions() -> None:
     import specdec_ext
 
     kernels = "built" if _cuda_kernels_built() else "not built (needs nvcc at build time)"
@@ -27,7 +23,7 @@ def print_versions() -> None:
 
 
 def _cuda_kernels_built() -> bool:
-    """Look for the library's section of GPU code: every build registers CUDA ops, so that tells nothing."""
+    """Whether the library has a section of GPU code. (Every build registers the ops for CUDA.)"""
     import specdec_ext
 
     # specdec_ext.ops knows the path, but importing it imports torch.
