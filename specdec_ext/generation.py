@@ -352,21 +352,17 @@ def _served(target: Target, drafter: Drafter | None, explicit: bool, batch: int)
     if drafter is None or (support.chain and (support.batch or batch == 1)):
         return drafter
     name, why = type(target.model).__name__, "; ".join(support.reasons)
-    if support.chain:
-        warnings.warn(
-            f"{name} is decoded without speculation in a batch of {batch}: {why}. Generate one row at a "
-            "time, or pass drafter=None to say so.",
-            stacklevel=4,
-        )
-    elif explicit:
+    if explicit and not support.chain:
         raise ValueError(
             f"{name} can't be speculated on: {why}. Pass drafter=None for plain decoding."
         )
-    else:
-        warnings.warn(
-            f"{name} is decoded without speculation: {why}. Pass drafter=None to say so.",
-            stacklevel=4,
-        )
+    where, way_out = "", "Pass"
+    if support.chain:
+        where, way_out = f" in a batch of {batch}", "Generate one row at a time, or pass"
+    warnings.warn(
+        f"{name} is decoded without speculation{where}: {why}. {way_out} drafter=None to say so.",
+        stacklevel=4,
+    )
     return None
 
 

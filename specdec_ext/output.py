@@ -101,26 +101,22 @@ class Recorder:
         self._batch, self._encoded = batch, encoder_outputs
         self._scores: list[Tensor] | None = [] if wanted and config.output_scores else None
         self._logits: list[Tensor] | None = [] if wanted and config.output_logits else None
-        self._hidden: list[tuple[Tensor, ...]] | None = (
-            [] if wanted and config.output_hidden_states else None
-        )
-        self._attentions: list[tuple[Tensor, ...]] | None = (
-            [] if wanted and config.output_attentions else None
-        )
-        self._cross: list[tuple[Tensor, ...]] | None = (
-            [] if self._attentions is not None and encoder_outputs is not None else None
-        )
-        stores = self._logits, self._hidden, self._attentions
-        self.keeps_passes = any(store is not None for store in stores)
+        asked = {
+            "hidden_states": config.output_hidden_states,
+            "attentions": config.output_attentions,
+            "cross_attentions": config.output_attentions and encoder_outputs is not None,
+        }
+        # Name in ``TargetOutput`` -> for each token, the tensors of all layers.
+        self._layers: dict[str, list[tuple[Tensor, ...]]] = {
+            name: [] for name, value in asked.items() if wanted and value
+        }
+        self.keeps_passes = self._logits is not None or bool(self._layers)
 
     @property
     def forward_kwargs(self) -> dict[str, bool]:
         """The arguments of the target's forward that request these outputs."""
-        asked = {
-            "output_hidden_states": self._hidden is not None,
-            "output_attentions": self._attentions is not None,
-        }
-        return {name: True for name, value in asked.items() if value}
+        names = ("hidden_states", "attentions")
+        return {f"output_{name}": True for name in names if name in self._layers}
 
     @property
     def record_scores(self) -> RecordScores | None:
@@ -129,17 +125,14 @@ class Recorder:
 
     def prompt(self, output: TargetOutput) -> None:
         """Record the hidden states and attentions of the prompt pass, whole, as ordinary tensors."""
-        if self._hidden is not None:
-            self._hidden.append(tuple(layer.clone() for layer in output.hidden_states))
-        if self._attentions is not None:
-            if not output.attentions or output.attentions[0] is None:
-                raise ValueError(
-                    "output_attentions=True needs attn_implementation='eager': other implementations do not "
-                    "return attention weights"
-                )
-            self._attentions.append(tuple(layer.clone() for layer in output.attentions))
-        if self._cross is not None:
-            self._cross.append(tuple(layer.clone() for layer in output.cross_attentions))
+        weights = output.attentions
+        if "attentions" in self._layers and (not weights or weights[0] is None):
+            raise ValueError(
+                "output_attentions=True needs attn_implementation='eager': other implementations do not "
+                "return attention weights"
+            )
+        for name, store in self._layers.items():
+            store.append(tuple(layer.clone() for layer in getattr(output, name)))
 
     def step(
         self,
@@ -171,23 +164,17 @@ class Recorder:
                 self._place(self._logits, step, row, output.logits[i, node].float())
                 if step == 0:
                     continue  # the prompt pass was recorded as a whole
-                if self._hidden is not None:
-                    states = [layer[i, node : node + 1] for layer in output.hidden_states]
-                    self._place_layers(self._hidden, step, row, states)
-                if self._cross is not None:
-                    seen = [layer[i, :, node : node + 1] for layer in output.cross_attentions]
-                    self._place_layers(self._cross, step, row, seen)
-                if self._attentions is not None:
-                    weights = [layer[i, :, node : node + 1] for layer in output.attentions]
-                    if windows is not None:
+                for name, store in self._layers.items():
+                    values = [layer[i][..., node : node + 1, :] for layer in getattr(output, name)]
+                    if name == "attentions" and windows is not None:
                         # The columns of this row: the slots before its root, then its path in the block.
                         own = prompt_columns + before[i] - 1
                         slots = list(range(own)) + [block_start + k for k in paths[i][: j + 1]]
-                        weights = [
+                        values = [
                             _own_columns(layer, slots, block_end, window)
-                            for layer, window in zip(weights, windows, strict=True)
+                            for layer, window in zip(values, windows, strict=True)
                         ]
-                    self._place_layers(self._attentions, step, row, weights)
+                    self._place_layers(store, step, row, values)
 
     def _score(
         self, rows: Sequence[int], steps: Sequence[int], scores: Tensor
@@ -233,7 +220,10 @@ class Recorder:
             "logits": cut(self._logits),
             "past_key_values": cache,
         }
-        hidden, attentions = cut(self._hidden), cut(self._attentions)
+        hidden, attentions, cross = (
+            cut(self._layers.get(name))
+            for name in ("hidden_states", "attentions", "cross_attentions")
+        )
         encoded = self._encoded
         output: AnyOutput
         if encoded is None:
@@ -245,7 +235,7 @@ class Recorder:
                 encoder_attentions=None if attentions is None else encoded.get("attentions"),
                 decoder_hidden_states=hidden,
                 decoder_attentions=attentions,
-                cross_attentions=cut(self._cross),
+                cross_attentions=cross,
             )
         output.speculation_stats = stats
         return output
