@@ -19,7 +19,7 @@ _LONGEST_NUMBER = 32  # characters, unit included
 
 @dataclass(frozen=True)
 class Table:
-    """A table that nothing is cut from: text wraps where the console is narrow, numbers stay whole.
+    """A table that is printed in full: text wraps where the console is narrow, numbers stay whole.
 
     Columns of numbers are aligned to the right. ``rich`` prints the table on any console, and
     :func:`~specdec_ext.display.console.plain_text` makes text of it.
@@ -64,10 +64,7 @@ class Table:
         for column, numeric in enumerate(self._numeric()):
             heading = plain(self.headings[column]) if self.headings else ""
             table.add_column(
-                heading,
-                justify="right" if numeric else "left",
-                no_wrap=numeric,
-                overflow="fold",
+                heading, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold"
             )
         for number, row in enumerate(self.rows):
             table.add_row(*map(plain, row), style="bold" if number in self.marked else None)
