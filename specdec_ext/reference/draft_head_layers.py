@@ -1,12 +1,15 @@
-"""The layers of a draft head on one row: the formulas of :mod:`specdec_ext.reference.draft_head`."""
+"""The layers of a draft head: the formulas of :mod:`specdec_ext.reference.draft_head`."""
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec_ext.heads.config import DraftHead
+from specdec_ext.heads.config import DraftHead, HeadConfig
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -33,7 +36,83 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
-class HeadLayers:
+class HeadFormulas(ABC):
+    """The formulas of all members of the family, on tensors ``[..., n, width]``.
+
+    A subclass defines where the tensors come from, how norms are rounded, and which elements are attended to.
+    """
+
+    config: HeadConfig
+
+    @abstractmethod
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        """RMS norm with the weight of this name."""
+
+    @abstractmethod
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        """Product with the matrix of this name, with its bias if it has one."""
+
+    @abstractmethod
+    def _attention(self, index: int, attended: Tensor, *context: Any) -> Tensor:
+        """Attention of a layer, with o_proj: ``[..., n, hidden]``."""
+
+    def combine(self, embeddings: Tensor, features: Tensor) -> Tensor:
+        """The input h of layer 0, ``[..., n, hidden]``, from the target's features."""
+        config = self.config
+        if config.norm_before_fc:
+            features = self._norm("input_norm", features)
+        if config.fc_norm:
+            parts = features.chunk(config.num_features, dim=-1)
+            normed = [self._norm(f"fc_norm.{i}", part) for i, part in enumerate(parts)]
+            features = torch.cat(normed, dim=-1)
+        return self._fc(embeddings, features)
+
+    def feed_back(self, embeddings: Tensor, feedback: Tensor) -> Tensor:
+        """The input h of layer 0 for drafted tokens; only EAGLE-1 applies fc again."""
+        return self._fc(embeddings, feedback) if self.config.kind == "eagle1" else feedback
+
+    def _fc(self, embeddings: Tensor, features: Tensor) -> Tensor:
+        if not self.config.has_fc:
+            return features
+        if self.config.kind == "eagle1":
+            features = torch.cat([embeddings, features], dim=-1)
+        return self._linear("fc", features)
+
+    def layer(self, index: int, embeddings: Tensor, hidden: Tensor, *context: Any) -> Tensor:
+        """The output of a layer; ``context`` is passed on to the attention."""
+        name = f"layers.{index}"
+        residual = attended = hidden
+        if index > 0:
+            attended = self._norm(f"{name}.input_layernorm", hidden)
+        elif self.config.kind == "eagle3":
+            normed = self._norm(f"{name}.hidden_norm", hidden)
+            embeddings = self._norm(f"{name}.input_layernorm", embeddings)
+            attended = torch.cat([embeddings, normed], dim=-1)
+            residual = normed if self.config.norm_before_residual else hidden
+        hidden = residual + self._attention(index, attended, *context)
+        x = self._norm(f"{name}.post_attention_layernorm", hidden)
+        gate, up = self._linear(f"{name}.mlp.gate_proj", x), self._linear(f"{name}.mlp.up_proj", x)
+        return hidden + self._linear(f"{name}.mlp.down_proj", F.silu(gate) * up)
+
+    def projections(self, index: int, attended: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of a layer, ``[..., heads, n, head_dim]``, not rotated."""
+        name = f"layers.{index}.self_attn"
+        queries, keys, values = (
+            self._linear(f"{name}.{part}_proj", attended).unflatten(-1, (-1, self.config.head_dim))
+            for part in "qkv"
+        )
+        if self.config.qk_norm:
+            queries = self._norm(f"{name}.q_norm", queries)
+            keys = self._norm(f"{name}.k_norm", keys)
+        return queries.transpose(-3, -2), keys.transpose(-3, -2), values.transpose(-3, -2)
+
+    def output(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The input of lm_head and the feedback, from the output of the last layer."""
+        normed = self._norm("norm", hidden) if self.config.kind == "eagle3" else hidden
+        return normed, normed if self.config.norm_output else hidden
+
+
+class HeadLayers(HeadFormulas):
     """The layers of a head with the cache of one row.
 
     Args:
@@ -59,29 +138,6 @@ class HeadLayers:
         capacity = torch.arange(keys.shape[2], device=keys.device)
         self._slot_positions = first_position + capacity
 
-    def combine(self, embeddings: Tensor, features: Tensor) -> Tensor:
-        """The input h of layer 0, ``[n, hidden]``, from the target's features ``[n, feature_width]``."""
-        config = self.config
-        if config.norm_before_fc:
-            features = self._norm("input_norm.weight", features)
-        if config.fc_norm:
-            parts = features.chunk(config.num_features, dim=-1)
-            features = torch.cat(
-                [self._norm(f"fc_norm.{i}.weight", part) for i, part in enumerate(parts)], dim=-1
-            )
-        return self._fc(embeddings, features)
-
-    def feed_back(self, embeddings: Tensor, feedback: Tensor) -> Tensor:
-        """The input h of layer 0, ``[n, hidden]``, for drafted tokens; only EAGLE-1 applies fc again."""
-        return self._fc(embeddings, feedback) if self.config.kind == "eagle1" else feedback
-
-    def _fc(self, embeddings: Tensor, features: Tensor) -> Tensor:
-        if not self.config.has_fc:
-            return features
-        if self.config.kind == "eagle1":
-            features = torch.cat([embeddings, features], dim=-1)
-        return self._linear("fc", features)
-
     def forward(
         self, embeddings: Tensor, hidden: Tensor, slots: Tensor, positions: Tensor, seen: Tensor
     ) -> Tensor:
@@ -97,53 +153,25 @@ class HeadLayers:
         self._slot_positions[slots] = positions
         key_positions = self._slot_positions[: seen.shape[1]]
         for index in range(self.config.num_layers):
-            residual, attended = self._attention_input(index, embeddings, hidden)
             window = self.config.sliding_windows[index]
             visible = seen
             if window is not None:
                 visible = seen & (key_positions > positions[:, None] - window)
-            hidden = residual + self._attention(index, attended, slots, positions, visible)
-            normed = self._norm(f"layers.{index}.post_attention_layernorm.weight", hidden)
-            hidden = hidden + self._mlp(f"layers.{index}.mlp", normed)
+            hidden = self.layer(index, embeddings, hidden, slots, positions, visible)
         return hidden
 
-    def output(self, hidden: Tensor, lm_head: Tensor) -> tuple[Tensor, Tensor]:
+    def logits(self, hidden: Tensor, lm_head: Tensor) -> tuple[Tensor, Tensor]:
         """``(logits [n, draft_vocab], feedback [n, hidden])`` from outputs of the last layer."""
-        config = self.config
-        normed = self._norm("norm.weight", hidden) if config.kind == "eagle3" else hidden
+        normed, feedback = self.output(hidden)
         dtype = wide(hidden.dtype)
-        logits = F.linear(normed.to(dtype), lm_head.to(dtype)) * config.logit_scale
-        return logits, normed if config.norm_output else hidden
+        return F.linear(normed.to(dtype), lm_head.to(dtype)) * self.config.logit_scale, feedback
 
-    def _attention_input(
-        self, index: int, embeddings: Tensor, hidden: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """``(residual, input of attention)`` of a layer."""
-        first, name = index == 0, f"layers.{index}"
-        if first and self.config.kind == "eagle1":
-            return hidden, hidden
-        if not first:
-            return hidden, self._norm(f"{name}.input_layernorm.weight", hidden)
-        normed = self._norm(f"{name}.hidden_norm.weight", hidden)
-        embeddings = self._norm(f"{name}.input_layernorm.weight", embeddings)
-        residual = normed if self.config.norm_before_residual else hidden
-        return residual, torch.cat([embeddings, normed], dim=-1)
-
-    def _attention(
-        self, index: int, attended: Tensor, slots: Tensor, positions: Tensor, visible: Tensor
-    ) -> Tensor:
-        """Grouped-query attention over the visible slots, with o_proj: ``[n, hidden]``."""
-        config, name = self.config, f"layers.{index}.self_attn"
+    def _attention(self, index: int, attended: Tensor, *context: Any) -> Tensor:
+        """Grouped-query attention over the visible slots."""
+        slots, positions, visible = context
+        config = self.config
         cosines, sines = self._cosines[positions], self._sines[positions]
-        queries, keys, values = (
-            self._linear(f"{name}.{part}_proj", attended)
-            .unflatten(-1, (-1, config.head_dim))
-            .transpose(0, 1)
-            for part in "qkv"
-        )
-        if config.qk_norm:
-            queries = self._norm(f"{name}.q_norm.weight", queries)
-            keys = self._norm(f"{name}.k_norm.weight", keys)
+        queries, keys, values = self.projections(index, attended)
         self._keys[index][:, slots] = rotate(keys, cosines, sines)
         self._values[index][:, slots] = values
         used, dtype = visible.shape[1], wide(attended.dtype)
@@ -155,14 +183,10 @@ class HeadLayers:
         scores = rotate(queries, cosines, sines).to(dtype) @ all_keys.mT * config.head_dim**-0.5
         weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
         mixed = (weights @ all_values).to(attended.dtype)
-        return self._linear(f"{name}.o_proj", mixed.transpose(0, 1).flatten(1))
-
-    def _mlp(self, name: str, x: Tensor) -> Tensor:
-        gate, up = self._linear(f"{name}.gate_proj", x), self._linear(f"{name}.up_proj", x)
-        return self._linear(f"{name}.down_proj", F.silu(gate) * up)
+        return self._linear(f"layers.{index}.self_attn.o_proj", mixed.transpose(0, 1).flatten(1))
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
-        return rms_norm(x, self._tensors[name], self.config.rms_norm_eps)
+        return rms_norm(x, self._tensors[f"{name}.weight"], self.config.rms_norm_eps)
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, self._tensors[f"{name}.weight"], self._tensors.get(f"{name}.bias"))

@@ -206,7 +206,7 @@ def trained_head(model: PreTrainedModel, texts: tuple[tuple[int, ...], ...]) -> 
             seen = torch.cat([causal] + [itself] * step, dim=1)
             slots = step * len(order) + order
             output = layers.forward(embeddings, hidden, slots, positions + step, seen)
-            logits, hidden = layers.output(output, tensors["lm_head.weight"])
+            logits, hidden = layers.logits(output, tensors["lm_head.weight"])
             targets = ids[:, 2 + step :][:, :length].flatten()
             loss = loss + nn.functional.cross_entropy(logits, targets)
         optimizer.zero_grad()

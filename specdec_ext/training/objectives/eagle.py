@@ -7,14 +7,16 @@ output back. It is trained in the same way, at all elements t of a text at once:
     step i   reads (embedding of x[t+1+i], feedback of element t of step i - 1, with its gradients) at t + i;
              P-EAGLE (arXiv 2602.01469): (embedding of the mask token, mask_hidden)
 
-The layers are those of :mod:`specdec_ext.reference.draft_head`. Element t of step i attends to the elements
-up to t of step 0 and to element t of steps 1 to i (:mod:`specdec_ext.training.objectives.attention`), as a
-drafted node attends to the committed elements and its ancestors.
+The layers are those of the specification (:class:`~specdec_ext.reference.draft_head_layers.HeadFormulas`).
+Element t of step i attends to the elements up to t of step 0 and to element t of steps 1 to i
+(:mod:`specdec_ext.training.objectives.attention`), as a drafted node attends to the committed elements and its
+ancestors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from torch.nn import functional as F
 
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.heads.rope import rope_tables
+from specdec_ext.reference.draft_head_layers import HeadFormulas
 from specdec_ext.training.data.batches import Batch
 from specdec_ext.training.objectives.attention import unrolled_attention
 from specdec_ext.training.objectives.objective import Objective, Step
@@ -29,7 +32,7 @@ from specdec_ext.training.objectives.objective import Objective, Step
 Past = tuple[list[Tensor], list[Tensor]]
 
 
-class EagleObjective(Objective):
+class EagleObjective(HeadFormulas, Objective):
     """A draft head of the EAGLE family with gradients.
 
     Args:
@@ -68,87 +71,39 @@ class EagleObjective(Objective):
             tokens = batch.tokens[:, 1 + step : 1 + step + n]
             if step == 0:
                 embedded = F.embedding(tokens, embedding)
-                hidden = self._combine(embedded, feedback[:, :n].to(lm_head.dtype))
+                hidden = self.combine(embedded, feedback[:, :n].to(lm_head.dtype))
             elif config.mask_token_id is not None:
                 embedded = F.embedding(torch.full_like(tokens, config.mask_token_id), embedding)
                 mask = self.weight("mask_hidden").expand(*tokens.shape, -1)
-                hidden = self._combine(embedded, mask)
+                hidden = self.combine(embedded, mask)
             else:
-                embedded, hidden = F.embedding(tokens, embedding), feedback[:, :n]
-                if config.kind == "eagle1":
-                    hidden = self._fc(embedded, hidden)
+                embedded = F.embedding(tokens, embedding)
+                hidden = self.feed_back(embedded, feedback[:, :n])
             tables = cosines[step : step + n], sines[step : step + n]
             for index in range(config.num_layers):
-                hidden = self._layer(index, embedded, hidden, tables, past[index])
-            normed = self._norm("norm", hidden) if config.kind == "eagle3" else hidden
-            feedback = normed if config.norm_output else hidden
+                hidden = self.layer(index, embedded, hidden, tables, past[index])
+            normed, feedback = self.output(hidden)
             yield Step(normed, lm_head)
 
     def _maybe_shared(self, name: str) -> Tensor:
         shared: Tensor | None = getattr(self, f"target_{name}")
         return self.weight(f"{name}.weight") if shared is None else shared
 
-    def _combine(self, embedded: Tensor, features: Tensor) -> Tensor:
-        """Compute the input of layer 0 from the target's hidden states, or from P-EAGLE's ``mask_hidden``."""
-        config = self.config
-        if config.norm_before_fc:
-            features = self._norm("input_norm", features)
-        if config.fc_norm:
-            parts = features.chunk(config.num_features, dim=-1)
-            normed = [self._norm(f"fc_norm.{i}", part) for i, part in enumerate(parts)]
-            features = torch.cat(normed, dim=-1)
-        return self._fc(embedded, features)
-
-    def _fc(self, embedded: Tensor, features: Tensor) -> Tensor:
-        if not self.config.has_fc:
-            return features
-        if self.config.kind == "eagle1":
-            features = torch.cat([embedded, features], dim=-1)
-        return self._linear("fc", features)
-
-    def _layer(
-        self,
-        index: int,
-        embedded: Tensor,
-        hidden: Tensor,
-        tables: tuple[Tensor, Tensor],
-        past: Past,
-    ) -> Tensor:
-        """Run one layer of one step on ``[rows, n, hidden]``; append its keys and values to ``past``."""
-        config, name = self.config, f"layers.{index}"
-        residual = attended = hidden
-        if index > 0:
-            attended = self._norm(f"{name}.input_layernorm", hidden)
-        elif config.kind == "eagle3":
-            normed = self._norm(f"{name}.hidden_norm", hidden)
-            attended = torch.cat([self._norm(f"{name}.input_layernorm", embedded), normed], dim=-1)
-            residual = normed if config.norm_before_residual else hidden
-        hidden = residual + self._attention(index, attended, tables, past)
-        x = self._norm(f"{name}.post_attention_layernorm", hidden)
-        gate, up = self._linear(f"{name}.mlp.gate_proj", x), self._linear(f"{name}.mlp.up_proj", x)
-        return hidden + self._linear(f"{name}.mlp.down_proj", F.silu(gate) * up)
-
-    def _attention(
-        self, index: int, attended: Tensor, tables: tuple[Tensor, Tensor], past: Past
-    ) -> Tensor:
-        config, name = self.config, f"layers.{index}.self_attn"
-        queries, keys, values = (
-            self._linear(f"{name}.{which}_proj", attended).unflatten(-1, (-1, config.head_dim))
-            for which in "qkv"
-        )
-        if config.qk_norm:
-            queries = self._norm(f"{name}.q_norm", queries)
-            keys = self._norm(f"{name}.k_norm", keys)
-        past[0].append(_rotate(keys.transpose(1, 2), *tables))
-        past[1].append(values.transpose(1, 2))
-        n = queries.shape[1]
+    def _attention(self, index: int, attended: Tensor, *context: Any) -> Tensor:
+        """Attention over the earlier steps; appends the keys and values of this step to them."""
+        tables: tuple[Tensor, Tensor] = context[0]
+        past: Past = context[1]
+        queries, keys, values = self.projections(index, attended)
+        past[0].append(_rotate(keys, *tables))
+        past[1].append(values)
+        n = queries.shape[2]
         mixed = unrolled_attention(
-            _rotate(queries.transpose(1, 2), *tables),
+            _rotate(queries, *tables),
             [each[:, :, :n] for each in past[0]],
             [each[:, :, :n] for each in past[1]],
-            config.sliding_windows[index],
+            self.config.sliding_windows[index],
         )
-        return self._linear(f"{name}.o_proj", mixed.transpose(1, 2).flatten(2))
+        return self._linear(f"layers.{index}.self_attn.o_proj", mixed.transpose(1, 2).flatten(2))
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         weight = self.weight(f"{name}.weight")
