@@ -21,6 +21,7 @@ from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.vocabulary import Vocabulary, match_vocabularies
 from specdec_ext.models import TargetOutput, make_target, supports
+from specdec_ext.models.passes.prompt import left_padded
 from specdec_ext.models.slots import SlotTarget
 from specdec_ext.models.support import Support
 from specdec_ext.pretrained import vocab_size
@@ -222,15 +223,12 @@ class DraftModelDrafter(Drafter):
         return DraftTree.chain(context.roots, drafts, counts, draft_probs)
 
     def _read_prompts(self) -> None:
-        width, device = max(map(len, self._unread)), self.model.device
-        ids = [[0] * (width - len(text)) + text for text in self._unread]
-        mask = [[0] * (width - len(text)) + [1] * len(text) for text in self._unread]
         target = make_target(self.model, None, self._max_slots)
         _check_support(self.model, target.support)
         assert isinstance(target, SlotTarget)
         target.runner.invariant_rows = INVARIANT_ROWS
         self._target = target
-        self._target.prefill(torch.tensor(ids, device=device), torch.tensor(mask, device=device))
+        self._target.prefill(*left_padded(self._unread, self.model.device))
         self._unread = []
 
     def _asked(self, context: Context) -> int:

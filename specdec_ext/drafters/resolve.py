@@ -83,10 +83,7 @@ def resolve_drafter(drafter: Any, model: PreTrainedModel, tokenizer: Any = None)
     """Convert the argument of ``generate(drafter=...)`` to a drafter, or to None for plain decoding.
 
     Args:
-        drafter: None or "none"; "ngram", "suffix" or "lookahead"; "head" or "draft" for the draft head or
-            draft model that the config of ``model`` names; "auto" for n-gram lookup, combined with that head
-            if there is one; the folder or hub id of a draft head or draft model; a head or a model; a
-            ``Drafter``.
+        drafter: as for :func:`specdec_ext.generate`.
         model: the target. Checkpoints that are loaded for it are kept as long as the target exists. A draft
             model is loaded in the target's dtype and on its device.
         tokenizer: the target's tokenizer, which is compared with the one in a draft model's folder; by
