@@ -171,7 +171,6 @@ RESULTS = {
     "pinned settings": lambda: SpeculationConfig([TreeConfig(3)], 8, may_rest=False),
     "evaluation": lambda: EVALUATION,
     "step": lambda: Progress(200, (1.2, 2.3), 0.5, 1e-3, 4000, 0.5, EVALUATION),
-    "regeneration": lambda: RegenerationProgress(32, 1000, 8123),
     "dump": lambda: DumpSize(10**9, 32768, 10**9, 10**12),
 }
 
@@ -263,7 +262,6 @@ def test_numbers_are_whole(case):
         ("roots", "no draft, only 2 roots"),
         ("settings", "drafts where it pays: any shape of the drafter"),
         ("pinned settings", "drafts in every step: chain of 3 tokens, at most 8 nodes"),
-        ("regeneration", "32 of 1000 prompts answered, 8,123 tokens written"),
         ("step", "step 200: loss 1.200 .. 2.300, 8,000 tokens/s; held out: mean acceptance length 2.48 "
          "greedy, 2.20 sampled at temperature 1; by position 0.71 0.66 0.64"),
     ],

@@ -9,18 +9,6 @@ from types import ModuleType
 _EXTRAS = {"accelerate": "train", "matplotlib": "plot"}
 
 
-def missing(module: str, purpose: str, otherwise: str = "") -> str | None:
-    """Return why an optional module can't be imported and the command that installs it; None if it can.
-
-    The arguments are those of :func:`require`.
-    """
-    try:
-        require(module, purpose, otherwise)
-    except ImportError as error:
-        return str(error)
-    return None
-
-
 def require(module: str, purpose: str, otherwise: str = "") -> ModuleType:
     """Import an optional module.
 

@@ -17,7 +17,7 @@ from specdec_ext.heads.checkpoints import check_pair, load_draft, save_draft, sa
 from specdec_ext.heads.checkpoints.config.layouts import Layout, config_json
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.heads.medusa import MedusaHeads
-from specdec_ext.preflight.extras import missing
+from specdec_ext.preflight.extras import require
 from specdec_ext.preflight.outputs import writable_folder
 from specdec_ext.training.data.batches import Example, Features, OnlineFeatures
 from specdec_ext.training.data.dump import DumpedFeatures, DumpSize, dump_features, dump_size
@@ -136,8 +136,12 @@ def train_head(
         OSError: for folders that can't be written; raised before the training.
     """
     out, work = check_outputs(out, work, dump)
-    if (no_plot := missing("matplotlib", "history.png")) is not None:
-        warnings.warn(f"history.png will not be drawn: {no_plot}", stacklevel=2)
+    drawn = True
+    try:
+        require("matplotlib", "history.png")
+    except ImportError as error:
+        drawn = False
+        warnings.warn(f"history.png will not be drawn: {error}", stacklevel=2)
     teacher = Teacher(model)
     objective, layers = make_objective(model, examples, recipe)
     objective.to(model.device)
@@ -171,7 +175,7 @@ def train_head(
             if history[-1].evaluation is not None:
                 text = json.dumps(asdict(history[-1].evaluation), indent=2)
                 (work / "evaluation.json").write_text(text + "\n")
-            if no_plot is None:
+            if drawn:
                 _draw(history, work / "history.png")
     return trained.to("cpu", torch.float32)
 
@@ -229,7 +233,7 @@ def make_objective(
         ids = None
         vocab_size = len(output.weight)
         if recipe.draft_vocab_size not in (None, vocab_size):
-            ids = draft_vocabulary(examples, recipe.draft_vocab_size, vocab_size).ids
+            ids = draft_vocabulary(examples, recipe.draft_vocab_size, vocab_size)
         if recipe.kind == "medusa":
             draft = new_medusa_heads(model, recipe.steps, ids)
         else:

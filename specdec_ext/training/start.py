@@ -93,8 +93,6 @@ def new_medusa_heads(
     model: PreTrainedModel,
     num_heads: int,
     draft_to_target: Tensor | None = None,
-    *,
-    shared_lm_head: bool = False,
 ) -> MedusaHeads:
     """Make Medusa heads (Cai et al. 2024) with zero blocks and the target's output head, in float32.
 
@@ -102,7 +100,6 @@ def new_medusa_heads(
         model: the target.
         num_heads: number of heads.
         draft_to_target: as for :func:`new_head`.
-        shared_lm_head: whether all heads share one output head.
     """
     output: Any = model.get_output_embeddings()
     rows = output.weight.detach().float().cpu()
@@ -113,7 +110,6 @@ def new_medusa_heads(
         hidden_size=rows.shape[1],
         vocab_size=len(rows),
         draft_vocab_size=len(chosen),
-        shared_lm_head=shared_lm_head,
     )
     tensors: dict[str, Tensor] = {}
     for name, shape in config.tensor_shapes().items():

@@ -42,9 +42,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdec_ext.assets import load_target, load_tokenizer
+from specdec_ext.display import enable_progress
 from specdec_ext.training.data.examples import prompts
 from specdec_ext.training.data.records import read_records
-from specdec_ext.training.data.regenerate import RegenerationProgress, regenerate
+from specdec_ext.training.data.regenerate import regenerate
 
 VOCAB_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"
@@ -189,16 +190,9 @@ def completions(
     records = read_records(work / "head" / f"{side}.jsonl")[:files]
     target, tokenizer = load_target(torch.bfloat16), load_tokenizer()
 
-    def report(progress: RegenerationProgress) -> None:
-        print(
-            f"{progress.prompts}/{progress.total} texts, {progress.tokens:,} tokens in "
-            f"{time.time() - started:.0f} s",
-            flush=True,
-        )
-
+    enable_progress()
     greedy = 2 * len(records) // 3
     for part, temperature in ((records[:greedy], 0.0), (records[greedy:], 0.8)):
-        started = time.time()
         regenerate(
             target,
             prompts(part, tokenizer, lengths=(16, 350)),
@@ -207,7 +201,6 @@ def completions(
             max_length=CONTEXT,
             temperature=temperature,
             batch=batch,
-            progress=report,
         )
 
 

@@ -17,7 +17,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,6 @@ def dump_features(
     folder: str | Path,
     *,
     batch: int = 8,
-    progress: Callable[[int, int], None] | None = None,
 ) -> DumpedFeatures:
     """Write the target's hidden states of all texts, as far as they are missing, and open the dump.
 
@@ -104,7 +103,6 @@ def dump_features(
         examples: the texts; their loss masks are not stored.
         folder: a new folder, or that of an earlier dump with the same target, layers and texts.
         batch: number of texts per pass of the target.
-        progress: called with (tokens done, all tokens) before the first shard and after each shard.
 
     Raises:
         ValueError: for no texts, a folder with a different dump, or too little space on the disk.
@@ -121,7 +119,7 @@ def dump_features(
             "train without a dump"
         )
     _log.info("hidden states in %s: %s", folder, size)
-    dump.write(batch, progress)
+    dump.write(batch)
     return DumpedFeatures(target, layers, folder)
 
 
@@ -251,7 +249,7 @@ class _Dump:
         )
         return DumpSize(self._tokens, self._bytes, done, free_bytes(self._folder))
 
-    def write(self, batch: int, progress: Callable[[int, int], None] | None) -> None:
+    def write(self, batch: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         numbers = range(len(self._shards))
         with tracked("checking the shards", len(numbers), "shard") as work:
@@ -260,16 +258,11 @@ class _Dump:
                 if not self._is_whole(number):
                     todo.append(number)
                 work.advance()
-        sizes = [sum(len(example.tokens) for example in shard) for shard in self._shards]
-        done = self._tokens - sum(sizes[number] for number in todo)
-        if progress is not None:
-            progress(done, self._tokens)
+        missing = sum(len(example.tokens) for number in todo for example in self._shards[number])
+        done = self._tokens - missing
         with tracked("collecting hidden states", self._tokens, "token", done) as work:
             for number in todo:
                 self._write_shard(number, batch, work)
-                done += sizes[number]
-                if progress is not None:
-                    progress(done, self._tokens)
 
     def _cut(self, shard_bytes: int) -> list[list[Example]]:
         """Split the texts, in their order, into shards of at most ``shard_bytes`` (or of one text)."""

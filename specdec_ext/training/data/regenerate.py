@@ -20,8 +20,7 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdec_ext.display import Summarised
 from specdec_ext.display.progress import tracked
 from specdec_ext.generation import generate
+from specdec_ext.models.passes.prompt import left_padded
 from specdec_ext.preflight.inputs import regular_file
 from specdec_ext.training.data.batches import Example
 from specdec_ext.training.data.examples import append_turn, chat_tokens
@@ -41,24 +40,6 @@ from specdec_ext.training.data.fingerprint import fingerprint
 from specdec_ext.training.data.records import Chat, Transcript, transcript
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RegenerationProgress(Summarised):
-    """Progress of a run.
-
-    Attributes:
-        prompts: number of prompts answered so far, including those of earlier runs.
-        total: number of all prompts.
-        tokens: number of tokens written by this run.
-    """
-
-    prompts: int
-    total: int
-    tokens: int
-
-    def summary(self) -> str:
-        return f"{self.prompts} of {self.total} prompts answered, {self.tokens:,} tokens written"
 
 
 def regenerate(
@@ -73,7 +54,6 @@ def regenerate(
     batch: int = 32,
     seed: int = 0,
     drafter: Any = None,
-    progress: Callable[[RegenerationProgress], None] | None = None,
 ) -> list[Example]:
     """Let the target answer prompts; return prompts with answers, in their order.
 
@@ -94,7 +74,6 @@ def regenerate(
         batch: number of prompts per batch; prompts of similar length are batched together.
         seed: seed of the sampling and of the order of batches.
         drafter: as in :func:`specdec_ext.generate`. For large batches plain decoding is often the fastest.
-        progress: called after each batch.
 
     Raises:
         ValueError: for numbers out of range, prompts that the target can't read, chats without a tokenizer or
@@ -131,8 +110,6 @@ def regenerate(
             os.fsync(file.fileno())
             finished += len(indices)
             work.update(finished, f"{tokens:,} tokens")
-            if progress is not None:
-                progress(RegenerationProgress(finished, len(keys), tokens))
     unanswered = sum(not done[key] for key in keys)
     if unanswered == len(keys):
         raise ValueError(
@@ -281,12 +258,7 @@ class _Writer:
                 dialogue.answered(prompt, answer, answer[-1] in self._ends, self._tokenizer)
 
     def _generate(self, prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
-        width = max(len(prompt) for prompt in prompts)
-        tokens = torch.zeros(len(prompts), width, dtype=torch.int64, device="cpu")
-        mask = torch.zeros_like(tokens)
-        for row, prompt in enumerate(prompts):
-            tokens[row, width - len(prompt) :] = tokens.new_tensor(prompt)
-            mask[row, width - len(prompt) :] = 1
+        tokens, mask = left_padded(prompts, self._target.device)
         sampling: dict[str, Any] = {"do_sample": False}
         if self._temperature:
             sampling = dict(
@@ -294,14 +266,14 @@ class _Writer:
             )
         output = generate(
             self._target,
-            tokens.to(self._target.device),
-            attention_mask=mask.to(self._target.device),
+            tokens,
+            attention_mask=mask,
             max_new_tokens=self._max_new_tokens,
             drafter=self._drafter,
             **sampling,
         )
         assert isinstance(output, Tensor)
-        return [self._cut(answer) for answer in output[:, width:].tolist()]
+        return [self._cut(answer) for answer in output[:, tokens.shape[1] :].tolist()]
 
     def _cut(self, answer: list[int]) -> list[int]:
         """Cut the padding after the end of a row that ended early."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,20 +14,7 @@ from specdec_ext.training.data.batches import Example
 _FIRST_DRAFTED = 2
 
 
-@dataclass(frozen=True)
-class DraftVocabulary:
-    """The tokens that a head drafts.
-
-    Attributes:
-        ids: ``[size]`` int64 ids in the target's vocabulary, ascending; used as ``draft_to_target``.
-        coverage: share of the counted tokens that are in the draft vocabulary.
-    """
-
-    ids: Tensor
-    coverage: float
-
-
-def draft_vocabulary(examples: Sequence[Example], size: int, vocab_size: int) -> DraftVocabulary:
+def draft_vocabulary(examples: Sequence[Example], size: int, vocab_size: int) -> Tensor:
     """Return the ``size`` most frequent tokens among those that a head is trained to draft.
 
     Only tokens in the loss mask are counted, as in EAGLE-3. Among equally frequent tokens, including those
@@ -38,6 +24,9 @@ def draft_vocabulary(examples: Sequence[Example], size: int, vocab_size: int) ->
         examples: the training texts.
         size: size of the draft vocabulary.
         vocab_size: rows of the target's output head.
+
+    Returns:
+        ``[size]`` int64 ids in the target's vocabulary, ascending; used as ``draft_to_target``.
 
     Raises:
         ValueError: for a size outside 1 to ``vocab_size``, a token outside the target's vocabulary, or texts
@@ -59,11 +48,9 @@ def draft_vocabulary(examples: Sequence[Example], size: int, vocab_size: int) ->
                 f"vocabulary has {vocab_size} tokens; use the target's own tokenizer"
             )
         counts += torch.bincount(drafted, minlength=vocab_size)
-    total = int(counts.sum())
-    if not total:
+    if not counts.any():
         raise ValueError(
             f"the {len(examples)} texts have no token to draft, because all are too short or have an empty "
             "loss mask; pass longer texts, or chats with assistant turns"
         )
-    ids = counts.sort(descending=True, stable=True).indices[:size].sort().values
-    return DraftVocabulary(ids, int(counts[ids].sum()) / total)
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
