@@ -44,7 +44,6 @@ from specdec_ext.evaluate.speedup import Speedup
 from specdec_ext.heads.record import HeadRecord
 from specdec_ext.report import Report
 from specdec_ext.training.data.dump import DumpSize
-from specdec_ext.training.data.regenerate import RegenerationProgress
 from specdec_ext.training.evaluation import Evaluation
 from specdec_ext.training.trainer import Progress
 from specdec_ext.tree.view import MAX_NODES_DRAWN

@@ -51,7 +51,7 @@ from specdec_ext.verify.sampler import Accepted
 # steps are counted.
 LONGEST_INTERVAL, MAX_MISSES = 1024, 16
 # Steps for which a chosen draft is held while it brings something, because choosing takes time, too. A lookup
-# that is chosen again is held twice as long, up to the second number: its drafts are cut by what they promise.
+# that is chosen again is held twice as long, up to the second number: drafts are cut by what they promise.
 HELD_STEPS, MAX_HELD_STEPS = 8, 32
 # Steps of a probe of a model's drafts, if they bring something. The first step includes the time in which the
 # drafter reads the tokens it has not seen, so it says little about the cost of drafts. The probe ends early

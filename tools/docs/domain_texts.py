@@ -1,4 +1,4 @@
-"""Write the texts of the example in ``docs/train-a-head.md``: topics of Python's language reference.
+"""Write the texts of the example in ``docs/guide/train-a-head.md``: topics of Python's language reference.
 
     python tools/docs/domain_texts.py
 

@@ -31,8 +31,7 @@ from specdec_ext.heads.checkpoints.config.eagle import own_record
 from specdec_ext.heads.checkpoints.config.fields import Fields
 from specdec_ext.heads.checkpoints.config.layouts import own_section
 from specdec_ext.heads.checkpoints.pair import completed_record
-from specdec_ext.heads.checkpoints.storage.files import StoredTensor
-from specdec_ext.heads.checkpoints.storage.tensors import check_dtypes, is_finite
+from specdec_ext.heads.checkpoints.storage.tensors import check_dtypes, read_finite
 from specdec_ext.heads.medusa import MedusaConfig, MedusaHeads
 from specdec_ext.heads.record import HeadRecord
 
@@ -93,13 +92,7 @@ def read_medusa(
     read = {}
     with tracked(f"reading {source}", len(floating), "tensor") as work:
         for name in floating:
-            tensor = stored[name].read()
-            if not is_finite(tensor):
-                raise ValueError(
-                    f"{source}: {names[name]} holds NaN or infinity; the checkpoint is damaged or its "
-                    "training has diverged"
-                )
-            read[name] = tensor.to(dtype)
+            read[name] = read_finite(stored[name], f"{source}: {names[name]}").to(dtype)
             work.advance()
     if "draft_to_target" in shapes:
         read["draft_to_target"] = _token_map(stored["draft_to_target"], medusa, source)

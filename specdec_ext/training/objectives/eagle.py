@@ -9,8 +9,8 @@ output back. It is trained in the same way, at all elements t of a text at once:
 
 The layers are those of the specification (:class:`~specdec_ext.reference.draft_head_layers.HeadFormulas`).
 Element t of step i attends to the elements up to t of step 0 and to element t of steps 1 to i
-(:mod:`specdec_ext.training.objectives.attention`), as a drafted node attends to the committed elements and its
-ancestors.
+(:mod:`specdec_ext.training.objectives.attention`), as a drafted node attends to the committed elements and
+its ancestors.
 """
 
 from __future__ import annotations

@@ -57,12 +57,12 @@ class Fields:
     def optional_integer(self, name: str, low: int = 1, high: int = MAX_SIZE) -> int | None:
         return self.integer(name, low=low, high=high) if name in self else None
 
-    def number(self, name: str, default: float | None = None, above: float = 0.0) -> float:
+    def number(self, name: str, default: float | None = None) -> float:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self._error(name, f"a number above {above:g}")
-        if not above < value <= sys.float_info.max:  # also refuses NaN and an integer of 400 digits
-            raise self._error(name, f"a finite number above {above:g}")
+            raise self._error(name, "a number above 0")
+        if not 0 < value <= sys.float_info.max:  # also refuses NaN and an integer of 400 digits
+            raise self._error(name, "a finite number above 0")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:

@@ -58,12 +58,7 @@ def head_tensors(
     def read(name: str) -> Tensor:
         if name == "draft_to_target":
             return _draft_to_target(stored, config, source)
-        tensor = stored[name].read()
-        if not is_finite(tensor):
-            raise ValueError(
-                f"{source}: {names[name]} holds NaN or infinity; the checkpoint is damaged or its training "
-                "has diverged"
-            )
+        tensor = read_finite(stored[name], f"{source}: {names[name]}")
         return tensor.reshape(expected[name]).to(dtype)
 
     all_names = floating + ["draft_to_target"] * ("d2t" in expected)
@@ -149,9 +144,14 @@ def check_dtypes(
         raise ValueError(f"{source} mixes dtypes: {mixed}; pass dtype=... to convert them to one")
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether all values are finite, checked in parts to avoid a temporary of the tensor's size."""
-    return all(bool(part.isfinite().all()) for part in tensor.split(4096))
+def read_finite(stored: StoredTensor, where: str) -> Tensor:
+    """Read a tensor; refuse values that are not finite, in parts to avoid a temporary of its size."""
+    tensor = stored.read()
+    if not all(bool(part.isfinite().all()) for part in tensor.split(4096)):
+        raise ValueError(
+            f"{where} holds NaN or infinity; the checkpoint is damaged or its training has diverged"
+        )
+    return tensor
 
 
 def _draft_to_target(stored: Mapping[str, StoredTensor], config: HeadConfig, source: str) -> Tensor:
