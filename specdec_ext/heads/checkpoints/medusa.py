@@ -31,6 +31,7 @@ from specdec_ext.heads.checkpoints.config.eagle import own_record
 from specdec_ext.heads.checkpoints.config.fields import Fields
 from specdec_ext.heads.checkpoints.config.layouts import own_section
 from specdec_ext.heads.checkpoints.pair import completed_record
+from specdec_ext.heads.checkpoints.storage.files import StoredTensor
 from specdec_ext.heads.checkpoints.storage.tensors import check_dtypes, read_finite
 from specdec_ext.heads.medusa import MedusaConfig, MedusaHeads
 from specdec_ext.heads.record import HeadRecord
