@@ -28,6 +28,8 @@ static const torch_abi::Library schemas(
         "lengths, Tensor positions, Tensor roots, Tensor choices, int depth, int top_k, int nodes, "
         "int[] level_ends, int[] widths, Tensor(c!)? sync=None, bool phase_launches=False) -> "
         "(Tensor tokens, Tensor parents, Tensor scores)",
+        "draft_head_refusal(int[] layout, int element, bool has_8_bit_weights, int depth, int "
+        "top_k, int rows) -> str?",
         "decoder_layers(Tensor input, Tensor cosines, Tensor sines, Tensor[] weights, Tensor(a!)[] "
         "caches, int[] windows, Tensor ancestors, Tensor prefix_starts, Tensor prefix_lengths, int "
         "start, int head_dim, float eps, float scale) -> (Tensor states, Tensor output)",
@@ -35,6 +37,7 @@ static const torch_abi::Library schemas(
         "tree_attention(Tensor query, Tensor key, Tensor value, Tensor ancestors, Tensor "
         "prefix_starts, Tensor prefix_lengths, Tensor block_starts, Tensor? page_table, float "
         "scale, int window, float softcap) -> Tensor",
+        "tree_attention_refusal(int element, int nodes, int head_dim, int group) -> str?",
     });
 
 }  // namespace specdec::glue

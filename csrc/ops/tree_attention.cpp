@@ -149,22 +149,34 @@ void check_aligned(const char* argument, const void* data, std::initializer_list
   }
 }
 
-void check_cuda_limits(const TreeAttentionParams& params) {
-  const auto at_most = [](const char* what, int64_t given, int64_t limit) {
-    if (given > limit) {
-      fail_argument("query", "has " + std::to_string(given) + " " + what +
-                                 "; the CUDA kernels take up to " + std::to_string(limit));
-    }
+// Returns why the CUDA kernels do not take a query of these sizes, or nothing. `element` is in
+// bytes, `group` is heads / kv_heads.
+std::optional<std::string> tree_attention_refusal(int64_t element, int64_t nodes, int64_t head_dim,
+                                                  int64_t group) {
+  struct Limit {
+    const char* name;
+    int64_t given;
+    int64_t limit;
   };
-  at_most("nodes", params.nodes, kMaxCudaTreeNodes);
-  at_most("dimensions per head", params.head_dim, kMaxCudaHeadDim);
-  at_most("heads per key-value head", params.heads / params.kv_heads, kMaxCudaGroup);
-  const int64_t element = element_size(params.type);
-  if (params.head_dim * element % 16 != 0) {
-    fail_argument("query", "has head_dim " + std::to_string(params.head_dim) +
-                               "; the CUDA kernels take multiples of " +
-                               std::to_string(16 / element));
+  const auto refused = [](const Limit& size, const char* taken) {
+    return "has " + std::to_string(size.given) + " " + size.name + "; the CUDA kernels take " +
+           taken + " " + std::to_string(size.limit);
+  };
+  for (const Limit& size : {Limit{"nodes", nodes, kMaxCudaTreeNodes},
+                            {"dimensions per head", head_dim, kMaxCudaHeadDim},
+                            {"heads per key-value head", group, kMaxCudaGroup}}) {
+    if (size.given > size.limit) return refused(size, "up to");
   }
+  const int64_t unit = 16 / element;
+  if (head_dim % unit != 0) return refused({"dimensions per head", head_dim, unit}, "multiples of");
+  return std::nullopt;
+}
+
+void check_cuda_limits(const TreeAttentionParams& params) {
+  const int64_t element = element_size(params.type);
+  const auto refusal = tree_attention_refusal(element, params.nodes, params.head_dim,
+                                              params.heads / params.kv_heads);
+  if (refusal) fail_argument("query", *refusal);
   check_aligned("query", params.query,
                 {params.query_batch_stride, params.query_head_stride, params.query_node_stride},
                 element);
@@ -211,5 +223,6 @@ Tensor tree_attention(const Tensor& query, const Tensor& key, const Tensor& valu
 }  // namespace
 
 SPECDEC_REGISTER(tree_attention)
+SPECDEC_REGISTER_WITHOUT_TENSORS(tree_attention_refusal)
 
 }  // namespace specdec::glue

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from helpers.models.tiny import VOCAB, generated, prompts, tiny_model
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -81,6 +82,31 @@ def test_eager_attention_keeps_its_own(served):
     ids, mask = prompts((9, 4))
     assert text(model, ids, mask, drafter="ngram") == text(model, ids, mask)
     assert not served
+
+
+@pytest.mark.parametrize(
+    ("heads", "nodes", "head_dim", "function"),
+    [
+        (2, 128, 256, "op"),
+        (2, 129, 256, "original"),
+        (2, 3, 260, "original"),
+        (17, 3, 8, "original"),
+        (2, 3, 6, "original"),
+    ],
+)
+def test_sizes_beyond_the_limits_of_the_kernels_keep_their_function(
+    heads, nodes, head_dim, function
+):
+    class Block:
+        def attend(self, *_):
+            return "op"
+
+    mask = attention.with_rule(torch.ones(1, 1, 1, 1), attention.MaskRule(Block(), 0))
+    attend = attention.with_tree_attention(lambda *_: ("original", None))
+    with FakeTensorMode():
+        query = torch.empty(1, heads, nodes, head_dim, device="cuda")
+        key = torch.empty(1, 1, 200, head_dim, device="cuda")
+    assert attend(None, query, key, key, mask) == (function, None)
 
 
 def test_paddings_between_tokens_keep_the_mask(served):

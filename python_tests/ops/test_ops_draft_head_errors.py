@@ -59,29 +59,29 @@ BAD_NUMBERS: list[tuple[str, Any, str]] = [
 # Limits of CUDA: options of the head, dtype, changes of its arguments, message.
 LIMITS: dict[str, tuple[dict[str, Any], torch.dtype, dict[str, Any], str]] = {
     "hidden_size": (dict(hidden_size=36), torch.bfloat16, {},
-        r"layout gives hidden_size = 36; .* multiples of 8, rows of 16 bytes; specdec_ext.reference.draft_"),
+        r"hidden_size must be a multiple of 8, not 36; specdec_ext.reference.draft_head drafts without such"),
     "intermediate_size": (dict(intermediate_size=50), torch.float32, {},
-        r"layout gives intermediate_size = 50; the CUDA kernel takes multiples of 4"),
+        r"intermediate_size must be a multiple of 4, not 50"),
     "feature_width": (dict(target_hidden_size=18), torch.float32, {},
-        r"layout gives feature_width = 54; the CUDA kernel takes multiples of 4"),
+        r"feature_width must be a multiple of 4, not 54"),
     "features": (dict(target_hidden_size=22, num_features=2, feature_layers=(0, 1)), torch.float32, {},
-        r"layout gives feature_width / num_features = 22; the CUDA kernel takes multiples of 4"),
+        r"target_hidden_size must be a multiple of 4, not 22"),
     "head_dim": (dict(head_dim=12), torch.float32, {},
-        r"layout gives head_dim = 12; the CUDA kernel takes multiples of 8; specdec_ext"),
+        r"head_dim must be a multiple of 8, not 12"),
     "long head_dim": (dict(head_dim=264), torch.float32, {},
-        r"layout gives head_dim = 264; the CUDA kernel takes up to 256"),
+        r"head_dim must be at most 256, not 264"),
     "layers": (dict(num_layers=9), torch.float32, {},
-        r"layout gives layers = 9; the CUDA kernel takes up to 8"),
+        r"num_layers must be at most 8, not 9"),
     "depth": ({}, torch.float32, dict(tree=TreeConfig(65)),
-        r"depth gives levels = 65; the CUDA kernel takes up to 64"),
+        r"the depth of trees must be at most 64, not 65"),
     "top_k": ({}, torch.float32, dict(tree=TreeConfig(2, 33)),
-        r"top_k gives children = 33; the CUDA kernel takes up to 32"),
+        r"the top_k of trees must be at most 32, not 33"),
     "rows": ({}, torch.float32, dict(rows=129),
-        r"features gives rows = 129; the CUDA kernel takes up to 128"),
+        r"the batch must be at most 128, not 129"),
     "8 bits": ({}, torch.float32, dict(weights="int8"),
-        r"features must be torch.bfloat16 or torch.float16 for 8-bit weights, got torch.float32"),
+        r"8-bit weights need torch.bfloat16 or torch.float16, not torch.float32"),
     "8-bit rows": (dict(hidden_size=40), torch.bfloat16, dict(weights="float8"),
-        r"layout gives hidden_size = 40; the CUDA kernel takes multiples of 16"),
+        r"hidden_size must be a multiple of 16, not 40"),
 }  # fmt: skip
 
 
@@ -130,16 +130,16 @@ def test_rejects_rows_that_are_not_aligned(name, change, device):
 @pytest.mark.parametrize(("options", "dtype", "changes", "message"), LIMITS.values(), ids=LIMITS)
 @KERNELS
 def test_limits_of_cuda(options, dtype, changes, message, device):
-    """The op refuses what ``draft_head_refusal`` reports before the call."""
+    """The op raises the sentence that ``draft_head_refusal`` returns before the call."""
     head = head_of("eagle3", dtype=dtype, **options)
     rows, weights = changes.get("rows", 1), changes.get("weights", "same")
     tree = changes.get("tree", TreeConfig(2))
     run = OpRun.start(head, rows, device=device, weights=weights)
     arguments = run.arguments(*elements(head, rows, 2), torch.full((rows,), 2))
-    with pytest.raises(ValueError, match=rf"^specdec::draft_head: argument {message}"):
+    with pytest.raises(ValueError, match=rf"^specdec::draft_head: on CUDA {message}") as raised:
         ops.draft_head(**arguments, tree=tree)
     given = head.config, torch.device("cuda"), dtype, tree, rows, weights
-    assert ops.draft_head_refusal(*given) is not None
+    assert str(raised.value).startswith(f"specdec::draft_head: {ops.draft_head_refusal(*given)}; ")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from helpers.ops.attention_cases import (
 )
 from helpers.ops.op_cases import generator, strided, two_threads
 
+from specdec_ext import ops
 from specdec_ext.reference.tree_attention import tree_attention as reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -40,6 +41,7 @@ SHAPES = {
     "two-words": Shape(prefixes=(100,), nodes=67, heads=1),
     "three-splits": Shape(prefixes=(600, 20), nodes=3, kv_heads=2, head_dim=128),
     "two-row-blocks": Shape(prefixes=(40,), nodes=36, heads=4),
+    "dim-24": Shape(prefixes=(40,), nodes=3, head_dim=24),
     "dim-256": Shape(prefixes=(90,), nodes=5, head_dim=256),
 }
 CPU_SHAPES = {
@@ -456,14 +458,21 @@ def test_rejects_pages_outside_the_pool_and_nodes_outside_the_tree():
         (Shape((3,), nodes=129, heads=1), torch.float32, r"query has 129 nodes; .* take up to 128"),
         (Shape((3,), 2, head_dim=264), torch.half, r"query has 264 dimensions per head; .* up to 256"),
         (Shape((3,), 2, heads=17), torch.half, r"query has 17 heads per key-value head; .* up to 16"),
-        (Shape((3,), 2, head_dim=68), torch.half, r"query has head_dim 68; .* take multiples of 8"),
+        (Shape((3,), 2, head_dim=68), torch.half, r"query has 68 dimensions per head; .* multiples of 8"),
     ],
     ids=str,
 )  # fmt: skip
 @EMULATED
 def test_limits_of_the_kernels(shape, dtype, message, device):
-    with pytest.raises(ValueError, match=f"specdec::tree_attention: argument {message}"):
-        run(static_arguments(random_case(shape, dtype)), device)
+    """The op raises the sentence that ``tree_attention_refusal`` returns before the call."""
+    arguments = static_arguments(random_case(shape, dtype))
+    with pytest.raises(ValueError, match=f"specdec::tree_attention: argument {message}") as raised:
+        run(arguments, device)
+    _, heads, nodes, head_dim = arguments["query"].shape
+    sizes = dtype, nodes, head_dim, heads // arguments["key"].shape[1]
+    refusal = ops.tree_attention_refusal(torch.device("cuda"), *sizes)
+    assert str(raised.value) == f"specdec::tree_attention: argument query {refusal}"
+    assert ops.tree_attention_refusal(torch.device("cpu"), *sizes) is None
 
 
 @EMULATED

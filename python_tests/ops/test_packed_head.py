@@ -126,7 +126,7 @@ SIZES = dict(hidden_size=32, target_hidden_size=32, intermediate_size=48, head_d
         (CUDA, dict(dtype=torch.float16, tree=TreeConfig(2, 32)), None),
         (CUDA, dict(dtype=torch.bfloat16, tree=TreeConfig(2, 32), weights="float8"), None),
         (CUDA, dict(dtype=torch.float64), "float16, not torch.float64"),
-        (CUDA, dict(weights="int8"), "int8 weights with torch.bfloat16 and"),
+        (CUDA, dict(weights="int8"), "8-bit weights need torch.bfloat16 or"),
         (CUDA, dict(tree=TreeConfig(65)), "depth of trees must be at most 64, not 65"),
         (CUDA, dict(tree=TreeConfig(65, num_nodes=4)), None),
         (CUDA, dict(tree=TreeConfig(2, 33)), "top_k of trees must be at most 32, not"),

@@ -22,7 +22,7 @@ from specdec_ext.ops.kv_compact import kv_compact
 from specdec_ext.ops.linear import linear
 from specdec_ext.ops.packed_head import PackedHead
 from specdec_ext.ops.sample_filter import sample_filter
-from specdec_ext.ops.tree_attention import tree_attention
+from specdec_ext.ops.tree_attention import tree_attention, tree_attention_refusal
 from specdec_ext.ops.tree_mask import TreeMask, tree_mask
 from specdec_ext.ops.verify_match import (
     STATUS_NAN,
@@ -57,6 +57,7 @@ __all__ = [
     "linear",
     "sample_filter",
     "tree_attention",
+    "tree_attention_refusal",
     "tree_mask",
     "verify_block",
     "verify_match",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from specdec_ext.heads.config import HeadConfig
+from specdec_ext.ops import _library
+from specdec_ext.ops.packed_head import layout_of
 from specdec_ext.tree.config import TreeConfig
 
-# Limits of the CUDA kernel, from csrc/include/specdec/draft_head/plan.h.
-_MAX_LAYERS, _MAX_HEAD_DIM, _MAX_DEPTH, _MAX_TOP_K, _MAX_ROWS = 8, 256, 64, 32, 128
+# The dtypes in which the op drafts.
+_DTYPES = {
+    "cpu": (torch.float32, torch.bfloat16),
+    "cuda": (torch.float32, torch.bfloat16, torch.float16),
+}
 
 
 def draft_head_refusal(
@@ -35,47 +38,14 @@ def draft_head_refusal(
         num_rows: number of rows of the batch.
         weights: format of the weights, as for :meth:`specdec_ext.ops.PackedHead.pack`.
     """
-    if device.type == "cpu":
-        reasons = _cpu_reasons(dtype, weights)
-    elif device.type == "cuda":
-        reasons = _cuda_reasons(config, dtype, tree, num_rows, weights)
-    else:
+    if device.type not in _DTYPES:
         return f"it supports the CPU and CUDA, not {device}"
-    return next(reasons, None)
-
-
-def _cpu_reasons(dtype: torch.dtype, weights: str) -> Iterator[str]:
-    if dtype not in (torch.float32, torch.bfloat16):
-        yield f"on the CPU it supports torch.float32 and torch.bfloat16, not {dtype}"
-    if weights != "same":
-        yield f"on the CPU it does not support {weights} weights"
-
-
-def _cuda_reasons(
-    config: HeadConfig, dtype: torch.dtype, tree: TreeConfig, num_rows: int, weights: str
-) -> Iterator[str]:
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        yield f"it supports torch.float32, torch.bfloat16 and torch.float16, not {dtype}"
-    if weights != "same" and dtype == torch.float32:
-        yield f"it supports {weights} weights with torch.bfloat16 and torch.float16, not with {dtype}"
-    unit = 16 // dtype.itemsize
-    matrix_unit = unit if weights == "same" else 16
-    for name, given, step in (
-        ("hidden_size", config.hidden_size, matrix_unit),
-        ("intermediate_size", config.intermediate_size, matrix_unit),
-        ("feature_width", config.feature_width, matrix_unit),
-        ("target_hidden_size", config.target_hidden_size, unit),
-        ("num_heads * head_dim", config.num_heads * config.head_dim, matrix_unit),
-        ("head_dim", config.head_dim, 8),
-    ):
-        if given % step:
-            yield f"on CUDA {name} must be a multiple of {step}, not {given}"
-    for name, given, limit in (
-        ("head_dim", config.head_dim, _MAX_HEAD_DIM),
-        ("num_layers", config.num_layers, _MAX_LAYERS),
-        ("the depth of trees", tree.levels, _MAX_DEPTH),
-        ("the top_k of trees", tree.top_k, _MAX_TOP_K),
-        ("the batch", num_rows, _MAX_ROWS),
-    ):
-        if given > limit:
-            yield f"on CUDA {name} must be at most {limit}, not {given}"
+    where = "CUDA" if device.type == "cuda" else "the CPU"
+    if dtype not in _DTYPES[device.type]:
+        return f"on {where} it supports {', '.join(map(str, _DTYPES[device.type]))}, not {dtype}"
+    if device.type == "cpu":
+        return None if weights == "same" else f"on the CPU it does not support {weights} weights"
+    refusal: str | None = _library.native.draft_head_refusal(
+        layout_of(config), dtype.itemsize, weights != "same", tree.levels, tree.top_k, num_rows
+    )
+    return refusal

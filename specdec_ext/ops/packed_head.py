@@ -91,25 +91,10 @@ class PackedHead:
             tensors = [source() for source in sources]
         if dtype is not None:
             tensors = _quantised(tensors, config.num_layers, dtype)
-        layout = [
-            config.kind == "eagle1",
-            config.norm_before_residual,
-            config.norm_output,
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.num_features,
-            config.feature_width,
-            -1 if config.mask_token_id is None else config.mask_token_id,
-            config.draft_vocab_size,
-            *(window or 0 for window in config.sliding_windows),
-        ]
         return cls(
             config,
             [_laid_out(tensor.detach()) for tensor in tensors],
-            [int(number) for number in layout],
+            layout_of(config),
             [config.rms_norm_eps, config.logit_scale],
             _sync_buffer(config, embedding.device),
         )
@@ -126,6 +111,25 @@ class PackedHead:
         """
         sizes = {tensor.data_ptr(): tensor.nbytes for tensor in self.weights}
         return sum(sizes.values())
+
+
+def layout_of(config: HeadConfig) -> list[int]:
+    """The sizes and flags of a head, in the order of ``csrc/ops/draft_head/weights.h``."""
+    return [
+        int(config.kind == "eagle1"),
+        int(config.norm_before_residual),
+        int(config.norm_output),
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.num_features,
+        config.feature_width,
+        -1 if config.mask_token_id is None else config.mask_token_id,
+        config.draft_vocab_size,
+        *(window or 0 for window in config.sliding_windows),
+    ]
 
 
 def _check_pack(head: DraftHead, embedding: Tensor, lm_head: Tensor | None) -> None:

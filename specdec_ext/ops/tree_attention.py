@@ -1,4 +1,4 @@
-"""``tree_attention``: attention of the target over draft trees."""
+"""``tree_attention``: attention of the target over draft trees, and the limits of its kernels."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ def tree_attention(
     some nodes of a row, but not from others, affects all of them.
 
     Args:
-        query: ``[batch, heads, nodes, head_dim]`` float32, bfloat16 or float16. On CUDA at most 128 nodes
-            and a head_dim of 64, 80, 96, 128 or 256.
+        query: ``[batch, heads, nodes, head_dim]`` float32, bfloat16 or float16. On CUDA at most 128 nodes,
+            a head_dim of at most 256 and at most 16 query heads per key-value head
+            (:func:`tree_attention_refusal`); every row of query, key and value fills a multiple of 16 bytes
+            and begins at one.
         key: ``[batch, kv_heads, slots, head_dim]`` of the same dtype, or with ``page_table`` a pool
             ``[num_pages, kv_heads, page_size, head_dim]``. kv_heads divides heads; query head h uses
             key head ``h // (heads // kv_heads)``. The last dimension is contiguous; other strides are free.
@@ -76,6 +78,26 @@ def tree_attention(
         window,
         softcap,
     )
+
+
+def tree_attention_refusal(
+    device: torch.device, dtype: torch.dtype, nodes: int, head_dim: int, group: int
+) -> str | None:
+    """Return why :func:`tree_attention` can't take a query of these sizes, or None if it can.
+
+    Args:
+        device: device of the tensors. Only the CUDA kernels have limits.
+        dtype: dtype of the tensors.
+        nodes: number of nodes per row.
+        head_dim: size of a head.
+        group: query heads per key-value head.
+    """
+    if device.type != "cuda":
+        return None
+    refusal: str | None = _library.native.tree_attention_refusal(
+        dtype.itemsize, nodes, head_dim, group
+    )
+    return refusal
 
 
 @torch.library.register_fake("specdec::tree_attention")

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <list>
+#include <span>
 
 #include "ops/torch_abi/library.h"
 
@@ -15,12 +16,15 @@ inline constexpr const char* kDispatchKeys[] = {"CPU"};
 inline constexpr const char* kLibrary = "specdec";
 inline constexpr const char* kDispatchKeys[] = {"CPU", "CUDA"};
 #endif
+// The dispatch key of ops without tensors.
+inline constexpr const char* kNoDevice[] = {"CompositeExplicitAutograd"};
 
 // Registers the implementation of an op for the life of the object.
 class Implementation {
  public:
-  Implementation(const char* op, torch_abi::BoxedFunction function) {
-    for (const char* key : kDispatchKeys) libraries_.emplace_back(kLibrary, key).impl(op, function);
+  Implementation(const char* op, torch_abi::BoxedFunction function,
+                 std::span<const char* const> keys = kDispatchKeys) {
+    for (const char* key : keys) libraries_.emplace_back(kLibrary, key).impl(op, function);
   }
 
  private:
@@ -29,5 +33,7 @@ class Implementation {
 
 #define SPECDEC_REGISTER(op) \
   static const Implementation registered_##op(#op, torch_abi::boxed<&op>);
+#define SPECDEC_REGISTER_WITHOUT_TENSORS(op) \
+  static const Implementation registered_##op(#op, torch_abi::boxed<&op>, kNoDevice);
 
 }  // namespace specdec::glue

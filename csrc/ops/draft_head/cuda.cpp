@@ -4,57 +4,28 @@
 
 #include <initializer_list>
 
+#include "limits.h"
 #include "specdec/draft_head/scratch.h"
 #include "specdec/launchers.h"
 
 namespace specdec::glue {
 namespace {
 
-constexpr const char* kElsewhere = "; specdec_ext.reference.draft_head drafts without such limits";
-
-void at_most(const char* argument, const std::string& what, int64_t given, int64_t limit) {
-  if (given <= limit) return;
-  fail_draft_head(argument, "gives " + what + " = " + std::to_string(given) +
-                                "; the CUDA kernel takes up to " + std::to_string(limit) +
-                                kElsewhere);
-}
-
-void check_rows_of_16_bytes(const PackedWeights& packed) {
-  const HeadWeights& head = packed.head;
-  const int64_t element = packed.type == DraftWeightType::kSame ? element_size(head.type) : 1;
-  const auto check = [](const char* name, int64_t given, int64_t unit, const char* why) {
-    if (given % unit == 0) return;
-    fail_draft_head("layout", "gives " + std::string(name) + " = " + std::to_string(given) +
-                                  "; the CUDA kernel takes multiples of " + std::to_string(unit) +
-                                  why + kElsewhere);
-  };
-  const int64_t unit = 16 / element;
-  check("hidden_size", head.hidden, unit, ", rows of 16 bytes");
-  check("intermediate_size", head.intermediate, unit, ", rows of 16 bytes");
-  check("feature_width", head.feature_width, unit, ", rows of 16 bytes");
-  check("feature_width / num_features", head.feature_width / head.num_features,
-        16 / element_size(head.type), ", rows of 16 bytes");
-  check("num_heads * head_dim", head.heads * head.head_dim, unit, ", rows of 16 bytes");
-  check("head_dim", head.head_dim, 8, "");
-}
-
 void check_limits(const PackedWeights& packed, const DraftHeadParams& call, int64_t num_new) {
   const HeadWeights& head = packed.head;
-  if (packed.type != DraftWeightType::kSame && head.type == FloatType::kFloat32) {
-    fail_draft_head("features",
-                    "must be torch.bfloat16 or torch.float16 for 8-bit weights, got torch.float32; "
-                    "pack a head in one of these");
+  const bool has_8_bit_weights = packed.type != DraftWeightType::kSame;
+  std::optional<std::string> refusal =
+      kernel_refusal(head, element_size(head.type), has_8_bit_weights, call.shape.depth,
+                     call.shape.top_k, call.rows);
+  const int64_t elements = call.rows * (num_new + call.shape.depth);
+  if (!refusal && elements > INT32_MAX) {
+    refusal = "on CUDA the elements of all rows must be less than 2^31, not " +
+              std::to_string(elements);
   }
-  check_rows_of_16_bytes(packed);
-  at_most("layout", "head_dim", head.head_dim, kMaxDraftHeadDim);
-  at_most("layout", "layers", std::ssize(head.layers), kMaxDraftLayers);
-  at_most("layout", "outputs of qkv_proj",
-          head.layers[0].query.outs + head.layers[0].key_value.outs, INT32_MAX);
-  at_most("weights[1] (lm_head)", "tokens", head.draft_vocab, INT32_MAX);
-  at_most("depth", "levels", call.shape.depth, kMaxDraftDepth);
-  at_most("top_k", "children", call.shape.top_k, kMaxDraftTopK);
-  at_most("features", "rows", call.rows, kMaxDraftBatch);
-  at_most("features", "elements of all rows", call.rows * (num_new + call.shape.depth), INT32_MAX);
+  if (refusal) {
+    fail("specdec::draft_head: " + *refusal +
+         "; specdec_ext.reference.draft_head drafts without such limits");
+  }
 }
 
 // Checks that every row of a tensor begins at a multiple of 16 bytes.

@@ -146,43 +146,13 @@ class LayoutReader {
   int64_t next_ = 0;
 };
 
-HeadWeights read_layout(const std::vector<int64_t>& layout, const std::vector<double>& scalars) {
-  HeadWeights head{};
-  LayoutReader reader(layout);
-  head.is_eagle1 = reader.flag("is_eagle1");
-  head.norm_before_residual = reader.flag("norm_before_residual");
-  head.norm_output = reader.flag("norm_output");
-  head.hidden = reader.at_least(1, "hidden_size");
-  head.intermediate = reader.at_least(1, "intermediate_size");
-  head.heads = reader.at_least(1, "num_heads");
-  head.kv_heads = reader.at_least(1, "num_kv_heads");
-  head.head_dim = reader.at_least(1, "head_dim");
-  head.num_features = reader.at_least(1, "num_features");
-  head.feature_width = reader.at_least(1, "feature_width");
-  head.mask_token = reader.at_least(-1, "mask_token_id");
-  head.draft_vocab = reader.at_least(1, "draft_vocab_size");
-  if (reader.left() < 1) {
-    fail_draft_head("layout", "must end with a sliding window (0: none) for each layer");
-  }
-  head.layers.resize(reader.left());
-  for (HeadLayer& layer : head.layers) layer.window = reader.at_least(0, "sliding_window");
-  if (head.heads % head.kv_heads != 0) {
-    fail_draft_head("layout", "gives " + std::to_string(head.heads) +
-                                  " heads; expected a multiple of " +
-                                  std::to_string(head.kv_heads) + ", the key-value heads");
-  }
-  if (head.feature_width % head.num_features != 0) {
-    fail_draft_head("layout", "gives feature_width " + std::to_string(head.feature_width) +
-                                  "; expected a multiple of num_features, " +
-                                  std::to_string(head.num_features));
-  }
+void read_scalars(const std::vector<double>& scalars, HeadWeights* head) {
   if (scalars.size() != 2) {
     fail_draft_head("scalars", "must be [rms_norm_eps, logit_scale], got " +
                                    std::to_string(scalars.size()) + " numbers");
   }
-  head.eps = static_cast<float>(scalars[0]);
-  head.logit_scale = static_cast<float>(scalars[1]);
-  return head;
+  head->eps = static_cast<float>(scalars[0]);
+  head->logit_scale = static_cast<float>(scalars[1]);
 }
 
 // Reads queries, keys and values, which are one tensor for products that need all of them.
@@ -316,13 +286,47 @@ std::vector<const float*> read_scales(WeightReader& reader, const HeadWeights& h
 
 }  // namespace
 
+HeadWeights read_layout(const std::vector<int64_t>& layout) {
+  HeadWeights head{};
+  LayoutReader reader(layout);
+  head.is_eagle1 = reader.flag("is_eagle1");
+  head.norm_before_residual = reader.flag("norm_before_residual");
+  head.norm_output = reader.flag("norm_output");
+  head.hidden = reader.at_least(1, "hidden_size");
+  head.intermediate = reader.at_least(1, "intermediate_size");
+  head.heads = reader.at_least(1, "num_heads");
+  head.kv_heads = reader.at_least(1, "num_kv_heads");
+  head.head_dim = reader.at_least(1, "head_dim");
+  head.num_features = reader.at_least(1, "num_features");
+  head.feature_width = reader.at_least(1, "feature_width");
+  head.mask_token = reader.at_least(-1, "mask_token_id");
+  head.draft_vocab = reader.at_least(1, "draft_vocab_size");
+  if (reader.left() < 1) {
+    fail_draft_head("layout", "must end with a sliding window (0: none) for each layer");
+  }
+  head.layers.resize(reader.left());
+  for (HeadLayer& layer : head.layers) layer.window = reader.at_least(0, "sliding_window");
+  if (head.heads % head.kv_heads != 0) {
+    fail_draft_head("layout", "gives " + std::to_string(head.heads) +
+                                  " heads; expected a multiple of " +
+                                  std::to_string(head.kv_heads) + ", the key-value heads");
+  }
+  if (head.feature_width % head.num_features != 0) {
+    fail_draft_head("layout", "gives feature_width " + std::to_string(head.feature_width) +
+                                  "; expected a multiple of num_features, " +
+                                  std::to_string(head.num_features));
+  }
+  return head;
+}
+
 PackedWeights read_draft_head(const std::vector<Tensor>& weights,
                               const std::vector<int64_t>& layout,
                               const std::vector<double>& scalars, const Tensor& features) {
   const Argument features_arg("draft_head", "features", features);
   const bool for_kernel = runs_kernel(features);
-  PackedWeights packed{read_layout(layout, scalars), DraftWeightType::kSame, {}};
+  PackedWeights packed{read_layout(layout), DraftWeightType::kSame, {}};
   HeadWeights& head = packed.head;
+  read_scalars(scalars, &head);
   const int32_t dtype = dtype_of(features);
   head.type = head_type(features_arg, dtype, for_kernel);
   if (weights.size() > 1) packed.type = weight_type(weights[1], for_kernel);

@@ -40,6 +40,9 @@ struct PackedWeights {
   const float* scale(size_t i) const { return scales.empty() ? nullptr : scales[i]; }
 };
 
+// Reads the sizes and flags of a head, `layout` below. Its weights and numbers stay zero.
+HeadWeights read_layout(const std::vector<int64_t>& layout);
+
 // Reads the head and checks every size, dtype, stride and device. Its dtype is that of `features`.
 //
 //   layout   is_eagle1, norm_before_residual, norm_output, hidden_size, intermediate_size,

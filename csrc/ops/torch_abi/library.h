@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <source_location>
+#include <string>
 #include <tuple>
 #include <type_traits>
 #include <vector>
@@ -39,12 +40,23 @@ struct OnStack<Tensor> {
   static StableValue give(Tensor given) { return OnStack<TensorHandle>::give(given.release()); }
 };
 
+template <>
+struct OnStack<std::string> {
+  static StableValue give(const std::string& given) {
+    return OnStack<StringHandle>::give(
+        SPECDEC_TORCH_GET(StringHandle, torch_new_string_handle, given.data(), given.size()));
+  }
+};
+
 template <typename T>
 struct OnStack<std::optional<T>> {
   static std::optional<T> take(StableValue value) {
     const std::unique_ptr<StableValue> content(OnStack<StableValue*>::take(value));
     if (content == nullptr) return std::nullopt;
     return OnStack<T>::take(*content);
+  }
+  static StableValue give(const std::optional<T>& given) {
+    return OnStack<StableValue*>::give(given ? new StableValue(OnStack<T>::give(*given)) : nullptr);
   }
 };
 

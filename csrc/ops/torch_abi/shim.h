@@ -14,6 +14,7 @@
 struct AtenTensorOpaque;
 struct DeviceGuardOpaque;
 struct StableListOpaque;
+struct StringOpaque;
 class TorchLibraryOpaque;
 
 namespace specdec::torch_abi {
@@ -21,6 +22,7 @@ namespace specdec::torch_abi {
 using TensorHandle = AtenTensorOpaque*;
 using DeviceGuardHandle = DeviceGuardOpaque*;
 using ListHandle = StableListOpaque*;
+using StringHandle = StringOpaque*;
 using LibraryHandle = TorchLibraryOpaque*;
 
 // 0 means success.
@@ -76,6 +78,9 @@ Error torch_get_mutable_data_ptr(TensorHandle tensor, void** result);
 Error torch_list_size(ListHandle list, size_t* result);
 Error torch_list_get_item(ListHandle list, size_t index, StableValue* result);
 Error torch_delete_list(ListHandle list);
+
+// torch takes the string from the results of an op.
+Error torch_new_string_handle(const char* data, size_t length, StringHandle* result);
 
 // Registration. Deleting a library removes its registrations.
 Error aoti_torch_library_init_def(const char* name, const char* file, uint32_t line,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -93,10 +93,19 @@ class BoundHead:
         kept = replace(self.head, tensors=dict(self.head.tensors))
         return kept, self.embedding, self.lm_head
 
-    def refusal(self, tree: TreeConfig, num_rows: int) -> str | None:
-        """Why the op can't draft such trees, so that the specification must; None if it can."""
-        config = self.head.config
-        return ops.draft_head_refusal(config, self.device, self.dtype, tree, num_rows, self.weights)
+    @cached_property
+    def refusal(self) -> Callable[[TreeConfig, int], str | None]:
+        """``refusal(tree, num_rows)``: why the op can't draft such trees, so that the specification must.
+
+        None if the op can. The op is asked once per shape and batch size.
+        """
+        config, device, dtype = self.head.config, self.device, self.dtype
+        weights = self.weights
+        return cache(
+            lambda tree, num_rows: ops.draft_head_refusal(
+                config, device, dtype, tree, num_rows, weights
+            )
+        )
 
     def draft(self, tree: TreeConfig, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Draft with the op, or with its specification and a warning if there is a :meth:`refusal`.

@@ -23,10 +23,6 @@ from torch import Tensor, nn
 from specdec_ext import ops
 
 IMPLEMENTATION = "sdpa"
-# Limits of the CUDA kernels.
-CUDA_MAX_NODES = 128
-CUDA_MAX_HEAD_DIM = 256
-CUDA_MAX_GROUP = 16
 
 
 @dataclass
@@ -74,25 +70,25 @@ class TreeBlock:
         )
 
 
+# The kernels are asked once for each of the few shapes of a model.
+_refusal = cache(ops.tree_attention_refusal)
+
+
 def _op_covers(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the op supports these tensors."""
     _, heads, nodes, head_dim = query.shape
-    covered = (
+    return (
         query.dtype == key.dtype == value.dtype
         and query.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and head_dim == key.shape[-1] == value.shape[-1]
         and heads % key.shape[1] == 0
         and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-    )
-    if query.is_cuda:
-        return (
-            covered
-            and nodes <= CUDA_MAX_NODES
-            and head_dim <= CUDA_MAX_HEAD_DIM
-            and head_dim % 8 == 0
-            and heads // key.shape[1] <= CUDA_MAX_GROUP
+        and query.device.type in ("cpu", "cuda")
+        and (
+            not query.is_cuda
+            or _refusal(query.device, query.dtype, nodes, head_dim, heads // key.shape[1]) is None
         )
-    return covered and query.device.type == "cpu"
+    )
 
 
 @dataclass
