@@ -33,7 +33,7 @@ struct NodePass {
   const void* logits;
   const float* draft_probs;  // null if not needed
   int64_t vocab;
-  ResidualLaw law;
+  ResidualDistribution residual;
   const int32_t* removed;
   int32_t num_removed;
   NoiseStream noise;
@@ -109,14 +109,15 @@ SPECDEC_HOST_DEVICE NodeStatistics segment_statistics(const NodePass& pass, int6
   return {max, sum_lanes(target_lanes), sum_lanes(draft_lanes)};
 }
 
-// Computes the weights of pass.law for kSumLanes tokens from the loaded draft.
+// Computes the weights of pass.residual for kSumLanes tokens from the loaded draft.
 template <typename T>
 SPECDEC_HOST_DEVICE void load_weights(const NodePass& pass, int64_t first, float* draft,
                                       float* weights) {
   load_draft(pass, first, draft);
   load_logits<T>(pass, first, weights);
   for (int i = 0; i < kSumLanes; ++i) {
-    weights[i] = residual_weight(target_weight(weights[i], pass.law.reference), draft[i], pass.law);
+    weights[i] = residual_weight(target_weight(weights[i], pass.residual.reference), draft[i],
+                                 pass.residual);
   }
 }
 
@@ -250,7 +251,7 @@ NodePass node_pass(const VerifySampledParams& params, const LogitsFormat& format
   const int64_t logits_offset =
       row * params.logits_batch_stride + walk.node * params.logits_node_stride;
   const bool needs_draft =
-      walk.pass == Pass::kStatistics ? walk.has_child() : walk.law.draft_scale > 0.0f;
+      walk.pass == Pass::kStatistics ? walk.has_child() : walk.residual.draft_scale > 0.0f;
   return {
       .pass = walk.pass,
       .logits = static_cast<const std::byte*>(params.logits) + logits_offset * format.element_size,
@@ -258,7 +259,7 @@ NodePass node_pass(const VerifySampledParams& params, const LogitsFormat& format
                                        walk.node * params.draft_node_stride
                                  : nullptr,
       .vocab = params.vocab,
-      .law = walk.law,
+      .residual = walk.residual,
       .removed = removed,
       .num_removed = walk.num_removed,
       .noise = walk.noise(walk.depth, Purpose::kResidual),

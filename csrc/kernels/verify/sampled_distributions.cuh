@@ -16,13 +16,13 @@ constexpr int kSegmentRows = kSegment / kSumLanes;
 static_assert(kSumLanes == kGroup * kWarpSize && kSumColumns == kWarpSize);
 
 // Which vector loads are aligned.
-struct LawAlignment {
+struct VectorAlignment {
   bool logits;
   bool draft;
 };
 
 template <typename T>
-LawAlignment law_alignment(const VerifySampledParams& params) {
+VectorAlignment vector_alignment(const VerifySampledParams& params) {
   const auto aligned = [](const void* data, size_t size, int64_t stride0, int64_t stride1) {
     return reinterpret_cast<uintptr_t>(data) % (kGroup * size) == 0 && stride0 % kGroup == 0 &&
            stride1 % kGroup == 0;
@@ -64,13 +64,13 @@ __device__ __forceinline__ void load_group(const T* data, int64_t first, int64_t
 
 template <typename T>
 __device__ __forceinline__ void load_logits(const T* logits, int64_t first, int64_t vocab,
-                                            LawAlignment aligned, float (&values)[kGroup]) {
+                                            VectorAlignment aligned, float (&values)[kGroup]) {
   load_group(logits, first, vocab, aligned.logits, bits_to_float(kMinusInfinityBits), values,
              [](T value) { return to_float(value); });
 }
 
 __device__ __forceinline__ void load_draft(const float* draft, int64_t first, int64_t vocab,
-                                           LawAlignment aligned, float (&values)[kGroup]) {
+                                           VectorAlignment aligned, float (&values)[kGroup]) {
   load_group(draft, first, vocab, aligned.draft, 0.0f, values,
              [](float value) { return draft_weight(value); });
 }

@@ -21,7 +21,7 @@ constexpr int kStatisticsWarps = kStatisticsThreads / kWarpSize;
 // Statistics of the tokens first .. first + 1023, by a warp; draft may be null.
 template <typename T>
 __device__ NodeStatistics segment_statistics(const T* logits, const float* draft, int64_t first,
-                                             int64_t vocab, LawAlignment aligned) {
+                                             int64_t vocab, VectorAlignment aligned) {
   float values[kSegmentRows][kGroup];
   int32_t largest = kMinusInfinityKey;
   first += kGroup * (threadIdx.x % kWarpSize);
@@ -64,7 +64,7 @@ template <typename T>
 __global__ void __launch_bounds__(kStatisticsThreads)
     statistics_kernel(const SPECDEC_GRID_CONSTANT VerifySampledParams params,
                       const SPECDEC_GRID_CONSTANT SampledWorkspace workspace,
-                      LawAlignment aligned) {
+                      VectorAlignment aligned) {
   SPECDEC_SHARED(StatisticsShared, shared);
   const int64_t blocks_per_node = (workspace.segments + kStatisticsWarps - 1) / kStatisticsWarps;
   const int64_t part = blockIdx.x % blocks_per_node;

@@ -33,13 +33,14 @@ namespace {
 constexpr int kWalkThreads = 512;
 constexpr int kWalkWarps = kWalkThreads / kWarpSize;
 constexpr int kTargetBlocks = 128;  // number of blocks of the walk, about one per multiprocessor
+
 // A pass that the walk asks its block for.
 struct Step {
   Pass pass;
   int32_t node;
   int32_t depth;
   int32_t num_removed;
-  ResidualLaw law;
+  ResidualDistribution residual;
 };
 
 struct WalkShared {
@@ -55,46 +56,46 @@ using Walk = SampledWalk<SharedArray<WalkLevel, kMaxNodes>&, SharedArray<int32_t
 
 // The distributions of the node of a step.
 template <typename T>
-struct NodeLaws {
+struct NodeDistributions {
   const T* logits;
   const float* draft;
   int64_t vocab;
-  LawAlignment aligned;
-  ResidualLaw law;
+  VectorAlignment aligned;
+  ResidualDistribution residual;
 
-  __device__ NodeLaws(const VerifySampledParams& params, int64_t row, const Step& step,
-                      LawAlignment alignment)
+  __device__ NodeDistributions(const VerifySampledParams& params, int64_t row, const Step& step,
+                               VectorAlignment alignment)
       : logits(static_cast<const T*>(params.logits) + row * params.logits_batch_stride +
                step.node * params.logits_node_stride),
         draft(params.draft_probs + row * params.draft_batch_stride +
               step.node * params.draft_node_stride),
         vocab(params.vocab),
         aligned(alignment),
-        law(step.law) {}
+        residual(step.residual) {}
 
   __device__ __forceinline__ void load_weights(int64_t first, float (&draft_weights)[kGroup],
                                                float (&weights)[kGroup]) const {
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) draft_weights[i] = 0.0f;
-    if (law.draft_scale > 0.0f) load_draft(draft, first, vocab, aligned, draft_weights);
+    if (residual.draft_scale > 0.0f) load_draft(draft, first, vocab, aligned, draft_weights);
     load_logits(logits, first, vocab, aligned, weights);
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
-      const float target = target_weight(weights[i], law.reference);
-      weights[i] = residual_weight(target, draft_weights[i], law);
+      const float target = target_weight(weights[i], residual.reference);
+      weights[i] = residual_weight(target, draft_weights[i], residual);
     }
   }
 };
 
 // Masses of one segment, by a warp, in all lanes.
 template <typename T>
-__device__ Masses segment_masses(const NodeLaws<T>& laws, WalkShared& shared, int32_t num_removed,
-                                 int64_t first) {
+__device__ Masses segment_masses(const NodeDistributions<T>& distributions, WalkShared& shared,
+                                 int32_t num_removed, int64_t first) {
   float residual_lanes[kGroup] = {}, draft_lanes[kGroup] = {};
   first += kGroup * (threadIdx.x % kWarpSize);
   for (int row = 0; row < kSegmentRows; ++row, first += kSumLanes) {
     float draft[kGroup], weights[kGroup];
-    laws.load_weights(first, draft, weights);
+    distributions.load_weights(first, draft, weights);
     for (int32_t removed = 0; removed < num_removed; ++removed) {
       const int64_t place = shared.removed[removed] - first;
 #pragma unroll
@@ -112,14 +113,14 @@ __device__ Masses segment_masses(const NodeLaws<T>& laws, WalkShared& shared, in
 
 // Masses of a node, by the block; the first warp has the result.
 template <typename T>
-__device__ Masses node_masses(const NodeLaws<T>& laws, WalkShared& shared, int32_t num_removed,
-                              int64_t segments) {
+__device__ Masses node_masses(const NodeDistributions<T>& distributions, WalkShared& shared,
+                              int32_t num_removed, int64_t segments) {
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
   for (int column = warp; column < kSumColumns; column += kWalkWarps) {
     Masses sum{0.0f, 0.0f};
     for (int64_t segment = column; segment < segments; segment += kSumColumns) {
-      const Masses masses = segment_masses(laws, shared, num_removed, segment * kSegment);
+      const Masses masses = segment_masses(distributions, shared, num_removed, segment * kSegment);
       sum = {exact_add(sum.residual, masses.residual), exact_add(sum.draft, masses.draft)};
     }
     if (lane == 0) shared.columns[column] = sum;
@@ -131,12 +132,13 @@ __device__ Masses node_masses(const NodeLaws<T>& laws, WalkShared& shared, int32
 }
 
 template <typename T>
-__device__ Pick segment_draw(const NodeLaws<T>& laws, const NoiseStream& noise, int64_t first) {
+__device__ Pick segment_draw(const NodeDistributions<T>& distributions, const NoiseStream& noise,
+                             int64_t first) {
   Pick best = kNoPick;
   first += kGroup * (threadIdx.x % kWarpSize);
   for (int row = 0; row < kSegmentRows; ++row, first += kSumLanes) {
     float draft[kGroup], weights[kGroup];
-    laws.load_weights(first, draft, weights);
+    distributions.load_weights(first, draft, weights);
     const Philox4 bits = noise.group_bits(static_cast<uint32_t>(first / kGroup));
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
@@ -150,12 +152,12 @@ __device__ Pick segment_draw(const NodeLaws<T>& laws, const NoiseStream& noise, 
 
 // The best pick of every slices-th group of segments, by the block; thread 0 has the result.
 template <typename T>
-__device__ Pick draw(const NodeLaws<T>& laws, const NoiseStream& noise, WalkShared& shared,
-                     int64_t segments, int64_t slice, int64_t slices) {
+__device__ Pick draw(const NodeDistributions<T>& distributions, const NoiseStream& noise,
+                     WalkShared& shared, int64_t segments, int64_t slice, int64_t slices) {
   const int warp = threadIdx.x / kWarpSize;
   Pick best = kNoPick;
   for (int64_t i = slice * kWalkWarps + warp; i < segments; i += slices * kWalkWarps) {
-    const Pick pick = segment_draw(laws, noise, i * kSegment);
+    const Pick pick = segment_draw(distributions, noise, i * kSegment);
     best = pick > best ? pick : best;
   }
   best = warp_max(best);
@@ -173,7 +175,7 @@ __device__ Pick draw(const NodeLaws<T>& laws, const NoiseStream& noise, WalkShar
 // Shares thread 0's next step with the block.
 __device__ Step share_step(const Walk& walk, WalkShared& shared) {
   if (threadIdx.x == 0) {
-    shared.step = Step{walk.pass, walk.node, walk.depth, walk.num_removed, walk.law};
+    shared.step = Step{walk.pass, walk.node, walk.depth, walk.num_removed, walk.residual};
   }
   block_barrier();  // the step is stored, and so is what thread 0 wrote of the walk
   const Step step = shared.step;
@@ -206,7 +208,7 @@ __device__ bool arrive_last(const SampledWorkspace& workspace, int64_t row, int6
 template <typename T>
 __global__ void __launch_bounds__(kWalkThreads, 1)
     walk_kernel(const SPECDEC_GRID_CONSTANT VerifySampledParams params,
-                const SPECDEC_GRID_CONSTANT SampledWorkspace workspace, LawAlignment aligned) {
+                const SPECDEC_GRID_CONSTANT SampledWorkspace workspace, VectorAlignment aligned) {
   SPECDEC_SHARED(WalkShared, shared);
   const int64_t slice = blockIdx.x % workspace.slices;
   const int64_t row = blockIdx.x / workspace.slices;
@@ -216,7 +218,7 @@ __global__ void __launch_bounds__(kWalkThreads, 1)
 
   while (step.pass == Pass::kStatistics || step.pass == Pass::kMasses) {
     if (step.pass == Pass::kMasses) {
-      const Masses masses = node_masses(NodeLaws<T>(params, row, step, aligned), shared,
+      const Masses masses = node_masses(NodeDistributions<T>(params, row, step, aligned), shared,
                                         step.num_removed, workspace.segments);
       if (threadIdx.x == 0) walk.on_masses(masses);
     } else if (threadIdx.x < kWarpSize) {
@@ -233,13 +235,14 @@ __global__ void __launch_bounds__(kWalkThreads, 1)
   }
 
   const NoiseStream noise = walk.noise(step.depth, Purpose::kResidual);
-  Pick pick = draw(NodeLaws<T>(params, row, step, aligned), noise, shared, workspace.segments,
-                   slice, workspace.slices);
+  Pick pick = draw(NodeDistributions<T>(params, row, step, aligned), noise, shared,
+                   workspace.segments, slice, workspace.slices);
   if (!arrive_last(workspace, row, slice, shared, pick)) return;
   if (threadIdx.x == 0) walk.on_draw(pick);
   step = share_step(walk, shared);
   while (step.pass == Pass::kDraw) {  // rare: the residual was 0 everywhere
-    pick = draw(NodeLaws<T>(params, row, step, aligned), noise, shared, workspace.segments, 0, 1);
+    pick = draw(NodeDistributions<T>(params, row, step, aligned), noise, shared, workspace.segments,
+                0, 1);
     if (threadIdx.x == 0) walk.on_draw(pick);
     step = share_step(walk, shared);
   }
@@ -254,7 +257,7 @@ int64_t num_slices(const VerifySampledParams& params) {
 template <typename T>
 cudaError_t launch_typed(const VerifySampledParams& params, const SampledWorkspace& workspace,
                          cudaStream_t stream) {
-  const LawAlignment aligned = law_alignment<T>(params);
+  const VectorAlignment aligned = vector_alignment<T>(params);
   const int64_t blocks_per_node = (workspace.segments + kStatisticsWarps - 1) / kStatisticsWarps;
   const cudaError_t error =
       launch(statistics_kernel<T>,

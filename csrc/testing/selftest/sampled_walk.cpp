@@ -57,9 +57,9 @@ void test_an_empty_residual_leaves_the_target() {
   walk.start();
   CHECK(walk.pass == Pass::kStatistics && walk.has_child());
   walk.on_statistics(kUniformDraft);
-  CHECK(walk.pass == Pass::kMasses && walk.law.draft_scale == 1 && walk.num_removed == 1);
+  CHECK(walk.pass == Pass::kMasses && walk.residual.draft_scale == 1 && walk.num_removed == 1);
   walk.on_masses({0, 0.5f});
-  CHECK(walk.law.draft_scale == 0);  // token 1 was tried against the target and has all of it
+  CHECK(walk.residual.draft_scale == 0);  // token 1 was tried against the target and has all of it
   CHECK(walk.pass == Pass::kStatistics && walk.node == 2 && walk.depth == 1);
 }
 
@@ -68,9 +68,9 @@ void test_an_empty_residual_is_drawn_from_the_target() {
   auto walk = row.walk();
   walk.start();
   walk.on_statistics(kUniformDraft);
-  CHECK(walk.pass == Pass::kDraw && walk.law.draft_scale == 1);
+  CHECK(walk.pass == Pass::kDraw && walk.residual.draft_scale == 1);
   walk.on_draw(kNoPick);
-  CHECK(walk.pass == Pass::kDraw && walk.law.draft_scale == 0);
+  CHECK(walk.pass == Pass::kDraw && walk.residual.draft_scale == 0);
   walk.on_draw(make_pick(0, 1));
   CHECK(walk.pass == Pass::kDone);
   walk.write_outputs();
@@ -87,7 +87,7 @@ void test_block_accepts_an_empty_residual() {
   walk.on_statistics(kUniformDraft);
   CHECK(walk.pass == Pass::kStatistics && walk.node == 1);
   walk.on_statistics(kUniformDraft);
-  CHECK(walk.pass == Pass::kMasses && walk.depth == 1 && walk.law.target_scale == 1);
+  CHECK(walk.pass == Pass::kMasses && walk.depth == 1 && walk.residual.target_scale == 1);
   walk.on_masses({0, 0});
   CHECK(walk.pass == Pass::kDraw && walk.depth == 1);
 }

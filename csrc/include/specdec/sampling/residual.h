@@ -53,14 +53,16 @@ SPECDEC_HOST_DEVICE float draft_weight(float probability) {
   return probability > 0.0f && probability <= kLargestFloat ? probability : 0.0f;
 }
 
-struct ResidualLaw {
+struct ResidualDistribution {
   float reference;  // of the target weights
   float target_scale;
   float draft_scale;
 };
 
-SPECDEC_HOST_DEVICE float residual_weight(float target, float draft, const ResidualLaw& law) {
-  const float weight = exact_fma(-law.draft_scale, draft, exact_mul(law.target_scale, target));
+SPECDEC_HOST_DEVICE float residual_weight(float target, float draft,
+                                          const ResidualDistribution& residual) {
+  const float weight =
+      exact_fma(-residual.draft_scale, draft, exact_mul(residual.target_scale, target));
   return weight > 0.0f ? weight : 0.0f;
 }
 

@@ -2,9 +2,9 @@
 //
 // A walk asks for passes over the vocabulary and is given their results:
 //
-//   kStatistics  of the distributions at `node`      -> on_statistics
-//   kMasses      of `law` at `node`, see residual.h  -> on_masses
-//   kDraw        of a token from `law` at `node`     -> on_draw
+//   kStatistics  of the distributions at `node`           -> on_statistics
+//   kMasses      of `residual` at `node`, see residual.h  -> on_masses
+//   kDraw        of a token from `residual` at `node`     -> on_draw
 //
 // until it asks for kDone. A chain of K accepted tokens takes K + 1 statistics and one draw. A
 // rejection takes a pass of masses only if another sibling is left to try. Block verification tries
@@ -42,7 +42,7 @@ class SampledWalk {
   Pass pass;
   int32_t node;
   int32_t depth;  // depth of node
-  ResidualLaw law;
+  ResidualDistribution residual;
   int32_t num_removed;
 
   // Whether statistics need the draft distribution: a leaf has none.
@@ -68,7 +68,7 @@ class SampledWalk {
     }
     levels_[depth] = WalkLevel{node, statistics, keep_};
     num_accepted_ = depth;
-    law = {finite_reference(statistics.max), 1.0f, 0.0f};
+    residual = {finite_reference(statistics.max), 1.0f, 0.0f};
     target_mass_ = statistics.target_mass;
     draft_mass_ = statistics.draft_mass;
     if (params_.rule == SampledRule::kBlock) {
@@ -86,7 +86,7 @@ class SampledWalk {
     if (masses.residual > 0.0f) {
       target_mass_ = masses.residual;
     } else {
-      law.draft_scale = previous_scale_;
+      residual.draft_scale = previous_scale_;
     }
     draft_mass_ = masses.draft;
     try_children();
@@ -95,7 +95,7 @@ class SampledWalk {
   // kNoPick: the residual is 0 everywhere, so the draw uses the distribution it was computed from.
   SPECDEC_HOST_DEVICE void on_draw(Pick pick) {
     if (pick == kNoPick) {
-      law.draft_scale = previous_scale_;
+      residual.draft_scale = previous_scale_;
       previous_scale_ = 0.0f;
       return;
     }
@@ -155,14 +155,14 @@ class SampledWalk {
       const float draft = draft_of_child();
       if (!(draft > 0.0f)) continue;
       const float scale = exact_div(target_mass_, draft_mass_);
-      const float weight = residual_weight(target_of_child(), draft, law);
+      const float weight = residual_weight(target_of_child(), draft, residual);
       if (exact_mul(accept_uniform(depth, ordinal_), exact_mul(scale, draft)) < weight) {
         visit(child_, depth + 1, 1.0f);
         return;
       }
       removed_[num_removed++] = static_cast<int32_t>(params_.tokens(row_, child_));
-      previous_scale_ = law.draft_scale;
-      law.draft_scale = exact_add(law.draft_scale, scale);
+      previous_scale_ = residual.draft_scale;
+      residual.draft_scale = exact_add(residual.draft_scale, scale);
       next_child();
       if (has_child()) pass = Pass::kMasses;
       return;
@@ -197,8 +197,8 @@ class SampledWalk {
     num_accepted_ = new_depth;
     keep_ = level.keep;
     target_mass_ = level.statistics.target_mass;
-    law = {finite_reference(level.statistics.max), keep_,
-           exact_div(target_mass_, level.statistics.draft_mass)};
+    residual = {finite_reference(level.statistics.max), keep_,
+                exact_div(target_mass_, level.statistics.draft_mass)};
     pass = depth == 0 ? Pass::kDraw : Pass::kMasses;
   }
 
@@ -231,7 +231,8 @@ class SampledWalk {
   SPECDEC_HOST_DEVICE float target_of_child() const {
     const int64_t offset = row_ * params_.logits_batch_stride + node * params_.logits_node_stride +
                            params_.tokens(row_, child_);
-    return target_weight(load_logit(params_.logits, params_.logits_type, offset), law.reference);
+    return target_weight(load_logit(params_.logits, params_.logits_type, offset),
+                         residual.reference);
   }
 
   static SPECDEC_HOST_DEVICE float load_logit(const void* logits, LogitsType type, int64_t offset) {
@@ -250,9 +251,9 @@ class SampledWalk {
   int64_t child_;         // the child that the rule looks at, or nodes
   int32_t ordinal_;       // its rank among its siblings
   float keep_;            // block: keep of the visited node
-  float target_mass_;     // target mass of law
+  float target_mass_;     // of residual
   float draft_mass_;      // draft mass without the removed tokens
-  float previous_scale_;  // law.draft_scale before the last subtraction
+  float previous_scale_;  // residual.draft_scale before the last subtraction
   int32_t num_accepted_;
   int64_t next_token_;
   MatchStatus status_;
