@@ -77,21 +77,19 @@ class Layers {
 
   LinearParams product(const DecoderMatrix& matrix, const void* input, int64_t ins,
                        std::byte* output) const {
-    return {
-        .type = params_.type == FloatType::kFloat32 ? LinearType::kFloat32 : LinearType::kBFloat16,
-        .input = input,
-        .inner_rows = params_.count(),
-        .outer_stride = 0,
-        .inner_stride = ins,
-        .weight = matrix.weight,
-        .weight_stride = matrix.weight_stride,
-        .bias = matrix.bias,
-        .rows = params_.count(),
-        .in_features = ins,
-        .out_features = matrix.outs,
-        .output = output,
-        .output_stride = matrix.outs,
-        .float_output = false};
+    return {.type = params_.type,
+            .input = input,
+            .inner_rows = params_.count(),
+            .outer_stride = 0,
+            .inner_stride = ins,
+            .weight = matrix.weight,
+            .weight_stride = matrix.weight_stride,
+            .bias = matrix.bias,
+            .rows = params_.count(),
+            .in_features = ins,
+            .out_features = matrix.outs,
+            .output = output,
+            .output_stride = matrix.outs};
   }
 
   // state += input Wm

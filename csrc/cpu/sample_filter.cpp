@@ -247,42 +247,6 @@ SPECDEC_HOST_DEVICE void filter_row(const SampleFilterParams& params, int64_t in
   if (kept.threshold > kMinusInfinityKey) row.remove_all_but(kept);
 }
 
-using RowFunction = void (*)(const SampleFilterParams& params, int64_t row, Scratch& scratch);
-
-template <typename T>
-void filter_row_baseline(const SampleFilterParams& params, int64_t row, Scratch& scratch) {
-  filter_row<T>(params, row, scratch);
-}
-
-#ifdef SPECDEC_X86
-template <typename T>
-SPECDEC_TARGET_AVX2 void filter_row_avx2(const SampleFilterParams& params, int64_t row,
-                                         Scratch& scratch) {
-  filter_row<T>(params, row, scratch);
-}
-
-template <typename T>
-SPECDEC_TARGET_AVX512 void filter_row_avx512(const SampleFilterParams& params, int64_t row,
-                                             Scratch& scratch) {
-  filter_row<T>(params, row, scratch);
-}
-#endif
-
-template <typename T>
-RowFunction row_function() {
-#ifdef SPECDEC_X86
-  switch (cpu_isa()) {
-    case CpuIsa::kAvx512:
-      return filter_row_avx512<T>;
-    case CpuIsa::kAvx2:
-      return filter_row_avx2<T>;
-    case CpuIsa::kBaseline:
-      break;
-  }
-#endif
-  return filter_row_baseline<T>;
-}
-
 std::string problem(const char* name, int64_t row, const std::string& value, const char* expected) {
   return std::string(name) + "[" + std::to_string(row) + "] = " + value + "; expected " + expected;
 }
@@ -311,8 +275,8 @@ std::optional<std::string> find_invalid_parameter(const SampleFilterParams& para
 }
 
 void sample_filter(const SampleFilterParams& params, const ParallelFor& parallel_for) {
-  const RowFunction filter =
-      with_logits_type(params.logits_type, []<typename T>(T) { return row_function<T>(); });
+  const auto filter = with_float_type(
+      params.logits_type, []<typename T>(T) { return build_for<filter_row<T>>(cpu_isa()); });
   const int64_t blocks = (params.vocab + kBlock - 1) / kBlock;
   const int64_t grain = std::max<int64_t>(1, kGrainTokens / params.vocab);
   parallel_for(params.rows, grain, [&](int64_t begin, int64_t end) {

@@ -106,51 +106,6 @@ SPECDEC_HOST_DEVICE Pick scan_tokens(const void* logits, int64_t begin, int64_t 
 using ScanFunction = Pick (*)(const void* logits, int64_t begin, int64_t end,
                               const NoiseStream* noise, BulkBits fill_bits);
 
-template <typename T>
-Pick scan_baseline(const void* logits, int64_t begin, int64_t end, const NoiseStream* noise,
-                   BulkBits fill_bits) {
-  return scan_tokens<T>(logits, begin, end, noise, fill_bits);
-}
-
-#ifdef SPECDEC_X86
-template <typename T>
-SPECDEC_TARGET_AVX2 Pick scan_avx2(const void* logits, int64_t begin, int64_t end,
-                                   const NoiseStream* noise, BulkBits fill_bits) {
-  return scan_tokens<T>(logits, begin, end, noise, fill_bits);
-}
-
-template <typename T>
-SPECDEC_TARGET_AVX512 Pick scan_avx512(const void* logits, int64_t begin, int64_t end,
-                                       const NoiseStream* noise, BulkBits fill_bits) {
-  return scan_tokens<T>(logits, begin, end, noise, fill_bits);
-}
-#endif
-
-template <typename T>
-ScanFunction scan_for_isa() {
-#ifdef SPECDEC_X86
-  switch (cpu_isa()) {
-    case CpuIsa::kAvx512:
-      return scan_avx512<T>;
-    case CpuIsa::kAvx2:
-      return scan_avx2<T>;
-    case CpuIsa::kBaseline:
-      break;
-  }
-#endif
-  return scan_baseline<T>;
-}
-
-struct LogitsFormat {
-  ScanFunction scan;
-  int64_t element_size;
-};
-
-LogitsFormat logits_format(LogitsType type) {
-  return with_logits_type(
-      type, []<typename T>(T) -> LogitsFormat { return {scan_for_isa<T>(), sizeof(T)}; });
-}
-
 // The walk of one row.
 struct Walk {
   int64_t row;
@@ -164,7 +119,9 @@ class Walker {
  public:
   explicit Walker(const VerifyMatchParams& params)
       : params_(params),
-        format_(logits_format(params.logits_type)),
+        scan_(with_float_type(
+            params.logits_type,
+            []<typename T>(T) -> ScanFunction { return build_for<scan_tokens<T>>(cpu_isa()); })),
         fill_bits_(bulk_bits(cpu_isa())) {}
 
   void start(int64_t row) const {
@@ -176,16 +133,17 @@ class Walker {
 
   Walk at(int64_t row, int64_t node, int64_t depth) const {
     const int64_t offset = row * params_.logits_batch_stride + node * params_.logits_node_stride;
-    return {row, node, depth,
-            static_cast<const std::byte*>(params_.logits) + offset * format_.element_size,
-            NoiseStream::make(params_.seeds[row], params_.row_ids[row],
-                              params_.root_positions[row] + depth + 1)};
+    return {
+        row, node, depth,
+        static_cast<const std::byte*>(params_.logits) + offset * element_size(params_.logits_type),
+        NoiseStream::make(params_.seeds[row], params_.row_ids[row],
+                          params_.root_positions[row] + depth + 1)};
   }
 
   // The best of tokens [begin, end) at the visited node.
   Pick pick(const Walk& walk, int64_t begin, int64_t end) const {
-    return format_.scan(walk.logits, begin, end,
-                        params_.stochastic[walk.row] ? &walk.noise : nullptr, fill_bits_);
+    return scan_(walk.logits, begin, end, params_.stochastic[walk.row] ? &walk.noise : nullptr,
+                 fill_bits_);
   }
 
   // Records the visited node and its pick; returns true if the walk goes on at a child.
@@ -212,7 +170,7 @@ class Walker {
 
  private:
   const VerifyMatchParams& params_;
-  LogitsFormat format_;
+  ScanFunction scan_;
   BulkBits fill_bits_;
 };
 

@@ -199,71 +199,24 @@ SPECDEC_HOST_DEVICE void run_segments(const NodePass& pass, int64_t begin, int64
   }
 }
 
-using RunSegments = void (*)(const NodePass& pass, int64_t begin, int64_t end,
-                             SegmentResult* results);
-
-template <typename T>
-void run_baseline(const NodePass& pass, int64_t begin, int64_t end, SegmentResult* results) {
-  run_segments<T>(pass, begin, end, results);
-}
-
-#ifdef SPECDEC_X86
-template <typename T>
-SPECDEC_TARGET_AVX2 void run_avx2(const NodePass& pass, int64_t begin, int64_t end,
-                                  SegmentResult* results) {
-  run_segments<T>(pass, begin, end, results);
-}
-
-template <typename T>
-SPECDEC_TARGET_AVX512 void run_avx512(const NodePass& pass, int64_t begin, int64_t end,
-                                      SegmentResult* results) {
-  run_segments<T>(pass, begin, end, results);
-}
-#endif
-
-template <typename T>
-RunSegments run_for_isa() {
-#ifdef SPECDEC_X86
-  switch (cpu_isa()) {
-    case CpuIsa::kAvx512:
-      return run_avx512<T>;
-    case CpuIsa::kAvx2:
-      return run_avx2<T>;
-    case CpuIsa::kBaseline:
-      break;
-  }
-#endif
-  return run_baseline<T>;
-}
-
-struct LogitsFormat {
-  RunSegments run;
-  int64_t element_size;
-};
-
-LogitsFormat logits_format(LogitsType type) {
-  return with_logits_type(
-      type, []<typename T>(T) -> LogitsFormat { return {run_for_isa<T>(), sizeof(T)}; });
-}
-
-NodePass node_pass(const VerifySampledParams& params, const LogitsFormat& format, const Walk& walk,
-                   int64_t row, const int32_t* removed) {
+NodePass node_pass(const VerifySampledParams& params, const Walk& walk, int64_t row,
+                   const int32_t* removed) {
   const int64_t logits_offset =
       row * params.logits_batch_stride + walk.node * params.logits_node_stride;
   const bool needs_draft =
       walk.pass == Pass::kStatistics ? walk.has_child() : walk.residual.draft_scale > 0.0f;
-  return {
-      .pass = walk.pass,
-      .logits = static_cast<const std::byte*>(params.logits) + logits_offset * format.element_size,
-      .draft_probs = needs_draft ? params.draft_probs + row * params.draft_batch_stride +
-                                       walk.node * params.draft_node_stride
-                                 : nullptr,
-      .vocab = params.vocab,
-      .residual = walk.residual,
-      .removed = removed,
-      .num_removed = walk.num_removed,
-      .noise = walk.noise(walk.depth, Purpose::kResidual),
-      .fill_bits = bulk_bits(cpu_isa())};
+  return {.pass = walk.pass,
+          .logits = static_cast<const std::byte*>(params.logits) +
+                    logits_offset * element_size(params.logits_type),
+          .draft_probs = needs_draft ? params.draft_probs + row * params.draft_batch_stride +
+                                           walk.node * params.draft_node_stride
+                                     : nullptr,
+          .vocab = params.vocab,
+          .residual = walk.residual,
+          .removed = removed,
+          .num_removed = walk.num_removed,
+          .noise = walk.noise(walk.depth, Purpose::kResidual),
+          .fill_bits = bulk_bits(cpu_isa())};
 }
 
 // Adds value(segment) over all segments in the order of residual.h.
@@ -311,7 +264,8 @@ void finish_pass(Walk& walk, const SegmentResult* results, int64_t segments) {
 }  // namespace
 
 void verify_sampled(const VerifySampledParams& params, const ParallelFor& parallel_for) {
-  const LogitsFormat format = logits_format(params.logits_type);
+  const auto run = with_float_type(
+      params.logits_type, []<typename T>(T) { return build_for<run_segments<T>>(cpu_isa()); });
   std::vector<WalkLevel> levels(params.batch * params.nodes);
   std::vector<int32_t> removed(params.batch * params.nodes);
   std::vector<Walk> walks;
@@ -334,15 +288,14 @@ void verify_sampled(const VerifySampledParams& params, const ParallelFor& parall
     if (rows.empty()) break;
     passes.clear();
     for (const int64_t row : rows) {
-      passes.push_back(
-          node_pass(params, format, walks[row], row, removed.data() + row * params.nodes));
+      passes.push_back(node_pass(params, walks[row], row, removed.data() + row * params.nodes));
     }
     const int64_t tasks = static_cast<int64_t>(rows.size()) * parts;
     parallel_for(tasks, grain, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {
         const int64_t first = task % parts * kTaskSegments;
         const int64_t last = std::min(first + kTaskSegments, segments);
-        format.run(passes[task / parts], first, last, results.data() + task / parts * segments);
+        run(passes[task / parts], first, last, results.data() + task / parts * segments);
       }
     });
     for (size_t i = 0; i < rows.size(); ++i) {

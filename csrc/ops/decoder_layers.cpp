@@ -110,13 +110,6 @@ KvTensor read_cache(const std::vector<Tensor>& caches, size_t index, const Decod
   return {cache.mutable_data_ptr(), cache.stride(0), cache.stride(1), cache.stride(2)};
 }
 
-FloatType float_type(const Argument& argument, const Tensor& input) {
-  const int32_t dtype = dtype_of(input);
-  if (dtype == aoti_torch_dtype_float32()) return FloatType::kFloat32;
-  if (dtype == aoti_torch_dtype_bfloat16()) return FloatType::kBFloat16;
-  fail(argument.prefix() + " must be torch.float32 or torch.bfloat16, got " + dtype_name(dtype));
-}
-
 std::tuple<Tensor, Tensor> decoder_layers(const Tensor& input, const Tensor& cosines,
                                           const Tensor& sines, const std::vector<Tensor>& weights,
                                           const std::vector<Tensor>& caches,
@@ -130,7 +123,7 @@ std::tuple<Tensor, Tensor> decoder_layers(const Tensor& input, const Tensor& cos
       lengths_arg(kOp, "prefix_lengths", prefix_lengths);
   DecoderParams params{};
   input_arg.has_dim(3, "[batch, nodes, hidden]");
-  params.type = float_type(input_arg, input);
+  params.type = check_float_type(input_arg, input, /*takes_float16=*/false);
   const int32_t dtype = dtype_of(input), int64 = aoti_torch_dtype_int64();
   if (!input.is_cpu()) fail(input_arg.prefix() + " must be on the CPU");
   params.batch = input.size(0);

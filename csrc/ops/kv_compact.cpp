@@ -43,16 +43,7 @@ void check_shape(const Argument& argument, const Tensor& cache, const CacheShape
          std::to_string(shape.page_size) + ", because they share a page_table; got shape " +
          describe_shape(cache));
   }
-  if (cache.size(3) > 1 && cache.stride(3) != 1) {
-    fail(argument.prefix() + " must be contiguous in its last dimension, got stride " +
-         std::to_string(cache.stride(3)) + "; lay the cache out as [..., head_dim]");
-  }
-  for (int dim = 0; dim < 3; ++dim) {
-    if (cache.size(dim) > 1 && cache.stride(dim) == 0) {
-      fail(argument.prefix() + " must not be an expanded tensor, got stride 0 in dimension " +
-           std::to_string(dim) + "; it is written in place, so give it memory of its own");
-    }
-  }
+  argument.has_contiguous_rows().is_not_expanded(3);
   if (cache.size(1) > INT32_MAX ||
       cache.size(3) > INT32_MAX / static_cast<int64_t>(cache.element_size())) {
     fail(argument.prefix() + " must have fewer than 2^31 heads and bytes per slot, got shape " +

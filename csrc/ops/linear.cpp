@@ -14,22 +14,6 @@ namespace {
 
 constexpr const char* kOp = "linear";
 
-LinearType linear_type(const Argument& argument, const Tensor& input) {
-  const int32_t dtype = dtype_of(input);
-  if (dtype == aoti_torch_dtype_float32()) return LinearType::kFloat32;
-  if (dtype == aoti_torch_dtype_bfloat16()) return LinearType::kBFloat16;
-  fail(argument.prefix() + " must be torch.float32 or torch.bfloat16, got " + dtype_name(dtype) +
-       "; convert it or use torch.nn.functional.linear");
-}
-
-void check_last_dim(const Argument& argument, const Tensor& tensor) {
-  const int64_t last = tensor.dim() - 1;
-  if (tensor.size(last) > 1 && tensor.stride(last) != 1) {
-    fail(argument.prefix() + " must be contiguous in its last dimension, got stride " +
-         std::to_string(tensor.stride(last)) + "; call .contiguous() on it");
-  }
-}
-
 // Merges the dimensions before the last into rows with at most two strides.
 void describe_rows(const Argument& argument, const Tensor& input, LinearParams& params) {
   int64_t outer_rows = 1;
@@ -61,20 +45,18 @@ Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Ten
     fail(input_arg.prefix() + " must be on the CPU; elsewhere use torch.nn.functional.linear");
   }
   LinearParams params{};
-  params.type = linear_type(input_arg, input);
+  params.type = check_float_type(input_arg, input, /*takes_float16=*/false);
   if (input.dim() < 1) fail(input_arg.prefix() + " must be [..., in_features], got shape []");
-  check_last_dim(input_arg, input);
+  input_arg.has_contiguous_rows();
   params.in_features = input.size(input.dim() - 1);
   weight_arg.has_dtype(dtype_of(input)).has_dim(2, "[out_features, in_features]");
   params.out_features = weight.size(0);
   weight_arg.has_shape({params.out_features, params.in_features}, "[out_features, in_features]");
-  weight_arg.is_on_device_of(input_arg);
-  check_last_dim(weight_arg, weight);
+  weight_arg.is_on_device_of(input_arg).has_contiguous_rows();
   if (bias) {
     const Argument bias_arg(kOp, "bias", *bias);
     bias_arg.has_dtype(dtype_of(input)).has_shape({params.out_features}, "[out_features]");
-    bias_arg.is_on_device_of(input_arg);
-    check_last_dim(bias_arg, *bias);
+    bias_arg.is_on_device_of(input_arg).has_contiguous_rows();
     params.bias = bias->const_data_ptr();
   }
   const auto sizes = input.sizes();

@@ -25,7 +25,7 @@ Tensor sample_filter(const Tensor& logits, const Tensor& temperature, const Tens
   const Argument logits_arg(kOp, "logits", logits),
       temperature_arg(kOp, "temperature", temperature), top_k_arg(kOp, "top_k", top_k),
       top_p_arg(kOp, "top_p", top_p), min_p_arg(kOp, "min_p", min_p);
-  const LogitsType type = check_logits_type(logits_arg, logits);
+  const FloatType type = check_float_type(logits_arg, logits);
   logits_arg.has_dim(2, "[rows, vocab]");
   check_vocab(logits_arg, logits, kMaxFilterVocab);
   const int64_t rows = logits.size(0), vocab = logits.size(1);

@@ -15,13 +15,6 @@ constexpr const char* kOp = "tree_attention";
   fail("specdec::tree_attention: argument " + std::string(argument) + " " + problem);
 }
 
-void check_last_stride(const Argument& argument, const Tensor& tensor) {
-  if (tensor.size(3) > 1 && tensor.stride(3) != 1) {
-    fail(argument.prefix() + " must be contiguous in its last dimension, got stride " +
-         std::to_string(tensor.stride(3)) + "; call .contiguous() on it");
-  }
-}
-
 KvTensor kv_tensor(const Tensor& tensor) {
   return {tensor.const_data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
@@ -30,8 +23,8 @@ KvTensor kv_tensor(const Tensor& tensor) {
 void read_query(const Tensor& query, TreeAttentionParams* params) {
   const Argument argument(kOp, "query", query);
   argument.has_dim(4, "[batch, heads, nodes, head_dim]");
-  params->type = check_logits_type(argument, query);
-  check_last_stride(argument, query);
+  params->type = check_float_type(argument, query);
+  argument.has_contiguous_rows();
   check_num_nodes(argument, query.size(2));
   if (query.size(1) < 1 || query.size(3) < 1) {
     fail(argument.prefix() + " must have at least 1 head and 1 dimension, got shape " +
@@ -58,8 +51,8 @@ void read_cache(const Tensor& query, const Tensor& key, const Tensor& value, boo
   const auto sizes = key.sizes();
   value_arg.has_dtype(dtype).has_shape({sizes[0], sizes[1], sizes[2], sizes[3]}, shape);
   value_arg.is_on_device_of(query_arg);
-  check_last_stride(key_arg, key);
-  check_last_stride(value_arg, value);
+  key_arg.has_contiguous_rows();
+  value_arg.has_contiguous_rows();
   if (!is_paged && sizes[0] != params->batch) {
     fail(key_arg.prefix() + " must have the batch of query, " + std::to_string(params->batch) +
          ", got shape " + describe_shape(key) + "; for pools of pages give page_table");
@@ -138,17 +131,6 @@ void read_scores(double scale, int64_t window, double softcap, TreeAttentionPara
   params->softcap = static_cast<float>(softcap);
 }
 
-void check_aligned(const char* argument, const void* data, std::initializer_list<int64_t> strides,
-                   int64_t element) {
-  bool is_aligned = reinterpret_cast<uintptr_t>(data) % 16 == 0;
-  for (const int64_t stride : strides) is_aligned = is_aligned && stride * element % 16 == 0;
-  if (!is_aligned) {
-    fail_argument(argument,
-                  "must begin every row at a multiple of 16 bytes on CUDA; "
-                  "call .contiguous() on it, or lay the cache out so");
-  }
-}
-
 // Returns why the CUDA kernels do not take a query of these sizes, or nothing. `element` is in
 // bytes, `group` is heads / kv_heads.
 std::optional<std::string> tree_attention_refusal(int64_t element, int64_t nodes, int64_t head_dim,
@@ -177,12 +159,12 @@ void check_cuda_limits(const TreeAttentionParams& params) {
   const auto refusal = tree_attention_refusal(element, params.nodes, params.head_dim,
                                               params.heads / params.kv_heads);
   if (refusal) fail_argument("query", *refusal);
-  check_aligned("query", params.query,
+  check_aligned(kOp, "query", params.query,
                 {params.query_batch_stride, params.query_head_stride, params.query_node_stride},
                 element);
   for (const auto& [name, tensor] : {std::pair{"key", params.key}, {"value", params.value}}) {
-    check_aligned(name, tensor.data, {tensor.page_stride, tensor.head_stride, tensor.slot_stride},
-                  element);
+    check_aligned(kOp, name, tensor.data,
+                  {tensor.page_stride, tensor.head_stride, tensor.slot_stride}, element);
   }
 }
 

@@ -4,7 +4,7 @@
 #include <optional>
 
 #include "ops/common/dispatch.h"
-#include "verify_result.h"
+#include "verification.h"
 
 namespace specdec::glue {
 namespace {
@@ -38,48 +38,17 @@ Tensor verify_match(const Tensor& logits, const Tensor& tokens, const Tensor& pa
                     const Tensor& root_positions, const Tensor& seeds, const Tensor& row_ids,
                     const Tensor& stochastic, const std::optional<Tensor>& counters) {
   constexpr const char* kOp = "verify_match";
-  const Argument logits_arg(kOp, "logits", logits), tokens_arg(kOp, "tokens", tokens),
-      parents_arg(kOp, "parents", parents), positions_arg(kOp, "root_positions", root_positions),
-      seeds_arg(kOp, "seeds", seeds), row_ids_arg(kOp, "row_ids", row_ids),
-      stochastic_arg(kOp, "stochastic", stochastic);
-  const LogitsType type = check_logits_type(logits_arg, logits);
-  logits_arg.has_dim(3, "[batch, nodes, vocab]");
-  check_vocab(logits_arg, logits, INT32_MAX);
-  const int64_t batch = logits.size(0), nodes = logits.size(1);
-  check_num_nodes(logits_arg, nodes);
-  const int32_t int64 = aoti_torch_dtype_int64();
-  for (const Argument* argument : {&tokens_arg, &parents_arg}) {
-    argument->has_dtype(int64).has_shape({batch, nodes}, "[batch, nodes]");
-    argument->is_on_device_of(logits_arg);
-  }
-  for (const Argument* argument : {&positions_arg, &seeds_arg, &row_ids_arg}) {
-    argument->has_dtype(int64).has_shape({batch}, "[batch]").is_on_device_of(logits_arg);
-  }
-  stochastic_arg.has_dtype(aoti_torch_dtype_bool()).has_shape({batch}, "[batch]");
+  VerifyMatchParams params{};
+  const VerifyResult result =
+      read_verification(kOp, logits, tokens, parents, root_positions, seeds, row_ids, &params);
+  const Argument logits_arg(kOp, "logits", logits), stochastic_arg(kOp, "stochastic", stochastic);
+  stochastic_arg.has_dtype(aoti_torch_dtype_bool()).has_shape({params.batch}, "[batch]");
   stochastic_arg.is_on_device_of(logits_arg);
-  if (counters) check_counters(Argument(kOp, "counters", *counters), logits_arg, *counters, batch);
-
-  const VerifyResult result(logits, batch, nodes);
-  if (batch > 0) {
-    run({.logits = logits.const_data_ptr(),
-         .logits_type = type,
-         .logits_batch_stride = logits.stride(0),
-         .logits_node_stride = logits.stride(1),
-         .tokens = tokens_arg.view2<int64_t>(),
-         .parents = parents_arg.view2<int64_t>(),
-         .root_positions = positions_arg.view1<int64_t>(),
-         .seeds = seeds_arg.view1<int64_t>(),
-         .row_ids = row_ids_arg.view1<int64_t>(),
-         .stochastic = stochastic_arg.view1<bool>(),
-         .batch = batch,
-         .nodes = nodes,
-         .vocab = logits.size(2),
-         .path = result.path,
-         .num_accepted = result.num_accepted,
-         .next_token = result.next_token,
-         .status = result.status},
-        logits, counters);
+  params.stochastic = stochastic_arg.view1<bool>();
+  if (counters) {
+    check_counters(Argument(kOp, "counters", *counters), logits_arg, *counters, params.batch);
   }
+  if (params.batch > 0) run(params, logits, counters);
   return result.packed;
 }
 

@@ -22,17 +22,7 @@ void transpose_block(const float* const* rows, int64_t dim, float* out) {
 namespace specdec::cpu {
 
 const AttentionTiles& attention_tiles() {
-#ifdef SPECDEC_X86
-  switch (cpu_isa()) {
-    case CpuIsa::kAvx512:
-      return attention_tiles_avx512();
-    case CpuIsa::kAvx2:
-      return attention_tiles_avx2();
-    case CpuIsa::kBaseline:
-      break;
-  }
-#endif
-  return kTiles;
+  return SPECDEC_FOR_ISA(cpu_isa(), kTiles, attention_tiles_avx2(), attention_tiles_avx512());
 }
 
 }  // namespace specdec::cpu

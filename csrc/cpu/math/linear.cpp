@@ -9,36 +9,10 @@
 #include <cstring>
 #include <vector>
 
-#include "specdec/cpu/isa.h"
-
-#define SPECDEC_LINEAR_TARGET
-#include "linear_kernel.h"
+#include "products.h"
 
 namespace specdec::cpu {
 namespace {
-
-// Number of multiply-adds below which waking a thread costs more than it saves. Fewer than kMinRows
-// rows count as kMinRows, because they are no faster: the weights have to be read.
-constexpr int64_t kGrain = 1 << 18;
-constexpr int64_t kMinRows = 4;
-
-LinearCode code_for_isa(LinearType type) {
-#ifdef SPECDEC_X86
-  switch (cpu_isa()) {
-    case CpuIsa::kAvx512:
-      return linear_avx512(type);
-    case CpuIsa::kAvx2:
-      return linear_avx2(type);
-    case CpuIsa::kBaseline:
-      break;
-  }
-#endif
-  return linear_baseline(type);
-}
-
-int64_t bytes_of(LinearType type) {
-  return type == LinearType::kFloat32 ? sizeof(float) : sizeof(BFloat16);
-}
 
 struct alignas(kStepBytes) Step {
   std::byte bytes[kStepBytes];
@@ -74,22 +48,16 @@ void pack(const LinearParams& params, int64_t first_row, int64_t rows, int64_t b
 
 // Calls compute(pass) for passes of up to kPassRows rows.
 template <typename Compute>
-void for_each_pass(const LinearParams& params, const LinearCode& code, const Compute& compute) {
+void for_each_pass(const LinearParams& params, int64_t max_rows, const Compute& compute) {
   thread_local std::vector<Step> packed;
-  const int64_t element_size = bytes_of(params.type);
-  const int64_t steps = num_steps(params.in_features * element_size);
+  const int64_t bytes = element_size(params.type);
+  const int64_t steps = num_steps(params.in_features * bytes);
   for (int64_t row = 0; row < params.rows; row += kPassRows) {
     const int64_t rows = std::min(kPassRows, params.rows - row);
-    const int64_t block_rows = even_part(rows, code.max_rows);
-    pack(params, row, rows, block_rows, element_size, packed);
+    const int64_t block_rows = even_part(rows, max_rows);
+    pack(params, row, rows, block_rows, bytes, packed);
     compute(LinearPass{params, row, rows, block_rows, steps, packed.data()->bytes});
   }
-}
-
-// The number of tiles for which a thread pays.
-int64_t grain(const LinearPass& pass) {
-  const int64_t work = kTileOuts * (pass.params.in_features + 1) * std::max(pass.rows, kMinRows);
-  return kGrain / work + 1;
 }
 
 int64_t num_tiles(const LinearParams& params) {
@@ -97,8 +65,8 @@ int64_t num_tiles(const LinearParams& params) {
 }
 
 // Computes tiles [begin, end) of all products, numbered through the products.
-void run_tiles(const LinearCode& code, const LinearPass& pass,
-               std::span<const LinearParams> products, int64_t begin, int64_t end) {
+void run_tiles(const Products& code, const LinearPass& pass, std::span<const LinearParams> products,
+               int64_t begin, int64_t end) {
   int64_t first = 0;
   for (const LinearParams& params : products) {
     const int64_t last = first + num_tiles(params);
@@ -106,8 +74,8 @@ void run_tiles(const LinearCode& code, const LinearPass& pass,
     if (from < to) {
       const LinearPass own{params,          pass.first_row, pass.rows,
                            pass.block_rows, pass.steps,     pass.inputs};
-      code.run(own, (from - first) * kTileOuts,
-               std::min((to - first) * kTileOuts, params.out_features));
+      code.linear(own, (from - first) * kTileOuts,
+                  std::min((to - first) * kTileOuts, params.out_features));
     }
     first = last;
   }
@@ -116,11 +84,11 @@ void run_tiles(const LinearCode& code, const LinearPass& pass,
 }  // namespace
 
 void linears(std::span<const LinearParams> products, const ParallelFor& parallel_for) {
-  const LinearCode code = code_for_isa(products[0].type);
+  const Products code = cpu::products(products[0].type);
   int64_t tiles = 0;
   for (const LinearParams& params : products) tiles += num_tiles(params);
-  for_each_pass(products[0], code, [&](const LinearPass& pass) {
-    parallel_for(tiles, grain(pass),
+  for_each_pass(products[0], code.max_rows, [&](const LinearPass& pass) {
+    parallel_for(tiles, product_grain(kTileOuts, pass.params.in_features, pass.rows),
                  [&](int64_t begin, int64_t end) { run_tiles(code, pass, products, begin, end); });
   });
 }

@@ -8,7 +8,6 @@
 #include <cstring>
 
 #define SPECDEC_LINEAR_TARGET SPECDEC_TARGET_AVX2
-#include "linear_kernel.h"
 #include "panel_kernel.h"
 
 namespace specdec::cpu {
@@ -94,13 +93,8 @@ struct BFloat16Split : Avx2 {
 
 }  // namespace
 
-LinearCode linear_avx2(LinearType type) {
-  return type == LinearType::kFloat32 ? LinearKernel<Float32>::code()
-                                      : LinearKernel<BFloat16Split>::code();
-}
-
-PanelCode panel_avx2(FloatType type) {
-  return type == FloatType::kFloat32 ? PanelKernel<Float32>::run : PanelKernel<BFloat16Split>::run;
+Products products_avx2(FloatType type) {
+  return type == FloatType::kFloat32 ? products_with<Float32>() : products_with<BFloat16Split>();
 }
 
 }  // namespace specdec::cpu

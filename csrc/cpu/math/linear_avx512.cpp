@@ -14,7 +14,6 @@
   __attribute__((                                             \
       target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16," \
              "avx2,fma,prefer-vector-width=512")))
-#include "linear_kernel.h"
 #include "panel_kernel.h"
 
 namespace specdec::cpu {
@@ -115,15 +114,9 @@ struct BFloat16Split : Avx512 {
 
 }  // namespace
 
-LinearCode linear_avx512(LinearType type) {
-  if (type == LinearType::kFloat32) return LinearKernel<Float32>::code();
-  return cpu_has_avx512_bf16() ? LinearKernel<BFloat16Dot>::code()
-                               : LinearKernel<BFloat16Split>::code();
-}
-
-PanelCode panel_avx512(FloatType type) {
-  if (type == FloatType::kFloat32) return PanelKernel<Float32>::run;
-  return cpu_has_avx512_bf16() ? PanelKernel<BFloat16Dot>::run : PanelKernel<BFloat16Split>::run;
+Products products_avx512(FloatType type) {
+  if (type == FloatType::kFloat32) return products_with<Float32>();
+  return cpu_has_avx512_bf16() ? products_with<BFloat16Dot>() : products_with<BFloat16Split>();
 }
 
 }  // namespace specdec::cpu

@@ -3,7 +3,6 @@
 #include <cstring>
 
 #define SPECDEC_LINEAR_TARGET
-#include "linear_kernel.h"
 #include "panel_kernel.h"
 
 namespace specdec::cpu {
@@ -82,14 +81,9 @@ struct Portable {
 
 }  // namespace
 
-LinearCode linear_baseline(LinearType type) {
-  return type == LinearType::kFloat32 ? LinearKernel<Portable<float>>::code()
-                                      : LinearKernel<Portable<BFloat16>>::code();
-}
-
-PanelCode panel_baseline(FloatType type) {
-  return type == FloatType::kFloat32 ? PanelKernel<Portable<float>>::run
-                                     : PanelKernel<Portable<BFloat16>>::run;
+Products products_baseline(FloatType type) {
+  return type == FloatType::kFloat32 ? products_with<Portable<float>>()
+                                     : products_with<Portable<BFloat16>>();
 }
 
 }  // namespace specdec::cpu

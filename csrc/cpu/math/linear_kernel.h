@@ -20,13 +20,10 @@
 // change their bits.
 #pragma once
 
-#include <algorithm>
 #include <array>
-#include <cstddef>
 #include <utility>
 
-#include "specdec/core/logits.h"
-#include "specdec/linear.h"
+#include "products.h"
 
 #define SPECDEC_LINEAR_INLINE inline __attribute__((always_inline)) SPECDEC_LINEAR_TARGET
 #define SPECDEC_UNROLL _Pragma("GCC unroll 32")
@@ -34,54 +31,30 @@
 namespace specdec::cpu {
 
 constexpr int64_t kLanes = 16;
-constexpr int64_t kStepBytes = 64;
 constexpr int64_t kChunkBytes = 2048;  // of one row
-constexpr int64_t kTileOuts = 24;
-constexpr int64_t kPassRows = 32;
-
-// Up to kPassRows rows of a product, with the inputs in the order in which a block reads them:
-// [blocks of block_rows rows][steps][rows of the block][kStepBytes], zeros beyond in_features.
-// Without this copy, rows whose stride is a multiple of 4 KiB would evict each other from L1.
-struct LinearPass {
-  const LinearParams& params;
-  int64_t first_row;
-  int64_t rows;
-  int64_t block_rows;  // the last block may have fewer
-  int64_t steps;
-  const std::byte* inputs;
-};
-
-// The code of one element type on one instruction set. run() writes the pass's rows of output[:,
-// first_out:end_out].
-struct LinearCode {
-  int64_t max_rows;
-  void (*run)(const LinearPass& pass, int64_t first_out, int64_t end_out);
-};
-
-LinearCode linear_baseline(LinearType type);
-LinearCode linear_avx2(LinearType type);
-LinearCode linear_avx512(LinearType type);
-
-// The size of the largest part when `total` is divided as evenly as possible into the smallest
-// number of parts of at most `limit`.
-inline int64_t even_part(int64_t total, int64_t limit) {
-  const int64_t parts = (total + limit - 1) / limit;
-  return (total + parts - 1) / parts;
-}
-
-SPECDEC_HOST_DEVICE void store_rounded(float value, float* out) { *out = value; }
-
-SPECDEC_HOST_DEVICE void store_rounded(float value, BFloat16* out) {
-  const uint32_t bits = static_cast<uint32_t>(float_to_bits(value));
-  const uint32_t to_nearest_even = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-  const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
-  out->bits = static_cast<uint16_t>(is_nan ? 0x7FC0 : to_nearest_even);
-}
 
 template <class F>
 class LinearKernel {
  public:
-  static LinearCode code() { return {F::kMaxRows, run}; }
+  SPECDEC_LINEAR_TARGET static void run(const LinearPass& pass, int64_t first_out,
+                                        int64_t end_out) {
+    alignas(64) float lanes[kPassRows * kTileOuts * kLanes];
+    const LinearParams& params = pass.params;
+    const int64_t chunk = even_part(pass.steps, kChunkBytes / kStepBytes) * kStep;
+    for (int64_t out = first_out; out < end_out; out += kTileOuts) {
+      const int64_t num_outs = std::min(kTileOuts, end_out - out);
+      for (int64_t first = 0; first < pass.steps * kStep; first += chunk) {
+        const bool is_last = first + chunk >= params.in_features;
+        // The next tile's first chunk follows a tile's last one; nothing follows the last tile.
+        const int64_t next = !is_last                    ? chunk
+                             : out + kTileOuts < end_out ? kTileOuts * params.weight_stride - first
+                                                         : 0;
+        run_chunk(pass, lanes,
+                  {params, out, num_outs, first, std::min(chunk, params.in_features - first), next,
+                   first == 0, is_last});
+      }
+    }
+  }
 
  private:
   using Element = typename F::Element;
@@ -109,26 +82,6 @@ class LinearKernel {
   template <size_t... kIndex>
   static constexpr auto functions_by_rows(std::index_sequence<kIndex...>) {
     return std::array<BlockFunction, sizeof...(kIndex)>{run_block<kIndex + 1>...};
-  }
-
-  SPECDEC_LINEAR_TARGET static void run(const LinearPass& pass, int64_t first_out,
-                                        int64_t end_out) {
-    alignas(64) float lanes[kPassRows * kTileOuts * kLanes];
-    const LinearParams& params = pass.params;
-    const int64_t chunk = even_part(pass.steps, kChunkBytes / kStepBytes) * kStep;
-    for (int64_t out = first_out; out < end_out; out += kTileOuts) {
-      const int64_t num_outs = std::min(kTileOuts, end_out - out);
-      for (int64_t first = 0; first < pass.steps * kStep; first += chunk) {
-        const bool is_last = first + chunk >= params.in_features;
-        // The next tile's first chunk follows a tile's last one; nothing follows the last tile.
-        const int64_t next = !is_last                    ? chunk
-                             : out + kTileOuts < end_out ? kTileOuts * params.weight_stride - first
-                                                         : 0;
-        run_chunk(pass, lanes,
-                  {params, out, num_outs, first, std::min(chunk, params.in_features - first), next,
-                   first == 0, is_last});
-      }
-    }
   }
 
   SPECDEC_LINEAR_TARGET static void run_chunk(const LinearPass& pass, float* lanes,
@@ -243,11 +196,7 @@ class LinearKernel {
         SPECDEC_UNROLL for (int i = 0; i < 4; ++i) {
           if (first + i == kOuts) break;
           const float sum = bias ? totals[i] + to_float(bias[first + i]) : totals[i];
-          if (params.float_output) {
-            static_cast<float*>(params.output)[output + first + i] = sum;
-          } else {
-            store_rounded(sum, static_cast<Element*>(params.output) + output + first + i);
-          }
+          from_float(sum, static_cast<Element*>(params.output) + output + first + i);
         }
       }
     }

@@ -10,15 +10,6 @@
 
 namespace specdec::cpu {
 
-// Products of `rows` contiguous input rows with one panel. The products of consecutive rows are
-// `stride` apart.
-using PanelCode = void (*)(const void* panel, const void* input, int64_t rows, int64_t ins,
-                           float* values, int64_t stride);
-
-PanelCode panel_baseline(FloatType type);
-PanelCode panel_avx2(FloatType type);
-PanelCode panel_avx512(FloatType type);
-
 template <class F>
 class PanelKernel {
  public:
@@ -93,5 +84,11 @@ class PanelKernel {
     }
   }
 };
+
+// The products with the format F.
+template <class F>
+Products products_with() {
+  return {F::kMaxRows, LinearKernel<F>::run, PanelKernel<F>::run};
+}
 
 }  // namespace specdec::cpu

@@ -121,12 +121,8 @@ SPECDEC_TARGET_AVX2 void bits_avx2(const NoiseStream& noise, uint32_t first_grou
 
 }  // namespace
 
-BulkBits bulk_bits([[maybe_unused]] CpuIsa isa) {
-#ifdef SPECDEC_X86
-  if (isa == CpuIsa::kAvx512) return bits_avx512;
-  if (isa == CpuIsa::kAvx2) return bits_avx2;
-#endif
-  return bits_baseline;
+BulkBits bulk_bits(CpuIsa isa) {
+  return SPECDEC_FOR_ISA(isa, bits_baseline, bits_avx2, bits_avx512);
 }
 
 }  // namespace specdec::cpu

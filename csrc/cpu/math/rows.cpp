@@ -33,17 +33,7 @@
 namespace specdec::cpu {
 
 const RowOps& row_ops() {
-#ifdef SPECDEC_X86
-  switch (cpu_isa()) {
-    case CpuIsa::kAvx512:
-      return avx512::kRows;
-    case CpuIsa::kAvx2:
-      return avx2::kRows;
-    case CpuIsa::kBaseline:
-      break;
-  }
-#endif
-  return baseline::kRows;
+  return SPECDEC_FOR_ISA(cpu_isa(), baseline::kRows, avx2::kRows, avx512::kRows);
 }
 
 }  // namespace specdec::cpu

@@ -19,17 +19,7 @@ CpuIsa choose() {
 
 }  // namespace
 
-const char* cpu_isa_name(CpuIsa isa) {
-  switch (isa) {
-    case CpuIsa::kAvx512:
-      return "avx512";
-    case CpuIsa::kAvx2:
-      return "avx2";
-    case CpuIsa::kBaseline:
-      break;
-  }
-  return "baseline";
-}
+const char* cpu_isa_name(CpuIsa isa) { return SPECDEC_FOR_ISA(isa, "baseline", "avx2", "avx512"); }
 
 CpuIsa best_cpu_isa() {
 #ifdef SPECDEC_X86

@@ -14,15 +14,13 @@
 
 #include <span>
 
+#include "specdec/core/float_types.h"
 #include "specdec/core/parallel.h"
-#include "specdec/core/platform.h"
 
 namespace specdec {
 
-enum class LinearType { kFloat32, kBFloat16 };
-
 struct LinearParams {
-  LinearType type;  // type of input, weight, bias and output
+  FloatType type;  // float32 or bfloat16, of input, weight, bias and output
   // [rows, in_features], last dimension contiguous. Row r starts at element
   // r / inner_rows * outer_stride + r % inner_rows * inner_stride.
   const void* input;
@@ -38,7 +36,6 @@ struct LinearParams {
 
   void* output;  // [rows, out_features], last dimension contiguous
   int64_t output_stride;
-  bool float_output;  // output is float32: the sums before they are rounded to the type
 };
 
 namespace cpu {

@@ -23,7 +23,7 @@
 #include <optional>
 #include <string>
 
-#include "specdec/core/logits.h"
+#include "specdec/core/float_types.h"
 #include "specdec/core/parallel.h"
 #include "specdec/core/platform.h"
 
@@ -34,7 +34,7 @@ constexpr int64_t kMaxFilterVocab = int64_t{1} << 22;
 
 struct SampleFilterParams {
   const void* logits;  // [rows, vocab], last dimension contiguous
-  LogitsType logits_type;
+  FloatType logits_type;
   int64_t logits_row_stride;       // elements
   View1<const float> temperature;  // [rows] > 0
   View1<const int64_t> top_k;      // [rows] off unless in [1, vocab)

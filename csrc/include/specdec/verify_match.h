@@ -7,7 +7,7 @@
 // distribution for every tree.
 #pragma once
 
-#include "specdec/core/logits.h"
+#include "specdec/core/float_types.h"
 #include "specdec/core/parallel.h"
 #include "specdec/core/tree.h"
 
@@ -17,7 +17,7 @@ enum class MatchStatus : int64_t { kOk = 0, kNaN = 1, kNoFiniteLogit = 2 };
 
 struct VerifyMatchParams {
   const void* logits;  // [batch, nodes, vocab], last dimension contiguous
-  LogitsType logits_type;
+  FloatType logits_type;
   int64_t logits_batch_stride;          // elements
   int64_t logits_node_stride;           // elements
   View2<const int64_t> tokens;          // [batch, nodes]

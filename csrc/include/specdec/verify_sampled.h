@@ -30,7 +30,7 @@
 // rejection without replacement).
 #pragma once
 
-#include "specdec/core/logits.h"
+#include "specdec/core/float_types.h"
 #include "specdec/core/parallel.h"
 #include "specdec/core/tree.h"
 #include "specdec/verify_match.h"
@@ -42,7 +42,7 @@ enum class SampledRule { kRejection, kRecursive, kBlock };
 struct VerifySampledParams {
   SampledRule rule;
   const void* logits;  // [batch, nodes, vocab], last dimension contiguous
-  LogitsType logits_type;
+  FloatType logits_type;
   int64_t logits_batch_stride;          // elements
   int64_t logits_node_stride;           // elements
   const float* draft_probs;             // [batch, nodes, vocab], last dimension contiguous

@@ -12,7 +12,7 @@
 // read it.
 #pragma once
 
-#include "specdec/core/logits.h"
+#include "specdec/core/float_types.h"
 #include "specdec/device/cuda.cuh"
 
 namespace specdec {

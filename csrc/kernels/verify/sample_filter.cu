@@ -336,7 +336,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 cudaError_t launch_sample_filter(const SampleFilterParams& params, cudaStream_t stream) {
   if (params.vocab < 1 || params.vocab > kMaxFilterVocab) return cudaErrorInvalidValue;
-  return with_logits_type(params.logits_type, [&]<typename T>(T) {
+  return with_float_type(params.logits_type, [&]<typename T>(T) {
     const bool aligned = reinterpret_cast<uintptr_t>(params.logits) % sizeof(Group<T>) == 0 &&
                          params.vocab % kGroup == 0 && params.logits_row_stride % kGroup == 0 &&
                          reinterpret_cast<uintptr_t>(params.scores) % sizeof(Group<float>) == 0;

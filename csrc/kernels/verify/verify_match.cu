@@ -368,7 +368,7 @@ cudaError_t launch_verify_match(const VerifyMatchParams& params, uint32_t* count
   if (params.nodes < 1 || params.nodes > kMaxNodes) return cudaErrorInvalidValue;
   const Plan plan = make_plan(params);
   const LaunchConfig config{params.batch * plan.chunks * plan.groups, 1, kThreads, stream};
-  return with_logits_type(params.logits_type, [&](auto element) {
+  return with_float_type(params.logits_type, [&](auto element) {
     using T = decltype(element);
     const auto kernel =
         rows_are_aligned<T>(params) ? verify_match_kernel<T, true> : verify_match_kernel<T, false>;

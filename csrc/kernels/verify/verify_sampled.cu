@@ -285,7 +285,7 @@ cudaError_t launch_verify_sampled(const VerifySampledParams& params, void* works
   auto* statistics = reinterpret_cast<NodeStatistics*>(picks + params.batch * slices);
   auto* arrivals = reinterpret_cast<uint32_t*>(statistics + params.batch * params.nodes * segments);
   const SampledWorkspace parts{picks, statistics, arrivals, segments, slices};
-  return with_logits_type(params.logits_type, [&]<typename T>(T) -> cudaError_t {
+  return with_float_type(params.logits_type, [&]<typename T>(T) -> cudaError_t {
     return launch_typed<T>(params, parts, stream);
   });
 }

@@ -94,6 +94,36 @@ const Argument& Argument::is_on_device_of(const Argument& other) const {
   return *this;
 }
 
+const Argument& Argument::has_contiguous_rows() const {
+  const int64_t last = tensor_.dim() - 1;
+  if (tensor_.size(last) > 1 && tensor_.stride(last) != 1) {
+    fail(prefix() + " must be contiguous in its last dimension, got stride " +
+         std::to_string(tensor_.stride(last)) + "; call .contiguous() on it");
+  }
+  return *this;
+}
+
+const Argument& Argument::is_not_expanded(int64_t dims) const {
+  for (int64_t dim = 0; dim < dims; ++dim) {
+    if (tensor_.size(dim) > 1 && tensor_.stride(dim) == 0) {
+      fail(prefix() + " must not be an expanded tensor, got stride 0 in dimension " +
+           std::to_string(dim) + "; it is written in place, so give it memory of its own");
+    }
+  }
+  return *this;
+}
+
+void check_aligned(const char* op, const char* argument, const void* data,
+                   std::initializer_list<int64_t> strides, int64_t element_size) {
+  bool is_aligned = reinterpret_cast<uintptr_t>(data) % 16 == 0;
+  for (const int64_t stride : strides) is_aligned &= stride * element_size % 16 == 0;
+  if (!is_aligned) {
+    fail("specdec::" + std::string(op) + ": argument " + argument +
+         " must begin every row at a multiple of 16 bytes on CUDA; call .contiguous() on it, or "
+         "lay it out so");
+  }
+}
+
 void check_num_nodes(const Argument& argument, int64_t nodes) {
   if (nodes < 1 || nodes > kMaxNodes) {
     fail(argument.prefix() + " must have 1 to " + std::to_string(kMaxNodes) +
@@ -101,13 +131,15 @@ void check_num_nodes(const Argument& argument, int64_t nodes) {
   }
 }
 
-LogitsType check_logits_type(const Argument& argument, const Tensor& logits) {
-  const int32_t dtype = dtype_of(logits);
-  if (dtype == aoti_torch_dtype_float32()) return LogitsType::kFloat32;
-  if (dtype == aoti_torch_dtype_bfloat16()) return LogitsType::kBFloat16;
-  if (dtype == aoti_torch_dtype_float16()) return LogitsType::kFloat16;
-  fail(argument.prefix() + " must be torch.float32, torch.bfloat16 or torch.float16, got " +
-       dtype_name(dtype) + "; convert it with .to(torch.float32)");
+FloatType check_float_type(const Argument& argument, const Tensor& tensor, bool takes_float16) {
+  const int32_t dtype = dtype_of(tensor);
+  if (dtype == aoti_torch_dtype_float32()) return FloatType::kFloat32;
+  if (dtype == aoti_torch_dtype_bfloat16()) return FloatType::kBFloat16;
+  if (takes_float16 && dtype == aoti_torch_dtype_float16()) return FloatType::kFloat16;
+  fail(argument.prefix() + " must be " +
+       (takes_float16 ? "torch.float32, torch.bfloat16 or torch.float16"
+                      : "torch.float32 or torch.bfloat16") +
+       ", got " + dtype_name(dtype) + "; convert it with .to(torch.float32)");
 }
 
 void check_vocab(const Argument& argument, const Tensor& logits, int64_t max_vocab) {
@@ -116,10 +148,7 @@ void check_vocab(const Argument& argument, const Tensor& logits, int64_t max_voc
     fail(argument.prefix() + " must have a vocabulary of 1 to " + std::to_string(max_vocab) +
          " tokens, got shape " + describe_shape(logits));
   }
-  if (vocab > 1 && logits.stride(last) != 1) {
-    fail(argument.prefix() + " must be contiguous in its last dimension, got stride " +
-         std::to_string(logits.stride(last)) + "; call .contiguous() on it");
-  }
+  argument.has_contiguous_rows();
 }
 
 Tensor empty(const Tensor& like, std::span<const int64_t> shape, int32_t dtype) {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "ops/torch_abi/tensor.h"
-#include "specdec/core/logits.h"
+#include "specdec/core/float_types.h"
 #include "specdec/core/parallel.h"
 #include "specdec/core/platform.h"
 #include "specdec/cpu/thread_team.h"
@@ -37,6 +37,10 @@ class Argument {
   const Argument& has_dim(int64_t dim, const char* expected) const;
   const Argument& has_shape(std::initializer_list<int64_t> shape, const char* expected) const;
   const Argument& is_on_device_of(const Argument& other) const;
+  // Checks the stride of the last dimension.
+  const Argument& has_contiguous_rows() const;
+  // Checks that no element of the first `dims` dimensions shares its memory with another one.
+  const Argument& is_not_expanded(int64_t dims) const;
   // "specdec::op: argument name", for messages of further checks.
   std::string prefix() const;
 
@@ -56,10 +60,17 @@ class Argument {
   const Tensor& tensor_;
 };
 
+// Checks that all rows of a tensor, which has these strides before the last one, begin at multiples
+// of 16 bytes.
+void check_aligned(const char* op, const char* argument, const void* data,
+                   std::initializer_list<int64_t> strides, int64_t element_size);
+
 // Checks that `nodes` is in [1, kMaxNodes].
 void check_num_nodes(const Argument& argument, int64_t nodes);
 
-LogitsType check_logits_type(const Argument& argument, const Tensor& logits);
+// The ops of the CPU alone do not take float16.
+FloatType check_float_type(const Argument& argument, const Tensor& tensor,
+                           bool takes_float16 = true);
 // Checks that the last dimension is contiguous and has 1 to `max_vocab` tokens.
 void check_vocab(const Argument& argument, const Tensor& logits, int64_t max_vocab);
 

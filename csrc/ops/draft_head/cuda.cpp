@@ -19,8 +19,8 @@ void check_limits(const PackedWeights& packed, const DraftHeadParams& call, int6
                      call.shape.top_k, call.rows);
   const int64_t elements = call.rows * (num_new + call.shape.depth);
   if (!refusal && elements > INT32_MAX) {
-    refusal = "on CUDA the elements of all rows must be less than 2^31, not " +
-              std::to_string(elements);
+    refusal =
+        "on CUDA the elements of all rows must be less than 2^31, not " + std::to_string(elements);
   }
   if (refusal) {
     fail("specdec::draft_head: " + *refusal +
@@ -28,36 +28,23 @@ void check_limits(const PackedWeights& packed, const DraftHeadParams& call, int6
   }
 }
 
-// Checks that every row of a tensor begins at a multiple of 16 bytes.
-void check_aligned(const char* argument, const void* data, std::initializer_list<int64_t> strides,
-                   FloatType type) {
-  bool is_aligned = reinterpret_cast<uintptr_t>(data) % 16 == 0;
-  for (const int64_t stride : strides) is_aligned &= stride * element_size(type) % 16 == 0;
-  if (is_aligned) return;
-  fail_draft_head(argument,
-                  "must begin every row at a multiple of 16 bytes on CUDA; "
-                  "call .contiguous() on it, or lay it out so");
-}
-
 void check_alignment(const DraftHeadParams& call, int64_t num_new) {
-  const FloatType type = call.head.type;
   // The stride of a dimension of size one is never used.
   const auto used = [](int64_t stride, int64_t size) { return size > 1 ? stride : 0; };
-  if (num_new > 0) {
-    check_aligned(
-        "features", call.features,
-        {used(call.features_row_stride, call.rows), used(call.features_item_stride, num_new)},
-        type);
-  }
-  const auto check_cache = [&](const char* argument, const HeadCache& cache) {
-    check_aligned(
-        argument, cache.data,
-        {used(cache.layer_stride, std::ssize(call.head.layers)), used(cache.row_stride, call.rows),
-         used(cache.head_stride, call.head.kv_heads), used(cache.slot_stride, call.capacity)},
-        type);
+  const auto check = [&](const char* name, const void* data,
+                         std::initializer_list<int64_t> strides) {
+    check_aligned("draft_head", name, data, strides, element_size(call.head.type));
   };
-  check_cache("keys", call.keys);
-  check_cache("values", call.values);
+  if (num_new > 0) {
+    check("features", call.features,
+          {used(call.features_row_stride, call.rows), used(call.features_item_stride, num_new)});
+  }
+  for (const auto& [name, cache] : {std::pair{"keys", call.keys}, {"values", call.values}}) {
+    check(
+        name, cache.data,
+        {used(cache.layer_stride, std::ssize(call.head.layers)), used(cache.row_stride, call.rows),
+         used(cache.head_stride, call.head.kv_heads), used(cache.slot_stride, call.capacity)});
+  }
 }
 
 // Checks what determines the size of the kernel's memory. Whether the levels match the choices is

@@ -19,14 +19,6 @@ namespace {
 
 constexpr const char* kOp = "draft_head";
 
-void check_last_stride(const Argument& argument, const Tensor& tensor) {
-  const int64_t last = tensor.dim() - 1;
-  if (tensor.size(last) > 1 && tensor.stride(last) != 1) {
-    fail(argument.prefix() + " must be contiguous in its last dimension, got stride " +
-         std::to_string(tensor.stride(last)) + "; call .contiguous() on it");
-  }
-}
-
 // Checks that choices are in level order: parents precede their children, and depths never
 // decrease.
 DraftLevels check_choices(const DraftShape& shape) {
@@ -108,14 +100,7 @@ HeadCache read_cache(const char* name, const Tensor& cache, const HeadWeights& h
   argument.has_dtype(dtype).has_shape(
       {std::ssize(head.layers), rows, head.kv_heads, capacity, head.head_dim},
       "[layers, rows, kv_heads, capacity, head_dim]");
-  argument.is_on_device_of(features);
-  check_last_stride(argument, cache);
-  for (int dim = 0; dim < 4; ++dim) {
-    if (cache.size(dim) > 1 && cache.stride(dim) == 0) {
-      fail(argument.prefix() + " must not be an expanded tensor, got stride 0 in dimension " +
-           std::to_string(dim) + "; it is written in place, so give it memory of its own");
-    }
-  }
+  argument.is_on_device_of(features).has_contiguous_rows().is_not_expanded(4);
   return {cache.mutable_data_ptr(), cache.stride(0), cache.stride(1), cache.stride(2),
           cache.stride(3)};
 }
@@ -181,17 +166,15 @@ DraftHeadResult draft_head(const std::vector<Tensor>& weights, const std::vector
   const HeadWeights& head = packed.head;
   const int64_t rows = features.size(0), num_new = features.size(1);
   features_arg.has_shape({rows, num_new, head.feature_width}, "[rows, new, feature_width]");
-  check_last_stride(features_arg, features);
+  features_arg.has_contiguous_rows();
   tokens_arg.has_dtype(int64).has_shape({rows, num_new}, "[rows, new]");
   tokens_arg.is_on_device_of(features_arg);
   keys_arg.has_dim(5, "[layers, rows, kv_heads, capacity, head_dim]");
   cosines_arg.has_dtype(aoti_torch_dtype_float32()).has_dim(2, "[positions, rotary / 2]");
-  cosines_arg.is_on_device_of(features_arg);
+  cosines_arg.is_on_device_of(features_arg).has_contiguous_rows();
   sines_arg.has_dtype(aoti_torch_dtype_float32());
   sines_arg.has_shape({cosines.size(0), cosines.size(1)}, "[positions, rotary / 2]");
-  sines_arg.is_on_device_of(features_arg);
-  check_last_stride(cosines_arg, cosines);
-  check_last_stride(sines_arg, sines);
+  sines_arg.is_on_device_of(features_arg).has_contiguous_rows();
   if (2 * cosines.size(1) > head.head_dim) {
     fail(cosines_arg.prefix() + " must have at most head_dim / 2 = " +
          std::to_string(head.head_dim / 2) + " columns, got shape " + describe_shape(cosines));

@@ -4,6 +4,8 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "specdec/core/parallel.h"
+
 namespace specdec {
 
 inline int num_checks = 0;
@@ -16,6 +18,12 @@ inline int num_checks = 0;
       std::exit(1);                                                                      \
     }                                                                                    \
   } while (false)
+
+// Ranges of one index: results must not depend on how the work is divided.
+inline const ParallelFor kSerial{
+    [](void*, int64_t count, int64_t, ParallelFor::Body body, void* context) {
+      for (int64_t i = 0; i < count; ++i) body(i, i + 1, context);
+    }};
 
 void test_numbers();              // numbers.cpp
 void test_device_answer();        // device_answer.cpp

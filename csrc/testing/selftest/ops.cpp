@@ -12,11 +12,6 @@
 namespace specdec {
 namespace {
 
-const ParallelFor kSerial{[](void*, int64_t count, int64_t, ParallelFor::Body body, void* context) {
-  // Ranges of one index: results must not depend on how the work is divided.
-  for (int64_t i = 0; i < count; ++i) body(i, i + 1, context);
-}};
-
 using Ints = std::vector<int64_t>;
 
 // Random trees; some links are inactive, point forward or are meaningless.
@@ -138,14 +133,14 @@ struct MatchOutputs {
 
 struct MatchCase {
   int64_t batch, nodes, vocab;
-  LogitsType type;
+  FloatType type;
   std::vector<uint16_t> half_logits;  // storage of the 16-bit types
   std::vector<float> logits;
   Ints tokens, parents, root_positions, seeds, row_ids;
   std::unique_ptr<bool[]> stochastic;
 };
 
-MatchCase random_match_case(int64_t batch, int64_t nodes, int64_t vocab, LogitsType type,
+MatchCase random_match_case(int64_t batch, int64_t nodes, int64_t vocab, FloatType type,
                             std::mt19937& random) {
   MatchCase c{batch, nodes, vocab, type, {}, {}, {}, {}, {}, {}, {}, nullptr};
   std::normal_distribution<float> normal(0, 3);
@@ -153,7 +148,7 @@ MatchCase random_match_case(int64_t batch, int64_t nodes, int64_t vocab, LogitsT
   for (float& logit : c.logits) logit = random() % 4 == 0 ? -INFINITY : normal(random);
   // A few NaN, of which some are visited and some are not.
   for (int64_t i = 0; i < batch; ++i) c.logits[random() % c.logits.size()] = NAN;
-  if (type != LogitsType::kFloat32) {
+  if (type != FloatType::kFloat32) {
     for (int64_t i = 0; i < batch * nodes * vocab; ++i) {
       c.half_logits.push_back(static_cast<uint16_t>(random()));
     }
@@ -175,7 +170,7 @@ MatchCase random_match_case(int64_t batch, int64_t nodes, int64_t vocab, LogitsT
 template <typename Run>
 MatchOutputs run_match(const MatchCase& c, const Run& run) {
   MatchOutputs out{Ints(c.batch * c.nodes), Ints(c.batch), Ints(c.batch), Ints(c.batch)};
-  const bool wide = c.type == LogitsType::kFloat32;
+  const bool wide = c.type == FloatType::kFloat32;
   run(VerifyMatchParams{
       .logits = wide ? static_cast<const void*>(c.logits.data()) : c.half_logits.data(),
       .logits_type = c.type,
@@ -207,7 +202,7 @@ void test_verify_match() {
   };
   std::mt19937 random(2);
   int64_t num_accepted = 0, num_bad = 0;
-  for (LogitsType type : {LogitsType::kFloat32, LogitsType::kBFloat16, LogitsType::kFloat16}) {
+  for (FloatType type : {FloatType::kFloat32, FloatType::kBFloat16, FloatType::kFloat16}) {
     for (int64_t vocab : {1, 2, 3, 5, 64, 127, 4097, 9000}) {
       const MatchCase c = random_match_case(4, vocab < 100 ? 19 : 3, vocab, type, random);
       const MatchOutputs expected = run_match(c, on_cpu);

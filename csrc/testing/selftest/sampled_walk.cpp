@@ -26,7 +26,7 @@ struct Row {
     }
     params = {.rule = rule,
               .logits = logits.data(),
-              .logits_type = LogitsType::kFloat32,
+              .logits_type = FloatType::kFloat32,
               .logits_batch_stride = 6,
               .logits_node_stride = 2,
               .draft_probs = draft_probs.data(),

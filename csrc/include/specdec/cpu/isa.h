@@ -26,4 +26,37 @@ CpuIsa cpu_isa();
 // SPECDEC_CPU_ISA is not set.
 bool cpu_has_avx512_bf16();
 
+// The one of three builds that is for `isa`. Other processors have the baseline's alone, so the
+// names of the others need not exist there.
+#ifdef SPECDEC_X86
+#define SPECDEC_FOR_ISA(isa, baseline, avx2, avx512)   \
+  ((isa) == ::specdec::cpu::CpuIsa::kAvx512 ? (avx512) \
+   : (isa) == ::specdec::cpu::CpuIsa::kAvx2 ? (avx2)   \
+                                            : (baseline))
+#else
+#define SPECDEC_FOR_ISA(isa, baseline, avx2, avx512) (static_cast<void>(isa), (baseline))
+#endif
+
+template <auto function>
+struct IsaBuilds;
+
+template <typename Result, typename... Arguments, Result (*function)(Arguments...)>
+struct IsaBuilds<function> {
+  static Result baseline(Arguments... arguments) { return function(arguments...); }
+#ifdef SPECDEC_X86
+  SPECDEC_TARGET_AVX2 static Result avx2(Arguments... arguments) { return function(arguments...); }
+  SPECDEC_TARGET_AVX512 static Result avx512(Arguments... arguments) {
+    return function(arguments...);
+  }
+#endif
+};
+
+// Compiles a function that is inlined (SPECDEC_HOST_DEVICE) for every instruction set, and returns
+// the build for `isa`.
+template <auto function>
+auto build_for(CpuIsa isa) {
+  using Builds = IsaBuilds<function>;
+  return SPECDEC_FOR_ISA(isa, &Builds::baseline, &Builds::avx2, &Builds::avx512);
+}
+
 }  // namespace specdec::cpu

@@ -235,9 +235,9 @@ class SampledWalk {
                          residual.reference);
   }
 
-  static SPECDEC_HOST_DEVICE float load_logit(const void* logits, LogitsType type, int64_t offset) {
-    if (type == LogitsType::kFloat32) return static_cast<const float*>(logits)[offset];
-    if (type == LogitsType::kBFloat16) {
+  static SPECDEC_HOST_DEVICE float load_logit(const void* logits, FloatType type, int64_t offset) {
+    if (type == FloatType::kFloat32) return static_cast<const float*>(logits)[offset];
+    if (type == FloatType::kBFloat16) {
       return to_float(static_cast<const BFloat16*>(logits)[offset]);
     }
     return to_float(static_cast<const Float16*>(logits)[offset]);

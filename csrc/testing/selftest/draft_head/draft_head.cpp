@@ -13,10 +13,6 @@
 namespace specdec {
 namespace {
 
-const ParallelFor kSerial{[](void*, int64_t count, int64_t, ParallelFor::Body body, void* context) {
-  for (int64_t i = 0; i < count; ++i) body(i, i + 1, context);
-}};
-
 using Ints = std::vector<int64_t>;
 using Floats = std::vector<float>;
 

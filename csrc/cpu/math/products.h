@@ -1,0 +1,65 @@
+// The matrix products of `linear` and of panels, as linear.cpp and panels.cpp call them. They are
+// compiled for each instruction set: linear_kernel.h, panel_kernel.h.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+
+#include "specdec/core/float_types.h"
+#include "specdec/cpu/isa.h"
+#include "specdec/linear.h"
+
+namespace specdec::cpu {
+
+constexpr int64_t kStepBytes = 64;  // of a row, multiplied at a time
+constexpr int64_t kTileOuts = 24;
+constexpr int64_t kPassRows = 32;
+
+// Up to kPassRows rows of a product, with the inputs in the order in which a block reads them:
+// [blocks of block_rows rows][steps][rows of the block][kStepBytes], zeros beyond in_features.
+// Without this copy, rows whose stride is a multiple of 4 KiB would evict each other from L1.
+struct LinearPass {
+  const LinearParams& params;
+  int64_t first_row;
+  int64_t rows;
+  int64_t block_rows;  // the last block may have fewer
+  int64_t steps;
+  const std::byte* inputs;
+};
+
+// The products of one element type on one instruction set.
+struct Products {
+  int64_t max_rows;  // of a block of a LinearPass
+  // Writes the pass's rows of output[:, first_out:end_out].
+  void (*linear)(const LinearPass& pass, int64_t first_out, int64_t end_out);
+  // Products of `rows` contiguous input rows with one panel. The products of consecutive rows are
+  // `stride` apart.
+  void (*panel)(const void* panel, const void* input, int64_t rows, int64_t ins, float* values,
+                int64_t stride);
+};
+
+// `type` is float32 or bfloat16.
+Products products_baseline(FloatType type);
+Products products_avx2(FloatType type);
+Products products_avx512(FloatType type);
+
+inline Products products(FloatType type) {
+  return SPECDEC_FOR_ISA(cpu_isa(), products_baseline, products_avx2, products_avx512)(type);
+}
+
+// The number of parts for which a thread pays, if a part multiplies `rows` input rows with `outs`
+// weight rows. Fewer than four input rows count as four, because they are no faster: the weights
+// have to be read.
+inline int64_t product_grain(int64_t outs, int64_t ins, int64_t rows) {
+  constexpr int64_t kGrain = 1 << 18;  // multiply-adds; below it, waking a thread costs more
+  return kGrain / (outs * (ins + 1) * std::max<int64_t>(rows, 4)) + 1;
+}
+
+// The size of the largest part when `total` is divided as evenly as possible into the smallest
+// number of parts of at most `limit`.
+inline int64_t even_part(int64_t total, int64_t limit) {
+  const int64_t parts = (total + limit - 1) / limit;
+  return (total + parts - 1) / parts;
+}
+
+}  // namespace specdec::cpu
