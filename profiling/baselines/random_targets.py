@@ -1,4 +1,4 @@
-"""Targets with random weights in the sizes of small published models, to measure cost in benchmarks."""
+"""Targets with random weights: in the sizes of published models, to measure cost; tiny, to count calls."""
 
 from __future__ import annotations
 
@@ -39,6 +39,46 @@ SHAPES: dict[str, tuple[str, dict[str, int], int]] = {
         16_384,
     ),
 }
+# Tiny models whose passes differ in kind: name -> (model type, sizes beside those of ``_TINY``). Windows are
+# shorter than the prompts.
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "gemma3": (
+        "gemma3_text",
+        {"head_dim": 16, "num_hidden_layers": 6, "sliding_window": 8, "query_pre_attn_scalar": 16},
+    ),
+    "gpt2": ("gpt2", {"n_inner": 128}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mistral-window": ("mistral", {"sliding_window": 8}),
+}
+_TINY = dict(
+    vocab_size=96,
+    hidden_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=128,
+    tie_word_embeddings=False,  # otherwise a token predicts itself
+)
+
+
+def tiny_target(name: str) -> Any:
+    """A model of ``TINY`` in float32. Its weights are scaled by fan-in, so that its greedy text varies."""
+    kind, sizes = TINY[name]
+    model = _random_model(kind, torch.float32, 0, **{**_TINY, **sizes})
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=2.0 * parameter.shape[-1] ** -0.5)
+    return model
+
+
+def tiny_head() -> DraftHead:
+    """An EAGLE-3 head for every model of ``TINY``."""
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    vocab = _TINY["vocab_size"]
+    sizes = head_config(*map(_TINY.__getitem__, names), vocab, head_dim=16, draft_vocab=vocab)
+    return random_head(replace(sizes, feature_layers=(0, 1, 2)), torch.float32)
 
 
 def random_target(name: str, dtype: torch.dtype) -> Any:
@@ -68,15 +108,14 @@ def random_draft_of(name: str, dtype: torch.dtype) -> Any:
 
 
 def _random_model(kind: str, dtype: torch.dtype, seed: int, **sizes: Any) -> Any:
-    config = AutoConfig.for_model(
-        kind,
-        **sizes,
+    common = dict(
         max_position_embeddings=POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
     )
+    config = AutoConfig.for_model(kind, **{**common, **sizes})
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 

@@ -2,19 +2,22 @@
 
     python profiling count-round                   # a table; --sites lists the places in the code
     python profiling count-round --out profiling/results/generation/round_counts
+    python profiling count-round --tiny --drafter ngram "head tree"    # several architectures
 
-The bundled target and head run on the tensors of cuda_like.py, which take the code paths of CUDA and have
-real values. A round is one turn of the decoding loop: draft, verify, commit. The script counts the calls that
-reach torch's dispatcher; an op of ours counts as one launch. The first round of a call, which allocates
-buffers, and the last one are left out. Rounds in which a row of the batch ends, so that the rows in the
-cache are reordered, are counted separately.
+Models and heads run on the tensors of cuda_like.py, which take the code paths of CUDA and have real values.
+By default these are the bundled ones; ``--tiny`` takes tiny random models of several architectures. A round
+is one turn of the decoding loop: draft, verify, commit. The script counts the calls that reach torch's
+dispatcher; an op of ours counts as one launch. A *new shape* is a launch whose op was not launched with the
+same shapes in the round before, so a CUDA graph of that round can't contain it. The first round of a call,
+which allocates buffers, and the last one are left out. Rounds in which a row of the batch ends, so that the
+rows in the cache are reordered, are counted separately.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -26,15 +29,14 @@ from unittest import mock
 import nvtx
 import torch
 import transformers
+from baselines.random_targets import TINY, random_prompts, tiny_head, tiny_target
+from bench.runner import Results
+from text_table import format_markdown
 from torch import Tensor
 
-# It changes torch, so it must be imported before the measured code.
-from generation.cuda_like import CPU, FROM_HOST, KINDS, TO_HOST, CudaLike, cuda_like, to_device
-
-# isort: split
-from bench.runner import Results
-
 import specdec_ext
+from generation.cuda_like import CPU, CudaLike, cuda_like, reporting, to_device
+from generation.trace import FROM_HOST, KINDS, LAUNCH, NO_LAUNCH, TO_HOST, Call
 from specdec_ext import HeadDrafter, NgramDrafter, assets
 from specdec_ext.evaluate.machine import machine_line
 from specdec_ext.heads.config import DraftHead
@@ -51,10 +53,13 @@ RAGGED = (PROMPT, PROMPT[40:], PROMPT + PROMPT, PROMPT[16:64])
 TEXTS = {"greedy": {}, "sampled": {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "seed": 1}}
 DRAFTERS = ("none", "ngram", "head chain", "head tree")
 BATCHES = {"1": (PROMPT,), "ragged 4": RAGGED}
-KEY = ("drafter", "batch", "text")
+BUNDLED = "bundled"
+NEW_SHAPE = "new shape"
+COUNTED = (*KINDS, NEW_SHAPE)
+KEY = ("model", "drafter", "batch", "text")
 COLUMNS = {
     **{name: f"{{{name}}}" for name in (*KEY, "rounds")},
-    **{kind: f"{{median[{kind}]:g}}" for kind in KINDS},
+    **{kind: f"{{median[{kind}]:g}}" for kind in COUNTED},
     **{f"most {kind}": f"{{most[{kind}]}}" for kind in (TO_HOST, FROM_HOST)},
     "rows end": "{rounds in which a row ends}",
     **{f"most {kind} then": f"{{most then[{kind}]}}" for kind in (TO_HOST, FROM_HOST)},
@@ -71,10 +76,12 @@ class Round:
 
     Attributes:
         asked: ``(kind, place in the code) -> number of calls``.
+        shapes: the ops that were launched, with their shapes.
         row_ended: whether a row left the batch.
     """
 
     asked: Counter[tuple[str, str]] = field(default_factory=Counter)
+    shapes: set[tuple[Any, ...]] = field(default_factory=set)
     row_ended: bool = False
 
     def count(self, kind: str) -> int:
@@ -85,6 +92,7 @@ class Round:
 class Case:
     """The rounds of one call."""
 
+    model: str
     drafter: str
     batch: str
     text: str
@@ -109,15 +117,16 @@ class Case:
 
     def row(self) -> dict[str, Any]:
         return {
+            "model": self.model,
             "drafter": self.drafter,
             "batch": self.batch,
             "text": self.text,
             "rounds": len(self.steady),
-            "median": {kind: median(each.count(kind) for each in self.steady) for kind in KINDS},
-            "most": {kind: _most(self.steady, kind) for kind in KINDS},
+            "median": {kind: median(each.count(kind) for each in self.steady) for kind in COUNTED},
+            "most": {kind: _most(self.steady, kind) for kind in COUNTED},
             "rounds in which a row ends": len(self.with_ends),
-            "most then": {kind: _most(self.with_ends, kind) for kind in KINDS},
-            "places": {kind: self.sites(kind) for kind in (TO_HOST, FROM_HOST)},
+            "most then": {kind: _most(self.with_ends, kind) for kind in COUNTED},
+            "places": {kind: self.sites(kind) for kind in (TO_HOST, FROM_HOST, NEW_SHAPE)},
         }
 
 
@@ -133,9 +142,16 @@ class Counting:
         self._open = False
         self._reorder = SlotTarget.reorder
 
-    def book(self, kind: str, site: str) -> None:
-        if self._open and self.case is not None:
-            self.case.rounds[-1].asked[kind, site] += 1
+    def report(self, call: Call) -> None:
+        if not self._open or self.case is None or call.kind == NO_LAUNCH:
+            return
+        current, *before = self.case.rounds[:-3:-1]
+        current.asked[call.kind, call.site] += 1
+        if call.kind == LAUNCH:
+            shapes = call.shapes
+            current.shapes.add(shapes)
+            if not any(shapes in each.shapes for each in before):
+                current.asked[NEW_SHAPE, call.site] += 1
 
     def phase(self, name: str, **_: Any) -> Any:
         """Replacement of ``nvtx.annotate``, with which the loop marks its phases: "draft" begins a round."""
@@ -175,10 +191,51 @@ def own_weights(head: DraftHead, target: Any) -> DraftHead:
     return DraftHead(config, {name: CudaLike(each) for name, each in tensors.items()}, head.source)
 
 
-def run(names: Sequence[str] = DRAFTERS, new_tokens: int = NEW_TOKENS) -> list[Case]:
-    """Count the rounds of these drafters, for every batch and kind of text."""
+@dataclass
+class World:
+    """A target with everything that its rounds need.
+
+    Attributes:
+        name: of the target.
+        target: it is moved to the device when it is counted.
+        head: a draft head for it.
+        batches: name -> ``input_ids`` and ``attention_mask``.
+    """
+
+    name: str
+    target: Any
+    head: DraftHead
+    batches: dict[str, Any]
+
+
+def bundled_world() -> World:
+    tokenizer = assets.load_tokenizer()
+    batches = {
+        name: tokenizer(list(texts), return_tensors="pt", padding=True)
+        for name, texts in BATCHES.items()
+    }
+    return World(BUNDLED, assets.load_target(), assets.load_head(), batches)
+
+
+def tiny_world(name: str) -> World:
+    """A model of ``TINY`` on a random text that repeats itself, so that n-grams draft."""
+    (prompt,) = random_prompts(vocab_size=96, batch=3, length=8, count=1)
+    ids = prompt["input_ids"].repeat(1, 3)
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate((0, 3, 10)):
+        ids[row, :padding], mask[row, :padding] = 0, 0
+    batches = {
+        "1": {"input_ids": ids[:1], "attention_mask": mask[:1]},
+        "ragged 3": {"input_ids": ids, "attention_mask": mask},
+    }
+    return World(name, tiny_target(name), tiny_head(), batches)
+
+
+def run(
+    worlds: Iterable[World], names: Sequence[str] = DRAFTERS, new_tokens: int = NEW_TOKENS
+) -> list[Case]:
+    """Count the rounds of these targets and drafters, for every batch and kind of text."""
     counting = Counting()
-    target, tokenizer = assets.load_target(), assets.load_tokenizer()
     with (
         mock.patch.object(nvtx, "annotate", counting.phase),
         mock.patch.object(
@@ -187,55 +244,85 @@ def run(names: Sequence[str] = DRAFTERS, new_tokens: int = NEW_TOKENS) -> list[C
         # The CPU op computes for the device, and it reads matrices in panels.
         mock.patch.object(packed_head, "reads_panels", lambda device: True),
         mock.patch.object(packed_head, "_in_huge_pages", lambda like: [*map(room_like, like)]),
-        cuda_like(counting.book),
+        cuda_like(),
+        reporting(counting.report),
     ):
-        head = own_weights(assets.load_head(), target)
-        to_device(target)
-        drafters = {
-            "none": None,
-            "ngram": NgramDrafter(min_ngram=1, num_branches=2),
-            "head chain": HeadDrafter(head, TreeConfig(depth=7)),
-            "head tree": HeadDrafter(head, TreeConfig(depth=6, top_k=10, num_nodes=60)),
-        }
-        cases = []
-        for name, (batch, prompts), (text, kwargs) in product(
-            names, BATCHES.items(), TEXTS.items()
-        ):
-            inputs = tokenizer(list(prompts), return_tensors="pt", padding=True)
-            cases.append(Case(name, batch, text))
-            with counting.of(cases[-1]):
-                specdec_ext.generate(
-                    target,
-                    input_ids=CudaLike(inputs["input_ids"]),
-                    attention_mask=CudaLike(inputs["attention_mask"]),
-                    drafter=drafters[name],
-                    speculation="fixed",
-                    max_new_tokens=new_tokens,
-                    eos_token_id=None,
-                    **kwargs,
-                )
-    return cases
+        return [case for world in worlds for case in _count(world, counting, names, new_tokens)]
+
+
+def _count(
+    world: World, counting: Counting, names: Sequence[str], new_tokens: int
+) -> Iterator[Case]:
+    head = own_weights(world.head, world.target)
+    to_device(world.target)
+    drafters = {
+        "none": None,
+        "ngram": NgramDrafter(min_ngram=1, num_branches=2),
+        "head chain": HeadDrafter(head, TreeConfig(depth=7)),
+        "head tree": HeadDrafter(head, TreeConfig(depth=6, top_k=10, num_nodes=60)),
+    }
+    for name, (batch, inputs), (text, kwargs) in product(
+        names, world.batches.items(), TEXTS.items()
+    ):
+        case = Case(world.name, name, batch, text)
+        with counting.of(case):
+            specdec_ext.generate(
+                world.target,
+                input_ids=CudaLike(inputs["input_ids"]),
+                attention_mask=CudaLike(inputs["attention_mask"]),
+                drafter=drafters[name],
+                speculation="fixed",
+                max_new_tokens=new_tokens,
+                eos_token_id=None,
+                **kwargs,
+            )
+        yield case
 
 
 def site_lines(case: Case, kind: str) -> str:
-    lines = [f"{case.drafter}, batch {case.batch}, {case.text}: {kind} per round"]
+    lines = [f"{case.model}, {case.drafter}, batch {case.batch}, {case.text}: {kind} per round"]
     lines += [f"  {times:7.2f}  {site}" for site, times in case.sites(kind).items()]
     return "\n".join(lines)
+
+
+def place_lines(cases: Sequence[Case], kinds: Sequence[str]) -> list[str]:
+    """A Markdown table: the places in the code behind these kinds of calls, with the cases concerned."""
+    found: dict[tuple[str, str], list[tuple[Case, float]]] = {}
+    for case, kind in product(cases, kinds):
+        for site, times in case.sites(kind).items():
+            found.setdefault((kind, site), []).append((case, times))
+    rows = []
+    for place, each in sorted(found.items()):
+        most = max(times for _, times in each)
+        drafters, models = (
+            {getattr(case, name) for case, _ in each} for name in ("drafter", "model")
+        )
+        rows.append([*place, f"{most:g}", ", ".join(sorted(drafters)), ", ".join(sorted(models))])
+    header = ["kind", "place", "mean per round, at most", "drafters", "models"]
+    return format_markdown(header, rows).splitlines()
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--drafter", nargs="+", choices=DRAFTERS, default=DRAFTERS)
+    parser.add_argument("--tiny", action="store_true", help="tiny models of several architectures")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
     parser.add_argument(
-        "--sites", nargs="+", choices=KINDS, default=(), help="list the places in the code of these"
+        "--sites",
+        nargs="+",
+        choices=COUNTED,
+        default=(),
+        help="list the places in the code of these",
     )
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
     options = parser.parse_args(arguments)
     machine = machine_line(CPU, f"transformers {transformers.__version__}")
-    cases = run(options.drafter, options.new_tokens)
+    worlds = map(tiny_world, TINY) if options.tiny else [bundled_world()]
+    cases = run(worlds, options.drafter, options.new_tokens)
     rows = [case.row() for case in cases]
     title = "One round on a GPU: launches and copies"
-    Results(title, machine, COLUMNS, KEY, rows, notes=NOTES).publish(options.out)
+    places = place_lines(cases, (TO_HOST, FROM_HOST, NEW_SHAPE))
+    notes = [*NOTES, "", *places] if options.tiny else NOTES
+    Results(title, machine, COLUMNS, KEY, rows, notes=notes).publish(options.out)
     for case, kind in product(cases, options.sites):
         print(f"\n{site_lines(case, kind)}")

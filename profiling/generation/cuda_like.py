@@ -2,7 +2,7 @@
 
 A CPU build of torch can't hold CUDA tensors, and fake tensors have no values, which a decoding loop needs.
 Here every tensor of the device is a wrapper around a CPU tensor with the values. Each call that reaches the
-dispatcher is counted as what it would be on CUDA:
+dispatcher is reported (:class:`~generation.trace.Call`) as what it would be on CUDA:
 
 - *launch*: a kernel. Views and uninitialised memory need none. An op of ours counts as one.
 - *to host*: a copy from the device, for which the host waits: ``item``, ``tolist``, ``bool``, ``.cpu()``, and
@@ -12,18 +12,14 @@ dispatcher is counted as what it would be on CUDA:
 
 Tensors of both devices in one op raise an error, as on CUDA.
 
-Use it in a separate process, and import it before the code to be measured: it replaces
-``torch.inference_mode`` by ``torch.no_grad`` (wrappers can't be views of inference tensors), and makes torch
-believe that CUDA was initialised.
+Within :func:`cuda_like`, ``torch.inference_mode`` is ``torch.no_grad``, because wrappers can't be views of
+inference tensors. torch believes that CUDA was initialised, on a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -33,13 +29,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-torch.inference_mode = lambda mode=True: torch.no_grad()  # type: ignore[assignment, misc]
+from generation.trace import FROM_HOST, LAUNCH, NO_LAUNCH, TO_HOST, Call, Report, call_site
 
 DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")
-LAUNCH, TO_HOST, FROM_HOST = KINDS = ("launch", "to host", "from host")
-# Called with the kind and the place in our code, or in transformers, that made the call.
-Book = Callable[[str, str], None]
+CAPABILITY = (9, 0)
 
 _NO_KERNEL = {
     "_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "detach", "diagonal", "empty",
@@ -49,7 +43,8 @@ _NO_KERNEL = {
 }  # fmt: skip
 _READS_SIZE = {"nonzero", "masked_select", "_unique2", "unique_dim", "equal", "_local_scalar_dense"}
 _INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_"}
-_SOURCES = ("specdec_ext", "transformers")
+# Ops that take integers on CUDA only.
+_IN_FLOAT = {"histc"}
 
 
 class CudaLike(Tensor):
@@ -78,11 +73,11 @@ class CudaLike(Tensor):
     # Methods that torch implements in C++ below the dispatcher, or guards in a way that fails in a CPU build.
 
     def tolist(self) -> Any:
-        _device.book(TO_HOST)
+        _device.asked(TO_HOST, "tolist")
         return self.inner.tolist()
 
     def item(self) -> Any:
-        _device.book(TO_HOST)
+        _device.asked(TO_HOST, "item")
         return self.inner.item()
 
     def __int__(self) -> int:
@@ -103,8 +98,9 @@ class CudaLike(Tensor):
         return self.clone(memory_format=memory_format)
 
     def nonzero(self, **kwargs: Any) -> Any:
-        _device.book(TO_HOST)
-        return tree_map(CudaLike, self.inner.nonzero(**kwargs))
+        _device.asked(TO_HOST, "nonzero")
+        with _device.parts(counted=False):
+            return tree_map(CudaLike, self.inner.nonzero(**kwargs))
 
     def __invert__(self) -> Tensor:
         return self.logical_not() if self.dtype == torch.bool else self.bitwise_not()
@@ -116,57 +112,69 @@ class CudaLike(Tensor):
         return torch.tensor(data, **{"dtype": self.dtype, "device": DEVICE, **kwargs})
 
     def __getitem__(self, index: Any) -> Tensor:
-        with _device.quiet():
-            found = self.inner[_device.index(index)]
-        if found._base is None and found.data_ptr() != self.inner.data_ptr():
-            _device.book(LAUNCH)
-        return CudaLike(found)
+        with _device.parts():
+            return CudaLike(self.inner[_device.index(index)])
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        _device.book(LAUNCH)
         if isinstance(value, Tensor) and not isinstance(value, CudaLike) and value.ndim:
-            _device.book(FROM_HOST)
-        with _device.quiet():
+            _device.asked(FROM_HOST, "__setitem__")
+        with _device.parts():
             self.inner[_device.index(index)] = _inner(value)
 
 
 class _Device(TorchDispatchMode):
-    """Counts calls and computes them on the CPU."""
+    """Reports calls and computes them on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.report: Book = lambda kind, site: None
-        self._is_quiet = False
+        self.report: Report = lambda call: None
+        self._parts: bool | None = None
 
-    def book(self, kind: str) -> None:
-        self.report(kind, _site())
+    def asked(self, kind: str, name: str) -> None:
+        """Report a call that does not reach the dispatcher, or not as a whole."""
+        self.report(Call(name, kind, call_site()))
 
     @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Do not count calls inside this context: they are part of a call that was counted already."""
-        before, self._is_quiet = self._is_quiet, True
+    def parts(self, counted: bool = True) -> Iterator[None]:
+        """Report calls on CPU tensors inside this context, which are the parts of one Python call.
+
+        Args:
+            counted: whether they count as launches; False if the Python call is reported as a copy.
+        """
+        before, self._parts = self._parts, counted
         try:
             yield
         finally:
-            self._is_quiet = before
+            self._parts = before
 
     def index(self, index: Any) -> Any:
-        """Convert an index of a device tensor to one of its CPU tensor, and count the copies it needs."""
-        parts = index if isinstance(index, tuple) else (index,)
-        for part in parts:
+        """Convert an index of a device tensor to one of its CPU tensor, and report the copies it needs."""
+        for part in index if isinstance(index, tuple) else (index,):
             if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
-                self.book(TO_HOST)
+                self.asked(TO_HOST, "index by a mask")
             if isinstance(part, list) or (isinstance(part, Tensor) and part.device == CPU):
-                self.book(FROM_HOST)
+                self.asked(FROM_HOST, "index from the host")
         return tree_map(_inner, index)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._pin_memory.default and not self._is_quiet:
+        if self._parts is not None:
+            kind = LAUNCH if self._parts and _has_kernel(func) else NO_LAUNCH
+            return self.run(func, args, kwargs, kind)
+        if func is torch.ops.aten._pin_memory.default:
             return args[0]
-        if self._is_quiet or not _concerns_device(args, kwargs):
+        if not _concerns_device(args, kwargs):
             return func(*args, **kwargs)
         return self.call(func, args, kwargs)
+
+    def run(
+        self, func: Any, args: Any, kwargs: dict[str, Any], kind: str, on_host: Any = ()
+    ) -> Any:
+        """Compute a call on the CPU tensors of the device, and report it."""
+        result = func(*args, **kwargs)
+        name = func._schema.name
+        self.report(Call(name, kind, call_site(), func, args, kwargs, result, tuple(on_host)))
+        return result
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = func._schema.name.split("::")[1]
@@ -175,22 +183,25 @@ class _Device(TorchDispatchMode):
         others = [each for each in given if isinstance(each, Tensor) and each.device == CPU]
         target = kwargs.get("device")
         leaves = bool(ours) and target is not None and torch.device(target).type == "cpu"
+        kind = NO_LAUNCH
         if name in ("_to_copy", "copy_", "_pin_memory") and (leaves or others):
-            into_host = leaves or (name == "copy_" and not isinstance(args[0], CudaLike))
-            self.book(TO_HOST if into_host else FROM_HOST)
-            leaves = into_host
+            leaves = leaves or (name == "copy_" and not isinstance(args[0], CudaLike))
+            kind = TO_HOST if leaves else FROM_HOST
         elif name in _READS_SIZE or (name in _INDEXED and _has_mask(args[1])):
-            self.book(TO_HOST)
-        elif name not in _NO_KERNEL or not func._schema.name.startswith("aten"):
-            self.book(LAUNCH)
+            kind = TO_HOST
+        elif _has_kernel(func):
+            kind = LAUNCH
         if name in _INDEXED:
             for _ in others:
-                self.book(FROM_HOST)
+                self.asked(FROM_HOST, "index from the host")
         elif name not in ("_to_copy", "copy_") and any(each.ndim for each in others):
             raise RuntimeError(f"{name} was given tensors of {DEVICE} and of the CPU")
         args, kwargs = tree_map(_inner, (args, kwargs))
-        with self.quiet():
-            result = func(*args, **kwargs)
+        if name in _IN_FLOAT:
+            convert = torch.ops.aten._to_copy.default
+            converted = self.run(convert, (args[0],), {"dtype": torch.float32}, NO_LAUNCH)
+            args = (converted, *args[1:])
+        result = self.run(func, args, kwargs, kind, others)
 
         def outer(value: Any) -> Any:
             if not isinstance(value, Tensor) or leaves:
@@ -217,29 +228,13 @@ def _concerns_device(args: Any, kwargs: dict[str, Any]) -> bool:
     )
 
 
+def _has_kernel(func: Any) -> bool:
+    space, name = func._schema.name.split("::")
+    return space != "aten" or name not in _NO_KERNEL
+
+
 def _has_mask(indices: Any) -> bool:
     return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in indices)
-
-
-def _site() -> str:
-    """``folder/file.py:line function`` of the innermost frame in the measured code."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        place = _place(frame.f_code.co_filename)
-        if place is not None:
-            return f"{place}:{frame.f_lineno} {frame.f_code.co_name}"
-        frame = frame.f_back
-    return "elsewhere"
-
-
-@cache
-def _place(filename: str) -> str | None:
-    """The path from the package in ``_SOURCES`` on; None for other files."""
-    parts = Path(filename).parts
-    for source in _SOURCES:
-        if source in parts:
-            return "/".join(parts[len(parts) - 1 - parts[::-1].index(source) :])
-    return None
 
 
 def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -250,33 +245,43 @@ def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return make(data, *args, device=device, **kwargs)
         if isinstance(data, CudaLike):
             return data
-        _device.book(FROM_HOST)
-        with _device.quiet():
+        _device.asked(FROM_HOST, make.__name__)
+        with _device.parts(counted=False):
             return CudaLike(make(data, *args, **kwargs))
 
     return made
 
 
 @contextmanager
-def cuda_like(report: Book) -> Iterator[None]:
-    """Allow tensors on :data:`DEVICE` within this context; ``report`` is called for each counted call."""
+def cuda_like(report: Report = lambda call: None) -> Iterator[None]:
+    """Allow tensors on :data:`DEVICE` within this context; ``report`` gets every call on them."""
     patches = (
         mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY),
         mock.patch.object(
             torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0)
         ),
+        mock.patch.object(torch, "inference_mode", lambda mode=True: torch.no_grad()),
         mock.patch.object(torch, "tensor", _made_on_host(torch.tensor)),
         mock.patch.object(torch, "as_tensor", _made_on_host(torch.as_tensor)),
     )
-    _device.report = report
-    for patch in patches:
-        patch.start()
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        stack.enter_context(_device)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(reporting(report))
+        yield
+
+
+@contextmanager
+def reporting(report: Report) -> Iterator[None]:
+    """Within :func:`cuda_like`: let ``report`` get the calls inside this context."""
+    before, _device.report = _device.report, report
     try:
-        with _device, torch.no_grad():
-            yield
+        yield
     finally:
-        for patch in reversed(patches):
-            patch.stop()
+        _device.report = before
 
 
 def to_device(module: nn.Module) -> nn.Module:

@@ -1,70 +1,15 @@
 """The copies of a round of ``generate`` between host and GPU are bounded."""
 
-import json
-import subprocess
-import sys
-
 import pytest
-from helpers.places import ROOT
-
-PROFILING = ROOT / "profiling"
-TO_HOST, FROM_HOST = "to host", "from host"
-
-
-COUNTED = """
-import sys
-sys.path.insert(0, sys.argv.pop(1))
-from generation.cuda_like import CudaLike, cuda_like
-import torch
-
-seen = []
-with cuda_like(lambda kind, site: seen.append(kind)):
-    given = CudaLike(torch.arange(6.0).view(2, 3))
-    for act in [
-        lambda: given[:, 1:].t(),
-        lambda: given + 1,
-        lambda: given.sum().item(),
-        lambda: bool(given.sum() > 3),
-        lambda: given.tolist(),
-        lambda: given.cpu(),
-        lambda: given[given > 2],
-        lambda: given.nonzero(),
-        lambda: torch.tensor([1, 2], device="cuda:0"),
-        lambda: torch.ones(2, device="cuda:0"),
-        lambda: torch.ones(2).to("cuda:0"),
-        lambda: given[[0, 1]],
-        lambda: given[torch.tensor([0, 1])],
-        lambda: given.__setitem__((0, 0), 7.0),
-    ]:
-        seen.clear()
-        act()
-        print(", ".join(seen))
-    assert given.inner.tolist() == [[7.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-    try:
-        given + torch.ones(3)
-    except RuntimeError as error:
-        print(error)
-
 from generation import count_round
-
-count_round.main(sys.argv[1:])
-"""
+from generation.trace import FROM_HOST, TO_HOST
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory):
-    """What another process prints and writes, because counting changes torch."""
-    stem = tmp_path_factory.mktemp("rounds") / "counts"
-    command = [sys.executable, "-c", COUNTED, PROFILING, "--new-tokens", 20, "--out", stem]
-    done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout, json.loads(stem.with_suffix(".json").read_text())["rows"]
-
-
-@pytest.fixture(scope="module")
-def cases(counted):
+def cases():
     """``(drafter, batch, text) -> numbers``."""
-    return {(case["drafter"], case["batch"], case["text"]): case for case in counted[1]}
+    found = count_round.run([count_round.bundled_world()], new_tokens=20)
+    return {(case.drafter, case.batch, case.text): case.row() for case in found}
 
 
 @pytest.mark.parametrize("text", ["greedy", "sampled"])
@@ -94,23 +39,3 @@ def test_round_in_which_a_row_ends_has_few_more_copies(cases, drafter):
 def test_plain_round_launches_four_kernels_beside_the_model(cases):
     """Three ops and the filling of one tensor; the model has 6 layers of 36 kernels, and 13 more."""
     assert cases["none", "1", "greedy"]["median"]["launch"] <= 236
-
-
-def test_kinds_of_calls_are_counted(counted):
-    assert counted[0].splitlines()[:15] == [
-        "",
-        "launch",
-        "launch, to host",
-        "launch, launch, to host",
-        "to host",
-        "to host",
-        "launch, to host, launch",
-        "to host",
-        "from host",
-        "launch",
-        "from host",
-        "from host, launch",
-        "from host, launch",
-        "launch",
-        "add was given tensors of cuda:0 and of the CPU",
-    ]
