@@ -20,7 +20,9 @@ from specdec_ext.models.passes.hidden_states import HiddenStateRecorder, concate
 from specdec_ext.models.passes.linears import plain_linears, row_invariant_linears
 from specdec_ext.models.passes.masks import visibility
 from specdec_ext.models.passes.visibility import BlockVisibility
-from specdec_ext.models.patching.changes import inference_mode, joined_changes
+from specdec_ext.models.patching.changes import Entry, inference_mode, joined_changes
+
+_PADDING_CHECK = "warn_if_padding_and_no_attention_mask"
 
 
 class ModulePass:
@@ -51,6 +53,7 @@ class ModulePass:
         self.griffin_blocks = recurrent_blocks(model) if cache.states else []
         self._scans = stateless_scans(model) if cache.states else []
         self._linears = plain_linears(model)
+        self._checked = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
         self.recorder = HiddenStateRecorder(model, self.config, ())
 
     def __call__(
@@ -83,7 +86,8 @@ class ModulePass:
         # the cache (RollbackLayer._allocate, States.release) and recorded outputs (Recorder copies them).
         with ExitStack() as stack:
             # Outside of a call, the changes end with this pass.
-            stack.enter_context(joined_changes())
+            changes = stack.enter_context(joined_changes())
+            changes.patch((_PADDING_CHECK, id(self)), self._unchecked)
             stack.enter_context(inference_mode())
             if block is not None:
                 stack.enter_context(visibility(block))
@@ -111,3 +115,15 @@ class ModulePass:
             tuple(output.get("hidden_states") or ()),
             tuple(output.get("attentions") or ()),
         )
+
+    def _unchecked(self) -> list[Entry]:
+        """Turn off a check of GPT-2 and others, which would copy tokens to the host in every pass.
+
+        Without a mask, it warns of tokens that equal the padding token. transformers' ``generate`` always
+        passes a mask, so it never warns, and a draft may contain any token.
+        """
+        return [(vars(each), _PADDING_CHECK, lambda _: _check_nothing) for each in self._checked]
+
+
+def _check_nothing(input_ids: Any, attention_mask: Any) -> None:
+    pass
