@@ -6,7 +6,7 @@
 Builds for the card at hand and runs the ops' CUDA tests; ``generate`` with every kind of drafter against
 ``drafter=None`` and ``model.generate``; 250 bitwise repeats of every op, and the replay of its CUDA graph
 with other inputs; compute-sanitizer, which first must find the bugs planted in planted_bugs.cu; and the
-benchmarks.
+benchmarks. The report ends with a table of the cases of ``generate``, to be pasted into an issue.
 
 Needs an NVIDIA GPU; for the python3 that runs it, a CUDA build of torch >= 2.10, NumPy, setuptools, ninja,
 pytest, safetensors, transformers, nvtx, triton and CuPy; in PATH, nvcc and compute-sanitizer. Nothing is
@@ -27,13 +27,14 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from xml.etree.ElementTree import ParseError
 
 from text_table import format_markdown, format_table
 
-from gpu.steps import BUILD, RESULTS, ROOT, Failed, Step, plan, read_last_line
+from gpu.generate_cases import case_names, verdict_table, verdicts
+from gpu.steps import BUILD, GENERATE, RESULTS, ROOT, Failed, Step, plan, read_last_line
 
 MODULES = (
     "numpy", "nvtx", "setuptools", "ninja", "pytest", "safetensors", "transformers", "cupy",
@@ -53,6 +54,7 @@ class Result:
     summary: str
     command: str
     output: str  # the end of the output, if the step failed
+    verdicts: dict[str, str] = field(default_factory=dict)  # of the cases of ``generate``
 
 
 def portable(text: str) -> str:
@@ -87,7 +89,8 @@ def run_step(step: Step, results: list[Result]) -> Result:
         summary, passed = str(error), False
     seconds = time.monotonic() - began
     kept = "" if passed else portable(output[-TAIL:])
-    return Result(step.name, passed, seconds, step.seconds, summary, command, kept)
+    found = verdicts(output)
+    return Result(step.name, passed, seconds, step.seconds, summary, command, kept, found)
 
 
 def explain(step: Step, done: subprocess.CompletedProcess[str]) -> str:
@@ -131,10 +134,14 @@ def report_markdown(machine: str, results: list[Result], planned: int) -> str:
         for result in results
     ]
     passed = sum(result.passed for result in results)
-    return (
-        f"# GPU check\n\n{machine}\n\n{passed} of {planned} steps passed in {total:.0f} s.\n\n"
-        f"{format_markdown(header, rows)}\n"
-    )
+    parts = [
+        "# GPU check",
+        machine,
+        f"{passed} of {planned} steps passed in {total:.0f} s.",
+        format_markdown(header, rows),
+        *(verdict_table(result.verdicts) for result in results if result.step == GENERATE),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def write_report(stem: Path, machine: str, results: list[Result], planned: int) -> None:
@@ -151,6 +158,8 @@ def show_plan(steps: list[Step]) -> None:
     for step in steps:
         settings = "".join(f"{key}={value} " for key, value in step.environment.items())
         print(f"\n{step.name}:\n  {settings}{portable(shlex.join(step.command))}")
+        if step.name == GENERATE:
+            print("  cases:", *case_names(), sep="\n    ")
     total = sum(step.seconds for step in steps)
     print(
         f"\nat most {total} s of {LIMIT} s; writes profiling/results/gpu_check_<card>.json and .md"

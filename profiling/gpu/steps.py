@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "profiling" / "results"
 BUILD = ROOT / "build" / "gpu_check"
+GENERATE = "generate"
 TOOLS = ("memcheck", "racecheck", "synccheck")
 OP_TESTS = ROOT / "python_tests" / "ops"
 CPU_ONLY = ("test_ops_linear.py",)
@@ -136,7 +137,7 @@ def plan(card: str, capability: str) -> list[Step]:
         Step("kernel report", 40, report, read_last_line, environment=on_card),
         device_tests("op tests", 70, op_test_files()),
         device_tests("draft head tests", 60, draft_head_test_files()),
-        Step("generate", 60, tool_command("generate-checks"), read_checks, "build"),
+        Step(GENERATE, 64, tool_command("generate-checks"), read_checks, "build"),
         Step("repeats", 20, tool_command("op-checks", "repeat"), read_checks, "build"),
         Step("graph replay", 15, tool_command("op-checks", "replay"), read_checks, "build"),
         planted_bugs(15),

@@ -1,6 +1,6 @@
 """``ModulePass``: passes make no call that waits for the device, and leave the model as it was."""
 
-from tiny import prompts, tiny_model
+from helpers.models.tiny import prompts, tiny_model
 from transformers import PreTrainedModel
 
 import specdec_ext

@@ -2,15 +2,61 @@
 
 import pytest
 import torch
-from gpu import generate_checks, steps
+from gpu import generate_cases, generate_checks, steps
 
 ON_CPU = ["--device", "cpu", "--dtype", "float32", "--new-tokens", "12"]
 
 
 def test_generate_passes_on_the_cpu(capsys):
     assert generate_checks.main(ON_CPU) == 0
-    # Two batches, two kinds of text, four drafters; greedy text without a drafter.
-    assert steps.read_checks(capsys.readouterr().out) == "18 cases"
+    printed = capsys.readouterr().out
+    # Two batches, two kinds of text: four drafters and none; greedy text of transformers; 12 other calls.
+    assert steps.read_checks(printed) == "34 cases"
+    assert list(generate_cases.verdicts(printed)) == list(generate_cases.case_names(["float32"]))
+
+
+def test_dry_run_lists_the_cases(capsys):
+    assert generate_checks.main(["--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines() == list(generate_cases.case_names())
+
+
+def test_every_call_has_a_name_and_a_drafter():
+    assert generate_checks.CALLS.keys() == generate_cases.CALLS.keys()
+    known = {*generate_cases.DRAFTERS, "sampled draft model"}
+    assert {*generate_cases.CALLS.values()} <= known
+
+
+@pytest.mark.parametrize(
+    ("tokens", "why"),
+    [
+        ([[1, 2, 3]], None),
+        ([[1, 2]], "row 0 has 2 tokens, expected 3"),
+        ([[1, 2, 4]], "row 0 has token 4 in column 2, expected 3"),
+    ],
+)
+def test_a_call_with_other_tokens_fails(tokens, why):
+    texts = {"device": tokens, "cpu": [[1, 2, 3]]}
+    arguments = (lambda world, drafter: texts[world]), "device", None, "cpu", None
+    assert generate_checks._why_call_fails(*arguments) == why
+
+
+def test_an_exception_is_a_verdict():
+    def fail() -> str | None:
+        raise ValueError("first line\nsecond line")
+
+    assert generate_checks._attempt(fail) == "ValueError: first line"
+
+
+def test_verdicts_are_a_table():
+    names = list(generate_cases.case_names())
+    lines = [f"PASS {name}" for name in names[1:-1]]
+    lines += [f"FAIL (row 0 has (other) tokens) {names[0]}", "PASS once tree_mask small, 64 nodes"]
+    table = generate_cases.verdict_table(generate_cases.verdicts("\n".join(lines))).splitlines()
+    assert table[0] == "| generate | float32 | bfloat16 | float16 |"
+    assert table[2] == "| no drafter, as on the CPU, greedy, 1 row | FAIL |  |  |"
+    assert "| head, a tree, greedy, 1 row | pass | pass | pass |" in table
+    assert "| draft model, sampled, ragged | pass | pass | did not run |" in table
+    assert table[-1] == f"- {names[0]}: FAIL (row 0 has (other) tokens)"
 
 
 @pytest.mark.parametrize(

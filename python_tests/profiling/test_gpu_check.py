@@ -16,7 +16,7 @@ import pytest
 import torch
 from bench.op_cases import CASES, Case
 from gpu import check as gpu_check
-from gpu import op_checks
+from gpu import generate_cases, op_checks
 from gpu import steps as gpu_steps
 from gpu.steps import Failed, Step
 from helpers.places import ROOT
@@ -33,6 +33,7 @@ def test_dry_run_prints_every_step_and_its_command(capsys):
     for step in gpu_check.plan("<card>", "<capability>"):
         assert f"\n{step.name} " in printed and f"\n{step.name}:\n" in printed
     assert "compute-sanitizer --tool racecheck" in printed
+    assert all(f"\n    {name}\n" in printed for name in generate_cases.case_names())
     assert f"{ROOT}/" not in printed.replace(sys.executable, "")
 
 
@@ -266,6 +267,16 @@ def test_golden_cases_that_are_missing_or_changed_fail(tmp_path):
     assert "eagle1_nobias/meta.json: FAILED open" in changed.output
     absent = Step("golden", 5, golden.command, golden.read, folder=tmp_path / "none")
     assert not gpu_check.run_step(absent, []).passed
+
+
+def test_the_report_ends_with_the_cases_of_generate():
+    name = next(iter(generate_cases.case_names()))
+    (step,) = [each for each in gpu_check.plan("h200", "9.0") if each.name == gpu_steps.GENERATE]
+    told = Step(step.name, 5, ["echo", f"FAIL (other text) {name}"], step.read)
+    result = gpu_check.run_step(told, [])
+    text = gpu_check.report_markdown("H200 | torch 2.11", [result], planned=1)
+    assert "| generate | float32 | bfloat16 | float16 |" in text and "| did not run |" in text
+    assert text.endswith(f"- {name}: FAIL (other text)\n")
 
 
 # --- checks of ops ----------------------------------------------------------------------------------
