@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 # Name -> module and class of a drafter that needs no arguments.
 _MADE = {
-    "ngram": ("ngram", "NgramDrafter"),
+    "ngram": ("lookup.ngram", "NgramDrafter"),
     "suffix": ("lookup.suffix", "SuffixDrafter"),
     "lookahead": ("lookahead", "LookaheadDrafter"),
 }
