@@ -31,8 +31,10 @@
 //   atomic_add, atomic_max, atomic_exchange(p, v), atomic_compare_exchange(p, expected, desired)
 //                                         relaxed, return the old value; 32- and 64-bit integers
 //   fetch_add_acq_rel(p, v), load_acquire(p), store_release(p, v)       device scope
+//   load_relaxed(p)                       for a spin; a thread_fence() follows before any barrier
 //   thread_fence()                        device scope, orders relaxed atomics as in C++
-//   spin_until(condition)                 the only way to spin; condition() reads with load_acquire
+//   spin_until(condition)                 the only way to spin; condition() reads with one of the
+//                                         two loads
 //   grid_barrier(barrier)                 all blocks of a cooperative launch
 //
 //   Asynchronous copies and tensor cores
@@ -110,6 +112,8 @@ struct GridBarrier {
 
 // Waits for all blocks of a cooperative launch; what they wrote before is visible afterwards. All
 // threads must call it. The barrier is a single word, because each access goes to the L2 cache.
+// Polls are relaxed and one fence follows, because every acquire invalidates the L1 cache, which
+// the other warps of the multiprocessor may still use.
 __device__ __forceinline__ void grid_barrier(GridBarrier* barrier,
                                              Location where = Location::current()) {
   constexpr uint32_t kTurn = 0x80000000u;
@@ -120,7 +124,8 @@ __device__ __forceinline__ void grid_barrier(GridBarrier* barrier,
     const uint32_t own = is_first ? kTurn - (gridDim.x * gridDim.y - 1) : 1u;
     const uint32_t before = fetch_add_acq_rel(&barrier->arrived, own);
     const uint32_t turned = (before ^ kTurn) & kTurn;
-    spin_until([=] { return (load_acquire(&barrier->arrived) & kTurn) == turned; }, where);
+    spin_until([=] { return (load_relaxed(&barrier->arrived) & kTurn) == turned; }, where);
+    thread_fence();
   }
   block_barrier(where);
 }

@@ -138,7 +138,9 @@ __device__ __forceinline__ void named_barrier(int id, int num_threads) {
 
 __device__ __forceinline__ void warp_barrier(uint32_t lanes = kFullWarp) { __syncwarp(lanes); }
 
-__device__ __forceinline__ void thread_fence() { __threadfence(); }
+// __threadfence() also orders its thread's earlier stores before its later loads, which takes
+// longer.
+__device__ __forceinline__ void thread_fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 template <typename T>
 __device__ __forceinline__ T shuffle(T value, int lane, uint32_t lanes = kFullWarp, Location = {}) {
@@ -262,6 +264,20 @@ __device__ __forceinline__ T load_acquire(const T* address) {
   } else {
     uint64_t bits;
     asm volatile("ld.acquire.gpu.b64 %0, [%1];" : "=l"(bits) : "l"(address) : "memory");
+    return static_cast<T>(bits);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ T load_relaxed(const T* address) {
+  static_assert(std::is_integral_v<T> && (sizeof(T) == 4 || sizeof(T) == 8));
+  if constexpr (sizeof(T) == 4) {
+    uint32_t bits;
+    asm volatile("ld.relaxed.gpu.b32 %0, [%1];" : "=r"(bits) : "l"(address) : "memory");
+    return static_cast<T>(bits);
+  } else {
+    uint64_t bits;
+    asm volatile("ld.relaxed.gpu.b64 %0, [%1];" : "=l"(bits) : "l"(address) : "memory");
     return static_cast<T>(bits);
   }
 }

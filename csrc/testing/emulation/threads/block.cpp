@@ -59,8 +59,15 @@ void Block::reset(unsigned x, unsigned y) {
   copies_.reset();
 }
 
+// What a thread has waited for with relaxed loads is visible only after a fence.
+void Block::require_fence(const Thread& thread) const {
+  const std::optional<Location> load = atomics_.unfenced_load(thread.index);
+  if (load) Grid::current().fail("no thread_fence follows load_relaxed" + at(*load));
+}
+
 void Block::barrier(Location where) {
   Grid& grid = Grid::current();
+  require_fence(grid.self());
   if (num_at_barrier_++ == 0) barrier_site_ = where;
   if (!same_place(where, barrier_site_)) {
     grid.fail("divergent barrier: block_barrier" + at(where) +
@@ -96,6 +103,7 @@ void Block::named_barrier(int id, int num_threads, Location where) {
     grid.fail("named_barrier " + std::to_string(id) + " for " + std::to_string(num_threads) +
               " threads while others wait there for " + std::to_string(barrier.num_threads));
   }
+  require_fence(grid.self());
   barrier.waiting.push_back(&grid.self());
   grid.park({.what = "named_barrier", .where = where, .id = id});
   if (static_cast<int>(barrier.waiting.size()) == num_threads) {
@@ -129,6 +137,7 @@ void Block::meet(const Meeting& meeting, void* operand) {
     grid.fail("divergent " + std::string(meeting.what) + at(meeting.where) + ": lane " +
               std::to_string(std::countr_zero(absent)) + " has ended");
   }
+  if (meeting.complete == nullptr) require_fence(self);
   self.meeting = &meeting;
   self.operand = operand;
   warps_[self.warp()].meeting |= 1u << self.lane();
@@ -164,6 +173,7 @@ void Block::try_meeting(unsigned warp_index, const Meeting& meeting) {
 }
 
 void Block::end_thread(Thread& self) {
+  require_fence(self);
   Warp& warp = warps_[self.warp()];
   warp.live &= ~(1u << self.lane());
   --num_live_;

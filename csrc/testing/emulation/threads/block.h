@@ -60,6 +60,7 @@ class Block {
     uint32_t live = 0, meeting = 0;  // lanes that have not ended; lanes that wait for other lanes
   };
 
+  void require_fence(const Thread& thread) const;
   void release_barrier();
   void join(const std::vector<Thread*>& threads);
   void try_meeting(unsigned warp, const Meeting& meeting);

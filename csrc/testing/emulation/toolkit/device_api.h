@@ -208,6 +208,12 @@ T load_acquire(const T* address, Location where = Location::current()) {
   return *address;
 }
 template <typename T>
+T load_relaxed(const T* address, Location where = Location::current()) {
+  check_atomic(address, emulation::AccessKind::kAtomicRead, where);
+  emulation::block().atomics().load_relaxed(threadIdx.x, address, where);
+  return *address;
+}
+template <typename T>
 void store_release(T* address, std::type_identity_t<T> value,
                    Location where = Location::current()) {
   check_atomic(address, emulation::AccessKind::kAtomicUpdate, where);

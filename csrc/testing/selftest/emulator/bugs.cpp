@@ -29,13 +29,14 @@ void sound(float* out) {
 using Bug = void (*)(const std::byte* in, float* out);
 
 // Runs two blocks; the message must contain all `parts`.
-void expect(Bug kernel, const char* name, const std::vector<std::string>& parts) {
+void expect(Bug kernel, const char* name, const std::vector<std::string>& parts,
+            bool cooperative = false) {
   const std::vector<uint4> in(2 * kThreads);
   std::vector<float> out(2 * kThreads);
   std::string message = "nothing";
   try {
-    launch(kernel, {2, 1, kThreads, nullptr}, reinterpret_cast<const std::byte*>(in.data()),
-           out.data());
+    launch(kernel, {2, 1, kThreads, nullptr, 0, cooperative},
+           reinterpret_cast<const std::byte*>(in.data()), out.data());
   } catch (const EmulationError& error) {
     message = error.what();
   }
@@ -51,6 +52,7 @@ void expect(Bug kernel, const char* name, const std::vector<std::string>& parts)
 }
 
 #define EXPECT_BUG(kernel, ...) expect(kernel, #kernel, {__VA_ARGS__})
+#define EXPECT_COOPERATIVE_BUG(kernel, ...) expect(kernel, #kernel, {__VA_ARGS__}, true)
 
 void missing_barrier(const std::byte*, float* out) {
   SPECDEC_SHARED(Shared, shared);
@@ -93,6 +95,40 @@ void flag_without_fence(const std::byte*, float* out) {
     spin_until([&] { return load_acquire(shared.flags.pointer(0)) != 0; });
     out[0] = shared.values[0];
   }
+}
+
+void relaxed_spin_without_fence(const std::byte*, float* out) {
+  SPECDEC_SHARED(Shared, shared);
+  if (threadIdx.x == 0) shared.flags[0] = 0;
+  block_barrier();
+  if (threadIdx.x == 0) {
+    shared.values[0] = 1;
+    store_release(shared.flags.pointer(0), 1);
+  }
+  if (threadIdx.x == 32) {
+    spin_until([&] { return load_relaxed(shared.flags.pointer(0)) != 0; });
+    out[0] = shared.values[0];
+  }
+}
+
+// grid_barrier with the fence at `fence`: 0 is none, 1 is before the polls, 2 after the barrier.
+void polls(float* out, int fence) {
+  uint32_t* arrived = reinterpret_cast<uint32_t*>(out);
+  block_barrier();
+  if (threadIdx.x == 0) {
+    fetch_add_acq_rel(arrived, 1);
+    if (fence == 1) thread_fence();
+    spin_until([=] { return load_relaxed(arrived) == 2; });
+  }
+  block_barrier();
+  if (fence == 2) thread_fence();
+}
+void grid_barrier_without_fence(const std::byte*, float* out) { polls(out, 0); }
+void grid_barrier_fence_too_early(const std::byte*, float* out) { polls(out, 1); }
+void grid_barrier_fence_too_late(const std::byte*, float* out) { polls(out, 2); }
+
+void thread_ends_without_fence(const std::byte* in, float*) {
+  if (threadIdx.x == 5) load_relaxed(reinterpret_cast<const uint32_t*>(in));
 }
 
 void atomic_and_plain(const std::byte*, float* out) {
@@ -285,6 +321,12 @@ void test_races() {
   EXPECT_BUG(two_writers, "writes byte 20", "which thread ", " wrote (bugs.cpp:", "a race");
   EXPECT_BUG(write_after_read, "byte 0", "a race");
   EXPECT_BUG(flag_without_fence, "byte 0", "thread 0 wrote", "a race");
+  EXPECT_BUG(relaxed_spin_without_fence, "byte 0", "thread 0 wrote", "a race");
+  EXPECT_COOPERATIVE_BUG(grid_barrier_without_fence,
+                         "thread 0: no thread_fence follows load_relaxed (bugs.cpp:");
+  EXPECT_COOPERATIVE_BUG(grid_barrier_fence_too_early, "thread 0: no thread_fence follows");
+  EXPECT_COOPERATIVE_BUG(grid_barrier_fence_too_late, "thread 0: no thread_fence follows");
+  EXPECT_BUG(thread_ends_without_fence, "thread 5: no thread_fence follows");
   EXPECT_BUG(atomic_and_plain, " atomically", "a race");
   EXPECT_BUG(never_written, "thread 33: ", "reads byte 36", "which no thread has written");
 }

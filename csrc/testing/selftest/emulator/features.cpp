@@ -167,8 +167,8 @@ __global__ void block_functions(int32_t* out) {
   out[thread] = shared.words[thread] + shared.total;
 }
 
-// Passes a value from thread 0 to thread 64 by a flag, once with fences, once with acquire and
-// release.
+// Passes a value from thread 0 to thread 64 by a flag, with fences, and back with acquire and
+// release, and to thread 32 with a relaxed load and a fence.
 __global__ void memory_order(int32_t* out) {
   SPECDEC_SHARED(BlockShared, shared);
   if (threadIdx.x == 0) shared.ready[0] = 0;
@@ -180,6 +180,11 @@ __global__ void memory_order(int32_t* out) {
     atomic_add(ready, 1);
     spin_until([&] { return load_acquire(ready) == 2; });
     out[0] = shared.words[1];
+  }
+  if (threadIdx.x == 32) {
+    spin_until([&] { return load_relaxed(ready) == 2; });
+    thread_fence();
+    out[1] = shared.words[1];
   }
   if (threadIdx.x == 64) {
     spin_until([&] { return atomic_compare_exchange(ready, 7, 7) == 1; });
@@ -207,7 +212,7 @@ void test_blocks() {
     CHECK(out[i] == (i < 100 ? i / 64 * 64 + 63 - i % 64 + 128 : -1));
   }
   CHECK(launch(memory_order, {1, 1, 96, nullptr}, out.data()) == cudaSuccess);
-  CHECK(out[0] == 6);
+  CHECK(out[0] == 6 && out[1] == 6);
   Floats floats(2 * 96);
   CHECK(launch(dynamic_memory, {1, 2, 96, nullptr, 96 * 6}, floats.data()) == cudaSuccess);
   for (int i = 0; i < 2 * 96; ++i) CHECK(floats[i] == static_cast<float>(95 - i % 96) + 1.5f);
