@@ -33,13 +33,14 @@ SHAPES = {
     "no-prefix": Shape(prefixes=(0, 0), nodes=7),
     "one-committed": Shape(prefixes=(1,), nodes=3, head_dim=80),
     "tile-edges": Shape(prefixes=(63, 64, 65), nodes=4),
-    "split-edges": Shape(prefixes=(255, 256, 257), nodes=3, heads=1, head_dim=96),
+    "split-edges": Shape(prefixes=(127, 128, 255, 256, 257), nodes=3, heads=1, head_dim=96),
     "tree-across-splits": Shape(prefixes=(253,), nodes=20),
     "group-7": Shape(prefixes=(40, 9), nodes=5, heads=14, kv_heads=2),
     "group-16": Shape(prefixes=(70,), nodes=3, heads=16),
     "no-group": Shape(prefixes=(70,), nodes=6, heads=3, kv_heads=3, head_dim=128),
     "two-words": Shape(prefixes=(100,), nodes=67, heads=1),
     "three-splits": Shape(prefixes=(600, 20), nodes=3, kv_heads=2, head_dim=128),
+    "longer-splits": Shape(prefixes=(2310,), nodes=2, heads=1),
     "two-row-blocks": Shape(prefixes=(40,), nodes=36, heads=4),
     "dim-24": Shape(prefixes=(40,), nodes=3, head_dim=24),
     "dim-256": Shape(prefixes=(90,), nodes=5, head_dim=256),
@@ -165,7 +166,7 @@ def test_a_tree_equals_decoding_token_by_token(shape, options, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [(0, 0.0), (9, 4.0)], ids=str)
 def test_two_chains_equal_decoding_token_by_token(options, dtype, device):
-    """Interleaved in memory, across the end of a split (512 on CUDA, 256 on the CPU)."""
+    """Interleaved in memory, across the end of a split (a multiple of 128 on CUDA and of 256 on the CPU)."""
     window, softcap = options
     case = replace(random_case(Shape(prefixes=(509,), nodes=9), dtype), parents=two_chains(9))
     together = run({**static_arguments(case, window=window), "softcap": softcap}, device)
@@ -176,9 +177,10 @@ def test_two_chains_equal_decoding_token_by_token(options, dtype, device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("prefix", [1020, 8190])
+@pytest.mark.parametrize("prefix", [1020, 2046, 6142])
 def test_long_prefixes_equal_decoding_token_by_token(prefix, dtype, device):
-    """From position 8192 on the CUDA kernels' splits are longer."""
+    """From positions 2048 and 6144 on, the CUDA kernels' splits are longer. A prefix of 6144 has 32 splits,
+    which are merged together; the next one is merged in a second round."""
     case = random_case(Shape(prefixes=(prefix,), nodes=7, heads=1), dtype, seed=3)
     case = replace(case, parents=two_chains(7))
     together = run(static_arguments(case), device)
@@ -194,6 +196,18 @@ def test_a_row_does_not_depend_on_the_others(dtype, device):
     for row in range(4):
         alone = run(static_arguments(case.only_rows([row]), start=11, gap=0), device)
         assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [0, 150])
+def test_the_capacity_of_the_cache_changes_no_bit(window, dtype, device):
+    """The kernels' grids depend on the capacity alone, and most of their blocks have nothing to do."""
+    case = random_case(Shape(prefixes=(300, 0, 130), nodes=4), dtype, seed=10)
+    arguments = static_arguments(case, window=window)
+    larger = dict(arguments)
+    for name in ("key", "value"):
+        larger[name] = torch.nn.functional.pad(arguments[name], (0, 0, 0, 5000), value=torch.nan)
+    assert torch.equal(run(larger, device), run(arguments, device))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -244,6 +258,16 @@ def test_a_prefix_that_begins_before_the_cache(device):
     for name in ("prefix_starts", "block_starts"):
         shifted[name] = arguments[name] - 151
     assert torch.equal(run(shifted, device), expected)
+
+
+def test_padding_nodes_change_no_bit(device):
+    """A tree that is padded to 70 nodes has more blocks of query rows, some without an active node."""
+    case = random_case(Shape(prefixes=(140,), nodes=70), torch.bfloat16, seed=11)
+    case.parents[:, 5:] = -2
+    padded = run(static_arguments(case), device)
+    few = case.only_nodes(list(range(5)), case.parents[:, :5])
+    assert torch.equal(padded[:, :5], run(static_arguments(few), device))
+    assert (padded[:, 5:] == 0).all()
 
 
 def test_inactive_rows_and_nodes_are_zero(device):

@@ -31,11 +31,15 @@ def tree_attention(
     ``prefix_lengths[b] + d``. All sums are accumulated in float32.
 
     The output of a node depends only on the ordered list of (position, key, value) that it sees. The batch,
-    the number of nodes, the other nodes and the places of the slots do not change a single bit. So a node has
-    exactly the bits of plain decoding along its path. This is true on the CPU, where all numbers of threads
-    and all instruction sets give the same bits, and on CUDA. The contents of slots that a node does not see
-    have no effect, even if they are NaN, with one exception on CUDA: NaN in a value that a window hides from
-    some nodes of a row, but not from others, affects all of them.
+    the number of nodes, the other nodes, the places of the slots and the capacity of the cache do not change
+    a single bit. So a node has exactly the bits of plain decoding along its path. This is true on the CPU,
+    where all numbers of threads and all instruction sets give the same bits, and on CUDA. The contents of
+    slots that a node does not see have no effect, even if they are NaN, with one exception on CUDA: NaN in a
+    value that a window hides from some nodes of a row, but not from others, affects all of them.
+
+    On CUDA the numbers in ``ancestors``, ``prefix_starts``, ``prefix_lengths``, ``block_starts`` and
+    ``page_table`` are read by the kernels, and the launches depend on shapes alone. A CUDA graph that was
+    captured once is right for all later contents of these tensors.
 
     Args:
         query: ``[batch, heads, nodes, head_dim]`` float32, bfloat16 or float16. On CUDA at most 128 nodes,

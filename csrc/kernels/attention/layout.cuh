@@ -7,7 +7,7 @@
 namespace specdec {
 
 constexpr int kSplitsPerLevel = 16;
-constexpr int64_t kFirstSplit = 512;                 // positions
+constexpr int64_t kFirstSplit = 128;                 // positions
 constexpr int64_t kMaxPositions = int64_t{1} << 40;  // longer prefixes are cut to it
 
 // Level l has kSplitsPerLevel splits of kFirstSplit << l positions.
@@ -60,6 +60,16 @@ struct RowPlan {
   }
 };
 
+// The number of a node's ancestors including itself: its depth + 1, or 0 if it is inactive.
+__device__ __forceinline__ int count_ancestors(const TreeAttentionParams& params, int64_t row,
+                                               int64_t node) {
+  int count = 0;
+  for (int64_t word = 0; word < params.words; ++word) {
+    count += __popcll(params.ancestor_word(row, node, word));
+  }
+  return count;
+}
+
 // Copies a tile of keys and values; slot_of(key) is the slot of the row, -1 for zeros.
 template <class Tile, typename SlotOf>
 __device__ __forceinline__ void copy_tile(const TreeAttentionParams& params, int64_t row,
@@ -109,16 +119,6 @@ __device__ __forceinline__ void copy_queries(const TreeAttentionParams& params, 
     cp_async_16(queries.pointer(i / kChunks * Tile::kStride + dim), all + (is_valid ? offset : 0),
                 is_valid);
   }
-}
-
-// The number of a node's ancestors including itself: its depth + 1, or 0 if it is inactive.
-__device__ __forceinline__ int count_ancestors(const TreeAttentionParams& params, int64_t row,
-                                               int64_t node) {
-  int count = 0;
-  for (int64_t word = 0; word < params.words; ++word) {
-    count += __popcll(params.ancestor_word(row, node, word));
-  }
-  return count;
 }
 
 }  // namespace specdec

@@ -5,6 +5,9 @@
 // kStages in shared memory. One barrier per tile means both that the tile has arrived and that no
 // thread still reads the tile whose stage is refilled next. Query rows are read from shared memory
 // for every tile, because the registers hold 16 x head_dim sums per row tile.
+//
+// The grid is that of the longest prefix that the cache can hold, because the lengths are in device
+// memory. A block beyond the prefix of its row, or without an active node, ends at once.
 #pragma once
 
 #include "layout.cuh"
@@ -53,6 +56,22 @@ __device__ __forceinline__ void store_partial(const TreeAttentionParams& params,
   }
 }
 
+// Whether a block has an active node among `count` query rows. All lanes of the warp call it.
+__device__ __forceinline__ bool has_active_node(const TreeAttentionParams& params, int64_t row,
+                                                int first_row, int count) {
+  const int group = static_cast<int>(params.heads / params.kv_heads);
+  const int nodes = static_cast<int>(params.nodes);
+  const int end = min((first_row + count - 1) / group + 1, nodes);
+  bool is_active = false;
+  for (int node = first_row / group + static_cast<int>(threadIdx.x % kWarpSize); node < end;
+       node += kWarpSize) {
+    for (int64_t word = 0; word < params.words; ++word) {
+      is_active |= params.ancestor_word(row, node, word) != 0;
+    }
+  }
+  return warp_any(is_active);
+}
+
 template <class Tile, int kRowTiles>
 __global__ void __launch_bounds__(PrefixShape<Tile>::kThreads, 2)
     prefix_kernel(const SPECDEC_GRID_CONSTANT TreeAttentionParams params,
@@ -87,7 +106,7 @@ __global__ void __launch_bounds__(PrefixShape<Tile>::kThreads, 2)
   const int64_t begin = plan.walk_begin(plan.first_split + split, Tile::kKeys);
   const int num_tiles =
       static_cast<int>((plan.walk_end(plan.first_split + split) - begin) / Tile::kKeys);
-  if (num_tiles <= 0) return;
+  if (num_tiles <= 0 || !has_active_node(params, row, first_row, kRows)) return;
 
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int64_t start = params.prefix_starts[row] + begin;

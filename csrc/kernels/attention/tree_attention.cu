@@ -7,8 +7,11 @@
 // Out: output [batch, nodes, heads, head_dim]
 //
 // Positions are divided into tiles of 32 keys and splits of whole tiles, both anchored at position
-// 0. A split has 512 positions, from position 8192 on 1024, from 24576 on 2048, and so on, doubling
-// every 16 splits: enough splits to fill the GPU, few enough to merge. There are two launches:
+// 0. A split has 128 positions, from position 2048 on 256, from 6144 on 512, and so on, doubling
+// every 16 splits. Short prefixes have enough splits to fill the GPU (2048 tokens with 8 key-value
+// heads: 128 blocks), and long ones few enough to merge (131072 tokens: 113 splits). There are two
+// launches. Lengths are read from device memory, and the grids depend on the capacity of the cache
+// instead, so that a CUDA graph can hold the launches:
 //
 //   prefix: a block takes one split of one (row, key-value head) and up to 128 query rows, which
 //           are (node, head of the group) pairs. It processes the tiles that are full of committed
@@ -18,12 +21,13 @@
 //           the workspace.
 //   finish: a block takes one node of one (row, key-value head) and continues where the prefix
 //           kernel stopped: at the positions from the last tile boundary P' <= P to the node's own.
-//           The ancestor at depth j is position P + j; ancestors are gathered in this order. Then
-//           the block merges the splits of the prefix in order and writes the output.
-//   Example: P = 600, a node at depth 2. Split 0 is positions 0 .. 511: 16 tiles of the prefix
-//   kernel. Split 1 begins at 512: the prefix kernel processes the tiles at 512 and 544, and the
-//   finish kernel resumes from that state and adds positions 576 .. 602: 24 committed keys, then
-//   the root, the parent and the node itself.
+//           The ancestor at depth j is position P + j; ancestors are gathered in this order. The
+//           block merges the splits of the prefix in order, adds these positions and writes the
+//           output.
+//   Example: P = 600, a node at depth 2. Splits 0 .. 3 are positions 0 .. 511: four tiles of the
+//   prefix kernel each. Split 4 begins at 512: the prefix kernel processes the tiles at 512 and
+//   544, and the finish kernel resumes from that state and adds positions 576 .. 602: 24 committed
+//   keys, then the root, the parent and the node itself.
 //
 // Invariance: every query row is processed with the same tiles and the same places of keys in them,
 // for every tree, batch, number of nodes and layout. So a node has the same bits as in
@@ -39,6 +43,8 @@
 // tensor cores: 8192 tokens are 8.6 GFLOP for 33.5 MB, 13 us at the 660 TFLOP/s that mma.sync
 // reaches on an H200, against 8 us of copying. Registers limit occupancy: 128 threads of up to 255,
 // 2 blocks per multiprocessor.
+#include <algorithm>
+
 #include "finish.cuh"
 #include "prefix.cuh"
 #include "specdec/launchers.h"
@@ -46,10 +52,13 @@
 namespace specdec {
 namespace {
 
-// The largest number of splits that the visible part of a prefix touches. A window may begin inside
-// a split.
+// The largest number of splits that the visible part of a prefix touches. It lies in the cache and
+// in the window and may begin inside a split. Splits do not get shorter, so a range of positions
+// touches at most one split more than a range of this length that begins at 0.
 int64_t max_splits(const TreeAttentionParams& params) {
-  return split_of(params.slots_per_row()) + 2;
+  int64_t length = params.slots_per_row();
+  if (params.window > 0) length = std::min(length, params.window);
+  return split_of(length) + 2;
 }
 
 template <class Tile, int kRowTiles>
