@@ -29,7 +29,7 @@ int64_t source_slot(const KvMoves& moves, int64_t row, int64_t depth) {
   return moves.source_starts[row] + moves.path(row, depth);
 }
 
-void list_moves(const CacheTensor& cache, const KvMoves& moves, int64_t row,
+void list_moves(const CacheLayout& layout, const KvMoves& moves, int64_t row,
                 std::vector<Move>& list) {
   list.clear();
   for (int64_t depth = 0; depth <= moves.num_accepted[row]; ++depth) {
@@ -37,16 +37,17 @@ void list_moves(const CacheTensor& cache, const KvMoves& moves, int64_t row,
                   target = moves.target_starts[row] + depth;
     if (source == target) continue;
     list.push_back(
-        {slot_offset(cache, moves, row, source), slot_offset(cache, moves, row, target)});
+        {slot_offset(layout, moves, row, source), slot_offset(layout, moves, row, target)});
   }
 }
 
 void move_row(const CacheTensor& cache, const KvMoves& moves, int64_t row, Scratch& scratch) {
-  list_moves(cache, moves, row, scratch.moves);
-  const size_t size = cache.slot_bytes;
+  const CacheLayout& layout = cache.layout;
+  list_moves(layout, moves, row, scratch.moves);
+  const size_t size = layout.slot_bytes;
   scratch.slots.resize(std::max(scratch.slots.size(), scratch.moves.size() * size));
-  for (int32_t head = 0; head < cache.heads; ++head) {
-    std::byte* data = cache.data + head * cache.head_stride;
+  for (int32_t head = 0; head < layout.heads; ++head) {
+    std::byte* data = cache.data + head * layout.head_stride;
     std::byte* buffer = scratch.slots.data();
     for (const Move& move : scratch.moves) {
       std::memcpy(buffer, data + move.source, size);
@@ -88,10 +89,10 @@ struct Bounds {
 
 Bounds find_bounds(std::span<const CacheTensor> caches, const KvMoves& moves) {
   Bounds bounds{INT64_MAX, INT64_MAX, INT64_MAX};
-  for (const CacheTensor& cache : caches) {
-    bounds.slots = std::min(bounds.slots, moves.row_pages * cache.page_size);
-    bounds.page_size = std::min(bounds.page_size, cache.page_size);
-    bounds.pages = std::min(bounds.pages, cache.pages);
+  for (const auto& [data, layout] : caches) {
+    bounds.slots = std::min(bounds.slots, moves.row_pages * layout.page_size);
+    bounds.page_size = std::min(bounds.page_size, layout.page_size);
+    bounds.pages = std::min(bounds.pages, layout.pages);
   }
   return bounds;
 }
@@ -159,7 +160,7 @@ void kv_compact(std::span<const CacheTensor> caches, const KvMoves& moves,
   const int64_t count = num_moves(moves), tasks = static_cast<int64_t>(caches.size()) * moves.batch;
   if (count == 0 || tasks == 0) return;
   int64_t bytes = 0;
-  for (const CacheTensor& cache : caches) bytes += count * cache.heads * cache.slot_bytes;
+  for (const auto& [data, layout] : caches) bytes += count * layout.heads * layout.slot_bytes;
   const int64_t grain = kGrainBytes / (bytes / tasks + 1) + 1;
   parallel_for(tasks, grain, [&](int64_t begin, int64_t end) {
     thread_local Scratch scratch;

@@ -54,13 +54,13 @@ void check_shape(const Argument& argument, const Tensor& cache, const CacheShape
 CacheTensor cache_tensor(const Tensor& cache) {
   const int64_t element = static_cast<int64_t>(cache.element_size());
   return {.data = static_cast<std::byte*>(cache.mutable_data_ptr()),
-          .page_stride = cache.stride(0) * element,
-          .head_stride = cache.stride(1) * element,
-          .slot_stride = cache.stride(2) * element,
-          .pages = cache.size(0),
-          .page_size = cache.size(2),
-          .heads = static_cast<int32_t>(cache.size(1)),
-          .slot_bytes = static_cast<int32_t>(cache.size(3) * element)};
+          .layout = {.page_stride = cache.stride(0) * element,
+                     .head_stride = cache.stride(1) * element,
+                     .slot_stride = cache.stride(2) * element,
+                     .pages = cache.size(0),
+                     .page_size = cache.size(2),
+                     .heads = static_cast<int32_t>(cache.size(1)),
+                     .slot_bytes = static_cast<int32_t>(cache.size(3) * element)}};
 }
 
 std::vector<CacheTensor> cache_tensors(const std::vector<Tensor>& caches, const Argument& path,

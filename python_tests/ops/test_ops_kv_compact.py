@@ -16,6 +16,7 @@ CASES = {  # name: (batch, nodes, slots, [(heads, head_dim, dtype), ...])
     "odd-bytes": (5, 19, 40, [(3, 7, torch.uint8)] * 2),
     "many-caches": (2, 5, 16, [(1, 4, torch.float32)] * 131),
     "several-launches": (1, 4, 9, [(1, 1, torch.int8)] * 515),
+    "more-layouts-than-a-launch": (2, 3, 8, [(1, 1 + i % 11, torch.int8) for i in range(25)]),
     "max-nodes": (1, ops.MAX_NODES, 1500, [(1, 8, torch.float32)]),
     "no-head-dim": (2, 3, 9, [(2, 0, torch.float32), (0, 4, torch.float32)]),
     "no-caches": (2, 3, 9, []),

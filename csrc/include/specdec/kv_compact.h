@@ -15,10 +15,9 @@
 
 namespace specdec {
 
-// One cache tensor [pages, heads, page_size, head_dim] with a contiguous last dimension. Strides
-// count bytes.
-struct CacheTensor {
-  std::byte* data;
+// The layout of a cache tensor [pages, heads, page_size, head_dim] with a contiguous last dimension.
+// Strides count bytes. Most layers of a model share one.
+struct CacheLayout {
   int64_t page_stride;
   int64_t head_stride;
   int64_t slot_stride;
@@ -26,6 +25,13 @@ struct CacheTensor {
   int64_t page_size;
   int32_t heads;
   int32_t slot_bytes;  // head_dim * element size
+
+  bool operator==(const CacheLayout&) const = default;
+};
+
+struct CacheTensor {
+  std::byte* data;
+  CacheLayout layout;
 };
 
 struct KvMoves {
@@ -45,7 +51,7 @@ struct KvMoves {
 
 // The offset in bytes of a row's slot from the first slot of a cache, or -1 if the row or the cache
 // has no such slot.
-SPECDEC_HOST_DEVICE int64_t slot_offset(const CacheTensor& cache, const KvMoves& moves, int64_t row,
+SPECDEC_HOST_DEVICE int64_t slot_offset(const CacheLayout& cache, const KvMoves& moves, int64_t row,
                                         int64_t slot) {
   if (slot < 0 || slot >= moves.row_pages * cache.page_size) return -1;
   const int64_t index = slot / cache.page_size;

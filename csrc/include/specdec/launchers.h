@@ -31,8 +31,11 @@ cudaError_t launch_verify_sampled(const VerifySampledParams& params, void* works
 
 cudaError_t launch_sample_filter(const SampleFilterParams& params, cudaStream_t stream);
 
-// A launch takes at most this many tensors: the keys and values of 256 layers.
-constexpr int64_t kMaxCachesPerLaunch = 512;
+// One launch takes the keys and values of 128 layers, with up to eight different layouts; more are
+// divided over several launches. Everything that a launch reads from the host is in its parameters,
+// so a CUDA graph can repeat it.
+constexpr int64_t kMaxCachesPerLaunch = 256;
+constexpr int64_t kMaxLayoutsPerLaunch = 8;
 cudaError_t launch_kv_compact(std::span<const CacheTensor> caches, const KvMoves& moves,
                               cudaStream_t stream);
 

@@ -37,15 +37,16 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kStageBytes = 16 * 1024;
 static_assert(kStageBytes >= kMaxNodes * 16, "one column of the widest unit for a full tree");
-static_assert(kMaxCachesPerLaunch * sizeof(CacheTensor) + sizeof(KvMoves) + 8 <= 32764,
-              "kernel parameters");
 
-// The whole table is copied at every launch, so a launch with few caches uses a small one.
-template <int64_t kCapacity>
+// The caches of a launch. All of it is copied at every launch, and layers share layouts, so a cache
+// is a pointer and a byte.
 struct CacheTable {
-  CacheTensor caches[kCapacity];
+  CacheLayout layouts[kMaxLayoutsPerLaunch];
+  std::byte* data[kMaxCachesPerLaunch];
+  uint8_t layout_of[kMaxCachesPerLaunch];
 };
-constexpr int64_t kSmallTable = 64;
+static_assert(sizeof(CacheTable) + sizeof(KvMoves) + sizeof(int) <= 4096,
+              "the parameters that every driver takes");
 
 template <typename Unit>
 struct Shared {
@@ -59,7 +60,7 @@ struct Move {
   int64_t target;
 };
 
-__device__ Move find_move(const KvMoves& moves, const CacheTensor& cache, int64_t row,
+__device__ Move find_move(const KvMoves& moves, const CacheLayout& cache, int64_t row,
                           int64_t depth) {
   const int64_t node = moves.path(row, depth);
   if (node < 0 || node >= moves.nodes) return {-1, -1};
@@ -74,12 +75,12 @@ __device__ Move find_move(const KvMoves& moves, const CacheTensor& cache, int64_
   return {source, target};
 }
 
-template <typename Unit, int64_t kCapacity>
+template <typename Unit>
 __global__ void __launch_bounds__(kThreads)
-    kv_compact_kernel(const SPECDEC_GRID_CONSTANT CacheTable<kCapacity> table,
+    kv_compact_kernel(const SPECDEC_GRID_CONSTANT CacheTable table,
                       const SPECDEC_GRID_CONSTANT KvMoves moves, int max_heads) {
   SPECDEC_SHARED(Shared<Unit>, shared);
-  const CacheTensor& cache = table.caches[blockIdx.y];
+  const CacheLayout& cache = table.layouts[table.layout_of[blockIdx.y]];
   const int64_t row = blockIdx.x / max_heads;
   const int head = blockIdx.x % max_heads;
   const int64_t accepted = moves.num_accepted[row];
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(kThreads)
 
   const int columns = cache.slot_bytes / static_cast<int>(sizeof(Unit));
   const int staged_columns = min(columns, static_cast<int>(kStageBytes / sizeof(Unit)) / count);
-  std::byte* data = cache.data + head * cache.head_stride;
+  std::byte* data = table.data[blockIdx.y] + head * cache.head_stride;
   const auto unit_at = [&](int64_t offset, int column) {
     return reinterpret_cast<Unit*>(data + offset) + column;
   };
@@ -113,29 +114,52 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// A table and its number of caches.
+struct CacheList {
+  CacheTable table{};
+  int64_t size = 0;
+  int64_t num_layouts = 0;
+
+  // Returns false if the table is full.
+  bool add(const CacheTensor& cache) {
+    CacheLayout* const end = table.layouts + num_layouts;
+    CacheLayout* const layout = std::find(table.layouts, end, cache.layout);
+    const bool is_new = layout == end;
+    if (size == kMaxCachesPerLaunch || (is_new && num_layouts == kMaxLayoutsPerLaunch)) {
+      return false;
+    }
+    if (is_new) table.layouts[num_layouts++] = cache.layout;
+    table.data[size] = cache.data;
+    table.layout_of[size] = static_cast<uint8_t>(layout - table.layouts);
+    ++size;
+    return true;
+  }
+};
+
 // The low bits of everything that must be a multiple of the unit.
-uint64_t alignment_bits(const CacheTensor& cache) {
-  return reinterpret_cast<uintptr_t>(cache.data) | static_cast<uint64_t>(cache.page_stride) |
-         static_cast<uint64_t>(cache.head_stride) | static_cast<uint64_t>(cache.slot_stride) |
-         static_cast<uint64_t>(cache.slot_bytes);
+uint64_t alignment_bits(const CacheList& caches) {
+  uint64_t bits = 0;
+  for (int64_t i = 0; i < caches.size; ++i) {
+    bits |= reinterpret_cast<uintptr_t>(caches.table.data[i]);
+  }
+  for (int64_t i = 0; i < caches.num_layouts; ++i) {
+    const CacheLayout& layout = caches.table.layouts[i];
+    bits |= static_cast<uint64_t>(layout.page_stride | layout.head_stride | layout.slot_stride |
+                                  layout.slot_bytes);
+  }
+  return bits;
 }
 
-template <int64_t kCapacity>
-cudaError_t launch_table(std::span<const CacheTensor> caches, const KvMoves& moves,
-                         cudaStream_t stream) {
-  CacheTable<kCapacity> table{};
-  uint64_t bits = 0;
+cudaError_t launch_list(const CacheList& caches, const KvMoves& moves, cudaStream_t stream) {
   int max_heads = 0;
-  for (size_t i = 0; i < caches.size(); ++i) {
-    table.caches[i] = caches[i];
-    bits |= alignment_bits(caches[i]);
-    max_heads = std::max(max_heads, caches[i].heads);
+  for (int64_t i = 0; i < caches.num_layouts; ++i) {
+    max_heads = std::max(max_heads, caches.table.layouts[i].heads);
   }
   if (max_heads == 0) return cudaSuccess;
-  const LaunchConfig config{moves.batch * max_heads, static_cast<int64_t>(caches.size()), kThreads,
-                            stream};
+  const LaunchConfig config{moves.batch * max_heads, caches.size, kThreads, stream};
+  const uint64_t bits = alignment_bits(caches);
   const auto with_unit = [&]<typename Unit>(Unit) {
-    return launch(kv_compact_kernel<Unit, kCapacity>, config, table, moves, max_heads);
+    return launch(kv_compact_kernel<Unit>, config, caches.table, moves, max_heads);
   };
   if (bits % 16 == 0) return with_unit(uint4{});
   if (bits % 8 == 0) return with_unit(uint2{});
@@ -149,15 +173,15 @@ cudaError_t launch_table(std::span<const CacheTensor> caches, const KvMoves& mov
 cudaError_t launch_kv_compact(std::span<const CacheTensor> caches, const KvMoves& moves,
                               cudaStream_t stream) {
   if (moves.nodes < 1 || moves.nodes > kMaxNodes) return cudaErrorInvalidValue;
-  for (size_t first = 0; first < caches.size(); first += kMaxCachesPerLaunch) {
-    const auto part =
-        caches.subspan(first, std::min<size_t>(kMaxCachesPerLaunch, caches.size() - first));
-    const cudaError_t error = part.size() <= kSmallTable
-                                  ? launch_table<kSmallTable>(part, moves, stream)
-                                  : launch_table<kMaxCachesPerLaunch>(part, moves, stream);
+  CacheList list;
+  for (const CacheTensor& cache : caches) {
+    if (list.add(cache)) continue;
+    const cudaError_t error = launch_list(list, moves, stream);
     if (error != cudaSuccess) return error;
+    list = {};
+    list.add(cache);
   }
-  return cudaSuccess;
+  return launch_list(list, moves, stream);
 }
 
 }  // namespace specdec

@@ -229,13 +229,13 @@ Caches make_caches(int64_t batch, int64_t slots, const std::vector<std::pair<int
     auto& bytes = caches.storage.emplace_back(batch * heads * slots * slot_bytes);
     for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::byte>(i * 37 + i / 251);
     caches.tensors.push_back({.data = bytes.data(),
-                              .page_stride = heads * slots * slot_bytes,
-                              .head_stride = slots * slot_bytes,
-                              .slot_stride = slot_bytes,
-                              .pages = batch,
-                              .page_size = slots,
-                              .heads = heads,
-                              .slot_bytes = slot_bytes});
+                              .layout = {.page_stride = heads * slots * slot_bytes,
+                                         .head_stride = slots * slot_bytes,
+                                         .slot_stride = slot_bytes,
+                                         .pages = batch,
+                                         .page_size = slots,
+                                         .heads = heads,
+                                         .slot_bytes = slot_bytes}});
   }
   return caches;
 }
