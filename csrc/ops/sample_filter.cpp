@@ -17,7 +17,10 @@ void run(const SampleFilterParams& params, const Tensor& logits) {
         }
         cpu::sample_filter(params, kTorchParallelFor);
       },
-      [&](auto stream) { return launch_sample_filter(params, stream); });
+      [&](auto stream) {
+        const Tensor workspace = empty_bytes(logits, sample_filter_workspace_bytes(params));
+        return launch_sample_filter(params, workspace.mutable_data_ptr(), stream);
+      });
 }
 
 Tensor sample_filter(const Tensor& logits, const Tensor& temperature, const Tensor& top_k,

@@ -29,7 +29,8 @@ cudaError_t launch_verify_match(const VerifyMatchParams& params, uint32_t* count
 cudaError_t launch_verify_sampled(const VerifySampledParams& params, void* workspace,
                                   cudaStream_t stream);
 
-cudaError_t launch_sample_filter(const SampleFilterParams& params, cudaStream_t stream);
+cudaError_t launch_sample_filter(const SampleFilterParams& params, void* workspace,
+                                 cudaStream_t stream);
 
 // One launch takes the keys and values of 128 layers, with up to eight different layouts; more are
 // divided over several launches. Everything that a launch reads from the host is in its parameters,

@@ -46,6 +46,9 @@ struct SampleFilterParams {
   float* scores;  // [rows, vocab]: logits / temperature, -inf where removed
 };
 
+// Bytes of device memory that launch_sample_filter needs. The memory need not be initialised.
+int64_t sample_filter_workspace_bytes(const SampleFilterParams& params);
+
 namespace cpu {
 
 // Returns what is wrong with the parameters, or nothing.

@@ -22,6 +22,7 @@ int main() {
     test_emulator_copies();
     test_emulator_finds_bugs();
     test_ops();
+    test_workspaces();
     test_draft_tree_phases();
     test_draft_product();
     test_draft_phases();
