@@ -274,16 +274,22 @@ __global__ void __launch_bounds__(kFinishThreads, 2)
   const auto keys = tiles.subspan(kTileRows * Tile::kStride, Tile::kElements);
   const auto values = tiles.subspan(kTileRows * Tile::kStride + Tile::kElements, Tile::kElements);
 
-  const int64_t node = blockIdx.x % params.nodes, row_and_head = blockIdx.x / params.nodes;
-  const int64_t row = row_and_head / params.kv_heads, kv_head = row_and_head % params.kv_heads;
+  // As in the prefix kernel, indices have 32 bits, and what is needed after the accumulators is
+  // computed again.
+  const unsigned nodes = static_cast<unsigned>(params.nodes);
+  const unsigned kv_heads = static_cast<unsigned>(params.kv_heads);
+  const unsigned node = blockIdx.x % nodes, row_and_head = blockIdx.x / nodes;
+  const unsigned row = row_and_head / kv_heads, kv_head = row_and_head % kv_heads;
   const int group = static_cast<int>(params.heads / params.kv_heads);
-  const int64_t first_row = node * group;
-  T* out = static_cast<T*>(params.output) +
-           ((row * params.nodes + node) * params.heads + kv_head * group) * params.head_dim;
+  const int64_t first_row = int64_t{node} * group;
+  const auto store = [&](int i, float low, float high) {  // pair i of the node's output
+    const int64_t first = (int64_t{row} * params.nodes + node) * params.heads + kv_head * group;
+    store_pair(static_cast<T*>(params.output) + first * params.head_dim + 2 * i, low, high);
+  };
   const int pairs = static_cast<int>(params.head_dim) / 2;
   const int count = count_ancestors(params, row, node);
   if (count == 0) {
-    for (int i = threadIdx.x; i < group * pairs; i += blockDim.x) store_pair(out + 2 * i, 0, 0);
+    for (int i = threadIdx.x; i < group * pairs; i += kFinishThreads) store(i, 0, 0);
     return;
   }
 
@@ -291,13 +297,13 @@ __global__ void __launch_bounds__(kFinishThreads, 2)
   const RowPlan plan(params, row, Tile::kKeys);
   const int64_t end = plan.prefix_length + count;
   const int64_t first_seen = params.window > 0 ? max(int64_t{0}, end - params.window) : 0;
-  // The remaining keys are counted from `base` on, because their number fits into a register.
+  // The remaining keys are counted from `base` on.
   const int64_t base = max(plan.prefix_end, first_seen / Tile::kKeys * Tile::kKeys);
   const int num_keys = static_cast<int>(end - base);
   const int first_key = static_cast<int>(max(first_seen - base, int64_t{0}));
   const int base_depth = static_cast<int>(base - plan.prefix_length);  // negative: in the prefix
-  const int64_t root_slot = params.prefix_starts[row] + plan.prefix_length;  // after compaction
   const auto copy = [&](int begin) {
+    const int64_t root_slot = params.prefix_starts[row] + committed_length(params, row);
     copy_tile<Tile>(params, row, kv_head, keys, values, [&](int key) -> int64_t {
       const int depth = base_depth + begin + key;
       if (begin + key < first_key || begin + key >= num_keys) return -1;
@@ -318,17 +324,20 @@ __global__ void __launch_bounds__(kFinishThreads, 2)
       plan.walk_begin(plan.first_split + split, Tile::kKeys) < plan.prefix_end) {
     load_partial<Tile>(params, partials, row_and_head, split, first_row, group, states[0]);
   }
-  const auto keys_before = [&](int64_t position) {
-    return static_cast<int>(min(position - base, int64_t{num_keys}));
+  // The key at which the split of key `begin` ends; at most num_keys.
+  const auto end_of_split = [&](int begin) {
+    const int64_t first_position = committed_length(params, row) + base_depth;
+    const int64_t next = split_begin(split_of(first_position + begin) + 1);
+    return static_cast<int>(min(next - first_position, int64_t{num_keys}));
   };
-  int split_end = keys_before(split_begin(plan.first_split + split + 1));
+  int split_end = end_of_split(0);
   for (int begin = 0;;) {
     cp_async_wait<0>();
     block_barrier();  // the tile has landed for all threads
     if (warp == 0) {
       if (begin >= split_end) {
         close_split<Tile>(group, shared, totals, states[0]);
-        split_end = keys_before(split_begin(split_of(base + begin) + 1));
+        split_end = end_of_split(begin);
       }
       const SeenKeys range{first_key - begin, num_keys - begin};
       const SeenKeys seen[1][2] = {{range, range}};
@@ -341,11 +350,11 @@ __global__ void __launch_bounds__(kFinishThreads, 2)
   }
   if (warp == 0) close_split<Tile>(group, shared, totals, states[0]);
   block_barrier();  // the totals are complete
-  for (int i = threadIdx.x; i < group * pairs; i += blockDim.x) {
+  for (int i = threadIdx.x; i < group * pairs; i += kFinishThreads) {
     const int query = i / pairs, dim = i % pairs * 2;
     const float sum = shared.sum[query];
     const float low = totals[query * Tile::kDim + dim], high = totals[query * Tile::kDim + dim + 1];
-    store_pair(out + query * params.head_dim + dim, low / sum, high / sum);
+    store(i, low / sum, high / sum);
   }
 }
 

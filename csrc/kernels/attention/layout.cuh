@@ -36,6 +36,11 @@ struct Partials {
   }
 };
 
+__device__ __forceinline__ int64_t committed_length(const TreeAttentionParams& params,
+                                                    int64_t row) {
+  return max(int64_t{0}, min(params.prefix_lengths[row], kMaxPositions));
+}
+
 // The positions of a row, for both kernels.
 struct RowPlan {
   int64_t prefix_length;
@@ -44,7 +49,7 @@ struct RowPlan {
   int64_t first_split;
 
   __device__ RowPlan(const TreeAttentionParams& params, int64_t row, int tile_keys) {
-    prefix_length = max(int64_t{0}, min(params.prefix_lengths[row], kMaxPositions));
+    prefix_length = committed_length(params, row);
     first_seen =
         params.window > 0 && prefix_length >= params.window ? prefix_length - params.window + 1 : 0;
     prefix_end = prefix_length / tile_keys * tile_keys;
