@@ -177,10 +177,10 @@ def test_two_chains_equal_decoding_token_by_token(options, dtype, device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("prefix", [1020, 2046, 6142])
+@pytest.mark.parametrize("prefix", [1020, 2046, 6654])
 def test_long_prefixes_equal_decoding_token_by_token(prefix, dtype, device):
-    """From positions 2048 and 6144 on, the CUDA kernels' splits are longer. A prefix of 6144 has 32 splits,
-    which are merged together; the next one is merged in a second round."""
+    """From positions 2048 and 6144 on, the CUDA kernels' splits are longer. A prefix of 6656 tokens has 33 of
+    them, one more than are merged together."""
     case = random_case(Shape(prefixes=(prefix,), nodes=7, heads=1), dtype, seed=3)
     case = replace(case, parents=two_chains(7))
     together = run(static_arguments(case), device)
@@ -247,6 +247,12 @@ def test_a_window_hides_nan_node_by_node(device):
         assert out[0].isnan().flatten(1).any(1).tolist() == [True, True] + [False] * 4
 
 
+def test_a_window_that_touches_a_split_more_than_its_length_needs(device):
+    """On CUDA, positions 127 to 287 are the last of split 0, all of split 1 and a tile of split 2."""
+    case = random_case(Shape(prefixes=(288,), nodes=1), seed=3)
+    assert_as_accurate_as_torch(static_arguments(case, window=162), device)
+
+
 def test_a_prefix_that_begins_before_the_cache(device):
     """With a window the cache may have dropped the first positions: prefix_starts is negative."""
     case = random_case(Shape(prefixes=(200,), nodes=5), seed=2)
@@ -260,14 +266,22 @@ def test_a_prefix_that_begins_before_the_cache(device):
     assert torch.equal(run(shifted, device), expected)
 
 
-def test_padding_nodes_change_no_bit(device):
-    """A tree that is padded to 70 nodes has more blocks of query rows, some without an active node."""
-    case = random_case(Shape(prefixes=(140,), nodes=70), torch.bfloat16, seed=11)
-    case.parents[:, 5:] = -2
-    padded = run(static_arguments(case), device)
-    few = case.only_nodes(list(range(5)), case.parents[:, :5])
-    assert torch.equal(padded[:, :5], run(static_arguments(few), device))
-    assert (padded[:, 5:] == 0).all()
+@pytest.mark.parametrize("active", [[0, 1, 2, 3, 4], [0, 127], [127]], ids=str)
+def test_padding_nodes_change_no_bit(active, device):
+    """A chain in a tree that is padded to 128 nodes: in blocks of 64 nodes without an active one, or of which
+    the last alone is active."""
+    case = random_case(Shape(prefixes=(140,), nodes=128), torch.bfloat16, seed=11)
+    arguments = static_arguments(case)
+    arguments["ancestors"] = torch.zeros(1, 128, 2, dtype=torch.long)
+    for depth, node in enumerate(active):
+        for ancestor in active[: depth + 1]:
+            bit = torch.tensor(1) << ancestor % 64
+            arguments["ancestors"][0, node, ancestor // 64] |= bit
+    padded = run(arguments, device)
+    chain = case.only_nodes(active, torch.arange(-1, len(active) - 1)[None])
+    assert torch.equal(padded[:, active], run(static_arguments(chain), device))
+    padded[:, active] = 0
+    assert (padded == 0).all()
 
 
 def test_inactive_rows_and_nodes_are_zero(device):
