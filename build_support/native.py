@@ -5,6 +5,8 @@
 - On demand (``ninja -C build/native emulated``, or ``emulated-sanitized`` with AddressSanitizer and UBSan):
   the ops for CPU tensors, computed by the CUDA kernels, which are compiled for the host
   (csrc/testing/emulation).
+- On demand (``ninja -C build/native ptx-sm_80``): the kernels once more, as nvcc's PTX, translated to C++
+  (build_support/ptx). The emulated ops run them in place of the host's kernels.
 
 No command depends on torch, on the environment of the build, or on the location of the source tree. Builds
 with and without isolation therefore share their object files, and a copy of the tree can reuse its build
@@ -16,6 +18,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,6 +46,9 @@ STRICT_NVCC_FLAGS = "-Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--war
 # Emulated kernels: -O1, because the sources have many templates and only tests run them.
 EMULATED_FLAGS = "-O1 -g1 -DSPECDEC_EMULATED -DSPECDEC_WITH_CUDA -Wno-unknown-pragmas"
 SANITIZE_FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all"
+# Translated PTX: integers wrap around. The files are large and their warnings mean nothing.
+PTX_FLAGS = "-O1 -g0 -w -fwrapv"
+PTX_ARCHITECTURES = (80, 90)
 # torch's functions are resolved when the library is loaded. The library is linked with an empty library of
 # the same name, so that the loader knows in which library to find them.
 TORCH_STUB = "torch_stub/libtorch_cpu.so"
@@ -79,10 +85,15 @@ class NinjaFile:
     def __init__(self) -> None:
         self._lines: list[str] = []
 
-    def rule(self, name: str, command: str, finds_headers: bool = False) -> None:
+    def rule(
+        self, name: str, command: str, finds_headers: bool = False, restat: bool = False
+    ) -> None:
+        """Add a rule; with ``restat`` a command may leave its output as it is if nothing has changed."""
         self._lines += [f"rule {name}", f"  command = {command}", "  description = $out"]
         if finds_headers:
             self._lines += ["  deps = gcc", "  depfile = $out.d"]
+        if restat:
+            self._lines += ["  restat = 1"]
 
     def build(self, target: str, rule: str, sources: str = "", flags: str = "") -> None:
         self._lines += [
@@ -132,8 +143,9 @@ def ninja_file(tools: Toolchain) -> str:
     host += file.compile_all("bindings/*.cpp", "cxx", f"-isystem {tools.python_include}")
     file.link("_host.abi3.so", host, "")
     file.build("libraries", "phony", " ".join(f"{name}.abi3.so" for name in LIBRARIES))
+    toolkit = f"-I{TO_ROOT}/csrc/testing/emulation/toolkit"
     for target, sanitize in (("emulated", ""), ("emulated-sanitized", SANITIZE_FLAGS)):
-        flags = f"-I{TO_ROOT}/csrc/testing/emulation/toolkit {EMULATED_FLAGS} {sanitize}"
+        flags = f"{toolkit} {EMULATED_FLAGS} {sanitize}"
         objects = [
             *file.compile_all("ops/**/*.cpp", "cxx", flags, target),
             *file.compile_all("cpu/runtime/*.cpp", "cxx", flags, target),  # threads of the glue
@@ -142,7 +154,32 @@ def ninja_file(tools: Toolchain) -> str:
         ]
         file.link(f"lib{target}.so", objects, f"{sanitize} {LINK_TORCH}")
         file.build(target, "phony", f"lib{target}.so")
+    if cuda:
+        add_ptx(file, cuda, tools.cxx, f"{toolkit} {PTX_FLAGS}")
     return file.text() + "default libraries\n"
+
+
+def add_ptx(file: NinjaFile, cuda: Cuda, cxx: str, flags: str) -> None:
+    """Add a library for each of PTX_ARCHITECTURES: PTX of every kernel file, its translation, its object."""
+    nvcc = f"{cuda.nvcc} -ccbin {cxx} {NVCC_FLAGS} {include_flags(TO_ROOT)}"
+    file.rule("ptx", f"{nvcc} $flags -ptx -MD -MF $out.d $in -o $out", finds_headers=True)
+    python = f"PYTHONPATH={TO_ROOT} {shlex.quote(sys.executable)}"
+    file.rule("translate", f"{python} -m build_support.ptx $in $out", restat=True)
+    translator = " ".join(
+        f"{TO_ROOT}/build_support/ptx/{path.name}"
+        for path in sorted((ROOT / "build_support" / "ptx").glob("*.py"))
+    )
+    for number in PTX_ARCHITECTURES:
+        target, objects = f"ptx-sm_{number}", []
+        for path in kernel_sources():
+            source = path.relative_to(ROOT)
+            stem = Path(target, source.relative_to("csrc/kernels").with_suffix(""))
+            file.build(f"{stem}.ptx", "ptx", f"{TO_ROOT}/{source}", f"-arch=compute_{number}")
+            file.build(f"{stem}.cpp", "translate", f"{stem}.ptx | {translator}")
+            objects.append(f"{stem}.o")
+            file.build(objects[-1], "cxx", f"{stem}.cpp", flags)
+        file.link(f"lib{target}.so", objects, "")
+        file.build(target, "phony", f"lib{target}.so")
 
 
 def describe(tools: Toolchain, jobs: int) -> list[str]:

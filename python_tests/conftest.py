@@ -31,16 +31,20 @@ def pytest_configure(config: pytest.Config) -> None:
         for table in tables(config.option.verdicts):
             config.pluginmanager.register(table)
     config.addinivalue_line("markers", "emulated: an op's CUDA kernels, run on the host")
+    config.addinivalue_line("markers", "ptx: emulated kernels that are nvcc's PTX")
     config.addinivalue_line("markers", "slow_emulated: slow if it is on emulated kernels")
+    config.addinivalue_line("markers", "quick_ptx: on the devices of PTX not slow, as others are")
     wanted = "not emulated" not in config.option.markexpr
     if wanted and not hasattr(config, "workerinput"):  # once, not in every xdist worker
-        emulation.build()
+        emulation.build(with_ptx="not ptx" not in config.option.markexpr)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow_emulated") and item.get_closest_marker("emulated"):
+            item.add_marker("slow")
+        if item.get_closest_marker("ptx") and not item.get_closest_marker("quick_ptx"):
             item.add_marker("slow")
 
 
@@ -92,22 +96,22 @@ def simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
     memory._memories.clear()
 
 
-@pytest.fixture(
-    params=[pytest.param("emulated", marks=pytest.mark.emulated), *DEVICES],
-)
+@pytest.fixture(params=[*emulation.PARAMS, *DEVICES])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The device of the ops under test; the emulated kernels take CPU tensors."""
-    if request.param != "emulated":
+    if request.param not in emulation.OPS:
         return request.param
-    monkeypatch.setattr(_library, "native", emulation.emulated_ops)
+    if request.param in emulation.PTX and not emulation.has_ptx():
+        pytest.skip(f"the device {request.param} needs nvcc, which the build has not found")
+    monkeypatch.setattr(_library, "native", emulation.OPS[request.param])
     monkeypatch.setattr(packed_head, "reads_panels", lambda _: False)
     return "cpu"
 
 
 @pytest.fixture
 def emulated(request: pytest.FixtureRequest) -> bool:
-    """Whether ``device`` stands for the emulated kernels, which need small cases."""
-    return request.node.callspec.params["device"] == "emulated"
+    """Whether ``device`` stands for emulated kernels, which need small cases."""
+    return request.node.callspec.params["device"] in emulation.OPS
 
 
 @pytest.fixture

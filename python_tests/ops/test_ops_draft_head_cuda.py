@@ -18,7 +18,7 @@ import torch
 from helpers.drafters.checkpoint_cases import random_head
 from helpers.drafters.head_cases import KINDS, Run, elements, head_of
 from helpers.models.tiny import prompts, tiny_model
-from helpers.ops.emulation import emulated_ops
+from helpers.ops.emulation import PARAMS
 from helpers.ops.head_op_cases import (
     EMULATED_ROUNDS,
     SHAPES,
@@ -43,9 +43,8 @@ from specdec_ext.ops.packed_head import sync_bytes
 from specdec_ext.ops.quantise import quantise, weight_dtype
 from specdec_ext.tree.config import TreeConfig
 
-EMULATED = pytest.param("emulated", marks=pytest.mark.emulated)
 pytestmark = pytest.mark.parametrize(
-    "device", [EMULATED, *(device for device in DEVICES if device == "cuda")], indirect=True
+    "device", [*PARAMS, *(device for device in DEVICES if device == "cuda")], indirect=True
 )
 
 
@@ -105,6 +104,7 @@ def test_long_texts_equal_reference(name, lengths, device):
     assert_same_draft(*drafts)
 
 
+@pytest.mark.quick_ptx
 def test_absent_nodes_that_see_nothing_committed(device):
     """With a vocabulary of two tokens the third node of a level is absent. With a window of one token it sees
     only itself, and its values reach no other node in the next layer."""
@@ -112,6 +112,7 @@ def test_absent_nodes_that_see_nothing_committed(device):
     check_against_reference(head, TreeConfig(3, 3, 12), device, EMULATED_ROUNDS)
 
 
+@pytest.mark.quick_ptx
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_repeats_have_the_same_bits(dtype, device, emulated):
     """The emulator compares three orders of threads in each call."""
@@ -439,14 +440,17 @@ def test_rejects_a_sync_buffer_that_does_not_fit(device):
 class OnlyDrafts:
     """Emulates draft_head alone; the target uses the CPU ops."""
 
+    def __init__(self, emulated: Any) -> None:
+        self._emulated = emulated
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(emulated_ops if name == "draft_head" else torch.ops.specdec, name)
+        return getattr(self._emulated if name == "draft_head" else torch.ops.specdec, name)
 
 
 @pytest.mark.parametrize("weights", ["same", "int8"])
 def test_drafts_of_the_kernel_leave_the_text_unchanged(weights, device, emulated, monkeypatch):
     if emulated:
-        monkeypatch.setattr(_library, "native", OnlyDrafts())
+        monkeypatch.setattr(_library, "native", OnlyDrafts(_library.native))
     dtype = torch.float32 if weights == "same" else torch.float16
     if emulated and weights != "same":
         pytest.skip("targets on the CPU have no 8-bit heads")

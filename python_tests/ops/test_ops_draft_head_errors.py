@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import emulation
 import pytest
 import torch
 from helpers.drafters.head_cases import Run, elements, head_of
@@ -88,7 +89,7 @@ LIMITS: dict[str, tuple[dict[str, Any], torch.dtype, dict[str, Any], str]] = {
 KERNELS = pytest.mark.parametrize(
     "device",
     [
-        pytest.param("emulated", marks=pytest.mark.emulated),
+        *emulation.PARAMS,
         *(device for device in DEVICES if device == "cuda"),
     ],
     indirect=True,

@@ -6,7 +6,6 @@ from helpers.ops import emulation
 from helpers.ops.op_cases import DEVICES, generator, two_threads
 
 from specdec_ext import ops
-from specdec_ext.ops import _library
 from specdec_ext.reference.kv_compact import kv_compact as kv_compact_reference
 
 CASES = {  # name: (batch, nodes, slots, [(heads, head_dim, dtype), ...])
@@ -61,6 +60,7 @@ def test_equals_reference(case, device):
         assert_same_caches(actual, expected)
 
 
+@pytest.mark.quick_ptx
 def test_worked_example(device):
     """Slots hold their own number; nodes 0, 2, 5 of the tree at slot 3 move to 3, 4, 5."""
     cache = torch.arange(10.0, device=device).view(1, 1, 10, 1)
@@ -151,6 +151,7 @@ def test_ranges_that_overlap_across_pages_equal_reference(offset, device):
         assert_same_caches(actual, expected)
 
 
+@pytest.mark.quick_ptx
 def test_paged_worked_example(device):
     """Pages of 64, the page table [7, 3], and nodes 0, 2, 5 of the tree at slot 100."""
     pool = torch.arange(8 * 64.0, device=device).view(8, 1, 64, 1)
@@ -175,12 +176,11 @@ def test_rows_may_share_pages_that_are_only_read(device):
     assert pool[5].flatten().tolist() == [20, 21, 22, 23]
 
 
-@pytest.mark.emulated
+@pytest.mark.parametrize("device", emulation.PARAMS, indirect=True)
 @pytest.mark.parametrize("page", [-1, 4, 2**62, -(2**63)])
 @pytest.mark.parametrize("start", [-(2**63), -3, 16, 2**63 - 1])
-def test_kernels_skip_illegal_moves(start, page, monkeypatch):
+def test_kernels_skip_illegal_moves(start, page, device):
     """The CPU op raises an error instead. Row 0 has legal moves, row 1 a bad start or a bad page."""
-    monkeypatch.setattr(_library, "native", emulation.emulated_ops)
     pool = torch.arange(4 * 8.0).view(4, 1, 8, 1)
     expected = pool.clone()
     expected[2, 0, 0:2] = pool[2, 0, 1:3]
@@ -198,6 +198,7 @@ def test_kernels_skip_illegal_moves(start, page, monkeypatch):
         assert_same_caches(actual, [expected])
 
 
+@pytest.mark.quick_ptx
 def test_bits_of_nan_are_moved_unchanged(device):
     payload = torch.tensor([0x7FC12345, 0x7F812345, -1], dtype=torch.int32).view(torch.float32)
     cache = payload[:, None].repeat(1, 4)[None, None].contiguous().to(device)

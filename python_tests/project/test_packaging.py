@@ -71,7 +71,7 @@ def wheel(tmp_path_factory) -> Path:
     stale.parent.mkdir()
     stale.touch()
     for path in BUILD.rglob("*"):
-        emulated = path.relative_to(BUILD).parts[0].startswith("emulated")
+        emulated = path.relative_to(BUILD).parts[0].startswith(("emulated", "ptx"))
         if (path.suffix == ".o" and not emulated) or path.name.startswith(".ninja_"):
             (source / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, source / path.relative_to(ROOT))

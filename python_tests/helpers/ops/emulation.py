@@ -1,4 +1,7 @@
-"""The device "emulated": the CUDA kernels of every op, compiled for the host (csrc/testing/emulation).
+"""Devices on which the CUDA kernels of every op run in the emulator (csrc/testing/emulation).
+
+On "emulated" the host's compiler has compiled the kernels. On "ptx-sm_80" and "ptx-sm_90" nvcc has compiled
+them to PTX, which is translated to C++ (build_support/ptx). Both have the same launchers and the same checks.
 
 An op runs in three thread orders (forward, backward and shuffled) on copies of its arguments. The results
 must have the same bits: without a necessary barrier, one of the orders gives another result. With
@@ -7,13 +10,17 @@ the runtime of AddressSanitizer and UBSan loaded, as in ``make test``, the libra
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import subprocess
 import sys
-from functools import cached_property
+from collections.abc import Iterator
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from helpers.places import ROOT
 from torch import Tensor
@@ -22,36 +29,104 @@ THREAD_ORDERS = ("forward", "backward", "shuffled")
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
 TARGET = "emulated-sanitized" if SANITIZED else "emulated"
 BUILD = ROOT / "build" / "native"
+PTX = ("ptx-sm_80", "ptx-sm_90")
+PARAMS = [
+    pytest.param("emulated", marks=pytest.mark.emulated),
+    *(pytest.param(name, marks=[pytest.mark.emulated, pytest.mark.ptx]) for name in PTX),
+]
 
 
-def build() -> None:
-    """Compile the library for this process if a source is newer."""
+def has_ptx() -> bool:
+    """Whether the build found nvcc."""
+    return f"build {PTX[0]}:" in (BUILD / "build.ninja").read_text()
+
+
+def build(with_ptx: bool) -> None:
+    """Compile the libraries for this process if a source is newer."""
     if not (BUILD / "build.ninja").exists():
         sys.exit("the emulated kernels need the build folder that `pip install -e .` leaves")
-    command = [sys.executable, "-m", "ninja", "-C", str(BUILD), TARGET]
+    targets = [TARGET, *(PTX if with_ptx and has_ptx() else ())]
+    command = [sys.executable, "-m", "ninja", "-C", str(BUILD), *targets]
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+    environment.setdefault("NINJA_STATUS", "[emulated kernels: %f of %t, %es] ")
+    if subprocess.run(command, env=environment).returncode != 0:
+        sys.exit(f"{' '.join(command)} failed")
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The emulator and the ops on it, without PTX."""
+    path = BUILD / f"lib{TARGET}.so"
+    torch.ops.load_library(path)
+    return ctypes.CDLL(str(path))
+
+
+class Substitute(ctypes.Structure):
+    """A kernel of the host and the entry that runs in its place (csrc/testing/emulation/ptx)."""
+
+    _fields_ = [("kernel", ctypes.c_void_p), ("entry", ctypes.c_void_p)]
+
+
+@cache
+def substitutes(path: Path) -> dict[int, int]:
+    """The entries of a PTX library, by the address of the host's kernel: the two have the same name."""
+    entries = ctypes.CDLL(str(path))
+    kernels = _symbols(BUILD / f"lib{TARGET}.so", "")
+    known = "specdec_set_substitutes"
+    base = ctypes.cast(getattr(library(), known), ctypes.c_void_p).value - kernels[known]
+    names = [name.removeprefix("ptx_") for name in _symbols(path, "ptx_")]
+    missing = [name for name in names if name not in kernels]
+    assert not missing, f"{path} has kernels that the emulated library lacks: {missing}"
+    return {base + kernels[name]: entry_address(entries, f"ptx_{name}") for name in names}
+
+
+def entry_address(entries: ctypes.CDLL, name: str) -> int:
+    """The address of the record of an entry, ``ptx_<kernel>``."""
+    return ctypes.addressof(ctypes.c_char.in_dll(entries, name))
+
+
+@contextlib.contextmanager
+def approximation_error(units: int) -> Iterator[None]:
+    """Every result of ex2.approx and lg2.approx is wrong by ``units`` units in the last place."""
+    library().specdec_set_approximation_error(units)
+    yield
+    library().specdec_set_approximation_error(0)
+
+
+def _symbols(path: Path, prefix: str) -> dict[str, int]:
+    """The offsets of the symbols of a library that begin with ``prefix``."""
+    lines = subprocess.check_output(["nm", "--defined-only", str(path)], text=True).splitlines()
+    symbols = (line.split() for line in lines)
+    return {name: int(offset, 16) for offset, _, name in symbols if name.startswith(prefix)}
 
 
 class EmulatedOps:
-    """Replaces ``torch.ops.specdec``."""
+    """Replaces ``torch.ops.specdec``.
+
+    Args:
+        entries: libraries of PTX that runs in place of the host's kernels; a later one goes first.
+    """
+
+    def __init__(self, *entries: Path) -> None:
+        self._entries = entries
 
     @cached_property
-    def _library(self) -> ctypes.CDLL:
-        path = BUILD / f"lib{TARGET}.so"
-        torch.ops.load_library(path)
-        return ctypes.CDLL(str(path))
+    def _substitutes(self) -> ctypes.Array[Substitute]:
+        chosen = {
+            kernel: entry for path in self._entries for kernel, entry in substitutes(path).items()
+        }
+        return (Substitute * len(chosen))(*chosen.items())
 
     def __getattr__(self, name: str) -> Any:
-        library = self._library
+        emulator = library()
         op = getattr(torch.ops.specdec_emulated, name)
 
         def run(*arguments: Any) -> Any:
+            chosen = self._substitutes
+            emulator.specdec_set_substitutes(chosen, ctypes.c_size_t(len(chosen)))
             outcomes = []
             for order in range(len(THREAD_ORDERS)):
-                library.specdec_set_thread_order(order)
+                emulator.specdec_set_thread_order(order)
                 copies = [_copied(argument) for argument in arguments]
                 result = op(*copies)
                 outcomes.append((_tensors(result), _tensors(copies), result))
@@ -95,4 +170,6 @@ def _bits_equal(ours: Tensor, theirs: Tensor) -> bool:
     return torch.equal(ours.contiguous().view(integer), theirs.contiguous().view(integer))
 
 
-emulated_ops = EmulatedOps()
+OPS = {"emulated": EmulatedOps()} | {
+    target: EmulatedOps(BUILD / f"lib{target}.so") for target in PTX
+}

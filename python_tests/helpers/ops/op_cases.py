@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-# Devices of torch; the fixture `device` adds "emulated".
+# Devices of torch; the fixture `device` adds those of emulation.py.
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 

@@ -83,8 +83,15 @@ void AsyncCopies::init(const void* mbarrier, int count, Location where) {
   Mbarrier barrier{};
   barrier.actor = clocks_.num_threads() + static_cast<unsigned>(mbarriers_.size());
   barrier.count = barrier.pending = count;
+  barrier.initialiser = running_thread();
   if (!mbarriers_.emplace(mbarrier, std::move(barrier)).second) {
     fail("mbarrier_init" + at(where) + " of an Mbarrier that is in use");
+  }
+}
+
+void AsyncCopies::proxy_fence() {
+  for (auto& [_, barrier] : mbarriers_) {
+    barrier.seen_by_copies |= barrier.initialiser == running_thread();
   }
 }
 
@@ -128,7 +135,10 @@ void AsyncCopies::wait(const void* mbarrier, int parity, Location where) {
 
 void AsyncCopies::bulk_copy(void* target, const void* source, int bytes, const void* mbarrier,
                             Location where) {
-  use(mbarrier, AccessKind::kAtomicUpdate, where, "bulk_copy");
+  if (!use(mbarrier, AccessKind::kAtomicUpdate, where, "bulk_copy").seen_by_copies) {
+    fail("bulk_copy" + at(where) +
+         ": no fence.proxy.async follows the initialisation of its Mbarrier");
+  }
   check_aligned(source, 16, "the source of bulk_copy", where);
   if (bytes < 16 || bytes % 16 != 0) {
     fail("bulk_copy" + at(where) + " of " + std::to_string(bytes) +

@@ -36,6 +36,8 @@ class AsyncCopies {
   // Expects `bytes` more in the current phase.
   void arrive(const void* mbarrier, int bytes, Location where);
   void wait(const void* mbarrier, int parity, Location where);
+  // Lets bulk copies see the mbarriers that the running thread has initialised.
+  void proxy_fence();
   void bulk_copy(void* target, const void* source, int bytes, const void* mbarrier, Location where);
 
   // Lets one bulk copy land; returns false if there is none.
@@ -61,6 +63,8 @@ class AsyncCopies {
     int pending;            // of these, arrivals missing in the current phase
     int64_t pending_bytes;  // negative if copies have landed before they were announced
     unsigned phase;
+    unsigned initialiser;           // the thread
+    bool seen_by_copies;            // a fence followed its initialisation
     Knowledge arriving, completed;  // what threads that arrive release, now and in completed phases
     std::vector<emulation::Thread*> waiting;
   };

@@ -21,7 +21,7 @@ void SharedMemory::Region::allocate(size_t bytes) {
 
 void SharedMemory::Region::reset() {
   if (memory.size() > 0) std::memset(memory.data(), 0xAB, memory.size());
-  shadow.reset(memory.size());
+  shadow.reset(memory.size(), Grid::current().launch().shared_memory_counts_as_written);
 }
 
 void SharedMemory::reset() {

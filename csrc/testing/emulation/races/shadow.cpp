@@ -75,7 +75,8 @@ AccessSets::Id AccessSets::add(Id id, const Access& access, Stamp stamp) {
   return added;
 }
 
-void Shadow::reset(size_t bytes) {
+void Shadow::reset(size_t bytes, bool counts_as_written) {
+  counts_as_written_ = counts_as_written;
   words_.assign((bytes + 3) / 4, {});
   sets_.clear();
 }
@@ -115,7 +116,7 @@ bool Shadow::is_ordered(AccessSets::Id id, const Access& access) {
 
 bool Shadow::is_legal(const ShadowCell& cell, const Access& access) {
   if (cell.in_flight) return false;
-  if (cell.write_stamp == 0) return access.kind == AccessKind::kWrite;
+  if (cell.write_stamp == 0 && !counts_as_written_) return access.kind == AccessKind::kWrite;
   return clocks_.happened_before(cell.writer, cell.write_stamp, access.thread) &&
          is_ordered(cell.accesses, access);
 }
@@ -129,7 +130,7 @@ std::string Shadow::describe_problem(const ShadowCell& cell, const Access& acces
     return "to which " + actor(cell.writer) + " copies asynchronously" + at(cell.where) +
            ", and nothing waited for the end of the copy";
   }
-  if (cell.write_stamp == 0) return "which no thread has written";
+  if (cell.write_stamp == 0 && !counts_as_written_) return "which no thread has written";
   if (!clocks_.happened_before(cell.writer, cell.write_stamp, access.thread)) {
     return "which " + actor(cell.writer) + " wrote" + at(cell.where) + race;
   }

@@ -73,8 +73,8 @@ class Shadow {
  public:
   explicit Shadow(Clocks& clocks) : clocks_(clocks) {}
 
-  // Marks all `bytes` as never written.
-  void reset(size_t bytes);
+  // Marks all `bytes` as never written; reading such a byte is an error unless `counts_as_written`.
+  void reset(size_t bytes, bool counts_as_written);
   // Called when all threads have passed a barrier.
   void forget_accesses() { sets_.clear(); }
 
@@ -94,6 +94,7 @@ class Shadow {
 
   Clocks& clocks_;
   AccessSets sets_;
+  bool counts_as_written_ = false;
   std::vector<ShadowCell> words_, bytes_;
   // The latest question with the answer yes, because neighbouring cells ask it again.
   struct Ordered {

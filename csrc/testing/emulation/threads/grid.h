@@ -56,6 +56,9 @@ struct Launch {
   int64_t dynamic_shared_bytes;
   bool cooperative;
   Location where;
+  // nvcc copies whole structs, with padding that nothing has written. So reads of shared memory
+  // that was never written are no error in its code.
+  bool shared_memory_counts_as_written = false;
 };
 
 // CUDA's answer to the configuration of a launch, for the values that the emulator supports.

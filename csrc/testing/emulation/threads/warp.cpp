@@ -51,6 +51,25 @@ void complete_vote(const LaneOperands& operands) {
   }
 }
 
+struct ReduceOperand {
+  uint32_t value;
+  uint32_t (*combine)(uint32_t, uint32_t);
+};
+
+void complete_reduce(const LaneOperands& operands) {
+  const ReduceOperand* first = nullptr;
+  uint32_t result = 0;
+  for (const void* operand : operands) {
+    if (operand == nullptr) continue;
+    const auto& lane = *static_cast<const ReduceOperand*>(operand);
+    result = first == nullptr ? lane.value : lane.combine(result, lane.value);
+    first = &lane;
+  }
+  for (void* operand : operands) {
+    if (operand != nullptr) static_cast<ReduceOperand*>(operand)->value = result;
+  }
+}
+
 struct MatrixOperand {
   const void* row;
   uint32_t* r;
@@ -150,6 +169,13 @@ uint32_t vote(const char* what, bool predicate, uint32_t lanes, Location where) 
   VoteOperand operand{predicate, 0};
   meet({what, where, lanes, &complete_vote, false}, &operand);
   return operand.result;
+}
+
+uint32_t reduce(const char* what, uint32_t value, uint32_t (*combine)(uint32_t, uint32_t),
+                uint32_t lanes, Location where) {
+  ReduceOperand operand{value, combine};
+  meet({what, where, lanes, &complete_reduce, true}, &operand);
+  return operand.value;
 }
 
 void ldmatrix(const char* what, uint32_t (&r)[4], const void* row, bool transposed,

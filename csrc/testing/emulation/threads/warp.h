@@ -11,6 +11,9 @@ void warp_barrier(uint32_t lanes, Location where);
 uint64_t shuffle(const char* what, uint64_t bits, int lane, uint32_t lanes, Location where);
 // The lanes whose predicate is true.
 uint32_t vote(const char* what, bool predicate, uint32_t lanes, Location where);
+// The operands of all lanes, combined from the first to the last.
+uint32_t reduce(const char* what, uint32_t value, uint32_t (*combine)(uint32_t, uint32_t),
+                uint32_t lanes, Location where);
 void ldmatrix(const char* what, uint32_t (&r)[4], const void* row, bool transposed, Location where);
 void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], float2 (*unpack)(uint32_t),
          Location where);

@@ -2,6 +2,7 @@
 // that are compiled as C++ in the emulator (../threads/grid.h).
 #pragma once
 
+#include <array>
 #include <bit>
 #include <cstring>
 #include <limits>
@@ -11,6 +12,7 @@
 #include "cuda_fp16.h"
 #include "cuda_runtime.h"
 #include "testing/emulation/memory/shared_access.h"
+#include "testing/emulation/ptx/substitute.h"
 #include "testing/emulation/threads/block.h"
 #include "testing/emulation/threads/warp.h"
 
@@ -60,13 +62,20 @@ cudaError_t launch(void (*kernel)(Params...), const LaunchConfig& config, const 
   const cudaError_t error = emulation::check_launch(
       config.grid_x, config.grid_y, config.block, config.dynamic_shared_bytes, config.cooperative);
   if (error != cudaSuccess) return error;
-  emulation::Grid::run({.kernel = [&] { kernel(args...); },
-                        .grid_x = static_cast<unsigned>(config.grid_x),
-                        .grid_y = static_cast<unsigned>(config.grid_y),
-                        .block = static_cast<unsigned>(config.block),
-                        .dynamic_shared_bytes = config.dynamic_shared_bytes,
-                        .cooperative = config.cooperative,
-                        .where = config.where});
+  const auto run = [&](const Params&... params) {
+    const std::array<emulation::Argument, sizeof...(Params)> arguments = {
+        emulation::Argument{&params, sizeof(params), alignof(Params)}...};
+    emulation::Launch launch{.kernel = [&] { kernel(params...); },
+                             .grid_x = static_cast<unsigned>(config.grid_x),
+                             .grid_y = static_cast<unsigned>(config.grid_y),
+                             .block = static_cast<unsigned>(config.block),
+                             .dynamic_shared_bytes = config.dynamic_shared_bytes,
+                             .cooperative = config.cooperative,
+                             .where = config.where};
+    emulation::substitute(reinterpret_cast<const void*>(kernel), arguments, launch);
+    emulation::Grid::run(launch);
+  };
+  run(static_cast<Params>(args)...);
   return cudaSuccess;
 }
 
@@ -289,6 +298,7 @@ struct alignas(8) Mbarrier {
 
 inline void mbarrier_init(Mbarrier* barrier, int count, Location where = Location::current()) {
   emulation::block().copies().init(barrier, count, where);
+  emulation::block().copies().proxy_fence();
 }
 inline void mbarrier_arrive(Mbarrier* barrier, Location where = Location::current()) {
   emulation::block().copies().arrive(barrier, 0, where);

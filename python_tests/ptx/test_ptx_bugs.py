@@ -1,0 +1,164 @@
+"""Bugs planted in the PTX of kernels: what the compiler, or PTX that is written by hand, could get wrong.
+
+Each bug is a change of nvcc's text. The table in docs/internals/ptx.md says which check catches which bug.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import emulation
+import pytest
+import torch
+from attention_cases import Shape, random_case, run, static_arguments
+from head_cases import Run, elements, head_of
+from head_op_cases import STATIC, OpRun, assert_same_draft
+from op_cases import assert_same, random_parents
+from ptx_entries import compile_text, entry_of
+
+from specdec_ext import ops
+from specdec_ext.ops import _library, packed_head
+from specdec_ext.reference.tree_attention import tree_attention as attention_reference
+from specdec_ext.reference.tree_mask import tree_mask as mask_reference
+
+pytestmark = [pytest.mark.emulated, pytest.mark.ptx, pytest.mark.quick_ptx]
+
+
+def masks() -> None:
+    parents, positions = random_parents(2, 64, seed=1), torch.tensor([0, 7])
+    expected = mask_reference(parents, positions)
+    assert_same(ops.tree_mask(parents, positions), expected, list(ops.TreeMask._fields))
+
+
+def attends() -> None:
+    case = random_case(Shape(prefixes=(130,), nodes=5), torch.bfloat16, seed=2)
+    arguments = static_arguments(case)
+    exact = attention_reference(**arguments).float()
+    torch.testing.assert_close(run(arguments).float(), exact, rtol=0.02, atol=0.02)
+
+
+def drafts() -> None:
+    head = head_of("qk-norm-window")
+    runs = OpRun.start(head, 2), Run.start(head, 2)
+    assert_same_draft(*(each.draft(STATIC, *elements(head, 2, 3)) for each in runs))
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A change of one kernel.
+
+    Attributes:
+        replaced: expression for the changed text; only its first occurrence is changed.
+        message: what the check says.
+    """
+
+    file: str
+    kernel: str
+    replaced: str
+    by: str
+    check: Callable[[], None]
+    message: str
+
+
+MASK = ("tree/tree_mask", "tree_mask_kernel")
+PREFIX = ("attention/tree_attention", "prefix_kernelINS_13AttentionTileI13__nv_bfloat16Li64EEELi1E")
+FINISH = ("attention/tree_attention", "finish_kernelINS_13AttentionTileI13__nv_bfloat16Li64E")
+DRAFT = ("draft_head/draft_head_float", "draft_head_kernel")
+FRAGMENT = r"\{(%\w+), (%\w+), (%\w+), (%\w+)\}"
+MMA = rf"(mma\.sync\S+\s+{FRAGMENT}, )\{{(%\w+), (%\w+), "
+DIFFERS = "are not (equal|close)|differ"
+BUGS = {
+    "a missing barrier": Bug(*MASK, r"bar\.sync\s+0;", "", masks, "a race"),
+    "a barrier that a thread skips": Bug(
+        *MASK, r"bar\.sync\s+0;",
+        "{ .reg .pred skips; setp.eq.u32 skips, %laneid, 9;\n@!skips bar.sync 0; }", masks, "a race|deadlock"
+    ),
+    "a wrong address in shared memory": Bug(
+        *MASK, r"(st\.shared\.u32\s+\[%\w+)\]", r"\1+8192]", masks, "shared memory, which has 8192 bytes"
+    ),
+    "a misaligned store": Bug(
+        *MASK, r"(st\.global\.u64\s+\[%\w+)\]", r"\1+4]", masks, "is not aligned to 8 bytes"
+    ),
+    "another layout of the parameters": Bug(
+        *MASK, r"(_param_0\[)\d+", r"\g<1>104", masks, "parameter 0 has 104 bytes aligned to 8 for nvcc, 112"
+    ),
+    "swapped operands of mma": Bug(*PREFIX, MMA, r"\1{\7, \6, ", attends, DIFFERS),
+    "rows of ldmatrix that are not transposed": Bug(
+        *PREFIX, r"m8n8\.x4\.trans\.", "m8n8.x4.", attends, DIFFERS
+    ),
+    "a mask without the last lane": Bug(
+        *PREFIX, r"(shfl\.sync\.bfly\.b32[^;]*), [-%\w]+;", r"\1, 0x7FFFFFFF;", attends,
+        "for lanes 0x7FFFFFFF, to which lane 31 does not belong",
+    ),
+    "a shuffle over the wrong distance": Bug(
+        *PREFIX, r"(shfl\.sync\.bfly\.b32\s+\S+ \S+ )%\w+,", r"\g<1>4,", attends, DIFFERS
+    ),
+    "a wait for too few copies": Bug(
+        *PREFIX, r"cp\.async\.wait_group \d;", "cp.async.wait_group 9;", attends,
+        "copies asynchronously.*nothing waited",
+    ),
+    "a copy of half a row": Bug(
+        *PREFIX, r"(cp\.async\.cg\.shared\.global \[\S+\], \[\S+\], 16), %\w+;", r"\1, 8;", attends,
+        "cp.async .*of 8 of 16 bytes",
+    ),
+    "a missing barrier of a warp": Bug(*FINISH, r"bar\.warp\.sync[^;]*;", "", attends, "a race"),
+    "a missing fence": Bug(
+        *DRAFT, r"fence\.proxy\.async\.shared::cta;", "", drafts, "no fence.proxy.async follows"
+    ),
+    "an mbarrier that waits for the other phase": Bug(
+        *DRAFT, r"(mbarrier\.try_wait\.parity\.shared\.b64 \w+, \[%\w+\], )(%\w+);", r"\g<1>1;", drafts,
+        "a race|copies asynchronously|deadlock",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(
+    params=[
+        # The kernel of draft_head takes long to compile.
+        pytest.param(name, marks=pytest.mark.slow if bug.check is drafts else ())
+        for name, bug in BUGS.items()
+    ]
+)
+def planted(request, tmp_path, monkeypatch) -> Bug:
+    if not emulation.has_ptx():
+        pytest.skip("PTX needs nvcc, which the build has not found")
+    bug = BUGS[request.param]
+    target = emulation.PTX[-1]
+    text = entry_of((emulation.BUILD / target / f"{bug.file}.ptx").read_text(), bug.kernel)
+    changed, count = re.subn(bug.replaced, bug.by, text, count=1)
+    assert count == 1
+    compile_text(changed, tmp_path, optimise=False)
+    entries = emulation.BUILD / f"lib{target}.so", tmp_path / "libentries.so"
+    monkeypatch.setattr(_library, "native", emulation.EmulatedOps(*entries))
+    monkeypatch.setattr(packed_head, "reads_panels", lambda _: False)
+    return bug
+
+
+def test_is_caught(planted):
+    with pytest.raises((RuntimeError, AssertionError), match=planted.message):
+        planted.check()
+
+
+@pytest.mark.parametrize("check", [masks, attends, drafts])
+def test_kernels_without_a_bug_pass(check, monkeypatch):
+    if not emulation.has_ptx():
+        pytest.skip("PTX needs nvcc, which the build has not found")
+    monkeypatch.setattr(_library, "native", emulation.OPS[emulation.PTX[-1]])
+    monkeypatch.setattr(packed_head, "reads_panels", lambda _: False)
+    check()
+
+
+@pytest.mark.parametrize("units", [1, 2])
+def test_attention_tolerates_the_error_of_approximate_exponentials(units, monkeypatch):
+    """The error of ex2.approx is at most two units in the last place."""
+    if not emulation.has_ptx():
+        pytest.skip("PTX needs nvcc, which the build has not found")
+    monkeypatch.setattr(_library, "native", emulation.OPS[emulation.PTX[-1]])
+    arguments = static_arguments(random_case(Shape(prefixes=(130, 3), nodes=5), seed=2))
+    exact = run(arguments)
+    with emulation.approximation_error(units):
+        perturbed = run(arguments)
+    assert not torch.equal(exact, perturbed)
+    torch.testing.assert_close(perturbed, exact, rtol=1e-5, atol=1e-6)
