@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -163,7 +162,7 @@ def add_ptx(file: NinjaFile, cuda: Cuda, cxx: str, flags: str) -> None:
     """Add a library for each of PTX_ARCHITECTURES: PTX of every kernel file, its translation, its object."""
     nvcc = f"{cuda.nvcc} -ccbin {cxx} {NVCC_FLAGS} {include_flags(TO_ROOT)}"
     file.rule("ptx", f"{nvcc} $flags -ptx -MD -MF $out.d $in -o $out", finds_headers=True)
-    python = f"PYTHONPATH={TO_ROOT} {shlex.quote(sys.executable)}"
+    python = f"PYTHONPATH={TO_ROOT} $${{PYTHON:-python3}}"
     file.rule("translate", f"{python} -m build_support.ptx $in $out", restat=True)
     translator = " ".join(
         f"{TO_ROOT}/build_support/ptx/{path.name}"

@@ -134,7 +134,8 @@ def read_module(text: str, name: str) -> Module:
     """
     text = _COMMENT.sub(lambda each: each[1] or "\n" * each[0].count("\n"), text)
     lines = _Lines(text, name)
-    sources = {number: path for number, path in _FILE.findall(text)}
+    # From csrc on, so that the result does not depend on where the tree is.
+    sources = {number: re.sub(r".*/(?=csrc/)", "", path) for number, path in _FILE.findall(text)}
     found = list(_ENTRY.finditer(text))
     ends = [*(each.start() for each in found), len(text)][1:]
     for match in _UNKNOWN.finditer(text):

@@ -237,6 +237,15 @@ def test_commands_depend_neither_on_torch_nor_on_the_folder(cuda):
         assert str(ROOT) not in text and "site-packages" not in text
 
 
+def test_ptx_is_translated_only_with_nvcc(cuda):
+    assert "ptx-sm_" not in native.ninja_file(tools_with(None))
+    text = native.ninja_file(tools_with(cuda))
+    for path in native.kernel_sources():
+        for target in ("ptx-sm_80", "ptx-sm_90"):
+            assert f"build {target}/{path.parent.name}/{path.stem}.o: cxx" in text
+    assert "default libraries\n" in text  # `pip install` compiles none of them
+
+
 def test_spill_is_an_error_only_in_ci(cuda, monkeypatch):
     assert "-Xptxas" not in native.nvcc_command(cuda, "c++")
     monkeypatch.setenv("SPECDEC_STRICT", "1")

@@ -50,8 +50,9 @@ class Bug:
     """A change of one kernel.
 
     Attributes:
-        replaced: expression for the changed text; only its first occurrence is changed.
+        replaced: expression for the changed text.
         message: what the check says.
+        count: number of occurrences that are changed; 0 for all.
     """
 
     file: str
@@ -60,6 +61,7 @@ class Bug:
     by: str
     check: Callable[[], None]
     message: str
+    count: int = 1
 
 
 MASK = ("tree/tree_mask", "tree_mask_kernel")
@@ -90,7 +92,7 @@ BUGS = {
     ),
     "a mask without the last lane": Bug(
         *PREFIX, r"(shfl\.sync\.bfly\.b32[^;]*), [-%\w]+;", r"\1, 0x7FFFFFFF;", attends,
-        "for lanes 0x7FFFFFFF, to which lane 31 does not belong",
+        "which lane 31 does not belong|lane 31, which does not take part",
     ),
     "a shuffle over the wrong distance": Bug(
         *PREFIX, r"(shfl\.sync\.bfly\.b32\s+\S+ \S+ )%\w+,", r"\g<1>4,", attends, DIFFERS
@@ -103,7 +105,7 @@ BUGS = {
         *PREFIX, r"(cp\.async\.cg\.shared\.global \[\S+\], \[\S+\], 16), %\w+;", r"\1, 8;", attends,
         "cp.async .*of 8 of 16 bytes",
     ),
-    "a missing barrier of a warp": Bug(*FINISH, r"bar\.warp\.sync[^;]*;", "", attends, "a race"),
+    "missing barriers of warps": Bug(*FINISH, r"bar\.warp\.sync[^;]*;", "", attends, "a race", 0),
     "a missing fence": Bug(
         *DRAFT, r"fence\.proxy\.async\.shared::cta;", "", drafts, "no fence.proxy.async follows"
     ),
@@ -127,8 +129,8 @@ def planted(request, tmp_path, monkeypatch) -> Bug:
     bug = BUGS[request.param]
     target = emulation.PTX[-1]
     text = entry_of((emulation.BUILD / target / f"{bug.file}.ptx").read_text(), bug.kernel)
-    changed, count = re.subn(bug.replaced, bug.by, text, count=1)
-    assert count == 1
+    changed, count = re.subn(bug.replaced, bug.by, text, count=bug.count)
+    assert count > 0
     compile_text(changed, tmp_path, optimise=False)
     entries = emulation.BUILD / f"lib{target}.so", tmp_path / "libentries.so"
     monkeypatch.setattr(_library, "native", emulation.EmulatedOps(*entries))
@@ -150,15 +152,16 @@ def test_kernels_without_a_bug_pass(check, monkeypatch):
     check()
 
 
-@pytest.mark.parametrize("units", [1, 2])
-def test_attention_tolerates_the_error_of_approximate_exponentials(units, monkeypatch):
+def test_attention_tolerates_the_error_of_approximate_exponentials(monkeypatch):
     """The error of ex2.approx is at most two units in the last place."""
     if not emulation.has_ptx():
         pytest.skip("PTX needs nvcc, which the build has not found")
     monkeypatch.setattr(_library, "native", emulation.OPS[emulation.PTX[-1]])
-    arguments = static_arguments(random_case(Shape(prefixes=(130, 3), nodes=5), seed=2))
+    case = random_case(Shape(prefixes=(130, 3), nodes=5), torch.float16, seed=2)
+    arguments = static_arguments(case)
     exact = run(arguments)
-    with emulation.approximation_error(units):
-        perturbed = run(arguments)
-    assert not torch.equal(exact, perturbed)
-    torch.testing.assert_close(perturbed, exact, rtol=1e-5, atol=1e-6)
+    for units in (1, 2):
+        with emulation.approximation_error(units):
+            torch.testing.assert_close(run(arguments), exact, rtol=2e-3, atol=1e-4)
+    with emulation.approximation_error(2**16):
+        assert not torch.equal(run(arguments), exact)

@@ -49,6 +49,7 @@ def build(with_ptx: bool) -> None:
     command = [sys.executable, "-m", "ninja", "-C", str(BUILD), *targets]
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     environment.setdefault("NINJA_STATUS", "[emulated kernels: %f of %t, %es] ")
+    environment["PYTHON"] = sys.executable
     if subprocess.run(command, env=environment).returncode != 0:
         sys.exit(f"{' '.join(command)} failed")
 
@@ -104,7 +105,7 @@ class EmulatedOps:
     """Replaces ``torch.ops.specdec``.
 
     Args:
-        entries: libraries of PTX that runs in place of the host's kernels; a later one goes first.
+        entries: libraries of PTX that runs in place of the host's kernels; later ones take precedence.
     """
 
     def __init__(self, *entries: Path) -> None:

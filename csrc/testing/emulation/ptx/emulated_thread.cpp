@@ -1,7 +1,6 @@
 #include "emulated_thread.h"
 
 #include <cmath>
-#include <limits>
 #include <string>
 
 #include "specdec/device/cuda.cuh"
@@ -272,13 +271,12 @@ std::array<float, 4> EmulatedThread::mma_bf16(const std::array<uint32_t, 4>& a,
 
 // The direction depends on the bits of the value alone, so that a launch is repeatable.
 float EmulatedThread::approximate(float exact) {
-  const float towards = std::bit_cast<uint32_t>(exact) * 0x9E3779B9u >> 31 != 0
-                            ? std::numeric_limits<float>::infinity()
-                            : -std::numeric_limits<float>::infinity();
   // Zero, 1 and the special values are exact on the hardware, too.
   if (!std::isnormal(exact) || exact == 1) return exact;
-  for (int i = 0; i < approximation_error; ++i) exact = std::nextafterf(exact, towards);
-  return exact;
+  const uint32_t bits = std::bit_cast<uint32_t>(exact);
+  const bool is_away_from_zero = bits * 0x9E3779B9u >> 31 != 0;
+  const uint32_t units = static_cast<uint32_t>(approximation_error);
+  return std::bit_cast<float>(is_away_from_zero ? bits + units : bits - units);
 }
 
 }  // namespace specdec::emulation
