@@ -107,11 +107,11 @@ BUGS = {
     ),
     "missing barriers of warps": Bug(*FINISH, r"bar\.warp\.sync[^;]*;", "", attends, "a race", 0),
     "a missing fence": Bug(
-        *DRAFT, r"fence\.proxy\.async\.shared::cta;", "", drafts, "no fence.proxy.async follows"
+        *DRAFT, r"fence\.proxy\.async\.shared::cta;", "", drafts, "no fence.proxy.async follows", 0
     ),
     "an mbarrier that waits for the other phase": Bug(
         *DRAFT, r"(mbarrier\.try_wait\.parity\.shared\.b64 \w+, \[%\w+\], )(%\w+);", r"\g<1>1;", drafts,
-        "a race|copies asynchronously|deadlock",
+        "a race|copies asynchronously|deadlock", 0,
     ),
 }  # fmt: skip
 

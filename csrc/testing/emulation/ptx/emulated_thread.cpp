@@ -24,8 +24,6 @@ struct Segment {
 
 [[noreturn]] void fail(const std::string& what) { Grid::current().fail(what); }
 
-Mbarrier* as_mbarrier(std::byte* pointer) { return reinterpret_cast<Mbarrier*>(pointer); }
-
 template <typename T>
 std::array<float, 4> multiply_accumulate(const std::array<uint32_t, 4>& a,
                                          const std::array<uint32_t, 2>& b,
