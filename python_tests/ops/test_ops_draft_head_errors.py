@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import emulation
 import pytest
 import torch
 from helpers.drafters.head_cases import Run, elements, head_of
+from helpers.ops import emulation
 from helpers.ops.head_op_cases import OpRun
 from helpers.ops.op_cases import DEVICES
 

@@ -9,14 +9,14 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import emulation
 import pytest
 import torch
-from attention_cases import Shape, random_case, run, static_arguments
-from head_cases import Run, elements, head_of
-from head_op_cases import STATIC, OpRun, assert_same_draft
-from op_cases import assert_same, random_parents
-from ptx_entries import compile_text, entry_of
+from helpers.drafters.head_cases import Run, elements, head_of
+from helpers.ops import emulation
+from helpers.ops.attention_cases import Shape, random_case, run, static_arguments
+from helpers.ops.head_op_cases import STATIC, OpRun, assert_same_draft
+from helpers.ops.op_cases import assert_same, random_parents
+from helpers.ops.ptx_entries import compile_text, entry_of
 
 from specdec_ext import ops
 from specdec_ext.ops import _library, packed_head

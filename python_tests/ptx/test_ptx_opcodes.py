@@ -7,10 +7,10 @@ import math
 import re
 import struct
 
-import emulation
 import pytest
 import torch
-from ptx_entries import HEADER, compile_text, launch
+from helpers.ops import emulation
+from helpers.ops.ptx_entries import HEADER, compile_text, launch
 
 from build_support.ptx.cpp import translate
 from build_support.ptx.syntax import PtxError

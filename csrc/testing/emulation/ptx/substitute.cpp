@@ -77,7 +77,7 @@ void run_entry(const ptx::Entry& entry, std::span<const std::byte> params, Launc
 
 }  // namespace specdec::emulation
 
-// For tests (python_tests/helpers/emulation.py).
+// For tests (python_tests/helpers/ops/emulation.py).
 #define SPECDEC_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Null and 0: the kernels of the host run.

@@ -9,9 +9,9 @@ import shlex
 import subprocess
 from pathlib import Path
 
-import emulation
 import torch
-from places import ROOT
+from helpers.ops import emulation
+from helpers.places import ROOT
 from torch import Tensor
 
 from build_support import native
