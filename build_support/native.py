@@ -5,7 +5,7 @@
 - On demand (``ninja -C build/native emulated``, or ``emulated-sanitized`` with AddressSanitizer and UBSan):
   the ops for CPU tensors, computed by the CUDA kernels, which are compiled for the host
   (csrc/testing/emulation).
-- On demand (``ninja -C build/native ptx-sm_80``): the kernels once more, as nvcc's PTX, translated to C++
+- On demand (``ninja -C build/native ptx-sm_90``): the kernels once more, as nvcc's PTX, translated to C++
   (build_support/ptx). The emulated ops run them in place of the host's kernels.
 
 No command depends on torch, on the environment of the build, or on the location of the source tree. Builds
@@ -47,7 +47,7 @@ EMULATED_FLAGS = "-O1 -g1 -DSPECDEC_EMULATED -DSPECDEC_WITH_CUDA -Wno-unknown-pr
 SANITIZE_FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all"
 # Translated PTX: integers wrap around. The files are large and their warnings mean nothing.
 PTX_FLAGS = "-O1 -g0 -w -fwrapv"
-PTX_ARCHITECTURES = (80, 90)
+PTX_ARCHITECTURES = (90,)
 # torch's functions are resolved when the library is loaded. The library is linked with an empty library of
 # the same name, so that the loader knows in which library to find them.
 TORCH_STUB = "torch_stub/libtorch_cpu.so"

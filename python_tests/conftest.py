@@ -31,12 +31,12 @@ def pytest_configure(config: pytest.Config) -> None:
         for table in tables(config.option.verdicts):
             config.pluginmanager.register(table)
     config.addinivalue_line("markers", "emulated: an op's CUDA kernels, run on the host")
-    config.addinivalue_line("markers", "ptx: emulated kernels that are nvcc's PTX")
+    config.addinivalue_line("markers", "ptx: emulated kernels that are nvcc's PTX, always slow")
     config.addinivalue_line("markers", "slow_emulated: slow if it is on emulated kernels")
-    config.addinivalue_line("markers", "quick_ptx: on the devices of PTX not slow, as others are")
     wanted = "not emulated" not in config.option.markexpr
     if wanted and not hasattr(config, "workerinput"):  # once, not in every xdist worker
-        emulation.build(with_ptx="not ptx" not in config.option.markexpr)
+        selected = config.option.markexpr
+        emulation.build(with_ptx="not ptx" not in selected and "not slow" not in selected)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow_emulated") and item.get_closest_marker("emulated"):
             item.add_marker("slow")
-        if item.get_closest_marker("ptx") and not item.get_closest_marker("quick_ptx"):
+        if item.get_closest_marker("ptx"):
             item.add_marker("slow")
 
 

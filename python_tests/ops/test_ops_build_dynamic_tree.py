@@ -112,7 +112,6 @@ def test_every_draft_of_four(device):
         assert_same(actual, reference(*arguments, nodes), NAMES)
 
 
-@pytest.mark.quick_ptx
 def test_worked_example(device):
     """The example of the reference: candidate 4 is better than its parent and has the parent's rank."""
     arguments = (
@@ -200,7 +199,6 @@ def test_equals_eagle2(top_k, depth, total, device):
         assert torch.equal((bits[:, None] >> torch.arange(total + 1)) & 1 == 1, mask)
 
 
-@pytest.mark.quick_ptx
 def test_strided_inputs_equal_reference(device):
     arguments = random_arguments(3, 50, kind="ties", seed=1)
     actual = ops.build_dynamic_tree(*(strided(each, device, 0) for each in arguments), 9)

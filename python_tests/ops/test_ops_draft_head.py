@@ -142,7 +142,6 @@ def test_many_levels(layers, device, emulated, kernel):
         assert_same_draft(*(run.draft(tree, tokens, features) for run in (ours, theirs)))
 
 
-@pytest.mark.quick_ptx
 def test_worked_example(device):
     """An EAGLE-1 head that sees only the last token: its layer adds nothing, its fc keeps the embedding, and
     the embedding of token t is the unit vector t."""

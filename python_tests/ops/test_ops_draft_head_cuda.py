@@ -104,7 +104,6 @@ def test_long_texts_equal_reference(name, lengths, device):
     assert_same_draft(*drafts)
 
 
-@pytest.mark.quick_ptx
 def test_absent_nodes_that_see_nothing_committed(device):
     """With a vocabulary of two tokens the third node of a level is absent. With a window of one token it sees
     only itself, and its values reach no other node in the next layer."""
@@ -112,7 +111,6 @@ def test_absent_nodes_that_see_nothing_committed(device):
     check_against_reference(head, TreeConfig(3, 3, 12), device, EMULATED_ROUNDS)
 
 
-@pytest.mark.quick_ptx
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_repeats_have_the_same_bits(dtype, device, emulated):
     """The emulator compares three orders of threads in each call."""

@@ -60,7 +60,6 @@ def test_equals_reference(case, device):
         assert_same_caches(actual, expected)
 
 
-@pytest.mark.quick_ptx
 def test_worked_example(device):
     """Slots hold their own number; nodes 0, 2, 5 of the tree at slot 3 move to 3, 4, 5."""
     cache = torch.arange(10.0, device=device).view(1, 1, 10, 1)
@@ -151,7 +150,6 @@ def test_ranges_that_overlap_across_pages_equal_reference(offset, device):
         assert_same_caches(actual, expected)
 
 
-@pytest.mark.quick_ptx
 def test_paged_worked_example(device):
     """Pages of 64, the page table [7, 3], and nodes 0, 2, 5 of the tree at slot 100."""
     pool = torch.arange(8 * 64.0, device=device).view(8, 1, 64, 1)
@@ -198,7 +196,6 @@ def test_kernels_skip_illegal_moves(start, page, device):
         assert_same_caches(actual, [expected])
 
 
-@pytest.mark.quick_ptx
 def test_bits_of_nan_are_moved_unchanged(device):
     payload = torch.tensor([0x7FC12345, 0x7F812345, -1], dtype=torch.int32).view(torch.float32)
     cache = payload[:, None].repeat(1, 4)[None, None].contiguous().to(device)

@@ -113,7 +113,6 @@ def test_unusual_scores_equal_reference(case, device):
     assert_same_bits(actual, sample_filter_reference(*arguments))
 
 
-@pytest.mark.quick_ptx
 def test_worked_example(device):
     """Halved by the temperature: 0, 3, 2, 1, 3. Top-k of 3 leaves 3, 3, 2 with shares .422, .422, .155; the
     nucleus of .9 needs all three, that of .8 the two 3s, that of .4 one of them, the last; min-p of a half
@@ -215,7 +214,6 @@ def test_zeros_of_both_signs_tie(device):
     assert (scores > -INF).tolist() == [[False, False, False, True, True]]
 
 
-@pytest.mark.quick_ptx
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_strided_inputs_equal_reference(dtype, device):
     """Logits sliced out of a NaN-filled buffer at an odd offset, strided parameters."""

@@ -106,7 +106,6 @@ def test_paging_changes_no_bit(page_size, device):
     assert_as_accurate_as_torch(scattered, device)
 
 
-@pytest.mark.quick_ptx
 def test_worked_example(device):
     """Keys are zero, so a node gets the mean of the values that it sees: a prefix of 1 and 2, the root 4 with
     the children 8 and 16, and an inactive node."""
@@ -198,7 +197,6 @@ def test_a_row_does_not_depend_on_the_others(dtype, device):
         assert torch.equal(alone[0], together[row])
 
 
-@pytest.mark.quick_ptx
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [0, 150])
 def test_the_capacity_of_the_cache_changes_no_bit(window, dtype, device):

@@ -42,7 +42,6 @@ def test_equals_reference(case, illegal, device):
     assert_same(actual, tree_mask_reference(parents.cpu(), root_positions.cpu()), NAMES)
 
 
-@pytest.mark.quick_ptx
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5])
 def test_every_small_tree(nodes, device):
     parents = all_parents(nodes)
@@ -59,7 +58,6 @@ def test_chain_of_max_nodes_fills_all_words(device):
     assert torch.equal(mask.paths[0, -1], torch.arange(ops.MAX_NODES, device=device))
 
 
-@pytest.mark.quick_ptx
 def test_worked_example(device):
     parents = torch.tensor([[-1, 0, 0, 1, 1, -2, 5], [-2, 0, 0, 1, 1, 2, 3]], device=device)
     mask = ops.tree_mask(parents, torch.tensor([10, 20], device=device))

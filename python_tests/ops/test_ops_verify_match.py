@@ -118,7 +118,6 @@ def test_every_small_tree(stochastic, device):
     assert_same(actual, verify_match_reference(*arguments), NAMES)
 
 
-@pytest.mark.quick_ptx
 def test_worked_example(device):
     """The root 7 has the children 3 and 5, and 5 has the child 1: 5 and 1 are accepted, and 2 is emitted."""
     picks = [5, 0, 1, 2]  # the arg-max at each node
@@ -236,7 +235,6 @@ def test_unvisited_nodes_may_hold_nan(device):
     assert_same(actual, expected, NAMES)
 
 
-@pytest.mark.quick_ptx
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_strided_inputs_equal_reference(dtype, device):
     """All arguments are strided, the logits between NaN."""

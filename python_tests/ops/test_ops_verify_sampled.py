@@ -155,7 +155,6 @@ def uniform_of(row_id, depth=0, ordinal=0):
     return rng.accept_uniform(bits)[-1].item()
 
 
-@pytest.mark.quick_ptx
 @pytest.mark.parametrize("rule", RULES)
 def test_worked_example(rule, device):
     """Target (1/2, 1/4, 1/4), draft (3/4, 1/4, 0), drafted token 0: accepted where u < 2/3; otherwise
@@ -351,7 +350,6 @@ def chain_of(links):
     return chain
 
 
-@pytest.mark.quick_ptx
 @pytest.mark.parametrize("rule", RULES)
 def test_strided_inputs_equal_reference(rule, device):
     """All arguments are strided, the distributions between NaN."""

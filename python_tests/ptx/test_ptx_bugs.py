@@ -23,7 +23,7 @@ from specdec_ext.ops import _library, packed_head
 from specdec_ext.reference.tree_attention import tree_attention as attention_reference
 from specdec_ext.reference.tree_mask import tree_mask as mask_reference
 
-pytestmark = [pytest.mark.emulated, pytest.mark.ptx, pytest.mark.quick_ptx]
+pytestmark = [pytest.mark.emulated, pytest.mark.ptx]
 
 
 def masks() -> None:
@@ -116,13 +116,7 @@ BUGS = {
 }  # fmt: skip
 
 
-@pytest.fixture(
-    params=[
-        # The kernel of draft_head takes long to compile.
-        pytest.param(name, marks=pytest.mark.slow if bug.check is drafts else ())
-        for name, bug in BUGS.items()
-    ]
-)
+@pytest.fixture(params=BUGS)
 def planted(request, tmp_path, monkeypatch) -> Bug:
     if not emulation.has_ptx():
         pytest.skip("PTX needs nvcc, which the build has not found")

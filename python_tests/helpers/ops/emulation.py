@@ -1,7 +1,7 @@
 """Devices on which the CUDA kernels of every op run in the emulator (csrc/testing/emulation).
 
-On "emulated" the host's compiler has compiled the kernels. On "ptx-sm_80" and "ptx-sm_90" nvcc has compiled
-them to PTX, which is translated to C++ (build_support/ptx). Both have the same launchers and the same checks.
+On "emulated" the host's compiler has compiled the kernels. On "ptx-sm_90" nvcc has compiled them to PTX,
+which is translated to C++ (build_support/ptx). Both have the same launchers and the same checks.
 
 An op runs in three thread orders (forward, backward and shuffled) on copies of its arguments. The results
 must have the same bits: without a necessary barrier, one of the orders gives another result. With
@@ -29,7 +29,7 @@ THREAD_ORDERS = ("forward", "backward", "shuffled")
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
 TARGET = "emulated-sanitized" if SANITIZED else "emulated"
 BUILD = ROOT / "build" / "native"
-PTX = ("ptx-sm_80", "ptx-sm_90")
+PTX = ("ptx-sm_90",)
 PARAMS = [
     pytest.param("emulated", marks=pytest.mark.emulated),
     *(pytest.param(name, marks=[pytest.mark.emulated, pytest.mark.ptx]) for name in PTX),
