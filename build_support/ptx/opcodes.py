@@ -126,7 +126,8 @@ RULES = {
     # Memory.
     "ld.param.{L}": "$0:{L} = t.param<{L:c}>($1:address)",
     "ld.param.v{N}.{L}": "$0:{L}[{N}] = t.param<std::array<{L:c}, {N}>>($1:address)",
-    "ld.acquire.gpu[.global].{A}": "$0:{A} = t.load_acquire<{A:c}>($1:address)",
+    "ld.acquire.gpu[.global].{A}": "$0:{A} = t.load_atomic<{A:c}>($1:address, kAcquireRelease)",
+    "ld.relaxed.gpu[.global].{A}": "$0:{A} = t.load_atomic<{A:c}>($1:address, kRelaxed)",
     "st.release.gpu[.global].{A}": "t.store_release<{A:c}>($0:address, $1:{A})",
     # Asynchronous copies.
     "cp.async.(cg|ca).shared.global": "t.copy($0:address, $1:address, $2:u32, $3:u32?16)",

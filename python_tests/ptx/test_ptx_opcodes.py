@@ -225,6 +225,10 @@ BODIES = {
         "st.release.gpu.b64 [%rd10+8], 1;\n"
         "$read: { .reg .b64 flag; ld.acquire.gpu.b64 flag, [%rd10+8]; setp.ne.s64 %p2, flag, 1; }\n"
         "@%p2 bra $read; ld.global.u32 %r0, [%rd10];", lambda i: 77),
+    "grid_relaxed": ("setp.ne.s32 %p1, %r10, 0; @%p1 bra $read; st.global.u64 [%rd10], 77;\n"
+        "st.release.gpu.b64 [%rd10+8], 1;\n"
+        "$read: { .reg .b64 flag; ld.relaxed.gpu.b64 flag, [%rd10+8]; setp.ne.s64 %p2, flag, 1; }\n"
+        "@%p2 bra $read; fence.acq_rel.gpu; ld.global.u32 %r0, [%rd10];", lambda i: 77),
 }  # fmt: skip
 
 

@@ -118,14 +118,19 @@ void* EmulatedThread::begin_atomic(ptx::Space space, uint64_t address, size_t by
 }
 
 // A thread that reads the same value again spins, so others must run.
-uint64_t EmulatedThread::load_acquire_bits(uint64_t address, size_t bytes, Location where) {
+uint64_t EmulatedThread::load_atomic_bits(uint64_t address, size_t bytes, ptx::Order order,
+                                          Location where) {
   const void* const pointer = access(ptx::kGeneric, address, bytes, AccessKind::kAtomicRead,
                                      "the address of an atomic", where);
-  block_.atomics().load_acquire(tid_x, pointer);
+  if (order == ptx::kRelaxed) {
+    block_.atomics().load_relaxed(tid_x, pointer, where);
+  } else {
+    block_.atomics().load_acquire(tid_x, pointer);
+  }
   uint64_t value = 0;
   std::memcpy(&value, pointer, bytes);
   if (polled_address_ == address && polled_value_ == value) {
-    Grid::current().poll({.what = "ld.acquire", .where = where}, !is_polling_);
+    Grid::current().poll({.what = "an atomic load", .where = where}, !is_polling_);
     is_polling_ = true;
   } else {
     is_polling_ = false;

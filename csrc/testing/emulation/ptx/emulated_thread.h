@@ -52,7 +52,8 @@ class EmulatedThread final : public ptx::Thread {
                    Location where) override;
   void* begin_atomic(ptx::Space space, uint64_t address, size_t bytes, ptx::Order order,
                      Location where) override;
-  uint64_t load_acquire_bits(uint64_t address, size_t bytes, Location where) override;
+  uint64_t load_atomic_bits(uint64_t address, size_t bytes, ptx::Order order,
+                            Location where) override;
   void* begin_store_release(uint64_t address, size_t bytes, Location where) override;
 
   // The host's pointer to an address, after the checks of an access of this kind.
@@ -64,7 +65,7 @@ class EmulatedThread final : public ptx::Thread {
   Block& block_;
   std::byte *static_shared_, *dynamic_shared_;
   size_t static_bytes_, dynamic_bytes_;
-  // The latest ld.acquire, to recognise spins.
+  // The latest atomic load, to recognise spins.
   uint64_t polled_address_ = 0, polled_value_ = 0;
   bool is_polling_ = false;
 };

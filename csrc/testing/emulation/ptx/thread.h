@@ -65,8 +65,8 @@ class Thread {
     return old;
   }
   template <typename T>
-  T load_acquire(uint64_t address, Location where = Location::current()) {
-    return static_cast<T>(load_acquire_bits(address, sizeof(T), where));
+  T load_atomic(uint64_t address, Order order, Location where = Location::current()) {
+    return static_cast<T>(load_atomic_bits(address, sizeof(T), order, where));
   }
   template <typename T>
   void store_release(uint64_t address, T value, Location where = Location::current()) {
@@ -133,7 +133,8 @@ class Thread {
                            Location where) = 0;
   virtual void* begin_atomic(Space space, uint64_t address, size_t bytes, Order order,
                              Location where) = 0;
-  virtual uint64_t load_acquire_bits(uint64_t address, size_t bytes, Location where) = 0;
+  virtual uint64_t load_atomic_bits(uint64_t address, size_t bytes, Order order,
+                                    Location where) = 0;
   virtual void* begin_store_release(uint64_t address, size_t bytes, Location where) = 0;
 
  private:
