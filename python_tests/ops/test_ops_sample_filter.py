@@ -113,6 +113,16 @@ def test_unusual_scores_equal_reference(case, device):
     assert_same_bits(actual, sample_filter_reference(*arguments))
 
 
+@pytest.mark.parametrize("vocab", [640, 645])
+def test_top_k_around_the_number_of_segments(vocab, device):
+    """The kernels take the k largest of the 5 or 6 segments of 128 tokens as a bound, if there are k."""
+    logits = torch.randn(4, vocab, generator=generator(4))
+    ones = torch.ones(4)
+    arguments = (logits, ones, torch.tensor([4, 5, 6, 7]), ones, ones * 0)
+    actual = ops.sample_filter(*to(device, arguments))
+    assert_same_bits(actual, sample_filter_reference(*arguments))
+
+
 def test_worked_example(device):
     """Halved by the temperature: 0, 3, 2, 1, 3. Top-k of 3 leaves 3, 3, 2 with shares .422, .422, .155; the
     nucleus of .9 needs all three, that of .8 the two 3s, that of .4 one of them, the last; min-p of a half

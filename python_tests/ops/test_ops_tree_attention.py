@@ -188,6 +188,17 @@ def test_long_prefixes_equal_decoding_token_by_token(prefix, dtype, device):
     assert_as_accurate_as_torch(static_arguments(case), device)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scores_that_rise_from_split_to_split(dtype, device):
+    """Every split has a larger maximum than all before it, so every merge rescales the sums."""
+    case = random_case(Shape(prefixes=(6700,), nodes=1, heads=1), dtype, seed=12)
+    arguments = {**static_arguments(case), "query": torch.full((1, 1, 1, 64), 0.5, dtype=dtype)}
+    slots = torch.arange(arguments["key"].shape[2])[:, None] / 1000
+    arguments["key"] = arguments["key"] * 0.01 + slots.to(dtype)
+    assert_as_accurate_as_torch(arguments, device)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_does_not_depend_on_the_others(dtype, device):
     case = random_case(Shape(prefixes=(90, 0, 64, 5), nodes=6), dtype, illegal=0.2, seed=4)
