@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from specdec_ext.heads.medusa import MedusaHeads
     from specdec_ext.hosts import install, uninstall
     from specdec_ext.models import Support, supports
+    from specdec_ext.models.graphs import free_graphs
     from specdec_ext.output import SpeculativeEncoderDecoderOutput, SpeculativeOutput
     from specdec_ext.schedule.settings import SpeculationConfig
     from specdec_ext.stats import SpeculationStats
@@ -55,6 +56,7 @@ __all__ = [
     "check_model",
     "compare_runs",
     "custom_generate",
+    "free_graphs",
     "generate",
     "install",
     "load_draft",
@@ -79,6 +81,7 @@ _MODULES = {
     "schedule.settings": ("SpeculationConfig",),
     "stats": ("SpeculationStats",),
     "models": ("Support", "supports"),
+    "models.graphs": ("free_graphs",),
     "tree.draft_tree": ("DraftTree",),
     "tree.config": ("TreeConfig",),
 }

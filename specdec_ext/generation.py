@@ -63,6 +63,7 @@ def generate(
     drafter: Any = "auto",
     speculation: Any = "auto",
     verification: str = "match",
+    graphs: bool | str = "auto",
     seed: int | Sequence[int] | None = None,
     generator: torch.Generator | None = None,
     streamer: Any = None,
@@ -99,6 +100,11 @@ def generate(
             drafter that samples, such as ``DraftModelDrafter(model, sampled=True)``. They preserve the
             distribution of the text, but the text for a seed depends on the drafter. Greedy decoding is the
             same under all rules.
+        graphs: whether passes over drafts are recorded once and replayed, on CUDA as one graph each.
+            ``"auto"`` does so on CUDA for models that allow it. ``True`` raises an error for the others, and
+            on the CPU runs the passes in the same fixed shapes. ``False`` records nothing. The recorded
+            passes of a model, and a cache for its longest call, are kept until
+            :func:`specdec_ext.free_graphs`.
         seed: seed of the sampling noise, one for the call or a list with one per row, where each of the
             ``num_return_sequences`` is a row. By default it is drawn from ``generator`` or from torch's
             global generator. One seed gives one text with every drafter. Rows that share a seed have
@@ -145,6 +151,7 @@ def generate(
         drafter=drafter,
         speculation=speculation,
         verification=verification,
+        graphs=graphs,
         seed=seed,
         generator=generator,
         streamer=streamer,
@@ -164,6 +171,7 @@ def custom_generate(
     *,
     speculation: Any = "auto",
     verification: str = "match",
+    graphs: bool | str = "auto",
     seed: int | Sequence[int] | None = None,
     generator: torch.Generator | None = None,
     streamer: Any = None,
@@ -183,6 +191,8 @@ def custom_generate(
         raise ValueError(
             f"verification={verification!r} is not known; expected one of {list(VERIFICATIONS)}"
         )
+    if not isinstance(graphs, bool) and graphs != "auto":
+        raise ValueError(f"graphs={graphs!r} is not known; expected 'auto', True or False")
     if stop_strings is not None and tokenizer is None:
         raise ValueError("stop_strings needs tokenizer=..., the tokenizer of the model")
 
@@ -223,6 +233,7 @@ def custom_generate(
                 if generation_config.do_sample
                 else [(0, 0)] * len(input_ids),
                 verification,
+                graphs,
                 streamer,
                 inputs_tensor if model.config.is_encoder_decoder else None,
                 **model_kwargs,
@@ -242,6 +253,7 @@ def _decode(
     speculation: SpeculationConfig | None,
     noise: list[tuple[int, int]],
     verification: str,
+    graphs: bool | str,
     streamer: Any,
     encoder_input: Tensor | None = None,
     past_key_values: Any = None,
@@ -257,6 +269,7 @@ def _decode(
         model_kwargs,
         config,
         _span(input_ids, past_key_values, model_kwargs, stop),
+        graphs,
     )
     current_changes().on_failure(target.abandon)
     drafter = _served(target, drafter, explicit, len(input_ids))

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -27,7 +28,15 @@ from bench.runner import Results
 from text_table import format_markdown
 from torch import Tensor
 
-from generation.cuda_like import CPU, DEVICE, CudaLike, cuda_like, reporting, to_device
+from generation.cuda_like import (
+    CPU,
+    DEVICE,
+    CudaLike,
+    FakeGraph,
+    cuda_like,
+    reporting,
+    to_device,
+)
 from generation.trace import (
     ADDRESS,
     CAUSES,
@@ -103,9 +112,10 @@ class _Rounds:
         model: on the device.
         rows: of the batch; they differ in length.
         parents: of the tree of every round.
+        graphs: whether the passes are recorded by the target itself.
     """
 
-    def __init__(self, model: Any, rows: int, parents: Sequence[int]):
+    def __init__(self, model: Any, rows: int, parents: Sequence[int], graphs: bool = False):
         self._vocab, self._parents = model.config.vocab_size, parents
         (prompt,) = random_prompts(self._vocab, rows, 24, count=1)
         mask = torch.ones_like(prompt["input_ids"])
@@ -113,7 +123,7 @@ class _Rounds:
             mask[row, :padding] = 0
         self._rows = rows
         self._random = torch.Generator().manual_seed(0)
-        self.target = make_target(model, None, SLOTS)
+        self.target = make_target(model, None, SLOTS, graphs=graphs)
         self.target.record_hidden_states(HIDDEN_STATES)
         self.target.prefill(CudaLike(prompt["input_ids"]), CudaLike(mask) if rows > 1 else None)
 
@@ -154,6 +164,18 @@ def passes(model: Any, name: str, batch: str, nodes: str) -> Passes:
     rounds.commit()
     following, _ = rounds.score()
     return Passes(name, batch, nodes, first, replays, list(differences(first, following)))
+
+
+def recorded_passes(model: Any, batch: str, nodes: str) -> tuple[Trace, list[Difference]]:
+    """The calls that a target records, and their differences to the next round; inside ``cuda_like``."""
+    rounds, traces = _Rounds(model, BATCHES[batch], TREES[nodes], graphs=True), []
+    for _ in range(2):
+        traces.append(Trace())
+        with mock.patch.object(FakeGraph, "inside", staticmethod(traces[-1].add)):
+            rounds.score()
+        rounds.commit()
+    rounds.target.runner.graphs.finish()
+    return traces[0], list(differences(*traces))
 
 
 def run(names: Iterable[str] = TINY) -> list[Passes]:

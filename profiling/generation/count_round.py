@@ -3,6 +3,7 @@
     python profiling count-round                   # a table; --sites lists the places in the code
     python profiling count-round --out profiling/results/generation/round_counts
     python profiling count-round --tiny --drafter ngram "head tree"    # several architectures
+    python profiling count-round --graphs          # with recorded passes, each of which is one launch
 
 Models and heads run on the tensors of cuda_like.py, which take the code paths of CUDA and have real values.
 By default these are the bundled ones; ``--tiny`` takes tiny random models of several architectures. A round
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -232,9 +234,17 @@ def tiny_world(name: str) -> World:
 
 
 def run(
-    worlds: Iterable[World], names: Sequence[str] = DRAFTERS, new_tokens: int = NEW_TOKENS
+    worlds: Iterable[World],
+    names: Sequence[str] = DRAFTERS,
+    new_tokens: int = NEW_TOKENS,
+    graphs: bool = False,
 ) -> list[Case]:
-    """Count the rounds of these targets and drafters, for every batch and kind of text."""
+    """Count the rounds of these targets and drafters, for every batch and kind of text.
+
+    Args:
+        graphs: replay recorded passes, each of which is one launch. A first call, which is not counted,
+            records them.
+    """
     counting = Counting()
     with (
         mock.patch.object(nvtx, "annotate", counting.phase),
@@ -247,11 +257,13 @@ def run(
         cuda_like(),
         reporting(counting.report),
     ):
-        return [case for world in worlds for case in _count(world, counting, names, new_tokens)]
+        return [
+            case for world in worlds for case in _count(world, counting, names, new_tokens, graphs)
+        ]
 
 
 def _count(
-    world: World, counting: Counting, names: Sequence[str], new_tokens: int
+    world: World, counting: Counting, names: Sequence[str], new_tokens: int, graphs: bool
 ) -> Iterator[Case]:
     head = own_weights(world.head, world.target)
     to_device(world.target)
@@ -265,17 +277,22 @@ def _count(
         names, world.batches.items(), TEXTS.items()
     ):
         case = Case(world.name, name, batch, text)
+        call = partial(
+            specdec_ext.generate,
+            world.target,
+            input_ids=CudaLike(inputs["input_ids"]),
+            attention_mask=CudaLike(inputs["attention_mask"]),
+            drafter=drafters[name],
+            speculation="fixed",
+            graphs=graphs,
+            max_new_tokens=new_tokens,
+            eos_token_id=None,
+            **kwargs,
+        )
+        if graphs:
+            call()
         with counting.of(case):
-            specdec_ext.generate(
-                world.target,
-                input_ids=CudaLike(inputs["input_ids"]),
-                attention_mask=CudaLike(inputs["attention_mask"]),
-                drafter=drafters[name],
-                speculation="fixed",
-                max_new_tokens=new_tokens,
-                eos_token_id=None,
-                **kwargs,
-            )
+            call()
         yield case
 
 
@@ -306,6 +323,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--drafter", nargs="+", choices=DRAFTERS, default=DRAFTERS)
     parser.add_argument("--tiny", action="store_true", help="tiny models of several architectures")
+    parser.add_argument("--graphs", action="store_true", help="replay recorded passes")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
     parser.add_argument(
         "--sites",
@@ -318,9 +336,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     machine = machine_line(CPU, f"transformers {transformers.__version__}")
     worlds = map(tiny_world, TINY) if options.tiny else [bundled_world()]
-    cases = run(worlds, options.drafter, options.new_tokens)
+    cases = run(worlds, options.drafter, options.new_tokens, options.graphs)
     rows = [case.row() for case in cases]
-    title = "One round on a GPU: launches and copies"
+    passes = "recorded passes" if options.graphs else "passes kernel by kernel"
+    title = f"One round on a GPU: launches and copies, {passes}"
     places = place_lines(cases, (TO_HOST, FROM_HOST, NEW_SHAPE))
     notes = [*NOTES, "", *places] if options.tiny else NOTES
     Results(title, machine, COLUMNS, KEY, rows, notes=notes).publish(options.out)

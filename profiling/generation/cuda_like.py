@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -30,6 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from generation.trace import FROM_HOST, LAUNCH, NO_LAUNCH, TO_HOST, Call, Report, call_site
+from specdec_ext.models.graphs import recorded
+from specdec_ext.models.graphs.graph import Graph
 
 DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -215,6 +217,24 @@ class _Device(TorchDispatchMode):
 _device = _Device()
 
 
+class FakeGraph(Graph):
+    """Stands for a CUDA graph: every run computes the function and is reported as one launch.
+
+    Attributes:
+        inside: gets the calls of the function, which a graph would record at its first run.
+    """
+
+    inside: ClassVar[Report] = staticmethod(lambda call: None)
+
+    def __init__(self, device: torch.device, pool: Any):
+        pass
+
+    def run(self, function: Callable[[], None]) -> None:
+        _device.asked(LAUNCH, "graph launch")
+        with reporting(FakeGraph.inside):
+            function()
+
+
 def _inner(value: Any) -> Any:
     if isinstance(value, CudaLike):
         return value.inner
@@ -261,6 +281,8 @@ def cuda_like(report: Report = lambda call: None) -> Iterator[None]:
         mock.patch.object(
             torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0)
         ),
+        mock.patch.object(torch.cuda, "graph_pool_handle", lambda: (0, 0)),
+        mock.patch.object(recorded, "CudaGraph", FakeGraph),
         mock.patch.object(torch, "inference_mode", lambda mode=True: torch.no_grad()),
         mock.patch.object(torch, "tensor", _made_on_host(torch.tensor)),
         mock.patch.object(torch, "as_tensor", _made_on_host(torch.as_tensor)),

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from baselines.random_targets import TINY
+from baselines.random_targets import TINY, tiny_target
 from generation import capture_pass
-from generation.trace import ADDRESS, FROM_HOST, NUMBER, TO_HOST
+from generation.cuda_like import cuda_like, to_device
+from generation.trace import ADDRESS, FROM_HOST, LAUNCH, NUMBER, TO_HOST
 
 CASES = [(batch, nodes) for batch in capture_pass.BATCHES for nodes in capture_pass.TREES]
 # (cause, place without its line) of every difference between the passes of two rounds.
@@ -51,3 +52,15 @@ def place(site: str) -> str:
     """The site without its line; places in transformers are one place per function."""
     site = re.sub(r":\d+ ", " ", site)
     return re.sub(r"^transformers/\S+", "transformers/", site)
+
+
+@pytest.mark.parametrize("model", TINY)
+def test_recorded_pass_makes_the_same_calls_in_every_round(model):
+    """No copy, and no number, address or shape that changes: what a CUDA graph repeats is right."""
+    with cuda_like():
+        target = to_device(tiny_target(model))
+        for batch, nodes in CASES:
+            first, causes = capture_pass.recorded_passes(target, batch, nodes)
+            assert first.count(LAUNCH) > 10
+            assert not [call for call in first.calls if call.is_copy]
+            assert not causes, causes[0]

@@ -21,7 +21,7 @@ from specdec_ext.generation import custom_generate, generate
 from specdec_ext.models.wrapped import check_model
 
 # Arguments of generate() that do not depend on the prompt, so install() can check them.
-_CHECKED_AT_INSTALL = ("speculation", "verification", "seed", "generator")
+_CHECKED_AT_INSTALL = ("speculation", "verification", "graphs", "seed", "generator")
 
 
 class Installed:

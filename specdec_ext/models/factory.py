@@ -23,6 +23,7 @@ def make_target(
     model_kwargs: dict[str, Any] | None = None,
     config: GenerationConfig | None = None,
     span: Span | None = None,
+    graphs: bool | str = False,
 ) -> Target:
     """Make the target for one call.
 
@@ -35,6 +36,7 @@ def make_target(
         config: generation config of the call; by default the model's.
         span: number of rows and lengths of the call. By default one row, and limits that depend on the length
             are not checked.
+        graphs: whether passes are recorded; see :class:`~specdec_ext.models.slots.target.SlotTarget`.
 
     Raises:
         ValueError: for an unsupported cache; the message names it and the way out.
@@ -48,7 +50,12 @@ def make_target(
     if support.by_slots and (support.batch or span is None or span.rows == 1):
         cache = kwargs.get("past_key_values", kwargs.get("cache_params"))
         prompt = kwargs if beyond_text(kwargs) else None
-        return SlotTarget(model, cache, max_slots, support, forward_kwargs, prompt)
+        return SlotTarget(model, cache, max_slots, support, forward_kwargs, prompt, graphs)
+    if graphs is True:
+        raise ValueError(
+            f"graphs=True, but passes of {type(model).__name__} can't be recorded: transformers lays out its "
+            "cache. Use graphs='auto', which runs them without a recording"
+        )
     return PreparedTarget(model, support, kwargs, config or model.generation_config, forward_kwargs)
 
 

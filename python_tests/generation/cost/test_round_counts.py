@@ -2,7 +2,7 @@
 
 import pytest
 from generation import count_round
-from generation.trace import FROM_HOST, TO_HOST
+from generation.trace import FROM_HOST, LAUNCH, TO_HOST
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +39,13 @@ def test_round_in_which_a_row_ends_has_few_more_copies(cases, drafter):
 def test_plain_round_launches_four_kernels_beside_the_model(cases):
     """Three ops and the filling of one tensor; the model has 6 layers of 36 kernels, and 13 more."""
     assert cases["none", "1", "greedy"]["median"]["launch"] <= 236
+
+
+def test_round_with_a_recorded_pass_makes_few_other_launches():
+    """The replay is one launch; the others prepare it, draft, verify and move keys and values."""
+    found = count_round.run([count_round.bundled_world()], new_tokens=20, graphs=True)
+    for case in found:
+        row, sites = case.row(), case.sites(LAUNCH)
+        assert not [site for site in sites if site.startswith("transformers/")]
+        assert row["median"][LAUNCH] <= 22 and row["most"][LAUNCH] <= 33, (row, sites)
+        assert row["most"][FROM_HOST] == 1 and row["most"][TO_HOST] <= 2

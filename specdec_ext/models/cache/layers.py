@@ -36,6 +36,8 @@ class RollbackLayer(DynamicLayer):
         slack: number of slots before the window that attention must also see: rows of a ragged batch end at
             different slots, and padding between a row's tokens takes slots of its window.
         dropped: number of slots at the front whose keys were already dropped when the layer was adopted.
+        block_slots: ``[nodes]`` slots to which the next pass writes; then it sees the whole buffers, and
+            ``length`` does not change. None: the next slots. Set for passes of fixed shape (``graphs/``).
     """
 
     is_croppable = True
@@ -49,6 +51,7 @@ class RollbackLayer(DynamicLayer):
         self.window = window
         self.slack = 0
         self.dropped = 0
+        self.block_slots: Tensor | None = None
         self._first_capacity = 0
         self.is_sliding = window is not None
 
@@ -103,9 +106,14 @@ class RollbackLayer(DynamicLayer):
         """Append ``[active rows, heads, new, dim]`` to the first rows; return the visible keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        rows = key_states.shape[0]
+        if self.block_slots is not None:
+            keys, values = self.key_buffer[:rows], self.value_buffer[:rows]
+            keys.index_copy_(2, self.block_slots, key_states)
+            values.index_copy_(2, self.block_slots, value_states)
+            return keys, values
         start, stop = self.length, self.length + key_states.shape[2]
         self.reserve(stop)
-        rows = key_states.shape[0]
         self.key_buffer[:rows, :, start:stop] = key_states
         self.value_buffer[:rows, :, start:stop] = value_states
         self.length = stop
@@ -116,6 +124,8 @@ class RollbackLayer(DynamicLayer):
         return 0 if self.window is None else max(0, length - (self.window - 1) - self.slack)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.block_slots is not None:
+            return self.key_buffer.shape[2], 0
         first = self._first_visible(self.length)
         return self.length + query_length - first, first
 

@@ -34,14 +34,14 @@ class TreeBlock:
         prefix_starts: ``[rows]`` slot of the first token of each row.
         prefix_lengths: ``[rows]`` number of committed tokens.
         block_starts: ``[rows]`` slot of node 0, the same for all rows.
-        start: the slot of node 0 as a number on the host.
+        stop: the slot after the last key that layers pass to attention, a number on the host.
     """
 
     ancestors: Tensor
     prefix_starts: Tensor
     prefix_lengths: Tensor
     block_starts: Tensor
-    start: int
+    stop: int
 
     def __post_init__(self) -> None:
         self._starts = {0: (self.prefix_starts, self.block_starts)}
@@ -55,8 +55,8 @@ class TreeBlock:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int
     ) -> Tensor:
-        """Compute attention, ``[rows, nodes, heads, head_dim]``; ``key`` and ``value`` end with the block."""
-        prefix_starts, block_starts = self.starts_behind(self.start + query.shape[2] - key.shape[2])
+        """Compute attention, ``[rows, nodes, heads, head_dim]``; keys and values end at slot ``stop``."""
+        prefix_starts, block_starts = self.starts_behind(self.stop - key.shape[2])
         return ops.tree_attention(
             query,
             key,

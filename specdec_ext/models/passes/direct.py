@@ -22,13 +22,13 @@ from weakref import WeakKeyDictionary
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn.modules import module as module_hooks
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from specdec_ext import ops
 from specdec_ext.models.cache.adoption import adopt_cache, attention_windows
 from specdec_ext.models.cache.layers import RollbackLayer
+from specdec_ext.models.passes.agreement import TOLERANCE, relative_difference
 from specdec_ext.models.passes.attention import TreeBlock
 from specdec_ext.models.passes.known_code import is_known, is_llama, is_untouched
 from specdec_ext.models.passes.linears import is_plain
@@ -36,8 +36,6 @@ from specdec_ext.models.passes.linears import is_plain
 _LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
-# Largest relative difference of the logits of both ways; they differ by rounding only.
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
 _agreed: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
@@ -80,11 +78,10 @@ class DirectPass:
             ``[rows, nodes, vocab]`` logits, and the arguments of :meth:`HiddenStateRecorder.chosen`.
         """
         rows, nodes = tokens.shape
-        stop = block.start + nodes
         caches = []
         for layer in layers:
-            layer.reserve(stop)
-            layer.length = stop
+            layer.reserve(block.stop)
+            layer.length = block.stop
             caches += layer.buffers
         if len(caches[0]) != rows:
             caches = [buffer[:rows] for buffer in caches]
@@ -100,7 +97,7 @@ class DirectPass:
             block.ancestors,
             block.prefix_starts,
             block.prefix_lengths,
-            block.start,
+            block.stop - nodes,
             self.head_dim,
             self.eps,
             self.scale,
@@ -111,9 +108,7 @@ class DirectPass:
 
 def direct_pass(model: PreTrainedModel) -> DirectPass | None:
     """Return the direct pass of a model, or None if the model is not eligible."""
-    if _agreed.get(model) is False or module_hooks._has_any_global_hook():
-        return None
-    if torch.is_autocast_enabled("cpu") or not all(map(is_untouched, model.modules())):
+    if _agreed.get(model) is False or torch.is_autocast_enabled("cpu") or not is_untouched(model):
         return None
     try:
         return _read(model)
@@ -123,10 +118,10 @@ def direct_pass(model: PreTrainedModel) -> DirectPass | None:
 
 def agrees(model: nn.Module, directly: Tensor, by_modules: Tensor) -> bool:
     """Whether the logits of both ways differ by rounding only; the result is remembered for the model."""
-    error = float((directly.float() - by_modules.float()).norm() / by_modules.float().norm())
+    error = relative_difference(directly, by_modules)
     if not math.isfinite(error):
         return False  # NaN or infinite logits prove nothing; not remembered
-    _agreed[model] = error <= _TOLERANCE[by_modules.dtype]
+    _agreed[model] = error <= TOLERANCE[by_modules.dtype]
     if not _agreed[model]:
         warnings.warn(
             f"{type(model).__name__} has the code of a supported decoder, but its logits differ from those "

@@ -106,13 +106,16 @@ class HiddenStateRecorder:
             hidden state, after the final norm. For a model of n layers, n is the output of the last layer
             before the final norm, for which transformers has no index.
 
+    Attributes:
+        layers: the same as a tuple.
+
     Raises:
         ValueError: for a layer that the model does not have, or a model without a list of layers.
     """
 
     def __init__(self, model: PreTrainedModel, config: PreTrainedConfig, layers: Sequence[int]):
         self._sources: list[nn.Module] = []
-        self._layers = list(layers)
+        self.layers = tuple(layers)
         if not layers:
             return
         decoder: Any = model.get_decoder()
@@ -143,7 +146,7 @@ class HiddenStateRecorder:
             states: ``[layers, rows, nodes, hidden]`` outputs of all layers.
             last: output of the last layer after the final norm.
         """
-        layers = self._layers
+        layers = self.layers
         if not layers:
             return ()
         return LayerStates(
@@ -167,7 +170,7 @@ class HiddenStateRecorder:
         states.extend(taken[index] for index in range(len(self._sources)))
 
     def _hooks(self) -> Iterator[RecordingHook]:
-        for index, (layer, source) in enumerate(zip(self._layers, self._sources, strict=True)):
+        for index, (layer, source) in enumerate(zip(self.layers, self._sources, strict=True)):
             yield RecordingHook(self, index, source, after=layer in self._after)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import transformers
 from torch import nn
+from torch.nn.modules import module as module_hooks
 
 from specdec_ext.models.passes.hidden_states import RecordingHook
 from specdec_ext.models.patching.forwards import own_forward_replaced
@@ -43,8 +44,12 @@ def is_llama(decoder: Any) -> bool:
     return _codes(type(decoder).forward) in _pattern("Model", ("llama",))
 
 
-def is_untouched(module: nn.Module) -> bool:
-    """Whether a module is not in training, and a call runs only the forward of its class."""
+def is_untouched(model: nn.Module) -> bool:
+    """Whether no module is in training, and a call of each runs only the forward of its class."""
+    return not module_hooks._has_any_global_hook() and all(map(_is_untouched, model.modules()))
+
+
+def _is_untouched(module: nn.Module) -> bool:
     return not (
         module.training
         or own_forward_replaced(module)

@@ -18,31 +18,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import sub
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec_ext.models.passes.prompt import Prompt
+from specdec_ext.models.passes.row_numbers import RowNumbers
 from specdec_ext.transfer import Staged, Staging
-
-
-class RowNumbers(NamedTuple):
-    """Positions and slots of the rows, ``[rows]`` int64 each on the device.
-
-    Attributes:
-        root_positions: position of the next token.
-        ends: slot after the last token; ``commit`` moves the next token to it.
-        first_slots: slot of the first token.
-        lengths: number of slots from the first token to the last.
-        block_starts: slot of node 0 of the next block, the same for all rows.
-    """
-
-    root_positions: Tensor
-    ends: Tensor
-    first_slots: Tensor
-    lengths: Tensor
-    block_starts: Tensor
 
 
 @dataclass
@@ -135,8 +117,13 @@ class RowLayout:
     def numbers(self) -> RowNumbers:
         """Positions and slots of the rows on the device."""
         if self._numbers is None:
-            self._numbers = RowNumbers(*self._staged.tensor.unbind())
+            self._numbers = RowNumbers(*self.packed_numbers.unbind())
         return self._numbers
+
+    @property
+    def packed_numbers(self) -> Tensor:
+        """``numbers`` as one tensor, ``[5, rows]``."""
+        return self._staged.tensor
 
     def select(self, rows: Sequence[int], index: Tensor) -> RowLayout:
         """Return the layout whose row i is row ``rows[i]`` of this one; ``index`` is ``rows`` as a tensor."""

@@ -1,7 +1,8 @@
 """``PassRunner``: turns draft trees and the layout of the rows into one forward pass.
 
-Three kinds of passes give the same result:
+Four kinds of passes give the same result:
 
+- *recorded*: a pass of fixed shape that is replayed, on CUDA as one graph (``graphs/``);
 - *direct*: one op computes all layers of a Llama-like decoder (``passes/direct.py``);
 - *by modules with a block*: the model's own modules, with masks and attention for trees, ragged rows and
   padding (``passes/masks.py``, ``passes/attention.py``);
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from specdec_ext import ops
 from specdec_ext.models.base import TargetOutput
+from specdec_ext.models.graphs import GraphRunner
 from specdec_ext.models.passes.attention import IMPLEMENTATION, TreeBlock
 from specdec_ext.models.passes.direct import DirectPass, agrees, is_agreed
 from specdec_ext.models.passes.modules import ModulePass
@@ -31,6 +33,7 @@ class PassRunner:
     Args:
         modules: the pass of the model's own modules.
         direct: the direct pass of the model, None if it has none or the call needs the modules.
+        graphs: runs recorded passes; None if the call does not ask for them.
 
     Attributes:
         invariant_rows: the largest number of tokens in a pass for which linear layers are computed
@@ -38,8 +41,11 @@ class PassRunner:
             not need that.
     """
 
-    def __init__(self, modules: ModulePass, direct: DirectPass | None):
+    def __init__(
+        self, modules: ModulePass, direct: DirectPass | None, graphs: GraphRunner | None = None
+    ):
         self.modules, self._cache = modules, modules.cache
+        self.graphs = graphs
         self.direct = direct if direct and direct.serves(self._cache.cache.layers) else None
         self.invariant_rows: float = math.inf
         # tree_attention computes attention over slots, and replaces only this implementation.
@@ -50,9 +56,27 @@ class PassRunner:
 
     def score(self, tree: DraftTree, rows: RowLayout) -> TargetOutput:
         """Run one pass over the nodes of ``tree``, whose roots follow the tokens in the cache."""
-        numbers = rows.numbers
         # The op needs text without padding between its tokens.
         by_op = self._has_attention and rows.holes == 0
+        if self.graphs is not None:
+            if rows.holes:
+                self.graphs.refuse("the prompt has padding between tokens or after the last one")
+            if rows.position_shift is not None:
+                self.graphs.refuse("positions of this prompt do not count its tokens")
+
+            def unrecorded() -> TargetOutput:
+                output = self._score_unrecorded(tree, rows, by_op)
+                self._cache.set_length(rows.start, rows.slack)
+                return output
+
+            numbers, start = rows.packed_numbers, rows.start
+            output = self.graphs.score(tree, numbers, start, self.invariant_rows, unrecorded)
+            if output is not None:
+                return output
+        return self._score_unrecorded(tree, rows, by_op)
+
+    def _score_unrecorded(self, tree: DraftTree, rows: RowLayout, by_op: bool) -> TargetOutput:
+        numbers = rows.numbers
         if tree.num_nodes == 1 and rows.aligned and not (rows.padded or by_op):
             position_ids = rows.model_positions(numbers.root_positions[:, None])
             return self.modules(None, input_ids=tree.tokens, position_ids=position_ids)
@@ -60,7 +84,11 @@ class PassRunner:
         block = None
         if by_op:
             block = TreeBlock(
-                ancestors, numbers.first_slots, numbers.lengths, numbers.block_starts, rows.start
+                ancestors,
+                numbers.first_slots,
+                numbers.lengths,
+                numbers.block_starts,
+                rows.start + tree.num_nodes,
             )
         if block is None or self.direct is None or tree.tokens.numel() > self.invariant_rows:
             return self._score_by_modules(tree, rows, block, ancestors, positions)

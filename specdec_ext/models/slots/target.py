@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from specdec_ext.models.base import NO_LIMIT, HostPaths, Target, TargetOutput
 from specdec_ext.models.cache.adoption import attention_windows
 from specdec_ext.models.cache.slot_cache import SlotCache
+from specdec_ext.models.graphs import GraphRunner
 from specdec_ext.models.passes.direct import direct_pass
 from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
 from specdec_ext.models.passes.modules import ModulePass
@@ -26,6 +27,8 @@ from specdec_ext.tree.draft_tree import DraftTree
 # Slots reserved after the prompt at the start. The buffers of longer calls grow in steps, because max_length
 # is rarely reached.
 FIRST_SLOTS = 2048
+# Types of devices on which passes are recorded by default.
+RECORDING_DEVICES = ("cuda",)
 
 
 class SlotTarget(Target):
@@ -38,6 +41,8 @@ class SlotTarget(Target):
         support: what can be done exactly with the model (``supports``).
         forward_kwargs: passed to every forward pass (``output_hidden_states`` and the like).
         prompt_kwargs: inputs that ``generate`` prepared, if the prompt is more than text (images, audio).
+        graphs: whether passes are recorded (:mod:`specdec_ext.models.graphs`): "auto" on CUDA where possible,
+            True everywhere, False nowhere.
 
     Attributes:
         cache: the ``DynamicCache``; after the call it is laid out like ``sequences[:, :-1]``.
@@ -55,6 +60,7 @@ class SlotTarget(Target):
         support: Support,
         forward_kwargs: dict[str, Any] | None = None,
         prompt_kwargs: dict[str, Any] | None = None,
+        graphs: bool | str = False,
     ):
         super().__init__(model, support)
         self._max_slots = max_slots
@@ -63,7 +69,12 @@ class SlotTarget(Target):
         self._modules = ModulePass(model, self._slots, forward_kwargs)
         # Only the model's own modules can process images in a prompt or record hidden states and attentions.
         plain = not (forward_kwargs or prompt_kwargs or self._modules.patches)
-        self.runner = PassRunner(self._modules, direct_pass(model) if plain else None)
+        recorded = graphs is True or (graphs == "auto" and model.device.type in RECORDING_DEVICES)
+        self.runner = PassRunner(
+            self._modules,
+            direct_pass(model) if plain else None,
+            GraphRunner(self._modules, max_slots, required=graphs is True) if recorded else None,
+        )
         self._prefill = Prefill(self._modules, prompt_kwargs)
         self._replay: Replay | None = None
         if self._slots.states:
@@ -164,6 +175,8 @@ class SlotTarget(Target):
                 self.commit(roots[:, None], roots, ([[0] for _ in columns], [0] * len(columns)))
             self._slots.clear(self._rows.ends, self._rows.start)
         self._slots.set_length(width - 1, 0)
+        if self.runner.graphs is not None:
+            self.runner.graphs.finish()
 
     def _read_unread(
         self, replay: Replay, last_tokens: Tensor, columns: list[int], early: list[bool]

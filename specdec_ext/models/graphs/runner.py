@@ -1,0 +1,215 @@
+"""``GraphRunner``: which passes of a call are recorded, and the state of the model that they belong to."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_ext.models import compat
+from specdec_ext.models.base import TargetOutput
+from specdec_ext.models.cache.layers import RollbackLayer
+from specdec_ext.models.graphs.arena import Arena, lender_of, take_back
+from specdec_ext.models.graphs.graph import NotRecordableError
+from specdec_ext.models.graphs.recorded import RecordedPass
+from specdec_ext.models.passes.agreement import TOLERANCE, relative_difference
+from specdec_ext.models.passes.attention import IMPLEMENTATION
+from specdec_ext.models.passes.known_code import is_untouched
+from specdec_ext.models.passes.modules import ModulePass
+from specdec_ext.models.passes.visibility import BlockVisibility
+from specdec_ext.models.patching.changes import joined_changes
+from specdec_ext.tree.draft_tree import DraftTree
+
+_log = logging.getLogger(__name__)
+
+# Numbers of nodes for which a pass is recorded; a tree is filled up with inactive nodes to the next one.
+NODES = (1, 2, 4, 8, 16, 32, 64, 128)
+# A shape is recorded when it is needed for this time, because a recording takes as long as many passes.
+RECORDED_AT = 3
+# Slots after the text for which a new arena has room, because max_length is rarely reached.
+SPARE_SLOTS = 2048
+
+
+class GraphRunner:
+    """Scores draft trees by recorded passes, as far as this is possible.
+
+    Args:
+        modules: runs the model.
+        max_slots: the most cache slots that the call may need.
+        required: raise an error where a pass can't be recorded, instead of running it without a recording.
+
+    Attributes:
+        reason: a clause that says why passes of this call are not recorded; "" if they are.
+
+    Raises:
+        ValueError: recordings are required, but impossible for this model or call.
+    """
+
+    def __init__(self, modules: ModulePass, max_slots: int, required: bool):
+        self._modules, self._max_slots, self._required = modules, max_slots, required
+        self._layers: Sequence[RollbackLayer] = modules.cache.layers
+        self._lender = lender_of(modules.model)
+        self._token = object()
+        self._arena: Arena | None = None
+        self.reason = ""
+        if reason := _obstacle(modules):
+            self.refuse(reason)
+
+    def score(
+        self,
+        tree: DraftTree,
+        numbers: Tensor,
+        start: int,
+        invariant_rows: float,
+        unrecorded: Callable[[], TargetOutput],
+    ) -> TargetOutput | None:
+        """Run one pass over the nodes of ``tree``, or return None if this pass is not recorded.
+
+        Args:
+            tree: ``[rows, nodes]``.
+            numbers: ``[5, rows]``, the ``RowNumbers`` of this step.
+            start: the slot of the roots.
+            invariant_rows: see :class:`specdec_ext.models.slots.runner.PassRunner`.
+            unrecorded: runs the same pass without a recording, and leaves the length of the cache as it was.
+                The first pass of a recording is compared with it.
+        """
+        nodes = next((count for count in NODES if count >= tree.num_nodes), None)
+        if self.reason or nodes is None:
+            return None
+        if not all(layer.is_initialized for layer in self._layers):
+            self.refuse("a layer has not written to its cache")
+            return None
+        arena = self._arena_with(start + nodes)
+        if arena is None:
+            return None
+        key = tree.num_rows, nodes, invariant_rows, self._modules.recorder.layers
+        expected = None
+        if key not in arena.passes:
+            arena.uses[key] = arena.uses.get(key, 0) + 1
+            if arena.uses[key] < RECORDED_AT and not self._required:
+                return None
+            expected = unrecorded().logits
+            arena.passes[key] = RecordedPass(arena, tree.num_rows, nodes)
+
+        def forward(tokens: Tensor, positions: Tensor, block: BlockVisibility) -> TargetOutput:
+            return self._modules(block, invariant_rows, input_ids=tokens, position_ids=positions)
+
+        try:
+            output = arena.passes[key](tree, numbers, self._layers, forward)
+        except NotRecordableError as refusal:
+            arena.passes.pop(key)
+            self.refuse(str(refusal))
+            return None
+        if expected is not None:
+            error = relative_difference(output.logits, expected)
+            if not error <= TOLERANCE[expected.dtype]:
+                arena.passes.pop(key)
+                if math.isfinite(error):  # else drafts have spoilt the pass, which proves nothing
+                    self.refuse(
+                        f"its logits differ by {error:.2g} (relative) from those without it"
+                    )
+                return None
+        return output
+
+    def _arena_with(self, slots: int) -> Arena | None:
+        """Return the model's arena with room for ``slots`` slots, or None if another call uses it."""
+        arena, layers = self._arena, self._layers
+        if arena is not None and arena.slots >= slots and arena.lends_to(layers):
+            return arena
+        lender = self._lender
+        with joined_changes() as changes:
+            release = partial(lender.release, self._token)
+            changes.make(self._token, [(partial(lender.acquire, self._token), release)])
+        if not lender.acquire(self._token):
+            return None
+        fingerprint = _fingerprint(self._modules)
+        arena = lender.arena
+        if arena is None or arena.fingerprint != fingerprint or not arena.fits(layers, slots):
+            lender.arena = None  # its memory is free before the new one is made
+            room = max(slots, min(self._max_slots, slots + SPARE_SLOTS))
+            arena = lender.arena = Arena(layers, room, fingerprint)
+        arena.lend(layers)
+        self._arena = arena
+        return arena
+
+    def finish(self) -> None:
+        """Give the cache layers buffers of their own; the call may return the cache to its caller."""
+        if self._arena is not None and self._arena.lends_to(self._layers):
+            take_back(self._layers)
+        self._arena = None
+        self._lender.release(self._token)
+
+    def refuse(self, reason: str) -> None:
+        """Record no further pass of this call; ``reason`` is a clause.
+
+        Raises:
+            ValueError: recordings are required.
+        """
+        if self.reason:
+            return
+        model = type(self._modules.model).__name__
+        if self._required:
+            raise ValueError(
+                f"graphs=True, but passes of {model} can't be recorded: {reason}. Use graphs='auto', which "
+                "runs them without a recording"
+            )
+        self.reason = reason
+        _log.info("passes of %s are not recorded: %s", model, reason)
+
+
+def _obstacle(modules: ModulePass) -> str:
+    """Return why no pass of this call can be recorded, or "" if nothing is known."""
+    recorded = [
+        name for name, value in modules.forward_kwargs.items() if value and "output" in name
+    ]
+    devices = {tensor.device for tensor in modules.model.parameters()}
+    if compat.NEEDS_MASK:
+        return "this version of transformers passes a mask of changing length to the model"
+    if recorded:
+        return f"the call asks for {' and '.join(recorded)}"
+    if (attention := modules.config._attn_implementation) != IMPLEMENTATION:
+        return f"its attention implementation is {attention!r}; expected {IMPLEMENTATION!r}"
+    if modules.patches:
+        return "layers of this model look at the text, and are replaced for drafts"
+    if modules.cache.states:
+        return "the model has recurrent states"
+    if not modules.cache.layers or any(type(x) is not RollbackLayer for x in modules.cache.layers):
+        return "the model has cache layers of its own"
+    if "position_ids" not in modules.parameters:
+        return "the model computes positions itself"
+    if len(devices) != 1:
+        return f"the model is spread over {len(devices)} devices"
+    if not is_untouched(modules.model):
+        return "a module is in training mode, compiled, or has a hook or a replaced forward"
+    return ""
+
+
+def _fingerprint(modules: ModulePass) -> Hashable:
+    """Identify everything outside of the inputs that a recording depends on.
+
+    A recording keeps the addresses of weights and the effect of Python code. If a module, the address of a
+    weight or a mode changes, the passes are recorded anew.
+    """
+    model: Any = modules.model
+    parts: list[Hashable] = [
+        modules.config._attn_implementation,
+        torch.is_autocast_enabled(model.device.type),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+    ]
+    for module in model.modules():
+        own = vars(module)
+        parts.append(
+            (
+                id(module),
+                str(own.get("_active_adapter", "")),
+                *(each.data_ptr() for each in own["_parameters"].values() if each is not None),
+                *(each.data_ptr() for each in own["_buffers"].values() if each is not None),
+            )
+        )
+    return tuple(parts)

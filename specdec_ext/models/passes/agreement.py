@@ -1,0 +1,15 @@
+"""Compare the logits of two kinds of passes that should differ by rounding only."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Largest relative difference of logits that are rounded in different orders.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
+
+
+def relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    """``|ours - theirs| / |theirs|`` in the Euclidean norm; not finite if a logit is not."""
+    theirs = theirs.float()
+    return float((ours.float() - theirs).norm() / theirs.norm())
