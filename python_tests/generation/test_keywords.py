@@ -69,7 +69,8 @@ def test_every_parameter_of_generate_is_listed():
     named = set(inspect.signature(GenerationMixin.generate).parameters) - {"self"}
     assert named <= set(ARGUMENTS)
     own = set(inspect.signature(specdec_ext.generate).parameters) - {"model"}
-    assert own - set(ARGUMENTS) == {"drafter", "speculation", "verification", "seed", "generator"}
+    ours = {"drafter", "speculation", "verification", "graphs", "seed", "generator"}
+    assert own - set(ARGUMENTS) == ours
 
 
 @pytest.mark.parametrize(
