@@ -20,8 +20,9 @@ FORMATTED := $(filter %.h %.cuh %.cpp %.cu,$(NATIVE_SOURCES)) $(wildcard profili
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest python_tests
 PARALLEL := -n $(WORKERS) --dist worksteal
 # The CUDA kernels, compiled for the host, run under AddressSanitizer and UBSan. The sanitizers' runtime must be
-# loaded first and needs libstdc++ to intercept exceptions. Leaks are ignored: Python never frees all memory.
-SANITIZERS = ASAN_OPTIONS=detect_leaks=0 \
+# loaded first and needs libstdc++ to intercept exceptions. Leaks are ignored: Python never frees all memory. New
+# memory is filled with ones, which are NaN, so a workspace's contents before a launch must have no effect.
+SANITIZERS = ASAN_OPTIONS=detect_leaks=0:malloc_fill_byte=255:max_malloc_fill_size=67108864 \
   LD_PRELOAD="$$(c++ -print-file-name=libasan.so):$$(c++ -print-file-name=libstdc++.so.6)"
 
 SITE_PACKAGES := 'import sysconfig; print(sysconfig.get_path("purelib"))'

@@ -18,7 +18,6 @@ TOOLS = {
     "controller": ("bench.controller", 'Is "auto" as fast as the best fixed shape?'),
     "memory": ("bench.memory", "What does speculation add to the memory of a call?"),
     "count-round": ("generation.count_round", "What does a round of generation ask of a GPU?"),
-    "capture-pass": ("generation.capture_pass", "What keeps a pass from being a CUDA graph?"),
     "kernel-report": ("cuda_kernels.kernel_report", "What did the compiler make of the kernels?"),
     "model-draft-head": ("cuda_kernels.model_draft_head", "How fast should a draft be on a GPU?"),
     "toolchains": ("toolchains.__main__", "Do all compilers take the kernels, without spills?"),

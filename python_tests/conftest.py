@@ -36,7 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted = "not emulated" not in config.option.markexpr
     if wanted and not hasattr(config, "workerinput"):  # once, not in every xdist worker
         selected = config.option.markexpr
-        emulation.build(with_ptx="not ptx" not in selected and "not slow" not in selected)
+        is_fast = "not ptx" in selected or "not slow" in selected
+        emulation.build([] if is_fast else emulation.PTX)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

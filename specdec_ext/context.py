@@ -69,7 +69,8 @@ class Context:
         self._last_tokens: tuple[list[int], Staged] | None = None  # the latest ones staged
         self._pad = pad_token_id
         self._sequences = input_ids
-        self._written = [0] * len(input_ids)
+        self._written = [0] * len(input_ids)  # tokens of each row that are in _sequences or staged
+        self._new_text: list[Staged] = []  # rows, columns and tokens that _sequences lacks
 
     @property
     def prompt_columns(self) -> int:
@@ -94,9 +95,13 @@ class Context:
             self._last_tokens = last, self.staging.stage(last)
         return self._last_tokens[1]
 
-    def stage(self) -> None:
-        """Begin a round: stage its roots for the first copy to the device."""
-        self._staged_tokens(self.rows)
+    def stage(self, roots: Tensor | None = None) -> None:
+        """Begin a round: stage its roots for the first copy to the device, unless they are there already."""
+        if roots is None:
+            self._staged_tokens(self.rows)
+        else:
+            last = [self.generated[row][-1] for row in self.rows]
+            self._last_tokens = last, self.staging.stage(last, roots)
 
     @property
     def root_positions(self) -> list[int]:
@@ -154,6 +159,17 @@ class Context:
         tokens = [row[column] if column < len(row) else self._pad for row in self.generated]
         return torch.tensor(tokens, device="cpu")
 
+    def stage_text(self) -> None:
+        """Begin a round whose processors read the text: stage the tokens that :meth:`sequences` lacks."""
+        new = [
+            (row, self.prompt_columns + column, tokens[column])
+            for row, tokens in enumerate(self.generated)
+            for column in range(self._written[row], len(tokens))
+        ]
+        if new:
+            self._new_text.append(self.staging.stage([*zip(*new, strict=True)]))
+            self._written = [len(tokens) for tokens in self.generated]
+
     def sequences(self, width: int | None = None) -> Tensor:
         """``[batch, columns]`` ids up to the longest row (or ``width`` columns); shorter rows are padded."""
         longest = self.prompt_columns + max(map(len, self.generated), default=0)
@@ -161,12 +177,9 @@ class Context:
             room = min(max(self.max_length, longest), longest + 256) - self._sequences.shape[1]
             padding = self.input_ids.new_full((len(self.input_ids), room), self._pad)
             self._sequences = torch.cat([self._sequences, padding], dim=1)
-        for row, written in enumerate(self._written):
-            new = self.generated[row][written:]
-            if new:
-                start = self.prompt_columns + written
-                self._sequences[row, start : start + len(new)] = torch.tensor(
-                    new, device=self.device
-                )
-                self._written[row] = written + len(new)
+        self.stage_text()
+        for staged in self._new_text:
+            rows, columns, tokens = staged.tensor
+            self._sequences[rows, columns] = tokens
+        self._new_text.clear()
         return self._sequences[:, : longest if width is None else width]

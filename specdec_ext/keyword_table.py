@@ -25,8 +25,8 @@ class Reads(Enum):
     """What a processor or stopping criterion depends on. This decides when it may be called.
 
     SCORES: the scores of one row. It is called once for all nodes of a tree, visited or not.
-    PREFIX: also the row's text before the token. It is called at visited nodes, each row at its own pace;
-        rules 2 to 4 call it at all nodes.
+    PREFIX: also the row's text before the token. One op computes the common ones at all nodes; others are
+        called at visited nodes, each row at its own pace, and by rules 2 to 4 at all nodes.
     ORDER: possibly earlier calls or other rows. It gets exactly the calls of plain decoding: once for each
         emitted position in order, for all rows of a batch together.
     """
@@ -74,6 +74,13 @@ def _called(reads: Reads) -> Keyword:
 
 
 _SCORES, _PREFIX, _ORDER = map(_called, Reads)
+# Computed by the op adjust_logits, except next to processors that are called otherwise.
+_ADJUSTED = Keyword(
+    Verdict.EXACT, "computed at all nodes at once, each with the text up to it", reads=Reads.PREFIX
+)
+_SINGLE = replace(
+    _ADJUSTED, note=f"single tokens: {_ADJUSTED.note}; longer sequences: {_PREFIX.note}"
+)
 _COUNTED = Keyword(Verdict.EXACT, "decided from the token and the length", reads=Reads.SCORES)
 _TIES = "among tokens tied at the threshold, it keeps as many as transformers, but maybe other ones"
 _CODEBOOKS = _refused("it belongs to the audio codebooks of models with their own generate")
@@ -92,18 +99,18 @@ PARTS: dict[str, Keyword] = {
     "InfNanRemoveLogitsProcessor": _SCORES,
     "SuppressTokensLogitsProcessor": _SCORES,
     "BarkEosPrioritizerLogitsProcessor": _SCORES,
-    "MinLengthLogitsProcessor": _PREFIX,
-    "MinNewTokensLengthLogitsProcessor": _PREFIX,
-    "RepetitionPenaltyLogitsProcessor": _PREFIX,
+    "MinLengthLogitsProcessor": _ADJUSTED,
+    "MinNewTokensLengthLogitsProcessor": _ADJUSTED,
+    "RepetitionPenaltyLogitsProcessor": _ADJUSTED,
     "EncoderRepetitionPenaltyLogitsProcessor": _PREFIX,
-    "NoRepeatNGramLogitsProcessor": _PREFIX,
+    "NoRepeatNGramLogitsProcessor": _ADJUSTED,
     "EncoderNoRepeatNGramLogitsProcessor": _PREFIX,
-    "SequenceBiasLogitsProcessor": _PREFIX,
-    "NoBadWordsLogitsProcessor": _PREFIX,
-    "ForcedBOSTokenLogitsProcessor": _PREFIX,
-    "ForcedEOSTokenLogitsProcessor": _PREFIX,
+    "SequenceBiasLogitsProcessor": _SINGLE,
+    "NoBadWordsLogitsProcessor": _SINGLE,
+    "ForcedBOSTokenLogitsProcessor": _ADJUSTED,
+    "ForcedEOSTokenLogitsProcessor": _ADJUSTED,
     "ExponentialDecayLengthPenalty": _PREFIX,
-    "SuppressTokensAtBeginLogitsProcessor": _PREFIX,
+    "SuppressTokensAtBeginLogitsProcessor": _ADJUSTED,
     "WatermarkLogitsProcessor": _PREFIX,
     "AlternatingCodebooksLogitsProcessor": _PREFIX,
     "WhisperTimeStampLogitsProcessor": _PREFIX,

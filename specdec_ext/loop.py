@@ -9,6 +9,7 @@ import nvtx
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.models import Target, TargetOutput
+from specdec_ext.models.base import CommitRound
 from specdec_ext.output import Recorder, TokenStream
 from specdec_ext.schedule.policy import Policy
 from specdec_ext.stats import DraftAlarm, SpeculationStats
@@ -47,15 +48,18 @@ class DecodingLoop:
         self.policy = policy
         self.stats = SpeculationStats(drafter=type(drafter).__name__ if drafter else "none")
         self.stats.policy = "fixed" if drafter else "none"
+        self.stats.host_processors = sampler.host_processors
         self._alarm = DraftAlarm(self.stats, drafter.low_acceptance_hint if drafter else "")
         self._ends: dict[int, int] = {}  # original row -> its length in columns when it ended
         self._layout = list(context.rows)  # row of the cache -> original row
+        self._commit_round: CommitRound | None = None  # commits rounds on the device
 
     def run(self) -> int:
         """Generate until all rows have ended; returns the width of ``sequences``."""
         context, target, policy = self.context, self.target, self.policy
-        if policy is not None and policy.sleeps(context.max_length - context.prompt_columns):
-            self.drafter = None
+        steps = context.max_length - context.prompt_columns
+        if policy is not None:
+            self.drafter = policy.drafter_of(len(context.rows), steps)
         drafter = self.drafter
         if drafter is not None:
             target.record_hidden_states(drafter.feature_layers(target.model))
@@ -66,6 +70,13 @@ class DecodingLoop:
             self._num_logits = output.logits.shape[-1]
             self.recorder.prompt(output)
             self._verify(tree, output)
+        if self.sampler.decides(self.stop) and self.recorder.record_scores is None:
+            self._commit_round = target.begin_rounds(
+                context.sequences(),
+                [context.columns(row) for row in context.rows],
+                self.stop.max_length,
+                self.stop.eos_ids,
+            )
         if drafter is not None:
             drafter.start(context, target.model, output)
         if policy is not None:
@@ -99,7 +110,7 @@ class DecodingLoop:
         context = self.context
         if context.staging.waits:
             context.stage()
-            self.sampler.stage(context.rows, context.root_positions)
+            self.sampler.stage(context)
         roots = [context.generated[row][-1] for row in context.rows]
         if self.drafter is None or self.policy is None or not self.policy.choose(context):
             return DraftTree.root(context.roots, roots)
@@ -140,8 +151,14 @@ class DecodingLoop:
     def _verify(self, tree: DraftTree, output: TargetOutput) -> Accepted:
         context, rows = self.context, list(self.context.rows)
         before = [len(context.generated[row]) for row in rows]
+        block_start = self.target.start
         accepted = self.sampler.verify(
-            tree, output.logits, context, self.stop, self.recorder.record_scores
+            tree,
+            output.logits,
+            context,
+            self.stop,
+            self.recorder.record_scores,
+            self._commit_round,
         )
         if self.recorder.keeps_passes:
             self.recorder.step(
@@ -149,7 +166,7 @@ class DecodingLoop:
                 accepted,
                 rows,
                 before,
-                self.target.start,
+                block_start,
                 context.prompt_columns + self.target.offset,
                 self.target.windows,
             )

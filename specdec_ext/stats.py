@@ -48,6 +48,8 @@ class SpeculationStats(Summarised):
         probes: steps of the whole batch that tried an option that was not in use.
         reruns: target passes that were repeated without drafts, because the logits contained NaN. In this
             case drafted tokens overflow the model's dtype, or the model is broken.
+        host_processors: class names of the logits processors that are called at every visited node, with the
+            text on the host. Without them, processors are computed at all nodes of a tree at once.
         report: what the controller measured; :meth:`explain` describes it. None unless ``"auto"``.
         seconds: wall time by phase: ``prefill``, ``draft``, ``verify`` (target pass and walk), ``commit``.
     """
@@ -71,6 +73,7 @@ class SpeculationStats(Summarised):
     nothing_proposed: int = 0
     probes: int = 0
     reruns: int = 0
+    host_processors: list[str] = field(default_factory=list)
     report: Report | None = None
 
     def summary(self) -> str:
@@ -89,6 +92,7 @@ class SpeculationStats(Summarised):
         yield Table(
             (
                 ("tokens per step", f"{self.emitted_per_step:.2f}"),
+                *(("called at every visited node", name) for name in self.host_processors),
                 *((phase, f"{seconds * 1e3:.1f} ms") for phase, seconds in self.seconds.items()),
                 *(
                     (f"drafts accepted up to position {position}", f"{share:.0%}")

@@ -35,6 +35,13 @@ SPECIAL = {
 }
 # Dynamic shared memory begins here (kDynamicShared in csrc/testing/emulation/ptx/thread.h).
 DYNAMIC_SHARED = 1 << 20
+# What a register holds before it is written. A kernel that uses it behaves alike in every run.
+UNWRITTEN = {
+    "pred": "true",
+    "b16": "0xABAB",
+    "b32": "0xABABABAB",
+    "b64": "0xABABABABABABABAB",
+}
 _REFERENCE = re.compile(r"\$(\d):(\w+)(?:\[(\d)\]|\|(\w+))?(?:\?(\d+))?")
 # Calls of the thread that can wait or fail.
 _NEEDS_PLACE = re.compile(r"\bt\.(?!param|approximate|laneid)\w+[(<]")
@@ -122,8 +129,9 @@ class _Writer:
             [first] if registers.count is None else [f"{first}{i}" for i in range(registers.count)]
         )
         self._kinds |= dict.fromkeys(names, kind)
-        variables = ", ".join(map(_variable, names))
-        return f"{c_type(_container(kind))} {variables};"
+        container = _container(kind)
+        variables = ", ".join(f"{_variable(name)} = {UNWRITTEN[container]}" for name in names)
+        return f"{c_type(container)} {variables};"
 
     def _instruction(self, at: Instruction) -> list[str]:
         guard = ""

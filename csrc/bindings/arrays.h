@@ -12,10 +12,6 @@
 
 namespace specdec::bindings {
 
-// The batched form of a draft tree. Unused nodes have token 0 and parent kInactive.
-inline constexpr int64_t kRootParent = -1;
-inline constexpr int64_t kInactive = -2;
-
 // The target of an array's __array_struct__; numpy.org/doc/stable/reference/arrays.interface.html.
 struct ArrayInterface {
   int two;

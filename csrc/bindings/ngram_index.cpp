@@ -1,8 +1,6 @@
 // NgramIndex (csrc/retrieval/ngram_index.h) for Python.
 #include "retrieval/ngram_index.h"
 
-#include <algorithm>
-
 #include "arrays.h"
 #include "host.h"
 
@@ -33,8 +31,8 @@ Object extend(PyObject* self, const Arguments& arguments) {
 Object propose(PyObject* self, const Arguments& arguments) {
   long long num_tokens, num_branches = 1;
   arguments.parse("L|L:propose", {"num_tokens", "num_branches"}, &num_tokens, &num_branches);
-  const NgramDraft draft = Class<NgramIndex>::value(self).propose(num_tokens, num_branches);
-  return tuple_of(to_array(draft.tokens), to_array(draft.parents));
+  const cpu::TokenTrie draft = Class<NgramIndex>::value(self).propose(num_tokens, num_branches);
+  return tuple_of(to_array(draft.tokens()), to_array(draft.parents()));
 }
 
 Object match_length(PyObject* self, const Arguments& arguments) {
@@ -110,15 +108,10 @@ Object propose_batch(PyObject*, const Arguments& arguments) {
   {
     const ReleaseGil released;
     for (int64_t row = 0; row < rows; ++row) {
-      const NgramDraft draft = indexes[row].propose(num_tokens, num_branches);
-      row_tokens[0] = indexes[row].last_token();
-      row_parents[0] = kRootParent;
-      auto* token = std::copy(draft.tokens.begin(), draft.tokens.end(), row_tokens + 1);
-      auto* parent = std::copy(draft.parents.begin(), draft.parents.end(), row_parents + 1);
+      const cpu::TokenTrie draft = indexes[row].propose(num_tokens, num_branches);
+      draft.write(num_nodes, row_tokens, row_parents);
       row_tokens += num_nodes;
       row_parents += num_nodes;
-      std::fill(token, row_tokens, 0);
-      std::fill(parent, row_parents, kInactive);
     }
   }
   return tuple_of(tokens, parents);
@@ -208,7 +201,7 @@ void define_ngram_index(PyObject* module) {
        method<memory_bytes>("memory_bytes", kMemoryBytesDoc),
        method<extend_batch>("extend_batch", kExtendBatchDoc, METH_STATIC),
        method<propose_batch>("propose_batch", kProposeBatchDoc, METH_STATIC)});
-  NgramClass::constant("MAX_OCCURRENCES", NgramIndex::kMaxOccurrences);
+  NgramClass::constant("MAX_OCCURRENCES", kMaxOccurrences);
 }
 
 }  // namespace specdec::bindings

@@ -4,6 +4,7 @@
 #include "arrays.h"
 #include "host.h"
 #include "retrieval/suffix_draft.h"
+#include "specdec/core/tree.h"
 
 namespace specdec::bindings {
 namespace {
@@ -121,7 +122,7 @@ Object propose_batch(PyObject*, const Arguments& arguments) {
     int64_t* row_tokens = tokens.data<int64_t>() + row * num_nodes;
     int64_t* row_parents = parents.data<int64_t>() + row * num_nodes;
     std::fill_n(row_tokens, num_nodes, 0);
-    std::fill_n(row_parents, num_nodes, kInactive);
+    std::fill_n(row_parents, num_nodes, kInactiveParent);
     row_tokens[0] = requests[row].text().back();
     row_parents[0] = kRootParent;
     std::copy(draft.tokens.begin(), draft.tokens.end(), row_tokens + 1);

@@ -71,15 +71,6 @@ int64_t num_moves(const KvMoves& moves) {
   return count;
 }
 
-std::string element(const char* name, int64_t row, int64_t column, int64_t value) {
-  return std::string(name) + "[" + std::to_string(row) + ", " + std::to_string(column) +
-         "] = " + std::to_string(value);
-}
-
-std::string element(const char* name, int64_t row, int64_t value) {
-  return std::string(name) + "[" + std::to_string(row) + "] = " + std::to_string(value);
-}
-
 // Bounds that hold for every cache.
 struct Bounds {
   int64_t slots;  // slots per row
@@ -107,34 +98,27 @@ std::optional<std::string> find_invalid_page(const KvMoves& moves, const Bounds&
          "; expected a page in [0, " + std::to_string(bounds.pages) + ")";
 }
 
+// A move of a node that exists.
 std::optional<std::string> find_invalid_source(const KvMoves& moves, const Bounds& bounds,
-                                               int64_t row, int64_t depth) {
+                                               const MoveNames& names, int64_t row, int64_t depth) {
   const int64_t node = moves.path(row, depth), start = moves.source_starts[row];
-  if (node < 0 || node >= moves.nodes) {
-    return element("path", row, depth, node) + "; expected a node in [0, " +
-           std::to_string(moves.nodes) + "), because " +
-           element("num_accepted", row, moves.num_accepted[row]);
-  }
   // Compared in this form, because start + node may overflow.
   if (start < -node || start >= bounds.slots - node) {
-    return element("source_starts", row, start) + " with " + element("path", row, depth, node) +
+    return element(names.sources, row, start) + " with " + element("path", row, depth, node) +
            " is outside the smallest cache, slots 0 to " + std::to_string(bounds.slots - 1);
   }
   return find_invalid_page(moves, bounds, row, start + node);
 }
 
 std::optional<std::string> find_invalid_row(const KvMoves& moves, const Bounds& bounds,
-                                            int64_t row) {
+                                            const MoveNames& names, int64_t row) {
+  if (auto problem = find_invalid_path(moves, row)) return problem;
   const int64_t accepted = moves.num_accepted[row], target = moves.target_starts[row];
-  if (accepted < -1 || accepted >= moves.nodes) {
-    return element("num_accepted", row, accepted) + "; expected -1 (inactive row) to " +
-           std::to_string(moves.nodes - 1) + ", the last column of path";
-  }
   for (int64_t depth = 0; depth <= accepted; ++depth) {
-    if (auto problem = find_invalid_source(moves, bounds, row, depth)) return problem;
+    if (auto problem = find_invalid_source(moves, bounds, names, row, depth)) return problem;
   }
   if (accepted >= 0 && (target < 0 || target >= bounds.slots - accepted)) {
-    return element("target_starts", row, target) + " with " + std::to_string(accepted + 1) +
+    return element(names.targets, row, target) + " with " + std::to_string(accepted + 1) +
            " slots to move; the smallest cache has slots 0 to " + std::to_string(bounds.slots - 1);
   }
   for (int64_t depth = 0; depth <= accepted; ++depth) {
@@ -145,12 +129,36 @@ std::optional<std::string> find_invalid_row(const KvMoves& moves, const Bounds& 
 
 }  // namespace
 
+std::string element(const char* name, int64_t row, int64_t column, int64_t value) {
+  return std::string(name) + "[" + std::to_string(row) + ", " + std::to_string(column) +
+         "] = " + std::to_string(value);
+}
+
+std::string element(const char* name, int64_t row, int64_t value) {
+  return std::string(name) + "[" + std::to_string(row) + "] = " + std::to_string(value);
+}
+
+std::optional<std::string> find_invalid_path(const KvMoves& moves, int64_t row) {
+  const int64_t accepted = moves.num_accepted[row];
+  if (accepted < -1 || accepted >= moves.nodes) {
+    return element("num_accepted", row, accepted) + "; expected -1 (inactive row) to " +
+           std::to_string(moves.nodes - 1) + ", the last column of path";
+  }
+  for (int64_t depth = 0; depth <= accepted; ++depth) {
+    const int64_t node = moves.path(row, depth);
+    if (node >= 0 && node < moves.nodes) continue;
+    return element("path", row, depth, node) + "; expected a node in [0, " +
+           std::to_string(moves.nodes) + "), because " + element("num_accepted", row, accepted);
+  }
+  return std::nullopt;
+}
+
 std::optional<std::string> find_invalid_move(std::span<const CacheTensor> caches,
-                                             const KvMoves& moves) {
+                                             const KvMoves& moves, const MoveNames& names) {
   if (caches.empty()) return std::nullopt;
   const Bounds bounds = find_bounds(caches, moves);
   for (int64_t row = 0; row < moves.batch; ++row) {
-    if (auto problem = find_invalid_row(moves, bounds, row)) return problem;
+    if (auto problem = find_invalid_row(moves, bounds, names, row)) return problem;
   }
   return std::nullopt;
 }

@@ -11,10 +11,18 @@ static const torch_abi::Library schemas(
         "Tensor positions, Tensor first_child, Tensor next_sibling, Tensor paths)",
         "build_dynamic_tree(Tensor scores, Tensor tokens, Tensor parents, Tensor root_tokens, int "
         "nodes) -> (Tensor tree_tokens, Tensor tree_parents, Tensor selected)",
+        "merge_trees(Tensor[] tokens, Tensor[] parents, int nodes) -> (Tensor tokens, Tensor "
+        "parents)",
+        "ngram_draft(Tensor tokens, Tensor lengths, int nodes, int min_ngram, int max_ngram, int "
+        "num_branches, Tensor? num_padded=None) -> (Tensor tokens, Tensor parents, Tensor "
+        "match_lengths)",
         "verify_match(Tensor logits, Tensor tokens, Tensor parents, Tensor root_positions, Tensor "
         "seeds, Tensor row_ids, Tensor stochastic, Tensor(a!)? counters=None) -> Tensor",
         "sample_filter(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor "
         "min_p) -> Tensor",
+        "adjust_logits(Tensor logits, Tensor tokens, Tensor parents, Tensor text, Tensor lengths, "
+        "Tensor skips, Tensor penalties, Tensor ngram_sizes, Tensor adjustments, Tensor tables) -> "
+        "Tensor",
         "verify_rejection(Tensor logits, Tensor draft_probs, Tensor tokens, Tensor parents, Tensor "
         "root_positions, Tensor seeds, Tensor row_ids) -> Tensor",
         "verify_recursive(Tensor logits, Tensor draft_probs, Tensor tokens, Tensor parents, Tensor "
@@ -23,6 +31,9 @@ static const torch_abi::Library schemas(
         "root_positions, Tensor seeds, Tensor row_ids) -> Tensor",
         "kv_compact(Tensor(a!)[] caches, Tensor path, Tensor num_accepted, Tensor source_starts, "
         "Tensor target_starts, Tensor? page_table=None) -> ()",
+        "round_commit(Tensor(a!)[] caches, Tensor tokens, Tensor verdict, Tensor eos, Tensor(b!) "
+        "numbers, Tensor(c!) text, Tensor(d!) new_tokens, Tensor(e!) ring, Tensor(f!) clock, "
+        "Tensor[] features, Tensor(g!)? new_features=None) -> ()",
         "draft_head(Tensor[] weights, int[] layout, float[] scalars, Tensor cosines, Tensor sines, "
         "Tensor(a!) keys, Tensor(b!) values, Tensor tokens, Tensor features, Tensor counts, Tensor "
         "lengths, Tensor positions, Tensor roots, Tensor choices, int depth, int top_k, int nodes, "

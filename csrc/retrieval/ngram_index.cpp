@@ -25,19 +25,6 @@ uint64_t ngram_hash(const std::vector<int32_t>& tokens, int32_t end, int64_t len
   return hash;
 }
 
-// The endless text that follows the occurrence that ends at `end`.
-class Continuation {
- public:
-  Continuation(const std::vector<int32_t>& tokens, int32_t end)
-      : first_(tokens.data() + end + 1), period_(static_cast<int64_t>(tokens.size()) - 1 - end) {}
-
-  int32_t operator[](int64_t depth) const { return first_[depth % period_]; }
-
- private:
-  const int32_t* first_;
-  int64_t period_;
-};
-
 // Enumerates the end positions of earlier occurrences of the last tokens, in the order of the rule.
 class OccurrenceScan {
  public:
@@ -48,8 +35,8 @@ class OccurrenceScan {
         end_(last_),
         table_(static_cast<int64_t>(tables.size()) - 1) {}
 
-  std::optional<int32_t> next() {
-    while (table_ >= 0 && num_found_ < NgramIndex::kMaxOccurrences) {
+  std::optional<int64_t> next() {
+    while (table_ >= 0 && num_found_ < kMaxOccurrences) {
       end_ = tables_[table_].previous(end_);
       if (end_ == NgramTable::kNone) {
         --table_;
@@ -79,73 +66,6 @@ class OccurrenceScan {
   int64_t num_found_ = 0;
 };
 
-// The trie of continuations. Node 0 is the root; node i + 1 is entry i of the draft.
-class DraftTrie {
- public:
-  explicit DraftTrie(int64_t max_tokens) : max_tokens_(max_tokens) {}
-
-  int64_t num_free() const { return max_tokens_ - static_cast<int64_t>(draft_.tokens.size()); }
-  int64_t num_branches() const { return num_branches_; }
-  NgramDraft release() { return std::move(draft_); }
-
-  // Adds `continuation` with up to half of the free nodes, unless an existing branch equals it down
-  // to the leaf.
-  void add_branch(const Continuation& continuation) {
-    const auto [node, depth] = descend(continuation);
-    if (depth > 0 && first_child_[node] == kNone) return;
-    append(continuation, node, depth, (num_free() + 1) / 2);
-    ++num_branches_;
-  }
-
-  // Gives all free nodes to the branch that `continuation` made.
-  void deepen(const Continuation& continuation) {
-    const auto [node, depth] = descend(continuation);
-    append(continuation, node, depth, num_free());
-  }
-
- private:
-  static constexpr int32_t kNone = -1;
-  struct Place {
-    int32_t node;
-    int64_t depth;
-  };
-
-  // The deepest node of the trie that `continuation` reaches.
-  Place descend(const Continuation& continuation) const {
-    Place place{0, 0};
-    for (;;) {
-      const int32_t child = find_child(place.node, continuation[place.depth]);
-      if (child == kNone) return place;
-      place = {child, place.depth + 1};
-    }
-  }
-
-  int32_t find_child(int32_t node, int32_t token) const {
-    int32_t child = first_child_[node];
-    while (child != kNone && draft_.tokens[child - 1] != token) child = next_sibling_[child];
-    return child;
-  }
-
-  // Adds continuation[depth .. depth + count) as a chain below `node`, which is at `depth`.
-  void append(const Continuation& continuation, int32_t node, int64_t depth, int64_t count) {
-    for (const int64_t stop = depth + count; depth < stop; ++depth) {
-      draft_.tokens.push_back(continuation[depth]);
-      draft_.parents.push_back(node);
-      const auto child = static_cast<int32_t>(draft_.tokens.size());
-      first_child_.push_back(kNone);
-      next_sibling_.push_back(first_child_[node]);
-      first_child_[node] = child;
-      node = child;
-    }
-  }
-
-  int64_t max_tokens_;
-  int64_t num_branches_ = 0;
-  NgramDraft draft_;
-  std::vector<int32_t> first_child_{kNone};  // [node], latest child first
-  std::vector<int32_t> next_sibling_{kNone};
-};
-
 int64_t vector_bytes(const std::vector<int32_t>& values) {
   return static_cast<int64_t>(values.capacity() * sizeof(int32_t));
 }
@@ -157,9 +77,8 @@ void check_draft_size(int64_t num_tokens, int64_t num_branches) {
     throw std::invalid_argument("num_tokens must be in [0, " + std::to_string(kMaxDraftTokens) +
                                 "], got " + std::to_string(num_tokens));
   }
-  if (num_branches < 1) {
-    throw std::invalid_argument("num_branches must be at least 1 (1 drafts a chain), got " +
-                                std::to_string(num_branches));
+  if (const auto problem = cpu::find_invalid_branches(num_branches)) {
+    throw std::invalid_argument(*problem);
   }
 }
 
@@ -202,17 +121,8 @@ int64_t NgramTable::memory_bytes() const { return vector_bytes(slots_) + vector_
 
 NgramIndex::NgramIndex(int64_t min_ngram, int64_t max_ngram, uint64_t hash_multiplier)
     : hash_multiplier_(hash_multiplier) {
-  if (min_ngram < 1) {
-    throw std::invalid_argument("min_ngram must be at least 1, got " + std::to_string(min_ngram));
-  }
-  if (max_ngram < min_ngram) {
-    throw std::invalid_argument("max_ngram must be at least min_ngram = " +
-                                std::to_string(min_ngram) + ", got " + std::to_string(max_ngram));
-  }
-  if (max_ngram > kMaxNgram) {
-    throw std::invalid_argument("max_ngram must be at most " + std::to_string(kMaxNgram) +
-                                " (each length costs memory and time), got " +
-                                std::to_string(max_ngram));
+  if (const auto problem = cpu::find_invalid_ngram(min_ngram, max_ngram)) {
+    throw std::invalid_argument(*problem);
   }
   tables_.reserve(max_ngram - min_ngram + 1);
   for (int64_t n = min_ngram; n <= max_ngram; ++n) tables_.emplace_back(n, hash_multiplier);
@@ -239,22 +149,12 @@ void NgramIndex::extend(const TokenView& tokens) {
   }
 }
 
-NgramDraft NgramIndex::propose(int64_t num_tokens, int64_t num_branches) const {
+cpu::TokenTrie NgramIndex::propose(int64_t num_tokens, int64_t num_branches) const {
   check_draft_size(num_tokens, num_branches);
-  if (num_tokens == 0 || tokens_.empty()) return {};
+  if (tokens_.empty()) return cpu::TokenTrie(0);
   OccurrenceScan occurrences(tokens_, tables_);
-  const auto first = occurrences.next();
-  if (!first) return {};
-
-  DraftTrie trie(num_tokens);
-  trie.add_branch({tokens_, *first});
-  while (trie.num_free() > 0 && trie.num_branches() < num_branches) {
-    const auto end = occurrences.next();
-    if (!end) break;
-    trie.add_branch({tokens_, *end});
-  }
-  trie.deepen({tokens_, *first});
-  return trie.release();
+  return cpu::merge_continuations(tokens_, size(), num_tokens, num_branches,
+                                  [&] { return occurrences.next(); });
 }
 
 int64_t NgramIndex::match_length() const {

@@ -1,31 +1,5 @@
-// Incremental n-gram index over the tokens of one sequence: drafts by copying what followed an
-// earlier occurrence of the last tokens (prompt lookup, Saxena 2023, but with the most recent
-// occurrence instead of the first).
-//
-// Rule. Let the text be t[0..L). Occurrences are visited in this order: first the longest n in
-// [min_ngram, max_ngram] whose last n tokens also end at an earlier position, then shorter n; for
-// one n the most recent end position first; each position once; at most kMaxOccurrences. The
-// continuation of the occurrence that ends at position e is t[e+1], t[e+2], ...; at the end of the
-// text it goes on with its own draft (the overlapping copy of LZ77), so it never ends and repeats
-// with period L-1-e. Continuations are merged into one trie:
-//
-//   The first continuation is branch 1. Every further continuation that leaves the trie before a
-//   leaf adds a branch. Each branch adds at most half (rounded up) of the free nodes. After
-//   num_branches branches, or when no node or occurrence is left, the remaining free nodes deepen
-//   the first branch.
-//
-// Example: min_ngram = 1, max_ngram = 2, num_tokens = 5, num_branches = 2
-//
-//   position  0 1 2 3 4 5 6 7
-//   token     5 6 7 8 5 6 9 5       last 2 tokens (9 5): new. Last 1 token (5): ends at 4 and at 0
-//
-//   continuation of 4: 6 9 5 6 9 .. adds (5+1)/2 = 3 nodes: 6 9 5;  2 nodes are free
-//   continuation of 0: 6 7 8 5 6 .. shares 6, adds (2+1)/2 = 1 node: 7;  1 node is free
-//   the first branch gets the last node: 6
-//
-//   node      0 (root) 1 2 3 4 5
-//   token     5        6 9 5 7 6
-//   parent             0 1 2 1 3
+// Incremental n-gram index over the tokens of one sequence. It drafts by the rule of the op
+// ngram_draft (specdec/tree/ngram_draft.h), without searching the text.
 //
 // Structure. One NgramTable per n maps each distinct n-gram to the position where it last ended,
 // and links every position to the previous one where the same n-gram ended. When a token is
@@ -43,6 +17,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "specdec/cpu/ngram_trie.h"
 #include "tokens.h"
 
 namespace specdec {
@@ -52,12 +27,6 @@ inline constexpr int64_t kMaxDraftTokens = INT32_MAX - 1;
 
 // Throws std::invalid_argument unless 0 <= num_tokens <= kMaxDraftTokens and num_branches >= 1.
 void check_draft_size(int64_t num_tokens, int64_t num_branches);
-
-// The draft nodes of one tree without the root: entry i is tree node i + 1.
-struct NgramDraft {
-  std::vector<int64_t> tokens;
-  std::vector<int64_t> parents;  // 0 is the root; parents[i] <= i
-};
 
 // All occurrences of the n-grams of one length.
 class NgramTable {
@@ -96,8 +65,6 @@ class NgramTable {
 
 class NgramIndex {
  public:
-  static constexpr int64_t kMaxNgram = 64;        // bounds the cost of verifying a hit
-  static constexpr int64_t kMaxOccurrences = 64;  // bounds the cost of a proposal
   // 2^64 / golden ratio, odd. Tests pass other multipliers: with 0 all n-grams collide.
   static constexpr uint64_t kHashMultiplier = 0x9E3779B97F4A7C15;
 
@@ -109,15 +76,15 @@ class NgramIndex {
   // After std::bad_alloc the index can only be destroyed.
   void extend(const TokenView& tokens);
 
-  // Returns at most num_tokens draft nodes on at most num_branches paths, by the rule above; none
-  // if the last min_ngram tokens did not occur before. Throws as check_draft_size does.
-  NgramDraft propose(int64_t num_tokens, int64_t num_branches) const;
+  // Returns the last token, or 0 if there is none, as the root of at most num_tokens draft nodes on
+  // at most num_branches paths; of none if the last min_ngram tokens did not occur before. Throws
+  // as check_draft_size does.
+  cpu::TokenTrie propose(int64_t num_tokens, int64_t num_branches) const;
 
   // The largest n in [min_ngram, max_ngram] whose last n tokens occurred before, or 0.
   int64_t match_length() const;
 
   int64_t size() const { return static_cast<int64_t>(tokens_.size()); }
-  int32_t last_token() const { return tokens_.back(); }
   // Bytes allocated, unused capacity included.
   int64_t memory_bytes() const;
 

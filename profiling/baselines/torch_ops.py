@@ -55,6 +55,54 @@ def build_dynamic_tree(
     )
 
 
+def merge_trees(
+    tokens: Sequence[Tensor], parents: Sequence[Tensor], nodes: int
+) -> tuple[Tensor, Tensor]:
+    joined = torch.cat([tokens[0], *(each[:, 1:] for each in tokens[1:])], 1)
+    links, offset = [parents[0].clamp(min=0)], parents[0].shape[1] - 1
+    for each in parents[1:]:  # node i > 0 of this tree is number i + offset
+        links.append(torch.where(each[:, 1:] > 0, each[:, 1:] + offset, 0))
+        offset += each.shape[1] - 1
+    link = torch.cat(links, 1)
+    order = torch.arange(offset + 1, device=joined.device)
+    paths = torch.zeros_like(joined)  # a hash of the tokens on the way to a node
+    for _ in range(LEVELS - 1):
+        paths = torch.where(order > 0, paths.gather(1, link) * 6364136223846793005 + joined + 1, 0)
+    first = (paths[:, :, None] == paths[:, None, :]).int().argmax(-1)
+    number = (first == order).cumsum(1) - 1
+    places = torch.where((first == order) & (number < nodes), number, nodes)
+    tree_tokens = joined.new_zeros(len(joined), nodes + 1).scatter(1, places, joined)
+    above = number.gather(1, first.gather(1, link)).where(order > 0, -1)
+    tree_parents = joined.new_full((len(joined), nodes + 1), -2).scatter(1, places, above)
+    return tree_tokens[:, :nodes], tree_parents[:, :nodes]
+
+
+def ngram_draft(
+    tokens: Tensor, lengths: Tensor, nodes: int, min_ngram: int, max_ngram: int, num_branches: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A chain, whatever ``num_branches`` is."""
+    capacity = tokens.shape[1]
+    order = torch.arange(capacity, device=tokens.device)
+    last = lengths[:, None] - 1
+    agree = order < last
+    matched = torch.zeros_like(tokens)
+    for n in range(max_ngram):
+        suffix = tokens.gather(1, (last - n).clamp(min=0))
+        agree &= functional.pad(tokens[:, : capacity - n], (n, 0), value=-1) == suffix
+        matched += agree
+    keys = torch.where(matched >= min_ngram, matched * capacity + order, -1)
+    best, end = keys.max(1, keepdim=True)
+    found = best >= 0
+    places = end + 1 + torch.arange(nodes - 1, device=tokens.device) % (last - end).clamp(min=1)
+    drafts = torch.where(found, tokens.gather(1, places.clamp(max=capacity - 1)), 0)
+    parents = torch.where(found, torch.arange(nodes - 1, device=tokens.device), -2)
+    return (
+        torch.cat([tokens.gather(1, last), drafts], 1),
+        functional.pad(parents, (1, 0), value=-1),
+        torch.where(found, best // capacity, 0)[:, 0],
+    )
+
+
 def verify_match_greedy(
     logits: Tensor, tokens: Tensor, parents: Tensor, *_: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -165,6 +213,36 @@ def sample_filter(
     probs = ordered.softmax(-1)
     ordered = ordered.masked_fill(probs < min_p[:, None] * probs[:, :1], -torch.inf)
     return torch.empty_like(scores).scatter_(1, order, ordered)
+
+
+def adjust_logits(
+    logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    text: Tensor,
+    penalty: float,
+    size: int,
+    bias: Tensor,
+    suppressed: Tensor,
+) -> Tensor:
+    """A bias, a repetition penalty, a ban of n-grams and suppressed tokens; all rows have the same length."""
+    columns, vocab = text.shape[1], logits.shape[-1]
+    _, depths, *_, paths = tree_mask(parents, torch.zeros_like(parents[:, 0]))
+    path = tokens[:, None].expand_as(paths).gather(2, paths.clamp(min=0))[..., 1:LEVELS]
+    shape = (*tokens.shape, columns)
+    padding = torch.full_like(path, vocab)
+    texts = torch.cat([padding, text[:, None].expand(shape), path], -1)
+    # A node of depth d leaves out the first d columns, so that all texts end in the last column.
+    order = torch.arange(columns + path.shape[-1], device=text.device)
+    ids = texts.gather(2, depths[..., None] + order)
+    scores = functional.pad(logits.float() + bias, (0, 1))
+    chosen = scores.gather(2, ids)
+    scores.scatter_(2, ids, torch.where(chosen < 0, chosen * penalty, chosen / penalty))
+    windows = ids.unfold(2, size, 1)
+    repeats = (windows[..., :-1] == ids[:, :, None, order[-size + 1 :]]).all(-1)
+    banned = torch.zeros_like(scores, dtype=torch.bool)
+    banned.scatter_(2, torch.where(repeats, windows[..., -1], vocab), True)
+    return scores.masked_fill(banned | functional.pad(suppressed, (0, 1)), -torch.inf)[..., :vocab]
 
 
 def kv_compact(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from specdec_ext import ops
 from specdec_ext.heads.config import HeadConfig
+from specdec_ext.ops import Adjustment
 from specdec_ext.tree.config import TreeConfig
 
 ACCEPTED = 4  # draft tokens accepted in the verification cases, so that 5 nodes are visited
@@ -76,7 +77,7 @@ class Case:
     Attributes:
         op: name in the table; its first word is the function in ``specdec_ext.ops``.
         nodes: nodes per row; for linear and sample_filter, the number of rows.
-        prefix: number of committed tokens, for tree_attention and draft_head.
+        prefix: number of committed tokens, for tree_attention, draft_head, ngram_draft and adjust_logits.
         keywords: keyword-only arguments of the op.
     """
 
@@ -222,6 +223,34 @@ def build_dynamic_tree(case: Case, inputs: Inputs) -> Work:
     )
 
 
+def merge_trees(case: Case, inputs: Inputs) -> Work:
+    """A tree of a head and a copy that shares its beginning."""
+    sizes = case.nodes - LEVELS // 2, LEVELS
+    parents = [inputs.parents(case.batch, size) for size in sizes]
+    tokens = [inputs.integers(case.model.vocab, case.batch, size) for size in sizes]
+    tokens[1][:, : LEVELS // 2] = tokens[0][:, : LEVELS // 2]
+    arguments = (tokens, parents, case.nodes)
+    return Work(
+        arguments,
+        lambda: torch_ops.merge_trees(*arguments),
+        bytes_of(*tokens, *parents) + 2 * 8 * case.batch * case.nodes,
+        equal,
+    )
+
+
+def ngram_draft(case: Case, inputs: Inputs) -> Work:
+    """A chain from a text whose last three tokens occurred in the middle."""
+    tokens = inputs.integers(case.model.vocab, case.batch, case.prefix)
+    tokens[:, -3:] = tokens[:, case.prefix // 2 :][:, :3]
+    arguments = (tokens, inputs.full(case.prefix, case.batch), case.nodes, 2, 6, 1)
+    return Work(
+        arguments,
+        lambda: torch_ops.ngram_draft(*arguments),
+        bytes_of(tokens) + 2 * 8 * case.batch * case.nodes,
+        equal,
+    )
+
+
 def verify_match(stochastic: bool) -> Callable[[Case, Inputs], Work]:
     baseline = torch_ops.verify_match_sampled if stochastic else torch_ops.verify_match_greedy
 
@@ -283,6 +312,38 @@ def sample_filter(case: Case, inputs: Inputs) -> Work:
     )
     moved = bytes_of(logits) + 4 * rows * vocab
     return Work(arguments, lambda: torch_ops.sample_filter(*arguments), moved, torch.allclose)
+
+
+def adjust_logits(case: Case, inputs: Inputs) -> Work:
+    """A bias, a repetition penalty, a ban of 3-grams and suppressed tokens; texts of few different tokens."""
+    vocab, penalty, size = case.model.vocab, 1.2, 3
+    logits = inputs.normal(case.batch, case.nodes, vocab, dtype=case.dtype) * 4
+    parents = inputs.parents(case.batch, case.nodes)
+    tokens = inputs.integers(64, case.batch, case.nodes)
+    text = inputs.integers(64, case.batch, case.prefix)
+    bias = inputs.normal(vocab) * (inputs.normal(vocab) > 2)
+    suppressed = inputs.normal(vocab) > 2
+    kinds = (Adjustment.ADD, Adjustment.PENALISE, Adjustment.BAN, Adjustment.OVERWRITE)
+    overwrite = torch.where(suppressed, -torch.inf, torch.nan)
+    arguments = (
+        logits,
+        tokens,
+        parents,
+        text,
+        inputs.full(case.prefix, case.batch),
+        inputs.full(0, case.batch),
+        inputs.full(penalty, case.batch, dtype=torch.float32),
+        inputs.full(size, case.batch),
+        torch.tensor([(kind, 0, 1 << 62) for kind in kinds], device=inputs.device),
+        torch.stack([bias, bias, bias, overwrite]),
+    )
+    baseline = (logits, tokens, parents, text, penalty, size, bias, suppressed)
+    return Work(
+        arguments,
+        lambda: torch_ops.adjust_logits(*baseline),
+        bytes_of(logits, text) + 4 * logits.numel(),
+        torch.equal,
+    )
 
 
 def kv_compact(case: Case, inputs: Inputs) -> Work:
@@ -392,6 +453,11 @@ CASES = [
     Case("tree_mask", "small", I64, 32, 64, tree_mask),
     Case("build_dynamic_tree", "llama3-8b", F32, 1, 60, build_dynamic_tree),
     Case("build_dynamic_tree", "small", F32, 32, 60, build_dynamic_tree),
+    Case("merge_trees", "llama3-8b", I64, 1, 64, merge_trees),
+    Case("merge_trees", "small", I64, 32, 64, merge_trees),
+    Case("ngram_draft", "llama3-8b", I64, 1, 11, ngram_draft, prefix=8192),
+    Case("ngram_draft", "llama3-8b", I64, 1, 11, ngram_draft, prefix=131_072),
+    Case("ngram_draft", "small", I64, 32, 11, ngram_draft, prefix=2048),
     *(
         Case(f"verify_match {mode}", name, BF16, 1, nodes, verify_match(mode == "sampled"))
         for mode in ("greedy", "sampled")
@@ -405,6 +471,11 @@ CASES = [
     ),
     *(
         Case("sample_filter", name, BF16, 1, nodes, sample_filter)
+        for name in LARGE_VOCABS
+        for nodes in (8, 64)
+    ),
+    *(
+        Case("adjust_logits", name, BF16, 1, nodes, adjust_logits, prefix=2048)
         for name in LARGE_VOCABS
         for nodes in (8, 64)
     ),

@@ -1,6 +1,6 @@
 """Count what one round of ``generate`` does on a GPU: launches, copies to and from the host. Needs no GPU.
 
-    python profiling count-round                   # a table; --sites lists the places in the code
+    python profiling count-round                   # a table; --out also writes the places in the code
     python profiling count-round --out profiling/results/generation/round_counts
     python profiling count-round --tiny --drafter ngram "head tree"    # several architectures
     python profiling count-round --graphs          # with recorded passes, each of which is one launch
@@ -296,12 +296,6 @@ def _count(
         yield case
 
 
-def site_lines(case: Case, kind: str) -> str:
-    lines = [f"{case.model}, {case.drafter}, batch {case.batch}, {case.text}: {kind} per round"]
-    lines += [f"  {times:7.2f}  {site}" for site, times in case.sites(kind).items()]
-    return "\n".join(lines)
-
-
 def place_lines(cases: Sequence[Case], kinds: Sequence[str]) -> list[str]:
     """A Markdown table: the places in the code behind these kinds of calls, with the cases concerned."""
     found: dict[tuple[str, str], list[tuple[Case, float]]] = {}
@@ -325,13 +319,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny models of several architectures")
     parser.add_argument("--graphs", action="store_true", help="replay recorded passes")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
-    parser.add_argument(
-        "--sites",
-        nargs="+",
-        choices=COUNTED,
-        default=(),
-        help="list the places in the code of these",
-    )
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
     options = parser.parse_args(arguments)
     machine = machine_line(CPU, f"transformers {transformers.__version__}")
@@ -343,5 +330,3 @@ def main(arguments: list[str] | None = None) -> None:
     places = place_lines(cases, (TO_HOST, FROM_HOST, NEW_SHAPE))
     notes = [*NOTES, "", *places] if options.tiny else NOTES
     Results(title, machine, COLUMNS, KEY, rows, notes=notes).publish(options.out)
-    for case, kind in product(cases, options.sites):
-        print(f"\n{site_lines(case, kind)}")

@@ -175,7 +175,7 @@ class _Device(TorchDispatchMode):
         """Compute a call on the CPU tensors of the device, and report it."""
         result = func(*args, **kwargs)
         name = func._schema.name
-        self.report(Call(name, kind, call_site(), func, args, kwargs, result, tuple(on_host)))
+        self.report(Call(name, kind, call_site(), args, kwargs, result, tuple(on_host)))
         return result
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

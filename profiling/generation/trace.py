@@ -1,11 +1,10 @@
-"""``Trace``: the calls that reach torch's dispatcher, recorded to be counted, compared and replayed.
+"""``Trace``: the calls that reach torch's dispatcher, recorded to be counted and compared.
 
-One record answers three questions:
+One record answers two questions:
 
 - what a round asks of a GPU: launches, copies, waits (count_round.py counts calls by ``kind``);
 - whether two rounds make the same calls, so that a CUDA graph of the first computes the second:
-  :func:`differences`;
-- whether the captured calls compute the right numbers: :func:`replay`.
+  :func:`differences`.
 
 A CUDA graph repeats launches with the addresses, shapes and numbers of the captured round. Memory that was
 allocated during the capture belongs to the graph, so two rounds may allocate at different addresses. A trace
@@ -29,7 +28,7 @@ from torch.utils._pytree import tree_flatten
 LAUNCH, TO_HOST, FROM_HOST = KINDS = ("launch", "to host", "from host")
 NO_LAUNCH = "no launch"
 # Causes of a difference between two traces.
-NUMBER, ADDRESS, SHAPE, SIZE, ORDER = CAUSES = ("number", "address", "shape", "size", "order")
+NUMBER, ADDRESS, SHAPE, SIZE, ORDER = "number", "address", "shape", "size", "order"
 _SOURCES = ("specdec_ext", "transformers")
 _HIDDEN = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent)
 
@@ -43,24 +42,18 @@ class Call:
         kind: ``LAUNCH``, ``TO_HOST`` or ``FROM_HOST``; ``NO_LAUNCH`` for views, for uninitialised memory, and
             for the parts of a copy that was reported itself.
         site: place in the code that made the call, see :func:`call_site`.
-        func, args, kwargs, result: the op, its arguments and its result; ``func`` is None if the copy does
-            not reach the dispatcher.
+        args, kwargs, result: the arguments of the op and its result; empty if a copy does not reach the
+            dispatcher.
         on_host: arguments that are tensors on the host.
     """
 
     name: str
     kind: str
     site: str
-    func: Any = None
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     result: Any = None
     on_host: tuple[Tensor, ...] = ()
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether it copies between host and device."""
-        return self.kind in (TO_HOST, FROM_HOST)
 
     @property
     def shapes(self) -> tuple[Any, ...]:
@@ -70,16 +63,6 @@ class Call:
 
 
 Report = Callable[[Call], object]
-
-
-class HostWait(RuntimeError):
-    """A copy between host and device where none is allowed."""
-
-
-def forbid_copies(call: Call) -> None:
-    """A :data:`Report` that raises :class:`HostWait` for copies between host and device."""
-    if call.is_copy:
-        raise HostWait(f"{call.name} copies {call.kind}, at {call.site}")
 
 
 class Trace:
@@ -225,52 +208,6 @@ def _difference(one: Call, two: Call, *memories: _Memory) -> tuple[str, str] | N
     if shapes[0] != shapes[1]:
         return SIZE, f"results of shapes {shapes[0]} became {shapes[1]}"
     return None
-
-
-def replay(trace: Trace, inputs: Trace | None = None) -> None:
-    """Repeat the launches of ``trace`` in the memory of its tensors, as a CUDA graph does.
-
-    Args:
-        trace: the captured round.
-        inputs: a later round. Tensors from outside both traces that are at different addresses are copied
-            from it, as a caller fills the static inputs of a graph.
-
-    Raises:
-        HostWait: for a copy between host and device, which can't be captured.
-    """
-    with torch.inference_mode():
-        if inputs is not None:
-            _copy_inputs(trace, inputs)
-        for call in trace.calls:
-            forbid_copies(call)
-            if call.func is not None:
-                _repeat(call)
-
-
-def _copy_inputs(trace: Trace, inputs: Trace) -> None:
-    memories = _Memory(), _Memory()
-    for index, (old, new) in enumerate(zip(trace.calls, inputs.calls, strict=False)):
-        pairs = zip(*(_tensors((call.args, call.kwargs)) for call in (old, new)), strict=False)
-        for to, source in pairs:
-            made = memories[0].made(to) or memories[1].made(source)
-            if not made and _address(to) != _address(source):
-                to.copy_(source)
-        for memory, call in zip(memories, (old, new), strict=True):
-            memory.add(index, call)
-
-
-def _repeat(call: Call) -> None:
-    results = _tensors(call.result)
-    given = {_address(each) for each in _tensors((call.args, call.kwargs))}
-    if call.func._schema.is_mutable:
-        call.func(*call.args, **call.kwargs)
-    elif call.name.removeprefix("aten::").startswith(("empty", "new_empty")):
-        return  # uninitialised memory
-    elif any(_address(each) not in given for each in results):
-        again = call.func(*call.args, **call.kwargs)
-        for result, value in zip(results, _tensors(again), strict=True):
-            if _address(result) not in given:
-                result.copy_(value)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from generation.cuda_like import CudaLike, cuda_like, reporting
+from generation.trace import FROM_HOST, LAUNCH, TO_HOST, Trace, differences
 from helpers.checks.lossless import (
     NEW_TOKENS,
     check_same_text,
@@ -29,6 +31,7 @@ from specdec_ext import (
 )
 from specdec_ext.drafters.lookup.retrieval import RetrievalDrafter
 from specdec_ext.tree.config import Lookup
+from specdec_ext.tree.draft_tree import INACTIVE
 
 
 def rows(count: int):
@@ -113,6 +116,51 @@ def test_equal_paths_are_merged():
     model = Proposes(lambda row, _: [[20, 21]])
     tree = CombinedDrafter(retrieval, model, 2, max_nodes=9).propose(rows(1))
     assert (tree.tokens.tolist(), tree.parents.tolist()) == ([[0, 20, 21, 30]], [[-1, 0, 1, 1]])
+
+
+@pytest.mark.parametrize("max_nodes", [None, 5, 12])
+def test_a_round_drafts_on_the_device(max_nodes):
+    """Two rounds make the same calls, without copies, and have the trees that the host proposes."""
+    texts = [[[1, 2, 3, 4, 1, 2, 3], [4, 5, 6, 4, 5]], [[5, 6, 7, 5, 6, 8, 9], [4, 4, 6, 7, 4, 4]]]
+    heads = [[[20, 21], [22]], [[6, 30], [31]]], [[[20], [6, 8]], [[6, 7], [4]]]
+    retrieval = NgramDrafter(6, 1, 4, num_branches=2)
+
+    def drafter(paths):
+        return CombinedDrafter(retrieval, Proposes(lambda row, _: paths[row]), 3, max_nodes)
+
+    def inputs(text, paths):
+        roots = [row[-1] for row in text]
+        tree = DraftTree.from_paths(torch.tensor(roots, device="cpu"), paths)
+        lengths = torch.tensor([*map(len, text)], device="cpu")
+        tokens = torch.tensor([row + [0] * (9 - len(row)) for row in text], device="cpu")
+        return tokens, lengths, tree.tokens, tree.parents
+
+    def draft(tokens, lengths, *tree):
+        copied = retrieval.draft(tokens, lengths)
+        trees = DraftTree(copied.tokens, copied.parents), DraftTree(*tree)
+        made = drafter(heads[0]).combine(trees[0], copied.match_lengths, trees[1])
+        return torch.stack([made.tokens, made.parents])
+
+    traces, results = [], []
+    with cuda_like():
+        state = [CudaLike(each.clone()) for each in inputs(texts[0], heads[0])]
+        for text, paths in zip(texts, heads, strict=True):
+            for each, new in zip(state, inputs(text, paths), strict=True):
+                each.inner.copy_(new)
+            trace = Trace()
+            with reporting(trace.add):
+                results.append(draft(*state).inner.clone())
+            assert [trace.count(kind) for kind in (TO_HOST, FROM_HOST)] == [0, 0]
+            assert trace.count(LAUNCH) <= 16
+            traces.append(trace)
+        assert not list(differences(*traces))
+    for text, paths, result in zip(texts, heads, results, strict=True):
+        context = context_of(text)
+        retrieval.start(context, None, None)
+        tree = drafter(paths).propose(context)
+        for ours, theirs in zip(result, (tree.tokens, tree.parents), strict=True):
+            assert torch.equal(ours[:, : tree.num_nodes], theirs)
+        assert (result[1, :, tree.num_nodes :] == INACTIVE).all()
 
 
 def test_both_drafters_commit_every_step():

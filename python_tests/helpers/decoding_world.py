@@ -82,7 +82,7 @@ class WorldDrafter(Drafter):
 class WorldTarget:
     """A target whose passes take the world's time; it has no cache and its logits are never read."""
 
-    vocab_size, offset = VOCAB, 0
+    vocab_size, offset, start = VOCAB, 0, 0
     support = Support(chain=True, tree=True, batch=True, rollback="compact")
 
     def __init__(self, world):
@@ -116,13 +116,18 @@ class WorldTarget:
 class WorldSampler:
     """Follows chains as far as they agree with the prescribed texts."""
 
+    host_processors = ()
+
     def __init__(self, texts, lengths):
         self._texts, self._lengths = texts, lengths
+
+    def decides(self, stop):
+        return False
 
     def check(self, tree, source):
         pass
 
-    def verify(self, tree, logits, context, stop, record_scores):
+    def verify(self, tree, logits, context, stop, record=None, commit=None):
         emitted, drafted, ended = [], [], []
         for tokens, depths, row in zip(
             tree.tokens.tolist(), tree.depths, context.rows, strict=True

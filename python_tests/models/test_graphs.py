@@ -5,19 +5,27 @@ On the CPU nothing is recorded, but the passes have the shapes and the buffers o
 
 from __future__ import annotations
 
+from itertools import product
+from unittest import mock
+
 import pytest
 import torch
+from baselines.random_targets import TINY, random_prompts, tiny_target
+from generation.cuda_like import DEVICE, CudaLike, FakeGraph, cuda_like, reporting, to_device
+from generation.trace import FROM_HOST, LAUNCH, TO_HOST, Trace, differences
 from helpers.checks.lossless import generate, plain_text
 from helpers.drafters.every_drafter import DRAFTERS
 from helpers.models import zoo
 from helpers.models.tiny import prompts, tiny_model
 
 import specdec_ext
+from specdec_ext.models.factory import make_target
 from specdec_ext.models.graphs import runner
 from specdec_ext.models.graphs.arena import lender_of
 from specdec_ext.models.graphs.graph import NotRecordableError
 from specdec_ext.models.graphs.recorded import RecordedPass
 from specdec_ext.models.slots import target as target_module
+from specdec_ext.tree.draft_tree import DraftTree
 
 
 @pytest.fixture(autouse=True)
@@ -245,3 +253,58 @@ def test_hook_on_a_module_is_not_skipped():
             specdec_ext.generate(model, ids, graphs=True, max_new_tokens=4)
     finally:
         hook.remove()
+
+
+# Parents of scored trees: plain decoding, and a tree with siblings and two levels.
+TREES = ((-1,), (-1, 0, 0, 1, 1, 2))
+
+
+def traces_of_rounds(model, rows: int, parents: tuple[int, ...], graphs: bool) -> list[Trace]:
+    """The calls of the passes of two rounds, between which tokens are accepted; inside ``cuda_like``.
+
+    With ``graphs`` these are the calls that a recording repeats.
+    """
+    (prompt,) = random_prompts(model.config.vocab_size, rows, 24, count=1)
+    mask = torch.ones_like(prompt["input_ids"])
+    for row, padding in enumerate((0, 3, 10)[:rows]):
+        mask[row, :padding] = 0
+    target = make_target(model, None, 128, graphs=graphs)
+    target.record_hidden_states((0, 1, 2))
+    target.prefill(CudaLike(prompt["input_ids"]), CudaLike(mask) if rows > 1 else None)
+    traces = []
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(
+            1, model.config.vocab_size, (rows, len(parents)), generator=generator
+        )
+        tree = DraftTree(tokens, torch.tensor(parents).expand(rows, -1).contiguous())
+        on_device = tree.on(target.staging)
+        trace = Trace()
+        traces.append(trace)
+        with (
+            reporting(lambda call: None) if graphs else reporting(trace.add),
+            mock.patch.object(FakeGraph, "inside", staticmethod(trace.add)),
+        ):
+            target.forward(on_device)
+        branch = max(tree.branches[0], key=len)
+        counts = [min(row, len(branch) - 1) for row in range(rows)]
+        path = [branch + [-1] * (len(parents) - len(branch))] * rows
+        accepted = (torch.tensor(each, device=DEVICE) for each in (path, counts))
+        target.commit(*accepted, (path, counts))
+    if graphs:
+        target.runner.graphs.finish()
+    return traces
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_rounds_make_the_same_calls_without_a_copy(name):
+    """No number, address or shape of a recorded pass changes, so what a CUDA graph repeats is right. Other
+    passes do not wait for the host, either."""
+    with cuda_like():
+        model = to_device(tiny_target(name))
+        for rows, parents, graphs in product((1, 3), TREES, (True, False)):
+            traces = traces_of_rounds(model, rows, parents, graphs)
+            assert traces[0].count(LAUNCH) > 10
+            assert traces[0].count(TO_HOST) == traces[0].count(FROM_HOST) == 0
+            if graphs:
+                assert not [str(each) for each in differences(*traces)]

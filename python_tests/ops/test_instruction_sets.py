@@ -19,7 +19,15 @@ import torch
 from helpers.ops.head_op_cases import assert_same_draft
 
 ISAS = ["baseline", "avx2", "avx512"]
-OPS = ["tree_attention", "verify_match", "verify_sampled", "sample_filter", "linear", "draft_head"]
+OPS = [
+    "tree_attention",
+    "verify_match",
+    "verify_sampled",
+    "sample_filter",
+    "adjust_logits",
+    "linear",
+    "draft_head",
+]
 SCRIPT = """
 import importlib, os, sys, torch
 

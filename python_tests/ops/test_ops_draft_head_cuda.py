@@ -51,18 +51,20 @@ pytestmark = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     ("rows", "tree"),
     some_emulated(
-        itertools.product([1, 3, 20], ["static", "dynamic"]), {(3, "static"), (20, "dynamic")}
+        [(1, "static"), (1, "dynamic"), (3, "static"), (20, "dynamic"), (36, "low")],
+        {(3, "static"), (36, "low")},
     ),
 )
 def test_many_rows_equal_reference(rows, tree, device):
-    """20 rows have more lists and new elements than a pass takes; every fourth row has nothing new."""
+    """36 rows have more lists and new elements than a pass takes; every fourth row has nothing new."""
+    tree = TreeConfig(2, 3, 8) if tree == "low" else SHAPES[tree]
     head = head_of("qk-norm-window")
     tokens, features = elements(head, rows, 3)
     counts = [0 if row % 4 == 3 else 1 + row % 3 for row in range(rows)]
     ours, theirs = OpRun.start(head, rows, device=device), Run.start(head, rows)
-    for _ in range(1 if rows == 20 else 2):
-        drafted = ours.draft(SHAPES[tree], tokens, poisoned(features, counts), torch.tensor(counts))
-        expected = theirs.draft(SHAPES[tree], tokens, features, torch.tensor(counts))
+    for _ in range(1 if rows > 3 else 2):
+        drafted = ours.draft(tree, tokens, poisoned(features, counts), torch.tensor(counts))
+        expected = theirs.draft(tree, tokens, features, torch.tensor(counts))
         assert_same_draft(drafted, expected)
     for actual, expected in zip(committed(ours), committed(theirs), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
@@ -89,17 +91,18 @@ def committed_text(head: DraftHead, lengths: Sequence[int], device: str) -> tupl
 @pytest.mark.parametrize(
     ("name", "lengths"),
     some_emulated(
-        itertools.product(["eagle1", "qk-norm-window"], [(0, 126, 300), (8180, 8500, 1)]),
-        {("eagle1", (0, 126, 300))},
+        itertools.product(["eagle1", "qk-norm-window"], [(0, 126, 387), (8190,), (8180, 8500, 1)]),
+        {("qk-norm-window", (0, 126, 387)), ("eagle1", (8190,))},
     ),
     ids=str,
 )
 def test_long_texts_equal_reference(name, lengths, device):
-    """Attention has one split, several, and the largest number; a split ends between two rows."""
+    """Attention has one split, several, and the largest number. A split ends between the last slots of two
+    elements, and between the first slots that two others see."""
     head = head_of(name)
     ours, theirs = committed_text(head, lengths, device)
-    tokens, features = elements(head, 3, 3)
-    counts = torch.tensor([1, 3, 2])
+    counts = torch.tensor([1, 3, 2])[: len(lengths)]
+    tokens, features = elements(head, len(lengths), 3)
     drafts = [run.draft(SHAPES["dynamic"], tokens, features, counts) for run in (ours, theirs)]
     assert_same_draft(*drafts)
 
@@ -160,18 +163,19 @@ def with_exact_weights(head: DraftHead, weights: str) -> DraftHead:
 def test_error_with_8_bit_weights_is_at_most_twice_the_references(
     name, weights, dtype, device, emulated
 ):
-    sizes = dict(hidden_size=32, vocab_size=16, draft_vocab_size=3, own_lm_head=True)
+    sizes = dict(hidden_size=272, target_hidden_size=272, vocab_size=16, draft_vocab_size=3)
     paths = [path for n in (1, 2) for path in itertools.product(range(3), repeat=n)]
     tree = TreeConfig(choices=paths)
     errors: dict[str, list[float]] = {"op": [], "reference": []}
     for seed in range(2 if emulated else 6):
-        head = with_exact_weights(head_of(name, seed, dtype, **sizes), weights)
+        head = head_of(name, seed, dtype, own_lm_head=True, **sizes)
+        head = with_exact_weights(head, weights)
         exact_head = head.to("cpu", torch.float64)
         ours = OpRun.start(head, 1, device=device, weights=weights)
         assert ours.packed.weights[1].dtype == weight_dtype(weights)
         reference, exact = Run.start(head, 1), Run.start(exact_head, 1)
         exact.embedding = reference.embedding.double()
-        tokens, features = elements(head, 1, 5, seed)
+        tokens, features = elements(head, 1, 36, seed)  # more than a pass takes
         expected = path_scores(exact.draft(tree, tokens, features.double()))
         for key, run in (("op", ours), ("reference", reference)):
             scores = path_scores(run.draft(tree, tokens, features))
@@ -251,29 +255,26 @@ BAD_NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "number"),
-    some_emulated(
-        BAD_NUMBERS, {("counts", -1), ("lengths", 2**62), ("roots", VOCAB), ("tokens", -1)}
-    ),
-    ids=str,
-)
-def test_row_with_a_number_out_of_range_drafts_nothing(name, number, device):
-    """Its score is NaN, its cache is not written, and other rows have the same bits."""
+def test_rows_with_a_number_out_of_range_draft_nothing(device):
+    """Their scores are NaN, their caches are not written, and other rows have the same bits."""
     head, tree = head_of("qk-norm-window"), TreeConfig(3, 3, 12)
-    tokens, features = elements(head, 3, NEW)
-    counts = torch.tensor([2, NEW, 1])
-    runs = [OpRun.start(head, 3, capacity=CAPACITY, device=device) for _ in range(2)]
+    bad = range(1, len(BAD_NUMBERS) + 1)
+    legal = (0, len(BAD_NUMBERS) + 1)
+    tokens, features = elements(head, len(BAD_NUMBERS) + 2, NEW)
+    counts = torch.tensor([2, *[NEW] * len(BAD_NUMBERS), 1])
+    runs = [OpRun.start(head, len(counts), capacity=CAPACITY, device=device) for _ in range(2)]
     expected, arguments = (run.arguments(tokens, features, counts) for run in runs)
-    arguments[name] = arguments[name].clone()
-    arguments[name][1] = number
+    for row, (name, number) in zip(bad, BAD_NUMBERS, strict=True):
+        arguments[name] = arguments[name].clone()
+        arguments[name][(row, NEW - 1) if name == "tokens" else row] = number
     drafts = [
         [each.cpu() for each in ops.draft_head(**given, tree=tree)]
         for given in (expected, arguments)
     ]
-    assert_root_alone([each[1] for each in drafts[1]], int(arguments["roots"][1]))
-    assert arguments["keys"][:, 1].isnan().all() and arguments["values"][:, 1].isnan().all()
-    for row in (0, 2):
+    for row in bad:
+        assert_root_alone([each[row] for each in drafts[1]], int(arguments["roots"][row]))
+        assert arguments["keys"][:, row].isnan().all() and arguments["values"][:, row].isnan().all()
+    for row in legal:
         assert_equal_drafts([each[row] for each in drafts[1]], [each[row] for each in drafts[0]])
 
 

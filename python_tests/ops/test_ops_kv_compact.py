@@ -260,7 +260,7 @@ BIG = 2**63 - 1
         ({"num_accepted": torch.tensor(2)}, r"argument num_accepted must be \[batch\] = \[1\], got"),
         ({"caches": [torch.zeros(2, 8, 4)]}, r"argument caches\[0\] must be \[batch, heads, slots"),
         ({"caches": [torch.zeros(1, 1, 8, 4), torch.zeros(2, 1, 8, 4)]},
-            r"argument caches\[1\] must have the batch of path, 1, got shape \[2, 1, 8, 4\]"),
+            r"argument caches\[1\] must have the batch of the other arguments, 1, got shape \[2, 1, 8, 4\]"),
         ({"caches": [torch.zeros(1, 2, 4, 8).transpose(2, 3)]},
             r"argument caches\[0\] must be contiguous in its last dimension, got stride 8"),
         ({"caches": [torch.zeros(1, 1, 8, 4).expand(1, 2, 8, 4)]},

@@ -1,5 +1,5 @@
-"""The C++ self test: CPU ops against examples, CUDA kernels compiled for the host against the CPU ops in
-three thread orders, all under AddressSanitizer and UBSan."""
+"""The C++ self test: the emulator, CPU ops against examples, and small CUDA kernels compiled for the host
+against the CPU ops in three thread orders, all under AddressSanitizer and UBSan."""
 
 import shutil
 import subprocess

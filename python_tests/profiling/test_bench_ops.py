@@ -174,6 +174,7 @@ def test_every_op_has_cases_of_all_sizes():
     expected = {
         "tree_mask", "build_dynamic_tree", "verify_match", "verify_rejection", "verify_block",
         "verify_recursive", "sample_filter", "kv_compact", "tree_attention", "draft_head", "linear",
+        "merge_trees", "ngram_draft", "adjust_logits",
     }  # fmt: skip
     assert set(op_cases.OPS) == expected
     for op in ("kv_compact", "tree_attention", "linear"):

@@ -53,6 +53,7 @@ class Bug:
         replaced: expression for the changed text.
         message: what the check says.
         count: number of occurrences that are changed; 0 for all.
+        device: the PTX that is changed.
     """
 
     file: str
@@ -62,6 +63,7 @@ class Bug:
     check: Callable[[], None]
     message: str
     count: int = 1
+    device: str = "ptx-sm_90"
 
 
 MASK = ("tree/tree_mask", "tree_mask_kernel")
@@ -83,6 +85,7 @@ BUGS = {
     "a misaligned store": Bug(
         *MASK, r"(st\.global\.u64\s+\[%\w+)\]", r"\1+4]", masks, "is not aligned to 8 bytes"
     ),
+    "a missing store": Bug(*MASK, r"st\.global\.u64\s+\[%\w+\], %\w+;", "", masks, DIFFERS + "|expected"),
     "another layout of the parameters": Bug(
         *MASK, r"(_param_0\[)\d+", r"\g<1>104", masks, "parameter 0 has 104 bytes aligned to 8 for nvcc, 112"
     ),
@@ -105,9 +108,43 @@ BUGS = {
         *PREFIX, r"(cp\.async\.cg\.shared\.global \[\S+\], \[\S+\], 16), %\w+;", r"\1, 8;", attends,
         "cp.async .*of 8 of 16 bytes",
     ),
+    "a copy that is never committed": Bug(
+        *PREFIX, r"cp\.async\.commit_group;", "", attends, "copies asynchronously.*nothing waited", 0
+    ),
+    "the wrong type of mma": Bug(
+        *PREFIX, r"f32\.bf16\.bf16\.f32", "f32.f16.f16.f32", attends, DIFFERS, 0
+    ),
+    "swapped halves of a pair": Bug(
+        *PREFIX, r"(cvt\.rn\.bf16x2\.f32 %\w+, )(%\w+), (%\w+);", r"\1\3, \2;", attends, DIFFERS
+    ),
+    "the wrong special register": Bug(
+        *MASK, r"mov\.u32(\s+%\w+), %ctaid\.x;", r"mov.u32\1, %ctaid.y;", masks, DIFFERS + "|expected"
+    ),
     "missing barriers of warps": Bug(*FINISH, r"bar\.warp\.sync[^;]*;", "", attends, "a race", 0),
     "a missing fence": Bug(
         *DRAFT, r"fence\.proxy\.async\.shared::cta;", "", drafts, "no fence.proxy.async follows", 0
+    ),
+    "a wait for other blocks without a fence": Bug(
+        *DRAFT, r"fence\.acq_rel\.gpu;", "", drafts, "no thread_fence follows load_relaxed", 0
+    ),
+    "a copy that every lane begins": Bug(
+        *DRAFT, r"elect\.sync _\|elected, 0xffffffff;", "setp.eq.u32 elected, 0, 0;", drafts,
+        "a race|after all 1 arrivals", 0,
+    ),
+    "an mbarrier that expects too few bytes": Bug(
+        *DRAFT, r"(mbarrier\.arrive\.expect_tx\S+ _, \[%\w+\], )%\w+;", r"\g<1>16;", drafts,
+        "bytes more than mbarrier_arrive_expect announced", 0,
+    ),
+    "an mbarrier that expects too few arrivals": Bug(
+        *DRAFT, r"(mbarrier\.init\.shared\.b64 \[%\w+\], )(%\w+);", r"\g<1>1;", drafts,
+        "a race|deadlock|after all 1 arrivals|copies asynchronously", 0,
+    ),
+    "weights that are used before they have landed": Bug(
+        *DRAFT, r"cp\.async\.wait_group \d;", "cp.async.wait_group 9;", drafts,
+        "copies asynchronously.*nothing waited", 0, "ptx-sm_80",
+    ),
+    "weights that are announced before all lanes have copied": Bug(
+        *DRAFT, r"bar\.warp\.sync[^;]*;", "", drafts, "a race|copies asynchronously", 0, "ptx-sm_80"
     ),
     "an mbarrier that waits for the other phase": Bug(
         *DRAFT, r"(mbarrier\.try_wait\.parity\.shared\.b64 \w+, \[%\w+\], )(%\w+);", r"\g<1>1;", drafts,
@@ -121,13 +158,14 @@ def planted(request, tmp_path, monkeypatch) -> Bug:
     if not emulation.has_ptx():
         pytest.skip("PTX needs nvcc, which the build has not found")
     bug = BUGS[request.param]
-    target = emulation.PTX[-1]
+    target = bug.device
     text = entry_of((emulation.BUILD / target / f"{bug.file}.ptx").read_text(), bug.kernel)
     changed, count = re.subn(bug.replaced, bug.by, text, count=bug.count)
     assert count > 0
     compile_text(changed, tmp_path, optimise=False)
     entries = emulation.BUILD / f"lib{target}.so", tmp_path / "libentries.so"
-    monkeypatch.setattr(_library, "native", emulation.EmulatedOps(*entries))
+    changed_ops = emulation.EmulatedOps(*entries)
+    monkeypatch.setattr(_library, "native", changed_ops)
     monkeypatch.setattr(packed_head, "reads_panels", lambda _: False)
     return bug
 
@@ -138,19 +176,14 @@ def test_is_caught(planted):
 
 
 @pytest.mark.parametrize("check", [masks, attends, drafts])
-def test_kernels_without_a_bug_pass(check, monkeypatch):
-    if not emulation.has_ptx():
-        pytest.skip("PTX needs nvcc, which the build has not found")
-    monkeypatch.setattr(_library, "native", emulation.OPS[emulation.PTX[-1]])
-    monkeypatch.setattr(packed_head, "reads_panels", lambda _: False)
+@pytest.mark.parametrize("device", emulation.PTX, indirect=True)
+def test_kernels_without_a_bug_pass(check, device):
     check()
 
 
-def test_attention_tolerates_the_error_of_approximate_exponentials(monkeypatch):
+@pytest.mark.parametrize("device", emulation.PTX, indirect=True)
+def test_attention_tolerates_the_error_of_approximate_exponentials(device):
     """The error of ex2.approx is at most two units in the last place."""
-    if not emulation.has_ptx():
-        pytest.skip("PTX needs nvcc, which the build has not found")
-    monkeypatch.setattr(_library, "native", emulation.OPS[emulation.PTX[-1]])
     case = random_case(Shape(prefixes=(130, 3), nodes=5), torch.float16, seed=2)
     arguments = static_arguments(case)
     exact = run(arguments)

@@ -16,14 +16,14 @@ import pytest
 import torch
 from helpers.checks.lossless import generate, plain_text
 from helpers.command_line import words
-from helpers.decoding_world import World
+from helpers.decoding_world import World, WorldDrafter
 from helpers.models.tiny import ScriptedDrafter, generated, oracle_chain, prompts, tiny_model
 
 import specdec_ext
 from specdec_ext import DraftModelDrafter, SpeculationConfig, SpeculationStats, TreeConfig
 from specdec_ext.report import Report
 from specdec_ext.schedule.acceptance import Acceptance, LearntAcceptance, judged
-from specdec_ext.schedule.controller import Controller
+from specdec_ext.schedule.controller import HOPELESS, Controller
 from specdec_ext.schedule.costs import Curve, VerifyCosts
 from specdec_ext.schedule.memory import (
     MAX_BALANCE,
@@ -34,9 +34,10 @@ from specdec_ext.schedule.memory import (
     forget,
     memory_of,
 )
-from specdec_ext.schedule.options import CHAIN, kind_of, name_of
+from specdec_ext.schedule.options import CHAIN, Source, kind_of, name_of
 from specdec_ext.schedule.policy import Policy
 from specdec_ext.schedule.report import Gain
+from specdec_ext.tree.config import LOOKUP, Lookup
 
 MS = 1e-3
 CHAINS = {"depths": (1, 2, 3, 4, 5, 6, 7)}
@@ -148,6 +149,71 @@ def test_call_in_which_no_probe_is_due_runs_as_plain_decoding():
     assert {stats.drafter for stats in every} == {"WorldDrafter"}
     assert {sum(stats.shapes.values()) for stats in every} == {128 - len(world.texts)}
     assert "no draft was verified" in every[-1].explain()
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_calls_sleep_while_the_credit_does_not_pay_a_probe(rows):
+    """Drafts that are often right, but cost more than they save, are started for few calls only."""
+    world = World(verify, rows=rows)
+    drafter = world.drafter(always(0.8), lambda depth: 4 * MS * depth, **CHAINS)
+    started = []
+    drafter.start = lambda *args: started.append(len(drafter.asked))
+    for _ in range(10):
+        world.run(drafter, 128)
+    started.clear()
+    for _ in range(40):
+        world.run(drafter, 128)
+    assert 1 <= len(started) <= 20
+    assert memory_of(world.model, drafter).misses.get(Source.MODEL, 0) < HOPELESS
+
+
+def test_model_sleeps_while_lookups_pay():
+    """The calls between two probes of the model run with the lookups alone."""
+
+    class Both(WorldDrafter):
+        lookup_part = None
+
+        def shapes(self, context):
+            return [LOOKUP, *super().shapes(context)]
+
+        def propose(self, context):
+            by_lookup = isinstance(context.shape, Lookup)
+            return self.lookup_part.propose(context) if by_lookup else super().propose(context)
+
+    world, started = World(verify), []
+    drafter = Both(world, always(0.8), lambda depth: 4 * MS * depth, **CHAINS)
+    drafter.lookup_part = world.drafter(always(0.9), lookup_cost)
+    drafter.start = lambda *args: started.append("both")
+    drafter.lookup_part.start = lambda *args: started.append("lookup")
+    for _ in range(40):
+        assert speed(world, drafter) > 1.5
+    assert started.count("lookup") > 20
+    last = len(started) - started[::-1].index("both")
+    assert last > 20 and len(drafter.asked) > 4
+
+
+def test_other_number_of_rows_does_not_sleep():
+    world = World(verify, rows=4)
+    drafter = world.drafter(always(0.0), head_cost, **CHAINS)
+    for _ in range(20):
+        world.run(drafter, 128)
+    drafters = [
+        Controller(SpeculationConfig(), drafter, world.model).drafter_of(rows, 1) for rows in (4, 1)
+    ]
+    assert drafters == [None, drafter]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_texts_with_good_drafts_do_not_wait_for_credit_after_others(rows):
+    """What is known of all rows promises a gain, though the last call's rows had none."""
+    world = World(verify, rows=rows)
+    chance = [0.0]
+    drafter = world.drafter(lambda row, at: chance * 10, lambda depth: 1e-4 * depth, **CHAINS)
+    speeds = []
+    for call in range(30):
+        chance[0] = 0.9 if call % 2 else 0.3
+        speeds.append(speed(world, drafter))
+    assert min(speeds[5::2]) > 1.3
 
 
 def test_call_that_may_last_until_the_next_probe_does_not_sleep():
@@ -304,7 +370,7 @@ def test_drafter_of_wrong_drafts_rests_until_shortly_before_a_probe():
 
 def test_drafter_that_is_sometimes_right_does_not_rest():
     world = World(verify)
-    drafter = world.drafter(always(0.5), lambda depth: 4 * verify(1, 1), depths=(1, 2))
+    drafter = world.drafter(always(0.8), lambda depth: 4 * verify(1, 1), depths=(1, 2))
     stats = world.run(drafter, 5_000)
     assert stats.drafts < 1_000 and not drafter.rests
 

@@ -105,28 +105,32 @@ def test_policy_does_not_change_the_text(name, batch, decoding, monkeypatch):
 
 
 class EverySecondCall(Policy):
-    """Every second call runs as plain decoding."""
+    """Every second call runs without the drafter, or with its lookups alone."""
 
-    calls = 0
+    calls, lookups_alone = 0, False
 
     def __init__(self, settings: Any, drafter: Drafter, model: Any):
         super().__init__(drafter)
 
-    def sleeps(self, steps):
+    def drafter_of(self, rows, steps):
         EverySecondCall.calls += 1
-        return EverySecondCall.calls % 2 == 0
+        if EverySecondCall.calls % 2:
+            return self._drafter
+        return self._drafter.lookup_part if self.lookups_alone else None
 
 
+@pytest.mark.parametrize("lookups_alone", [False, True])
 @pytest.mark.parametrize("name", ["head", "suffix tree", "ngram and model"])
-def test_drafter_continues_after_a_call_without_it(name, monkeypatch):
+def test_drafter_continues_after_a_call_without_it(name, lookups_alone, monkeypatch):
     monkeypatch.setattr(generation, "Controller", EverySecondCall)
     monkeypatch.setattr(EverySecondCall, "calls", 0)
+    monkeypatch.setattr(EverySecondCall, "lookups_alone", lookups_alone)
     drafter = DRAFTERS[name]()
     for _ in range(4):
         output = generate(drafter, "five-ragged", "greedy")
         assert torch.equal(output.sequences, plain_text("five-ragged", "greedy"))
-        drafted = output.speculation_stats.drafts > 0
-        assert drafted == bool(EverySecondCall.calls % 2)
+        drafts = EverySecondCall.calls % 2 or (lookups_alone and drafter.lookup_part is not None)
+        assert (output.speculation_stats.drafts > 0) == bool(drafts)
 
 
 def test_chaos_makes_every_decision(monkeypatch):

@@ -61,7 +61,7 @@ def test_merged_trees_have_all_paths_once(paths):
 
 
 def test_trees_of_other_rows_are_not_merged():
-    with pytest.raises(ValueError, match="roots 7 and 8 can't be merged"):
+    with pytest.raises(ValueError, match="the root 8 in row 0; expected 7"):
         DraftTree.merged([DraftTree.root(ROOTS), DraftTree.root(ROOTS.flip(0))])
 
 

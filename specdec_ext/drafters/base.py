@@ -88,6 +88,11 @@ class Drafter:
         return None
 
     @property
+    def lookup_part(self) -> Drafter | None:
+        """The part that proposes by lookup alone, for calls without the other part; None if there is none."""
+        return None
+
+    @property
     def identity(self) -> Hashable:
         """The key under which acceptance and costs are kept for later calls on the same model."""
         return f"{type(self).__module__}.{type(self).__qualname__}"

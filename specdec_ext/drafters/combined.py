@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec_ext.context import Context
@@ -84,6 +86,10 @@ class CombinedDrafter(Drafter):
         return self._lookups
 
     @property
+    def lookup_part(self) -> Drafter:
+        return self.retrieval
+
+    @property
     def identity(self) -> Hashable:
         return super().identity, self.retrieval.identity, self.model_based.identity
 
@@ -109,25 +115,32 @@ class CombinedDrafter(Drafter):
         drafted = self.model_based.propose(context)
         if self.max_nodes is None and not any(taken):
             return DraftTree(drafted.tokens, drafted.parents)
-        left = [not each for each in taken]
-        own_rows = _only(drafted, left)
-        if self.max_nodes is None:
-            return DraftTree.merged([own_rows, _only(copied, taken)])
-        # Rows that retrieval serves keep their whole tree; the others are filled up.
-        filled = DraftTree.merged(
-            [own_rows, _only(copied, left)], max(self.max_nodes, drafted.num_nodes)
-        )
-        return DraftTree.merged([filled, _only(copied, taken)])
+        lengths = torch.tensor(self.retrieval.match_lengths, device="cpu")
+        return self.combine(copied.on_host(), lengths, drafted.on_host())
+
+    def combine(self, copied: DraftTree, match_lengths: Tensor, drafted: DraftTree) -> DraftTree:
+        """Choose or merge the trees of both drafters. On CUDA the host neither reads nor waits.
+
+        Args:
+            copied: the copies.
+            match_lengths: ``[rows]`` int64, the lengths of the matches before them.
+            drafted: the trees of ``model_based``, on the same device.
+        """
+        taken = match_lengths >= self.min_match
+        left = ~taken
+        tree, nodes = _only(drafted, left), drafted.num_nodes
+        if self.max_nodes is not None:
+            nodes = max(nodes, self.max_nodes)
+            tree = DraftTree.merged([tree, _only(copied, left)], nodes)
+        # Rows that retrieval serves keep their whole tree.
+        return DraftTree.merged([tree, _only(copied, taken)], max(nodes, copied.num_nodes))
 
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
         self.retrieval.commit(context, accepted, output)
         self.model_based.commit(context, accepted, output)
 
 
-def _only(tree: DraftTree, rows: Sequence[bool]) -> DraftTree:
-    """The trees of these rows, and only the roots of the others."""
-    parents = [
-        row if kept else [row[0], *[INACTIVE] * (len(row) - 1)]
-        for row, kept in zip(tree.parent_lists, rows, strict=True)
-    ]
-    return DraftTree.of_lists(tree.token_lists, parents)
+def _only(tree: DraftTree, rows: Tensor) -> DraftTree:
+    """The trees of these rows ``[rows]``, and only the roots of the others."""
+    below = torch.where(rows[:, None], tree.parents[:, 1:], INACTIVE)
+    return DraftTree(tree.tokens, torch.cat([tree.parents[:, :1], below], dim=1))

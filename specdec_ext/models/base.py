@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from specdec_ext.models.context_limit import max_positions
 from specdec_ext.models.support import Support
+from specdec_ext.ops import MatchResult, RoundEntry, RoundNumbers
 from specdec_ext.pretrained import vocab_size
 from specdec_ext.transfer import Staging
 from specdec_ext.tree.draft_tree import DraftTree
@@ -26,6 +27,27 @@ NO_LIMIT = 2**31
 # Unread tokens are accepted tokens that the cache could not keep. A row with this many reads them without
 # further drafts, because a longer block costs more.
 MAX_UNREAD = 16
+
+
+class CommittedRound(NamedTuple):
+    """A round that was committed on the device. The tensors are valid until the next round is committed.
+
+    Attributes:
+        entry: what the host reads. If a row has a status, nothing was committed.
+        numbers: the numbers of the rows.
+        new_tokens: ``[rows, nodes or more]``, the emitted tokens of each row.
+        new_features: ``[rows, nodes or more, width]``, the features of the tokens before them; None if no
+            features were gathered.
+    """
+
+    entry: RoundEntry
+    numbers: RoundNumbers
+    new_tokens: Tensor
+    new_features: Tensor | None
+
+
+# Commits the round whose tree was verified with this result.
+CommitRound = Callable[[MatchResult], CommittedRound]
 
 
 @dataclass
@@ -180,6 +202,21 @@ class Target(ABC):
                 root as well.
             on_host: ``path`` and ``num_accepted`` as lists; None copies them from the device.
         """
+
+    def begin_rounds(
+        self, text: Tensor, lengths: Sequence[int], limit: int, eos: Sequence[int]
+    ) -> CommitRound | None:
+        """Prepare to commit rounds on the device, after the prompt; None if this target can't.
+
+        The function does what :meth:`commit` does, and also cuts the emitted tokens at the end of a row.
+
+        Args:
+            text: ``[rows, columns]`` int64, ``sequences`` so far.
+            lengths: number of columns of each row.
+            limit: number of columns at which every row ends.
+            eos: end-of-sequence ids.
+        """
+        return None
 
     def withdraw(self, tree: DraftTree) -> None:
         """Discard the tree just scored, including its roots, as if it had not been scored."""

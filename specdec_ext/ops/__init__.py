@@ -14,13 +14,23 @@ Errors: a ValueError names the argument, what was expected and what was given.
 """
 
 from specdec_ext.ops._library import LIBRARY_PATH
+from specdec_ext.ops.adjust_logits import MAX_ADJUSTMENTS, Adjustment, adjust_logits
 from specdec_ext.ops.build_dynamic_tree import DynamicTree, build_dynamic_tree
 from specdec_ext.ops.decoder_layers import DecoderStates, decoder_layers
 from specdec_ext.ops.draft_head import HeadDraft, draft_head
 from specdec_ext.ops.draft_limits import draft_head_refusal
 from specdec_ext.ops.kv_compact import kv_compact
 from specdec_ext.ops.linear import linear
+from specdec_ext.ops.merge_trees import MergedTrees, merge_trees
+from specdec_ext.ops.ngram_draft import NgramDraft, ngram_draft
 from specdec_ext.ops.packed_head import PackedHead
+from specdec_ext.ops.round_commit import (
+    MAX_FEATURE_TENSORS,
+    STATUS_ILLEGAL_NUMBERS,
+    RoundEntry,
+    RoundNumbers,
+    round_commit,
+)
 from specdec_ext.ops.sample_filter import sample_filter
 from specdec_ext.ops.tree_attention import tree_attention, tree_attention_refusal
 from specdec_ext.ops.tree_mask import TreeMask, tree_mask
@@ -37,24 +47,36 @@ from specdec_ext.tree.config import MAX_CANDIDATES, MAX_NODES
 
 __all__ = [
     "LIBRARY_PATH",
+    "MAX_ADJUSTMENTS",
     "MAX_CANDIDATES",
+    "MAX_FEATURE_TENSORS",
     "MAX_NODES",
+    "STATUS_ILLEGAL_NUMBERS",
     "STATUS_NAN",
     "STATUS_NO_FINITE_LOGIT",
     "STATUS_OK",
+    "Adjustment",
     "DecoderStates",
     "DynamicTree",
     "HeadDraft",
     "HostMatchResult",
     "MatchResult",
+    "MergedTrees",
+    "NgramDraft",
     "PackedHead",
+    "RoundEntry",
+    "RoundNumbers",
     "TreeMask",
+    "adjust_logits",
     "build_dynamic_tree",
     "decoder_layers",
     "draft_head",
     "draft_head_refusal",
     "kv_compact",
     "linear",
+    "merge_trees",
+    "ngram_draft",
+    "round_commit",
     "sample_filter",
     "tree_attention",
     "tree_attention_refusal",

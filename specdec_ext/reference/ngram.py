@@ -12,7 +12,8 @@ The rule for a text ``t[0..L)``:
    the free nodes (rounded up). After ``num_branches`` branches, or when there is no further node or
    occurrence, the remaining free nodes extend the first branch.
 
-The compiled index (``specdec_ext._host.NgramIndex``) gives the same drafts without searching the text.
+The op ``ngram_draft`` searches the text; the index ``specdec_ext._host.NgramIndex`` gives the same drafts
+without a search.
 Source: prompt lookup decoding (Saxena 2023), which copies a single chain from the first occurrence.
 """
 
@@ -59,6 +60,12 @@ def find_occurrences(text: Sequence[int], min_ngram: int, max_ngram: int) -> lis
             if text[end - n + 1 : end + 1] == text[-n:] and end not in ends:
                 ends.append(end)
     return ends
+
+
+def match_length(text: Sequence[int], min_ngram: int, max_ngram: int) -> int:
+    """The length of the first occurrence; 0 if there is none."""
+    lengths = range(max_ngram, min_ngram - 1, -1)
+    return next((n for n in lengths if find_occurrences(text, n, n)), 0)
 
 
 def continuation(text: Sequence[int], end: int, length: int) -> list[int]:

@@ -35,7 +35,7 @@ from specdec_ext.drafters.base import Drafter
 from specdec_ext.report import Report
 from specdec_ext.schedule.acceptance import Acceptance, judged
 from specdec_ext.schedule.costs import Curve
-from specdec_ext.schedule.memory import FIRST_INTERVAL, LAST_INTERVAL, memory_of
+from specdec_ext.schedule.memory import FIRST_INTERVAL, LAST_INTERVAL, Sleep, memory_of
 from specdec_ext.schedule.options import CHAIN, Kind, Option, Source, kind_of, name_of
 from specdec_ext.schedule.policy import Policy, offered
 from specdec_ext.schedule.report import Gain, report_of
@@ -102,7 +102,8 @@ class Controller(Policy):
         self._hold = 0  # steps to come
         self._held_steps = HELD_STEPS
         self._held_is_probe = False
-        self._asleep = False  # whether this call runs as plain decoding
+        self._asleep: set[Source] = set()  # sources without which this call runs
+        self._is_plain = False  # whether this call runs as plain decoding
         self._resting = False  # whether the drafter rests
         self._due: dict[Source, float] = {}  # source of a due probe -> the credit that it needs
         self._probe_loss = 0.0  # seconds that a held probe has lost, its first step aside
@@ -118,16 +119,24 @@ class Controller(Policy):
         # The proposal of this step, with the kind of each row.
         self._proposal: tuple[DraftTree, list[Kind]] | None = None
 
-    def sleeps(self, steps: int) -> bool:
-        self._asleep = self._settings.may_rest and self._memory.sleep > steps
-        return self._asleep
+    def drafter_of(self, rows: int, steps: int) -> Drafter | None:
+        sleep = self._memory.sleep
+        if not self._settings.may_rest or sleep.rows != rows:
+            return self._drafter
+        asleep = {source for source, until in sleep.steps.items() if until > steps}
+        if len(asleep) == len(sleep.steps) > 0:
+            self._asleep, self._is_plain = asleep, True
+            return None
+        if Source.MODEL in asleep and (lookup := self._drafter.lookup_part) is not None:
+            self._asleep, self._drafter = {Source.MODEL}, lookup
+        return self._drafter
 
     def begin(self, context: Context, stats: SpeculationStats) -> None:
         self._stats = stats
         stats.policy = "auto"
         self._context, self._first_lengths = context, list(map(len, context.generated))
         self._step_began = self._clock()
-        if self._asleep:
+        if self._is_plain:
             return
         shapes = offered(self._drafter, context, self._settings.shapes)
         most = self._settings.max_nodes
@@ -187,13 +196,12 @@ class Controller(Policy):
     def _chosen(self, context: Context, room: int) -> Option | None:
         """Choose the option for this step and some after it; None for a plain step that is not a probe."""
         self._rows = len(context.rows)
-        self._share = self._memory.savings.share if self._rows > 1 else 1.0
-        self._verify = self._curve(context)
+        self._look_up_costs(self._rows, context.root_positions[0] + 1)
         if self._memory.plain_steps < REFERENCE_STEPS and self._settings.may_rest:
             self._skip = REFERENCE_STEPS
             return None
-        self._plain = self._verify(1) or 0.0
-        options = self._options(context, room)
+        unread = self._unread(context) if self._paused else 0
+        options = self._options(context.rows, room, unread)
         best = self._best(options, self._rows, room)
         if (probe := self._due_probe(options, best, self._rows, room)) is not None:
             source = probe.source
@@ -217,6 +225,12 @@ class Controller(Policy):
         self._let_rest(best, context)
         return None if best.source is Source.PLAIN else best
 
+    def _look_up_costs(self, rows: int, length: int) -> None:
+        """Look up what is known about steps with this number of rows and this context length."""
+        self._share = self._memory.savings.share if rows > 1 else 1.0
+        self._verify = self._memory.verify.curve(rows, length)
+        self._plain = self._verify(1) or 0.0
+
     def _curve(self, context: Context) -> Curve:
         return self._memory.verify.curve(len(context.rows), context.root_positions[0] + 1)
 
@@ -224,10 +238,15 @@ class Controller(Policy):
     def _pays(self) -> bool:
         return self._memory.ledger.pays or not self._settings.may_rest
 
-    def _options(self, context: Context, room: int) -> list[Option]:
-        """All options of this step; a plain step, if allowed, comes first."""
-        rows, memory = context.rows, self._memory
-        count = len(rows)
+    def _options(self, rows: Sequence[int], room: int, unread: int) -> list[Option]:
+        """All options of a step; a plain step, if allowed, comes first.
+
+        Args:
+            rows: the active rows.
+            room: most tokens that a draft may add to a row.
+            unread: tokens that the drafter reads first, as after a pause; 0 if there was no pause.
+        """
+        memory, count = self._memory, len(rows)
         options = [Option(Source.PLAIN, None, 0.0, 0.0)] if self._settings.may_rest else []
         tokens = seconds = 0.0
         missing = 1.0  # share of rows without a lookup, for which the model drafts
@@ -244,8 +263,8 @@ class Controller(Policy):
             )
             draft = memory.drafts.curve(count, kind)
             once = 0.0
-            if self._paused:
-                reading = memory.drafts.after_pause(self._unread(context))
+            if unread:
+                reading = memory.drafts.after_pause(unread)
                 once = max(0.0, (reading or 0.0) - (draft(1) or 0.0))
             for shape in fitting:
                 verify = self._verify(shape.num_nodes or 1) or 0.0
@@ -261,8 +280,7 @@ class Controller(Policy):
 
     def _unread(self, context: Context) -> int:
         """Number of tokens that the drafter would read before a draft, rounded up to a power of two."""
-        unread = (max(context.root_positions) + 1 - self._read) * len(context.rows)
-        return 1 << max(0, unread - 1).bit_length()
+        return _rounded((max(context.root_positions) + 1 - self._read) * len(context.rows))
 
     def _rate(self, option: Option, rows: int, room: int) -> float:
         """Tokens per second if all steps to the end of the text were like this one."""
@@ -328,18 +346,31 @@ class Controller(Policy):
         longest = min(FIRST_INTERVAL[source] << misses // 2, LONGEST_INTERVAL) if misses else 0
         return longest - idle - self._memory.unused.get(source, 0)
 
-    def _steps_asleep(self) -> int:
-        """Number of steps after this call in which nothing will be drafted, if all drafts were wrong."""
-        hopeless = (self._memory.misses.get(each, 0) >= HOPELESS for each in self._sources[1:])
-        if self._current is None or self._current.source is not Source.PLAIN or not all(hopeless):
-            return 0
-        waits = [
-            max(
-                self._wait_after_misses(each, 0), self._steps_until_credit(self._due.get(each, 0.0))
-            )
-            for each in self._sources[1:]
-        ]
-        return int(max(0, min([LONGEST_INTERVAL, *waits])))
+    def _steps_asleep(self) -> dict[Source, int]:
+        """Number of steps after this call in which a call like this one does not use a source."""
+        steps = dict.fromkeys(self._sources[1:], 0)
+        if self._current is None or self._current.source is Source.MODEL:
+            return steps
+        current = self._current.source
+        for source in steps:
+            credited = self._steps_until_credit(self._due.get(source, 0.0))
+            wait = max(self._wait_after_misses(source, 0), credited)
+            steps[source] = int(max(0, min(LONGEST_INTERVAL, wait))) * (source is not current)
+        if any(steps.values()):
+            first = self._first_source()
+            used = steps if first is Source.MODEL else [first]
+            steps |= {source: 0 for source in used if source in steps}
+        return steps
+
+    def _first_source(self) -> Source:
+        """The source that the next call begins with if it is like this one; only its rows are unknown."""
+        context, rows = self._context, range(len(self._first_lengths))
+        columns = context.prompt_columns
+        self._acceptance, self._current = Acceptance(self._memory.acceptance), None
+        self._look_up_costs(len(rows), columns + 1)
+        room = context.max_length - columns - 1
+        options = self._options(rows, room, unread=_rounded((columns + 1) * len(rows)))
+        return self._best(options, len(rows), room).source
 
     def _let_rest(self, best: Option, context: Context) -> None:
         """Let a drafter whose drafts were always wrong rest, unless it is probed soon after these steps."""
@@ -547,14 +578,15 @@ class Controller(Policy):
         memory = self._memory
         counts = zip(self._context.generated, self._first_lengths, strict=True)
         lengths = [len(row) - first for row, first in counts]
-        if self._asleep:
-            steps = max(lengths)
+        steps = max(lengths)
+        asleep = {each: memory.sleep.steps[each] - steps for each in self._asleep}
+        for source in asleep:
+            memory.unused[source] = memory.unused.get(source, 0) + steps
+        if self._is_plain:
             self._stats.count_plain(steps)
-            memory.sleep -= steps
             if memory.credit is not None:
                 memory.credit += self._settings.probing * (self._clock() - self._step_began)
-            for source in memory.unused:
-                memory.unused[source] += steps
+            memory.sleep.steps = asleep
             return
         self._learn_skipped()
         self._savings.end(lengths)
@@ -562,11 +594,16 @@ class Controller(Policy):
             before = memory.unused.get(source, 0)
             memory.unused[source] = before + self._step - self._last_used.get(source, 0)
         memory.plain_interval = self._interval[Source.PLAIN]
-        memory.sleep = self._steps_asleep()
+        memory.sleep = Sleep(len(lengths), self._steps_asleep() | asleep)
 
     def report(self) -> Report:
         memory = self._memory
         return report_of(memory.verify, memory.drafts, memory.acceptance, self._gain)
+
+
+def _rounded(tokens: int) -> int:
+    """A number of tokens, rounded up to a power of two."""
+    return 1 << max(0, tokens - 1).bit_length()
 
 
 def _summed(rows: Sequence[Sequence[float]]) -> Sequence[float]:

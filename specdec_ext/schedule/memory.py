@@ -85,6 +85,19 @@ class Ledger:
 
 
 @dataclass
+class Sleep:
+    """The time in which a source does not pay and is not probed: calls that end in it run without it.
+
+    Attributes:
+        rows: number of rows of the calls for which this is known.
+        steps: source -> number of steps to come.
+    """
+
+    rows: int = 0
+    steps: dict[Source, int] = field(default_factory=dict)
+
+
+@dataclass
 class Memory:
     """What is known about one drafter on one model.
 
@@ -95,8 +108,7 @@ class Memory:
         credit: seconds that probes may spend; None before the first plain step was measured.
         misses: source -> number of consecutive steps in which all of its drafts were wrong.
         unused: source -> number of steps since its last use, at the end of the last call.
-        sleep: number of steps in which nothing will be drafted, because all drafts were always wrong. A call
-            that ends before runs as plain decoding.
+        sleep: the steps in which a source will not be used.
     """
 
     verify: VerifyCosts = field(default_factory=VerifyCosts)
@@ -111,7 +123,7 @@ class Memory:
     credit: float | None = None
     misses: dict[Source, int] = field(default_factory=dict)
     unused: dict[Source, int] = field(default_factory=dict)
-    sleep: int = 0
+    sleep: Sleep = field(default_factory=Sleep)
 
 
 _memories: WeakKeyDictionary[PreTrainedModel, OrderedDict[Hashable, Memory]] = WeakKeyDictionary()

@@ -29,13 +29,14 @@ class Policy:
     def __init__(self, drafter: Drafter, shape: TreeConfig | None = None):
         self._drafter, self._shape = drafter, shape
 
-    def sleeps(self, steps: int) -> bool:
-        """Whether no step of a call of at most ``steps`` steps will draft; asked before anything else.
+    def drafter_of(self, rows: int, steps: int) -> Drafter | None:
+        """The drafter of a call of ``rows`` rows and at most ``steps`` steps; asked first.
 
-        Such a call runs as plain decoding: the drafter is not started, and only :meth:`begin`, :meth:`end`
-        and :meth:`report` of the policy are called.
+        It may be a part of the drafter that the caller gave. None means that no step will draft: such a call
+        runs as plain decoding, and only :meth:`begin`, :meth:`end` and :meth:`report` of the policy are
+        called.
         """
-        return False
+        return self._drafter
 
     def begin(self, context: Context, stats: SpeculationStats) -> None:
         """Begin a call, after the prompt pass and the drafter's ``start``.

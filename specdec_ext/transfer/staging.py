@@ -8,6 +8,7 @@ the device, all staged integers are copied together.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import ref
 
 import numpy as np
 import torch
@@ -24,10 +25,10 @@ class Staged:
             modified.
     """
 
-    def __init__(self, staging: Staging, values: Integers):
+    def __init__(self, staging: Staging, values: Integers, on_device: Tensor | None):
         self.values = values
         self._staging = staging
-        self._tensor: Tensor | None = None
+        self._tensor = on_device
 
     @property
     def tensor(self) -> Tensor:
@@ -41,7 +42,8 @@ class Staged:
 class Staging:
     """Collects integers for the next copy to ``device``.
 
-    On the CPU there is no copy; values become tensors when they are needed.
+    On the CPU there is no copy; values become tensors when they are needed. Values to which nothing refers
+    any more are not copied, so values that only may be needed can be staged in every round.
 
     Attributes:
         waits: whether values wait for a common copy, so that it is useful to stage them early.
@@ -50,13 +52,13 @@ class Staging:
     def __init__(self, device: torch.device):
         self.device = device
         self.waits = device.type != "cpu"
-        self._waiting: list[Staged] = []
+        self._waiting: list[ref[Staged]] = []
 
-    def stage(self, values: Integers) -> Staged:
-        """Add ``values`` to the next copy."""
-        staged = Staged(self, values)
-        if self.waits:
-            self._waiting.append(staged)
+    def stage(self, values: Integers, on_device: Tensor | None = None) -> Staged:
+        """Add ``values`` to the next copy, unless they are ``on_device`` already."""
+        staged = Staged(self, values, on_device)
+        if self.waits and on_device is None:
+            self._waiting = [*filter(_is_alive, self._waiting), ref(staged)]
         return staged
 
     def send(self, asked: Staged) -> None:
@@ -64,7 +66,8 @@ class Staging:
         if not self.waits:
             asked._tensor = _on_host(asked.values)
             return
-        waiting, self._waiting = self._waiting, []
+        waiting = [staged for each in self._waiting if (staged := each()) is not None]
+        self._waiting = []
         parts = [_on_host(each.values) for each in waiting]
         packed = torch.cat([part.flatten() for part in parts])
         if self.device.type == "cuda":
@@ -74,6 +77,10 @@ class Staging:
         pieces = packed.split([part.numel() for part in parts])
         for staged, part, piece in zip(waiting, parts, pieces, strict=True):
             staged._tensor = piece.view(part.shape)
+
+
+def _is_alive(staged: ref[Staged]) -> bool:
+    return staged() is not None
 
 
 def _on_host(values: Integers) -> Tensor:

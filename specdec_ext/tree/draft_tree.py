@@ -19,6 +19,7 @@ from specdec_ext import ops
 from specdec_ext.display import Summarised, Table
 from specdec_ext.display.text import counted
 from specdec_ext.transfer import Staged, Staging
+from specdec_ext.tree.config import MAX_NODES
 from specdec_ext.tree.view import MAX_NODES_DRAWN, TreeView, plot, render, svg
 
 if TYPE_CHECKING:
@@ -174,31 +175,28 @@ class DraftTree(Summarised):
     def merged(cls, trees: Sequence[DraftTree], max_nodes: int | None = None) -> DraftTree:
         """Merge several trees of the same rows into one; common prefixes share their nodes.
 
-        The result has no ``draft_probs``.
+        The result has no ``draft_probs``. On the CPU it has as many nodes as its largest row needs. On CUDA
+        the host reads nothing, and the result has as many nodes as it may need.
 
         Args:
-            trees: at least one tree, the most important first.
-            max_nodes: largest number of nodes per row, the root included; the last nodes of the last trees
-                are left out.
+            trees: one to eight trees on one device, the most important first.
+            max_nodes: largest number of nodes per row, the root included, by default that of the ops; the
+                last nodes of the last trees are left out.
 
         Raises:
-            ValueError: the trees of a row have different roots.
+            ValueError: the trees of a row have different roots, which is found on the CPU only.
         """
-        builders = [TreeBuilder(root, max_nodes) for root in trees[0].tokens[:, 0].tolist()]
-        for tree in trees:
-            rows = zip(builders, tree.token_lists, tree.parent_lists, strict=True)
-            for builder, tokens, parents in rows:
-                if tokens[0] != builder.tokens[0]:
-                    raise ValueError(
-                        f"trees with the roots {builder.tokens[0]} and {tokens[0]} can't be merged; pass "
-                        "trees of the same rows"
-                    )
-                places: dict[int, int] = {0: 0}  # node of the tree -> node of the merged tree
-                for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-                    place = builder.child(places[parent], token) if parent in places else None
-                    if place is not None:
-                        places[node] = place
-        return cls.from_builders(builders)
+        nodes = min(1 + sum(tree.num_nodes - 1 for tree in trees), max_nodes or MAX_NODES)
+        merged = cls(
+            *ops.merge_trees(
+                [tree.tokens for tree in trees], [tree.parents for tree in trees], nodes
+            )
+        )
+        if merged.tokens.device.type != "cpu":
+            return merged
+        used = (merged.parents != INACTIVE).any(0).sum()  # the first ones
+        width = max(int(used), 1)
+        return cls(merged.tokens[:, :width], merged.parents[:, :width])
 
     @property
     def num_rows(self) -> int:
@@ -231,6 +229,10 @@ class DraftTree(Summarised):
     def parent_lists(self) -> list[list[int]]:
         """``parents`` as lists."""
         return self._lists[1]
+
+    def on_host(self) -> DraftTree:
+        """This tree on the CPU, without ``draft_probs`` if it comes from a device, in one copy."""
+        return self if self.tokens.device.type == "cpu" else DraftTree.of_lists(*self._lists)
 
     def on(self, staging: Staging) -> DraftTree:
         """This tree on the device of ``staging``; from the host, it is staged for the next copy."""

@@ -18,6 +18,7 @@ from specdec_ext.context import Context
 from specdec_ext.keyword_table import Reads
 from specdec_ext.keywords import reads_of
 from specdec_ext.tree.draft_tree import DraftTree
+from specdec_ext.verify.adjustments import AdjustLogits, fuse_adjustments
 from specdec_ext.verify.filters import SampleFilter, fuse_filters
 
 
@@ -32,8 +33,10 @@ class Processors:
         ValueError: for a processor that is not supported.
 
     Attributes:
-        pure: whether all processors depend on the scores only, so that all nodes can be processed at once.
-        keep_nan: whether NaN in the scores is certain to stay NaN.
+        on_host: names of the processors that are called node by node, with the text on the host. Without
+            them, all nodes are processed at once, by ops on the device of the logits.
+        reads_text: whether a processor reads the text, on the device or on the host.
+        keep_nan: whether logits that are all NaN are certain to leave NaN in the scores.
         with_memory: names of the processors that may keep state or read other rows. They must be called as
             plain decoding calls them, once per emitted position.
     """
@@ -45,20 +48,32 @@ class Processors:
             for each in self._all
         ]
         self._shared = [each for each, reads in called if reads is Reads.SCORES]
-        self.keep_nan = all(type(each) is SampleFilter for each in self._all)
-        self.pure = len(self._shared) == len(self._all)
+        self.reads_text = len(self._shared) < len(self._all)
+        self._at_once = fuse_adjustments(self._all)
+        self.on_host = [
+            type(each).__name__
+            for each in self._at_once
+            if not isinstance(each, AdjustLogits) and each not in self._shared
+        ]
+        self.keep_nan = all(
+            each.keeps_nan if isinstance(each, AdjustLogits) else type(each) is SampleFilter
+            for each in self._at_once
+        )
         self.with_memory = sorted(
             {type(each).__name__ for each, reads in called if reads is Reads.ORDER}
         )
 
+    def stage(self, context: Context) -> None:
+        """Begin a round: stage what the processors read on the device."""
+        for each in self._at_once:
+            if isinstance(each, AdjustLogits):
+                each.stage(context)
+
     def shared(self, logits: Tensor) -> Tensor:
         """``[n, vocab]`` scores after the processors that do not read the text."""
-        if not self._shared:
-            return logits
-        scores = logits if isinstance(self._shared[0], SampleFilter) else logits.float()
-        no_text = logits.new_empty(len(logits), 0).long()
+        scores = logits
         for processor in self._shared:
-            scores = processor(no_text, scores)
+            scores = _without_text(processor, scores)
         return scores
 
     def with_text(
@@ -82,15 +97,22 @@ class Processors:
             processed[members] = self._all(ids[:, :width], batch)[numbers].to(scores.dtype)
         return processed
 
+    def _on_device(self, logits: Tensor, tree: DraftTree, context: Context) -> Tensor:
+        scores = logits
+        for each in self._at_once:
+            if isinstance(each, AdjustLogits):
+                scores = each.on_tree(scores, tree, context)
+            else:
+                scores = _without_text(each, scores.flatten(0, 1)).view(logits.shape)
+        return scores
+
     def on_tree(self, logits: Tensor, tree: DraftTree, context: Context) -> Tensor:
         """``[rows, nodes, vocab]`` scores of all nodes after all processors, each with the node's prefix.
 
         This also calls processors at nodes that the walk does not visit, so they must not keep state.
         """
-        if not self._all:
-            return logits
-        if self.pure:
-            return self.shared(logits.flatten(0, 1)).view(logits.shape)
+        if not self.on_host:
+            return self._on_device(logits, tree, context)
         scores = logits.to(torch.float32, copy=True)
         tokens, parents, depths = tree.token_lists, tree.parent_lists, tree.depths
         ids = torch.nn.functional.pad(context.sequences(), (0, max(map(max, depths))))
@@ -109,3 +131,11 @@ class Processors:
             columns = [context.columns(context.rows[i]) + depths[i][node] for i in members]
             scores[members, node] = self.with_text(scores[members, node], text, numbers, columns)
         return scores
+
+
+def _without_text(processor: Any, scores: Tensor) -> Tensor:
+    """``[n, vocab]`` scores after a processor that does not read the text."""
+    no_text = scores.new_empty(len(scores), 0).long()
+    takes_half = isinstance(processor, SampleFilter)
+    processed: Tensor = processor(no_text, scores if takes_half else scores.float())
+    return processed

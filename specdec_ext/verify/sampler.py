@@ -26,6 +26,7 @@ from transformers import LogitsProcessorList
 
 from specdec_ext import ops
 from specdec_ext.context import Context
+from specdec_ext.models.base import CommitRound, CommittedRound
 from specdec_ext.reference import rng
 from specdec_ext.transfer import Staged, Staging
 from specdec_ext.tree.draft_tree import ROOT_PARENT, DraftTree
@@ -61,6 +62,7 @@ class Accepted:
         drafted: number of emitted tokens that came from the draft.
         ended: whether the row ended with its last emitted token.
         known_paths: ``path`` as lists, if these are on the host already.
+        committed: the round on the device, if it was committed there.
     """
 
     path: Tensor
@@ -69,6 +71,7 @@ class Accepted:
     drafted: list[int]
     ended: list[bool]
     known_paths: list[list[int]] | None = None
+    committed: CommittedRound | None = None
 
     @cached_property
     def paths(self) -> list[list[int]]:
@@ -127,6 +130,10 @@ class Sampler:
         """Whether trees must contain the probabilities that their tokens were sampled from."""
         return self._verification != "match"
 
+    def decides(self, stop: StopRule) -> bool:
+        """Whether ops alone decide what is emitted, without processors that read the text or criteria."""
+        return not self._processors.reads_text and stop.is_known
+
     def check(self, tree: DraftTree, source: str) -> None:
         """Raise ValueError if the rule can't verify this tree.
 
@@ -147,10 +154,16 @@ class Sampler:
                 f"{self._verification!r} is for chains; use 'recursive' or 'match'"
             )
 
-    def stage(self, rows: Sequence[int], root_positions: Sequence[int]) -> None:
+    @property
+    def host_processors(self) -> list[str]:
+        """Names of the processors that are called node by node, with the text on the host."""
+        return self._processors.on_host
+
+    def stage(self, context: Context) -> None:
         """Begin a round: stage the integers that its verification needs on the device."""
-        self._staged_rows(list(rows))
-        self._positions_of(list(root_positions))
+        self._staged_rows(list(context.rows))
+        self._positions_of(context.root_positions)
+        self._processors.stage(context)
 
     def _staged_rows(self, rows: list[int]) -> Staged:
         """Seeds and streams of these rows, ``[2, rows]``."""
@@ -204,15 +217,31 @@ class Sampler:
     def _walk_tree(
         self, scores: Tensor, tree: DraftTree, positions: Sequence[int], rows: list[int]
     ) -> tuple[ops.MatchResult, ops.HostMatchResult]:
-        """Verify a tree.
+        """Verify a tree; raises as :meth:`_check_status`."""
+        result = self._result(scores, tree, positions, rows)
+        on_host = result.on_host()
+        self._check_status(on_host, tree, positions, rows)
+        return result, on_host
+
+    def _result(
+        self, scores: Tensor, tree: DraftTree, positions: Sequence[int], rows: list[int]
+    ) -> ops.MatchResult:
+        verified = self._match if self._by_match(tree) else self._sampled
+        return verified(scores, tree, positions, rows)
+
+    def _check_status(
+        self,
+        on_host: ops.HostMatchResult | ops.RoundEntry,
+        tree: DraftTree,
+        positions: Sequence[int],
+        rows: list[int],
+    ) -> None:
+        """Check the result of a verification.
 
         Raises:
             SpoiltLogits: if a visited node has invalid logits, and drafts may be the reason.
             ValueError: if there are no drafts: the model or the processors are the reason.
         """
-        verified = self._match if self._by_match(tree) else self._sampled
-        result = verified(scores, tree, positions, rows)
-        on_host = result.on_host()
         if any(on_host.status):
             if tree.num_nodes > 1:
                 raise SpoiltLogits
@@ -226,7 +255,6 @@ class Sampler:
                 "logits processors; InfNanRemoveLogitsProcessor (remove_invalid_values=True) replaces "
                 "invalid values."
             )
-        return result, on_host
 
     def _by_match(self, tree: DraftTree) -> bool:
         return not self.needs_draft_probs or tree.num_nodes == 1
@@ -283,6 +311,7 @@ class Sampler:
         context: Context,
         stop: StopRule,
         record: RecordScores | None = None,
+        commit: CommitRound | None = None,
     ) -> Accepted:
         """Verify a tree and append the emitted tokens to ``context``.
 
@@ -296,6 +325,7 @@ class Sampler:
             stop: ends rows inside an accepted block.
             record: is called with the processed scores of each emitted token; its result is passed to the
                 stopping criteria.
+            commit: commits the round on the device, if ops alone decide (:meth:`decides`).
 
         Raises:
             SpoiltLogits: if drafts may have spoilt the logits. Nothing was emitted, and the caller must score
@@ -305,8 +335,11 @@ class Sampler:
         """
         rows, positions = context.rows, context.root_positions
         walk: Walk
-        if self._processors.pure or not self._by_match(tree):
+        if not self._processors.on_host or not self._by_match(tree):
             scores = self._with_nan(self._processors.on_tree(logits, tree, context), logits, tree)
+            if commit is not None:
+                result = self._result(scores, tree, positions, rows)
+                return self._committed(tree, result, commit, context)
             walk = FinishedWalk(tree, *self._walk_tree(scores, tree, positions, rows))
         elif tree.num_nodes > 1 and bool(_spoilt(logits, tree).any()):
             raise SpoiltLogits  # before processors that may keep state are called
@@ -333,6 +366,24 @@ class Sampler:
         if not self._by_match(tree):
             spoilt = spoilt.any(dim=1, keepdim=True)
         return scores.masked_fill(spoilt[..., None], torch.nan)
+
+    def _committed(
+        self, tree: DraftTree, result: ops.MatchResult, commit: CommitRound, context: Context
+    ) -> Accepted:
+        """Commit the round on the device, and emit what the entry for the host says."""
+        committed = commit(result)
+        entry, numbers = committed.entry, committed.numbers
+        self._check_status(entry, tree, context.root_positions, context.rows)
+        emitted = [tokens[:count] for tokens, count in zip(entry.tokens, entry.counts, strict=True)]
+        for row, tokens in zip(context.rows, emitted, strict=True):
+            context.extend(row, tokens)
+        # The next round finds its roots and their positions on the device.
+        context.stage(numbers.roots)
+        positions = context.root_positions
+        self._root_positions = positions, self._staging.stage(positions, numbers.root_positions)
+        kept = numbers.counts - 1 if any(entry.ended) else result.num_accepted
+        drafted = [*map(min, entry.counts, entry.num_accepted)]
+        return Accepted(result.path, kept, emitted, drafted, entry.ended, entry.paths, committed)
 
     def _emit(self, walk: FinishedWalk, context: Context, stop: StopRule) -> Accepted:
         """Emit the whole block of each row at once."""

@@ -42,6 +42,11 @@ class StopRule:
         self.needs_lockstep = any(reads_of(other) is Reads.ORDER for other in self._others)
 
     @property
+    def eos_ids(self) -> list[int]:
+        """The end-of-sequence ids."""
+        return sorted(self._eos)
+
+    @property
     def is_known(self) -> bool:
         """Whether :meth:`end_of` covers all criteria: end-of-sequence ids and the maximum length."""
         return not self._others

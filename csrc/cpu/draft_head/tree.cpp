@@ -4,7 +4,7 @@
 #include <functional>
 #include <limits>
 
-#include "specdec/build_dynamic_tree.h"
+#include "specdec/tree/build_dynamic_tree.h"
 
 namespace specdec {
 

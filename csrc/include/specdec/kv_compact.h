@@ -62,9 +62,22 @@ SPECDEC_HOST_DEVICE int64_t slot_offset(const CacheLayout& cache, const KvMoves&
 
 namespace cpu {
 
+// The arguments of an op that moves come from, for messages.
+struct MoveNames {
+  const char* sources = "source_starts";
+  const char* targets = "target_starts";
+};
+
+// "name[row] = value" and "name[row, column] = value", for messages.
+std::string element(const char* name, int64_t row, int64_t value);
+std::string element(const char* name, int64_t row, int64_t column, int64_t value);
+
+// Returns what is wrong with the path of a row, or nothing.
+std::optional<std::string> find_invalid_path(const KvMoves& moves, int64_t row);
+
 // Returns what is wrong with the moves, or nothing. Reads no cache.
 std::optional<std::string> find_invalid_move(std::span<const CacheTensor> caches,
-                                             const KvMoves& moves);
+                                             const KvMoves& moves, const MoveNames& names = {});
 
 // The moves must be valid.
 void kv_compact(std::span<const CacheTensor> caches, const KvMoves& moves,

@@ -1,5 +1,5 @@
 // build_dynamic_tree: selects the best candidates of a dynamic draft as a tree. Rule and meaning of
-// the arguments: specdec/build_dynamic_tree.h; algorithm: dynamic_tree.cuh.
+// the arguments: specdec/tree/build_dynamic_tree.h; algorithm: dynamic_tree.cuh.
 //
 // In:  scores, tokens, parents [batch, candidates], root_tokens [batch]
 // Out: tree_tokens, tree_parents, selected [batch, nodes]

@@ -1,6 +1,6 @@
 // The selection of a dynamic tree by some warps of one block, for build_dynamic_tree and for
 // draft_head, whose other warps work at the same time. Rule and meaning of the arguments:
-// specdec/build_dynamic_tree.h.
+// specdec/tree/build_dynamic_tree.h.
 //
 // Each thread has contiguous candidates; there is no sort:
 //   1. keys: keys and parents go to shared memory. A thread walks up from each of its candidates to
@@ -19,8 +19,8 @@
 // Uses floats only to make keys.
 #pragma once
 
-#include "specdec/build_dynamic_tree.h"
 #include "specdec/device/cuda.cuh"
+#include "specdec/tree/build_dynamic_tree.h"
 
 namespace specdec {
 

@@ -4,7 +4,7 @@
 // In:  parents [batch, nodes], root_positions [batch]
 // Out: ancestors [batch, nodes, words]; depths, positions, first_child, next_sibling
 //      [batch, nodes]; paths [batch, nodes, nodes]
-// Meaning: specdec/tree_mask.h; example: specdec_ext/reference/tree_mask.py.
+// Meaning: specdec/tree/tree_mask.h; example: specdec_ext/reference/tree_mask.py.
 //
 // One block per row, one thread per node (strided if nodes > kThreads):
 //   1. Parents go to shared memory, with illegal links as inactive.

@@ -131,6 +131,13 @@ void check_num_nodes(const Argument& argument, int64_t nodes) {
   }
 }
 
+void check_num_nodes(const char* op, int64_t nodes) {
+  if (nodes < 1 || nodes > kMaxNodes) {
+    fail("specdec::" + std::string(op) + ": argument nodes must be 1 to " +
+         std::to_string(kMaxNodes) + " (node 0 is the root), got " + std::to_string(nodes));
+  }
+}
+
 FloatType check_float_type(const Argument& argument, const Tensor& tensor, bool takes_float16) {
   const int32_t dtype = dtype_of(tensor);
   if (dtype == aoti_torch_dtype_float32()) return FloatType::kFloat32;

@@ -65,8 +65,9 @@ class Argument {
 void check_aligned(const char* op, const char* argument, const void* data,
                    std::initializer_list<int64_t> strides, int64_t element_size);
 
-// Checks that `nodes` is in [1, kMaxNodes].
+// Checks that `nodes` is in [1, kMaxNodes]: the nodes per row of an argument, or the argument nodes.
 void check_num_nodes(const Argument& argument, int64_t nodes);
+void check_num_nodes(const char* op, int64_t nodes);
 
 // The ops of the CPU alone do not take float16.
 FloatType check_float_type(const Argument& argument, const Tensor& tensor,

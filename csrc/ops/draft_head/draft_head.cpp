@@ -11,7 +11,7 @@
 
 #include "cuda.h"
 #include "ops/common/dispatch.h"
-#include "specdec/build_dynamic_tree.h"
+#include "specdec/tree/build_dynamic_tree.h"
 #include "weights.h"
 
 namespace specdec::glue {

@@ -31,11 +31,7 @@ void test_thread_team();          // thread_team.cpp
 void test_draft_plan();           // draft_head/plan.cpp
 void test_draft_head();           // draft_head/draft_head.cpp
 void test_draft_scratch();        // draft_head/scratch.cpp
-void test_draft_product();        // draft_head/product.cpp
-void test_draft_phases();         // draft_head/phases.cpp
-void test_draft_tree_phases();    // draft_head/tree_phases.cpp
 void test_ops();                  // ops.cpp
-void test_workspaces();           // workspaces.cpp
 void test_sampled_walk();         // sampled_walk.cpp
 void test_number_formats();       // emulator/features.cpp
 void test_emulator_features();    // emulator/features.cpp

@@ -126,6 +126,120 @@ void test_build_dynamic_tree() {
   }
 }
 
+struct NgramOutputs {
+  Ints tokens, parents, match_lengths;
+  bool operator==(const NgramOutputs&) const = default;
+};
+
+struct NgramRule {
+  int64_t nodes, min_ngram, max_ngram, num_branches;
+};
+
+template <typename Run>
+NgramOutputs run_ngram_draft(const Ints& text, const Ints& lengths, const NgramRule& rule,
+                             const Run& run) {
+  const auto batch = static_cast<int64_t>(lengths.size());
+  const int64_t capacity = static_cast<int64_t>(text.size()) / batch;
+  NgramOutputs out{Ints(batch * rule.nodes), Ints(batch * rule.nodes), Ints(batch)};
+  run(NgramDraftParams{.columns = {text.data(), capacity, 1},
+                       .lengths = {lengths.data(), 1},
+                       .num_padded = {},
+                       .batch = batch,
+                       .capacity = capacity,
+                       .nodes = rule.nodes,
+                       .min_ngram = rule.min_ngram,
+                       .max_ngram = rule.max_ngram,
+                       .num_branches = rule.num_branches,
+                       .tokens = out.tokens.data(),
+                       .parents = out.parents.data(),
+                       .match_lengths = out.match_lengths.data()});
+  return out;
+}
+
+void test_ngram_draft() {
+  const auto on_cpu = [](const NgramDraftParams& params) { cpu::ngram_draft(params, kSerial); };
+  const auto emulated = [](const NgramDraftParams& params) {
+    CHECK(launch_ngram_draft(params, nullptr) == cudaSuccess);
+  };
+  // The example of ngram_draft.h, with a token behind the text.
+  const NgramOutputs example =
+      run_ngram_draft({5, 6, 7, 8, 5, 6, 9, 5, 5}, {8}, {6, 1, 2, 2}, on_cpu);
+  CHECK((example.tokens == Ints{5, 6, 9, 5, 7, 6}));
+  CHECK((example.parents == Ints{-1, 0, 1, 2, 1, 3}));
+  CHECK((example.match_lengths == Ints{1}));
+
+  std::mt19937 random(5);
+  for (int64_t capacity : {1, 2, 33, 256, 257, 700, 9000}) {
+    for (int64_t words : {1, 2, 9}) {
+      Ints text(2 * capacity);
+      for (int64_t& token : text) token = static_cast<int64_t>(random() % words);
+      const Ints lengths{capacity, static_cast<int64_t>(random() % (capacity + 2))};
+      for (const NgramRule& rule : {NgramRule{11, 2, 6, 1}, {40, 1, 9, 5}, {1024, 1, 64, 100}}) {
+        CHECK(run_ngram_draft(text, lengths, rule, emulated) ==
+              run_ngram_draft(text, lengths, rule, on_cpu));
+      }
+    }
+  }
+}
+
+struct MergedOutputs {
+  Ints tokens, parents;
+  bool operator==(const MergedOutputs&) const = default;
+};
+
+// Two trees of the same rows.
+struct MergeCase {
+  int64_t batch, nodes[2];
+  Ints tokens[2], parents[2];
+};
+
+template <typename Run>
+MergedOutputs run_merge_trees(const MergeCase& c, int64_t nodes, const Run& run) {
+  MergedOutputs out{Ints(c.batch * nodes), Ints(c.batch * nodes)};
+  MergeTreesParams params{.trees = {},
+                          .num_trees = 2,
+                          .batch = c.batch,
+                          .nodes = nodes,
+                          .tokens = out.tokens.data(),
+                          .parents = out.parents.data()};
+  for (int i = 0; i < 2; ++i) {
+    params.trees[i] = {.tokens = {c.tokens[i].data(), c.nodes[i], 1},
+                       .parents = {c.parents[i].data(), c.nodes[i], 1},
+                       .nodes = c.nodes[i]};
+  }
+  run(params);
+  return out;
+}
+
+void test_merge_trees() {
+  const auto on_cpu = [](const MergeTreesParams& params) {
+    CHECK(!cpu::find_other_root(params));
+    cpu::merge_trees(params, kSerial);
+  };
+  const auto emulated = [](const MergeTreesParams& params) {
+    CHECK(launch_merge_trees(params, nullptr) == cudaSuccess);
+  };
+  // The example of merge_trees.h.
+  const MergeCase example{1, {3, 5}, {{7, 1, 2}, {7, 1, 3, 5, 6}}, {{-1, 0, 1}, {-1, 0, 1, 0, 3}}};
+  const MergedOutputs merged = run_merge_trees(example, 4, on_cpu);
+  CHECK((merged.tokens == Ints{7, 1, 2, 3}));
+  CHECK((merged.parents == Ints{-1, 0, 1, 1}));
+
+  std::mt19937 random(6);
+  for (const auto& [first, second] : {std::pair{1, 1}, {2, 33}, {60, 11}, {300, 64}}) {
+    MergeCase c{3, {first, second}, {}, {}};
+    for (int i = 0; i < 2; ++i) {
+      c.parents[i] = random_parents(c.batch, c.nodes[i], random);
+      for (int64_t k = 0; k < c.batch * c.nodes[i]; ++k) {
+        c.tokens[i].push_back(k % c.nodes[i] == 0 ? 5 : static_cast<int64_t>(random() % 3));
+      }
+    }
+    for (int64_t nodes : {1, 2, 64, 1024}) {
+      CHECK(run_merge_trees(c, nodes, emulated) == run_merge_trees(c, nodes, on_cpu));
+    }
+  }
+}
+
 struct MatchOutputs {
   Ints path, num_accepted, next_token, status;
   bool operator==(const MatchOutputs&) const = default;
@@ -285,6 +399,8 @@ void test_kv_compact() {
 void test_ops() {
   test_tree_mask();
   test_build_dynamic_tree();
+  test_ngram_draft();
+  test_merge_trees();
   test_verify_match();
   test_kv_compact();
 }

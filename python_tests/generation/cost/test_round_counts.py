@@ -42,10 +42,16 @@ def test_plain_round_launches_four_kernels_beside_the_model(cases):
 
 
 def test_round_with_a_recorded_pass_makes_few_other_launches():
-    """The replay is one launch; the others prepare it, draft, verify and move keys and values."""
+    """The replay is one launch; the others prepare it, draft, verify and commit the round.
+
+    The host reads the entry of the round, and a tree drafted on the device. It writes only what it drafts; a
+    head finds the last round on the device, until a row of its batch has ended.
+    """
     found = count_round.run([count_round.bundled_world()], new_tokens=20, graphs=True)
     for case in found:
         row, sites = case.row(), case.sites(LAUNCH)
         assert not [site for site in sites if site.startswith("transformers/")]
-        assert row["median"][LAUNCH] <= 30 and row["most"][LAUNCH] <= 33, (row, sites)
-        assert row["most"][FROM_HOST] == 1 and row["most"][TO_HOST] <= 2
+        assert row["median"][LAUNCH] <= 30 and row["most"][LAUNCH] <= 34, (row, sites)
+        on_device = case.drafter == "none" or (case.drafter != "ngram" and case.batch == "1")
+        assert row["most"][FROM_HOST] <= (not on_device), row["places"][FROM_HOST]
+        assert row["most"][TO_HOST] == 1 + case.drafter.startswith("head"), row["places"][TO_HOST]

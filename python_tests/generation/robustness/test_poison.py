@@ -114,15 +114,21 @@ def test_score_as_large_as_the_mask_leaves_the_text_unchanged():
     assert torch.equal(generate(model, drafter=drafter, **call(ids, mask)), expected)
 
 
-def test_pass_is_run_again_once_for_all_rows(eager):
+@pytest.mark.parametrize(
+    "processors",
+    [{}, dict(repetition_penalty=1.3, no_repeat_ngram_size=2), dict(forced_eos_token_id=7)],
+    ids=["none", "by-text", "forced"],
+)
+def test_pass_is_run_again_once_for_all_rows(processors, eager):
     ids, mask = prompts(LENGTHS)
-    expected = eager.generate(**call(ids, mask))
+    expected = eager.generate(**call(ids, mask, **processors))
     tokens = unread_tokens(3, expected)
     passes = []
     eager.model.register_forward_hook(lambda *_: passes.append(1))
     drafter = ScriptedDrafter(generated(expected, 6), lambda right, rng: [[tokens[0], *right[:2]]])
     with poisoned(eager, tokens, "embedding"):
-        output = generate(eager, drafter=drafter, **call(ids, mask, return_dict_in_generate=True))
+        arguments = call(ids, mask, return_dict_in_generate=True, **processors)
+        output = generate(eager, drafter=drafter, **arguments)
     assert torch.equal(output.sequences, expected)
     stats = output.speculation_stats
     # In each of 13 steps but the last, which has no room for a draft.

@@ -1,7 +1,8 @@
 """Devices on which the CUDA kernels of every op run in the emulator (csrc/testing/emulation).
 
-On "emulated" the host's compiler has compiled the kernels. On "ptx-sm_90" nvcc has compiled them to PTX,
-which is translated to C++ (build_support/ptx). Both have the same launchers and the same checks.
+On "emulated" the host's compiler has compiled the kernels. On "ptx-sm_80" and "ptx-sm_90" nvcc has compiled
+them to PTX for these GPUs, which is translated to C++ (build_support/ptx). All have the same launchers and
+the same checks.
 
 An op runs in three thread orders (forward, backward and shuffled) on copies of its arguments. The results
 must have the same bits: without a necessary barrier, one of the orders gives another result. With
@@ -15,7 +16,7 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -29,23 +30,25 @@ THREAD_ORDERS = ("forward", "backward", "shuffled")
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
 TARGET = "emulated-sanitized" if SANITIZED else "emulated"
 BUILD = ROOT / "build" / "native"
-PTX = ("ptx-sm_90",)
+TENSOR_CORES = ("exact", "ampere", "hopper")  # csrc/testing/emulation/numerics/tensor_core.h
+PTX = ("ptx-sm_80", "ptx-sm_90")
 PARAMS = [
     pytest.param("emulated", marks=pytest.mark.emulated),
     *(pytest.param(name, marks=[pytest.mark.emulated, pytest.mark.ptx]) for name in PTX),
 ]
 
 
+@cache
 def has_ptx() -> bool:
     """Whether the build found nvcc."""
-    return f"build {PTX[0]}:" in (BUILD / "build.ninja").read_text()
+    return all(f"build {name}:" in (BUILD / "build.ninja").read_text() for name in PTX)
 
 
-def build(with_ptx: bool) -> None:
-    """Compile the libraries for this process if a source is newer."""
+def build(ptx: Iterable[str]) -> None:
+    """Compile the libraries for this process, and those of these PTX devices, if a source is newer."""
     if not (BUILD / "build.ninja").exists():
         sys.exit("the emulated kernels need the build folder that `pip install -e .` leaves")
-    targets = [TARGET, *(PTX if with_ptx and has_ptx() else ())]
+    targets = [TARGET, *(ptx if has_ptx() else ())]
     command = [sys.executable, "-m", "ninja", "-C", str(BUILD), *targets]
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     environment.setdefault("NINJA_STATUS", "[emulated kernels: %f of %t, %es] ")
@@ -68,17 +71,27 @@ class Substitute(ctypes.Structure):
     _fields_ = [("kernel", ctypes.c_void_p), ("entry", ctypes.c_void_p)]
 
 
+def kernel_names(path: Path) -> list[str]:
+    """The kernels of which a library has PTX."""
+    return [name.removeprefix("ptx_") for name in _symbols(path, "ptx_")]
+
+
+@cache
+def kernels(path: Path) -> dict[str, int]:
+    """The addresses of the host's kernels of which a library has PTX: the two have the same name."""
+    symbols = _symbols(BUILD / f"lib{TARGET}.so", "")
+    missing = [name for name in kernel_names(path) if name not in symbols]
+    assert not missing, f"{path} has kernels that the emulated library lacks: {missing}"
+    known = "specdec_set_substitutes"
+    base = ctypes.cast(getattr(library(), known), ctypes.c_void_p).value - symbols[known]
+    return {name: base + symbols[name] for name in kernel_names(path)}
+
+
 @cache
 def substitutes(path: Path) -> dict[int, int]:
-    """The entries of a PTX library, by the address of the host's kernel: the two have the same name."""
+    """The entries of a PTX library, by the address of the host's kernel."""
     entries = ctypes.CDLL(str(path))
-    kernels = _symbols(BUILD / f"lib{TARGET}.so", "")
-    known = "specdec_set_substitutes"
-    base = ctypes.cast(getattr(library(), known), ctypes.c_void_p).value - kernels[known]
-    names = [name.removeprefix("ptx_") for name in _symbols(path, "ptx_")]
-    missing = [name for name in names if name not in kernels]
-    assert not missing, f"{path} has kernels that the emulated library lacks: {missing}"
-    return {base + kernels[name]: entry_address(entries, f"ptx_{name}") for name in names}
+    return {kernel: entry_address(entries, f"ptx_{name}") for name, kernel in kernels(path).items()}
 
 
 def entry_address(entries: ctypes.CDLL, name: str) -> int:
@@ -90,8 +103,20 @@ def entry_address(entries: ctypes.CDLL, name: str) -> int:
 def approximation_error(units: int) -> Iterator[None]:
     """Every result of ex2.approx and lg2.approx is wrong by ``units`` units in the last place."""
     library().specdec_set_approximation_error(units)
-    yield
-    library().specdec_set_approximation_error(0)
+    try:
+        yield
+    finally:
+        library().specdec_set_approximation_error(0)
+
+
+@contextlib.contextmanager
+def tensor_core(name: str) -> Iterator[None]:
+    """Launches without an op add as this tensor core does, one of TENSOR_CORES."""
+    library().specdec_set_tensor_core(TENSOR_CORES.index(name))
+    try:
+        yield
+    finally:
+        library().specdec_set_tensor_core(0)
 
 
 def _symbols(path: Path, prefix: str) -> dict[str, int]:
@@ -106,10 +131,11 @@ class EmulatedOps:
 
     Args:
         entries: libraries of PTX that runs in place of the host's kernels; later ones take precedence.
+        tensor_core: how tensor cores add, one of TENSOR_CORES.
     """
 
-    def __init__(self, *entries: Path) -> None:
-        self._entries = entries
+    def __init__(self, *entries: Path, tensor_core: str = "exact") -> None:
+        self._entries, self._tensor_core = entries, tensor_core
 
     @cached_property
     def _substitutes(self) -> ctypes.Array[Substitute]:
@@ -118,18 +144,28 @@ class EmulatedOps:
         }
         return (Substitute * len(chosen))(*chosen.items())
 
+    @contextlib.contextmanager
+    def _launches(self) -> Iterator[None]:
+        """Launches run the PTX of this device, on its tensor cores."""
+        chosen = self._substitutes
+        library().specdec_set_substitutes(chosen, ctypes.c_size_t(len(chosen)))
+        try:
+            with tensor_core(self._tensor_core):
+                yield
+        finally:
+            library().specdec_set_substitutes(None, ctypes.c_size_t(0))
+
     def __getattr__(self, name: str) -> Any:
         emulator = library()
         op = getattr(torch.ops.specdec_emulated, name)
 
         def run(*arguments: Any) -> Any:
-            chosen = self._substitutes
-            emulator.specdec_set_substitutes(chosen, ctypes.c_size_t(len(chosen)))
             outcomes = []
             for order in range(len(THREAD_ORDERS)):
                 emulator.specdec_set_thread_order(order)
                 copies = [_copied(argument) for argument in arguments]
-                result = op(*copies)
+                with self._launches():
+                    result = op(*copies)
                 outcomes.append((_tensors(result), _tensors(copies), result))
             for order, (results, copies, _) in zip(THREAD_ORDERS, outcomes, strict=True):
                 for ours, theirs in zip(
@@ -171,6 +207,4 @@ def _bits_equal(ours: Tensor, theirs: Tensor) -> bool:
     return torch.equal(ours.contiguous().view(integer), theirs.contiguous().view(integer))
 
 
-OPS = {"emulated": EmulatedOps()} | {
-    target: EmulatedOps(BUILD / f"lib{target}.so") for target in PTX
-}
+OPS = {"emulated": EmulatedOps()} | {name: EmulatedOps(BUILD / f"lib{name}.so") for name in PTX}

@@ -182,9 +182,21 @@ class HeadDrafter(Drafter):
         self._steps, self._num_nodes = [], 0
         return taken
 
+    def _take_latest(self, context: Context) -> PendingFeatures | None:
+        """Remove and return the pending elements if they are on the device: all rows, and one step."""
+        if self._cache is None or self._pending or len(self._steps) != 1:
+            return None
+        (step,), everyone = self._steps, list(range(len(context.generated)))
+        latest = step.latest() if step.rows == context.rows == everyone else None
+        if latest is not None:
+            self._steps, self._num_nodes = [], 0
+        return latest
+
     def _take_pending(self, context: Context) -> PendingFeatures:
         """Remove and join the pending elements of all rows; there is a cache for them afterwards."""
         assert self._bound is not None
+        if (latest := self._take_latest(context)) is not None:
+            return latest
         taken = [] if self._prompt is None else [_prompt_features(context, self._prompt)]
         taken += [*self._pending, *self._take_steps()]
         self._prompt = None
@@ -227,17 +239,25 @@ class HeadDrafter(Drafter):
         assert bound is not None and cache is not None
         cache.reserve(new.counts, _draft_slots(tree), tree.depth)
         width = max(map(len, new.tokens))
-        roots = [generated[-1] for generated in context.generated]
-        per_row = context.staging.stage([new.counts, cache.lengths, cache.positions(), roots])
-        padded = context.staging.stage([[*row, *[0] * (width - len(row))] for row in new.tokens])
-        counts, lengths, positions, last = per_row.tensor.to(bound.device)
+        if new.committed is not None and cache.on_device is not None:
+            numbers, texts = new.committed.numbers, new.committed.new_tokens[:, :width]
+            counts, last = numbers.counts, numbers.roots
+        else:
+            roots = [generated[-1] for generated in context.generated]
+            per_row = context.staging.stage([cache.lengths, cache.positions(), new.counts, roots])
+            padded = context.staging.stage(
+                [[*row, *[0] * (width - len(row))] for row in new.tokens]
+            )
+            on_device, texts = per_row.tensor.to(bound.device), padded.tensor.to(bound.device)
+            cache.on_device, (counts, last) = on_device[:2], on_device[2:]
+        lengths, positions = cache.on_device
         tokens, parents, _ = bound.draft(
             tree,
             cache.cosines,
             cache.sines,
             cache.keys,
             cache.values,
-            padded.tensor.to(bound.device),
+            texts,
             new.features.to(bound.device, bound.dtype),
             counts,
             lengths,
@@ -245,6 +265,7 @@ class HeadDrafter(Drafter):
             last,
         )
         cache.lengths = [a + b for a, b in zip(cache.lengths, new.counts, strict=True)]
+        cache.on_device = cache.on_device + counts
         return tokens, parents
 
 

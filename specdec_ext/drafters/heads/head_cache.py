@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec_ext.heads.config import HeadConfig
 from specdec_ext.heads.rope import rope_tables
+from specdec_ext.models.base import CommittedRound
 from specdec_ext.models.passes.hidden_states import LayerStates
 from specdec_ext.verify.sampler import Accepted
 
@@ -30,6 +31,8 @@ class PendingFeatures:
         tokens: the tokens of each row's elements.
         aux_hidden_states: ``[rows, new, width]`` each; concatenated, they are the features. Columns after a
             row's elements are arbitrary.
+        committed: the round that these are the elements of, if it was committed on the device, as the latest
+            one.
         order: ``[rows, new]``, the columns of ``aux_hidden_states`` that hold the elements; None for 0, 1,
             ... They are gathered only when the features are read.
     """
@@ -38,6 +41,7 @@ class PendingFeatures:
     tokens: list[list[int]]
     aux_hidden_states: Sequence[Tensor]
     order: Tensor | None = None
+    committed: CommittedRound | None = None
 
     @property
     def features(self) -> Tensor:
@@ -67,16 +71,27 @@ class Step(NamedTuple):
         emitted: the emitted tokens of each row.
         aux_hidden_states: of all nodes, ``[rows, nodes, width]`` each.
         accepted: the accepted nodes; None for a step without drafts.
+        committed: the round on the device, if it was committed there.
     """
 
     rows: list[int]
     emitted: list[list[int]]
     aux_hidden_states: Sequence[Tensor]
     accepted: Accepted | None
+    committed: CommittedRound | None
 
     @classmethod
     def of(cls, rows: list[int], accepted: Accepted, states: Sequence[Tensor]) -> Step:
-        return cls(rows, accepted.emitted, states, accepted if accepted.path.shape[1] > 1 else None)
+        drafted = accepted if accepted.path.shape[1] > 1 else None
+        return cls(rows, accepted.emitted, states, drafted, accepted.committed)
+
+    def latest(self) -> PendingFeatures | None:
+        """The elements of a round that was committed on the device, or None. No round has been since."""
+        committed = self.committed
+        if committed is None or committed.new_features is None:
+            return None
+        new = committed.new_features[:, : max(map(len, self.emitted))]
+        return PendingFeatures(self.rows, self.emitted, [new], committed=committed)
 
     def elements(self) -> PendingFeatures:
         """The emitted tokens with the features of the tokens before them."""
@@ -153,6 +168,7 @@ class HeadCache:
         keys, values: ``[layers, rows, kv_heads, capacity, head_dim]``.
         cosines, sines: ``[positions, rotary / 2]`` float32.
         lengths: number of elements of each row.
+        on_device: ``[2, rows]``, lengths and positions of the next elements; None before the first draft.
         first_positions: position of each row's first element. It is not 0 if the caller's cache held earlier
             text, whose features are unknown.
     """
@@ -167,6 +183,7 @@ class HeadCache:
         self._config = config
         self.lengths = [0] * len(first_positions)
         self.first_positions = first_positions
+        self.on_device: Tensor | None = None
         size = config.num_layers, len(first_positions), config.num_kv_heads, 0, config.head_dim
         self.keys = torch.empty(size, device=device, dtype=dtype)
         self.values = torch.empty_like(self.keys)

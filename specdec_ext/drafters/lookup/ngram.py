@@ -2,15 +2,18 @@
 
 Source: Saxena 2023, "Prompt Lookup Decoding". Here the longest match is chosen, and the most recent one among
 matches of equal length. A copy that reaches the end of the text continues with the copied tokens. The index
-is incremental and implemented in C++ (``csrc/retrieval/ngram_index.h``).
+is incremental and implemented in C++ (``csrc/retrieval/ngram_index.h``). The op ``ngram_draft`` drafts the
+same from texts that only a device knows.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec_ext import ops
 from specdec_ext._host import NgramIndex
 from specdec_ext.context import Context
 from specdec_ext.drafters.lookup.retrieval import RetrievalDrafter
@@ -59,6 +62,21 @@ class NgramDrafter(RetrievalDrafter):
             self._drafted, self.num_draft_tokens, self.num_branches
         )
         return DraftTree(torch.from_numpy(tokens), torch.from_numpy(parents))
+
+    def draft(
+        self, tokens: Tensor, lengths: Tensor, num_padded: Tensor | None = None
+    ) -> ops.NgramDraft:
+        """Draft for texts on a device, as :meth:`propose` does for the rows of a call.
+
+        On CUDA this is one launch, and the host neither reads nor waits; so it can follow a round whose
+        tokens the host does not know yet.
+
+        Args:
+            tokens, lengths, num_padded: the texts, as in :func:`specdec_ext.ops.ngram_draft`.
+        """
+        nodes = self.num_draft_tokens + 1
+        rule = self.min_ngram, self.max_ngram, self.num_branches
+        return ops.ngram_draft(tokens, lengths, nodes, *rule, num_padded)
 
     @property
     def longest_match(self) -> int:

@@ -58,6 +58,10 @@ class SlotCache:
             layer.length, layer.slack = slots, slack
         compat.cut_positions(self.cache, slots)
 
+    def buffers(self, rows: int) -> list[Tensor]:
+        """The first rows of everything that is stored by slot, each ``[rows, heads, capacity, dim]``."""
+        return [buffer[:rows] for layer in self.layers for buffer in layer.buffers]
+
     def compact(self, path: Tensor, num_accepted: Tensor, starts: Tensor, ends: Tensor) -> None:
         """Move each row's accepted nodes from its block to the end of the row, on every device with layers.
 
@@ -66,7 +70,7 @@ class SlotCache:
             starts: ``[rows]`` slot of node 0 of the block.
             ends: ``[rows]`` slot to which node 0 moves.
         """
-        buffers = [buffer[: len(path)] for layer in self.layers for buffer in layer.buffers]
+        buffers = self.buffers(len(path))
         for device in {buffer.device for buffer in buffers}:
             ops.kv_compact(
                 [buffer for buffer in buffers if buffer.device == device],

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec_ext.models.cache.layers import RollbackLayer
-from specdec_ext.models.patching.changes import inference_mode
+from specdec_ext.models.patching.changes import Lock, inference_mode
 
 if TYPE_CHECKING:
     from specdec_ext.models.graphs.recorded import RecordedPass
@@ -101,19 +101,11 @@ def take_back(layers: Sequence[RollbackLayer]) -> None:
 
 
 class Lender:
-    """The arena of one model, and the call that uses it."""
+    """The arena of one model, and the lock that the call which uses it holds."""
 
     def __init__(self) -> None:
         self.arena: Arena | None = None
-        self._owner: dict[str, object] = {}  # setdefault is atomic
-
-    def acquire(self, owner: object) -> bool:
-        """Reserve the arena for ``owner``; returns False if another call has it."""
-        return self._owner.setdefault("owner", owner) is owner
-
-    def release(self, owner: object) -> None:
-        if self._owner.get("owner") is owner:
-            self._owner.pop("owner", None)
+        self.lock = Lock()
 
 
 _lenders: WeakKeyDictionary[PreTrainedModel, Lender] = WeakKeyDictionary()

@@ -81,39 +81,35 @@ class GraphRunner:
         nodes = next((count for count in NODES if count >= tree.num_nodes), None)
         if self.reason or nodes is None:
             return None
-        if not all(layer.is_initialized for layer in self._layers):
-            self.refuse("a layer has not written to its cache")
-            return None
         arena = self._arena_with(start + nodes)
         if arena is None:
             return None
         key = tree.num_rows, nodes, invariant_rows, self._modules.recorder.layers
-        expected = None
-        if key not in arena.passes:
+        recorded, expected = arena.passes.get(key), None
+        if recorded is None:
             arena.uses[key] = arena.uses.get(key, 0) + 1
             if arena.uses[key] < RECORDED_AT and not self._required:
                 return None
             expected = unrecorded().logits
-            arena.passes[key] = RecordedPass(arena, tree.num_rows, nodes)
+            recorded = RecordedPass(arena, tree.num_rows, nodes)
 
         def forward(tokens: Tensor, positions: Tensor, block: BlockVisibility) -> TargetOutput:
             return self._modules(block, invariant_rows, input_ids=tokens, position_ids=positions)
 
         try:
-            output = arena.passes[key](tree, numbers, self._layers, forward)
+            output = recorded(tree, numbers, self._layers, forward)
         except NotRecordableError as refusal:
-            arena.passes.pop(key)
             self.refuse(str(refusal))
             return None
         if expected is not None:
             error = relative_difference(output.logits, expected)
             if not error <= TOLERANCE[expected.dtype]:
-                arena.passes.pop(key)
                 if math.isfinite(error):  # else drafts have spoilt the pass, which proves nothing
                     self.refuse(
                         f"its logits differ by {error:.2g} (relative) from those without it"
                     )
                 return None
+            arena.passes[key] = recorded
         return output
 
     def _arena_with(self, slots: int) -> Arena | None:
@@ -121,11 +117,14 @@ class GraphRunner:
         arena, layers = self._arena, self._layers
         if arena is not None and arena.slots >= slots and arena.lends_to(layers):
             return arena
-        lender = self._lender
+        if not all(layer.is_initialized for layer in layers):
+            self.refuse("a layer has not written to its cache")
+            return None
+        lender, lock = self._lender, self._lender.lock
         with joined_changes() as changes:
-            release = partial(lender.release, self._token)
-            changes.make(self._token, [(partial(lender.acquire, self._token), release)])
-        if not lender.acquire(self._token):
+            release = partial(lock.release, self._token)
+            changes.make(self._token, [(partial(lock.try_acquire, self._token), release)])
+        if not lock.try_acquire(self._token):
             return None
         fingerprint = _fingerprint(self._modules)
         arena = lender.arena
@@ -142,7 +141,7 @@ class GraphRunner:
         if self._arena is not None and self._arena.lends_to(self._layers):
             take_back(self._layers)
         self._arena = None
-        self._lender.release(self._token)
+        self._lender.lock.release(self._token)
 
     def refuse(self, reason: str) -> None:
         """Record no further pass of this call; ``reason`` is a clause.
@@ -197,7 +196,6 @@ def _fingerprint(modules: ModulePass) -> Hashable:
     """
     model: Any = modules.model
     parts: list[Hashable] = [
-        modules.config._attn_implementation,
         torch.is_autocast_enabled(model.device.type),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),

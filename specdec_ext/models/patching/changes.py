@@ -247,14 +247,18 @@ class _Patch:
 _patches: dict[tuple[int, str], _Patch] = {}
 
 
-class _Lock:
+class Lock:
     """A lock that its owner may release at any time, even before it is acquired and more than once."""
 
     def __init__(self) -> None:
         self._owner: dict[str, object] = {}
 
+    def try_acquire(self, token: object) -> bool:
+        """Acquire the lock if no other owner has it; returns whether ``token`` is the owner."""
+        return self._owner.setdefault("owner", token) is token
+
     def acquire(self, token: object) -> None:
-        while self._owner.setdefault("owner", token) is not token:
+        while not self.try_acquire(token):
             time.sleep(1e-5)
 
     def release(self, token: object) -> None:
@@ -262,7 +266,7 @@ class _Lock:
             self._owner.pop("owner", None)
 
 
-_lock = _Lock()
+_lock = Lock()
 
 
 def _acquire(entries: Iterable[Entry], token: object) -> None:

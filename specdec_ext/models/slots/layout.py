@@ -10,7 +10,7 @@ common slot, the largest end; after it is verified, each row's accepted tokens m
     next block                      x  y  z      start 6
 
 On the device, a step changes only ``numbers``, one tensor, and :meth:`RowLayout.move_ends` is the only place
-that sets it.
+that sets it. If the op ``round_commit`` has changed them, they need no copy (:mod:`.round_state`).
 """
 
 from __future__ import annotations
@@ -96,8 +96,13 @@ class RowLayout:
     def __post_init__(self) -> None:
         self.move_ends(self.ends)
 
-    def move_ends(self, ends: list[int]) -> None:
-        """Set the ends of the rows. Their numbers are part of the next copy to the device."""
+    def move_ends(self, ends: list[int], on_device: Tensor | None = None) -> None:
+        """Set the ends of the rows. Their numbers are part of the next copy to the device.
+
+        Args:
+            ends: the new ends.
+            on_device: ``[5, rows]``, the new numbers, if they are on the device already.
+        """
         start, shortest = max(ends), min(ends)
         self.ends, self.start = ends, start
         self.aligned = shortest == start
@@ -109,7 +114,8 @@ class RowLayout:
                 self.first_slots,
                 [*map(sub, ends, self.first_slots)],
                 [start] * len(ends),
-            ]
+            ],
+            on_device,
         )
         self._numbers: RowNumbers | None = None
 

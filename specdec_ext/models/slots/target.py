@@ -10,7 +10,14 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from specdec_ext.models.base import NO_LIMIT, HostPaths, Target, TargetOutput
+from specdec_ext.models.base import (
+    NO_LIMIT,
+    CommitRound,
+    CommittedRound,
+    HostPaths,
+    Target,
+    TargetOutput,
+)
 from specdec_ext.models.cache.adoption import attention_windows
 from specdec_ext.models.cache.slot_cache import SlotCache
 from specdec_ext.models.graphs import GraphRunner
@@ -20,8 +27,10 @@ from specdec_ext.models.passes.modules import ModulePass
 from specdec_ext.models.slots.layout import RowLayout
 from specdec_ext.models.slots.prefill import Prefill
 from specdec_ext.models.slots.replay import Replay
+from specdec_ext.models.slots.round_state import RoundState
 from specdec_ext.models.slots.runner import PassRunner
 from specdec_ext.models.support import Support
+from specdec_ext.ops import MatchResult
 from specdec_ext.tree.draft_tree import DraftTree
 
 # Slots reserved after the prompt at the start. The buffers of longer calls grow in steps, because max_length
@@ -81,6 +90,8 @@ class SlotTarget(Target):
             recorded = bool(self._modules.forward_kwargs.get("output_attentions"))
             self._replay = Replay(self.runner, self._slots, draftable=not recorded)
         self._scored: DraftTree | None = None  # the tree of a pass that commit has not settled yet
+        self._features: Sequence[Tensor] = ()  # the auxiliary hidden states of that pass
+        self._state: RoundState | None = None
 
     @property
     def draft_room(self) -> list[int]:
@@ -120,12 +131,14 @@ class SlotTarget(Target):
     def forward(self, tree: DraftTree) -> TargetOutput:
         self._scored = tree
         scores = self.runner if self._replay is None else self._replay
-        return scores.score(tree, self._rows)
+        output = scores.score(tree, self._rows)
+        self._features = output.aux_hidden_states
+        return output
 
     def commit(self, path: Tensor, num_accepted: Tensor, on_host: HostPaths | None = None) -> None:
         tree, self._scored = self._scored, None
         if tree is None:
-            return  # the prompt needs no rollback
+            return  # the prompt needs no rollback, and a round may be committed on the device
         rows = self._rows
         paths, counts = on_host or (path.tolist(), num_accepted.tolist())
         if self._replay is not None:
@@ -136,14 +149,39 @@ class SlotTarget(Target):
             self._slots.compact(path, num_accepted, numbers.block_starts, numbers.ends)
         self._move_ends([end + count + 1 for end, count in zip(rows.ends, counts, strict=True)])
 
+    def begin_rounds(
+        self, text: Tensor, lengths: Sequence[int], limit: int, eos: Sequence[int]
+    ) -> CommitRound | None:
+        graphs, rows = self.runner.graphs, len(text)
+        if graphs is None or graphs.reason:
+            return None
+        if any(each.device != text.device for each in self._slots.buffers(rows)):
+            return None
+        self._state = RoundState.begin(self._rows.packed_numbers, text, lengths, limit, eos)
+        return self._commit_round
+
+    def _commit_round(self, result: MatchResult) -> CommittedRound:
+        tree, state = self._scored, self._state
+        assert tree is not None and state is not None
+        rows = tree.num_rows
+        committed = state.commit(
+            self._slots.buffers(rows), tree.tokens, result.packed, self._features
+        )
+        entry = committed.entry
+        if not any(entry.status):
+            self._scored = None
+            ends = [end + count for end, count in zip(self._rows.ends, entry.counts, strict=True)]
+            self._move_ends(ends, state.layout_of_rows(rows))
+        return committed
+
     def rewind(self, counts: Sequence[int]) -> None:
         """Discard the last ``counts[r]`` committed tokens of each active row; no recurrent states allowed."""
         assert self._replay is None
         self._move_ends([end - count for end, count in zip(self._rows.ends, counts, strict=True)])
 
-    def _move_ends(self, ends: list[int]) -> None:
+    def _move_ends(self, ends: list[int], on_device: Tensor | None = None) -> None:
         """Set the ends of the rows, and cut the cache to the largest of them."""
-        self._rows.move_ends(ends)
+        self._rows.move_ends(ends, on_device)
         self._slots.set_length(self._rows.start, self._rows.slack)
 
     def reorder(self, order: Sequence[int], active: int, last_tokens: Tensor | None = None) -> None:
@@ -153,11 +191,14 @@ class SlotTarget(Target):
         if moved:
             to, source = self.staging.stage([moved, [order[i] for i in moved]]).tensor
             self._slots.move_rows(to, source)
+            if self._state is not None:
+                self._state.move_rows(to, source)
         if self._replay is not None:
             self._replay.reorder(order, active)
         if active and going != list(range(len(self._rows.ends))):
             self._rows = self._rows.select(going, index.tensor)
-            self._slots.set_length(self._rows.start, self._rows.slack)
+            on_device = None if self._state is None else self._state.layout_of_rows(active)
+            self._move_ends(self._rows.ends, on_device)
 
     def finish(self, last_tokens: Tensor, columns: Sequence[int]) -> None:
         columns = [each + self.offset for each in columns]

@@ -28,7 +28,7 @@
 //
 //   Memory, through any address
 //   load_global<Vec>(p), store_global(p, vec)                           aligned vectors
-//   atomic_add, atomic_max, atomic_exchange(p, v), atomic_compare_exchange(p, expected, desired)
+//   atomic_add, atomic_or, atomic_exchange(p, v), atomic_compare_exchange(p, expected, desired)
 //                                         relaxed, return the old value; 32- and 64-bit integers
 //   fetch_add_acq_rel(p, v), load_acquire(p), store_release(p, v)       device scope
 //   load_relaxed(p)                       for a spin; a thread_fence() follows before any barrier

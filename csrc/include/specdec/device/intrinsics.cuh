@@ -216,20 +216,18 @@ using AtomicWord =
                        std::conditional_t<std::is_signed_v<T>, long long, unsigned long long>>;
 
 template <typename T>
-__device__ __forceinline__ AtomicWord<T>* atomic_word(T* address) {
-  static_assert(std::is_integral_v<T> && (sizeof(T) == 4 || sizeof(T) == 8));
-  return reinterpret_cast<AtomicWord<T>*>(address);
-}
-template <typename T>
 __device__ __forceinline__ T atomic_add(T* address, std::type_identity_t<T> value) {
+  static_assert(std::is_integral_v<T> && (sizeof(T) == 4 || sizeof(T) == 8));
   // In two's complement a sum of signed numbers has the bits of the unsigned sum.
   using Unsigned = AtomicWord<std::make_unsigned_t<T>>;
   return static_cast<T>(
       atomicAdd(reinterpret_cast<Unsigned*>(address), static_cast<Unsigned>(value)));
 }
 template <typename T>
-__device__ __forceinline__ T atomic_max(T* address, std::type_identity_t<T> value) {
-  return static_cast<T>(atomicMax(atomic_word(address), static_cast<AtomicWord<T>>(value)));
+__device__ __forceinline__ T atomic_or(T* address, std::type_identity_t<T> value) {
+  using Unsigned = AtomicWord<std::make_unsigned_t<T>>;
+  return static_cast<T>(
+      atomicOr(reinterpret_cast<Unsigned*>(address), static_cast<Unsigned>(value)));
 }
 template <typename T>
 __device__ __forceinline__ T atomic_exchange(T* address, std::type_identity_t<T> value) {

@@ -7,6 +7,10 @@
 
 #include "specdec/draft_head/kernel_params.h"
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace specdec {
 
 constexpr int64_t kScratchAlignment = 256;
@@ -58,13 +62,21 @@ void place_scratch_parts(const DraftKernelParams& params, FloatType type, int64_
   array(scratch.selected, batch * params.nodes);
 }
 
+// Bytes from the begin of a part to that of the next one. With AddressSanitizer there is a gap.
+inline int64_t part_pitch(int64_t bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+  bytes += 1;
+#endif
+  return round_up(bytes, kScratchAlignment);
+}
+
 // Bytes of scratch memory, for any alignment of the allocation.
 inline int64_t draft_scratch_bytes(const DraftKernelParams& params, FloatType type,
                                    int64_t blocks) {
   int64_t total = kScratchAlignment;
   DraftScratch scratch{};
   place_scratch_parts(params, type, blocks, scratch,
-                      [&](auto*&, int64_t bytes) { total += round_up(bytes, kScratchAlignment); });
+                      [&](auto*&, int64_t bytes) { total += part_pitch(bytes); });
   return total;
 }
 
@@ -75,7 +87,10 @@ inline DraftScratch place_draft_scratch(const DraftKernelParams& params, FloatTy
   DraftScratch scratch{};
   place_scratch_parts(params, type, blocks, scratch, [&](auto*& part, int64_t bytes) {
     part = reinterpret_cast<std::remove_reference_t<decltype(part)>>(next);
-    next += round_up(bytes, kScratchAlignment);
+#if defined(__SANITIZE_ADDRESS__)
+    __asan_poison_memory_region(next + bytes, part_pitch(bytes) - bytes);
+#endif
+    next += part_pitch(bytes);
   });
   return scratch;
 }

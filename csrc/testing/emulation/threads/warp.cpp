@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "block.h"
+#include "testing/emulation/numerics/tensor_core.h"
 
 namespace specdec::emulation {
 namespace {
@@ -97,7 +98,7 @@ void complete_ldmatrix(const LaneOperands& operands) {
 struct MmaOperand {
   float* c;
   const uint32_t *a, *b;
-  float2 (*unpack)(uint32_t);
+  const PairFormat& format;
 };
 
 // Fragments of m16n8k16 with g = lane / 4, t = lane % 4. A register holds two neighbours along k:
@@ -105,30 +106,28 @@ struct MmaOperand {
 //   b[0], b[1]: column g, rows 2 t and the next one; 8 rows on
 //   c[0], c[1]: row g, columns 2 t and the next one; c[2], c[3]: row g + 8
 void complete_mma(const LaneOperands& operands) {
-  float a[16][16], b[16][8];
+  float a[16][16], b[8][16];  // rows of a, columns of b
+  const PairFormat& format = static_cast<const MmaOperand*>(operands[0])->format;
   for (size_t l = 0; l < 32; ++l) {
     const auto& lane = *static_cast<const MmaOperand*>(operands[l]);
     const size_t g = l / 4, k = l % 4 * 2;
     for (size_t i = 0; i < 4; ++i) {
-      const float2 pair = lane.unpack(lane.a[i]);
+      const float2 pair = format.unpack(lane.a[i]);
       float* target = &a[g + i % 2 * 8][k + i / 2 * 8];
       target[0] = pair.x;
       target[1] = pair.y;
     }
     for (size_t i = 0; i < 2; ++i) {
-      const float2 pair = lane.unpack(lane.b[i]);
-      b[k + i * 8][g] = pair.x;
-      b[k + i * 8 + 1][g] = pair.y;
+      const float2 pair = format.unpack(lane.b[i]);
+      b[g][k + i * 8] = pair.x;
+      b[g][k + i * 8 + 1] = pair.y;
     }
   }
   for (size_t l = 0; l < 32; ++l) {
     float* c = static_cast<MmaOperand*>(operands[l])->c;
     for (size_t i = 0; i < 4; ++i) {
       const size_t row = l / 4 + i / 2 * 8, column = l % 4 * 2 + i % 2;
-      // Products of 16-bit floats are exact in double, and their sum nearly so.
-      double sum = c[i];
-      for (size_t k = 0; k < 16; ++k) sum += double{a[row][k]} * double{b[k][column]};
-      c[i] = static_cast<float>(sum);
+      c[i] = add_products(a[row], b[column], c[i], format.min_exponent);
     }
   }
 }
@@ -189,9 +188,9 @@ void ldmatrix(const char* what, uint32_t (&r)[4], const void* row, bool transpos
        &operand);
 }
 
-void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], float2 (*unpack)(uint32_t),
+void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const PairFormat& format,
          Location where) {
-  MmaOperand operand{c, a, b, unpack};
+  MmaOperand operand{c, a, b, format};
   meet({"mma_m16n8k16", where, kAllLanes, &complete_mma, true}, &operand);
 }
 

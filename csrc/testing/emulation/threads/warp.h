@@ -15,7 +15,13 @@ uint32_t vote(const char* what, bool predicate, uint32_t lanes, Location where);
 uint32_t reduce(const char* what, uint32_t value, uint32_t (*combine)(uint32_t, uint32_t),
                 uint32_t lanes, Location where);
 void ldmatrix(const char* what, uint32_t (&r)[4], const void* row, bool transposed, Location where);
-void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], float2 (*unpack)(uint32_t),
+// A 16-bit type: how a register holds two of its numbers, and the smallest normal exponent.
+struct PairFormat {
+  float2 (*unpack)(uint32_t);
+  int min_exponent;
+};
+// It adds as `tensor_core` says (numerics/tensor_core.h).
+void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const PairFormat& format,
          Location where);
 // On float32, with the layout in specdec/device/cuda.cuh.
 void fma_m16n8k16(float (&c)[4], const float (&a_low)[4], const float (&a_high)[4],

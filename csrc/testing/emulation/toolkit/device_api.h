@@ -190,9 +190,9 @@ T atomic_add(T* address, std::type_identity_t<T> value, Location where = Locatio
   return atomic_update(address, add, emulation::MemoryOrder::kRelaxed, where);
 }
 template <typename T>
-T atomic_max(T* address, std::type_identity_t<T> value, Location where = Location::current()) {
-  const auto max = [&](T old) { return old > value ? old : value; };
-  return atomic_update(address, max, emulation::MemoryOrder::kRelaxed, where);
+T atomic_or(T* address, std::type_identity_t<T> value, Location where = Location::current()) {
+  const auto merge = [&](T old) { return old | value; };
+  return atomic_update(address, merge, emulation::MemoryOrder::kRelaxed, where);
 }
 template <typename T>
 T atomic_exchange(T* address, std::type_identity_t<T> value, Location where = Location::current()) {
@@ -284,7 +284,8 @@ float2 unpack(uint32_t pair) {
 template <typename T>
 void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                   Location where = Location::current()) {
-  emulation::mma(c, a, b, &unpack<T>, where);
+  constexpr int kMinExponent = std::is_same_v<T, __nv_bfloat16> ? -126 : -14;
+  emulation::mma(c, a, b, {&unpack<T>, kMinExponent}, where);
 }
 
 inline void fma_m16n8k16(float (&c)[4], const float (&a_low)[4], const float (&a_high)[4],

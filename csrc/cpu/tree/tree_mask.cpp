@@ -1,7 +1,7 @@
 // CPU op tree_mask: rows in parallel; per row one pass down the nodes. Because parents[i] < i, a
 // node's bits and path are its parent's plus itself. A pass back up links the children, so that
 // siblings are in ascending order.
-#include "specdec/tree_mask.h"
+#include "specdec/tree/tree_mask.h"
 
 #include <algorithm>
 

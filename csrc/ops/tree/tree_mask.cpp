@@ -1,5 +1,5 @@
 // Glue of tree_mask: checks, outputs, dispatch to the device of `parents`.
-#include "specdec/tree_mask.h"
+#include "specdec/tree/tree_mask.h"
 
 #include <tuple>
 

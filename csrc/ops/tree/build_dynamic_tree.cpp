@@ -1,5 +1,5 @@
 // Glue of build_dynamic_tree: checks, outputs, dispatch to the device of `scores`.
-#include "specdec/build_dynamic_tree.h"
+#include "specdec/tree/build_dynamic_tree.h"
 
 #include <tuple>
 
@@ -14,18 +14,6 @@ void run(const BuildDynamicTreeParams& params, const Tensor& scores) {
       [&](auto stream) { return launch_build_dynamic_tree(params, stream); });
 }
 
-void check_sizes(const char* op, const Argument& scores, int64_t candidates, int64_t nodes) {
-  if (candidates > kMaxCandidates) {
-    fail(scores.prefix() + " must have at most " + std::to_string(kMaxCandidates) +
-         " candidates per row, got " + std::to_string(candidates) +
-         "; keep fewer per level or draft fewer levels");
-  }
-  if (nodes < 1 || nodes > kMaxNodes) {
-    fail("specdec::" + std::string(op) + ": argument nodes must be 1 to " +
-         std::to_string(kMaxNodes) + " (node 0 is the root), got " + std::to_string(nodes));
-  }
-}
-
 using BuildDynamicTreeResult = std::tuple<Tensor, Tensor, Tensor>;
 
 BuildDynamicTreeResult build_dynamic_tree(const Tensor& scores, const Tensor& tokens,
@@ -36,7 +24,12 @@ BuildDynamicTreeResult build_dynamic_tree(const Tensor& scores, const Tensor& to
       parents_arg(kOp, "parents", parents), roots_arg(kOp, "root_tokens", root_tokens);
   scores_arg.has_dtype(aoti_torch_dtype_float32()).has_dim(2, "[batch, candidates]");
   const int64_t batch = scores.size(0), candidates = scores.size(1);
-  check_sizes(kOp, scores_arg, candidates, nodes);
+  if (candidates > kMaxCandidates) {
+    fail(scores_arg.prefix() + " must have at most " + std::to_string(kMaxCandidates) +
+         " candidates per row, got " + std::to_string(candidates) +
+         "; keep fewer per level or draft fewer levels");
+  }
+  check_num_nodes(kOp, nodes);
   const int32_t int64 = aoti_torch_dtype_int64();
   for (const Argument* argument : {&tokens_arg, &parents_arg}) {
     argument->has_dtype(int64).has_shape({batch, candidates}, "[batch, candidates]");

@@ -1,7 +1,7 @@
 // CPU op build_dynamic_tree: rows in parallel. Parents come first, so one pass over the candidates
 // gives the effective keys; nth_element on (key, ~index) finds the selection without sorting the
 // rest, and a pass over the candidates in order numbers the nodes.
-#include "specdec/build_dynamic_tree.h"
+#include "specdec/tree/build_dynamic_tree.h"
 
 #include <algorithm>
 #include <functional>
