@@ -88,9 +88,9 @@ def simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     clock, verify = SimulatedTime(), loop.DecodingLoop._verify
 
-    def verify_after_a_pass(*arguments: Any) -> Any:
+    def verify_after_a_pass(*arguments: Any, **keywords: Any) -> Any:
         clock.seconds += clock.PASS
-        return verify(*arguments)
+        return verify(*arguments, **keywords)
 
     monkeypatch.setattr(loop.DecodingLoop, "_verify", verify_after_a_pass)
     monkeypatch.setattr(speculation, "AUTO", speculation.SpeculationConfig(clock=clock))

@@ -86,14 +86,14 @@ void write_row(const RoundCommitParams& params, int64_t row, const RowOutcome& o
   if (outcome.ended) numbers(Number::kRootParent, row) = kInactiveParent;
 }
 
-// The next block of nodes begins at the largest end of the active rows.
+// The next block of nodes begins at the largest end of all rows: a pass over the next block also
+// writes to rows that have ended, and must leave their text alone.
 void move_block(const RoundCommitParams& params) {
-  int64_t largest = -1;
+  int64_t largest = 0;
   for (int64_t row = 0; row < params.batch; ++row) {
-    if (params.numbers(Number::kRootParent, row) != kRootParent) continue;
     largest = std::max(largest, params.numbers(Number::kEnd, row));
   }
-  for (int64_t row = 0; largest >= 0 && row < params.batch; ++row) {
+  for (int64_t row = 0; row < params.batch; ++row) {
     params.numbers(Number::kBlockStart, row) = largest;
   }
 }

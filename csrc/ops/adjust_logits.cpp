@@ -21,7 +21,7 @@ void run(const AdjustLogitsParams& params, const Tensor& logits) {
 }
 
 void check_adjustments(const Argument& adjustments_arg, const Tensor& adjustments,
-                       const Argument& tables_arg, const Tensor& tables, int64_t vocab) {
+                       const Argument& tables_arg, int64_t vocab) {
   adjustments_arg.has_dtype(aoti_torch_dtype_int64()).has_dim(2, "[count, 3]");
   const int64_t count = adjustments.size(0);
   adjustments_arg.has_shape({count, kAdjustmentFields}, "[count, 3]");
@@ -58,7 +58,7 @@ Tensor adjust_logits(const Tensor& logits, const Tensor& tokens, const Tensor& p
     argument->has_dtype(int64).has_shape({batch}, "[batch]");
   }
   penalties_arg.has_dtype(aoti_torch_dtype_float32()).has_shape({batch}, "[batch]");
-  check_adjustments(adjustments_arg, adjustments, tables_arg, tables, vocab);
+  check_adjustments(adjustments_arg, adjustments, tables_arg, vocab);
   for (const Argument* argument : {&tokens_arg, &parents_arg, &text_arg, &lengths_arg, &skips_arg,
                                    &penalties_arg, &sizes_arg, &adjustments_arg, &tables_arg}) {
     argument->is_on_device_of(logits_arg);

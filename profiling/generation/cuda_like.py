@@ -6,7 +6,8 @@ dispatcher is reported (:class:`~generation.trace.Call`) as what it would be on 
 
 - *launch*: a kernel. Views and uninitialised memory need none. An op of ours counts as one.
 - *to host*: a copy from the device, for which the host waits: ``item``, ``tolist``, ``bool``, ``.cpu()``, and
-  calls that determine a size on the device (``nonzero``, indexing by a boolean mask).
+  calls that determine a size on the device (``nonzero``, indexing by a boolean mask). A copy without waiting
+  is a launch; waiting for an event after it is *to host*.
 - *from host*: a copy to the device: ``torch.tensor(..., device=...)``, ``.to(device)``, indexing by a list or
   a CPU tensor.
 
@@ -189,6 +190,8 @@ class _Device(TorchDispatchMode):
         if name in ("_to_copy", "copy_", "_pin_memory") and (leaves or others):
             leaves = leaves or (name == "copy_" and not isinstance(args[0], CudaLike))
             kind = TO_HOST if leaves else FROM_HOST
+            if leaves and kwargs.get("non_blocking"):
+                kind = LAUNCH  # the host waits later, for an event
         elif name in _READS_SIZE or (name in _INDEXED and _has_mask(args[1])):
             kind = TO_HOST
         elif _has_kernel(func):
@@ -215,6 +218,13 @@ class _Device(TorchDispatchMode):
 
 
 _device = _Device()
+
+
+class FakeEvent:
+    """Stands for a CUDA event: waiting for it counts as a copy to the host, which it ends."""
+
+    def synchronize(self) -> None:
+        _device.asked(TO_HOST, "synchronize")
 
 
 class FakeGraph(Graph):
@@ -279,7 +289,9 @@ def cuda_like(report: Report = lambda call: None) -> Iterator[None]:
         mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
         mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY),
         mock.patch.object(
-            torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0)
+            torch.cuda,
+            "current_stream",
+            lambda device: SimpleNamespace(cuda_stream=0, record_event=FakeEvent),
         ),
         mock.patch.object(torch.cuda, "graph_pool_handle", lambda: (0, 0)),
         mock.patch.object(recorded, "CudaGraph", FakeGraph),

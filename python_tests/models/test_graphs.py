@@ -104,7 +104,7 @@ def test_call_may_outgrow_its_arena(monkeypatch):
     monkeypatch.setattr("specdec_ext.models.graphs.arena.SLOTS", 8)
     monkeypatch.setattr(runner, "SPARE_SLOTS", 0)
     assert torch.equal(ngram().sequences, plain_text("five-ragged", "greedy"))
-    assert arena().slots < 64
+    assert arena().slots <= 64
 
 
 def test_returned_cache_is_not_changed_by_later_calls():

@@ -7,16 +7,43 @@ emitted.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec_ext.context import Context
 from specdec_ext.models import TargetOutput
+from specdec_ext.models.base import CommittedRound
+from specdec_ext.ops import RoundNumbers
 from specdec_ext.tree.config import LOOKUP, Lookup, Shape
 from specdec_ext.tree.draft_tree import DraftTree
 from specdec_ext.verify.sampler import Accepted
+
+
+@dataclass(frozen=True)
+class DraftAhead:
+    """A draft after a round that the host has not read.
+
+    Attributes:
+        tree: the draft, on the device. The caller makes the roots of rows that have ended inactive.
+        lookups: returns :attr:`Drafter.lookups` of this draft; it is called when the host reads the draft.
+            None if all rows have the requested shape.
+        match_lengths: ``[rows]``, the lengths of the matches that were copied after, on the device; None if
+            nothing was copied.
+    """
+
+    tree: DraftTree
+    lookups: Callable[[], Sequence[Lookup | None]] | None = None
+    match_lengths: Tensor | None = None
+
+    @classmethod
+    def nothing(cls, numbers: RoundNumbers) -> DraftAhead:
+        """Trees of one node each, after a round that has left these numbers."""
+        return cls(DraftTree.root(numbers.roots.clone()))
+
 
 # Names of 0.1.0 that a subclass may define, and the names that are read now.
 _RENAMED = {"kinds": "lookups", "dead_draft_advice": "low_acceptance_hint"}
@@ -117,8 +144,24 @@ class Drafter:
             f"{type(self).__name__} must define propose(context) -> DraftTree"
         )
 
+    def nodes_ahead(self, context: Context) -> int | None:
+        """Return the number of nodes of the trees of :meth:`draft_ahead`, if it were called now.
+
+        None, the default, means that this drafter needs the last round on the host.
+        """
+        return None
+
+    def draft_ahead(self, last: CommittedRound, context: Context) -> DraftAhead | None:
+        """Draft for each active row, as :meth:`propose`, after a round that the host has not read.
+
+        On CUDA the host must not wait here. ``context`` is the text before ``last``; what came after it is on
+        the device. ``commit`` for ``last`` follows later. Called only if :meth:`nodes_ahead` is a number.
+        None means that this draft must wait for the host after all.
+        """
+        return None
+
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
-        """End a step.
+        """End a step. A row that had ended before a round ahead has emitted nothing in it.
 
         Args:
             context: the text, the emitted tokens included.

@@ -14,10 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec_ext.context import Context
-from specdec_ext.drafters.base import Drafter
+from specdec_ext.drafters.base import DraftAhead, Drafter
 from specdec_ext.drafters.lookahead import LookaheadDrafter
 from specdec_ext.drafters.lookup.retrieval import RetrievalDrafter
 from specdec_ext.models import TargetOutput
+from specdec_ext.models.base import CommittedRound
+from specdec_ext.transfer import Arriving
 from specdec_ext.tree.config import LOOKUP, Lookup, Shape
 from specdec_ext.tree.draft_tree import INACTIVE, DraftTree
 from specdec_ext.verify.sampler import Accepted
@@ -106,7 +108,7 @@ class CombinedDrafter(Drafter):
         copied = self.retrieval.propose(context)
         taken = [length >= self.min_match for length in self.retrieval.match_lengths]
         lookups = self.retrieval.lookups
-        if all(taken) or (isinstance(context.shape, Lookup) and self._separable):
+        if all(taken) or self._copies_only(context):
             self._lookups: Sequence[Lookup | None] = lookups
             return copied
         self._lookups = [
@@ -117,6 +119,32 @@ class CombinedDrafter(Drafter):
             return DraftTree(drafted.tokens, drafted.parents)
         lengths = torch.tensor(self.retrieval.match_lengths, device="cpu")
         return self.combine(copied.on_host(), lengths, drafted.on_host())
+
+    def _copies_only(self, context: Context) -> bool:
+        return isinstance(context.shape, Lookup) and self._separable
+
+    def nodes_ahead(self, context: Context) -> int | None:
+        copied = self.retrieval.nodes_ahead(context)
+        if copied is None or self._copies_only(context):
+            return copied
+        drafted = self.model_based.nodes_ahead(context)
+        return None if drafted is None else max(copied, drafted, self.max_nodes or 0)
+
+    def draft_ahead(self, last: CommittedRound, context: Context) -> DraftAhead | None:
+        copied = self.retrieval.draft_ahead(last, context)
+        if copied is None or self._copies_only(context):
+            return copied
+        drafted = self.model_based.draft_ahead(last, context)
+        if drafted is None:
+            return None
+        assert copied.match_lengths is not None and copied.lookups is not None
+        found, lengths = copied.lookups, Arriving(copied.match_lengths)
+
+        def lookups() -> list[Lookup | None]:
+            pairs = zip(found(), lengths.values.tolist(), strict=True)
+            return [lookup if length >= self.min_match else None for lookup, length in pairs]
+
+        return DraftAhead(self.combine(copied.tree, copied.match_lengths, drafted.tree), lookups)
 
     def combine(self, copied: DraftTree, match_lengths: Tensor, drafted: DraftTree) -> DraftTree:
         """Choose or merge the trees of both drafters. On CUDA the host neither reads nor waits.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from transformers.cache_utils import Cache
 
 from specdec_ext.models.context_limit import max_positions
 from specdec_ext.models.support import Support
-from specdec_ext.ops import MatchResult, RoundEntry, RoundNumbers
+from specdec_ext.ops import STATUS_ILLEGAL_NUMBERS, MatchResult, RoundEntry, RoundNumbers
 from specdec_ext.pretrained import vocab_size
-from specdec_ext.transfer import Staging
+from specdec_ext.transfer import Arriving, Staging
 from specdec_ext.tree.draft_tree import DraftTree
 
 # ``path`` and ``num_accepted`` of a verification, as lists.
@@ -29,25 +29,56 @@ NO_LIMIT = 2**31
 MAX_UNREAD = 16
 
 
-class CommittedRound(NamedTuple):
-    """A round that was committed on the device. The tensors are valid until the next round is committed.
+@dataclass(eq=False)
+class CommittedRound:
+    """A round that was committed on the device. The host may read it later.
 
     Attributes:
-        entry: what the host reads. If a row has a status, nothing was committed.
-        numbers: the numbers of the rows.
+        tree: the trees of the round, on the device.
+        verdict: their verification.
+        number: number of the round, from 1 on.
+        numbers: the numbers of the rows. This and the next three are valid on the device until the next round
+            is committed.
+        text: ``[rows, columns]``, the text with its paddings, ``numbers.text_lengths`` columns of each row.
         new_tokens: ``[rows, nodes or more]``, the emitted tokens of each row.
         new_features: ``[rows, nodes or more, width]``, the features of the tokens before them; None if no
             features were gathered.
+        arriving: the entry and, if the host does not know it, the tree, on their way to the host.
     """
 
-    entry: RoundEntry
+    tree: DraftTree
+    verdict: MatchResult
+    number: int
     numbers: RoundNumbers
+    text: Tensor
     new_tokens: Tensor
     new_features: Tensor | None
+    arriving: Arriving
 
+    @cached_property
+    def entry(self) -> RoundEntry:
+        """What the host reads about the round; waits for it. If a row has a status, nothing was committed.
 
-# Commits the round whose tree was verified with this result.
-CommitRound = Callable[[MatchResult], CommittedRound]
+        Raises:
+            RuntimeError: a number of the state is out of range.
+        """
+        rows, nodes = self.tree.tokens.shape
+        entry = RoundEntry.of(self.arriving.values, rows, nodes)
+        if entry.round != self.number or STATUS_ILLEGAL_NUMBERS in entry.status:
+            raise RuntimeError(
+                f"the state of round {self.number} on the device is damaged: {entry}. Another stream or "
+                "thread may have written to it; please report this with the model and the call"
+            )
+        return entry
+
+    @cached_property
+    def tree_on_host(self) -> DraftTree:
+        """``tree`` on the CPU; waits for it."""
+        if self.tree.is_on_host:
+            return self.tree.on_host()
+        rows, nodes = self.tree.tokens.shape
+        lists = self.arriving.values[RoundEntry.size(rows, nodes) :].view(2, rows, nodes)
+        return DraftTree(*lists)
 
 
 @dataclass
@@ -205,10 +236,8 @@ class Target(ABC):
 
     def begin_rounds(
         self, text: Tensor, lengths: Sequence[int], limit: int, eos: Sequence[int]
-    ) -> CommitRound | None:
-        """Prepare to commit rounds on the device, after the prompt; None if this target can't.
-
-        The function does what :meth:`commit` does, and also cuts the emitted tokens at the end of a row.
+    ) -> bool:
+        """Prepare to commit rounds on the device, after the prompt. Returns whether this target can do so.
 
         Args:
             text: ``[rows, columns]`` int64, ``sequences`` so far.
@@ -216,7 +245,27 @@ class Target(ABC):
             limit: number of columns at which every row ends.
             eos: end-of-sequence ids.
         """
-        return None
+        return False
+
+    def commit_round(self, verdict: MatchResult) -> CommittedRound:
+        """Commit the tree just scored on the device, and cut the emitted tokens at the end of a row.
+
+        When the host has read the round, it calls :meth:`commit`, which then only takes note of the lengths.
+        Available after :meth:`begin_rounds`.
+
+        Args:
+            verdict: the verification of the tree.
+        """
+        raise NotImplementedError(f"{type(self).__name__} can't commit rounds on the device")
+
+    def runs_ahead(self, num_nodes: int, emitted: int) -> bool:
+        """Whether the next tree can be scored before the host has read the last round.
+
+        Args:
+            num_nodes: number of nodes of the next tree.
+            emitted: the most tokens that a row may have emitted in the last round.
+        """
+        return False
 
     def withdraw(self, tree: DraftTree) -> None:
         """Discard the tree just scored, including its roots, as if it had not been scored."""

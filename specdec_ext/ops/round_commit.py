@@ -27,7 +27,8 @@ class RoundNumbers(NamedTuple):
         ends: the slot of the cache to which the root moves.
         first_slots: the slot of the first token.
         lengths: number of slots from the first token to the last.
-        block_starts: the slot of node 0 of the next block, the same for all rows.
+        block_starts: the slot of node 0 of the next block, the same for all rows: the largest end. Rows that
+            have ended count, because a pass over the next block writes to them, too.
         roots: the last token.
         root_parents: the parent of node 0 of the next tree: -1, or -2 for a row that has ended.
         text_lengths: number of tokens in ``text``.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec_ext.ops import MatchResult, RoundNumbers
 from specdec_ext.reference.kv_compact import kv_compact
-from specdec_ext.tree.draft_tree import INACTIVE, ROOT_PARENT
+from specdec_ext.tree.draft_tree import INACTIVE
 
 
 def emitted_tokens(
@@ -66,9 +66,7 @@ def round_commit(
     for each in (rows.root_positions, rows.ends, rows.lengths, rows.text_lengths):
         each += counts
     rows.counts[:] = counts
-    active = rows.root_parents == ROOT_PARENT
-    if active.any():
-        rows.block_starts[:] = rows.ends[active].max()
+    rows.block_starts[:] = rows.ends.max()
     padded = [[*new, *[-1] * (nodes - len(new))] for new in emitted]
     parts = [
         [int(clock[0]) + 1],

@@ -26,7 +26,7 @@ drafts over plain decoding. While its balance is not positive, there are only pl
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel
 
@@ -155,9 +155,17 @@ class Controller(Policy):
         self._sources = [Source.PLAIN] if self._settings.may_rest else []
         self._sources += [Source.LOOKUP] * self._offers_lookup + [Source.MODEL] * bool(fitting)
         self._draft_ended: float | None = None
+        self._repeated = False
         self._usual_draft_seconds = 0.0
 
     # --- before the draft
+
+    @property
+    def decided(self) -> bool | None:
+        if self._skip or self._is_plain:
+            return False
+        holds = self._hold and (self._held_is_probe or self._pays) and self._option is not None
+        return True if holds else None
 
     def choose(self, context: Context) -> bool:
         same_rows = self._rows == len(context.rows)
@@ -169,6 +177,7 @@ class Controller(Policy):
         self._step += 1
         self._option, self._proposal, self._probing = None, None, False
         self._draft_ended, self._usual_draft_seconds = None, 0.0
+        self._repeated = False
         context.shape = None
         if not same_rows:  # earlier decisions were made for other rows
             self._skip = self._hold = 0
@@ -185,13 +194,31 @@ class Controller(Policy):
             option = self._chosen(context, room)
         if option is None:
             return False
+        self._use(option)
+        context.shape = option.shape
+        return option.source is not Source.PLAIN
+
+    def repeat(self) -> None:
+        if self._skip:
+            self._skip -= 1
+            self._skipped += 1
+            return
+        assert self._option is not None
+        self._step += 1
+        self._hold = max(0, self._hold - 1)
+        self._proposal = None
+        # The time of a draft ahead is part of the round.
+        self._draft_ended, self._repeated = None, True
+        self._use(self._option)
+
+    def _use(self, option: Option) -> None:
+        """Note that this step uses ``option``."""
         used = [option.source]
         if option.source is Source.MODEL:
             used.append(Source.LOOKUP)
         for source in used:
             self._last_used[source], self._memory.unused[source] = self._step, 0
-        self._option, context.shape = option, option.shape
-        return option.source is not Source.PLAIN
+        self._option = option
 
     def _chosen(self, context: Context, room: int) -> Option | None:
         """Choose the option for this step and some after it; None for a plain step that is not a probe."""
@@ -402,15 +429,23 @@ class Controller(Policy):
 
     # --- after the draft
 
+    def verified(
+        self, tree: DraftTree, lookups: Callable[[], Sequence[Lookup | None]] | None
+    ) -> None:
+        self._propose(tree, lookups() if lookups else None)
+
+    def _propose(self, tree: DraftTree, lookups: Sequence[Lookup | None] | None) -> list[Kind]:
+        """Note the proposal of this step; returns the kinds of its rows."""
+        assert self._option is not None and self._option.shape is not None
+        requested = kind_of(self._option.shape)
+        kinds = [lookup or requested for lookup in lookups or [None] * tree.num_rows]
+        self._proposal = tree, kinds
+        return kinds
+
     def cut(self, tree: DraftTree, context: Context) -> DraftTree:
         self._draft_ended = self._clock()
-        option = self._option
-        assert option is not None and option.shape is not None
         self._tokens_read = self._unread(context)
-        requested = kind_of(option.shape)
-        lookups = self._drafter.lookups or [None] * tree.num_rows
-        kinds = [lookup or requested for lookup in lookups]
-        self._proposal = tree, kinds
+        kinds = self._propose(tree, self._drafter.lookups)
         depths = [max(row) for row in tree.depths]
         deepest = max(depths)
         columns = _columns(tree, deepest)
@@ -467,22 +502,25 @@ class Controller(Policy):
             return
         now, rows = self._clock(), len(accepted.emitted)
         began, self._step_began = self._step_began, now
+        if not all(accepted.emitted):
+            return  # the step has cost as much as one of more rows
+        drafted = self._proposal is not None
         draft_ended = began if self._draft_ended is None else self._draft_ended
         verify = self._curve(context)
         self._memory.idle += 1
         if nodes == 1 and self._after_plain:
             self._learn_plain(verify(1), now - draft_ended)
-        if nodes > 1 or self._after_plain:
+        if (nodes > 1 or self._after_plain) and not self._repeated:
             verify.add(nodes, now - draft_ended)
         # A lookup leaves the processor's caches as they are.
         drafted_by_model = self._option is not None and self._option.source is Source.MODEL
         self._after_plain = nodes == 1 and not drafted_by_model
-        if self._proposal is not None:
+        if drafted:
             self._usual_draft_seconds = self._learn_draft(draft_ended - began, accepted, context)
         took, emitted = now - began, sum(map(len, accepted.emitted))
         spent = 0.0
         if self._probing:
-            margin = MARGIN * (self._draft_ended is not None)
+            margin = MARGIN * drafted
             tokens = rows + (emitted - rows) * self._share
             spent = max(0.0, took - tokens / self._price / (1 + margin))
         reference = verify(1)
@@ -492,13 +530,13 @@ class Controller(Policy):
             if self._probe_loss > MAX_PROBE_LOSS * (reference or 0.0):
                 self._hold = 0
         worth = self._savings.plain_time(emitted, rows, reference or 0.0)
-        plain = took if self._draft_ended is None else worth
+        plain = worth if drafted else took
         self._gain.add(took, plain)
         # The loss of a probe is left out: credit has paid for it.
         if reference and (plain > took or not self._probing):
             # Limited to twice the usual time: the step may have been interrupted, or a first call.
             usual = self._usual_draft_seconds + (verify(nodes) or 0.0)
-            saved = plain if self._draft_ended is None else plain / (1 + MARGIN)
+            saved = plain / (1 + MARGIN) if drafted else plain
             self._memory.ledger.add((saved - min(took, 2 * usual)) / reference)
         self._count_step(nodes)
 
@@ -548,7 +586,8 @@ class Controller(Policy):
                 size = shape.levels
             self._last_model_draft = self._step
             self._read = max(context.root_positions)
-        curve.add(size, seconds)
+        if not self._repeated:
+            curve.add(size, seconds)
         texts = zip(tree.token_lists, tree.parent_lists, accepted.emitted, strict=True)
         hits = misses = 0
         for row, kind, (tokens, parents, emitted) in zip(context.rows, kinds, texts, strict=True):

@@ -7,7 +7,7 @@ Under the match rule, no policy can change what is emitted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
@@ -52,6 +52,27 @@ class Policy:
         """Begin a step. Returns whether it drafts, and sets ``context.shape`` to the shape to draft."""
         return True
 
+    @property
+    def decided(self) -> bool | None:
+        """Whether the next step drafts, in the shape of this step.
+
+        None if that depends on what this step shows. Asked before this step is learnt from.
+        """
+        return True
+
+    def repeat(self) -> None:
+        """Begin a step as it was ``decided`` in the last one, in place of :meth:`choose`."""
+
+    def verified(
+        self, tree: DraftTree, lookups: Callable[[], Sequence[Lookup | None]] | None
+    ) -> None:
+        """Take note of a draft that was verified before the policy has seen it, in place of :meth:`cut`.
+
+        Args:
+            tree: the draft, on the CPU.
+            lookups: as in :class:`specdec_ext.drafters.base.DraftAhead`.
+        """
+
     def cut(self, tree: DraftTree, context: Context) -> DraftTree:
         """Return the part of a proposal to verify. Node numbers stay the same."""
         return tree
@@ -60,7 +81,7 @@ class Policy:
         """End a step, after the drafter's ``commit``.
 
         Args:
-            accepted: what was emitted.
+            accepted: what was emitted. A row that had ended before a round ahead has emitted nothing.
             context: the text, the emitted tokens included.
             nodes: number of nodes per row that were scored.
         """

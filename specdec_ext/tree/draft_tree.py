@@ -221,6 +221,11 @@ class DraftTree(Summarised):
         return self
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether tokens and parents are known on the host without a copy from the device."""
+        return "_lists" in vars(self) or self.tokens.device.type == "cpu"
+
+    @property
     def token_lists(self) -> list[list[int]]:
         """``tokens`` as lists, which are faster than tensors for small trees."""
         return self._lists[0]
@@ -229,6 +234,21 @@ class DraftTree(Summarised):
     def parent_lists(self) -> list[list[int]]:
         """``parents`` as lists."""
         return self._lists[1]
+
+    def filled(self, num_nodes: int) -> DraftTree:
+        """This tree without ``draft_probs``, filled up to ``num_nodes`` with inactive nodes."""
+        missing = num_nodes - self.num_nodes
+        if missing == 0:
+            return self
+        pad = torch.nn.functional.pad
+        return DraftTree(
+            pad(self.tokens, (0, missing)), pad(self.parents, (0, missing), value=INACTIVE)
+        )
+
+    def with_roots(self, parents: Tensor) -> DraftTree:
+        """This tree with ``parents [rows]`` of node 0; with parent -2, the tree of a row is inactive."""
+        parents = torch.cat([parents[:, None], self.parents[:, 1:]], dim=1)
+        return DraftTree(self.tokens, parents, self.draft_probs)
 
     def on_host(self) -> DraftTree:
         """This tree on the CPU, without ``draft_probs`` if it comes from a device, in one copy."""

@@ -26,7 +26,7 @@ from transformers import LogitsProcessorList
 
 from specdec_ext import ops
 from specdec_ext.context import Context
-from specdec_ext.models.base import CommitRound, CommittedRound
+from specdec_ext.models.base import CommittedRound
 from specdec_ext.reference import rng
 from specdec_ext.transfer import Staged, Staging
 from specdec_ext.tree.draft_tree import ROOT_PARENT, DraftTree
@@ -187,20 +187,25 @@ class Sampler:
             self._root_positions = positions, self._staging.stage(positions)
         return self._root_positions[1]
 
+    def _on_device(self, positions: Sequence[int] | Tensor) -> Tensor:
+        if isinstance(positions, Tensor):
+            return positions
+        return self._positions_of(list(positions)).tensor
+
     def _match(
-        self, scores: Tensor, tree: DraftTree, positions: Sequence[int], rows: list[int]
+        self, scores: Tensor, tree: DraftTree, positions: Sequence[int] | Tensor, rows: list[int]
     ) -> ops.MatchResult:
         """Apply rule 1. ``positions`` are those of the roots."""
-        root_positions = self._positions_of(list(positions)).tensor
+        root_positions = self._on_device(positions)
         return ops.verify_match(
             scores, tree.tokens, tree.parents, root_positions, *self._rows(list(rows))
         )
 
     def _sampled(
-        self, scores: Tensor, tree: DraftTree, positions: Sequence[int], rows: list[int]
+        self, scores: Tensor, tree: DraftTree, positions: Sequence[int] | Tensor, rows: list[int]
     ) -> ops.MatchResult:
         """Apply rules 2 to 4; rule 1 to rows without drafts, so that they do not depend on other rows."""
-        root_positions = self._positions_of(list(positions)).tensor
+        root_positions = self._on_device(positions)
         seeds, streams, *_ = self._rows(list(rows))
         result = RULES[self._verification](
             scores, tree.draft_probs, tree.tokens, tree.parents, root_positions, seeds, streams
@@ -224,7 +229,7 @@ class Sampler:
         return result, on_host
 
     def _result(
-        self, scores: Tensor, tree: DraftTree, positions: Sequence[int], rows: list[int]
+        self, scores: Tensor, tree: DraftTree, positions: Sequence[int] | Tensor, rows: list[int]
     ) -> ops.MatchResult:
         verified = self._match if self._by_match(tree) else self._sampled
         return verified(scores, tree, positions, rows)
@@ -311,7 +316,6 @@ class Sampler:
         context: Context,
         stop: StopRule,
         record: RecordScores | None = None,
-        commit: CommitRound | None = None,
     ) -> Accepted:
         """Verify a tree and append the emitted tokens to ``context``.
 
@@ -325,7 +329,6 @@ class Sampler:
             stop: ends rows inside an accepted block.
             record: is called with the processed scores of each emitted token; its result is passed to the
                 stopping criteria.
-            commit: commits the round on the device, if ops alone decide (:meth:`decides`).
 
         Raises:
             SpoiltLogits: if drafts may have spoilt the logits. Nothing was emitted, and the caller must score
@@ -336,10 +339,7 @@ class Sampler:
         rows, positions = context.rows, context.root_positions
         walk: Walk
         if not self._processors.on_host or not self._by_match(tree):
-            scores = self._with_nan(self._processors.on_tree(logits, tree, context), logits, tree)
-            if commit is not None:
-                result = self._result(scores, tree, positions, rows)
-                return self._committed(tree, result, commit, context)
+            scores = self._scores(tree, logits, context)
             walk = FinishedWalk(tree, *self._walk_tree(scores, tree, positions, rows))
         elif tree.num_nodes > 1 and bool(_spoilt(logits, tree).any()):
             raise SpoiltLogits  # before processors that may keep state are called
@@ -352,6 +352,54 @@ class Sampler:
         if isinstance(walk, FinishedWalk) and stop.is_known and record is None and not lockstep:
             return self._emit(walk, context, stop)
         return self._follow(walk, scores, context, stop, lockstep, record)
+
+    def verify_on_device(
+        self,
+        tree: DraftTree,
+        logits: Tensor,
+        context: Context,
+        root_positions: Tensor | None = None,
+    ) -> ops.MatchResult:
+        """Verify a tree without reading the result. Ops alone must decide (:meth:`decides`).
+
+        Args:
+            tree, logits, context: as in :meth:`verify`.
+            root_positions: ``[rows]``, the positions of the roots, if the context does not know them yet.
+        """
+        positions = context.root_positions if root_positions is None else root_positions
+        scores = self._scores(tree, logits, context)
+        return self._result(scores, tree, positions, list(context.rows))
+
+    def read(self, committed: CommittedRound, context: Context, is_latest: bool) -> Accepted:
+        """Append to ``context`` what a round emitted that was committed on the device.
+
+        Args:
+            committed: the round.
+            context: the text before this round.
+            is_latest: whether no later round has been started.
+
+        Raises:
+            SpoiltLogits, ValueError: as :meth:`verify`.
+        """
+        entry, numbers, result = committed.entry, committed.numbers, committed.verdict
+        self._check_status(entry, committed.tree, context.root_positions, context.rows)
+        emitted = [tokens[:count] for tokens, count in zip(entry.tokens, entry.counts, strict=True)]
+        for row, tokens in zip(context.rows, emitted, strict=True):
+            context.extend(row, tokens)
+        if is_latest:  # the next round finds its roots and their positions on the device
+            context.stage(numbers.roots)
+            positions = context.root_positions
+            self._root_positions = positions, self._staging.stage(positions, numbers.root_positions)
+        kept = result.num_accepted
+        if any(entry.ended):
+            on_host = [count - 1 for count in entry.counts]
+            kept = numbers.counts - 1 if is_latest else self._staging.stage(on_host).tensor
+        drafted = [max(0, min(pair)) for pair in zip(entry.counts, entry.num_accepted, strict=True)]
+        return Accepted(result.path, kept, emitted, drafted, entry.ended, entry.paths, committed)
+
+    def _scores(self, tree: DraftTree, logits: Tensor, context: Context) -> Tensor:
+        """The processed scores of all nodes."""
+        return self._with_nan(self._processors.on_tree(logits, tree, context), logits, tree)
 
     def _with_nan(self, scores: Tensor, logits: Tensor, tree: DraftTree) -> Tensor:
         """Put NaN into ``scores`` wherever drafts may have put it into ``logits``, so that the walk finds it.
@@ -366,24 +414,6 @@ class Sampler:
         if not self._by_match(tree):
             spoilt = spoilt.any(dim=1, keepdim=True)
         return scores.masked_fill(spoilt[..., None], torch.nan)
-
-    def _committed(
-        self, tree: DraftTree, result: ops.MatchResult, commit: CommitRound, context: Context
-    ) -> Accepted:
-        """Commit the round on the device, and emit what the entry for the host says."""
-        committed = commit(result)
-        entry, numbers = committed.entry, committed.numbers
-        self._check_status(entry, tree, context.root_positions, context.rows)
-        emitted = [tokens[:count] for tokens, count in zip(entry.tokens, entry.counts, strict=True)]
-        for row, tokens in zip(context.rows, emitted, strict=True):
-            context.extend(row, tokens)
-        # The next round finds its roots and their positions on the device.
-        context.stage(numbers.roots)
-        positions = context.root_positions
-        self._root_positions = positions, self._staging.stage(positions, numbers.root_positions)
-        kept = numbers.counts - 1 if any(entry.ended) else result.num_accepted
-        drafted = [*map(min, entry.counts, entry.num_accepted)]
-        return Accepted(result.path, kept, emitted, drafted, entry.ended, entry.paths, committed)
 
     def _emit(self, walk: FinishedWalk, context: Context, stop: StopRule) -> Accepted:
         """Emit the whole block of each row at once."""

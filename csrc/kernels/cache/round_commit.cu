@@ -11,7 +11,7 @@
 //   2. Moves: keys and values as in kv_compact, features from their nodes to the first columns.
 //   3. Arrival: blocks count in. All have read the state by then, so the last one may change it: a
 //      warp per row appends the text and writes the entry; the start of the next block of nodes is
-//      the largest end of the active rows.
+//      the largest end of all rows.
 //
 // If any row has a status, the round is void: nothing changes but the counts, and the entry says
 // why. A row whose numbers are illegal emits nothing and has the status kIllegalNumbers, because a
@@ -109,8 +109,7 @@ __device__ bool count_in(Shared<Unit>& shared, int32_t* arrived) {
   return shared.is_last;
 }
 
-// Writes the state of a row and its part of the entry, by one warp. Returns the end of the row if it
-// is still active, else -1.
+// Writes the state of a row and its part of the entry, by one warp. Returns the end of the row.
 __device__ int64_t write_row(const RoundCommitParams& params, int64_t row,
                              const RowOutcome& outcome, int64_t* entry) {
   using Number = RoundNumber;
@@ -119,7 +118,6 @@ __device__ int64_t write_row(const RoundCommitParams& params, int64_t row,
   const View2<int64_t>& numbers = params.numbers;
   const int64_t length = numbers(Number::kTextLength, row);
   const int64_t end = numbers(Number::kEnd, row) + count;
-  const bool is_active = numbers(Number::kRootParent, row) == kRootParent && !outcome.ended;
   int64_t* parts = entry + 1;
   int64_t* tokens = parts + 4 * batch + row * nodes;
   int64_t* path = tokens + batch * nodes;
@@ -144,7 +142,7 @@ __device__ int64_t write_row(const RoundCommitParams& params, int64_t row,
     numbers(Number::kCount, row) = count;
     if (outcome.ended) numbers(Number::kRootParent, row) = kInactiveParent;
   }
-  return is_active ? end : -1;
+  return end;
 }
 
 // Writes the state of all rows and the entry, by one block.
@@ -154,7 +152,7 @@ __device__ void write_state(Shared<Unit>& shared, const RoundCommitParams& param
   const int32_t round = params.clock[0];
   int64_t* entry = &params.ring(round % params.num_entries, 0);
   const bool nothing = is_void(params);
-  int64_t largest = -1;
+  int64_t largest = 0;
   for (int64_t row = warp; row < params.batch; row += kWarps) {
     const RowOutcome outcome =
         nothing ? RowOutcome{0, false, params.status[row]} : find_outcome(params, row);
@@ -167,7 +165,7 @@ __device__ void write_state(Shared<Unit>& shared, const RoundCommitParams& param
     const int64_t end = shared.ends[i];
     largest = end > largest ? end : largest;
   }
-  for (int64_t row = threadIdx.x; largest >= 0 && row < params.batch; row += kThreads) {
+  for (int64_t row = threadIdx.x; row < params.batch; row += kThreads) {
     params.numbers(RoundNumber::kBlockStart, row) = largest;
   }
   if (threadIdx.x == 0) {

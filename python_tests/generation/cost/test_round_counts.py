@@ -51,7 +51,30 @@ def test_round_with_a_recorded_pass_makes_few_other_launches():
     for case in found:
         row, sites = case.row(), case.sites(LAUNCH)
         assert not [site for site in sites if site.startswith("transformers/")]
-        assert row["median"][LAUNCH] <= 30 and row["most"][LAUNCH] <= 34, (row, sites)
+        # 30 beside the replay; a head whose batch has lost a row is drafted for by the host.
+        assert row["median"][LAUNCH] <= 31 and row["most"][LAUNCH] <= 35, (row, sites)
         on_device = case.drafter == "none" or (case.drafter != "ngram" and case.batch == "1")
         assert row["most"][FROM_HOST] <= (not on_device), row["places"][FROM_HOST]
-        assert row["most"][TO_HOST] == 1 + case.drafter.startswith("head"), row["places"][TO_HOST]
+        assert row["median"][TO_HOST] == 1, row["places"][TO_HOST]
+        assert row["most"][TO_HOST] <= 1 + case.drafter.startswith("head"), row["places"][TO_HOST]
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "head chain", "head tree"])
+def test_host_waits_for_a_round_after_the_next_one_was_launched(drafter, monkeypatch):
+    original, calls = count_round.Counting.report, []
+
+    def report(self, call):
+        if self.case is not None:
+            calls.append(call.name)
+        original(self, call)
+
+    monkeypatch.setattr(count_round.Counting, "report", report)
+    cases = count_round.run([count_round.bundled_world()], [drafter], new_tokens=40, graphs=True)
+    assert len(cases) == 4
+    launches = waits = behind = 0
+    for name in calls:
+        launches += name == "graph launch"
+        if name == "synchronize":
+            waits += 1
+            behind += launches > waits
+    assert waits > 40 and behind > 0.6 * waits

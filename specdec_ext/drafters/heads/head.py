@@ -16,12 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec_ext.context import Context
-from specdec_ext.drafters.base import Drafter
+from specdec_ext.drafters.base import DraftAhead, Drafter
 from specdec_ext.drafters.heads.bound_head import BoundHead
 from specdec_ext.drafters.heads.head_cache import HeadCache, PendingFeatures, Step, of_active_rows
 from specdec_ext.heads.checkpoints.pair import check_pair
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.models import TargetOutput
+from specdec_ext.models.base import CommittedRound
 from specdec_ext.models.patching.changes import inference_mode
 from specdec_ext.ops.quantise import weight_dtype
 from specdec_ext.transfer import Staged
@@ -139,6 +140,9 @@ class HeadDrafter(Drafter):
         self._steps: list[Step] = []
         self._num_nodes = 0  # of ``_steps``
         self._active: Staged | None = None
+        self._read_ahead: CommittedRound | None = (
+            None  # the last round that the head read on the device
+        )
 
     def shapes(self, context: Context) -> Sequence[Shape]:
         return [self.tree] if self.tree else offered_shapes(self._tree)
@@ -154,6 +158,10 @@ class HeadDrafter(Drafter):
         """
         # Every step comes here, with a draft or without, so whatever can wait is done in ``_merge``.
         if self._resting:
+            return
+        if accepted.committed is not None and accepted.committed is self._read_ahead:
+            assert self._cache is not None
+            self._cache.count(list(map(len, accepted.emitted)))
             return
         self._steps.append(Step.of(context.rows, accepted, output.aux_hidden_states))
         self._num_nodes += output.logits.shape[1]
@@ -214,13 +222,38 @@ class HeadDrafter(Drafter):
         nothing_new = self._prompt is None and not (self._pending or self._steps)
         if nothing_new or max(context.remaining) < 2:  # the last token of a row needs no draft
             return DraftTree.root(context.roots)
-        shape = context.shape if isinstance(context.shape, TreeConfig) else self._tree
         active = self._staged_rows(context)
-        tokens, parents = self._draft(self._take_pending(context), context, shape)
+        tokens, parents = self._draft(self._take_pending(context), context, self._shape(context))
         if active is not None:
             index = active.tensor.to(tokens.device)
             tokens, parents = tokens[index], parents[index]
         return DraftTree(tokens.to(context.device), parents.to(context.device))
+
+    def nodes_ahead(self, context: Context) -> int | None:
+        unread = self._prompt is not None or self._pending or self._steps or self._resting
+        if unread or self._cache is None or self._cache.on_device is None:
+            return None
+        assert self._bound is not None
+        everyone = list(range(len(context.generated)))
+        if context.rows != everyone or self._bound.device != context.device:
+            return None
+        return self._shape(context).num_nodes
+
+    def draft_ahead(self, last: CommittedRound, context: Context) -> DraftAhead | None:
+        cache, width, shape = self._cache, last.tree.num_nodes, self._shape(context)
+        if last.new_features is None:
+            return None
+        assert cache is not None
+        cache.reserve([width] * len(context.rows), _draft_slots(shape), shape.depth)
+        self._read_ahead = last
+        tokens, features = last.new_tokens[:, :width], last.new_features[:, :width]
+        numbers = last.numbers
+        return DraftAhead(
+            DraftTree(*self._run(shape, tokens, features, numbers.counts, numbers.roots))
+        )
+
+    def _shape(self, context: Context) -> TreeConfig:
+        return context.shape if isinstance(context.shape, TreeConfig) else self._tree
 
     def _staged_rows(self, context: Context) -> Staged | None:
         """The active rows, or None if all rows of the batch are active."""
@@ -230,7 +263,6 @@ class HeadDrafter(Drafter):
             self._active = context.staging.stage(list(context.rows))
         return self._active
 
-    @inference_mode()
     def _draft(
         self, new: PendingFeatures, context: Context, tree: TreeConfig
     ) -> tuple[Tensor, Tensor]:
@@ -250,6 +282,20 @@ class HeadDrafter(Drafter):
             )
             on_device, texts = per_row.tensor.to(bound.device), padded.tensor.to(bound.device)
             cache.on_device, (counts, last) = on_device[:2], on_device[2:]
+        drafted = self._run(tree, texts, new.features, counts, last)
+        cache.count(new.counts)
+        return drafted
+
+    @inference_mode()
+    def _run(
+        self, tree: TreeConfig, texts: Tensor, features: Tensor, counts: Tensor, last: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Read new elements and draft after the ``last`` tokens; returns ``(tokens, parents)``.
+
+        The arguments are those of ``ops.draft_head``. The host has to count the elements itself.
+        """
+        bound, cache = self._bound, self._cache
+        assert bound is not None and cache is not None and cache.on_device is not None
         lengths, positions = cache.on_device
         tokens, parents, _ = bound.draft(
             tree,
@@ -258,13 +304,12 @@ class HeadDrafter(Drafter):
             cache.keys,
             cache.values,
             texts,
-            new.features.to(bound.device, bound.dtype),
+            features.to(bound.device, bound.dtype),
             counts,
             lengths,
             positions,
             last,
         )
-        cache.lengths = [a + b for a, b in zip(cache.lengths, new.counts, strict=True)]
         cache.on_device = cache.on_device + counts
         return tokens, parents
 

@@ -204,6 +204,10 @@ class HeadCache:
             tables = rope_tables(self._config, positions + STEP)
             self.cosines, self.sines = (table.to(self.keys.device) for table in tables)
 
+    def count(self, new: Sequence[int]) -> None:
+        """Note on the host how many elements of each row were added."""
+        self.lengths = [length + count for length, count in zip(self.lengths, new, strict=True)]
+
     def positions(self) -> list[int]:
         """Position of each row's next element."""
         return [a + b for a, b in zip(self.first_positions, self.lengths, strict=True)]

@@ -29,7 +29,7 @@ class RetrievalDrafter(Drafter):
     @property
     def lookups(self) -> Sequence[Lookup]:
         """The class of match lengths of each row's copy."""
-        return [_LOOKUPS[min(length, len(_LOOKUPS) - 1)] for length in self.match_lengths]
+        return lookups_of(self.match_lengths)
 
     @property
     def match_lengths(self) -> list[int]:
@@ -38,3 +38,8 @@ class RetrievalDrafter(Drafter):
         It is 0 if nothing was proposed. A copy after a long match is rarely wrong.
         """
         raise NotImplementedError(f"{type(self).__name__} must define match_lengths")
+
+
+def lookups_of(match_lengths: Sequence[int]) -> list[Lookup]:
+    """The classes of these match lengths."""
+    return [_LOOKUPS[min(length, len(_LOOKUPS) - 1)] for length in match_lengths]

@@ -45,6 +45,7 @@ class GraphRunner:
 
     Attributes:
         reason: a clause that says why passes of this call are not recorded; "" if they are.
+        least_nodes: a tree with drafts is filled up to at least this number of nodes.
 
     Raises:
         ValueError: recordings are required, but impossible for this model or call.
@@ -56,6 +57,7 @@ class GraphRunner:
         self._lender = lender_of(modules.model)
         self._token = object()
         self._arena: Arena | None = None
+        self.least_nodes = 1
         self.reason = ""
         if reason := _obstacle(modules):
             self.refuse(reason)
@@ -78,13 +80,13 @@ class GraphRunner:
             unrecorded: runs the same pass without a recording, and leaves the length of the cache as it was.
                 The first pass of a recording is compared with it.
         """
-        nodes = next((count for count in NODES if count >= tree.num_nodes), None)
+        nodes = _filled(max(tree.num_nodes, self.least_nodes if tree.num_nodes > 1 else 1))
         if self.reason or nodes is None:
             return None
         arena = self._arena_with(start + nodes)
         if arena is None:
             return None
-        key = tree.num_rows, nodes, invariant_rows, self._modules.recorder.layers
+        key = self._key(tree.num_rows, nodes, invariant_rows)
         recorded, expected = arena.passes.get(key), None
         if recorded is None:
             arena.uses[key] = arena.uses.get(key, 0) + 1
@@ -111,6 +113,24 @@ class GraphRunner:
                 return None
             arena.passes[key] = recorded
         return output
+
+    def _key(self, rows: int, nodes: int, invariant_rows: float) -> Hashable:
+        return rows, nodes, invariant_rows, self._modules.recorder.layers
+
+    def has_recorded(self, rows: int, num_nodes: int, stop: int, invariant_rows: float) -> bool:
+        """Whether the pass of such trees is recorded. If not, drafts are filled up so that it will be.
+
+        Args:
+            rows, num_nodes: the shape of the trees.
+            stop: number of slots that the pass needs, without those that fill up the trees.
+            invariant_rows: as in :meth:`score`.
+        """
+        arena, nodes = self._arena, _filled(num_nodes)
+        if self.reason or arena is None or nodes is None:
+            return False
+        self.least_nodes = max(self.least_nodes, nodes)
+        has_room = stop - num_nodes + nodes <= arena.slots and arena.lends_to(self._layers)
+        return has_room and self._key(rows, nodes, invariant_rows) in arena.passes
 
     def _arena_with(self, slots: int) -> Arena | None:
         """Return the model's arena with room for ``slots`` slots, or None if another call uses it."""
@@ -159,6 +179,11 @@ class GraphRunner:
             )
         self.reason = reason
         _log.info("passes of %s are not recorded: %s", model, reason)
+
+
+def _filled(num_nodes: int) -> int | None:
+    """The number of nodes up to which a tree of ``num_nodes`` is filled; None if it is too large."""
+    return next((count for count in NODES if count >= num_nodes), None)
 
 
 def _obstacle(modules: ModulePass) -> str:

@@ -1,7 +1,8 @@
 """``RoundState``: what a round reads and changes about its rows, on the device.
 
 All tensors stay where they are during a call. The op ``round_commit`` changes them at the end of a round, so
-the next round needs no number from the host. The host reads one entry of results.
+the next round needs no number from the host. The host reads one entry of results, and may do so after it has
+started the next round.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from torch import Tensor
 from specdec_ext import ops
 from specdec_ext.models.base import CommittedRound
 from specdec_ext.models.passes.row_numbers import RowNumbers
-from specdec_ext.ops import RoundEntry, RoundNumbers
-from specdec_ext.tree.draft_tree import ROOT_PARENT
+from specdec_ext.ops import MatchResult, RoundEntry, RoundNumbers
+from specdec_ext.transfer import Arriving
+from specdec_ext.tree.draft_tree import ROOT_PARENT, DraftTree
 
 # The most nodes of a tree whose features are gathered, which takes memory for each of them.
 FEATURE_NODES = 128
@@ -97,27 +99,34 @@ class RoundState:
         self.numbers[:, to] = self.numbers[:, source]
         self.text[to] = self.text[source]
 
+    def keep_rows(self, active: int) -> Tensor:
+        """Go on with the first ``active`` rows; returns their layout, as :meth:`layout_of_rows`."""
+        numbers = self.of_rows(active)
+        numbers.block_starts[:] = numbers.ends.max()
+        return self.layout_of_rows(active)
+
     def commit(
-        self, caches: Sequence[Tensor], tokens: Tensor, verdict: Tensor, features: Sequence[Tensor]
+        self,
+        caches: Sequence[Tensor],
+        tree: DraftTree,
+        verdict: MatchResult,
+        features: Sequence[Tensor],
     ) -> CommittedRound:
-        """Commit a round of the first rows, and copy its entry to the host.
+        """Commit a round of the first rows, and begin to copy what the host reads about it.
 
         Args:
             caches: keys and values of all layers, of these rows.
-            tokens: ``[rows, nodes]`` int64, the trees.
-            verdict: ``packed`` of the ``MatchResult`` of their verification.
+            tree: ``[rows, nodes]``, the trees.
+            verdict: their verification.
             features: ``[rows, nodes, width]`` each.
-
-        Raises:
-            RuntimeError: a number of the state is out of range.
         """
-        active, nodes = tokens.shape
+        active, nodes = tree.tokens.shape
         gathered = self._new_features(features, nodes)
         new_features = None if gathered is None else gathered[:active]
         ops.round_commit(
             caches,
-            tokens,
-            verdict,
+            tree.tokens,
+            verdict.packed,
             self.eos,
             self.numbers[:, :active],
             self.text[:active],
@@ -127,14 +136,20 @@ class RoundState:
             [*features] if gathered is not None else [],
             new_features,
         )
-        entry = RoundEntry.of(self.ring[self.rounds % ENTRIES], active, nodes)
+        read = self.ring[self.rounds % ENTRIES, : RoundEntry.size(active, nodes)]
+        if tree.num_nodes > 1 and not tree.is_on_host:
+            read = torch.cat([read, tree.tokens.flatten(), tree.parents.flatten()])
         self.rounds += 1
-        if entry.round != self.rounds or ops.STATUS_ILLEGAL_NUMBERS in entry.status:
-            raise RuntimeError(
-                f"the state of round {self.rounds} on the device is damaged: {entry}. Another stream or "
-                "thread may have written to it; please report this with the model and the call"
-            )
-        return CommittedRound(entry, self.of_rows(active), self.new_tokens[:active], new_features)
+        return CommittedRound(
+            tree,
+            verdict,
+            self.rounds,
+            self.of_rows(active),
+            self.text[:active],
+            self.new_tokens[:active],
+            new_features,
+            Arriving(read),
+        )
 
     def _new_features(self, features: Sequence[Tensor], nodes: int) -> Tensor | None:
         """The buffer for the features of a tree, or None if they can't be gathered."""

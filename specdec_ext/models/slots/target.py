@@ -12,7 +12,6 @@ from transformers.cache_utils import Cache
 
 from specdec_ext.models.base import (
     NO_LIMIT,
-    CommitRound,
     CommittedRound,
     HostPaths,
     Target,
@@ -137,42 +136,48 @@ class SlotTarget(Target):
 
     def commit(self, path: Tensor, num_accepted: Tensor, on_host: HostPaths | None = None) -> None:
         tree, self._scored = self._scored, None
-        if tree is None:
-            return  # the prompt needs no rollback, and a round may be committed on the device
-        rows = self._rows
+        rows, state = self._rows, self._state
+        if tree is None and state is None:
+            return  # the prompt needs no rollback
         paths, counts = on_host or (path.tolist(), num_accepted.tolist())
+        if tree is None:
+            assert state is not None  # it has committed the round
+            self._move_ends(_advanced(rows.ends, counts), state.layout_of_rows(len(counts)))
+            return
         if self._replay is not None:
             path, num_accepted, counts = self._replay.commit(tree, paths, counts)
         # Accepted nodes of a chain (states read nothing else) are in place if the row ends at the block.
         if not (rows.aligned and (self._replay is not None or tree.is_chain)):
             numbers = rows.numbers
             self._slots.compact(path, num_accepted, numbers.block_starts, numbers.ends)
-        self._move_ends([end + count + 1 for end, count in zip(rows.ends, counts, strict=True)])
+        self._move_ends(_advanced(rows.ends, counts))
 
     def begin_rounds(
         self, text: Tensor, lengths: Sequence[int], limit: int, eos: Sequence[int]
-    ) -> CommitRound | None:
+    ) -> bool:
         graphs, rows = self.runner.graphs, len(text)
         if graphs is None or graphs.reason:
-            return None
+            return False
         if any(each.device != text.device for each in self._slots.buffers(rows)):
-            return None
+            return False
         self._state = RoundState.begin(self._rows.packed_numbers, text, lengths, limit, eos)
-        return self._commit_round
+        self._rows.move_ends(self._rows.ends, self._state.layout_of_rows(rows))
+        return True
 
-    def _commit_round(self, result: MatchResult) -> CommittedRound:
-        tree, state = self._scored, self._state
-        assert tree is not None and state is not None
-        rows = tree.num_rows
-        committed = state.commit(
-            self._slots.buffers(rows), tree.tokens, result.packed, self._features
-        )
-        entry = committed.entry
-        if not any(entry.status):
-            self._scored = None
-            ends = [end + count for end, count in zip(self._rows.ends, entry.counts, strict=True)]
-            self._move_ends(ends, state.layout_of_rows(rows))
-        return committed
+    def commit_round(self, verdict: MatchResult) -> CommittedRound:
+        tree, self._scored = self._scored, None
+        assert tree is not None and self._state is not None
+        return self._state.commit(self._slots.buffers(tree.num_rows), tree, verdict, self._features)
+
+    def runs_ahead(self, num_nodes: int, emitted: int) -> bool:
+        graphs, rows = self.runner.graphs, self._rows
+        if self._state is None or graphs is None:
+            return False
+        stop = rows.start + emitted + num_nodes  # slots and positions are below this
+        if self._max_positions is not None and stop > self._max_positions:
+            return False
+        invariant_rows = self.runner.invariant_rows
+        return graphs.has_recorded(len(rows.ends), num_nodes, stop, invariant_rows)
 
     def rewind(self, counts: Sequence[int]) -> None:
         """Discard the last ``counts[r]`` committed tokens of each active row; no recurrent states allowed."""
@@ -197,7 +202,7 @@ class SlotTarget(Target):
             self._replay.reorder(order, active)
         if active and going != list(range(len(self._rows.ends))):
             self._rows = self._rows.select(going, index.tensor)
-            on_device = None if self._state is None else self._state.layout_of_rows(active)
+            on_device = None if self._state is None else self._state.keep_rows(active)
             self._move_ends(self._rows.ends, on_device)
 
     def finish(self, last_tokens: Tensor, columns: Sequence[int]) -> None:
@@ -234,3 +239,8 @@ class SlotTarget(Target):
             self._scored = roots
             self.withdraw(roots)
         self._slots.states.release()
+
+
+def _advanced(ends: Sequence[int], counts: Sequence[int]) -> list[int]:
+    """The ends of rows that keep their root and ``counts[r]`` nodes below it; -1 keeps nothing."""
+    return [end + count + 1 for end, count in zip(ends, counts, strict=True)]

@@ -1,0 +1,203 @@
+"""Rounds that start before the host has read the last one: text, statistics and cache stay the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.checks.lossless import NEW_TOKENS, generate, plain_text
+from helpers.drafters.every_drafter import DRAFTERS
+from helpers.drafters.head_cases import head_of
+from helpers.models.tiny import BATCHES, prompts, tiny_model
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import specdec_ext
+from specdec_ext import CombinedDrafter, HeadDrafter, NgramDrafter, TreeConfig
+from specdec_ext.models.slots import SlotTarget
+from specdec_ext.models.slots import target as target_module
+from specdec_ext.models.slots.runner import PassRunner
+from specdec_ext.verify.sampler import Sampler
+
+# Drafters that can draft after a round which the host has not read.
+AHEAD = {
+    "none": lambda: None,
+    "ngram": DRAFTERS["ngram"],
+    "ngram tree": lambda: NgramDrafter(min_ngram=1, num_branches=3),
+    "head": DRAFTERS["head"],
+    "head tree": lambda: HeadDrafter(head_of("eagle3"), TreeConfig(3, top_k=3, num_nodes=8)),
+    "p-eagle": DRAFTERS["p-eagle"],
+    "combined": lambda: CombinedDrafter(
+        NgramDrafter(min_ngram=1), HeadDrafter(head_of("eagle3")), 2, max_nodes=10
+    ),
+}
+every_drafter = pytest.mark.parametrize("name", AHEAD)
+every_batch = pytest.mark.parametrize("batch", ["one", "five-ragged"])
+
+
+@pytest.fixture(autouse=True)
+def fresh_arena(monkeypatch):
+    specdec_ext.free_graphs(tiny_model("llama"))
+    # The direct pass of the call without recordings rounds in another order than the modules.
+    monkeypatch.setattr(target_module, "direct_pass", lambda model: None)
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """``("start" or "read", number of the round)``, in order."""
+    log = []
+    commit_round, read = SlotTarget.commit_round, Sampler.read
+
+    def started(*args):
+        committed = commit_round(*args)
+        log.append(("start", committed.number))
+        return committed
+
+    def was_read(self, committed, *args):
+        log.append(("read", committed.number))
+        return read(self, committed, *args)
+
+    monkeypatch.setattr(SlotTarget, "commit_round", started)
+    monkeypatch.setattr(Sampler, "read", was_read)
+    return log
+
+
+def ends(batch, decoding="greedy"):
+    """End-of-sequence ids with which the rows end at different rounds."""
+    new = plain_text(batch, decoding)[:, -NEW_TOKENS:]
+    first = {token: (new == token).int().argmax(dim=1).max() for token in new.unique().tolist()}
+    return dict(eos_token_id=sorted(first, key=first.get)[-3:-1], pad_token_id=0)
+
+
+def counters(output):
+    stats = output.speculation_stats
+    return {name: value for name, value in vars(stats).items() if name not in ("seconds", "report")}
+
+
+@every_batch
+@every_drafter
+def test_round_starts_before_the_last_one_is_read(name, batch, events):
+    generate(AHEAD[name](), batch, "greedy", graphs=True, speculation="fixed")
+    reads = [number for kind, number in events if kind == "read"]
+    assert reads == list(range(1, len(reads) + 1))
+    place = {event: i for i, event in enumerate(events)}
+    ahead = [n for n in reads if place.get(("start", n + 1), len(events)) < place["read", n]]
+    assert len(ahead) > 3
+    # No round is started twice ahead, and at most one in vain.
+    for number in reads:
+        assert place.get(("start", number + 2), len(events)) > place["read", number]
+    assert len([kind for kind, _ in events if kind == "start"]) <= len(reads) + 1
+
+
+@pytest.mark.parametrize("decoding", ["greedy", "sampled"])
+@every_batch
+@every_drafter
+def test_text_statistics_and_cache_are_those_of_rounds_in_turn(name, batch, decoding, events):
+    """Rows end at the maximum length, and by an end-of-sequence id while the next round has been started."""
+    for kwargs in ({}, ends(batch, decoding)):
+        events.clear()
+        ours, theirs = (
+            generate(AHEAD[name](), batch, decoding, graphs=graphs, speculation="fixed", **kwargs)
+            for graphs in (True, False)
+        )
+        assert events
+        assert torch.equal(ours.sequences, theirs.sequences)
+        assert counters(ours) == counters(theirs)
+        pairs = zip(ours.past_key_values.layers, theirs.past_key_values.layers, strict=True)
+        for mine, other in pairs:
+            torch.testing.assert_close(mine.keys, other.keys, rtol=0, atol=1e-5)
+            torch.testing.assert_close(mine.values, other.values, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("decoding", ["greedy", "sampled"])
+@every_drafter
+def test_controller_decides_for_rounds_ahead(name, decoding, events):
+    for _ in range(3):  # the first call measures
+        events.clear()
+        output = generate(AHEAD[name](), "five-ragged", decoding, graphs=True)
+        assert torch.equal(output.sequences, plain_text("five-ragged", decoding))
+    place = {event: i for i, event in enumerate(events)}
+    reads = [number for kind, number in events if kind == "read"]
+    assert any(place.get(("start", n + 1), len(events)) < place["read", n] for n in reads)
+    stats = output.speculation_stats
+    if name != "none":
+        assert sum(stats.shapes.values()) == len(reads)
+    assert stats.emitted_tokens == 5 * (NEW_TOKENS - 1)
+
+
+@every_drafter
+def test_void_round_is_repeated_without_drafts(name, events, monkeypatch):
+    """Drafts spoil every fourth pass with drafts; a round that was started after it is void or correct."""
+    original, passes = PassRunner.score, []
+
+    def score(self, tree, rows):
+        output = original(self, tree, rows)
+        if tree.num_nodes > 1:
+            passes.append(tree)
+            if len(passes) % 4 in (0, 1):
+                output.logits[1:] = torch.nan
+        return output
+
+    monkeypatch.setattr(PassRunner, "score", score)
+    output = generate(AHEAD[name](), "five-ragged", "greedy", graphs=True, speculation="fixed")
+    assert torch.equal(output.sequences, plain_text("five-ragged", "greedy"))
+    assert (output.speculation_stats.reruns > 1) == (name != "none")
+
+
+@every_drafter
+def test_learnt_positions_are_not_exceeded(name, events):
+    """The model has no position after its last one, and an embedding out of range is an error."""
+    torch.manual_seed(0)
+    limit = 40
+    config = GPT2Config(
+        vocab_size=96,
+        n_positions=limit,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=95,
+    )
+    model = GPT2LMHeadModel(config).eval()
+    ids, _ = prompts(BATCHES["one"])
+    kwargs = dict(max_length=limit, do_sample=False, eos_token_id=None, pad_token_id=0)
+    expected = specdec_ext.generate(model, ids, drafter=None, **kwargs)
+    drafter = (
+        NgramDrafter(min_ngram=1)
+        if "head" in name or name in ("p-eagle", "combined")
+        else AHEAD[name]()
+    )
+    ours = specdec_ext.generate(
+        model, ids, drafter=drafter, graphs=True, speculation="fixed", **kwargs
+    )
+    assert torch.equal(ours, expected)
+    assert any(kind == "read" for kind, _ in events)
+
+
+class Collecting:
+    """A streamer that fails after some tokens."""
+
+    def __init__(self, fail_after=None):
+        self.tokens, self._left = [], fail_after
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+        if self._left is not None:
+            self._left -= 1
+            if self._left < 0:
+                raise KeyboardInterrupt
+
+    def end(self):
+        pass
+
+
+@every_drafter
+def test_streamer_gets_the_text_and_may_interrupt(name, events):
+    kwargs = dict(graphs=True, speculation="fixed")
+    expected = plain_text("one", "greedy")
+    streamer = Collecting()
+    generate(AHEAD[name](), "one", "greedy", streamer=streamer, **kwargs)
+    assert streamer.tokens == expected[0].tolist()
+    for after in (1, 2, 5):
+        with pytest.raises(KeyboardInterrupt):
+            generate(AHEAD[name](), "one", "greedy", streamer=Collecting(after), **kwargs)
+        again = generate(AHEAD[name](), "one", "greedy", **kwargs)
+        assert torch.equal(again.sequences, expected)
