@@ -18,8 +18,8 @@ class Arriving:
     """
 
     def __init__(self, values: Tensor):
-        self._values = values.to("cpu", non_blocking=True, copy=True)
         on_cuda = values.device.type == "cuda"
+        self._values = values.to("cpu", non_blocking=on_cuda, copy=True)
         self._done = torch.cuda.current_stream(values.device).record_event() if on_cuda else None
 
     @cached_property
