@@ -161,7 +161,10 @@ class HeadDrafter(Drafter):
             return
         if accepted.committed is not None and accepted.committed is self._read_ahead:
             assert self._cache is not None
-            self._cache.count(list(map(len, accepted.emitted)))
+            counts = [0] * len(context.generated)
+            for row, emitted in zip(context.rows, accepted.emitted, strict=True):
+                counts[row] = len(emitted)
+            self._cache.count(counts)
             return
         self._steps.append(Step.of(context.rows, accepted, output.aux_hidden_states))
         self._num_nodes += output.logits.shape[1]
@@ -234,23 +237,24 @@ class HeadDrafter(Drafter):
         if unread or self._cache is None or self._cache.on_device is None:
             return None
         assert self._bound is not None
-        everyone = list(range(len(context.generated)))
-        if context.rows != everyone or self._bound.device != context.device:
-            return None
-        return self._shape(context).num_nodes
+        return self._shape(context).num_nodes if self._bound.device == context.device else None
 
     def draft_ahead(self, last: CommittedRound, context: Context) -> DraftAhead | None:
         cache, width, shape = self._cache, last.tree.num_nodes, self._shape(context)
         if last.new_features is None:
             return None
         assert cache is not None
-        cache.reserve([width] * len(context.rows), _draft_slots(shape), shape.depth)
+        num_rows, active = len(context.generated), self._staged_rows(context)
+        cache.reserve([width] * num_rows, _draft_slots(shape), shape.depth)
         self._read_ahead = last
-        tokens, features = last.new_tokens[:, :width], last.new_features[:, :width]
-        numbers = last.numbers
-        return DraftAhead(
-            DraftTree(*self._run(shape, tokens, features, numbers.counts, numbers.roots))
-        )
+        texts, features = last.new_tokens[:, :width], last.new_features[:, :width]
+        new = texts, features, last.numbers.counts, last.numbers.roots
+        if active is None:
+            return DraftAhead(DraftTree(*self._run(shape, *new)))
+        # Rows keep their places in the cache of the head; a row that has ended gets nothing new.
+        index = active.tensor
+        every = (x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, index, x) for x in new)
+        return DraftAhead(DraftTree(*(x[index] for x in self._run(shape, *every))))
 
     def _shape(self, context: Context) -> TreeConfig:
         return context.shape if isinstance(context.shape, TreeConfig) else self._tree
