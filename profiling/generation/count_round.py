@@ -39,7 +39,7 @@ from torch import Tensor
 import specdec_ext
 from generation.cuda_like import CPU, CudaLike, cuda_like, reporting, to_device
 from generation.trace import FROM_HOST, KINDS, LAUNCH, NO_LAUNCH, TO_HOST, Call
-from specdec_ext import HeadDrafter, NgramDrafter, assets
+from specdec_ext import CombinedDrafter, HeadDrafter, NgramDrafter, assets
 from specdec_ext.evaluate.machine import machine_line
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.models.slots import SlotTarget
@@ -53,7 +53,7 @@ PROMPT = (
 )
 RAGGED = (PROMPT, PROMPT[40:], PROMPT + PROMPT, PROMPT[16:64])
 TEXTS = {"greedy": {}, "sampled": {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "seed": 1}}
-DRAFTERS = ("none", "ngram", "head chain", "head tree")
+DRAFTERS = ("none", "ngram", "head chain", "head tree", "ngram and head")
 BATCHES = {"1": (PROMPT,), "ragged 4": RAGGED}
 BUNDLED = "bundled"
 NEW_SHAPE = "new shape"
@@ -272,6 +272,9 @@ def _count(
         "ngram": NgramDrafter(min_ngram=1, num_branches=2),
         "head chain": HeadDrafter(head, TreeConfig(depth=7)),
         "head tree": HeadDrafter(head, TreeConfig(depth=6, top_k=10, num_nodes=60)),
+        "ngram and head": CombinedDrafter(
+            NgramDrafter(min_ngram=1), HeadDrafter(head, TreeConfig(depth=7)), max_nodes=16
+        ),
     }
     for name, (batch, inputs), (text, kwargs) in product(
         names, world.batches.items(), TEXTS.items()

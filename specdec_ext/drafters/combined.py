@@ -159,6 +159,8 @@ class CombinedDrafter(Drafter):
         tree, nodes = _only(drafted, left), drafted.num_nodes
         if self.max_nodes is not None:
             nodes = max(nodes, self.max_nodes)
+            if nodes >= copied.num_nodes:  # every row has room for its copy
+                return DraftTree.merged([tree, copied], nodes)
             tree = DraftTree.merged([tree, _only(copied, left)], nodes)
         # Rows that retrieval serves keep their whole tree.
         return DraftTree.merged([tree, _only(copied, taken)], max(nodes, copied.num_nodes))

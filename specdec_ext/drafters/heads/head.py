@@ -248,13 +248,16 @@ class HeadDrafter(Drafter):
         cache.reserve([width] * num_rows, _draft_slots(shape), shape.depth)
         self._read_ahead = last
         texts, features = last.new_tokens[:, :width], last.new_features[:, :width]
-        new = texts, features, last.numbers.counts, last.numbers.roots
+        counts, roots = last.numbers.counts, last.numbers.roots
         if active is None:
-            return DraftAhead(DraftTree(*self._run(shape, *new)))
+            return DraftAhead(DraftTree(*self._run(shape, texts, features, counts, roots)))
         # Rows keep their places in the cache of the head; a row that has ended gets nothing new.
-        index = active.tensor
-        every = (x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, index, x) for x in new)
-        return DraftAhead(DraftTree(*(x[index] for x in self._run(shape, *every))))
+        index, new = active.tensor, torch.cat([counts[:, None], roots[:, None], texts], dim=1)
+        numbers, features = (
+            x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, index, x) for x in (new, features)
+        )
+        drafted = self._run(shape, numbers[:, 2:], features, numbers[:, 0], numbers[:, 1])
+        return DraftAhead(DraftTree(*(x[index] for x in drafted)))
 
     def _shape(self, context: Context) -> TreeConfig:
         return context.shape if isinstance(context.shape, TreeConfig) else self._tree
