@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from helpers.checks.verdicts import BATCHES, LARGEST_DRIFT, inputs, told
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import specdec_ext
+from specdec_ext.verify.sampler import Sampler, SpoiltLogits
 
 ATTENTIONS = ("sdpa", "eager")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -90,6 +92,25 @@ def _activations(model: PreTrainedModel, where: dict[int, str]) -> Iterator[None
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def spoilt_passes(repeated: Sequence[int] = ()) -> Iterator[list[int]]:
+    """Collect the numbers of the verifications that drafts spoilt; those in ``repeated`` count as spoilt."""
+    original, numbers, found = Sampler.verify, itertools.count(), []
+
+    def verify(*args: Any) -> Any:
+        number = next(numbers)
+        try:
+            if number in repeated:
+                raise SpoiltLogits
+            return original(*args)
+        except SpoiltLogits:
+            found.append(number)
+            raise
+
+    with mock.patch.object(Sampler, "verify", verify):
+        yield found
 
 
 class PoisonDrafter(ScriptedDrafter):
@@ -197,6 +218,8 @@ class Drafted:
         tokens: tokens to draft, which are not in the text.
         tree: whether to draft trees.
         drift: largest difference of logits that :meth:`difference` has seen.
+        spoilt: the passes of the last call that drafts spoilt, so that they were repeated without drafts.
+        repeated: passes that are repeated although nothing spoils them.
     """
 
     model: PreTrainedModel
@@ -205,6 +228,8 @@ class Drafted:
     tokens: Sequence[int]
     tree: bool
     drift: float = 0.0
+    spoilt: Sequence[int] = ()
+    repeated: Sequence[int] = ()
 
     def difference(self, seed: int = 0) -> str:
         """Describe the first difference from plain decoding, or return "".
@@ -219,9 +244,10 @@ class Drafted:
             # Another text that rounding chooses must not contain these tokens.
             arguments["suppress_tokens"] = self.tokens
         drafter = PoisonDrafter(answers, self.tokens, self.tree, seed)
-        ours = specdec_ext.generate(
-            self.model, drafter=drafter, speculation="fixed", **self.call, **arguments
-        )
+        with spoilt_passes(self.repeated) as self.spoilt:
+            ours = specdec_ext.generate(
+                self.model, drafter=drafter, speculation="fixed", **self.call, **arguments
+            )
         for row, answer in enumerate(answers):
             for step, (mine, logits) in enumerate(zip(ours.logits, self.plain.logits, strict=True)):
                 drift = float((mine[row].float() - logits[row].float()).abs().max())
@@ -238,10 +264,12 @@ class Drafted:
     def as_with_harmless_tokens(self) -> bool:
         """Whether logits drift as far without poison, by rounding alone, for example in a choice of experts.
 
-        Must be called outside of :func:`poisoned`.
+        The same drafts come first, and the same passes are repeated without them; then other drafts. Must be
+        called outside of :func:`poisoned`.
         """
-        harmless = replace(self, drift=0.0)
+        same = replace(self, drift=0.0, repeated=self.spoilt)
+        others = replace(self, drift=0.0, repeated=())
         return any(
-            bool(harmless.difference(seed)) and harmless.drift >= self.drift / 2
-            for seed in range(8)
+            bool(each.difference(seed)) and each.drift >= self.drift / 2
+            for each, seed in [(same, 0), *((others, seed) for seed in range(1, 8))]
         )
