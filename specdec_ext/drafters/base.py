@@ -11,13 +11,13 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec_ext.context import Context
 from specdec_ext.models import TargetOutput
 from specdec_ext.models.base import CommittedRound
 from specdec_ext.ops import RoundNumbers
+from specdec_ext.transfer import Arriving
 from specdec_ext.tree.config import LOOKUP, Lookup, Shape
 from specdec_ext.tree.draft_tree import DraftTree
 from specdec_ext.verify.sampler import Accepted
@@ -31,13 +31,13 @@ class DraftAhead:
         tree: the draft, on the device. The caller makes the roots of rows that have ended inactive.
         lookups: returns :attr:`Drafter.lookups` of this draft; it is called when the host reads the draft.
             None if all rows have the requested shape.
-        match_lengths: ``[rows]``, the lengths of the matches that were copied after, on the device; None if
-            nothing was copied.
+        match_lengths: ``[rows]``, the lengths of the matches that were copied after; None if nothing was
+            copied.
     """
 
     tree: DraftTree
     lookups: Callable[[], Sequence[Lookup | None]] | None = None
-    match_lengths: Tensor | None = None
+    match_lengths: Arriving | None = None
 
     @classmethod
     def nothing(cls, numbers: RoundNumbers) -> DraftAhead:

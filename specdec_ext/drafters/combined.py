@@ -19,7 +19,6 @@ from specdec_ext.drafters.lookahead import LookaheadDrafter
 from specdec_ext.drafters.lookup.retrieval import RetrievalDrafter
 from specdec_ext.models import TargetOutput
 from specdec_ext.models.base import CommittedRound
-from specdec_ext.transfer import Arriving
 from specdec_ext.tree.config import LOOKUP, Lookup, Shape
 from specdec_ext.tree.draft_tree import INACTIVE, DraftTree
 from specdec_ext.verify.sampler import Accepted
@@ -138,13 +137,13 @@ class CombinedDrafter(Drafter):
         if drafted is None:
             return None
         assert copied.match_lengths is not None and copied.lookups is not None
-        found, lengths = copied.lookups, Arriving(copied.match_lengths)
+        found, lengths = copied.lookups, copied.match_lengths
 
         def lookups() -> list[Lookup | None]:
             pairs = zip(found(), lengths.values.tolist(), strict=True)
             return [lookup if length >= self.min_match else None for lookup, length in pairs]
 
-        return DraftAhead(self.combine(copied.tree, copied.match_lengths, drafted.tree), lookups)
+        return DraftAhead(self.combine(copied.tree, lengths.on_device, drafted.tree), lookups)
 
     def combine(self, copied: DraftTree, match_lengths: Tensor, drafted: DraftTree) -> DraftTree:
         """Choose or merge the trees of both drafters. On CUDA the host neither reads nor waits.

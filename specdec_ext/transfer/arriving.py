@@ -13,11 +13,12 @@ class Arriving:
 
     On CUDA the copy follows the work that is queued now, and later work does not delay it.
 
-    Args:
-        values: a tensor on any device. It may be overwritten by work that is queued later.
+    Attributes:
+        on_device: a tensor on any device. It may be overwritten by work that is queued later.
     """
 
     def __init__(self, values: Tensor):
+        self.on_device = values
         on_cuda = values.device.type == "cuda"
         self._values = values.to("cpu", non_blocking=on_cuda, copy=True)
         self._done = torch.cuda.current_stream(values.device).record_event() if on_cuda else None

@@ -140,9 +140,8 @@ class HeadDrafter(Drafter):
         self._steps: list[Step] = []
         self._num_nodes = 0  # of ``_steps``
         self._active: Staged | None = None
-        self._read_ahead: CommittedRound | None = (
-            None  # the last round that the head read on the device
-        )
+        # The last round that the head read on the device.
+        self._read_ahead: CommittedRound | None = None
 
     def shapes(self, context: Context) -> Sequence[Shape]:
         return [self.tree] if self.tree else offered_shapes(self._tree)

@@ -75,7 +75,7 @@ class NgramDrafter(RetrievalDrafter):
         drafted = self.draft(last.text, numbers.text_lengths, num_padded)
         lengths = Arriving(drafted.match_lengths)
         tree = DraftTree(drafted.tokens, drafted.parents)
-        return DraftAhead(tree, lambda: lookups_of(lengths.values.tolist()), drafted.match_lengths)
+        return DraftAhead(tree, lambda: lookups_of(lengths.values.tolist()), lengths)
 
     def draft(
         self, tokens: Tensor, lengths: Tensor, num_padded: Tensor | None = None
