@@ -12,6 +12,7 @@ from baselines.heads import head_config, random_head
 from specdec_ext.heads.config import DraftHead
 
 POSITIONS = 8192
+Device = torch.device | str
 # Name -> (model type, sizes, size of a head's draft vocabulary).
 SHAPES: dict[str, tuple[str, dict[str, int], int]] = {
     "135m": (  # SmolLM2-135M
@@ -37,6 +38,19 @@ SHAPES: dict[str, tuple[str, dict[str, int], int]] = {
             vocab_size=151_936,
         ),
         16_384,
+    ),
+    "8b": (  # Llama-3.1-8B
+        "llama",
+        dict(
+            hidden_size=4096,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            intermediate_size=14_336,
+            vocab_size=128_256,
+            tie_word_embeddings=False,
+        ),
+        32_000,
     ),
 }
 # Tiny models whose passes differ in kind: name -> (model type, sizes beside those of ``_TINY``). Windows are
@@ -81,13 +95,14 @@ def tiny_head() -> DraftHead:
     return random_head(replace(sizes, feature_layers=(0, 1, 2)), torch.float32)
 
 
-def random_target(name: str, dtype: torch.dtype) -> Any:
+def random_target(name: str, dtype: torch.dtype, device: Device = "cpu") -> Any:
     """A model of ``SHAPES`` in eval mode, without an end-of-sequence token.
 
-    Its weights are drawn in ``dtype``, so that memory never holds a larger copy.
+    Its weights are drawn in ``dtype`` on ``device``, so that memory never holds a larger or another copy.
     """
     kind, sizes, _ = SHAPES[name]
-    return _random_model(kind, dtype, seed=0, **sizes)
+    with torch.device(device):
+        return _random_model(kind, dtype, seed=0, **sizes)
 
 
 def random_draft_of(name: str, dtype: torch.dtype) -> Any:
@@ -120,18 +135,18 @@ def _random_model(kind: str, dtype: torch.dtype, seed: int, **sizes: Any) -> Any
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def random_head_of(name: str, dtype: torch.dtype) -> DraftHead:
+def random_head_of(name: str, dtype: torch.dtype, device: Device = "cpu") -> DraftHead:
     """An EAGLE-3 head with one layer of the target's width."""
     kind, sizes, draft_vocab = SHAPES[name]
-    return _head_like(AutoConfig.for_model(kind, **sizes), draft_vocab, dtype)
+    return _head_like(AutoConfig.for_model(kind, **sizes), draft_vocab, dtype, device)
 
 
 def head_of(target: Any) -> DraftHead:
     """An EAGLE-3 head for any Llama-like target, with its whole vocabulary."""
-    return _head_like(target.config, target.config.vocab_size, target.dtype)
+    return _head_like(target.config, target.config.vocab_size, target.dtype, target.device)
 
 
-def _head_like(config: Any, draft_vocab: int, dtype: torch.dtype) -> DraftHead:
+def _head_like(config: Any, draft_vocab: int, dtype: torch.dtype, device: Device) -> DraftHead:
     sizes = head_config(
         config.hidden_size,
         config.intermediate_size,
@@ -143,11 +158,13 @@ def _head_like(config: Any, draft_vocab: int, dtype: torch.dtype) -> DraftHead:
     )
     layers = config.num_hidden_layers
     sizes = replace(sizes, feature_layers=(1, layers // 2, layers - 1))
-    return random_head(sizes, dtype)
+    return random_head(sizes, dtype, device)
 
 
-def random_prompts(vocab_size: int, batch: int, length: int, count: int) -> list[Any]:
+def random_prompts(
+    vocab_size: int, batch: int, length: int, count: int, device: Device = "cpu"
+) -> list[Any]:
     """``count`` prompts of random tokens, in the form of a tokenizer's output."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, vocab_size, (count, batch, length), generator=generator)
+    ids = torch.randint(1, vocab_size, (count, batch, length), generator=generator).to(device)
     return [{"input_ids": each, "attention_mask": torch.ones_like(each)} for each in ids]

@@ -17,10 +17,13 @@
 - Peak MiB is the peak of the process during a call, models included; on a GPU, the peak of its tensors.
 - Greedy texts are compared with Hugging Face's; the first difference is classified as near-tie or bug.
 
-The targets 135m and 500m have the sizes of SmolLM2-135M and Qwen2.5-0.5B. They and their heads have random
-weights: the benchmark measures *cost*, and acceptance is prescribed ("synthetic acceptance",
-specdec_ext/evaluate/synthetic.py). The draft vocabulary has 8,192 and 16,384 tokens; it is most of a draft's
-cost.
+The targets 135m, 500m and 8b have the sizes of SmolLM2-135M, Qwen2.5-0.5B and Llama-3.1-8B. They and their
+heads have random weights: the benchmark measures *cost*, and acceptance is prescribed ("synthetic
+acceptance", specdec_ext/evaluate/synthetic.py). The draft vocabulary has 8,192, 16,384 and 32,000 tokens; it
+is most of a draft's cost. On a GPU, Hugging Face's static cache takes part, for which transformers compiles
+the model, and our ways without recorded passes:
+
+    python profiling generate --target 8b --dtype bfloat16 --count 1 --max-new-tokens 64
 """
 
 from __future__ import annotations
@@ -36,15 +39,24 @@ from baselines.random_targets import SHAPES, random_head_of, random_prompts, ran
 from rich.console import Console
 
 import specdec_ext
-from bench.runner import parse, parser
+from bench.runner import add_device, parse, parser
 from specdec_ext import assets
 from specdec_ext.evaluate import benchmark
-from specdec_ext.evaluate.benchmark import HF, HF_ASSISTED, HF_LOOKUP, PLAIN, Contestant, Prompt
+from specdec_ext.evaluate.benchmark import (
+    HF,
+    HF_ASSISTED,
+    HF_LOOKUP,
+    HF_STATIC,
+    PLAIN,
+    Contestant,
+    Prompt,
+)
 from specdec_ext.evaluate.synthetic import constant_acceptance
 
 BUNDLED, PYTHON, RANDOM = "bundled", "python", "random"
 RANDOM_LENGTH = 128  # tokens of random prompts for the bundled target
 AUTO, HEAD = "specdec auto", "specdec head"
+NO_GRAPHS = ", no graphs"
 ADVERSARY = "specdec adversary"  # a head's drafts, in which each token is replaced by a wrong one
 
 # Makes a contestant for a list of prompts; some contestants need the plain text of the prompts first.
@@ -105,11 +117,22 @@ def shaped_name(shape: str) -> str:
 
 
 def random_contestants(
-    name: str, target: Any, shared: dict[str, Any], lengths: list[float], depth: int
+    name: str,
+    target: Any,
+    shared: dict[str, Any],
+    lengths: list[float],
+    depth: int,
+    recorded: bool = False,
 ) -> dict[str, Maker]:
-    """Hugging Face, plain decoding, and chains of a random head with prescribed acceptance."""
+    """Hugging Face, plain decoding, and chains of a random head with prescribed acceptance.
+
+    Args:
+        lengths: the mean acceptance lengths.
+        depth: length of the chains.
+        recorded: whether Hugging Face's static cache and our ways without recorded passes take part, too.
+    """
     drafter = specdec_ext.HeadDrafter(
-        random_head_of(name, target.dtype), tree=specdec_ext.TreeConfig(depth=depth)
+        random_head_of(name, target.dtype, target.device), tree=specdec_ext.TreeConfig(depth=depth)
     )
 
     def synthetic(acceptance: list[float], **keywords: Any) -> Maker:
@@ -121,9 +144,18 @@ def random_contestants(
         HF: lambda prompts: benchmark.hugging_face(target, shared),
         PLAIN: lambda prompts: benchmark.ours(target, None, shared),
     }
+    if recorded:
+        makers[HF_STATIC] = lambda prompts: benchmark.hugging_face(
+            target, shared, cache_implementation="static"
+        )
+        makers[PLAIN + NO_GRAPHS] = lambda prompts: benchmark.ours(
+            target, None, shared, graphs=False
+        )
     for length in lengths:
         asked, shares = synthetic_name(length, depth), constant_acceptance(length, depth)
         makers[asked] = synthetic(shares, speculation="fixed")
+        if recorded:
+            makers[asked + NO_GRAPHS] = synthetic(shares, speculation="fixed", graphs=False)
         makers[f"{asked}, auto"] = synthetic(shares)
     return {**makers, ADVERSARY: synthetic([0.0] * depth)}
 
@@ -152,11 +184,13 @@ def chosen(makers: dict[str, Maker], names: list[str], batch: int) -> tuple[list
     )
 
 
-def bundled_prompts(text: str, count: int, batch: int, vocab_size: int) -> list[Prompt]:
+def bundled_prompts(
+    text: str, count: int, batch: int, vocab_size: int, device: str = "cpu"
+) -> list[Prompt]:
     if text == RANDOM:
-        return random_prompts(vocab_size, batch, RANDOM_LENGTH, count)
+        return random_prompts(vocab_size, batch, RANDOM_LENGTH, count, device)
     texts = [prompt["prompt"] for prompt in assets.held_out_prompts()[: max(count, batch)]]
-    return benchmark.batches(assets.load_tokenizer(), texts, batch)
+    return benchmark.batches(assets.load_tokenizer(), texts, batch, device)
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
@@ -166,6 +200,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     many: dict[str, Any] = {"action": "append", "default": []}
     given.add_argument("--target", choices=(BUNDLED, *SHAPES), default=BUNDLED)
     given.add_argument("--dtype", default="float32")
+    add_device(given)
     given.add_argument("--batch", type=int, **many, help="default 1; may be repeated")
     given.add_argument("--count", type=int, default=10, help="number of prompts (default 10)")
     given.add_argument("--max-new-tokens", type=int, default=128)
@@ -201,19 +236,20 @@ def contestants_for(
     if options.shape:
         raise SystemExit("--shape is for the bundled head; pass --depth for a random target")
     lengths = options.acceptance or [3.5]
-    return random_contestants(options.target, models[0], shared, lengths, options.depth)
+    recorded = options.device == "cuda"
+    return random_contestants(options.target, models[0], shared, lengths, options.depth, recorded)
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parsed(arguments)
     kind, settings = getattr(torch, options.dtype), {"target": options.target}
-    is_bundled = options.target == BUNDLED
+    is_bundled, device = options.target == BUNDLED, options.device
     models: list[Any]
     if is_bundled:
-        models = [assets.load_target(kind), assets.load_draft(kind)]
+        models = [each(kind).to(device) for each in (assets.load_target, assets.load_draft)]
         settings["text"] = options.prompts
     else:
-        models = [random_target(options.target, kind)]
+        models = [random_target(options.target, kind, device)]
         settings["head's vocabulary"] = str(SHAPES[options.target][2])
     model, vocab_size = models[0], models[0].config.vocab_size
     console = Console(width=150, highlight=False)
@@ -228,9 +264,9 @@ def main(arguments: list[str] | None = None) -> None:
         asked = options.contestant and [*options.contestant, *shaped]
         names, left_out = chosen(makers, asked, rows)
         if length is None:
-            prompts = bundled_prompts(options.prompts, options.count, rows, vocab_size)
+            prompts = bundled_prompts(options.prompts, options.count, rows, vocab_size, device)
         else:
-            prompts = random_prompts(vocab_size, rows, length, options.count)
+            prompts = random_prompts(vocab_size, rows, length, options.count, device)
             settings["context"] = str(length)
         with benchmark.endless(*models):
             contestants = {name: makers[name](prompts) for name in names}

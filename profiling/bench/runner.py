@@ -198,9 +198,14 @@ def table_parser(description: str | None, repeats: int, unit: str) -> argparse.A
 def device_parser(description: str | None, repeats: int, unit: str) -> argparse.ArgumentParser:
     """A :func:`table_parser` for benchmarks of calls, which run on the CPU or on a GPU."""
     made = table_parser(description, repeats, unit)
-    best = "cuda" if torch.cuda.is_available() else "cpu"
-    made.add_argument("--device", choices=("cpu", "cuda"), default=best)
+    add_device(made)
     return made
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add ``--device``: by default a GPU, if there is one."""
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=best)
 
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:

@@ -26,6 +26,9 @@ CALLS = {
     "cache of model.generate": "draft model",
     "speculation auto": "head, a tree",
     "rejection rule": "sampled draft model",
+    "recorded passes": "head, a tree",
+    "no recorded passes": "head, a tree",
+    "second device": "head, a tree",
 }
 PLAIN, ON_CPU = "no drafter", "no drafter, as on the CPU"
 
@@ -51,13 +54,14 @@ def call_name(call: str) -> str:
 
 
 def verdicts(output: str) -> dict[str, str]:
-    """``case -> "pass" or "FAIL (reason)"`` from the lines that the check prints."""
-    lines = re.findall(r"^(PASS|FAIL \(.*\)) (generate .*)$", output, re.MULTILINE)
-    return {name: verdict.replace("PASS", "pass") for verdict, name in lines}
+    """``case -> "pass", "none (reason)" or "FAIL (reason)"`` from the lines that the check prints."""
+    lines = re.findall(r"^(PASS|(?:NONE|FAIL) \(.*\)) (generate .*)$", output, re.MULTILINE)
+    words = {"PASS": "pass", "NONE": "none", "FAIL": "FAIL"}
+    return {name: words[verdict[:4]] + verdict[4:] for verdict, name in lines}
 
 
 def verdict_table(found: dict[str, str]) -> str:
-    """A Markdown table with a row per case and a column per dtype, and the reasons of failures below it.
+    """A Markdown table with a row per case and a column per dtype, and reasons of other verdicts below.
 
     Args:
         found: the value of :func:`verdicts`. Planned cases that it lacks did not run.
@@ -68,7 +72,7 @@ def verdict_table(found: dict[str, str]) -> str:
         case, dtype = name.removeprefix("generate ").rsplit(", ", 1)
         verdict = found.get(name, "did not run")
         rows.setdefault(case, {})[dtype] = verdict.partition(" (")[0]
-        if verdict.startswith("FAIL"):
+        if "(" in verdict:
             reasons.append(f"- {name}: {verdict}")
     cells = [[case, *(row.get(dtype, "") for dtype in DTYPES)] for case, row in rows.items()]
     table = format_markdown(["generate", *DTYPES], cells)

@@ -10,8 +10,9 @@ float16. Plain greedy text is compared with ``model.generate``, and the text of 
 differ after a near-tie: up to and including the first different token, all logits must be equal except for
 rounding. A drafter fails if none of its drafts was accepted, because that tests nothing.
 
-Further calls, in float32, stop in several ways, continue a cache, stream, and use processors that read the
-text. Their text must be that of ``drafter=None`` on the CPU. ``generate_cases.py`` names all cases.
+Further calls, in float32, stop in several ways, continue a cache, stream, use processors that read the text,
+record passes or not, and run on a second GPU, if there is one. Their text must be that of ``drafter=None`` on
+the CPU. ``generate_cases.py`` names all cases.
 
 Prints one line per case with PASS or FAIL; the exit code is 1 if any case failed.
 """
@@ -30,7 +31,7 @@ from transformers import DynamicCache
 
 import specdec_ext
 from gpu import generate_cases as cases
-from gpu.op_checks import report
+from gpu.op_checks import NO_CASE, report
 from specdec_ext import DraftModelDrafter, HeadDrafter, NgramDrafter, assets
 from specdec_ext.tree.config import TreeConfig
 
@@ -162,6 +163,9 @@ def _why_drafter_fails(
 Call = Callable[[World, Any], list[list[int]]]
 
 
+SECOND_DEVICE = "second device"
+
+
 def _one_call(**kwargs: Any) -> Call:
     return lambda world, drafter: world.generate(drafter, **kwargs).tolist()
 
@@ -231,6 +235,9 @@ CALLS: dict[str, Call] = {
     "cache of model.generate": _cache_of_transformers,
     "speculation auto": _one_call(speculation="auto"),
     "rejection rule": _one_call(**SAMPLED, verification="rejection"),
+    "recorded passes": _one_call(graphs=True),
+    "no recorded passes": _one_call(graphs=False),
+    SECOND_DEVICE: _one_call(),
 }
 # Under this rule the text depends on the drafts, so the same drafter gives the baseline.
 DEPENDENT = "rejection rule"
@@ -240,7 +247,15 @@ def call_checks(world: World, cpu: World) -> Iterator[Outcome]:
     drafters, on_cpu = world.drafters(), cpu.drafters()
     for call, drafter in cases.CALLS.items():
         baseline = on_cpu[drafter] if call == DEPENDENT else None
-        arguments = CALLS[call], world, drafters[drafter], cpu, baseline
+        there = world
+        if call == SECOND_DEVICE:
+            if torch.cuda.device_count() < 2:
+                yield cases.call_name(call), NO_CASE + "one GPU"
+                continue
+            # The first device stays the current one.
+            there = World.load(torch.float32, torch.device("cuda:1"), world.new_tokens)
+            drafters = there.drafters()
+        arguments = CALLS[call], there, drafters[drafter], cpu, baseline
         yield cases.call_name(call), _attempt(_why_call_fails, *arguments)
 
 

@@ -107,12 +107,25 @@ def outcomes(
         yield f"{name} {case.op} {case.label}, {case.nodes} nodes", why
 
 
+# What a reason begins with if the case can't run on this machine.
+NO_CASE = "no case: "
+
+
 def report(outcomes: Iterable[tuple[str, str | None]]) -> int:
-    """Print one line per case; return the exit code, 1 if a case failed."""
+    """Print one line per case; return the exit code, 1 if a case failed.
+
+    Args:
+        outcomes: names of cases, each with the reason why it failed or, after ``NO_CASE``, why it can't run.
+    """
     failed = False
     for case, why in outcomes:
-        print(f"{'PASS' if why is None else f'FAIL ({why})'} {case}", flush=True)
-        failed |= why is not None
+        if why is None:
+            verdict = "PASS"
+        elif why.startswith(NO_CASE):
+            verdict = f"NONE ({why.removeprefix(NO_CASE)})"
+        else:
+            verdict, failed = f"FAIL ({why})", True
+        print(verdict, case, flush=True)
     return int(failed)
 
 

@@ -119,6 +119,14 @@ def read_table(output: str) -> str:
     return f"{rows} cases"
 
 
+def read_ratios(output: str) -> str:
+    """Read the first table of ``python profiling generate``: the speeds relative to Hugging Face."""
+    ratios = re.findall(r"^ *(.+?) {2,}[\d.]+ +([\d.]+x) \[", output, re.MULTILINE)
+    if len(ratios) < 2:
+        raise Failed("no contestants were measured")
+    return ", ".join(f"{name} {ratio}" for name, ratio in ratios)
+
+
 def plan(card: str, capability: str) -> list[Step]:
     """All steps for a card such as "h200" with a compute capability such as "9.0"."""
     on_card = {"TORCH_CUDA_ARCH_LIST": capability, "SPECDEC_CUDA": "1"}
@@ -131,6 +139,9 @@ def plan(card: str, capability: str) -> list[Step]:
     timed = [*bench, str(RESULTS / "kernels" / f"ops_{card}"), "--cupy"]
     compiled = [*bench, str(RESULTS / "kernels" / f"ops_{card}_compile"), "--compile"]
     compiled += ["--model", "llama3-8b", "--largest"]
+    whole = tool_command("generate", "--device", "cuda", "--target", "8b", "--dtype", "bfloat16")
+    whole += ["--count", "1", "--repeats", "2", "--max-new-tokens", "64"]
+    whole += ["--out", str(RESULTS / "generation" / f"8b_{card}")]
     return [
         Step("golden", 5, checksums, lambda output: "reference cases complete", folder=golden),
         Step("build", 110, build, lambda output: f"for {capability}", environment=on_card),
@@ -151,6 +162,7 @@ def plan(card: str, capability: str) -> list[Step]:
             "build",
         ),
         Step("against torch.compile", 35, compiled, read_table, "build"),
+        Step("8B against Hugging Face", 100, whole, read_ratios, "build"),
     ]
 
 

@@ -3,12 +3,14 @@
 import json
 
 import pytest
+import torch
 from baselines import random_targets
 from bench import generate
-from bench.generate import HF, HF_LOOKUP, PLAIN, chosen, tree_config
+from bench.generate import HF, HF_LOOKUP, PLAIN, chosen, random_contestants, tree_config
 from helpers.models.tiny_shapes import TINY
 
-from specdec_ext.evaluate.benchmark import HF_ASSISTED
+from specdec_ext.evaluate import benchmark
+from specdec_ext.evaluate.benchmark import HF_ASSISTED, HF_STATIC
 
 
 @pytest.mark.parametrize("names, expected", [([], [HF, HF_LOOKUP, PLAIN]), ([PLAIN], [HF, PLAIN])])
@@ -52,6 +54,28 @@ def test_shapes_are_for_the_bundled_head(monkeypatch):
     monkeypatch.setitem(random_targets.SHAPES, "135m", ("llama", TINY, 48))
     with pytest.raises(SystemExit, match="pass --depth for a random target"):
         generate.main(["--target", "135m", "--shape", "5"])
+
+
+def test_on_a_gpu_recorded_passes_can_be_compared(monkeypatch):
+    """Also with the static cache of transformers; every way gives the same text."""
+    monkeypatch.setitem(random_targets.SHAPES, "8b", ("llama", TINY, 48))
+    target = random_targets.random_target("8b", torch.float32)
+    prompts = random_targets.random_prompts(target.config.vocab_size, 1, 5, 1)
+    shared = benchmark.generation_kwargs(8)
+    makers = random_contestants("8b", target, shared, [2.0], 3, recorded=True)
+    asked = "specdec, synthetic acceptance 2 at chain 3"
+    assert [*makers][1:] == [
+        PLAIN,
+        HF_STATIC,
+        f"{PLAIN}, no graphs",
+        asked,
+        f"{asked}, no graphs",
+        f"{asked}, auto",
+        "specdec adversary",
+    ]
+    outputs = [make(prompts)(prompts[0]) for make in makers.values()]
+    texts = [getattr(output, "sequences", output).tolist() for output in outputs]
+    assert texts == [texts[0]] * len(makers)
 
 
 def test_a_random_target_with_synthetic_acceptance(monkeypatch, tmp_path):

@@ -10,8 +10,9 @@ ON_CPU = ["--device", "cpu", "--dtype", "float32", "--new-tokens", "12"]
 def test_generate_passes_on_the_cpu(capsys):
     assert generate_checks.main(ON_CPU) == 0
     printed = capsys.readouterr().out
-    # Two batches, two kinds of text: four drafters and none; greedy text of transformers; 12 other calls.
-    assert steps.read_checks(printed) == "34 cases"
+    # Two batches, two kinds of text: four drafters and none; greedy text of transformers; 14 other calls.
+    assert steps.read_checks(printed) == "36 cases"
+    assert "NONE (one GPU) generate second device, head, a tree, float32\n" in printed
     assert list(generate_cases.verdicts(printed)) == list(generate_cases.case_names(["float32"]))
 
 
@@ -49,14 +50,20 @@ def test_an_exception_is_a_verdict():
 
 def test_verdicts_are_a_table():
     names = list(generate_cases.case_names())
-    lines = [f"PASS {name}" for name in names[1:-1]]
+    (second,) = (name for name in names if "second device" in name)
+    lines = [f"PASS {name}" for name in names[1:-1] if name != second]
+    lines += [f"NONE (one GPU) {second}"]
     lines += [f"FAIL (row 0 has (other) tokens) {names[0]}", "PASS once tree_mask small, 64 nodes"]
     table = generate_cases.verdict_table(generate_cases.verdicts("\n".join(lines))).splitlines()
     assert table[0] == "| generate | float32 | bfloat16 | float16 |"
     assert table[2] == "| no drafter, as on the CPU, greedy, 1 row | FAIL |  |  |"
     assert "| head, a tree, greedy, 1 row | pass | pass | pass |" in table
     assert "| draft model, sampled, ragged | pass | pass | did not run |" in table
-    assert table[-1] == f"- {names[0]}: FAIL (row 0 has (other) tokens)"
+    assert "| second device, head, a tree | none |  |  |" in table
+    assert table[-2:] == [
+        f"- {names[0]}: FAIL (row 0 has (other) tokens)",
+        f"- {second}: none (one GPU)",
+    ]
 
 
 @pytest.mark.parametrize(

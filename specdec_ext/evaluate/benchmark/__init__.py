@@ -40,6 +40,7 @@ __all__ = [
     "HF",
     "HF_ASSISTED",
     "HF_LOOKUP",
+    "HF_STATIC",
     "LOOKUP_TOKENS",
     "PLAIN",
     "Contestant",
@@ -66,6 +67,7 @@ __all__ = [
 ]
 
 HF, HF_LOOKUP, HF_ASSISTED = "HF generate", "HF prompt lookup", "HF assisted"
+HF_STATIC = "HF static cache"  # on a GPU, transformers compiles the model for it
 PLAIN = "specdec none"
 
 
