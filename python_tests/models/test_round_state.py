@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.checks.lossless import NEW_TOKENS, generate, plain_text
+from helpers.checks.lossless import counters, generate, late_ends, plain_text
 from helpers.drafters.every_drafter import DRAFTERS
 from helpers.models.tiny import tiny_model
 from helpers.texts.stopping_cases import endless
@@ -66,13 +66,6 @@ def checked_layout(monkeypatch):
     return passes
 
 
-def late_ends(batch, decoding):
-    """The two tokens that appear last in the text of any row, as end-of-sequence ids."""
-    new = plain_text(batch, decoding)[:, -NEW_TOKENS:]
-    first = {token: (new == token).int().argmax(dim=1).max() for token in new.unique().tolist()}
-    return dict(eos_token_id=sorted(first, key=first.get)[-2:], pad_token_id=0)
-
-
 class Spy(Drafter):
     """Compares the state on the device with the text on the host before every proposal."""
 
@@ -122,11 +115,6 @@ def test_state_equals_what_the_host_knows(batch, decoding, states, compacted, ch
     assert len(compacted) <= (batch != "one")
 
 
-def statistics(output):
-    stats = output.speculation_stats
-    return {name: value for name, value in vars(stats).items() if name not in ("seconds", "report")}
-
-
 @pytest.mark.parametrize("decoding", ["greedy", "sampled"])
 @pytest.mark.parametrize("batch", ["one", "five-ragged"])
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -139,7 +127,7 @@ def test_text_and_statistics_are_those_of_the_host(name, batch, decoding, states
             for graphs in (True, False)
         )
         assert torch.equal(ours.sequences, theirs.sequences)
-        assert statistics(ours) == statistics(theirs)
+        assert counters(ours) == counters(theirs)
     assert len(states) == 2 and all(state.rounds for state in states)
 
 
@@ -182,7 +170,7 @@ def test_features_of_a_wide_tree_are_not_gathered(states, monkeypatch):
         for graphs in (True, False)
     )
     assert states[0].new_features is None and states[0].rounds
-    assert statistics(ours) == statistics(theirs)
+    assert counters(ours) == counters(theirs)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "recursive"])
@@ -288,7 +276,7 @@ def test_copies_and_drafts_of_two_drafters_share_a_state(states):
         for graphs in (True, False)
     )
     assert torch.equal(ours.sequences, theirs.sequences)
-    assert statistics(ours) == statistics(theirs)
+    assert counters(ours) == counters(theirs)
 
 
 def test_ring_keeps_the_latest_entries(states):

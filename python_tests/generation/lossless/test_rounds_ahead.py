@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.checks.lossless import NEW_TOKENS, generate, plain_text
+from helpers.checks.lossless import NEW_TOKENS, counters, generate, late_ends, plain_text
 from helpers.drafters.every_drafter import DRAFTERS
 from helpers.drafters.head_cases import head_of
 from helpers.models.tiny import BATCHES, prompts, tiny_model
@@ -60,18 +60,6 @@ def events(monkeypatch):
     return log
 
 
-def ends(batch, decoding="greedy"):
-    """End-of-sequence ids with which the rows end at different rounds."""
-    new = plain_text(batch, decoding)[:, -NEW_TOKENS:]
-    first = {token: (new == token).int().argmax(dim=1).max() for token in new.unique().tolist()}
-    return dict(eos_token_id=sorted(first, key=first.get)[-3:-1], pad_token_id=0)
-
-
-def counters(output):
-    stats = output.speculation_stats
-    return {name: value for name, value in vars(stats).items() if name not in ("seconds", "report")}
-
-
 @every_batch
 @every_drafter
 def test_round_starts_before_the_last_one_is_read(name, batch, events):
@@ -92,7 +80,7 @@ def test_round_starts_before_the_last_one_is_read(name, batch, events):
 @every_drafter
 def test_text_statistics_and_cache_are_those_of_rounds_in_turn(name, batch, decoding, events):
     """Rows end at the maximum length, and by an end-of-sequence id while the next round has been started."""
-    for kwargs in ({}, ends(batch, decoding)):
+    for kwargs in ({}, late_ends(batch, decoding)):
         events.clear()
         ours, theirs = (
             generate(AHEAD[name](), batch, decoding, graphs=graphs, speculation="fixed", **kwargs)

@@ -50,6 +50,19 @@ def plain_text(batch: str, decoding: str) -> torch.Tensor:
     return generate(None, batch, decoding).sequences
 
 
+def late_ends(batch: str, decoding: str) -> dict[str, Any]:
+    """Keywords that end rows at different rounds: end-of-sequence ids that appear late in the plain text."""
+    new = plain_text(batch, decoding)[:, -NEW_TOKENS:]
+    first = {token: (new == token).int().argmax(dim=1).max() for token in new.unique().tolist()}
+    return dict(eos_token_id=sorted(first, key=lambda token: first[token])[-3:], pad_token_id=0)
+
+
+def counters(output: Any) -> dict[str, Any]:
+    """The statistics of an output that do not depend on time."""
+    stats = output.speculation_stats
+    return {name: value for name, value in vars(stats).items() if name not in ("seconds", "report")}
+
+
 def check_same_text(drafter: Drafter, batch: str, decoding: str) -> SpeculationStats:
     """Check the text, with drafts in every step and by default; returns the counters of the former."""
     output, by_default = (
