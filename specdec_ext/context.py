@@ -68,9 +68,8 @@ class Context:
         self._prompt_texts: list[list[int]] | None = None
         self._last_tokens: tuple[list[int], Staged] | None = None  # the latest ones staged
         self._pad = pad_token_id
-        self._sequences = input_ids
-        self._written = [0] * len(input_ids)  # tokens of each row that are in _sequences or staged
-        self._new_text: list[Staged] = []  # rows, columns and tokens that _sequences lacks
+        self._sequences = Sequences(input_ids, self.staging, pad_token_id, max_length)
+        self._on_host: Sequences | None = None  # the same on the CPU
 
     @property
     def prompt_columns(self) -> int:
@@ -161,25 +160,61 @@ class Context:
 
     def stage_text(self) -> None:
         """Begin a round whose processors read the text: stage the tokens that :meth:`sequences` lacks."""
-        new = [
-            (row, self.prompt_columns + column, tokens[column])
-            for row, tokens in enumerate(self.generated)
-            for column in range(self._written[row], len(tokens))
-        ]
-        if new:
-            self._new_text.append(self.staging.stage([*zip(*new, strict=True)]))
-            self._written = [len(tokens) for tokens in self.generated]
+        self._sequences.stage(self.generated)
 
     def sequences(self, width: int | None = None) -> Tensor:
         """``[batch, columns]`` ids up to the longest row (or ``width`` columns); shorter rows are padded."""
-        longest = self.prompt_columns + max(map(len, self.generated), default=0)
-        if longest > self._sequences.shape[1]:
-            room = min(max(self.max_length, longest), longest + 256) - self._sequences.shape[1]
-            padding = self.input_ids.new_full((len(self.input_ids), room), self._pad)
-            self._sequences = torch.cat([self._sequences, padding], dim=1)
-        self.stage_text()
-        for staged in self._new_text:
+        return self._sequences.of(self.generated, width)
+
+    def sequences_on_host(self) -> Tensor:
+        """:meth:`sequences` on the CPU, without a wait for the device."""
+        if not self.staging.waits:
+            return self.sequences()
+        if self._on_host is None:
+            host = torch.device("cpu")
+            ids = self.input_ids.to(host)
+            self._on_host = Sequences(ids, Staging(host), self._pad, self.max_length)
+        return self._on_host.of(self.generated)
+
+
+class Sequences:
+    """The columns of ``sequences`` on one device, which are written as the text grows.
+
+    Args:
+        prompt: ``[batch, columns]``, on the device.
+        staging: copies integers to the device.
+        pad: the token of columns without text.
+        max_length: number of columns at which every row ends.
+    """
+
+    def __init__(self, prompt: Tensor, staging: Staging, pad: int, max_length: int):
+        self._prompt_columns = prompt.shape[1]
+        self._staging, self._pad, self._max_length = staging, pad, max_length
+        self._ids = prompt
+        self._written = [0] * len(prompt)  # tokens of each row that are in _ids or staged
+        self._new: list[Staged] = []  # rows, columns and tokens that _ids lacks
+
+    def stage(self, generated: Sequence[Sequence[int]]) -> None:
+        """Stage the tokens of the rows that are new."""
+        new = [
+            (row, self._prompt_columns + column, tokens[column])
+            for row, tokens in enumerate(generated)
+            for column in range(self._written[row], len(tokens))
+        ]
+        if new:
+            self._new.append(self._staging.stage([*zip(*new, strict=True)]))
+            self._written = [len(tokens) for tokens in generated]
+
+    def of(self, generated: Sequence[Sequence[int]], width: int | None = None) -> Tensor:
+        """``[batch, columns]`` with these generated tokens, up to the longest row or ``width`` columns."""
+        longest = self._prompt_columns + max(map(len, generated), default=0)
+        if longest > self._ids.shape[1]:
+            room = min(max(self._max_length, longest), longest + 256) - self._ids.shape[1]
+            padding = self._ids.new_full((len(self._ids), room), self._pad)
+            self._ids = torch.cat([self._ids, padding], dim=1)
+        self.stage(generated)
+        for staged in self._new:
             rows, columns, tokens = staged.tensor
-            self._sequences[rows, columns] = tokens
-        self._new_text.clear()
-        return self._sequences[:, : longest if width is None else width]
+            self._ids[rows, columns] = tokens
+        self._new.clear()
+        return self._ids[:, : longest if width is None else width]

@@ -3,7 +3,8 @@
 A round that ops have committed on the device need not be read at once: if the next round can be drafted from
 what is on the device, the loop starts it first, so the device never waits for the host. The host is then one
 round *behind*, and the device one round *ahead*. The text is the same. A row that has ended emits nothing in
-the round ahead, and is removed from the batch when that round has been read.
+the round ahead, or, if the device did not know the end, what it emits is dropped. The row is removed from
+the batch when that round has been read.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class DecodingLoop:
             self._num_logits = output.logits.shape[-1]
             self.recorder.prompt(output)
             self._verify(Round(tree, output), is_latest=True)
-        if self.sampler.decides(self.stop) and self.recorder.record_scores is None:
+        decides = self.sampler.decides(self.stop, len(context.rows))
+        if decides and self.recorder.record_scores is None:
             self._commits_on_device = target.begin_rounds(
                 context.sequences(),
                 [context.columns(row) for row in context.rows],
@@ -267,7 +269,9 @@ class DecodingLoop:
         before = [len(context.generated[row]) for row in rows]
         block_start = self.target.start
         if current.committed is not None:
-            accepted = self.sampler.read(current.committed, context, is_latest)
+            accepted = self.sampler.read(
+                current.committed, context, self.stop, self._going(), is_latest
+            )
         else:
             accepted = self.sampler.verify(
                 current.tree,

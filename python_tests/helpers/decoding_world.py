@@ -121,7 +121,7 @@ class WorldSampler:
     def __init__(self, texts, lengths):
         self._texts, self._lengths = texts, lengths
 
-    def decides(self, stop):
+    def decides(self, stop, rows):
         return False
 
     def check(self, tree, source):

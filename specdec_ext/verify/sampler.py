@@ -16,7 +16,7 @@ in the greedy limit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,7 +32,7 @@ from specdec_ext.transfer import Staged, Staging
 from specdec_ext.tree.draft_tree import ROOT_PARENT, DraftTree
 from specdec_ext.verify.processors import Processors
 from specdec_ext.verify.stopping import StopRule
-from specdec_ext.verify.walks import FinishedWalk, StepwiseWalk, Walk
+from specdec_ext.verify.walks import CommittedWalk, FinishedWalk, StepwiseWalk, Walk
 
 # The rules other than "match", for drafts that were sampled from known probabilities.
 RULES: dict[str, Callable[..., ops.MatchResult]] = {
@@ -130,9 +130,14 @@ class Sampler:
         """Whether trees must contain the probabilities that their tokens were sampled from."""
         return self._verification != "match"
 
-    def decides(self, stop: StopRule) -> bool:
-        """Whether ops alone decide what is emitted, without processors that read the text or criteria."""
-        return not self._processors.reads_text and stop.is_known
+    def decides(self, stop: StopRule, rows: int) -> bool:
+        """Whether ops alone decide which tokens are emitted to ``rows`` rows, except that criteria cut them.
+
+        A row that the host cuts must end there. Rows that wait for each other, or that go on after their end,
+        can't be committed on the device before the host has called the criteria.
+        """
+        waits = stop.needs_lockstep or not stop.pads
+        return not self._processors.reads_text and (stop.is_known or rows == 1 or not waits)
 
     def check(self, tree: DraftTree, source: str) -> None:
         """Raise ValueError if the rule can't verify this tree.
@@ -240,8 +245,12 @@ class Sampler:
         tree: DraftTree,
         positions: Sequence[int],
         rows: list[int],
+        going: Collection[int] | None = None,
     ) -> None:
         """Check the result of a verification.
+
+        Args:
+            going: the rows that had not ended; None for all.
 
         Raises:
             SpoiltLogits: if a visited node has invalid logits, and drafts may be the reason.
@@ -250,7 +259,14 @@ class Sampler:
         if any(on_host.status):
             if tree.num_nodes > 1:
                 raise SpoiltLogits
-            i, problem = next((i, each) for i, each in enumerate(on_host.status) if each)
+            problems = [
+                (i, each)
+                for i, each in enumerate(on_host.status)
+                if each and (going is None or rows[i] in going)
+            ]
+            if not problems:
+                return
+            i, problem = problems[0]
             # num_accepted counts the nodes below the root before the invalid one (-1 if that is the root).
             # The message names the position of the token that could not be drawn.
             position = positions[i] + on_host.num_accepted[i] + 2
@@ -351,7 +367,9 @@ class Sampler:
         )
         if isinstance(walk, FinishedWalk) and stop.is_known and record is None and not lockstep:
             return self._emit(walk, context, stop)
-        return self._follow(walk, scores, context, stop, lockstep, record)
+        alive = list(range(len(rows)))
+        emitted = self._follow(walk, alive, context, stop, lockstep, scores, record)
+        return self._accepted(walk, *emitted)
 
     def verify_on_device(
         self,
@@ -370,32 +388,58 @@ class Sampler:
         scores = self._scores(tree, logits, context)
         return self._result(scores, tree, positions, list(context.rows))
 
-    def read(self, committed: CommittedRound, context: Context, is_latest: bool) -> Accepted:
+    def read(
+        self,
+        committed: CommittedRound,
+        context: Context,
+        stop: StopRule,
+        going: Collection[int],
+        is_latest: bool,
+    ) -> Accepted:
         """Append to ``context`` what a round emitted that was committed on the device.
 
         Args:
             committed: the round.
             context: the text before this round.
+            stop: ends rows inside a block. Criteria that the device does not know are called now.
+            going: original rows that had not ended before this round. What others emitted is dropped.
             is_latest: whether no later round has been started.
 
         Raises:
             SpoiltLogits, ValueError: as :meth:`verify`.
         """
         entry, numbers, result = committed.entry, committed.numbers, committed.verdict
-        self._check_status(entry, committed.tree, context.root_positions, context.rows)
-        emitted = [tokens[:count] for tokens, count in zip(entry.tokens, entry.counts, strict=True)]
-        for row, tokens in zip(context.rows, emitted, strict=True):
-            context.extend(row, tokens)
+        self._check_status(entry, committed.tree, context.root_positions, context.rows, going)
+        alive = [i for i, row in enumerate(context.rows) if row in going and entry.counts[i]]
+        if stop.is_known:
+            pairs = [*zip(entry.counts, entry.num_accepted, strict=True)]
+            emitted = [
+                tokens[:count] for tokens, count in zip(entry.tokens, entry.counts, strict=True)
+            ]
+            drafted, ended = [max(0, min(pair)) for pair in pairs], entry.ended
+            for row, tokens in zip(context.rows, emitted, strict=True):
+                context.extend(row, tokens)
+        else:
+            emitted, drafted, ended = self._follow(CommittedWalk(entry), alive, context, stop)
+        counts = [len(tokens) for tokens in emitted]
+        known_to_device = stop.is_known or (
+            counts == entry.counts and all(row in going for row in context.rows)
+        )
         if is_latest:  # the next round finds its roots and their positions on the device
-            context.stage(numbers.roots)
+            on_device = numbers if known_to_device else None
+            context.stage(on_device and on_device.roots)
             positions = context.root_positions
-            self._root_positions = positions, self._staging.stage(positions, numbers.root_positions)
+            self._root_positions = (
+                positions,
+                self._staging.stage(positions, on_device and on_device.root_positions),
+            )
         kept = result.num_accepted
-        if any(entry.ended):
-            on_host = [count - 1 for count in entry.counts]
-            kept = numbers.counts - 1 if is_latest else self._staging.stage(on_host).tensor
-        drafted = [max(0, min(pair)) for pair in zip(entry.counts, entry.num_accepted, strict=True)]
-        return Accepted(result.path, kept, emitted, drafted, entry.ended, entry.paths, committed)
+        if not known_to_device or any(entry.ended):
+            if is_latest and known_to_device:
+                kept = numbers.counts - 1
+            else:
+                kept = self._staging.stage([count - 1 for count in counts]).tensor
+        return Accepted(result.path, kept, emitted, drafted, ended, entry.paths, committed)
 
     def _scores(self, tree: DraftTree, logits: Tensor, context: Context) -> Tensor:
         """The processed scores of all nodes."""
@@ -429,19 +473,23 @@ class Sampler:
 
     def _follow(
         self,
-        walk: Walk,
-        scores: Tensor,
+        walk: Walk | CommittedWalk,
+        alive: list[int],
         context: Context,
         stop: StopRule,
-        lockstep: bool,
-        record: RecordScores | None,
-    ) -> Accepted:
-        """Emit one token per row and level until every row has left the tree or ended."""
+        lockstep: bool = False,
+        scores: Tensor | None = None,
+        record: RecordScores | None = None,
+    ) -> tuple[list[list[int]], list[int], list[bool]]:
+        """Emit one token per row and level until every row of ``alive`` has left the tree or ended.
+
+        Returns:
+            ``emitted``, ``drafted`` and ``ended`` of :class:`Accepted`.
+        """
         rows = context.rows
         count = len(rows)
         emitted: list[list[int]] = [[] for _ in rows]
         drafted, ended = [0] * count, [False] * count
-        alive = list(range(count))
         while alive:
             nodes = walk.nodes(alive) if record else []
             picks, descends = walk.level(alive)
@@ -454,9 +502,10 @@ class Sampler:
             columns = [context.columns(row) for row in numbers]
             recorded = None
             if record is not None:
+                assert scores is not None
                 steps = [len(context.generated[row]) - 1 for row in numbers]
                 recorded = record(numbers, steps, scores[alive, nodes])
-            over = stop.ended(numbers, picks, columns, context.sequences, recorded)
+            over = stop.ended(numbers, picks, columns, context, recorded)
             for i, descend, end in zip(alive, descends, over, strict=True):
                 ended[i] = end
                 if descend and not end:
@@ -464,7 +513,7 @@ class Sampler:
             # Plain decoding calls processors and criteria that keep state once per position for the whole
             # batch. So when one row has to wait for the next target pass, all rows wait.
             alive = [] if lockstep and len(going) < count else going
-        return self._accepted(walk, emitted, drafted, ended)
+        return emitted, drafted, ended
 
     def _accepted(
         self, walk: Walk, emitted: list[list[int]], drafted: list[int], ended: list[bool]

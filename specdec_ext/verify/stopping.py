@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from specdec_ext.context import Context
 from specdec_ext.keyword_table import Reads
 from specdec_ext.keywords import reads_of
 
@@ -16,7 +17,8 @@ class StopRule:
     """The stopping criteria of a call.
 
     End-of-sequence ids and the maximum length are compared as integers. Other criteria are called as plain
-    decoding calls them: once per emitted position, in order, with ``[batch, columns]`` ids.
+    decoding calls them: once per emitted position, in order, with ``[batch, columns]`` ids. Those of
+    transformers that read only the text get it on the CPU, so that they do not wait for the device.
 
     Attributes:
         max_length: number of columns of ``sequences`` at which every row ends.
@@ -68,7 +70,7 @@ class StopRule:
         rows: Sequence[int],
         tokens: Sequence[int],
         columns: Sequence[int],
-        sequences: Callable[[], Tensor],
+        context: Context,
         scores: tuple[Tensor, ...] | None,
     ) -> list[bool]:
         """Return whether each row ends with the token that it just emitted.
@@ -77,7 +79,7 @@ class StopRule:
             rows: original row numbers.
             tokens: the token that each row emitted.
             columns: each row's length in columns, that token included.
-            sequences: returns ``[batch, at least max(columns)]`` ids; called only if a criterion needs them.
+            context: the text, these tokens included.
             scores: the processed scores so far, or None if they are not recorded.
         """
         ended = [
@@ -85,7 +87,7 @@ class StopRule:
             for token, length in zip(tokens, columns, strict=True)
         ]
         if self._others:
-            ids = sequences()
+            ids = context.sequences() if self.needs_lockstep else context.sequences_on_host()
             for length in sorted(set(columns)):
                 verdict = self._others(ids[:, :length], scores).tolist()
                 for i, row in enumerate(rows):

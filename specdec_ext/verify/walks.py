@@ -1,7 +1,8 @@
 """The walk of a verification over its tree, level by level: which token each row emits at each level.
 
 The walks follow decisions that are made elsewhere: a :class:`FinishedWalk` reads the result of an op
-``verify_*``, a :class:`StepwiseWalk` draws each token through the sampler.
+``verify_*``, a :class:`CommittedWalk` that of a round which was committed on the device, and a
+:class:`StepwiseWalk` draws each token through the sampler.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec_ext.context import Context
-from specdec_ext.ops import HostMatchResult, MatchResult
+from specdec_ext.ops import HostMatchResult, MatchResult, RoundEntry
 from specdec_ext.tree.draft_tree import DraftTree
 from specdec_ext.verify.processors import Processors
 
@@ -110,6 +111,22 @@ class StepwiseWalk:
         width, device = len(self._tokens[0]), self._scores.device
         paths = [path + [-1] * (width - len(path)) for path in self._paths]
         return torch.tensor(paths, device=device), torch.tensor(counts, device=device), paths
+
+
+class CommittedWalk:
+    """A walk whose tokens were emitted on the device, up to the ends that the device knows."""
+
+    def __init__(self, entry: RoundEntry):
+        self._entry = entry
+        self._depth = 0
+
+    def nodes(self, alive: list[int]) -> list[int]:
+        return [self._entry.paths[i][self._depth] for i in alive]
+
+    def level(self, alive: list[int]) -> tuple[list[int], list[bool]]:
+        picks = [self._entry.tokens[i][self._depth] for i in alive]
+        self._depth += 1
+        return picks, [self._depth <= self._entry.num_accepted[i] for i in alive]
 
 
 Walk = FinishedWalk | StepwiseWalk

@@ -7,8 +7,16 @@ import torch
 from helpers.checks.lossless import NEW_TOKENS, counters, generate, late_ends, plain_text
 from helpers.drafters.every_drafter import DRAFTERS
 from helpers.drafters.head_cases import head_of
-from helpers.models.tiny import BATCHES, prompts, tiny_model
-from transformers import GPT2Config, GPT2LMHeadModel
+from helpers.models.tiny import (
+    BATCHES,
+    VOCAB,
+    ScriptedDrafter,
+    oracle_chain,
+    prompts,
+    tiny_model,
+)
+from helpers.texts.stopping_cases import letters_tokenizer, text_of
+from transformers import GPT2Config, GPT2LMHeadModel, StoppingCriteria
 
 import specdec_ext
 from specdec_ext import CombinedDrafter, HeadDrafter, NgramDrafter, TreeConfig
@@ -60,15 +68,21 @@ def events(monkeypatch):
     return log
 
 
+def started_ahead(events):
+    """The numbers of the rounds after which the next one was started before they were read."""
+    place = {event: i for i, event in enumerate(events)}
+    reads = [number for kind, number in events if kind == "read"]
+    return [n for n in reads if place.get(("start", n + 1), len(events)) < place["read", n]]
+
+
 @every_batch
 @every_drafter
 def test_round_starts_before_the_last_one_is_read(name, batch, events):
     generate(AHEAD[name](), batch, "greedy", graphs=True, speculation="fixed")
     reads = [number for kind, number in events if kind == "read"]
     assert reads == list(range(1, len(reads) + 1))
+    assert len(started_ahead(events)) > 3
     place = {event: i for i, event in enumerate(events)}
-    ahead = [n for n in reads if place.get(("start", n + 1), len(events)) < place["read", n]]
-    assert len(ahead) > 3
     # No round is started twice ahead, and at most one in vain.
     for number in reads:
         assert place.get(("start", number + 2), len(events)) > place["read", number]
@@ -89,10 +103,135 @@ def test_text_statistics_and_cache_are_those_of_rounds_in_turn(name, batch, deco
         assert events
         assert torch.equal(ours.sequences, theirs.sequences)
         assert counters(ours) == counters(theirs)
-        pairs = zip(ours.past_key_values.layers, theirs.past_key_values.layers, strict=True)
-        for mine, other in pairs:
-            torch.testing.assert_close(mine.keys, other.keys, rtol=0, atol=1e-5)
-            torch.testing.assert_close(mine.values, other.values, rtol=0, atol=1e-5)
+        check_same_cache(ours, theirs)
+
+
+def check_same_cache(ours, theirs):
+    pairs = zip(ours.past_key_values.layers, theirs.past_key_values.layers, strict=True)
+    for mine, other in pairs:
+        torch.testing.assert_close(mine.keys, other.keys, rtol=0, atol=1e-5)
+        torch.testing.assert_close(mine.values, other.values, rtol=0, atol=1e-5)
+
+
+def stops(batch, decoding):
+    """Stop strings that end every second row, each at another round; the others end at the maximum length."""
+    new = plain_text(batch, decoding)[:, -NEW_TOKENS:]
+    unused = next(token for token in range(VOCAB) if token not in new)
+    strings = [text_of(row[12 + 4 * i : 14 + 4 * i].tolist())[1:] for i, row in enumerate(new[::2])]
+    return dict(
+        stop_strings=strings,
+        tokenizer=letters_tokenizer(),
+        eos_token_id=unused,
+        pad_token_id=unused,
+    )
+
+
+@pytest.mark.parametrize("decoding", ["greedy", "sampled"])
+@every_batch
+@every_drafter
+def test_stop_strings_end_rows_one_round_late(name, batch, decoding, events):
+    generate(AHEAD[name](), batch, decoding, graphs=True, speculation="fixed")  # records passes
+    events.clear()
+    kwargs = dict(speculation="fixed", **stops(batch, decoding))
+    ours, theirs = (
+        generate(AHEAD[name](), batch, decoding, graphs=graphs, **kwargs)
+        for graphs in (True, False)
+    )
+    assert started_ahead(events)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert ours.speculation_stats.emitted_tokens < len(ours.sequences) * (NEW_TOKENS - 1)
+    assert counters(ours) == counters(theirs)
+    check_same_cache(ours, theirs)
+
+
+class Records(StoppingCriteria):
+    """Keeps what it was given, and ends the text at its call number ``limit``."""
+
+    def __init__(self, limit):
+        self.limit, self.texts = limit, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.texts.append((input_ids.tolist(), scores))
+        return torch.full((len(input_ids),), len(self.texts) >= self.limit)
+
+
+@pytest.mark.parametrize("eos", [None, 0])
+@every_drafter
+def test_criterion_with_memory_has_the_calls_of_plain_decoding(name, eos, events):
+    """For one row; rows of a batch must wait for each other, so there the host decides."""
+    seen = {}
+    for graphs in (True, False):
+        seen[graphs] = Records(limit=11)
+        kwargs = dict(stopping_criteria=[seen[graphs]], eos_token_id=eos, pad_token_id=0)
+        generate(AHEAD[name](), "one", "greedy", graphs=graphs, speculation="fixed", **kwargs)
+    assert seen[True].texts == seen[False].texts
+    assert len(seen[True].texts) == 11
+    assert started_ahead(events)
+    events.clear()
+    kwargs |= dict(stopping_criteria=[Records(limit=11)])
+    generate(AHEAD[name](), "five-ragged", "greedy", graphs=True, speculation="fixed", **kwargs)
+    assert not events
+
+
+def test_rows_go_on_after_their_end_without_an_end_of_sequence_id(events):
+    """As in transformers, until the last row ends; so the host decides where a row ends."""
+    kwargs = dict(stops("five-ragged", "greedy"), eos_token_id=None, speculation="fixed")
+    ours, theirs = (
+        generate(AHEAD["ngram"](), "five-ragged", "greedy", graphs=graphs, **kwargs)
+        for graphs in (True, False)
+    )
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert not events
+
+
+class Oracle(ScriptedDrafter):
+    """Is told what was emitted, on the host and on the device alike."""
+
+    def __init__(self, answers):
+        super().__init__(answers, oracle_chain)
+
+    def commit(self, context, accepted, output):
+        kept = [len(tokens) - 1 for tokens in accepted.emitted]
+        assert accepted.num_accepted.tolist() == kept
+
+
+def test_stop_strings_end_all_rows_in_one_round_after_different_tokens(events):
+    """The device knows neither the last tokens nor the lengths of these rows."""
+    answers = plain_text("five-ragged", "greedy")[:, -NEW_TOKENS:].tolist()
+    strings = [text_of(row[1 + i % 3 : 3 + i % 3])[1:] for i, row in enumerate(answers)]
+    kwargs = dict(stops("five-ragged", "greedy"), stop_strings=strings, speculation="fixed")
+    ours, theirs = (
+        generate(Oracle(answers), "five-ragged", "greedy", graphs=graphs, **kwargs)
+        for graphs in (True, False)
+    )
+    assert [kind for kind, _ in events] == ["start", "read"]
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert len((ours.sequences == kwargs["pad_token_id"]).sum(dim=1).unique()) > 1
+    check_same_cache(ours, theirs)
+
+
+@every_drafter
+def test_row_that_a_stop_string_ended_does_not_spoil_the_others(name, events, monkeypatch):
+    """The model gives NaN after the stop string, in the round that was started before the host found it."""
+    kwargs = dict(speculation="fixed", **stops("five-ragged", "greedy"))
+    expected = generate(None, "five-ragged", "greedy", **kwargs).sequences
+    lengths = BATCHES["five-ragged"]
+    new = expected[:, max(lengths) :] != kwargs["pad_token_id"]
+    ends = [prompt + int(row.sum()) for prompt, row in zip(lengths, new, strict=True)]
+    original, spoilt = Sampler.verify_on_device, []
+
+    def verify_on_device(self, tree, logits, context, root_positions=None):
+        if root_positions is not None:
+            for i, row in enumerate(context.rows):
+                if root_positions[i] >= ends[row] - 1:
+                    logits[i] = torch.nan
+                    spoilt.append(row)
+        return original(self, tree, logits, context, root_positions)
+
+    monkeypatch.setattr(Sampler, "verify_on_device", verify_on_device)
+    ours = generate(AHEAD[name](), "five-ragged", "greedy", graphs=True, **kwargs)
+    assert torch.equal(ours.sequences, expected)
+    assert spoilt
 
 
 @pytest.mark.parametrize("decoding", ["greedy", "sampled"])
@@ -102,12 +241,10 @@ def test_controller_decides_for_rounds_ahead(name, decoding, events):
         events.clear()
         output = generate(AHEAD[name](), "five-ragged", decoding, graphs=True)
         assert torch.equal(output.sequences, plain_text("five-ragged", decoding))
-    place = {event: i for i, event in enumerate(events)}
-    reads = [number for kind, number in events if kind == "read"]
-    assert any(place.get(("start", n + 1), len(events)) < place["read", n] for n in reads)
+    assert started_ahead(events)
     stats = output.speculation_stats
     if name != "none":
-        assert sum(stats.shapes.values()) == len(reads)
+        assert sum(stats.shapes.values()) == len([kind for kind, _ in events if kind == "read"])
     assert stats.emitted_tokens == 5 * (NEW_TOKENS - 1)
 
 
