@@ -1,5 +1,6 @@
 """Fixtures of all tests; the modules that tests share are in ``helpers/``."""
 
+import inspect
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -35,9 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow_emulated: slow if it is on emulated kernels")
     wanted = "not emulated" not in config.option.markexpr
     if wanted and not hasattr(config, "workerinput"):  # once, not in every xdist worker
-        selected = config.option.markexpr
-        is_fast = "not ptx" in selected or "not slow" in selected
-        emulation.build([] if is_fast else emulation.PTX)
+        emulation.build([emulation.FAST_PTX] if _is_fast(config) else emulation.PTX)
+
+
+def _is_fast(config: pytest.Config) -> bool:
+    """Whether no test of the selected ones is on a PTX device."""
+    return "not slow" in config.option.markexpr or "not ptx" in config.option.markexpr
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
@@ -49,15 +53,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
+_ran_as_ptx: set[int] = set()  # the kernels that this process has run as PTX
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call() -> Generator[None, object, object]:
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
     try:
-        return (yield)
+        result = yield
+        _run_first_launches_as_ptx(pyfuncitem)
+        return result
     except ValueError as error:
         from helpers.versions import skip_if_unknown  # needs transformers, as above
 
         skip_if_unknown(error)
         raise
+
+
+def _run_first_launches_as_ptx(test: pytest.Function) -> None:
+    """If a fast test on emulated kernels is the first to launch one of them, run it on PTX as well."""
+    parameters = getattr(test, "callspec", None)
+    if parameters is None or parameters.params.get("device") != "emulated":
+        return
+    if not _is_fast(test.config) or not emulation.has_ptx():
+        return
+    launched = emulation.take_launched()
+    if launched <= _ran_as_ptx:
+        return
+    test.add_report_section(
+        "call", "device", f"passed on emulated, then ran on {emulation.FAST_PTX}"
+    )
+    _library.native = emulation.OPS[emulation.FAST_PTX]  # the fixture ``device`` undoes this
+    test.obj(**{name: test.funcargs[name] for name in inspect.signature(test.obj).parameters})
+    _ran_as_ptx.update(launched, emulation.take_launched())
 
 
 class SimulatedTime:

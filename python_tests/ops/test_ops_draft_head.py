@@ -21,6 +21,7 @@ from helpers.drafters.head_cases import (
     golden_run,
     head_of,
 )
+from helpers.ops.emulation import DRAFT_HEAD_PARAMS
 from helpers.ops.head_op_cases import (
     EMULATED_ROUNDS,
     ROUNDS,
@@ -62,6 +63,12 @@ KERNEL_ODD_SIZES: dict[str, dict[str, Any]] = {
     # Inputs with and without norm have several slices; 9 heads share keys and values.
     "wide": dict(hidden_size=264, intermediate_size=136, num_heads=9, num_kv_heads=1, head_dim=8),
 }  # fmt: skip
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The kernel's PTX depends on the family of GPUs, unlike that of other ops."""
+    if "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", [*DRAFT_HEAD_PARAMS, *DEVICES], indirect=True)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """The CUDA kernel of ``draft_head``, emulated and on a GPU.
 
 Float32 drafts equal the specification's. The 8-bit weights here are numbers that 16 bits hold exactly, so the
-error is at most twice that of the specification, as with weights of 16 bits.
+error is like that of the specification in 16 bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from helpers.drafters.checkpoint_cases import random_head
 from helpers.drafters.head_cases import KINDS, Run, elements, head_of
 from helpers.models.tiny import prompts, tiny_model
-from helpers.ops.emulation import PARAMS
+from helpers.ops.emulation import DRAFT_HEAD_PARAMS
 from helpers.ops.head_op_cases import (
     EMULATED_ROUNDS,
     SHAPES,
@@ -44,7 +44,9 @@ from specdec_ext.ops.quantise import quantise, weight_dtype
 from specdec_ext.tree.config import TreeConfig
 
 pytestmark = pytest.mark.parametrize(
-    "device", [*PARAMS, *(device for device in DEVICES if device == "cuda")], indirect=True
+    "device",
+    [*DRAFT_HEAD_PARAMS, *(device for device in DEVICES if device == "cuda")],
+    indirect=True,
 )
 
 
@@ -160,14 +162,13 @@ def with_exact_weights(head: DraftHead, weights: str) -> DraftHead:
     ),
     ids=str,
 )
-def test_error_with_8_bit_weights_is_at_most_twice_the_references(
-    name, weights, dtype, device, emulated
-):
+def test_error_with_8_bit_weights_is_like_the_references(name, weights, dtype, device):
+    """The errors of one head's scores depend on each other, so the sum is over several heads."""
     sizes = dict(hidden_size=272, target_hidden_size=272, vocab_size=16, draft_vocab_size=3)
     paths = [path for n in (1, 2) for path in itertools.product(range(3), repeat=n)]
     tree = TreeConfig(choices=paths)
     errors: dict[str, list[float]] = {"op": [], "reference": []}
-    for seed in range(2 if emulated else 6):
+    for seed in range(10):
         head = head_of(name, seed, dtype, own_lm_head=True, **sizes)
         head = with_exact_weights(head, weights)
         exact_head = head.to("cpu", torch.float64)
@@ -175,13 +176,14 @@ def test_error_with_8_bit_weights_is_at_most_twice_the_references(
         assert ours.packed.weights[1].dtype == weight_dtype(weights)
         reference, exact = Run.start(head, 1), Run.start(exact_head, 1)
         exact.embedding = reference.embedding.double()
-        tokens, features = elements(head, 1, 36, seed)  # more than a pass takes
+        more_than_a_pass_takes = 36
+        tokens, features = elements(head, 1, more_than_a_pass_takes if seed == 0 else 3, seed)
         expected = path_scores(exact.draft(tree, tokens, features.double()))
         for key, run in (("op", ours), ("reference", reference)):
             scores = path_scores(run.draft(tree, tokens, features))
             assert scores.keys() == expected.keys()
             errors[key] += [abs(scores[path] - expected[path]) for path in expected]
-    assert sum(errors["op"]) <= 2 * sum(errors["reference"])
+    assert sum(errors["op"]) <= 1.5 * sum(errors["reference"])
 
 
 def any_head(seed: int) -> DraftHead:

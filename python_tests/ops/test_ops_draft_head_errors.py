@@ -89,7 +89,7 @@ LIMITS: dict[str, tuple[dict[str, Any], torch.dtype, dict[str, Any], str]] = {
 KERNELS = pytest.mark.parametrize(
     "device",
     [
-        *emulation.PARAMS,
+        *emulation.DRAFT_HEAD_PARAMS,
         *(device for device in DEVICES if device == "cuda"),
     ],
     indirect=True,

@@ -50,6 +50,7 @@ std::vector<std::byte> lay_out(const ptx::Entry& entry, std::span<const Argument
 }  // namespace
 
 void substitute(const void* kernel, std::span<const Argument> arguments, Launch& launch) {
+  launched.insert(kernel);
   if (substitutes.empty()) return;
   const auto found = std::find_if(substitutes.begin(), substitutes.end(),
                                   [&](const Substitute& each) { return each.kernel == kernel; });
@@ -87,6 +88,15 @@ SPECDEC_EXPORT void specdec_set_substitutes(const specdec::emulation::Substitute
 }
 SPECDEC_EXPORT void specdec_set_approximation_error(int units) {
   specdec::emulation::approximation_error = units;
+}
+// Writes the kernels that were launched since the last call to `kernels`, at most `capacity` of them, and
+// returns their number.
+SPECDEC_EXPORT size_t specdec_take_launched(const void** kernels, size_t capacity) {
+  std::set<const void*>& launched = specdec::emulation::launched;
+  const size_t count = launched.size();
+  std::copy_n(launched.begin(), std::min(count, capacity), kernels);
+  launched.clear();
+  return count;
 }
 // Launches an entry; returns the error message, or null. The message lives until the next call.
 SPECDEC_EXPORT const char* specdec_launch_entry(const specdec::ptx::Entry* entry, unsigned grid_x,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <set>
 #include <span>
 
 #include "testing/emulation/ptx/thread.h"
@@ -18,6 +19,9 @@ struct Substitute {
 // While this is not empty, every launched kernel must have an entry.
 inline std::span<const Substitute> substitutes;
 
+// The kernels that were launched since a test emptied this set.
+inline std::set<const void*> launched;
+
 // Moves the results of ex2.approx and lg2.approx by up to this many units in the last place: the
 // instructions have an error, which differs from that of the host's functions.
 inline int approximation_error = 0;
@@ -28,7 +32,7 @@ struct Argument {
   size_t bytes, alignment;
 };
 
-// Replaces the kernel of `launch` if there are substitutes. Throws EmulationError if the kernel has
+// Notes the kernel of `launch`, and replaces it if there are substitutes. Throws EmulationError if the kernel has
 // none, or if the two compilers lay out its parameters differently.
 void substitute(const void* kernel, std::span<const Argument> arguments, Launch& launch);
 
