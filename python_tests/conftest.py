@@ -14,7 +14,7 @@ torch.set_num_threads(1)  # two pytest workers share two cores
 from helpers.ops import emulation  # noqa: E402
 from helpers.ops.op_cases import DEVICES  # noqa: E402
 
-from specdec_ext.ops import _library, packed_head  # noqa: E402
+from specdec_ext.ops import _library  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -127,13 +127,7 @@ def simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=[*emulation.PARAMS, *DEVICES])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The device of the ops under test; the emulated kernels take CPU tensors."""
-    if request.param not in emulation.OPS:
-        return request.param
-    if request.param in emulation.PTX and not emulation.has_ptx():
-        pytest.skip(f"the device {request.param} needs nvcc, which the build has not found")
-    monkeypatch.setattr(_library, "native", emulation.OPS[request.param])
-    monkeypatch.setattr(packed_head, "reads_panels", lambda _: False)
-    return "cpu"
+    return emulation.use(request.param, monkeypatch)
 
 
 @pytest.fixture

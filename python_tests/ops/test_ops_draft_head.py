@@ -21,7 +21,7 @@ from helpers.drafters.head_cases import (
     golden_run,
     head_of,
 )
-from helpers.ops.emulation import DRAFT_HEAD_PARAMS
+from helpers.ops import emulation
 from helpers.ops.head_op_cases import (
     EMULATED_ROUNDS,
     ROUNDS,
@@ -65,10 +65,10 @@ KERNEL_ODD_SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The kernel's PTX depends on the family of GPUs, unlike that of other ops."""
-    if "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", [*DRAFT_HEAD_PARAMS, *DEVICES], indirect=True)
+@pytest.fixture(params=[*emulation.DRAFT_HEAD_PARAMS, *DEVICES])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Unlike that of other ops, the kernel's PTX depends on the family of GPUs."""
+    return emulation.use(request.param, monkeypatch)
 
 
 @pytest.fixture

@@ -27,6 +27,8 @@ import torch
 from helpers.places import ROOT
 from torch import Tensor
 
+from specdec_ext.ops import _library, packed_head
+
 THREAD_ORDERS = ("forward", "backward", "shuffled")
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
 TARGET = "emulated-sanitized" if SANITIZED else "emulated"
@@ -222,3 +224,14 @@ def _bits_equal(ours: Tensor, theirs: Tensor) -> bool:
 
 
 OPS = {"emulated": EmulatedOps()} | {name: EmulatedOps(BUILD / f"lib{name}.so") for name in PTX}
+
+
+def use(device: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Make the ops run on a device of the tests; returns the device of their tensors."""
+    if device not in OPS:
+        return device
+    if device in PTX and not has_ptx():
+        pytest.skip(f"the device {device} needs nvcc, which the build has not found")
+    monkeypatch.setattr(_library, "native", OPS[device])
+    monkeypatch.setattr(packed_head, "reads_panels", lambda _: False)
+    return "cpu"
