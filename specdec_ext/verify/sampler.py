@@ -410,18 +410,17 @@ class Sampler:
         """
         entry, numbers, result = committed.entry, committed.numbers, committed.verdict
         self._check_status(entry, committed.tree, context.root_positions, context.rows, going)
-        alive = [i for i, row in enumerate(context.rows) if row in going and entry.counts[i]]
         if stop.is_known:
-            pairs = [*zip(entry.counts, entry.num_accepted, strict=True)]
-            emitted = [
-                tokens[:count] for tokens, count in zip(entry.tokens, entry.counts, strict=True)
-            ]
+            pairs = zip(entry.counts, entry.num_accepted, strict=True)
             drafted, ended = [max(0, min(pair)) for pair in pairs], entry.ended
+            emitted = [row[:count] for row, count in zip(entry.tokens, entry.counts, strict=True)]
             for row, tokens in zip(context.rows, emitted, strict=True):
                 context.extend(row, tokens)
         else:
+            alive = [i for i, row in enumerate(context.rows) if row in going and entry.counts[i]]
             emitted, drafted, ended = self._follow(CommittedWalk(entry), alive, context, stop)
         counts = [len(tokens) for tokens in emitted]
+        # Whether the device has the last token and the length of every row.
         known_to_device = stop.is_known or (
             counts == entry.counts and all(row in going for row in context.rows)
         )
