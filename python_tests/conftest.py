@@ -58,9 +58,13 @@ _ran_as_ptx: set[int] = set()  # the kernels that this process has run as PTX
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    also_as_ptx = _may_run_as_ptx(pyfuncitem)
+    if also_as_ptx:
+        emulation.take_launched()  # those of tests before it
     try:
         result = yield
-        _run_first_launches_as_ptx(pyfuncitem)
+        if also_as_ptx and not emulation.take_launched() <= _ran_as_ptx:
+            _run_as_ptx(pyfuncitem)
         return result
     except ValueError as error:
         from helpers.versions import skip_if_unknown  # needs transformers, as above
@@ -69,22 +73,20 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
         raise
 
 
-def _run_first_launches_as_ptx(test: pytest.Function) -> None:
-    """If a fast test on emulated kernels is the first to launch one of them, run it on PTX as well."""
-    parameters = getattr(test, "callspec", None)
-    if parameters is None or parameters.params.get("device") != "emulated":
-        return
-    if not _is_fast(test.config) or not emulation.has_ptx():
-        return
-    launched = emulation.take_launched()
-    if launched <= _ran_as_ptx:
-        return
+def _may_run_as_ptx(test: pytest.Function) -> bool:
+    """Whether a test is a fast one on emulated kernels: if it launches a new kernel, it also runs as PTX."""
+    parameters = test.callspec.params if hasattr(test, "callspec") else {}
+    is_emulated = parameters.get("device") == "emulated"
+    return is_emulated and _is_fast(test.config) and emulation.has_ptx()
+
+
+def _run_as_ptx(test: pytest.Function) -> None:
     test.add_report_section(
         "call", "device", f"passed on emulated, then ran on {emulation.FAST_PTX}"
     )
     _library.native = emulation.OPS[emulation.FAST_PTX]  # the fixture ``device`` undoes this
     test.obj(**{name: test.funcargs[name] for name in inspect.signature(test.obj).parameters})
-    _ran_as_ptx.update(launched, emulation.take_launched())
+    _ran_as_ptx.update(emulation.take_launched())
 
 
 class SimulatedTime:

@@ -424,20 +424,21 @@ class Sampler:
         known_to_device = stop.is_known or (
             counts == entry.counts and all(row in going for row in context.rows)
         )
-        if is_latest:  # the next round finds its roots and their positions on the device
-            on_device = numbers if known_to_device else None
-            context.stage(on_device and on_device.roots)
-            positions = context.root_positions
-            self._root_positions = (
-                positions,
-                self._staging.stage(positions, on_device and on_device.root_positions),
+        if (
+            is_latest
+        ):  # the next round finds its roots and their positions on the device, if they are there
+            roots, root_positions = (
+                (numbers.roots, numbers.root_positions) if known_to_device else (None, None)
             )
-        kept = result.num_accepted
-        if not known_to_device or any(entry.ended):
-            if is_latest and known_to_device:
-                kept = numbers.counts - 1
-            else:
-                kept = self._staging.stage([count - 1 for count in counts]).tensor
+            context.stage(roots)
+            positions = context.root_positions
+            self._root_positions = positions, self._staging.stage(positions, root_positions)
+        if known_to_device and not any(entry.ended):
+            kept = result.num_accepted
+        elif known_to_device and is_latest:
+            kept = numbers.counts - 1
+        else:
+            kept = self._staging.stage([count - 1 for count in counts]).tensor
         return Accepted(result.path, kept, emitted, drafted, ended, entry.paths, committed)
 
     def _scores(self, tree: DraftTree, logits: Tensor, context: Context) -> Tensor:

@@ -75,6 +75,13 @@ def started_ahead(events):
     return [n for n in reads if place.get(("start", n + 1), len(events)) < place["read", n]]
 
 
+def check_same_cache(ours, theirs):
+    pairs = zip(ours.past_key_values.layers, theirs.past_key_values.layers, strict=True)
+    for mine, other in pairs:
+        torch.testing.assert_close(mine.keys, other.keys, rtol=0, atol=1e-5)
+        torch.testing.assert_close(mine.values, other.values, rtol=0, atol=1e-5)
+
+
 @every_batch
 @every_drafter
 def test_round_starts_before_the_last_one_is_read(name, batch, events):
@@ -104,13 +111,6 @@ def test_text_statistics_and_cache_are_those_of_rounds_in_turn(name, batch, deco
         assert torch.equal(ours.sequences, theirs.sequences)
         assert counters(ours) == counters(theirs)
         check_same_cache(ours, theirs)
-
-
-def check_same_cache(ours, theirs):
-    pairs = zip(ours.past_key_values.layers, theirs.past_key_values.layers, strict=True)
-    for mine, other in pairs:
-        torch.testing.assert_close(mine.keys, other.keys, rtol=0, atol=1e-5)
-        torch.testing.assert_close(mine.values, other.values, rtol=0, atol=1e-5)
 
 
 def stops(batch, decoding):

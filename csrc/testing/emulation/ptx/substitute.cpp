@@ -89,8 +89,8 @@ SPECDEC_EXPORT void specdec_set_substitutes(const specdec::emulation::Substitute
 SPECDEC_EXPORT void specdec_set_approximation_error(int units) {
   specdec::emulation::approximation_error = units;
 }
-// Writes the kernels that were launched since the last call to `kernels`, at most `capacity` of them, and
-// returns their number.
+// Writes the kernels that were launched since the last call to `kernels`, at most `capacity` of
+// them, and returns their number.
 SPECDEC_EXPORT size_t specdec_take_launched(const void** kernels, size_t capacity) {
   std::set<const void*>& launched = specdec::emulation::launched;
   const size_t count = launched.size();

@@ -32,8 +32,8 @@ struct Argument {
   size_t bytes, alignment;
 };
 
-// Notes the kernel of `launch`, and replaces it if there are substitutes. Throws EmulationError if the kernel has
-// none, or if the two compilers lay out its parameters differently.
+// Notes the kernel of `launch`, and replaces it if there are substitutes. Throws EmulationError if
+// the kernel has none, or if the two compilers lay out its parameters differently.
 void substitute(const void* kernel, std::span<const Argument> arguments, Launch& launch);
 
 // Makes `launch` run an entry with parameters that are laid out as PTX says.
