@@ -22,6 +22,7 @@ import specdec_ext
 from specdec_ext import DraftModelDrafter, compare_runs
 from specdec_ext.drafters import resolve_drafter
 from specdec_ext.errors import NotAcceleratedError
+from specdec_ext.models.tensor_parallel import agreed_clock, agreed_seed
 
 NEW_TOKENS = 14
 FEW = ("none", "oracle_tree", "noisy_chain", "ngram")
@@ -220,6 +221,16 @@ def test_modules_without_generate_are_refused():
         TypeError, match=r"model is a Linear, which has no method generate; .* model$"
     ):
         specdec_ext.generate(nn.Linear(2, 2), prompts((4,))[0])
+
+
+def test_call_does_not_walk_over_the_weights_in_a_single_process(monkeypatch):
+    """The walk takes time in each call. Only models of several processes need it."""
+    model = fresh()
+    monkeypatch.setattr(
+        type(model), "parameters", lambda *args: pytest.fail("walked over the weights")
+    )
+    assert agreed_seed(model, 3) == 3
+    assert agreed_clock(model, len) is len
 
 
 TENSOR_PARALLEL = """

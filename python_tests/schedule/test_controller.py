@@ -26,6 +26,7 @@ from specdec_ext.schedule.acceptance import Acceptance, LearntAcceptance, judged
 from specdec_ext.schedule.controller import HOPELESS, Controller
 from specdec_ext.schedule.costs import Curve, VerifyCosts
 from specdec_ext.schedule.memory import (
+    FIRST_BALANCE,
     MAX_BALANCE,
     MEMORIES,
     Ledger,
@@ -387,8 +388,8 @@ def test_drafts_of_fast_rows_do_not_pay_beside_slow_rows(slow):
     assert speed(world, drafter, policy=Policy(drafter, TreeConfig(depth=3))) < 0.9
 
 
-def test_only_plain_steps_after_plain_steps_are_a_reference():
-    """The first plain step after a wider pass takes longer than steps of plain decoding."""
+def test_first_plain_step_after_a_draft_is_no_reference():
+    """It takes longer than other plain steps."""
     last = [1]
 
     def verify_after(rows, nodes):
@@ -402,6 +403,54 @@ def test_only_plain_steps_after_plain_steps_are_a_reference():
     assert stats.shapes["plain"] > 10
     times = memory_of(world.model, drafter).verify.curve(1, 400)._times[1]
     assert list(times) == pytest.approx([3 * MS] * len(times))
+
+
+SLOWER = [1.6, 1.5, 1.3, 1.2, 1.1]  # plain steps after a wider pass, relative to others
+
+
+@pytest.mark.parametrize(
+    ("chance", "least"),
+    [pytest.param(0.35, 0.98, id="slower"), pytest.param(0.65, 1.1, id="faster")],
+)
+def test_lookups_are_compared_with_plain_steps_that_no_draft_has_slowed(chance, least):
+    """Against the slower plain steps after drafts, both kinds of lookups would pay."""
+    for seed in range(3):
+        plain_steps = [len(SLOWER)]  # since the last wider pass
+
+        def verify_after(rows, nodes, plain_steps=plain_steps):
+            since = plain_steps[0]
+            plain_steps[0] = since + 1 if nodes == 1 else 0
+            return verify(rows, nodes) * (SLOWER[since] if nodes == 1 and since < 5 else 1.0)
+
+        world = World(verify_after, seed=seed)
+        drafter = world.drafter(always(chance), lookup_cost, length=4, found=0.5)
+        calls = [world.run(drafter, 128).seconds["verify"] for _ in range(40)]
+        assert 127 * verify(1, 1) / fmean(calls[5:]) > least
+
+
+def test_rare_hits_of_probes_do_not_raise_the_balance():
+    """Every fifth draft is good. Probes lose in sum, although some of them gain."""
+    balances = []
+    for seed in range(8):
+        world = World(verify, seed=seed)
+
+        def chances(row, at, world=world):
+            return [0.9 * (world.random.random() < 0.2)] * 8
+
+        drafter = world.drafter(chances, head_cost, **CHAINS)
+        assert fmean([speed(world, drafter) for _ in range(40)][5:]) > 0.98
+        balances.append(memory_of(world.model, drafter).ledger.balance)
+    assert fmean(balances) < FIRST_BALANCE / 2
+
+
+def test_balance_recovers_soon_from_any_number_of_losses():
+    ledger = Ledger()
+    for _ in range(100):
+        ledger.add(-1.0)
+    assert not ledger.pays
+    for _ in range(5):
+        ledger.add(1.0)
+    assert ledger.pays
 
 
 def test_expensive_first_draft_is_made_only_for_long_texts():

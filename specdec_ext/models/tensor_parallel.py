@@ -33,16 +33,22 @@ def agreed_clock(model: PreTrainedModel, clock: Callable[[], float]) -> Callable
 
 def is_tensor_parallel(weight: Any) -> bool:
     """Whether this weight is distributed over several processes."""
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not _is_distributed():
         return False
     from torch.distributed.tensor import DTensor
 
     return isinstance(weight, DTensor)
 
 
+def _is_distributed() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
 def _agreement(model: PreTrainedModel) -> Callable[[Tensor], Tensor] | None:
     """Return a function that broadcasts rank 0's value to all processes of a tensor-parallel model; None for
     other models."""
+    if not _is_distributed():
+        return None  # without a look at every parameter, which takes time in each call
     parts: Any = filter(is_tensor_parallel, model.parameters())
     mesh = next((each.device_mesh for each in parts), None)
     if mesh is None:

@@ -57,10 +57,11 @@ HELD_STEPS, MAX_HELD_STEPS = 8, 32
 # drafter reads the tokens it has not seen, so it says little about the cost of drafts. The probe ends early
 # when the other steps have lost this many plain steps. After MAX_MISSES wrong drafts, a probe is one step.
 PROBE_STEPS, MAX_PROBE_LOSS = 4, 3.0
-# A plain step after a wider pass or a draft is slower, because those displace data from the processor's
-# caches. Only plain steps after a plain step are a reference. The first call with a drafter begins with this
-# many plain steps, and each later measurement of the reference takes as many.
-REFERENCE_STEPS = 2
+# So many plain steps after the prompt or a draft are slower than later ones, because those displace data from
+# the processor's caches. The first one is not a reference, because it includes the choice. The time of the
+# others is divided by their usual slowness. The first call with a drafter begins with this many plain steps,
+# and each later measurement takes as many.
+SETTLING_STEPS = 5
 # After so many steps in a row in which all of its drafts were wrong, a drafter rests until AWAKE_STEPS before
 # the next probe, in which it keeps some text to draft from.
 HOPELESS, AWAKE_STEPS = 4, 64
@@ -107,7 +108,11 @@ class Controller(Policy):
         self._resting = False  # whether the drafter rests
         self._due: dict[Source, float] = {}  # source of a due probe -> the credit that it needs
         self._probe_loss = 0.0  # seconds that a held probe has lost, its first step aside
-        self._after_plain = False  # whether the last step was plain and had the same rows
+        self._settling = SETTLING_STEPS  # slower plain steps to come
+        self._after_draft = self._after_probe = False  # whether they follow a draft, and a probe
+        self._slow: float | None = (
+            None  # seconds of each of the slower steps before these plain steps
+        )
         self._last_used = {Source.PLAIN: -self._memory.idle}  # source -> step
         self._interval = {**FIRST_INTERVAL, Source.PLAIN: self._memory.plain_interval}
         self._current: Option | None = None  # the last choice that was not a probe
@@ -181,8 +186,9 @@ class Controller(Policy):
         context.shape = None
         if not same_rows:  # earlier decisions were made for other rows
             self._skip = self._hold = 0
-            self._after_plain = False
         self._learn_skipped()
+        if not same_rows:
+            self._unsettle(after_draft=False)
         room = max(context.remaining) - 1
         if room < 1:
             return False
@@ -224,8 +230,8 @@ class Controller(Policy):
         """Choose the option for this step and some after it; None for a plain step that is not a probe."""
         self._rows = len(context.rows)
         self._look_up_costs(self._rows, context.root_positions[0] + 1)
-        if self._memory.plain_steps < REFERENCE_STEPS and self._settings.may_rest:
-            self._skip = REFERENCE_STEPS
+        if self._settings.may_rest and self._needs_plain:
+            self._skip = SETTLING_STEPS - 1
             return None
         unread = self._unread(context) if self._paused else 0
         options = self._options(context.rows, room, unread)
@@ -234,7 +240,7 @@ class Controller(Policy):
             source = probe.source
             self._interval[source] = min(2 * self._interval[source], LAST_INTERVAL[source])
             if source is Source.PLAIN:
-                self._skip = REFERENCE_STEPS
+                self._skip = SETTLING_STEPS - 1
             elif source is Source.MODEL:
                 self._hold, self._held, self._held_is_probe = PROBE_STEPS - 1, probe, True
                 self._probe_loss = 0.0
@@ -244,13 +250,22 @@ class Controller(Policy):
         self._current = best
         if best.source is Source.PLAIN:
             waits = [self._steps_until_probe(each) for each in self._sources[1:]]
-            self._skip = int(max(1, min([LAST_INTERVAL[Source.PLAIN], *waits]))) - 1
+            # The slower steps are timed apart from those after them.
+            longest = self._settling or LAST_INTERVAL[Source.PLAIN]
+            self._skip = int(max(1, min([longest, *waits]))) - 1
         else:
             same = self._held is not None and self._held.source is best.source is Source.LOOKUP
             self._held_steps = min(2 * self._held_steps, MAX_HELD_STEPS) if same else HELD_STEPS
             self._hold, self._held = self._held_steps - 1, best
         self._let_rest(best, context)
         return None if best.source is Source.PLAIN else best
+
+    @property
+    def _needs_plain(self) -> bool:
+        """Whether plain steps must be measured now: the first ones, or those after slower ones."""
+        memory = self._memory
+        compares = self._slow is not None and not memory.slownesses
+        return not memory.plain_steps or compares
 
     def _look_up_costs(self, rows: int, length: int) -> None:
         """Look up what is known about steps with this number of rows and this context length."""
@@ -502,28 +517,27 @@ class Controller(Policy):
             return
         now, rows = self._clock(), len(accepted.emitted)
         began, self._step_began = self._step_began, now
-        if not all(accepted.emitted):
-            return  # the step has cost as much as one of more rows
+        if not all(accepted.emitted):  # the step has cost as much as one of more rows
+            self._count_step(nodes)
+            return
         drafted = self._proposal is not None
         draft_ended = began if self._draft_ended is None else self._draft_ended
         verify = self._curve(context)
         self._memory.idle += 1
-        if nodes == 1 and self._after_plain:
-            self._learn_plain(verify(1), now - draft_ended)
-        if (nodes > 1 or self._after_plain) and not self._repeated:
+        if nodes > 1 and not self._repeated:
             verify.add(nodes, now - draft_ended)
-        # A lookup leaves the processor's caches as they are.
-        drafted_by_model = self._option is not None and self._option.source is Source.MODEL
-        self._after_plain = nodes == 1 and not drafted_by_model
+        # A lookup that is dropped leaves the processor's caches as they are.
+        if nodes > 1 or (self._option is not None and self._option.source is Source.MODEL):
+            self._unsettle(after_draft=True)
         if drafted:
             self._usual_draft_seconds = self._learn_draft(draft_ended - began, accepted, context)
         took, emitted = now - began, sum(map(len, accepted.emitted))
-        spent = 0.0
+        reference = verify(1)
+        spent = 0.0 if drafted else self._settle(1, took, reference)
         if self._probing:
             margin = MARGIN * drafted
             tokens = rows + (emitted - rows) * self._share
             spent = max(0.0, took - tokens / self._price / (1 + margin))
-        reference = verify(1)
         self._earn(took, reference, spent)
         if self._held_is_probe and self._hold < PROBE_STEPS - 1:
             self._probe_loss += spent
@@ -532,12 +546,12 @@ class Controller(Policy):
         worth = self._savings.plain_time(emitted, rows, reference or 0.0)
         plain = worth if drafted else took
         self._gain.add(took, plain)
-        # The loss of a probe is left out: credit has paid for it.
-        if reference and (plain > took or not self._probing):
+        # Credit has paid for what a probe of a model's drafts loses in its first step.
+        begins_probe = self._held_is_probe and self._hold == PROBE_STEPS - 1
+        if drafted and reference and (plain > took or not begins_probe):
             # Limited to twice the usual time: the step may have been interrupted, or a first call.
             usual = self._usual_draft_seconds + (verify(nodes) or 0.0)
-            saved = plain / (1 + MARGIN) if drafted else plain
-            self._memory.ledger.add((saved - min(took, 2 * usual)) / reference)
+            self._memory.ledger.add((plain / (1 + MARGIN) - min(took, 2 * usual)) / reference)
         self._count_step(nodes)
 
     def _learn_skipped(self) -> None:
@@ -548,16 +562,50 @@ class Controller(Policy):
         self._step += steps
         now = self._clock()
         took, self._step_began = now - self._step_began, now
-        self._learn_plain(self._verify(1), took / steps, steps)
-        self._verify.add(1, took / steps)
-        self._earn(took, self._verify(1))
+        self._learn_plain(took / steps, steps)
+        self._earn(took, self._verify(1), self._settle(steps, took, self._verify(1)))
         self._savings.plain_time(steps * self._rows, self._rows, self._verify(1) or 0.0, steps)
         self._gain.add(took, took)
         self._stats.count_plain(steps)
 
-    def _learn_plain(self, expected: float | None, seconds: float, steps: int = 1) -> None:
-        """Count plain steps that are a reference; if their time has changed, measure it again soon."""
-        memory = self._memory
+    def _unsettle(self, after_draft: bool) -> None:
+        """Note that the next plain steps are slower than others."""
+        self._settling, self._slow = SETTLING_STEPS, None
+        self._after_draft, self._after_probe = after_draft, after_draft and self._probing
+
+    def _settle(self, steps: int, took: float, reference: float | None) -> float:
+        """Count plain steps, of which the first may be slower; returns what slower ones cost a probe.
+
+        Args:
+            steps: their number.
+            took: seconds of all of them.
+            reference: usual seconds of a plain step.
+        """
+        slower = min(steps, self._settling)
+        self._settling -= slower
+        if not self._after_probe or not reference:
+            return 0.0
+        # Limited, because a step may have been interrupted.
+        return slower * min(max(took / steps - reference, 0.0), reference)
+
+    def _learn_plain(self, seconds: float, steps: int) -> None:
+        """Learn from plain steps that are a reference; if their time has changed, measure it again soon.
+
+        Args:
+            seconds: of each step.
+            steps: their number.
+        """
+        memory, expected = self._memory, self._verify(1)
+        if not self._settling:
+            if self._slow and seconds > 0:
+                memory.slownesses.append(self._slow / seconds)
+                self._slow = None
+        elif self._after_draft and self._settling == steps == SETTLING_STEPS - 1:
+            self._slow = seconds
+            seconds /= memory.slowness
+        elif expected is not None:  # otherwise a reference that is too slow is better than none
+            return
+        self._verify.add(1, seconds, steps)
         memory.idle = 0
         memory.plain_steps += steps
         self._last_used[Source.PLAIN] = self._step

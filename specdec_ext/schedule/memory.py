@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from statistics import median_low
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.schedule.acceptance import LearntAcceptance
-from specdec_ext.schedule.costs import DraftCosts, VerifyCosts
+from specdec_ext.schedule.costs import WINDOW, DraftCosts, VerifyCosts
 from specdec_ext.schedule.options import Source
 from specdec_ext.schedule.savings import RealisedSavings
 
@@ -23,8 +24,8 @@ FIRST_INTERVAL, LAST_INTERVAL = (
 )
 # The balance of a new ledger, in plain steps: what drafts may lose before they have gained anything.
 FIRST_BALANCE = 10.0
-# Upper limit of the balance, and of the loss that one step can add: a slow step may have been interrupted.
-MAX_BALANCE, MAX_LOSS = 30.0, 2.0
+# Limits of the balance, and of the loss that one step can add: a slow step may have been interrupted.
+LEAST_BALANCE, MAX_BALANCE, MAX_LOSS = -4.0, 30.0, 2.0
 # Smallest weight of a new observation relative to all earlier ones.
 FADING = 0.05
 # Number of drafters remembered per model, the most recently used ones. Drafters are distinguished by
@@ -76,7 +77,8 @@ class Ledger:
         Args:
             gain: plain steps saved; negative if the step took longer than its tokens are worth.
         """
-        self.balance = min(self.balance + max(gain, -MAX_LOSS), MAX_BALANCE)
+        balance = self.balance + max(gain, -MAX_LOSS)
+        self.balance = min(max(balance, LEAST_BALANCE), MAX_BALANCE)
 
     @property
     def pays(self) -> bool:
@@ -103,6 +105,7 @@ class Memory:
 
     Attributes:
         plain_steps: number of plain steps that served as a reference.
+        slownesses: latest ratios of the time of plain steps soon after a draft to that of later ones.
         idle: number of steps since the last of them.
         plain_interval: number of steps until plain steps are probed.
         credit: seconds that probes may spend; None before the first plain step was measured.
@@ -118,12 +121,18 @@ class Memory:
     ledger: Ledger = field(default_factory=Ledger)
     savings: RealisedSavings = field(default_factory=RealisedSavings)
     plain_steps: int = 0
+    slownesses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     idle: int = 0
     plain_interval: int = FIRST_INTERVAL[Source.PLAIN]
     credit: float | None = None
     misses: dict[Source, int] = field(default_factory=dict)
     unused: dict[Source, int] = field(default_factory=dict)
     sleep: Sleep = field(default_factory=Sleep)
+
+    @property
+    def slowness(self) -> float:
+        """The median of ``slownesses``; 1 before there is one."""
+        return median_low(self.slownesses) if self.slownesses else 1.0
 
 
 _memories: WeakKeyDictionary[PreTrainedModel, OrderedDict[Hashable, Memory]] = WeakKeyDictionary()
