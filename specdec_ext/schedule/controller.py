@@ -73,6 +73,9 @@ PAUSE = 8
 # better than plain steps. A step does not show all that it costs the call: rows of a batch that advance at
 # different paces end one after another, and the last rows have passes of their own.
 MARGIN = 0.05
+# Plain steps must promise this share more than drafts that have gained so far: estimates are of different
+# times, and the speed of a machine changes. Drafts that begin to lose end the advantage.
+PROVEN = 0.15
 # Relative change of a plain step's time after which it is soon measured again.
 DRIFT = 0.2
 
@@ -337,6 +340,7 @@ class Controller(Policy):
         def favoured(i: int) -> float:
             used = self._current is not None and options[i].shape is self._current.shape
             margin = MARGIN * (options[i].source is Source.MODEL)
+            margin += PROVEN * (options[i].source is Source.PLAIN and self._memory.ledger.proves)
             return rates[i] * (1 + self._settings.hysteresis * used - margin)
 
         allowed = range(len(options)) if self._pays else [0]  # plain

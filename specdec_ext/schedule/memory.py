@@ -85,6 +85,11 @@ class Ledger:
         """Whether drafts may be chosen."""
         return self.balance > 0
 
+    @property
+    def proves(self) -> bool:
+        """Whether drafts have gained something in sum."""
+        return self.balance > FIRST_BALANCE
+
 
 @dataclass
 class Sleep:
