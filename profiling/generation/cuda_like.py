@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from generation.trace import FROM_HOST, LAUNCH, NO_LAUNCH, TO_HOST, Call, Report, call_site
-from specdec_ext.models.graphs import recorded
+from specdec_ext.models.graphs import arena
 from specdec_ext.models.graphs.graph import Graph
 
 DEVICE = torch.device("cuda", 0)
@@ -294,7 +294,7 @@ def cuda_like(report: Report = lambda call: None) -> Iterator[None]:
             lambda device: SimpleNamespace(cuda_stream=0, record_event=FakeEvent),
         ),
         mock.patch.object(torch.cuda, "graph_pool_handle", lambda: (0, 0)),
-        mock.patch.object(recorded, "CudaGraph", FakeGraph),
+        mock.patch.object(arena, "CudaGraph", FakeGraph),
         mock.patch.object(torch, "inference_mode", lambda mode=True: torch.no_grad()),
         mock.patch.object(torch, "tensor", _made_on_host(torch.tensor)),
         mock.patch.object(torch, "as_tensor", _made_on_host(torch.as_tensor)),

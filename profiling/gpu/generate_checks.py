@@ -31,7 +31,7 @@ from transformers import DynamicCache
 
 import specdec_ext
 from gpu import generate_cases as cases
-from gpu.op_checks import NO_CASE, report
+from gpu.op_checks import CannotRun, report
 from specdec_ext import DraftModelDrafter, HeadDrafter, NgramDrafter, assets
 from specdec_ext.tree.config import TreeConfig
 
@@ -250,7 +250,7 @@ def call_checks(world: World, cpu: World) -> Iterator[Outcome]:
         there = world
         if call == SECOND_DEVICE:
             if torch.cuda.device_count() < 2:
-                yield cases.call_name(call), NO_CASE + "one GPU"
+                yield cases.call_name(call), CannotRun("one GPU")
                 continue
             # The first device stays the current one.
             there = World.load(torch.float32, torch.device("cuda:1"), world.new_tokens)

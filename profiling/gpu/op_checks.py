@@ -107,22 +107,22 @@ def outcomes(
         yield f"{name} {case.op} {case.label}, {case.nodes} nodes", why
 
 
-# What a reason begins with if the case can't run on this machine.
-NO_CASE = "no case: "
+class CannotRun(str):
+    """Why a case can't run on this machine."""
 
 
 def report(outcomes: Iterable[tuple[str, str | None]]) -> int:
     """Print one line per case; return the exit code, 1 if a case failed.
 
     Args:
-        outcomes: names of cases, each with the reason why it failed or, after ``NO_CASE``, why it can't run.
+        outcomes: names of cases, each with the reason why it failed or, as ``CannotRun``, why it can't run.
     """
     failed = False
     for case, why in outcomes:
         if why is None:
             verdict = "PASS"
-        elif why.startswith(NO_CASE):
-            verdict = f"NONE ({why.removeprefix(NO_CASE)})"
+        elif isinstance(why, CannotRun):
+            verdict = f"NONE ({why})"
         else:
             verdict, failed = f"FAIL ({why})", True
         print(verdict, case, flush=True)

@@ -59,9 +59,10 @@ HELD_STEPS, MAX_HELD_STEPS = 8, 32
 PROBE_STEPS, MAX_PROBE_LOSS = 4, 3.0
 # So many plain steps after the prompt or a draft are slower than later ones, because those displace data from
 # the processor's caches. The first one is not a reference, because it includes the choice. The time of the
-# others is divided by their usual slowness. The first call with a drafter begins with this many plain steps,
-# and each later measurement takes as many.
+# others is divided by their usual slowness. A measurement of the reference takes this many plain steps; the
+# first one, at the beginning of the first call with a drafter, takes fewer if the text is short.
 SETTLING_STEPS = 5
+SHORT_TEXT, SHORT_FIRST_STEPS = 32, 3  # tokens, steps
 # After so many steps in a row in which all of its drafts were wrong, a drafter rests until AWAKE_STEPS before
 # the next probe, in which it keeps some text to draft from.
 HOPELESS, AWAKE_STEPS = 4, 64
@@ -113,9 +114,7 @@ class Controller(Policy):
         self._probe_loss = 0.0  # seconds that a held probe has lost, its first step aside
         self._settling = SETTLING_STEPS  # slower plain steps to come
         self._after_draft = self._after_probe = False  # whether they follow a draft, and a probe
-        self._slow: float | None = (
-            None  # seconds of each of the slower steps before these plain steps
-        )
+        self._slow: float | None = None  # seconds of each slower step, if plain steps follow
         self._last_used = {Source.PLAIN: -self._memory.idle}  # source -> step
         self._interval = {**FIRST_INTERVAL, Source.PLAIN: self._memory.plain_interval}
         self._current: Option | None = None  # the last choice that was not a probe
@@ -233,8 +232,8 @@ class Controller(Policy):
         """Choose the option for this step and some after it; None for a plain step that is not a probe."""
         self._rows = len(context.rows)
         self._look_up_costs(self._rows, context.root_positions[0] + 1)
-        if self._settings.may_rest and self._needs_plain:
-            self._skip = SETTLING_STEPS - 1
+        if self._settings.may_rest and (steps := self._steps_to_measure(room)):
+            self._skip = steps - 1
             return None
         unread = self._unread(context) if self._paused else 0
         options = self._options(context.rows, room, unread)
@@ -263,12 +262,16 @@ class Controller(Policy):
         self._let_rest(best, context)
         return None if best.source is Source.PLAIN else best
 
-    @property
-    def _needs_plain(self) -> bool:
-        """Whether plain steps must be measured now: the first ones, or those after slower ones."""
-        memory = self._memory
-        compares = self._slow is not None and not memory.slownesses
-        return not memory.plain_steps or compares
+    def _steps_to_measure(self, room: int) -> int:
+        """Number of plain steps that must be measured now, 0 for none.
+
+        Args:
+            room: number of tokens to come.
+        """
+        if not self._memory.plain_steps:
+            return SHORT_FIRST_STEPS if room < SHORT_TEXT else SETTLING_STEPS
+        # The first time after slower steps, steps after them show how slow they are.
+        return SETTLING_STEPS if self._slow is not None and not self._memory.slownesses else 0
 
     def _look_up_costs(self, rows: int, length: int) -> None:
         """Look up what is known about steps with this number of rows and this context length."""
@@ -278,6 +281,11 @@ class Controller(Policy):
 
     def _curve(self, context: Context) -> Curve:
         return self._memory.verify.curve(len(context.rows), context.root_positions[0] + 1)
+
+    @property
+    def _begins_probe(self) -> bool:
+        """Whether this step is the first one of a probe of a model's drafts."""
+        return self._held_is_probe and self._hold == PROBE_STEPS - 1
 
     @property
     def _pays(self) -> bool:
@@ -551,8 +559,7 @@ class Controller(Policy):
         plain = worth if drafted else took
         self._gain.add(took, plain)
         # Credit has paid for what a probe of a model's drafts loses in its first step.
-        begins_probe = self._held_is_probe and self._hold == PROBE_STEPS - 1
-        if drafted and reference and (plain > took or not begins_probe):
+        if drafted and reference and (plain > took or not self._begins_probe):
             # Limited to twice the usual time: the step may have been interrupted, or a first call.
             usual = self._usual_draft_seconds + (verify(nodes) or 0.0)
             self._memory.ledger.add((plain / (1 + MARGIN) - min(took, 2 * usual)) / reference)
@@ -649,9 +656,8 @@ class Controller(Policy):
         source, missed_before = self._option.source, self._memory.misses
         if hits or misses:
             missed_before[source] = 0 if hits else min(missed_before.get(source, 0) + 1, MAX_MISSES)
-        first_of_probe = self._held_is_probe and self._hold == PROBE_STEPS - 1
         hopeless = missed_before.get(source, 0) == MAX_MISSES
-        if misses and not hits and (hopeless or not first_of_probe):
+        if misses and not hits and (hopeless or not self._begins_probe):
             self._hold, self._held = 0, None
         if self._probing and hits:  # successful: probe the source again at once
             self._interval[source] = 1

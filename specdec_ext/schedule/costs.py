@@ -47,7 +47,7 @@ class Curve:
         if size not in self._times:
             self._times[size] = deque(maxlen=WINDOW)
             insort(self._sizes, size)
-        self._times[size].extend([seconds] * min(steps, TRUSTED))
+        self._times[size].extend([seconds] * (TRUSTED if steps > 1 else 1))
         self._medians.pop(size, None)
         self._age += 1
         if self._age >= REFRESHED or len(self._times[size]) <= TRUSTED:

@@ -8,7 +8,6 @@ buffers of their own again at the end of the call.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,10 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec_ext.models.cache.layers import RollbackLayer
+from specdec_ext.models.graphs.graph import CudaGraph, HostGraph
+from specdec_ext.models.graphs.recorded import RecordedPass
 from specdec_ext.models.patching.changes import Lock, inference_mode
-
-if TYPE_CHECKING:
-    from specdec_ext.models.graphs.recorded import RecordedPass
 
 # The number of slots of an arena is a multiple of this, so that calls of similar lengths share recordings.
 SLOTS = 1024
@@ -57,6 +55,11 @@ class Arena:
         rows, heads, _, dim = like.shape
         with inference_mode(False):  # as the buffers of a RollbackLayer
             return torch.zeros(rows, heads, self.slots, dim, dtype=like.dtype, device=like.device)
+
+    def new_pass(self, rows: int, nodes: int) -> RecordedPass:
+        """A pass over these buffers that has not been recorded yet."""
+        graph = HostGraph() if self.pool is None else CudaGraph(self.device, self.pool)
+        return RecordedPass(graph, rows, nodes, self.slots, self.device)
 
     def fits(self, layers: Sequence[RollbackLayer], slots: int) -> bool:
         """Whether these layers, with this number of slots, fit into the buffers."""

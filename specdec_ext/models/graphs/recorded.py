@@ -11,8 +11,7 @@ from torch import Tensor
 from specdec_ext import ops
 from specdec_ext.models.base import TargetOutput
 from specdec_ext.models.cache.layers import RollbackLayer
-from specdec_ext.models.graphs.arena import Arena
-from specdec_ext.models.graphs.graph import CudaGraph, Graph, HostGraph, NotRecordableError
+from specdec_ext.models.graphs.graph import Graph, NotRecordableError
 from specdec_ext.models.passes.attention import TreeBlock
 from specdec_ext.models.passes.row_numbers import RowNumbers
 from specdec_ext.models.passes.visibility import BlockVisibility
@@ -29,14 +28,14 @@ class RecordedPass:
     of the rows. Everything else (positions, ancestors, slots) is computed from them on the device.
 
     Args:
-        arena: the buffers of the layers.
+        graph: what records the pass.
         rows, nodes: the shape of the trees.
+        slots: number of slots of the buffers of the layers.
+        device: of the buffers.
     """
 
-    def __init__(self, arena: Arena, rows: int, nodes: int):
-        self._slots, device = arena.slots, arena.device
-        on_host = arena.pool is None
-        self._graph: Graph = HostGraph() if on_host else CudaGraph(device, arena.pool)
+    def __init__(self, graph: Graph, rows: int, nodes: int, slots: int, device: torch.device):
+        self._graph, self._slots = graph, slots
         numbers = len(RowNumbers._fields)
         self._tokens = torch.zeros(rows, nodes, dtype=torch.long, device=device)
         self._parents = torch.full((rows, nodes), INACTIVE, device=device)
@@ -51,7 +50,7 @@ class RecordedPass:
         Args:
             tree: ``[rows, nodes]``, or fewer nodes.
             numbers: ``[5, rows]``, the ``RowNumbers`` of this step.
-            layers: the cache layers, which use the buffers of the arena.
+            layers: the cache layers, which use these buffers.
             forward: runs the model. A CUDA graph calls it only to record it.
 
         Returns:

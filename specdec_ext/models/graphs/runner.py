@@ -16,7 +16,6 @@ from specdec_ext.models.base import TargetOutput
 from specdec_ext.models.cache.layers import RollbackLayer
 from specdec_ext.models.graphs.arena import Arena, lender_of, take_back
 from specdec_ext.models.graphs.graph import NotRecordableError
-from specdec_ext.models.graphs.recorded import RecordedPass
 from specdec_ext.models.passes.agreement import TOLERANCE, relative_difference
 from specdec_ext.models.passes.attention import IMPLEMENTATION
 from specdec_ext.models.passes.known_code import is_untouched
@@ -93,7 +92,7 @@ class GraphRunner:
             if arena.uses[key] < RECORDED_AT and not self._required:
                 return None
             expected = unrecorded().logits
-            recorded = RecordedPass(arena, tree.num_rows, nodes)
+            recorded = arena.new_pass(tree.num_rows, nodes)
 
         def forward(tokens: Tensor, positions: Tensor, block: BlockVisibility) -> TargetOutput:
             return self._modules(block, invariant_rows, input_ids=tokens, position_ids=positions)
