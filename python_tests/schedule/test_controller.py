@@ -420,7 +420,8 @@ def test_lookups_are_compared_with_plain_steps_that_no_draft_has_slowed(chance, 
         def verify_after(rows, nodes, plain_steps=plain_steps):
             since = plain_steps[0]
             plain_steps[0] = since + 1 if nodes == 1 else 0
-            return verify(rows, nodes) * (SLOWER[since] if nodes == 1 and since < 5 else 1.0)
+            slow = nodes == 1 and since < len(SLOWER)
+            return verify(rows, nodes) * (SLOWER[since] if slow else 1.0)
 
         world = World(verify_after, seed=seed)
         drafter = world.drafter(always(chance), lookup_cost, length=4, found=0.5)

@@ -110,8 +110,8 @@ class Memory:
 
     Attributes:
         plain_steps: number of plain steps that served as a reference.
-        slownesses: latest ratios of the time of plain steps soon after a draft to that of later ones.
         idle: number of steps since the last of them.
+        slownesses: latest ratios of the time of plain steps soon after a draft to that of later ones.
         plain_interval: number of steps until plain steps are probed.
         credit: seconds that probes may spend; None before the first plain step was measured.
         misses: source -> number of consecutive steps in which all of its drafts were wrong.
@@ -126,8 +126,8 @@ class Memory:
     ledger: Ledger = field(default_factory=Ledger)
     savings: RealisedSavings = field(default_factory=RealisedSavings)
     plain_steps: int = 0
-    slownesses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     idle: int = 0
+    slownesses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     plain_interval: int = FIRST_INTERVAL[Source.PLAIN]
     credit: float | None = None
     misses: dict[Source, int] = field(default_factory=dict)

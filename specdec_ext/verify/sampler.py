@@ -424,9 +424,8 @@ class Sampler:
         known_to_device = stop.is_known or (
             counts == entry.counts and all(row in going for row in context.rows)
         )
-        if (
-            is_latest
-        ):  # the next round finds its roots and their positions on the device, if they are there
+        if is_latest:
+            # The next round finds its roots and their positions on the device, if they are there.
             roots, root_positions = (
                 (numbers.roots, numbers.root_positions) if known_to_device else (None, None)
             )
