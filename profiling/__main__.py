@@ -17,6 +17,7 @@ TOOLS = {
     "goals": ("bench.goals", "Does generation reach its goals of speed and memory?"),
     "controller": ("bench.controller", 'Is "auto" as fast as the best fixed shape?'),
     "memory": ("bench.memory", "What does speculation add to the memory of a call?"),
+    "acceptance": ("generation.acceptance", "How many drafts are accepted when a call samples?"),
     "count-round": ("generation.count_round", "What does a round of generation ask of a GPU?"),
     "kernel-report": ("cuda_kernels.kernel_report", "What did the compiler make of the kernels?"),
     "model-draft-head": ("cuda_kernels.model_draft_head", "How fast should a draft be on a GPU?"),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from specdec_ext.ops.couple_logits import DraftNoise
 from specdec_ext.transfer import Staged, Staging
 from specdec_ext.tree.config import Shape
 
@@ -31,6 +32,10 @@ class Context:
         sample: ``sample(logits [n, vocab], depth, root_positions, rows) -> ([n], [n, vocab])``, independent
             draws at ``depth`` of a round's tree and the distributions that they were drawn from, for
             ``DraftTree.draft_probs``; see :meth:`specdec_ext.verify.sampler.Sampler.sample`.
+        noise: the noise of the verification for all rows of the batch; drafters couple their drafts with it
+            (:func:`specdec_ext.ops.couple_logits`). Its temperatures are those at which most drafts are
+            accepted, somewhat lower than the call's. None if the call does not sample, or under rules 2 to 4,
+            for which drafts must be independent of the noise.
         staging: copies integers to the device of the target. All integers that are staged in a round travel
             in one copy.
         shape: the shape to draft in this step: one that the drafter offers
@@ -50,13 +55,14 @@ class Context:
         offset: int = 0,
         encoder_ids: Tensor | None = None,
         staging: Staging | None = None,
+        noise: DraftNoise | None = None,
     ):
         self.input_ids = input_ids
         self._encoder_ids = encoder_ids
         self.attention_mask = attention_mask
         self.offset = offset
         self.max_length = max_length
-        self.draw, self.sample = draw, sample
+        self.draw, self.sample, self.noise = draw, sample, noise
         self.staging = Staging(input_ids.device) if staging is None else staging
         self.rows = list(range(len(input_ids)))
         self.generated: list[list[int]] = [[] for _ in self.rows]

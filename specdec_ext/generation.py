@@ -293,6 +293,7 @@ def _decode(
         target.offset,
         _ids_of(encoder_input, len(input_ids), target.vocab_size),
         target.staging,
+        sampler.draft_noise,
     )
     stream = TokenStream(streamer, context) if streamer is not None else None
     policy = _policy(speculation, drafter, model, sampler)
@@ -327,7 +328,7 @@ def _policy(
         return Policy(drafter, speculation.shapes[0])
     if not sampler.needs_draft_probs:
         clock = agreed_clock(model, speculation.clock)
-        return Controller(replace(speculation, clock=clock), drafter, model)
+        return Controller(replace(speculation, clock=clock), drafter, model, sampler.temperature)
     if speculation == SpeculationConfig():  # "auto", or a SpeculationConfig equal to it
         return Policy(drafter)
     raise ValueError(

@@ -20,6 +20,8 @@ static const torch_abi::Library schemas(
         "seeds, Tensor row_ids, Tensor stochastic, Tensor(a!)? counters=None) -> Tensor",
         "sample_filter(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor "
         "min_p) -> Tensor",
+        "couple_logits(Tensor logits, Tensor temperatures, Tensor seeds, Tensor row_ids, Tensor "
+        "positions, Tensor? token_ids=None) -> Tensor",
         "adjust_logits(Tensor logits, Tensor tokens, Tensor parents, Tensor text, Tensor lengths, "
         "Tensor skips, Tensor penalties, Tensor ngram_sizes, Tensor adjustments, Tensor tables) -> "
         "Tensor",
@@ -37,8 +39,8 @@ static const torch_abi::Library schemas(
         "draft_head(Tensor[] weights, int[] layout, float[] scalars, Tensor cosines, Tensor sines, "
         "Tensor(a!) keys, Tensor(b!) values, Tensor tokens, Tensor features, Tensor counts, Tensor "
         "lengths, Tensor positions, Tensor roots, Tensor choices, int depth, int top_k, int nodes, "
-        "int[] level_ends, int[] widths, Tensor(c!)? sync=None, bool phase_launches=False) -> "
-        "(Tensor tokens, Tensor parents, Tensor scores)",
+        "int[] level_ends, int[] widths, Tensor[]? noise=None, Tensor(c!)? sync=None, bool "
+        "phase_launches=False) -> (Tensor tokens, Tensor parents, Tensor scores)",
         "draft_head_refusal(int[] layout, int element, bool has_8_bit_weights, int depth, int "
         "top_k, int rows) -> str?",
         "decoder_layers(Tensor input, Tensor cosines, Tensor sines, Tensor[] weights, Tensor(a!)[] "

@@ -33,6 +33,7 @@ from helpers.ops.head_op_cases import (
     check_against_reference,
     committed,
     drafts_of,
+    noise_of,
     path_scores,
     some_emulated,
 )
@@ -41,6 +42,7 @@ from torch import Tensor
 
 from specdec_ext import ops
 from specdec_ext.heads.config import DraftHead
+from specdec_ext.reference.verify_match import verify_match
 from specdec_ext.tree.config import TreeConfig
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -94,6 +96,56 @@ def rounds(emulated: bool) -> list[tuple[int, list[int]]]:
 )
 def test_equals_reference(name, tree, device, rounds):
     check_against_reference(head_of(name), SHAPES[tree], device, rounds)
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    some_emulated(
+        itertools.product(["eagle1", "eagle3", "qk-norm-window", "p-eagle"], SHAPES),
+        {
+            ("eagle1", "chain"),
+            ("eagle3", "dynamic"),
+            ("qk-norm-window", "static"),
+            ("p-eagle", "dynamic"),
+            ("p-eagle", "chain"),
+        },
+    ),
+)
+def test_noise_equals_reference(name, tree, device, rounds):
+    """Rows with and without noise in one batch; a draft vocabulary has the noise of the target's tokens."""
+    noise = noise_of(0.7, 0.0, 1.5)
+    check_against_reference(head_of(name), SHAPES[tree], device, rounds, noise)
+
+
+def test_noise_of_a_large_vocabulary(device, rounds):
+    """Several blocks of the vocabulary; the rows have several elements per pass of the kernel."""
+    head = head_of("eagle3.1", vocab_size=2000, draft_vocab_size=1201)
+    check_against_reference(head, SHAPES["dynamic"], device, rounds, noise_of(1.0, 0.8, 0.0))
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, torch.nan])
+def test_no_noise_without_a_temperature(temperature, device):
+    head = head_of("eagle3")
+    runs = [OpRun.start(head, 2, device=device) for _ in range(2)]
+    runs[0].noise = noise_of(temperature, temperature)
+    assert_equal_drafts(*(run.draft(SHAPES["dynamic"], *elements(head, 2, 3)) for run in runs))
+
+
+def test_drafts_are_what_the_match_rule_draws(device):
+    """If the target's distribution is the head's, divided by the temperature."""
+    vocab, rows = 30, 24
+    head = head_of("eagle3.1", vocab_size=vocab, draft_vocab_size=vocab)
+    noise = noise_of(*(0.4 + 0.1 * row for row in range(rows)))
+    run, silent = (OpRun.start(head, rows, device=device) for _ in range(2))
+    run.noise = noise
+    tokens, features = elements(head, rows, 3)
+    drafted, _, _ = run.draft(TreeConfig(1), tokens, features)
+    everything, _, log_probs = silent.draft(TreeConfig(1, vocab, 1 + vocab), tokens, features)
+    logits = torch.zeros(rows, vocab).scatter(1, everything[:, 1:], log_probs[:, 1:])
+    logits /= noise.temperatures[:, None]
+    roots = tokens[:, -1:], torch.full((rows, 1), -1), torch.full((rows,), 3)
+    *_, drawn, _ = verify_match(logits[:, None], *roots, *noise[1:], torch.ones(rows).bool())
+    assert torch.equal(drafted[:, 1], drawn)
 
 
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])

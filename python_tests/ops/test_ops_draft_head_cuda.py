@@ -398,6 +398,7 @@ def test_sync_buffer_can_be_used_by_many_launches(device):
             packed.scalars,
             *arguments.values(),
             *tree_arguments(tree, torch.device(device)),
+            None,
             sync,
         )
         assert_equal_drafts([each.cpu() for each in drafted], expected)

@@ -204,6 +204,17 @@ def test_other_number_of_rows_does_not_sleep():
     assert drafters == [None, drafter]
 
 
+def test_drafter_that_keeps_outputs_takes_part_in_every_call():
+    """Without it, a suffix drafter would miss the outputs of calls that run as plain decoding."""
+    world = World(verify)
+    drafter = world.drafter(always(0.0), head_cost, **CHAINS)
+    for _ in range(20):
+        world.run(drafter, 128)
+    for drafter.keeps_outputs in (True, False):
+        controller = Controller(SpeculationConfig(), drafter, world.model)
+        assert controller.drafter_of(1, 1) is (drafter if drafter.keeps_outputs else None)
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 def test_texts_with_good_drafts_do_not_wait_for_credit_after_others(rows):
     """What is known of all rows promises a gain, though the last call's rows had none."""

@@ -37,7 +37,7 @@ class Chaos(Policy):
 
     log: ClassVar = {"plain": 0, "dropped": 0, "cut": 0, "whole": 0}
 
-    def __init__(self, settings: Any, drafter: Drafter, model: Any):
+    def __init__(self, settings: Any, drafter: Drafter, *others: Any):
         super().__init__(drafter)
         self.random = random.Random(1)
         self.drafting = True
@@ -109,7 +109,7 @@ class EverySecondCall(Policy):
 
     calls, lookups_alone = 0, False
 
-    def __init__(self, settings: Any, drafter: Drafter, model: Any):
+    def __init__(self, settings: Any, drafter: Drafter, *others: Any):
         super().__init__(drafter)
 
     def drafter_of(self, rows, steps):

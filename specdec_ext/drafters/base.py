@@ -60,11 +60,14 @@ class Drafter:
         low_acceptance_hint: a hint for the user, shown when almost no draft is accepted. "" shows nothing,
             for drafters with which this is normal, such as lookups in a text without repetitions.
         whole: whether its trees must be verified whole or not at all. Other trees may be cut to fewer levels.
+        keeps_outputs: whether it keeps outputs for later calls. Such a drafter takes part in every call, also
+            while its drafts do not pay.
     """
 
     sampled: bool = False
     low_acceptance_hint: str = ""
     whole: bool = False
+    keeps_outputs: bool = False
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)

@@ -73,6 +73,7 @@ class CombinedDrafter(Drafter):
         self.min_match, self.max_nodes = min_match, max_nodes
         self.low_acceptance_hint = model_based.low_acceptance_hint
         self.whole = model_based.whole
+        self.keeps_outputs = retrieval.keeps_outputs or model_based.keeps_outputs
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return self.model_based.feature_layers(model)

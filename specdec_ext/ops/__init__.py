@@ -16,6 +16,7 @@ Errors: a ValueError names the argument, what was expected and what was given.
 from specdec_ext.ops._library import LIBRARY_PATH
 from specdec_ext.ops.adjust_logits import MAX_ADJUSTMENTS, Adjustment, adjust_logits
 from specdec_ext.ops.build_dynamic_tree import DynamicTree, build_dynamic_tree
+from specdec_ext.ops.couple_logits import DraftNoise, couple_logits
 from specdec_ext.ops.decoder_layers import DecoderStates, decoder_layers
 from specdec_ext.ops.draft_head import HeadDraft, draft_head
 from specdec_ext.ops.draft_limits import draft_head_refusal
@@ -57,6 +58,7 @@ __all__ = [
     "STATUS_OK",
     "Adjustment",
     "DecoderStates",
+    "DraftNoise",
     "DynamicTree",
     "HeadDraft",
     "HostMatchResult",
@@ -69,6 +71,7 @@ __all__ = [
     "TreeMask",
     "adjust_logits",
     "build_dynamic_tree",
+    "couple_logits",
     "decoder_layers",
     "draft_head",
     "draft_head_refusal",

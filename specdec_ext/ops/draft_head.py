@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec_ext.ops import _library
+from specdec_ext.ops.couple_logits import DraftNoise
 from specdec_ext.ops.packed_head import PackedHead
 from specdec_ext.tree.config import TreeConfig
 
@@ -20,7 +21,8 @@ class HeadDraft(NamedTuple):
         tokens: ``[rows, nodes]`` int64; 0 where a node is absent.
         parents: ``[rows, nodes]`` int64; -1 for node 0, -2 where a node is absent.
         scores: ``[rows, nodes]`` float32; cumulative log-probability over the draft vocabulary, 0 for
-            node 0 and -inf where a node is absent.
+            node 0 and -inf where a node is absent. In a row with noise, it is the estimated log-probability
+            that the node is accepted, given the noise.
     """
 
     tokens: Tensor
@@ -66,6 +68,7 @@ def draft_head(
     positions: Tensor,
     roots: Tensor,
     tree: TreeConfig,
+    noise: DraftNoise | None = None,
     phase_launches: bool = False,
 ) -> HeadDraft:
     """Add the committed elements to a head's cache and draft a tree after them; on CUDA in one launch.
@@ -99,6 +102,8 @@ def draft_head(
         roots: ``[rows]`` int64, the last committed tokens.
         tree: the shape to draft. ``capacity`` must have room for the new elements and then for the expanded
             nodes, of which each level but the last has at most ``top_k``.
+        noise: is added to the logits as by :func:`couple_logits`, at the positions after the root, which is
+            at ``positions + counts``. None drafts without noise.
         phase_launches: on CUDA, launch each phase of the draft separately, so that profilers show the phases.
             The result has the same bits.
 
@@ -122,6 +127,7 @@ def draft_head(
             positions,
             roots,
             *tree_arguments(tree, features.device),
+            None if noise is None else list(noise),
             head.sync,
             phase_launches,
         )
@@ -149,6 +155,7 @@ def _draft_head_fake(
     nodes: int,
     level_ends: list[int],
     widths: list[int],
+    noise: list[Tensor] | None = None,
     sync: Tensor | None = None,
     phase_launches: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,7 +27,8 @@ P-EAGLE (arXiv 2602.01469) drafts without feedback. All nodes at depth d > 0 hav
 children, the output of mask element d: (embedding of the mask token, ``mask_hidden``) at position T+d-1. Mask
 elements come after the committed elements and attend causally.
 
-:mod:`specdec_ext.reference.draft_head_tree` specifies which nodes are drafted.
+:mod:`specdec_ext.reference.draft_head_tree` specifies which nodes are drafted. In a row with noise,
+:func:`specdec_ext.reference.couple_logits.couple_logits` is applied to the logits first.
 
 Numerics: activations have the dtype of the weights. Norms, rotation, attention scores and weights, and logits
 are float32, or float64 if the weights are.
@@ -41,6 +42,8 @@ import torch
 from torch import Tensor
 
 from specdec_ext.heads.config import DraftHead
+from specdec_ext.ops.couple_logits import DraftNoise
+from specdec_ext.reference.couple_logits import couple_logits
 from specdec_ext.reference.draft_head_layers import HeadLayers, wide
 from specdec_ext.reference.draft_head_tree import Level, dynamic_tree, static_tree
 from specdec_ext.tree.config import TreeConfig
@@ -65,6 +68,7 @@ def draft_head(
     positions: Tensor,
     roots: Tensor,
     tree: TreeConfig,
+    noise: DraftNoise | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Extend the head's cache and draft. All floating tensors but the two rope tables have the same dtype.
 
@@ -88,7 +92,8 @@ def draft_head(
             continue
         cache = keys[:, row], values[:, row]
         layers = HeadLayers(head, cosines, sines, *cache, first_position=position - length)
-        draft = _Draft(head, layers, embedding, lm_head, length, position)
+        own_noise = None if noise is None else noise.of_rows(roots.new_tensor([row]))
+        draft = _Draft(head, layers, embedding, lm_head, length, position, own_noise)
         level = draft.extend(tokens[row, :count], features[row, :count])
         if head.config.mask_token_id is not None:
             draft.run_masks(head.config.mask_token_id, tree.depth - 1)
@@ -108,6 +113,7 @@ class _Draft:
     Args:
         length: number of slots in use.
         position: position of the next element.
+        noise: of this row, or None.
     """
 
     def __init__(
@@ -118,10 +124,12 @@ class _Draft:
         lm_head: Tensor,
         length: int,
         position: int,
+        noise: DraftNoise | None = None,
     ):
         self._head, self._layers = head, layers
         self._embedding, self._lm_head = embedding, lm_head
         self._used, self._position = length, position
+        self._noise = noise
         self._mask_log_probs: list[Tensor] | None = None
 
     def extend(self, tokens: Tensor, features: Tensor) -> Level:
@@ -130,15 +138,17 @@ class _Draft:
             embeddings = self._embedding[chunk]
             hidden = self._layers.combine(embeddings, chunk_features)
             output, seen = self._append(embeddings, hidden)
-        return self._level(output[-1:], seen[-1:])
+        return self._level(output[-1:], seen[-1:], [self._position - 1])
 
     def run_masks(self, token: int, count: int) -> None:
         """Run the mask elements of P-EAGLE, so that :meth:`run` uses their distributions."""
         mask = torch.full((count,), token, device=self._embedding.device)
         embeddings = self._embedding[mask]
         features = self._head.tensors["mask_hidden"].expand(count, -1)
+        first = self._position
         output, seen = self._append(embeddings, self._layers.combine(embeddings, features))
-        self._mask_log_probs = list(self._level(output, seen).log_probs.split(1))
+        level = self._level(output, seen, range(first, first + count))
+        self._mask_log_probs = list(level.log_probs.split(1))
 
     def _append(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Run consecutive elements; returns ``(output, slots that each element sees)``."""
@@ -162,10 +172,18 @@ class _Draft:
         self._used, self._position = self._used + new, self._position + 1
         itself = torch.eye(new, dtype=torch.bool, device=device)
         seen = torch.cat([level.seen[parents], itself], dim=1)
-        return self._level(self._layers.forward(embeddings, hidden, slots, positions, seen), seen)
+        output = self._layers.forward(embeddings, hidden, slots, positions, seen)
+        return self._level(output, seen, positions.tolist())
 
-    def _level(self, output: Tensor, seen: Tensor) -> Level:
+    def _level(self, output: Tensor, seen: Tensor, positions: Sequence[int]) -> Level:
+        """The level of elements with these outputs, positions and visible slots."""
         logits, feedback = self._layers.logits(output, self._lm_head)
+        if self._noise is not None:
+            # An element at position t has the token of position t + 1, and its children are at t + 2.
+            rows = torch.zeros(len(positions), dtype=torch.long, device=logits.device)
+            children = torch.tensor(positions, device=logits.device) + 2
+            mapping = self._head.tensors.get("draft_to_target")
+            logits = couple_logits(logits, self._noise.of_rows(rows), children, mapping)
         logits = torch.where(logits.isnan(), -torch.inf, logits)
         return Level(logits.log_softmax(dim=-1), feedback, seen)
 

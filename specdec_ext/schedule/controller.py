@@ -88,13 +88,20 @@ class Controller(Policy):
         settings: what the caller pins.
         drafter: the drafter of the call.
         model: the target.
+        temperature: of the call; 0 for greedy decoding.
     """
 
-    def __init__(self, settings: SpeculationConfig, drafter: Drafter, model: PreTrainedModel):
+    def __init__(
+        self,
+        settings: SpeculationConfig,
+        drafter: Drafter,
+        model: PreTrainedModel,
+        temperature: float = 0.0,
+    ):
         super().__init__(drafter)
         self._settings = settings
         self._clock = settings.clock
-        self._memory = memory_of(model, drafter)
+        self._memory = memory_of(model, drafter, temperature)
         self._acceptance = Acceptance(self._memory.acceptance)
         self._savings = CallSavings(self._memory.savings)
         self._gain = Gain()
@@ -131,7 +138,7 @@ class Controller(Policy):
         if not self._settings.may_rest or sleep.rows != rows:
             return self._drafter
         asleep = {source for source, until in sleep.steps.items() if until > steps}
-        if len(asleep) == len(sleep.steps) > 0:
+        if len(asleep) == len(sleep.steps) > 0 and not self._drafter.keeps_outputs:
             self._asleep, self._is_plain = asleep, True
             return None
         if Source.MODEL in asleep and (lookup := self._drafter.lookup_part) is not None:

@@ -28,8 +28,8 @@ FIRST_BALANCE = 10.0
 LEAST_BALANCE, MAX_BALANCE, MAX_LOSS = -4.0, 30.0, 2.0
 # Smallest weight of a new observation relative to all earlier ones.
 FADING = 0.05
-# Number of drafters remembered per model, the most recently used ones. Drafters are distinguished by
-# identity, device, dtype and number of threads.
+# Number of memories per model, the most recently used ones. They are distinguished by the drafter's identity,
+# device, dtype, number of threads and temperature.
 MEMORIES = 32
 
 
@@ -143,9 +143,15 @@ class Memory:
 _memories: WeakKeyDictionary[PreTrainedModel, OrderedDict[Hashable, Memory]] = WeakKeyDictionary()
 
 
-def memory_of(model: PreTrainedModel, drafter: Drafter) -> Memory:
-    """The memory of this drafter on this model, device, dtype and number of threads; a new one if none."""
-    key = drafter.identity, model.device, model.dtype, torch.get_num_threads()
+def memory_of(model: PreTrainedModel, drafter: Drafter, temperature: float = 0.0) -> Memory:
+    """What is known in calls like this one; a new memory if nothing is.
+
+    Args:
+        temperature: of the call, on which acceptance depends; 0 for greedy decoding. Calls whose temperatures
+            agree in the first decimal share a memory.
+    """
+    home = model.device, model.dtype, torch.get_num_threads()
+    key = drafter.identity, *home, round(temperature, 1)
     memories = _memories.setdefault(model, OrderedDict())
     memory = memories.setdefault(key, Memory())
     memories.move_to_end(key)

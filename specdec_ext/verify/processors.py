@@ -7,12 +7,13 @@ possible.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from specdec_ext.context import Context
 from specdec_ext.keyword_table import Reads
@@ -37,11 +38,20 @@ class Processors:
             them, all nodes are processed at once, by ops on the device of the logits.
         reads_text: whether a processor reads the text, on the device or on the host.
         keep_nan: whether logits that are all NaN are certain to leave NaN in the scores.
+        temperature: by which the logits are divided, 1 without a temperature.
+        narrows: whether a processor may make the distribution narrower than its temperature does, as top-k,
+            top-p and min-p do.
         with_memory: names of the processors that may keep state or read other rows. They must be called as
             plain decoding calls them, once per emitted position.
     """
 
     def __init__(self, processors: LogitsProcessorList, device: torch.device):
+        self.temperature = math.prod(
+            float(each.temperature)
+            for each in processors
+            if isinstance(each, TemperatureLogitsWarper)
+        )
+        self.narrows = any(not isinstance(each, TemperatureLogitsWarper) for each in processors)
         self._all: Any = fuse_filters(processors, device)
         called = [
             (each, Reads.SCORES if type(each) is SampleFilter else reads_of(each))

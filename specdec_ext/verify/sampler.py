@@ -41,6 +41,11 @@ RULES: dict[str, Callable[..., ops.MatchResult]] = {
     "recursive": ops.verify_recursive,
 }
 VERIFICATIONS = ("match", *RULES)
+# The temperature of coupled drafts, relative to that of the call, by whether top-k, top-p, min-p or other
+# processors make the target's distribution narrower than the temperature does. Removing the same tokens from
+# the drafter's distribution helps chains a little and costs trees much, because a token that the drafter
+# ranks low may still be the target's. Measured in docs/reference/performance.md.
+DRAFT_TEMPERATURES = {False: 0.9, True: 0.7}
 COMPLAINTS = {
     ops.STATUS_NAN: "contain NaN",
     ops.STATUS_NO_FINITE_LOGIT: "are all -inf: the logits processors excluded every token",
@@ -129,6 +134,21 @@ class Sampler:
     def needs_draft_probs(self) -> bool:
         """Whether trees must contain the probabilities that their tokens were sampled from."""
         return self._verification != "match"
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of the call; 0 for greedy decoding."""
+        return self._processors.temperature if self._stochastic else 0.0
+
+    @property
+    def draft_noise(self) -> ops.DraftNoise | None:
+        """The noise for coupled drafts (:attr:`specdec_ext.context.Context.noise`)."""
+        if not self._stochastic or self.needs_draft_probs:
+            return None
+        seeds, streams = torch.tensor(self._noise, device=self._device).T
+        temperature = self.temperature * DRAFT_TEMPERATURES[self._processors.narrows]
+        temperatures = torch.full_like(seeds, temperature, dtype=torch.float32)
+        return ops.DraftNoise(temperatures, seeds, streams)
 
     def decides(self, stop: StopRule, rows: int) -> bool:
         """Whether ops alone decide which tokens are emitted to ``rows`` rows, except that criteria cut them.

@@ -87,8 +87,7 @@ class DraftRun {
   // Finds the children of the kept elements.
   std::optional<std::string> find_children(const DraftAttention& attention) {
     w_.layers.finish(w_.kept, attention);
-    return w_.logits.compute(head_, w_.layers.normed(), std::ssize(w_.kept), params_.shape.top_k,
-                             parallel_for_);
+    return w_.logits.compute(params_, w_.kept, w_.layers.normed(), parallel_for_);
   }
 
   DraftElement new_element(int64_t row, int64_t i) const {

@@ -29,10 +29,14 @@ void DraftLogits::reserve(int64_t rows, int64_t blocks) {
   grow_to(counts_, rows);
 }
 
-std::optional<std::string> DraftLogits::compute(const HeadWeights& head, const void* hidden,
-                                                int64_t rows, int64_t top_k,
+std::optional<std::string> DraftLogits::compute(const DraftHeadParams& params,
+                                                std::span<const DraftElement> elements,
+                                                const void* hidden,
                                                 const ParallelFor& parallel_for) {
-  top_k_ = std::min(top_k, head.draft_vocab);
+  const HeadWeights& head = params.head;
+  const int64_t rows = std::ssize(elements);
+  top_k_ = std::min(params.shape.top_k, head.draft_vocab);
+  noise_.fill(params, elements, parallel_for);
   const int64_t blocks = (head.draft_vocab + kBlockOuts - 1) / kBlockOuts;
   reserve(rows, blocks);
   const auto visitor = [&](const PanelBlock& block) {
@@ -57,8 +61,13 @@ std::optional<std::string> DraftLogits::compute(const HeadWeights& head, const v
 void DraftLogits::visit(const HeadWeights& head, int64_t blocks, int64_t row,
                         const PanelBlock& block, float* logits) {
   static const RowOps& rows = row_ops();
-  sums_[row * blocks + block.first_out / kBlockOuts] =
-      rows.sum_logits(head.logit_scale, block.outs, logits);
+  float scale = head.logit_scale;
+  if (const float temperature = noise_.temperature(row); temperature > 0.0f) {
+    const float* noise = noise_.values(row) + block.first_out;
+    rows.couple_logits(scale, temperature, noise, block.outs, logits);
+    scale = 1.0f;
+  }
+  sums_[row * blocks + block.first_out / kBlockOuts] = rows.sum_logits(scale, block.outs, logits);
   const int64_t run = row * blocks + block.first_run / kBlockOuts;
   BestPicks best{picks_.data() + run * top_k_, top_k_, num_picks_[run]};
   rows.pick_logits(logits, block.outs, block.first_out, &best);

@@ -1,5 +1,5 @@
 // Finds the children of drafted nodes: the best draft tokens of a hidden state, with their
-// log-probabilities, without storing the logits.
+// log-probabilities, without storing the logits. If the row has noise, logits below are coupled ones.
 #pragma once
 
 #include <optional>
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cpu/math/rows.h"
+#include "noise.h"
 #include "specdec/cpu/panels.h"
 #include "tree.h"
 
@@ -19,10 +20,11 @@ namespace specdec::cpu {
 // So the result depends neither on the other rows nor on the threads.
 class DraftLogits {
  public:
-  // Computes the children for `hidden` [rows, hidden], contiguous. Returns what is wrong with
-  // draft_to_target, or nothing.
-  std::optional<std::string> compute(const HeadWeights& head, const void* hidden, int64_t rows,
-                                     int64_t top_k, const ParallelFor& parallel_for);
+  // Computes the children of `elements`, whose hidden states are `hidden` [rows, hidden],
+  // contiguous. Returns what is wrong with draft_to_target, or nothing.
+  std::optional<std::string> compute(const DraftHeadParams& params,
+                                     std::span<const DraftElement> elements, const void* hidden,
+                                     const ParallelFor& parallel_for);
 
   // The children of a row, best first; equal logits by draft token. NaN logits are skipped; if a
   // logit is +inf, there are no children.
@@ -37,6 +39,7 @@ class DraftLogits {
   std::optional<std::string> merge(const HeadWeights& head, int64_t blocks, int64_t row);
 
   int64_t top_k_;
+  ChildNoise noise_;
   std::vector<LogitSum> sums_;      // [rows, blocks]
   std::vector<Pick> picks_;         // [rows, blocks, top_k], at the first block of each run
   std::vector<int64_t> num_picks_;  // [rows, blocks], at the first block of each run

@@ -9,6 +9,7 @@
 #include "specdec/cpu/isa.h"
 #include "specdec/math/exp.h"
 #include "specdec/math/silu.h"
+#include "specdec/sampling/coupling.h"
 
 #define SPECDEC_ROWS_ISA baseline
 #define SPECDEC_ROWS_TARGET

@@ -75,6 +75,9 @@ struct RowOps {
   // Multiplies by scale in place, replaces NaN by -inf, and sums. `logits` has room up to a
   // multiple of kRowLanes.
   LogitSum (*sum_logits)(float scale, int64_t count, float* logits);
+  // logits = logits * scale / temperature + noise
+  void (*couple_logits)(float scale, float temperature, const float* noise, int64_t count,
+                        float* logits);
   // Adds logits above -inf, as sum_logits leaves them, to the best ones. Logit i belongs to token
   // first + i.
   void (*pick_logits)(const float* logits, int64_t count, int64_t first, BestPicks* best);

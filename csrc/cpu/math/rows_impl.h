@@ -235,6 +235,13 @@ SPECDEC_ROWS_TARGET LogitSum sum_logits(float scale, int64_t count, float* logit
   return {largest, combine_lanes(sums, exact_add)};
 }
 
+SPECDEC_ROWS_TARGET void couple_logits(float scale, float temperature, const float* noise,
+                                       int64_t count, float* logits) {
+  for (int64_t i = 0; i < count; ++i) {
+    logits[i] = coupled_logit(exact_mul(logits[i], scale), temperature, noise[i]);
+  }
+}
+
 SPECDEC_ROWS_TARGET void pick_logits(const float* logits, int64_t count, int64_t first,
                                      BestPicks* best) {
   for (int64_t begin = 0; begin < count; begin += kRowLanes) {
@@ -261,6 +268,7 @@ constexpr RowOps kRows{.norm = norm,
                        .module_rotate = module_rotate,
                        .module_gate = module_gate,
                        .sum_logits = sum_logits,
+                       .couple_logits = couple_logits,
                        .pick_logits = pick_logits};
 
 }  // namespace

@@ -20,6 +20,7 @@
 #include "specdec/core/float_types.h"
 #include "specdec/core/parallel.h"
 #include "specdec/core/tree.h"
+#include "specdec/sampling/coupling.h"
 
 namespace specdec {
 
@@ -124,6 +125,7 @@ struct DraftHeadParams {
   View1<const int64_t> lengths;    // [rows] committed elements
   View1<const int64_t> positions;  // [rows] of the first new element
   View1<const int64_t> roots;      // [rows] token of node 0
+  DraftNoise noise;                // is added to logits; the root has position positions + counts
   int64_t rows;
 
   int64_t* tree_tokens;   // [rows, nodes] 0 where absent

@@ -7,6 +7,7 @@
 #include <span>
 
 #include "specdec/adjust_logits.h"
+#include "specdec/couple_logits.h"
 #include "specdec/draft_head/kernel_params.h"
 #include "specdec/kv_compact.h"
 #include "specdec/round_commit.h"
@@ -41,6 +42,8 @@ cudaError_t launch_sample_filter(const SampleFilterParams& params, void* workspa
                                  cudaStream_t stream);
 
 cudaError_t launch_adjust_logits(const AdjustLogitsParams& params, cudaStream_t stream);
+
+cudaError_t launch_couple_logits(const CoupleLogitsParams& params, cudaStream_t stream);
 
 // One launch takes the keys and values of 128 layers, with up to eight different layouts; more are
 // divided over several launches. Everything that a launch reads from the host is in its parameters,

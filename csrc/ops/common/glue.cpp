@@ -158,6 +158,17 @@ void check_vocab(const Argument& argument, const Tensor& logits, int64_t max_voc
   argument.has_contiguous_rows();
 }
 
+DraftNoise read_noise(const char* op, const std::vector<Tensor>& tensors, int64_t rows,
+                      const Argument& other) {
+  const auto read = [&](size_t i, const char* name, int32_t dtype) {
+    const Argument argument(op, name, tensors[i]);
+    return argument.has_dtype(dtype).has_shape({rows}, "[rows]").is_on_device_of(other);
+  };
+  const int32_t int64 = aoti_torch_dtype_int64();
+  return {read(0, "temperatures", aoti_torch_dtype_float32()).view1<float>(),
+          read(1, "seeds", int64).view1<int64_t>(), read(2, "row_ids", int64).view1<int64_t>()};
+}
+
 Tensor empty(const Tensor& like, std::span<const int64_t> shape, int32_t dtype) {
   constexpr size_t kMaxDim = 16;
   if (shape.size() > kMaxDim) fail("specdec: a tensor has more than 16 dimensions");

@@ -13,6 +13,7 @@
 #include "specdec/core/parallel.h"
 #include "specdec/core/platform.h"
 #include "specdec/cpu/thread_team.h"
+#include "specdec/sampling/coupling.h"
 
 namespace specdec::glue {
 
@@ -74,6 +75,11 @@ FloatType check_float_type(const Argument& argument, const Tensor& tensor,
                            bool takes_float16 = true);
 // Checks that the last dimension is contiguous and has 1 to `max_vocab` tokens.
 void check_vocab(const Argument& argument, const Tensor& logits, int64_t max_vocab);
+
+// The noise of a drafter's rows: temperatures [rows] float32, seeds and row_ids [rows] int64, on the
+// device of `other`.
+DraftNoise read_noise(const char* op, const std::vector<Tensor>& tensors, int64_t rows,
+                      const Argument& other);
 
 // Uninitialised contiguous tensors on the device of `like`.
 Tensor empty(const Tensor& like, std::span<const int64_t> shape, int32_t dtype);

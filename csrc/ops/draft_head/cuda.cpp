@@ -175,6 +175,7 @@ void set_call(const DraftHeadParams& call, int64_t num_new, int64_t num_position
   out->lengths = call.lengths;
   out->positions = call.positions;
   out->roots = call.roots;
+  out->noise = call.noise;
   out->tree_tokens = call.tree_tokens;
   out->tree_parents = call.tree_parents;
   out->tree_scores = call.tree_scores;

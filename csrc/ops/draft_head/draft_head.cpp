@@ -155,8 +155,9 @@ DraftHeadResult draft_head(const std::vector<Tensor>& weights, const std::vector
                            const Tensor& lengths, const Tensor& positions, const Tensor& roots,
                            const Tensor& choices, int64_t depth, int64_t top_k, int64_t nodes,
                            const std::vector<int64_t>& level_ends,
-                           const std::vector<int64_t>& widths, const std::optional<Tensor>& sync,
-                           bool phase_launches) {
+                           const std::vector<int64_t>& widths,
+                           const std::optional<std::vector<Tensor>>& noise,
+                           const std::optional<Tensor>& sync, bool phase_launches) {
   const Argument features_arg(kOp, "features", features), tokens_arg(kOp, "tokens", tokens),
       keys_arg(kOp, "keys", keys), cosines_arg(kOp, "cosines", cosines),
       sines_arg(kOp, "sines", sines);
@@ -195,6 +196,10 @@ DraftHeadResult draft_head(const std::vector<Tensor>& weights, const std::vector
                     "must be empty for a dynamic tree, whose choices are, got " +
                         describe_numbers(level_ends.empty() ? widths : level_ends));
   }
+  if (noise && noise->size() != 3) {
+    fail_draft_head("noise", "must be temperatures, seeds and row_ids, got " +
+                                 std::to_string(noise->size()) + " tensors");
+  }
   DraftHeadResult result{empty_int64(features, {rows, nodes}), empty_int64(features, {rows, nodes}),
                          empty_float(features, {rows, nodes})};
   const DraftHeadParams params{
@@ -214,6 +219,7 @@ DraftHeadResult draft_head(const std::vector<Tensor>& weights, const std::vector
       .lengths = per_row("lengths", lengths),
       .positions = per_row("positions", positions),
       .roots = per_row("roots", roots),
+      .noise = noise ? read_noise(kOp, *noise, rows, features_arg) : DraftNoise{},
       .rows = rows,
       .tree_tokens = int64_data(std::get<0>(result)),
       .tree_parents = int64_data(std::get<1>(result)),

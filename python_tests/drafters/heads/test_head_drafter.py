@@ -21,6 +21,8 @@ from transformers import DynamicCache
 import specdec_ext
 from specdec_ext import DraftTree, HeadDrafter, TreeConfig
 from specdec_ext.drafters.heads.head import default_tree
+from specdec_ext.ops import DraftNoise
+from specdec_ext.verify.sampler import DRAFT_TEMPERATURES
 
 LENGTHS = (5, 9, 3, 7, 8)
 NEW = 14
@@ -80,7 +82,7 @@ class Watched(specdec_ext.Drafter):
         return DraftTree.from_paths(context.roots, paths)
 
 
-def expected_tree(head, tree, model, text, held=0):
+def expected_tree(head, tree, model, text, held=0, noise=None):
     """The draft of a new head after ``text``, whose first ``held`` tokens have no features."""
     ids = torch.tensor([text])
     with torch.no_grad():
@@ -90,19 +92,22 @@ def expected_tree(head, tree, model, text, held=0):
     embedding = model.get_input_embeddings().weight.detach()
     lm_head = model.get_output_embeddings().weight.detach()
     run = Run.start(head, 1, embedding=embedding, lm_head=lm_head, first_position=held)
+    run.noise = noise
     tokens, parents, _ = run.draft(tree, ids[:, held + 1 :], features)
     return tokens[0].tolist(), parents[0].tolist()
 
 
-def assert_as_specified(watched, model, prompt_texts, sequences, columns, held=None):
-    """Check that every proposed tree is the expected one."""
+def assert_as_specified(
+    watched, model, prompt_texts, sequences, columns, held=None, noise_of=lambda row: None
+):
+    """Check that every proposed tree is the expected one, with the noise ``noise_of(row)``."""
     drafter = watched.drafter
     for (row, done), (tokens, parents) in watched.trees.items():
         if len(tokens) == 1:
             continue
         text = prompt_texts[row] + sequences[row, columns : columns + done].tolist()
         first = 0 if held is None else held[row]
-        expected = expected_tree(drafter.head, drafter.tree, model, text, first)
+        expected = expected_tree(drafter.head, drafter.tree, model, text, first, noise_of(row))
         assert (tokens, parents) == expected, f"row {row} after {done} tokens"
     assert sum(len(tokens) > 1 for tokens, _ in watched.trees.values()) > 2 * len(prompt_texts)
 
@@ -163,6 +168,26 @@ def test_proposals_are_those_of_a_new_head(kind, side):
     watched = Watched(HeadDrafter(head_of(kind), tree), answers(sequences, ids.shape[1]))
     assert torch.equal(text_of(ids, mask, watched), sequences)
     assert_as_specified(watched, model, texts_of(ids, mask), sequences, ids.shape[1])
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", ["eagle1", "qk-norm-window", "p-eagle"])
+def test_sampled_proposals_have_the_noise_of_their_rows(kind, tree):
+    """Of their seed and stream, and of the positions after their roots; also when rows have ended."""
+    model, temperature = tiny_model("llama"), 0.6
+    sampled = SAMPLED | {"eos_token_id": 11, "pad_token_id": 0}
+    ids, mask, sequences = plain((5, 9, 3), new=30, **sampled)
+    drafter = HeadDrafter(head_of(kind), TREES[tree], temperature=temperature)
+    watched = Watched(drafter, answers(sequences, ids.shape[1]))
+    given = text_of(ids, mask, watched, max_new_tokens=30, speculation="fixed", **sampled)
+    assert torch.equal(given, sequences)
+
+    def noise_of(row):
+        own = SAMPLED["temperature"] * DRAFT_TEMPERATURES[True] * temperature
+        return DraftNoise(torch.tensor([own]), torch.tensor([5]), torch.tensor([row]))
+
+    columns = ids.shape[1]
+    assert_as_specified(watched, model, texts_of(ids, mask), sequences, columns, noise_of=noise_of)
 
 
 @pytest.mark.slow

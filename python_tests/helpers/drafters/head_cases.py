@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from specdec_ext.heads.checkpoints import load_draft
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.heads.rope import rope_tables
+from specdec_ext.ops.couple_logits import DraftNoise
 from specdec_ext.reference.draft_head import draft_head
 from specdec_ext.reference.draft_head_layers import HeadLayers
 from specdec_ext.tree.config import TreeConfig
@@ -65,7 +66,8 @@ def elements(head: DraftHead, rows: int, new: int, seed: int = 0) -> tuple[Tenso
 class Run:
     """Runs the specification on a batch of rows.
 
-    Caches are filled with NaN at first, so that a read of an unwritten slot is detected.
+    Caches are filled with NaN at first, so that a read of an unwritten slot is detected. Drafts have
+    ``noise``, if there is any.
     """
 
     head: DraftHead
@@ -77,6 +79,7 @@ class Run:
     values: Tensor
     lengths: Tensor
     positions: Tensor
+    noise: DraftNoise | None = None
 
     @classmethod
     def start(
@@ -130,6 +133,7 @@ class Run:
             self.positions,
             tokens.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0],
             tree,
+            self.noise,
         )
         self.lengths, self.positions = self.lengths + counts, self.positions + counts
         return drafted

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.drafters.head_cases import Run, elements
+from helpers.ops.op_cases import to
 from torch import Tensor
 
 from specdec_ext import ops
@@ -106,7 +107,11 @@ class OpRun(Run):
             positions=self.positions,
             roots=roots,
         )
-        on_device = {name: tensor.to(self.device) for name, tensor in tensors.items()}
+        on_device: dict[str, Any] = {
+            name: tensor.to(self.device) for name, tensor in tensors.items()
+        }
+        if self.noise is not None:
+            on_device["noise"] = ops.DraftNoise(*to(self.device, self.noise))
         return {"head": self.packed, **on_device}
 
 
@@ -143,13 +148,24 @@ def assert_same_draft(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) 
     torch.testing.assert_close(actual[2], expected[2], rtol=2e-5, atol=2e-3)
 
 
+def noise_of(*temperatures: float) -> ops.DraftNoise:
+    """The noise of rows with these temperatures; 0: none."""
+    rows = torch.arange(len(temperatures))
+    return ops.DraftNoise(torch.tensor(temperatures), rows * 2**40 - 5, 3 - rows)
+
+
 def check_against_reference(
-    head: DraftHead, tree: TreeConfig, device: str, rounds: list[tuple[int, list[int]]]
+    head: DraftHead,
+    tree: TreeConfig,
+    device: str,
+    rounds: list[tuple[int, list[int]]],
+    noise: ops.DraftNoise | None = None,
 ) -> None:
     """Compare several drafts in turn, with NaN in all unused elements."""
     rows = len(rounds[0][1])
     ours = OpRun.start(head, rows, capacity=150, device=device)
     theirs = Run.start(head, rows, capacity=150)
+    ours.noise = theirs.noise = noise
     for seed, (new, counts) in enumerate(rounds):
         tokens, features = elements(head, rows, new, seed)
         drafted = ours.draft(tree, tokens, poisoned(features, counts), torch.tensor(counts))

@@ -107,18 +107,21 @@ class BoundHead:
             )
         )
 
-    def draft(self, tree: TreeConfig, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def draft(
+        self, tree: TreeConfig, *inputs: Tensor, noise: ops.DraftNoise | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Draft with the op, or with its specification and a warning if there is a :meth:`refusal`.
 
         Args:
             tree: the shape to draft.
             inputs: the arguments of the op between head and tree.
+            noise: of the rows, or None.
 
         Raises:
             ValueError: as :meth:`check`.
         """
         roots = inputs[-1]
-        return self._function(tree, len(roots))(*inputs, tree)
+        return self._function(tree, len(roots))(*inputs, tree, noise)
 
     def check(self, tree: TreeConfig, num_rows: int) -> str | None:
         """Return the :meth:`refusal`, if the specification can draft instead.

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import DraftAhead, Drafter
 from specdec_ext.drafters.heads.bound_head import BoundHead
+from specdec_ext.drafters.heads.coupling import check_temperature, draft_noise
 from specdec_ext.drafters.heads.head_cache import HeadCache, PendingFeatures, Step, of_active_rows
 from specdec_ext.heads.checkpoints.pair import check_pair
 from specdec_ext.heads.config import DraftHead
@@ -75,6 +76,9 @@ class HeadDrafter(Drafter):
     training length, drafts may become worse. The caller's ``past_key_values`` contain no features of their
     text, so the head begins after it.
 
+    In a call that samples, drafts are coupled: they share the noise of the verification
+    (:func:`specdec_ext.ops.couple_logits`), so that more of them are accepted.
+
     A draft is one call of the op ``draft_head``, which is one launch on CUDA. If the op does not support the
     head, tree or batch, its PyTorch specification drafts instead. This is many times slower, and a warning
     gives the reason; :func:`specdec_ext.ops.draft_head_refusal` returns it in advance.
@@ -85,10 +89,13 @@ class HeadDrafter(Drafter):
             chooses.
         weights: format of the head's matrices. "int8" and "float8" halve the bytes that a head in bfloat16 or
             float16 reads, with slightly worse drafts; CUDA only. "same" keeps the target's dtype.
+        temperature: the temperature of drafts in a call that samples, relative to the one that the call
+            suggests (``Context.noise``); 0 drafts without noise, as in greedy decoding.
 
     Raises:
         TypeError: for a ``head`` or ``tree`` of another type.
-        ValueError: for an unknown format; during a call, for a format that the op does not support there.
+        ValueError: for an unknown format or a ``temperature`` out of range; during a call, for a format that
+            the op does not support there.
     """
 
     low_acceptance_hint = (
@@ -98,7 +105,13 @@ class HeadDrafter(Drafter):
         "temperature is not too high."
     )
 
-    def __init__(self, head: DraftHead, tree: TreeConfig | None = None, weights: str = "same"):
+    def __init__(
+        self,
+        head: DraftHead,
+        tree: TreeConfig | None = None,
+        weights: str = "same",
+        temperature: float = 1.0,
+    ):
         if not isinstance(head, DraftHead):
             raise TypeError(
                 f"head is a {type(head).__name__}; expected a DraftHead, as load_draft(path) returns it"
@@ -108,7 +121,9 @@ class HeadDrafter(Drafter):
                 f"tree is a {type(tree).__name__}; expected a TreeConfig, such as TreeConfig(depth=5)"
             )
         weight_dtype(weights)  # raises for an unknown name
+        check_temperature(temperature)
         self.head, self.tree, self.weights = head, tree, weights
+        self.temperature = temperature
         self._bound: BoundHead | None = None
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
@@ -129,6 +144,7 @@ class HeadDrafter(Drafter):
         num_rows = len(context.generated)
         parallel = self.head.config.mask_token_id is not None
         self._tree = self.tree or default_tree(self._bound.device, num_rows, parallel)
+        self._noise = draft_noise(context, self.temperature, self._bound.device)
         # Checked here, because a draft may never be requested.
         self._bound.check(self._tree, num_rows)
         # A call that never drafts should cost nothing, so the prompt is prepared for the first draft.
@@ -148,7 +164,7 @@ class HeadDrafter(Drafter):
 
     @property
     def identity(self) -> Hashable:
-        return super().identity, self.head.source, self.weights
+        return super().identity, self.head.source, self.weights, self.temperature
 
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
         """Keep the features of this step; the head reads those of committed nodes at its next draft.
@@ -315,6 +331,7 @@ class HeadDrafter(Drafter):
             lengths,
             positions,
             last,
+            noise=self._noise,
         )
         cache.on_device = cache.on_device + counts
         return tokens, parents

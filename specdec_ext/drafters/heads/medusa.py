@@ -20,6 +20,7 @@ from specdec_ext import ops
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.heads.bound_head import draft_home
+from specdec_ext.drafters.heads.coupling import check_temperature, draft_noise
 from specdec_ext.heads.checkpoints.pair import check_pair
 from specdec_ext.heads.medusa import MedusaHeads, likely_choices
 from specdec_ext.models import TargetOutput
@@ -42,15 +43,18 @@ def default_tree(device: torch.device, num_heads: int) -> TreeConfig:
 class MedusaDrafter(Drafter):
     """Drafts with Medusa heads that were trained for the target.
 
-    The heads compute in the target's dtype, or in float32 if that is float16 on the CPU.
+    The heads compute in the target's dtype, or in float32 if that is float16 on the CPU. In a call that
+    samples, drafts are coupled, as in :class:`specdec_ext.HeadDrafter`.
 
     Args:
         heads: heads from :func:`specdec_ext.heads.checkpoints.load_draft`.
         tree: the only shape to draft, with at most one level per head; None for :func:`default_tree`, or the
             shapes that the controller chooses.
+        temperature: the temperature of drafts in a call that samples, relative to the one that the call
+            suggests (``Context.noise``); 0 drafts without noise, as in greedy decoding.
 
     Raises:
-        ValueError: ``tree`` has more levels than there are heads.
+        ValueError: ``tree`` has more levels than there are heads, or ``temperature`` is out of range.
     """
 
     low_acceptance_hint = (
@@ -58,8 +62,14 @@ class MedusaDrafter(Drafter):
         "and its tokenizer, and that the sampling temperature is not too high."
     )
 
-    def __init__(self, heads: MedusaHeads, tree: TreeConfig | None = None):
-        self.heads, self.tree = heads, tree
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        tree: TreeConfig | None = None,
+        temperature: float = 1.0,
+    ):
+        check_temperature(temperature)
+        self.heads, self.tree, self.temperature = heads, tree, temperature
         self._home: tuple[torch.device, torch.dtype] | None = None
         self._checked: weakref.ref[PreTrainedModel] | None = None
         # Rows of the last step, hidden states of all its nodes, and the node before each row's root.
@@ -86,6 +96,7 @@ class MedusaDrafter(Drafter):
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
         self._tree = self.tree or default_tree(model.device, self.heads.config.num_heads)
+        self._noise = draft_noise(context, self.temperature, model.device)
         columns = torch.tensor(
             context.last_columns(output.aux_hidden_states[0].shape[1]), device="cpu"
         )
@@ -99,7 +110,7 @@ class MedusaDrafter(Drafter):
 
     @property
     def identity(self) -> Hashable:
-        return super().identity, self.heads.source
+        return super().identity, self.heads.source, self.temperature
 
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
         # The states are selected by the next draft, if there is one.
@@ -120,13 +131,21 @@ class MedusaDrafter(Drafter):
         states = self._states(context.rows)
         tree = context.shape if isinstance(context.shape, TreeConfig) else self._tree
         _check_tree(tree, self.heads)
-        log_probs, tokens = self._guesses(states, tree)
+        log_probs, tokens = self._guesses(states, tree, context)
         if tree.links:
             return self._static_tree(context.roots, tokens, tree)
         return self._dynamic_tree(context.roots, log_probs, tokens, tree)
 
-    def _guesses(self, states: Tensor, tree: TreeConfig) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and target ids of the best guesses, ``[rows, heads, ranks]``, best first."""
+    def _guesses(self, states: Tensor, tree: TreeConfig, context: Context) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and target ids of the best guesses, ``[rows, heads, ranks]``, best first.
+
+        With noise, the log-probabilities are given the noise, as in the op ``draft_head``.
+        """
+        noise = self._noise
+        if noise is not None:
+            numbers = context.staging.stage([context.rows, context.root_positions]).tensor
+            rows, root_positions = numbers.to(states.device)
+            noise = noise.of_rows(rows)
         config, tensors = self._heads.config, self._heads.tensors
         product = ops.linear if states.device.type == "cpu" else linear
         states = states.to(tensors["lm_heads.0.weight"].dtype)
@@ -137,7 +156,11 @@ class MedusaDrafter(Drafter):
                 block = f"blocks.{head}.{layer}"
                 x = x + silu(product(x, tensors[f"{block}.weight"], tensors.get(f"{block}.bias")))
             lm_head = tensors[f"lm_heads.{0 if config.shared_lm_head else head}.weight"]
-            log_probs = product(x, lm_head, None).float().log_softmax(dim=-1)
+            logits = product(x, lm_head, None)
+            if noise is not None:
+                ids = tensors.get("draft_to_target")
+                logits = ops.couple_logits(logits, noise, root_positions + (1 + head), ids)
+            log_probs = logits.float().log_softmax(dim=-1)
             best.append(log_probs.topk(min(tree.top_k, config.draft_vocab_size), dim=-1))
         ids = torch.stack([each.indices for each in best], dim=1)
         if "draft_to_target" in tensors:

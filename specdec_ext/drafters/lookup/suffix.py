@@ -147,6 +147,8 @@ class SuffixDrafter(RetrievalDrafter):
         ValueError: for an argument out of its range.
     """
 
+    keeps_outputs = True
+
     def __init__(
         self,
         num_draft_tokens: int = 16,

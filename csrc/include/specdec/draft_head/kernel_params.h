@@ -153,6 +153,7 @@ struct DraftKernelParams {
   View1<const int64_t> lengths;
   View1<const int64_t> positions;
   View1<const int64_t> roots;
+  DraftNoise noise;
   int64_t* tree_tokens;   // [batch, nodes]
   int64_t* tree_parents;  // [batch, nodes]
   float* tree_scores;     // [batch, nodes]

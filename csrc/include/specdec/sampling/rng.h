@@ -173,6 +173,12 @@ struct NoiseStream {
   SPECDEC_HOST_DEVICE Philox4 group_bits(uint32_t group) const {
     return philox4x32<kPhiloxRounds>({{group, position, row, purpose}}, key0, key1);
   }
+  SPECDEC_HOST_DEVICE uint32_t token_bits(uint32_t token) const {
+    const Philox4 bits = group_bits(token / 4);
+    const uint32_t low = token % 2 == 0 ? bits.lane[0] : bits.lane[1];
+    const uint32_t high = token % 2 == 0 ? bits.lane[2] : bits.lane[3];
+    return token % 4 < 2 ? low : high;  // an index would put the lanes into memory
+  }
 };
 
 }  // namespace specdec

@@ -17,6 +17,7 @@
 #include "kernels/draft_head/block.cuh"
 #include "picks.cuh"
 #include "specdec/math/exp.h"
+#include "specdec/sampling/coupling.h"
 
 namespace specdec {
 
@@ -46,6 +47,19 @@ __device__ __forceinline__ ExpSum add_exponentials(const ExpSum& sum, float larg
   return {largest, exact_add(rescaled_sum(sum, largest), panel)};
 }
 
+// A logit of a row: scaled and, if the row has noise, coupled. An element is the input behind which
+// the head predicts the next but one token of the text.
+template <typename T>
+__device__ __forceinline__ float logit_of(const DraftBlock<T>& block, const PassRow& element,
+                                          float temperature, int64_t out, float value) {
+  const DraftKernelParams& params = block.params;
+  const float logit = exact_mul(value, params.logit_scale);
+  if (temperature == 0.0f || out < 0) return logit;
+  const int64_t token = params.draft_to_target ? params.draft_to_target[out] : out;
+  const NoiseStream noise = params.noise.stream(element.batch_row, element.position + 2);
+  return coupled_logit(logit, temperature, gumbel(noise.token_bits(static_cast<uint32_t>(token))));
+}
+
 // The row's warp calls it with its values of a panel, which are not scaled yet.
 template <typename T>
 __device__ __forceinline__ void add_logits(const DraftBlock<T>& block, int row,
@@ -54,10 +68,12 @@ __device__ __forceinline__ void add_logits(const DraftBlock<T>& block, int row,
   Pick own = kNoPick;
   if (lane < top_k) own = block.shared.picks[place];
   WarpPicks best(top_k, own);
+  const PassRow element = block.shared.rows[row];
+  const float temperature = block.params.noise.temperature(element.batch_row);
   float scores[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float score = exact_mul(values.value[i], block.params.logit_scale);
+    const float score = logit_of(block, element, temperature, values.out[i], values.value[i]);
     const bool exists = values.out[i] >= 0 && score == score;
     scores[i] = exists ? score : bits_to_float(kMinusInfinityBits);
     best.add(pick_of(scores[i], values.out[i]));
