@@ -100,6 +100,15 @@ class DraftCall:
     def ours(self) -> ops.HeadDraft:
         return ops.draft_head(*self.arguments)
 
+    def coupled(self) -> ops.HeadDraft:
+        """The same call with noise in every row."""
+        return ops.draft_head(*self.arguments, noise=self._noise)
+
+    @cached_property
+    def _noise(self) -> ops.DraftNoise:
+        rows = torch.zeros_like(self.arguments[7])
+        return ops.DraftNoise(rows + 1.0, rows + 5, rows)
+
     def theirs(self) -> tuple[Tensor, Tensor]:
         """Tokens and parents of the PyTorch modules, which always use the head's own weights."""
         tokens, features = self.arguments[5:7]

@@ -13,6 +13,7 @@
   decoding; on the CPU the same code then drafts with a tiny head, so that code and threads are ready.
 - GB/s counts the weights once per level, and the cache; %read is its share of the read bandwidth of this run.
   A level of more than 32 nodes, of all rows together, takes several passes over the weights and shows less.
+- "coupled" is how many times as long the op takes with noise, as in calls that sample.
 - The modules have unquantised weights in every row; the graph has one context length baked in.
 - "host us", on a GPU, is the time for which a call on an idle device occupies the host, launch included.
 - "agree" is the share of drafted tokens that op and modules have in common. It is no test: after a near-tie,
@@ -70,6 +71,7 @@ COLUMNS = {
     "GB/s": "{gb_per_s:.0f}",
     "%read": "{read_percent:.0f}",
     "host us": "{host_us:.0f}",
+    "coupled": "{vs_coupled:.2f}x",
     "torch us": "{torch_us:.0f}",
     "graph us": "{graph_us:.0f}",
     "vs torch": "{vs_torch:.1f}x",
@@ -143,13 +145,13 @@ def prepared(draft: Draft, stopwatch: Stopwatch, options: argparse.Namespace) ->
     on_gpu, dtype = stopwatch.device.type == "cuda", DTYPES[draft.dtype]
     call = draft.call(random_head(draft.head, dtype, stopwatch.device), options.context)
     common = agreement(call)  # calls the modules, as the capture of their graph requires
-    calls: dict[str, Call] = {OURS: call.ours, "torch": call.theirs}
+    calls: dict[str, Call] = {OURS: call.ours, "coupled": call.coupled, "torch": call.theirs}
     primers = None
     if on_gpu:
         calls["graph"] = captured(call.theirs)
     elif not options.warm:
         tiny = draft.call(random_head("tiny", dtype, stopwatch.device), PRIMER_CONTEXT)
-        primers = {OURS: tiny.ours, "torch": tiny.theirs}
+        primers = {OURS: tiny.ours, "coupled": tiny.coupled, "torch": tiny.theirs}
 
     def more() -> Row:
         host = {"host_us": host_us(call.ours, options.repeats)} if on_gpu else {}

@@ -77,7 +77,7 @@ def test_a_run(tmp_path, capsys):
 def test_warm_calls_need_no_primers():
     draft, watch = Draft("tiny"), Stopwatch(CPU)
     cold, warm = (parsed(["--device", "cpu", "--context", "4", *how]) for how in ([], ["--warm"]))
-    assert set(prepared(draft, watch, cold).primers) == {"ours", "torch"}
+    assert set(prepared(draft, watch, cold).primers) == {"ours", "coupled", "torch"}
     assert prepared(draft, watch, warm).primers is None
 
 
