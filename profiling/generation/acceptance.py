@@ -15,11 +15,12 @@ from collections.abc import Iterable
 
 import torch
 from bench.runner import Results, Row, parse, table_parser
+from torch import Tensor
+from transformers import PreTrainedModel
 
 import specdec_ext
 from specdec_ext import HeadDrafter, TreeConfig, assets
 from specdec_ext.evaluate.machine import machine_line
-from specdec_ext.heads.config import DraftHead
 
 CHAIN = TreeConfig(depth=5)
 STATIC = TreeConfig(
@@ -57,18 +58,20 @@ NOTES = (
 
 
 def acceptance(
-    head: DraftHead, shape: TreeConfig, noise: float, texts: Iterable[tuple[int, str]], options: Row
+    target: PreTrainedModel, drafter: HeadDrafter, texts: Iterable[tuple[int, Tensor]], options: Row
 ) -> tuple[float, float, list[list[int]]]:
-    """Mean acceptance length, acceptance of the first level, and the texts."""
-    target, tokenizer = assets.load_target(torch.float32), assets.load_tokenizer()
+    """Mean acceptance length, acceptance of the first level, and the texts.
+
+    Args:
+        texts: seed and prompt ``[1, tokens]`` of each text.
+    """
     counts: Counter[str] = Counter()
     found = []
-    for seed, prompt in texts:
-        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    for seed, ids in texts:
         output = specdec_ext.generate(
             target,
             ids,
-            drafter=HeadDrafter(head, shape, temperature=noise),
+            drafter=drafter,
             speculation="fixed",
             do_sample=True,
             seed=seed,
@@ -91,7 +94,11 @@ def main(arguments: list[str] | None = None) -> None:
     given.add_argument("--temperature", type=float, action="append", help="may be repeated")
     given.add_argument("--filters", choices=[*FILTERS], action="append", help="may be repeated")
     options = parse(given, arguments)
-    prompts = [prompt["prompt"] for prompt in assets.held_out_prompts()[: options.repeats]]
+    target, tokenizer = assets.load_target(torch.float32), assets.load_tokenizer()
+    prompts = [
+        tokenizer(each["prompt"], return_tensors="pt")["input_ids"]
+        for each in assets.held_out_prompts()[: options.repeats]
+    ]
     texts = [
         (turn * len(prompts) + i, prompt)
         for turn in range(options.seeds)
@@ -104,8 +111,10 @@ def main(arguments: list[str] | None = None) -> None:
                 temperature=temperature, max_new_tokens=options.tokens, **FILTERS[filters]
             )
             for name, shape in SHAPES.items():
-                without, first_without, expected = acceptance(head, shape, 0.0, texts, shared)
-                coupled, first_coupled, found = acceptance(head, shape, 1.0, texts, shared)
+                drafters = [HeadDrafter(head, shape, temperature=noise) for noise in (0, 1)]
+                (without, first_without, expected), (coupled, first_coupled, found) = (
+                    acceptance(target, drafter, texts, shared) for drafter in drafters
+                )
                 if found != expected:
                     raise SystemExit(f"{name} at temperature {temperature}: the texts differ")
                 rows.append(
