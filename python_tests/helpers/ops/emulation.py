@@ -161,7 +161,7 @@ class EmulatedOps:
         return (Substitute * len(chosen))(*chosen.items())
 
     @contextlib.contextmanager
-    def _launches(self) -> Iterator[None]:
+    def launches(self) -> Iterator[None]:
         """Launches run the PTX of this device, on its tensor cores."""
         chosen = self._substitutes
         library().specdec_set_substitutes(chosen, ctypes.c_size_t(len(chosen)))
@@ -180,7 +180,7 @@ class EmulatedOps:
             for order in range(len(THREAD_ORDERS)):
                 emulator.specdec_set_thread_order(order)
                 copies = [_copied(argument) for argument in arguments]
-                with self._launches():
+                with self.launches():
                     result = op(*copies)
                 outcomes.append((_tensors(result), _tensors(copies), result))
             for order, (results, copies, _) in zip(THREAD_ORDERS, outcomes, strict=True):
