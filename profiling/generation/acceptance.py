@@ -15,11 +15,12 @@ from collections.abc import Iterable
 
 import torch
 from bench.runner import Results, Row, parse, table_parser
-from torch import Tensor
 from transformers import PreTrainedModel
 
 import specdec_ext
 from specdec_ext import HeadDrafter, TreeConfig, assets
+from specdec_ext.evaluate import benchmark
+from specdec_ext.evaluate.benchmark import Prompt
 from specdec_ext.evaluate.machine import machine_line
 
 CHAIN = TreeConfig(depth=5)
@@ -58,24 +59,24 @@ NOTES = (
 
 
 def acceptance(
-    target: PreTrainedModel, drafter: HeadDrafter, texts: Iterable[tuple[int, Tensor]], options: Row
+    target: PreTrainedModel, drafter: HeadDrafter, texts: Iterable[tuple[int, Prompt]], options: Row
 ) -> tuple[float, float, list[list[int]]]:
     """Mean acceptance length, acceptance of the first level, and the texts.
 
     Args:
-        texts: seed and prompt ``[1, tokens]`` of each text.
+        texts: seed and prompt of each text.
     """
     counts: Counter[str] = Counter()
     found = []
-    for seed, ids in texts:
+    for seed, prompt in texts:
         output = specdec_ext.generate(
             target,
-            ids,
             drafter=drafter,
             speculation="fixed",
             do_sample=True,
             seed=seed,
             return_dict_in_generate=True,
+            **prompt,
             **options,
         )
         stats = output.speculation_stats
@@ -94,11 +95,9 @@ def main(arguments: list[str] | None = None) -> None:
     given.add_argument("--temperature", type=float, action="append", help="may be repeated")
     given.add_argument("--filters", choices=[*FILTERS], action="append", help="may be repeated")
     options = parse(given, arguments)
-    target, tokenizer = assets.load_target(torch.float32), assets.load_tokenizer()
-    prompts = [
-        tokenizer(each["prompt"], return_tensors="pt")["input_ids"]
-        for each in assets.held_out_prompts()[: options.repeats]
-    ]
+    target = assets.load_target(torch.float32)
+    held_out = [each["prompt"] for each in assets.held_out_prompts()[: options.repeats]]
+    prompts = benchmark.batches(assets.load_tokenizer(), held_out, 1)
     texts = [
         (turn * len(prompts) + i, prompt)
         for turn in range(options.seeds)

@@ -29,10 +29,10 @@ def couple_logits(
     dtype = torch.promote_types(logits.dtype, torch.float32)
     scores = logits.to(dtype, copy=True)
     ids = torch.arange(vocab, device=logits.device) if token_ids is None else token_ids
+    num_tokens = int(ids.max()) + 1
     for row, temperature in enumerate(noise.temperatures.tolist()):
         if not temperature > 0:
             continue
-        largest = int(ids.max()) + 1
-        g = gumbel_noise(noise.seeds[row], noise.row_ids[row], positions[row], largest)
+        g = gumbel_noise(noise.seeds[row], noise.row_ids[row], positions[row], num_tokens)
         scores[row] = scores[row] / noise.temperatures[row] + g[ids]
     return scores

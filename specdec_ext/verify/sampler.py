@@ -145,7 +145,7 @@ class Sampler:
         """The noise for coupled drafts (:attr:`specdec_ext.context.Context.noise`)."""
         if not self._stochastic or self.needs_draft_probs:
             return None
-        seeds, streams = torch.tensor(self._noise, device=self._device).T
+        seeds, streams, *_ = self._rows(list(range(len(self._noise))))
         temperature = self.temperature * DRAFT_TEMPERATURES[self._processors.narrows]
         temperatures = torch.full_like(seeds, temperature, dtype=torch.float32)
         return ops.DraftNoise(temperatures, seeds, streams)

@@ -144,14 +144,21 @@ def random_model(
     return model.eval()
 
 
-@functools.cache
-def counting_model() -> PreTrainedModel:
-    """A Llama that continues n with n + 1: attention and MLP add nothing, the logits look up the token."""
+def model_without_layers() -> PreTrainedModel:
+    """A new Llama whose attention and MLP add nothing: its logits depend on the last token alone."""
     model = copy.deepcopy(tiny_model("llama"))
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
+    return model
+
+
+@functools.cache
+def counting_model() -> PreTrainedModel:
+    """A Llama that continues n with n + 1: the logits look up the token."""
+    model = model_without_layers()
+    with torch.no_grad():
         embeddings = torch.nn.functional.normalize(model.model.embed_tokens.weight, dim=-1)
         model.model.embed_tokens.weight.copy_(embeddings)
         model.lm_head.weight.copy_(embeddings.roll(1, dims=0))
