@@ -16,7 +16,9 @@ namespace specdec::emulation {
 // calls switch_to.
 class Fiber {
  public:
-  static constexpr size_t kStackBytes = 128 * 1024;
+  // A kernel of draft heads that is translated from PTX and compiled without optimisation takes more
+  // than 128 KiB. The system supplies only the pages that are written.
+  static constexpr size_t kStackBytes = 256 * 1024;
 
   Fiber() = default;
   // A stack of its own. The first switch to this fiber calls `entry` on it, which must not return.
