@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from specdec_ext.drafters import Drafter, DraftModelDrafter, HeadDrafter, NgramDrafter
     from specdec_ext.drafters.combined import CombinedDrafter
     from specdec_ext.drafters.heads.medusa import MedusaDrafter
+    from specdec_ext.drafters.heads.mtp import MtpDrafter
     from specdec_ext.drafters.lookahead import LookaheadDrafter
     from specdec_ext.drafters.lookup.suffix import SuffixDrafter, SuffixHistory
     from specdec_ext.evaluate.check import Check, ModelCheck, check_model
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from specdec_ext.generation import custom_generate, generate
     from specdec_ext.heads.checkpoints import load_draft, save_draft
     from specdec_ext.heads.medusa import MedusaHeads
+    from specdec_ext.heads.mtp import MtpHeads
     from specdec_ext.hosts import install, uninstall
     from specdec_ext.models import Support, supports
     from specdec_ext.models.graphs import free_graphs
@@ -44,6 +46,8 @@ __all__ = [
     "MedusaDrafter",
     "MedusaHeads",
     "ModelCheck",
+    "MtpDrafter",
+    "MtpHeads",
     "NgramDrafter",
     "SpeculationConfig",
     "SpeculationStats",
@@ -72,10 +76,12 @@ _MODULES = {
     "drafters.combined": ("CombinedDrafter",),
     "drafters.lookahead": ("LookaheadDrafter",),
     "drafters.heads.medusa": ("MedusaDrafter",),
+    "drafters.heads.mtp": ("MtpDrafter",),
     "drafters.lookup.suffix": ("SuffixDrafter", "SuffixHistory"),
     "generation": ("custom_generate", "generate"),
     "hosts": ("install", "uninstall"),
     "heads.medusa": ("MedusaHeads",),
+    "heads.mtp": ("MtpHeads",),
     "evaluate.check": ("Check", "ModelCheck", "check_model"),
     "output": ("SpeculativeEncoderDecoderOutput", "SpeculativeOutput"),
     "schedule.settings": ("SpeculationConfig",),

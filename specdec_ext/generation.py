@@ -81,10 +81,12 @@ def generate(
             encoder-decoder model, the input of its encoder.
         drafter: what proposes tokens:
 
-            - ``"auto"``: n-gram lookup, combined with the draft head if the model's config names one;
+            - ``"auto"``: n-gram lookup, combined with the draft head if the model's config names one, else
+              with the MTP heads if the model's checkpoint contains some;
             - ``"ngram"``, ``"suffix"`` or ``"lookahead"``: a drafter that needs no model;
             - ``"head"`` or ``"draft"``: the draft head that ``model.config.specdec_ext_draft`` names, or the
               draft model that ``model.config.specdec_ext_draft_model`` names;
+            - ``"mtp"``: the heads for multi-token prediction (MTP) in the model's checkpoint;
             - the folder or hub id of a draft head or draft model, which is loaded once per target, in the
               target's dtype and on its device;
             - a Hugging Face model with the same tokenizer (a classic draft model);

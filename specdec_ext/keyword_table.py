@@ -241,9 +241,7 @@ CONFIG: dict[str, Keyword] = {
     "is_assistant": _refused(
         "it is for transformers' own calls of a draft model; leave it out", False
     ),
-    "use_mtp": _refused(
-        "multi-token-prediction heads are not supported as drafters; leave it out", False
-    ),
+    "use_mtp": _exact("the checkpoint's own heads for multi-token prediction draft", False),
     "speculation_type": _refused("choose the drafter with drafter=..."),
     "compile_config": _refused("only static caches are compiled; torch.compile the model instead"),
     "disable_compile": _exact("nothing is compiled"),

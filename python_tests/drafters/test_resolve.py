@@ -59,7 +59,7 @@ def test_every_name_drafts_and_no_name_changes_the_text(target, draft_folder):
         "head": "HeadDrafter",
         "draft": "DraftModelDrafter",
     }
-    assert set(expected) == set(resolve.NAMES)
+    assert {*expected, "mtp"} == set(resolve.NAMES)  # "mtp": heads/test_mtp.py
     places = {str(draft_folder): "DraftModelDrafter", draft_folder: "DraftModelDrafter"}
     for name, drafter in {**expected, **places}.items():
         out = completed(target, name)

@@ -26,7 +26,7 @@ from specdec_ext import (
     SuffixDrafter,
     generation,
 )
-from specdec_ext.drafters.heads import head as head_module
+from specdec_ext.drafters.heads import unread
 from specdec_ext.schedule.policy import Policy, offered
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*in the last")
@@ -95,8 +95,8 @@ CASES = [
 def test_policy_does_not_change_the_text(name, batch, decoding, monkeypatch):
     monkeypatch.setattr(generation, "Controller", Chaos)
     monkeypatch.setattr(Chaos, "log", dict.fromkeys(Chaos.log, 0))
-    monkeypatch.setattr(head_module, "MERGED_NODES", 3)
-    monkeypatch.setattr(head_module, "MAX_PENDING", 5)
+    monkeypatch.setattr(unread, "MERGED_NODES", 3)
+    monkeypatch.setattr(unread, "MAX_PENDING", 5)
     make = DRAFTERS[name]
     drafter = make(right_tokens(batch, decoding)) if name.startswith("scripted") else make()
     check_same_text(drafter, batch, decoding)

@@ -33,7 +33,8 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16"
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DRAFTER_HELP = (
     "auto, none, ngram, suffix, lookahead; head or draft (the one named in the model's config, as the "
-    "bundled model has it); or the folder or hub id of a draft head or a draft model."
+    "bundled model has it); mtp (the heads in the model's checkpoint); or the folder or hub id of a draft "
+    "head or a draft model."
 )
 ModelArgument = Annotated[
     str | None,

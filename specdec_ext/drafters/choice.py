@@ -1,7 +1,7 @@
 """The choice of a call's drafter, from ``drafter=`` and from transformers' keywords for assisted decoding.
 
-Transformers has keywords for a draft model and for prompt lookup. They choose and configure the drafter if
-``drafter=`` leaves it open. None of them can change the text.
+Transformers has keywords for a draft model, for prompt lookup and for MTP heads. They choose and configure
+the drafter if ``drafter=`` leaves it open. None of them can change the text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdec_ext.drafters import Drafter, DraftModelDrafter, NgramDrafter
-from specdec_ext.drafters.resolve import checked_drafter, resolve_drafter
+from specdec_ext.drafters.resolve import MTP, checked_drafter, resolve_drafter
 from specdec_ext.keyword_table import CONFIG
 
 _LOOKUP = ("prompt_lookup_num_tokens", "max_matching_ngram_size")
@@ -70,11 +70,18 @@ class DrafterChoice:
             ValueError, OSError: as :func:`resolve_drafter`.
         """
         lookup, shape = _asked(config, _LOOKUP), _asked(config, _ASSISTANT)
+        uses_mtp = bool(getattr(config, "use_mtp", False))
         if lookup and self.explicit:
             raise ValueError(
                 f"{lookup[0]}={getattr(config, lookup[0])!r} requests n-gram drafts, and drafter=... "
                 "requests others; pass one of them, or "
                 "drafter=NgramDrafter(num_draft_tokens=..., max_ngram=...)"
+            )
+        if uses_mtp and (self.explicit or lookup):
+            other = f"{lookup[0]}={getattr(config, lookup[0])!r}" if lookup else "drafter=..."
+            raise ValueError(
+                f"use_mtp=True requests drafts by the checkpoint's MTP heads, and {other} requests others; "
+                "pass one of them"
             )
         if isinstance(self._drafter, Assistant):
             return self._drafter.drafter(config)
@@ -85,7 +92,8 @@ class DrafterChoice:
             )
         if lookup:
             return _lookup_drafter(config)
-        return resolve_drafter(self._drafter, model, self._tokenizer)
+        drafter = MTP if uses_mtp else self._drafter
+        return resolve_drafter(drafter, model, self._tokenizer)
 
 
 def _asked(config: GenerationConfig, names: Any) -> list[str]:

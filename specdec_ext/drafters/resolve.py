@@ -4,6 +4,8 @@ A model's config may name its drafters: ``specdec_ext_draft`` is the hub id or f
 ``specdec_ext_draft_model`` that of a draft model. A folder may be relative to the model's own folder, and
 ``save_pretrained`` keeps both fields. The value ``"bundled"`` means the head or draft model in this package
 that belongs to the bundled target. No other place is searched.
+
+``"mtp"`` is the heads for multi-token prediction in the target's own checkpoint.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.combined import CombinedDrafter
 from specdec_ext.drafters.draft_model import DraftModelDrafter
 from specdec_ext.drafters.heads.head import HeadDrafter
+from specdec_ext.drafters.heads.mtp import MtpDrafter
 from specdec_ext.drafters.lookup.ngram import NgramDrafter
 from specdec_ext.heads.checkpoints.language_model import load_language_model, load_tokenizer
 from specdec_ext.heads.checkpoints.load import is_draft, load_draft
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.heads.medusa import MedusaHeads
+from specdec_ext.heads.mtp import MtpHeads, no_mtp_reason
 from specdec_ext.pretrained import unwrapped
 
 _log = logging.getLogger(__name__)
@@ -45,7 +49,8 @@ _OF_MODEL: dict[str, tuple[str, str, Callable[[], Any]]] = {
     "draft": ("specdec_ext_draft_model", "draft model", assets.load_draft),
 }
 BUNDLED = "bundled"
-NAMES = ("auto", "none", *_MADE, *_OF_MODEL)
+MTP = "mtp"
+NAMES = ("auto", "none", *_MADE, *_OF_MODEL, MTP)
 _EXPECTED = (
     f"expected one of {list(NAMES)}, the folder or hub id of a draft head or a draft model, "
     "None, a Hugging Face model or a specdec_ext.Drafter"
@@ -55,6 +60,8 @@ _EXPECTED = (
 # once. Each call drafts with a copy that shares only the weights.
 _Loaded = dict[Hashable, tuple[object, Drafter]]
 _loaded: WeakKeyDictionary[PreTrainedModel, _Loaded] = WeakKeyDictionary()
+# Target -> why its MTP heads can't be used, so that "auto" looks for them once.
+_without_mtp: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 
 
 def checked_drafter(drafter: Any) -> Drafter | str | Path | None:
@@ -72,7 +79,7 @@ def checked_drafter(drafter: Any) -> Drafter | str | Path | None:
         close = get_close_matches(drafter, NAMES, n=1)
         meant = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"drafter={drafter!r} is not known{meant}; {_EXPECTED}")
-    if isinstance(drafter, (DraftHead, MedusaHeads)):
+    if isinstance(drafter, (DraftHead, MedusaHeads, MtpHeads)):
         return _of_head(drafter)
     if isinstance(unwrapped(drafter), PreTrainedModel):
         return DraftModelDrafter(unwrapped(drafter))
@@ -106,16 +113,30 @@ def resolve_drafter(drafter: Any, model: PreTrainedModel, tokenizer: Any = None)
         module, class_name = _MADE[drafter]
         made: Drafter = getattr(import_module(f"specdec_ext.drafters.{module}"), class_name)()
         return made
+    if drafter == MTP:
+        return _mtp(model)
     if drafter in _OF_MODEL:
         return _of_model(drafter, model, tokenizer)
     return _from_place(str(drafter), model, tokenizer)
 
 
 def _auto(model: PreTrainedModel, tokenizer: Any) -> Drafter:
-    if getattr(model.config, _OF_MODEL["head"][0], None) is None:
-        _log.info("drafter='auto' is n-gram lookup: the model's config names no draft head")
-        return NgramDrafter()
-    return CombinedDrafter(NgramDrafter(), _of_model("head", model, tokenizer))
+    if getattr(model.config, _OF_MODEL["head"][0], None) is not None:
+        return CombinedDrafter(NgramDrafter(), _of_model("head", model, tokenizer))
+    reason = no_mtp_reason(model) or _without_mtp.get(model)
+    if reason is None:
+        try:
+            return CombinedDrafter(NgramDrafter(), _mtp(model))
+        except (OSError, RuntimeError, ValueError) as error:
+            # Many configs name MTP layers that the checkpoint does not contain.
+            reason = _without_mtp[model] = str(error)
+    _log.info("drafter='auto' is n-gram lookup: the model's config names no draft head; %s", reason)
+    return NgramDrafter()
+
+
+def _mtp(model: PreTrainedModel) -> Drafter:
+    """The drafter of the heads for multi-token prediction in the target's checkpoint."""
+    return _kept(MTP, None, model, lambda: MtpDrafter(MtpHeads(model)))
 
 
 def _of_model(name: str, model: PreTrainedModel, tokenizer: Any) -> Drafter:
@@ -190,9 +211,11 @@ def _tokenizer_in(place: str) -> Any:
         return None
 
 
-def _of_head(head: DraftHead | MedusaHeads) -> Drafter:
+def _of_head(head: DraftHead | MedusaHeads | MtpHeads) -> Drafter:
     if isinstance(head, DraftHead):
         return HeadDrafter(head)
+    if isinstance(head, MtpHeads):
+        return MtpDrafter(head)
     from specdec_ext.drafters.heads.medusa import MedusaDrafter
 
     return MedusaDrafter(head)

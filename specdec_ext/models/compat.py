@@ -9,7 +9,7 @@ import inspect
 from typing import TYPE_CHECKING
 
 from torch import Tensor
-from transformers import GenerationConfig, cache_utils
+from transformers import GenerationConfig, cache_utils, modeling_layers
 from transformers.cache_utils import Cache, DynamicLayer
 
 # Up to 5.12, recurrent layers start from zero states in a pass over several tokens, and a layer holds one
@@ -49,6 +49,9 @@ else:
     DynamicIndexedLayer = _layer_class("DynamicIndexedLayer")
     # Exists after 5.17. Before, layers that read another layer's keys have no entry in the cache.
     DummyLayer = _layer_class("DummyLayer")
+
+# Exists since 5.23.
+MtpModel = getattr(modeling_layers, "MtpModel", None)
 
 # Up to 5.14, a positive argument of ``Cache.crop`` was the length to keep.
 _CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters

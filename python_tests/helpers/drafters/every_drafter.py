@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from helpers.drafters.head_cases import head_of
 from helpers.drafters.medusa_cases import random_heads
+from helpers.drafters.mtp_cases import llama_heads
 from helpers.models.tiny import tiny_model
 
 from specdec_ext import (
@@ -15,10 +16,12 @@ from specdec_ext import (
     HeadDrafter,
     LookaheadDrafter,
     MedusaDrafter,
+    MtpDrafter,
     NgramDrafter,
     SuffixDrafter,
     TreeConfig,
 )
+from specdec_ext.models.compat import MtpModel
 
 MEDUSA_TREE = TreeConfig(depth=3, top_k=3, num_nodes=9)
 # Drafters for any architecture with the vocabulary and the width of the tiny models.
@@ -41,4 +44,5 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "draft model, sampled": lambda: DraftModelDrafter(tiny_model("qwen3"), sampled=True),
     "head": lambda: HeadDrafter(head_of("eagle3")),
     "p-eagle": lambda: HeadDrafter(head_of("p-eagle")),
+    **({"mtp": lambda: MtpDrafter(llama_heads())} if MtpModel is not None else {}),
 }

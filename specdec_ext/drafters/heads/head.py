@@ -19,7 +19,8 @@ from specdec_ext.context import Context
 from specdec_ext.drafters.base import DraftAhead, Drafter
 from specdec_ext.drafters.heads.bound_head import BoundHead
 from specdec_ext.drafters.heads.coupling import check_temperature, draft_noise
-from specdec_ext.drafters.heads.head_cache import HeadCache, PendingFeatures, Step, of_active_rows
+from specdec_ext.drafters.heads.head_cache import HeadCache
+from specdec_ext.drafters.heads.unread import PendingFeatures, UnreadText
 from specdec_ext.heads.checkpoints.pair import check_pair
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.models import TargetOutput
@@ -30,13 +31,6 @@ from specdec_ext.transfer import Staged
 from specdec_ext.tree.config import Shape, TreeConfig
 from specdec_ext.tree.draft_tree import DraftTree
 from specdec_ext.verify.sampler import Accepted
-
-# Limits of the features that are kept while no drafts are requested. After this many nodes the features of
-# the accepted ones are copied into one tensor, because a step keeps the features of all of its nodes, and
-# perhaps of all layers.
-MERGED_NODES = 256
-# If the merged tokens of any row reach this number, the head reads them.
-MAX_PENDING = 512
 
 
 @cache
@@ -147,14 +141,9 @@ class HeadDrafter(Drafter):
         self._noise = draft_noise(context, self.temperature, self._bound.device)
         # Checked here, because a draft may never be requested.
         self._bound.check(self._tree, num_rows)
-        # A call that never drafts should cost nothing, so the prompt is prepared for the first draft.
-        self._prompt: Sequence[Tensor] | None = output.aux_hidden_states
+        self._unread = UnreadText(context, output.aux_hidden_states)
         self._cache: HeadCache | None = None
         self._resting = False
-        self._pending: list[PendingFeatures] = []
-        self._num_merged = 0  # largest number of merged tokens of a row, without the prompt
-        self._steps: list[Step] = []
-        self._num_nodes = 0  # of ``_steps``
         self._active: Staged | None = None
         # The last round that the head read on the device.
         self._read_ahead: CommittedRound | None = None
@@ -171,7 +160,6 @@ class HeadDrafter(Drafter):
 
         If a row has ``MAX_PENDING`` pending tokens, the head reads them now, so that no more are kept.
         """
-        # Every step comes here, with a draft or without, so whatever can wait is done in ``_merge``.
         if self._resting:
             return
         if accepted.committed is not None and accepted.committed is self._read_ahead:
@@ -180,54 +168,22 @@ class HeadDrafter(Drafter):
             for row, emitted in zip(context.rows, accepted.emitted, strict=True):
                 counts[row] = len(emitted)
             self._cache.count(counts)
-            return
-        self._steps.append(Step.of(context.rows, accepted, output.aux_hidden_states))
-        self._num_nodes += output.logits.shape[1]
-        if self._num_nodes >= MERGED_NODES:
-            self._merge(context)
-            if self._num_merged >= MAX_PENDING:
-                self._draft(self._take_pending(context), context, TreeConfig(depth=1))
+        elif self._unread.add(context, accepted, output):
+            self._draft(self._take_unread(context), context, TreeConfig(depth=1))
 
     def rest(self, resting: bool) -> None:
         """Begin a rest: forget the text, because reading it later costs more than it brings."""
         self._resting = resting
         if resting:
-            self._prompt = self._cache = None
-            self._pending, self._steps = [], []
-            self._num_merged = self._num_nodes = 0
+            self._unread.forget()
+            self._cache = None
 
-    def _merge(self, context: Context) -> None:
-        """Copy the features of the latest steps into one tensor."""
-        new = of_active_rows(self._take_steps(), context.rows, len(context.generated))
-        self._pending.append(new)
-        self._num_merged += max(new.counts)
-
-    def _take_steps(self) -> list[PendingFeatures]:
-        """Remove the steps that are not merged yet."""
-        taken = [step.elements() for step in self._steps]
-        self._steps, self._num_nodes = [], 0
-        return taken
-
-    def _take_latest(self, context: Context) -> PendingFeatures | None:
-        """Remove and return the pending elements if they are on the device: all rows, and one step."""
-        if self._cache is None or self._pending or len(self._steps) != 1:
-            return None
-        (step,), everyone = self._steps, list(range(len(context.generated)))
-        latest = step.latest() if step.rows == context.rows == everyone else None
-        if latest is not None:
-            self._steps, self._num_nodes = [], 0
-        return latest
-
-    def _take_pending(self, context: Context) -> PendingFeatures:
-        """Remove and join the pending elements of all rows; there is a cache for them afterwards."""
+    def _take_unread(self, context: Context) -> PendingFeatures:
+        """Remove and join the unread elements of all rows; there is a cache for them afterwards."""
         assert self._bound is not None
-        if (latest := self._take_latest(context)) is not None:
+        if self._cache is not None and (latest := self._unread.take_latest(context)) is not None:
             return latest
-        taken = [] if self._prompt is None else [_prompt_features(context, self._prompt)]
-        taken += [*self._pending, *self._take_steps()]
-        self._prompt = None
-        self._pending, self._num_merged = [], 0
-        new = of_active_rows(taken, context.rows, len(context.generated))
+        new = self._unread.take(context)
         if self._cache is None:
             # A row's last element has the features of the token before its root.
             firsts = [0] * len(context.generated)
@@ -237,19 +193,17 @@ class HeadDrafter(Drafter):
         return new
 
     def propose(self, context: Context) -> DraftTree:
-        nothing_new = self._prompt is None and not (self._pending or self._steps)
-        if nothing_new or max(context.remaining) < 2:  # the last token of a row needs no draft
+        if not self._unread or max(context.remaining) < 2:  # the last token of a row needs no draft
             return DraftTree.root(context.roots)
         active = self._staged_rows(context)
-        tokens, parents = self._draft(self._take_pending(context), context, self._shape(context))
+        tokens, parents = self._draft(self._take_unread(context), context, self._shape(context))
         if active is not None:
             index = active.tensor.to(tokens.device)
             tokens, parents = tokens[index], parents[index]
         return DraftTree(tokens.to(context.device), parents.to(context.device))
 
     def nodes_ahead(self, context: Context) -> int | None:
-        unread = self._prompt is not None or self._pending or self._steps or self._resting
-        if unread or self._cache is None or self._cache.on_device is None:
+        if self._unread or self._resting or self._cache is None or self._cache.on_device is None:
             return None
         assert self._bound is not None
         return self._shape(context).num_nodes if self._bound.device == context.device else None
@@ -342,31 +296,3 @@ def _draft_slots(tree: TreeConfig) -> int:
     if tree.choices is None:
         return tree.top_k * tree.depth
     return max(Counter(map(len, tree.choices)).values()) * tree.depth
-
-
-def _prompt_features(context: Context, states: Sequence[Tensor]) -> PendingFeatures:
-    """The elements of the prompt, with each row's first generated token.
-
-    Args:
-        context: the prompt and the text.
-        states: auxiliary hidden states, ``[rows, columns run, hidden]`` each, of the last columns of the
-            prompt.
-    """
-    rows = list(range(len(context.generated)))
-    first = [generated[:1] for generated in context.generated]
-    if context.offset:
-        # The tokens of embeddings are unknown, so the head begins at the last column of the prompt.
-        last = context.last_columns(states[0].shape[1])
-        return PendingFeatures(rows, first, [state[rows, last][:, None] for state in states])
-    cached, order = context.prompt_columns - states[0].shape[1], None
-    if context.attention_mask is None:
-        before = [cached] * len(rows)
-    else:
-        valid = context.attention_mask.bool()
-        before = valid[:, :cached].sum(dim=1).tolist()
-        # Paddings are left out: the features of each row move to the left.
-        longest = int(valid[:, cached:].sum(dim=1).max())
-        order = (~valid[:, cached:]).long().argsort(dim=1, stable=True)[:, :longest]
-    texts = [context.prompt(row)[count:] for row, count in zip(rows, before, strict=True)]
-    tokens = [text[1:] + last for text, last in zip(texts, first, strict=True)]
-    return PendingFeatures(rows, tokens, states, order)

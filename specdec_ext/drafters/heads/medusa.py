@@ -21,11 +21,12 @@ from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.heads.bound_head import draft_home
 from specdec_ext.drafters.heads.coupling import check_temperature, draft_noise
+from specdec_ext.drafters.heads.growth import grow_tree
 from specdec_ext.heads.checkpoints.pair import check_pair
 from specdec_ext.heads.medusa import MedusaHeads, likely_choices
 from specdec_ext.models import TargetOutput
 from specdec_ext.tree.config import Shape, TreeConfig
-from specdec_ext.tree.draft_tree import INACTIVE, ROOT_PARENT, DraftTree
+from specdec_ext.tree.draft_tree import DraftTree
 from specdec_ext.verify.sampler import Accepted
 
 
@@ -132,9 +133,14 @@ class MedusaDrafter(Drafter):
         tree = context.shape if isinstance(context.shape, TreeConfig) else self._tree
         _check_tree(tree, self.heads)
         log_probs, tokens = self._guesses(states, tree, context)
-        if tree.links:
-            return self._static_tree(context.roots, tokens, tree)
-        return self._dynamic_tree(context.roots, log_probs, tokens, tree)
+        heads = iter(range(tree.depth))
+
+        def guess(parents: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+            head = next(heads)  # one for each level
+            shape = -1, nodes.shape[1], -1
+            return log_probs[:, head, None].expand(shape), tokens[:, head, None].expand(shape)
+
+        return grow_tree(context.roots, tree, guess)
 
     def _guesses(self, states: Tensor, tree: TreeConfig, context: Context) -> tuple[Tensor, Tensor]:
         """Log-probabilities and target ids of the best guesses, ``[rows, heads, ranks]``, best first.
@@ -166,44 +172,6 @@ class MedusaDrafter(Drafter):
         if "draft_to_target" in tensors:
             ids = tensors["draft_to_target"][ids]
         return torch.stack([each.values for each in best], dim=1), ids
-
-    def _static_tree(self, roots: Tensor, guesses: Tensor, tree: TreeConfig) -> DraftTree:
-        """The same static tree for every row; ranks beyond the draft vocabulary are left out."""
-        depths, parents, slots = [0], [ROOT_PARENT], []
-        for parent, rank in tree.links:
-            known = rank < guesses.shape[2] and parents[parent] != INACTIVE
-            depths.append(depths[parent] + 1)
-            parents.append(parent if known else INACTIVE)
-            slots.append((depths[parent], rank if known else 0))
-        heads, ranks = torch.tensor(slots, device=roots.device).unbind(dim=1)
-        tokens = torch.cat([roots[:, None], guesses[:, heads, ranks]], dim=1)
-        return DraftTree(tokens, torch.tensor(parents, device=roots.device).expand_as(tokens))
-
-    def _dynamic_tree(
-        self, roots: Tensor, log_probs: Tensor, guesses: Tensor, shape: TreeConfig
-    ) -> DraftTree:
-        """A tree for each row, of its most probable nodes."""
-        rows, ranks = log_probs.shape[0], log_probs.shape[2]
-        scores, tokens, parents = [log_probs[:, 0]], [guesses[:, 0]], []
-        parents.append(torch.full_like(guesses[:, 0], ROOT_PARENT))
-        first = 0  # number of the previous level's first candidate
-        for head in range(1, shape.depth):
-            order = scores[-1].sort(dim=1, descending=True, stable=True).indices
-            frontier = order[:, : shape.top_k]
-            above = scores[-1].gather(1, frontier)
-            parents.append((first + frontier).repeat_interleave(ranks, dim=1))
-            first += scores[-1].shape[1]
-            scores.append((above[:, :, None] + log_probs[:, head, None]).flatten(1))
-            tokens.append(guesses[:, head, None].expand(rows, frontier.shape[1], ranks).flatten(1))
-        assert shape.num_nodes is not None
-        tree = ops.build_dynamic_tree(
-            torch.cat(scores, dim=1),
-            torch.cat(tokens, dim=1),
-            torch.cat(parents, dim=1),
-            roots,
-            shape.num_nodes,
-        )
-        return DraftTree(tree.tokens, tree.parents)
 
 
 def _check_tree(tree: TreeConfig, heads: MedusaHeads) -> None:

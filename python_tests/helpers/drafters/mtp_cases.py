@@ -1,0 +1,79 @@
+"""Targets with MTP layers, and transformers' own drafts with them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from helpers.models.tiny import random_model, tiny_model
+from transformers import PreTrainedModel
+
+from specdec_ext import MtpHeads
+from specdec_ext.models.compat import MtpModel
+
+_EXPERTS = dict(
+    n_routed_experts=4,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+)
+_LATENT = dict(
+    q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+    num_key_value_heads=4,
+)  # fmt: skip
+_WINDOWS = dict(
+    sliding_window=8,
+    head_dim=8,
+    layer_types=["full_attention", "sliding_attention", "full_attention"],
+)
+# Seeds of layers that are right about some tokens; of other models 0.
+_SEEDS = {"deepseek_v3": 7, "mellum": 5}
+# Seeds of layers that are right about some tokens; of other models 0.
+_SEEDS = {"deepseek_v3": 7, "mellum": 5}
+# Name -> model type and config; the number is that of the MTP layers.
+CONFIGS: dict[str, tuple[str, dict]] = {
+    "glm4_moe-1": ("glm4_moe", _EXPERTS),
+    "glm4_moe-3": ("glm4_moe", _EXPERTS),
+    "deepseek_v3-1": ("deepseek_v3", {**_EXPERTS, **_LATENT}),
+    "deepseek_v3-2": ("deepseek_v3", {**_EXPERTS, **_LATENT}),
+    "mellum-1": ("mellum", {**_EXPERTS, **_WINDOWS}),
+}
+
+
+@functools.cache
+def mtp_target(name: str) -> PreTrainedModel:
+    """A target whose text has five tokens, so that many guesses of :func:`mtp_model` are right."""
+    kind, overrides = CONFIGS[name]
+    layers = int(name.rpartition("-")[2])
+    model = random_model(kind, 1, num_nextn_predict_layers=layers, **overrides)
+    model.lm_head.weight.data[5:] = 0
+    return model
+
+
+def mtp_model(model: PreTrainedModel, num_layers: int | None = None):
+    """transformers' ``MtpModel`` of a target, with random weights."""
+    config = model.config
+    named = hasattr(config, "num_mtp_layers")
+    count = num_layers or config.num_mtp_layers
+    if not named:
+        config.num_mtp_layers = count
+    try:
+        mtp = MtpModel(model, count).eval()
+    finally:
+        if not named:
+            del config.num_mtp_layers
+    generator = torch.Generator().manual_seed(_SEEDS.get(config.model_type, 0))
+    for tensor in mtp.layers.state_dict().values():
+        if tensor.ndim == 1:
+            tensor.fill_(1.0)
+        else:
+            values = torch.randn(tensor.shape, generator=generator)
+            tensor.copy_(values * 2.0 * tensor.shape[-1] ** -0.5)
+    return mtp.to(model.dtype)
+
+
+def llama_heads() -> MtpHeads:
+    return MtpHeads(tiny_model("llama"), mtp_model(tiny_model("llama"), 1))
