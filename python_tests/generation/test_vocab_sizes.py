@@ -10,10 +10,12 @@ import pytest
 import torch
 from helpers.checks.lossless import DECODING, every_decoding
 from helpers.drafters.every_drafter import DRAFTERS
+from helpers.drafters.mtp_cases import mtp_model
 from helpers.models.tiny import VOCAB, tiny_model
 from torch import nn
 
 import specdec_ext
+from specdec_ext import MtpHeads
 from specdec_ext.pretrained import vocab_size
 
 MORE = 15
@@ -49,7 +51,8 @@ def test_text_is_that_of_plain_decoding(name, decoding, reads, writes):
         kwargs["suppress_tokens"] = list(range(reads, writes))
     expected = specdec_ext.generate(model, ids, drafter=None, **kwargs)
     rule = "rejection" if "sampled" in name else "match"
-    actual = specdec_ext.generate(model, ids, drafter=EVERY[name](), verification=rule, **kwargs)
+    drafter = MtpHeads(model, mtp_model(model, 1)) if name == "mtp" else EVERY[name]()
+    actual = specdec_ext.generate(model, ids, drafter=drafter, verification=rule, **kwargs)
     assert actual.shape == expected.shape
     if (rule, decoding) != ("rejection", "sampled"):  # another text of the same distribution
         assert torch.equal(actual, expected)

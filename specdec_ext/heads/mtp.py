@@ -82,7 +82,7 @@ class MtpLayerModel(PreTrainedModel, GenerationMixin):
         if mtp.rotary_emb is not None:
             decoder.rotary_emb = mtp.rotary_emb
         self.model = decoder
-        self._to_logits = mtp._project_to_logits
+        self._to_logits, self._num_tokens = mtp._project_to_logits, len(mtp.embed_tokens.weight)
         if missing := [name for name, each in self._all_tensors() if each.is_meta]:
             raise ValueError(
                 f"{decoder_class.__name__} has parameters that its MTP layer lacks: {', '.join(missing)}"
@@ -126,7 +126,8 @@ class MtpLayerModel(PreTrainedModel, GenerationMixin):
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self._to_logits(output.last_hidden_state[:, kept])
+        # Tokens beyond the embedding can't be read, so they are not drafted.
+        logits = self._to_logits(output.last_hidden_state[:, kept])[..., : self._num_tokens]
         return CausalLMOutputWithPast(logits=logits, past_key_values=output.past_key_values)
 
 
