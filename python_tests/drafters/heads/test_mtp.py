@@ -174,6 +174,20 @@ def test_drafts_do_not_depend_on_when_the_text_is_read(name, batch, monkeypatch)
         assert [drafted[place] for place in common] == [always[place] for place in common]
 
 
+@pytest.mark.parametrize("speculation", ["fixed", "auto"])
+def test_rows_may_end_before_the_first_draft_and_after_it(speculation):
+    model, (ids, mask) = mtp_target("deepseek_v3-2"), prompts((9, 7, 8, 6, 5))
+    free = generate(model, ids, mask, drafter=None).sequences[:, ids.shape[1] :]
+    end = int(free[0, 0])
+    first = [row.tolist().index(end) for row in free if end in row.tolist()]
+    assert 0 in first and len(set(first)) > 2
+    plain, drafted = (
+        generate(model, ids, mask, drafter=drafter, speculation=speculation, eos_token_id=end)
+        for drafter in (None, heads_of("deepseek_v3-2"))
+    )
+    assert torch.equal(plain.sequences, drafted.sequences)
+
+
 def test_coupled_drafts_are_accepted_more_often():
     model, (ids, _) = mtp_target("glm4_moe-1"), prompts((9,))
 

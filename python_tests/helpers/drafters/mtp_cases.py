@@ -31,8 +31,6 @@ _WINDOWS = dict(
 )
 # Seeds of layers that are right about some tokens; of other models 0.
 _SEEDS = {"deepseek_v3": 7, "mellum": 5}
-# Seeds of layers that are right about some tokens; of other models 0.
-_SEEDS = {"deepseek_v3": 7, "mellum": 5}
 # Name -> model type and config; the number is that of the MTP layers.
 CONFIGS: dict[str, tuple[str, dict]] = {
     "glm4_moe-1": ("glm4_moe", _EXPERTS),

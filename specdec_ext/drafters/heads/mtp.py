@@ -104,18 +104,17 @@ class LayerReader:
 
     Args:
         model: the layer.
-        rows: number of rows.
         max_slots: the most cache slots that the call may need.
 
     Attributes:
         unread: the committed elements that are not in the cache; None before the first ones.
     """
 
-    def __init__(self, model: MtpLayerModel, rows: int, max_slots: int):
+    def __init__(self, model: MtpLayerModel, max_slots: int):
         self.unread: Elements | None = None
         self._target = make_target(model, None, max_slots)
         self._target.record_hidden_states((-1,))
-        self._rows = rows
+        self._rows = 0  # number of rows in the cache
 
     def add(self, elements: Elements) -> None:
         """Append committed elements, which the next :meth:`run` reads."""
@@ -174,6 +173,7 @@ class LayerReader:
             parents = torch.where(order < numbers, order - 1, INACTIVE)
             output = self._score(DraftTree(first.tokens, parents), first.states, counts)
             return output.aux_hidden_states[0], counts
+        self._rows = len(counts)
         source = order - (width - numbers)  # prompts are padded on the left
         rows, mask = torch.arange(len(counts), device=device)[:, None], (source >= 0).long()
         source = source.clamp(min=0)
@@ -393,7 +393,7 @@ class MtpDrafter(Drafter):
         if not self._layers:
             self._rows = list(range(len(context.generated)))
             self._layers = [
-                LayerReader(model, len(self._rows), self._max_slots) for model in self.heads.layers
+                LayerReader(model, self._max_slots) for model in self.heads.layers
             ]
         if context.rows != self._rows:
             places = [self._rows.index(row) for row in context.rows]
