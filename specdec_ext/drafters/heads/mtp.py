@@ -392,9 +392,7 @@ class MtpDrafter(Drafter):
         new = self._unread.take(context)
         if not self._layers:
             self._rows = list(range(len(context.generated)))
-            self._layers = [
-                LayerReader(model, self._max_slots) for model in self.heads.layers
-            ]
+            self._layers = [LayerReader(model, self._max_slots) for model in self.heads.layers]
         if context.rows != self._rows:
             places = [self._rows.index(row) for row in context.rows]
             for layer in self._layers:
