@@ -79,13 +79,13 @@ def matrices(config: HeadConfig) -> dict[tuple[str, int], Matrix]:
     In the last layer, a pass over new elements that are not the last of their row needs only the keys and
     values of the projections; here it counts as if it needed all of them.
     """
-    hidden, is_eagle1 = config.hidden_size, config.kind == "eagle1"
+    hidden, feeds_fc = config.hidden_size, config.feeds_fc
     queries = config.num_heads * config.head_dim
     found = {}
     if config.has_fc:
-        found["fc", 0] = Matrix(hidden, config.feature_width + (hidden if is_eagle1 else 0))
+        found["fc", 0] = Matrix(hidden, config.feature_width + (hidden if feeds_fc else 0))
     for layer in range(config.num_layers):
-        attended = hidden if is_eagle1 or layer else 2 * hidden
+        attended = hidden if feeds_fc or layer else 2 * hidden
         projected = queries + 2 * config.num_kv_heads * config.head_dim
         found["projections", layer] = Matrix(projected, attended)
         found["output", layer] = Matrix(hidden, queries)
@@ -110,7 +110,7 @@ def phases(config: HeadConfig, tree: TreeConfig, num_new: int, batch: int = 1) -
         batch=batch,
         gathers=config.fc_norm or config.norm_before_fc,
         has_fc=config.has_fc,
-        feeds_fc=config.kind == "eagle1",
+        feeds_fc=config.feeds_fc,
         is_parallel=config.mask_token_id is not None,
     )
     return [Phase(*phase) for phase in found]
@@ -127,7 +127,7 @@ def needed_bytes(config: HeadConfig, tree: TreeConfig, weights: str = "same") ->
     sizes = {op: matrix.size(weights) for op, matrix in matrices(config).items()}
     rereads = 1 if config.mask_token_id is not None else len(widths(tree))
     fc = sizes.pop(("fc", 0), 0)
-    return fc * (rereads if config.kind == "eagle1" else 1) + rereads * sum(sizes.values())
+    return fc * (rereads if config.feeds_fc else 1) + rereads * sum(sizes.values())
 
 
 def cache_bytes(config: HeadConfig, slots: int) -> int:

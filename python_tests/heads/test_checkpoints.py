@@ -138,10 +138,17 @@ SPECULATORS = {
     "peagle": {"mask_token_id": 0, "num_layers": 2, "own_embedding": True},
     "peagle-residual": {"mask_token_id": 5, "norm_before_residual": True, "draft_vocab_size": 40},
 }
+MTP = {
+    "mtp": {},
+    "mtp-qk-norm": {"qk_norm": True},
+    "mtp-window": {"sliding_windows": (9,), "rope_parameters": LLAMA3_ROPE},
+    "mtp-biases": {"qkv_bias": True, "o_bias": True},
+}
 WRITTEN = [
     *(("eagle", name, "eagle3", options) for name, options in {**SHARED, **EAGLE}.items()),
     *(("eagle", name, "eagle1", options) for name, options in EAGLE1.items()),
     *(("speculators", name, "eagle3", o) for name, o in {**SHARED, **SPECULATORS}.items()),
+    *(("speculators", name, "mtp", options) for name, options in MTP.items()),
 ]
 
 
@@ -183,6 +190,9 @@ def test_golden_heads_are_written_and_read_back(tmp_path, case, layout):
         ("eagle", "eagle1", {"own_lm_head": True}, "own_lm_head=True"),
         ("speculators", "eagle1", {}, "kind='eagle1' .*; pass layout='eagle'"),
         ("speculators", "eagle3", {"fc_bias": True}, "fc_bias=True"),
+        ("speculators", "mtp", {"own_lm_head": True}, "own_lm_head=True"),
+        ("speculators", "mtp", {"num_layers": 2}, r"num_layers=2 \(only 1\)"),
+        ("eagle", "mtp", {}, "kind='mtp' .*; pass layout='speculators'"),
         ("speculators", "eagle3", {"own_lm_head": False}, "own_lm_head=False"),
         ("speculators", "eagle3", {"logit_scale": 2.0}, "logit_scale=2.0"),
         ("speculators", "eagle3", {"o_bias": True}, "o_bias=True"),

@@ -34,6 +34,7 @@ HEADS = {
     "speculators": ("speculators", "eagle3", {"draft_vocab_size": 40, "own_embedding": True}),
     "windows": ("speculators", "eagle3", {"num_layers": 2, "sliding_windows": (16, None)}),
     "peagle": ("speculators", "eagle3", {"mask_token_id": 7, "num_layers": 2}),
+    "mtp": ("speculators", "mtp", {}),
 }
 
 
@@ -144,6 +145,16 @@ DAMAGE = {
     "the target's number of layers": (field("num_hidden_layers", 36),
         r"lacks layers\.1\.input_layernorm.* and 295 more\. Missing"),
     "no mask_hidden": ("peagle", drop("mask_hidden"), "lacks mask_hidden"),
+    "no norm of the embedding": ("mtp", drop("mtp_layers.0.token_layernorm.weight"),
+        "is a DFlash head"),
+    "no norm of the hidden state": ("mtp", drop("mtp_layers.0.hidden_layernorm.weight"),
+        r"lacks hidden_norm\.weight"),
+    "MTP, no input_layernorm": ("mtp", drop("mtp_layers.0.input_layernorm.weight"),
+        r"lacks layers\.0\.input_layernorm\.weight"),
+    "MTP of EAGLE's type": ("mtp", field("speculators_model_type", "eagle3"),
+        "speculators_model_type is 'eagle3'; expected 'mtp' for these tensors"),
+    "MTP without a type": ("mtp", no_field("speculators_model_type"), "speculators_model_type is None"),
+    "two MTP layers": ("mtp", field("num_nextn_predict_layers", 2), "only heads of 1 layer"),
     "one fc_norm of three": ("fc_norm", drop("fc_norm.1.weight"), r"lacks fc_norm\.1\.weight"),
     "fc_norm declared, not there": (field("fc_norm", True), r"lacks fc_norm\.0\.weight, fc_norm\.1"),
     "input_norm there, denied": (put("input_norm.weight", 96), r"it has input_norm\.weight"),
@@ -242,7 +253,7 @@ DAMAGE = {
     "mask token outside": ("peagle", field("mask_token_id", 97),
         r"mask_token_id=97 must be in \[0, vocab_size=97\)"),
     "speculators dflash": ("speculators", field("speculators_model_type", "dflash"),
-        "is 'dflash'; supported are 'eagle3'"),
+        "is 'dflash'; expected 'eagle3' or 'peagle' for"),
     # other kinds of checkpoint
     "latent attention": (put("midlayer.self_attn.kv_a_proj_with_mqa.weight", 8, 64), "latent attention"),
     "MTP": (only("enorm.weight", "hnorm.weight", "eh_proj.weight"), "is an MTP head"),

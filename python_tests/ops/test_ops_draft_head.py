@@ -85,6 +85,7 @@ def rounds(emulated: bool) -> list[tuple[int, list[int]]]:
         {
             ("eagle1", "dynamic"),
             ("eagle1-two-layers", "static"),
+            ("mtp", "dynamic"),
             ("eagle3", "wide"),
             ("eagle3.1", "chain"),
             ("qk-norm-window", "dynamic"),
@@ -101,9 +102,10 @@ def test_equals_reference(name, tree, device, rounds):
 @pytest.mark.parametrize(
     ("name", "tree"),
     some_emulated(
-        itertools.product(["eagle1", "eagle3", "qk-norm-window", "p-eagle"], SHAPES),
+        itertools.product(["eagle1", "mtp", "eagle3", "qk-norm-window", "p-eagle"], SHAPES),
         {
             ("eagle1", "chain"),
+            ("mtp", "static"),
             ("eagle3", "dynamic"),
             ("qk-norm-window", "static"),
             ("p-eagle", "dynamic"),
@@ -315,7 +317,7 @@ def test_error_in_16_bits_is_at_most_twice_the_references(name, dtype, device, e
     ("name", "tree", "dtype"),
     some_emulated(
         itertools.product(
-            ["eagle1-two-layers", "eagle3.1", "qk-norm-window", "p-eagle"],
+            ["eagle1-two-layers", "mtp", "eagle3.1", "qk-norm-window", "p-eagle"],
             ["chain", "static", "dynamic"],
             [*DTYPES, torch.float16],
         ),
@@ -350,7 +352,7 @@ def test_a_row_does_not_depend_on_the_others(name, tree, dtype, device, rounds, 
     ("name", "dtype"),
     some_emulated(
         itertools.product(
-            ["eagle1", "eagle1-two-layers", "eagle3", "qk-norm-window", "p-eagle"], DTYPES
+            ["eagle1", "eagle1-two-layers", "mtp", "eagle3", "qk-norm-window", "p-eagle"], DTYPES
         ),
         {("qk-norm-window", torch.bfloat16)},
     ),

@@ -192,7 +192,7 @@ def test_error_with_8_bit_weights_is_at_most_twice_the_references(
 def any_head(seed: int) -> DraftHead:
     """A head whose config the kernel takes in float32."""
     rng = random.Random(seed)
-    kind = rng.choice(["eagle1", "eagle3", "eagle3"])
+    kind = rng.choice(["eagle1", "eagle3", "eagle3", "mtp"])
     kv_heads, group = rng.choice([1, 2, 3]), rng.randint(1, 6)
     hidden, layers = 4 * rng.randint(1, rng.choice([12, 12, 70])), rng.choice([1, 1, 2, 3])
     draft_vocab, num_features = rng.choice([1, 2, 31, rng.randint(1, 700)]), rng.choice([1, 2, 3])
@@ -212,7 +212,7 @@ def any_head(seed: int) -> DraftHead:
     partial = {"rope_theta": 500.0, "partial_rotary_factor": rng.choice([0.25, 0.5])}
     if rng.random() < 0.3:
         options["rope_parameters"] = partial
-    if kind == "eagle1":
+    if kind != "eagle3":
         options |= dict(num_features=1, target_hidden_size=hidden)
     else:
         flags += ["norm_before_residual", "norm_output", "fc_norm", "norm_before_fc"]
@@ -416,8 +416,8 @@ def test_sync_buffer_can_be_used_by_many_launches(device):
 @pytest.mark.parametrize(
     ("kind", "tree"),
     some_emulated(
-        itertools.product(["eagle1", "eagle3.1", "qk-norm-window", "p-eagle"], SHAPES),
-        {("qk-norm-window", "static"), ("p-eagle", "dynamic")},
+        itertools.product(["eagle1", "mtp", "eagle3.1", "qk-norm-window", "p-eagle"], SHAPES),
+        {("qk-norm-window", "static"), ("p-eagle", "dynamic"), ("mtp", "chain")},
     ),
 )
 def test_launch_for_each_phase_has_the_bits_of_one_launch(kind, tree, device):

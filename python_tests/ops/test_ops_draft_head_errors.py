@@ -226,9 +226,9 @@ def weight(index: int, change: Any):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: p.layout.clear(), r"layout ends before is_eagle1; make it with PackedHead.pack"),
+        (lambda p: p.layout.clear(), r"layout ends before feeds_fc; make it with PackedHead.pack"),
         (lambda p: p.layout.__delitem__(slice(12, None)), r"layout must end with a sliding window"),
-        (lambda p: p.layout.append(0), r"weights must have 40 tensors for the layers of layout, got 30"),
+        (lambda p: p.layout.append(0), r"weights must have 41 tensors for the layers of layout, got 31"),
         (layout(3, 0), r"layout gives hidden_size = 0; expected 1 to 268435456"),
         (layout(3, 2**62), r"layout gives hidden_size = 4611686018427387904"),
         (layout(6, 3), r"layout gives 4 heads; expected a multiple of 3"),
@@ -236,7 +236,7 @@ def weight(index: int, change: Any):
         (layout(10, 5), r"layout gives mask_token_id = 5; expected a token"),
         (layout(0, 1), r"weights\[5\] \(fc\) must be .* = \[(1, 120, 32, 1|24, 120)\], got shape"),
         (lambda p: p.scalars.pop(), r"scalars must be \[rms_norm_eps, logit_scale\], got 1 numbers"),
-        (lambda p: p.weights.pop(), r"weights must have 30 tensors for the layers of layout, got 29"),
+        (lambda p: p.weights.pop(), r"weights must have 31 tensors for the layers of layout, got 30"),
         (weight(0, lambda t: t[0]), r"weights\[0\] \(embed_tokens\) must be \[to"),
         (weight(1, lambda t: t[:0]), r"weights\[1\] \(lm_head\) must be .* = \[(2, 24, 32, 1|61, 24)\], got"),
         (weight(2, lambda t: t[:0]),
@@ -246,12 +246,12 @@ def weight(index: int, change: Any):
             r"weights holds draft_to_target\[\d+\] = 97; expected a token in \[0, 97\)"),
         (lambda p: p.weights[2].fill_(-1), r"weights holds draft_to_target\[\d+\] = -1; expected a token"),
         (weight(5, lambda t: t[:0]), r"layout gives feature_width 96; expected hid"),
-        (weight(7, lambda t: t[:0]), r"weights\[7\] \(hidden_norm\) must be \[count"),
-        (weight(11, lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)),
-            r"weights\[11\] \(qkv_proj\) must be contiguous, got stride \d+ in dimension 1; PackedHead.pack"),
-        (weight(12, lambda t: t[1:]), r"weights\[12\] \(qkv_proj bias\) must be"),
-        (weight(19, lambda t: t.bfloat16()),
-            r"weights\[19\] \(down_proj\) must be torch.float32, got torch.bfloat16"),
+        (weight(8, lambda t: t[:0]), r"weights\[8\] \(hidden_norm\) must be \[count"),
+        (weight(12, lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)),
+            r"weights\[12\] \(qkv_proj\) must be contiguous, got stride \d+ in dimension 1; PackedHead.pack"),
+        (weight(13, lambda t: t[1:]), r"weights\[13\] \(qkv_proj bias\) must be"),
+        (weight(20, lambda t: t.bfloat16()),
+            r"weights\[20\] \(down_proj\) must be torch.float32, got torch.bfloat16"),
     ],
 )  # fmt: skip
 def test_rejects_packed_heads(change, message, device, kernel):
@@ -263,17 +263,16 @@ def test_rejects_packed_heads(change, message, device, kernel):
         ops.draft_head(**arguments, tree=TreeConfig(3, 3, 12))
 
 
-def test_rejects_weights_that_eagle1_has_not(device):
-    head = head_of("eagle1")
+def test_rejects_a_norm_of_the_embedding_that_fc_does_not_read(device):
+    head = head_of("eagle3")
     run = OpRun.start(head, rows=1, device=device)
     arguments = run.arguments(*elements(head, 1, 4), torch.tensor([4]))
-    for index, name in ((7, "hidden_norm"), (8, "norm"), (10, "input_layernorm")):
-        weights = list(arguments["head"].weights)
-        weights[index] = torch.ones(32, device=device)
-        packed = dataclasses.replace(arguments["head"], weights=weights)
-        message = rf"weights\[{index}\] \({name}\) must be empty .* EAGLE-1"
-        with pytest.raises(ValueError, match=message):
-            ops.draft_head(**{**arguments, "head": packed}, tree=TreeConfig(3))
+    weights = list(arguments["head"].weights)
+    weights[7] = torch.ones(24, device=device)
+    packed = dataclasses.replace(arguments["head"], weights=weights)
+    message = r"weights\[7\] \(embedding_norm\) must be empty without feeds_fc"
+    with pytest.raises(ValueError, match=message):
+        ops.draft_head(**{**arguments, "head": packed}, tree=TreeConfig(3))
 
 
 @pytest.mark.parametrize(
@@ -341,13 +340,13 @@ def test_rejects_scales(weights, device):
     arguments = run.arguments(*elements(head, 1, 2), torch.tensor([2]))
     good = list(run.packed.weights)
     for bad, message in (
-        (good[:-1], r"weights must have 26 tensors for the layers of layout, got 25"),
+        (good[:-1], r"weights must have 27 tensors for the layers of layout, got 26"),
         (
             [*good[:-1], good[-1].bfloat16()],
-            r"weights\[25\] \(down_proj scale\) must be torch.float32",
+            r"weights\[26\] \(down_proj scale\) must be torch.float32",
         ),
-        ([*good[:-1], good[-1][1:]], r"weights\[25\] \(down_proj scale\) must be .* = \[32\]"),
-        ([good[0], good[1].bfloat16(), *good[2:]], r"weights must have 20 tensors .*, got 26"),
+        ([*good[:-1], good[-1][1:]], r"weights\[26\] \(down_proj scale\) must be .* = \[32\]"),
+        ([good[0], good[1].bfloat16(), *good[2:]], r"weights must have 21 tensors .*, got 27"),
         ([*good[:5], good[5].bfloat16(), *good[6:]], r"weights\[5\] \(fc\) must be torch\.\w*8"),
     ):
         packed = dataclasses.replace(run.packed, weights=bad)

@@ -78,7 +78,7 @@ def test_only_matrices_get_8_bits_and_scales(kind, monkeypatch):
     packed = ops.PackedHead.pack(head, run.embedding, run.lm_head, "int8")
     layers = head.config.num_layers
     matrices = [1, 5] if head.config.has_fc else [1]
-    matrices += [10 + 10 * layer + i for layer in range(layers) for i in (1, 5, 8, 9)]
+    matrices += [11 + 10 * layer + i for layer in range(layers) for i in (1, 5, 8, 9)]
     changed = [packed.weights[i].dtype == torch.int8 for i in range(len(same.weights))]
     assert [i for i, is_int8 in enumerate(changed) if is_int8] == matrices
     scales = packed.weights[len(same.weights) :]

@@ -6,9 +6,11 @@ a dynamic tree, EAGLE 3.1 is EAGLE-3 with ``fc_norm`` and ``norm_output``, P-EAG
 ``mask_token_id``.
 
 The forward pass of one element, which consists of the embedding e of token x[t+1] and the target's auxiliary
-hidden states g of position t (Li et al. 2024, 2025):
+hidden states g of position t (Li et al. 2024, 2025; DeepSeek-AI 2024, "DeepSeek-V3", section 2.2):
 
     eagle1   h = fc(cat(e, g))                          every step; no norm before layer 0 and none at the end
+    mtp      h = fc(cat(embedding_norm(e), hidden_norm(g)))    every step
+             logits = lm_head(norm(out)); feedback = norm(out)
     eagle3   h = fc(fc_norm_i(input_norm(g)_i))         first step only, later ones take the feedback as h
              layer 0 attends over cat(input_layernorm(e), hidden_norm(h)), width 2 * hidden_size
              logits = lm_head(norm(out)); feedback = norm(out) if norm_output else out
@@ -25,13 +27,17 @@ from typing import Any, Literal
 from specdec_ext.display.text import byte_size
 from specdec_ext.heads.weights import DraftWeights
 
+Kind = Literal["eagle1", "eagle3", "mtp"]
+# With their articles, for messages.
+NAMES = {"eagle1": "an EAGLE-1", "eagle3": "an EAGLE-3", "mtp": "an MTP"}
+
 
 @dataclass(frozen=True)
 class HeadConfig:
     """Everything that determines the computation of a head; sizes are in elements.
 
     Attributes:
-        kind: ``"eagle1"`` or ``"eagle3"``.
+        kind: ``"eagle1"``, ``"eagle3"`` or ``"mtp"``.
         hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, num_layers: of the head's decoder
             layers.
         vocab_size: vocabulary size of the target.
@@ -52,12 +58,12 @@ class HeadConfig:
         fc_norm: whether each auxiliary hidden state has an RMS norm of its own before ``fc`` (EAGLE 3.1).
         norm_before_fc: whether the concatenated auxiliary hidden states are normed before ``fc``.
         norm_before_residual: whether the residual of the first layer is the normed hidden state.
-        norm_output: whether the normed output is fed back (EAGLE 3.1).
+        norm_output: whether the normed output is fed back (EAGLE 3.1, MTP).
         logit_scale: factor on the logits.
         mask_token_id: the token in P-EAGLE's parallel slots, None for other heads.
     """
 
-    kind: Literal["eagle1", "eagle3"]
+    kind: Kind
     hidden_size: int
     intermediate_size: int
     num_heads: int
@@ -95,7 +101,7 @@ class HeadConfig:
         Raises:
             ValueError: the message names the fields.
         """
-        feeds_features_back = self.kind == "eagle1" or not self.has_fc
+        feeds_features_back = self.feeds_fc or not self.has_fc
         for holds, rule in (
             (
                 len(self.sliding_windows) == self.num_layers,
@@ -122,16 +128,29 @@ class HeadConfig:
                 self.mask_token_id is None or 0 <= self.mask_token_id < self.vocab_size,
                 f"mask_token_id={self.mask_token_id} must be in [0, vocab_size={self.vocab_size})",
             ),
-            (self.has_fc or self.kind != "eagle1", "has_fc=False, but an EAGLE-1 head has an fc"),
+            (
+                self.has_fc or not self.feeds_fc,
+                f"has_fc=False, but {NAMES[self.kind]} head has an fc",
+            ),
+            (
+                self.norm_output or self.kind != "mtp",
+                "norm_output=False, but an MTP head feeds its normed output back",
+            ),
             (
                 self.feature_width == self.hidden_size or not feeds_features_back,
                 f"num_features={self.num_features} times target_hidden_size={self.target_hidden_size} must "
-                f"equal hidden_size={self.hidden_size}, because an EAGLE-1 head, or one without fc, feeds "
-                "its own output back in place of the target's hidden states",
+                f"equal hidden_size={self.hidden_size}, because {NAMES[self.kind]} head"
+                f"{' without fc' if not self.feeds_fc else ''} feeds its own output back in place of the "
+                "target's hidden states",
             ),
         ):
             if not holds:
                 raise ValueError(rule)
+
+    @property
+    def feeds_fc(self) -> bool:
+        """Whether ``fc`` reads the embedding, too, and the feedback in place of features in drafting."""
+        return self.kind in ("eagle1", "mtp")
 
     @property
     def feature_width(self) -> int:
@@ -162,8 +181,10 @@ class HeadConfig:
         if self.fc_norm:
             for index in range(self.num_features):
                 shapes[f"fc_norm.{index}.weight"] = (self.target_hidden_size,)
+        if self.kind == "mtp":
+            shapes |= {"embedding_norm.weight": (hidden,), "hidden_norm.weight": (hidden,)}
         if self.has_fc:
-            embedding = hidden if self.kind == "eagle1" else 0
+            embedding = hidden if self.feeds_fc else 0
             shapes["fc.weight"] = (hidden, embedding + self.feature_width)
             if self.fc_bias:
                 shapes["fc.bias"] = (hidden,)
@@ -190,7 +211,7 @@ class HeadConfig:
             layer["mlp.up_proj.weight"] = (inner, hidden)
             layer["mlp.down_proj.weight"] = (hidden, inner)
             shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
-        if self.kind == "eagle3":
+        if self.kind != "eagle1":
             shapes["norm.weight"] = (hidden,)
         if self.own_lm_head:
             shapes["lm_head.weight"] = (self.draft_vocab_size, hidden)
@@ -217,6 +238,8 @@ class DraftHead(DraftWeights):
     def _kind(self) -> str:
         if self.config.kind == "eagle1":
             return "EAGLE-1 head"
+        if self.config.kind == "mtp":
+            return "MTP head"
         if self.config.mask_token_id is not None:
             return "P-EAGLE head"
         return f"EAGLE{' 3.1' if self.config.fc_norm and self.config.norm_output else '-3'} head"

@@ -17,7 +17,7 @@ from specdec_ext.ops.quantise import quantise, weight_dtype
 
 # Indices of the matrices among the weights of a head, and among those of a layer.
 _HEAD_MATRICES, _LAYER_MATRICES = (1, 5), (1, 5, 8, 9)
-_HEAD_TENSORS = _LAYER_TENSORS = 10
+_HEAD_TENSORS, _LAYER_TENSORS = 11, 10
 # Groups of a layer's tensors that are concatenated, in the order of the op.
 _LAYER_GROUPS = (
     ("input_layernorm.weight",),
@@ -116,7 +116,7 @@ class PackedHead:
 def layout_of(config: HeadConfig) -> list[int]:
     """The sizes and flags of a head, in the order of ``csrc/ops/draft_head/weights.h``."""
     return [
-        int(config.kind == "eagle1"),
+        int(config.feeds_fc),
         int(config.norm_before_residual),
         int(config.norm_output),
         config.hidden_size,
@@ -279,7 +279,8 @@ def _sources(head: DraftHead, embedding: Tensor, lm_head: Tensor | None) -> list
         [f"fc_norm.{index}.weight" for index in range(head.config.num_features)],
         ["fc.weight"],
         ["fc.bias"],
-        ["layers.0.hidden_norm.weight"],
+        ["embedding_norm.weight"],
+        ["layers.0.hidden_norm.weight", "hidden_norm.weight"],
         ["norm.weight"],
         ["mask_hidden"],
     ]

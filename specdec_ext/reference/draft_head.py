@@ -10,18 +10,20 @@ which token the target sampled. There are two phases:
              parent). It sees the committed elements, its ancestors and itself, and gives the distribution of
              its children.
 
-The computation for an element with embedding e (Li et al. 2024, 2025;
+The computation for an element with embedding e (Li et al. 2024, 2025; DeepSeek-AI 2024;
 :mod:`specdec_ext.reference.draft_head_layers`)::
 
     h = fc(cat(e, g))                           eagle1; drafting: fc(cat(e, feedback))
+    h = fc(cat(embedding_norm(e), hidden_norm(g)))    mtp; drafting: the same of the feedback
     h = fc(fc_norm_i(input_norm(g)_i))          eagle3; drafting: feedback. Without fc: h is the normed g
     h = h + attention(h)                        eagle1, layer 0
     h = r + attention(cat(input_layernorm(e), hidden_norm(h)))    eagle3, layer 0, with
         r = hidden_norm(h) if norm_before_residual else h
-    h = h + attention(input_layernorm(h))       other layers
+    h = h + attention(input_layernorm(h))       other layers, and layer 0 of mtp
     h = h + down(silu(gate(u)) * up(u)), u = post_attention_layernorm(h)    every layer
     eagle1: logits = lm_head(h), feedback = h
     eagle3: logits = lm_head(norm(h)), feedback = norm(h) if norm_output else h
+    mtp:    logits = lm_head(norm(h)), feedback = norm(h)
 
 P-EAGLE (arXiv 2602.01469) drafts without feedback. All nodes at depth d > 0 have the same distribution of
 children, the output of mask element d: (embedding of the mask token, ``mask_hidden``) at position T+d-1. Mask

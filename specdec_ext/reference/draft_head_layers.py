@@ -68,13 +68,16 @@ class HeadFormulas(ABC):
         return self._fc(embeddings, features)
 
     def feed_back(self, embeddings: Tensor, feedback: Tensor) -> Tensor:
-        """The input h of layer 0 for drafted tokens; only EAGLE-1 applies fc again."""
-        return self._fc(embeddings, feedback) if self.config.kind == "eagle1" else feedback
+        """The input h of layer 0 for drafted tokens; EAGLE-1 and MTP apply fc again."""
+        return self._fc(embeddings, feedback) if self.config.feeds_fc else feedback
 
     def _fc(self, embeddings: Tensor, features: Tensor) -> Tensor:
         if not self.config.has_fc:
             return features
-        if self.config.kind == "eagle1":
+        if self.config.kind == "mtp":
+            embeddings = self._norm("embedding_norm", embeddings)
+            features = self._norm("hidden_norm", features)
+        if self.config.feeds_fc:
             features = torch.cat([embeddings, features], dim=-1)
         return self._linear("fc", features)
 
@@ -82,7 +85,7 @@ class HeadFormulas(ABC):
         """The output of a layer; ``context`` is passed on to the attention."""
         name = f"layers.{index}"
         residual = attended = hidden
-        if index > 0:
+        if index > 0 or self.config.kind == "mtp":
             attended = self._norm(f"{name}.input_layernorm", hidden)
         elif self.config.kind == "eagle3":
             normed = self._norm(f"{name}.hidden_norm", hidden)
@@ -108,7 +111,7 @@ class HeadFormulas(ABC):
 
     def output(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The input of lm_head and the feedback, from the output of the last layer."""
-        normed = self._norm("norm", hidden) if self.config.kind == "eagle3" else hidden
+        normed = self._norm("norm", hidden) if self.config.kind != "eagle1" else hidden
         return normed, normed if self.config.norm_output else hidden
 
 

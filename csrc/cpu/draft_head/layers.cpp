@@ -19,8 +19,7 @@ void DraftLayers::begin(const DraftHeadParams& params, const ParallelFor& parall
 const void* DraftLayers::normed() const { return normed_.data(); }
 
 const std::byte* DraftLayers::feedback(int64_t i) const {
-  const bool is_normed = head_->norm_output || head_->is_eagle1;
-  return (is_normed ? normed_ : kept_residual_).data() + i * head_->hidden * size_;
+  return (head_->norm_output ? normed_ : kept_residual_).data() + i * head_->hidden * size_;
 }
 
 void DraftLayers::multiply(const HeadMatrix& matrix, const void* input, int64_t rows,
@@ -44,12 +43,18 @@ void DraftLayers::multiply(const HeadMatrix& matrix, const void* input, int64_t 
                  visitor, *parallel_for_);
 }
 
-// Norms `rows` contiguous rows [width]; the rows of `out` are out_stride elements apart.
+// Norms `rows` contiguous rows [width], or copies them if there is no weight; the rows of `out` are
+// out_stride elements apart.
 void DraftLayers::norm(const void* weight, const void* x, int64_t rows, int64_t width, void* out,
                        int64_t out_stride) const {
   for (int64_t r = 0; r < rows; ++r) {
-    rows_->norm(head_->type, static_cast<const std::byte*>(x) + r * width * size_,
-                {weight, head_->eps}, width, static_cast<std::byte*>(out) + r * out_stride * size_);
+    const auto* from = static_cast<const std::byte*>(x) + r * width * size_;
+    auto* to = static_cast<std::byte*>(out) + r * out_stride * size_;
+    if (weight == nullptr) {
+      std::memcpy(to, from, width * size_);
+    } else {
+      rows_->norm(head_->type, from, {weight, head_->eps}, width, to);
+    }
   }
 }
 
@@ -81,20 +86,15 @@ void DraftLayers::finish(std::span<const DraftElement> kept, const DraftAttentio
   const int64_t count = std::ssize(kept), hidden = head_->hidden;
   const Rows rows{kept_attended_.data(), kept_residual_.data()};
   run_layer(std::ssize(head_->layers) - 1, kept, {&attention, 1}, rows);
-  std::byte* normed = normed_.at_least(count * hidden * size_);
-  if (head_->is_eagle1) {
-    std::memcpy(normed, rows.residual, count * hidden * size_);
-  } else {
-    norm(head_->norm, rows.residual, count, hidden, normed, hidden);
-  }
+  norm(head_->norm, rows.residual, count, hidden, normed_.at_least(count * hidden * size_), hidden);
 }
 
-// Embeddings and features. EAGLE-1's fc takes both of an element one after the other.
+// Embeddings and features. If fc reads both, they are one after the other and normed.
 DraftLayers::Inputs DraftLayers::gather(std::span<const DraftElement> elements, bool are_drafted) {
   const int64_t count = std::ssize(elements), hidden = head_->hidden;
   const int64_t features = are_drafted ? hidden : head_->feature_width;
   Inputs inputs;
-  inputs.features_stride = features + (head_->is_eagle1 ? hidden : 0);
+  inputs.features_stride = features + (head_->feeds_fc ? hidden : 0);
   inputs.features = features_.at_least(count * inputs.features_stride * size_);
   inputs.embeddings = embeddings_.at_least(count * hidden * size_);
   for (int64_t i = 0; i < count; ++i) {
@@ -102,17 +102,20 @@ DraftLayers::Inputs DraftLayers::gather(std::span<const DraftElement> elements, 
         static_cast<const std::byte*>(head_->embedding) + elements[i].token * hidden * size_;
     std::memcpy(row(inputs.embeddings, i, hidden), embedding, hidden * size_);
     std::byte* target = row(inputs.features, i, inputs.features_stride);
-    if (head_->is_eagle1) {
-      std::memcpy(target, embedding, hidden * size_);
+    if (head_->feeds_fc) {
+      norm(head_->embedding_norm, embedding, 1, hidden, target, hidden);
       target += hidden * size_;
     }
+    const bool is_normed = head_->feeds_fc && head_->hidden_norm != nullptr;
+    std::byte* read = is_normed ? state_.at_least(features * size_) : target;
     if (!are_drafted) {
-      copy_features(elements[i].features, target);
+      copy_features(elements[i].features, read);
     } else if (elements[i].features == nullptr) {
-      std::memset(target, 0, hidden * size_);
+      std::memset(read, 0, hidden * size_);
     } else {
-      std::memcpy(target, elements[i].features, hidden * size_);
+      std::memcpy(read, elements[i].features, hidden * size_);
     }
+    if (is_normed) norm(head_->hidden_norm, read, 1, hidden, target, hidden);
   }
   return inputs;
 }
@@ -125,13 +128,13 @@ DraftLayers::Rows DraftLayers::first_rows(std::span<const DraftElement> elements
   const Inputs inputs = gather(elements, are_drafted);
   const Rows rows{attended_.at_least(count * head.attended(true) * size_),
                   residual_.at_least(count * hidden * size_)};
-  if (head.fc.weight != nullptr && (head.is_eagle1 || !are_drafted)) {
+  if (head.fc.weight != nullptr && (head.feeds_fc || !are_drafted)) {
     multiply(head.fc, inputs.features, count, rows.residual);
   } else {
     std::memcpy(rows.residual, inputs.features, count * hidden * size_);
   }
-  if (head.is_eagle1) {
-    std::memcpy(rows.attended, rows.residual, count * hidden * size_);
+  if (head.feeds_fc) {
+    norm(head.layers[0].input_norm, rows.residual, count, hidden, rows.attended, hidden);
     return rows;
   }
   norm(head.layers[0].input_norm, inputs.embeddings, count, hidden, rows.attended, 2 * hidden);

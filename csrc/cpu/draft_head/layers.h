@@ -94,7 +94,8 @@ class DraftLayers {
   const ParallelFor* parallel_for_ = nullptr;
   const RowOps* rows_ = nullptr;
   int64_t size_ = 0;  // bytes of an element of the type
-  ElementBuffer features_, embeddings_, attended_, residual_, kept_attended_, kept_residual_;
+  ElementBuffer features_, embeddings_, state_, attended_, residual_, kept_attended_,
+      kept_residual_;
   ElementBuffer projected_, queries_, heads_, inner_, normed_;
 };
 

@@ -1,5 +1,5 @@
 // Finds the children of drafted nodes: the best draft tokens of a hidden state, with their
-// log-probabilities, without storing the logits. If the row has noise, logits below are coupled ones.
+// log-probabilities, without storing the logits. In a row with noise, logits are coupled ones.
 #pragma once
 
 #include <optional>

@@ -30,8 +30,7 @@ void ChildNoise::fill(const DraftHeadParams& params, std::span<const DraftElemen
       const Level& level = levels_[task / chunks];
       if (level.temperature == 0.0f) continue;
       const int64_t first = task % chunks * kChunk;
-      // An element is the input behind which the head predicts the next but one token of the text.
-      fill_noise(params.noise.stream(level.row, level.position + 2), ids, first,
+      fill_noise(params.noise.stream(level.row, level.position + kPredictsAhead), ids, first,
                  std::min(kChunk, vocab_ - first), values_.data() + task / chunks * vocab_ + first);
     }
   });

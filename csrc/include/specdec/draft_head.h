@@ -24,6 +24,10 @@
 
 namespace specdec {
 
+// The element at a position predicts the token this many positions further: it has read the token
+// at the next one.
+inline constexpr int64_t kPredictsAhead = 2;
+
 // The tensors of a head have one type and are contiguous. Weight matrices are stored in panels
 // (specdec/cpu/panels.h) for the CPU and as [outs, ins] for the kernel, which also takes 8-bit
 // ones.
@@ -49,7 +53,7 @@ struct HeadLayer {
 
 struct HeadWeights {
   FloatType type;
-  bool is_eagle1;  // embedding and features go through fc together; no norms around the layers
+  bool feeds_fc;  // embedding and features go through fc together, in drafting too (EAGLE-1, MTP)
   bool norm_before_residual;
   bool norm_output;
   int64_t hidden;
@@ -69,15 +73,17 @@ struct HeadWeights {
   const int64_t* draft_to_target;  // [draft_vocab] or null
   const void* input_norm;          // [feature_width] or null
   const void* fc_norm;             // [feature_width] or null: one norm per feature, side by side
-  HeadMatrix fc;                   // [hidden, feature_width (+ hidden: EAGLE-1)] or absent
-  const void* hidden_norm;         // [hidden]; null: EAGLE-1
+  HeadMatrix fc;                   // [hidden, feature_width (+ hidden: feeds_fc)] or absent
+  const void* embedding_norm;      // [hidden] or null: of the embedding before fc, if feeds_fc
+  const void* hidden_norm;         // [hidden]: of the input of layer 0; if feeds_fc, of the
+                                   // features before fc, or null
   const void* norm;                // [hidden]; null: EAGLE-1
   const void* mask_features;       // [feature_width] or null
   std::vector<HeadLayer> layers;
 
   bool is_parallel() const { return mask_token >= 0; }
   int64_t attended(bool first_layer) const {
-    return first_layer && !is_eagle1 ? 2 * hidden : hidden;
+    return first_layer && !feeds_fc ? 2 * hidden : hidden;
   }
 };
 

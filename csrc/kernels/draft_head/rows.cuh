@@ -144,7 +144,7 @@ __device__ __forceinline__ PhaseProduct phase_product(const DraftBlock<T>& block
   return product;
 }
 
-// The input of fc for a row, besides EAGLE-1's token; without fc, the input of layer 0.
+// The input of fc for a row, besides its token; without fc, the input of layer 0.
 template <typename T>
 __device__ __forceinline__ const void* fc_input(const DraftBlock<T>& block, const DraftPass& pass,
                                                 int i) {
@@ -175,10 +175,14 @@ __device__ __forceinline__ InputSegments product_segments(const DraftBlock<T>& b
   const DraftLayer& weights = params.layers[layer];
   switch (op) {
     case DraftOp::kFc:
-      if (params.is_eagle1) return {2, params.hidden, {nullptr, nullptr}};
+      if (params.plan.feeds_fc) {
+        return {2, params.hidden, {params.embedding_norm, params.hidden_norm}};
+      }
       return {1, params.feature_width, {nullptr, nullptr}};
     case DraftOp::kProjections:
-      if (layer > 0 || params.is_eagle1) return {1, params.hidden, {weights.input_norm, nullptr}};
+      if (layer > 0 || params.plan.feeds_fc) {
+        return {1, params.hidden, {weights.input_norm, nullptr}};
+      }
       return {2, params.hidden, {weights.input_norm, params.hidden_norm}};
     case DraftOp::kOutput:
       return {1, params.query_outs(), {nullptr, nullptr}};
@@ -204,10 +208,10 @@ __device__ __forceinline__ const void* input_row(const DraftBlock<T>& block, con
   if (op == DraftOp::kDown) {
     return block.row(params.scratch.inner, row.memory, params.intermediate);
   }
-  if (!reads_text || (params.is_eagle1 && op == DraftOp::kProjections)) {
+  if (!reads_text || (params.plan.feeds_fc && op == DraftOp::kProjections)) {
     return block.row(params.scratch.residual, row.memory, params.hidden);
   }
-  const bool is_token = segment == 0 && (op == DraftOp::kProjections || params.is_eagle1);
+  const bool is_token = segment == 0 && (op == DraftOp::kProjections || params.plan.feeds_fc);
   if (is_token) return offset_by<T>(params.embedding, row.token * params.hidden);
   return op == DraftOp::kProjections ? layer_input(block, pass, i) : fc_input(block, pass, i);
 }

@@ -93,7 +93,6 @@ void set_head(const PackedWeights& packed, DraftKernelParams* out) {
   const auto matrix = [&](const HeadMatrix& given, size_t scale) -> DraftMatrix {
     return {given.weight, packed.scale(scale), given.bias, to_int(given.outs), to_int(given.ins)};
   };
-  out->is_eagle1 = head.is_eagle1;
   out->norm_before_residual = head.norm_before_residual;
   out->norm_output = head.norm_output;
   out->hidden = to_int(head.hidden);
@@ -113,6 +112,7 @@ void set_head(const PackedWeights& packed, DraftKernelParams* out) {
   out->fc_norm = head.fc_norm;
   out->lm_head = matrix({head.lm_head, nullptr, head.draft_vocab, head.hidden}, 0);
   out->fc = matrix(head.fc, 1);
+  out->embedding_norm = head.embedding_norm;
   out->hidden_norm = head.hidden_norm;
   out->norm = head.norm;
   out->mask_features = head.mask_features;
@@ -138,7 +138,7 @@ void set_plan(const DraftHeadParams& call, const DraftLevels& levels, DraftKerne
   out->plan.num_layers = static_cast<int>(head.layers.size());
   out->plan.gathers = head.input_norm != nullptr || head.fc_norm != nullptr;
   out->plan.has_fc = head.fc.weight != nullptr;
-  out->plan.feeds_fc = head.is_eagle1;
+  out->plan.feeds_fc = head.feeds_fc;
   out->plan.is_parallel = head.is_parallel();
   out->plan.batch = static_cast<int>(call.rows);
   out->plan.depth = static_cast<int>(call.shape.depth);

@@ -8,7 +8,7 @@
 namespace specdec::glue {
 namespace {
 
-constexpr int64_t kHeadTensors = 10;
+constexpr int64_t kHeadTensors = 11;
 constexpr int64_t kLayerTensors = 10;
 
 void check_contiguous(const Argument& argument, const Tensor& tensor) {
@@ -175,11 +175,9 @@ void read_projections(WeightReader& reader, const HeadWeights& head, bool for_ke
 void read_layer(WeightReader& reader, bool is_first, const HeadWeights& head, bool for_kernel,
                 int64_t matrix_element, HeadLayer* layer) {
   const int64_t attended = head.attended(is_first), dim = head.head_dim;
-  if (is_first && head.is_eagle1) {
-    reader.absent("input_layernorm", "in EAGLE-1's layer 0");
-  } else {
-    layer->input_norm = reader.vector("input_layernorm", head.hidden);
-  }
+  layer->input_norm = is_first && head.feeds_fc
+                          ? reader.optional_vector("input_layernorm", head.hidden)
+                          : reader.vector("input_layernorm", head.hidden);
   read_projections(reader, head, for_kernel, attended, matrix_element, layer);
   layer->query_norm = reader.optional_vector("q_norm", dim);
   layer->key_norm = reader.optional_vector("k_norm", dim);
@@ -241,24 +239,26 @@ void read_ends(const std::vector<Tensor>& weights, WeightReader& reader, HeadWei
   }
   head.input_norm = reader.optional_vector("input_norm", head.feature_width);
   head.fc_norm = reader.optional_vector("fc_norm", head.feature_width);
-  const int64_t fc_ins = head.feature_width + (head.is_eagle1 ? head.hidden : 0);
+  const int64_t fc_ins = head.feature_width + (head.feeds_fc ? head.hidden : 0);
   const bool has_fc = reader.has_next();
   if (has_fc) {
     head.fc = reader.biased("fc", head.hidden, fc_ins);
   } else {
-    if (head.is_eagle1) fail_draft_head("weights[5] (fc)", "must be there: EAGLE-1 has fc");
+    if (head.feeds_fc) fail_draft_head("weights[5] (fc)", "must be there with feeds_fc");
     reader.absent("fc", "without fc");
     reader.absent("fc bias", "without fc");
   }
-  if ((head.is_eagle1 || !has_fc) && head.feature_width != head.hidden) {
+  if ((head.feeds_fc || !has_fc) && head.feature_width != head.hidden) {
     fail_draft_head("layout", "gives feature_width " + std::to_string(head.feature_width) +
                                   "; expected hidden_size, " + std::to_string(head.hidden) +
-                                  ", for EAGLE-1 and without fc");
+                                  ", with feeds_fc and without fc");
   }
-  if (head.is_eagle1) {
-    reader.absent("hidden_norm", "for EAGLE-1");
-    reader.absent("norm", "for EAGLE-1");
+  if (head.feeds_fc) {
+    head.embedding_norm = reader.optional_vector("embedding_norm", head.hidden);
+    head.hidden_norm = reader.optional_vector("hidden_norm", head.hidden);
+    head.norm = reader.optional_vector("norm", head.hidden);
   } else {
+    reader.absent("embedding_norm", "without feeds_fc");
     head.hidden_norm = reader.vector("hidden_norm", head.hidden);
     head.norm = reader.vector("norm", head.hidden);
   }
@@ -289,7 +289,7 @@ std::vector<const float*> read_scales(WeightReader& reader, const HeadWeights& h
 HeadWeights read_layout(const std::vector<int64_t>& layout) {
   HeadWeights head{};
   LayoutReader reader(layout);
-  head.is_eagle1 = reader.flag("is_eagle1");
+  head.feeds_fc = reader.flag("feeds_fc");
   head.norm_before_residual = reader.flag("norm_before_residual");
   head.norm_output = reader.flag("norm_output");
   head.hidden = reader.at_least(1, "hidden_size");

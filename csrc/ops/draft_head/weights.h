@@ -45,12 +45,12 @@ HeadWeights read_layout(const std::vector<int64_t>& layout);
 
 // Reads the head and checks every size, dtype, stride and device. Its dtype is that of `features`.
 //
-//   layout   is_eagle1, norm_before_residual, norm_output, hidden_size, intermediate_size,
+//   layout   feeds_fc, norm_before_residual, norm_output, hidden_size, intermediate_size,
 //            num_heads, num_kv_heads, head_dim, num_features, feature_width, mask_token_id or -1,
 //            draft_vocab_size, then for each layer its sliding window or 0
 //   scalars  rms_norm_eps, logit_scale
 //   weights  embed_tokens, lm_head, draft_to_target, input_norm, fc_norm, fc, fc bias,
-//            hidden_norm, norm, mask_hidden, then for each layer input_layernorm, qkv_proj,
+//            embedding_norm, hidden_norm, norm, mask_hidden, then for each layer input_layernorm, qkv_proj,
 //            qkv_proj bias, q_norm, k_norm, o_proj, o_proj bias, post_attention_layernorm,
 //            gate_up_proj, down_proj; a tensor without elements is absent
 //

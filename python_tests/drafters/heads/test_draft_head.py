@@ -190,7 +190,9 @@ def test_ties_go_to_the_lower_id():
         ("eagle3", {"sliding_windows": (None, 4)}, r"sliding_windows=\(None, 4\).*num_layers=1"),
         ("eagle3", {"feature_layers": (1, 2)}, r"feature_layers=\(1, 2\).*num_features=3"),
         ("eagle3", {"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
-        ("eagle1", {"has_fc": False}, "EAGLE-1 head has an fc"),
+        ("eagle1", {"has_fc": False}, "an EAGLE-1 head has an fc"),
+        ("mtp", {"has_fc": False}, "an MTP head has an fc"),
+        ("mtp", {"norm_output": False}, "an MTP head feeds its normed output back"),
         ("eagle1", {"hidden_size": 40}, "target_hidden_size=32 must equal hidden_size=40"),
         ("no-fc", {"hidden_size": 40}, "target_hidden_size=32 must equal hidden_size=40"),
     ],
@@ -213,9 +215,9 @@ def test_draft_ids_outside_the_vocabulary_are_refused(wrong):
 def test_default_feature_layers_depend_on_the_kind():
     layers = {
         kind: head_of(kind, feature_layers=None).config.resolved_feature_layers(32)
-        for kind in ("eagle1", "eagle3", "no-fc")
+        for kind in ("eagle1", "mtp", "eagle3", "no-fc")
     }
-    assert layers == {"eagle1": (-1,), "eagle3": (2, 16, 29), "no-fc": (-1,)}
+    assert layers == {"eagle1": (-1,), "mtp": (-1,), "eagle3": (2, 16, 29), "no-fc": (-1,)}
 
 
 @pytest.mark.parametrize("tree", [TreeConfig(3, 8, 20), TreeConfig(choices=((0,), (7,), (0, 2)))])

@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers.drafters.mtp_cases import CONFIGS, mtp_model, mtp_target
+from helpers.drafters.mtp_cases import CONFIGS, draft_head_of, mtp_model, mtp_target
 from helpers.models import zoo
-from helpers.models.tiny import prompts, tiny_model
+from helpers.models.tiny import prompts, random_model, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, cache_utils
 
 import specdec_ext
-from specdec_ext import MtpDrafter, MtpHeads, TreeConfig
+from specdec_ext import HeadDrafter, MtpDrafter, MtpHeads, TreeConfig
 from specdec_ext.drafters.heads import mtp as module
 from specdec_ext.drafters.heads import unread
 from specdec_ext.drafters.resolve import resolve_drafter
@@ -49,7 +49,7 @@ def generate(model, ids, mask=None, **kwargs):
     return specdec_ext.generate(model, ids, attention_mask=mask, **kwargs)
 
 
-class Noting(MtpDrafter):
+class _Notes:
     """Notes the draft of each row by its length; drafts in every ``period``-th step only."""
 
     def __init__(self, *arguments, period=1):
@@ -65,6 +65,14 @@ class Noting(MtpDrafter):
             for row, tokens in zip(context.rows, tree.tokens[:, 1:].tolist(), strict=True):
                 self.drafts[row, context.columns(row)] = tokens
         return tree
+
+
+class Noting(_Notes, MtpDrafter):
+    pass
+
+
+class NotingHead(_Notes, HeadDrafter):
+    pass
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -186,6 +194,23 @@ def test_rows_may_end_before_the_first_draft_and_after_it(speculation):
         for drafter in (None, heads_of("deepseek_v3-2"))
     )
     assert torch.equal(plain.sequences, drafted.sequences)
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_drafts_of_the_op_are_those_of_the_module(kind, tree):
+    """The same layer in ``draft_head``, with tokens that are accepted and rejected."""
+    model = random_model(kind, 1)
+    model.lm_head.weight.data[5:] *= 0.01  # not 0: equal logits have no order
+    mtp, (ids, mask) = mtp_model(model, 1), prompts((12, 7, 4))
+    drafters = (
+        Noting(MtpHeads(model, mtp), TREES[tree]),
+        NotingHead(draft_head_of(model, mtp), TREES[tree]),
+    )
+    for drafter in drafters:
+        stats = generate(model, ids, mask, drafter=drafter, speculation="fixed").speculation_stats
+        assert 0 < sum(stats.accepted_per_position) < sum(stats.proposed_per_position)
+    assert drafters[0].drafts == drafters[1].drafts
 
 
 def test_coupled_drafts_are_accepted_more_often():

@@ -27,8 +27,13 @@ _SIZES = dict(
 
 def head_config(kind: str = "eagle3", **options: Any) -> HeadConfig:
     """A small config with the sizes of the tiny target models."""
-    if kind == "eagle1":
-        kept = {"num_features": 1, "feature_layers": (-1,), "own_lm_head": False}
+    if kind in ("eagle1", "mtp"):
+        kept = {
+            "num_features": 1,
+            "feature_layers": (-1,),
+            "own_lm_head": False,
+            "norm_output": kind == "mtp",
+        }
     else:
         kept = {"num_features": 3}
     config = {**_SIZES, **kept, **options}

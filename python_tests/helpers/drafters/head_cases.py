@@ -28,6 +28,7 @@ _LAYERS = {"feature_layers": (0, 1, 2)}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle1": ("eagle1", {"fc_bias": True}),
     "eagle1-two-layers": ("eagle1", {"qkv_bias": True, "num_layers": 2, "own_embedding": True}),
+    "mtp": ("mtp", {"qk_norm": True}),
     "eagle3": ("eagle3", {**_LAYERS, **_NARROW}),
     "eagle3.1": ("eagle3", {**_LAYERS, "fc_norm": True, "norm_output": True}),
     "qk-norm-window": ("eagle3", {**_LAYERS, **_NARROW, "qk_norm": True, "num_layers": 2,

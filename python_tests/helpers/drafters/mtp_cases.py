@@ -9,6 +9,7 @@ from helpers.models.tiny import random_model, tiny_model
 from transformers import PreTrainedModel
 
 from specdec_ext import MtpHeads
+from specdec_ext.heads.config import DraftHead, HeadConfig
 from specdec_ext.models.compat import MtpModel
 
 _EXPERTS = dict(
@@ -54,15 +55,16 @@ def mtp_target(name: str) -> PreTrainedModel:
 def mtp_model(model: PreTrainedModel, num_layers: int | None = None):
     """transformers' ``MtpModel`` of a target, with random weights."""
     config = model.config
-    named = hasattr(config, "num_mtp_layers")
     count = num_layers or config.num_mtp_layers
-    if not named:
-        config.num_mtp_layers = count
+    given = {"num_mtp_layers": count, "mtp_layer_types": ["full_attention"] * count}
+    added = {name: value for name, value in given.items() if not hasattr(config, name)}
+    for name, value in added.items():
+        setattr(config, name, value)
     try:
         mtp = MtpModel(model, count).eval()
     finally:
-        if not named:
-            del config.num_mtp_layers
+        for name in added:
+            delattr(config, name)
     generator = torch.Generator().manual_seed(_SEEDS.get(config.model_type, 0))
     for tensor in mtp.layers.state_dict().values():
         if tensor.ndim == 1:
@@ -75,3 +77,36 @@ def mtp_model(model: PreTrainedModel, num_layers: int | None = None):
 
 def llama_heads() -> MtpHeads:
     return MtpHeads(tiny_model("llama"), mtp_model(tiny_model("llama"), 1))
+
+
+def draft_head_of(model: PreTrainedModel, mtp) -> DraftHead:
+    """The same layer as a head for the op ``draft_head``; the target is a Llama or a Qwen3."""
+    config, (layer,) = model.config, mtp.layers
+    block = {f"layers.0.{name}": t for name, t in layer.mtp_block.state_dict().items()}
+    head_config = HeadConfig(
+        kind="mtp",
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        num_layers=1,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=config.vocab_size,
+        target_hidden_size=config.hidden_size,
+        num_features=1,
+        feature_layers=(-1,),
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters=dict(config.rope_parameters),
+        own_lm_head=False,
+        qk_norm=hasattr(layer.mtp_block.self_attn, "q_norm"),
+        norm_output=True,
+    )
+    tensors = {
+        "embedding_norm.weight": layer.enorm.weight,
+        "hidden_norm.weight": layer.hnorm.weight,
+        "fc.weight": layer.eh_proj.weight,
+        "norm.weight": layer.post_norm.weight,
+        **block,
+    }
+    return DraftHead(head_config, {name: t.detach().clone() for name, t in tensors.items()})

@@ -48,7 +48,7 @@ def load_draft(
     """Read a draft head, or Medusa heads, from a checkpoint.
 
     Supported layouts: SafeAILab EAGLE-1 (also used by EAGLE-2) and EAGLE-3, SpecForge/SGLang, vLLM
-    ``speculators`` (eagle3, peagle), Medusa. The layout is recognised by the names of the tensors.
+    ``speculators`` (eagle3, peagle, mtp), Medusa. The layout is recognised by the names of the tensors.
 
     Args:
         path: folder, weight file with a config.json beside it, or hub id ``"org/name"``.

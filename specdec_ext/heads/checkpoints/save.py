@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec_ext.heads.checkpoints.config.layouts import Layout, config_json
 from specdec_ext.heads.checkpoints.pair import completed_record
+from specdec_ext.heads.checkpoints.storage.names import mtp_name
 from specdec_ext.heads.config import DraftHead, HeadConfig
 
 
@@ -72,6 +73,8 @@ def _file_tensors(head: DraftHead, layout: Layout) -> dict[str, Tensor]:
             tensor = tensor.reshape(1, 1, -1)
         if layout == "eagle" and config.kind == "eagle3":
             name = name.replace("layers.0.", "midlayer.")
+        elif config.kind == "mtp":
+            name = mtp_name(name)
         tensors[name] = tensor.detach().cpu().contiguous()
     embedding, lm_head = (tensors.get(f"{name}.weight") for name in ("embed_tokens", "lm_head"))
     if embedding is not None and lm_head is not None and embedding.data_ptr() == lm_head.data_ptr():

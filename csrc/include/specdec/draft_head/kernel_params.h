@@ -101,7 +101,6 @@ struct DraftKernelParams {
   DraftSync sync;
 
   // The head, as in draft_head.h.
-  bool is_eagle1;
   bool norm_before_residual;
   bool norm_output;
   int hidden;
@@ -120,9 +119,10 @@ struct DraftKernelParams {
   const void* input_norm;          // [feature_width] or null
   const void* fc_norm;             // [feature_width] or null
   DraftMatrix fc;
-  const void* hidden_norm;    // [hidden]; null: EAGLE-1
-  const void* norm;           // [hidden]; null: EAGLE-1
-  const void* mask_features;  // [feature_width] or null
+  const void* embedding_norm;  // [hidden] or null
+  const void* hidden_norm;     // [hidden] or null
+  const void* norm;            // [hidden]; null: EAGLE-1
+  const void* mask_features;   // [feature_width] or null
   DraftMatrix lm_head;
   DraftLayer layers[kMaxDraftLayers];
 

@@ -58,7 +58,7 @@ struct DraftPlan {
   int num_layers;
   bool gathers;      // the features of new elements are normed
   bool has_fc;       // new elements go through fc
-  bool feeds_fc;     // drafted elements go through fc too (EAGLE-1)
+  bool feeds_fc;     // drafted elements go through fc too, all with their embedding (EAGLE-1, MTP)
   bool is_parallel;  // P-EAGLE: the kept elements give all levels
   int batch;
   int depth;  // levels below the root

@@ -47,8 +47,7 @@ __device__ __forceinline__ ExpSum add_exponentials(const ExpSum& sum, float larg
   return {largest, exact_add(rescaled_sum(sum, largest), panel)};
 }
 
-// A logit of a row: scaled and, if the row has noise, coupled. An element is the input behind which
-// the head predicts the next but one token of the text.
+// A logit of a row: scaled and, if the row has noise, coupled.
 template <typename T>
 __device__ __forceinline__ float logit_of(const DraftBlock<T>& block, const PassRow& element,
                                           float temperature, int64_t out, float value) {
@@ -56,7 +55,8 @@ __device__ __forceinline__ float logit_of(const DraftBlock<T>& block, const Pass
   const float logit = exact_mul(value, params.logit_scale);
   if (temperature == 0.0f || out < 0) return logit;
   const int64_t token = params.draft_to_target ? params.draft_to_target[out] : out;
-  const NoiseStream noise = params.noise.stream(element.batch_row, element.position + 2);
+  const NoiseStream noise =
+      params.noise.stream(element.batch_row, element.position + kPredictsAhead);
   return coupled_logit(logit, temperature, gumbel(noise.token_bits(static_cast<uint32_t>(token))));
 }
 

@@ -133,7 +133,7 @@ __device__ __forceinline__ void rotate_heads(const DraftBlock<T>& block, const D
                                              int layer) {
   const DraftKernelParams& params = block.params;
   const int heads = params.heads, key_values_end = heads + params.kv_heads;
-  const int units = key_values_end + (layer == 0 && !params.is_eagle1 ? 1 : 0);
+  const int units = key_values_end + (layer == 0 && !params.plan.feeds_fc ? 1 : 0);
   const bool is_last_layer = layer == params.plan.num_layers - 1;
   for_units(block, pass.num_rows, units, [&](int i, int unit) {
     const PassRow row = block.shared.rows[i];

@@ -105,7 +105,7 @@ Head make_head(bool is_eagle1, int64_t hidden, int64_t vocab, const Next& next) 
     return {head.add(panels(numbers(outs * ins), outs, ins)), nullptr, outs, ins};
   };
   w.type = FloatType::kFloat32;
-  w.is_eagle1 = is_eagle1;
+  w.feeds_fc = is_eagle1;
   w.hidden = hidden;
   w.intermediate = 5;
   w.heads = 2;

@@ -6,7 +6,8 @@ The layouts differ in the place of a field and in its default:
                                    rms_norm_eps 1e-6 (as in ``LlamaConfig``), not the target's value
     SpecForge, SGLang, vLLM        the same plus ``eagle_config``; P-EAGLE adds ``mask_hidden`` and a token id
     speculators                    the decoder's fields are in ``transformer_layer_config``; the default of
-                                   ``norm_before_residual`` is True for eagle3 and False for peagle
+                                   ``norm_before_residual`` is True for eagle3 and False for peagle; for mtp
+                                   that section describes the target, whose first layer the head's is like
 
 If a tensor shows whether an option is on, the tensor decides when the config does not name the option; if the
 config contradicts the tensors, a tensor is reported as missing or unexpected. Only ``norm_output`` and
@@ -17,12 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from specdec_ext.heads.checkpoints.config.decoder import rope_parameters, sizes, sliding_windows
 from specdec_ext.heads.checkpoints.config.feature_layers import RecordedLayers, recorded_layers
 from specdec_ext.heads.checkpoints.config.fields import MAX_SIZE, Fields
-from specdec_ext.heads.config import HeadConfig
+from specdec_ext.heads.config import HeadConfig, Kind
 from specdec_ext.heads.record import HeadRecord
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -34,7 +35,7 @@ RECORDED = ("target_name", "target_revision", "target_fingerprint", "tokenizer_f
 
 
 def head_config(
-    kind: Literal["eagle1", "eagle3"],
+    kind: Kind,
     config: Fields,
     shapes: Shapes,
     mask_token_id: int | None = None,
@@ -51,12 +52,17 @@ def head_config(
         ValueError: for fields that are missing, of the wrong type, out of range or contradictory.
     """
     layout = config.text("speculators_model_type")
-    if layout not in (None, "eagle3", "peagle"):
+    expected = ("mtp",) if kind == "mtp" else (None, "eagle3", "peagle")
+    if layout not in expected:
+        named = " or ".join(repr(each) for each in expected if each)
         raise ValueError(
-            f"{config.where}: speculators_model_type is {layout!r}; supported are 'eagle3' and 'peagle'"
+            f"{config.where}: speculators_model_type is {layout!r}; expected {named} for these tensors"
         )
     decoder = config if layout is None else config.section("transformer_layer_config")
     size = sizes(decoder)
+    windows = sliding_windows(decoder, size["num_layers"])
+    if kind == "mtp":
+        size["num_layers"], windows = _num_mtp_layers(config), windows[:1]
     features, layers = _features(kind, config, shapes, size["hidden_size"])
     norm_output, norm_output_guessed = _norm_output(layout, config)
     vocabulary, tied = _vocabulary(kind, config, shapes, size["vocab_size"])
@@ -67,11 +73,11 @@ def head_config(
         **vocabulary,
         **_attention_flags(kind, layout, decoder, shapes),
         **_norm_flags(layout, config, shapes),
-        norm_output=norm_output,
+        norm_output=norm_output or kind == "mtp",
         rms_norm_eps=decoder.number("rms_norm_eps", 1e-6),
         max_positions=decoder.integer("max_position_embeddings", 2048),
         rope_parameters=rope_parameters(decoder),
-        sliding_windows=sliding_windows(decoder, size["num_layers"]),
+        sliding_windows=windows,
         logit_scale=config.number("logit_scale", 1.0),
         mask_token_id=_mask_token_id(config, layout, shapes, mask_token_id),
     )
@@ -110,8 +116,8 @@ def _features(
     fields["fc_bias"] = _flag(
         config.optional_flag("bias") if kind == "eagle1" else None, shapes, "fc.bias"
     )
-    if kind == "eagle1" or declared is False:
-        fields |= {"feature_layers": (-1,), "num_features": 1, "has_fc": kind == "eagle1"}
+    if kind != "eagle3" or declared is False:
+        fields |= {"feature_layers": (-1,), "num_features": 1, "has_fc": kind != "eagle3"}
         fields["fc_bias"] &= fields["has_fc"]
         origin = "the last hidden state, which heads of this kind read"
         return fields, RecordedLayers((-1,), origin)
@@ -134,13 +140,22 @@ def _vocabulary(
     full = declared in (None, vocab)
     tied = kind == "eagle3" and full and not own and config.flag("tie_word_embeddings", False)
     reuses = full and config.flag("reuse_target_lm_head", False)
-    may_share = kind == "eagle1" or declared is None or reuses or tied
+    may_share = kind != "eagle3" or declared is None or reuses or tied
     fields = {
         "draft_vocab_size": declared or vocab,
         "own_embedding": "embed_tokens.weight" in shapes,
         "own_lm_head": own or not may_share,
     }
     return fields, tied
+
+
+def _num_mtp_layers(config: Fields) -> int:
+    number = config.integer("num_nextn_predict_layers", 1)
+    if number != 1:
+        raise ValueError(
+            f"{config.where}: num_nextn_predict_layers is {number}; only heads of 1 layer are supported"
+        )
+    return number
 
 
 def _norm_flags(layout: str | None, config: Fields, shapes: Shapes) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Convert a ``HeadConfig`` to the config.json of a published layout, or refuse options it can't express.
 
     eagle         as SafeAILab publishes and SGLang reads: ``midlayer.*``, fields at the top level
-    speculators   as the speculators library saves and vLLM reads: ``layers.*``, ``transformer_layer_config``
+    speculators   as the speculators library saves and vLLM reads: ``layers.*``, ``transformer_layer_config``;
+                  MTP heads: ``mtp_layers.0.*``, which speculators itself reads only with ``qk_norm``
 
 Both get a section ``specdec_ext`` with the target that the head was trained for, and with the unambiguous
 values of fields that other projects read in two ways (``feature_layers``: inputs of layers; ``norm_output``:
@@ -60,6 +61,9 @@ def _options(config: HeadConfig, **allowed: Any) -> Iterator[str]:
 
 
 def _eagle_problems(config: HeadConfig, record: HeadRecord) -> Iterator[str]:
+    if config.kind == "mtp":
+        yield "kind='mtp' (only EAGLE heads)"
+        return
     windows = (None,) * config.num_layers
     common = {"qk_norm": False, "o_bias": False, "norm_before_residual": False}
     yield from _options(config, **common, sliding_windows=windows, mask_token_id=None)
@@ -78,6 +82,21 @@ def _eagle_problems(config: HeadConfig, record: HeadRecord) -> Iterator[str]:
 
 
 def _speculators_problems(config: HeadConfig, record: HeadRecord) -> Iterator[str]:
+    if config.kind == "mtp":
+        shared = {
+            "own_embedding": False,
+            "own_lm_head": False,
+            "draft_vocab_size": config.vocab_size,
+        }
+        absent = {
+            "norm_before_fc": False,
+            "fc_norm": False,
+            "fc_bias": False,
+            "mask_token_id": None,
+        }
+        yield from _options(config, **shared, **absent, num_layers=1, feature_layers=(-1,))
+        yield from _options(config, logit_scale=1.0, o_bias=config.qkv_bias)
+        return
     yield from _options(config, kind="eagle3", has_fc=True, fc_bias=False, own_lm_head=True)
     yield from _options(config, logit_scale=1.0, o_bias=config.qkv_bias)
     if config.fc_norm:
@@ -167,6 +186,16 @@ def _speculators(config: HeadConfig, record: HeadRecord) -> dict[str, Any]:
         "norm_output": config.norm_output,
         "num_aux_hidden_states": config.num_features,
     }
+    if config.kind == "mtp":
+        return {
+            "architectures": ["MTPDraftModel"],
+            "speculators_model_type": "mtp",
+            "speculators_version": _SPECULATORS_VERSION,
+            "transformer_layer_config": decoder,
+            "num_nextn_predict_layers": 1,
+            "tie_word_embeddings": False,
+            "speculators_config": _proposal("mtp", record.target_name),
+        }
     written: dict[str, Any] = {
         "architectures": ["PEagleDraftModel" if parallel else "Eagle3DraftModel"],
         "speculators_model_type": kind,

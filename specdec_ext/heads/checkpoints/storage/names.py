@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Literal
+
+from specdec_ext.heads.config import Kind
 
 # Prefix in a file -> our prefix; a leading "model." is removed first.
 _SPELLINGS = (
     ("midlayer.", "layers.0."),
+    ("mtp_layers.0.token_layernorm.", "embedding_norm."),
+    ("mtp_layers.0.hidden_layernorm.", "hidden_norm."),
+    ("mtp_layers.0.input_proj.", "fc."),
+    ("mtp_layers.0.final_layernorm.", "norm."),
+    ("mtp_layers.", "layers."),
     ("aux_norm_low.", "fc_norm.0."),
     ("aux_norm_mid.", "fc_norm.1."),
     ("aux_norm_high.", "fc_norm.2."),
@@ -25,13 +31,16 @@ _OTHER_KINDS = (
         "a quantised checkpoint",
     ),
     (r"(kv_a_proj_with_mqa|kv_b_proj|q_a_proj)\.", "a model with latent attention (MLA)"),
-    (r"(^|\.)(enorm|hnorm|eh_proj|pre_fc_norm_embedding|pre_fc_norm_hidden)\.", "an MTP head"),
-    (r"^hidden_norm\.|^context_norm\.", "a DFlash head"),
+    (
+        r"(^|\.)(enorm|hnorm|eh_proj|pre_fc_norm_embedding|pre_fc_norm_hidden)\.",
+        "an MTP head of another layout than that of speculators",
+    ),
+    (r"^context_norm\.", "a DFlash head"),
     (r"\.experts?\.", "a model with a mixture of experts"),
 )
 # Every head of the EAGLE family has at least one of these tensors.
 _HEAD_TENSORS = {"fc.weight", "layers.0.hidden_norm.weight", "d2t", "mask_hidden"}
-SUPPORTED = "EAGLE-1, EAGLE-2, EAGLE-3, EAGLE 3.1, P-EAGLE and Medusa"
+SUPPORTED = "EAGLE-1, EAGLE-2, EAGLE-3, EAGLE 3.1, P-EAGLE, MTP and Medusa"
 
 
 def canonical_names(names: Iterable[str], source: str) -> dict[str, str]:
@@ -53,7 +62,14 @@ def canonical_names(names: Iterable[str], source: str) -> dict[str, str]:
     return found
 
 
-def eagle_kind(names: Iterable[str], source: str) -> Literal["eagle1", "eagle3"]:
+def mtp_name(name: str) -> str:
+    """Return the name of a tensor of an MTP head in the layout of speculators."""
+    spelt = {ours: theirs for theirs, ours in _SPELLINGS if theirs.startswith("mtp_layers")}
+    ours = next(each for each in spelt if name.startswith(each))
+    return spelt[ours] + name.removeprefix(ours)
+
+
+def eagle_kind(names: Iterable[str], source: str) -> Kind:
     """Return the kind of head that has tensors with these canonical names.
 
     Raises:
@@ -66,6 +82,13 @@ def eagle_kind(names: Iterable[str], source: str) -> Literal["eagle1", "eagle3"]
             raise ValueError(
                 f"{source} is {kind} (it has {example}), which is not supported; supported are {SUPPORTED}"
             )
+    if "embedding_norm.weight" in names:
+        return "mtp"
+    if "hidden_norm.weight" in names:
+        raise ValueError(
+            f"{source} is a DFlash head (it has hidden_norm.weight), which is not supported; supported are "
+            f"{SUPPORTED}"
+        )
     if is_head(names):
         return "eagle3" if {*_HEAD_TENSORS - {"fc.weight"}, "norm.weight"} & names else "eagle1"
     if {"embed_tokens.weight", "transformer.wte.weight"} & names:
