@@ -26,6 +26,7 @@ from specdec_ext.training.data.batches import Example, OnlineFeatures
 from specdec_ext.training.evaluation import HeldOut, _walk, evaluate, sampled_texts
 from specdec_ext.training.objectives.eagle import EagleObjective
 from specdec_ext.training.objectives.medusa_heads import MedusaObjective
+from specdec_ext.training.objectives.objective import Step
 from specdec_ext.training.objectives.teacher import Teacher
 from specdec_ext.training.optimizers import scale
 from specdec_ext.training.order import epoch_batches
@@ -42,22 +43,29 @@ def objective_of(kind: str):
     model = tiny_model("llama")
     if kind == "medusa":
         return MedusaObjective(new_medusa_heads(model, 3, torch.arange(2, VOCAB)))
-    options = {"mask_token_id": 1, "num_layers": 2} if kind == "p-eagle" else {}
-    head = new_head(model, LAYERS, torch.arange(2, VOCAB), **options)
-    embedding = model.get_input_embeddings().weight
-    return EagleObjective(head, embedding, embedding, steps=3)
+    if kind in ("eagle1", "mtp"):
+        head = new_head(model, kind=kind)
+    else:
+        options = {"mask_token_id": 1, "num_layers": 2} if kind == "p-eagle" else {}
+        head = new_head(model, LAYERS, torch.arange(2, VOCAB), **options)
+    shared = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return EagleObjective(head, *shared, steps=3)
+
+
+def layers_of(kind: str) -> tuple[int, ...]:
+    return (-1,) if kind in ("medusa", "eagle1", "mtp") else LAYERS
 
 
 def run(folder: Path, config: TrainConfig, examples, held_out=(), kind="eagle3", on_step=None):
     model, objective = tiny_model("llama"), objective_of(kind)
     on_step = on_step or (lambda progress: None)
-    layers = (-1,) if kind == "medusa" else LAYERS
+    layers = layers_of(kind)
     features = OnlineFeatures(model, layers)
     train(objective, features, Teacher(model), examples, HeldOut(held_out), folder, config, on_step)
     return objective
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1", "mtp", "p-eagle", "medusa"])
 def test_trained_head_is_accepted_as_often_as_estimated(kind, tmp_path):
     """The head learns a few greedy texts. The estimated acceptance is that of generation, whose text is
     unchanged."""
@@ -66,7 +74,7 @@ def test_trained_head_is_accepted_as_often_as_estimated(kind, tmp_path):
     settings = dict(updates=90, batch_size=4, learning_rate=3e-2, optimizer="adamw", warmup=5)
     config = TrainConfig(**settings, evaluate_every=90, depth=3, mixed_precision=False)
     untrained = objective_of(kind)
-    features = OnlineFeatures(model, (-1,) if kind == "medusa" else LAYERS)
+    features = OnlineFeatures(model, layers_of(kind))
     masked = [
         dataclasses.replace(each, loss_mask=torch.arange(len(each.tokens)) >= 8) for each in texts
     ]
@@ -94,8 +102,7 @@ def test_trained_head_is_accepted_as_often_as_estimated(kind, tmp_path):
 
 @pytest.mark.slow
 def test_sampled_drafts_are_accepted_as_often_as_estimated(tmp_path):
-    """With the bundled pair at temperature 1, for which the greedy estimate is more than 1.5 times as
-    large."""
+    """With the bundled pair at temperature 1; over six seeds, both means are 2.07."""
     model, head = assets.load_target(), assets.load_head().to("cpu", torch.float32)
     texts = [
         Example(ids, torch.ones(len(ids), dtype=torch.bool))
@@ -121,34 +128,38 @@ def test_sampled_drafts_are_accepted_as_often_as_estimated(tmp_path):
         drafts += output.speculation_stats.drafts
     measured = 1 + accepted / drafts
     assert found.sampled_acceptance_length == pytest.approx(measured, rel=0.1)
-    assert found.acceptance_length > 1.5 * measured
 
 
-def test_drawn_text_is_compared_with_its_own_tokens(tmp_path):
-    """The rule "match" accepts drawn tokens, not the most probable ones."""
-    model, objective = tiny_model("llama"), objective_of("eagle3")
-    features, teacher = OnlineFeatures(model, LAYERS), Teacher(model)
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_the_target_itself_would_draft_every_drawn_token(kind, tmp_path, monkeypatch):
+    """If the head's logits are the target's, coupled drafts equal the drawn text; best tokens do not."""
+    model, objective = tiny_model("llama"), objective_of(kind)
+    features, teacher = OnlineFeatures(model, layers_of(kind)), Teacher(model)
     greedy = greedy_examples(4, prompt=6, length=30)
     drawn = sampled_texts(model, greedy, tmp_path / "sampled.jsonl", seed=3)
     assert [each.tokens[:7].tolist() for each in drawn] == [
         each.tokens[:7].tolist() for each in greedy
     ]
     assert all(each.loss_mask.tolist() == [False] * 7 + [True] * 15 for each in drawn)
-    assert [each.tokens.tolist() for each in drawn] != [
-        each.tokens[: len(each.tokens)].tolist() for each in greedy
-    ]
-    for texts in (greedy, drawn):
-        batch = features(texts)
-        found = objective.agreement(batch, teacher, 2)
-        drafted = torch.stack(
-            [step.hidden @ step.lm_head.T for step in objective.unroll(batch, 1)]
-        )[0].argmax(dim=-1)
-        rows, at = found.places // batch.tokens.shape[1], found.places % batch.tokens.shape[1]
-        ids = objective.draft_to_target[drafted[rows, at]]
-        assert torch.equal(found.sampled[:, 0], ids == batch.tokens[rows, at + 2])
-    same = evaluate(objective, features, teacher, greedy, 2, sampled=greedy)
-    assert same.sampled == same.greedy, "for a greedy text both are equal"
-    alone = evaluate(objective, features, teacher, greedy, 2)
+    batch, lm_head = features(drawn), model.get_output_embeddings().weight
+
+    def unroll(batch, steps):
+        n = batch.tokens.shape[1]
+        yield from (Step(batch.last_hidden[:, 1 + i : n - 1], lm_head) for i in range(steps))
+
+    monkeypatch.setattr(objective, "unroll", unroll)
+    monkeypatch.setattr(objective, "draft_to_target", None)
+    found = objective.agreement(batch, teacher, 2, torch.Generator().manual_seed(0))
+    assert len(found.accepted) == 4 * 14 and found.accepted.all()
+    rows, at = found.places // batch.tokens.shape[1], found.places % batch.tokens.shape[1]
+    best = teacher.logits(batch.last_hidden[rows, at + 1]).argmax(dim=-1)
+    assert not torch.equal(best, batch.tokens[rows, at + 2])
+
+
+def test_without_drawn_texts_there_is_no_estimate_of_sampling():
+    model, objective = tiny_model("llama"), objective_of("eagle3")
+    features, teacher = OnlineFeatures(model, LAYERS), Teacher(model)
+    alone = evaluate(objective, features, teacher, greedy_examples(4, prompt=6, length=30), 2)
     assert alone.sampled == () and math.isnan(alone.sampled_acceptance_length)
 
 

@@ -24,6 +24,7 @@ from specdec_ext.training.objectives.attention import unrolled_attention
 from specdec_ext.training.objectives.eagle import EagleObjective
 from specdec_ext.training.objectives.loss import soft_cross_entropy
 from specdec_ext.training.objectives.medusa_heads import MedusaObjective
+from specdec_ext.training.objectives.noise import noise_of_choice
 from specdec_ext.training.objectives.teacher import Teacher
 from specdec_ext.training.start import new_head
 from specdec_ext.tree.config import TreeConfig
@@ -231,8 +232,7 @@ def test_paddings_do_not_change_agreement():
     )
     alone = [objective.agreement(features([each]), teacher, STEPS) for each in (texts[0], short)]
     both = objective.agreement(features([texts[0], short]), teacher, STEPS)
-    assert torch.equal(both.greedy, torch.cat([each.greedy for each in alone]))
-    assert torch.equal(both.sampled, torch.cat([each.sampled for each in alone]))
+    assert torch.equal(both.accepted, torch.cat([each.accepted for each in alone]))
 
 
 def test_agreement_counts_what_greedy_decoding_would_accept():
@@ -252,7 +252,7 @@ def test_agreement_counts_what_greedy_decoding_would_accept():
         optimizer.zero_grad()
         objective(batch, Teacher(model))[0].backward()
         optimizer.step()
-    lived = objective.agreement(batch, Teacher(model), STEPS).greedy.cumprod(dim=1).sum(dim=1)
+    lived = objective.agreement(batch, Teacher(model), STEPS).accepted.cumprod(dim=1).sum(dim=1)
     expected = []
     for t in range(2, 24 - 1 - STEPS):
         run = Run.start(objective.trained(), 1, embedding=embedding)
@@ -263,6 +263,21 @@ def test_agreement_counts_what_greedy_decoding_would_accept():
         expected.append(int(right.cumprod(dim=0).sum()))
     assert lived.tolist() == expected
     assert len(set(expected)) > 1
+
+
+def test_noise_of_choice_is_gumbel_noise_that_chooses():
+    """Over tokens that are drawn from the distribution, all noise is independent and Gumbel again."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.tensor([2.0, 1.0, -1.0, -40.0, -torch.inf])
+    chosen = torch.multinomial(logits.softmax(0), 40_000, replacement=True, generator=generator)
+    noise = noise_of_choice(logits.expand(len(chosen), -1), chosen, generator)
+    assert torch.equal((logits + noise).argmax(dim=1), chosen)
+    uniform = (-(-noise).exp()).exp()  # the distribution function of a Gumbel variable
+    steps = torch.linspace(0, 1, len(chosen))
+    for column in uniform.T:
+        assert (column.sort().values - steps).abs().max() < 1.63 * len(chosen) ** -0.5  # KS, 1 %
+    correlated = torch.corrcoef(uniform.T) - torch.eye(5)
+    assert correlated.abs().max() < 4 * len(chosen) ** -0.5
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2-window", "cohere", "granite", "gpt2"])

@@ -43,7 +43,7 @@ def train(
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder to write the head to.")],
     kind: Annotated[
-        Literal["eagle3", "p-eagle", "medusa"],
+        Literal["eagle3", "eagle1", "mtp", "p-eagle", "medusa"],
         typer.Option(help="Kind of head; eagle3 makes EAGLE 3.1 heads."),
     ] = "eagle3",
     init_from: Annotated[

@@ -2,10 +2,10 @@
 
 The head drafts at every place of held-out texts, and the number of accepted draft tokens is computed for each
 place. Decoding is simulated as a walk over these places: each step moves past the accepted draft tokens and
-the one token that the target adds. For a text that the target wrote, the walk equals real decoding draft by
-draft: a text written greedily gives greedy decoding, and a sampled text gives sampling at the same
-temperature with ``verification="match"``, which accepts a draft that equals the sampled token. For other
-texts the result is an estimate.
+the one token that the target adds. For a text that the target wrote greedily, the walk equals greedy decoding
+draft by draft. For a text that it sampled, the walk has the law of sampling with coupled drafts, as
+``generate`` makes and verifies them: the noise of every place is drawn given the sampled token. For other texts
+the result is an estimate.
 """
 
 from __future__ import annotations
@@ -164,7 +164,10 @@ def evaluate(
     depth = min(depth, objective.deepest)
 
     def accepted_drafts(
-        features: Features, texts: Sequence[Example], name: str, work: Work
+        features: Features,
+        texts: Sequence[Example],
+        work: Work,
+        noise: torch.Generator | None = None,
     ) -> Tensor:
         """``[drafts, depth]``: 1 for each token of each draft of the walk that is accepted."""
         walked = []
@@ -172,8 +175,8 @@ def evaluate(
         usable = [each for each in texts if len(each.tokens) >= depth + 2]
         for start in range(0, len(usable), batch_size):
             batch = features(usable[start : start + batch_size])
-            found = objective.agreement(batch, teacher, depth)
-            accepted = getattr(found, name).long().cumprod(dim=1)
+            found = objective.agreement(batch, teacher, depth, noise)
+            accepted = found.accepted.long().cumprod(dim=1)
             walked.append(accepted[_walk(found.places.tolist(), accepted.sum(dim=1).tolist())])
             work.advance(len(batch.lengths))
         return torch.cat(
@@ -181,13 +184,15 @@ def evaluate(
         ).double()
 
     with tracked("evaluating", len(examples) + len(sampled), "text") as work:
-        drafts = accepted_drafts(features, examples, "greedy", work)
+        drafts = accepted_drafts(features, examples, work)
         if not len(drafts):
             raise ValueError(
                 f"the held-out texts have no {depth + 1} consecutive tokens in the loss mask; pass longer "
                 "texts, or evaluate shorter drafts"
             )
-        drawn = accepted_drafts(sampled_features or features, sampled, "sampled", work)
+        # The same noise in every evaluation, so that a difference is one of the weights.
+        noise = torch.Generator(teacher.weight.device).manual_seed(0)
+        drawn = accepted_drafts(sampled_features or features, sampled, work, noise)
     greedy = drafts.mean(dim=0)
     before = torch.cat([greedy.new_ones(1), greedy[:-1]])
     return Evaluation(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,7 +39,7 @@ from specdec_ext.training.trainer import (
     train,
 )
 
-Kind = Literal["eagle3", "p-eagle", "medusa"]
+Kind = Literal["eagle3", "eagle1", "mtp", "p-eagle", "medusa"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ class HeadRecipe:
     """The architecture of a head and its training objective.
 
     Attributes:
-        kind: "eagle3" (EAGLE 3.1: ``fc_norm`` and ``norm_output`` on), "p-eagle" or "medusa".
+        kind: "eagle3" (EAGLE 3.1: ``fc_norm`` and ``norm_output`` on), "eagle1", "mtp", "p-eagle" or
+            "medusa". EAGLE-1 and MTP heads read the last hidden state and draft with the target's output
+            head, so ``layers`` and ``draft_vocab_size`` must be left out. An MTP head has one layer.
         init_from: folder or hub id of a head to continue training; it then determines the architecture, and
             ``kind``, ``layers``, ``draft_vocab_size``, ``num_layers`` and ``mask_token_id`` must be left out.
         layers: feature layers; None for :func:`~specdec_ext.training.start.default_layers`.
@@ -71,11 +73,20 @@ class HeadRecipe:
     learn_everything: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in ("eagle3", "p-eagle", "medusa"):
-            raise ValueError(f"kind={self.kind!r}; expected 'eagle3', 'p-eagle' or 'medusa'")
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"kind={self.kind!r}; expected one of {', '.join(get_args(Kind))}")
         if self.steps < 1:
             raise ValueError(f"steps is {self.steps}; expected at least 1")
-        fixed = ("layers", "draft_vocab_size", "num_layers", "mask_token_id")
+        fixed: tuple[str, ...] = ("layers", "draft_vocab_size")
+        given = [name for name in fixed if getattr(self, name) is not None]
+        if self.kind in ("eagle1", "mtp") and given:
+            raise ValueError(
+                f"kind={self.kind!r} reads the last hidden state and drafts with the target's output head; "
+                f"leave out {', '.join(given)}"
+            )
+        if self.kind == "mtp" and self.num_layers not in (None, 1):
+            raise ValueError(f"kind='mtp' has 1 layer; leave out num_layers={self.num_layers}")
+        fixed = (*fixed, "num_layers", "mask_token_id")
         given = [name for name in fixed if getattr(self, name) is not None]
         if self.init_from is not None and (given or self.kind != "eagle3"):
             names = ", ".join([*given, *(["kind"] if self.kind != "eagle3" else [])])
@@ -236,6 +247,8 @@ def make_objective(
             ids = draft_vocabulary(examples, recipe.draft_vocab_size, vocab_size)
         if recipe.kind == "medusa":
             draft = new_medusa_heads(model, recipe.steps, ids)
+        elif recipe.kind == "eagle1" or recipe.kind == "mtp":
+            draft = new_head(model, kind=recipe.kind, num_layers=recipe.num_layers or 1)
         else:
             parallel = recipe.kind == "p-eagle"
             draft = new_head(

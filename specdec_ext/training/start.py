@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec_ext.heads.config import DraftHead, HeadConfig
+from specdec_ext.heads.config import DraftHead, HeadConfig, Kind
 from specdec_ext.heads.medusa import MedusaConfig, MedusaHeads
 
 # Recorded if the target's config does not say; rope tables are computed for any length.
@@ -18,22 +18,28 @@ _UNKNOWN_POSITIONS = 2048
 
 def new_head(
     model: PreTrainedModel,
-    layers: Sequence[int],
+    layers: Sequence[int] = (-1,),
     draft_to_target: Tensor | None = None,
     *,
+    kind: Kind = "eagle3",
     num_layers: int = 1,
     mask_token_id: int | None = None,
     seed: int = 0,
 ) -> DraftHead:
-    """Make an EAGLE 3.1 head (``fc_norm``, ``norm_output``) with layers of the target's shape, in float32.
+    """Make a head with layers of the target's shape, in float32.
 
-    Matrices are random, and those that write to the residual stream are small. The output head starts with
-    the target's rows of the draft vocabulary, and the norm before it with the target's final norm.
+    Matrices are random, and those that write to the residual stream are small. An EAGLE 3.1 head
+    (``fc_norm``, ``norm_output``) has an output head, which starts with the target's rows of the draft
+    vocabulary. EAGLE-1 and MTP heads read the last hidden state and use the target's output head. The norm
+    before it, if there is one, starts with the target's final norm.
 
     Args:
         model: the target.
-        layers: feature layers, numbered as in ``HeadConfig.feature_layers``.
-        draft_to_target: ``[draft_vocab]`` int64 ascending ids; None for the whole vocabulary.
+        layers: feature layers, numbered as in ``HeadConfig.feature_layers``; (-1,) for EAGLE-1 and MTP.
+        draft_to_target: ``[draft_vocab]`` int64 ascending ids; None for the whole vocabulary, which EAGLE-1
+            and MTP heads always draft.
+        kind: "eagle3" for an EAGLE 3.1 head, "eagle1" or "mtp". MTP layers norm queries and keys if the
+            target's layers do.
         num_layers: number of decoder layers; P-EAGLE heads have several.
         mask_token_id: mask token of a P-EAGLE head, None for other heads.
         seed: seed of the random numbers.
@@ -44,7 +50,7 @@ def new_head(
     heads = config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
     head_config = HeadConfig(
-        kind="eagle3",
+        kind=kind,
         hidden_size=config.hidden_size,
         intermediate_size=_first_integer(config, "intermediate_size", "ffn_dim", "n_inner")
         or 4 * config.hidden_size,
@@ -64,8 +70,10 @@ def new_head(
         or _UNKNOWN_POSITIONS,
         rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
         sliding_windows=(None,) * num_layers,
-        fc_norm=True,
-        norm_output=True,
+        own_lm_head=kind == "eagle3",
+        qk_norm=kind == "mtp" and _norms_queries(model),
+        fc_norm=kind == "eagle3",
+        norm_output=kind != "eagle1",
         mask_token_id=mask_token_id,
     )
     generator = torch.Generator().manual_seed(seed)
@@ -137,6 +145,12 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
     if num_layers >= 8:
         return 2, num_layers // 2, num_layers - 3
     return tuple(sorted({1, (num_layers + 1) // 2, num_layers}))
+
+
+def _norms_queries(model: PreTrainedModel) -> bool:
+    """Whether the target's layers norm queries and keys per head, as in Qwen3."""
+    attention = getattr(model.get_decoder().layers[-1], "self_attn", None)
+    return getattr(attention, "q_norm", None) is not None
 
 
 def _final_norm(model: PreTrainedModel, width: int) -> Tensor:

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from specdec_ext.heads.weights import DraftWeights
 from specdec_ext.training.data.batches import Batch
 from specdec_ext.training.objectives.loss import soft_cross_entropy
+from specdec_ext.training.objectives.noise import noise_of_choice
 from specdec_ext.training.objectives.teacher import Teacher
 
 _TEACHER_CHUNK = 1024
@@ -56,15 +57,11 @@ class Agreement:
     Attributes:
         places: ``[elements]`` int64 index of each element; consecutive elements of a text have consecutive
             places, and texts are separated by a gap.
-        greedy: ``[elements, steps]`` bool, the head's best token equals the target's: accepted in greedy
-            decoding.
-        sampled: ``[elements, steps]`` bool, the head's best token equals the text's: accepted by
-            ``verification="match"`` if the target sampled this text.
+        accepted: ``[elements, steps]`` bool.
     """
 
     places: Tensor
-    greedy: Tensor
-    sampled: Tensor
+    accepted: Tensor
 
 
 class Objective(nn.Module, ABC):
@@ -147,31 +144,48 @@ class Objective(nn.Module, ABC):
         return (decay * stacked).sum(), stacked.detach()
 
     @torch.no_grad()
-    def agreement(self, batch: Batch, teacher: Teacher, steps: int) -> Agreement:
-        """Compare ``steps`` draft tokens at every element with the target and the text; the text is fed."""
+    def agreement(
+        self,
+        batch: Batch,
+        teacher: Teacher,
+        steps: int,
+        noise: torch.Generator | None = None,
+    ) -> Agreement:
+        """Compare ``steps`` draft tokens at every element with those that the target adds; the text is fed.
+
+        Args:
+            batch: the texts.
+            teacher: of the target.
+            steps: number of draft tokens at each element.
+            noise: None compares the head's best token with the target's, as in greedy decoding. A generator
+                compares coupled drafts with the tokens of a text that the target sampled at temperature 1
+                (:func:`~specdec_ext.training.objectives.noise.noise_of_choice`).
+        """
         ends = torch.stack([self._predicted(batch, 1 + step) for step in range(steps)])
         # Element t is column t + 1 of step 0, t + 2 of step 1, ...
         n = batch.tokens.shape[1] - 1 - steps
         usable = torch.stack([ends[step, :, 1 + step : 1 + step + n] for step in range(steps)])
         rows, at = usable.all(dim=0).nonzero(as_tuple=True)
-        greedy, sampled = [], []
+        ids, accepted = self.draft_to_target, []
         for step, output in enumerate(self.unroll(batch, steps)):
             hidden = _autocast(output.hidden[rows, at])
+            lm_head = output.lm_head.to(hidden.dtype).mT
             states = batch.last_hidden[rows, at + 1 + step]
-            lm_head = output.lm_head.to(hidden.dtype)
-            drafted = torch.cat(
-                [self._best(part, lm_head) for part in hidden.split(_EVALUATION_CHUNK)]
-            )
-            best = [teacher.logits(s).argmax(dim=-1) for s in states.split(_EVALUATION_CHUNK)]
-            greedy.append(drafted == torch.cat(best))
-            sampled.append(drafted == batch.tokens[rows, at + 2 + step])
+            follow = batch.tokens[rows, at + 2 + step]
+            right = []
+            for part in torch.arange(len(rows), device=rows.device).split(_EVALUATION_CHUNK):
+                logits = (hidden[part] @ lm_head).float() * self.logit_scale
+                wanted, teaching = follow[part], teacher.logits(states[part])
+                if noise is None:
+                    wanted = teaching.argmax(dim=-1)
+                else:
+                    drawn = noise_of_choice(teaching, wanted, noise)
+                    logits = logits + (drawn if ids is None else drawn[:, ids])
+                drafted = logits.argmax(dim=-1)
+                right.append((drafted if ids is None else ids[drafted]) == wanted)
+            accepted.append(torch.cat(right) if right else follow.bool())
         places = rows * batch.tokens.shape[1] + at
-        return Agreement(places, torch.stack(greedy, dim=1), torch.stack(sampled, dim=1))
-
-    def _best(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
-        """Return the target's ids of the draft tokens at some elements."""
-        drafted = (hidden @ lm_head.mT * self.logit_scale).argmax(dim=-1)
-        return drafted if self.draft_to_target is None else self.draft_to_target[drafted]
+        return Agreement(places, torch.stack(accepted, dim=1))
 
     @torch.no_grad()
     def _teach(self, teacher: Teacher, last_hidden: Tensor) -> tuple[Tensor, Tensor]:
