@@ -72,7 +72,10 @@ def test_a_head_is_trained_from_files_and_adapted(files, tmp_path):
     assert head.tensors["norm.weight"].dtype == torch.bfloat16
     work = tmp_path / "head.training"
     assert json.loads((work / "evaluation.json").read_text())["drafts"] > 0
-    assert (work / "history.png").exists()
+    page = (work / "report.html").read_text()
+    for part in ("<svg", "Draft head for tiny-python-target", "draft_vocab_size", "steps, "):
+        assert part in page
+    assert not re.search(r'(?:src|href)="(?!#)', page)  # no other file
     again = run(*command)
     assert again.exit_code == 0 and "step 2" not in again.output  # the run was complete
     assert_same_head(load_draft(out), head)
@@ -84,9 +87,73 @@ def test_a_head_is_trained_from_files_and_adapted(files, tmp_path):
     for when in ("step 0; held out", "step 2: loss"):
         assert re.search(rf"{when}.*?; old texts: \d\.\d\d greedy", words(adapted.output))
     changed = load_draft(tmp_path / "adapted")
+    assert "previous domain" in (tmp_path / "adapted.training" / "report.html").read_text()
     assert changed.config == head.config
     for name, tensor in head.tensors.items():
         torch.testing.assert_close(changed.tensors[name], tensor)
+
+
+def test_old_texts_are_mixed_in_and_a_recipe_repeats_the_run(files, tmp_path):
+    """A part of the old texts is held out. The saved recipe has the same result; a command wins over it."""
+    save_draft(assets.load_head(), tmp_path / "old", target=assets.load_target())
+    first = tmp_path / "first"
+    result = run(
+        "bundled", "--data", files / "text.jsonl", "--out", first, "--init-from", tmp_path / "old",
+        "--old-data", files / "more.jsonl", "--old-share", 0.5, *FEW,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert re.search(r"step 2: loss.*?; old texts: \d\.\d\d greedy", words(result.output))
+    saved = tmp_path / "first.training" / "recipe.yaml"
+    assert "old_share: 0.5" in saved.read_text()
+    again, other = tmp_path / "again", tmp_path / "other"
+    assert run("--recipe", saved, "--out", again).exit_code == 0
+    assert_same_head(load_draft(again), load_draft(first))
+    assert run("--recipe", saved, "--out", other, "--old-share", 0).exit_code == 0
+    heads = [load_draft(folder).tensors["fc.weight"] for folder in (first, other)]
+    assert not torch.equal(*heads)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("- data", "holds no mapping of options"),
+        ("data: [x\n", "can't be read"),
+        ("learning-rat: 3", "has 'learning-rat', which is no option; options are batch_size"),
+        ("steps: many", "Invalid value for '--steps'"),
+        ("kind: eagle2", "Invalid value for '--kind'"),
+    ],
+)
+def test_bad_recipe_files_are_refused(recipe, message, files, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    arguments = ("bundled", "--data", files / "text.jsonl", "--out", tmp_path / "head")
+    result = run(*arguments, "--recipe", tmp_path / "recipe.yaml")
+    assert result.exit_code == 2 and message in words(result.output), result.output
+
+
+def test_texts_are_read_from_parquet_and_from_the_hub(files, tmp_path, monkeypatch):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow needs Python 3.11")
+    rows = [json.loads(line) for line in (files / "text.jsonl").read_text().splitlines()]
+    table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
+    parquet.write_table(table, tmp_path / "text.parquet")
+    asked = []
+
+    def download(repo, file, **given):
+        asked.append((repo, file, given))
+        return str(tmp_path / "text.parquet")
+
+    monkeypatch.setattr("specdec_ext.training.data.hub.hf_hub_download", download)
+    heads = []
+    for name in (files / "text.jsonl", "hf://datasets/org/chats@v1/data/train-00000.parquet"):
+        out = tmp_path / f"head{len(heads)}"
+        result = run("bundled", "--data", name, "--out", out, *FEW)
+        assert result.exit_code == 0, result.output
+        heads.append(load_draft(out))
+    assert_same_head(*heads)
+    given = {"repo_type": "dataset", "revision": "v1"}
+    assert asked == [("org/chats", "data/train-00000.parquet", given)]
+    (tmp_path / "text.parquet").write_bytes(b"PAR1 not at all")
+    result = run("bundled", "--data", tmp_path / "text.parquet", "--out", tmp_path / "none")
+    assert result.exit_code == 2 and "is not a valid parquet file" in words(result.output)
 
 
 def test_regenerated_answers_and_dumped_hidden_states_are_written(files, tmp_path):
@@ -126,6 +193,13 @@ def test_a_dump_serves_runs_with_other_seeds(files, tmp_path):
         (("--data", "text.jsonl", "--init-from", "x", "--layers", "1"), "already determines layers"),
         (("--data", "text.jsonl", "--kind", "p-eagle", "--layout", "eagle"), "mask_token_id"),
         (("--data", "text.jsonl", "--kind", "medusa", "--layout", "eagle"), "EAGLE heads"),
+        (("--data", "text.jsonl", "--kind", "mtp", "--draft-vocab", "300"), "leave out draft_vocab_size"),
+        (("--data", "text.jsonl", "--kind", "eagle1", "--layers", "1"), "leave out layers"),
+        (("--data", "text.jsonl", "--kind", "mtp", "--decoder-layers", "2"), "kind='mtp' has 1 layer"),
+        (("--data", "text.jsonl", "--old-data", "more.jsonl"), "are for a head of --init-from; add it"),
+        (("--data", "text.jsonl", "--track", "mlflow"), "mlflow is not installed: pip install mlflow"),
+        (("--data", "text.jsonl", "--track", "paper"), "accelerate does not know paper"),
+        (("--data", "hf://datasets/chats"), "expected hf://datasets/ORG/NAME[@REVISION]/FILE"),
     ],
     ids=lambda value: value[-1] if isinstance(value, tuple) else "",
 )  # fmt: skip
@@ -159,16 +233,14 @@ def test_outputs_are_checked_before_the_target_is_loaded(case, files, monkeypatc
 
 
 @pytest.mark.parametrize("what", ["matplotlib is missing", "drawing fails"])
-def test_head_is_saved_if_the_plot_fails(what, tmp_path, monkeypatch):
+def test_head_is_saved_if_the_report_fails(what, tmp_path, monkeypatch):
     """Regression: after hours of training "a plot needs matplotlib" was raised and no head was saved."""
     if what == "matplotlib is missing":
         monkeypatch.setitem(sys.modules, "matplotlib", None)
-        message = (
-            r"history.png will not be drawn: history.png needs matplotlib.*pip install '\.\[plot\]'"
-        )
+        message = r"report.html will not be written: report.html needs matplotlib.*pip install '\.\[plot\]'"
     else:
-        monkeypatch.setattr("specdec_ext.training.recipe.plot_history", lambda *_: 1 / 0)
-        message = "the head is saved, but .*history.png can't be drawn: division by zero"
+        monkeypatch.setattr("specdec_ext.training.recipe.write_report", lambda *_: 1 / 0)
+        message = "the head is saved, but .*report.html can't be written: division by zero"
     with pytest.warns(UserWarning, match=message) as told:
         train_head(
             tiny_model("llama"), random_examples(4, 12), [], tmp_path / "head", HeadRecipe(), QUICK
@@ -186,7 +258,7 @@ def test_too_little_disk_space_is_refused_before_training(tmp_path, monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["p-eagle", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle1", "mtp", "p-eagle", "medusa"])
 def test_other_kinds_are_saved_in_a_layout_that_can_express_them(kind, tmp_path):
     recipe = HeadRecipe(kind=kind, steps=2, mask_token_id=1 if kind == "p-eagle" else None)
     model = tiny_model("llama")
@@ -234,7 +306,7 @@ def test_learn_everything_includes_the_prompts(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "eagle"}, "kind='eagle'; expected 'eagle3', 'p-eagle' or 'medusa'"),
+        ({"kind": "eagle"}, "kind='eagle'; expected one of eagle3, eagle1, mtp, p-eagle, medusa"),
         ({"steps": 0}, "steps is 0"),
     ],
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.tracking import GeneralTracker
 from helpers.drafters.checkpoint_cases import assert_same_head
 from helpers.models import zoo
 from helpers.models.tiny import VOCAB, tiny_model
@@ -23,6 +24,7 @@ import specdec_ext
 from specdec_ext import assets
 from specdec_ext.heads.checkpoints import check_pair
 from specdec_ext.training.data.batches import Example, OnlineFeatures
+from specdec_ext.training.data.mixture import mixed
 from specdec_ext.training.evaluation import HeldOut, _walk, evaluate, sampled_texts
 from specdec_ext.training.objectives.eagle import EagleObjective
 from specdec_ext.training.objectives.medusa_heads import MedusaObjective
@@ -30,7 +32,7 @@ from specdec_ext.training.objectives.objective import Step
 from specdec_ext.training.objectives.teacher import Teacher
 from specdec_ext.training.optimizers import scale
 from specdec_ext.training.order import epoch_batches
-from specdec_ext.training.plot import plot_history
+from specdec_ext.training.report import write_report
 from specdec_ext.training.start import default_layers, new_head, new_medusa_heads
 from specdec_ext.training.trainer import TrainConfig, read_history, train
 from specdec_ext.tree.config import TreeConfig
@@ -360,13 +362,75 @@ def test_default_layers_of_shallow_targets_are_spread():
     assert default_layers(1) == (1,)
 
 
-def test_history_can_be_plotted(tmp_path):
+def test_report_has_curves_and_escapes_names(tmp_path):
     run(tmp_path, QUICK, random_examples(10, 12), random_examples(2, 12, seed=1))
-    history = read_history(tmp_path)
-    plot_history(history, tmp_path / "run.png")
-    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-    plot_history([dataclasses.replace(history[0], evaluation=None)], tmp_path / "bare.png")
+    history, page = read_history(tmp_path), tmp_path / "report.html"
+    write_report(page, "<b>", history, {"steps": 3, "layers": None}, "a machine")
+    text = page.read_text()
+    assert "<b>" not in text and "&lt;b&gt;" in text and "a machine" in text
+    assert "layers" not in text and text.count("<svg") == 1
+    assert f"{history[-1].evaluation.acceptance_length:.2f}" in text
+    write_report(page, "bare", [dataclasses.replace(history[0], evaluation=None)], {}, "")
+    assert "Estimates" not in page.read_text()
     with pytest.raises(ValueError, match="history is empty"):
-        plot_history([], tmp_path / "empty.png")
+        write_report(page, "empty", [], {}, "")
+
+
+def test_trackers_get_every_step(tmp_path):
+    class Noting(GeneralTracker):
+        name, requires_logging_directory = "noting", False
+
+        def __init__(self):
+            super().__init__()
+            self.config, self.logged, self.finished = {}, [], False
+
+        @property
+        def tracker(self):
+            return self
+
+        def store_init_configuration(self, values):
+            self.config = values
+
+        def log(self, values, step=None, **_):
+            self.logged.append((step, values))
+
+        def finish(self):
+            self.finished = True
+
+    noting, model, objective = Noting(), tiny_model("llama"), objective_of("eagle3")
+    held_out = HeldOut(random_examples(2, 12, seed=1))
+    arguments = (
+        OnlineFeatures(model, LAYERS),
+        Teacher(model),
+        random_examples(10, 12),
+        held_out,
+        tmp_path,
+    )
+    train(objective, *arguments, QUICK, trackers=[noting])
+    assert noting.finished and noting.config["updates"] == 6
+    history = read_history(tmp_path)
+    assert [step for step, _ in noting.logged] == [1, 2, 3, 4, 5, 6]
+    for progress, (_, values) in zip(history, noting.logged, strict=True):
+        assert values["loss/1 ahead"] == progress.losses[0]
+    assert values["acceptance length/greedy"] == history[-1].evaluation.acceptance_length
+    with pytest.raises(ValueError, match="accelerate does not know paper; installed are"):
+        train(objective, *arguments, QUICK, trackers=["paper"])
+
+
+def test_mixtures_have_the_share():
+    new, old = random_examples(9, 5), random_examples(3, 5, seed=1)
+    for share, count in ((0, 0), (0.1, 1), (0.25, 3), (0.5, 9), (0.7, 21)):
+        found = mixed(new, old, share)
+        assert found[:9] == new and len(found) == 9 + count
+        counts = [sum(each is one for each in found[9:]) for one in old]
+        assert max(counts) - min(counts) <= 1
+    with pytest.raises(ValueError, match="share of old texts is 1; expected"):
+        mixed(new, old, 1)
+    with pytest.raises(ValueError, match="no old texts to mix in"):
+        mixed(new, [], 0.5)
+
+
+def test_history_has_a_line_per_step(tmp_path):
+    run(tmp_path, QUICK, random_examples(10, 12))
     lines = (tmp_path / "history.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["step"] == 1

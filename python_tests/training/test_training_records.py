@@ -76,7 +76,7 @@ def test_text_file_is_cut_at_ends_of_lines(tmp_path):
         ("a.jsonl", "", "holds no text"),
         ("a.json", "", "holds no text"),
         ("a.json", "[]", "holds no text"),
-        ("a.parquet", "x", "is of an unsupported type"),
+        ("a.csv", "x", "is of an unsupported type"),
         ("a.txt", b"ok\n\xff\xfe", "not UTF-8"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "line 2 is not UTF-8"),
         ("a.jsonl", '{"text": "a"}\n\n{"text": \n', "line 3 is not valid JSON"),

@@ -16,6 +16,7 @@ from specdec_ext.cli._common import (
     load_target,
     user_errors,
 )
+from specdec_ext.cli._recipe import RecipeOption, recipe_of
 from specdec_ext.display import disable_progress
 from specdec_ext.display.console import PlainConsole
 from specdec_ext.display.progress import paused
@@ -32,16 +33,20 @@ BUNDLED = "bundled"
 
 
 def train(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(help="Folder or hub id of the target; 'bundled' for the bundled model.")
     ],
     data: Annotated[
-        list[Path],
+        list[str],
         typer.Option(
-            "--data", help="File of training texts or chats: .txt, .json, .jsonl; may be repeated."
+            "--data",
+            help="File of training texts or chats: .txt, .json, .jsonl, .parquet; may be repeated. "
+            "hf://datasets/ORG/NAME/FILE is a file on the hub.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder to write the head to.")],
+    recipe: RecipeOption = None,
     kind: Annotated[
         Literal["eagle3", "eagle1", "mtp", "p-eagle", "medusa"],
         typer.Option(help="Kind of head; eagle3 makes EAGLE 3.1 heads."),
@@ -53,16 +58,27 @@ def train(
         ),
     ] = None,
     held_out: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             help="Texts to evaluate on; default: one text in fifty of the data is held out."
         ),
     ] = None,
-    old_held_out: Annotated[
-        Path | None,
+    old_data: Annotated[
+        list[str],
         typer.Option(
-            help="Texts of the domain that the head of --init-from was trained for; evaluating on them "
-            "shows what it forgets."
+            "--old-data",
+            help="Texts of the domain that the head of --init-from was trained for; a share of them is mixed "
+            "in, so that it forgets less. May be repeated.",
+        ),
+    ] = [],  # noqa: B006 -- typer copies it
+    old_share: Annotated[
+        float, typer.Option(min=0, max=0.99, help="Share of --old-data among the training texts.")
+    ] = 0.25,
+    old_held_out: Annotated[
+        str | None,
+        typer.Option(
+            help="Texts of that domain to evaluate on, which shows what the head forgets; default: one text "
+            "in fifty of --old-data is held out."
         ),
     ] = None,
     regenerate: Annotated[
@@ -142,6 +158,13 @@ def train(
             "them in every step."
         ),
     ] = None,
+    track: Annotated[
+        list[str],
+        typer.Option(
+            "--track",
+            help="Tracker of losses and estimates: tensorboard, wandb, ...; may be repeated.",
+        ),
+    ] = [],  # noqa: B006
     layout: Annotated[
         Literal["eagle", "speculators"] | None,
         typer.Option(help="Format of the head's files; default: eagle if it can express the head."),
@@ -152,6 +175,7 @@ def train(
     """Train a draft head; the same command resumes a run that was stopped.
 
     For several processes: accelerate launch --module specdec_ext.cli train ...
+    The options of a run are saved in recipe.yaml, in the folder of its history.
     """
     console = PlainConsole()
     with user_errors("--device"):
@@ -161,9 +185,10 @@ def train(
         if not accelerator.is_main_process:
             disable_progress()
         from specdec_ext.training import recipe as recipes
-        from specdec_ext.training.trainer import TrainConfig
+        from specdec_ext.training.data.mixture import mixed
+        from specdec_ext.training.trainer import TrainConfig, check_trackers
 
-        recipe = recipes.HeadRecipe(
+        architecture = recipes.HeadRecipe(
             kind=kind,
             init_from=init_from,
             layers=_numbers(layers),
@@ -182,8 +207,11 @@ def train(
             evaluate_every=evaluate_every,
             save_every=save_every,
         )
-        _check_files([*data, held_out, old_held_out], regenerate)
-        recipes.check_outputs(out, work, dump)
+        if init_from is None and (old_data or old_held_out):
+            raise ValueError("--old-data and --old-held-out are for a head of --init-from; add it")
+        check_trackers(track)
+        files = _local_files(data, old_data, held_out, old_held_out, regenerate)
+        _, folder = recipes.check_outputs(out, work, dump)
         target, tokenizer = load_target(None if model == BUNDLED else model, dtype, place)
         answers = None
         if regenerate is not None:
@@ -192,25 +220,32 @@ def train(
         texts = _Texts(tokenizer, max_length, text_column, messages_column, vocab_size, answers)
         # The main process writes the answers to a file, which the others then read.
         with accelerator.main_process_first():
-            examples, kept, old = texts.read(data, held_out, old_held_out)
+            examples, kept = texts.read(files.data, files.held_out)
+            old, old_kept = texts.read(files.old_data, files.old_held_out)
         if updates is None:
-            epoch = max(1, len(examples) // (batch_size * accelerator.num_processes))
+            number = len(mixed(examples, old, old_share)) if old else len(examples)
+            epoch = max(1, number // (batch_size * accelerator.num_processes))
             config = replace(config, updates=epoch)
         if accelerator.is_main_process:
             _print_texts(console, examples, kept)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "recipe.yaml").write_text(recipe_of(context))
         history = _History(console)
         recipes.train_head(
             target,
             examples,
             kept,
             out,
-            recipe,
+            architecture,
             config,
             work=work,
             dump=dump,
             layout=layout,
             tokenizer=tokenizer,
-            old_held_out=old,
+            old_held_out=old_kept,
+            old_examples=old,
+            old_share=old_share,
+            trackers=track,
             on_start=history.start,
             on_step=history,
             on_dump=lambda size: console.print(f"hidden states: {size}", soft_wrap=True),
@@ -229,15 +264,37 @@ def _accelerator(device: str) -> tuple[Any, str]:
     return accelerator, str(accelerator.device) if device == "cuda" else device
 
 
-def _check_files(texts: list[Path | None], answers: Path | None) -> None:
+@dataclass(frozen=True)
+class _Files:
+    """The files of texts, on the disk."""
+
+    data: list[Path]
+    old_data: list[Path]
+    held_out: Path | None
+    old_held_out: Path | None
+
+
+def _local_files(
+    data: list[str],
+    old_data: list[str],
+    held_out: str | None,
+    old_held_out: str | None,
+    answers: Path | None,
+) -> _Files:
     """Check the files before the target is loaded and generates answers, which may take hours."""
-    for path in texts:
-        if path is not None:
-            regular_file(path, "a file of texts")
+    from specdec_ext.training.data.hub import local_file
+
+    found = _Files(
+        [local_file(each) for each in data],
+        [local_file(each) for each in old_data],
+        None if held_out is None else local_file(held_out),
+        None if old_held_out is None else local_file(old_held_out),
+    )
     if answers is not None:
         writable_folder(answers.parent, "--regenerate")
         if answers.exists():
             regular_file(answers, "a file that --regenerate wrote")
+    return found
 
 
 def _numbers(given: str | None) -> tuple[int, ...] | None:
@@ -288,19 +345,15 @@ class _Texts:
     vocab_size: int  # of the target
     answers: _Answers | None
 
-    def read(
-        self, data: list[Path], held_out: Path | None, old_held_out: Path | None
-    ) -> tuple[list[Example], list[Example], list[Example]]:
-        """Return the examples to train on, to evaluate on, and those of ``--old-held-out``."""
+    def read(self, data: list[Path], held_out: Path | None) -> tuple[list[Example], list[Example]]:
+        """Return the examples to train on and to evaluate on; without ``held_out`` a part of the data."""
         from specdec_ext.training.data.records import split_records
 
         records = [record for path in data for record in self._records(path)]
-        if held_out is None:
+        kept = [] if held_out is None else self._records(held_out)
+        if records and held_out is None:
             records, kept = split_records(records)
-        else:
-            kept = self._records(held_out)
-        old = [] if old_held_out is None else self._examples(self._records(old_held_out))
-        return self._examples(records), self._examples(kept), old
+        return self._examples(records), self._examples(kept)
 
     def _records(self, path: Path) -> list[Record]:
         from specdec_ext.training.data.records import read_records
@@ -311,6 +364,8 @@ class _Texts:
     def _examples(self, records: list[Record]) -> list[Example]:
         from specdec_ext.training.data.examples import encode
 
+        if not records:
+            return []
         if self.answers is not None:
             return self.answers(records, self.tokenizer, self.max_length)
         return encode(records, self.tokenizer, max_length=self.max_length)

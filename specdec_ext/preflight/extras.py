@@ -6,7 +6,7 @@ from importlib import import_module
 from types import ModuleType
 
 # Package -> the extra of pyproject.toml that installs it.
-_EXTRAS = {"accelerate": "train", "matplotlib": "plot"}
+_EXTRAS = {"accelerate": "train", "matplotlib": "plot", "pyarrow": "parquet"}
 
 
 def require(module: str, purpose: str, otherwise: str = "") -> ModuleType:

@@ -2,10 +2,10 @@
 
 The head drafts at every place of held-out texts, and the number of accepted draft tokens is computed for each
 place. Decoding is simulated as a walk over these places: each step moves past the accepted draft tokens and
-the one token that the target adds. For a text that the target wrote greedily, the walk equals greedy decoding
-draft by draft. For a text that it sampled, the walk has the law of sampling with coupled drafts, as
-``generate`` makes and verifies them: the noise of every place is drawn given the sampled token. For other texts
-the result is an estimate.
+the one token that the target adds. For a text that the target wrote greedily, the walk equals greedy
+decoding draft by draft. For a text that it sampled, the walk has the law of sampling with coupled drafts, as
+``generate`` makes and verifies them: the noise of every place is drawn given the sampled token. For other
+texts the result is an estimate.
 """
 
 from __future__ import annotations

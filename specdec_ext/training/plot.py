@@ -1,9 +1,9 @@
-"""Plot a training run: losses and simulated acceptance."""
+"""``history_figure``: the curves of a training run, losses and estimated acceptance."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 from specdec_ext.preflight.extras import require
 from specdec_ext.training.trainer import Progress
@@ -11,8 +11,8 @@ from specdec_ext.training.trainer import Progress
 _SMOOTHED_OVER = 20
 
 
-def plot_history(history: Sequence[Progress], path: Path) -> None:
-    """Write a PNG with the losses on the left and the simulated acceptance by position on the right.
+def history_figure(history: Sequence[Progress]) -> Any:
+    """Make a matplotlib figure of losses, acceptance by position and mean acceptance lengths.
 
     Raises:
         ValueError: for an empty history.
@@ -21,8 +21,8 @@ def plot_history(history: Sequence[Progress], path: Path) -> None:
     if not history:
         raise ValueError("history is empty; expected the steps of a run")
     figures = require("matplotlib.figure", "a plot")
-    figure = figures.Figure(figsize=(11, 4), layout="constrained")
-    losses, acceptance = figure.subplots(1, 2)
+    figure = figures.Figure(figsize=(13, 4), layout="constrained")
+    losses, acceptance, lengths = figure.subplots(1, 3)
     steps = [progress.step for progress in history]
     for index in range(len(history[0].losses)):
         values = [progress.losses[index] for progress in history]
@@ -34,12 +34,23 @@ def plot_history(history: Sequence[Progress], path: Path) -> None:
         shares = [evaluation.conditional[position] for _, evaluation in evaluated]
         label = f"position {1 + position}"
         acceptance.plot([step for step, _ in evaluated], shares, marker=".", label=label)
-    acceptance.set(xlabel="step", ylim=(0, 1), title="acceptance, given the position before")
+    acceptance.set(
+        xlabel="step", ylim=(0, 1), title="acceptance, given the position before, greedy"
+    )
+    before = [(p.step, p.old_evaluation) for p in history if p.old_evaluation is not None]
+    curves = {
+        "greedy": [(step, each.acceptance_length) for step, each in evaluated],
+        "sampled": [(step, each.sampled_acceptance_length) for step, each in evaluated],
+        "previous domain, greedy": [(step, each.acceptance_length) for step, each in before],
+    }
+    for label, points in curves.items():
+        if points:
+            lengths.plot(*zip(*points, strict=True), marker=".", label=label)
+    lengths.set(xlabel="step", title="mean acceptance length")
     if evaluated:
-        length = evaluated[-1][1].acceptance_length
-        acceptance.set_ylabel(f"greedy; mean acceptance length {length:.2f}")
         acceptance.legend(frameon=False)
-    figure.savefig(path, dpi=120)
+        lengths.legend(frameon=False)
+    return figure
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:

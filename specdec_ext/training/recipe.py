@@ -13,8 +13,10 @@ from typing import Any, Literal, get_args
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specdec_ext.evaluate.machine import machine_line
 from specdec_ext.heads.checkpoints import check_pair, load_draft, save_draft, save_medusa
 from specdec_ext.heads.checkpoints.config.layouts import Layout, config_json
+from specdec_ext.heads.checkpoints.pair import recorded_name
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.heads.medusa import MedusaHeads
 from specdec_ext.preflight.extras import require
@@ -22,17 +24,20 @@ from specdec_ext.preflight.outputs import writable_folder
 from specdec_ext.training.data.batches import Example, Features, OnlineFeatures
 from specdec_ext.training.data.dump import DumpedFeatures, DumpSize, dump_features, dump_size
 from specdec_ext.training.data.fingerprint import fingerprint
+from specdec_ext.training.data.mixture import mixed
 from specdec_ext.training.data.vocabulary import draft_vocabulary
 from specdec_ext.training.evaluation import Evaluation, HeldOut, sampled_texts
 from specdec_ext.training.objectives.eagle import EagleObjective
 from specdec_ext.training.objectives.medusa_heads import MedusaObjective
 from specdec_ext.training.objectives.objective import Objective
 from specdec_ext.training.objectives.teacher import Teacher
-from specdec_ext.training.plot import plot_history
+from specdec_ext.training.report import write_report
 from specdec_ext.training.start import default_layers, new_head, new_medusa_heads
 from specdec_ext.training.trainer import (
     Progress,
+    Tracker,
     TrainConfig,
+    check_trackers,
     has_state,
     make_accelerator,
     read_history,
@@ -109,6 +114,9 @@ def train_head(
     target_name: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     old_held_out: Sequence[Example] = (),
+    old_examples: Sequence[Example] = (),
+    old_share: float = 0.25,
+    trackers: Sequence[Tracker] = (),
     on_start: Callable[[Evaluation, Evaluation | None], None] = lambda new, old: None,
     on_step: Callable[[Progress], None] = lambda progress: None,
     on_dump: Callable[[DumpSize], None] = lambda size: None,
@@ -122,7 +130,7 @@ def train_head(
         out: folder of the head. A checkpoint there is replaced only if it is from the same run.
         recipe: architecture and objective.
         config: how to train.
-        work: folder of the run. It holds the state for resuming, ``history.jsonl``, ``history.png``,
+        work: folder of the run. It holds the state for resuming, ``history.jsonl``, ``report.html``,
             ``evaluation.json`` and ``sampled.jsonl`` (texts that the target sampled for the estimates). By
             default ``out`` with ".training" appended.
         dump: folder for the target's hidden states, which are then computed once; None computes them in every
@@ -135,6 +143,10 @@ def train_head(
         tokenizer: the target's tokenizer; its fingerprint is recorded.
         old_held_out: texts of the domain that ``recipe.init_from`` was trained for, to measure what the head
             forgets.
+        old_examples: texts of that domain to train on, so that the head forgets less.
+        old_share: their share of all training texts.
+        trackers: names of trackers that accelerate knows ("tensorboard", "wandb", ...), or its
+            ``GeneralTracker`` objects; they get losses and estimates of every step.
         on_start: called before the first step with the estimates on ``held_out`` and ``old_held_out``.
         on_step: called after every step.
         on_dump: called with the size of the dump before it is written.
@@ -147,17 +159,20 @@ def train_head(
         OSError: for folders that can't be written; raised before the training.
     """
     out, work = check_outputs(out, work, dump)
-    drawn = True
+    check_trackers(trackers)
+    reported = True
     try:
-        require("matplotlib", "history.png")
+        require("matplotlib", "report.html")
     except ImportError as error:
-        drawn = False
-        warnings.warn(f"history.png will not be drawn: {error}", stacklevel=2)
+        reported = False
+        warnings.warn(f"report.html will not be written: {error}", stacklevel=2)
     teacher = Teacher(model)
     objective, layers = make_objective(model, examples, recipe)
     objective.to(model.device)
     recorded = {"target": model, "target_name": target_name, "tokenizer": tokenizer}
     save = _saver(objective.trained(), layout, recorded)
+    if old_examples:
+        examples = mixed(examples, old_examples, old_share)
     if recipe.learn_everything:
         everything = [Example(each.tokens, torch.ones_like(each.loss_mask)) for each in examples]
         examples = everything
@@ -176,7 +191,17 @@ def train_head(
             evaluated = replace(evaluated, sampled=sampled)
     target = fingerprint(model)
     train(
-        objective, features, teacher, examples, evaluated, work, config, on_step, target, on_start
+        objective,
+        features,
+        teacher,
+        examples,
+        evaluated,
+        work,
+        config,
+        on_step,
+        target,
+        on_start,
+        trackers,
     )
     trained: DraftHead | MedusaHeads = objective.trained()
     with main_process_first(model.device) as is_main:
@@ -186,8 +211,12 @@ def train_head(
             if history[-1].evaluation is not None:
                 text = json.dumps(asdict(history[-1].evaluation), indent=2)
                 (work / "evaluation.json").write_text(text + "\n")
-            if drawn:
-                _draw(history, work / "history.png")
+            if reported:
+                name = target_name or recorded_name(model) or type(model).__name__
+                settings = {**asdict(recipe), **asdict(config)}
+                if old_examples:
+                    settings["old_share"] = old_share
+                _report(work / "report.html", f"Draft head for {name}", history, settings, model)
     return trained.to("cpu", torch.float32)
 
 
@@ -217,12 +246,18 @@ def check_outputs(
     return out, work
 
 
-def _draw(history: Sequence[Progress], path: Path) -> None:
-    """Draw the history; an error is only a warning, because the head is saved already."""
+def _report(
+    path: Path,
+    title: str,
+    history: Sequence[Progress],
+    settings: dict[str, Any],
+    model: PreTrainedModel,
+) -> None:
+    """Write the report; an error is only a warning, because the head is saved already."""
     try:
-        plot_history(history, path)
+        write_report(path, title, history, settings, machine_line(model.device))
     except Exception as error:
-        warnings.warn(f"the head is saved, but {path} can't be drawn: {error}", stacklevel=3)
+        warnings.warn(f"the head is saved, but {path} can't be written: {error}", stacklevel=3)
 
 
 def make_objective(

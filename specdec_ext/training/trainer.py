@@ -42,6 +42,9 @@ from specdec_ext.training.order import epoch_batches
 
 _log = logging.getLogger(__name__)
 
+# The name of a tracker, or a GeneralTracker of accelerate, which is an optional dependency.
+Tracker = Any
+
 _STATE, _HISTORY = "state.pt", "history.jsonl"
 # Losses and speeds that are shown are means over this many steps.
 SMOOTHED_OVER = 20
@@ -155,6 +158,7 @@ def train(
     on_step: Callable[[Progress], None] = lambda progress: None,
     target: str = "",
     on_start: Callable[[Evaluation, Evaluation | None], None] = lambda new, old: None,
+    trackers: Sequence[Tracker] = (),
 ) -> None:
     """Train an objective; resume the run if ``folder`` holds the state of an earlier call.
 
@@ -171,6 +175,7 @@ def train(
             resumed with the same target, texts, initial weights and number of processes.
         on_start: called before the first step with the evaluations on ``held_out.texts`` and
             ``held_out.old``.
+        trackers: names of trackers that accelerate knows, or its ``GeneralTracker`` objects.
 
     Raises:
         ValueError: for too few examples, too little space on the disk, or a folder with the state of another
@@ -178,8 +183,9 @@ def train(
         ArithmeticError: for a loss that is not finite; the saved state of an earlier step stays.
         ImportError: if accelerate is not installed.
     """
+    check_trackers(trackers)
     device = next(objective.parameters()).device
-    accelerator = make_accelerator(device)
+    accelerator = make_accelerator(device, trackers, folder)
     size = config.batch_size * accelerator.num_processes
     # An example is usable if an element of the last step has a token to predict.
     usable = [each for each in examples if bool(each.loss_mask[objective.steps + 1 :].any())]
@@ -200,6 +206,8 @@ def train(
     }
     run = _Run(folder, config, identity, objective, optimizers)
     first = run.resume(accelerator.is_main_process)
+    if trackers:
+        accelerator.init_trackers("specdec_ext", {**asdict(config), **identity})
     prepared = accelerator.prepare_model(objective)
     batches = _Batches(usable, size, config.seed)
 
@@ -273,9 +281,51 @@ def train(
                 if last or done % config.save_every == 0:
                     run.save(done)
                 on_step(progress)
+                accelerator.log(tracked_values(progress), step=done)
                 recent.append(progress)
                 work.update(done, f"epoch {batches.epoch_of(step)}, {trend(recent)}")
     accelerator.wait_for_everyone()
+    for tracker in accelerator.trackers:
+        tracker.finish()
+
+
+def tracked_values(progress: Progress) -> dict[str, float]:
+    """Return the numbers of a step that trackers show, by name."""
+    values = {f"loss/{1 + i} ahead": loss for i, loss in enumerate(progress.losses)}
+    values["gradient norm"] = progress.gradient_norm
+    values["learning rate"] = progress.learning_rate
+    values["tokens per second"] = progress.tokens / progress.seconds
+    if progress.evaluation is not None:
+        values["acceptance length/greedy"] = progress.evaluation.acceptance_length
+        if progress.evaluation.sampled:
+            values["acceptance length/sampled"] = progress.evaluation.sampled_acceptance_length
+    if progress.old_evaluation is not None:
+        values["acceptance length/previous domain"] = progress.old_evaluation.acceptance_length
+    return values
+
+
+def check_trackers(trackers: Sequence[Tracker]) -> None:
+    """Refuse names of trackers that are unknown or not installed.
+
+    Raises:
+        ValueError: the message names those that can be used.
+        ImportError: if accelerate is not installed.
+    """
+    if not trackers:
+        return
+    tracking = require("accelerate.tracking", "trackers")
+    known = {str(each.value): each for each in tracking.LoggerType} if trackers else {}
+    available = {str(each) for each in tracking.get_available_trackers()}
+    for name in trackers:
+        if isinstance(name, str) and name not in available:
+            what = (
+                f"{name} is not installed: pip install {name}"
+                if name in known
+                else f"accelerate does not know {name}"
+            )
+            raise ValueError(
+                f"tracker {name!r}: {what}; installed are {', '.join(sorted(available)) or 'none'}"
+            )
 
 
 def check_room(folder: Path, objective: Objective) -> None:
@@ -417,8 +467,15 @@ class _Batches:
         return self._batches[index]
 
 
-def make_accelerator(device: torch.device) -> Any:
+def make_accelerator(
+    device: torch.device, trackers: Sequence[Tracker] = (), folder: Path | None = None
+) -> Any:
     """Make the accelerator, which coordinates the processes.
+
+    Args:
+        device: "cpu", or another device for its default device.
+        trackers: as in :func:`train`.
+        folder: folder for the files of the trackers.
 
     Raises:
         ImportError: if accelerate is not installed.
@@ -428,5 +485,9 @@ def make_accelerator(device: torch.device) -> Any:
     # they are the target's, and equal in all processes.
     parallel = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False)
     return accelerate.Accelerator(
-        cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[parallel]
+        cpu=device.type == "cpu",
+        mixed_precision="no",
+        kwargs_handlers=[parallel],
+        log_with=list(trackers) or None,
+        project_dir=folder,
     )

@@ -58,6 +58,12 @@ def check_pair(
     return list(_warnings(head, model, tokenizer))
 
 
+def recorded_name(target: PreTrainedModel) -> str | None:
+    """Return the hub id of a target, or the own name of its local folder; None if it has neither."""
+    name = _name(target)
+    return (Path(name).resolve().name if Path(name).is_dir() else name) or None
+
+
 def completed_record(
     record: HeadRecord,
     target: PreTrainedModel | None = None,
@@ -68,15 +74,14 @@ def completed_record(
 
     Args:
         record: record of the head.
-        target: the target with its weights; for a local folder only the folder's own name is recorded.
+        target: the target with its weights; its name is :func:`recorded_name`.
         target_name: recorded instead of the target's own name.
         tokenizer: the target's tokenizer.
     """
     if target is not None:
-        name = _name(target)
         record = replace(
             record,
-            target_name=(Path(name).resolve().name if Path(name).is_dir() else name) or None,
+            target_name=recorded_name(target),
             target_revision=_revision(target),
             target_fingerprint=weights_fingerprint(target),
         )

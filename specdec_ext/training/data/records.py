@@ -7,6 +7,7 @@ Supported files, in UTF-8:
   chat (``"messages"``, ``"conversations"`` or ``"conversation"``: a list of ``{"role", "content"}`` or
   ``{"from", "value"}``), or tokens as ``regenerate`` writes them (``"tokens"``, and ``"answers"``: ranges
   ``[start, end)`` that the target wrote).
+- ``.parquet``: rows with the same columns. It needs pyarrow.
 
 The whole file is checked before it is used; error messages name file and line.
 """
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from specdec_ext.heads.checkpoints.config.fields import shown
+from specdec_ext.preflight.extras import require
 from specdec_ext.preflight.inputs import regular_file
 from specdec_ext.training.data.batches import Example
 
@@ -92,7 +94,7 @@ def read_records(
     """Read the records of a file, in their order.
 
     Args:
-        path: a ``.txt``, ``.jsonl`` or ``.json`` file.
+        path: a ``.txt``, ``.jsonl``, ``.json`` or ``.parquet`` file.
         text_column: name of the column of texts, by default ``"text"``.
         messages_column: name of the column of chats, by default one of ``CHAT_COLUMNS``.
         vocab_size: vocabulary size of the target, for a check of the tokens; None skips the check.
@@ -115,10 +117,10 @@ def read_records(
             for n, piece in enumerate(pieces, 1)
             if piece.strip()
         ]
-    elif path.suffix in (".jsonl", ".json"):
+    elif path.suffix in _ROWS:
         records = list(_records(read_rows(path), text_column, messages_column))
     else:
-        raise ValueError(f"{path} is of an unsupported type; expected .txt, .jsonl or .json")
+        raise ValueError(f"{path} is of an unsupported type; expected .txt, {', '.join(_ROWS)}")
     if not records:
         raise ValueError(f"{path} holds no text")
     if vocab_size is not None:
@@ -178,12 +180,15 @@ def read_text(path: Path) -> str:
 
 
 def read_rows(path: Path) -> list[tuple[str, Any]]:
-    """Return (file and place, value) for every line of a ``.jsonl`` file or entry of a ``.json`` list.
+    """Return (file and place, value) for every line of a ``.jsonl`` file, entry of a ``.json`` list or row of
+    a ``.parquet`` file.
 
     Raises:
-        ValueError: for text that is not UTF-8, invalid JSON, or a ``.json`` file that holds no list.
+        ValueError: for text that is not UTF-8, invalid JSON, a ``.json`` file that holds no list, or a
+            damaged ``.parquet`` file.
+        ImportError: for a ``.parquet`` file if pyarrow is not installed.
     """
-    return list((_jsonl_rows if path.suffix == ".jsonl" else _json_rows)(path))
+    return list(_ROWS[path.suffix](path))
 
 
 def _decoded(raw: bytes, where: str) -> str:
@@ -223,6 +228,19 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
         )
     for number, row in enumerate(rows, 1):
         yield f"{path} entry {number}", row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    parquet = require("pyarrow.parquet", f"{path}")
+    try:
+        rows = parquet.read_table(_opened(path)).to_pylist()
+    except (OSError, ValueError) as error:  # pyarrow's own errors are of these types
+        raise ValueError(f"{path} is not a valid parquet file: {error}") from error
+    for number, row in enumerate(rows, 1):
+        yield f"{path} row {number}", row
+
+
+_ROWS = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows}
 
 
 def _parsed(text: str, where: str) -> Any:

@@ -1,9 +1,9 @@
 """``noise_of_choice``: the noise with which a target may have drawn a token.
 
-The target draws the token with the largest ``log p + g``, where g is Gumbel noise, and coupled drafts are made
-with the same g (:mod:`specdec_ext.reference.couple_logits`). A text shows which token was drawn, but not g.
-Here g is drawn given that token. Averaged over texts that the target sampled, this is the law of the noise with
-which they were sampled.
+The target draws the token with the largest ``log p + g``, where g is Gumbel noise, and coupled drafts are
+made with the same g (:mod:`specdec_ext.reference.couple_logits`). A text shows which token was drawn, but not
+g. Here g is drawn given that token. Averaged over texts that the target sampled, this is the law of the noise
+with which they were sampled.
 """
 
 from __future__ import annotations

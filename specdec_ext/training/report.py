@@ -1,0 +1,88 @@
+"""``write_report``: the report of a training run, one HTML page that needs no other file."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from specdec_ext.display import Table
+from specdec_ext.display.text import printable
+from specdec_ext.training.plot import history_figure
+from specdec_ext.training.trainer import Progress
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{title}</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }}
+table {{ border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }}
+td, th {{ padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #8884; }}
+svg {{ max-width: 100%; height: auto; background: white; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+{body}
+</body>
+</html>
+"""
+
+
+def write_report(
+    path: Path, title: str, history: Sequence[Progress], settings: Mapping[str, Any], machine: str
+) -> None:
+    """Write curves, evaluations and settings of a run.
+
+    Args:
+        path: the page.
+        title: its heading.
+        history: all steps of the run.
+        settings: name and value of every setting; those that are None are left out.
+        machine: processor and versions.
+
+    Raises:
+        ValueError: for an empty history.
+        ImportError: if matplotlib is not installed.
+    """
+    drawn = io.StringIO()
+    history_figure(history).savefig(drawn, format="svg")
+    svg = drawn.getvalue()
+    last = history[-1]
+    seconds, tokens = sum(p.seconds for p in history), sum(p.tokens for p in history)
+    parts = [
+        f"<p>{last.step:,} steps, {tokens:,} tokens in {seconds / 60:.0f} minutes, without evaluations. "
+        f"{escape(printable(machine))}</p>",
+        svg[svg.index("<svg") :],
+    ]
+    if any(progress.evaluation is not None for progress in history):
+        parts += ["<h2>Estimates on held-out texts</h2>", _estimates(history).html()]
+    if last.evaluation is not None:
+        parts += [f"<p>{escape(sentence)}</p>" for sentence in last.evaluation.sentences()]
+        parts += [table.html() for table in last.evaluation.tables()]
+    rows = [(name, str(value)) for name, value in settings.items() if value is not None]
+    parts += ["<h2>Settings</h2>", Table(rows).html()]
+    path.write_text(_PAGE.format(title=escape(printable(title)), body="\n".join(parts)), "utf-8")
+
+
+def _estimates(history: Sequence[Progress]) -> Table:
+    rows = []
+    for each in history:
+        new, old = each.evaluation, each.old_evaluation
+        if new is not None:
+            sampled = new.sampled_acceptance_length
+            rows.append(
+                (
+                    str(each.step),
+                    f"{new.acceptance_length:.2f}",
+                    "" if math.isnan(sampled) else f"{sampled:.2f}",
+                    "" if old is None else f"{old.acceptance_length:.2f}",
+                )
+            )
+    columns = ("step", "greedy", "sampled at temperature 1", "previous domain, greedy")
+    return Table(rows, columns, "Mean acceptance length")
