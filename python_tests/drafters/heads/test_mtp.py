@@ -7,9 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers.drafters.mtp_cases import CONFIGS, draft_head_of, mtp_model, mtp_target
+from helpers.drafters.mtp_cases import (
+    CONFIGS,
+    draft_head_of,
+    mtp_model,
+    mtp_model_of,
+    mtp_target,
+)
 from helpers.models import zoo
 from helpers.models.tiny import prompts, random_model, tiny_model
+from helpers.texts.training_cases import greedy_examples
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, cache_utils
 
@@ -18,7 +25,10 @@ from specdec_ext import HeadDrafter, MtpDrafter, MtpHeads, TreeConfig
 from specdec_ext.drafters.heads import mtp as module
 from specdec_ext.drafters.heads import unread
 from specdec_ext.drafters.resolve import resolve_drafter
+from specdec_ext.heads.checkpoints import load_draft
 from specdec_ext.models.compat import MtpModel
+from specdec_ext.training.recipe import HeadRecipe, train_head
+from specdec_ext.training.trainer import TrainConfig
 
 pytestmark = pytest.mark.skipif(MtpModel is None, reason="transformers has no MtpModel before 5.23")
 
@@ -75,37 +85,66 @@ class NotingHead(_Notes, HeadDrafter):
     pass
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_drafts_are_those_of_transformers(name, monkeypatch):
-    """Text, drafts and so the acceptance; some drafts are accepted whole, in part, and not at all."""
-    model, mtp = mtp_target(name), mtp_model(mtp_target(name))
-    ids, _ = prompts((9,))
-    theirs, forward = {}, MtpModel.forward
+def transformers_drafts(model, mtp, ids, monkeypatch, **kwargs):
+    """The text with ``use_mtp=True``, and the draft of each step by the length of the text."""
+    drafts, forward = {}, MtpModel.forward
 
     def noted(self, *args, full_input_ids, **kwargs):
         output = forward(self, *args, full_input_ids=full_input_ids, **kwargs)
-        theirs[0, full_input_ids.shape[1]] = output[0][0].tolist()
+        drafts[0, full_input_ids.shape[1]] = output[0][0].tolist()
         return output
 
     monkeypatch.setattr(MtpModel, "forward", noted)
     monkeypatch.setattr(MtpModel, "from_pretrained", lambda *_, **__: mtp)
+    return model.generate(ids, **kwargs, use_mtp=True), drafts
+
+
+def assert_equal_drafts_of_one_row(ours, theirs, text, depth):
+    """Also that drafts are accepted whole, in part and not at all. Drafts near the end are cut here."""
+    end = text.shape[1] - depth
+    assert {place: theirs[place] for place in theirs if place[1] < end} == {
+        place: ours[place] for place in ours if place[1] < end
+    }
+    tokens = text[0].tolist()
+    kept = [
+        sum(draft[:n] == tokens[length : length + n] for n in range(1, depth + 1))
+        for (_, length), draft in ours.items()
+    ]
+    assert set(kept) == set(range(depth + 1))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_drafts_are_those_of_transformers(name, monkeypatch):
+    """The text, and each draft, so the acceptance, too."""
+    model, mtp = mtp_target(name), mtp_model(mtp_target(name))
+    ids, _ = prompts((9,))
     kwargs = dict(max_new_tokens=120, do_sample=False)
-    plain, with_mtp = (model.generate(ids, **kwargs, use_mtp=way) for way in (None, True))
+    plain = model.generate(ids, **kwargs)
+    with_mtp, theirs = transformers_drafts(model, mtp, ids, monkeypatch, **kwargs)
     depth = len(mtp.layers)
     drafter = Noting(MtpHeads(model, mtp), TreeConfig(depth=depth))
     ours = generate(model, ids, drafter=drafter, speculation="fixed", **kwargs).sequences
     assert torch.equal(ours, plain) and torch.equal(ours, with_mtp)
-    # Drafts near the end are cut here.
-    end, drafts = ours.shape[1] - depth, drafter.drafts
-    assert {place: theirs[place] for place in theirs if place[1] < end} == {
-        place: drafts[place] for place in drafts if place[1] < end
-    }
-    text = ours[0].tolist()
-    kept = [
-        sum(draft[:n] == text[length : length + n] for n in range(1, depth + 1))
-        for (_, length), draft in drafts.items()
-    ]
-    assert set(kept) == set(range(depth + 1))
+    assert_equal_drafts_of_one_row(drafter.drafts, theirs, ours, depth)
+
+
+def test_a_trained_head_drafts_what_transformers_drafts_with_it(tmp_path, monkeypatch):
+    """``train_head`` with kind "mtp", saved and read again; transformers runs its layer as a module."""
+    model = tiny_model("llama")
+    config = TrainConfig(
+        updates=60, batch_size=4, learning_rate=3e-2, optimizer="adamw", mixed_precision=False
+    )
+    texts = greedy_examples(4, prompt=6, length=40)
+    train_head(model, texts, [], tmp_path / "head", HeadRecipe(kind="mtp", steps=2), config)
+    head = load_draft(tmp_path / "head", dtype=torch.float32)
+    monkeypatch.setattr(model.config, "num_mtp_layers", 1, raising=False)
+    kwargs = dict(max_new_tokens=60, do_sample=False)
+    mtp, ids = mtp_model_of(model, head), texts[0].tokens[None, :6]
+    with_mtp, theirs = transformers_drafts(model, mtp, ids, monkeypatch, **kwargs)
+    drafter = NotingHead(head, TreeConfig(depth=1))
+    ours = generate(model, ids, drafter=drafter, speculation="fixed", **kwargs).sequences
+    assert torch.equal(ours, with_mtp)
+    assert_equal_drafts_of_one_row(drafter.drafts, theirs, ours, 1)
 
 
 def chain(mtp, text, states, depth):

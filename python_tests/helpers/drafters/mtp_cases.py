@@ -82,7 +82,6 @@ def llama_heads() -> MtpHeads:
 def draft_head_of(model: PreTrainedModel, mtp) -> DraftHead:
     """The same layer as a head for the op ``draft_head``; the target is a Llama or a Qwen3."""
     config, (layer,) = model.config, mtp.layers
-    block = {f"layers.0.{name}": t for name, t in layer.mtp_block.state_dict().items()}
     head_config = HeadConfig(
         kind="mtp",
         hidden_size=config.hidden_size,
@@ -102,11 +101,25 @@ def draft_head_of(model: PreTrainedModel, mtp) -> DraftHead:
         qk_norm=hasattr(layer.mtp_block.self_attn, "q_norm"),
         norm_output=True,
     )
-    tensors = {
-        "embedding_norm.weight": layer.enorm.weight,
-        "hidden_norm.weight": layer.hnorm.weight,
-        "fc.weight": layer.eh_proj.weight,
-        "norm.weight": layer.post_norm.weight,
-        **block,
-    }
+    stored = layer.state_dict()
+    tensors = {name: stored[_transformers_name(name)] for name in head_config.tensor_shapes()}
     return DraftHead(head_config, {name: t.detach().clone() for name, t in tensors.items()})
+
+
+def mtp_model_of(model: PreTrainedModel, head: DraftHead):
+    """transformers' ``MtpModel`` of a target with the weights of a head for the op ``draft_head``."""
+    mtp = mtp_model(model, 1)
+    mtp.layers[0].load_state_dict(
+        {_transformers_name(name): tensor for name, tensor in head.tensors.items()}
+    )
+    return mtp
+
+
+def _transformers_name(name: str) -> str:
+    outside = {
+        "embedding_norm.weight": "enorm.weight",
+        "hidden_norm.weight": "hnorm.weight",
+        "fc.weight": "eh_proj.weight",
+        "norm.weight": "post_norm.weight",
+    }
+    return outside.get(name) or name.replace("layers.0.", "mtp_block.")
