@@ -99,14 +99,11 @@ gpu-check: ## run build, tests, sanitizer and benchmarks on this machine's GPU; 
 	$(PYTHON) profiling gpu-check $(ARGS)
 
 # The training state is kept in build/bundled, so the next call resumes a run that was stopped.
-head: $(BUILD) ## train the bundled draft head from scratch; texts, then an hour on two cores; resumes
+head: $(BUILD) ## train the bundled draft head from scratch; hours on two cores; resumes
 	$(BIN)/python tools/bundled/bundled_models.py texts
 	$(BIN)/python tools/bundled/bundled_models.py completions
-	$(BIN)/python tools/bundled/bundled_models.py completions held_out --files 300
-	$(BIN)/specdec train bundled --data build/bundled/head/text_completions.jsonl \
-	  --held-out build/bundled/head/held_out_completions.jsonl --out build/bundled/head/tiny-python-head \
-	  --layers 1,3,6 --draft-vocab 3072 --learn-everything --updates 1700 --batch-size 4 \
-	  --learning-rate 1e-2 --decay 0.8 --evaluate-every 425
+	$(BIN)/python tools/bundled/bundled_models.py completions held_out --files 100
+	$(BIN)/specdec train --recipe tools/bundled/head.yaml
 	$(BIN)/python tools/bundled/bundled_head.py export
 
 other-heads: $(BUILD) ## train Medusa heads and a P-EAGLE head for the bundled target on the data of `make head`

@@ -8,6 +8,7 @@ head with the right options is returned unchanged.
 from __future__ import annotations
 
 import functools
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,9 @@ from helpers.drafters.checkpoint_cases import VOCAB, random_head
 from helpers.models.tiny import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specdec_ext.evaluate.calibrate import calibrate
+import specdec_ext
+from specdec_ext import assets
+from specdec_ext.evaluate.calibrate import calibrate, own_text
 from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
 
 WIDTH = 128
@@ -200,3 +203,53 @@ def test_pair_that_cannot_work_is_refused():
             tiny_model("llama"),
             text(),
         )
+
+
+def ambiguous(head, layers, *names):
+    """The head as a checkpoint would give it that has these layers and is ambiguous about some fields."""
+    config, record = replace(head.config, feature_layers=layers), head.record
+    return replace(
+        head, config=config, record=replace(record, ambiguous=names or ("feature_layers",))
+    )
+
+
+def test_an_ambiguous_head_is_calibrated_by_its_first_use():
+    model, right = assets.load_target(), assets.load_head()
+    drafter = specdec_ext.HeadDrafter(ambiguous(right, (0, 2, 5)))
+    ids = torch.arange(5, 15)[None]
+    plain = specdec_ext.generate(model, ids, drafter=None, max_new_tokens=20, do_sample=False)
+    message = (
+        r"ambiguous about feature_layers.* is used: feature_layers=\(1, 3, 6\), norm_output=True"
+    )
+    with pytest.warns(UserWarning, match=message) as told:
+        drafted = specdec_ext.generate(
+            model, ids, drafter=drafter, max_new_tokens=20, do_sample=False
+        )
+    assert len(told) == 1 and torch.equal(plain, drafted)
+    assert drafter.head.config == right.config and drafter.head.record.ambiguous == ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        specdec_ext.generate(model, ids, drafter=drafter, max_new_tokens=4)
+        assert drafter.feature_layers(model) == (1, 3, 6)
+
+
+def test_an_ambiguous_head_of_another_target_stays_as_it_is():
+    silenced = silent(
+        random_head(hidden_size=WIDTH, target_hidden_size=32, own_embedding=True)
+    )  # drafts token 0 everywhere
+    head = ambiguous(silenced, (0, 1, 2))
+    with pytest.warns(
+        UserWarning, match=r"feature_layers is read as \(0, 1, 2\), but its config is amb"
+    ):
+        assert specdec_ext.HeadDrafter(head).feature_layers(tiny_model("llama")) == (0, 1, 2)
+
+
+def test_own_text_is_sampled_from_the_target():
+    model = assets.load_target()
+    found = own_text(model, 40, seed=3)
+    assert found.shape == (1, 40) and found[0, 0] == model.config.bos_token_id
+    assert torch.equal(found, own_text(model, 40, seed=3))
+    assert not torch.equal(found, own_text(model, 40, seed=4))
+    with torch.no_grad():
+        loss = model(found, labels=found).loss
+    assert 0.5 < loss < 5  # about the entropy of its own text; random tokens have 12

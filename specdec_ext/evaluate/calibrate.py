@@ -4,11 +4,14 @@ Ids of auxiliary hidden states have two conventions that differ by one
 (:mod:`specdec_ext.heads.checkpoints.config.feature_layers`). ``norm_output`` has had two meanings: the normed
 output is fed back, or, in SpecForge before September 2026, it is not. The files do not say which one applies.
 A *reading* is one choice of both. Along a short text, a wrong reading drafts much worse than the right one.
+
+A drafter calibrates an ambiguous head by itself when it is first used (:func:`calibrated`).
 """
 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +35,7 @@ _log = logging.getLogger(__name__)
 _PAIR = TreeConfig(depth=2)
 # If no reading predicts this share of first tokens, the head was made for another target.
 _LEAST_AGREEMENT = 0.02
+_OWN_TEXT_TOKENS = 160
 
 
 @dataclass(frozen=True)
@@ -90,12 +94,22 @@ class Calibration(Summarised):
         return max(self.trials, key=lambda trial: trial.score)
 
     @property
+    def agrees(self) -> bool:
+        """Whether any reading agrees with the target."""
+        return max(trial.first for trial in self.trials) >= _LEAST_AGREEMENT
+
+    @property
+    def reading(self) -> str:
+        """The arguments of ``load_draft`` for the reading of the best trial."""
+        return self._best._reading
+
+    @property
     def _advice(self) -> str:
         """What to do."""
-        if max(trial.first for trial in self.trials) < _LEAST_AGREEMENT:
+        if not self.agrees:
             return "no reading agrees with the target, so the head was made for another target"
         return (
-            f"pass {self._best._reading} to load_draft"
+            f"pass {self.reading} to load_draft"
             if self.changed
             else "the checkpoint is read correctly"
         )
@@ -178,6 +192,52 @@ def calibrate(
         return Calibration(certain, tuple(trials), changed=False)
     record = replace(record, layers_from=f"calibration on a text of {len(text)} tokens")
     return Calibration(replace(chosen, record=record), tuple(trials), changed=True)
+
+
+def calibrated(head: DraftHead, model: PreTrainedModel) -> DraftHead:
+    """Return an ambiguous head with the reading that drafts best along a text of its target.
+
+    A warning names the reading. If none agrees with the target, the head is returned as it is.
+
+    Args:
+        head: a head whose record lists ambiguous fields.
+        model: its target, with weights.
+
+    Raises:
+        ValueError: for a pair that can't work in any reading.
+    """
+    names = " and ".join(head.record.ambiguous)
+    _log.info("%s: calibrating %s, along a text of the target", head.source, names)
+    found = calibrate(head, model, own_text(model))
+    if not found.agrees:
+        return head
+    warnings.warn(
+        f"{head.source}: its config is ambiguous about {names}. Along {_OWN_TEXT_TOKENS} tokens that the "
+        f"target wrote, this reading drafts best and is used: {found.reading}. Pass it to load_draft to save "
+        "this calibration",
+        stacklevel=3,
+    )
+    return found.head
+
+
+@inference_mode()
+def own_text(model: PreTrainedModel, num_tokens: int = _OWN_TEXT_TOKENS, seed: int = 0) -> Tensor:
+    """Let a target write a text from its beginning, at temperature 1; returns ``[1, num_tokens]``.
+
+    The text begins with the token that begins or ends texts, and goes on behind ends of texts.
+    """
+    config: Any = model.config.get_text_config(decoder=True)
+    tokens = (config.bos_token_id, config.eos_token_id, config.pad_token_id, 0)
+    first = next(each for each in tokens if each is not None)
+    text = torch.tensor([[first[0] if isinstance(first, list) else first]], device=model.device)
+    generator = torch.Generator(model.device).manual_seed(seed)
+    past, step = None, text
+    for _ in range(num_tokens - 1):
+        output = model(input_ids=step, past_key_values=past, use_cache=True)
+        past, logits = output.past_key_values, output.logits[:, -1].float()
+        step = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
+        text = torch.cat([text, step], dim=1)
+    return text
 
 
 def _readings(head: DraftHead, num_layers: int) -> Iterator[DraftHead]:

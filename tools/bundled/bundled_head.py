@@ -63,8 +63,8 @@ A model of this size repeats itself, and repetitions are easy to draft: see the 
 ```
 python tools/bundled/bundled_models.py texts
 python tools/bundled/bundled_models.py completions
-python tools/bundled/bundled_models.py completions held_out --files 300
-{command}
+python tools/bundled/bundled_models.py completions held_out --files 100
+specdec train --recipe tools/bundled/head.yaml
 python tools/bundled/bundled_head.py export
 ```
 
@@ -201,7 +201,6 @@ def export(
         prose_length=prose.length,
         prose=" | ".join(f"{share:.2f}" for share in prose.conditional),
         version=platform.python_version(),
-        command=train_command(),
         machine=machine_line(assets.load_target()),
     )
     (folder / "README.md").write_text(card)
@@ -209,17 +208,6 @@ def export(
     everything = sum(path.stat().st_size for path in assets.FOLDER.rglob("*") if path.is_file())
     print(json.dumps({"python": python.length, "prose": prose.length}))
     print(f"{folder}: {size / 1e6:.2f} MB; all assets {everything / 1e6:.2f} MB")
-
-
-def train_command() -> str:
-    """The training command in the Makefile."""
-    lines = (Path(__file__).parents[2] / "Makefile").read_text().splitlines()
-    start = next(index for index, line in enumerate(lines) if "specdec train bundled" in line)
-    command = [lines[start].strip().replace("$(BIN)/", "")]
-    while command[-1].endswith("\\"):
-        start += 1
-        command.append("  " + lines[start].strip())
-    return "\n".join(command)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ state is kept in ``--work`` (default ``build/bundled``):
     python tools/bundled/bundled_models.py export draft
     python tools/bundled/bundled_models.py texts              # head/text.jsonl and head/held_out.jsonl
     python tools/bundled/bundled_models.py completions        # beginnings of these, continued by the target
-    python tools/bundled/bundled_models.py completions held_out --files 300
+    python tools/bundled/bundled_models.py completions held_out --files 100
 
 The last three steps need only the exported target, not the steps before it.
 

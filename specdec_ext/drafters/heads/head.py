@@ -123,10 +123,18 @@ class HeadDrafter(Drafter):
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         """Return the feature layers of the head. The first call for a model checks that head and target fit.
 
+        If the head's checkpoint is ambiguous, that call calibrates it
+        (:func:`specdec_ext.evaluate.calibrate.calibrated`).
+
         Raises:
             ValueError: head and target do not fit; the message names the difference.
         """
         if self._bound is None or not self._bound.serves(model):
+            if self.head.record.ambiguous:
+                # Imported here, because it drafts with bound heads itself.
+                from specdec_ext.evaluate.calibrate import calibrated
+
+                self.head = calibrated(self.head, model)
             for doubt in check_pair(self.head, model):
                 warnings.warn(doubt, stacklevel=2)
             self._bound = BoundHead.bind(self.head, model, self.weights)
