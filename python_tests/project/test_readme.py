@@ -109,7 +109,7 @@ def test_every_command_runs(command, tmp_path):
     words = []
     for word in command:
         before = words[-1] if words else ""
-        if before == "--data":
+        if before in ("--data", "--old-data"):
             word = str(texts)
         elif before == "--init-from" or (before == "--drafter" and "/" in word):
             word = head
