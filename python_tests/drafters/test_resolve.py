@@ -109,6 +109,13 @@ def test_folder_of_a_draft_model_is_read_again_after_a_change(draft_folder, monk
     assert len(loads) == 2
 
 
+def test_a_pard_model_is_refused_by_name(draft_folder):
+    config = json.loads((draft_folder / "config.json").read_text("utf-8"))
+    (draft_folder / "config.json").write_text(json.dumps({**config, "pard_token": 7}), "utf-8")
+    with pytest.raises(ValueError, match=r"is a PARD draft model .*pass DraftModelDrafter"):
+        resolve_drafter(draft_folder, assets.load_target(torch.bfloat16))
+
+
 def test_tokenizers_of_both_folders_are_compared(target, draft_folder, monkeypatch):
     """The second draft model has two tokens in another order."""
     found, match = [], draft_model.match_vocabularies

@@ -195,6 +195,12 @@ def _prepared(loaded: Any, model: PreTrainedModel) -> Drafter:
 
 def _draft_model(place: str, model: PreTrainedModel, tokenizer: Any) -> Drafter:
     draft = load_language_model(place, model.dtype, model.device)
+    if getattr(draft.config, "pard_token", None) is not None:
+        raise ValueError(
+            f"{place} is a PARD draft model (its config names pard_token), which drafts all tokens in one "
+            "pass; this is not supported. As a draft model that drafts token by token, load it with "
+            "transformers and pass DraftModelDrafter(model)"
+        )
     own = str(model.config._name_or_path)
     if tokenizer is None and own:
         tokenizer = _tokenizer_in(own)

@@ -23,8 +23,17 @@ _SPELLINGS = (
     ("aux_norm_high.", "fc_norm.2."),
     ("draft_id_to_target_id", "d2t"),
 )
-# Pattern of a tensor name -> an unsupported kind of checkpoint; the first match is named in the error.
+# Pattern of a tensor name -> an unsupported kind of draft head, which no language model has.
+_OTHER_HEADS = (
+    (r"(^|\.)(markov_head|confidence_head)\.", "a DSpark head"),
+    (r"(^|\.)candidate_selector\.", "a DFlash2 head"),
+    (r"(^|\.)refiner_head\.", "an XPress head"),
+    (r"(^|\.)hydra_(lm_)?(head|mlp)", "a set of Hydra heads"),
+    (r"(^|\.)rnn_[uw]\.", "a ReDrafter head"),
+)
+# The same for other checkpoints; the first match of all is named in the error.
 _OTHER_KINDS = (
+    *_OTHER_HEADS,
     (r"lora_[AB]\b|lora_embedding", "a LoRA adapter"),
     (
         r"\.(qweight|qzeros|weight_packed|weight_scale\w*|weight_scale_inv|scales|absmax|g_idx)$",
@@ -104,4 +113,6 @@ def eagle_kind(names: Iterable[str], source: str) -> Kind:
 
 def is_head(names: Iterable[str]) -> bool:
     """Whether tensors with these canonical names belong to a draft head, supported or not."""
-    return bool(_HEAD_TENSORS & set(names))
+    names = set(names)
+    others = (re.search(pattern, name) for pattern, _ in _OTHER_HEADS for name in names)
+    return bool(_HEAD_TENSORS & names) or any(others)
