@@ -34,7 +34,7 @@ from specdec_ext.training.optimizers import scale
 from specdec_ext.training.order import epoch_batches
 from specdec_ext.training.report import write_report
 from specdec_ext.training.start import default_layers, new_head, new_medusa_heads
-from specdec_ext.training.trainer import TrainConfig, read_history, train
+from specdec_ext.training.trainer import TrainConfig, read_history, read_start, train
 from specdec_ext.tree.config import TreeConfig
 
 LAYERS = (1, 2, 3)
@@ -365,15 +365,19 @@ def test_default_layers_of_shallow_targets_are_spread():
 def test_report_has_curves_and_escapes_names(tmp_path):
     run(tmp_path, QUICK, random_examples(10, 12), random_examples(2, 12, seed=1))
     history, page = read_history(tmp_path), tmp_path / "report.html"
-    write_report(page, "<b>", history, {"steps": 3, "layers": None}, "a machine")
+    start = read_start(tmp_path)
+    write_report(page, "<b>", history, start, {"steps": 3, "layers": None}, "a machine")
     text = page.read_text()
     assert "<b>" not in text and "&lt;b&gt;" in text and "a machine" in text
     assert "layers" not in text and text.count("<svg") == 1
-    assert f"{history[-1].evaluation.acceptance_length:.2f}" in text
-    write_report(page, "bare", [dataclasses.replace(history[0], evaluation=None)], {}, "")
+    for evaluation in (start[0], history[-1].evaluation):
+        assert f"{evaluation.acceptance_length:.2f}" in text
+    assert start[1] is None and text.count(">0</td>") == 1
+    bare = [dataclasses.replace(history[0], evaluation=None)]
+    write_report(page, "bare", bare, (None, None), {}, "")
     assert "Estimates" not in page.read_text()
     with pytest.raises(ValueError, match="history is empty"):
-        write_report(page, "empty", [], {}, "")
+        write_report(page, "empty", [], (None, None), {}, "")
 
 
 def test_trackers_get_every_step(tmp_path):

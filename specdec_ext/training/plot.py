@@ -6,13 +6,41 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec_ext.preflight.extras import require
+from specdec_ext.training.evaluation import Evaluation
 from specdec_ext.training.trainer import Progress
 
 _SMOOTHED_OVER = 20
 
 
-def history_figure(history: Sequence[Progress]) -> Any:
+Evaluations = list[tuple[int, Evaluation]]
+
+
+def evaluations(
+    history: Sequence[Progress], start: tuple[Evaluation | None, Evaluation | None]
+) -> tuple[Evaluations, Evaluations]:
+    """Return step and evaluation on the new domain, and the same on the previous domain.
+
+    Args:
+        history: the steps of a run.
+        start: the evaluations before the first step, as of step 0.
+    """
+    new = [(0, start[0]), *((each.step, each.evaluation) for each in history)]
+    old = [(0, start[1]), *((each.step, each.old_evaluation) for each in history)]
+    found_new, found_old = (
+        [(step, each) for step, each in every if each is not None] for every in (new, old)
+    )
+    return found_new, found_old
+
+
+def history_figure(
+    history: Sequence[Progress],
+    start: tuple[Evaluation | None, Evaluation | None] = (None, None),
+) -> Any:
     """Make a matplotlib figure of losses, acceptance by position and mean acceptance lengths.
+
+    Args:
+        history: the steps of a run.
+        start: the evaluations before the first step.
 
     Raises:
         ValueError: for an empty history.
@@ -29,7 +57,7 @@ def history_figure(history: Sequence[Progress]) -> Any:
         losses.plot(steps, _smoothed(values), label=f"{1 + index} ahead", linewidth=1)
     losses.set(xlabel="step", ylabel="cross entropy to the target", title="loss")
     losses.legend(frameon=False)
-    evaluated = [(p.step, p.evaluation) for p in history if p.evaluation is not None]
+    evaluated, before = evaluations(history, start)
     for position in range(len(evaluated[0][1].conditional) if evaluated else 0):
         shares = [evaluation.conditional[position] for _, evaluation in evaluated]
         label = f"position {1 + position}"
@@ -37,7 +65,6 @@ def history_figure(history: Sequence[Progress]) -> Any:
     acceptance.set(
         xlabel="step", ylim=(0, 1), title="acceptance, given the position before, greedy"
     )
-    before = [(p.step, p.old_evaluation) for p in history if p.old_evaluation is not None]
     curves = {
         "greedy": [(step, each.acceptance_length) for step, each in evaluated],
         "sampled": [(step, each.sampled_acceptance_length) for step, each in evaluated],

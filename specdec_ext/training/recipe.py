@@ -41,6 +41,7 @@ from specdec_ext.training.trainer import (
     has_state,
     make_accelerator,
     read_history,
+    read_start,
     train,
 )
 
@@ -216,7 +217,7 @@ def train_head(
                 settings = {**asdict(recipe), **asdict(config)}
                 if old_examples:
                     settings["old_share"] = old_share
-                _report(work / "report.html", f"Draft head for {name}", history, settings, model)
+                _report(work, f"Draft head for {name}", settings, model)
     return trained.to("cpu", torch.float32)
 
 
@@ -246,16 +247,12 @@ def check_outputs(
     return out, work
 
 
-def _report(
-    path: Path,
-    title: str,
-    history: Sequence[Progress],
-    settings: dict[str, Any],
-    model: PreTrainedModel,
-) -> None:
+def _report(work: Path, title: str, settings: dict[str, Any], model: PreTrainedModel) -> None:
     """Write the report; an error is only a warning, because the head is saved already."""
+    path = work / "report.html"
     try:
-        write_report(path, title, history, settings, machine_line(model.device))
+        start, machine = read_start(work), machine_line(model.device)
+        write_report(path, title, read_history(work), start, settings, machine)
     except Exception as error:
         warnings.warn(f"the head is saved, but {path} can't be written: {error}", stacklevel=3)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 
 from specdec_ext.display import Table
 from specdec_ext.display.text import printable
-from specdec_ext.training.plot import history_figure
+from specdec_ext.training.evaluation import Evaluation
+from specdec_ext.training.plot import Evaluations, evaluations, history_figure
 from specdec_ext.training.trainer import Progress
 
 _PAGE = """<!doctype html>
@@ -35,7 +35,12 @@ svg {{ max-width: 100%; height: auto; background: white; }}
 
 
 def write_report(
-    path: Path, title: str, history: Sequence[Progress], settings: Mapping[str, Any], machine: str
+    path: Path,
+    title: str,
+    history: Sequence[Progress],
+    start: tuple[Evaluation | None, Evaluation | None],
+    settings: Mapping[str, Any],
+    machine: str,
 ) -> None:
     """Write curves, evaluations and settings of a run.
 
@@ -43,6 +48,7 @@ def write_report(
         path: the page.
         title: its heading.
         history: all steps of the run.
+        start: the evaluations before the first step, on the new and on the previous domain.
         settings: name and value of every setting; those that are None are left out.
         machine: processor and versions.
 
@@ -51,7 +57,7 @@ def write_report(
         ImportError: if matplotlib is not installed.
     """
     drawn = io.StringIO()
-    history_figure(history).savefig(drawn, format="svg")
+    history_figure(history, start).savefig(drawn, format="svg")
     svg = drawn.getvalue()
     last = history[-1]
     seconds, tokens = sum(p.seconds for p in history), sum(p.tokens for p in history)
@@ -60,8 +66,9 @@ def write_report(
         f"{escape(printable(machine))}</p>",
         svg[svg.index("<svg") :],
     ]
-    if any(progress.evaluation is not None for progress in history):
-        parts += ["<h2>Estimates on held-out texts</h2>", _estimates(history).html()]
+    new, old = evaluations(history, start)
+    if new:
+        parts += ["<h2>Estimates on held-out texts</h2>", _estimates(new, old).html()]
     if last.evaluation is not None:
         parts += [f"<p>{escape(sentence)}</p>" for sentence in last.evaluation.sentences()]
         parts += [table.html() for table in last.evaluation.tables()]
@@ -70,19 +77,11 @@ def write_report(
     path.write_text(_PAGE.format(title=escape(printable(title)), body="\n".join(parts)), "utf-8")
 
 
-def _estimates(history: Sequence[Progress]) -> Table:
+def _estimates(new: Evaluations, old: Evaluations) -> Table:
+    of_old = {step: f"{each.acceptance_length:.2f}" for step, each in old}
     rows = []
-    for each in history:
-        new, old = each.evaluation, each.old_evaluation
-        if new is not None:
-            sampled = new.sampled_acceptance_length
-            rows.append(
-                (
-                    str(each.step),
-                    f"{new.acceptance_length:.2f}",
-                    "" if math.isnan(sampled) else f"{sampled:.2f}",
-                    "" if old is None else f"{old.acceptance_length:.2f}",
-                )
-            )
+    for step, each in new:
+        sampled = f"{each.sampled_acceptance_length:.2f}" if each.sampled else ""
+        rows.append((str(step), f"{each.acceptance_length:.2f}", sampled, of_old.get(step, "")))
     columns = ("step", "greedy", "sampled at temperature 1", "previous domain, greedy")
     return Table(rows, columns, "Mean acceptance length")

@@ -8,6 +8,7 @@ A run can be stopped and resumed at any time: the examples of a step depend only
 continues without a jump. A run is kept in one folder:
 
     state.pt         weights, optimisers, step; replaced as a whole
+    start.json       the evaluations before the first step
     history.jsonl    one Progress per line and step
 """
 
@@ -45,7 +46,7 @@ _log = logging.getLogger(__name__)
 # The name of a tracker, or a GeneralTracker of accelerate, which is an optional dependency.
 Tracker = Any
 
-_STATE, _HISTORY = "state.pt", "history.jsonl"
+_STATE, _START, _HISTORY = "state.pt", "start.json", "history.jsonl"
 # Losses and speeds that are shown are means over this many steps.
 SMOOTHED_OVER = 20
 
@@ -240,6 +241,7 @@ def train(
         _log.info("%s: the run is resumed at step %d of %d", folder, first, config.updates)
     if first == 0 and accelerator.is_main_process:
         new, old = evaluate_now()
+        run.record_start(new, old)
         if new is not None:
             on_start(new, old)
     recent: deque[Progress] = deque(maxlen=SMOOTHED_OVER)
@@ -358,6 +360,14 @@ def read_history(folder: Path) -> list[Progress]:
     return [_progress(json.loads(line)) for line in lines if line.endswith("\n")]
 
 
+def read_start(folder: Path) -> tuple[Evaluation | None, Evaluation | None]:
+    """Read the evaluations before the first step, on ``HeldOut.texts`` and on ``HeldOut.old``."""
+    path = folder / _START
+    fields = json.loads(path.read_text()) if path.exists() else [None, None]
+    new, old = (_evaluation(each) for each in fields)
+    return new, old
+
+
 def _digest(examples: Sequence[Example]) -> str:
     """Return a hash of texts and masks in their order."""
     digest = hashlib.sha256()
@@ -440,6 +450,10 @@ class _Run:
             unfinished,
         )
         os.replace(unfinished, self._folder / _STATE)
+
+    def record_start(self, new: Evaluation | None, old: Evaluation | None) -> None:
+        fields = [None if each is None else asdict(each) for each in (new, old)]
+        (self._folder / _START).write_text(json.dumps(fields))
 
     def record(self, progress: Progress) -> None:
         with (self._folder / _HISTORY).open("a") as file:
