@@ -185,6 +185,7 @@ def train(
         if not accelerator.is_main_process:
             disable_progress()
         from specdec_ext.training import recipe as recipes
+        from specdec_ext.training.data.hub import local_file
         from specdec_ext.training.data.mixture import mixed
         from specdec_ext.training.trainer import TrainConfig, check_trackers
 
@@ -210,7 +211,11 @@ def train(
         if init_from is None and (old_data or old_held_out):
             raise ValueError("--old-data and --old-held-out are for a head of --init-from; add it")
         check_trackers(track)
-        files = _local_files(data, old_data, held_out, old_held_out, regenerate)
+        paths, old_paths = ([local_file(each) for each in given] for given in (data, old_data))
+        kept_path, old_kept_path = (
+            None if each is None else local_file(each) for each in (held_out, old_held_out)
+        )
+        _check_answers(regenerate)
         _, folder = recipes.check_outputs(out, work, dump)
         target, tokenizer = load_target(None if model == BUNDLED else model, dtype, place)
         answers = None
@@ -220,11 +225,12 @@ def train(
         texts = _Texts(tokenizer, max_length, text_column, messages_column, vocab_size, answers)
         # The main process writes the answers to a file, which the others then read.
         with accelerator.main_process_first():
-            examples, kept = texts.read(files.data, files.held_out)
-            old, old_kept = texts.read(files.old_data, files.old_held_out)
+            examples, kept = texts.read(paths, kept_path)
+            old, old_kept = texts.read(old_paths, old_kept_path)
+        if old:
+            examples = mixed(examples, old, old_share)
         if updates is None:
-            number = len(mixed(examples, old, old_share)) if old else len(examples)
-            epoch = max(1, number // (batch_size * accelerator.num_processes))
+            epoch = max(1, len(examples) // (batch_size * accelerator.num_processes))
             config = replace(config, updates=epoch)
         if accelerator.is_main_process:
             _print_texts(console, examples, kept)
@@ -243,8 +249,6 @@ def train(
             layout=layout,
             tokenizer=tokenizer,
             old_held_out=old_kept,
-            old_examples=old,
-            old_share=old_share,
             trackers=track,
             on_start=history.start,
             on_step=history,
@@ -264,37 +268,12 @@ def _accelerator(device: str) -> tuple[Any, str]:
     return accelerator, str(accelerator.device) if device == "cuda" else device
 
 
-@dataclass(frozen=True)
-class _Files:
-    """The files of texts, on the disk."""
-
-    data: list[Path]
-    old_data: list[Path]
-    held_out: Path | None
-    old_held_out: Path | None
-
-
-def _local_files(
-    data: list[str],
-    old_data: list[str],
-    held_out: str | None,
-    old_held_out: str | None,
-    answers: Path | None,
-) -> _Files:
-    """Check the files before the target is loaded and generates answers, which may take hours."""
-    from specdec_ext.training.data.hub import local_file
-
-    found = _Files(
-        [local_file(each) for each in data],
-        [local_file(each) for each in old_data],
-        None if held_out is None else local_file(held_out),
-        None if old_held_out is None else local_file(old_held_out),
-    )
-    if answers is not None:
-        writable_folder(answers.parent, "--regenerate")
-        if answers.exists():
-            regular_file(answers, "a file that --regenerate wrote")
-    return found
+def _check_answers(path: Path | None) -> None:
+    """Check the file of answers before the target is loaded and generates them, which may take hours."""
+    if path is not None:
+        writable_folder(path.parent, "--regenerate")
+        if path.exists():
+            regular_file(path, "a file that --regenerate wrote")
 
 
 def _numbers(given: str | None) -> tuple[int, ...] | None:

@@ -24,7 +24,6 @@ from specdec_ext.preflight.outputs import writable_folder
 from specdec_ext.training.data.batches import Example, Features, OnlineFeatures
 from specdec_ext.training.data.dump import DumpedFeatures, DumpSize, dump_features, dump_size
 from specdec_ext.training.data.fingerprint import fingerprint
-from specdec_ext.training.data.mixture import mixed
 from specdec_ext.training.data.vocabulary import draft_vocabulary
 from specdec_ext.training.evaluation import Evaluation, HeldOut, sampled_texts
 from specdec_ext.training.objectives.eagle import EagleObjective
@@ -115,8 +114,6 @@ def train_head(
     target_name: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     old_held_out: Sequence[Example] = (),
-    old_examples: Sequence[Example] = (),
-    old_share: float = 0.25,
     trackers: Sequence[Tracker] = (),
     on_start: Callable[[Evaluation, Evaluation | None], None] = lambda new, old: None,
     on_step: Callable[[Progress], None] = lambda progress: None,
@@ -143,9 +140,8 @@ def train_head(
             revision and the fingerprint of its weights are recorded as well.
         tokenizer: the target's tokenizer; its fingerprint is recorded.
         old_held_out: texts of the domain that ``recipe.init_from`` was trained for, to measure what the head
-            forgets.
-        old_examples: texts of that domain to train on, so that the head forgets less.
-        old_share: their share of all training texts.
+            forgets. To train on such texts as well, mix them into ``examples``
+            (:func:`specdec_ext.training.data.mixture.mixed`).
         trackers: names of trackers that accelerate knows ("tensorboard", "wandb", ...), or its
             ``GeneralTracker`` objects; they get losses and estimates of every step.
         on_start: called before the first step with the estimates on ``held_out`` and ``old_held_out``.
@@ -172,8 +168,6 @@ def train_head(
     objective.to(model.device)
     recorded = {"target": model, "target_name": target_name, "tokenizer": tokenizer}
     save = _saver(objective.trained(), layout, recorded)
-    if old_examples:
-        examples = mixed(examples, old_examples, old_share)
     if recipe.learn_everything:
         everything = [Example(each.tokens, torch.ones_like(each.loss_mask)) for each in examples]
         examples = everything
@@ -214,10 +208,7 @@ def train_head(
                 (work / "evaluation.json").write_text(text + "\n")
             if reported:
                 name = target_name or recorded_name(model) or type(model).__name__
-                settings = {**asdict(recipe), **asdict(config)}
-                if old_examples:
-                    settings["old_share"] = old_share
-                _report(work, f"Draft head for {name}", settings, model)
+                _report(work, f"Draft head for {name}", {**asdict(recipe), **asdict(config)}, model)
     return trained.to("cpu", torch.float32)
 
 
