@@ -7,10 +7,7 @@ from typing import Any
 
 from specdec_ext.preflight.extras import require
 from specdec_ext.training.evaluation import Evaluation
-from specdec_ext.training.trainer import Progress
-
-_SMOOTHED_OVER = 20
-
+from specdec_ext.training.trainer import SMOOTHED_OVER, Progress
 
 Evaluations = list[tuple[int, Evaluation]]
 
@@ -81,9 +78,9 @@ def history_figure(
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """Return the mean of each value and the ``_SMOOTHED_OVER - 1`` values before it."""
+    """Return the mean of each value and the ``SMOOTHED_OVER - 1`` values before it."""
     means = []
     for end in range(1, len(values) + 1):
-        last = values[max(0, end - _SMOOTHED_OVER) : end]
+        last = values[max(0, end - SMOOTHED_OVER) : end]
         means.append(sum(last) / len(last))
     return means

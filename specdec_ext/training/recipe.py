@@ -208,7 +208,8 @@ def train_head(
                 (work / "evaluation.json").write_text(text + "\n")
             if reported:
                 name = target_name or recorded_name(model) or type(model).__name__
-                _report(work, f"Draft head for {name}", {**asdict(recipe), **asdict(config)}, model)
+                settings = {**asdict(recipe), **asdict(config)}
+                _report(work, f"Draft head for {name}", history, settings, model)
     return trained.to("cpu", torch.float32)
 
 
@@ -238,12 +239,18 @@ def check_outputs(
     return out, work
 
 
-def _report(work: Path, title: str, settings: dict[str, Any], model: PreTrainedModel) -> None:
+def _report(
+    work: Path,
+    title: str,
+    history: Sequence[Progress],
+    settings: dict[str, Any],
+    model: PreTrainedModel,
+) -> None:
     """Write the report; an error is only a warning, because the head is saved already."""
     path = work / "report.html"
     try:
         start, machine = read_start(work), machine_line(model.device)
-        write_report(path, title, read_history(work), start, settings, machine)
+        write_report(path, title, history, start, settings, machine)
     except Exception as error:
         warnings.warn(f"the head is saved, but {path} can't be written: {error}", stacklevel=3)
 

@@ -316,7 +316,7 @@ def check_trackers(trackers: Sequence[Tracker]) -> None:
     if not trackers:
         return
     tracking = require("accelerate.tracking", "trackers")
-    known = {str(each.value): each for each in tracking.LoggerType} if trackers else {}
+    known = {str(each.value) for each in tracking.LoggerType}
     available = {str(each) for each in tracking.get_available_trackers()}
     for name in trackers:
         if isinstance(name, str) and name not in available:

@@ -50,9 +50,9 @@ HeadWeights read_layout(const std::vector<int64_t>& layout);
 //            draft_vocab_size, then for each layer its sliding window or 0
 //   scalars  rms_norm_eps, logit_scale
 //   weights  embed_tokens, lm_head, draft_to_target, input_norm, fc_norm, fc, fc bias,
-//            embedding_norm, hidden_norm, norm, mask_hidden, then for each layer input_layernorm, qkv_proj,
-//            qkv_proj bias, q_norm, k_norm, o_proj, o_proj bias, post_attention_layernorm,
-//            gate_up_proj, down_proj; a tensor without elements is absent
+//            embedding_norm, hidden_norm, norm, mask_hidden, then for each layer input_layernorm,
+//            qkv_proj, qkv_proj bias, q_norm, k_norm, o_proj, o_proj bias,
+//            post_attention_layernorm, gate_up_proj, down_proj; a tensor without elements is absent
 //
 // Matrices are [outs, ins] for the kernel and in panels (specdec/cpu/panels.h) for the CPU; in
 // qkv_proj the panels of queries precede those of keys and values. embed_tokens is

@@ -9,8 +9,9 @@ from helpers.models.tiny import random_model, tiny_model
 from transformers import PreTrainedModel
 
 from specdec_ext import MtpHeads
-from specdec_ext.heads.config import DraftHead, HeadConfig
+from specdec_ext.heads.config import DraftHead
 from specdec_ext.models.compat import MtpModel
+from specdec_ext.training.start import new_head
 
 _EXPERTS = dict(
     n_routed_experts=4,
@@ -81,29 +82,9 @@ def llama_heads() -> MtpHeads:
 
 def draft_head_of(model: PreTrainedModel, mtp) -> DraftHead:
     """The same layer as a head for the op ``draft_head``; the target is a Llama or a Qwen3."""
-    config, (layer,) = model.config, mtp.layers
-    head_config = HeadConfig(
-        kind="mtp",
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        num_layers=1,
-        vocab_size=config.vocab_size,
-        draft_vocab_size=config.vocab_size,
-        target_hidden_size=config.hidden_size,
-        num_features=1,
-        feature_layers=(-1,),
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters=dict(config.rope_parameters),
-        own_lm_head=False,
-        qk_norm=hasattr(layer.mtp_block.self_attn, "q_norm"),
-        norm_output=True,
-    )
-    stored = layer.state_dict()
-    tensors = {name: stored[_transformers_name(name)] for name in head_config.tensor_shapes()}
-    return DraftHead(head_config, {name: t.detach().clone() for name, t in tensors.items()})
+    config, stored = new_head(model, kind="mtp").config, mtp.layers[0].state_dict()
+    tensors = {name: stored[_transformers_name(name)] for name in config.tensor_shapes()}
+    return DraftHead(config, {name: t.detach().clone() for name, t in tensors.items()})
 
 
 def mtp_model_of(model: PreTrainedModel, head: DraftHead):

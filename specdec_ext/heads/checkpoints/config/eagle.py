@@ -62,7 +62,8 @@ def head_config(
     size = sizes(decoder)
     windows = sliding_windows(decoder, size["num_layers"])
     if kind == "mtp":
-        size["num_layers"], windows = _num_mtp_layers(config), windows[:1]
+        _check_one_mtp_layer(config)
+        size["num_layers"], windows = 1, windows[:1]
     features, layers = _features(kind, config, shapes, size["hidden_size"])
     norm_output, norm_output_guessed = _norm_output(layout, config)
     vocabulary, tied = _vocabulary(kind, config, shapes, size["vocab_size"])
@@ -149,13 +150,12 @@ def _vocabulary(
     return fields, tied
 
 
-def _num_mtp_layers(config: Fields) -> int:
+def _check_one_mtp_layer(config: Fields) -> None:
     number = config.integer("num_nextn_predict_layers", 1)
     if number != 1:
         raise ValueError(
             f"{config.where}: num_nextn_predict_layers is {number}; only heads of 1 layer are supported"
         )
-    return number
 
 
 def _norm_flags(layout: str | None, config: Fields, shapes: Shapes) -> dict[str, Any]:

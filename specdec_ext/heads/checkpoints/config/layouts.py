@@ -24,6 +24,11 @@ from specdec_ext.heads.record import HeadRecord
 Layout = Literal["eagle", "speculators"]
 # The version of the speculators library with which reading and writing is tested.
 _SPECULATORS_VERSION = "0.9.0"
+_ARCHITECTURES = {
+    "eagle3": "Eagle3DraftModel",
+    "peagle": "PEagleDraftModel",
+    "mtp": "MTPDraftModel",
+}
 
 
 def config_json(config: HeadConfig, record: HeadRecord, layout: Layout) -> dict[str, Any]:
@@ -167,7 +172,7 @@ def _speculators(config: HeadConfig, record: HeadRecord) -> dict[str, Any]:
     window = next((size for size in config.sliding_windows if size is not None), None)
     parallel = config.mask_token_id is not None
     same_width = config.target_hidden_size == config.hidden_size
-    kind = "peagle" if parallel else "eagle3"
+    kind = "mtp" if config.kind == "mtp" else "peagle" if parallel else "eagle3"
     decoder = {
         **_decoder(config),
         "model_type": "qwen3" if config.qk_norm else "llama",
@@ -186,29 +191,23 @@ def _speculators(config: HeadConfig, record: HeadRecord) -> dict[str, Any]:
         "norm_output": config.norm_output,
         "num_aux_hidden_states": config.num_features,
     }
-    if config.kind == "mtp":
-        return {
-            "architectures": ["MTPDraftModel"],
-            "speculators_model_type": "mtp",
-            "speculators_version": _SPECULATORS_VERSION,
-            "transformer_layer_config": decoder,
-            "num_nextn_predict_layers": 1,
-            "tie_word_embeddings": False,
-            "speculators_config": _proposal("mtp", record.target_name),
-        }
     written: dict[str, Any] = {
-        "architectures": ["PEagleDraftModel" if parallel else "Eagle3DraftModel"],
+        "architectures": [_ARCHITECTURES[kind]],
         "speculators_model_type": kind,
         "speculators_version": _SPECULATORS_VERSION,
         "transformer_layer_config": decoder,
+        "tie_word_embeddings": False,
+        "speculators_config": _proposal(kind, record.target_name),
+    }
+    if kind == "mtp":
+        return {**written, "num_nextn_predict_layers": 1}
+    written |= {
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": None if same_width else config.target_hidden_size,
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
-        "tie_word_embeddings": False,
-        "speculators_config": _proposal(kind, record.target_name),
     }
     if config.feature_layers is not None:
         written["eagle_aux_hidden_state_layer_ids"] = list(config.feature_layers)

@@ -44,7 +44,7 @@ _OTHER_KINDS = (
         r"(^|\.)(enorm|hnorm|eh_proj|pre_fc_norm_embedding|pre_fc_norm_hidden)\.",
         "an MTP head of another layout than that of speculators",
     ),
-    (r"^context_norm\.", "a DFlash head"),
+    (r"^hidden_norm\.|^context_norm\.", "a DFlash head"),
     (r"\.experts?\.", "a model with a mixture of experts"),
 )
 # Every head of the EAGLE family has at least one of these tensors.
@@ -85,19 +85,16 @@ def eagle_kind(names: Iterable[str], source: str) -> Kind:
         ValueError: for another kind of checkpoint; the message names the kind.
     """
     names = set(names)
+    is_mtp = "embedding_norm.weight" in names
+    searched = sorted(names - {"hidden_norm.weight"} if is_mtp else names)  # a name in both kinds
     for pattern, kind in _OTHER_KINDS:
-        example = next((name for name in sorted(names) if re.search(pattern, name)), None)
+        example = next((name for name in searched if re.search(pattern, name)), None)
         if example is not None:
             raise ValueError(
                 f"{source} is {kind} (it has {example}), which is not supported; supported are {SUPPORTED}"
             )
-    if "embedding_norm.weight" in names:
+    if is_mtp:
         return "mtp"
-    if "hidden_norm.weight" in names:
-        raise ValueError(
-            f"{source} is a DFlash head (it has hidden_norm.weight), which is not supported; supported are "
-            f"{SUPPORTED}"
-        )
     if is_head(names):
         return "eagle3" if {*_HEAD_TENSORS - {"fc.weight"}, "norm.weight"} & names else "eagle1"
     if {"embed_tokens.weight", "transformer.wte.weight"} & names:
