@@ -10,7 +10,7 @@ HOST_DRAFTERS = ["none", "ngram", "head chain", "head tree"]
 @pytest.fixture(scope="module")
 def cases():
     """``(drafter, batch, text) -> numbers``."""
-    found = count_round.run([count_round.bundled_world()], HOST_DRAFTERS, new_tokens=20)
+    found = count_round.run([count_round.bundled_world()], HOST_DRAFTERS, new_tokens=40)
     return {(case.drafter, case.batch, case.text): case.row() for case in found}
 
 
@@ -58,7 +58,7 @@ def test_round_with_a_recorded_pass_makes_few_other_launches(monkeypatch):
         original(self, call)
 
     monkeypatch.setattr(count_round.Counting, "report", report)
-    found = count_round.run([count_round.bundled_world()], graphs=True)
+    found = count_round.run([count_round.bundled_world()], graphs=True, new_tokens=64)
     for case in found:
         row, sites = case.row(), case.sites(LAUNCH)
         assert not [site for site in sites if site.startswith("transformers/")]
