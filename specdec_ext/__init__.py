@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specdec_ext.drafters import Drafter, DraftModelDrafter, HeadDrafter, NgramDrafter
     from specdec_ext.drafters.combined import CombinedDrafter
+    from specdec_ext.drafters.heads.assistant import AssistantDrafter
     from specdec_ext.drafters.heads.medusa import MedusaDrafter
     from specdec_ext.drafters.heads.mtp import MtpDrafter
     from specdec_ext.drafters.lookahead import LookaheadDrafter
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AssistantDrafter",
     "Check",
     "CombinedDrafter",
     "ComparedRuns",
@@ -75,6 +77,7 @@ _MODULES = {
     "drafters": ("Drafter", "DraftModelDrafter", "HeadDrafter", "NgramDrafter"),
     "drafters.combined": ("CombinedDrafter",),
     "drafters.lookahead": ("LookaheadDrafter",),
+    "drafters.heads.assistant": ("AssistantDrafter",),
     "drafters.heads.medusa": ("MedusaDrafter",),
     "drafters.heads.mtp": ("MtpDrafter",),
     "drafters.lookup.suffix": ("SuffixDrafter", "SuffixHistory"),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from specdec_ext.models.base import CommittedKeys
 from specdec_ext.ops.couple_logits import DraftNoise
 from specdec_ext.transfer import Staged, Staging
 from specdec_ext.tree.config import Shape
@@ -36,6 +37,8 @@ class Context:
             (:func:`specdec_ext.ops.couple_logits`). Its temperatures are those at which most drafts are
             accepted, somewhat lower than the call's. None if the call does not sample, or under rules 2 to 4,
             for which drafts must be independent of the noise.
+        committed_keys: ``committed_keys(layer, reach)``, keys and values of the committed tokens in the
+            target's cache; see :meth:`specdec_ext.models.base.Target.committed_keys`.
         staging: copies integers to the device of the target. All integers that are staged in a round travel
             in one copy.
         shape: the shape to draft in this step: one that the drafter offers
@@ -56,6 +59,7 @@ class Context:
         encoder_ids: Tensor | None = None,
         staging: Staging | None = None,
         noise: DraftNoise | None = None,
+        committed_keys: Callable[[int, int | None], CommittedKeys] | None = None,
     ):
         self.input_ids = input_ids
         self._encoder_ids = encoder_ids
@@ -63,6 +67,7 @@ class Context:
         self.offset = offset
         self.max_length = max_length
         self.draw, self.sample, self.noise = draw, sample, noise
+        self.committed_keys = committed_keys
         self.staging = Staging(input_ids.device) if staging is None else staging
         self.rows = list(range(len(input_ids)))
         self.generated: list[list[int]] = [[] for _ in self.rows]

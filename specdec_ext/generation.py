@@ -89,7 +89,8 @@ def generate(
             - ``"mtp"``: the heads for multi-token prediction (MTP) in the model's checkpoint;
             - the folder or hub id of a draft head or draft model, which is loaded once per target, in the
               target's dtype and on its device;
-            - a Hugging Face model with the same tokenizer (a classic draft model);
+            - a Hugging Face model with the same tokenizer (a classic draft model), or the target's Gemma-4
+              assistant;
             - a :class:`Drafter`;
             - ``None`` or ``"none"``: plain decoding in the same loop.
         speculation: ``"auto"`` measures the costs and gains of drafting, and in each step drafts the shape
@@ -296,6 +297,7 @@ def _decode(
         _ids_of(encoder_input, len(input_ids), target.vocab_size),
         target.staging,
         sampler.draft_noise,
+        target.committed_keys,
     )
     stream = TokenStream(streamer, context) if streamer is not None else None
     policy = _policy(speculation, drafter, model, sampler)

@@ -12,8 +12,10 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdec_ext.drafters import Drafter, DraftModelDrafter, NgramDrafter
+from specdec_ext.drafters.heads.assistant import AssistantDrafter, is_assistant
 from specdec_ext.drafters.resolve import MTP, checked_drafter, resolve_drafter
 from specdec_ext.keyword_table import CONFIG
+from specdec_ext.tree.config import TreeConfig
 
 _LOOKUP = ("prompt_lookup_num_tokens", "max_matching_ngram_size")
 # Keyword -> the corresponding argument of DraftModelDrafter.
@@ -31,8 +33,14 @@ class Assistant:
     tokenizer: Any = None
     target_tokenizer: Any = None
 
-    def drafter(self, config: GenerationConfig) -> DraftModelDrafter:
-        """The drafter, configured by the call's keywords, else by the assistant's ``generation_config``."""
+    def drafter(self, config: GenerationConfig) -> Drafter:
+        """The drafter, configured by the call's keywords, else by the assistant's ``generation_config``.
+
+        Raises:
+            ValueError: the assistant attends to the target's keys, and an argument is for other draft models.
+        """
+        if is_assistant(self.model):
+            return self._sharing_keys(config)
         shape = {}
         for source in (self.model.generation_config, config):
             for name in _asked(source, _ASSISTANT):
@@ -40,6 +48,22 @@ class Assistant:
         return DraftModelDrafter(
             self.model, tokenizer=self.tokenizer, target_tokenizer=self.target_tokenizer, **shape
         )
+
+    def _sharing_keys(self, config: GenerationConfig) -> AssistantDrafter:
+        name = type(self.model).__name__
+        if self.tokenizer is not None:
+            raise ValueError(
+                f"{name} has the vocabulary of its target; leave assistant_tokenizer out"
+            )
+        length, confidence = _ASSISTANT
+        asked = _asked(config, _ASSISTANT)
+        if confidence in asked:
+            raise ValueError(
+                f"{confidence}={getattr(config, confidence)!r} has no effect on drafts of {name}; leave "
+                "it out"
+            )
+        tree = TreeConfig(depth=getattr(config, length)) if length in asked else None
+        return AssistantDrafter(self.model, tree)
 
 
 class DrafterChoice:

@@ -25,6 +25,7 @@ from specdec_ext import assets
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.combined import CombinedDrafter
 from specdec_ext.drafters.draft_model import DraftModelDrafter
+from specdec_ext.drafters.heads.assistant import AssistantDrafter, is_assistant
 from specdec_ext.drafters.heads.head import HeadDrafter
 from specdec_ext.drafters.heads.mtp import MtpDrafter
 from specdec_ext.drafters.lookup.ngram import NgramDrafter
@@ -82,7 +83,7 @@ def checked_drafter(drafter: Any) -> Drafter | str | Path | None:
     if isinstance(drafter, (DraftHead, MedusaHeads, MtpHeads)):
         return _of_head(drafter)
     if isinstance(unwrapped(drafter), PreTrainedModel):
-        return DraftModelDrafter(unwrapped(drafter))
+        return _of_draft_model(unwrapped(drafter))
     raise TypeError(f"drafter is a {type(drafter).__name__}; {_EXPECTED}")
 
 
@@ -187,7 +188,7 @@ def _kept(
 
 def _prepared(loaded: Any, model: PreTrainedModel) -> Drafter:
     if isinstance(loaded, PreTrainedModel):
-        return DraftModelDrafter(loaded.to(model.device, model.dtype))  # type: ignore[arg-type]
+        return _of_draft_model(loaded.to(model.device, model.dtype))  # type: ignore[arg-type]
     drafter = _of_head(loaded)
     drafter.feature_layers(model)  # checks head and target, and packs the weights for all copies
     return drafter
@@ -201,6 +202,8 @@ def _draft_model(place: str, model: PreTrainedModel, tokenizer: Any) -> Drafter:
             "pass; this is not supported. As a draft model that drafts token by token, load it with "
             "transformers and pass DraftModelDrafter(model)"
         )
+    if is_assistant(draft):
+        return AssistantDrafter(draft)
     own = str(model.config._name_or_path)
     if tokenizer is None and own:
         tokenizer = _tokenizer_in(own)
@@ -208,6 +211,10 @@ def _draft_model(place: str, model: PreTrainedModel, tokenizer: Any) -> Drafter:
     if tokenizer is None or of_draft is None:
         return DraftModelDrafter(draft)
     return DraftModelDrafter(draft, tokenizer=of_draft, target_tokenizer=tokenizer)
+
+
+def _of_draft_model(model: PreTrainedModel) -> Drafter:
+    return AssistantDrafter(model) if is_assistant(model) else DraftModelDrafter(model)
 
 
 def _tokenizer_in(place: str) -> Any:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,6 +124,19 @@ class TargetOutput:
         )
 
 
+class CommittedKeys(NamedTuple):
+    """Keys and values of committed tokens in one attention layer. The last token of a row is not read yet.
+
+    Attributes:
+        keys, values: ``[rows, heads, slots, dim]``, views of the cache.
+        visible: ``[rows, slots]`` bool, which slots hold a committed token of the row.
+    """
+
+    keys: Tensor
+    values: Tensor
+    visible: Tensor
+
+
 class Target(ABC):
     """One model with its cache during one ``generate`` call.
 
@@ -191,6 +204,21 @@ class Target(ABC):
         Args:
             layers: numbered as in :meth:`specdec_ext.Drafter.feature_layers`.
         """
+
+    def committed_keys(self, layer: int, reach: int | None = None) -> CommittedKeys:
+        """Return keys and values of the committed tokens, valid until the next pass.
+
+        Args:
+            layer: number of an attention layer with keys of its own.
+            reach: number of tokens, the last ones of each row; None for all.
+
+        Raises:
+            ValueError: transformers lays out the cache of this model.
+        """
+        raise ValueError(
+            f"the drafter reads keys and values of the target, but transformers lays out the cache of "
+            f"{type(self.model).__name__} ({'; '.join(self.support.reasons)}); use another drafter"
+        )
 
     @abstractmethod
     def admit(

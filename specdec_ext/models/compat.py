@@ -6,10 +6,20 @@ Every decision looks at what the installed transformers contains, not at its ver
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformers import GenerationConfig, cache_utils, modeling_layers
+from transformers import (
+    CONFIG_MAPPING,
+    GenerationConfig,
+    PreTrainedConfig,
+    cache_utils,
+    modeling_layers,
+)
 from transformers.cache_utils import Cache, DynamicLayer
 
 # Up to 5.12, recurrent layers start from zero states in a pass over several tokens, and a layer holds one
@@ -50,8 +60,41 @@ else:
     # Exists after 5.17. Before, layers that read another layer's keys have no entry in the cache.
     DummyLayer = _layer_class("DummyLayer")
 
+# Model types of the text part of Gemma 4 and its assistants.
+_SHARING = ("gemma4_text", "gemma4_unified_text")
+
 # Exists since 5.23.
 MtpModel = getattr(modeling_layers, "MtpModel", None)
+
+_building = Lock()
+
+
+@contextmanager
+def sharing_all_keys() -> Iterator[None]:
+    """Let all layers of a new Gemma-4 model share the keys of another model, as its assistants do.
+
+    5.23.0 raises an error for such a config; 5.22 and 5.24 do not.
+    """
+    name = "kv_sharing_modes"
+    # Not get(), which finds only the classes that were used before.
+    kinds = [CONFIG_MAPPING[each] for each in _SHARING if each in CONFIG_MAPPING]
+    with _building:
+        originals = {kind: vars(kind)[name] for kind in kinds if name in vars(kind)}
+        try:
+            for kind, original in originals.items():
+                setattr(kind, name, property(partial(_sharing_modes, original)))
+            yield
+        finally:
+            for kind, original in originals.items():
+                setattr(kind, name, original)
+
+
+def _sharing_modes(original: property, config: Any) -> list[str | None]:
+    if config.num_kv_shared_layers == config.num_hidden_layers:
+        return ["reuse"] * config.num_hidden_layers
+    modes: list[str | None] = original.__get__(config)
+    return modes
+
 
 # Up to 5.14, a positive argument of ``Cache.crop`` was the length to keep.
 _CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
@@ -71,6 +114,13 @@ def cropped_length(length: int, argument: int) -> int:
             "a positive value meant an absolute length in older transformers and is ambiguous"
         )
     return min(length, argument)
+
+
+def first_layer(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config as the first layer has it; layers may differ, as those of Gemma 4 do."""
+    differs = getattr(config, "is_heterogeneous", False)
+    first: PreTrainedConfig = config.per_layer_config[0] if differs else config
+    return first
 
 
 def index_positions(layer: DynamicIndexedLayer) -> Tensor | None:

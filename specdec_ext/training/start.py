@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from specdec_ext.heads.config import DraftHead, HeadConfig, Kind
 from specdec_ext.heads.medusa import MedusaConfig, MedusaHeads
+from specdec_ext.models.compat import first_layer
 
 # Recorded if the target's config does not say; rope tables are computed for any length.
 _UNKNOWN_POSITIONS = 2048
@@ -44,7 +45,7 @@ def new_head(
         mask_token_id: mask token of a P-EAGLE head, None for other heads.
         seed: seed of the random numbers.
     """
-    config: Any = model.config.get_text_config(decoder=True)
+    config: Any = first_layer(model.config.get_text_config(decoder=True))
     output: Any = model.get_output_embeddings()
     rows = output.weight.detach().float().cpu()
     heads = config.num_attention_heads

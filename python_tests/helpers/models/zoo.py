@@ -56,11 +56,15 @@ SIZES = {
 
 def build(name: str) -> PreTrainedModel:
     """Build a model of ``ARCHITECTURES`` or ``VARIANTS`` in float32, always with the same weights."""
-    kind, extra = VARIANTS.get(name, (name, {}))
+    return build_with(*VARIANTS.get(name, (name, {})), seed=sum(map(ord, name)))
+
+
+def build_with(kind: str, extra: dict[str, Any], seed: int = 0) -> PreTrainedModel:
+    """Build a model of a type of ``ARCHITECTURES`` with these fields in its config."""
     fields = shrunk(AutoConfig.for_model(kind), OVERRIDES.get(kind, {}))
     config = AutoConfig.for_model(kind, **{**fields, **extra})
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(sum(map(ord, name)))
+        torch.manual_seed(seed)
         if isinstance(getattr(config, "decoder", None), PreTrainedConfig):
             # musicgen: the config describes an encoder-decoder, the mapping names its decoder
             model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config.decoder)

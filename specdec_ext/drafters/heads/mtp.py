@@ -17,17 +17,20 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from specdec_ext import ops
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
-from specdec_ext.drafters.heads.coupling import check_temperature, draft_noise
+from specdec_ext.drafters.heads.coupling import (
+    RowNoise,
+    best_children,
+    check_temperature,
+    draft_noise,
+)
 from specdec_ext.drafters.heads.growth import grow_tree
 from specdec_ext.drafters.heads.head import default_tree, offered_shapes
 from specdec_ext.drafters.heads.unread import UnreadText
 from specdec_ext.heads.mtp import MtpHeads, MtpLayerModel, passing_states
 from specdec_ext.models import TargetOutput, make_target
 from specdec_ext.models.patching.changes import inference_mode
-from specdec_ext.ops import DraftNoise
 from specdec_ext.tree.config import MAX_NODES, Shape, TreeConfig
 from specdec_ext.tree.draft_tree import INACTIVE, DraftTree
 from specdec_ext.verify.sampler import Accepted
@@ -203,18 +206,11 @@ class _Draft:
         layers: the layers; the first one is ready.
         ranks: number of guesses after each node.
         noise: of the rows, or None.
-        positions: ``[rows]``, of the roots.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[LayerReader],
-        ranks: int,
-        noise: DraftNoise | None = None,
-        positions: Tensor | None = None,
-    ):
+    def __init__(self, layers: Sequence[LayerReader], ranks: int, noise: RowNoise | None):
         self._waiting = list(layers)  # layers that have not run in this draft
-        self._ranks, self._noise, self._positions = ranks, noise, positions
+        self._ranks, self._noise = ranks, noise
         self._drafted: Drafted | None = None
         self._layer: LayerReader  # the last that has run, and what it computed
         self._outputs: Outputs
@@ -269,20 +265,8 @@ class _Draft:
             )
 
     def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities, given the noise if there is some, and tokens, best first."""
         self._level += 1
-        rows, nodes, vocab = logits.shape
-        if self._noise is not None:
-            assert self._positions is not None
-            index = torch.arange(rows, device=logits.device).repeat_interleave(nodes)
-            positions = self._positions.repeat_interleave(nodes) + self._level
-            coupled = ops.couple_logits(
-                logits.reshape(-1, vocab), self._noise.of_rows(index), positions
-            )
-            logits = coupled.view(rows, nodes, vocab)
-        logits = torch.where(logits.isnan(), -torch.inf, logits.float())
-        best = logits.log_softmax(dim=-1).topk(min(self._ranks, vocab), dim=-1)
-        return best.values, best.indices
+        return best_children(logits, self._ranks, self._noise, self._level)
 
 
 class MtpDrafter(Drafter):
@@ -380,11 +364,7 @@ class MtpDrafter(Drafter):
         self._read(context)
         if not self._layers[0].ready:
             return None
-        if self._noise is None:
-            return _Draft(self._layers, ranks)
-        numbers = context.staging.stage([context.rows, context.root_positions]).tensor
-        rows, positions = numbers.to(self._noise.seeds.device)
-        return _Draft(self._layers, ranks, self._noise.of_rows(rows), positions)
+        return _Draft(self._layers, ranks, RowNoise.of(context, self._noise))
 
     def _read(self, context: Context) -> None:
         """Pass what is new to the first layer, and follow the active rows."""

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from specdec_ext.heads.checkpoints.load import is_draft
 from specdec_ext.heads.checkpoints.storage.hub import on_disk
+from specdec_ext.models.compat import sharing_all_keys
 
 
 def load_language_model(
@@ -35,7 +36,8 @@ def load_language_model(
         )
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
-        model, found = load(place, dtype=dtype, output_loading_info=True)
+        with sharing_all_keys():
+            model, found = load(place, dtype=dtype, output_loading_info=True)
     except Exception as error:  # transformers raises many types for a config that it does not know
         raise ValueError(
             f"{name} can't be loaded as a causal language model: {_in_short(error)}"

@@ -155,7 +155,9 @@ class Prefill:
         kept = torch.tensor(ends, device=input_ids.device)
         keep: dict[str, Any] = {}
         if "logits_to_keep" in self._modules.parameters:
-            keep["logits_to_keep"] = 1 if ends == [end - begin - 1] else kept
+            # For 1, Gemma 4 runs its last layers for one column only, and the states of the others are lost.
+            one = ends == [end - begin - 1] and not self._modules.recorder.layers
+            keep["logits_to_keep"] = 1 if one else kept
         if self._prompt_kwargs is not None:
             inputs = self._prepared(input_ids, self._prompt_kwargs)
         else:

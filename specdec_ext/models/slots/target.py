@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from specdec_ext.models.base import (
     NO_LIMIT,
+    CommittedKeys,
     CommittedRound,
     HostPaths,
     Target,
@@ -107,6 +108,23 @@ class SlotTarget(Target):
 
     def record_hidden_states(self, layers: Sequence[int]) -> None:
         self._modules.recorder = HiddenStateRecorder(self.model, self.config, layers)
+
+    def committed_keys(self, layer: int, reach: int | None = None) -> CommittedKeys:
+        stored, rows = self.cache.layers[layer], self._rows
+        first, stop = stored.dropped, rows.start
+        if reach is not None:
+            first = max(first, stop - reach - rows.slack)
+        numbers = rows.numbers
+        slots = torch.arange(first, stop, device=rows.slot_valid.device)
+        visible = rows.slot_valid[:, first:stop] & (slots < numbers.ends[:, None])
+        if reach is not None:
+            distances = numbers.root_positions[:, None] - rows.slot_positions[:, first:stop]
+            visible &= distances <= reach
+        keys, values = (
+            buffer[: len(visible), :, first:stop]
+            for buffer in (stored.key_buffer, stored.value_buffer)
+        )
+        return CommittedKeys(keys, values, visible)
 
     def admit(
         self, input_ids: Tensor, model_kwargs: dict[str, Any], config: GenerationConfig
