@@ -7,11 +7,12 @@
 For each temperature and each shape (a chain of 5, a static tree of 22 nodes and a dynamic tree of as many),
 drafts are made without noise, as in greedy decoding, and coupled, with the noise of the verification. Text i
 of a round continues held-out prompt i with seed i, so all drafts continue the same texts. The shape is fixed.
+The row "every token" drafts each token of the texts alone, from the text before it, and verifies nothing.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -29,6 +30,7 @@ from specdec_ext.evaluate import benchmark
 from specdec_ext.evaluate.benchmark import Prompt
 from specdec_ext.evaluate.machine import machine_line
 from specdec_ext.heads.checkpoints import load_draft
+from specdec_ext.heads.config import DraftHead
 from specdec_ext.tree.draft_tree import DraftTree
 
 CHAIN = TreeConfig(depth=5)
@@ -43,7 +45,13 @@ STATIC = TreeConfig(
     ]
 )
 DYNAMIC = TreeConfig(depth=5, top_k=4, num_nodes=1 + len(STATIC.choices or ()))
-SHAPES = {"chain of 5": CHAIN, "static tree of 22": STATIC, "dynamic tree of 22": DYNAMIC}
+EVERY = "every token"
+SHAPES = {
+    "chain of 5": CHAIN,
+    "static tree of 22": STATIC,
+    "dynamic tree of 22": DYNAMIC,
+    EVERY: TreeConfig(depth=1),
+}
 FILTERS: dict[str, Row] = {
     "none": dict(top_k=0),
     "top-k 50": dict(top_k=50),
@@ -67,19 +75,26 @@ COLUMNS = {
 }
 NOTES = (
     "`python profiling acceptance`. Numbers without a percent sign are mean acceptance lengths, the tokens",
-    'that a draft brings. "Level 1" is the share of drafts whose first token is accepted, and "new text"',
-    "the same where the next token does not end a 4-gram that occurred before. Bundled target in float32,",
-    "held-out prompts; every text of a temperature is the same with all drafts. Greedy drafts (temperature",
-    "0) have no noise.",
+    'that a draft brings. "Level 1" is the share of drafts whose first token is right. "New text" is the',
+    'same for tokens that do not end a 4-gram which occurred before. In the rows "every token", each token',
+    "of the texts is drafted alone, from the text before it. Bundled target in float32, held-out prompts;",
+    "all drafts of a temperature continue the same texts. Greedy drafts (temperature 0) have no noise.",
 )
 
 
 class NotingDrafter(HeadDrafter):
-    """Notes the tokens that it drafts for the next position.
+    """Notes the tokens that it drafts for the next position, for a single row.
+
+    Args:
+        withheld: whether the drafts are noted only, so that the next token is drafted as well.
 
     Attributes:
-        first: length of the text -> tokens that were drafted to follow it. For a single row.
+        first: length of the text -> tokens that were drafted to follow it.
     """
+
+    def __init__(self, head: DraftHead, tree: TreeConfig, temperature: float, withheld: bool):
+        super().__init__(head, tree, temperature=temperature)
+        self._withheld = withheld
 
     def start(self, *args: Any) -> None:
         super().start(*args)
@@ -87,11 +102,10 @@ class NotingDrafter(HeadDrafter):
 
     def propose(self, context: Context) -> DraftTree:
         tree = super().propose(context)
-        tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
-        follow = {token for token, parent in zip(tokens, parents, strict=True) if parent == 0}
-        if follow:
+        nodes = zip(tree.token_lists[0], tree.parent_lists[0], strict=True)
+        if follow := {token for token, parent in nodes if parent == 0}:
             self.first[len(context.text(0))] = follow
-        return tree
+        return DraftTree.root(context.roots) if self._withheld else tree
 
 
 @dataclass(frozen=True)
@@ -99,8 +113,8 @@ class Acceptance:
     """Accepted drafts over some texts.
 
     Attributes:
-        length: mean acceptance length.
-        first: share of drafts whose first token is accepted.
+        length: mean acceptance length; 1 if drafts were withheld.
+        first: share of drafts whose first token is right.
         new: the same where the text does not repeat itself.
         texts: the texts, with their prompts.
     """
@@ -122,8 +136,11 @@ def acceptance(
     Args:
         texts: seed and prompt of each text.
     """
-    counts: Counter[str] = Counter()
-    found = []
+    accepted, found = 0, []
+    right: dict[bool, list[bool]] = {
+        True: [],
+        False: [],
+    }  # whether the text repeats itself -> drafts
     for seed, prompt in texts:
         output = specdec_ext.generate(
             target,
@@ -134,23 +151,18 @@ def acceptance(
             **prompt,
             **options,
         )
-        stats = output.speculation_stats
-        counts["drafts"] += stats.proposed_per_position[0]
-        counts["first"] += stats.accepted_per_position[0]
-        counts["accepted"] += sum(stats.accepted_per_position)
+        accepted += sum(output.speculation_stats.accepted_per_position)
         text = output.sequences[0].tolist()
         repeats = repeating(text)
-        new = {place: drafted for place, drafted in drafter.first.items() if not repeats[place]}
-        counts["new"] += len(new)
-        counts["new first"] += sum(text[place] in drafted for place, drafted in new.items())
+        for place, drafted in drafter.first.items():
+            right[repeats[place]].append(text[place] in drafted)
         found.append(text)
-    drafts = counts["drafts"]
-    return Acceptance(
-        1 + counts["accepted"] / drafts,
-        counts["first"] / drafts,
-        counts["new first"] / max(counts["new"], 1),
-        found,
-    )
+    drafts = right[True] + right[False]
+    return Acceptance(1 + accepted / len(drafts), _share(drafts), _share(right[False]), found)
+
+
+def _share(right: Sequence[bool]) -> float:
+    return sum(right) / len(right) if right else math.nan
 
 
 def repeating(text: Sequence[int]) -> list[bool]:
@@ -200,12 +212,13 @@ def main(arguments: list[str] | None = None) -> None:
                 key = dict(zip(KEY, (place, temperature, filters, shape), strict=True))
                 row: Row = {**key, "texts": len(texts)}
                 for name, noise in noises.items():
-                    drafter = NotingDrafter(heads[place], SHAPES[shape], temperature=noise)
+                    drafter = NotingDrafter(heads[place], SHAPES[shape], noise, shape == EVERY)
                     measured = acceptance(target, drafter, texts, shared)
                     expected = expected or measured.texts
                     if measured.texts != expected:
                         raise SystemExit(f"{key}: the texts differ")
-                    row[name] = measured.length
+                    if shape != EVERY:
+                        row[name] = measured.length
                     row[f"first_{name}"], row[f"new_{name}"] = measured.first, measured.new
                 if "coupled" in row:
                     row["saved"] = 1 - row["without"] / row["coupled"]

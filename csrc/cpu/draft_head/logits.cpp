@@ -5,6 +5,7 @@
 #include <functional>
 #include <limits>
 
+#include "cpu/math/token_noise.h"
 #include "specdec/cpu/panels.h"
 #include "specdec/math/exp.h"
 
@@ -36,12 +37,14 @@ std::optional<std::string> DraftLogits::compute(const DraftHeadParams& params,
   const HeadWeights& head = params.head;
   const int64_t rows = std::ssize(elements);
   top_k_ = std::min(params.shape.top_k, head.draft_vocab);
-  noise_.fill(params, elements, parallel_for);
   const int64_t blocks = (head.draft_vocab + kBlockOuts - 1) / kBlockOuts;
   reserve(rows, blocks);
   const auto visitor = [&](const PanelBlock& block) {
+    couple(params, elements.subspan(block.first_row, block.rows), block);
     for (int64_t r = 0; r < block.rows; ++r) {
-      visit(head, blocks, block.first_row + r, block, block.values + r * kBlockOuts);
+      const int64_t row = block.first_row + r;
+      const bool coupled = params.noise.temperature(elements[row].row) > 0.0f;
+      visit(coupled ? 1.0f : head.logit_scale, blocks, row, block, block.values + r * kBlockOuts);
     }
   };
   panel_products({.type = head.type,
@@ -58,15 +61,30 @@ std::optional<std::string> DraftLogits::compute(const DraftHeadParams& params,
   return std::nullopt;
 }
 
-void DraftLogits::visit(const HeadWeights& head, int64_t blocks, int64_t row,
-                        const PanelBlock& block, float* logits) {
+void DraftLogits::couple(const DraftHeadParams& params, std::span<const DraftElement> elements,
+                         const PanelBlock& block) const {
   static const RowOps& rows = row_ops();
-  float scale = head.logit_scale;
-  if (const float temperature = noise_.temperature(row); temperature > 0.0f) {
-    const float* noise = noise_.values(row) + block.first_out;
-    rows.couple_logits(scale, temperature, noise, block.outs, logits);
-    scale = 1.0f;
+  alignas(64) float noise[kBlockOuts];
+  const DraftElement* sharing = nullptr;  // the last element whose children have this noise
+  for (int64_t r = 0; r < block.rows; ++r) {
+    const DraftElement& element = elements[r];
+    const float temperature = params.noise.temperature(element.row);
+    if (temperature == 0.0f) continue;
+    // The nodes of a level are consecutive, and their children share the noise.
+    if (sharing == nullptr || sharing->row != element.row ||
+        sharing->position != element.position) {
+      fill_noise(params.noise.stream(element.row, element.position + kPredictsAhead),
+                 {params.head.draft_to_target, 1}, block.first_out, block.outs, noise);
+      sharing = &element;
+    }
+    rows.couple_logits(params.head.logit_scale, temperature, noise, block.outs,
+                       block.values + r * kBlockOuts);
   }
+}
+
+void DraftLogits::visit(float scale, int64_t blocks, int64_t row, const PanelBlock& block,
+                        float* logits) {
+  static const RowOps& rows = row_ops();
   sums_[row * blocks + block.first_out / kBlockOuts] = rows.sum_logits(scale, block.outs, logits);
   const int64_t run = row * blocks + block.first_run / kBlockOuts;
   BestPicks best{picks_.data() + run * top_k_, top_k_, num_picks_[run]};

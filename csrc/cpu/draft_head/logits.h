@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "cpu/math/rows.h"
-#include "noise.h"
+#include "layers.h"
 #include "specdec/cpu/panels.h"
 #include "tree.h"
 
@@ -34,12 +34,14 @@ class DraftLogits {
 
  private:
   void reserve(int64_t rows, int64_t blocks);
-  void visit(const HeadWeights& head, int64_t blocks, int64_t row, const PanelBlock& block,
-             float* logits);
+  // Adds the noise of the children to a block of logits of consecutive elements.
+  void couple(const DraftHeadParams& params, std::span<const DraftElement> elements,
+              const PanelBlock& block) const;
+  // Keeps the largest of a row's logits of a block, which are multiplied by `scale`.
+  void visit(float scale, int64_t blocks, int64_t row, const PanelBlock& block, float* logits);
   std::optional<std::string> merge(const HeadWeights& head, int64_t blocks, int64_t row);
 
   int64_t top_k_;
-  ChildNoise noise_;
   std::vector<LogitSum> sums_;      // [rows, blocks]
   std::vector<Pick> picks_;         // [rows, blocks, top_k], at the first block of each run
   std::vector<int64_t> num_picks_;  // [rows, blocks], at the first block of each run

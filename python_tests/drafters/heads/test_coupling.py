@@ -7,6 +7,7 @@ expectation says, and dynamic trees are the best ones for the scores of their no
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import math
 
@@ -19,10 +20,12 @@ from helpers.ops.op_cases import generator
 from transformers import PreTrainedModel
 
 import specdec_ext
-from specdec_ext import Drafter, HeadDrafter, MedusaDrafter, TreeConfig, ops
+from specdec_ext import Drafter, HeadDrafter, MedusaDrafter, TreeConfig, assets, ops
+from specdec_ext.drafters.heads.bound_head import BoundHead
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.heads.medusa import MedusaHeads
 from specdec_ext.ops import DraftNoise
+from specdec_ext.reference.couple_logits import couple_logits
 from specdec_ext.verify.sampler import DRAFT_TEMPERATURES
 
 TREES = {
@@ -105,15 +108,16 @@ def test_acceptance_is_the_exact_expectation(count):
     """P(arg-max of log p + g is among the best ``count`` of log q + g), for one token by formula, else by
     integration over the noise with another generator.
 
-    For one token it is the sum over i of 1 / sum_j max(p_j / p_i, q_j / q_i) (Daliri et al. 2024, "Coupling
-    without communication and drafter-invariant speculative decoding").
+    The formula is that of Daliri et al. 2024, "Coupling without communication and drafter-invariant
+    speculative decoding".
     """
     vocab, samples = 6, 40_000
     logits = torch.randn(2, vocab, generator=generator(2)) * 1.5
     p, q = logits.double().softmax(dim=-1)
     if count == 1:
-        ratios = [max_sum(p / p[i], q / q[i]) for i in range(vocab)]
-        expected = sum(1 / ratio for ratio in ratios)
+        expected = agreement(p, q)
+        ratios = [torch.maximum(p / p[i], q / q[i]).sum() for i in range(vocab)]
+        assert expected == pytest.approx(float(sum(1 / ratio for ratio in ratios)))
     else:
         noise = -torch.rand(1_000_000, vocab, generator=generator(5)).double().log().neg().log()
         drawn = (p.log() + noise).argmax(dim=1)
@@ -131,8 +135,54 @@ def test_acceptance_is_the_exact_expectation(count):
     assert abs(rate - expected) < 4 * deviation
 
 
-def max_sum(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float(torch.maximum(a, b).sum())
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*drafts in PyTorch")
+@pytest.mark.parametrize("temperature", [0.8, 1.0])
+def test_acceptance_of_the_bundled_head_is_the_exact_expectation(temperature, monkeypatch):
+    """Each draft of one token is right with the probability of the formula, given the text before it.
+
+    The specification drafts, because it shows the head's logits.
+    """
+    target, head, tokenizer = assets.load_target(), assets.load_head(), assets.load_tokenizer()
+    noted: dict[int, torch.Tensor] = {}  # position -> the distribution of the draft
+
+    def couple(logits, noise, positions, ids):
+        q = torch.zeros(target.config.vocab_size, dtype=torch.float64)
+        q[ids] = (logits[0].double() / noise.temperatures[0]).softmax(dim=0)
+        noted[int(positions)] = q
+        return couple_logits(logits, noise, positions, ids)
+
+    specification = importlib.import_module("specdec_ext.reference.draft_head")
+    monkeypatch.setattr(specification, "couple_logits", couple)
+    monkeypatch.setattr(BoundHead, "refusal", lambda *_: "it shows no logits")
+    right, expected = 0, []
+    for seed, prompt in enumerate(assets.held_out_prompts()):
+        ids = tokenizer(prompt["prompt"], return_tensors="pt")["input_ids"]
+        noted.clear()
+        output = specdec_ext.generate(
+            target, ids, drafter=HeadDrafter(head, TreeConfig(depth=1)), speculation="fixed",
+            do_sample=True, temperature=temperature, top_k=0, seed=seed, max_new_tokens=64,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        right += output.speculation_stats.accepted_per_position[0]
+        assert len(noted) == output.speculation_stats.proposed_per_position[0]
+        with torch.no_grad():
+            logits = target(output.sequences).logits[0].double()
+        for position, q in noted.items():
+            expected.append(agreement((logits[position - 1] / temperature).softmax(dim=0), q))
+    deviation = math.sqrt(sum(each * (1 - each) for each in expected))
+    assert len(expected) > 400 and abs(right - sum(expected)) < 4 * deviation
+
+
+def agreement(p: torch.Tensor, q: torch.Tensor) -> float:
+    """P(arg-max of log p + g is that of log q + g): the sum over i of 1 / sum_j max(p_j / p_i, q_j / q_i)."""
+    both = (p > 0) & (q > 0)
+    order = (q / p)[both].argsort(descending=True)
+    p, q, left = p[both][order], q[both][order], (1 - q[both].sum(), 1 - p[both].sum())
+    # Tokens before i have the larger ratio for q, and those after it for p.
+    of_q = (left[0] + q.cumsum(dim=0)) / q
+    of_p = (left[1] + p.sum() - p.cumsum(dim=0)) / p
+    return float((1 / (of_q + of_p)).sum())
 
 
 def test_scores_are_probabilities_of_acceptance():
