@@ -21,12 +21,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, cache_utils
 
 import specdec_ext
-from specdec_ext import HeadDrafter, MtpDrafter, MtpHeads, TreeConfig
+from specdec_ext import HeadDrafter, MtpDrafter, MtpHeads, TreeConfig, assets
 from specdec_ext.drafters.heads import mtp as module
 from specdec_ext.drafters.heads import unread
 from specdec_ext.drafters.resolve import resolve_drafter
 from specdec_ext.heads.checkpoints import load_draft
 from specdec_ext.models.compat import MtpModel
+from specdec_ext.training.data.regenerate import regenerate
 from specdec_ext.training.recipe import HeadRecipe, train_head
 from specdec_ext.training.trainer import TrainConfig
 
@@ -128,23 +129,32 @@ def test_drafts_are_those_of_transformers(name, monkeypatch):
     assert_equal_drafts_of_one_row(drafter.drafts, theirs, ours, depth)
 
 
-def test_a_trained_head_drafts_what_transformers_drafts_with_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize("of", ["tiny", pytest.param("bundled", marks=pytest.mark.slow)])
+def test_a_trained_head_drafts_what_transformers_drafts_with_it(of, tmp_path, monkeypatch):
     """``train_head`` with kind "mtp", saved and read again; transformers runs its layer as a module."""
-    model = tiny_model("llama")
-    config = TrainConfig(
-        updates=60, batch_size=4, learning_rate=3e-2, optimizer="adamw", mixed_precision=False
-    )
-    texts = greedy_examples(4, prompt=6, length=40)
+    settings = dict(updates=60, learning_rate=3e-2, optimizer="adamw")
+    if of == "tiny":
+        model, texts = tiny_model("llama"), greedy_examples(4, prompt=6, length=40)
+        beginnings = [texts[0].tokens[:6]]
+    else:
+        model, tokenizer, settings = assets.load_target(), assets.load_tokenizer(), {"updates": 40}
+        held_out = [each["prompt"] for each in assets.held_out_prompts()]
+        beginnings = [torch.tensor(tokenizer(text)["input_ids"]) for text in held_out]
+        texts = regenerate(
+            model, beginnings[3:], tmp_path / "texts", max_new_tokens=64, max_length=512
+        )
+        beginnings = beginnings[:3]
+    config = TrainConfig(batch_size=4, mixed_precision=False, **settings)
     train_head(model, texts, [], tmp_path / "head", HeadRecipe(kind="mtp", steps=2), config)
     head = load_draft(tmp_path / "head", dtype=torch.float32)
     monkeypatch.setattr(model.config, "num_mtp_layers", 1, raising=False)
-    kwargs = dict(max_new_tokens=60, do_sample=False)
-    mtp, ids = mtp_model_of(model, head), texts[0].tokens[None, :6]
-    with_mtp, theirs = transformers_drafts(model, mtp, ids, monkeypatch, **kwargs)
-    drafter = NotingHead(head, TreeConfig(depth=1))
-    ours = generate(model, ids, drafter=drafter, speculation="fixed", **kwargs).sequences
-    assert torch.equal(ours, with_mtp)
-    assert_equal_drafts_of_one_row(drafter.drafts, theirs, ours, 1)
+    kwargs, mtp = dict(max_new_tokens=60, do_sample=False), mtp_model_of(model, head)
+    for ids in (each[None] for each in beginnings):
+        with_mtp, theirs = transformers_drafts(model, mtp, ids, monkeypatch, **kwargs)
+        drafter = NotingHead(head, TreeConfig(depth=1))
+        ours = generate(model, ids, drafter=drafter, speculation="fixed", **kwargs).sequences
+        assert torch.equal(ours, with_mtp)
+        assert_equal_drafts_of_one_row(drafter.drafts, theirs, ours, 1)
 
 
 def chain(mtp, text, states, depth):
