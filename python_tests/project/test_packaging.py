@@ -125,6 +125,16 @@ def test_build_does_not_require_torch():
     assert requires and requires[1] == '["setuptools>=77", "ninja"]'
 
 
+def test_supported_transformers_are_the_ones_that_pip_installs():
+    metadata = (ROOT / "pyproject.toml").read_text()
+    bounds = re.search(r'"transformers>=(\d+\.\d+),<(\d+)\.(\d+)"', metadata)
+    assert bounds
+    oldest, major, first_unsupported = bounds.groups()
+    newest = f"{major}.{int(first_unsupported) - 1}"
+    for page in ("README.md", "docs/guide/quickstart.md"):
+        assert f"transformers {oldest} to {newest}" in (ROOT / page).read_text(), page
+
+
 def test_metadata_has_readme_and_classifiers(wheel):
     archive = zipfile.ZipFile(wheel)
     (name,) = [name for name in archive.namelist() if name.endswith("METADATA")]
