@@ -137,10 +137,8 @@ def acceptance(
         texts: seed and prompt of each text.
     """
     accepted, found = 0, []
-    right: dict[bool, list[bool]] = {
-        True: [],
-        False: [],
-    }  # whether the text repeats itself -> drafts
+    # Whether the text repeats itself -> whether each draft is right.
+    right: dict[bool, list[bool]] = {True: [], False: []}
     for seed, prompt in texts:
         output = specdec_ext.generate(
             target,

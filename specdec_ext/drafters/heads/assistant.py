@@ -25,6 +25,7 @@ from specdec_ext.drafters.heads.coupling import (
 )
 from specdec_ext.drafters.heads.growth import grow_tree
 from specdec_ext.drafters.heads.head import default_tree, offered_shapes
+from specdec_ext.drafters.heads.root_states import RootStates
 from specdec_ext.models import TargetOutput
 from specdec_ext.models.passes.masks import SUPPORTED_IMPLEMENTATIONS
 from specdec_ext.models.patching.changes import inference_mode
@@ -88,7 +89,6 @@ class AssistantDrafter(Drafter):
         return (-1,)
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
-        assert output.features is not None
         self._embedding = model.get_input_embeddings()
         self._vocab_size = vocab_size(model)
         layers = _layers_with_keys(model.config.get_text_config(decoder=True))
@@ -100,12 +100,7 @@ class AssistantDrafter(Drafter):
         }
         self._tree = self.tree or default_tree(model.device, len(context.rows))
         self._noise = draft_noise(context, self.temperature, model.device)
-        last = context.last_columns(output.features.shape[1])
-        index = torch.tensor(last, device=output.features.device)
-        self._rows = list(context.rows)
-        self._states = _at(
-            output.features, index
-        )  # of the token before each root, ``[rows, hidden]``
+        self._states = RootStates(context, output)
 
     def shapes(self, context: Context) -> Sequence[Shape]:
         return [self.tree] if self.tree else offered_shapes(self._tree)
@@ -115,26 +110,14 @@ class AssistantDrafter(Drafter):
         return super().identity, self.model.config._name_or_path, self.temperature
 
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
-        assert output.features is not None
-        self._rows = list(context.rows)
-        if accepted.path.shape[1] == 1:
-            self._states = output.features[:, 0]
-            return
-        paths = zip(accepted.paths, accepted.emitted, strict=True)
-        # A row that had ended before this round has emitted nothing.
-        nodes = [path[max(len(emitted) - 1, 0)] for path, emitted in paths]
-        self._states = _at(output.features, context.staging.stage(nodes).tensor)
+        self._states.commit(context, accepted, output)
 
     def propose(self, context: Context) -> DraftTree:
         if max(context.remaining) < 2:  # the last token of a row needs no draft
             return DraftTree.root(context.roots)
         tree = context.shape if isinstance(context.shape, TreeConfig) else self._tree
-        states = self._states
-        if context.rows != self._rows:
-            kept = [self._rows.index(row) for row in context.rows]
-            states = states[torch.tensor(kept, device=states.device)]
         with inference_mode():
-            draft = _Draft(self, context, states, tree.top_k)
+            draft = _Draft(self, context, self._states.of_rows(context.rows), tree.top_k)
             return grow_tree(context.roots, tree, draft)
 
 
@@ -184,12 +167,6 @@ class _Draft:
         return best_children(
             logits[..., : drafter._vocab_size], self._ranks, self._noise, self._level
         )
-
-
-def _at(features: Tensor, columns: Tensor) -> Tensor:
-    """``[rows, hidden]``, the features of one column of each row."""
-    index = columns.to(features.device)[:, None, None].expand(-1, 1, features.shape[2])
-    return features.gather(1, index)[:, 0]
 
 
 def _layers_with_keys(config: PreTrainedConfig) -> Mapping[str, int]:

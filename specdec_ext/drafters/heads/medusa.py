@@ -20,8 +20,9 @@ from specdec_ext import ops
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
 from specdec_ext.drafters.heads.bound_head import draft_home
-from specdec_ext.drafters.heads.coupling import check_temperature, draft_noise
+from specdec_ext.drafters.heads.coupling import RowNoise, check_temperature, draft_noise
 from specdec_ext.drafters.heads.growth import grow_tree
+from specdec_ext.drafters.heads.root_states import RootStates
 from specdec_ext.heads.checkpoints.pair import check_pair
 from specdec_ext.heads.medusa import MedusaHeads, likely_choices
 from specdec_ext.models import TargetOutput
@@ -73,8 +74,6 @@ class MedusaDrafter(Drafter):
         self.heads, self.tree, self.temperature = heads, tree, temperature
         self._home: tuple[torch.device, torch.dtype] | None = None
         self._checked: weakref.ref[PreTrainedModel] | None = None
-        # Rows of the last step, hidden states of all its nodes, and the node before each row's root.
-        self._latest: tuple[list[int], Tensor, Tensor | Accepted]
         if tree is not None:
             _check_tree(tree, heads)
 
@@ -98,10 +97,7 @@ class MedusaDrafter(Drafter):
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
         self._tree = self.tree or default_tree(model.device, self.heads.config.num_heads)
         self._noise = draft_noise(context, self.temperature, model.device)
-        columns = torch.tensor(
-            context.last_columns(output.aux_hidden_states[0].shape[1]), device="cpu"
-        )
-        self._latest = context.rows, output.aux_hidden_states[0], columns
+        self._states = RootStates(context, output)
 
     def shapes(self, context: Context) -> Sequence[Shape]:
         if self.tree:
@@ -114,22 +110,12 @@ class MedusaDrafter(Drafter):
         return super().identity, self.heads.source, self.temperature
 
     def commit(self, context: Context, accepted: Accepted, output: TargetOutput) -> None:
-        # The states are selected by the next draft, if there is one.
-        self._latest = context.rows, output.aux_hidden_states[0], accepted
-
-    def _states(self, rows: list[int]) -> Tensor:
-        """``[rows, hidden]``, the hidden states before the roots of these rows."""
-        kept, states, nodes = self._latest
-        if isinstance(nodes, Accepted):
-            nodes = nodes.path.gather(1, nodes.num_accepted[:, None])[:, 0]
-        nodes = nodes.to(states.device)
-        states = states[torch.arange(len(kept), device=nodes.device), nodes]
-        return states if kept == rows else states[[kept.index(row) for row in rows]]
+        self._states.commit(context, accepted, output)
 
     def propose(self, context: Context) -> DraftTree:
         if max(context.remaining) < 2:  # the last token of a row needs no draft
             return DraftTree.root(context.roots)
-        states = self._states(context.rows)
+        states = self._states.of_rows(context.rows)
         tree = context.shape if isinstance(context.shape, TreeConfig) else self._tree
         _check_tree(tree, self.heads)
         log_probs, tokens = self._guesses(states, tree, context)
@@ -147,11 +133,7 @@ class MedusaDrafter(Drafter):
 
         With noise, the log-probabilities are given the noise, as in the op ``draft_head``.
         """
-        noise = self._noise
-        if noise is not None:
-            numbers = context.staging.stage([context.rows, context.root_positions]).tensor
-            rows, root_positions = numbers.to(states.device)
-            noise = noise.of_rows(rows)
+        noise = RowNoise.of(context, self._noise)
         config, tensors = self._heads.config, self._heads.tensors
         product = ops.linear if states.device.type == "cpu" else linear
         states = states.to(tensors["lm_heads.0.weight"].dtype)
@@ -165,7 +147,7 @@ class MedusaDrafter(Drafter):
             logits = product(x, lm_head, None)
             if noise is not None:
                 ids = tensors.get("draft_to_target")
-                logits = ops.couple_logits(logits, noise, root_positions + (1 + head), ids)
+                logits = ops.couple_logits(logits, noise.noise, noise.positions + (1 + head), ids)
             log_probs = logits.float().log_softmax(dim=-1)
             best.append(log_probs.topk(min(tree.top_k, config.draft_vocab_size), dim=-1))
         ids = torch.stack([each.indices for each in best], dim=1)
