@@ -7,16 +7,15 @@ import copy
 import pytest
 import torch
 from helpers.drafters.assistant_cases import ASSISTANTS, AVAILABLE, WINDOW, assistant, target
+from helpers.drafters.texts import generate, mean_sampled_length, texts_of_the_target
 from helpers.models.tiny import prompts, tiny_model
 
-import specdec_ext
 from specdec_ext import AssistantDrafter, DraftModelDrafter, HeadDrafter, TreeConfig
 from specdec_ext.drafters.resolve import resolve_drafter
 from specdec_ext.training.start import new_head
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="transformers has no Gemma-4 assistants")
 
-LENGTH = 40
 DEPTH = 4
 # An assistant that scores the tokens of some clusters only; here a cluster is one token.
 ORDERED = {"use_ordered_embeddings": True, "num_centroids": 97}
@@ -28,16 +27,6 @@ TREES = {
 }
 # Shorter and longer than the window.
 BATCHES = {"one": (9,), "ragged": (2 * WINDOW + 3, 7, 1)}
-
-
-def generate(model, ids, mask=None, **kwargs):
-    kwargs = {
-        "max_new_tokens": LENGTH,
-        "do_sample": False,
-        "return_dict_in_generate": True,
-        **kwargs,
-    }
-    return specdec_ext.generate(model, ids, attention_mask=mask, **kwargs)
 
 
 class Noting(AssistantDrafter):
@@ -152,17 +141,8 @@ def test_texts_are_those_of_the_target(shared, batch, tree):
     """Also of a target whose layers all have keys of their own, as the largest Gemma 4 has."""
     model, helper = target(shared=shared), assistant()
     ids, mask = prompts(BATCHES[batch])
-    for kwargs in (
-        dict(eos_token_id=3),
-        dict(do_sample=True, temperature=0.8),
-        dict(do_sample=True, top_p=0.9, eos_token_id=2),
-    ):
-        out = []
-        for drafter in (None, AssistantDrafter(helper, TREES[tree])):
-            torch.manual_seed(4)
-            out.append(generate(model, ids, mask, drafter=drafter, speculation="fixed", **kwargs))
-        assert torch.equal(out[0].sequences, out[1].sequences)
-        assert sum(out[1].speculation_stats.accepted_per_position) > 0
+    for out in texts_of_the_target(model, ids, mask, AssistantDrafter(helper, TREES[tree])):
+        assert sum(out.speculation_stats.accepted_per_position) > 0
 
 
 def test_coupled_drafts_are_accepted_more_often():
@@ -170,10 +150,7 @@ def test_coupled_drafts_are_accepted_more_often():
 
     def mean_length(temperature):
         drafter = AssistantDrafter(assistant(), TreeConfig(depth=3), temperature)
-        torch.manual_seed(5)
-        kwargs = dict(do_sample=True, max_new_tokens=200, temperature=3.0)
-        out = generate(model, ids, drafter=drafter, speculation="fixed", **kwargs)
-        return out.speculation_stats.mean_acceptance_length
+        return mean_sampled_length(model, ids, drafter, 3.0)
 
     assert mean_length(1.0) > mean_length(0.0) + 0.3
 
