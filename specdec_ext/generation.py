@@ -33,6 +33,7 @@ from specdec_ext.drafters.choice import Assistant, DrafterChoice
 from specdec_ext.keywords import check_arguments, check_config
 from specdec_ext.loop import DecodingLoop
 from specdec_ext.models import Target, make_target
+from specdec_ext.models.compat import cached_tokens
 from specdec_ext.models.context_limit import Span
 from specdec_ext.models.patching.changes import current_changes, transactional
 from specdec_ext.models.tensor_parallel import agreed_clock, agreed_seed
@@ -259,19 +260,17 @@ def _decode(
     graphs: bool | str,
     streamer: Any,
     encoder_input: Tensor | None = None,
-    past_key_values: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | AnyOutput:
     recorder = Recorder(config, len(input_ids), model_kwargs.get("encoder_outputs"))
     slots = stop.max_length + BLOCK_SLOTS
     target = make_target(
         model,
-        past_key_values,
         slots,
         recorder.forward_kwargs,
         model_kwargs,
         config,
-        _span(input_ids, past_key_values, model_kwargs, stop),
+        _span(input_ids, model_kwargs, stop),
         graphs,
     )
     current_changes().on_failure(target.abandon)
@@ -342,9 +341,9 @@ def _policy(
     )
 
 
-def _span(input_ids: Tensor, cache: Any, inputs: dict[str, Any], stop: StopRule) -> Span:
+def _span(input_ids: Tensor, inputs: dict[str, Any], stop: StopRule) -> Span:
     rows, columns = inputs.get("inputs_embeds", input_ids).shape[:2]
-    held = 0 if cache is None else int(cache.get_seq_length())
+    held = cached_tokens(inputs)
     mask = inputs.get("attention_mask")
     shortest = columns if mask is None else int(mask.sum(dim=-1).min())
     end = stop.max_length + columns - input_ids.shape[1]

@@ -256,6 +256,7 @@ ARGUMENTS: dict[str, Keyword] = {
     "past_key_values": _exact(
         "a `DynamicCache`, empty or filled; after the call it holds `sequences[:, :-1]`"
     ),
+    "cache": _exact("the name of `past_key_values` since transformers 5.24, which knows both"),
     "inputs_embeds": _exact(
         "the prompt as embeddings, with or without `input_ids`; lookup drafters read the ids only"
     ),

@@ -14,6 +14,7 @@ from transformers.utils import ModelOutput
 
 from specdec_ext.context import Context
 from specdec_ext.models import TargetOutput
+from specdec_ext.models.compat import CACHE
 from specdec_ext.stats import SpeculationStats
 from specdec_ext.verify.sampler import Accepted, RecordScores
 
@@ -218,7 +219,7 @@ class Recorder:
             "sequences": sequences,
             "scores": cut(self._scores),
             "logits": cut(self._logits),
-            "past_key_values": cache,
+            CACHE: cache,
         }
         hidden, attentions, cross = (
             cut(self._layers.get(name))

@@ -32,6 +32,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
 import specdec_ext
+from specdec_ext.models.compat import CACHE
 
 NEW_TOKENS = 10
 SOME_SHAPES = [oracle_chain, adversary_chain, noisy_chain]
@@ -220,15 +221,15 @@ def test_outputs_are_those_of_transformers(rows):
     output = specdec_ext.generate(model, drafter=drafter, **kwargs)
     assert isinstance(output, type(expected))
     assert output.speculation_stats.steps
-    assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1
-    for name in set(expected) - {"past_key_values"}:
+    assert output[CACHE].get_seq_length() == output.sequences.shape[1] - 1
+    for name in set(expected) - {CACHE}:
         torch.testing.assert_close(output[name], expected[name])
 
 
 def test_fields_that_were_not_requested_are_absent():
     kwargs = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True}
     output = specdec_ext.generate(build("t5"), **inputs(1), drafter="ngram", **kwargs)
-    assert set(output) == {"sequences", "past_key_values"}
+    assert set(output) == {"sequences", CACHE}
 
 
 @functools.cache

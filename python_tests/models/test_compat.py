@@ -95,7 +95,8 @@ def test_positions_in_the_cache_are_rolled_back():
         before = getattr(past_key_values, "position_ids", position_ids[:, :0])
         past_key_values.position_ids = torch.cat([before, position_ids], dim=-1)
         seen.append(past_key_values.position_ids)
-        return plain(*args, past_key_values=past_key_values, position_ids=position_ids, **kwargs)
+        kwargs[compat.CACHE] = past_key_values
+        return plain(*args, position_ids=position_ids, **kwargs)
 
     seen: list[torch.Tensor] = []
     model.forward = forward
@@ -109,6 +110,28 @@ def test_positions_in_the_cache_are_rolled_back():
     for positions in [*seen, cache.position_ids]:
         assert positions[0].tolist() == list(range(positions.shape[1]))
     assert cache.position_ids.shape[1] == cache.get_seq_length() == expected.shape[1] - 1
+
+
+def test_model_that_keeps_the_old_name_of_its_cache_has_trees():
+    """Since 5.24 ``model.generate`` fails for such a model of a hub, or forgets the text before."""
+
+    class Old(type(tiny_model("llama"))):
+        def forward(self, input_ids=None, past_key_values=None, position_ids=None, **kwargs):
+            kwargs[compat.CACHE] = past_key_values
+            return super().forward(input_ids, position_ids=position_ids, **kwargs)
+
+    model = Old(tiny_model("llama").config).eval()
+    model.load_state_dict(tiny_model("llama").state_dict())
+    assert supports(model).tree
+    ids, _ = prompts((7,))
+    kwargs = dict(max_new_tokens=12, do_sample=False)
+    expected = tiny_model("llama").generate(ids, **kwargs)
+    drafter = make_drafter("oracle_tree", model, expected[:, 7:].tolist())
+    output = specdec_ext.generate(
+        model, ids, drafter=drafter, return_dict_in_generate=True, **kwargs
+    )
+    assert torch.equal(output.sequences, expected)
+    assert output.speculation_stats.accepted_tokens
 
 
 def test_layer_without_keys_is_empty():

@@ -13,6 +13,7 @@ from transformers.models.llama import modeling_llama
 import specdec_ext
 from specdec_ext import DraftTree, ops
 from specdec_ext.models import make_target
+from specdec_ext.models.compat import CACHE
 from specdec_ext.models.passes import direct, known_code
 from specdec_ext.models.passes.direct import direct_pass
 from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
@@ -38,7 +39,7 @@ def op_calls(monkeypatch):
 
 
 def scored(model, layers=(), cache=None, by_modules=False):
-    target = make_target(model, cache and cache(), 64)
+    target = make_target(model, 64, model_kwargs={CACHE: cache and cache()})
     if by_modules:
         target.runner.direct = None
     target.record_hidden_states(layers)

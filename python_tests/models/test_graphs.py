@@ -268,7 +268,7 @@ def traces_of_rounds(model, rows: int, parents: tuple[int, ...], graphs: bool) -
     mask = torch.ones_like(prompt["input_ids"])
     for row, padding in enumerate((0, 3, 10)[:rows]):
         mask[row, :padding] = 0
-    target = make_target(model, None, 128, graphs=graphs)
+    target = make_target(model, 128, graphs=graphs)
     target.record_hidden_states((0, 1, 2))
     target.prefill(CudaLike(prompt["input_ids"]), CudaLike(mask) if rows > 1 else None)
     traces = []

@@ -26,7 +26,7 @@ def test_states_of_a_prompt_are_those_of_transformers(name):
     with torch.no_grad():
         given = dict(attention_mask=mask, position_ids=positions, output_hidden_states=True)
         expected = model(ids, **given).hidden_states
-    target = make_target(model, None, 64)
+    target = make_target(model, 64)
     target.record_hidden_states(LAYERS)
     features = target.prefill(ids, mask).features
     valid = mask.bool()
@@ -37,7 +37,7 @@ def test_states_of_a_prompt_are_those_of_transformers(name):
 def test_states_of_a_tree_are_those_of_transformers():
     model = tiny_model("llama")
     ids, _ = prompts((6,))
-    target = make_target(model, None, 64)
+    target = make_target(model, 64)
     target.record_hidden_states((1, -1))
     target.prefill(ids, None)
     tree = DraftTree.from_paths(torch.tensor([3]), [[[4, 5], [7]]])
@@ -107,7 +107,7 @@ def test_last_layers_output_is_the_input_of_the_final_norm(name):
     """Published heads for gpt-oss read it, the 36th of 36 layers."""
     model = tiny_model(name)
     ids, _ = prompts((7,))
-    target = make_target(model, None, 64)
+    target = make_target(model, 64)
     target.record_hidden_states((3, -1))
     before, after = target.prefill(ids, None).features.chunk(2, dim=-1)
     norm = model.get_decoder().ln_f if name == "gpt2" else model.get_decoder().norm
@@ -118,4 +118,4 @@ def test_last_layers_output_is_the_input_of_the_final_norm(name):
 @pytest.mark.parametrize("layer", [4, 99, -2])
 def test_unknown_layer_is_refused(layer):
     with pytest.raises(ValueError, match=f"feature_layers has {layer}.*layers 0 to 2"):
-        make_target(tiny_model("llama"), None, 64).record_hidden_states((layer,))
+        make_target(tiny_model("llama"), 64).record_hidden_states((layer,))

@@ -29,6 +29,7 @@ from transformers import (
 )
 
 import specdec_ext
+from specdec_ext.models.compat import CACHE
 
 NEW_TOKENS = 24
 
@@ -186,6 +187,6 @@ def test_refused_call_leaves_the_cache_unchanged():
     cache = DynamicCache(config=model.config)
     generate(model, ids, generated(generate(model, ids), 9), oracle_tree, past_key_values=cache)
     held = cache.get_seq_length()
-    with pytest.raises(ValueError, match=f"past_key_values holds {held} tokens and the prompt 9"):
+    with pytest.raises(ValueError, match=f"{CACHE} holds {held} tokens and the prompt 9"):
         specdec_ext.generate(model, ids, past_key_values=cache, max_new_tokens=3)
     assert cache.get_seq_length() == held

@@ -21,6 +21,7 @@ from helpers.models.tiny import (
 from helpers.versions import skip_unless_drafted
 
 import specdec_ext
+from specdec_ext.models.compat import CACHE
 from specdec_ext.models.families.patches import patched
 from specdec_ext.models.families.positions import positions_of
 from specdec_ext.models.passes.masks import visibility
@@ -45,9 +46,8 @@ def test_positions_reach_a_decoder_whose_model_has_no_argument_for_them():
 
     class Wrapped(type(tiny_model("llama"))):
         def forward(self, input_ids=None, past_key_values=None, attention_mask=None, **kwargs):
-            return super().forward(
-                input_ids, past_key_values=past_key_values, attention_mask=attention_mask, **kwargs
-            )
+            kwargs[CACHE] = past_key_values
+            return super().forward(input_ids, attention_mask=attention_mask, **kwargs)
 
     model = Wrapped(tiny_model("llama").config).eval()
     model.load_state_dict(tiny_model("llama").state_dict())

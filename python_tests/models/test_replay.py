@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 import specdec_ext
 from specdec_ext.models import make_target, supports
 from specdec_ext.models.base import MAX_UNREAD
+from specdec_ext.models.compat import CACHE, cache_of
 from specdec_ext.tree.draft_tree import DraftTree
 
 BATCHES = {"one": (7,), "three-ragged": (12, 3, 9)}
@@ -103,8 +104,7 @@ def test_returned_cache_is_that_of_transformers(models, kind, shape):
     plain = model.generate(ids, **kwargs)
     drafter = ScriptedDrafter(generated(plain.sequences, ids.shape[1]), shape)
     ours = specdec_ext.generate(model, ids, drafter=drafter, **kwargs)
-    theirs = plain.past_key_values or plain.cache_params
-    for mine, their in zip(ours.past_key_values.layers, theirs.layers, strict=True):
+    for mine, their in zip(cache_of(ours).layers, cache_of(plain).layers, strict=True):
         for name in ("conv_states", "recurrent_states"):
             for index, state in getattr(their, name, {}).items():
                 if state is not None:
@@ -119,7 +119,7 @@ def test_returned_cache_is_that_of_transformers(models, kind, shape):
 @pytest.mark.parametrize("kind", ["mamba2", "falcon_h1"])
 def test_row_continues_from_a_branch_accepted_as_a_whole(models, kind, accepted):
     model = models[kind]
-    target, (ids, _) = make_target(model, None, 60), prompts((6, 6))
+    target, (ids, _) = make_target(model, 60), prompts((6, 6))
     target.prefill(ids, None)
     tokens = torch.tensor([[5, 11, 12, 13], [6, 21, 22, 23]])
     tree = DraftTree(tokens, torch.tensor([[-1, 0, 1, 0]] * 2))
@@ -136,7 +136,7 @@ def test_row_continues_from_a_branch_accepted_as_a_whole(models, kind, accepted)
 
 
 def test_single_branch_may_follow_an_inactive_node(models):
-    target, (ids, _) = make_target(models["mamba2"], None, 60), prompts((6,))
+    target, (ids, _) = make_target(models["mamba2"], 60), prompts((6,))
     target.prefill(ids, None)
     tree = DraftTree(torch.tensor([[5, 0, 11]]), torch.tensor([[-1, -2, 0]]))
     logits = target.forward(tree).logits
@@ -148,7 +148,7 @@ def test_single_branch_may_follow_an_inactive_node(models):
 @pytest.mark.parametrize("branches", [1, 2])
 def test_unread_tokens_are_bounded(models, branches):
     """Each wrong draft leaves one more token unread, until a step has no drafts."""
-    target = make_target(models["mamba2"], None, 200)
+    target = make_target(models["mamba2"], 200)
     ids, _ = prompts((6, 6))
     target.prefill(ids, None)
     widths, rests = [], 0
@@ -237,6 +237,6 @@ def test_filled_cache_of_states_alone_is_refused(models):
     kwargs = dict(max_new_tokens=5, do_sample=False, cache_params=cache)
     out = specdec_ext.generate(model, ids, drafter="ngram", return_dict_in_generate=True, **kwargs)
     assert out.past_key_values is cache and cache.has_previous_state()
-    message = "Mamba2ForCausalLM holds recurrent states only.*without past_key_values"
+    message = f"Mamba2ForCausalLM holds recurrent states only.*without {CACHE}"
     with pytest.raises(ValueError, match=message):
         specdec_ext.generate(model, out.sequences, drafter="ngram", **kwargs)

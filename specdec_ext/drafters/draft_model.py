@@ -223,7 +223,7 @@ class DraftModelDrafter(Drafter):
         return DraftTree.chain(context.roots, drafts, counts, draft_probs)
 
     def _read_prompts(self) -> None:
-        target = make_target(self.model, None, self._max_slots)
+        target = make_target(self.model, self._max_slots)
         _check_support(self.model, target.support)
         assert isinstance(target, SlotTarget)
         target.runner.invariant_rows = INVARIANT_ROWS

@@ -10,6 +10,7 @@ A drafter calibrates an ambiguous head by itself when it is first used (:func:`c
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Iterable, Iterator
@@ -26,6 +27,7 @@ from specdec_ext.drafters.heads.bound_head import BoundHead
 from specdec_ext.heads.checkpoints.pair import check_pair
 from specdec_ext.heads.config import DraftHead
 from specdec_ext.heads.rope import rope_tables
+from specdec_ext.models.compat import cache_argument, cache_of
 from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
 from specdec_ext.models.patching.changes import inference_mode
 from specdec_ext.tree.config import TreeConfig
@@ -231,10 +233,11 @@ def own_text(model: PreTrainedModel, num_tokens: int = _OWN_TEXT_TOKENS, seed: i
     first = next(each for each in tokens if each is not None)
     text = torch.tensor([[first[0] if isinstance(first, list) else first]], device=model.device)
     generator = torch.Generator(model.device).manual_seed(seed)
+    name: Any = cache_argument(inspect.signature(model.forward).parameters)
     past, step = None, text
     for _ in range(num_tokens - 1):
-        output = model(input_ids=step, past_key_values=past, use_cache=True)
-        past, logits = output.past_key_values, output.logits[:, -1].float()
+        output = model(input_ids=step, **{name: past}, use_cache=True)
+        past, logits = cache_of(output), output.logits[:, -1].float()
         step = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
         text = torch.cat([text, step], dim=1)
     return text

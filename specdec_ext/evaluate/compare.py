@@ -8,16 +8,18 @@ they are computed token by token and in passes over several tokens. Any other di
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from specdec_ext.display import Summarised, Table
+from specdec_ext.models.compat import cache_argument
 
 # What a verdict means, for ``explain()``.
 _MEANINGS = {
@@ -125,10 +127,11 @@ def compare_runs(
 def _logits_after(model: PreTrainedModel, ids: Tensor, pieces: list[int]) -> Tensor:
     """``[vocab]`` float32 logits after ``ids [1, length]``, computed in passes over ``pieces`` tokens."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    name: Any = cache_argument(inspect.signature(model.forward).parameters)
     start, logits = 0, None
     for length in pieces:
         piece = ids[:, start : start + length]
-        logits = model(input_ids=piece, past_key_values=cache, use_cache=True).logits[0, -1]
+        logits = model(input_ids=piece, **{name: cache}, use_cache=True).logits[0, -1]
         start += length
     assert logits is not None
     return logits.float()

@@ -21,6 +21,7 @@ import copy
 import weakref
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from inspect import signature
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from specdec_ext.models.compat import MtpModel
+from specdec_ext.models.compat import MtpModel, cache_argument
 from specdec_ext.models.patching.changes import binding
 from specdec_ext.models.support import supports
 
@@ -82,6 +83,7 @@ class MtpLayerModel(PreTrainedModel, GenerationMixin):
         if mtp.rotary_emb is not None:
             decoder.rotary_emb = mtp.rotary_emb
         self.model = decoder
+        self._cache_argument: Any = cache_argument(signature(decoder_class.forward).parameters)
         self._to_logits, self._num_tokens = mtp._project_to_logits, len(mtp.embed_tokens.weight)
         if missing := [name for name, each in self._all_tensors() if each.is_meta]:
             raise ValueError(
@@ -121,14 +123,14 @@ class MtpLayerModel(PreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             use_cache=use_cache,
+            **{self._cache_argument: past_key_values},
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         # Tokens beyond the embedding can't be read, so they are not drafted.
         logits = self._to_logits(output.last_hidden_state[:, kept])[..., : self._num_tokens]
-        return CausalLMOutputWithPast(logits=logits, past_key_values=output.past_key_values)
+        return CausalLMOutputWithPast(logits=logits)
 
 
 class MtpHeads:

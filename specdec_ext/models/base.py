@@ -148,7 +148,7 @@ class Target(ABC):
 
     Attributes:
         config: config of the model's text decoder.
-        cache: the value of ``past_key_values`` after the call.
+        cache: the cache after the call.
         begun: whether the cache has been written to.
         staging: copies numbers that a pass needs from the host to the device.
         offset: number of cache slots before the first column of ``sequences``. It is the difference between

@@ -6,7 +6,7 @@ Every decision looks at what the installed transformers contains, not at its ver
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock
@@ -20,7 +20,40 @@ from transformers import (
     cache_utils,
     modeling_layers,
 )
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.generation.utils import ALL_CACHE_NAMES
+
+# The name of a cache as an argument of ``generate`` and in its output: ``cache`` since 5.24, before
+# ``past_key_values``.
+CACHE: str = ALL_CACHE_NAMES[0]
+# Its names as an argument of a model or module. Code outside of transformers may keep the older ones.
+CACHE_NAMES = tuple(dict.fromkeys((CACHE, "past_key_values", "cache_params")))
+# All arguments of a model that may hold its cache. The last three are no ``Cache`` (RWKV, XLNet, Reformer).
+CACHE_ARGUMENTS = (*CACHE_NAMES, "state", "mems", "past_buckets_states")
+# The number of cached tokens as an argument of embeddings that count positions from it.
+CACHE_LENGTH = f"{CACHE}_length"
+
+
+def cache_argument(names: Collection[str]) -> str | None:
+    """Return which of these arguments is a ``Cache`` of transformers; None if none is."""
+    return next((name for name in CACHE_NAMES if name in names), None)
+
+
+def cache_of(values: Mapping[str, Any]) -> Any:
+    """Return the ``Cache`` among arguments or in an output; None if there is none."""
+    name = cache_argument(values)
+    return None if name is None else values[name]
+
+
+def cached_tokens(values: Mapping[str, Any]) -> int:
+    """Return how many tokens the cache among arguments holds; 0 if it has recurrent states only."""
+    cache = cache_of(values)
+    # Such caches do not count tokens. Before 5.5 they have no layers and no such method.
+    layers = getattr(cache, "layers", None) or ()
+    if layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers):
+        return 0
+    return int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
+
 
 # Up to 5.12, recurrent layers start from zero states in a pass over several tokens, and a layer holds one
 # tensor of each kind. Since 5.15 (5.13 and 5.14 were not tried) they start from their states, held by index.

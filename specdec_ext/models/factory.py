@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
 
 from specdec_ext.models.base import Target
+from specdec_ext.models.compat import cache_of
 from specdec_ext.models.context_limit import Span, rotation_change, scale_change, selection_change
 from specdec_ext.models.prepared import PreparedTarget
 from specdec_ext.models.slots import SlotTarget
@@ -17,7 +17,6 @@ from specdec_ext.models.support import Support, beyond_text, supports
 
 def make_target(
     model: PreTrainedModel,
-    past_key_values: Cache | None,
     max_slots: int,
     forward_kwargs: dict[str, Any] | None = None,
     model_kwargs: dict[str, Any] | None = None,
@@ -29,10 +28,10 @@ def make_target(
 
     Args:
         model: any Hugging Face model that generates text.
-        past_key_values: the caller's cache or None.
         max_slots: the most cache slots that the call may need, including the last block.
         forward_kwargs: passed to every forward pass (``output_hidden_states`` and the like).
-        model_kwargs: the other inputs that ``generate`` prepared for the model.
+        model_kwargs: the inputs that ``generate`` prepared for the model besides its text; among them the
+            cache of the caller.
         config: generation config of the call; by default the model's.
         span: number of rows and lengths of the call. By default one row, and limits that depend on the length
             are not checked.
@@ -42,15 +41,14 @@ def make_target(
         ValueError: for an unsupported cache; the message names it and the way out.
     """
     kwargs = {name: value for name, value in (model_kwargs or {}).items() if value is not None}
-    if past_key_values is not None:
-        kwargs["past_key_values"] = past_key_values
     support = supports(model, kwargs)
     if span is not None:
         support = _over_span(support, model.config.get_text_config(decoder=True), span)
     if support.by_slots and (support.batch or span is None or span.rows == 1):
-        cache = kwargs.get("past_key_values", kwargs.get("cache_params"))
         prompt = kwargs if beyond_text(kwargs) else None
-        return SlotTarget(model, cache, max_slots, support, forward_kwargs, prompt, graphs)
+        return SlotTarget(
+            model, cache_of(kwargs), max_slots, support, forward_kwargs, prompt, graphs
+        )
     if graphs is True:
         raise ValueError(
             f"graphs=True, but passes of {type(model).__name__} can't be recorded: transformers lays out its "

@@ -27,11 +27,11 @@ from specdec_ext.models.base import MAX_UNREAD, NO_LIMIT, HostPaths, Target, Tar
 from specdec_ext.models.cache.adoption import adopt_cache, unserved_layers
 from specdec_ext.models.cache.copies import has_row_dimension, mapped, restored
 from specdec_ext.models.cache.layers import RollbackLayer
-from specdec_ext.models.compat import LinearAttentionCacheLayerMixin
+from specdec_ext.models.compat import CACHE_ARGUMENTS, LinearAttentionCacheLayerMixin
 from specdec_ext.models.passes.branches import Branches, padded
 from specdec_ext.models.passes.hidden_states import HiddenStateRecorder, concatenated
 from specdec_ext.models.passes.linears import plain_linears, row_invariant_linears
-from specdec_ext.models.support import CACHE_ARGUMENTS, Support
+from specdec_ext.models.support import Support
 from specdec_ext.tree.draft_tree import DraftTree
 
 

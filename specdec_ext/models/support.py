@@ -15,9 +15,13 @@ from specdec_ext.display import Summarised, Table
 from specdec_ext.models.cache.adoption import unserved_layers
 from specdec_ext.models.cache.indexed import is_indexed, selects_by_slot
 from specdec_ext.models.compat import (
+    CACHE_ARGUMENTS,
+    CACHE_NAMES,
     ONE_TOKEN_MODELS,
     STATES_CONTINUE,
     LinearAttentionCacheLayerMixin,
+    cache_argument,
+    cached_tokens,
 )
 from specdec_ext.models.families import griffin
 from specdec_ext.models.families.alibi import alibi_of
@@ -41,8 +45,6 @@ _ROLLBACKS: dict[Rollback, str] = {
     "recompute": "There is no cache: every pass reads the whole text, and drafts save passes.",
     "none": "Nothing is drafted, so nothing has to be removed from the cache.",
 }
-# Arguments of a model's forward that hold its cache.
-CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
 # Arguments of a call that SlotTarget lays out itself. All others (images, token types) are read with the
 # prompt, as transformers prepares them.
 _TEXT_INPUTS = {
@@ -50,8 +52,7 @@ _TEXT_INPUTS = {
     "inputs_embeds",
     "attention_mask",
     "position_ids",
-    "past_key_values",
-    "cache_params",
+    *CACHE_NAMES,
     "use_cache",
     "logits_to_keep",
     "output_attentions",
@@ -200,7 +201,7 @@ def _slot_obstacles(model: PreTrainedModel) -> list[str]:
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         return ["it is an encoder-decoder model"]
-    if not {"past_key_values", "cache_params"} & set(parameters):
+    if cache_argument(parameters) is None:
         return ["its forward does not take a cache of transformers"]
     if not model._supports_default_dynamic_cache():  # type: ignore[operator]
         return ["it needs a cache class of its own"]
@@ -240,8 +241,7 @@ def _input_obstacles(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[
     media = beyond_text(inputs)
     if not media:
         return []
-    cache = inputs.get("past_key_values")
-    if cache is not None and cache.get_seq_length():
+    if cached_tokens(inputs):
         return [f"{', '.join(media)} come after text that is in the cache already"]
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     prepare: Any = model.prepare_inputs_for_generation

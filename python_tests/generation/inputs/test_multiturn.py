@@ -16,6 +16,7 @@ from helpers.texts.padding_cases import row_alone
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
 import specdec_ext
+from specdec_ext.models.compat import CACHE
 
 NEW_TOKENS = 14
 MODELS = ["llama", "gpt2", "mistral-window", "gemma3-window"]
@@ -120,7 +121,7 @@ def test_keys_and_values_are_those_of_one_forward_pass(drafter, name):
     ours(model, ids, drafter, expected, past_key_values=cache)
     fresh = DynamicCache()
     with torch.no_grad():
-        model(input_ids=expected[:, :-1], past_key_values=fresh)
+        model(input_ids=expected[:, :-1], **{CACHE: fresh})
     for mine, theirs in zip(cache.layers, fresh.layers, strict=True):
         torch.testing.assert_close(mine.keys, theirs.keys, atol=2e-5, rtol=1e-4)
         torch.testing.assert_close(mine.values, theirs.values, atol=2e-5, rtol=1e-4)
@@ -299,7 +300,7 @@ def test_cache_may_be_read_under_autograd():
     expected = plain(model, ids)
     cache = DynamicCache()
     ours(model, ids, "noisy_chain", expected, past_key_values=cache)
-    logits = model(input_ids=question(3), past_key_values=cache).logits
+    logits = model(input_ids=question(3), **{CACHE: cache}).logits
     logits.sum().backward()
     assert model.lm_head.weight.grad is not None
     model.zero_grad(set_to_none=True)
@@ -332,7 +333,7 @@ def test_new_tokens_alone_are_refused(drafter):
 def test_cache_of_another_batch_is_refused(rows):
     model = tiny_model("llama")
     cache, _ = filled(model, rows=3)
-    with pytest.raises(ValueError, match=f"past_key_values holds 3 rows and input_ids {rows}"):
+    with pytest.raises(ValueError, match=f"{CACHE} holds 3 rows and input_ids {rows}"):
         specdec_ext.generate(model, question(1, rows, 30), past_key_values=cache, max_new_tokens=4)
 
 
@@ -344,9 +345,7 @@ def test_row_without_a_new_token_is_refused():
     mask = torch.ones_like(ids)
     mask[1, -4:] = 0
     kwargs = dict(attention_mask=mask, past_key_values=cache, max_new_tokens=4)
-    with pytest.raises(
-        ValueError, match="row 1 has no token after the 20 that past_key_values hold"
-    ):
+    with pytest.raises(ValueError, match=f"row 1 has no token after the 20 that {CACHE} hold"):
         specdec_ext.generate(model, ids, **kwargs)
 
 
@@ -372,6 +371,6 @@ def test_other_cache_classes_are_refused(make, name):
     cache = make(model)
     if name == "QuantizedCache":
         cache.layers, cache.layer_class_to_replicate, cache.offloading = [], None, False
-    message = f"past_key_values is {name}; expected a transformers.DynamicCache"
+    message = f"{CACHE} is {name}; expected a transformers.DynamicCache"
     with pytest.raises(ValueError, match=message):
         specdec_ext.generate(model, question(1), past_key_values=cache, max_new_tokens=4)

@@ -66,7 +66,7 @@ def test_features_and_logits_are_those_of_one_pass(name, chunk, side):
     ids, mask = prompts((5, 9, 2), side=side)
     outputs = []
     for size in (None, chunk):
-        target = make_target(model, None, 64)
+        target = make_target(model, 64)
         target.record_hidden_states((0, 2, -1))
         target.admit(ids, {"attention_mask": mask}, GenerationConfig(prefill_chunk_size=size))
         outputs.append(target.prefill(ids, mask))

@@ -28,7 +28,7 @@ def path_to(node: int) -> list[int]:
 
 
 def started(model) -> Target:
-    target = make_target(model, None, SLOTS)
+    target = make_target(model, SLOTS)
     target.prefill(*prompts(LENGTHS))
     return target
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from specdec_ext import DraftTree
+from specdec_ext.models.compat import cache_argument
 from specdec_ext.models.factory import make_target
 
 TOLERANCE = 1e-4  # relative to the largest logit, or to 1; float32 sums in another order
@@ -24,7 +25,7 @@ def check_tree_logits(model: PreTrainedModel, lengths: tuple[int, ...], rounds: 
     """
     rng = random.Random(len(lengths))
     ids, mask = prompts(lengths)
-    target = make_target(model, None, ids.shape[1] + 32)
+    target = make_target(model, ids.shape[1] + 32)
     target.prefill(ids, mask)
     rows = [_Row(model, ids[row : row + 1], mask[row : row + 1]) for row in range(len(lengths))]
     for _ in range(rounds):
@@ -68,11 +69,12 @@ class _Row:
 
     @torch.no_grad()
     def _run(self, ids: Tensor) -> None:
-        inputs = {"attention_mask": self._mask}
-        if "position_ids" in inspect.signature(self._model.forward).parameters:
+        taken = inspect.signature(self._model.forward).parameters
+        inputs = {"attention_mask": self._mask, cache_argument(taken): self._cache}
+        if "position_ids" in taken:
             positions = (self._mask.cumsum(1) - 1).clamp(min=0)
             inputs["position_ids"] = positions[:, -ids.shape[1] :]
-        output = self._model(ids, past_key_values=self._cache, use_cache=True, **inputs)
+        output = self._model(ids, use_cache=True, **inputs)
         self.logits = output.logits[0, -1]
 
     def _then(self, token: int, node: int) -> _Row:

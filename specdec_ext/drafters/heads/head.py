@@ -67,8 +67,8 @@ class HeadDrafter(Drafter):
     The head computes in the target's dtype, or in float32 if that is float16 on the CPU. Weights shared with
     the target are used without the target's further operations, such as a factor on embeddings (Gemma), a
     bias or a soft cap of logits. The rope tables are extended to the length of the text; beyond the head's
-    training length, drafts may become worse. The caller's ``past_key_values`` contain no features of their
-    text, so the head begins after it.
+    training length, drafts may become worse. A cache of the caller contains no features of its text, so the
+    head begins after it.
 
     In a call that samples, drafts are coupled: they share the noise of the verification
     (:func:`specdec_ext.ops.couple_logits`), so that more of them are accepted.

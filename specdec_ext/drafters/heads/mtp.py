@@ -115,7 +115,7 @@ class LayerReader:
 
     def __init__(self, model: MtpLayerModel, max_slots: int):
         self.unread: Elements | None = None
-        self._target = make_target(model, None, max_slots)
+        self._target = make_target(model, max_slots)
         self._target.record_hidden_states((-1,))
         self._rows = 0  # number of rows in the cache
 
@@ -273,8 +273,8 @@ class MtpDrafter(Drafter):
     """Drafts with the MTP heads of the target's checkpoint, as transformers' ``generate(use_mtp=True)``.
 
     The layers run as modules of PyTorch. More levels than there are layers are drafted by the last layer. In
-    a call that samples, drafts are coupled, as in :class:`specdec_ext.HeadDrafter`. The caller's
-    ``past_key_values`` contain no hidden states of their text, so the heads begin after it.
+    a call that samples, drafts are coupled, as in :class:`specdec_ext.HeadDrafter`. A cache of
+    the caller contains no hidden states of its text, so the heads begin after it.
 
     Args:
         heads: the heads of the target; None reads them from its checkpoint when the first call begins.

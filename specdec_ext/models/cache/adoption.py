@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from specdec_ext.models.cache.indexed import IndexedRollbackLayer, is_indexed
 from specdec_ext.models.cache.layers import RollbackLayer, RollbackStateLayer
 from specdec_ext.models.compat import (
+    CACHE,
     DummyLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
@@ -54,9 +55,9 @@ def adopt_cache(cache: Cache | None, config: PreTrainedConfig) -> DynamicCache:
             "an offloading cache" if getattr(cache, "offloading", False) else type(cache).__name__
         )
         raise ValueError(
-            f"past_key_values is {kind}; expected a transformers.DynamicCache (its layers are replaced in "
-            "place by ones that can be rolled back). Leave past_key_values and cache_implementation out, or "
-            "pass DynamicCache(config=model.config)."
+            f"{CACHE} is {kind}; expected a transformers.DynamicCache (its layers are replaced in place by "
+            f"ones that can be rolled back). Leave {CACHE} and cache_implementation out, or pass "
+            "DynamicCache(config=model.config)."
         )
     if cache.layer_class_to_replicate is not None:
         # A cache made without a config would append layers of one class only. Add all layers by the config.
@@ -65,8 +66,8 @@ def adopt_cache(cache: Cache | None, config: PreTrainedConfig) -> DynamicCache:
         cache.layer_class_to_replicate = None
     if foreign := unserved_layers(cache):
         raise ValueError(
-            f"past_key_values has layers of type {', '.join(foreign)}, which can't be rolled back; leave "
-            "past_key_values out, or pass DynamicCache(config=model.config)"
+            f"{CACHE} has layers of type {', '.join(foreign)}, which can't be rolled back; leave {CACHE} "
+            "out, or pass DynamicCache(config=model.config)"
         )
     cache.layers = [_adopt_layer(layer) for layer in cache.layers]
     return cache

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from specdec_ext.models.compat import (
+    CACHE,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
     cropped_length,
@@ -144,7 +145,7 @@ class RollbackLayer(DynamicLayer):
             raise ValueError(
                 f"this sliding-window layer had dropped its first {self.dropped} tokens before it was passed "
                 f"in. Cropped to {length} tokens, its window of {self.window} would reach back to them; run "
-                "the whole text without past_key_values"
+                f"the whole text without {CACHE}"
             )
         self.length = length
 
@@ -216,7 +217,7 @@ class RollbackStateLayer(  # type: ignore[misc, override]
     def crop(self, tokens_to_remove: int) -> None:
         raise ValueError(
             "a layer with recurrent states can't be cropped, because states can't be undone; run the whole "
-            "text without past_key_values"
+            f"text without {CACHE}"
         )
 
     def reset(self) -> None:

@@ -20,7 +20,7 @@ class SlotCache:
     """Keys and values in slots, and recurrent states, of all layers of a model.
 
     Args:
-        past_key_values: the caller's cache or None; its layers are replaced in place.
+        cache: the caller's cache or None; its layers are replaced in place.
         config: the text config of the model.
 
     Attributes:
@@ -33,8 +33,8 @@ class SlotCache:
         ValueError: for an unsupported cache; the message names it and the way out.
     """
 
-    def __init__(self, past_key_values: Cache | None, config: PreTrainedConfig):
-        self.cache = adopt_cache(past_key_values, config)
+    def __init__(self, cache: Cache | None, config: PreTrainedConfig):
+        self.cache = adopt_cache(cache, config)
         layers = self.cache.layers
         self.layers = [each for each in layers if isinstance(each, RollbackLayer)]
         self.states = States([x for x in layers if isinstance(x, LinearAttentionCacheLayerMixin)])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specdec_ext.models.compat import CACHE_LENGTH
 from specdec_ext.models.passes.visibility import current_block
 from specdec_ext.models.patching.arguments import call_with, innermost_taking, takes
 from specdec_ext.models.patching.forwards import Replacement
@@ -27,12 +28,12 @@ def positions_of(model: PreTrainedModel) -> list[Replacement]:
 
     Returns:
         An empty list if ``forward`` takes ``position_ids``, or if there is no place to set positions: neither
-        embeddings that count from ``past_key_values_length``, nor a decoder that takes ``position_ids`` which
+        embeddings that count from the length of the cache, nor a decoder that takes ``position_ids`` which
         the model does not pass.
     """
     if takes(model, "position_ids"):
         return []
-    if counting := innermost_taking(model, "past_key_values_length"):
+    if counting := innermost_taking(model, CACHE_LENGTH):
         rotated = innermost_taking(model, "sinusoidal_pos")
         return [(counting, _embed_columns), (rotated, _rotate_by_row)]
     decoder = model.get_decoder()
@@ -43,8 +44,11 @@ def positions_of(model: PreTrainedModel) -> list[Replacement]:
 
 def distances_of(model: PreTrainedModel) -> list[Replacement]:
     """Return the patch that gives the nodes of a block their distances from keys, for Inkling's biases."""
-    biases = innermost_taking(model, "key_positions")
-    return [(biases, _bias_row_by_row)] if biases else []
+    found: list[Replacement] = [
+        (innermost_taking(model, "key_positions"), _bias_row_by_row),
+        (innermost_taking(model, "relative_distance"), _bias_of_rows),
+    ]
+    return [(biases, compute) for biases, compute in found if biases]
 
 
 def _bias_row_by_row(
@@ -61,6 +65,22 @@ def _bias_row_by_row(
     keys = block.key_columns[:, -len(key_positions) :]
     rows = zip(relative_states.split(1), block.columns, keys, strict=True)
     return torch.cat([forward(*row) for row in rows])
+
+
+def _bias_of_rows(
+    module: nn.Module, forward: Callable[..., Tensor], *args: Any, **kwargs: Any
+) -> Tensor:
+    """Give each row its own distances ``[rows, 1, nodes, keys]`` instead of ``[nodes, keys]`` for all."""
+    block = current_block()
+    if block is None or block.columns is None:
+        return forward(*args, **kwargs)
+    columns, key_columns = block.columns, block.key_columns
+
+    def of_rows(arguments: dict[str, Any]) -> dict[str, Any]:
+        keys = key_columns[:, -arguments["relative_distance"].shape[-1] :]
+        return {"relative_distance": (columns[:, :, None] - keys[:, None])[:, None]}
+
+    return call_with(module, forward, args, kwargs, of_rows)
 
 
 def _embed_columns(

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specdec_ext.models.compat import cache_of
+from specdec_ext.models.patching.arguments import bound_arguments
 from specdec_ext.models.patching.changes import binding, joined_changes
 from specdec_ext.models.patching.forwards import replaced_forward
 
@@ -63,17 +65,16 @@ def continuing(mixers: Sequence[nn.Module]) -> Iterator[None]:
 def _continue(
     mixer: Any,
     forward: Callable[..., Tensor],
-    hidden_states: Tensor,
-    cache_params: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    state = cache_params.layers[mixer.layer_idx].recurrent_states[0]
-    if hidden_states.shape[1] == 1 or state is None:
-        return forward(hidden_states, cache_params, *args, **kwargs)
+    given = bound_arguments(mixer, args, kwargs).arguments
+    state = cache_of(given).layers[mixer.layer_idx].recurrent_states[0]
+    if given["hidden_states"].shape[1] == 1 or state is None:
+        return forward(*args, **kwargs)
     # Zamba's mixers scan head by head: [rows, heads, channels, state] instead of [rows, channels, state].
     with binding(_initial, iter(state.unbind(1) if state.ndim == 4 else [state])):
-        return forward(hidden_states, cache_params, *args, **kwargs)
+        return forward(*args, **kwargs)
 
 
 @cache

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec_ext.models.compat import cache_argument
 from specdec_ext.models.passes.visibility import BlockVisibility, current_block
 from specdec_ext.models.patching.arguments import call_with, with_attributes
 from specdec_ext.models.patching.forwards import Replacement
@@ -58,7 +59,8 @@ def _select_alone(
         def pick(tensor: Tensor) -> Tensor:
             return tensor.expand(len(block.block), *tensor.shape[1:])[rows, nodes][:, None]
 
-        layer = arguments["past_key_values"].layers[indexer.layer_idx]
+        cache: Any = cache_argument(arguments)
+        layer = arguments[cache].layers[indexer.layer_idx]
         # Some indexers compute queries from the hidden states alone, and some scale them by position.
         optional = ("q_resid", "position_ids")
         given = [name for name in optional if arguments.get(name) is not None]
@@ -67,7 +69,7 @@ def _select_alone(
             "hidden_states": pick(arguments["hidden_states"]),
             "position_embeddings": tuple(map(pick, arguments["position_embeddings"])),
             "attention_mask": pick(arguments["attention_mask"]).gather(-1, slots[:, None]),
-            "past_key_values": _Keys(layer.indexer_keys[rows[:, None], slots]),
+            cache: _Keys(layer.indexer_keys[rows[:, None], slots]),
         }
 
     for rows, nodes, slots in block.texts():

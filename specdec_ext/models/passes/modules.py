@@ -48,7 +48,7 @@ class ModulePass:
         self.config = model.config.get_text_config(decoder=True)
         self.forward_kwargs = {"use_cache": True, "return_dict": True, **(forward_kwargs or {})}
         self.parameters = set(inspect.signature(model.forward).parameters)
-        self.cache_name = "cache_params" if "cache_params" in self.parameters else "past_key_values"
+        self.cache_name: Any = compat.cache_argument(self.parameters)
         self.patches = patches_of(model)
         self.griffin_blocks = recurrent_blocks(model) if cache.states else []
         self._scans = stateless_scans(model) if cache.states else []

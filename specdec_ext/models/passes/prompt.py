@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdec_ext.models.compat import CACHE
 from specdec_ext.models.passes.visibility import BlockVisibility
 
 
@@ -59,7 +60,7 @@ class Prompt:
         columns = text.shape[1]
         if past >= columns:
             raise ValueError(
-                f"past_key_values holds {past} tokens and the prompt {columns}; pass the whole text, "
+                f"{CACHE} holds {past} tokens and the prompt {columns}; pass the whole text, "
                 "including the part in the cache, with at least one new token"
             )
         valid = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)
@@ -73,8 +74,8 @@ class Prompt:
         prompt = cls(valid, past)
         if int(prompt.last.min()) < past:
             raise ValueError(
-                f"row {int(prompt.last.argmin())} has no token after the {past} that past_key_values holds; "
-                "give every row a new token, or run the whole text without past_key_values"
+                f"row {int(prompt.last.argmin())} has no token after the {past} that {CACHE} holds; "
+                f"give every row a new token, or run the whole text without {CACHE}"
             )
         return prompt
 

@@ -21,6 +21,13 @@ def takes(module: nn.Module, argument: str) -> bool:
     return argument in _signature(type(module).forward).parameters
 
 
+def bound_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> inspect.BoundArguments:
+    """Return the arguments of a call of a module's own ``forward`` by name."""
+    return _signature(type(module).forward).bind(module, *args, **kwargs)
+
+
 def innermost_taking(model: nn.Module, argument: str) -> list[nn.Module]:
     """Return the modules whose ``forward`` takes ``argument`` and that have no inner module taking it."""
     kinds = {type(module): module for module in model.modules()}
@@ -48,7 +55,7 @@ def call_with(
         args, kwargs: of the original call.
         change: maps all arguments by name to the new values of those to replace.
     """
-    bound = _signature(type(module).forward).bind(module, *args, **kwargs)
+    bound = bound_arguments(module, args, kwargs)
     bound.arguments.update(change(bound.arguments))
     return forward(*bound.args[1:], **bound.kwargs)
 

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from specdec_ext.errors import NotAcceleratedError
 from specdec_ext.models.base import TargetOutput
-from specdec_ext.models.compat import masked_columns
+from specdec_ext.models.compat import CACHE, masked_columns
 from specdec_ext.models.passes.linears import MAX_PROMPT_ROWS
 from specdec_ext.models.passes.modules import ModulePass
 from specdec_ext.models.passes.prompt import Prompt
@@ -59,7 +59,7 @@ class Prefill:
         if masked != (rows, columns):
             raise ValueError(
                 f"attention_mask has shape {masked} and {name} {(rows, columns)}; pass the whole text as "
-                f"{name}, including the part that is in past_key_values"
+                f"{name}, including the part that is in {CACHE}"
             )
         if all_ones:
             mask = None
@@ -90,7 +90,7 @@ class Prefill:
         cached = next((len(layer.key_buffer) for layer in self._cache.layers if layer.length), rows)
         if cached != rows:
             raise ValueError(
-                f"past_key_values holds {cached} rows and input_ids {rows}; select or repeat the rows of the "
+                f"{CACHE} holds {cached} rows and input_ids {rows}; select or repeat the rows of the "
                 "cache first (batch_select_indices, batch_repeat_interleave)"
             )
         if prompt.holes and (self._cache.states or self._prompt_kwargs is not None):
@@ -103,9 +103,9 @@ class Prefill:
             )
         if prompt.holes and any(layer.dropped for layer in self._cache.layers):
             raise ValueError(
-                "past_key_values comes from a sliding-window cache that has dropped old tokens, and "
+                f"{CACHE} comes from a sliding-window cache that has dropped old tokens, and "
                 "attention_mask has padding between tokens, so a window may reach back to dropped tokens; "
-                "run the whole text without past_key_values"
+                f"run the whole text without {CACHE}"
             )
         return prompt
 
@@ -114,13 +114,13 @@ class Prefill:
         slots, states = self._cache.length, self._cache.states
         if not self._cache.layers and states.filled:
             raise ValueError(
-                f"past_key_values of {self._name} holds recurrent states only, which do not tell how many "
-                "tokens they have read; run the whole text without past_key_values"
+                f"{CACHE} of {self._name} holds recurrent states only, which do not tell how many "
+                f"tokens they have read; run the whole text without {CACHE}"
             )
         if slots and self._modules.griffin_blocks and not states.filled:
             raise ValueError(
-                f"past_key_values holds no recurrent states, because {self._name} kept them in its modules; "
-                "run the whole text without past_key_values"
+                f"{CACHE} holds no recurrent states, because {self._name} kept them in its modules; "
+                f"run the whole text without {CACHE}"
             )
         return slots
 

@@ -45,7 +45,7 @@ class SlotTarget(Target):
 
     Args:
         model: a model with sdpa or eager attention, recurrent layers, or both.
-        past_key_values: the caller's cache or None; its layers are replaced in place.
+        cache: the caller's cache or None; its layers are replaced in place.
         max_slots: the most cache slots that the call may need, including the last block.
         support: what can be done exactly with the model (``supports``).
         forward_kwargs: passed to every forward pass (``output_hidden_states`` and the like).
@@ -64,7 +64,7 @@ class SlotTarget(Target):
     def __init__(
         self,
         model: PreTrainedModel,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         max_slots: int,
         support: Support,
         forward_kwargs: dict[str, Any] | None = None,
@@ -73,7 +73,7 @@ class SlotTarget(Target):
     ):
         super().__init__(model, support)
         self._max_slots = max_slots
-        self._slots = SlotCache(past_key_values, self.config)
+        self._slots = SlotCache(cache, self.config)
         self.cache = self._slots.cache
         self._modules = ModulePass(model, self._slots, forward_kwargs)
         # Only the model's own modules can process images in a prompt or record hidden states and attentions.
