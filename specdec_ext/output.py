@@ -13,6 +13,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 from transformers.utils import ModelOutput
 
 from specdec_ext.context import Context
+from specdec_ext.errors import NotAcceleratedError
 from specdec_ext.models import TargetOutput
 from specdec_ext.models.compat import CACHE
 from specdec_ext.stats import SpeculationStats
@@ -168,6 +169,11 @@ class Recorder:
                 for name, store in self._layers.items():
                     values = [layer[i][..., node : node + 1, :] for layer in getattr(output, name)]
                     if name == "attentions" and windows is not None:
+                        if len(values) != len(windows):
+                            raise NotAcceleratedError(
+                                "output_attentions=True: the model runs layers in loops, so it is not known "
+                                "which attentions have a sliding window; use model.generate"
+                            )
                         # The columns of this row: the slots before its root, then its path in the block.
                         own = prompt_columns + before[i] - 1
                         slots = list(range(own)) + [block_start + k for k in paths[i][: j + 1]]

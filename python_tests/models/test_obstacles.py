@@ -1,8 +1,9 @@
 """Models that count cache slots instead of tokens, and calls whose support depends on their length.
 
 Claim: relative distances (Inkling) are those of each row; queries scaled by slot have the text of
-transformers; rotary embeddings that change with the longest row are left to transformers unless all rows are
-on one side of the change; a batch that can't be speculated on is decoded as in transformers.
+transformers; cache layers that a model adds for its loops are rolled back; rotary embeddings that change with
+the longest row are left to transformers unless all rows are on one side of the change; a batch that can't be
+speculated on is decoded as in transformers.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from helpers.models.tiny import (
     prompts,
     random_tree,
 )
+from helpers.versions import since
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,6 +31,7 @@ from transformers import (
 )
 
 import specdec_ext
+from specdec_ext.errors import NotAcceleratedError
 from specdec_ext.models.compat import CACHE
 
 NEW_TOKENS = 24
@@ -55,6 +58,46 @@ def test_distances_are_those_of_each_row(name, lengths, shape):
     assert torch.equal(ours.sequences, plain.sequences)
     assert ours.speculation_stats.drafts
     torch.testing.assert_close(ours.logits, plain.logits, atol=1e-4, rtol=1e-4)
+
+
+@since("5.24", "Models that run layers in loops")
+@pytest.mark.parametrize("how", [{}, {"graphs": True}, {"prefill_chunk_size": 3}], ids=str)
+@pytest.mark.parametrize("lengths", [(9,), (4, 5, 2)], ids=str)
+@pytest.mark.parametrize("name", ["dory", "inkling2_loop_text"])
+def test_layers_that_a_loop_adds_to_the_cache_are_rolled_back(name, lengths, how):
+    model = zoo.build(name)
+    if name != "dory" and "graphs" in how:
+        pytest.skip("passes with recurrent states are not recorded")
+    ids, mask = prompts(lengths)
+    kwargs = dict(attention_mask=mask, speculation="fixed", **how)
+    plain = generate(model, ids, attention_mask=mask)
+    answers = generated(plain, ids.shape[1])
+    for shape in (noisy_chain, random_tree):
+        cache = DynamicCache(config=model.config)
+        ours = generate(model, ids, answers, shape, **{CACHE: cache}, **kwargs)
+        assert torch.equal(ours, plain)
+        assert len(cache.layers) > model.config.num_hidden_layers
+        assert {layer.length for layer in cache.layers} == {plain.shape[1] - 1}
+
+
+@since("5.24", "Models that run layers in loops")
+def test_loops_that_only_read_the_cache_are_prepared_by_transformers():
+    model = zoo.build_with("dory", {"recurrent_kv_cache_mode": "last_loop"})
+    support = specdec_ext.supports(model)
+    assert support.rollback == "snapshot" and "its loops but the last" in support.reasons[0]
+    ids, _ = prompts((9,))
+    plain = generate(model, ids)
+    for shape in (noisy_chain, random_tree):
+        assert torch.equal(generate(model, ids, generated(plain, 9), shape), plain)
+
+
+@since("5.24", "Models that run layers in loops")
+def test_attentions_of_loops_are_refused():
+    model = zoo.build("dory")
+    model.set_attn_implementation("eager")
+    kwargs = dict(return_dict_in_generate=True, output_attentions=True)
+    with pytest.raises(NotAcceleratedError, match="runs layers in loops"):
+        generate(model, prompts((9,))[0], [[1]], **kwargs)
 
 
 @pytest.mark.parametrize("lengths", [(6,), (6, 4)], ids=str)

@@ -139,6 +139,7 @@ class PreparedTarget(Target):
         with torch.no_grad(), self._recorder.recording() as states:
             outputs: Any = self.model._prefill(input_ids, self._generation_config, self._kwargs)  # type: ignore[operator]
         self._kwargs = self._advanced(self._kwargs, outputs, 1)
+        self._layers = self._adopted_layers()  # models that run layers in loops have appended some
         self._cached = self.start
         recorded = self._kwargs.get("output_attentions")  # recorded by slot, which branches share
         if len(self._ids) == 1 and (recorded or not has_row_dimension(self._caches())):

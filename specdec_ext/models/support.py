@@ -205,6 +205,8 @@ def _slot_obstacles(model: PreTrainedModel) -> list[str]:
         return ["its forward does not take a cache of transformers"]
     if not model._supports_default_dynamic_cache():  # type: ignore[operator]
         return ["it needs a cache class of its own"]
+    if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop":  # Dory
+        return ["its loops but the last read the keys in the cache without its layers"]
     cache = DynamicCache(config=config)
     if foreign := unserved_layers(cache):
         return [f"its cache has layers of type {', '.join(foreign)}"]

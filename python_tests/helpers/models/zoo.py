@@ -194,6 +194,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     # Beyond its window it keeps the best of nearly equal tokens.
     "doge": {"keep_window_size": UNREACHED},
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "dots1": _MOE,
     "dots3_note_text": _DOTS3_WINDOWS,
     "dots3_note": {
@@ -214,6 +215,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": HEAD_DIM, "num_experts": EXPERTS, "moe_topk": 2},
     "inkling_text": {"logits_mup_width_multiplier": 1.0, "log_scaling_n_floor": UNREACHED},
     "inkling2_text": {"log_scaling_n_floor": UNREACHED},
+    "inkling2_loop_text": {
+        "log_scaling_n_floor": UNREACHED,
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 3,
+    },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},

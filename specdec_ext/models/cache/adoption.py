@@ -108,8 +108,9 @@ def attention_windows(cache: Cache, config: PreTrainedConfig) -> list[int | None
     kept: dict[str | None, int | None] = {}
     windows = []
     # Without DummyLayer in transformers, the last layers have no entry in the cache if they keep nothing.
+    # Models that run layers in loops append more entries for the later loops.
     layers = [*cache.layers, *(DummyLayer() for _ in kinds[len(cache.layers) :])]
-    for kind, layer in zip(kinds, layers, strict=True):
+    for kind, layer in zip(kinds, layers, strict=False):
         if isinstance(layer, RollbackLayer):
             kept[kind] = layer.window
         elif not isinstance(layer, DummyLayer) or kind not in kept:

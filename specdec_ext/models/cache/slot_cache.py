@@ -35,6 +35,10 @@ class SlotCache:
 
     def __init__(self, cache: Cache | None, config: PreTrainedConfig):
         self.cache = adopt_cache(cache, config)
+        self.take_layers()
+
+    def take_layers(self) -> None:
+        """List the layers of the cache; models that run layers in loops append some in their first pass."""
         layers = self.cache.layers
         self.layers = [each for each in layers if isinstance(each, RollbackLayer)]
         self.states = States([x for x in layers if isinstance(x, LinearAttentionCacheLayerMixin)])

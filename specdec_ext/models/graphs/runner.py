@@ -52,7 +52,6 @@ class GraphRunner:
 
     def __init__(self, modules: ModulePass, max_slots: int, required: bool):
         self._modules, self._max_slots, self._required = modules, max_slots, required
-        self._layers: Sequence[RollbackLayer] = modules.cache.layers
         self._lender = lender_of(modules.model)
         self._token = object()
         self._arena: Arena | None = None
@@ -60,6 +59,10 @@ class GraphRunner:
         self.reason = ""
         if reason := _obstacle(modules):
             self.refuse(reason)
+
+    @property
+    def _layers(self) -> Sequence[RollbackLayer]:
+        return self._modules.cache.layers
 
     def score(
         self,

@@ -170,6 +170,7 @@ class Prefill:
                 ),
             }
         output = self._modules(block, MAX_PROMPT_ROWS, past=begin > 0, **inputs, **keep)
+        self._cache.take_layers()
         output.logits = _pick_columns(output.logits, prompt.last - begin, kept)
         return output
 
