@@ -28,6 +28,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 import specdec_ext
 from specdec_ext import HeadDrafter
 from specdec_ext.models import make_target, supports
+from specdec_ext.models.compat import CACHE
 
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 SLOW = pytest.mark.slow
@@ -110,9 +111,13 @@ def test_text_behind_a_filled_cache_is_read_in_chunks(name, held):
     model, (ids, mask) = tiny_model(name), layout("left")
     cache = DynamicCache(config=model.config)
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, :held]
-    given = dict(attention_mask=mask[:, :held], position_ids=positions, past_key_values=cache)
     with torch.no_grad():
-        model(ids[:, :held], **given)
+        model(
+            ids[:, :held],
+            attention_mask=mask[:, :held],
+            position_ids=positions,
+            **{CACHE: cache},
+        )
     actual = continued(name, ids, mask, past_key_values=cache, prefill_chunk_size=3)
     assert actual == alone(name)
     assert cache.get_seq_length() == ids.shape[1] + NEW_TOKENS - 1
