@@ -32,6 +32,7 @@ from transformers import (
 
 import specdec_ext
 from specdec_ext.errors import NotAcceleratedError
+from specdec_ext.models import support
 from specdec_ext.models.compat import CACHE
 
 NEW_TOKENS = 24
@@ -83,12 +84,22 @@ def test_layers_that_a_loop_adds_to_the_cache_are_rolled_back(name, lengths, how
 @since("5.24", "Models that run layers in loops")
 def test_loops_that_only_read_the_cache_are_prepared_by_transformers():
     model = zoo.build_with("dory", {"recurrent_kv_cache_mode": "last_loop"})
-    support = specdec_ext.supports(model)
-    assert support.rollback == "snapshot" and "its loops but the last" in support.reasons[0]
+    verdict = specdec_ext.supports(model)
+    assert verdict.rollback == "snapshot" and "its loops but the last" in verdict.reasons[0]
     ids, _ = prompts((9,))
     plain = generate(model, ids)
     for shape in (noisy_chain, random_tree):
         assert torch.equal(generate(model, ids, generated(plain, 9), shape), plain)
+
+
+@since("5.24", "Models that run layers in loops")
+def test_layers_that_a_loop_adds_are_rolled_back_where_transformers_prepares(monkeypatch):
+    model = zoo.build("dory")
+    monkeypatch.setattr(support, "_CAUSAL_MASKS", {"no_such_function"})
+    assert specdec_ext.supports(model).rollback == "snapshot"
+    ids, _ = prompts((9,))
+    plain = generate(model, ids)
+    assert torch.equal(generate(model, ids, generated(plain, 9), noisy_chain), plain)
 
 
 @since("5.24", "Models that run layers in loops")
