@@ -1,0 +1,5 @@
+"""An engine that decodes requests which arrive and leave at any time."""
+
+from specdec_ext.engine.handle import Burst, FinishReason, Handle, Times, TokenLogprobs
+
+__all__ = ["Burst", "FinishReason", "Handle", "Times", "TokenLogprobs"]
