@@ -165,6 +165,16 @@ class RollbackLayer(DynamicLayer):
         for buffer in self.buffers:
             buffer[to.to(buffer.device)] = buffer[source.to(buffer.device)]
 
+    def adopt(self, row: int, other: RollbackLayer, num_rows: int) -> None:
+        """Copy the only row of ``other`` to row ``row``; the first call makes ``num_rows`` rows."""
+        if not self.is_initialized:
+            key, value = (x.expand(num_rows, -1, -1, -1) for x in other.buffers[:2])
+            self.lazy_initialization(key, value)
+        self.reserve(other.length)
+        for buffer, new in zip(self.buffers, other.buffers, strict=True):
+            buffer[row, :, : other.length] = new[0, :, : other.length]
+            buffer[row, :, other.length :] = 0  # an earlier row may have left NaN, see _allocate
+
     def branch(self, origins: Tensor, slots: int) -> None:
         """Make row i a copy of row ``origins[i]`` with room for ``slots`` more; :meth:`join` undoes this."""
         stop = self.length + slots

@@ -82,6 +82,11 @@ class SlotCache:
         for layer in self.layers:
             layer.move_rows(to, source)
 
+    def adopt(self, row: int, other: SlotCache, num_rows: int) -> None:
+        """Copy the slots of the only row of ``other``, of the same model, to row ``row`` of ``num_rows``."""
+        for layer, new in zip(self.layers, other.layers, strict=True):
+            layer.adopt(row, new, num_rows)
+
     def branch(self, origins: Tensor, slots: int) -> None:
         """Make row i a copy of row ``origins[i]`` with room for ``slots`` more; :meth:`join` undoes this."""
         for layer in self.layers:

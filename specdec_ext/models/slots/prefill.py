@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -124,8 +125,11 @@ class Prefill:
             )
         return slots
 
-    def run(self, prompt: Prompt, input_ids: Tensor) -> TargetOutput:
-        """Run the columns that are not in the cache yet; see :meth:`Target.prefill`."""
+    def passes(self, prompt: Prompt, input_ids: Tensor) -> Iterator[TargetOutput | None]:
+        """Run the columns that are not in the cache yet, one pass for each value of the iterator.
+
+        The last value is the output, see :meth:`Target.prefill`; those before it are None.
+        """
         logits: Tensor | None = None
         states = []
         for begin, end in prompt.chunks(self._chunk, only_tokens=bool(self._cache.states)):
@@ -136,6 +140,8 @@ class Prefill:
                 )
             logits = output.logits
             states.append(output.aux_hidden_states)
+            if end < prompt.valid.shape[1]:
+                yield None
         columns = prompt.valid.shape[1]
         if any(layer.length != columns for layer in self._cache.layers if layer.is_initialized):
             raise NotAcceleratedError(
@@ -146,7 +152,7 @@ class Prefill:
             output.aux_hidden_states = tuple(
                 torch.cat(chunks, dim=1) for chunks in zip(*states, strict=True)
             )
-        return output
+        yield output
 
     def _run_columns(self, prompt: Prompt, input_ids: Tensor, begin: int, end: int) -> TargetOutput:
         """Run columns ``begin`` to ``end``; ``logits [rows, 1, vocab]`` are valid for rows that end there."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -134,6 +135,14 @@ class SlotTarget(Target):
         return mask
 
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> TargetOutput:
+        *_, output = self.prefill_passes(input_ids, attention_mask)
+        assert output is not None
+        return output
+
+    def prefill_passes(
+        self, input_ids: Tensor, attention_mask: Tensor | None
+    ) -> Iterator[TargetOutput | None]:
+        """:meth:`prefill` in passes of ``prefill_chunk_size`` columns; all values but the last are None."""
         prompt = self._prefill.prompt(input_ids, attention_mask)
         rows, columns = prompt.valid.shape
         max_slots = self._max_slots + self.offset
@@ -143,7 +152,22 @@ class SlotTarget(Target):
             self._replay.start(rows)
         self._slots.reserve(min(max_slots, columns + FIRST_SLOTS), self._rows.slack)
         self.begun = True
-        return self._prefill.run(prompt, input_ids)
+        yield from self._prefill.passes(prompt, input_ids)
+
+    def adopt(self, newcomer: SlotTarget, row: int, num_rows: int) -> None:
+        """Let the only row of ``newcomer`` be the last active row.
+
+        Args:
+            newcomer: a target of the same model with as many ``max_slots``, which has run its prompt and is
+                not used any more. Neither of them has recurrent states.
+            row: number of active rows before it. With 0, the batch begins anew.
+            num_rows: the most rows that this target will have.
+        """
+        assert self._replay is None and newcomer._replay is None
+        self._slots.adopt(row, newcomer._slots, num_rows)
+        new = replace(newcomer._rows, staging=self.staging)
+        self._rows = self._rows.joined(new) if row else new
+        self._move_ends(self._rows.ends)
 
     def forward(self, tree: DraftTree) -> TargetOutput:
         self._scored = tree

@@ -1,0 +1,371 @@
+"""``Engine``: decodes requests that arrive and leave at any time, in one batch (continuous batching)."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from threading import Condition, Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec_ext.decoding.call import Call
+from specdec_ext.decoding.preparation import BLOCK_SLOTS, PreparedCall, decode_through, prepare
+from specdec_ext.drafters.choice import DrafterChoice
+from specdec_ext.engine.batch import RequestBatch
+from specdec_ext.engine.handle import Handle, Times
+from specdec_ext.engine.loop import EngineLoop
+from specdec_ext.engine.request import BurstStream, LogprobRecorder, Request
+from specdec_ext.models import make_target
+from specdec_ext.models.patching.changes import transactional
+from specdec_ext.models.slots import SlotTarget
+from specdec_ext.schedule.controller import Controller
+from specdec_ext.schedule.policy import Policy
+from specdec_ext.schedule.settings import resolve_speculation
+from specdec_ext.stats import SpeculationStats
+
+# Number of prompt tokens that a step reads at most. Longer prompts are read in several steps, always in parts
+# of this many tokens, so that the text does not depend on what else is running.
+PREFILL_TOKENS = 256
+
+
+class EngineFullError(RuntimeError):
+    """As many requests wait as the engine admits."""
+
+
+class EngineClosedError(RuntimeError):
+    """The engine does not accept requests any more."""
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """What an engine is doing.
+
+    Attributes:
+        running: number of requests that have begun and not ended.
+        waiting: number of requests that have not begun.
+        cached_tokens: number of tokens in the cache.
+        max_tokens: the most tokens that the cache may hold.
+    """
+
+    running: int
+    waiting: int
+    cached_tokens: int
+    max_tokens: int
+
+
+class Engine:
+    """Decodes many requests in one batch, with speculative decoding; they join and leave between two steps.
+
+    The text of a request is the one that :func:`specdec_ext.generate` returns for it alone, whatever else is
+    running. All requests share the forward passes of the target, the drafts and, where ops alone can verify
+    them, the verification. One thread does all the work; it starts with the first request.
+
+    Use it as a context manager, or call :meth:`shutdown` at the end.
+
+    Args:
+        model: a decoder-only model whose batches can be speculated on (``supports(model).batch``) and whose
+            cache is rolled back by slots.
+        drafter: as in :func:`specdec_ext.generate`; it must be ``joinable``.
+        speculation: as in :func:`specdec_ext.generate`.
+        tokenizer: the model's tokenizer, for ``stop_strings``.
+        max_rows: the most requests that run at a time.
+        max_length: the most tokens of a request, its prompt included; None for the model's context length.
+        max_tokens: the most tokens that the cache may hold: ``max_rows`` times the length of the longest
+            running request. None for ``max_rows * max_length``.
+        max_waiting: the most requests that wait; None for any number.
+        graphs: as in :func:`specdec_ext.generate`.
+
+    Raises:
+        ValueError: the model or the drafter can't serve requests that join; the message says why.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        drafter: Any = "auto",
+        speculation: Any = "auto",
+        tokenizer: Any = None,
+        max_rows: int = 16,
+        max_length: int | None = None,
+        max_tokens: int | None = None,
+        max_waiting: int | None = None,
+        graphs: bool | str = "auto",
+    ):
+        for name, value in (("max_rows", max_rows), ("max_length", max_length)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.model, self.tokenizer, self.max_rows = model, tokenizer, max_rows
+        self.max_length = max_length or _context_length(model)
+        self.max_tokens = max_tokens or max_rows * self.max_length
+        self.max_waiting, self._graphs = max_waiting, graphs
+        self._settings = resolve_speculation(speculation)
+        choice = DrafterChoice(drafter, tokenizer)
+        self.drafter = choice.drafter(model, model.generation_config)
+        if self.drafter is not None and not self.drafter.joinable:
+            raise ValueError(
+                f"{type(self.drafter).__name__} can't serve requests that join a running batch; use another "
+                "drafter, such as 'ngram', 'suffix' or a draft head, or call specdec_ext.generate"
+            )
+        self._stats = SpeculationStats(
+            drafter=type(self.drafter).__name__ if self.drafter else "none"
+        )
+        self._begin()
+        self._changed = Condition()
+        self._waiting: deque[Request] = deque()
+        self._reading: deque[Request] = deque()
+        self._accepts, self._drains = True, True
+        self._thread: Thread | None = None
+
+    def _begin(self) -> None:
+        """Make an empty batch."""
+        slots = self.max_length + BLOCK_SLOTS
+        target = make_target(self.model, None, slots, graphs=self._graphs)
+        support = target.support
+        if not isinstance(target, SlotTarget) or not support.batch or support.rollback != "compact":
+            why = "; ".join(support.reasons) or f"its rollback is {support.rollback!r}"
+            raise ValueError(
+                f"requests of {type(self.model).__name__} can't join a batch: {why}. Call "
+                "specdec_ext.generate for one request after another"
+            )
+        batch = RequestBatch(target, self.max_rows, self.max_length, self._stats)
+        self._loop = EngineLoop(target, self.drafter, batch, self._policy())
+
+    def _policy(self) -> Policy | None:
+        drafter, settings = self.drafter, self._settings
+        if drafter is None:
+            return None
+        if settings is None or settings.is_fixed:
+            return Policy(drafter, None if settings is None else settings.shapes[0])  # type: ignore[index]
+        return Controller(settings, drafter, self.model, None)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.shutdown(drain=kind is None)
+
+    def submit(
+        self,
+        input_ids: Sequence[int] | Tensor,
+        *,
+        seed: int | None = None,
+        logprobs: int | None = None,
+        **kwargs: Any,
+    ) -> Handle:
+        """Accept a request. It begins as soon as there is a free row and room in the cache.
+
+        Args:
+            input_ids: the prompt, a list of ids or ``[1, length]``.
+            seed: seed of the sampling noise; the text of a seed is that of ``generate(seed=[seed])``.
+            logprobs: number of most probable tokens to return with each token; 0 returns the log probability
+                of the emitted token alone, None returns nothing.
+            **kwargs: the other arguments of ``model.generate`` for one row.
+
+        Raises:
+            ValueError: for an argument that can't be honoured; nothing has run.
+            EngineFullError: ``max_waiting`` requests wait.
+            EngineClosedError: after :meth:`shutdown`.
+        """
+        request = self._prepared(input_ids, seed, logprobs, kwargs)
+        with self._changed:
+            if not self._accepts:
+                raise EngineClosedError("the engine was shut down and accepts no requests")
+            if self.max_waiting is not None and len(self._waiting) >= self.max_waiting:
+                raise EngineFullError(
+                    f"{len(self._waiting)} requests wait, the most that this engine admits; try again later"
+                )
+            self._waiting.append(request)
+            if self._thread is None:
+                self._thread = Thread(target=self._run, name="specdec-engine", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return request.handle
+
+    def _prepared(
+        self, input_ids: Sequence[int] | Tensor, seed: int | None, logprobs: int | None, kwargs: Any
+    ) -> Request:
+        ids = torch.as_tensor(input_ids, device=self.model.device)
+        ids = ids[None] if ids.ndim == 1 else ids
+        if ids.ndim != 2 or len(ids) != 1:
+            raise ValueError(
+                f"input_ids has shape {tuple(ids.shape)}; expected one row of ids, because a request has "
+                "one row"
+            )
+        calls: list[PreparedCall] = []
+
+        def decode(call: PreparedCall) -> Tensor:
+            calls.append(call)
+            return call.input_ids
+
+        def hook(stop_strings: Any) -> Any:
+            seeds = None if seed is None else [seed]
+            return prepare(decode, seed=seeds, tokenizer=self.tokenizer, stop_strings=stop_strings)
+
+        options = {"attention_mask": torch.ones_like(ids), **kwargs}
+        options["prefill_chunk_size"] = PREFILL_TOKENS
+        decode_through(self.model, ids, options, hook)
+        (call,) = calls
+        if len(call.input_ids) != 1:
+            raise ValueError("a request of an engine has one row; submit it once for each sequence")
+        if call.stop.max_length > self.max_length:
+            raise ValueError(
+                f"the request may have {call.stop.max_length} tokens with its prompt of "
+                f"{call.input_ids.shape[1]}, and this engine admits {self.max_length}; pass a smaller "
+                "max_new_tokens or a shorter prompt"
+            )
+        if call.stop.max_length * self.max_rows > self.max_tokens:
+            raise ValueError(
+                f"the request may have {call.stop.max_length} tokens; {self.max_rows} rows of this length do "
+                f"not fit into the cache of {self.max_tokens} tokens; pass a smaller max_new_tokens"
+            )
+        return self._request(call, logprobs)
+
+    def _request(self, prepared: PreparedCall, logprobs: int | None) -> Request:
+        recorder: Any = LogprobRecorder(logprobs)
+        target = prepared.target(
+            prepared.recorder(), graphs=False, max_slots=self.max_length + BLOCK_SLOTS
+        )
+        if not isinstance(target, SlotTarget) or not target.support.batch:
+            raise ValueError(
+                f"the request can't join a batch: {'; '.join(target.support.reasons)}; call "
+                "specdec_ext.generate for it"
+            )
+        if self.drafter is not None:
+            target.record_hidden_states(self.drafter.feature_layers(self.model))
+        call = Call.of(prepared, target, recorder, self.drafter)
+        handle = Handle(prepared.input_ids.shape[1], Times(time.perf_counter()), call.stats)
+        stream: Any = BurstStream(handle, recorder)
+        return Request(replace(call, stream=stream), target, handle)
+
+    @property
+    def load(self) -> EngineLoad:
+        """What the engine is doing now."""
+        running = [*self._reading, *self._loop.batch.requests.values()]
+        cached = sum(len(each.handle.tokens) + each.handle.prompt_tokens for each in running)
+        return EngineLoad(len(running), len(self._waiting), cached, self.max_tokens)
+
+    def stats(self) -> SpeculationStats:
+        """The statistics of all requests so far."""
+        return self._stats
+
+    def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
+        """Stop accepting requests, and end the thread.
+
+        Args:
+            drain: finish the accepted requests first; False cancels them.
+            timeout: the longest time to wait, in seconds; then the remaining requests are cancelled.
+        """
+        with self._changed:
+            self._accepts = False
+            self._drains = self._drains and drain
+            self._changed.notify_all()
+        if self._thread is None:
+            return
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self._drains = False
+            self._thread.join()
+
+    # --- the engine's thread
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            with self._changed:
+                self._accepts = False
+            self._fail([*self._waiting, *self._reading, *self._active], error)
+            raise
+
+    @transactional
+    def _serve(self) -> None:
+        with torch.no_grad():
+            while self._wait():
+                self._remove_ended()
+                self._admit()
+                self._read_prompts()
+                if self._active:
+                    self._step()
+        if self._loop.target.runner.graphs is not None:
+            self._loop.target.runner.graphs.finish()
+
+    def _fail(self, requests: Sequence[Request], error: BaseException) -> None:
+        for request in requests:
+            request.error = error
+            request.finish()
+
+    def _wait(self) -> bool:
+        """Wait for work; returns False when the engine has been shut down and everything has ended."""
+        with self._changed:
+            while not (self._waiting or self._reading or self._loop.batch.requests):
+                if not self._accepts:
+                    return False
+                self._changed.wait()
+            if not self._drains:
+                for request in (*self._waiting, *self._reading, *self._active):
+                    request.handle.cancel()
+        return True
+
+    @property
+    def _active(self) -> list[Request]:
+        return list(self._loop.batch.requests.values())
+
+    def _remove_ended(self) -> None:
+        for place, request in [*self._loop.batch.requests.items()]:
+            if request.finish_reason is not None:
+                self._loop.batch.leave(place)
+                request.finish()
+        self._loop.follow()
+        for queue in (self._waiting, self._reading):
+            for request in [*queue]:
+                if request.finish_reason is not None:
+                    queue.remove(request)
+                    request.finish()
+
+    def _admit(self) -> None:
+        """Begin waiting requests, in their order, as long as there are rows and room in the cache."""
+        while self._waiting:
+            running = [*self._reading, *self._active]
+            longest = max(each.max_length for each in (*running, self._waiting[0]))
+            if len(running) == self.max_rows or longest * self.max_rows > self.max_tokens:
+                return
+            self._reading.append(self._waiting.popleft())
+
+    @transactional
+    def _read_prompts(self) -> None:
+        """Read prompts, PREFILL_TOKENS at most; requests whose prompts are complete join the batch."""
+        budget = PREFILL_TOKENS
+        while self._reading and budget > 0:
+            request = self._reading[0]
+            budget -= min(request.handle.prompt_tokens, PREFILL_TOKENS)
+            try:
+                output = request.prefill()
+            except Exception as error:
+                request.error = error
+                output = None
+            if output is None and request.error is None:
+                continue
+            self._reading.popleft()
+            if request.finish_reason is None and output is not None:
+                self._loop.join(request, output)
+            else:
+                request.finish()
+
+    def _step(self) -> None:
+        """Run a step. An error that is not that of a single request ends all of them, and the batch."""
+        try:
+            self._loop.step()
+        except Exception as error:
+            self._fail(self._active, error)
+            self._begin()
+
+
+def _context_length(model: PreTrainedModel) -> int:
+    config = model.config.get_text_config(decoder=True)
+    return int(getattr(config, "max_position_embeddings", None) or 2048)

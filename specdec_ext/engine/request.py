@@ -1,0 +1,138 @@
+"""``Request``: one request of an engine, from its prompt to its last token."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec_ext.decoding.call import Call
+from specdec_ext.engine.handle import Burst, FinishReason, Handle, TokenLogprobs
+from specdec_ext.models import TargetOutput
+from specdec_ext.models.slots import SlotTarget
+from specdec_ext.output import RecordScores
+from specdec_ext.tree.draft_tree import DraftTree
+from specdec_ext.verify.sampler import Accepted
+
+
+@dataclass(eq=False)
+class Request:
+    """A call of one row that joins a batch after its prompt.
+
+    Attributes:
+        call: its text.
+        target: reads its prompt; the batch adopts what it has cached.
+        handle: what the caller holds.
+        error: the exception with which it failed.
+    """
+
+    call: Call
+    target: SlotTarget
+    handle: Handle
+    error: BaseException | None = None
+    _passes: Iterator[TargetOutput | None] | None = None
+
+    @property
+    def max_length(self) -> int:
+        """Number of tokens with which it ends at the latest, its prompt included."""
+        return self.call.stop.max_length
+
+    def prefill(self) -> TargetOutput | None:
+        """Run one pass over the prompt. After the last one, emit the first token and return the output."""
+        call = self.call
+        if self._passes is None:
+            self.handle.times.started = time.perf_counter()
+            self._passes = self.target.prefill_passes(
+                call.context.input_ids, call.context.attention_mask
+            )
+        output = next(self._passes)
+        if output is not None:
+            call.recorder.prompt(output)
+            root = DraftTree.root(call.context.input_ids[:, 0])
+            call.verify(root, output, self.target)
+        return output
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it has ended; None if it goes on."""
+        if self.error is not None:
+            return "error"
+        if self.handle.is_cancelled:
+            return "cancelled"
+        if self.call.going():
+            return None
+        context, stop = self.call.context, self.call.stop
+        tokens = context.generated[0]
+        cut = context.columns(0) >= stop.max_length and tokens[-1] not in stop.eos_ids
+        return "length" if cut else "stop"
+
+    def finish(self) -> None:
+        """Tell the caller that it has ended."""
+        reason = self.finish_reason
+        assert reason is not None
+        self.handle.times.finished = time.perf_counter()
+        self.handle.finish(reason, self.error)
+
+
+class BurstStream:
+    """Passes what each step emits to the handle; it takes the place of a ``TokenStream``."""
+
+    def __init__(self, handle: Handle, recorder: LogprobRecorder):
+        self._handle, self._recorder = handle, recorder
+
+    def advance(self, accepted: Accepted, rows: list[int], columns: int) -> None:
+        tokens, count = accepted.emitted[0], accepted.drafted[0]
+        if not tokens:
+            return
+        if self._handle.times.first_token is None:
+            self._handle.times.first_token = time.perf_counter()
+        drafted = [i < count for i in range(len(tokens))]
+        self._handle.emit(Burst(tokens, drafted, self._recorder.take()))
+
+    def end(self) -> None:
+        pass
+
+
+class LogprobRecorder:
+    """Collects log probabilities of emitted tokens; it takes the place of a ``Recorder``.
+
+    Args:
+        top: number of most probable tokens to return; None records nothing.
+    """
+
+    record_scores: RecordScores | None = None
+
+    def __init__(self, top: int | None):
+        self._top = top
+        self.keeps_passes = top is not None
+        self._new: list[TokenLogprobs] = []
+
+    def prompt(self, output: TargetOutput) -> None:
+        """Nothing of the prompt is recorded."""
+
+    def step(
+        self, output: TargetOutput, accepted: Accepted, rows: Sequence[int], *_: object
+    ) -> None:
+        """Record the tokens that a step of one row has emitted; see :meth:`Recorder.step`."""
+        tokens = accepted.emitted[0]
+        if not tokens or self._top is None:
+            return
+        nodes = accepted.paths[0][: len(tokens)]
+        scores = output.logits[0, nodes].float().log_softmax(dim=-1)
+        index = torch.tensor(tokens, device=scores.device)[:, None]
+        own: list[float] = scores.gather(1, index)[:, 0].tolist()
+        best = scores.topk(self._top, dim=-1)
+        for logprob, values, ids in zip(own, *map(Tensor.tolist, best), strict=True):
+            top = [(i, x) for i, x in zip(ids, values, strict=True) if not math.isnan(x)]
+            self._new.append(TokenLogprobs(logprob, top))
+
+    def take(self) -> list[TokenLogprobs] | None:
+        """Remove and return what was recorded since the last call; None if nothing is recorded."""
+        if self._top is None:
+            return None
+        new, self._new = self._new, []
+        return new
