@@ -19,9 +19,9 @@ from rich.console import Console
 
 import specdec_ext
 from specdec_ext import assets, keyword_table
-from specdec_ext.cli._common import read_prompts
-from specdec_ext.cli._stream import CLOSING, OPENING, IncrementalDecoder, TextStreamer, legend
 from specdec_ext.cli.demo import SAMPLED, STREAMED, STREAMED_TOKENS
+from specdec_ext.cli.shared.common import read_prompts
+from specdec_ext.cli.shared.stream import CLOSING, OPENING, IncrementalDecoder, TextStreamer, legend
 from specdec_ext.evaluate import benchmark
 
 PROMPT = "import unittest\n\n\nclass TestList(unittest.TestCase):\n\n    def test_append(self):\n"

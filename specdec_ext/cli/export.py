@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from specdec_ext.cli._common import DrafterOption, SpeculationOption, user_errors
+from specdec_ext.cli.shared.common import DrafterOption, SpeculationOption, user_errors
 from specdec_ext.display.console import PlainConsole
 
 
