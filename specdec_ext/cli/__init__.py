@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from specdec_ext.cli.bench import bench
+from specdec_ext.cli.chat import chat
 from specdec_ext.cli.check import check
 from specdec_ext.cli.demo import demo
 from specdec_ext.cli.export import custom_generate
@@ -64,7 +65,7 @@ def _help(command: Callable[..., Any]) -> str:
 
 
 specdec.__doc__ = None  # the help text is the app's
-for command in (demo, generate, bench, check, inspect, keywords, train, version):
+for command in (demo, generate, chat, bench, check, inspect, keywords, train, version):
     app.command(help=_help(command))(command)
 
 export = typer.Typer(no_args_is_help=True, help="Write files with which other programs speculate.")
