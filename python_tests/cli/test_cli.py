@@ -43,7 +43,18 @@ def greedy_text(prompt: str, max_new_tokens: int) -> str:
 
 @pytest.mark.parametrize(
     "command",
-    ["demo", "generate", "bench", "check", "inspect", "keywords", "train", "version", "export"],
+    [
+        "demo",
+        "generate",
+        "chat",
+        "bench",
+        "check",
+        "inspect",
+        "keywords",
+        "train",
+        "version",
+        "export",
+    ],
 )
 def test_every_command_is_listed_and_has_a_help_text(command):
     assert command in words(run("--help").output)

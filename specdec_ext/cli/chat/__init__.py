@@ -102,6 +102,10 @@ def chat(
                 console.print()
             raise
         console.print()
+        if console.is_terminal and conversation.last.new_tokens == max_new_tokens:
+            notes.sentence(
+                f"The answer has reached --max-new-tokens {max_new_tokens}.", style="dim"
+            )
 
     if not (sys.stdin.isatty() and console.is_terminal):
         _answer_lines(answer)

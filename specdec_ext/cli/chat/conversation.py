@@ -83,7 +83,7 @@ class Conversation:
     """A chat with one model. Each answer is that of ``specdec_ext.generate`` to the whole conversation.
 
     The cache of the last answer is cut to the tokens with which the next prompt begins, so only the others
-    are read. A chat template may change earlier messages, and may be tokenized differently than the answer
+    are read. A chat template may change earlier messages, and an answer may be tokenized otherwise than it
     was generated; then less of the cache is kept.
 
     Args:
@@ -109,11 +109,10 @@ class Conversation:
     def reset(self) -> None:
         """Forget all turns; the system prompt and the counts stay."""
         self.turns.clear()
-        self._forget_cache()
-
-    def _forget_cache(self) -> None:
         self._cache: Any = None
-        self._cached: Any = None  # [slots] ids of the tokens in the cache
+        self._cached: Any = (
+            None  # [slots] ids of the tokens in the cache; after an interrupt it is empty
+        )
 
     @property
     def messages(self) -> Messages:
@@ -140,9 +139,6 @@ class Conversation:
             out, prompt_tokens, reused = self._generate(streamer, kwargs)
             finished = True
             self._cache, self._cached = out.past_key_values, out.sequences[0, :-1]
-        except BaseException:
-            self._forget_cache()  # the call may have left it anywhere
-            raise
         finally:
             if finished or streamer.text:
                 self.turns.append({"role": "assistant", "content": streamer.text})
