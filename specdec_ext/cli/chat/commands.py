@@ -11,7 +11,7 @@ from specdec_ext.display.console import PlainConsole
 
 # What a user types -> what it does.
 HELP = {
-    "/stats": "speed and acceptance of the last answer and of the session",
+    "/stats": "speed and acceptance of the last finished answer and of the session",
     "/reset": "forget all turns; the system prompt and the settings stay",
     "/system TEXT": "set the system prompt; without TEXT, remove it",
     "/seed N": "sample with this seed from the next answer on; without N, with another one each time",

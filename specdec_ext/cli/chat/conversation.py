@@ -74,9 +74,9 @@ _ROWS = (
 
 
 def counts_table(last: Counts, session: Counts) -> Table:
-    """The costs of the last answer beside those of all answers."""
+    """The costs of the last finished answer beside those of all finished answers."""
     rows = list(zip(_ROWS, last.column(), session.column(), strict=True))
-    return Table(rows, ("", "last answer", "session"))
+    return Table(rows, ("", "last finished answer", "session"))
 
 
 class Conversation:
@@ -93,9 +93,9 @@ class Conversation:
     Attributes:
         system: the system prompt, or None.
         turns: questions and answers so far.
-        last: counts of the last answer.
-        session: counts of all answers.
-        stats: statistics of the last answer; None before the first one.
+        last: counts of the last finished answer.
+        session: counts of all finished answers.
+        stats: statistics of the last finished answer; None before the first one.
     """
 
     def __init__(self, model: Model, render: Callable[[Messages], LongTensor]):
@@ -129,9 +129,11 @@ class Conversation:
             **kwargs: arguments of :func:`specdec_ext.generate`.
 
         Raises:
-            KeyboardInterrupt: the answer was interrupted; the part that had come belongs to the conversation
-                now. If none had come, the question does not belong to it either.
-            ValueError: for a prompt that can't be rendered or read; the conversation is as before.
+            KeyboardInterrupt: the answer was interrupted.
+            ValueError: the prompt can't be rendered or read.
+
+        After any exception, the part of the answer that had come belongs to the conversation. If none had
+        come, the conversation is as before.
         """
         self.turns.append({"role": "user", "content": text})
         began, finished = time.perf_counter(), False
