@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from specdec_ext.heads.checkpoints import load_draft, save_draft
     from specdec_ext.heads.medusa import MedusaHeads
     from specdec_ext.heads.mtp import MtpHeads
-    from specdec_ext.hosts import install, uninstall
+    from specdec_ext.hosts import install, uninstall, write_custom_generate
     from specdec_ext.models import Support, supports
     from specdec_ext.models.graphs import free_graphs
     from specdec_ext.output import SpeculativeEncoderDecoderOutput, SpeculativeOutput
@@ -69,6 +69,7 @@ __all__ = [
     "save_draft",
     "supports",
     "uninstall",
+    "write_custom_generate",
 ]
 
 _MODULES = {
@@ -82,7 +83,7 @@ _MODULES = {
     "drafters.heads.mtp": ("MtpDrafter",),
     "drafters.lookup.suffix": ("SuffixDrafter", "SuffixHistory"),
     "generation": ("custom_generate", "generate"),
-    "hosts": ("install", "uninstall"),
+    "hosts": ("install", "uninstall", "write_custom_generate"),
     "heads.medusa": ("MedusaHeads",),
     "heads.mtp": ("MtpHeads",),
     "evaluate.check": ("Check", "ModelCheck", "check_model"),

@@ -33,6 +33,11 @@ class IncrementalDecoder:
         self._window_start = 0
         self._told = 0
 
+    @property
+    def text(self) -> str:
+        """The text of all tokens so far, an unfinished character included."""
+        return self._decode(self._tokens)
+
     def feed(self, token: int) -> str:
         """Add ``token`` and return the text that it completes, possibly empty."""
         self._tokens.append(token)
@@ -78,6 +83,11 @@ class TextStreamer:
         self._space = ""  # white space that is not printed yet
         self._space_drafted = True  # whether all of it was drafted
         self._prompt_seen = False
+
+    @property
+    def text(self) -> str:
+        """The generated text so far."""
+        return self._decoder.text
 
     def put(self, tokens: LongTensor) -> None:
         """Receive the prompt ``[1, length]``, which is not printed, then one token ``[1]`` per call.
