@@ -54,6 +54,12 @@ class EngineLoop(DecodingLoop):
             self.drafter.join(self.context, [place], output)
             self.policy.join([place])
 
+    def step(self) -> None:
+        super().step()
+        if self.batch.undrafted:
+            # Those rows have kept nothing, and other rows go on: the next block is behind slots with NaN.
+            self.target.clear_rejected()
+
     def follow(self) -> None:
         """Remove the rows of requests that have left."""
         if not self._unfinished():

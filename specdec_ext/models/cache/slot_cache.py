@@ -97,7 +97,7 @@ class SlotCache:
         for layer in self.layers:
             layer.join(rows, slots)
 
-    def clear(self, ends: Sequence[int], stop: int) -> None:
+    def clear(self, ends: Sequence[int], stop: int | None = None) -> None:
         """Zero the slots from ``ends[r]`` to ``stop`` of each row r: rejected tokens may have left NaN there.
 
         Masked slots do no harm during the call, because ``tree_attention`` does not read them. The caller's

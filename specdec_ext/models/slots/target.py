@@ -194,6 +194,10 @@ class SlotTarget(Target):
             self._slots.compact(path, num_accepted, numbers.block_starts, numbers.ends)
         self._move_ends(_advanced(rows.ends, counts))
 
+    def clear_rejected(self) -> None:
+        """Zero what rejected tokens have left behind the ends of rows; masked layers may read NaN there."""
+        self._slots.clear(self._rows.ends)
+
     def begin_rounds(
         self, text: Tensor, lengths: Sequence[int], limit: int, eos: Sequence[int]
     ) -> bool:
