@@ -205,11 +205,11 @@ class HeadDrafter(Drafter):
         if self._cache is None:
             num_rows, home = len(context.generated), (self._bound.device, self._bound.dtype)
             self._cache = HeadCache(self.head.config, num_rows, *home)
-        counts = new.counts
-        for row, position in zip(context.rows, context.root_positions, strict=True):
-            if not self._cache.lengths[row]:
-                # A row's last element has the features of the token before its root.
-                self._cache.first_positions[row] = position - counts[row]
+        if 0 in self._cache.lengths:
+            for row, position in zip(context.rows, context.root_positions, strict=True):
+                if not self._cache.lengths[row]:
+                    # A row's last element has the features of the token before its root.
+                    self._cache.first_positions[row] = position - new.counts[row]
         return new
 
     def propose(self, context: Context) -> DraftTree:
