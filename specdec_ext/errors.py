@@ -8,3 +8,11 @@ class NotAcceleratedError(ValueError):
 
     The way out is ``model.generate``, which is ours while :func:`specdec_ext.install` is in effect.
     """
+
+
+class EngineFullError(RuntimeError):
+    """An engine already has as many waiting requests as it may have. The way out is to submit again later."""
+
+
+class EngineClosedError(RuntimeError):
+    """An engine takes no requests any more, because ``shutdown`` was called."""
