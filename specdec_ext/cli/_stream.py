@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec_ext.display.console import printable
+from specdec_ext.display.detokenize import IncrementalDecoder
 
 if TYPE_CHECKING:
     from torch import BoolTensor, LongTensor
@@ -16,46 +17,6 @@ if TYPE_CHECKING:
 # Accepted drafts are styled on a terminal and put in brackets elsewhere.
 DRAFTED_STYLE = "underline green"
 OPENING, CLOSING = "⟦", "⟧"
-
-
-class IncrementalDecoder:
-    """Turns a growing list of tokens into pieces of text whose concatenation is the decoded list.
-
-    A token's text may depend on the tokens before it (leading spaces), and a character may span tokens. Each
-    piece is therefore the difference between two decodings of a short window, and it is held back while it
-    ends in the middle of a character. Same rule as ``decode_token`` in Hugging Face's
-    text-generation-inference.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._window_start = 0
-        self._told = 0
-
-    def feed(self, token: int) -> str:
-        """Add ``token`` and return the text that it completes, possibly empty."""
-        self._tokens.append(token)
-        text = self._untold()
-        if not text or text.endswith("\ufffd"):
-            return ""
-        self._window_start, self._told = self._told, len(self._tokens)
-        return text
-
-    def flush(self) -> str:
-        """Return the text held back because it ends in the middle of a character."""
-        text = self._untold()
-        self._window_start = self._told = len(self._tokens)
-        return text
-
-    def _untold(self) -> str:
-        told = self._decode(self._tokens[self._window_start : self._told])
-        return self._decode(self._tokens[self._window_start :])[len(told) :]
-
-    def _decode(self, tokens: list[int]) -> str:
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        assert isinstance(text, str)  # decode returns a list only for a batch
-        return text
 
 
 class TextStreamer:
