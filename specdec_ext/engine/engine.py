@@ -166,6 +166,11 @@ class Engine:
         return handle
 
     @property
+    def is_open(self) -> bool:
+        """Whether requests are accepted: before :meth:`shutdown`, and while the engine's thread lives."""
+        return not self._is_closed and self._thread.is_alive()
+
+    @property
     def load(self) -> EngineLoad:
         """What the engine is doing now."""
         with self._changed:
