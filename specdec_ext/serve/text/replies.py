@@ -43,7 +43,8 @@ class Reply:
     def __init__(self, tokenizer: Any, template: Any, prompt: list[int], tools: list[Any]):
         self.has_called = False
         self._num_calls = 0
-        self._unreported = ""  # text of a region that is reported when it is complete
+        # The text after what was told, and how far the parser's events have followed it.
+        self._untold, self._seen = "", 0
         self._parser = None
         if template is not None:
             self._parser = tokenizer.get_response_parser(
@@ -61,27 +62,33 @@ class Reply:
     def _parsed(self, text: str, is_end: bool) -> list[dict[str, Any]]:
         if self._parser is None:
             return [{"content": text}] if text else []
-        self._unreported += text
+        self._untold += text
         try:
             events = self._parser.finalize()[1] if is_end else self._parser.feed(text)
             return [delta for event in events if (delta := self._delta(event)) is not None]
         except Exception as error:  # the text does not fit the template
             log.warning("the reply is not parsed: %s: %s", type(error).__name__, error)
             self._parser = None
-            rest, self._unreported = self._unreported, ""
-            return [{"content": rest}] if rest else []
+            return [{"content": self._untold}] if self._untold else []
 
     def _delta(self, event: dict[str, Any]) -> dict[str, Any] | None:
         kind, name = event["type"], event.get("field")
-        if kind == "region_close":
-            self._unreported = ""
-            return self._call(event["value"]) if name == "tool_calls" else None
-        if kind != "region_chunk" or event.get("dirty") or not event.get("text"):
+        if kind == "region_close" and name == "tool_calls":
+            self._tell()
+            return self._call(event["value"])
+        text = event.get("text") if kind == "region_chunk" else None
+        if not text:
             return None
-        self._unreported = ""
+        self._seen = max(self._seen, self._untold.find(text, self._seen) + len(text))
+        if event.get("dirty"):  # it is told when its region is complete
+            return None
+        self._tell()
         if name in _REASONING:
-            return {"reasoning_content": event["text"]}
-        return {"content": event["text"]} if name == "content" else None
+            return {"reasoning_content": text}
+        return {"content": text} if name == "content" else None
+
+    def _tell(self) -> None:
+        self._untold, self._seen = self._untold[self._seen :], 0
 
     def _call(self, value: dict[str, Any]) -> dict[str, Any]:
         function = value["function"]
