@@ -12,9 +12,10 @@ from typing import Any
 
 from openai.types import CompletionUsage
 
+from specdec_ext.serve.http.errors import ApiError, as_api_error
 from specdec_ext.serve.http.schemas import Generation
 from specdec_ext.serve.metrics import Progress
-from specdec_ext.serve.sampling import arguments, seed_of
+from specdec_ext.serve.sampling import Wanted
 from specdec_ext.serve.service import Service
 from specdec_ext.serve.text.choice import Choice, Piece, followed
 from specdec_ext.stats import SpeculationStats
@@ -23,20 +24,19 @@ log = logging.getLogger(__name__)
 
 
 class Answer:
-    """The choices of one request: ``n`` for each prompt, in the order of the prompts.
+    """The choices of one request.
 
     Args:
         service: the server's state.
         body: the request.
         prefix: first part of the answer's id.
-        prompts: ids of each prompt.
-        max_tokens: the most new tokens for each choice; None for as many as fit.
+        choices: what to submit.
+        prompt_tokens: number of tokens of all prompts.
         logprobs: number of most probable tokens; None for no log probabilities.
         parsed: whether the text is parsed, for which it keeps its special tokens.
-        param: the field of the prompt, for messages.
 
     Raises:
-        ApiError, ValueError, EngineFullError, EngineClosedError: the request is refused; nothing runs.
+        ApiError: the engine refuses a choice; nothing runs.
     """
 
     def __init__(
@@ -44,43 +44,37 @@ class Answer:
         service: Service,
         body: Generation,
         prefix: str,
-        prompts: Sequence[list[int]],
-        max_tokens: int | None,
+        choices: Sequence[Wanted],
+        prompt_tokens: int,
         logprobs: int | None,
         parsed: bool,
-        param: str,
     ):
-        self.service, self.body = service, body
+        self.service, self.body, self.prompt_tokens = service, body, prompt_tokens
         self.id, self.created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
         self._began = time.perf_counter()
-        self._error: BaseException | None = None
+        self._error: ApiError | None = None
         self._is_closed = False
-        self.prompt_tokens = sum(map(len, prompts))
         skip = body.skip_special_tokens and not parsed
         hidden = frozenset(service.ends if parsed else ())
         self.choices: list[Choice] = []
-        self._progress: dict[Choice, Progress] = {}
-        rooms = [service.room(prompt, max_tokens, param) for prompt in prompts]
         try:
-            for prompt, room in zip(prompts, rooms, strict=True):
-                for number in range(body.n):
-                    handle = service.engine.submit(
-                        prompt,
-                        seed=seed_of(body, number),
-                        logprobs=logprobs,
-                        **arguments(service, body, prompt, room),
-                    )
-                    index = len(self.choices)
-                    choice = Choice(index, handle, service.tokenizer, body.stop, skip, hidden)
-                    self.choices.append(choice)
-                    self._progress[choice] = Progress()
-        except BaseException:
+            for index, each in enumerate(choices):
+                handle = service.engine.submit(each.prompt, logprobs=logprobs, **each.arguments)
+                self.choices.append(
+                    Choice(index, handle, service.tokenizer, body.stop, skip, hidden)
+                )
+        except Exception as error:
             for choice in self.choices:
                 choice.handle.cancel()
-            raise
+            raise as_api_error(error) from error
+        self._progress = {choice: Progress() for choice in self.choices}
 
     async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
-        """The pieces of all choices."""
+        """The pieces of all choices.
+
+        Raises:
+            ApiError: a choice failed, or time is up.
+        """
         timeout = self.service.settings.request_timeout
         source = followed(self.choices, self._on_burst, self._began + timeout, timeout)
         try:
@@ -88,8 +82,8 @@ class Answer:
                 async for item in source:
                     yield item
         except Exception as error:
-            self._error = error
-            raise
+            self._error = as_api_error(error)
+            raise self._error from error
 
     def close(self) -> None:
         """End the request: cancel what is left of it, count it and log it. A second call does nothing."""
@@ -155,7 +149,7 @@ class Answer:
             fields["acceptance_length"] = round(total.mean_acceptance_length, 2)
             fields["acceptance_rate"] = round(total.acceptance_rate, 3)
         if self._error is not None:
-            fields["error"] = f"{type(self._error).__name__}: {self._error}"
+            fields["error"] = self._error.body["error"]["message"]
         level = logging.INFO if self._error is None else logging.ERROR
         log.log(level, "request", extra={"fields": fields})
 

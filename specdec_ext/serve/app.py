@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 import specdec_ext
 from specdec_ext.engine import Engine
 from specdec_ext.serve import chat, completions
-from specdec_ext.serve.http.errors import answer_errors
+from specdec_ext.serve.http.errors import ApiError, answer_errors
 from specdec_ext.serve.http.guards import BodyGuard, KeyGuard
 from specdec_ext.serve.http.schemas import (
     ChatRequest,
@@ -44,7 +44,11 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
         engine.shutdown()
 
     app = FastAPI(
-        title="specdec_ext", version=specdec_ext.__version__, lifespan=life, redoc_url=None
+        title="specdec_ext",
+        version=specdec_ext.__version__,
+        lifespan=life,
+        docs_url=None,
+        redoc_url=None,
     )
     answer_errors(app)
     app.add_middleware(BodyGuard, max_bytes=settings.max_body_bytes)
@@ -66,6 +70,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             return EventStream(source.chunks(), headers, answer.close)
         try:
             text = await answer_while_connected(request, source.whole())
+        except ApiError as error:
+            return error.response()
         finally:
             answer.close()
         if text is None:

@@ -12,6 +12,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from specdec_ext.serve.answer import Answer
 from specdec_ext.serve.http.errors import ApiError
 from specdec_ext.serve.http.schemas import ChatRequest, Message, Tool
+from specdec_ext.serve.sampling import Wanted, wanted
 from specdec_ext.serve.service import Service
 from specdec_ext.serve.text.choice import Choice
 from specdec_ext.serve.text.logprobs import Scored, chat_logprobs
@@ -131,17 +132,20 @@ async def start(service: Service, body: ChatRequest) -> ChatAnswer:
     """Submit the request.
 
     Raises:
-        ApiError and others: see :class:`Answer`.
+        ApiError: it is refused.
     """
     service.check_model(body.model)
     tools = body.tools if body.tool_choice == "auto" else []
-    prompt = await service.aside(
-        prompt_of, service, body.messages, tools, body.chat_template_kwargs
-    )
     tokens = body.max_completion_tokens or body.max_tokens
+
+    def prepared() -> tuple[list[int], list[Wanted]]:
+        prompt = prompt_of(service, body.messages, tools, body.chat_template_kwargs)
+        return prompt, wanted(service, body, [prompt], tokens, "messages")
+
+    prompt, choices = await service.aside(prepared)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     parsed = service.template is not None
-    answer = Answer(service, body, "chatcmpl", [prompt], tokens, logprobs, parsed, "messages")
+    answer = Answer(service, body, "chatcmpl", choices, len(prompt), logprobs, parsed)
     return ChatAnswer(answer, body, prompt, [tool.model_dump() for tool in tools])
 
 

@@ -10,6 +10,7 @@ from openai.types import Completion, CompletionChoice
 
 from specdec_ext.serve.answer import Answer
 from specdec_ext.serve.http.schemas import CompletionRequest
+from specdec_ext.serve.sampling import Wanted, wanted
 from specdec_ext.serve.service import Service
 from specdec_ext.serve.text.choice import Choice, Piece
 from specdec_ext.serve.text.logprobs import completion_logprobs
@@ -71,26 +72,26 @@ async def start(service: Service, body: CompletionRequest) -> CompletionAnswer:
     """Submit the request.
 
     Raises:
-        ApiError and others: see :class:`Answer`.
+        ApiError: it is refused.
     """
     service.check_model(body.model)
-
-    def encoded() -> list[list[int]]:
-        return [
-            service.encode(prompt, body.add_special_tokens, "prompt")
-            if isinstance(prompt, str)
-            else prompt
-            for prompt in body.prompt
-        ]
-
-    for prompt in body.prompt:
-        if not isinstance(prompt, str):
-            service.check_ids(prompt, "prompt")
-    prompts = await service.aside(encoded)
     tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+
+    def prepared() -> tuple[int, list[Wanted]]:
+        prompts = [_ids(service, body, prompt) for prompt in body.prompt]
+        return sum(map(len, prompts)), wanted(service, body, prompts, tokens, "prompt")
+
+    prompt_tokens, choices = await service.aside(prepared)
     return CompletionAnswer(
-        Answer(service, body, "cmpl", prompts, tokens, body.logprobs, False, "prompt")
+        Answer(service, body, "cmpl", choices, prompt_tokens, body.logprobs, parsed=False)
     )
+
+
+def _ids(service: Service, body: CompletionRequest, prompt: str | list[int]) -> list[int]:
+    if isinstance(prompt, str):
+        return service.encode(prompt, body.add_special_tokens, "prompt")
+    service.check_ids(prompt, "prompt")
+    return prompt
 
 
 def _choice(answer: Answer, choice: Choice, piece: Piece, offset: int) -> CompletionChoice:

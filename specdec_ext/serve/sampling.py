@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from specdec_ext.serve.http.errors import ApiError
@@ -10,16 +12,50 @@ from specdec_ext.serve.service import Service
 from specdec_ext.verify.penalties import OccurrencePenalties
 
 
-def arguments(
+@dataclass(frozen=True)
+class Wanted:
+    """The arguments of ``Engine.submit`` for one choice.
+
+    Attributes:
+        prompt: ids of the prompt.
+        arguments: the other arguments.
+    """
+
+    prompt: list[int]
+    arguments: dict[str, Any]
+
+
+def wanted(
+    service: Service,
+    body: Generation,
+    prompts: Sequence[list[int]],
+    max_tokens: int | None,
+    param: str,
+) -> list[Wanted]:
+    """The choices of a request: ``n`` for each prompt, in the order of the prompts.
+
+    Args:
+        max_tokens: the most new tokens for each choice; None for as many as fit.
+        param: the field of the prompts, for messages.
+
+    Raises:
+        ApiError: a prompt does not fit, or a field can't be honoured.
+    """
+    rooms = [service.room(prompt, max_tokens, param) for prompt in prompts]
+    return [
+        Wanted(prompt, {**_arguments(service, body, prompt, room), "seed": _seed(body, number)})
+        for prompt, room in zip(prompts, rooms, strict=True)
+        for number in range(body.n)
+    ]
+
+
+def _arguments(
     service: Service, body: Generation, prompt: list[int], max_new: int
 ) -> dict[str, Any]:
     """The arguments of one choice, without its seed.
 
     What the request leaves open is as the checkpoint's generation config recommends, else as OpenAI's API
     defines it: temperature 1, and no filter.
-
-    Raises:
-        ApiError: a field can't be honoured.
     """
 
     def chosen(name: str, neutral: Any) -> Any:
@@ -59,7 +95,7 @@ def arguments(
     return given
 
 
-def seed_of(body: Generation, number: int) -> int | None:
+def _seed(body: Generation, number: int) -> int | None:
     """The seed of a choice: that of the request plus the number of the choice, so that choices differ."""
     if body.seed is None:
         return None

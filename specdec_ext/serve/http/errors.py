@@ -73,7 +73,7 @@ def shown(value: Any) -> str:
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told about an exception of the engine."""
+    """What a client is told about an exception of ``Engine.submit`` or of a request of the engine."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineFullError):
@@ -81,7 +81,7 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(429, str(error), code="engine_full", headers=headers)
     if isinstance(error, EngineClosedError):
         return ApiError(503, "the server is shutting down", code="shutting_down")
-    if isinstance(error, ValueError):
+    if isinstance(error, ValueError):  # an argument that only the engine or transformers refuses
         return ApiError(400, str(error))
     return ApiError(500, f"the request failed with {type(error).__name__}: {error}")
 
@@ -91,7 +91,7 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return _answer(request, _invalid(error.errors()))
+        return refusal(request.url.path, _invalid(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
@@ -100,23 +100,18 @@ def answer_errors(app: FastAPI) -> None:
         ):  # of the framework: unknown paths and methods, broken JSON
             where = f"{request.method} {request.url.path}: " if error.status_code >= 404 else ""
             error = ApiError(error.status_code, f"{where}{error.detail}", headers=error.headers)
-        return _answer(request, error)
-
-    for kind in (EngineFullError, EngineClosedError, ValueError):
-
-        @app.exception_handler(kind)
-        async def engine(request: Request, error: Exception) -> JSONResponse:
-            return _answer(request, as_api_error(error))
+        return refusal(request.url.path, error)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
-        return _answer(request, as_api_error(error))
+        return refusal(request.url.path, as_api_error(error))
 
 
-def _answer(request: Request, error: ApiError) -> JSONResponse:
+def refusal(path: str, error: ApiError) -> JSONResponse:
+    """The answer to a request that was not begun, and its line in the log."""
     level = logging.ERROR if error.status_code >= 500 else logging.INFO
     message = error.body["error"]["message"]
-    fields = {"status": error.status_code, "path": request.url.path, "error": message}
+    fields = {"status": error.status_code, "path": path, "error": message}
     log.log(level, "refused", extra={"fields": fields})
     return error.response()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 from typing import Any
 
-from specdec_ext.serve.http.errors import ApiError
+from specdec_ext.serve.http.errors import ApiError, refusal
 
 # Probes and Prometheus come without a key, and the answers hold no text.
 OPEN_PATHS = ("/health", "/metrics")
@@ -31,7 +31,7 @@ class KeyGuard:
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-                await error.response()(scope, receive, send)
+                await refusal(scope["path"], error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -48,7 +48,8 @@ class BodyGuard:
             return
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > self._max_bytes:
-            await self._error(int(announced)).response()(scope, receive, send)
+            error = self._error(int(announced))
+            await refusal(scope["path"], error)(scope, receive, send)
             return
         received = 0
 

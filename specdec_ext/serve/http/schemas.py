@@ -21,6 +21,7 @@ HARMLESS = frozenset(
         *("prompt_cache_key", "prompt_cache_retention", "prediction"),
     }
 )
+MOST_CHOICES = 128
 LARGEST_SEED = 2**63 - 1
 
 Int: TypeAlias = Annotated[int, Field(strict=True)]
@@ -91,7 +92,7 @@ class Generation(Body):
     model: str | None = None
     stream: Bool = False
     stream_options: StreamOptions | None = None
-    n: Annotated[Int, Field(ge=1, le=128)] = 1
+    n: Annotated[Int, Field(ge=1, le=MOST_CHOICES)] = 1
     max_tokens: Annotated[Int, Field(ge=1)] | None = None
     min_tokens: Annotated[Int, Field(ge=0)] = 0
     temperature: Annotated[Float, Field(ge=0, le=100)] | None = None
@@ -272,7 +273,7 @@ class CompletionRequest(Generation):
             _as_prompts,
             json_schema_input_type=str | list[TokenId] | list[str] | list[list[TokenId]],
         ),
-        Field(min_length=1, max_length=128),
+        Field(min_length=1, max_length=MOST_CHOICES),
     ]
     add_special_tokens: Bool = True
     logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
@@ -300,6 +301,8 @@ class CompletionRequest(Generation):
     def _all_are_returned(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != self.n:
             raise ValueError("best_of: texts are not ranked; leave it out, and ask for n texts")
+        if self.n * len(self.prompt) > MOST_CHOICES:
+            raise ValueError(f"n texts for each prompt: expected at most {MOST_CHOICES} together")
         return self
 
 
