@@ -41,7 +41,8 @@ def greedy_text(prompt: str, max_new_tokens: int) -> str:
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "generate", "bench", "check", "inspect", "keywords", "train", "version"]
+    "command",
+    ["demo", "generate", "bench", "check", "serve", "inspect", "keywords", "train", "version"],
 )
 def test_every_command_is_listed_and_has_a_help_text(command):
     assert command in words(run("--help").output)
