@@ -40,6 +40,7 @@ def refused(answer, status=400):
         ("top_k", -2, "got -2"),
         ("min_p", 2, "got 2"),
         ("repetition_penalty", 0, "got 0"),
+        ("repetition_penalty", 1e-300, "got 1e-300"),
         ("presence_penalty", 3, "got 3"),
         ("frequency_penalty", -3, "got -3"),
         ("logit_bias", {"x": 1}, "expected token ids as names, got {'x': 1}"),

@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import specdec_ext
 from specdec_ext.engine import Engine
 from specdec_ext.serve import chat, completions
-from specdec_ext.serve.http.errors import ApiError, answer_errors
+from specdec_ext.serve.http.errors import ApiError, ErrorBody, answer_errors
 from specdec_ext.serve.http.guards import BodyGuard, KeyGuard
 from specdec_ext.serve.http.schemas import (
     ChatRequest,
@@ -47,8 +47,9 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
         title="specdec_ext",
         version=specdec_ext.__version__,
         lifespan=life,
-        docs_url=None,
+        docs_url=None,  # a page that fetches scripts from elsewhere
         redoc_url=None,
+        responses={status: {"model": ErrorBody} for status in ("4XX", "5XX")},
     )
     answer_errors(app)
     app.add_middleware(BodyGuard, max_bytes=settings.max_body_bytes)
@@ -135,7 +136,7 @@ def _add_operations(app: FastAPI, service: Service) -> None:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "shutting down"}, 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """The metrics for Prometheus."""
         return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)

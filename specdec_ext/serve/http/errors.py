@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from specdec_ext.display.text import one_line
@@ -23,6 +24,21 @@ _TYPES = {
     429: "rate_limit_error",
 }
 RETRY_AFTER = 1  # seconds after which a client may try again when the engine is full
+
+
+class ErrorObject(BaseModel):
+    """The fields of an error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every error."""
+
+    error: ErrorObject
 
 
 class ApiError(HTTPException):
@@ -53,14 +69,13 @@ class ApiError(HTTPException):
         kind = _TYPES.get(self.status_code)
         if kind is None:
             kind = "invalid_request_error" if self.status_code < 500 else "server_error"
-        return {
-            "error": {
-                "message": one_line(str(self.detail)),
-                "type": kind,
-                "param": None if self.param is None else one_line(self.param),
-                "code": self.code,
-            }
-        }
+        error = ErrorObject(
+            message=one_line(str(self.detail)),
+            type=kind,
+            param=None if self.param is None else one_line(self.param),
+            code=self.code,
+        )
+        return ErrorBody(error=error).model_dump()
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status_code, self.headers)

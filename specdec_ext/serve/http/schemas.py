@@ -99,7 +99,7 @@ class Generation(Body):
     top_p: Annotated[Float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[Int, Field(ge=-1)] | None = None
     min_p: Annotated[Float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[Float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[Float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
     logit_bias: dict[str, Annotated[Float, Field(ge=-100, le=100)]] = {}
