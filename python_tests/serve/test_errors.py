@@ -110,8 +110,11 @@ def test_fields_of_chats(server, field, value, expected):
 
 
 def test_fields_that_exclude_each_other(server):
-    both = dict(messages=[USER], max_tokens=4, max_completion_tokens=4)
-    assert "pass one" in refused(server.post(CHAT, **both))["message"]
+    for path, given in ((CHAT, dict(messages=[USER])), (TEXT, dict(prompt=PROMPT))):
+        same = server.post(path, max_tokens=4, max_completion_tokens=4, **given)
+        assert same.json()["usage"]["completion_tokens"] == 4
+        both = server.post(path, max_tokens=4, max_completion_tokens=5, **given)
+        assert "mean the same; pass one" in refused(both)["message"]
     options = dict(prompt=PROMPT, stream_options={"include_usage": True})
     assert "stream=true only" in refused(server.post(TEXT, **options))["message"]
     assert "not ranked" in refused(server.post(TEXT, prompt=PROMPT, best_of=3))["message"]

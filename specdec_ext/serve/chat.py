@@ -136,11 +136,10 @@ async def start(service: Service, body: ChatRequest) -> ChatAnswer:
     """
     service.check_model(body.model)
     tools = body.tools if body.tool_choice == "auto" else []
-    tokens = body.max_completion_tokens or body.max_tokens
 
     def prepared() -> tuple[list[int], list[Wanted]]:
         prompt = prompt_of(service, body.messages, tools, body.chat_template_kwargs)
-        return prompt, wanted(service, body, [prompt], tokens, "messages")
+        return prompt, wanted(service, body, [prompt], body.most_tokens, "messages")
 
     prompt, choices = await service.aside(prepared)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None

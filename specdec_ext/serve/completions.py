@@ -75,7 +75,7 @@ async def start(service: Service, body: CompletionRequest) -> CompletionAnswer:
         ApiError: it is refused.
     """
     service.check_model(body.model)
-    tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    tokens = body.most_tokens or DEFAULT_MAX_TOKENS
 
     def prepared() -> tuple[int, list[Wanted]]:
         prompts = [_ids(service, body, prompt) for prompt in body.prompt]

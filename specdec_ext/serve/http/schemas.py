@@ -94,6 +94,7 @@ class Generation(Body):
     stream_options: StreamOptions | None = None
     n: Annotated[Int, Field(ge=1, le=MOST_CHOICES)] = 1
     max_tokens: Annotated[Int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
     min_tokens: Annotated[Int, Field(ge=0)] = 0
     temperature: Annotated[Float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[Float, Field(gt=0, le=1)] | None = None
@@ -132,10 +133,17 @@ class Generation(Body):
         return value
 
     @model_validator(mode="after")
-    def _streams(self) -> Generation:
+    def _fit_each_other(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for stream=true only")
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            raise ValueError("max_tokens and max_completion_tokens mean the same; pass one of them")
         return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most new tokens for each choice, by either name; None if the request does not say."""
+        return self.max_completion_tokens or self.max_tokens
 
 
 class TextPart(Body):
@@ -218,7 +226,6 @@ class Prompted(Body):
 class ChatRequest(Generation, Prompted):
     """The body of ``POST /v1/chat/completions``."""
 
-    max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
     logprobs: Bool = False
     top_logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
     tool_choice: Literal["auto", "none"] = "auto"
@@ -235,8 +242,6 @@ class ChatRequest(Generation, Prompted):
     def _agree(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens is the old name of max_completion_tokens; pass one")
         return self
 
 
