@@ -126,7 +126,7 @@ def test_a_failing_request_disturbs_no_other(target, ids):
         failing = engine.submit(ids, max_new_tokens=4, logits_processor=[Failing()])
         other = engine.submit(ids, max_new_tokens=4, do_sample=False)
         with pytest.raises(RuntimeError, match="broken processor"):
-            list(failing)
+            failing.result(60)
         assert other.result(60) == alone(target, ids, max_new_tokens=4, do_sample=False)
     assert failing.finish_reason == "error"
 

@@ -233,9 +233,17 @@ def test_a_full_queue_is_429_with_retry_after():
         assert server.post(TEXT, prompt=PROMPT, max_tokens=1).status_code == 200
 
 
-def test_n_choices_that_do_not_all_fit_leave_nothing_behind():
+def test_n_choices_that_do_not_all_fit_leave_nothing_behind(monkeypatch):
     with serving(engine_options=dict(max_waiting=1)) as server:
+        handles, submit = [], server.engine.submit
+
+        def recorded(*args, **kwargs):
+            handles.append(submit(*args, **kwargs))
+            return handles[-1]
+
+        monkeypatch.setattr(server.engine, "submit", recorded)
         refused(server.post(TEXT, prompt=PROMPT, n=5, max_tokens=200), 429)
+        assert handles and all(handle.is_cancelled for handle in handles)
         until(lambda: server.engine.load.running + server.engine.load.waiting == 0)
 
 

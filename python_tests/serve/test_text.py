@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 
 import pytest
-from helpers.serving import MODEL, PROMPT, TEMPLATE, alone, ids_of, serving, text_alone, tokenizer
+from helpers.serving import (
+    MODEL,
+    PROMPT,
+    TEMPLATE,
+    alone,
+    ids_of,
+    serving,
+    target,
+    text_alone,
+    tokenizer,
+)
 
 from specdec_ext.verify.penalties import OccurrencePenalties
 
@@ -337,3 +348,27 @@ def test_many_clients_at_once(server):
             return [answer.choices[0].text for answer in answers]
 
     assert asyncio.run(all_at_once()) == expected
+
+
+def test_the_checkpoint_recommends_what_a_request_leaves_open(monkeypatch):
+    """As for Llama 3 or Qwen: a generation config with settings, and several ends of a sequence."""
+    config = copy.deepcopy(target().generation_config)
+    config.update(do_sample=True, temperature=0.5, top_k=20, top_p=0.9, eos_token_id=[0, 1])
+    monkeypatch.setattr(target(), "generation_config", config)
+    recommended = dict(temperature=0.5, top_k=20, top_p=0.9)
+    with serving() as server:
+
+        def text(**fields):
+            given = dict(model=MODEL, prompt=PROMPT, max_tokens=TOKENS)
+            answer = server.client.completions.create(**given, **fields)
+            return answer.choices[0].text
+
+        sampled = dict(do_sample=True, seed=5, max_new_tokens=TOKENS)
+        assert text(seed=5) == text_alone(PROMPT, **sampled, **recommended)
+        own = text_alone(PROMPT, **sampled, **{**recommended, "top_k": 0, "temperature": 1.0})
+        assert text(seed=5, temperature=1, extra_body={"top_k": -1}) == own != text(seed=5)
+        assert text(temperature=0) == text_alone(PROMPT, do_sample=False, max_new_tokens=TOKENS)
+        ended = text(
+            temperature=0, logit_bias={"1": 100}, extra_body={"skip_special_tokens": False}
+        )
+        assert ended == tokenizer().decode([1])

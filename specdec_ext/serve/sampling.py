@@ -84,8 +84,6 @@ def _arguments(
             "top_k": max(0, chosen("top_k", 0)),
             "min_p": chosen("min_p", 0.0) or None,
         }
-    else:  # the defaults of transformers: it warns about others without sampling
-        given |= {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": None}
     if body.ignore_eos:
         given["eos_token_id"] = None
     if body.speculation == "none":
