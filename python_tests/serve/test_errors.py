@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 
-import openai
 import pytest
-from helpers.serving import MODEL, PROMPT, ids_of, serving, text_alone, until
+from helpers.serving import MODEL, PROMPT, ids_of, openai, serving, text_alone, until
 
 from specdec_ext.serve.http import schemas
 
