@@ -49,6 +49,7 @@ def greedy_text(prompt: str, max_new_tokens: int) -> str:
         "chat",
         "bench",
         "check",
+        "serve",
         "inspect",
         "keywords",
         "train",

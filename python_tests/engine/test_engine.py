@@ -11,7 +11,8 @@ from helpers.texts.tiny_text import tiny_tokenizer
 from transformers import LogitsProcessor, StoppingCriteria
 
 from specdec_ext import Drafter, DraftTree, generate
-from specdec_ext.engine import Engine, EngineClosedError, EngineFullError
+from specdec_ext.engine import Engine
+from specdec_ext.errors import EngineClosedError, EngineFullError
 
 PROMPT = [5, 9, 2, 8]
 
@@ -190,7 +191,9 @@ def test_limits(model):
     with Engine(model, drafter=None, max_rows=2, max_length=50, max_waiting=1) as engine:
         with pytest.raises(ValueError, match=r"may have 54 tokens with its prompt of 4.*admits 50"):
             engine.submit(PROMPT, max_new_tokens=50)
-        with pytest.raises(ValueError, match=r"input_ids has shape \(2, 1\); expected one row"):
+        with pytest.raises(
+            ValueError, match=r"input_ids has shape \(2, 1\) and type torch.int64; expected"
+        ):
             engine.submit([[1], [2]])
         running = [engine.submit(PROMPT, max_new_tokens=40) for _ in range(2)]
         for handle in running:
@@ -199,17 +202,30 @@ def test_limits(model):
         with pytest.raises(EngineFullError, match="1 requests wait"):
             engine.submit(PROMPT, max_new_tokens=40)
     with pytest.raises(EngineClosedError, match="shut down"):
-        engine.submit(PROMPT)
+        engine.submit(PROMPT, max_new_tokens=5)
 
 
-def test_requests_wait_for_room_in_the_cache(model):
+def test_rows_share_the_tokens_of_the_cache(model):
     with Engine(model, drafter=None, max_rows=4, max_length=100, max_tokens=120) as engine:
-        with pytest.raises(ValueError, match="4 rows of this length do not fit"):
+        assert engine.max_length == 30 and engine.max_tokens == 120
+        with pytest.raises(ValueError, match="this engine admits 30"):
             engine.submit(PROMPT, max_new_tokens=40)
         handles = [engine.submit(PROMPT, max_new_tokens=20) for _ in range(6)]
-        assert {tuple(each.result(60)) for each in handles} == {
-            tuple(text_of(model, max_new_tokens=20))
-        }
+        texts = {tuple(each.result(60)) for each in handles}
+        assert texts == {tuple(text_of(model, max_new_tokens=20))}
+
+
+def test_requests_without_drafts(model):
+    with Engine(model, drafter=DRAFTERS["ngram"](), speculation="fixed") as engine:
+        ids = [4, 5, 6] * 5
+        plain = engine.submit(ids, max_new_tokens=20, drafter=None)
+        drafted = engine.submit(ids, max_new_tokens=20)
+        assert plain.result(60) == drafted.result(60)
+        with pytest.raises(
+            ValueError, match="speculation of a request differs from that of the engine"
+        ):
+            engine.submit(ids, max_new_tokens=20, speculation="auto")
+    assert plain.stats.drafts == 0 < drafted.stats.drafts
 
 
 def test_shutdown_without_draining_cancels(model):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from specdec_ext.cli.shared.common import (
+    BUNDLED,
     DeviceOption,
     DtypeOption,
     Model,
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from specdec_ext.training.data.records import Record
     from specdec_ext.training.evaluation import Evaluation
     from specdec_ext.training.trainer import Progress as Trained
-
-BUNDLED = "bundled"
 
 
 def train(

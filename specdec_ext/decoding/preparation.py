@@ -231,8 +231,8 @@ def _noise(
     elif generator is not None:
         raise ValueError("seed and generator both determine the noise; pass only one of them")
     if not isinstance(seed, (list, tuple)):
-        return [(_checked_seed(seed), row) for row in range(batch)]
-    seeds = [_checked_seed(each) for each in seed]
+        return [(checked_seed(seed), row) for row in range(batch)]
+    seeds = [checked_seed(each) for each in seed]
     if len(seeds) != batch:
         raise ValueError(
             f"seed has {len(seeds)} entries; expected one int, or one per row of the batch of {batch} "
@@ -241,7 +241,12 @@ def _noise(
     return [(each, 0) for each in seeds]
 
 
-def _checked_seed(seed: Any) -> int:
+def checked_seed(seed: Any) -> int:
+    """Return ``seed``.
+
+    Raises:
+        ValueError: it is not a 64-bit int.
+    """
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed must be a 64-bit int or a list of such ints, got {seed!r}")
     return seed

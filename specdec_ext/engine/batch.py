@@ -63,6 +63,8 @@ class RequestBatch(Batch):
         self.requests[place] = request
         self._rules[place] = request.call.sampler.row_rule
         self._arguments = None
+        if not request.takes_drafts:
+            self.undrafted.add(place)
         context.noise = self._draft_noise()
 
     def _draft_noise(self) -> DraftNoise:
@@ -125,7 +127,8 @@ class RequestBatch(Batch):
                     results.append(request.call.follow(walks[i], own, scores, target))
                 else:
                     results.append(request.call.verify(own, scores, target))
-                self.undrafted.discard(place)
+                if request.takes_drafts:
+                    self.undrafted.discard(place)
                 continue
             except SpoiltLogits:
                 self.undrafted.add(place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import Condition, Thread
 from typing import Any
 
@@ -17,9 +17,12 @@ from specdec_ext.decoding.call import Call
 from specdec_ext.decoding.preparation import BLOCK_SLOTS, PreparedCall, decode_through, prepare
 from specdec_ext.drafters.choice import DrafterChoice
 from specdec_ext.engine.batch import RequestBatch
+from specdec_ext.engine.checks import check_request, check_sizes, checked_ids
 from specdec_ext.engine.handle import Handle, Times
+from specdec_ext.engine.load import EngineLoad
 from specdec_ext.engine.loop import EngineLoop
 from specdec_ext.engine.request import BurstStream, LogprobRecorder, Request
+from specdec_ext.errors import CantJoinError, EngineClosedError, EngineFullError
 from specdec_ext.models import make_target
 from specdec_ext.models.patching.changes import transactional
 from specdec_ext.models.slots import SlotTarget
@@ -31,31 +34,6 @@ from specdec_ext.stats import SpeculationStats
 # Number of prompt tokens that a step reads at most. Longer prompts are read in several steps, always in parts
 # of this many tokens, so that the text does not depend on what else is running.
 PREFILL_TOKENS = 256
-
-
-class EngineFullError(RuntimeError):
-    """As many requests wait as the engine admits."""
-
-
-class EngineClosedError(RuntimeError):
-    """The engine does not accept requests any more."""
-
-
-@dataclass(frozen=True)
-class EngineLoad:
-    """What an engine is doing.
-
-    Attributes:
-        running: number of requests that have begun and not ended.
-        waiting: number of requests that have not begun.
-        cached_tokens: number of tokens in the cache.
-        max_tokens: the most tokens that the cache may hold.
-    """
-
-    running: int
-    waiting: int
-    cached_tokens: int
-    max_tokens: int
 
 
 class Engine:
@@ -75,13 +53,14 @@ class Engine:
         tokenizer: the model's tokenizer, for ``stop_strings``.
         max_rows: the most requests that run at a time.
         max_length: the most tokens of a request, its prompt included; None for the model's context length.
-        max_tokens: the most tokens that the cache may hold: ``max_rows`` times the length of the longest
-            running request. None for ``max_rows * max_length``.
+        max_tokens: the most tokens that the cache may hold. Every row has the same room, so a request may
+            have ``max_tokens // max_rows``. None for ``max_rows * max_length``.
         max_waiting: the most requests that wait; None for any number.
         graphs: as in :func:`specdec_ext.generate`.
 
     Raises:
-        ValueError: the model or the drafter can't serve requests that join; the message says why.
+        CantJoinError: requests of the model or with the drafter can't join a batch.
+        ValueError: for an argument that is not valid.
     """
 
     def __init__(
@@ -97,18 +76,20 @@ class Engine:
         max_waiting: int | None = None,
         graphs: bool | str = "auto",
     ):
-        for name, value in (("max_rows", max_rows), ("max_length", max_length)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        check_sizes(max_rows=max_rows, max_length=max_length, max_tokens=max_tokens)
+        check_sizes(max_waiting=max_waiting)
         self.model, self.tokenizer, self.max_rows = model, tokenizer, max_rows
         self.max_length = max_length or _context_length(model)
-        self.max_tokens = max_tokens or max_rows * self.max_length
+        if max_tokens is not None:
+            self.max_length = min(self.max_length, max_tokens // max_rows)
+        self.max_tokens = max_rows * self.max_length
         self.max_waiting, self._graphs = max_waiting, graphs
+        self._speculation = speculation
         self._settings = resolve_speculation(speculation)
         choice = DrafterChoice(drafter, tokenizer)
         self.drafter = choice.drafter(model, model.generation_config)
         if self.drafter is not None and not self.drafter.joinable:
-            raise ValueError(
+            raise CantJoinError(
                 f"{type(self.drafter).__name__} can't serve requests that join a running batch; use another "
                 "drafter, such as 'ngram', 'suffix' or a draft head, or call specdec_ext.generate"
             )
@@ -129,7 +110,7 @@ class Engine:
         support = target.support
         if not isinstance(target, SlotTarget) or not support.batch or support.rollback != "compact":
             why = "; ".join(support.reasons) or f"its rollback is {support.rollback!r}"
-            raise ValueError(
+            raise CantJoinError(
                 f"requests of {type(self.model).__name__} can't join a batch: {why}. Call "
                 "specdec_ext.generate for one request after another"
             )
@@ -158,7 +139,7 @@ class Engine:
         logprobs: int | None = None,
         **kwargs: Any,
     ) -> Handle:
-        """Accept a request. It begins as soon as there is a free row and room in the cache.
+        """Accept a request. It begins as soon as there is a free row.
 
         Args:
             input_ids: the prompt, a list of ids or ``[1, length]``.
@@ -190,13 +171,10 @@ class Engine:
     def _prepared(
         self, input_ids: Sequence[int] | Tensor, seed: int | None, logprobs: int | None, kwargs: Any
     ) -> Request:
-        ids = torch.as_tensor(input_ids, device=self.model.device)
-        ids = ids[None] if ids.ndim == 1 else ids
-        if ids.ndim != 2 or len(ids) != 1:
-            raise ValueError(
-                f"input_ids has shape {tuple(ids.shape)}; expected one row of ids, because a request has "
-                "one row"
-            )
+        ids = checked_ids(self.model, input_ids)
+        kwargs = dict(kwargs)
+        check_request(self.model, logprobs, kwargs)
+        drafts = self._takes_drafts(kwargs)
         calls: list[PreparedCall] = []
 
         def decode(call: PreparedCall) -> Tensor:
@@ -219,20 +197,40 @@ class Engine:
                 f"{call.input_ids.shape[1]}, and this engine admits {self.max_length}; pass a smaller "
                 "max_new_tokens or a shorter prompt"
             )
-        if call.stop.max_length * self.max_rows > self.max_tokens:
-            raise ValueError(
-                f"the request may have {call.stop.max_length} tokens; {self.max_rows} rows of this length do "
-                f"not fit into the cache of {self.max_tokens} tokens; pass a smaller max_new_tokens"
-            )
-        return self._request(call, logprobs)
+        return self._request(call, logprobs, drafts)
 
-    def _request(self, prepared: PreparedCall, logprobs: int | None) -> Request:
+    def _takes_drafts(self, kwargs: dict[str, Any]) -> bool:
+        """Remove what a request says about drafting; returns whether it takes drafts.
+
+        Raises:
+            ValueError: it asks for something else than the other requests.
+        """
+        given = kwargs.pop("speculation", self._speculation)
+        drafter = kwargs.pop("drafter", self.drafter)
+        plain = drafter is None or drafter == "none"
+        asked = {
+            "drafter": plain or drafter is self.drafter,
+            "speculation": given == self._speculation,
+        }
+        asked |= {
+            "verification": kwargs.pop("verification", "match") == "match",
+            "graphs": kwargs.pop("graphs", self._graphs) == self._graphs,
+        }
+        for name, agrees in asked.items():
+            if not agrees:
+                raise ValueError(
+                    f"{name} of a request differs from that of the engine, which decodes all requests "
+                    "together; leave it out, or pass drafter=None for a request without drafts"
+                )
+        return not plain
+
+    def _request(self, prepared: PreparedCall, logprobs: int | None, drafts: bool) -> Request:
         recorder: Any = LogprobRecorder(logprobs)
         target = prepared.target(
             prepared.recorder(), graphs=False, max_slots=self.max_length + BLOCK_SLOTS
         )
         if not isinstance(target, SlotTarget) or not target.support.batch:
-            raise ValueError(
+            raise CantJoinError(
                 f"the request can't join a batch: {'; '.join(target.support.reasons)}; call "
                 "specdec_ext.generate for it"
             )
@@ -241,7 +239,12 @@ class Engine:
         call = Call.of(prepared, target, recorder, self.drafter)
         handle = Handle(prepared.input_ids.shape[1], Times(time.perf_counter()), call.stats)
         stream: Any = BurstStream(handle, recorder)
-        return Request(replace(call, stream=stream), target, handle)
+        return Request(replace(call, stream=stream), target, handle, drafts)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests are accepted: before :meth:`shutdown`, and while the engine's thread lives."""
+        return self._accepts
 
     @property
     def load(self) -> EngineLoad:
@@ -259,7 +262,10 @@ class Engine:
 
         Args:
             drain: finish the accepted requests first; False cancels them.
-            timeout: the longest time to wait, in seconds; then the remaining requests are cancelled.
+            timeout: the longest time to wait, in seconds; None waits without a limit.
+
+        Raises:
+            TimeoutError: the engine has not ended in time. It goes on until its requests have ended.
         """
         with self._changed:
             self._accepts = False
@@ -269,8 +275,7 @@ class Engine:
             return
         self._thread.join(timeout)
         if self._thread.is_alive():
-            self._drains = False
-            self._thread.join()
+            raise TimeoutError(f"the engine has not ended within {timeout} seconds")
 
     # --- the engine's thread
 
@@ -329,12 +334,8 @@ class Engine:
                     request.finish()
 
     def _admit(self) -> None:
-        """Begin waiting requests, in their order, as long as there are rows and room in the cache."""
-        while self._waiting:
-            running = [*self._reading, *self._active]
-            longest = max(each.max_length for each in (*running, self._waiting[0]))
-            if len(running) == self.max_rows or longest * self.max_rows > self.max_tokens:
-                return
+        """Begin waiting requests, in their order, as long as there are rows."""
+        while self._waiting and len(self._reading) + len(self._active) < self.max_rows:
             self._reading.append(self._waiting.popleft())
 
     @transactional

@@ -55,8 +55,9 @@ class EngineLoop(DecodingLoop):
             self.policy.join([place])
 
     def step(self) -> None:
+        reruns = self.stats.reruns
         super().step()
-        if self.batch.undrafted:
+        if self.stats.reruns > reruns:
             # Those rows have kept nothing, and other rows go on: the next block is behind slots with NaN.
             self.target.clear_rejected()
 

@@ -27,19 +27,16 @@ class Request:
         call: its text.
         target: reads its prompt; the batch adopts what it has cached.
         handle: what the caller holds.
+        takes_drafts: False for a request that is decoded without drafts.
         error: the exception with which it failed.
     """
 
     call: Call
     target: SlotTarget
     handle: Handle
+    takes_drafts: bool = True
     error: BaseException | None = None
     _passes: Iterator[TargetOutput | None] | None = None
-
-    @property
-    def max_length(self) -> int:
-        """Number of tokens with which it ends at the latest, its prompt included."""
-        return self.call.stop.max_length
 
     def prefill(self) -> TargetOutput | None:
         """Run one pass over the prompt. After the last one, emit the first token and return the output."""
