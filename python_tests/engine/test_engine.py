@@ -199,7 +199,7 @@ def test_limits(model):
         for handle in running:
             next(iter(handle))
         engine.submit(PROMPT, max_new_tokens=40)
-        with pytest.raises(EngineFullError, match="1 requests wait"):
+        with pytest.raises(EngineFullError, match="1 requests wait for a row"):
             engine.submit(PROMPT, max_new_tokens=40)
     with pytest.raises(EngineClosedError, match="shut down"):
         engine.submit(PROMPT, max_new_tokens=5)

@@ -218,7 +218,7 @@ def test_limits_of_the_server():
 
 
 def test_a_full_queue_is_429_with_retry_after():
-    with serving(engine_options=dict(max_waiting=0), request_timeout=30) as server:
+    with serving(engine_options=dict(max_waiting=0, max_rows=1), request_timeout=30) as server:
         long = dict(model=MODEL, prompt=PROMPT, max_tokens=400, temperature=0)
         with server.client.completions.create(
             stream=True, extra_body={"ignore_eos": True, "speculation": "none"}, **long
@@ -233,7 +233,7 @@ def test_a_full_queue_is_429_with_retry_after():
 
 
 def test_n_choices_that_do_not_all_fit_leave_nothing_behind(monkeypatch):
-    with serving(engine_options=dict(max_waiting=1)) as server:
+    with serving(engine_options=dict(max_waiting=1, max_rows=1)) as server:
         handles, submit = [], server.engine.submit
 
         def recorded(*args, **kwargs):

@@ -30,6 +30,7 @@ from helpers.serving import (
 )
 
 from specdec_ext.engine import Engine
+from specdec_ext.engine.loop import EngineLoop
 from specdec_ext.serve.app import create_app
 from specdec_ext.serve.logs import configure
 from specdec_ext.serve.service import Settings
@@ -282,7 +283,14 @@ def test_metrics_have_the_names_of_vllm_and_the_counts_of_the_requests(server):
     assert sum(float(label.removeprefix("le=")) < 0.01 for label in fine) >= 6
 
 
-def test_gauges_show_the_load(server):
+def test_gauges_show_the_load(server, monkeypatch):
+    step = EngineLoop.step
+
+    def slow_step(self):
+        time.sleep(0.01)  # the request is running while the gauge is read
+        step(self)
+
+    monkeypatch.setattr(EngineLoop, "step", slow_step)
     with server.client.completions.create(
         stream=True,
         model=MODEL,

@@ -55,7 +55,7 @@ class Engine:
         max_length: the most tokens of a request, its prompt included; None for the model's context length.
         max_tokens: the most tokens that the cache may hold. Every row has the same room, so a request may
             have ``max_tokens // max_rows``. None for ``max_rows * max_length``.
-        max_waiting: the most requests that wait; None for any number.
+        max_waiting: the most requests that wait for a row; None for any number.
         graphs: as in :func:`specdec_ext.generate`.
 
     Raises:
@@ -157,9 +157,11 @@ class Engine:
         with self._changed:
             if not self._accepts:
                 raise EngineClosedError("the engine was shut down and accepts no requests")
-            if self.max_waiting is not None and len(self._waiting) >= self.max_waiting:
+            free = self.max_rows - len(self._reading) - len(self._active)
+            waiting = len(self._waiting) - free
+            if self.max_waiting is not None and waiting >= self.max_waiting:
                 raise EngineFullError(
-                    f"{len(self._waiting)} requests wait, the most that this engine admits; try again later"
+                    f"{waiting} requests wait for a row, the most that this engine admits; try again later"
                 )
             self._waiting.append(request)
             if self._thread is None:
@@ -236,7 +238,7 @@ class Engine:
             )
         if self.drafter is not None:
             target.record_hidden_states(self.drafter.feature_layers(self.model))
-        call = Call.of(prepared, target, recorder, self.drafter)
+        call = Call.of(prepared, target, recorder, self.drafter if drafts else None)
         handle = Handle(prepared.input_ids.shape[1], Times(time.perf_counter()), call.stats)
         stream: Any = BurstStream(handle, recorder)
         return Request(replace(call, stream=stream), target, handle, drafts)
