@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from specdec_ext.drafters.heads.mtp import MtpDrafter
     from specdec_ext.drafters.lookahead import LookaheadDrafter
     from specdec_ext.drafters.lookup.suffix import SuffixDrafter, SuffixHistory
+    from specdec_ext.engine import Engine
     from specdec_ext.evaluate.check import Check, ModelCheck, check_model
     from specdec_ext.evaluate.compare import ComparedRuns, compare_runs
     from specdec_ext.generation import custom_generate, generate
@@ -43,6 +44,7 @@ __all__ = [
     "DraftModelDrafter",
     "DraftTree",
     "Drafter",
+    "Engine",
     "HeadDrafter",
     "LookaheadDrafter",
     "MedusaDrafter",
@@ -82,6 +84,7 @@ _MODULES = {
     "drafters.heads.medusa": ("MedusaDrafter",),
     "drafters.heads.mtp": ("MtpDrafter",),
     "drafters.lookup.suffix": ("SuffixDrafter", "SuffixHistory"),
+    "engine": ("Engine",),
     "generation": ("custom_generate", "generate"),
     "hosts": ("install", "uninstall", "write_custom_generate"),
     "heads.medusa": ("MedusaHeads",),

@@ -182,7 +182,7 @@ def test_local_drafters_are_found_from_any_folder(tmp_path, monkeypatch):
         (dict(temprature=0.5), "temprature is no argument .* did you mean 'temperature'"),
         (dict(num_beams=2), "num_beams=2 can't be combined"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_wrong_arguments_write_nothing(tmp_path, arguments, message):
     with pytest.raises((ValueError, TypeError, OSError), match=message):
