@@ -104,34 +104,36 @@ def test_texts_of_64_requests_to_the_bundled_pair(dtype):
     check_texts(model, make, calls, max_rows=8, tokenizer=tokenizer)
 
 
-def test_rows_take_the_place_of_ended_ones_without_a_trace():
-    """A drafter that kept features of the earlier row would draft something else; the head is told apart."""
-    model = tiny_model("llama")
-    drafts = []
+@pytest.mark.parametrize("name", ["head", "ngram", "medusa", "lookahead"])
+def test_rows_take_the_place_of_ended_ones_without_a_trace(name):
+    """After the same text, a joined row is drafted for as a call of its own is."""
+    model, drafter = tiny_model("llama"), DRAFTERS[name]()
+    propose, drafts = drafter.propose, {}
 
-    class Noted(HeadDrafter):
-        def propose(self, context):
-            tree = super().propose(context)
-            for row, tokens in zip(context.rows, tree.token_lists, strict=True):
-                drafts.append((tuple(context.text(row)), tuple(tokens)))
-            return tree
+    def noted(context):
+        tree = propose(context)
+        for row, tokens in zip(context.rows, tree.token_lists, strict=True):
+            drafts[tuple(context.text(row))] = tokens
+        return tree
 
+    drafter.propose = noted
     calls = [(ids, dict(max_new_tokens=12)) for ids, _ in random_calls(8, 20, seed=5)]
-    drafter = DRAFTERS["head"]()
-    noted = Noted(drafter.head)
-    with Engine(model, drafter=noted, max_rows=2, speculation="fixed") as decoder:
+    with Engine(model, drafter=drafter, max_rows=2, speculation="fixed") as decoder:
         for handle in [decoder.submit(ids, **arguments) for ids, arguments in calls]:
             handle.result(60)
-    shared, expected = dict(drafts), {}
-    drafts.clear()
+    shared, drafts = drafts, {}
     for ids, arguments in calls:
-        alone(model, ids, noted, speculation="fixed", **arguments)
-        expected |= dict(drafts)
-    common = [text for text in shared if text in expected]
+        alone(model, ids, drafter, speculation="fixed", **arguments)
+    common = shared.keys() & drafts.keys()
     assert len(common) > 20
     for text in common:
-        width = min(len(shared[text]), len(expected[text]))
-        assert shared[text][:width] == expected[text][:width]
+        for one, other in zip(shared[text], drafts[text], strict=False):
+            assert one == other
+
+
+def test_one_place_serves_requests_of_any_sampling():
+    """The place and the number of rows stay the same, but not the noise and the filters."""
+    check_texts(tiny_model("llama"), DRAFTERS["ngram"], random_calls(12, 9, seed=3), max_rows=1)
 
 
 def test_requests_join_while_others_are_decoded(monkeypatch):
