@@ -133,7 +133,11 @@ def test_rows_take_the_place_of_ended_ones_without_a_trace(name):
 
 def test_one_place_serves_requests_of_any_sampling():
     """The place and the number of rows stay the same, but not the noise and the filters."""
-    check_texts(tiny_model("llama"), DRAFTERS["ngram"], random_calls(12, 9, seed=3), max_rows=1)
+    calls = []
+    for number, sampling in enumerate(SAMPLING * 2):
+        seed = dict(seed=number) if sampling else {}
+        calls.append(([5, 9, number], dict(max_new_tokens=20, **sampling, **seed)))
+    check_texts(tiny_model("llama"), DRAFTERS["ngram"], calls, max_rows=1)
 
 
 def test_requests_join_while_others_are_decoded(monkeypatch):
