@@ -242,6 +242,10 @@ def test_refusals(model):
         Engine(model, drafter=DRAFTERS["draft model"]())
     with pytest.raises(ValueError, match=r"max_rows must be at least 1, got 0"):
         Engine(model, max_rows=0)
+    with pytest.raises(
+        ValueError, match=r"max_tokens=15 leaves 1 tokens to each row of max_rows=8"
+    ):
+        Engine(model, max_rows=8, max_tokens=15)
     eager = tiny_model("llama", attn_implementation="flex_attention")
     with pytest.raises(
         ValueError, match=r"requests of LlamaForCausalLM can't join a batch: .*flex"

@@ -82,6 +82,11 @@ class Engine:
         self.max_length = max_length or _context_length(model)
         if max_tokens is not None:
             self.max_length = min(self.max_length, max_tokens // max_rows)
+            if self.max_length < 2:
+                raise ValueError(
+                    f"max_tokens={max_tokens} leaves {self.max_length} tokens to each row of "
+                    f"max_rows={max_rows}; a request needs at least 2"
+                )
         self.max_tokens = max_rows * self.max_length
         self.max_waiting, self._graphs = max_waiting, graphs
         self._speculation = speculation
@@ -299,6 +304,10 @@ class Engine:
                 self._read_prompts()
                 if self._active:
                     self._step()
+        self._end()
+
+    def _end(self) -> None:
+        """Give back what recorded passes have borrowed."""
         if self._loop.target.runner.graphs is not None:
             self._loop.target.runner.graphs.finish()
 
@@ -366,6 +375,7 @@ class Engine:
             self._loop.step()
         except Exception as error:
             self._fail(self._active, error)
+            self._end()
             self._begin()
 
 
