@@ -36,10 +36,10 @@ CHAT = [{"role": "user", "content": "class Stack with push and pop"}]
 # The command ``transformers`` with one addition: every call of our loop appends its statistics to a file.
 COUNTED = """
 import json, os
-from specdec_ext.loop import DecodingLoop
+from specdec_ext.decoding.call_loop import CallLoop
 from transformers.cli.transformers import main
 
-run = DecodingLoop.run
+run = CallLoop.run
 
 def counted(self):
     result = run(self)
@@ -48,7 +48,7 @@ def counted(self):
         file.write(json.dumps(call) + "\\n")
     return result
 
-DecodingLoop.run = counted
+CallLoop.run = counted
 main()
 """
 

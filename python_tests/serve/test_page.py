@@ -59,15 +59,18 @@ def test_every_command_serves_until_it_is_ended(command, tmp_path):
 
 def test_blocks_run_as_printed(capfd):
     (curl,) = re.findall(r"^curl .*$", PAGE, re.MULTILINE)
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    of_client, of_engine = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     with serving(model_name="bundled") as server:
         words = shlex.split(curl)
         assert words[1] == "http://127.0.0.1:8000/v1/completions" and words[4] == "-d"
         headers = dict([words[3].split(": ")])
         answer = server.http.post("/v1/completions", content=words[5], headers=headers)
         assert answer.status_code == 200 and answer.json()["choices"][0]["text"]
-        exec(block.replace("http://127.0.0.1:8000", server.url), {})
+        exec(of_client.replace("http://127.0.0.1:8000", server.url), {})
     assert "mean_acceptance_length" in capfd.readouterr().out
+    variables: dict = {}
+    exec(of_engine, variables)
+    assert len(variables["texts"]) == 3 and all(variables["texts"])
 
 
 def test_every_field_and_status_is_listed():

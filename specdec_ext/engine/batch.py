@@ -69,8 +69,8 @@ class RequestBatch(Batch):
 
     def _draft_noise(self) -> DraftNoise:
         """The noise for coupled drafts of all places. Those whose request does not sample have none."""
-        noise = torch.zeros(3, len(self.context.generated), dtype=torch.long)
-        temperatures = torch.zeros(noise.shape[1])
+        noise = torch.zeros(2, len(self.context.generated), dtype=torch.long, device="cpu")
+        temperatures = torch.zeros(noise.shape[1], device="cpu")
         for place, request in self.requests.items():
             sampler = request.call.sampler
             temperatures[place] = sampler.draft_temperature

@@ -39,7 +39,7 @@ def checked_ids(model: PreTrainedModel, input_ids: Sequence[int] | Tensor) -> Te
     Raises:
         ValueError: they are not one row of ids that the model has.
     """
-    ids = torch.as_tensor(input_ids)
+    ids = input_ids if isinstance(input_ids, Tensor) else torch.tensor(input_ids, device="cpu")
     if ids.ndim == 1:
         ids = ids[None]
     if ids.ndim != 2 or len(ids) != 1 or not ids.numel() or ids.is_floating_point():

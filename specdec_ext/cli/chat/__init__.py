@@ -78,9 +78,13 @@ def chat(
         raise typer.BadParameter(
             "--plain and --chat-template both form the prompt; pass one of them"
         )
+    template = None
+    if chat_template is not None:
+        with user_errors("--chat-template"):
+            template = regular_file(chat_template, "a chat template").read_text("utf-8")
     sampling = sampling_kwargs(sample, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     target, tokenizer = load_target(model, dtype, device)
-    render = _rendering(tokenizer, target.device, chat_template, plain)
+    render = _rendering(tokenizer, target.device, template, plain)
     proposer = load_drafter(drafter, target, tokenizer)
     conversation = Conversation(target, render)
     conversation.system = system
@@ -153,7 +157,7 @@ def _typed(notes: PlainConsole) -> Iterator[str]:
 
 
 def _rendering(
-    tokenizer: PreTrainedTokenizerBase, device: torch.device, template: Path | None, plain: bool
+    tokenizer: PreTrainedTokenizerBase, device: torch.device, template: str | None, plain: bool
 ) -> Callable[[Messages], LongTensor]:
     """The function that turns messages into a prompt.
 
@@ -163,8 +167,8 @@ def _rendering(
     if plain:
         return lambda messages: encode(tokenizer, _joined(messages), device)
     if template is not None:
+        tokenizer.chat_template = template
         with user_errors("--chat-template"):
-            tokenizer.chat_template = regular_file(template, "a chat template").read_text("utf-8")
             _templated(tokenizer, [{"role": "user", "content": "a message"}], device)
     if tokenizer.chat_template is None:
         raise typer.BadParameter(
