@@ -136,7 +136,7 @@ def test_one_place_serves_requests_of_any_sampling():
     calls = []
     for number, sampling in enumerate(SAMPLING * 2):
         seed = dict(seed=number) if sampling else {}
-        calls.append(([5, 9, number], dict(max_new_tokens=20, **sampling, **seed)))
+        calls.append(([5, 9, 10 + number], dict(max_new_tokens=20, **sampling, **seed)))
     check_texts(tiny_model("llama"), DRAFTERS["ngram"], calls, max_rows=1)
 
 

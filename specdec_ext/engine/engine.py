@@ -162,8 +162,7 @@ class Engine:
         with self._changed:
             if not self._accepts:
                 raise EngineClosedError("the engine was shut down and accepts no requests")
-            free = self.max_rows - len(self._reading) - len(self._active)
-            waiting = len(self._waiting) - free
+            waiting = len(self._waiting) - (self.max_rows - len(self._running))
             if self.max_waiting is not None and waiting >= self.max_waiting:
                 raise EngineFullError(
                     f"{waiting} requests wait for a row, the most that this engine admits; try again later"
@@ -256,7 +255,7 @@ class Engine:
     @property
     def load(self) -> EngineLoad:
         """What the engine is doing now."""
-        running = [*self._reading, *self._loop.batch.requests.values()]
+        running = self._running
         cached = sum(len(each.handle.tokens) + each.handle.prompt_tokens for each in running)
         return EngineLoad(len(running), len(self._waiting), cached, self.max_tokens)
 
@@ -329,20 +328,25 @@ class Engine:
         return True
 
     @property
+    def _running(self) -> set[Request]:
+        """The requests that have begun. One that joins the batch may be in both places for a moment."""
+        return {*self._reading, *self._active}
+
+    @property
     def _active(self) -> list[Request]:
         return list(self._loop.batch.requests.values())
 
     def _remove_ended(self) -> None:
         for place, request in [*self._loop.batch.requests.items()]:
             if request.finish_reason is not None:
-                self._loop.batch.leave(place)
                 request.finish()
+                self._loop.batch.leave(place)
         self._loop.follow()
         for queue in (self._waiting, self._reading):
             for request in [*queue]:
                 if request.finish_reason is not None:
-                    queue.remove(request)
                     request.finish()
+                    queue.remove(request)
 
     def _admit(self) -> None:
         """Begin waiting requests, in their order, as long as there are rows."""
@@ -363,11 +367,11 @@ class Engine:
                 output = None
             if output is None and request.error is None:
                 continue
-            self._reading.popleft()
             if request.finish_reason is None and output is not None:
                 self._loop.join(request, output)
             else:
                 request.finish()
+            self._reading.popleft()
 
     def _step(self) -> None:
         """Run a step. An error that is not that of a single request ends all of them, and the batch."""
