@@ -26,7 +26,7 @@ from specdec_ext.pretrained import unwrapped
 from specdec_ext.schedule.controller import Controller
 from specdec_ext.schedule.policy import Policy
 from specdec_ext.schedule.settings import SpeculationConfig, resolve_speculation
-from specdec_ext.verify.sampler import VERIFICATIONS, Sampler
+from specdec_ext.verify.sampler import VERIFICATIONS
 
 
 @transactional
@@ -199,7 +199,10 @@ def _decode(
     call = Call.of(prepared, target, recorder, drafter, verification)
     if streamer is not None:
         call.stream = TokenStream(streamer, call.context)
-    policy = _policy(speculation, drafter, prepared.model, call.sampler)
+    rule = call.sampler
+    policy = policy_of(
+        speculation, drafter, prepared.model, rule.temperature, rule.needs_draft_probs
+    )
     sequences = call.context.sequences(CallLoop(target, drafter, call, policy).run())
     if call.stream is not None:
         call.stream.end()
@@ -210,13 +213,21 @@ def _decode(
     return sequences
 
 
-def _policy(
+def policy_of(
     speculation: SpeculationConfig | None,
     drafter: Drafter | None,
     model: PreTrainedModel,
-    sampler: Sampler,
+    temperature: float | None,
+    needs_draft_probs: bool = False,
 ) -> Policy | None:
-    """The policy of the call; None without a drafter.
+    """The policy of a call or an engine; None without a drafter.
+
+    Args:
+        speculation: the settings; None for ``"fixed"``.
+        drafter: proposes trees.
+        model: the target.
+        temperature: as in :class:`Controller`.
+        needs_draft_probs: whether the rule that verifies is another than "match".
 
     Raises:
         ValueError: if the text would depend on measured times, because the rule's text depends on the drafts
@@ -229,9 +240,9 @@ def _policy(
     if speculation.is_fixed:
         assert speculation.shapes is not None
         return Policy(drafter, speculation.shapes[0])
-    if not sampler.needs_draft_probs:
+    if not needs_draft_probs:
         clock = agreed_clock(model, speculation.clock)
-        return Controller(replace(speculation, clock=clock), drafter, model, sampler.temperature)
+        return Controller(replace(speculation, clock=clock), drafter, model, temperature)
     if speculation == SpeculationConfig():  # "auto", or a SpeculationConfig equal to it
         return Policy(drafter)
     raise ValueError(

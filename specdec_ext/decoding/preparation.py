@@ -1,4 +1,4 @@
-"""``prepared``: let transformers prepare a call, and check what it must not change.
+"""``prepare``: let transformers prepare a call, and check its arguments.
 
 ``model.generate(custom_generate=callable)`` prepares everything (prompt, processors, stopping criteria,
 cache) and then calls ``callable`` instead of its own loop. It does not pass on some of its arguments

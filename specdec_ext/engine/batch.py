@@ -22,7 +22,7 @@ from specdec_ext.ops import DraftNoise
 from specdec_ext.stats import SpeculationStats
 from specdec_ext.tree.draft_tree import DraftTree
 from specdec_ext.verify.filters import filter_arguments
-from specdec_ext.verify.sampler import Accepted, RowRule, SpoiltLogits
+from specdec_ext.verify.sampler import Accepted, SpoiltLogits
 from specdec_ext.verify.walks import FinishedWalk
 
 
@@ -51,7 +51,6 @@ class RequestBatch(Batch):
         self.stats = stats
         self.requests: dict[int, Request] = {}  # by place
         self.undrafted: set[int] = set()
-        self._rules: dict[int, RowRule | None] = {}  # by place
         # Places of rows that are verified together, and their arguments of the ops.
         self._arguments: tuple[list[int], tuple[Tensor, ...]] | None = None
 
@@ -61,7 +60,6 @@ class RequestBatch(Batch):
         context.share(place, request.call.context)
         context.rows = [*context.rows, place]
         self.requests[place] = request
-        self._rules[place] = request.call.sampler.row_rule
         self._arguments = None
         if not request.takes_drafts:
             self.undrafted.add(place)
@@ -115,7 +113,7 @@ class RequestBatch(Batch):
         another error emits nothing, and its request has the error.
         """
         rows = self.context.rows
-        together = [i for i, place in enumerate(rows) if self._rules[place] is not None]
+        together = [i for i, place in enumerate(rows) if self.requests[place].rule is not None]
         walks = dict(zip(together, self._walks(tree, output.logits, together), strict=True))
         results = []
         for i, place in enumerate(rows):
@@ -175,7 +173,7 @@ class RequestBatch(Batch):
     def _arguments_of(self, places: list[int]) -> tuple[Tensor, ...]:
         """The last arguments of ``ops.verify_match``, and those of ``ops.sample_filter`` if it is needed."""
         device = self.context.device
-        rules = [rule for place in places if (rule := self._rules[place]) is not None]
+        rules = [rule for place in places if (rule := self.requests[place].rule) is not None]
         noise = zip(*(rule[:3] for rule in rules), strict=True)
         numbers = (torch.tensor(values, device=device) for values in noise)
         counters = torch.zeros(len(places), dtype=torch.int32, device=device)

@@ -23,17 +23,19 @@ from specdec_ext.engine.load import EngineLoad
 from specdec_ext.engine.loop import EngineLoop
 from specdec_ext.engine.request import BurstStream, LogprobRecorder, Request
 from specdec_ext.errors import CantJoinError, EngineClosedError, EngineFullError
+from specdec_ext.generation import policy_of
 from specdec_ext.models import make_target
+from specdec_ext.models.context_limit import max_positions
 from specdec_ext.models.patching.changes import transactional
 from specdec_ext.models.slots import SlotTarget
-from specdec_ext.schedule.controller import Controller
-from specdec_ext.schedule.policy import Policy
 from specdec_ext.schedule.settings import resolve_speculation
 from specdec_ext.stats import SpeculationStats
 
 # Number of prompt tokens that a step reads at most. Longer prompts are read in several steps, always in parts
 # of this many tokens, so that the text does not depend on what else is running.
 PREFILL_TOKENS = 256
+# The most tokens of a request if neither the caller nor the model's config says.
+DEFAULT_LENGTH = 2048
 
 
 class Engine:
@@ -52,7 +54,8 @@ class Engine:
         speculation: as in :func:`specdec_ext.generate`.
         tokenizer: the model's tokenizer, for ``stop_strings``.
         max_rows: the most requests that run at a time.
-        max_length: the most tokens of a request, its prompt included; None for the model's context length.
+        max_length: the most tokens of a request, its prompt included; None for as many as the model has
+            positions, or ``DEFAULT_LENGTH`` if its config does not say.
         max_tokens: the most tokens that the cache may hold. Every row has the same room, so a request may
             have ``max_tokens // max_rows``. None for ``max_rows * max_length``.
         max_waiting: the most requests that wait for a row; None for any number.
@@ -79,7 +82,8 @@ class Engine:
         check_sizes(max_rows=max_rows, max_length=max_length, max_tokens=max_tokens)
         check_sizes(max_waiting=max_waiting)
         self.model, self.tokenizer, self.max_rows = model, tokenizer, max_rows
-        self.max_length = max_length or _context_length(model)
+        positions = max_positions(model.config.get_text_config(decoder=True))
+        self.max_length = max_length or positions or DEFAULT_LENGTH
         if max_tokens is not None:
             self.max_length = min(self.max_length, max_tokens // max_rows)
             if self.max_length < 2:
@@ -120,15 +124,8 @@ class Engine:
                 "specdec_ext.generate for one request after another"
             )
         batch = RequestBatch(target, self.max_rows, self.max_length, self._stats)
-        self._loop = EngineLoop(target, self.drafter, batch, self._policy())
-
-    def _policy(self) -> Policy | None:
-        drafter, settings = self.drafter, self._settings
-        if drafter is None:
-            return None
-        if settings is None or settings.is_fixed:
-            return Policy(drafter, None if settings is None else settings.shapes[0])  # type: ignore[index]
-        return Controller(settings, drafter, self.model, None)
+        policy = policy_of(self._settings, self.drafter, self.model, temperature=None)
+        self._loop = EngineLoop(target, self.drafter, batch, policy)
 
     def __enter__(self) -> Engine:
         return self
@@ -381,8 +378,3 @@ class Engine:
             self._fail(self._active, error)
             self._end()
             self._begin()
-
-
-def _context_length(model: PreTrainedModel) -> int:
-    config = model.config.get_text_config(decoder=True)
-    return int(getattr(config, "max_position_embeddings", None) or 2048)

@@ -7,6 +7,7 @@ waits for the end or cancels the request.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
@@ -167,6 +168,8 @@ class Handle:
 
     def emit(self, burst: Burst) -> None:
         """Add a burst."""
+        if self.times.first_token is None:
+            self.times.first_token = time.perf_counter()
         with self._changed:
             self.tokens += burst.tokens
             self._bursts.append(burst)
@@ -174,6 +177,7 @@ class Handle:
 
     def finish(self, reason: FinishReason, error: BaseException | None = None) -> None:
         """End the request."""
+        self.times.finished = time.perf_counter()
         with self._changed:
             self.finish_reason, self._error = reason, error
             self._notify()

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from functools import cached_property
 
 from specdec_ext.decoding.call import Call
 from specdec_ext.engine.handle import Burst, FinishReason, Handle, TokenLogprobs
+from specdec_ext.engine.logprobs import logprobs_of
 from specdec_ext.models import TargetOutput
 from specdec_ext.models.slots import SlotTarget
 from specdec_ext.output import RecordScores
 from specdec_ext.tree.draft_tree import DraftTree
-from specdec_ext.verify.sampler import Accepted
+from specdec_ext.verify.sampler import Accepted, RowRule
 
 
 @dataclass(eq=False)
@@ -37,6 +35,11 @@ class Request:
     takes_drafts: bool = True
     error: BaseException | None = None
     _passes: Iterator[TargetOutput | None] | None = None
+
+    @cached_property
+    def rule(self) -> RowRule | None:
+        """How ops verify its row; None if they can't."""
+        return self.call.sampler.row_rule
 
     def prefill(self) -> TargetOutput | None:
         """Run one pass over the prompt. After the last one, emit the first token and return the output."""
@@ -71,7 +74,6 @@ class Request:
         """Tell the caller that it has ended."""
         reason = self.finish_reason
         assert reason is not None
-        self.handle.times.finished = time.perf_counter()
         self.handle.finish(reason, self.error)
 
 
@@ -85,13 +87,8 @@ class BurstStream:
         tokens, count = accepted.emitted[0], accepted.drafted[0]
         if not tokens:
             return
-        if self._handle.times.first_token is None:
-            self._handle.times.first_token = time.perf_counter()
         drafted = [i < count for i in range(len(tokens))]
         self._handle.emit(Burst(tokens, drafted, self._recorder.take()))
-
-    def end(self) -> None:
-        pass
 
 
 class LogprobRecorder:
@@ -119,13 +116,7 @@ class LogprobRecorder:
         if not tokens or self._top is None:
             return
         nodes = accepted.paths[0][: len(tokens)]
-        scores = output.logits[0, nodes].float().log_softmax(dim=-1)
-        index = torch.tensor(tokens, device=scores.device)[:, None]
-        own: list[float] = scores.gather(1, index)[:, 0].tolist()
-        best = scores.topk(self._top, dim=-1)
-        for logprob, values, ids in zip(own, *map(Tensor.tolist, best), strict=True):
-            top = [(i, x) for i, x in zip(ids, values, strict=True) if not math.isnan(x)]
-            self._new.append(TokenLogprobs(logprob, top))
+        self._new += logprobs_of(output.logits[0, nodes], tokens, self._top)
 
     def take(self) -> list[TokenLogprobs] | None:
         """Remove and return what was recorded since the last call; None if nothing is recorded."""

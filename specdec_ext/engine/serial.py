@@ -21,6 +21,7 @@ from specdec_ext.decoding.preparation import checked_seed
 from specdec_ext.engine.checks import check_request, check_sizes, checked_ids, setting
 from specdec_ext.engine.handle import Burst, FinishReason, Handle, Times, TokenLogprobs
 from specdec_ext.engine.load import EngineLoad
+from specdec_ext.engine.logprobs import logprobs_of
 from specdec_ext.errors import EngineClosedError, EngineFullError
 from specdec_ext.generation import custom_generate, generate
 from specdec_ext.models.context_limit import max_positions
@@ -201,7 +202,6 @@ class SerialEngine:
         kept: deque[_Request] = deque()
         for request in self._waiting:
             if request.handle.is_cancelled:
-                request.handle.times.finished = time.perf_counter()
                 request.handle.finish("cancelled")
             else:
                 kept.append(request)
@@ -230,7 +230,6 @@ class SerialEngine:
                 reason = self._decode(request)
             except BaseException as error:  # of this request only
                 failure = error
-            handle.times.finished = time.perf_counter()
             with self._changed:
                 self._stats.add(handle.stats)
             handle.finish(reason, failure)
@@ -256,7 +255,8 @@ class SerialEngine:
         )
         handle.stats = output.speculation_stats
         if request.logprobs is not None:
-            stream.emit_kept(_logprobs(output.logits, stream.tokens, request.logprobs))
+            logits = torch.cat(output.logits)  # ``[1, vocab]`` for each token
+            stream.emit_kept(logprobs_of(logits, stream.tokens, request.logprobs))
         return self._reason(request, stream.tokens)
 
     def _reason(self, request: _Request, tokens: list[int]) -> FinishReason:
@@ -305,7 +305,7 @@ class _Stream:
         if self._keeps:
             self._kept.append(self._step)
         else:
-            self._emit(self._step)
+            self._handle.emit(self._step)
         self._step = Burst([], [])
 
     def end(self) -> None:
@@ -315,22 +315,5 @@ class _Stream:
         start = 0
         for burst in self._kept:
             end = start + len(burst.tokens)
-            self._emit(Burst(burst.tokens, burst.drafted, logprobs[start:end]))
+            self._handle.emit(Burst(burst.tokens, burst.drafted, logprobs[start:end]))
             start = end
-
-    def _emit(self, burst: Burst) -> None:
-        times = self._handle.times
-        if times.first_token is None:
-            times.first_token = time.perf_counter()
-        self._handle.emit(burst)
-
-
-def _logprobs(logits: Sequence[Tensor], tokens: list[int], count: int) -> list[TokenLogprobs]:
-    """From the ``[1, vocab]`` logits behind each token."""
-    found = []
-    for row, token in zip(logits, tokens, strict=True):
-        scores = row[0].float().log_softmax(-1)
-        values, ids = scores.topk(count)
-        top = list(zip(ids.tolist(), values.tolist(), strict=True))
-        found.append(TokenLogprobs(float(scores[token]), top))
-    return found

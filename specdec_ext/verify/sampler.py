@@ -175,7 +175,7 @@ class Sampler:
     @property
     def draft_noise(self) -> ops.DraftNoise | None:
         """The noise for coupled drafts (:attr:`specdec_ext.context.Context.noise`)."""
-        if not self._stochastic or self.needs_draft_probs:
+        if not self.draft_temperature:
             return None
         seeds, streams, *_ = self._rows(list(range(len(self.noise))))
         temperatures = torch.full_like(seeds, self.draft_temperature, dtype=torch.float32)

@@ -32,7 +32,8 @@ class TextStreamer:
         self, console: Console, tokenizer: PreTrainedTokenizerBase, mark_drafted: bool = False
     ):
         self._console = console
-        self._decoder, self._pieces = IncrementalDecoder(tokenizer), [""]
+        self._decoder = IncrementalDecoder(tokenizer)
+        self._pieces: list[str] = []
         self._mark = mark_drafted
         self._brackets = mark_drafted and not console.is_terminal
         self._inside = False
