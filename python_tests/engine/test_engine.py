@@ -13,6 +13,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 from specdec_ext import Drafter, DraftTree, generate
 from specdec_ext.engine import Engine
 from specdec_ext.errors import EngineClosedError, EngineFullError
+from specdec_ext.models.slots import SlotTarget
 
 PROMPT = [5, 9, 2, 8]
 
@@ -122,6 +123,21 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(model):
     finally:
         hook.remove()
     assert handle.finish_reason == "error"
+
+
+def test_a_row_that_cant_join_ends_the_batch_and_the_engine_goes_on(model, monkeypatch):
+    with Engine(model, drafter=None) as engine:
+        running = engine.submit(PROMPT, max_new_tokens=100)
+        next(iter(running))
+        monkeypatch.setattr(SlotTarget, "adopt", lambda *_, **__: 1 / 0)
+        joining = engine.submit(PROMPT, max_new_tokens=9)
+        for handle in (joining, running):
+            with pytest.raises(ZeroDivisionError):
+                handle.result(60)
+        monkeypatch.undo()
+        assert engine.submit(PROMPT, max_new_tokens=9).result(60) == text_of(
+            model, max_new_tokens=9
+        )
 
 
 def test_drafts_that_spoil_a_pass_cost_only_their_own_row():

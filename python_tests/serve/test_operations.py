@@ -214,6 +214,8 @@ COUNTERS = {
     "vllm:spec_decode_num_accepted_tokens_per_pos_total",
     "vllm:prompt_tokens_total",
     "vllm:generation_tokens_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
     "vllm:request_success_total",
 }
 GAUGES = {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"}
@@ -229,6 +231,9 @@ HISTOGRAMS = {
 }
 
 
+ENDED = ("vllm:request_success_total", "finished_reason=length")
+
+
 def samples(page: str) -> dict[tuple[str, str], float]:
     """(name, labels other than those of the server) -> value."""
     found = {}
@@ -237,6 +242,19 @@ def samples(page: str) -> dict[tuple[str, str], float]:
         assert given.pop("model_name") == MODEL and given.pop("engine") == "0", name
         found[name, ",".join(f"{key}={each}" for key, each in given.items())] = float(value)
     return found
+
+
+def test_what_earlier_prompts_have_in_common_is_counted(server):
+    ids = [1 + number % 50 for number in range(400)]
+    given = dict(model=MODEL, max_tokens=4, temperature=0)
+    first = server.client.completions.create(prompt=ids[:300], **given)
+    later = server.client.completions.create(prompt=[ids, ids[10:]], n=2, **given)
+    reused = [each.usage.prompt_tokens_details.cached_tokens for each in (first, later)]
+    assert reused == [0, 256]  # the other prompt begins in another way
+    until(lambda: samples(server.http.get("/metrics").text)[ENDED] == 5)
+    found = samples(server.http.get("/metrics").text)
+    assert found["vllm:prefix_cache_queries_total", ""] == 300 + 2 * (400 + 390)
+    assert found["vllm:prefix_cache_hits_total", ""] == 2 * 256 + 256
 
 
 def test_metrics_have_the_names_of_vllm_and_the_counts_of_the_requests(server):

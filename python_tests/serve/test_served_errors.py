@@ -189,12 +189,13 @@ def test_the_context_of_the_model_is_the_limit(server):
         "prompt_tokens": prompt,
         "completion_tokens": 512 - prompt,
         "total_tokens": 512,
+        "prompt_tokens_details": answer["usage"]["prompt_tokens_details"],
     }
 
 
 def test_limits_of_the_server():
-    limits = dict(max_length=40, max_body_bytes=400, api_key="sésame")
-    with serving(**limits) as server:
+    limits = dict(max_body_bytes=400, api_key="sésame")
+    with serving({"max_length": 40}, **limits) as server:
         url = f"{server.url}{TEXT}"
         body = {"prompt": [1] * 30, "max_tokens": 11}
         error = refused(server.http.post(url, json=body), 401)

@@ -62,6 +62,13 @@ def serve(
     max_waiting: Annotated[
         int, typer.Option(min=0, help="Most requests that wait; further ones get status 429.")
     ] = 256,
+    prefix_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Most tokens of prompts that are kept for prompts that begin with the same tokens.",
+        ),
+    ] = 8192,
     max_length: Annotated[
         int | None,
         typer.Option(
@@ -105,7 +112,6 @@ def serve(
     settings = Settings(
         model_name=served_model_name or model,
         chat_template=template,
-        max_length=max_length,
         api_key=api_key,
         max_body_bytes=max_body_bytes,
         request_timeout=request_timeout,
@@ -118,7 +124,9 @@ def serve(
             speculation=speculation,
             tokenizer=tokenizer,
             max_rows=max_rows,
+            max_length=max_length,
             max_tokens=max_tokens,
             max_waiting=max_waiting,
+            prefix_tokens=prefix_tokens,
         )
     serve_engine(engine, settings, place)

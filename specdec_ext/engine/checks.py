@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from specdec_ext.keyword_table import CONFIG
 from specdec_ext.keywords import check_arguments, check_config
+from specdec_ext.models.context_limit import max_positions
 from specdec_ext.pretrained import vocab_size
 
 # Arguments of a request, next to the fields of GenerationConfig: those of ``generate`` for one row.
@@ -23,14 +24,19 @@ _OUTPUTS = {
     *("num_return_sequences", "return_dict_in_generate", "output_scores", "output_logits"),
     *("output_hidden_states", "output_attentions", "prefill_chunk_size"),
 }
+_DEFAULT_LENGTH = 8192
 
 
-def check_sizes(**sizes: int | None) -> None:
-    """Raise ValueError for a size that is less than 1; None is allowed. ``max_waiting`` may be 0."""
+def check_sizes(least: int = 1, **sizes: int | None) -> None:
+    """Raise ValueError for a size that is less than ``least``; None is allowed."""
     for name, value in sizes.items():
-        least = 0 if name == "max_waiting" else 1
         if value is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def longest_text(model: PreTrainedModel) -> int:
+    """The most tokens of a text, unless the caller says: as many as the model has positions, if it says."""
+    return max_positions(model.config.get_text_config(decoder=True)) or _DEFAULT_LENGTH
 
 
 def checked_ids(model: PreTrainedModel, input_ids: Sequence[int] | Tensor) -> Tensor:

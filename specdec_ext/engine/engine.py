@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from threading import Condition, Thread
 from typing import Any
@@ -17,15 +17,15 @@ from specdec_ext.decoding.call import Call
 from specdec_ext.decoding.preparation import BLOCK_SLOTS, PreparedCall, decode_through, prepare
 from specdec_ext.drafters.choice import DrafterChoice
 from specdec_ext.engine.batch import RequestBatch
-from specdec_ext.engine.checks import check_request, check_sizes, checked_ids
+from specdec_ext.engine.checks import check_request, check_sizes, checked_ids, longest_text
 from specdec_ext.engine.handle import Handle, Times
 from specdec_ext.engine.load import EngineLoad
 from specdec_ext.engine.loop import EngineLoop
+from specdec_ext.engine.prefixes import PrefixCache
 from specdec_ext.engine.request import BurstStream, LogprobRecorder, Request
 from specdec_ext.errors import CantJoinError, EngineClosedError, EngineFullError
 from specdec_ext.generation import policy_of
 from specdec_ext.models import make_target
-from specdec_ext.models.context_limit import max_positions
 from specdec_ext.models.patching.changes import transactional
 from specdec_ext.models.slots import SlotTarget
 from specdec_ext.schedule.settings import resolve_speculation
@@ -34,8 +34,8 @@ from specdec_ext.stats import SpeculationStats
 # Number of prompt tokens that a step reads at most. Longer prompts are read in several steps, always in parts
 # of this many tokens, so that the text does not depend on what else is running.
 PREFILL_TOKENS = 256
-# The most tokens of a request if neither the caller nor the model's config says.
-DEFAULT_LENGTH = 2048
+# Number of tokens of prompts that are kept for later ones, unless the caller says.
+PREFIX_TOKENS = 8192
 
 
 class Engine:
@@ -43,7 +43,8 @@ class Engine:
 
     The text of a request is the one that :func:`specdec_ext.generate` returns for it alone, whatever else is
     running. All requests share the forward passes of the target, the drafts and, where ops alone can verify
-    them, the verification. One thread does all the work; it starts with the first request.
+    them, the verification. One thread does all the work; it starts with the first request. From then on the
+    model's weights must not change.
 
     Use it as a context manager, or call :meth:`shutdown` at the end.
 
@@ -55,10 +56,12 @@ class Engine:
         tokenizer: the model's tokenizer, for ``stop_strings``.
         max_rows: the most requests that run at a time.
         max_length: the most tokens of a request, its prompt included; None for as many as the model has
-            positions, or ``DEFAULT_LENGTH`` if its config does not say.
+            positions, or 8192 if its config does not say.
         max_tokens: the most tokens that the cache may hold. Every row has the same room, so a request may
             have ``max_tokens // max_rows``. None for ``max_rows * max_length``.
         max_waiting: the most requests that wait for a row; None for any number.
+        prefix_tokens: the most tokens of prompts whose keys and values are kept for later requests with
+            prompts that begin with the same tokens, in parts of ``PREFILL_TOKENS``; 0 keeps none.
         graphs: as in :func:`specdec_ext.generate`.
 
     Raises:
@@ -77,13 +80,13 @@ class Engine:
         max_length: int | None = None,
         max_tokens: int | None = None,
         max_waiting: int | None = None,
+        prefix_tokens: int = PREFIX_TOKENS,
         graphs: bool | str = "auto",
     ):
         check_sizes(max_rows=max_rows, max_length=max_length, max_tokens=max_tokens)
-        check_sizes(max_waiting=max_waiting)
+        check_sizes(least=0, max_waiting=max_waiting, prefix_tokens=prefix_tokens)
         self.model, self.tokenizer, self.max_rows = model, tokenizer, max_rows
-        positions = max_positions(model.config.get_text_config(decoder=True))
-        self.max_length = max_length or positions or DEFAULT_LENGTH
+        self.max_length = max_length or longest_text(model)
         if max_tokens is not None:
             self.max_length = min(self.max_length, max_tokens // max_rows)
             if self.max_length < 2:
@@ -105,6 +108,7 @@ class Engine:
         self._stats = SpeculationStats(
             drafter=type(self.drafter).__name__ if self.drafter else "none"
         )
+        self._prefixes = PrefixCache(PREFILL_TOKENS, prefix_tokens)
         self._begin()
         self._changed = Condition()
         self._waiting: deque[Request] = deque()
@@ -242,7 +246,7 @@ class Engine:
         call = Call.of(prepared, target, recorder, self.drafter if drafts else None)
         handle = Handle(prepared.input_ids.shape[1], Times(time.perf_counter()), call.stats)
         stream: Any = BurstStream(handle, recorder)
-        return Request(replace(call, stream=stream), target, handle, drafts)
+        return Request(replace(call, stream=stream), target, handle, self._prefixes, drafts)
 
     @property
     def is_open(self) -> bool:
@@ -299,7 +303,7 @@ class Engine:
                 self._admit()
                 self._read_prompts()
                 if self._active:
-                    self._step()
+                    self._attempt(self._loop.step)
         self._end()
 
     def _end(self) -> None:
@@ -356,25 +360,27 @@ class Engine:
         budget = PREFILL_TOKENS
         while self._reading and budget > 0:
             request = self._reading[0]
-            budget -= min(request.handle.prompt_tokens, PREFILL_TOKENS)
+            left = request.handle.prompt_tokens - request.handle.reused_tokens
+            budget -= min(left, PREFILL_TOKENS)
             try:
                 output = request.prefill()
             except Exception as error:
                 request.error = error
-                output = None
-            if output is None and request.error is None:
-                continue
-            if request.finish_reason is None and output is not None:
-                self._loop.join(request, output)
+            else:
+                if output is None:
+                    continue
+            if request.finish_reason is None:
+                self._attempt(self._loop.join, request, output)
             else:
                 request.finish()
             self._reading.popleft()
 
-    def _step(self) -> None:
-        """Run a step. An error that is not that of a single request ends all of them, and the batch."""
+    def _attempt(self, work: Callable[..., None], *args: Any) -> None:
+        """Run something of the whole batch. An error that is not of one request ends all requests in it."""
         try:
-            self._loop.step()
+            work(*args)
         except Exception as error:
-            self._fail(self._active, error)
+            newcomers = [each for each in args if isinstance(each, Request)]
+            self._fail([*{*self._active, *newcomers}], error)
             self._end()
             self._begin()

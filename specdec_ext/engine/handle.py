@@ -77,6 +77,7 @@ class Handle:
 
     Attributes:
         prompt_tokens: number of tokens of the prompt.
+        reused_tokens: those of them that were not read, because an earlier prompt began with them.
         times: when the request passed from one phase to the next.
         stats: the statistics of the request, complete when it has ended.
         finish_reason: why the request has ended; None before that.
@@ -88,6 +89,7 @@ class Handle:
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     finish_reason: FinishReason | None = None
     tokens: list[int] = field(default_factory=list)
+    reused_tokens: int = 0
     _bursts: deque[Burst] = field(default_factory=deque)
     _changed: Condition = field(default_factory=Condition)
     _error: BaseException | None = None

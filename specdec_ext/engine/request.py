@@ -10,6 +10,7 @@ from functools import cached_property
 from specdec_ext.decoding.call import Call
 from specdec_ext.engine.handle import Burst, FinishReason, Handle, TokenLogprobs
 from specdec_ext.engine.logprobs import logprobs_of
+from specdec_ext.engine.prefixes import PrefixCache
 from specdec_ext.models import TargetOutput
 from specdec_ext.models.slots import SlotTarget
 from specdec_ext.output import RecordScores
@@ -25,6 +26,7 @@ class Request:
         call: its text.
         target: reads its prompt; the batch adopts what it has cached.
         handle: what the caller holds.
+        prefixes: beginnings of earlier prompts.
         takes_drafts: False for a request that is decoded without drafts.
         error: the exception with which it failed.
     """
@@ -32,6 +34,7 @@ class Request:
     call: Call
     target: SlotTarget
     handle: Handle
+    prefixes: PrefixCache
     takes_drafts: bool = True
     error: BaseException | None = None
     _passes: Iterator[TargetOutput | None] | None = None
@@ -46,15 +49,23 @@ class Request:
         call = self.call
         if self._passes is None:
             self.handle.times.started = time.perf_counter()
-            self._passes = self.target.prefill_passes(
-                call.context.input_ids, call.context.attention_mask
-            )
+            self._passes = self._read()
         output = next(self._passes)
         if output is not None:
+            self.prefixes.keep(call.context.prompt(0), self.target, output)
             call.recorder.prompt(output)
             root = DraftTree.root(call.context.input_ids[:, 0])
             call.verify(root, output, self.target)
         return output
+
+    def _read(self) -> Iterator[TargetOutput | None]:
+        """Begin with what an earlier prompt has in common with this one; return the passes over the rest."""
+        context = self.call.context
+        parts = self.prefixes.find(context.prompt(0))
+        if parts:
+            self.handle.reused_tokens = sum(part.num_tokens for part in parts)
+            self.target.restore(parts, context.input_ids.shape[1])
+        return self.target.prefill_passes(context.input_ids, context.attention_mask, room=0)
 
     @property
     def finish_reason(self) -> FinishReason | None:

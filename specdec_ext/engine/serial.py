@@ -18,13 +18,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from specdec_ext.decoding.preparation import checked_seed
-from specdec_ext.engine.checks import check_request, check_sizes, checked_ids, setting
+from specdec_ext.engine.checks import check_request, check_sizes, checked_ids, longest_text, setting
 from specdec_ext.engine.handle import Burst, FinishReason, Handle, Times, TokenLogprobs
 from specdec_ext.engine.load import EngineLoad
 from specdec_ext.engine.logprobs import logprobs_of
 from specdec_ext.errors import EngineClosedError, EngineFullError
 from specdec_ext.generation import custom_generate, generate
-from specdec_ext.models.context_limit import max_positions
 from specdec_ext.stats import SpeculationStats
 
 
@@ -49,9 +48,11 @@ class SerialEngine:
         tokenizer: the target's tokenizer; requests with ``stop_strings`` need it.
         max_rows: the most requests that may be decoded together, at least 1. This engine never decodes more
             than one.
+        max_length: as in :class:`Engine`.
         max_tokens: the most tokens, prompt and new ones together, that all running requests may have; None
-            for no limit besides the model's own.
+            for no limit besides ``max_length``.
         max_waiting: the most requests that may wait; None for no limit.
+        prefix_tokens: as in :class:`Engine`. This engine keeps none.
 
     Raises:
         ValueError: for an argument that is not valid.
@@ -65,17 +66,20 @@ class SerialEngine:
         speculation: Any = "auto",
         tokenizer: Any = None,
         max_rows: int = 16,
+        max_length: int | None = None,
         max_tokens: int | None = None,
         max_waiting: int | None = None,
+        prefix_tokens: int = 0,
     ):
-        check_sizes(max_rows=max_rows, max_tokens=max_tokens, max_waiting=max_waiting)
+        check_sizes(max_rows=max_rows, max_length=max_length, max_tokens=max_tokens)
+        check_sizes(least=0, max_waiting=max_waiting, prefix_tokens=prefix_tokens)
         custom_generate(drafter, speculation=speculation, tokenizer=tokenizer)  # it checks them
         self.model, self.tokenizer = model, tokenizer
         self.max_rows, self.max_tokens, self.max_waiting = max_rows, max_tokens, max_waiting
         self._defaults = {"drafter": drafter, "speculation": speculation}
-        positions = max_positions(model.config.get_text_config(decoder=True))
-        limits = [limit for limit in (max_tokens, positions) if limit is not None]
-        self.max_length = min(limits, default=None)
+        self.max_length = max_length or longest_text(model)
+        if max_tokens is not None:
+            self.max_length = min(self.max_length, max_tokens)
         self._stats = SpeculationStats()
         self._changed = Condition()
         self._waiting: deque[_Request] = deque()
@@ -190,7 +194,7 @@ class SerialEngine:
         self.shutdown(drain=error_type is None)
 
     def _check_length(self, prompt: int, new: int) -> None:
-        if self.max_length is not None and prompt + new > self.max_length:
+        if prompt + new > self.max_length:
             raise ValueError(
                 f"the prompt has {prompt} tokens, and with max_new_tokens={new} the text may have "
                 f"{prompt + new}; the engine and the model admit {self.max_length}"

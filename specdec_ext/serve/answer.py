@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from openai.types import CompletionUsage
+from openai.types.completion_usage import PromptTokensDetails
 
 from specdec_ext.serve.http.errors import ApiError, as_api_error
 from specdec_ext.serve.http.schemas import Generation
@@ -97,10 +98,14 @@ class Answer:
     def usage(self) -> CompletionUsage:
         """The tokens so far."""
         new = sum(choice.num_tokens for choice in self.choices)
+        # Of a prompt with several choices, its first one counts, as in prompt_tokens.
+        firsts = self.choices[:: self.body.n or 1]
+        reused = sum(choice.handle.reused_tokens for choice in firsts)
         return CompletionUsage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=new,
             total_tokens=self.prompt_tokens + new,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=reused),
         )
 
     @property

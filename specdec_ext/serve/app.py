@@ -101,7 +101,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             special = body.add_special_tokens is not False
             work = (service.encode, body.prompt, special, "prompt")  # type: ignore[assignment]
         ids: list[int] = await service.aside(*work)
-        answer = {"count": len(ids), "max_model_len": service.max_length, "tokens": ids}
+        answer = {"count": len(ids), "max_model_len": service.engine.max_length, "tokens": ids}
         if body.return_token_strs:
             answer["token_strs"] = service.tokenizer.convert_ids_to_tokens(ids)
         return answer
@@ -125,7 +125,7 @@ def _add_operations(app: FastAPI, service: Service) -> None:
             "object": "model",
             "created": created,
             "owned_by": "specdec_ext",
-            "max_model_len": service.max_length,
+            "max_model_len": service.engine.max_length,
         }
         return {"object": "list", "data": [model]}
 

@@ -18,29 +18,11 @@ from specdec_ext.engine import AnyEngine, Handle
 
 _LABELS = ("model_name", "engine")
 # Seconds. vLLM's buckets begin at 10 ms or later, where accepted drafts would all look alike.
-_BUCKETS = (
-    *(0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04),
-    *(
-        0.06,
-        0.08,
-        0.1,
-        0.15,
-        0.2,
-        0.3,
-        0.5,
-        0.75,
-        1.0,
-        1.5,
-        2.5,
-        5.0,
-        10.0,
-        20.0,
-        40.0,
-        80.0,
-        160.0,
-    ),
-    *(320.0, 640.0, 1280.0),
-)
+_BUCKETS = [
+    *(0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0),
+    1280.0,
+]  # fmt: skip
 _HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": "Time from the arrival of a request to its first token.",
     "vllm:inter_token_latency_seconds": "Time between tokens; that of a burst is divided by its tokens.",
@@ -50,6 +32,12 @@ _HISTOGRAMS = {
     "vllm:request_prefill_time_seconds": "Time from the prompt pass to the first token.",
     "vllm:request_decode_time_seconds": "Time from the first token to the last.",
     "specdec:chunk_gap_seconds": "Time between bursts of tokens: what a reader of the stream sees.",
+}
+_COUNTERS = {
+    "vllm:prompt_tokens": "Number of tokens of prompts.",
+    "vllm:generation_tokens": "Number of tokens that were emitted.",
+    "vllm:prefix_cache_queries": "Number of tokens of prompts that were looked up among earlier prompts.",
+    "vllm:prefix_cache_hits": "Number of those that were not read again.",
 }
 
 
@@ -78,13 +66,10 @@ class ServerMetrics:
             )
             for name, text in _HISTOGRAMS.items()
         }
-        self._prompt_tokens, self._generation_tokens = (
-            Counter(f"vllm:{name}", text, _LABELS, registry=self._registry).labels(*self._labels)
-            for name, text in (
-                ("prompt_tokens", "Number of tokens of prompts that were read."),
-                ("generation_tokens", "Number of tokens that were emitted."),
-            )
-        )
+        self._counts = {
+            name: Counter(name, text, _LABELS, registry=self._registry).labels(*self._labels)
+            for name, text in _COUNTERS.items()
+        }
         self._ended = Counter(
             "vllm:request_success",
             "Number of requests that ended, by the reason.",
@@ -95,9 +80,11 @@ class ServerMetrics:
     def burst(self, handle: Handle, progress: Progress, count: int) -> None:
         """Count a burst of ``count`` tokens that has just arrived."""
         now = time.perf_counter()
-        self._generation_tokens.inc(count)
+        self._counts["vllm:generation_tokens"].inc(count)
         if progress.last_burst is None:
-            self._prompt_tokens.inc(handle.prompt_tokens)
+            for name in ("vllm:prompt_tokens", "vllm:prefix_cache_queries"):
+                self._counts[name].inc(handle.prompt_tokens)
+            self._counts["vllm:prefix_cache_hits"].inc(handle.reused_tokens)
             first = handle.times.first_token or now
             self._observe("vllm:time_to_first_token_seconds", first - handle.times.submitted)
         else:

@@ -17,9 +17,6 @@ from specdec_ext.serve.text.replies import response_template
 
 T = TypeVar("T")
 
-# Length of a text, prompt included, for models without a last position and without --max-length.
-DEFAULT_LENGTH = 8192
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -28,7 +25,6 @@ class Settings:
     Attributes:
         model_name: the name under which clients ask for the model.
         chat_template: a Jinja template in place of the tokenizer's; None keeps that one.
-        max_length: the most tokens of a text, prompt included; None for as many as model and engine allow.
         api_key: the key that clients must send; None for none.
         max_body_bytes: the most bytes of the body of a request.
         request_timeout: the most seconds that a request may take, waiting included.
@@ -36,7 +32,6 @@ class Settings:
 
     model_name: str
     chat_template: str | None = None
-    max_length: int | None = None
     api_key: str | None = None
     max_body_bytes: int = 4 * 2**20
     request_timeout: float = 600.0
@@ -50,7 +45,6 @@ class Service:
         settings: the options of the server.
 
     Attributes:
-        max_length: the most tokens of a text, prompt included.
         ends: the end-of-sequence ids of the model.
     """
 
@@ -59,8 +53,6 @@ class Service:
         self.tokenizer: Any = engine.tokenizer
         model: Any = engine.model
         config = model.config.get_text_config(decoder=True)
-        limits = (settings.max_length, engine.max_length)
-        self.max_length = min((each for each in limits if each is not None), default=DEFAULT_LENGTH)
         self.vocab_size: int = config.vocab_size
         ends = model.generation_config.eos_token_id
         self.ends: list[int] = [] if ends is None else ends if isinstance(ends, list) else [ends]
@@ -106,14 +98,15 @@ class Service:
 
     def room(self, prompt: list[int], asked: int | None, param: str) -> int:
         """The largest number of new tokens after a prompt; all that fit, if the request does not say."""
-        left = self.max_length - len(prompt)
+        limit = self.engine.max_length
+        left = limit - len(prompt)
         if not prompt:
             raise ApiError(400, f"{param}: expected at least one token, got none", param)
         if left < max(1, asked or 1):
             wanted = "" if asked is None else f", and {asked} more were asked for"
             raise ApiError(
                 400,
-                f"{param}: a text may have {self.max_length} tokens; the prompt has {len(prompt)}{wanted}. "
+                f"{param}: a text may have {limit} tokens; the prompt has {len(prompt)}{wanted}. "
                 "Shorten the prompt, or ask for fewer tokens",
                 param,
                 "context_length_exceeded",

@@ -10,6 +10,7 @@ A sliding-window layer keeps its whole history, so rolling back is free there, t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -165,15 +166,28 @@ class RollbackLayer(DynamicLayer):
         for buffer in self.buffers:
             buffer[to.to(buffer.device)] = buffer[source.to(buffer.device)]
 
-    def adopt(self, row: int, other: RollbackLayer, num_rows: int) -> None:
-        """Copy the only row of ``other`` to row ``row``; the first call makes ``num_rows`` rows."""
+    def read(self, begin: int, end: int) -> list[Tensor]:
+        """Slots of the first row, for each of ``buffers`` ``[1, heads, end - begin, dim]``, as views."""
+        return [buffer[:1, :, begin:end] for buffer in self.buffers]
+
+    def write(self, row: int, begin: int, stored: Sequence[Tensor], num_rows: int) -> None:
+        """Write to one row, from slot ``begin`` on, what a layer of the same model has ``read``.
+
+        The first call makes ``num_rows`` rows.
+        """
+        if not stored:
+            return
         if not self.is_initialized:
-            key, value = (x.expand(num_rows, -1, -1, -1) for x in other.buffers[:2])
-            self.lazy_initialization(key, value)
-        self.reserve(other.length)
-        for buffer, new in zip(self.buffers, other.buffers, strict=True):
-            buffer[row, :, : other.length] = new[0, :, : other.length]
-            buffer[row, :, other.length :] = 0  # an earlier row may have left NaN, see _allocate
+            self._make_rows([each.expand(num_rows, -1, -1, -1) for each in stored])
+        end = begin + stored[0].shape[2]
+        self.reserve(end)
+        for buffer, new in zip(self.buffers, stored, strict=True):
+            buffer[row, :, begin:end] = new[0]
+
+    def _make_rows(self, like: Sequence[Tensor]) -> None:
+        """Make empty buffers for rows like these."""
+        key, value = like
+        self.lazy_initialization(key, value)
 
     def branch(self, origins: Tensor, slots: int) -> None:
         """Make row i a copy of row ``origins[i]`` with room for ``slots`` more; :meth:`join` undoes this."""

@@ -84,8 +84,20 @@ class SlotCache:
 
     def adopt(self, row: int, other: SlotCache, num_rows: int) -> None:
         """Copy the slots of the only row of ``other``, of the same model, to row ``row`` of ``num_rows``."""
-        for layer, new in zip(self.layers, other.layers, strict=True):
-            layer.adopt(row, new, num_rows)
+        self.write(row, 0, other.read(0, other.length), num_rows)
+        for buffer in self.buffers(row + 1):
+            buffer[row, :, other.length :] = 0  # an earlier row may have left NaN, see _allocate
+
+    def read(self, begin: int, end: int) -> list[list[Tensor]]:
+        """Slots of the first row, for each layer as :meth:`RollbackLayer.read` returns them."""
+        return [layer.read(begin, end) for layer in self.layers]
+
+    def write(
+        self, row: int, begin: int, stored: Sequence[Sequence[Tensor]], num_rows: int
+    ) -> None:
+        """Write to one row, from slot ``begin`` on, what :meth:`read` returned for the same model."""
+        for layer, each in zip(self.layers, stored, strict=True):
+            layer.write(row, begin, each, num_rows)
 
     def branch(self, origins: Tensor, slots: int) -> None:
         """Make row i a copy of row ``origins[i]`` with room for ``slots`` more; :meth:`join` undoes this."""

@@ -27,6 +27,7 @@ from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
 from specdec_ext.models.passes.modules import ModulePass
 from specdec_ext.models.slots.layout import RowLayout
 from specdec_ext.models.slots.prefill import Prefill
+from specdec_ext.models.slots.prompt_part import PromptPart
 from specdec_ext.models.slots.replay import Replay
 from specdec_ext.models.slots.round_state import RoundState
 from specdec_ext.models.slots.runner import PassRunner
@@ -140,9 +141,12 @@ class SlotTarget(Target):
         return output
 
     def prefill_passes(
-        self, input_ids: Tensor, attention_mask: Tensor | None
+        self, input_ids: Tensor, attention_mask: Tensor | None, room: int = FIRST_SLOTS
     ) -> Iterator[TargetOutput | None]:
-        """:meth:`prefill` in passes of ``prefill_chunk_size`` columns; all values but the last are None."""
+        """:meth:`prefill` in passes of ``prefill_chunk_size`` columns; all values but the last are None.
+
+        ``room`` is the number of slots that are reserved after the prompt.
+        """
         prompt = self._prefill.prompt(input_ids, attention_mask)
         rows, columns = prompt.valid.shape
         max_slots = self._max_slots + self.offset
@@ -150,9 +154,36 @@ class SlotTarget(Target):
         self._prompt_rows = self._rows  # all rows, in the order of the prompt
         if self._replay is not None:
             self._replay.start(rows)
-        self._slots.reserve(min(max_slots, columns + FIRST_SLOTS), self._rows.slack)
+        self._slots.reserve(min(max_slots, columns + room), self._rows.slack)
         self.begun = True
         yield from self._prefill.passes(prompt, input_ids)
+
+    def prompt_part(self, begin: int, end: int, output: TargetOutput) -> PromptPart:
+        """Copy what the pass over a prompt of one row without padding has computed for some of its columns.
+
+        Args:
+            begin, end: the columns.
+            output: of the prompt.
+        """
+        slots = [[each.clone() for each in layer] for layer in self._slots.read(begin, end)]
+        states = [each[:, begin:end].clone() for each in output.aux_hidden_states]
+        return PromptPart(end - begin, slots, states)
+
+    def restore(self, parts: Sequence[PromptPart], columns: int) -> None:
+        """Begin with the first parts of a prompt; :meth:`prefill_passes` reads the rest.
+
+        Args:
+            parts: of the prompt's first tokens, from a target of the same model that records the same hidden
+                states.
+            columns: number of columns of the whole prompt.
+        """
+        self._slots.reserve(columns, 0)
+        begin = 0
+        for part in parts:
+            self._slots.write(0, begin, part.slots, num_rows=1)
+            begin += part.num_tokens
+        self._slots.set_length(begin, 0)
+        self._prefill.restored = [part.aux_hidden_states for part in parts]
 
     def adopt(self, newcomer: SlotTarget, row: int, num_rows: int) -> None:
         """Let the only row of ``newcomer`` be the last active row.
