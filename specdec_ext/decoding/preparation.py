@@ -30,6 +30,7 @@ from specdec_ext.keywords import check_arguments, check_config
 from specdec_ext.models import Target, make_target
 from specdec_ext.models.context_limit import Span
 from specdec_ext.models.patching.changes import transactional
+from specdec_ext.models.slots import SlotTarget
 from specdec_ext.models.tensor_parallel import agreed_seed
 from specdec_ext.models.wrapped import (
     check_ids,
@@ -75,7 +76,11 @@ class PreparedCall:
         return Recorder(self.config, len(self.input_ids), self.model_kwargs.get("encoder_outputs"))
 
     def target(
-        self, recorder: Recorder, graphs: bool | str, max_slots: int | None = None
+        self,
+        recorder: Recorder,
+        graphs: bool | str,
+        max_slots: int | None = None,
+        like: SlotTarget | None = None,
     ) -> Target:
         """The target of the call.
 
@@ -83,6 +88,7 @@ class PreparedCall:
             recorder: collects its outputs.
             graphs: as in :func:`specdec_ext.generate`.
             max_slots: the most cache slots that the call may need; None for its own length and a draft.
+            like: as in :func:`make_target`.
         """
         inputs = dict(self.model_kwargs)
         cache = inputs.pop("past_key_values", None)
@@ -95,6 +101,7 @@ class PreparedCall:
             self.config,
             self._span(cache),
             graphs,
+            like,
         )
 
     def _span(self, cache: Any) -> Span:

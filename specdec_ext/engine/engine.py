@@ -44,7 +44,7 @@ class Engine:
     The text of a request is the one that :func:`specdec_ext.generate` returns for it alone, whatever else is
     running. All requests share the forward passes of the target, the drafts and, where ops alone can verify
     them, the verification. One thread does all the work; it starts with the first request. From then on the
-    model's weights must not change.
+    model must not change.
 
     Use it as a context manager, or call :meth:`shutdown` at the end.
 
@@ -233,16 +233,13 @@ class Engine:
 
     def _request(self, prepared: PreparedCall, logprobs: int | None, drafts: bool) -> Request:
         recorder: Any = LogprobRecorder(logprobs)
-        target = prepared.target(
-            prepared.recorder(), graphs=False, max_slots=self.max_length + BLOCK_SLOTS
-        )
+        slots = self.max_length + BLOCK_SLOTS
+        target = prepared.target(prepared.recorder(), False, slots, like=self._loop.target)
         if not isinstance(target, SlotTarget) or not target.support.batch:
             raise CantJoinError(
                 f"the request can't join a batch: {'; '.join(target.support.reasons)}; call "
                 "specdec_ext.generate for it"
             )
-        if self.drafter is not None:
-            target.record_hidden_states(self.drafter.feature_layers(self.model))
         call = Call.of(prepared, target, recorder, self.drafter if drafts else None)
         handle = Handle(prepared.input_ids.shape[1], Times(time.perf_counter()), call.stats)
         stream: Any = BurstStream(handle, recorder)

@@ -54,6 +54,8 @@ class SlotTarget(Target):
         prompt_kwargs: inputs that ``generate`` prepared, if the prompt is more than text (images, audio).
         graphs: whether passes are recorded (:mod:`specdec_ext.models.graphs`): "auto" on CUDA where possible,
             True everywhere, False nowhere.
+        like: a target of the same model and the same kind of call, which does not run at the same time. What
+            it found out about the model is not looked up again, and it records the same hidden states.
 
     Attributes:
         cache: the ``DynamicCache``; after the call it is laid out like ``sequences[:, :-1]``.
@@ -72,18 +74,23 @@ class SlotTarget(Target):
         forward_kwargs: dict[str, Any] | None = None,
         prompt_kwargs: dict[str, Any] | None = None,
         graphs: bool | str = False,
+        like: SlotTarget | None = None,
     ):
         super().__init__(model, support)
         self._max_slots = max_slots
         self._slots = SlotCache(past_key_values, self.config)
         self.cache = self._slots.cache
-        self._modules = ModulePass(model, self._slots, forward_kwargs)
-        # Only the model's own modules can process images in a prompt or record hidden states and attentions.
-        plain = not (forward_kwargs or prompt_kwargs or self._modules.patches)
+        if like is None:
+            self._modules = ModulePass(model, self._slots, forward_kwargs)
+            # Only the model's own modules can process images or record hidden states and attentions.
+            plain = not (forward_kwargs or prompt_kwargs or self._modules.patches)
+            direct = direct_pass(model) if plain else None
+        else:
+            self._modules, direct = like._modules.over(self._slots), like.runner.direct
         recorded = graphs is True or (graphs == "auto" and model.device.type in RECORDING_DEVICES)
-        self.runner = PassRunner(
+        self.runner: PassRunner = PassRunner(
             self._modules,
-            direct_pass(model) if plain else None,
+            direct,
             GraphRunner(self._modules, max_slots, required=graphs is True) if recorded else None,
         )
         self._prefill = Prefill(self._modules, prompt_kwargs)
