@@ -94,6 +94,7 @@ class Handle:
     _changed: Condition = field(default_factory=Condition)
     _error: BaseException | None = None
     _wake: Callable[[], object] | None = None  # wakes the asyncio task that reads the bursts
+    _is_woken: bool = False  # since its last reading
     _cancelled: bool = False
 
     def cancel(self) -> None:
@@ -118,21 +119,33 @@ class Handle:
         with self._changed:
             if not self._changed.wait_for(lambda: self.finish_reason is not None, timeout):
                 raise TimeoutError(f"the request has not ended within {timeout} seconds")
-        if self._error is not None:
-            raise self._error
+        self.check()
         return self.tokens
 
     def __iter__(self) -> Iterator[Burst]:
         while True:
             with self._changed:
-                self._changed.wait_for(self._is_readable)
-                burst = self._next()
-            if burst is None:
-                return
-            yield burst
+                self._changed.wait_for(lambda: self._bursts or self.finish_reason is not None)
+            bursts, ended = self.take()
+            yield from bursts
+            if ended:
+                return self.check()
 
     async def __aiter__(self) -> AsyncIterator[Burst]:
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        self.watch(loop, ready)
+        while True:
+            await ready.wait()
+            ready.clear()
+            bursts, ended = self.take()
+            for burst in bursts:
+                yield burst
+            if ended:
+                self.check()
+                return
+
+    def watch(self, loop: asyncio.AbstractEventLoop, ready: asyncio.Event) -> None:
+        """Set an event of a loop whenever there is something to :meth:`take`, or the request has ended."""
 
         def wake() -> None:
             with suppress(RuntimeError):  # the loop was closed before the request had ended
@@ -140,31 +153,21 @@ class Handle:
 
         with self._changed:
             self._wake = wake
-        try:
-            while True:
-                with self._changed:
-                    readable = self._is_readable()
-                    burst = self._next() if readable else None
-                    ready.clear()
-                if not readable:
-                    await ready.wait()
-                elif burst is None:
-                    return
-                else:
-                    yield burst
-        finally:
-            self._wake = None
+            self._is_woken = True
+        ready.set()
 
-    def _is_readable(self) -> bool:
-        return bool(self._bursts) or self.finish_reason is not None
+    def take(self) -> tuple[list[Burst], bool]:
+        """The bursts since the last call, and whether the request has ended, so that these are the last."""
+        with self._changed:
+            self._is_woken = False
+            bursts = [*self._bursts]
+            self._bursts.clear()
+            return bursts, self.finish_reason is not None
 
-    def _next(self) -> Burst | None:
-        """The next burst; None at the end."""
-        if self._bursts:
-            return self._bursts.popleft()
+    def check(self) -> None:
+        """Raise the exception with which the request failed, if it did."""
         if self._error is not None:
             raise self._error
-        return None
 
     # --- called by the engine's thread
 
@@ -186,5 +189,7 @@ class Handle:
 
     def _notify(self) -> None:
         self._changed.notify_all()
-        if self._wake is not None:
+        # A reader that has not come yet needs no second call, which would cost a system call.
+        if self._wake is not None and not self._is_woken:
+            self._is_woken = True
             self._wake()
