@@ -111,7 +111,7 @@ def simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     if "transformers" not in sys.modules:
         return  # a test of ops alone
-    from specdec_ext import loop
+    from specdec_ext.decoding import loop
     from specdec_ext.schedule import memory
     from specdec_ext.schedule import settings as speculation
 

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from specdec_ext.drafters.heads.mtp import MtpDrafter
     from specdec_ext.drafters.lookahead import LookaheadDrafter
     from specdec_ext.drafters.lookup.suffix import SuffixDrafter, SuffixHistory
+    from specdec_ext.engine import Engine
     from specdec_ext.evaluate.check import Check, ModelCheck, check_model
     from specdec_ext.evaluate.compare import ComparedRuns, compare_runs
     from specdec_ext.generation import custom_generate, generate
     from specdec_ext.heads.checkpoints import load_draft, save_draft
     from specdec_ext.heads.medusa import MedusaHeads
     from specdec_ext.heads.mtp import MtpHeads
-    from specdec_ext.hosts import install, uninstall
+    from specdec_ext.hosts import install, uninstall, write_custom_generate
     from specdec_ext.models import Support, supports
     from specdec_ext.models.graphs import free_graphs
     from specdec_ext.output import SpeculativeEncoderDecoderOutput, SpeculativeOutput
@@ -43,6 +44,7 @@ __all__ = [
     "DraftModelDrafter",
     "DraftTree",
     "Drafter",
+    "Engine",
     "HeadDrafter",
     "LookaheadDrafter",
     "MedusaDrafter",
@@ -69,6 +71,7 @@ __all__ = [
     "save_draft",
     "supports",
     "uninstall",
+    "write_custom_generate",
 ]
 
 _MODULES = {
@@ -81,8 +84,9 @@ _MODULES = {
     "drafters.heads.medusa": ("MedusaDrafter",),
     "drafters.heads.mtp": ("MtpDrafter",),
     "drafters.lookup.suffix": ("SuffixDrafter", "SuffixHistory"),
+    "engine": ("Engine",),
     "generation": ("custom_generate", "generate"),
-    "hosts": ("install", "uninstall"),
+    "hosts": ("install", "uninstall", "write_custom_generate"),
     "heads.medusa": ("MedusaHeads",),
     "heads.mtp": ("MtpHeads",),
     "evaluate.check": ("Check", "ModelCheck", "check_model"),

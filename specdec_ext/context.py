@@ -70,6 +70,9 @@ class Context:
         self.committed_keys = committed_keys
         self.staging = Staging(input_ids.device) if staging is None else staging
         self.rows = list(range(len(input_ids)))
+        self._limits = [max_length - input_ids.shape[1]] * len(
+            input_ids
+        )  # tokens that a row may emit
         self.generated: list[list[int]] = [[] for _ in self.rows]
         self._prompt_lengths = (
             [offset + input_ids.shape[1]] * len(input_ids)
@@ -121,7 +124,7 @@ class Context:
     @property
     def remaining(self) -> list[int]:
         """Number of tokens that each active row may still emit."""
-        return [self.max_length - self.columns(row) for row in self.rows]
+        return [self._limits[row] - len(self.generated[row]) for row in self.rows]
 
     def columns(self, row: int) -> int:
         """Length of original row ``row`` in columns."""
@@ -154,6 +157,15 @@ class Context:
     def text(self, row: int) -> list[int]:
         """All tokens of original row ``row`` so far, without paddings."""
         return self.prompt(row) + self.generated[row]
+
+    def share(self, row: int, other: Context) -> None:
+        """Let original row ``row`` be the only row of ``other``: both have the same text from now on."""
+        self.generated[row] = other.generated[0]
+        self._limits[row] = other._limits[0]
+        self._prompt_lengths[row] = other._prompt_lengths[0]
+        self.prompt(row)  # makes the list
+        assert self._prompt_texts is not None
+        self._prompt_texts[row] = other.prompt(0)
 
     def emit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Append one token to each of these original rows."""

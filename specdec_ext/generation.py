@@ -1,59 +1,32 @@
-"""``generate`` and ``custom_generate``: the entry points, called by users and by transformers.
-
-``model.generate(custom_generate=callable)`` prepares everything (prompt, processors, stopping criteria,
-cache) and then calls ``callable`` instead of its own loop. It does not pass on some of its arguments
-(streamer, tokenizer, stop_strings, assistant_model), so ``generate`` puts these into a closure.
-"""
+"""``generate`` and ``custom_generate``: the entry points, called by users and by transformers."""
 
 from __future__ import annotations
 
-import copy
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteriaList,
-)
-from transformers.generation.stopping_criteria import StopStringCriteria
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.integrations.fsdp import is_fsdp_managed_module
+from transformers import PreTrainedModel
 
-from specdec_ext.context import Context
-from specdec_ext.delegation import Noticed, check_loop, class_generate, generate_through
+from specdec_ext.decoding.call import Call
+from specdec_ext.decoding.call_loop import CallLoop
+from specdec_ext.decoding.preparation import PreparedCall, decode_through, prepare
+from specdec_ext.delegation import Noticed, class_generate
 from specdec_ext.drafters import Drafter
 from specdec_ext.drafters.choice import Assistant, DrafterChoice
-from specdec_ext.keywords import check_arguments, check_config
-from specdec_ext.loop import DecodingLoop
-from specdec_ext.models import Target, make_target
-from specdec_ext.models.compat import cached_tokens
-from specdec_ext.models.context_limit import Span
+from specdec_ext.models import Target
 from specdec_ext.models.patching.changes import current_changes, transactional
-from specdec_ext.models.tensor_parallel import agreed_clock, agreed_seed
-from specdec_ext.models.wrapped import (
-    check_ids,
-    check_model,
-    check_wrapping,
-    graph_breaks_explained,
-)
-from specdec_ext.output import AnyOutput, Recorder, TokenStream
+from specdec_ext.models.tensor_parallel import agreed_clock
+from specdec_ext.output import AnyOutput, TokenStream
 from specdec_ext.pretrained import unwrapped
 from specdec_ext.schedule.controller import Controller
 from specdec_ext.schedule.policy import Policy
 from specdec_ext.schedule.settings import SpeculationConfig, resolve_speculation
-from specdec_ext.transfer import Staging
-from specdec_ext.verify.sampler import VERIFICATIONS, Sampler
-from specdec_ext.verify.stopping import StopRule
-
-# Cache slots reserved for a draft in addition to the text. For a larger tree the cache grows.
-BLOCK_SLOTS = 64
+from specdec_ext.verify.sampler import VERIFICATIONS
 
 
 @transactional
@@ -136,8 +109,6 @@ def generate(
     """
     if isinstance(kwargs.get("custom_generate"), Noticed):
         return class_generate(model)(*(() if inputs is None else (inputs,)), **kwargs)
-    check_model(model, kwargs)
-    check_ids(model, inputs, kwargs.get("input_ids"))
     if assistant_model is not None:
         if not (isinstance(drafter, str) and drafter == "auto"):
             raise ValueError("assistant_model and drafter name two drafters; pass only one of them")
@@ -148,10 +119,8 @@ def generate(
             "assistant_tokenizer needs assistant_model, which is missing; pass assistant_model, or "
             "drafter=DraftModelDrafter(model, tokenizer=..., target_tokenizer=...)"
         )
-    check_arguments(kwargs)
-    if kwargs.get("generation_config") is not None:
-        check_config(kwargs["generation_config"])
-    hook = custom_generate(
+    hook = partial(
+        custom_generate,
         drafter=drafter,
         speculation=speculation,
         verification=verification,
@@ -160,14 +129,9 @@ def generate(
         generator=generator,
         streamer=streamer,
         tokenizer=tokenizer,
-        stop_strings=_take_stop_strings(kwargs, model.generation_config),
         synced_gpus=synced_gpus,
     )
-    # Unwrapped, the hook's changes to the model belong to the transaction of this call. A transaction of the
-    # hook's own would end when the hook returns.
-    hook = inspect.unwrap(hook)
-    with torch.no_grad():
-        return generate_through(model, inputs, hook, kwargs)
+    return decode_through(model, inputs, kwargs, hook)
 
 
 def custom_generate(
@@ -197,126 +161,73 @@ def custom_generate(
         )
     if not isinstance(graphs, bool) and graphs != "auto":
         raise ValueError(f"graphs={graphs!r} is not known; expected 'auto', True or False")
-    if stop_strings is not None and tokenizer is None:
-        raise ValueError("stop_strings needs tokenizer=..., the tokenizer of the model")
 
-    @transactional
-    def speculate(
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        inputs_tensor: Tensor | None = None,
-        **model_kwargs: Any,
-    ) -> Tensor | AnyOutput:
-        check_config(generation_config)
-        check_arguments({"synced_gpus": _waits_for_others(model, synced_gpus)})
-        check_wrapping(model)
-        check_loop(model)
-        prompt = model_kwargs.get("inputs_embeds", input_ids)
-        if not prompt.numel():
-            raise ValueError(
-                f"the prompt has shape {tuple(prompt.shape)}; expected at least one row and one token"
-            )
-        criteria = StoppingCriteriaList(stopping_criteria)
-        if stop_strings is not None:
-            with torch.device(input_ids.device):  # it creates tensors on the default device
-                criteria.append(StopStringCriteria(tokenizer, stop_strings))
-        with graph_breaks_explained(model):
-            return _decode(
-                model,
-                input_ids.long(),  # ids may be int32
-                logits_processor,
-                StopRule(criteria, generation_config),
-                generation_config,
-                choice.drafter(model, generation_config),
-                choice.explicit,
-                settings,
-                _noise(model, seed, generator, len(input_ids))
-                if generation_config.do_sample
-                else [(0, 0)] * len(input_ids),
-                verification,
-                graphs,
-                streamer,
-                inputs_tensor if model.config.is_encoder_decoder else None,
-                **model_kwargs,
-            )
+    def decode(prepared: PreparedCall) -> Tensor | AnyOutput:
+        return _decode(
+            prepared,
+            choice.drafter(prepared.model, prepared.config),
+            choice.explicit,
+            settings,
+            verification,
+            graphs,
+            streamer,
+        )
 
-    return speculate
+    return prepare(
+        decode,
+        seed=seed,
+        generator=generator,
+        tokenizer=tokenizer,
+        stop_strings=stop_strings,
+        synced_gpus=synced_gpus,
+    )
 
 
 def _decode(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    processors: LogitsProcessorList,
-    stop: StopRule,
-    config: GenerationConfig,
+    prepared: PreparedCall,
     drafter: Drafter | None,
     explicit: bool,
     speculation: SpeculationConfig | None,
-    noise: list[tuple[int, int]],
     verification: str,
     graphs: bool | str,
     streamer: Any,
-    encoder_input: Tensor | None = None,
-    **model_kwargs: Any,
 ) -> Tensor | AnyOutput:
-    recorder = Recorder(config, len(input_ids), model_kwargs.get("encoder_outputs"))
-    slots = stop.max_length + BLOCK_SLOTS
-    target = make_target(
-        model,
-        slots,
-        recorder.forward_kwargs,
-        model_kwargs,
-        config,
-        _span(input_ids, model_kwargs, stop),
-        graphs,
-    )
+    recorder = prepared.recorder()
+    target = prepared.target(recorder, graphs)
     current_changes().on_failure(target.abandon)
-    drafter = _served(target, drafter, explicit, len(input_ids))
-    target.staging = Staging(input_ids.device)
-    attention_mask = target.admit(input_ids, model_kwargs, config)
-    sampler = Sampler(processors, config.do_sample, noise, target.staging, verification)
-    if sampler.needs_draft_probs and drafter is not None and not drafter.sampled:
-        raise ValueError(
-            f"verification={verification!r} needs a drafter that samples its drafts from known "
-            f"probabilities, such as DraftModelDrafter(model, sampled=True); {type(drafter).__name__} does "
-            "not. Use verification='match', the default"
-        )
-    pad = config._pad_token_tensor
-    context = Context(
-        input_ids,
-        attention_mask,
-        0 if pad is None else int(pad),
-        stop.max_length,
-        sampler.draw,
-        sampler.sample,
-        target.offset,
-        _ids_of(encoder_input, len(input_ids), target.vocab_size),
-        target.staging,
-        sampler.draft_noise,
-        target.committed_keys,
+    drafter = _served(target, drafter, explicit, len(prepared.input_ids))
+    call = Call.of(prepared, target, recorder, drafter, verification)
+    if streamer is not None:
+        call.stream = TokenStream(streamer, call.context)
+    rule = call.sampler
+    policy = policy_of(
+        speculation, drafter, prepared.model, rule.temperature, rule.needs_draft_probs
     )
-    stream = TokenStream(streamer, context) if streamer is not None else None
-    policy = _policy(speculation, drafter, model, sampler)
-    decoder = DecodingLoop(target, drafter, sampler, stop, context, recorder, stream, policy)
-    sequences = context.sequences(decoder.run())
-    if stream is not None:
-        stream.end()
-    if config.return_dict_in_generate:
-        decoder.stats.report = policy.report() if policy is not None else None
-        return recorder.result(sequences, target.cache, decoder.stats, context.prompt_columns)
+    sequences = call.context.sequences(CallLoop(target, drafter, call, policy).run())
+    if call.stream is not None:
+        call.stream.end()
+    if prepared.config.return_dict_in_generate:
+        call.stats.report = policy.report() if policy is not None else None
+        columns = call.context.prompt_columns
+        return call.recorder.result(sequences, target.cache, call.stats, columns)
     return sequences
 
 
-def _policy(
+def policy_of(
     speculation: SpeculationConfig | None,
     drafter: Drafter | None,
     model: PreTrainedModel,
-    sampler: Sampler,
+    temperature: float | None,
+    needs_draft_probs: bool = False,
 ) -> Policy | None:
-    """The policy of the call; None without a drafter.
+    """The policy of a call or an engine; None without a drafter.
+
+    Args:
+        speculation: the settings; None for ``"fixed"``.
+        drafter: proposes trees.
+        model: the target.
+        temperature: as in :class:`Controller`.
+        needs_draft_probs: whether the rule that verifies is another than "match".
 
     Raises:
         ValueError: if the text would depend on measured times, because the rule's text depends on the drafts
@@ -329,9 +240,9 @@ def _policy(
     if speculation.is_fixed:
         assert speculation.shapes is not None
         return Policy(drafter, speculation.shapes[0])
-    if not sampler.needs_draft_probs:
+    if not needs_draft_probs:
         clock = agreed_clock(model, speculation.clock)
-        return Controller(replace(speculation, clock=clock), drafter, model, sampler.temperature)
+        return Controller(replace(speculation, clock=clock), drafter, model, temperature)
     if speculation == SpeculationConfig():  # "auto", or a SpeculationConfig equal to it
         return Policy(drafter)
     raise ValueError(
@@ -339,24 +250,6 @@ def _policy(
         "depends on the drafts, so one seed would give many texts. Pass speculation='fixed', "
         "SpeculationConfig(shapes=[...], may_rest=False) with one shape, or verification='match'"
     )
-
-
-def _span(input_ids: Tensor, inputs: dict[str, Any], stop: StopRule) -> Span:
-    rows, columns = inputs.get("inputs_embeds", input_ids).shape[:2]
-    held = cached_tokens(inputs)
-    mask = inputs.get("attention_mask")
-    shortest = columns if mask is None else int(mask.sum(dim=-1).min())
-    end = stop.max_length + columns - input_ids.shape[1]
-    return Span(rows, min(held or shortest, shortest), end)
-
-
-def _ids_of(encoder_input: Tensor | None, batch: int, vocab_size: int) -> Tensor | None:
-    """``[batch, columns]`` ids that the encoder reads; None if the decoder's vocabulary lacks them."""
-    if encoder_input is None or encoder_input.ndim != 2 or encoder_input.is_floating_point():
-        return None
-    if int(encoder_input.max()) >= vocab_size:
-        return None
-    return encoder_input.repeat_interleave(batch // len(encoder_input), dim=0)
 
 
 def _served(target: Target, drafter: Drafter | None, explicit: bool, batch: int) -> Drafter | None:
@@ -381,56 +274,3 @@ def _served(target: Target, drafter: Drafter | None, explicit: bool, batch: int)
         stacklevel=4,
     )
     return None
-
-
-def _take_stop_strings(kwargs: dict[str, Any], defaults: GenerationConfig) -> Any:
-    """Remove the stop strings from ``kwargs``, where transformers would fail, and return them."""
-    config = kwargs.get("generation_config")
-    of_call, of_model = getattr(config, "stop_strings", None), defaults.stop_strings
-    stop_strings = kwargs.pop("stop_strings", of_model if of_call is None else of_call)
-    if of_call is not None:
-        kwargs["generation_config"] = copy.deepcopy(config)
-        kwargs["generation_config"].stop_strings = None
-    if of_model is not None:
-        kwargs["stop_strings"] = None  # overrides those of the model
-    return stop_strings
-
-
-def _waits_for_others(model: PreTrainedModel, synced_gpus: bool | None) -> bool:
-    """Whether other processes run a part of every pass; the same decision as in transformers."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not distributed or torch.distributed.get_world_size() == 1:
-        return False
-    if synced_gpus is None:
-        return is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
-    return synced_gpus
-
-
-def _noise(
-    model: PreTrainedModel,
-    seed: int | Sequence[int] | None,
-    generator: torch.Generator | None,
-    batch: int,
-) -> list[tuple[int, int]]:
-    """(seed, stream) of each row: streams 0, 1, 2, ... of one seed, or stream 0 of each row's own seed."""
-    if seed is None:
-        device = "cpu" if generator is None else generator.device
-        drawn = int(torch.randint(2**62, (), generator=generator, device=device))
-        seed = agreed_seed(model, drawn)
-    elif generator is not None:
-        raise ValueError("seed and generator both determine the noise; pass only one of them")
-    if not isinstance(seed, (list, tuple)):
-        return [(_checked_seed(seed), row) for row in range(batch)]
-    seeds = [_checked_seed(each) for each in seed]
-    if len(seeds) != batch:
-        raise ValueError(
-            f"seed has {len(seeds)} entries; expected one int, or one per row of the batch of {batch} "
-            "(num_return_sequences included)"
-        )
-    return [(each, 0) for each in seeds]
-
-
-def _checked_seed(seed: Any) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed must be a 64-bit int or a list of such ints, got {seed!r}")
-    return seed

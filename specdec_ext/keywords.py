@@ -21,7 +21,10 @@ from specdec_ext.keyword_table import ARGUMENTS, CONFIG, PARTS, Keyword, Reads, 
 
 
 def reads_of(part: Any) -> Reads:
-    """What a processor or criterion depends on. Classes that transformers does not define may read anything.
+    """What a processor or criterion depends on.
+
+    A class that transformers does not define says so itself, with an attribute ``reads``; without it, it may
+    read anything.
 
     Raises:
         ValueError: for a processor that is not supported.
@@ -29,7 +32,8 @@ def reads_of(part: Any) -> Reads:
     known = type(part).__module__ in (logits_process.__name__, stopping_criteria.__name__)
     keyword = PARTS.get(type(part).__name__) if known else None
     if keyword is None:
-        return Reads.ORDER
+        declared = getattr(part, "reads", None)
+        return declared if isinstance(declared, Reads) else Reads.ORDER
     if keyword.reads is None:
         raise ValueError(f"{type(part).__name__} is not supported: {keyword.note}; leave it out")
     return keyword.reads

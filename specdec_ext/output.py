@@ -55,7 +55,8 @@ class TokenStream:
     """Passes one ``[batch]`` tensor per column to a streamer, as soon as every unfinished row has reached it.
 
     If the streamer has a method ``put_drafted(tokens, drafted)``, it is called instead of ``put``;
-    ``drafted [batch]`` tells which of the tokens were accepted drafts.
+    ``drafted [batch]`` tells which of the tokens were accepted drafts. If it has a method ``end_step()``,
+    this is called after the columns that one step has completed.
     """
 
     def __init__(self, streamer: Any, context: Context):
@@ -76,6 +77,8 @@ class TokenStream:
                 self._streamer.put_drafted(tokens, torch.tensor(flags, device="cpu"))
             else:
                 self._streamer.put(tokens)
+        if end > self._next and hasattr(self._streamer, "end_step"):
+            self._streamer.end_step()
         self._next = end
 
     def end(self) -> None:

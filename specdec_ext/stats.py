@@ -141,6 +141,24 @@ class SpeculationStats(Summarised):
         speed_up = report.speed_up(total)
         return speed_up if verified * 2 >= total else f"{speed_up} {why_off}"
 
+    def add(self, other: SpeculationStats) -> None:
+        """Add the counts of another call. Drafter, policy and report become those of the other call."""
+        for name in ("drafter", "policy", "report"):
+            setattr(self, name, getattr(other, name))
+        for name, value in vars(other).items():
+            mine = getattr(self, name)
+            if isinstance(value, dict):
+                for key, count in value.items():
+                    mine[key] = mine.get(key, 0) + count
+            elif name == "host_processors":
+                mine += [each for each in value if each not in mine]
+            elif isinstance(value, list):
+                mine += [0] * (len(value) - len(mine))
+                for i, count in enumerate(value):
+                    mine[i] += count
+            elif isinstance(value, int):
+                setattr(self, name, mine + value)
+
     def count_plain(self, steps: int = 1) -> None:
         """Count plain steps of the whole batch."""
         self.shapes[PLAIN_STEP] = self.shapes.get(PLAIN_STEP, 0) + steps

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ from rich.console import Console
 
 import specdec_ext
 from specdec_ext import assets, keyword_table
-from specdec_ext.cli._common import read_prompts
-from specdec_ext.cli._stream import CLOSING, OPENING, IncrementalDecoder, TextStreamer, legend
 from specdec_ext.cli.demo import SAMPLED, STREAMED, STREAMED_TOKENS
+from specdec_ext.cli.shared.common import read_prompts
+from specdec_ext.cli.shared.stream import CLOSING, OPENING, IncrementalDecoder, TextStreamer, legend
 from specdec_ext.evaluate import benchmark
 
 PROMPT = "import unittest\n\n\nclass TestList(unittest.TestCase):\n\n    def test_append(self):\n"
@@ -41,7 +42,20 @@ def greedy_text(prompt: str, max_new_tokens: int) -> str:
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "generate", "bench", "check", "inspect", "keywords", "train", "version"]
+    "command",
+    [
+        "demo",
+        "generate",
+        "chat",
+        "bench",
+        "check",
+        "serve",
+        "inspect",
+        "keywords",
+        "train",
+        "version",
+        "export",
+    ],
 )
 def test_every_command_is_listed_and_has_a_help_text(command):
     assert command in words(run("--help").output)
@@ -64,6 +78,24 @@ def test_keywords_prints_verdict_and_reason():
     assert "num_beams refused beam search is not supported" in shown
     assert "temperature" not in shown
     assert run("keywords", "--markdown").output == keyword_table.markdown() + "\n"
+
+
+# --- export -----------------------------------------------------------------------------------------
+
+
+def test_export_writes_the_files_of_custom_generate(tmp_path):
+    command = ("export", "custom-generate", tmp_path / "model", "--speculation", "fixed")
+    result = run(*command, "--drafter", "ngram")
+    assert result.exit_code == 0, result.output
+    written = [Path(line) for line in result.stdout.splitlines()]
+    assert [path.name for path in written] == ["requirements.txt", "generate.py"]
+    made = "generate = generate_function(drafter='ngram', speculation='fixed')\n"
+    assert written[1].read_text().endswith(made)
+    again = run(*command)
+    assert again.exit_code == 2 and "generate.py exist already" in words(again.output)
+    assert written[1].read_text().endswith(made)
+    assert run(*command, "--overwrite").exit_code == 0
+    assert "drafter='auto'" in written[1].read_text()
 
 
 # --- assets -----------------------------------------------------------------------------------------

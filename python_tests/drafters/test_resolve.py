@@ -19,11 +19,11 @@ from helpers.models.tiny import prompts, tiny_model
 
 import specdec_ext
 from specdec_ext import assets
-from specdec_ext.cli._common import DRAFTER_HELP
 from specdec_ext.cli.bench import bench
 from specdec_ext.cli.check import check
 from specdec_ext.cli.demo import demo
 from specdec_ext.cli.generate import generate
+from specdec_ext.cli.shared.common import DRAFTER_HELP
 from specdec_ext.drafters import draft_model, resolve, resolve_drafter
 from specdec_ext.drafters.heads.head import HeadDrafter
 from specdec_ext.drafters.vocabulary import SharedVocabulary

@@ -6,8 +6,8 @@ from helpers.models.tiny import tiny_model
 from matplotlib.figure import Figure
 
 from specdec_ext import ops
+from specdec_ext.decoding.loop import DecodingLoop
 from specdec_ext.evaluate.breakdown import INSIDE, PARTS, Breakdown, Part, _Clock, breakdown
-from specdec_ext.loop import DecodingLoop
 from specdec_ext.models.slots import SlotTarget
 from specdec_ext.verify.sampler import Sampler
 

@@ -35,8 +35,8 @@ from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATION
 from transformers.generation.streamers import BaseStreamer
 
 import specdec_ext
-import specdec_ext.generation
 from specdec_ext import keyword_table, keywords
+from specdec_ext.decoding import preparation
 from specdec_ext.drafters.choice import Assistant, DrafterChoice
 from specdec_ext.errors import NotAcceleratedError
 from specdec_ext.keyword_table import ARGUMENTS, CONFIG, PARTS, Verdict
@@ -627,7 +627,7 @@ def test_synced_gpus_is_refused_in_two_processes(process_group, monkeypatch, way
             hook = specdec_ext.custom_generate(synced_gpus=True)
             tiny_model("llama").generate(prompts((6,))[0], custom_generate=hook, max_new_tokens=3)
         else:
-            monkeypatch.setattr(specdec_ext.generation, "is_fsdp_managed_module", lambda _: True)
+            monkeypatch.setattr(preparation, "is_fsdp_managed_module", lambda _: True)
             call()
-    monkeypatch.setattr(specdec_ext.generation, "is_fsdp_managed_module", lambda _: True)
+    monkeypatch.setattr(preparation, "is_fsdp_managed_module", lambda _: True)
     assert call(synced_gpus=False).shape == (1, 9)  # the caller overrules it

@@ -17,7 +17,8 @@ from transformers import GenerationConfig
 
 from specdec_ext import Drafter, DraftTree, SpeculationConfig, SpeculationStats, Support
 from specdec_ext.context import Context
-from specdec_ext.loop import DecodingLoop
+from specdec_ext.decoding.call import Call
+from specdec_ext.decoding.call_loop import CallLoop
 from specdec_ext.models import TargetOutput
 from specdec_ext.models.base import NO_LIMIT
 from specdec_ext.output import Recorder
@@ -179,16 +180,10 @@ class World:
         prompt = torch.zeros(self.rows, PROMPT_TOKENS, dtype=torch.long)
         self.context = Context(prompt, None, 0, stop.max_length, draw=None, sample=None)
         policy = policy or Controller(settings, drafter, self.model)
-        loop = DecodingLoop(
-            WorldTarget(self),
-            drafter,
-            WorldSampler(self.texts, lengths),
-            stop,
-            self.context,
-            Recorder(GenerationConfig(), self.rows),
-            stream=None,
-            policy=policy,
-        )
+        sampler = WorldSampler(self.texts, lengths)
+        recorder = Recorder(GenerationConfig(), self.rows)
+        call = Call.beginning(drafter, self.context, sampler, stop, recorder)
+        loop = CallLoop(WorldTarget(self), drafter, call, policy)
         began = self.clock.now
         loop.run()
         loop.stats.report = policy.report()

@@ -7,15 +7,12 @@ sampled output does not depend on the drafter.
 import functools
 
 import pytest
+from helpers.texts.chats import TEMPLATE
 from transformers import TextStreamer, pipeline
 
 import specdec_ext
 from specdec_ext import assets
 
-TEMPLATE = (
-    "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}# assistant:{% endif %}"
-)
 CHAT = [
     {"role": "system", "content": "You write Python."},
     {"role": "user", "content": "def add(a, b):"},

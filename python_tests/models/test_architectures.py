@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import pytest
 from helpers.checks import poison, verdicts
+from helpers.checks.engine_texts import check_texts, random_calls
+from helpers.drafters.every_drafter import DRAFTERS
 from helpers.models import zoo
 from helpers.models.tiny import noisy_chain, oracle_chain, oracle_tree, prompts, random_tree
 from helpers.versions import before
 
 import specdec_ext
+from specdec_ext.errors import CantJoinError, NotAcceleratedError
 
 # One of every kind of attention, cache, position and mask.
 REPRESENTATIVE = {
@@ -52,6 +55,20 @@ def test_every_architecture_is_exact_or_has_a_reason(name, record_property):
     verdict = verdicts.judge(name)
     record_property("verdict", verdict.row())
     assert verdict.outcome not in verdicts.FAILURES, verdict
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", [*zoo.ARCHITECTURES, *zoo.VARIANTS])
+def test_every_architecture_serves_requests_or_has_a_reason(name):
+    try:
+        model = zoo.build(name)
+    except (ImportError, ValueError) as error:
+        pytest.skip(f"transformers can't build it: {error}")
+    make = DRAFTERS["ngram"]
+    try:
+        check_texts(model, make, random_calls(8, 24, vocab=60), max_rows=3, speculation="fixed")
+    except (CantJoinError, NotAcceleratedError) as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.sweep

@@ -59,7 +59,13 @@ def test_every_python_block_of_the_readme_runs_as_printed(number):
     exec(BLOCKS[number], names_of_the_preamble())
 
 
-@pytest.mark.parametrize("page", [name for name in PAGES if python_blocks(PAGES[name])])
+# The blocks of the page on the server need a running one: python_tests/serve/test_page.py.
+SERVE = "guide/serve.md"
+
+
+@pytest.mark.parametrize(
+    "page", [name for name in PAGES if python_blocks(PAGES[name]) and name != SERVE]
+)
 def test_python_blocks_of_a_page_run_as_printed(page):
     """They run in order, with the names of the README's first block."""
     names = names_of_the_preamble()
@@ -80,11 +86,13 @@ COMMANDS = {
     shlex.join(words): words[1:]
     for line in re.findall(r"^ *specdec .*", SHOWN, re.MULTILINE)
     for words in [shlex.split(line, comments=True)]
+    if words[1] != "serve"  # it does not end by itself: python_tests/serve/test_page.py
 }
 # Options that make a command fast.
 SHORT = {
     "demo": "--prompts 1 --max-new-tokens 8",
     "generate": "--max-new-tokens 8",
+    "chat": "--plain",
     "bench": "--prompts {texts} --max-new-tokens 4 --repeats 1",
     "check": "--prompts {texts} --max-new-tokens 4",
     "train": "--updates 1 --batch-size 2 --max-length 48 --steps 2 --max-new-tokens 8 --work {new}",

@@ -13,11 +13,14 @@ from typing import Annotated, Any
 import typer
 
 from specdec_ext.cli.bench import bench
+from specdec_ext.cli.chat import chat
 from specdec_ext.cli.check import check
 from specdec_ext.cli.demo import demo
+from specdec_ext.cli.export import custom_generate
 from specdec_ext.cli.generate import generate
 from specdec_ext.cli.inspect import inspect
 from specdec_ext.cli.keywords import keywords
+from specdec_ext.cli.serve import serve
 from specdec_ext.cli.train import train
 from specdec_ext.cli.version import version
 from specdec_ext.display import disable_progress, enable_progress
@@ -63,5 +66,9 @@ def _help(command: Callable[..., Any]) -> str:
 
 
 specdec.__doc__ = None  # the help text is the app's
-for command in (demo, generate, bench, check, inspect, keywords, train, version):
+for command in (demo, generate, chat, bench, check, serve, inspect, keywords, train, version):
     app.command(help=_help(command))(command)
+
+export = typer.Typer(no_args_is_help=True, help="Write files with which other programs speculate.")
+export.command("custom-generate", help=_help(custom_generate))(custom_generate)
+app.add_typer(export, name="export")

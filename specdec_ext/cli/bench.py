@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specdec_ext.cli._common import (
+from specdec_ext.cli.shared.common import (
     DRAFTER_HELP,
     DeviceOption,
     DtypeOption,

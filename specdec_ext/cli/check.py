@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specdec_ext.cli._common import (
+from specdec_ext.cli.shared.common import (
     DeviceOption,
     DrafterOption,
     DtypeOption,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich._export_format import CONSOLE_SVG_FORMAT
 
-from specdec_ext.cli._common import (
+from specdec_ext.cli.shared.common import (
     DeviceOption,
     DtypeOption,
     MaxNewTokensOption,
@@ -26,7 +26,7 @@ from specdec_ext.cli._common import (
     user_errors,
     warn_if_busy,
 )
-from specdec_ext.cli._stream import TextStreamer, legend
+from specdec_ext.cli.shared.stream import TextStreamer, legend
 from specdec_ext.display import Table
 from specdec_ext.display.console import PlainConsole
 from specdec_ext.display.progress import tracked

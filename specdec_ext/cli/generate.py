@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specdec_ext.cli._common import (
+from specdec_ext.cli.shared.common import (
     DeviceOption,
     DrafterOption,
     DtypeOption,
@@ -20,7 +20,15 @@ from specdec_ext.cli._common import (
     load_target,
     user_errors,
 )
-from specdec_ext.cli._stream import TextStreamer
+from specdec_ext.cli.shared.sampling import (
+    SampleOption,
+    SeedOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    sampling_kwargs,
+)
+from specdec_ext.cli.shared.stream import TextStreamer
 from specdec_ext.display.console import PlainConsole
 
 
@@ -33,21 +41,11 @@ def generate(
     drafter: DrafterOption = "auto",
     speculation: SpeculationOption = "auto",
     max_new_tokens: MaxNewTokensOption = 128,
-    sample: Annotated[
-        bool, typer.Option("--sample", help="Sample instead of decoding greedily.")
-    ] = False,
-    temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature; needs --sample.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Nucleus probability; needs --sample.")
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Sample among the K most likely tokens; needs --sample.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed; the same seed gives the same text; needs --sample.")
-    ] = None,
+    sample: SampleOption = False,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
+    seed: SeedOption = None,
     show_drafts: Annotated[
         bool, typer.Option("--show-drafts", help="Mark accepted draft tokens in the text.")
     ] = False,
@@ -64,9 +62,7 @@ def generate(
     """Complete a prompt; the text does not depend on the drafter."""
     import specdec_ext
 
-    sampling = _sampling_kwargs(
-        sample, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
-    )
+    sampling = sampling_kwargs(sample, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     text = _prompt(prompt)
     target, tokenizer = load_target(model, dtype, device)
     proposer = load_drafter(drafter, target, tokenizer)
@@ -96,15 +92,6 @@ def generate(
             f"{counted.explain()}",
             err=True,
         )
-
-
-def _sampling_kwargs(sample: bool, **options: Any) -> dict[str, Any]:
-    """Keywords of ``generate`` for greedy decoding or sampling; options without effect are refused."""
-    given = {name: value for name, value in options.items() if value is not None}
-    if given and not sample:
-        names = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise typer.BadParameter(f"{names} needs --sample: greedy decoding draws nothing")
-    return {"do_sample": sample, **given}
 
 
 def _prompt(prompt: str | None) -> str:

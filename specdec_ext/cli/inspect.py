@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specdec_ext.cli._common import (
+from specdec_ext.cli.shared.common import (
     DeviceOption,
     DtypeOption,
     Model,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from specdec_ext.cli._common import user_errors
+from specdec_ext.cli.shared.common import user_errors
 from specdec_ext.display import Table
 from specdec_ext.display.console import PlainConsole
 from specdec_ext.keyword_table import TABLES

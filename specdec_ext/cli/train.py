@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from specdec_ext.cli._common import (
+from specdec_ext.cli.shared.common import (
+    BUNDLED,
     DeviceOption,
     DtypeOption,
     Model,
@@ -16,7 +17,7 @@ from specdec_ext.cli._common import (
     load_target,
     user_errors,
 )
-from specdec_ext.cli._recipe import RecipeOption, recipe_of
+from specdec_ext.cli.shared.recipe import RecipeOption, recipe_of
 from specdec_ext.display import disable_progress
 from specdec_ext.display.console import PlainConsole
 from specdec_ext.display.progress import paused
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from specdec_ext.training.data.records import Record
     from specdec_ext.training.evaluation import Evaluation
     from specdec_ext.training.trainer import Progress as Trained
-
-BUNDLED = "bundled"
 
 
 def train(

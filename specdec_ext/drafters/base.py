@@ -60,6 +60,7 @@ class Drafter:
         low_acceptance_hint: a hint for the user, shown when almost no draft is accepted. "" shows nothing,
             for drafters with which this is normal, such as lookups in a text without repetitions.
         whole: whether its trees must be verified whole or not at all. Other trees may be cut to fewer levels.
+        joinable: whether rows may join a running batch (:meth:`join`), as the requests of an engine do.
         keeps_outputs: whether it keeps outputs for later calls. Such a drafter takes part in every call, also
             while its drafts do not pay.
     """
@@ -67,6 +68,7 @@ class Drafter:
     sampled: bool = False
     low_acceptance_hint: str = ""
     whole: bool = False
+    joinable: bool = False
     keeps_outputs: bool = False
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -98,8 +100,21 @@ class Drafter:
             context: the prompt and each row's first token.
             model: the target.
             output: the target's output for the prompt. Its rows and columns are those of
-                ``context.input_ids``, without the columns that the caller's cache already contained.
+                ``context.input_ids``, without the columns that the caller's cache already contained. No
+                row is active yet if all rows join later.
         """
+
+    def join(self, context: Context, rows: Sequence[int], output: TargetOutput) -> None:
+        """Begin rows that join after ``start``, with their prompts and first tokens.
+
+        Each takes the number of a row that has ended or never began. Called only if ``joinable``.
+
+        Args:
+            context: the text, in which these rows are active.
+            rows: their numbers.
+            output: the target's output for their prompts, without padding and in the order of ``rows``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define join, because it is joinable")
 
     def shapes(self, context: Context) -> Sequence[Shape]:
         """Return the values that ``context.shape`` may have in this call; called after ``start``.

@@ -73,6 +73,7 @@ class CombinedDrafter(Drafter):
         self.min_match, self.max_nodes = min_match, max_nodes
         self.low_acceptance_hint = model_based.low_acceptance_hint
         self.whole = model_based.whole
+        self.joinable = retrieval.joinable and model_based.joinable
         self.keeps_outputs = retrieval.keeps_outputs or model_based.keeps_outputs
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
@@ -100,6 +101,10 @@ class CombinedDrafter(Drafter):
         self.model_based.start(context, model, output)
         shapes = self.model_based.shapes(context)
         self._separable = not any(isinstance(each, Lookup) for each in shapes)
+
+    def join(self, context: Context, rows: Sequence[int], output: TargetOutput) -> None:
+        self.retrieval.join(context, rows, output)
+        self.model_based.join(context, rows, output)
 
     def rest(self, resting: bool) -> None:
         self.model_based.rest(resting)

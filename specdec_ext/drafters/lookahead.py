@@ -126,6 +126,7 @@ class LookaheadDrafter(Drafter):
         ValueError: for an argument out of its range.
     """
 
+    joinable = True
     whole = True  # the window needs the logits at its deepest nodes
 
     def __init__(self, window: int = 5, ngram: int = 4, guesses: int = 5):
@@ -146,6 +147,11 @@ class LookaheadDrafter(Drafter):
         self._vocab_size = vocab_size(model)
         # (row, node) of the last level of each window in the current tree.
         self._last: list[tuple[int, int]] = []
+
+    def join(self, context: Context, rows: Sequence[int], output: TargetOutput) -> None:
+        for row in rows:
+            for kept in (self._windows, self._pools, self._known):
+                kept.pop(row, None)
 
     def propose(self, context: Context) -> DraftTree:
         trees = []

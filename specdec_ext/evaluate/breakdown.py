@@ -22,12 +22,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec_ext import ops
+from specdec_ext.decoding.call_loop import CallLoop
+from specdec_ext.decoding.loop import DecodingLoop
 from specdec_ext.display import Summarised, Table
 from specdec_ext.display.progress import tracked
 from specdec_ext.drafters import Drafter
 from specdec_ext.evaluate.machine import machine_line
 from specdec_ext.generation import generate
-from specdec_ext.loop import DecodingLoop
 from specdec_ext.models import Target
 from specdec_ext.models.passes.direct import DirectPass
 from specdec_ext.output import Recorder, TokenStream
@@ -276,7 +277,7 @@ def _measured(model: PreTrainedModel, clock: _Clock) -> Iterator[None]:
     """Wrap the functions of all parts with timers of ``clock``."""
     targets, drafters = _subclasses(Target), _subclasses(Drafter)
     functions: list[tuple[Any, str, str]] = [
-        (DecodingLoop, "run", "loop"),
+        (CallLoop, "run", "loop"),
         (DecodingLoop, "_propose", DRAFT),
         (ops, "draft_head", DRAFT_OP),
         (ops, "decoder_layers", LAYERS),

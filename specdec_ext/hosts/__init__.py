@@ -1,5 +1,7 @@
 """Speculation for programs that call ``model.generate`` themselves, such as ``pipeline``."""
 
+from specdec_ext.hosts.custom_generate import write_custom_generate
 from specdec_ext.hosts.installed import Installed, install, uninstall
+from specdec_ext.hosts.replacement import generate_function
 
-__all__ = ["Installed", "install", "uninstall"]
+__all__ = ["Installed", "generate_function", "install", "uninstall", "write_custom_generate"]

@@ -1,13 +1,10 @@
 """``install``: replace ``model.generate`` by speculative decoding, for code that calls ``model.generate``.
 
 ``pipeline``, servers and evaluation harnesses call ``model.generate`` and pass their arguments on.
-transformers' own hook for another decoding loop (``custom_generate=``) would lose the streamer and the
-tokenizer; the installed function takes them.
 """
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec_ext.delegation import class_generate
-from specdec_ext.errors import NotAcceleratedError
-from specdec_ext.generation import custom_generate, generate
+from specdec_ext.hosts.replacement import check_defaults, generate_instead
 from specdec_ext.models.wrapped import check_model
-
-# Arguments of generate() that do not depend on the prompt, so install() can check them.
-_CHECKED_AT_INSTALL = ("speculation", "verification", "graphs", "seed", "generator")
 
 
 class Installed:
@@ -51,21 +44,15 @@ class Installed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as ``model.generate`` does; also takes the arguments of :func:`specdec_ext.generate`."""
-        plain = class_generate(self.model)
-        names = list(inspect.signature(plain).parameters)
-        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
-        if kwargs.get("custom_generate") is not None:
-            return (self._replaced or plain)(**kwargs)
-        defaults = dict(self.defaults)
-        if kwargs.get("assistant_model") is not None:
-            defaults.pop("drafter")
-        try:
-            return generate(self.model, **{**defaults, **kwargs})
-        except NotAcceleratedError as error:
-            raise NotAcceleratedError(
-                f"{error}. specdec_ext is installed as model.generate of this model: "
-                "specdec_ext.uninstall(model) restores the original"
-            ) from error
+        return generate_instead(
+            self._replaced or class_generate(self.model),
+            self.model,
+            self.defaults,
+            args,
+            kwargs,
+            "specdec_ext is installed as model.generate of this model: specdec_ext.uninstall(model) restores "
+            "the original",
+        )
 
     def __enter__(self) -> PreTrainedModel:
         return self.model
@@ -99,9 +86,7 @@ def install(model: PreTrainedModel, drafter: Any = "auto", **defaults: Any) -> I
     """
     model = _holder(model)
     check_model(model, defaults)
-    custom_generate(
-        drafter, **{name: defaults[name] for name in _CHECKED_AT_INSTALL if name in defaults}
-    )
+    check_defaults(drafter, defaults)
     before = vars(model).get("generate")
     if isinstance(before, Installed):
         before = before._replaced

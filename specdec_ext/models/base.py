@@ -108,6 +108,10 @@ class TargetOutput:
         """``aux_hidden_states`` concatenated, ``[rows, nodes, width]``; None if there are none."""
         return torch.cat(list(self.aux_hidden_states), dim=-1) if self.aux_hidden_states else None
 
+    def of_row(self, row: int, nodes: int) -> TargetOutput:
+        """The logits of the first nodes of this row."""
+        return TargetOutput(self.logits[row : row + 1, :nodes])
+
     def at(self, rows: Tensor, columns: Tensor) -> TargetOutput:
         """Gather this output at ``(rows[i, j], columns[i, j])``; both indices are ``[rows, nodes]``."""
 

@@ -23,6 +23,7 @@ def make_target(
     config: GenerationConfig | None = None,
     span: Span | None = None,
     graphs: bool | str = False,
+    like: SlotTarget | None = None,
 ) -> Target:
     """Make the target for one call.
 
@@ -36,19 +37,22 @@ def make_target(
         span: number of rows and lengths of the call. By default one row, and limits that depend on the length
             are not checked.
         graphs: whether passes are recorded; see :class:`~specdec_ext.models.slots.target.SlotTarget`.
+        like: an earlier target of the model, for text alone; None if the model may have changed. If this call
+            is for text alone, too, what the earlier one found out about the model is not looked up again.
 
     Raises:
         ValueError: for an unsupported cache; the message names it and the way out.
     """
     kwargs = {name: value for name, value in (model_kwargs or {}).items() if value is not None}
-    support = supports(model, kwargs)
+    if forward_kwargs or beyond_text(kwargs) or kwargs.get("use_cache") is False:
+        like = None
+    support = supports(model, kwargs) if like is None else like.support
     if span is not None:
         support = _over_span(support, model.config.get_text_config(decoder=True), span)
     if support.by_slots and (support.batch or span is None or span.rows == 1):
         prompt = kwargs if beyond_text(kwargs) else None
-        return SlotTarget(
-            model, cache_of(kwargs), max_slots, support, forward_kwargs, prompt, graphs
-        )
+        cache = cache_of(kwargs)
+        return SlotTarget(model, cache, max_slots, support, forward_kwargs, prompt, graphs, like)
     if graphs is True:
         raise ValueError(
             f"graphs=True, but passes of {type(model).__name__} can't be recorded: transformers lays out its "

@@ -73,6 +73,12 @@ class HostMatchResult(NamedTuple):
     next_token: list[int]
     status: list[int]
 
+    def of_row(self, i: int) -> HostMatchResult:
+        """The result of row ``i`` alone, as row 0."""
+        return HostMatchResult(
+            [self.path[i]], [self.num_accepted[i]], [self.next_token[i]], [self.status[i]]
+        )
+
 
 def verify_match(
     logits: Tensor,

@@ -6,7 +6,16 @@ from importlib import import_module
 from types import ModuleType
 
 # Package -> the extra of pyproject.toml that installs it.
-_EXTRAS = {"accelerate": "train", "matplotlib": "plot", "pyarrow": "parquet"}
+_EXTRAS = {
+    "accelerate": "train",
+    "fastapi": "serve",
+    "llguidance": "structured",
+    "matplotlib": "plot",
+    "openai": "serve",
+    "prometheus_client": "serve",
+    "pyarrow": "parquet",
+    "uvicorn": "serve",
+}
 
 
 def require(module: str, purpose: str, otherwise: str = "") -> ModuleType:

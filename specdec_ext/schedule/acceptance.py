@@ -101,6 +101,12 @@ class Acceptance:
             self.learnt.positions(kind).add(matched, missed)
             self._ahead.clear()
 
+    def forget(self, rows: Sequence[int]) -> None:
+        """Forget these rows, but not what was learnt from them for all rows."""
+        for kept in (self._rows, self._ahead):
+            for key in [key for key in kept if key[0] in rows]:
+                del kept[key]
+
     def ahead(self, row: int, kind: Kind, depth: int, is_tree: bool = False) -> Sequence[float]:
         """Expected accepted tokens of a draft that is cut to 0, 1, ..., ``depth`` levels."""
         known = self._ahead.get((row, kind))

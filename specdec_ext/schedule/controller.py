@@ -88,7 +88,7 @@ class Controller(Policy):
         settings: what the caller pins.
         drafter: the drafter of the call.
         model: the target.
-        temperature: of the call; 0 for greedy decoding.
+        temperature: of the call; 0 for greedy decoding, None for requests of any temperatures.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Controller(Policy):
         settings: SpeculationConfig,
         drafter: Drafter,
         model: PreTrainedModel,
-        temperature: float = 0.0,
+        temperature: float | None = 0.0,
     ):
         super().__init__(drafter)
         self._settings = settings
@@ -677,6 +677,9 @@ class Controller(Policy):
             return
         proposed = any(max(row) > 0 for row in self._proposal[0].depths)
         self._stats.count_draft(name_of(self._option.shape), proposed, verified=nodes > 1)
+
+    def join(self, rows: Sequence[int]) -> None:
+        self._acceptance.forget(rows)
 
     def end(self) -> None:
         memory = self._memory

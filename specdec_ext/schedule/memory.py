@@ -143,15 +143,15 @@ class Memory:
 _memories: WeakKeyDictionary[PreTrainedModel, OrderedDict[Hashable, Memory]] = WeakKeyDictionary()
 
 
-def memory_of(model: PreTrainedModel, drafter: Drafter, temperature: float = 0.0) -> Memory:
+def memory_of(model: PreTrainedModel, drafter: Drafter, temperature: float | None = 0.0) -> Memory:
     """What is known in calls like this one; a new memory if nothing is.
 
     Args:
         temperature: of the call, on which acceptance depends; 0 for greedy decoding. Calls whose temperatures
-            agree in the first decimal share a memory.
+            agree in the first decimal share a memory. None for the requests of engines.
     """
     home = model.device, model.dtype, torch.get_num_threads()
-    key = drafter.identity, *home, round(temperature, 1)
+    key = drafter.identity, *home, None if temperature is None else round(temperature, 1)
     memories = _memories.setdefault(model, OrderedDict())
     memory = memories.setdefault(key, Memory())
     memories.move_to_end(key)

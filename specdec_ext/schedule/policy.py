@@ -86,6 +86,9 @@ class Policy:
             nodes: number of nodes per row that were scored.
         """
 
+    def join(self, rows: Sequence[int]) -> None:
+        """Take note of rows that have joined; each has the number of a row that has ended or never began."""
+
     def end(self) -> None:
         """End the call."""
 

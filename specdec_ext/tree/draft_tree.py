@@ -245,6 +245,21 @@ class DraftTree(Summarised):
             pad(self.tokens, (0, missing)), pad(self.parents, (0, missing), value=INACTIVE)
         )
 
+    def of_rows(self, rows: Sequence[int]) -> DraftTree:
+        """The trees of these rows, without ``draft_probs``."""
+        index = torch.tensor(rows, device=self.tokens.device)
+        return DraftTree(self.tokens[index], self.parents[index])._knowing(
+            [self.token_lists[row] for row in rows], [self.parent_lists[row] for row in rows]
+        )
+
+    def of_row(self, row: int) -> DraftTree:
+        """The tree of this row, without ``draft_probs`` and without inactive nodes at its end."""
+        last = max(node for node, depth in enumerate(self.depths[row]) if depth >= 0)
+        part = slice(row, row + 1), slice(0, last + 1)
+        return DraftTree(self.tokens[part], self.parents[part])._knowing(
+            [self.token_lists[row][: last + 1]], [self.parent_lists[row][: last + 1]]
+        )
+
     def with_roots(self, parents: Tensor) -> DraftTree:
         """This tree with ``parents [rows]`` of node 0; with parent -2, the tree of a row is inactive."""
         parents = torch.cat([parents[:, None], self.parents[:, 1:]], dim=1)

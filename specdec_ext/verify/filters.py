@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,21 +25,41 @@ _ORDER = list(STAGES)
 
 
 class SampleFilter(LogitsProcessor):
-    """A sequence of warpers, computed by ``ops.sample_filter``. Scores may also be 16-bit logits."""
+    """A sequence of warpers, computed by ``ops.sample_filter``. Scores may also be 16-bit logits.
+
+    Attributes:
+        values: the arguments of the op for every row.
+    """
 
     def __init__(self, warpers: Iterable[Any], device: torch.device):
-        values = dict(STAGES.values())
+        self.values = dict(STAGES.values())
         for warper in warpers:
             name, _ = STAGES[type(warper)]
-            values[name] = getattr(warper, name)
+            self.values[name] = getattr(warper, name)
         self._parameters = [
             torch.tensor([value], dtype=DTYPES.get(name, torch.float32), device=device)
-            for name, value in values.items()
+            for name, value in self.values.items()
         ]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         rows = len(scores)
         return ops.sample_filter(scores, *(value.expand(rows) for value in self._parameters))
+
+
+def filter_arguments(rows: Sequence[Sequence[float]], device: torch.device) -> list[Tensor]:
+    """The last arguments of ``ops.sample_filter`` for rows with these values; [] if no row has a filter.
+
+    Args:
+        rows: for each row, the values of all stages in their order.
+    """
+    off = tuple(value for _, value in STAGES.values())
+    if all(tuple(values) == off for values in rows):
+        return []
+    names = (name for name, _ in STAGES.values())
+    return [
+        torch.tensor(values, dtype=DTYPES.get(name, torch.float32), device=device)
+        for name, values in zip(names, zip(*rows, strict=True), strict=True)
+    ]
 
 
 def fuse_filters(processors: Iterable[Any], device: torch.device) -> LogitsProcessorList:

@@ -20,7 +20,7 @@ from specdec_ext.keyword_table import Reads
 from specdec_ext.keywords import reads_of
 from specdec_ext.tree.draft_tree import DraftTree
 from specdec_ext.verify.adjustments import AdjustLogits, fuse_adjustments
-from specdec_ext.verify.filters import SampleFilter, fuse_filters
+from specdec_ext.verify.filters import STAGES, SampleFilter, fuse_filters
 
 
 class Processors:
@@ -39,6 +39,8 @@ class Processors:
         reads_text: whether a processor reads the text, on the device or on the host.
         keep_nan: whether logits that are all NaN are certain to leave NaN in the scores.
         temperature: by which the logits are divided, 1 without a temperature.
+        filters: the arguments of ``ops.sample_filter`` for every row, if the op computes all processors; else
+            None.
         narrows: whether a processor may make the distribution narrower than its temperature does, as top-k,
             top-p and min-p do.
         with_memory: names of the processors that may keep state or read other rows. They must be called as
@@ -57,6 +59,9 @@ class Processors:
             (each, Reads.SCORES if type(each) is SampleFilter else reads_of(each))
             for each in self._all
         ]
+        self.filters: dict[str, Any] | None = dict(STAGES.values()) if not self._all else None
+        if len(self._all) == 1 and type(self._all[0]) is SampleFilter:
+            self.filters = self._all[0].values
         self._shared = [each for each, reads in called if reads is Reads.SCORES]
         self.reads_text = len(self._shared) < len(self._all)
         self._at_once = fuse_adjustments(self._all)

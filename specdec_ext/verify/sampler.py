@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,6 +79,12 @@ class Accepted:
     known_paths: list[list[int]] | None = None
     committed: CommittedRound | None = None
 
+    @classmethod
+    def nothing(cls) -> Accepted:
+        """A row that has emitted nothing."""
+        path = torch.empty(1, 0, dtype=torch.long, device="cpu")
+        return cls(path, torch.tensor([-1], device="cpu"), [[]], [0], [False], [[]])
+
     @cached_property
     def paths(self) -> list[list[int]]:
         """``path`` on the host."""
@@ -87,6 +94,23 @@ class Accepted:
     def on_host(self) -> tuple[list[list[int]], list[int]]:
         """``path`` and ``num_accepted`` as lists."""
         return self.paths, [len(tokens) - 1 for tokens in self.emitted]
+
+
+class RowRule(NamedTuple):
+    """How ops verify a row: its noise, and the arguments of ``ops.sample_filter``.
+
+    Attributes:
+        seed, stream: of the noise.
+        stochastic: whether tokens are sampled.
+    """
+
+    seed: int
+    stream: int
+    stochastic: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
 
 
 class SpoiltLogits(Exception):
@@ -117,7 +141,7 @@ class Sampler:
     ):
         self._processors = Processors(processors, staging.device)
         self._stochastic = stochastic
-        self._noise = list(noise)
+        self.noise = list(noise)
         self._staging, self._device = staging, staging.device
         self._verification = verification if stochastic else "match"
         self._noise_of: tuple[list[int], Staged] | None = None
@@ -141,14 +165,28 @@ class Sampler:
         return self._processors.temperature if self._stochastic else 0.0
 
     @property
+    def row_rule(self) -> RowRule | None:
+        """How ops verify the only row of this sampler; None if other processors or rules are needed."""
+        filters = self._processors.filters
+        if filters is None or self.needs_draft_probs or len(self.noise) != 1:
+            return None
+        return RowRule(*self.noise[0], self._stochastic, **filters)
+
+    @property
     def draft_noise(self) -> ops.DraftNoise | None:
         """The noise for coupled drafts (:attr:`specdec_ext.context.Context.noise`)."""
-        if not self._stochastic or self.needs_draft_probs:
+        if not self.draft_temperature:
             return None
-        seeds, streams, *_ = self._rows(list(range(len(self._noise))))
-        temperature = self.temperature * DRAFT_TEMPERATURES[self._processors.narrows]
-        temperatures = torch.full_like(seeds, temperature, dtype=torch.float32)
+        seeds, streams, *_ = self._rows(list(range(len(self.noise))))
+        temperatures = torch.full_like(seeds, self.draft_temperature, dtype=torch.float32)
         return ops.DraftNoise(temperatures, seeds, streams)
+
+    @property
+    def draft_temperature(self) -> float:
+        """The temperature of coupled drafts; 0 for drafts without noise."""
+        if not self._stochastic or self.needs_draft_probs:
+            return 0.0
+        return self.temperature * DRAFT_TEMPERATURES[self._processors.narrows]
 
     def decides(self, stop: StopRule, rows: int) -> bool:
         """Whether ops alone decide which tokens are emitted to ``rows`` rows, except that criteria cut them.
@@ -193,7 +231,7 @@ class Sampler:
     def _staged_rows(self, rows: list[int]) -> Staged:
         """Seeds and streams of these rows, ``[2, rows]``."""
         if self._noise_of is None or self._noise_of[0] != rows:
-            noise = [[self._noise[row][i] for row in rows] for i in (0, 1)]
+            noise = [[self.noise[row][i] for row in rows] for i in (0, 1)]
             self._noise_of = rows, self._staging.stage(noise)
         return self._noise_of[1]
 
@@ -376,7 +414,8 @@ class Sampler:
         walk: Walk
         if not self._processors.on_host or not self._by_match(tree):
             scores = self._scores(tree, logits, context)
-            walk = FinishedWalk(tree, *self._walk_tree(scores, tree, positions, rows))
+            result, on_host = self._walk_tree(scores, tree, positions, rows)
+            walk = FinishedWalk(tree.token_lists, on_host, result)
         elif tree.num_nodes > 1 and bool(_spoilt(logits, tree).any()):
             raise SpoiltLogits  # before processors that may keep state are called
         else:
@@ -385,8 +424,8 @@ class Sampler:
         lockstep = len(context.generated) > 1 and (
             stop.needs_lockstep or bool(self._processors.with_memory)
         )
-        if isinstance(walk, FinishedWalk) and stop.is_known and record is None and not lockstep:
-            return self._emit(walk, context, stop)
+        if isinstance(walk, FinishedWalk) and record is None and not lockstep:
+            return self._accepted(walk, *self._emit(walk, context, stop))
         alive = list(range(len(rows)))
         emitted = self._follow(walk, alive, context, stop, lockstep, scores, record)
         return self._accepted(walk, *emitted)
@@ -478,8 +517,29 @@ class Sampler:
             spoilt = spoilt.any(dim=1, keepdim=True)
         return scores.masked_fill(spoilt[..., None], torch.nan)
 
-    def _emit(self, walk: FinishedWalk, context: Context, stop: StopRule) -> Accepted:
-        """Emit the whole block of each row at once."""
+    def follow(
+        self, walk: FinishedWalk, tree: DraftTree, context: Context, stop: StopRule
+    ) -> Accepted:
+        """Append to ``context`` what a walk emits that an op has finished for this and other samplers.
+
+        Its tensors are on the CPU.
+
+        Raises:
+            SpoiltLogits, ValueError: as :meth:`verify`.
+        """
+        self._check_status(walk.on_host, tree, context.root_positions, context.rows)
+        return self._accepted(walk, *self._emit(walk, context, stop))
+
+    def _emit(
+        self, walk: FinishedWalk, context: Context, stop: StopRule
+    ) -> tuple[list[list[int]], list[int], list[bool]]:
+        """Append to ``context`` what a finished walk emits, the whole block of each row at once if possible.
+
+        Returns:
+            ``emitted``, ``drafted`` and ``ended`` of :class:`Accepted`.
+        """
+        if not stop.is_known:
+            return self._follow(walk, list(range(len(context.rows))), context, stop)
         emitted, drafted, ended = [], [], []
         for i, row in enumerate(context.rows):
             tokens = walk.whole(i)
@@ -488,7 +548,7 @@ class Sampler:
             emitted.append(tokens[:end])
             ended.append(end is not None)
             context.extend(row, emitted[i])
-        return self._accepted(walk, emitted, drafted, ended)
+        return emitted, drafted, ended
 
     def _follow(
         self,

@@ -22,12 +22,23 @@ Pick = Callable[[Tensor, Sequence[int], list[int]], list[int]]
 
 
 class FinishedWalk:
-    """A walk that an op has already completed."""
+    """A walk that an op has already completed.
 
-    def __init__(self, tree: DraftTree, result: MatchResult, on_host: HostMatchResult):
-        self._result = result
+    Args:
+        tokens: of each node of each row.
+        on_host: the result of the op.
+        result: the same on the device, if it is needed there.
+    """
+
+    def __init__(
+        self,
+        tokens: list[list[int]],
+        on_host: HostMatchResult,
+        result: MatchResult | None = None,
+    ):
+        self.on_host, self._result = on_host, result
         self._nodes, self._lengths, self._next, _ = on_host
-        self._tokens = tree.token_lists
+        self._tokens = tokens
         self._depth = 0
 
     def nodes(self, alive: list[int]) -> list[int]:
@@ -55,6 +66,9 @@ class FinishedWalk:
         Args:
             counts: number of nodes below the root that each row keeps.
         """
+        if self._result is None:
+            path = torch.tensor(self._nodes, device="cpu")
+            return path, torch.tensor(counts, device="cpu"), self._nodes
         if counts == self._lengths:
             kept = self._result.num_accepted
         else:  # a row ended inside its block

@@ -62,6 +62,7 @@ class AssistantDrafter(Drafter):
             begins, the assistant does not fit the target.
     """
 
+    joinable = True
     low_acceptance_hint = (
         "Check that the assistant was trained for exactly this target (not a fine-tuned or requantised "
         "version), and that the sampling temperature is not too high."
@@ -99,8 +100,12 @@ class AssistantDrafter(Drafter):
             for kind in config.layer_types
         }
         self._tree = self.tree or default_tree(model.device, len(context.rows))
-        self._noise = draft_noise(context, self.temperature, model.device)
-        self._states = RootStates(context, output)
+        self._states = RootStates()
+        self.join(context, context.rows, output)
+
+    def join(self, context: Context, rows: Sequence[int], output: TargetOutput) -> None:
+        self._noise = draft_noise(context, self.temperature, context.device)
+        self._states.join(context, rows, output)
 
     def shapes(self, context: Context) -> Sequence[Shape]:
         return [self.tree] if self.tree else offered_shapes(self._tree)

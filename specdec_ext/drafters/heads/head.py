@@ -92,6 +92,7 @@ class HeadDrafter(Drafter):
             the op does not support there.
     """
 
+    joinable = True
     low_acceptance_hint = (
         "Check that the head was trained for exactly this target (not a fine-tuned or requantised version) "
         "and its tokenizer, that the feature layers are right (two conventions of numbering differ by one; "
@@ -146,15 +147,24 @@ class HeadDrafter(Drafter):
         num_rows = len(context.generated)
         parallel = self.head.config.mask_token_id is not None
         self._tree = self.tree or default_tree(self._bound.device, num_rows, parallel)
-        self._noise = draft_noise(context, self.temperature, self._bound.device)
         # Checked here, because a draft may never be requested.
         self._bound.check(self._tree, num_rows)
-        self._unread = UnreadText(context, output.aux_hidden_states)
+        self._unread = UnreadText(num_rows)
         self._cache: HeadCache | None = None
         self._resting = False
         self._active: Staged | None = None
         # The last round that the head read on the device.
         self._read_ahead: CommittedRound | None = None
+        self.join(context, context.rows, output)
+
+    def join(self, context: Context, rows: Sequence[int], output: TargetOutput) -> None:
+        assert self._bound is not None
+        self._noise = draft_noise(context, self.temperature, self._bound.device)
+        if self._resting:
+            return
+        self._unread.join(context, rows, output.aux_hidden_states)
+        if self._cache is not None:
+            self._cache.clear(rows)
 
     def shapes(self, context: Context) -> Sequence[Shape]:
         return [self.tree] if self.tree else offered_shapes(self._tree)
@@ -193,11 +203,13 @@ class HeadDrafter(Drafter):
             return latest
         new = self._unread.take(context)
         if self._cache is None:
-            # A row's last element has the features of the token before its root.
-            firsts = [0] * len(context.generated)
+            num_rows, home = len(context.generated), (self._bound.device, self._bound.dtype)
+            self._cache = HeadCache(self.head.config, num_rows, *home)
+        if 0 in self._cache.lengths:
             for row, position in zip(context.rows, context.root_positions, strict=True):
-                firsts[row] = position - new.counts[row]
-            self._cache = HeadCache(self.head.config, firsts, self._bound.device, self._bound.dtype)
+                if not self._cache.lengths[row]:
+                    # A row's last element has the features of the token before its root.
+                    self._cache.first_positions[row] = position - new.counts[row]
         return new
 
     def propose(self, context: Context) -> DraftTree:
@@ -240,8 +252,8 @@ class HeadDrafter(Drafter):
         return context.shape if isinstance(context.shape, TreeConfig) else self._tree
 
     def _staged_rows(self, context: Context) -> Staged | None:
-        """The active rows, or None if all rows of the batch are active."""
-        if len(context.rows) == len(context.generated):
+        """The active rows, or None if these are all rows of the batch, in their order."""
+        if context.rows == list(range(len(context.generated))):
             return None
         if self._active is None or self._active.values != context.rows:
             self._active = context.staging.stage(list(context.rows))
@@ -259,7 +271,8 @@ class HeadDrafter(Drafter):
             numbers, texts = new.committed.numbers, new.committed.new_tokens[:, :width]
             counts, last = numbers.counts, numbers.roots
         else:
-            roots = [generated[-1] for generated in context.generated]
+            # Rows that have not begun have no root, and nothing is read or drafted for them.
+            roots = [generated[-1] if generated else 0 for generated in context.generated]
             per_row = context.staging.stage([cache.lengths, cache.positions(), new.counts, roots])
             padded = context.staging.stage(
                 [[*row, *[0] * (width - len(row))] for row in new.tokens]

@@ -31,15 +31,15 @@ class HeadCache:
     def __init__(
         self,
         config: HeadConfig,
-        first_positions: list[int],
+        num_rows: int,
         device: torch.device,
         dtype: torch.dtype,
     ):
         self._config = config
-        self.lengths = [0] * len(first_positions)
-        self.first_positions = first_positions
+        self.lengths = [0] * num_rows
+        self.first_positions = [0] * num_rows
         self.on_device: Tensor | None = None
-        size = config.num_layers, len(first_positions), config.num_kv_heads, 0, config.head_dim
+        size = config.num_layers, num_rows, config.num_kv_heads, 0, config.head_dim
         self.keys = torch.empty(size, device=device, dtype=dtype)
         self.values = torch.empty_like(self.keys)
         self.cosines = self.sines = torch.empty(0, device=device)
@@ -58,6 +58,11 @@ class HeadCache:
         if positions > len(self.cosines):
             tables = rope_tables(self._config, positions + STEP)
             self.cosines, self.sines = (table.to(self.keys.device) for table in tables)
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Remove the elements of these rows."""
+        for row in rows:
+            self.lengths[row] = 0
 
     def count(self, new: Sequence[int]) -> None:
         """Note on the host how many elements of each row were added."""

@@ -59,6 +59,7 @@ class MedusaDrafter(Drafter):
         ValueError: ``tree`` has more levels than there are heads, or ``temperature`` is out of range.
     """
 
+    joinable = True
     low_acceptance_hint = (
         "Check that the heads were trained for exactly this target (not a fine-tuned or requantised version) "
         "and its tokenizer, and that the sampling temperature is not too high."
@@ -96,8 +97,12 @@ class MedusaDrafter(Drafter):
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
         self._tree = self.tree or default_tree(model.device, self.heads.config.num_heads)
-        self._noise = draft_noise(context, self.temperature, model.device)
-        self._states = RootStates(context, output)
+        self._states = RootStates()
+        self.join(context, context.rows, output)
+
+    def join(self, context: Context, rows: Sequence[int], output: TargetOutput) -> None:
+        self._noise = draft_noise(context, self.temperature, context.device)
+        self._states.join(context, rows, output)
 
     def shapes(self, context: Context) -> Sequence[Shape]:
         if self.tree:

@@ -324,7 +324,8 @@ class MtpDrafter(Drafter):
         self._tree = self.tree or default_tree(model.device, len(context.rows))
         self._noise = draft_noise(context, self.temperature, model.device)
         self._max_slots = context.offset + context.max_length + MAX_NODES
-        self._unread = UnreadText(context, output.aux_hidden_states)
+        self._unread = UnreadText(len(context.generated))
+        self._unread.join(context, context.rows, output.aux_hidden_states)
         self._layers: list[LayerReader] = []
         self._rows: list[int] = []
         self._resting = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import Any, NamedTuple
 
@@ -59,6 +59,11 @@ class PendingFeatures:
     def counts(self) -> list[int]:
         """Number of elements of each row."""
         return [len(row) for row in self.tokens]
+
+    def without(self, rows: Sequence[int]) -> PendingFeatures:
+        """These elements without those of ``rows``."""
+        pairs = zip(self.rows, self.tokens, strict=True)
+        return replace(self, tokens=[[] if row in rows else new for row, new in pairs])
 
     @property
     def even(self) -> bool:
@@ -169,23 +174,41 @@ class UnreadText:
     A call that never drafts should cost nothing, so whatever can wait is done when the head reads.
 
     Args:
-        context: the prompt and each row's first token.
-        prompt: the target's auxiliary hidden states of the prompt.
+        num_rows: number of rows of the batch.
     """
 
-    def __init__(self, context: Context, prompt: Sequence[Tensor]):
-        self._everyone = list(range(len(context.generated)))
-        self._prompt: Sequence[Tensor] | None = prompt
+    def __init__(self, num_rows: int):
+        self._everyone = list(range(num_rows))
+        # Rows, and the auxiliary hidden states of their prompts.
+        self._prompts: list[tuple[Sequence[int], Sequence[Tensor]]] = []
         self._merged: list[PendingFeatures] = []
         self._num_merged = 0  # largest number of merged tokens of a row, without the prompt
         self._steps: list[Step] = []
         self._num_nodes = 0  # of ``_steps``
 
     def __bool__(self) -> bool:
-        return bool(self._prompt is not None or self._merged or self._steps)
+        return bool(self._prompts or self._merged or self._steps)
+
+    def join(self, context: Context, rows: Sequence[int], states: Sequence[Tensor]) -> None:
+        """Keep the prompts of rows that begin; what earlier rows with their numbers have left is dropped.
+
+        Args:
+            context: the text, in which these rows are active.
+            rows: their numbers.
+            states: auxiliary hidden states of their prompts, ``[rows, columns run, width]`` each.
+        """
+        if self._steps or self._merged:
+            others = [row for row in context.rows if row not in rows]
+            self._merge(context, others)
+            self._merged = [part.without(rows) for part in self._merged]
+        self._prompts = [
+            (kept, of_kept) for kept, of_kept in self._prompts if not set(kept) <= set(rows)
+        ]
+        if rows:
+            self._prompts.append((rows, states))
 
     def forget(self) -> None:
-        self._prompt = None
+        self._prompts = []
         self._merged, self._num_merged = [], 0
         self._take_steps()
 
@@ -195,11 +218,16 @@ class UnreadText:
         self._num_nodes += output.logits.shape[1]
         if self._num_nodes < MERGED_NODES:
             return False
-        taken = [step.elements() for step in self._take_steps()]
-        new = of_active_rows(taken, context.rows, len(self._everyone))
-        self._merged.append(new)
-        self._num_merged += max(new.counts)
+        self._merge(context, context.rows)
         return self._num_merged >= MAX_PENDING
+
+    def _merge(self, context: Context, rows: list[int]) -> None:
+        """Copy the features of the accepted nodes of these rows into one tensor."""
+        taken = [step.elements() for step in self._take_steps()]
+        if taken:
+            new = of_active_rows(taken, rows, len(self._everyone))
+            self._merged.append(new)
+            self._num_merged += max(new.counts)
 
     def _take_steps(self) -> list[Step]:
         steps, self._steps, self._num_nodes = self._steps, [], 0
@@ -207,7 +235,7 @@ class UnreadText:
 
     def take_latest(self, context: Context) -> PendingFeatures | None:
         """Remove and return the elements if they are on the device: those of all rows, of one step."""
-        if self._prompt is not None or self._merged or len(self._steps) != 1:
+        if self._prompts or self._merged or len(self._steps) != 1:
             return None
         (step,) = self._steps
         latest = step.latest() if step.rows == context.rows == self._everyone else None
@@ -217,30 +245,34 @@ class UnreadText:
 
     def take(self, context: Context) -> PendingFeatures:
         """Remove and join the elements of all rows; rows that have ended have none."""
-        taken = [] if self._prompt is None else [_prompt_features(context, self._prompt)]
+        taken = [_prompt_features(context, *prompt) for prompt in self._prompts]
         taken += [*self._merged, *(step.elements() for step in self._take_steps())]
         self.forget()
         return of_active_rows(taken, context.rows, len(self._everyone))
 
 
-def _prompt_features(context: Context, states: Sequence[Tensor]) -> PendingFeatures:
-    """The elements of the prompt, with each row's first generated token.
+def _prompt_features(
+    context: Context, rows: Sequence[int], states: Sequence[Tensor]
+) -> PendingFeatures:
+    """The elements of the prompts of ``rows``, with each row's first generated token.
 
     Args:
-        context: the prompt and the text.
+        context: the prompts and the text.
+        rows: all rows of a batch with padding, or any rows of one without.
         states: auxiliary hidden states, ``[rows, columns run, hidden]`` each, of the last columns of the
             prompt.
     """
-    rows = list(range(len(context.generated)))
-    first = [generated[:1] for generated in context.generated]
+    rows = list(rows)
+    first = [context.generated[row][:1] for row in rows]
     if context.offset:
         # The tokens of embeddings are unknown, so the head begins at the last column of the prompt.
-        last = context.last_columns(states[0].shape[1])
+        last = [context.last_columns(states[0].shape[1])[row] for row in rows]
         return PendingFeatures(rows, first, [state[rows, last][:, None] for state in states])
-    cached, order = context.prompt_columns - states[0].shape[1], None
+    order = None
     if context.attention_mask is None:
-        before = [cached] * len(rows)
+        before = [len(context.prompt(row)) - states[0].shape[1] for row in rows]
     else:
+        cached = context.prompt_columns - states[0].shape[1]
         valid = context.attention_mask.bool()
         before = valid[:, :cached].sum(dim=1).tolist()
         # Paddings are left out: the features of each row move to the left.

@@ -8,6 +8,8 @@ same from texts that only a device knows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -33,6 +35,8 @@ class NgramDrafter(RetrievalDrafter):
         num_branches: number of alternatives; 1 proposes a chain, more propose a tree.
     """
 
+    joinable = True
+
     def __init__(
         self,
         num_draft_tokens: int = 10,
@@ -48,12 +52,16 @@ class NgramDrafter(RetrievalDrafter):
         self._indexes: list[NgramIndex] = []
 
     def start(self, context: Context, model: PreTrainedModel, output: TargetOutput) -> None:
-        self._indexes = []
-        for row in range(len(context.generated)):
-            index = NgramIndex(self.min_ngram, self.max_ngram)
-            index.extend(np.array(context.source(row) + context.prompt(row), dtype=np.int64))
-            self._indexes.append(index)
+        self._indexes = [NgramIndex(self.min_ngram, self.max_ngram) for _ in context.generated]
         self._known = [0] * len(self._indexes)
+        self.join(context, context.rows, output)
+
+    def join(self, context: Context, rows: Sequence[int], output: TargetOutput) -> None:
+        for row in rows:
+            self._indexes[row] = NgramIndex(self.min_ngram, self.max_ngram)
+            text = np.array(context.source(row) + context.prompt(row), dtype=np.int64)
+            self._indexes[row].extend(text)
+            self._known[row] = 0
 
     def propose(self, context: Context) -> DraftTree:
         for row in context.rows:

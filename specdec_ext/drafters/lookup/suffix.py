@@ -148,6 +148,7 @@ class SuffixDrafter(RetrievalDrafter):
     """
 
     keeps_outputs = True
+    joinable = True
 
     def __init__(
         self,
@@ -176,14 +177,18 @@ class SuffixDrafter(RetrievalDrafter):
                 f"history contains token {self.history.largest_token}, but {type(model).__name__} has a "
                 f"vocabulary of {limit} tokens; pass a history of this model's outputs"
             )
-        self._requests = []
-        for row in range(len(context.generated)):
-            request = SuffixIndex()
-            text = context.source(row) + context.prompt(row)
-            request.append(np.array(text, dtype=np.int64))
-            self._requests.append(request)
+        self._requests = [SuffixIndex() for _ in context.generated]
         self._known = [0] * len(self._requests)
-        self._unfinished = set(context.rows)
+        self._unfinished: set[int] = set()
+        self.join(context, context.rows, output)
+
+    def join(self, context: Context, rows: Sequence[int], output: TargetOutput) -> None:
+        for row in rows:
+            self._requests[row] = SuffixIndex()
+            text = np.array(context.source(row) + context.prompt(row), dtype=np.int64)
+            self._requests[row].append(text)
+            self._known[row] = 0
+        self._unfinished.update(rows)
 
     def propose(self, context: Context) -> DraftTree:
         for row in context.rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -91,6 +92,17 @@ class IndexedRollbackLayer(RollbackLayer):
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Append ``[active rows, new, dim]`` to the first rows; return the index keys of all slots."""
         return self.update_index(indexer_key_states[:, None])[:, 0]
+
+    def write(self, row: int, begin: int, stored: Sequence[Tensor], num_rows: int) -> None:
+        super().write(row, begin, stored, num_rows)
+        if stored:
+            self.indexed = max(self.indexed, begin + stored[0].shape[2])
+
+    def _make_rows(self, like: Sequence[Tensor]) -> None:
+        key, value, *index = like
+        super()._make_rows((key, value))
+        for each in index:  # none if the layer reads the selection of another one
+            self.index_buffer = self._allocate(each, self._first_capacity)
 
     def take_index(self, layer: Any) -> None:
         """Copy the index keys of a filled transformers layer; keys and values have been copied already."""

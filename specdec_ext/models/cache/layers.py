@@ -10,6 +10,7 @@ A sliding-window layer keeps its whole history, so rolling back is free there, t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -165,6 +166,29 @@ class RollbackLayer(DynamicLayer):
         """Copy row ``source[i]`` to row ``to[i]``, for all i at once."""
         for buffer in self.buffers:
             buffer[to.to(buffer.device)] = buffer[source.to(buffer.device)]
+
+    def read(self, begin: int, end: int) -> list[Tensor]:
+        """Slots of the first row, for each of ``buffers`` ``[1, heads, end - begin, dim]``, as views."""
+        return [buffer[:1, :, begin:end] for buffer in self.buffers]
+
+    def write(self, row: int, begin: int, stored: Sequence[Tensor], num_rows: int) -> None:
+        """Write to one row, from slot ``begin`` on, what a layer of the same model has ``read``.
+
+        The first call makes ``num_rows`` rows.
+        """
+        if not stored:
+            return
+        if not self.is_initialized:
+            self._make_rows([each.expand(num_rows, -1, -1, -1) for each in stored])
+        end = begin + stored[0].shape[2]
+        self.reserve(end)
+        for buffer, new in zip(self.buffers, stored, strict=True):
+            buffer[row, :, begin:end] = new[0]
+
+    def _make_rows(self, like: Sequence[Tensor]) -> None:
+        """Make empty buffers for rows like these."""
+        key, value = like
+        self.lazy_initialization(key, value)
 
     def branch(self, origins: Tensor, slots: int) -> None:
         """Make row i a copy of row ``origins[i]`` with room for ``slots`` more; :meth:`join` undoes this."""

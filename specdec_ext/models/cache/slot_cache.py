@@ -86,6 +86,23 @@ class SlotCache:
         for layer in self.layers:
             layer.move_rows(to, source)
 
+    def adopt(self, row: int, other: SlotCache, num_rows: int) -> None:
+        """Copy the slots of the only row of ``other``, of the same model, to row ``row`` of ``num_rows``."""
+        self.write(row, 0, other.read(0, other.length), num_rows)
+        for buffer in self.buffers(row + 1):
+            buffer[row, :, other.length :] = 0  # an earlier row may have left NaN, see _allocate
+
+    def read(self, begin: int, end: int) -> list[list[Tensor]]:
+        """Slots of the first row, for each layer as :meth:`RollbackLayer.read` returns them."""
+        return [layer.read(begin, end) for layer in self.layers]
+
+    def write(
+        self, row: int, begin: int, stored: Sequence[Sequence[Tensor]], num_rows: int
+    ) -> None:
+        """Write to one row, from slot ``begin`` on, what :meth:`read` returned for the same model."""
+        for layer, each in zip(self.layers, stored, strict=True):
+            layer.write(row, begin, each, num_rows)
+
     def branch(self, origins: Tensor, slots: int) -> None:
         """Make row i a copy of row ``origins[i]`` with room for ``slots`` more; :meth:`join` undoes this."""
         for layer in self.layers:
@@ -96,7 +113,7 @@ class SlotCache:
         for layer in self.layers:
             layer.join(rows, slots)
 
-    def clear(self, ends: Sequence[int], stop: int) -> None:
+    def clear(self, ends: Sequence[int], stop: int | None = None) -> None:
         """Zero the slots from ``ends[r]`` to ``stop`` of each row r: rejected tokens may have left NaN there.
 
         Masked slots do no harm during the call, because ``tree_attention`` does not read them. The caller's

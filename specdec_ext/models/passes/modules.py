@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from contextlib import ExitStack
@@ -55,6 +56,12 @@ class ModulePass:
         self._linears = plain_linears(model)
         self._checked = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
         self.recorder = HiddenStateRecorder(model, self.config, ())
+
+    def over(self, cache: SlotCache) -> ModulePass:
+        """The same pass over another cache of the same model. They share the recorder."""
+        other = copy.copy(self)
+        other.cache = cache
+        return other
 
     def __call__(
         self,

@@ -144,6 +144,20 @@ class RowLayout:
             ends=[self.ends[row] for row in rows],
         )
 
+    def joined(self, other: RowLayout) -> RowLayout:
+        """Return the layout with the rows of ``other`` after these rows; both have equally many slots."""
+        assert self.position_shift is None and other.position_shift is None
+        return replace(
+            self,
+            slot_valid=torch.cat([self.slot_valid, other.slot_valid]),
+            slot_positions=torch.cat([self.slot_positions, other.slot_positions]),
+            first_slots=self.first_slots + other.first_slots,
+            paddings=self.paddings + other.paddings,
+            padded=self.padded or other.padded,
+            holes=max(self.holes, other.holes),
+            ends=self.ends + other.ends,
+        )
+
     def model_positions(self, positions: Tensor) -> Tensor:
         """Return ``position_ids`` of tokens with ``positions [rows, nodes]`` tokens before them.
 

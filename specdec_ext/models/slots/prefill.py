@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ class Prefill:
         offset: number of columns of the prompt before the first column of ``input_ids``, which is shorter
             than ``inputs_embeds`` or empty.
         position_ids: positions of a prompt that is more than text; None if they count the tokens before.
+        restored: auxiliary hidden states of the columns that the cache holds, by part; needed if they are
+            recorded.
     """
 
     def __init__(self, modules: ModulePass, prompt_kwargs: dict[str, Any] | None):
@@ -38,6 +41,7 @@ class Prefill:
         self._embeddings: Tensor | None = None  # the prompt as embeddings, read instead of its ids
         self.offset = 0
         self.position_ids: Tensor | None = (prompt_kwargs or {}).get("position_ids")
+        self.restored: list[Sequence[Tensor]] = []
 
     def admit(
         self, input_ids: Tensor, model_kwargs: dict[str, Any], config: GenerationConfig
@@ -124,10 +128,13 @@ class Prefill:
             )
         return slots
 
-    def run(self, prompt: Prompt, input_ids: Tensor) -> TargetOutput:
-        """Run the columns that are not in the cache yet; see :meth:`Target.prefill`."""
+    def passes(self, prompt: Prompt, input_ids: Tensor) -> Iterator[TargetOutput | None]:
+        """Run the columns that are not in the cache yet, one pass for each value of the iterator.
+
+        The last value is the output, see :meth:`Target.prefill`; those before it are None.
+        """
         logits: Tensor | None = None
-        states = []
+        states = [*self.restored]
         for begin, end in prompt.chunks(self._chunk, only_tokens=bool(self._cache.states)):
             output = self._run_columns(prompt, input_ids, begin, end)
             if logits is not None:  # rows padded on the right may have ended in an earlier chunk
@@ -136,6 +143,8 @@ class Prefill:
                 )
             logits = output.logits
             states.append(output.aux_hidden_states)
+            if end < prompt.valid.shape[1]:
+                yield None
         columns = prompt.valid.shape[1]
         if any(layer.length != columns for layer in self._cache.layers if layer.is_initialized):
             raise NotAcceleratedError(
@@ -146,7 +155,7 @@ class Prefill:
             output.aux_hidden_states = tuple(
                 torch.cat(chunks, dim=1) for chunks in zip(*states, strict=True)
             )
-        return output
+        yield output
 
     def _run_columns(self, prompt: Prompt, input_ids: Tensor, begin: int, end: int) -> TargetOutput:
         """Run columns ``begin`` to ``end``; ``logits [rows, 1, vocab]`` are valid for rows that end there."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
 from specdec_ext.models.passes.modules import ModulePass
 from specdec_ext.models.slots.layout import RowLayout
 from specdec_ext.models.slots.prefill import Prefill
+from specdec_ext.models.slots.prompt_part import PromptPart
 from specdec_ext.models.slots.replay import Replay
 from specdec_ext.models.slots.round_state import RoundState
 from specdec_ext.models.slots.runner import PassRunner
@@ -52,6 +54,8 @@ class SlotTarget(Target):
         prompt_kwargs: inputs that ``generate`` prepared, if the prompt is more than text (images, audio).
         graphs: whether passes are recorded (:mod:`specdec_ext.models.graphs`): "auto" on CUDA where possible,
             True everywhere, False nowhere.
+        like: a target of the same model and the same kind of call, which does not run at the same time. What
+            it found out about the model is not looked up again, and it records the same hidden states.
 
     Attributes:
         cache: the ``DynamicCache``; after the call it is laid out like ``sequences[:, :-1]``.
@@ -70,18 +74,23 @@ class SlotTarget(Target):
         forward_kwargs: dict[str, Any] | None = None,
         prompt_kwargs: dict[str, Any] | None = None,
         graphs: bool | str = False,
+        like: SlotTarget | None = None,
     ):
         super().__init__(model, support)
         self._max_slots = max_slots
         self._slots = SlotCache(cache, self.config)
         self.cache = self._slots.cache
-        self._modules = ModulePass(model, self._slots, forward_kwargs)
-        # Only the model's own modules can process images in a prompt or record hidden states and attentions.
-        plain = not (forward_kwargs or prompt_kwargs or self._modules.patches)
+        if like is None:
+            self._modules = ModulePass(model, self._slots, forward_kwargs)
+            # Only the model's own modules can process images or record hidden states and attentions.
+            plain = not (forward_kwargs or prompt_kwargs or self._modules.patches)
+            direct = direct_pass(model) if plain else None
+        else:
+            self._modules, direct = like._modules.over(self._slots), like.runner.direct
         recorded = graphs is True or (graphs == "auto" and model.device.type in RECORDING_DEVICES)
-        self.runner = PassRunner(
+        self.runner: PassRunner = PassRunner(
             self._modules,
-            direct_pass(model) if plain else None,
+            direct,
             GraphRunner(self._modules, max_slots, required=graphs is True) if recorded else None,
         )
         self._prefill = Prefill(self._modules, prompt_kwargs)
@@ -134,6 +143,17 @@ class SlotTarget(Target):
         return mask
 
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> TargetOutput:
+        *_, output = self.prefill_passes(input_ids, attention_mask)
+        assert output is not None
+        return output
+
+    def prefill_passes(
+        self, input_ids: Tensor, attention_mask: Tensor | None, room: int = FIRST_SLOTS
+    ) -> Iterator[TargetOutput | None]:
+        """:meth:`prefill` in passes of ``prefill_chunk_size`` columns; all values but the last are None.
+
+        ``room`` is the number of slots that are reserved after the prompt.
+        """
         prompt = self._prefill.prompt(input_ids, attention_mask)
         rows, columns = prompt.valid.shape
         max_slots = self._max_slots + self.offset
@@ -141,9 +161,51 @@ class SlotTarget(Target):
         self._prompt_rows = self._rows  # all rows, in the order of the prompt
         if self._replay is not None:
             self._replay.start(rows)
-        self._slots.reserve(min(max_slots, columns + FIRST_SLOTS), self._rows.slack)
+        self._slots.reserve(min(max_slots, columns + room), self._rows.slack)
         self.begun = True
-        return self._prefill.run(prompt, input_ids)
+        yield from self._prefill.passes(prompt, input_ids)
+
+    def prompt_part(self, begin: int, end: int, output: TargetOutput) -> PromptPart:
+        """Copy what the pass over a prompt of one row without padding has computed for some of its columns.
+
+        Args:
+            begin, end: the columns.
+            output: of the prompt.
+        """
+        slots = [[each.clone() for each in layer] for layer in self._slots.read(begin, end)]
+        states = [each[:, begin:end].clone() for each in output.aux_hidden_states]
+        return PromptPart(end - begin, slots, states)
+
+    def restore(self, parts: Sequence[PromptPart], columns: int) -> None:
+        """Begin with the first parts of a prompt; :meth:`prefill_passes` reads the rest.
+
+        Args:
+            parts: of the prompt's first tokens, from a target of the same model that records the same hidden
+                states.
+            columns: number of columns of the whole prompt.
+        """
+        self._slots.reserve(columns, 0)
+        begin = 0
+        for part in parts:
+            self._slots.write(0, begin, part.slots, num_rows=1)
+            begin += part.num_tokens
+        self._slots.set_length(begin, 0)
+        self._prefill.restored = [part.aux_hidden_states for part in parts]
+
+    def adopt(self, newcomer: SlotTarget, row: int, num_rows: int) -> None:
+        """Let the only row of ``newcomer`` be the last active row.
+
+        Args:
+            newcomer: a target of the same model with as many ``max_slots``, which has run its prompt and is
+                not used any more. Neither of them has recurrent states.
+            row: number of active rows before it. With 0, the batch begins anew.
+            num_rows: the most rows that this target will have.
+        """
+        assert self._replay is None and newcomer._replay is None
+        self._slots.adopt(row, newcomer._slots, num_rows)
+        new = replace(newcomer._rows, staging=self.staging)
+        self._rows = self._rows.joined(new) if row else new
+        self._move_ends(self._rows.ends)
 
     def forward(self, tree: DraftTree) -> TargetOutput:
         self._scored = tree
@@ -169,6 +231,10 @@ class SlotTarget(Target):
             numbers = rows.numbers
             self._slots.compact(path, num_accepted, numbers.block_starts, numbers.ends)
         self._move_ends(_advanced(rows.ends, counts))
+
+    def clear_rejected(self) -> None:
+        """Zero what rejected tokens have left behind the ends of rows; masked layers may read NaN there."""
+        self._slots.clear(self._rows.ends)
 
     def begin_rounds(
         self, text: Tensor, lengths: Sequence[int], limit: int, eos: Sequence[int]

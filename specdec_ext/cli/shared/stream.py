@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec_ext.display.console import printable
+from specdec_ext.display.detokenize import IncrementalDecoder
 
 if TYPE_CHECKING:
     from torch import BoolTensor, LongTensor
@@ -16,46 +17,6 @@ if TYPE_CHECKING:
 # Accepted drafts are styled on a terminal and put in brackets elsewhere.
 DRAFTED_STYLE = "underline green"
 OPENING, CLOSING = "⟦", "⟧"
-
-
-class IncrementalDecoder:
-    """Turns a growing list of tokens into pieces of text whose concatenation is the decoded list.
-
-    A token's text may depend on the tokens before it (leading spaces), and a character may span tokens. Each
-    piece is therefore the difference between two decodings of a short window, and it is held back while it
-    ends in the middle of a character. Same rule as ``decode_token`` in Hugging Face's
-    text-generation-inference.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._window_start = 0
-        self._told = 0
-
-    def feed(self, token: int) -> str:
-        """Add ``token`` and return the text that it completes, possibly empty."""
-        self._tokens.append(token)
-        text = self._untold()
-        if not text or text.endswith("\ufffd"):
-            return ""
-        self._window_start, self._told = self._told, len(self._tokens)
-        return text
-
-    def flush(self) -> str:
-        """Return the text held back because it ends in the middle of a character."""
-        text = self._untold()
-        self._window_start = self._told = len(self._tokens)
-        return text
-
-    def _untold(self) -> str:
-        told = self._decode(self._tokens[self._window_start : self._told])
-        return self._decode(self._tokens[self._window_start :])[len(told) :]
-
-    def _decode(self, tokens: list[int]) -> str:
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        assert isinstance(text, str)  # decode returns a list only for a batch
-        return text
 
 
 class TextStreamer:
@@ -72,12 +33,18 @@ class TextStreamer:
     ):
         self._console = console
         self._decoder = IncrementalDecoder(tokenizer)
+        self._pieces: list[str] = []
         self._mark = mark_drafted
         self._brackets = mark_drafted and not console.is_terminal
         self._inside = False
         self._space = ""  # white space that is not printed yet
         self._space_drafted = True  # whether all of it was drafted
         self._prompt_seen = False
+
+    @property
+    def text(self) -> str:
+        """The generated text so far, without an unfinished character until :meth:`end`."""
+        return "".join(self._pieces)
 
     def put(self, tokens: LongTensor) -> None:
         """Receive the prompt ``[1, length]``, which is not printed, then one token ``[1]`` per call.
@@ -99,6 +66,7 @@ class TextStreamer:
             self._write((CLOSING if self._inside else "") + self._space)
 
     def _print(self, text: str, drafted: bool) -> None:
+        self._pieces.append(text)
         if self._brackets:
             self._print_in_brackets(text, drafted)
         elif text:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # A PreTrainedModel that can generate; transformers has no type for that combination.
 Model = Any
 
+BUNDLED = "bundled"  # as MODEL of commands that need one
 BUSY_SHARE = 0.2  # warn if other processes use more than this share of all cores
 
 

@@ -1,0 +1,1 @@
+"""Measurements of servers: ours beside others, under the same load."""

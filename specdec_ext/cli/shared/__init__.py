@@ -1,0 +1,1 @@
+"""What several commands share: options, loading of models and drafters, recipes, streamers."""

@@ -1,0 +1,1 @@
+"""The decoding loop, and the calls whose text it decodes."""

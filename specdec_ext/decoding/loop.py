@@ -1,0 +1,249 @@
+"""The decoding loop: propose, score, verify, commit. The same loop serves all drafters, trees and batches.
+
+A round that ops have committed on the device need not be read at once: if the next round can be drafted from
+what is on the device, the loop starts it first, so the device never waits for the host. The host is then one
+round *behind*, and the device one round *ahead*. The text is the same. A row that has ended emits nothing in
+the round ahead, or, if the device did not know the end, what it emits is dropped. The row is removed from
+the batch when that round has been read.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import nvtx
+
+from specdec_ext.decoding.call import Batch
+from specdec_ext.drafters.base import DraftAhead, Drafter
+from specdec_ext.models import Target, TargetOutput
+from specdec_ext.models.base import CommittedRound
+from specdec_ext.schedule.policy import Policy
+from specdec_ext.tree.draft_tree import ROOT_PARENT, DraftTree
+from specdec_ext.verify.sampler import Accepted, SpoiltLogits
+
+
+@dataclass
+class Round:
+    """A round that has been started.
+
+    Attributes:
+        tree: what is verified.
+        output: its scores.
+        committed: the round on the device; None if the host verifies and commits it.
+        draft: the draft ahead; None for other rounds.
+    """
+
+    tree: DraftTree
+    output: TargetOutput
+    committed: CommittedRound | None = None
+    draft: DraftAhead | None = None
+
+
+class DecodingLoop:
+    """The loop over the rows of a batch.
+
+    Args:
+        target: scores trees and keeps the cache.
+        drafter: proposes trees; None for plain decoding.
+        batch: the text of the rows.
+        policy: decides what each step drafts; None without a drafter.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter | None, batch: Batch, policy: Policy | None
+    ):
+        self.target, self.drafter, self.policy = target, drafter, policy
+        self.batch, self.context, self.stats = batch, batch.context, batch.stats
+        self._layout = list(range(len(self.context.generated)))  # row of the cache -> original row
+        self._num_logits = 0
+        self._commits_on_device = self._may_run_ahead = False
+        self._is_void = False  # whether drafts spoilt the last round that was read
+        self._ahead: Round | None = None
+        self._draft, self._scoring, self._commit = (
+            Timed(phase, self.stats.seconds) for phase in ("draft", "verify", "commit")
+        )
+
+    def step(self) -> None:
+        """Draft, score, verify and commit one round, unless it has been started ahead."""
+        context, drafter, policy = self.context, self.drafter, self.policy
+        current, self._ahead = self._ahead, None
+        if current is None:
+            with self._draft:
+                tree = self._propose()
+        elif drafter is not None and policy is not None:
+            policy.repeat()
+        if self._may_run_ahead:
+            if current is None:
+                with self._scoring:
+                    current = self._start(tree)
+            self._ahead = self._start_ahead(current)
+        with self._scoring:
+            if current is None:
+                current = self._start(tree)
+            verified = self._read(current)
+        if verified is None:
+            return
+        with self._commit:
+            tree, output, accepted = verified
+            self.batch.count(tree, accepted)
+            self.target.commit(accepted.path, accepted.num_accepted, accepted.on_host)
+            if drafter is not None and policy is not None:
+                drafter.commit(context, accepted, output)
+                if current.draft is not None and current.tree.num_nodes > 1:
+                    policy.verified(tree, current.draft.lookups)
+                policy.learn(accepted, context, current.tree.num_nodes)
+
+    def _propose(self) -> DraftTree:
+        context = self.context
+        if context.staging.waits:
+            context.stage()
+            self.batch.stage()
+        roots = self._last_tokens()
+        drafter, policy = self.drafter, self.policy
+        if drafter is None or policy is None or not policy.choose(context):
+            return DraftTree.root(context.roots, roots)
+        rooms = self._rooms()
+        limits = context.staging.stage(rooms)
+        tree, name = drafter.propose(context), type(drafter).__name__
+        if not isinstance(tree, DraftTree):
+            raise TypeError(
+                f"{name}.propose returned a {type(tree).__name__}; expected a DraftTree"
+            )
+        tree = tree.validated(roots, self.target.vocab_size, name, self._num_logits)
+        if not self.target.support.tree:
+            tree = tree.first_chain()
+        tree = policy.cut(tree.pruned(rooms, limits), context)
+        self.batch.check(tree, name)
+        return tree.on(context.staging)
+
+    def _last_tokens(self) -> list[int]:
+        return [self.context.generated[row][-1] for row in self.context.rows]
+
+    def _rooms(self) -> list[int]:
+        """The largest useful depth of a draft of each active row."""
+        context, target = self.context, self.target
+        # The last token of a row needs no key, so useful nodes are at most remaining - 1 levels deep.
+        useful = [left - 1 for left in context.remaining]
+        before_end = map(target.context_room, context.root_positions)
+        rooms = [*map(min, useful, target.draft_room, before_end)]
+        for row in self.batch.undrafted:
+            rooms[context.rows.index(row)] = 0
+        return rooms
+
+    def _start(
+        self, tree: DraftTree, last: CommittedRound | None = None, draft: DraftAhead | None = None
+    ) -> Round:
+        """Score a tree, and verify and commit it on the device if that is possible.
+
+        Args:
+            tree: what to verify.
+            last: the last round, if the host has not read it.
+            draft: the draft after ``last``.
+        """
+        output = self.target.forward(tree)
+        if not self._commits_on_device:
+            return Round(tree, output)
+        positions = None if last is None else last.numbers.root_positions
+        verdict = self.batch.verify_on_device(tree, output.logits, positions)
+        return Round(tree, output, self.target.commit_round(verdict), draft)
+
+    def _start_ahead(self, current: Round) -> Round | None:
+        """Start the next round before the host reads ``current``, if this is possible and useful."""
+        context, drafter, committed = self.context, self.drafter, current.committed
+        assert committed is not None
+        drafts = False if self.policy is None else self.policy.decided
+        if drafts is None or self._is_void or len(self.batch.going()) < len(context.rows):
+            return None
+        if max(context.remaining) < 2:  # the text ends in this round
+            return None
+        num_nodes = drafter.nodes_ahead(context) if drafts and drafter is not None else 1
+        if num_nodes is None or not self.target.runs_ahead(num_nodes, current.tree.num_nodes):
+            return None
+        with self._draft:
+            if drafts and drafter is not None:
+                ahead = drafter.draft_ahead(committed, context)
+            else:
+                ahead = DraftAhead.nothing(committed.numbers)
+            if ahead is None:
+                return None
+            tree = ahead.tree.filled(num_nodes).with_roots(committed.numbers.root_parents)
+        with self._scoring:
+            return self._start(tree, committed, ahead)
+
+    def _read(self, current: Round) -> tuple[DraftTree, TargetOutput, Accepted] | None:
+        """Read the result of a round. If drafts caused NaN, score the roots alone instead.
+
+        Masked attention multiplies a hidden value by zero, and zero times NaN is NaN. A draft that overflows
+        can therefore spoil the logits of all nodes, accepted or not. Only a pass over the roots alone shows
+        what plain decoding would emit.
+
+        Args:
+            current: the round.
+
+        Returns:
+            The tree that was verified, its scores and the result. None if the round is void and the round
+            ahead has repeated it.
+        """
+        tree = current.tree if current.draft is None else self._tree_on_host(current)
+        try:
+            accepted = self._verify(current, is_latest=self._ahead is None)
+        except SpoiltLogits:
+            self._is_void = True
+            if self._ahead is not None:
+                return None
+            self.stats.reruns += 1
+            self.target.withdraw(current.tree)
+            current = self._start(DraftTree.root(self.context.roots, self._last_tokens()))
+            accepted = self._verify(current, is_latest=True)
+        self._is_void = False
+        return tree, current.output, accepted
+
+    def _tree_on_host(self, ahead: Round) -> DraftTree:
+        """The tree of a round ahead as the host would have drafted it: nothing that the row can't emit."""
+        if ahead.tree.num_nodes == 1:
+            roots = self._last_tokens()
+            return DraftTree.of_lists([[token] for token in roots], [[ROOT_PARENT] for _ in roots])
+        assert ahead.committed is not None
+        return ahead.committed.tree_on_host.pruned(self._rooms())
+
+    def _verify(self, current: Round, is_latest: bool) -> Accepted:
+        return self.batch.verify(
+            current.tree, current.output, self.target, current.committed, is_latest
+        )
+
+    def _unfinished(self) -> bool:
+        """Remove rows that have finished from the active ones; returns whether any row is left.
+
+        While a round is ahead, its rows stay.
+        """
+        rows, going = self.context.rows, self.batch.going()
+        if not going or len(going) == len(rows) or self._ahead is not None:
+            return bool(going)
+        # Each finished row swaps places with an active row after it, so only rows that move are copied.
+        order = list(range(len(self._layout)))
+        active, kept = 0, set(going)
+        for i, row in enumerate(rows):
+            if row in kept:
+                order[active], order[i] = order[i], order[active]
+                active += 1
+        self.target.reorder(order, active, self.context.roots)
+        self._layout = [self._layout[i] for i in order]
+        self.context.rows = self._layout[:active]
+        return True
+
+
+class Timed:
+    """Adds up the seconds of a phase and marks it as an NVTX range for Nsight."""
+
+    def __init__(self, phase: str, seconds: dict[str, float]):
+        self._phase, self._seconds = phase, seconds
+        self._range = nvtx.annotate(phase, domain="specdec")
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+        self._range.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._range.__exit__(*error)
+        self._seconds[self._phase] += time.perf_counter() - self._began

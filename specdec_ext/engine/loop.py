@@ -1,0 +1,67 @@
+"""``EngineLoop``: the decoding loop whose rows join and leave between two steps."""
+
+from __future__ import annotations
+
+from specdec_ext.decoding.loop import DecodingLoop
+from specdec_ext.drafters.base import Drafter
+from specdec_ext.engine.batch import RequestBatch
+from specdec_ext.engine.request import Request
+from specdec_ext.models import TargetOutput
+from specdec_ext.models.slots import SlotTarget
+from specdec_ext.schedule.policy import Policy
+
+
+class EngineLoop(DecodingLoop):
+    """The loop of an engine. It begins without rows.
+
+    Args:
+        target: has no text yet.
+        drafter: is joinable; None for plain decoding.
+        batch: the requests; none yet.
+        policy: decides what each step drafts; None without a drafter.
+    """
+
+    target: SlotTarget
+    batch: RequestBatch
+
+    def __init__(
+        self,
+        target: SlotTarget,
+        drafter: Drafter | None,
+        batch: RequestBatch,
+        policy: Policy | None,
+    ):
+        super().__init__(target, drafter, batch, policy)
+        if drafter is not None and policy is not None:
+            target.record_hidden_states(drafter.feature_layers(target.model))
+            no_rows = TargetOutput(batch.context.input_ids.new_zeros(0, 1, 1))
+            drafter.start(batch.context, target.model, no_rows)
+            policy.begin(batch.context, batch.stats)
+
+    def join(self, request: Request, output: TargetOutput) -> None:
+        """Let a request join that has emitted its first token.
+
+        Args:
+            request: it goes on.
+            output: the output of its prompt.
+        """
+        row = len(self.context.rows)
+        place = self._layout[row]
+        self._num_logits = output.logits.shape[-1]
+        self.target.adopt(request.target, row, num_rows=len(self._layout))
+        self.batch.join(request, place)
+        if self.drafter is not None and self.policy is not None:
+            self.drafter.join(self.context, [place], output)
+            self.policy.join([place])
+
+    def step(self) -> None:
+        reruns = self.stats.reruns
+        super().step()
+        if self.stats.reruns > reruns:
+            # Those rows have kept nothing, and other rows go on: the next block is behind slots with NaN.
+            self.target.clear_rejected()
+
+    def follow(self) -> None:
+        """Remove the rows of requests that have left."""
+        if not self._unfinished():
+            self.context.rows = []

@@ -1,0 +1,1 @@
+"""From the tokens of a request to its text: characters, stop strings, tool calls, log probabilities."""
