@@ -65,9 +65,7 @@ async def complete(http: httpx.AsyncClient, body: dict[str, Any]) -> Reply:
     return reply
 
 
-def run_load(
-    url: str, bodies: Sequence[dict[str, Any]], streams: int
-) -> tuple[list[Reply], float]:
+def run_load(url: str, bodies: Sequence[dict[str, Any]], streams: int) -> tuple[list[Reply], float]:
     """Let ``streams`` clients request completions, each one after another, until all are done.
 
     Args:
