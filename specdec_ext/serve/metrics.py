@@ -66,6 +66,10 @@ class ServerMetrics:
     Args:
         engine: the engine.
         model_name: name of the model, the value of the label ``model_name``.
+
+    Attributes:
+        prompt_tokens: number of tokens of prompts that were read.
+        generation_tokens: number of tokens that were emitted.
     """
 
     def __init__(self, engine: AnyEngine, model_name: str):
@@ -78,6 +82,7 @@ class ServerMetrics:
             )
             for name, text in _HISTOGRAMS.items()
         }
+        self.prompt_tokens = self.generation_tokens = 0
         self._prompt_tokens, self._generation_tokens = (
             Counter(f"vllm:{name}", text, _LABELS, registry=self._registry).labels(*self._labels)
             for name, text in (
@@ -95,8 +100,10 @@ class ServerMetrics:
     def burst(self, handle: Handle, progress: Progress, count: int) -> None:
         """Count a burst of ``count`` tokens that has just arrived."""
         now = time.perf_counter()
+        self.generation_tokens += count
         self._generation_tokens.inc(count)
         if progress.last_burst is None:
+            self.prompt_tokens += handle.prompt_tokens
             self._prompt_tokens.inc(handle.prompt_tokens)
             first = handle.times.first_token or now
             self._observe("vllm:time_to_first_token_seconds", first - handle.times.submitted)
