@@ -261,6 +261,21 @@ def test_the_choices_of_the_controller_are_listed(browser):
             )
 
 
+def test_charts_wait_until_they_have_room(browser):
+    with serving(chat_template=None) as server, opened(browser, server) as page:
+        completion(server)
+        page.route(
+            "**/page.css",
+            lambda route: route.fulfill(body="svg { display: none }", content_type="text/css"),
+        )
+        page.reload()
+        shows(page, "#model", MODEL)
+        assert page.locator("#positions g").count() == 0
+        page.unroute("**/page.css")
+        page.reload()
+        page.wait_for_selector("#positions g")
+
+
 def test_markup_of_the_model_is_text(browser, monkeypatch):
     evil = "<script>window.evil = 1</script><img src=x onerror='window.evil = 1'>"
     feed = Choice._feed

@@ -96,7 +96,7 @@ function showDecision({ speculation, decision, steps, probes }) {
 // --- charts
 
 function draw() {
-  if (!last) return;
+  if (!last || !$("positions").clientWidth) return; // no state, or no room yet
   drawPositions(last);
   drawRates(last.uptime);
 }
@@ -125,7 +125,7 @@ function drawPositions({ drafts, draft_tokens, accepted_tokens, ...state }) {
   if (drafts) {
     $("drafts").textContent = `${counted(drafts, "draft")}, mean acceptance length ` +
       `${(1 + accepted_tokens / drafts).toFixed(2)}, ${whole((100 * accepted_tokens) / draft_tokens)} % of draft ` +
-      "tokens accepted. Dark: accepted up to this position; light: proposed a token there.";
+      "tokens accepted. Coloured: accepted up to this position; grey: proposed a token there.";
   }
   const { left, right, low, y, add } = chart($("positions"), 100, " %");
   const width = (right - left) / Math.max(accepted.length, 1);
@@ -269,5 +269,5 @@ $("unlock").addEventListener("submit", (event) => {
   $("key").value = "";
   poll();
 });
-addEventListener("resize", draw);
+new ResizeObserver(draw).observe($("positions"));
 poll();
