@@ -360,6 +360,29 @@ def test_ci_runs_make_test_and_passes_its_failure_on(tmp_path):
     assert done.returncode == 7
 
 
+@pytest.mark.parametrize("installs", [True, False])
+def test_ci_installs_a_browser_or_says_what_is_skipped(tmp_path, installs):
+    """Every command but bash and dirname is a fake, so nothing is installed."""
+    fakes = {
+        "make": "echo make",
+        "id": "echo 0",
+        "apt-get": 'echo "apt-get $*"'
+        + (f" && cp {tmp_path}/id {tmp_path}/chromium" if installs else "; exit 1"),
+    }
+    for name, script in fakes.items():
+        (tmp_path / name).write_text(f"#!{shutil.which('bash')}\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("bash", "dirname", "cp"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    done = subprocess.run(
+        [ROOT / ".ci" / "run"], env={"PATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert (done.stdout, done.returncode) == ("make\n", 0)
+    assert "apt-get update" in done.stderr
+    assert ("--no-install-recommends chromium" in done.stderr) == installs
+    assert ("are skipped" in done.stderr) == (not installs)
+
+
 def test_workflow_runs_the_same_two_commands():
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     commands = re.findall(r"^ +- run: (.*)$", workflow, re.MULTILINE)

@@ -14,6 +14,7 @@ from specdec_ext.serve.sampling import Wanted, wanted
 from specdec_ext.serve.service import Service
 from specdec_ext.serve.text.choice import Choice, Piece
 from specdec_ext.serve.text.logprobs import completion_logprobs
+from specdec_ext.serve.text.marks import append
 
 # OpenAI's default for max_tokens of this endpoint.
 DEFAULT_MAX_TOKENS = 16
@@ -32,15 +33,15 @@ class CompletionAnswer:
     async def whole(self) -> str:
         """The answer as one JSON text."""
         answer = self.answer
-        texts = [""] * len(answer.choices)
-        scored: list[list[Any]] = [[] for _ in answer.choices]
+        wholes = [Piece(is_last=True) for _ in answer.choices]
         async with aclosing(answer.pieces()) as pieces:
             async for choice, piece in pieces:
-                texts[choice.index] += piece.text
-                scored[choice.index] += piece.logprobs
+                for part in piece.parts:
+                    append(wholes[choice.index].parts, part)
+                wholes[choice.index].logprobs += piece.logprobs
         choices = [
-            _choice(answer, choice, Piece(text, logprobs, is_last=True), 0)
-            for choice, text, logprobs in zip(answer.choices, texts, scored, strict=True)
+            _choice(answer, choice, whole, 0)
+            for choice, whole in zip(answer.choices, wholes, strict=True)
         ]
         return _object(answer, choices, usage=answer.usage, **answer.metrics)
 
@@ -99,8 +100,9 @@ def _choice(answer: Answer, choice: Choice, piece: Piece, offset: int) -> Comple
     if piece.logprobs:
         logprobs = completion_logprobs(answer.service.texts, piece.logprobs, offset)
     reason: Any = choice.finish_reason if piece.is_last else None
+    marks: dict[str, Any] = {"pieces": piece.parts} if answer.body.mark_drafted else {}
     return CompletionChoice.model_construct(
-        index=choice.index, text=piece.text, logprobs=logprobs, finish_reason=reason
+        index=choice.index, text=piece.text, logprobs=logprobs, finish_reason=reason, **marks
     )
 
 

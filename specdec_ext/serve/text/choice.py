@@ -12,6 +12,7 @@ from specdec_ext.display.detokenize import IncrementalDecoder
 from specdec_ext.engine import Handle, TokenLogprobs
 from specdec_ext.errors import EngineClosedError
 from specdec_ext.serve.http.errors import ApiError
+from specdec_ext.serve.text.marks import Marks, Part, append
 from specdec_ext.serve.text.stops import StopStrings
 
 
@@ -20,14 +21,19 @@ class Piece:
     """What a choice gains with one burst of the engine.
 
     Attributes:
-        text: text that is certain, possibly empty.
+        parts: the parts of the text that is certain; neighbours differ in ``drafted``.
         logprobs: (id, log probabilities) of the tokens of the burst; empty if they were not requested.
         is_last: whether the choice has ended.
     """
 
-    text: str
+    parts: list[Part] = field(default_factory=list)
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     is_last: bool = False
+
+    @property
+    def text(self) -> str:
+        """The text, possibly empty."""
+        return "".join(part["text"] for part in self.parts)
 
 
 class Choice:
@@ -58,6 +64,7 @@ class Choice:
         self.index, self.handle = index, handle
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens)
         self._stops = StopStrings(stop)
+        self._marks, self._last_drafted = Marks(), False
         self._hidden = hidden
         self.num_tokens = 0
         self.finish_reason: str | None = None
@@ -77,26 +84,37 @@ class Choice:
         async for burst in self.handle:
             if self._stops.found is not None:
                 continue  # the engine has not noticed yet that the request was cancelled
-            piece, count = Piece(""), 0
+            piece, count = Piece(), 0
             for i, token in enumerate(burst.tokens):
                 count += 1
                 if burst.logprobs is not None:
                     piece.logprobs.append((token, burst.logprobs[i]))
                 if token not in self._hidden:
-                    piece.text += self._stops.feed(self._decoder.feed(token))
+                    self._last_drafted = burst.drafted[i]
+                    self._feed(self._decoder.feed(token), piece)
                 if self._stops.found is not None:
                     self.handle.cancel()
                     break
             self.num_tokens += count
             on_burst(self, count)
             yield piece
-        tail = self._stops.feed(self._decoder.flush())
-        tail += self._stops.flush()
+        last = Piece(is_last=True)
+        self._feed(self._decoder.flush(), last)
+        self._tell(self._stops.flush(), last)
         if self._stops.found is None and self.handle.finish_reason == "cancelled":
             raise EngineClosedError("the engine was shut down")
         is_length = self._stops.found is None and self.handle.finish_reason == "length"
         self.finish_reason = "length" if is_length else "stop"
-        yield Piece(tail, is_last=True)
+        yield last
+
+    def _feed(self, text: str, piece: Piece) -> None:
+        """Add decoded text, which counts as its last token does; what is certain goes to ``piece``."""
+        self._marks.add([Part(text=text, drafted=self._last_drafted)])
+        self._tell(self._stops.feed(text), piece)
+
+    def _tell(self, text: str, piece: Piece) -> None:
+        for part in self._marks.take(text):
+            append(piece.parts, part)
 
 
 async def followed(
