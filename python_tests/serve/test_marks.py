@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from itertools import pairwise
 
@@ -32,15 +31,13 @@ def characters(parts: list[Part]) -> list[tuple[str, bool]]:
 def pieces_of(bursts: list[Burst], stop: list[str] = ()) -> list:
     """What a choice makes of the bursts of a request that ends at its length."""
     handle = Handle(1, Times(0.0))
+    choice = Choice(0, handle, tokenizer(), stop, skip_special_tokens=True)
+    pieces = []
     for burst in bursts:
         handle.emit(burst)
+        pieces.append(choice.read(lambda *_: None))
     handle.finish("length")
-    choice = Choice(0, handle, tokenizer(), stop, skip_special_tokens=True)
-
-    async def all_pieces():
-        return [piece async for piece in choice.pieces(lambda choice, count: None)]
-
-    return asyncio.run(all_pieces())
+    return [*pieces, choice.read(lambda *_: None)]
 
 
 # --- the class --------------------------------------------------------------------------------------
@@ -209,7 +206,10 @@ def test_reasoning_has_no_pieces_and_moves_the_marks_of_the_content(server, monk
     """A reply that is divided into reasoning and content, both of which repeat words of the other."""
     from specdec_ext.serve.text.replies import Reply
 
+    fed = []
+
     def feed(self, text):
+        fed.append(len(text))
         half = len(text) // 2
         told = [{"reasoning_content": text[:half]}, {"content": text[half:]}]
         return [delta for delta in told if next(iter(delta.values()))]
@@ -217,13 +217,16 @@ def test_reasoning_has_no_pieces_and_moves_the_marks_of_the_content(server, monk
     monkeypatch.setattr(Reply, "feed", feed)
     messages = [{"role": "user", "content": "read a file"}]
     choices, bursts = by_burst(server, monkeypatch, "/v1/chat/completions", messages=messages)
-    decoder, expected = IncrementalDecoder(tokenizer()), []
-    for burst in bursts:
-        marked = [
-            (character, drafted)
-            for token, drafted in zip(burst.tokens, burst.drafted, strict=True)
-            for character in decoder.feed(token)
-        ]
-        expected += marked[len(marked) // 2 :]
+    decoder = IncrementalDecoder(tokenizer())
+    marked = [
+        (character, drafted)
+        for burst in bursts
+        for token, drafted in zip(burst.tokens, burst.drafted, strict=True)
+        for character in decoder.feed(token)
+    ]
+    expected, end = [], 0
+    for length in fed:
+        expected += marked[end + length // 2 : end + length]
+        end += length
     told = characters([piece for each in choices for piece in each["pieces"]])
     assert told == expected

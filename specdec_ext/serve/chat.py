@@ -7,8 +7,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-
 from specdec_ext.serve.answer import Answer
 from specdec_ext.serve.http.errors import ApiError
 from specdec_ext.serve.http.schemas import ChatRequest, Message, Tool
@@ -18,6 +16,8 @@ from specdec_ext.serve.text.choice import Choice, Piece
 from specdec_ext.serve.text.logprobs import Scored, chat_logprobs
 from specdec_ext.serve.text.marks import Marks, Part, append
 from specdec_ext.serve.text.replies import Reply
+
+CHUNK = "chat.completion.chunk"  # the value of ``object`` in a stream
 
 
 class ChatAnswer:
@@ -67,14 +67,7 @@ class ChatAnswer:
             )
             if self._body.mark_drafted:
                 choices[-1]["pieces"] = marked[choice.index]
-        built = ChatCompletion.model_construct(
-            **answer.head,
-            object="chat.completion",
-            choices=choices,
-            usage=answer.usage,
-            **answer.metrics,
-        )
-        return built.model_dump_json(exclude_unset=True, warnings=False)
+        return answer.told("chat.completion", choices, usage=answer.usage, **answer.metrics)
 
     async def chunks(self) -> AsyncGenerator[str, None]:
         """The answer as the JSON texts of a stream."""
@@ -98,7 +91,7 @@ class ChatAnswer:
                 told["pieces"] = self._pieces(choice, delta)
             is_end = reason is not None and not unfinished and not wants_usage
             extra = answer.metrics if is_end else {}
-            return self._object([told], usage=answer.usage if always else None, **extra)
+            return answer.told(CHUNK, [told], usage=answer.usage if always else None, **extra)
 
         async with aclosing(answer.pieces()) as pieces:
             async for choice, piece in pieces:
@@ -113,7 +106,7 @@ class ChatAnswer:
                 if piece.is_last:
                     yield chunk(choice, {}, scored, self._reason(choice))
         if wants_usage:
-            yield self._object([], usage=answer.usage, **answer.metrics)
+            yield answer.told(CHUNK, [], usage=answer.usage, **answer.metrics)
 
     def _deltas(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
         reply = self._replies[choice.index]
@@ -137,12 +130,6 @@ class ChatAnswer:
             return None
         count = self._body.top_logprobs or 0
         return {"content": chat_logprobs(self.answer.service.texts, scored, count)}
-
-    def _object(self, choices: list[Any], **fields: Any) -> str:
-        built = ChatCompletionChunk.model_construct(
-            **self.answer.head, object="chat.completion.chunk", choices=choices, **fields
-        )
-        return built.model_dump_json(exclude_unset=True, warnings=False)
 
 
 async def start(service: Service, body: ChatRequest) -> ChatAnswer:

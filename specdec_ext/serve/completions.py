@@ -6,8 +6,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from openai.types import Completion, CompletionChoice
-
 from specdec_ext.serve.answer import Answer
 from specdec_ext.serve.http.schemas import CompletionRequest
 from specdec_ext.serve.sampling import Wanted, wanted
@@ -18,6 +16,7 @@ from specdec_ext.serve.text.marks import append
 
 # OpenAI's default for max_tokens of this endpoint.
 DEFAULT_MAX_TOKENS = 16
+KIND = "text_completion"  # the value of ``object``
 
 
 class CompletionAnswer:
@@ -43,7 +42,7 @@ class CompletionAnswer:
             _choice(answer, choice, whole, 0)
             for choice, whole in zip(answer.choices, wholes, strict=True)
         ]
-        return _object(answer, choices, usage=answer.usage, **answer.metrics)
+        return answer.told(KIND, choices, usage=answer.usage, **answer.metrics)
 
     async def chunks(self) -> AsyncGenerator[str, None]:
         """The answer as the JSON texts of a stream."""
@@ -64,9 +63,9 @@ class CompletionAnswer:
                 )
                 extra = answer.metrics if not unfinished and not wants_usage else {}
                 usage = answer.usage if always else None
-                yield _object(answer, [told], usage=usage, **extra)
+                yield answer.told(KIND, [told], usage=usage, **extra)
         if wants_usage:
-            yield _object(answer, [], usage=answer.usage, **answer.metrics)
+            yield answer.told(KIND, [], usage=answer.usage, **answer.metrics)
 
 
 async def start(service: Service, body: CompletionRequest) -> CompletionAnswer:
@@ -95,19 +94,14 @@ def _ids(service: Service, body: CompletionRequest, prompt: str | list[int]) -> 
     return prompt
 
 
-def _choice(answer: Answer, choice: Choice, piece: Piece, offset: int) -> CompletionChoice:
+def _choice(answer: Answer, choice: Choice, piece: Piece, offset: int) -> dict[str, Any]:
     logprobs = None
     if piece.logprobs:
         logprobs = completion_logprobs(answer.service.texts, piece.logprobs, offset)
-    reason: Any = choice.finish_reason if piece.is_last else None
-    marks: dict[str, Any] = {"pieces": piece.parts} if answer.body.mark_drafted else {}
-    return CompletionChoice.model_construct(
-        index=choice.index, text=piece.text, logprobs=logprobs, finish_reason=reason, **marks
-    )
-
-
-def _object(answer: Answer, choices: list[CompletionChoice], **fields: Any) -> str:
-    built = Completion.model_construct(
-        **answer.head, object="text_completion", choices=choices, **fields
-    )
-    return built.model_dump_json(exclude_unset=True)
+    told = {
+        "index": choice.index,
+        "text": piece.text,
+        "logprobs": logprobs,
+        "finish_reason": choice.finish_reason if piece.is_last else None,
+    }
+    return {**told, "pieces": piece.parts} if answer.body.mark_drafted else told
