@@ -231,7 +231,7 @@ def test_text_grows_while_the_request_runs_and_stop_cancels_it(browser, monkeypa
         assert page.get_attribute("#output", "aria-busy") == "true"
         page.click("#go")
         assert ended(page).startswith("Stopped.")
-        until(lambda: server.engine.load.running == 0, 5)
+        until(lambda: server.engine.load.running == 0, 3)
         shows(page, "#running", "^0 / 16$")
         assert text_alone(PROMPT, max_new_tokens=400).startswith(page.text_content("#output"))
         assert page.get_attribute("#output", "aria-busy") == "false"
@@ -239,7 +239,7 @@ def test_text_grows_while_the_request_runs_and_stop_cancels_it(browser, monkeypa
 
 def slow_down(monkeypatch) -> None:
     step = EngineLoop.step
-    monkeypatch.setattr(EngineLoop, "step", lambda self: (time.sleep(0.1), step(self))[1])
+    monkeypatch.setattr(EngineLoop, "step", lambda self: (time.sleep(0.3), step(self))[1])
 
 
 def test_the_choices_of_the_controller_are_listed(browser):

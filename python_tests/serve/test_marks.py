@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from helpers.serving import MODEL, PROMPT, ids_of, serving, tokenizer
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 
 from specdec_ext.display.detokenize import IncrementalDecoder
 from specdec_ext.engine import Burst, Handle, Times
-from specdec_ext.serve.text.choice import Choice
+from specdec_ext.serve.chat import ChatAnswer
+from specdec_ext.serve.text.choice import Choice, Piece
 from specdec_ext.serve.text.marks import Marks, Part
+from specdec_ext.serve.text.replies import Reply
 
 TEXTS = st.lists(
     st.tuples(
@@ -93,16 +96,9 @@ def test_pieces_joined_are_the_text_up_to_the_stop_string(texts, sizes, stop):
         start = end
     pieces = pieces_of(bursts, stop)
     whole = tokenizer().decode(ids, skip_special_tokens=True)
-    ends = [whole.find(each) + len(each) for each in stop if each in whole]
-    if ends:
-        first = min(ends)
-        whole = whole[
-            : min(
-                whole.find(each)
-                for each in stop
-                if whole.find(each) + len(each) == first and each in whole
-            )
-        ]
+    found = [(start + len(each), start) for each in stop if (start := whole.find(each)) >= 0]
+    if found:
+        whole = whole[: min(found)[1]]
     told = [part for piece in pieces for part in piece.parts]
     assert "".join(part["text"] for part in told) == whole
     # A character has the mark of the token that completes it.
@@ -202,10 +198,21 @@ def test_nothing_is_marked_unless_it_is_asked_for(server):
     assert "pieces" not in server.post("/v1/chat/completions", messages=messages, **body).text
 
 
-def test_reasoning_has_no_pieces_and_moves_the_marks_of_the_content(server, monkeypatch):
-    """A reply that is divided into reasoning and content, both of which repeat words of the other."""
-    from specdec_ext.serve.text.replies import Reply
+def test_reasoning_that_has_the_words_of_the_content_takes_its_marks_along():
+    choice = SimpleNamespace(index=0)
+    service = SimpleNamespace(tokenizer=tokenizer(), template=None)
+    source = ChatAnswer(
+        SimpleNamespace(service=service, choices=[choice]),
+        SimpleNamespace(mark_drafted=True),
+        prompt=[],
+        tools=[],
+    )
+    source._deltas(choice, Piece([Part(text="so", drafted=True), Part(text="so", drafted=False)]))
+    assert source._pieces(choice, {"reasoning_content": "so"}) == []
+    assert source._pieces(choice, {"content": "so"}) == [{"text": "so", "drafted": False}]
 
+
+def test_reasoning_in_a_stream_has_no_pieces(server, monkeypatch):
     fed = []
 
     def feed(self, text):
