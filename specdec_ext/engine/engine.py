@@ -360,11 +360,14 @@ class Engine:
     def _read_prompts(self) -> None:
         """Read prompts, PREFILL_TOKENS at most; requests whose prompts are complete join the batch."""
         budget = PREFILL_TOKENS
-        while self._reading and budget > 0:
+        while self._reading:
             request = self._reading[0]
-            left = request.handle.prompt_tokens - request.handle.reused_tokens
-            budget -= min(left, PREFILL_TOKENS)
             try:
+                if not request.has_begun:
+                    request.begin()
+                budget -= request.next_pass
+                if budget < 0:
+                    return
                 output = request.prefill()
             except Exception as error:
                 request.error = error
