@@ -3,8 +3,8 @@
     python profiling guidellm --guidellm PROGRAM --out profiling/results/serving
 
 PROGRAM is the command ``guidellm`` of an environment of its own (``pip install guidellm``). The server has the
-bundled pair, the prompts are the held-out ones. Writes ``guidellm_streams.html`` and ``guidellm_sweep.html``,
-GuideLLM's own reports, and ends with an error if a request failed.
+bundled pair and keeps no prompts; it is asked to complete the held-out ones. GuideLLM's own reports are written
+to ``guidellm_streams.html`` and ``guidellm_sweep.html``. A failed request is an error.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from text_table import format_table
@@ -23,20 +24,21 @@ from specdec_ext import assets
 from specdec_ext.evaluate.machine import machine_line
 
 TOKENS = 128
+# Name -> options of GuideLLM.
 RUNS = {
-    "streams": ("kind=concurrent,streams=[1,2,4,8]", "kind=max_requests,count=32"),
-    "sweep": ("kind=sweep,sweep_size=6,max_concurrency=16", "kind=max_duration,seconds=15"),
+    "streams": [
+        *("--profile", "kind=concurrent,streams=1", "--override", "profile.streams", "1,2,4,8"),
+        *("--constraint", "kind=max_requests,count=48"),
+    ],
+    "sweep": [
+        *("--profile", "kind=sweep,sweep_size=6,max_concurrency=16"),
+        *("--constraint", "kind=max_duration,seconds=15"),
+    ],
 }
-HEADS = (
-    "profile",
-    "load",
-    "requests",
-    "failed",
-    "requests/s",
-    "tokens/s",
-    "first token p95, ms",
-    "per token p99, ms",
-)
+HEADS = [
+    *("load", "requests", "failed", "requests/s", "tokens/s"),
+    *("first token p50, ms", "p95", "per token p50, ms", "p99"),
+]
 
 
 def main() -> None:
@@ -57,39 +59,51 @@ def main() -> None:
         lines = (json.dumps({"prompt": each["prompt"]}) for each in assets.held_out_prompts())
         prompts.write_text("\n".join(lines))
         with running(found, threads, place / "log") as url:
-            for run, (profile, limit) in RUNS.items():
+            for run, chosen in RUNS.items():
                 report = place / f"{run}.json"
                 html = arguments.out / f"guidellm_{run}.html"
                 backend = (
                     f"kind=openai_http,target={url},model=bundled,request_format=/v1/completions"
                 )
-                options = {
-                    "--backend": f"{backend},max_tokens={TOKENS}",
-                    "--profile": profile,
-                    "--constraint": limit,
-                    "--data": f"kind=json_file,path={prompts}",
-                    "--tokenizer": f"kind=hf_auto,model={folder}",
-                }
-                outputs = [
-                    "--output",
-                    f"kind=html,path={html}",
-                    "--output",
-                    f"kind=json,path={report}",
+                options = [
+                    *("--backend", f"{backend},max_tokens={TOKENS}"),
+                    *("--data", f"kind=json_file,path={prompts}"),
+                    *("--tokenizer", f"kind=hf_auto,model={folder}"),
+                    *("--output", f"kind=html,path={html}"),
+                    *("--output", f"kind=json,path={report}"),
                 ]
-                command = [
-                    arguments.guidellm,
-                    "run",
-                    *sum(map(list, options.items()), []),
-                    *outputs,
-                ]
-                subprocess.run([*map(str, command), "--disable-progress"], check=True)
-                rows += rows_of(run, json.loads(report.read_text()))
+                command = [str(arguments.guidellm), "run", *chosen, *options, "--disable-progress"]
+                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+                rows += [row_of(each) for each in json.loads(report.read_text())["benchmarks"]]
     print(machine_line(torch.device("cpu"), arguments.dtype))
-    print(format_table(HEADS, rows, left=HEADS[:2]))
-    if any(int(row[3]) for row in rows):
+    print(format_table(HEADS, rows, left=HEADS[:1]))
+    if any(int(row[2]) for row in rows):
         raise SystemExit("requests failed")
 
 
-def rows_of(run: str, report: dict) -> list[list[str]]:
-    """A row for each load of a report."""
-    raise NotImplementedError
+def row_of(benchmark: dict[str, Any]) -> list[str]:
+    """A row for one load of a report."""
+    strategy, metrics = benchmark["config"]["strategy"], benchmark["metrics"]
+    load = strategy["type_"]
+    for name, unit in (("streams", "streams"), ("rate", "requests/s")):
+        if strategy.get(name) is not None:
+            load += f", {strategy[name]:.3g} {unit}"
+    totals = metrics["request_totals"]
+
+    def mean(name: str) -> float:
+        return float(metrics[name]["successful"]["mean"])
+
+    def quantile(name: str, share: str) -> str:
+        return f"{metrics[name]['successful']['percentiles'][share]:.1f}"
+
+    return [
+        load,
+        str(totals["successful"]),
+        str(totals["errored"]),
+        f"{mean('requests_per_second'):.2f}",
+        f"{mean('output_tokens_per_second'):.0f}",
+        quantile("time_to_first_token_ms", "p50"),
+        quantile("time_to_first_token_ms", "p95"),
+        quantile("inter_token_latency_ms", "p50"),
+        quantile("inter_token_latency_ms", "p99"),
+    ]
