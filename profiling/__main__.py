@@ -18,6 +18,7 @@ TOOLS = {
     "controller": ("bench.controller", 'Is "auto" as fast as the best fixed shape?'),
     "memory": ("bench.memory", "What does speculation add to the memory of a call?"),
     "serving": ("serving.race", "How fast are servers, ours and others, under load?"),
+    "guidellm": ("serving.guide", "What does GuideLLM say about our server?"),
     "acceptance": ("generation.acceptance", "How many drafts are accepted when a call samples?"),
     "count-round": ("generation.count_round", "What does a round of generation ask of a GPU?"),
     "kernel-report": ("cuda_kernels.kernel_report", "What did the compiler make of the kernels?"),

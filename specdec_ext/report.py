@@ -1,4 +1,4 @@
-"""``Report``: what the controller measured up to the end of a call, as data and as text."""
+"""``Report`` and ``Decision``: what the controller has measured in a call, and what it decided last."""
 
 from __future__ import annotations
 
@@ -13,6 +13,41 @@ from specdec_ext.display.text import counted
 TOO_WIDE = 0.5
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """What the controller expects of a step.
+
+    Attributes:
+        name: ``"plain"``, or the name of the draft's shape as in :attr:`SpeculationStats.shapes`.
+        tokens: emitted tokens, summed over the rows.
+        seconds: time of the step; None before a plain step was measured.
+        rate: tokens per second if all steps to the end of the text were like this one; None with ``seconds``.
+    """
+
+    name: str
+    tokens: float
+    seconds: float | None
+    rate: float | None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the controller chose, and from what.
+
+    Attributes:
+        rows: number of rows of the step.
+        chosen: name of the estimate that was chosen. It need not have the highest rate: what is in use is
+            favoured, and drafts must promise a margin.
+        pays: whether drafts may be chosen. They may not while they have lost more time than they gained.
+        estimates: all that could be chosen.
+    """
+
+    rows: int
+    chosen: str
+    pays: bool
+    estimates: list[Estimate]
+
+
 @dataclass(repr=False)
 class Report(Summarised):
     """What the controller knows at the end of a call, from this call and earlier ones.
@@ -23,6 +58,7 @@ class Report(Summarised):
         acceptance: (kind of draft, [a_1, a_2, ...], observations of its first position, older ones faded).
         gain: speed relative to the estimated speed of plain decoding, in this call.
         low, high: the 95 % interval of ``gain``.
+        decision: the last decision of the call; None if there was none.
     """
 
     verify: list[tuple[int, int, float, int]]
@@ -31,6 +67,7 @@ class Report(Summarised):
     gain: float
     low: float
     high: float
+    decision: Decision | None = None
 
     def summary(self) -> str:
         interval = f"95 % interval: {self.low:.2f}x to {self.high:.2f}x"

@@ -100,7 +100,7 @@ def measure(
     for repetition in range(repeats + 1):
         for number in streams:
             # The same prompts for all servers, others in each repetition.
-            chosen = [prompts[(repetition + i) % len(prompts)] for i in range(max(4, 2 * number))]
+            chosen = [prompts[(repetition + i) % len(prompts)] for i in range(4 * number)]
             for name, url in urls.items():
                 fields: dict[str, Any] = {"max_tokens": tokens, "temperature": 0}
                 bodies = [{**found[name].body, **fields, "prompt": each} for each in chosen]

@@ -1,6 +1,7 @@
 """Requests of an engine: ends, limits, errors, cancellation, log probabilities, reading from tasks."""
 
 import asyncio
+import threading
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from helpers.texts.tiny_text import tiny_tokenizer
 from transformers import LogitsProcessor, StoppingCriteria
 
 from specdec_ext import Drafter, DraftTree, generate
-from specdec_ext.engine import Engine
+from specdec_ext.engine import Engine, engine
+from specdec_ext.engine.loop import EngineLoop
+from specdec_ext.engine.request import Request
 from specdec_ext.errors import EngineClosedError, EngineFullError
 from specdec_ext.models.slots import SlotTarget
 
@@ -103,6 +106,34 @@ def test_an_error_of_one_request_disturbs_no_other(model):
         for each, other in zip(range(3, 6), others, strict=True):
             assert other.result(60) == text_of(model, [each] * 6, max_new_tokens=30)
     assert failing.finish_reason == "error" and len(failing.tokens) == 9 - len(PROMPT)
+
+
+def test_a_step_reads_as_many_prompts_as_its_budget_allows(model, monkeypatch):
+    """A running text waits for 8 tokens of prompts at most, however many of them there are."""
+    read, step, prefill = [[]], EngineLoop.step, Request.prefill
+    submitted = threading.Event()
+
+    def counted(request):
+        read[-1].append(request.next_pass)
+        return prefill(request)
+
+    def counting_step(loop):
+        assert submitted.wait(60)
+        read.append([])
+        step(loop)
+
+    monkeypatch.setattr(engine, "PREFILL_TOKENS", 8)
+    monkeypatch.setattr(Request, "prefill", counted)
+    monkeypatch.setattr(EngineLoop, "step", counting_step)
+    with Engine(model, drafter=None, max_rows=9) as decoder:
+        running = decoder.submit([9], max_new_tokens=100)
+        next(iter(running))
+        prompts = [[5] * 3, [6] * 4, [7] * 12, [8] * 5, [9, 9]]
+        handles = [decoder.submit(ids, max_new_tokens=20) for ids in prompts]
+        submitted.set()
+        for ids, handle in zip(prompts, handles, strict=True):
+            assert handle.result(60) == text_of(model, ids, max_new_tokens=20)
+    assert [each for each in read if each] == [[1], [3, 4], [8], [4], [5, 2]]
 
 
 def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(model):

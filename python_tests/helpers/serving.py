@@ -83,16 +83,19 @@ class Served:
 
 @contextmanager
 def serving(
-    engine_options: dict | None = None, engine: Engine | None = None, **settings
+    engine_options: dict | None = None,
+    engine: Engine | None = None,
+    port: int = 0,
+    **settings,
 ) -> Iterator[Served]:
-    """A server on a free port, in a thread."""
+    """A server on a port, by default a free one, in a thread."""
     if engine is None:
         # It always drafts, so its counters of drafts do not depend on the clock.
         options = {"speculation": "fixed", **(engine_options or {})}
         engine = Engine(target(), tokenizer=tokenizer(), **options)
     given = Settings(**{"model_name": MODEL, "chat_template": TEMPLATE, **settings})
     server = uvicorn.Server(
-        uvicorn.Config(create_app(engine, given), host="127.0.0.1", port=0, log_config=None)
+        uvicorn.Config(create_app(engine, given), host="127.0.0.1", port=port, log_config=None)
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

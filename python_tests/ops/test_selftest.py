@@ -8,6 +8,7 @@ import pytest
 from helpers.places import ROOT
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
 def test_the_self_test_passes_under_sanitizers():
     build = ROOT / "build" / "cmake-sanitize"

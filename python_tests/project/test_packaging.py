@@ -106,6 +106,7 @@ def install(wheel: Path, python: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_wheel_holds_the_package_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     package = {name for name in names if name.startswith("specdec_ext/")}
@@ -115,6 +116,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+@pytest.mark.slow
 def test_wheel_is_for_every_python_of_this_platform(wheel):
     assert re.fullmatch(r"specdec_ext-[\d.]+-cp310-abi3-\w+\.whl", wheel.name)
 
@@ -135,6 +137,7 @@ def test_supported_transformers_are_the_ones_that_pip_installs():
         assert f"transformers {oldest} to {newest}" in (ROOT / page).read_text(), page
 
 
+@pytest.mark.slow
 def test_metadata_has_readme_and_classifiers(wheel):
     archive = zipfile.ZipFile(wheel)
     (name,) = [name for name in archive.namelist() if name.endswith("METADATA")]
@@ -144,6 +147,7 @@ def test_metadata_has_readme_and_classifiers(wheel):
     assert (ROOT / "README.md").read_text().splitlines()[0] in metadata
 
 
+@pytest.mark.slow
 def test_build_in_place_removes_old_modules(wheel):
     """The build describes itself and removes modules of earlier versions, which Python would prefer."""
     source = wheel.parent.parent / "source"
@@ -172,6 +176,7 @@ print(specdec_ext.__file__)
 """
 
 
+@pytest.mark.slow
 def test_wheel_works_in_an_empty_environment(wheel, tmp_path):
     """Only the wheel is installed; torch and other dependencies are taken from this environment by path."""
     python = empty_environment(tmp_path / "venv")
@@ -217,6 +222,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 def test_wheel_is_for_another_python(wheel, tmp_path):
     """Tests the host module, the only one built with Python's headers; torch is not installed there."""
     pythons = other_pythons()
@@ -226,6 +232,18 @@ def test_wheel_is_for_another_python(wheel, tmp_path):
         python = empty_environment(tmp_path / str(number), other)
         install(wheel, python)
         assert check_call(python, "-I", "-c", HOST) == "min_ngram must be at least 1, got 0\n"
+
+
+def test_modules_and_their_files_are_installed(tmp_path):
+    """What a wheel holds beside the native libraries, without building those."""
+    copy_repository(tmp_path / "source")
+    command = (sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", tmp_path / "built")
+    check_call(*command, cwd=tmp_path / "source")
+    built = {
+        str(path.relative_to(tmp_path / "built")) for path in (tmp_path / "built").rglob("*.*")
+    }
+    tracked = {str(path) for path in repository_files() if path.parts[0] == "specdec_ext"}
+    assert built == tracked
 
 
 def test_sources_are_complete(tmp_path):
@@ -358,6 +376,29 @@ def test_ci_runs_make_test_and_passes_its_failure_on(tmp_path):
     )
     assert done.stdout == f"{ROOT}: make test\n"
     assert done.returncode == 7
+
+
+@pytest.mark.parametrize("installs", [True, False])
+def test_ci_installs_a_browser_or_says_what_is_skipped(tmp_path, installs):
+    """Every command but bash and dirname is a fake, so nothing is installed."""
+    fakes = {
+        "make": "echo make",
+        "id": "echo 0",
+        "apt-get": 'echo "apt-get $*"'
+        + (f" && cp {tmp_path}/id {tmp_path}/chromium" if installs else "; exit 1"),
+    }
+    for name, script in fakes.items():
+        (tmp_path / name).write_text(f"#!{shutil.which('bash')}\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("bash", "dirname", "cp"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    done = subprocess.run(
+        [ROOT / ".ci" / "run"], env={"PATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert (done.stdout, done.returncode) == ("make\n", 0)
+    assert "apt-get update" in done.stderr
+    assert ("--no-install-recommends chromium" in done.stderr) == installs
+    assert ("are skipped" in done.stderr) == (not installs)
 
 
 def test_workflow_runs_the_same_two_commands():

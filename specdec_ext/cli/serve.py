@@ -38,7 +38,7 @@ def serve(
         typer.Option(
             envvar="SPECDEC_API_KEY",
             show_envvar=True,
-            help="Refuse requests without this key, except for /health and /metrics.",
+            help="Refuse requests without this key, except for /, /health and /metrics.",
         ),
     ] = None,
     served_model_name: Annotated[

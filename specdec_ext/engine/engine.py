@@ -19,7 +19,7 @@ from specdec_ext.drafters.choice import DrafterChoice
 from specdec_ext.engine.batch import RequestBatch
 from specdec_ext.engine.checks import check_request, check_sizes, checked_ids, longest_text
 from specdec_ext.engine.handle import Handle, Times
-from specdec_ext.engine.load import EngineLoad
+from specdec_ext.engine.load import EngineLoad, first_stats
 from specdec_ext.engine.loop import EngineLoop
 from specdec_ext.engine.prefixes import PrefixCache
 from specdec_ext.engine.request import BurstStream, LogprobRecorder, Request
@@ -28,6 +28,7 @@ from specdec_ext.generation import policy_of
 from specdec_ext.models import make_target
 from specdec_ext.models.patching.changes import transactional
 from specdec_ext.models.slots import SlotTarget
+from specdec_ext.report import Decision
 from specdec_ext.schedule.settings import resolve_speculation
 from specdec_ext.stats import SpeculationStats
 
@@ -105,9 +106,7 @@ class Engine:
                 f"{type(self.drafter).__name__} can't serve requests that join a running batch; use another "
                 "drafter, such as 'ngram', 'suffix' or a draft head, or call specdec_ext.generate"
             )
-        self._stats = SpeculationStats(
-            drafter=type(self.drafter).__name__ if self.drafter else "none"
-        )
+        self._stats = first_stats(self.drafter, speculation)
         self._prefixes = PrefixCache(PREFILL_TOKENS, prefix_tokens)
         self._begin()
         self._changed = Condition()
@@ -255,7 +254,13 @@ class Engine:
         """What the engine is doing now."""
         running = self._running
         cached = sum(len(each.handle.tokens) + each.handle.prompt_tokens for each in running)
-        return EngineLoad(len(running), len(self._waiting), cached, self.max_tokens)
+        return EngineLoad(len(running), len(self._waiting), cached, self.max_tokens, self.max_rows)
+
+    @property
+    def decision(self) -> Decision | None:
+        """What the controller chose last, and from what; None before that, or with nothing to choose."""
+        policy = self._loop.policy
+        return None if policy is None else policy.decision()
 
     def stats(self) -> SpeculationStats:
         """The statistics of all requests so far."""
@@ -355,11 +360,14 @@ class Engine:
     def _read_prompts(self) -> None:
         """Read prompts, PREFILL_TOKENS at most; requests whose prompts are complete join the batch."""
         budget = PREFILL_TOKENS
-        while self._reading and budget > 0:
+        while self._reading:
             request = self._reading[0]
-            left = request.handle.prompt_tokens - request.handle.reused_tokens
-            budget -= min(left, PREFILL_TOKENS)
             try:
+                if not request.has_begun:
+                    request.begin()
+                budget -= request.next_pass
+                if budget < 0:
+                    return
                 output = request.prefill()
             except Exception as error:
                 request.error = error

@@ -25,7 +25,7 @@ class PrefixCache:
     """
 
     def __init__(self, part_size: int, max_tokens: int):
-        self._size, self._max_parts = part_size, max_tokens // part_size
+        self.part_size, self._max_parts = part_size, max_tokens // part_size
         self._parts: OrderedDict[bytes, PromptPart] = (
             OrderedDict()
         )  # the part used last is the last
@@ -33,7 +33,7 @@ class PrefixCache:
     @property
     def num_tokens(self) -> int:
         """Number of tokens that it holds."""
-        return len(self._parts) * self._size
+        return len(self._parts) * self.part_size
 
     def find(self, ids: Sequence[int]) -> list[PromptPart]:
         """The parts with which a prompt begins; they leave at least its last token to be read."""
@@ -52,8 +52,8 @@ class PrefixCache:
         keys = [*self._keys(ids)][: self._max_parts]
         for i, key in enumerate(keys):
             if key not in self._parts:
-                begin = i * self._size
-                self._parts[key] = target.prompt_part(begin, begin + self._size, output)
+                begin = i * self.part_size
+                self._parts[key] = target.prompt_part(begin, begin + self.part_size, output)
         self._use(keys)
         while len(self._parts) > self._max_parts:
             self._parts.popitem(last=False)
@@ -66,7 +66,7 @@ class PrefixCache:
     def _keys(self, ids: Sequence[int]) -> Iterator[bytes]:
         """A key for each whole part, which depends on the tokens before it, too."""
         key = b""
-        for begin in range(0, len(ids) - self._size + 1, self._size):
-            part = array("q", ids[begin : begin + self._size])
+        for begin in range(0, len(ids) - self.part_size + 1, self.part_size):
+            part = array("q", ids[begin : begin + self.part_size])
             key = hashlib.sha256(key + part.tobytes()).digest()
             yield key

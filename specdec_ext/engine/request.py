@@ -37,6 +37,7 @@ class Request:
     prefixes: PrefixCache
     takes_drafts: bool = True
     error: BaseException | None = None
+    _unread: int = 0  # number of tokens of the prompt
     _passes: Iterator[TargetOutput | None] | None = None
 
     @cached_property
@@ -44,12 +45,32 @@ class Request:
         """How ops verify its row; None if they can't."""
         return self.call.sampler.row_rule
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether :meth:`begin` was called."""
+        return self.handle.times.started is not None
+
+    def begin(self) -> None:
+        """Begin to read the prompt, behind what it has in common with an earlier one."""
+        self.handle.times.started = time.perf_counter()
+        context, handle = self.call.context, self.handle
+        parts = self.prefixes.find(context.prompt(0))
+        if parts:
+            handle.reused_tokens = sum(part.num_tokens for part in parts)
+            self.target.restore(parts, context.input_ids.shape[1])
+        self._unread = handle.prompt_tokens - handle.reused_tokens
+        self._passes = self.target.prefill_passes(context.input_ids, context.attention_mask, room=0)
+
+    @property
+    def next_pass(self) -> int:
+        """Number of tokens that the next pass over the prompt reads."""
+        return min(self._unread, self.prefixes.part_size)
+
     def prefill(self) -> TargetOutput | None:
         """Run one pass over the prompt. After the last one, emit the first token and return the output."""
         call = self.call
-        if self._passes is None:
-            self.handle.times.started = time.perf_counter()
-            self._passes = self._read()
+        assert self._passes is not None  # it has begun
+        self._unread -= self.next_pass
         output = next(self._passes)
         if output is not None:
             self.prefixes.keep(call.context.prompt(0), self.target, output)
@@ -57,15 +78,6 @@ class Request:
             root = DraftTree.root(call.context.input_ids[:, 0])
             call.verify(root, output, self.target)
         return output
-
-    def _read(self) -> Iterator[TargetOutput | None]:
-        """Begin with what an earlier prompt has in common with this one; return the passes over the rest."""
-        context = self.call.context
-        parts = self.prefixes.find(context.prompt(0))
-        if parts:
-            self.handle.reused_tokens = sum(part.num_tokens for part in parts)
-            self.target.restore(parts, context.input_ids.shape[1])
-        return self.target.prefill_passes(context.input_ids, context.attention_mask, room=0)
 
     @property
     def finish_reason(self) -> FinishReason | None:

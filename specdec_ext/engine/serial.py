@@ -20,10 +20,11 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from specdec_ext.decoding.preparation import checked_seed
 from specdec_ext.engine.checks import check_request, check_sizes, checked_ids, longest_text, setting
 from specdec_ext.engine.handle import Burst, FinishReason, Handle, Times, TokenLogprobs
-from specdec_ext.engine.load import EngineLoad
+from specdec_ext.engine.load import EngineLoad, first_stats
 from specdec_ext.engine.logprobs import logprobs_of
 from specdec_ext.errors import EngineClosedError, EngineFullError
 from specdec_ext.generation import custom_generate, generate
+from specdec_ext.report import Decision
 from specdec_ext.stats import SpeculationStats
 
 
@@ -80,7 +81,7 @@ class SerialEngine:
         self.max_length = max_length or longest_text(model)
         if max_tokens is not None:
             self.max_length = min(self.max_length, max_tokens)
-        self._stats = SpeculationStats()
+        self._stats = first_stats(drafter, speculation)
         self._changed = Condition()
         self._waiting: deque[_Request] = deque()
         self._running: _Request | None = None
@@ -156,7 +157,15 @@ class SerialEngine:
             cached = 0
             if running is not None:
                 cached = running.handle.prompt_tokens + len(running.handle.tokens)
-            return EngineLoad(int(running is not None), len(self._waiting), cached, self.max_tokens)
+            return EngineLoad(
+                int(running is not None), len(self._waiting), cached, self.max_tokens, max_rows=1
+            )
+
+    @property
+    def decision(self) -> Decision | None:
+        """What the controller chose last in the last request that had one; None before that."""
+        report = self._stats.report
+        return None if report is None else report.decision
 
     def stats(self) -> SpeculationStats:
         """The statistics of all requests that have ended, added up."""
@@ -235,8 +244,15 @@ class SerialEngine:
             except BaseException as error:  # of this request only
                 failure = error
             with self._changed:
-                self._stats.add(handle.stats)
+                self._count(handle.stats)
             handle.finish(reason, failure)
+
+    def _count(self, stats: SpeculationStats) -> None:
+        mine = self._stats
+        named = {"drafter": mine.drafter, "policy": mine.policy, "report": mine.report}
+        mine.add(stats)
+        if stats.policy == "none":  # a request without drafts says nothing about the engine's
+            vars(mine).update(named)
 
     def _decode(self, request: _Request) -> FinishReason:
         handle, arguments = request.handle, dict(request.arguments)

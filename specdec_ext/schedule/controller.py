@@ -32,13 +32,13 @@ from transformers import PreTrainedModel
 
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
-from specdec_ext.report import Report
+from specdec_ext.report import Decision, Report
 from specdec_ext.schedule.acceptance import Acceptance, judged
 from specdec_ext.schedule.costs import Curve
 from specdec_ext.schedule.memory import FIRST_INTERVAL, LAST_INTERVAL, Sleep, memory_of
 from specdec_ext.schedule.options import CHAIN, Kind, Option, Source, kind_of, name_of
 from specdec_ext.schedule.policy import Policy, offered
-from specdec_ext.schedule.report import Gain, report_of
+from specdec_ext.schedule.report import Gain, decision_of, report_of
 from specdec_ext.schedule.savings import CallSavings
 from specdec_ext.schedule.settings import SpeculationConfig
 from specdec_ext.stats import SpeculationStats
@@ -128,6 +128,9 @@ class Controller(Policy):
         self._option: Option | None = None  # the option of this step
         self._probing = False  # whether this step is a probe
         self._price = 0.0  # tokens per second
+        self._rates: list[float] = []  # of the options that were compared last
+        # The last decision as the arguments of decision_of; what they refer to does not change.
+        self._decision: tuple[int, float, bool, list[Option], list[float], Option] | None = None
         self._last_model_draft = -math.inf  # step
         self._read = 0  # tokens of the longest row that the drafter had read at its last draft
         # The proposal of this step, with the kind of each row.
@@ -245,6 +248,7 @@ class Controller(Policy):
         unread = self._unread(context) if self._paused else 0
         options = self._options(context.rows, room, unread)
         best = self._best(options, self._rows, room)
+        self._decision = self._rows, self._plain, self._pays, options, self._rates, best
         if (probe := self._due_probe(options, best, self._rows, room)) is not None:
             source = probe.source
             self._interval[source] = min(2 * self._interval[source], LAST_INTERVAL[source])
@@ -350,7 +354,7 @@ class Controller(Policy):
 
     def _best(self, options: list[Option], rows: int, room: int) -> Option:
         """The option with the highest rate, where the current shape is favoured by ``hysteresis``."""
-        rates = [self._rate(option, rows, room) for option in options]
+        rates = self._rates = [self._rate(option, rows, room) for option in options]
 
         def favoured(i: int) -> float:
             used = self._current is not None and options[i].shape is self._current.shape
@@ -703,9 +707,14 @@ class Controller(Policy):
         memory.plain_interval = self._interval[Source.PLAIN]
         memory.sleep = Sleep(len(lengths), self._steps_asleep() | asleep)
 
+    def decision(self) -> Decision | None:
+        return None if self._decision is None else decision_of(*self._decision)
+
     def report(self) -> Report:
         memory = self._memory
-        return report_of(memory.verify, memory.drafts, memory.acceptance, self._gain)
+        report = report_of(memory.verify, memory.drafts, memory.acceptance, self._gain)
+        report.decision = self.decision()
+        return report
 
 
 def _rounded(tokens: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from specdec_ext.context import Context
 from specdec_ext.drafters.base import Drafter
-from specdec_ext.report import Report
+from specdec_ext.report import Decision, Report
 from specdec_ext.stats import SpeculationStats
 from specdec_ext.tree.config import Lookup, Shape, TreeConfig
 from specdec_ext.tree.draft_tree import DraftTree
@@ -91,6 +91,10 @@ class Policy:
 
     def end(self) -> None:
         """End the call."""
+
+    def decision(self) -> Decision | None:
+        """The last decision of the call; None if there was none. Any thread may call this."""
+        return None
 
     def report(self) -> Report | None:
         """What was measured up to the end of the call; None if nothing was."""

@@ -1,14 +1,16 @@
-"""``Gain``, the measured speed-up of a call, and the report of what the controller knows at its end."""
+"""``Gain``, the measured speed-up of a call, the report of what the controller knows, and its decisions."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specdec_ext.report import Report
+from specdec_ext.report import Decision, Estimate, Report
 from specdec_ext.schedule.acceptance import LearntAcceptance
 from specdec_ext.schedule.costs import Curve, DraftCosts, VerifyCosts
-from specdec_ext.schedule.options import CHAIN, name_of
+from specdec_ext.schedule.options import CHAIN, Option, name_of
+from specdec_ext.stats import PLAIN_STEP
 from specdec_ext.tree.config import TreeConfig
 
 # Half the width of a 95 % interval of the normal distribution, in standard errors.
@@ -92,6 +94,40 @@ def report_of(
         low,
         high,
     )
+
+
+def decision_of(
+    rows: int,
+    plain: float,
+    pays: bool,
+    options: Sequence[Option],
+    rates: Sequence[float],
+    best: Option,
+) -> Decision:
+    """A decision of the controller.
+
+    Args:
+        rows: number of active rows.
+        plain: seconds of a plain step; 0 if it was not measured.
+        pays: whether drafts may be chosen.
+        options: what was compared.
+        rates: tokens per second of each option.
+        best: the option that was chosen.
+    """
+
+    def name(option: Option) -> str:
+        return PLAIN_STEP if option.shape is None else name_of(option.shape)
+
+    estimates = [
+        Estimate(
+            name(option),
+            rows + option.tokens,
+            plain + option.seconds if plain else None,
+            rate if plain else None,
+        )
+        for option, rate in zip(options, rates, strict=True)
+    ]
+    return Decision(rows, name(best), pays, estimates)
 
 
 def _reference_error(curves: list[Curve]) -> float:

@@ -10,8 +10,7 @@ from contextlib import aclosing
 from itertools import pairwise
 from typing import Any
 
-from openai.types import CompletionUsage
-from openai.types.completion_usage import PromptTokensDetails
+from pydantic_core import to_json
 
 from specdec_ext.serve.http.errors import ApiError, as_api_error
 from specdec_ext.serve.http.schemas import Generation
@@ -77,7 +76,8 @@ class Answer:
             ApiError: a choice failed, or time is up.
         """
         timeout = self.service.settings.request_timeout
-        source = followed(self.choices, self._on_burst, self._began + timeout, timeout)
+        left = self._began + timeout - time.perf_counter()
+        source = followed(self.choices, self._on_tokens, left, timeout)
         try:
             async with aclosing(source):
                 async for item in source:
@@ -95,27 +95,35 @@ class Answer:
             self._count_and_log()
 
     @property
-    def usage(self) -> CompletionUsage:
-        """The tokens so far."""
+    def usage(self) -> dict[str, Any]:
+        """The tokens so far, as OpenAI's ``CompletionUsage``."""
         new = sum(choice.num_tokens for choice in self.choices)
         # Of a prompt with several choices, its first one counts, as in prompt_tokens.
         firsts = self.choices[:: self.body.n or 1]
         reused = sum(choice.handle.reused_tokens for choice in firsts)
-        return CompletionUsage(
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=new,
-            total_tokens=self.prompt_tokens + new,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=reused),
-        )
-
-    @property
-    def head(self) -> dict[str, Any]:
-        """The fields that every object of the answer has."""
         return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": new,
+            "total_tokens": self.prompt_tokens + new,
+            "prompt_tokens_details": {"cached_tokens": reused},
+        }
+
+    def told(self, kind: str, choices: Sequence[Any], **fields: Any) -> str:
+        """An object of the answer as a JSON text.
+
+        Args:
+            kind: the value of ``object``.
+            choices, **fields: values of JSON, or models of pydantic.
+        """
+        common = {
             "id": self.id,
             "created": self.created,
             "model": self.service.settings.model_name,
+            "object": kind,
+            "choices": choices,
         }
+        # The models of OpenAI's package take several times as long to build, for every chunk.
+        return to_json({**common, **fields}, inf_nan_mode="null").decode()
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -125,7 +133,7 @@ class Answer:
             return {}
         return {"metrics": {"speculative_decoding": speculative_decoding(stats)}}
 
-    def _on_burst(self, choice: Choice, count: int) -> None:
+    def _on_tokens(self, choice: Choice, count: int) -> None:
         self.service.metrics.burst(choice.handle, self._progress[choice], count)
 
     def _count_and_log(self) -> None:

@@ -23,6 +23,7 @@ from specdec_ext.serve.http.schemas import (
     TokenizeRequest,
 )
 from specdec_ext.serve.http.sse import EventStream, answer_while_connected
+from specdec_ext.serve.page import add_page
 from specdec_ext.serve.service import Service, Settings
 
 _CLIENT_LEFT = 499  # nobody reads it; the status that nginx logs
@@ -58,6 +59,7 @@ def create_app(engine: AnyEngine, settings: Settings) -> FastAPI:
     _add_generation(app, service)
     _add_tokens(app, service)
     _add_operations(app, service)
+    add_page(app, service)
     return app
 
 

@@ -7,16 +7,17 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-
 from specdec_ext.serve.answer import Answer
 from specdec_ext.serve.http.errors import ApiError
 from specdec_ext.serve.http.schemas import ChatRequest, Message, Tool
 from specdec_ext.serve.sampling import Wanted, wanted
 from specdec_ext.serve.service import Service
-from specdec_ext.serve.text.choice import Choice
+from specdec_ext.serve.text.choice import Choice, Piece
 from specdec_ext.serve.text.logprobs import Scored, chat_logprobs
+from specdec_ext.serve.text.marks import Marks, Part, append
 from specdec_ext.serve.text.replies import Reply
+
+CHUNK = "chat.completion.chunk"  # the value of ``object`` in a stream
 
 
 class ChatAnswer:
@@ -35,6 +36,7 @@ class ChatAnswer:
         self._replies = [
             Reply(service.tokenizer, service.template, prompt, tools) for _ in answer.choices
         ]
+        self._marks = [Marks() for _ in answer.choices]
 
     async def whole(self) -> str:
         """The answer as one JSON text."""
@@ -43,12 +45,15 @@ class ChatAnswer:
             {"role": "assistant", "content": None} for _ in answer.choices
         ]
         scored: list[list[Any]] = [[] for _ in answer.choices]
+        marked: list[list[Part]] = [[] for _ in answer.choices]
         async with aclosing(answer.pieces()) as pieces:
             async for choice, piece in pieces:
                 scored[choice.index] += piece.logprobs
-                for delta in self._deltas(choice, piece.text, piece.is_last):
+                for delta in self._deltas(choice, piece):
                     _extend(messages[choice.index], delta)
-        choices = []
+                    for part in self._pieces(choice, delta):
+                        append(marked[choice.index], part)
+        choices: list[dict[str, Any]] = []
         for choice, message, logprobs in zip(answer.choices, messages, scored, strict=True):
             if message["content"] is None and "tool_calls" not in message:
                 message["content"] = ""
@@ -60,14 +65,9 @@ class ChatAnswer:
                     "finish_reason": self._reason(choice),
                 }
             )
-        built = ChatCompletion.model_construct(
-            **answer.head,
-            object="chat.completion",
-            choices=choices,
-            usage=answer.usage,
-            **answer.metrics,
-        )
-        return built.model_dump_json(exclude_unset=True, warnings=False)
+            if self._body.mark_drafted:
+                choices[-1]["pieces"] = marked[choice.index]
+        return answer.told("chat.completion", choices, usage=answer.usage, **answer.metrics)
 
     async def chunks(self) -> AsyncGenerator[str, None]:
         """The answer as the JSON texts of a stream."""
@@ -81,21 +81,23 @@ class ChatAnswer:
             if choice not in begun:
                 begun.add(choice)
                 delta = {"role": "assistant", "content": "", **delta}
-            told = {
+            told: dict[str, Any] = {
                 "index": choice.index,
                 "delta": delta,
                 "logprobs": self._logprobs(scored),
                 "finish_reason": reason,
             }
+            if self._body.mark_drafted:
+                told["pieces"] = self._pieces(choice, delta)
             is_end = reason is not None and not unfinished and not wants_usage
             extra = answer.metrics if is_end else {}
-            return self._object([told], usage=answer.usage if always else None, **extra)
+            return answer.told(CHUNK, [told], usage=answer.usage if always else None, **extra)
 
         async with aclosing(answer.pieces()) as pieces:
             async for choice, piece in pieces:
                 unfinished -= piece.is_last
                 scored: Scored = piece.logprobs
-                deltas = self._deltas(choice, piece.text, piece.is_last)
+                deltas = self._deltas(choice, piece)
                 if scored and not deltas:
                     deltas = [{"content": ""}]
                 for delta in deltas:
@@ -104,12 +106,20 @@ class ChatAnswer:
                 if piece.is_last:
                     yield chunk(choice, {}, scored, self._reason(choice))
         if wants_usage:
-            yield self._object([], usage=answer.usage, **answer.metrics)
+            yield answer.told(CHUNK, [], usage=answer.usage, **answer.metrics)
 
-    def _deltas(self, choice: Choice, text: str, is_last: bool) -> list[dict[str, Any]]:
+    def _deltas(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
         reply = self._replies[choice.index]
-        deltas = reply.feed(text) if text else []
-        return deltas + reply.flush() if is_last else deltas
+        if self._body.mark_drafted:
+            self._marks[choice.index].add(piece.parts)
+        deltas = reply.feed(piece.text) if piece.parts else []
+        return deltas + reply.flush() if piece.is_last else deltas
+
+    def _pieces(self, choice: Choice, delta: dict[str, Any]) -> list[Part]:
+        """The parts of the content of a delta."""
+        marks = self._marks[choice.index]
+        marks.take(delta.get("reasoning_content", ""))  # it is told first, and has no marks
+        return marks.take(delta.get("content", ""))
 
     def _reason(self, choice: Choice) -> str | None:
         is_call = choice.finish_reason == "stop" and self._replies[choice.index].has_called
@@ -120,12 +130,6 @@ class ChatAnswer:
             return None
         count = self._body.top_logprobs or 0
         return {"content": chat_logprobs(self.answer.service.texts, scored, count)}
-
-    def _object(self, choices: list[Any], **fields: Any) -> str:
-        built = ChatCompletionChunk.model_construct(
-            **self.answer.head, object="chat.completion.chunk", choices=choices, **fields
-        )
-        return built.model_dump_json(exclude_unset=True, warnings=False)
 
 
 async def start(service: Service, body: ChatRequest) -> ChatAnswer:

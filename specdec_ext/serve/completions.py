@@ -6,17 +6,17 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from openai.types import Completion, CompletionChoice
-
 from specdec_ext.serve.answer import Answer
 from specdec_ext.serve.http.schemas import CompletionRequest
 from specdec_ext.serve.sampling import Wanted, wanted
 from specdec_ext.serve.service import Service
 from specdec_ext.serve.text.choice import Choice, Piece
 from specdec_ext.serve.text.logprobs import completion_logprobs
+from specdec_ext.serve.text.marks import append
 
 # OpenAI's default for max_tokens of this endpoint.
 DEFAULT_MAX_TOKENS = 16
+KIND = "text_completion"  # the value of ``object``
 
 
 class CompletionAnswer:
@@ -32,17 +32,17 @@ class CompletionAnswer:
     async def whole(self) -> str:
         """The answer as one JSON text."""
         answer = self.answer
-        texts = [""] * len(answer.choices)
-        scored: list[list[Any]] = [[] for _ in answer.choices]
+        wholes = [Piece(is_last=True) for _ in answer.choices]
         async with aclosing(answer.pieces()) as pieces:
             async for choice, piece in pieces:
-                texts[choice.index] += piece.text
-                scored[choice.index] += piece.logprobs
+                for part in piece.parts:
+                    append(wholes[choice.index].parts, part)
+                wholes[choice.index].logprobs += piece.logprobs
         choices = [
-            _choice(answer, choice, Piece(text, logprobs, is_last=True), 0)
-            for choice, text, logprobs in zip(answer.choices, texts, scored, strict=True)
+            _choice(answer, choice, whole, 0)
+            for choice, whole in zip(answer.choices, wholes, strict=True)
         ]
-        return _object(answer, choices, usage=answer.usage, **answer.metrics)
+        return answer.told(KIND, choices, usage=answer.usage, **answer.metrics)
 
     async def chunks(self) -> AsyncGenerator[str, None]:
         """The answer as the JSON texts of a stream."""
@@ -63,9 +63,9 @@ class CompletionAnswer:
                 )
                 extra = answer.metrics if not unfinished and not wants_usage else {}
                 usage = answer.usage if always else None
-                yield _object(answer, [told], usage=usage, **extra)
+                yield answer.told(KIND, [told], usage=usage, **extra)
         if wants_usage:
-            yield _object(answer, [], usage=answer.usage, **answer.metrics)
+            yield answer.told(KIND, [], usage=answer.usage, **answer.metrics)
 
 
 async def start(service: Service, body: CompletionRequest) -> CompletionAnswer:
@@ -94,18 +94,14 @@ def _ids(service: Service, body: CompletionRequest, prompt: str | list[int]) -> 
     return prompt
 
 
-def _choice(answer: Answer, choice: Choice, piece: Piece, offset: int) -> CompletionChoice:
+def _choice(answer: Answer, choice: Choice, piece: Piece, offset: int) -> dict[str, Any]:
     logprobs = None
     if piece.logprobs:
         logprobs = completion_logprobs(answer.service.texts, piece.logprobs, offset)
-    reason: Any = choice.finish_reason if piece.is_last else None
-    return CompletionChoice.model_construct(
-        index=choice.index, text=piece.text, logprobs=logprobs, finish_reason=reason
-    )
-
-
-def _object(answer: Answer, choices: list[CompletionChoice], **fields: Any) -> str:
-    built = Completion.model_construct(
-        **answer.head, object="text_completion", choices=choices, **fields
-    )
-    return built.model_dump_json(exclude_unset=True)
+    told = {
+        "index": choice.index,
+        "text": piece.text,
+        "logprobs": logprobs,
+        "finish_reason": choice.finish_reason if piece.is_last else None,
+    }
+    return {**told, "pieces": piece.parts} if answer.body.mark_drafted else told

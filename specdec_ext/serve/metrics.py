@@ -54,6 +54,10 @@ class ServerMetrics:
     Args:
         engine: the engine.
         model_name: name of the model, the value of the label ``model_name``.
+
+    Attributes:
+        prompt_tokens: number of tokens of prompts that were read.
+        generation_tokens: number of tokens that were emitted.
     """
 
     def __init__(self, engine: AnyEngine, model_name: str):
@@ -66,6 +70,7 @@ class ServerMetrics:
             )
             for name, text in _HISTOGRAMS.items()
         }
+        self.prompt_tokens = self.generation_tokens = 0
         self._counts = {
             name: Counter(name, text, _LABELS, registry=self._registry).labels(*self._labels)
             for name, text in _COUNTERS.items()
@@ -80,8 +85,10 @@ class ServerMetrics:
     def burst(self, handle: Handle, progress: Progress, count: int) -> None:
         """Count a burst of ``count`` tokens that has just arrived."""
         now = time.perf_counter()
+        self.generation_tokens += count
         self._counts["vllm:generation_tokens"].inc(count)
         if progress.last_burst is None:
+            self.prompt_tokens += handle.prompt_tokens
             for name in ("vllm:prompt_tokens", "vllm:prefix_cache_queries"):
                 self._counts[name].inc(handle.prompt_tokens)
             self._counts["vllm:prefix_cache_hits"].inc(handle.reused_tokens)

@@ -4,6 +4,7 @@ import pytest
 from generation import count_round
 from generation.trace import FROM_HOST, LAUNCH, TO_HOST
 
+DRAFTERS = count_round.DRAFTERS
 HOST_DRAFTERS = ["none", "ngram", "head chain", "head tree"]
 
 
@@ -43,7 +44,12 @@ def test_plain_round_launches_four_kernels_beside_the_model(cases):
     assert cases["none", "1", "greedy"]["median"]["launch"] <= 236
 
 
-def test_round_with_a_recorded_pass_makes_few_other_launches(monkeypatch):
+# The last one drafts with an n-gram index and a head.
+@pytest.mark.parametrize(
+    "drafter",
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS[:-1]), DRAFTERS[-1]],
+)
+def test_round_with_a_recorded_pass_makes_few_other_launches(monkeypatch, drafter):
     """The replay is one launch; the others prepare it, draft, verify and commit the round.
 
     The host waits for a round only after it has launched the next one, and repeats the shapes of that round.
@@ -58,7 +64,7 @@ def test_round_with_a_recorded_pass_makes_few_other_launches(monkeypatch):
         original(self, call)
 
     monkeypatch.setattr(count_round.Counting, "report", report)
-    found = count_round.run([count_round.bundled_world()], graphs=True, new_tokens=64)
+    found = count_round.run([count_round.bundled_world()], [drafter], graphs=True, new_tokens=64)
     for case in found:
         row, sites = case.row(), case.sites(LAUNCH)
         assert not [site for site in sites if site.startswith("transformers/")]

@@ -7,8 +7,8 @@ from typing import Any
 
 from specdec_ext.serve.http.errors import ApiError, refusal
 
-# Probes and Prometheus come without a key, and the answers hold no text.
-OPEN_PATHS = ("/health", "/metrics")
+# Probes, Prometheus and browsers that open the page come without a key, and the answers hold no text.
+OPEN_PATHS = ("/health", "/metrics", "/", "/page.js", "/page.css")
 
 
 class KeyGuard:

@@ -110,6 +110,7 @@ class Generation(Body):
     skip_special_tokens: Bool = True
     response_format: ResponseFormat | None = None
     speculation: Literal["auto", "fixed", "none"] | None = None
+    mark_drafted: Bool = False
 
     @model_validator(mode="before")
     @classmethod
