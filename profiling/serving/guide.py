@@ -3,8 +3,8 @@
     python profiling guidellm --guidellm PROGRAM --out profiling/results/serving
 
 PROGRAM is the command ``guidellm`` of an environment of its own (``pip install guidellm``). The server has
-the bundled pair, and is asked to complete the held-out prompts. GuideLLM's own reports are written to ``guidellm_streams.html`` and
-``guidellm_sweep.html``. A failed request is an error.
+the bundled pair, and is asked to complete the held-out prompts. Writes GuideLLM's own reports,
+``guidellm_streams.html`` and ``guidellm_sweep.html``. A failed request is an error.
 """
 
 from __future__ import annotations
