@@ -2,9 +2,9 @@
 
     python profiling guidellm --guidellm PROGRAM --out profiling/results/serving
 
-PROGRAM is the command ``guidellm`` of an environment of its own (``pip install guidellm``). The server has the
-bundled pair and keeps no prompts; it is asked to complete the held-out ones. GuideLLM's own reports are written
-to ``guidellm_streams.html`` and ``guidellm_sweep.html``. A failed request is an error.
+PROGRAM is the command ``guidellm`` of an environment of its own (``pip install guidellm``). The server has
+the bundled pair, and is asked to complete the held-out prompts. Writes GuideLLM's own reports,
+``guidellm_streams.html`` and ``guidellm_sweep.html``. A failed request is an error.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ import argparse
 import json
 import subprocess
 import tempfile
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from text_table import format_table
 
+from serving.load import prompts
 from serving.servers import contestants, running
 from specdec_ext import assets
 from specdec_ext.evaluate.machine import machine_line
 
 TOKENS = 128
+MOST_REQUESTS = 500  # of one run of GuideLLM
 # Name -> options of GuideLLM.
 RUNS = {
     "streams": [
@@ -55,9 +58,9 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
-        prompts = place / "prompts.jsonl"
-        lines = (json.dumps({"prompt": each["prompt"]}) for each in assets.held_out_prompts())
-        prompts.write_text("\n".join(lines))
+        dataset = place / "prompts.jsonl"
+        lines = (json.dumps({"prompt": each}) for each in islice(prompts(), MOST_REQUESTS))
+        dataset.write_text("\n".join(lines))
         with running(found, threads, place / "log") as url:
             for run, chosen in RUNS.items():
                 report = place / f"{run}.json"
@@ -67,7 +70,7 @@ def main() -> None:
                 )
                 options = [
                     *("--backend", f"{backend},max_tokens={TOKENS}"),
-                    *("--data", f"kind=json_file,path={prompts}"),
+                    *("--data", f"kind=json_file,path={dataset}"),
                     *("--tokenizer", f"kind=hf_auto,model={folder}"),
                     *("--output", f"kind=html,path={html}"),
                     *("--output", f"kind=json,path={report}"),

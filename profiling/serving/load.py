@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import httpx2 as httpx
+
+from specdec_ext import assets
 
 
 @dataclass
@@ -40,6 +43,12 @@ class Reply:
     def gaps(self) -> list[float]:
         """Seconds between the pieces."""
         return [later - one for one, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+
+def prompts() -> Iterator[str]:
+    """The held-out prompts again and again, no two of which begin alike: servers may keep what they read."""
+    texts = cycle(each["prompt"] for each in assets.held_out_prompts())
+    return (f"# {number}\n{text}" for number, text in enumerate(texts))
 
 
 async def complete(http: httpx.AsyncClient, body: dict[str, Any]) -> Reply:

