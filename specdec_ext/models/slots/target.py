@@ -148,12 +148,13 @@ class SlotTarget(Target):
         return output
 
     def prefill_passes(
-        self, input_ids: Tensor, attention_mask: Tensor | None, room: int = FIRST_SLOTS
+        self, input_ids: Tensor, attention_mask: Tensor | None, room: int | None = None
     ) -> Iterator[TargetOutput | None]:
         """:meth:`prefill` in passes of ``prefill_chunk_size`` columns; all values but the last are None.
 
-        ``room`` is the number of slots that are reserved after the prompt.
+        ``room`` is the number of slots that are reserved after the prompt; None for ``FIRST_SLOTS``.
         """
+        room = FIRST_SLOTS if room is None else room
         prompt = self._prefill.prompt(input_ids, attention_mask)
         rows, columns = prompt.valid.shape
         max_slots = self._max_slots + self.offset
