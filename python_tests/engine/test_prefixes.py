@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.drafters.every_drafter import DRAFTERS
+from helpers.models import zoo
 from helpers.models.tiny import VOCAB, tiny_model
+from helpers.versions import since
 
 from specdec_ext import generate
 from specdec_ext.engine import Engine, engine
@@ -53,7 +55,19 @@ def newcomers(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3-window", "gpt2", "deepseek_v32"])
 def test_a_session_has_the_bits_of_whole_prompts(name, dtype, newcomers):
-    model = tiny_model(name, dtype=dtype)
+    check_session(tiny_model(name, dtype=dtype), newcomers)
+
+
+@since("5.24", "Models that run layers in loops")
+def test_a_session_of_loops_has_the_bits_of_whole_prompts(newcomers):
+    """The cache of a new request lacks the layers that a model has added to that of an earlier one."""
+    model = zoo.build("dory")
+    check_session(model, newcomers)
+    assert len(newcomers[0]) > 2 * model.config.num_hidden_layers
+
+
+def check_session(model, newcomers) -> None:
+    """Compare texts, keys and values of a session with those without reuse."""
     texts = []
     for kept in (1000, 0):
         with Engine(model, drafter="ngram", speculation="fixed", prefix_tokens=kept) as decoder:
@@ -116,7 +130,7 @@ class Reader:
     """Stands for a target that has read a prompt; its parts hold where they come from."""
 
     def prompt_part(self, begin, end, output):
-        return PromptPart(end - begin, [[(output, begin)]], ())
+        return PromptPart(end - begin, [], [[(output, begin)]], ())
 
 
 def origins(cache: PrefixCache, ids: list[int]) -> list:

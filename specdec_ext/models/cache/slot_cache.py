@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -44,6 +45,14 @@ class SlotCache:
         self.states = States([x for x in layers if isinstance(x, LinearAttentionCacheLayerMixin)])
         windows = {layer.window for layer in self.layers}
         self.window = windows.pop() if len(windows) == 1 else None
+
+    def extend(self, layers: Sequence[Any]) -> None:
+        """Append what another cache of the same model has more, as empty layers.
+
+        Models that run layers in loops have appended them there in their first pass.
+        """
+        self.cache.layers += [emptied(each) for each in layers[len(self.cache.layers) :]]
+        self.take_layers()
 
     @property
     def length(self) -> int:
@@ -88,6 +97,7 @@ class SlotCache:
 
     def adopt(self, row: int, other: SlotCache, num_rows: int) -> None:
         """Copy the slots of the only row of ``other``, of the same model, to row ``row`` of ``num_rows``."""
+        self.extend(other.cache.layers)
         self.write(row, 0, other.read(0, other.length), num_rows)
         for buffer in self.buffers(row + 1):
             buffer[row, :, other.length :] = 0  # an earlier row may have left NaN, see _allocate
@@ -122,3 +132,8 @@ class SlotCache:
         for buffer in (buffer for layer in self.layers for buffer in layer.buffers):
             for row, end in enumerate(ends):
                 buffer[row, :, end:stop] = 0
+
+
+def emptied(layer: Any) -> Any:
+    """Return an empty layer for the slots of ``layer``; a layer without slots is returned itself."""
+    return type(layer)(layer.window) if isinstance(layer, RollbackLayer) else layer

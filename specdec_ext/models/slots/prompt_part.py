@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -16,11 +17,13 @@ class PromptPart:
 
     Attributes:
         num_tokens: number of tokens.
+        layers: all layers of the cache, empty.
         slots: for each layer, what :meth:`RollbackLayer.read` returns.
         aux_hidden_states: ``[1, num_tokens, width]`` for each recorded layer
             (:meth:`Target.record_hidden_states`).
     """
 
     num_tokens: int
+    layers: Sequence[Any]
     slots: Sequence[Sequence[Tensor]]
     aux_hidden_states: Sequence[Tensor]

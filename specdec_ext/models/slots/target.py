@@ -20,7 +20,7 @@ from specdec_ext.models.base import (
     TargetOutput,
 )
 from specdec_ext.models.cache.adoption import attention_windows
-from specdec_ext.models.cache.slot_cache import SlotCache
+from specdec_ext.models.cache.slot_cache import SlotCache, emptied
 from specdec_ext.models.graphs import GraphRunner
 from specdec_ext.models.passes.direct import direct_pass
 from specdec_ext.models.passes.hidden_states import HiddenStateRecorder
@@ -175,7 +175,8 @@ class SlotTarget(Target):
         """
         slots = [[each.clone() for each in layer] for layer in self._slots.read(begin, end)]
         states = [each[:, begin:end].clone() for each in output.aux_hidden_states]
-        return PromptPart(end - begin, slots, states)
+        layers = [emptied(layer) for layer in self.cache.layers]
+        return PromptPart(end - begin, layers, slots, states)
 
     def restore(self, parts: Sequence[PromptPart], columns: int) -> None:
         """Begin with the first parts of a prompt; :meth:`prefill_passes` reads the rest.
@@ -185,6 +186,7 @@ class SlotTarget(Target):
                 states.
             columns: number of columns of the whole prompt.
         """
+        self._slots.extend(parts[0].layers)
         self._slots.reserve(columns, 0)
         begin = 0
         for part in parts:
